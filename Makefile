@@ -1,0 +1,67 @@
+# Needs git, make and Python 3.11 or newer; everything else goes into $(VENV).
+
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS ?=
+STRATEGY ?=
+PYTEST_ARGS ?=
+
+python := $(VENV)/bin/python
+install := $(python) -m pip install -qq --disable-pip-version-check --no-input \
+	$(if $(CONSTRAINTS),-c $(CONSTRAINTS))
+
+.PHONY: help demo demo-clean setup test test-all lint clean
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-11s %s\n", $$1, $$2}' Makefile
+	@echo
+	@echo "Settable: PYTHON=$(PYTHON) VENV=$(VENV) CONSTRAINTS=$(CONSTRAINTS)" \
+		"STRATEGY='$(STRATEGY)' PYTEST_ARGS='$(PYTEST_ARGS)'"
+
+demo: $(VENV)/.base  ## train a small model; STRATEGY='...' picks how it is spread
+	$(python) -m demo$(if $(STRATEGY), --strategy '$(STRATEGY)')
+
+demo-clean:  ## forget the demo's run, so that the next starts afresh
+	rm -rf runs/demo
+
+setup: $(VENV)/.dev  ## the library and all development tools, in an environment
+
+test: $(VENV)/.dev  ## the tests, without the slow ones
+	$(python) -m pytest -n 2 -m "not slow" $(PYTEST_ARGS)
+
+test-all: $(VENV)/.dev  ## all tests
+	$(python) -m pytest -n 2 $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev  ## style, format, types
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/pyright --pythonpath $(python)
+
+clean:  ## remove caches and builds; environments and runs/ stay
+	rm -rf build dist .pytest_cache .ruff_cache
+	find . -name '.?*' -prune -o -name __pycache__ -prune -exec rm -rf {} +
+
+# Each stamp is as old as the last install that satisfied pyproject.toml.
+$(VENV)/.base: pyproject.toml $(CONSTRAINTS) | $(VENV)/.python
+	@echo "Installing nnx_parallel and its dependencies into $(VENV) ..."
+	@$(install) -e .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml $(CONSTRAINTS) | $(VENV)/.python
+	@echo "Installing nnx_parallel and its development tools into $(VENV) ..."
+	@$(install) -e '.[dev]'
+	@touch $(VENV)/.base $@
+
+$(VENV)/.python:
+	@command -v $(PYTHON) >/dev/null || { \
+		echo "No '$(PYTHON)' here. Name a Python 3.11 or newer: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "'$(PYTHON)' is $$($(PYTHON) --version 2>&1), but Python 3.11 or newer is needed." >&2; \
+		echo "Name one: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "'$(PYTHON)' cannot make virtual environments: it lacks venv or ensurepip." >&2; \
+		echo "On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@$(python) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	@touch $@

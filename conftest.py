@@ -1,0 +1,26 @@
+"""Eight simulated CPU devices for the tests and for the examples in docstrings.
+
+It stands at the root because pytest collects `nnx_parallel/` and `models/` for their
+examples too, and devices can only be chosen before jax first counts them.
+"""
+
+import os
+
+import jax
+import pytest
+
+# Tests that run the TPU compiler do so in child processes, and two of those at a time
+# otherwise meet at libtpu's lock file, where one aborts.
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="session")
+def devices() -> list:
+    """All eight simulated devices."""
+    devices = jax.devices()
+    assert len(devices) == 8
+    return devices

@@ -1,0 +1,9 @@
+"""Example models: they name their dims and know nothing of meshes."""
+
+from models.classifier import MLPClassifier as MLPClassifier
+from models.classifier import MLPClassifierConfig as MLPClassifierConfig
+from models.classifier import classification_loss as classification_loss
+from models.gpt import GPT as GPT
+from models.gpt import GPTConfig as GPTConfig
+from models.gpt import generate as generate
+from models.gpt import next_token_loss as next_token_loss

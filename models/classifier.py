@@ -1,0 +1,143 @@
+"""A residual MLP over feature vectors, and its loss: the smallest model of all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from nnx_parallel.layers import Dense, Stack, cross_entropy, named
+from nnx_parallel.metrics import Mean
+from nnx_parallel.sharding import constrain
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPClassifierConfig:
+    """Shape of an `MLPClassifier`.
+
+    Attributes:
+        num_features: Length of an input.
+        num_classes: Number of labels.
+        num_layers: Number of hidden blocks.
+        embed_dim: Width between blocks.
+        mlp_dim: Width inside a block.
+        dropout: Probability of dropping an output of a block.
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
+
+    num_features: int
+    num_classes: int
+    num_layers: int = 2
+    embed_dim: int = 64
+    mlp_dim: int = 256
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_features",
+            "num_classes",
+            "num_layers",
+            "embed_dim",
+            "mlp_dim",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"MLPClassifierConfig.{name} is {getattr(self, name)}; it must be "
+                    "at least 1."
+                )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(
+                f"MLPClassifierConfig.dropout is {self.dropout}; it must be a "
+                "probability in [0, 1)."
+            )
+
+
+class HiddenBlock(nnx.Module):
+    """``x + down(gelu(up(x)))``: split by columns, then by rows, one sum."""
+
+    def __init__(self, config: MLPClassifierConfig, *, rngs: nnx.Rngs) -> None:
+        embed, mlp = {"embed": config.embed_dim}, {"mlp": config.mlp_dim}
+        self.up = Dense(embed, mlp, rngs=rngs, use_bias=True)
+        self.down = Dense(mlp, embed, rngs=rngs, use_bias=True)
+        self.dropout = nnx.Dropout(
+            config.dropout, rngs=rngs if config.dropout else None
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """(batch, embed) to the same, through (batch, mlp)."""
+        hidden = jax.nn.gelu(constrain(self.up(x), "batch", "mlp"))
+        return constrain(x + self.dropout(self.down(hidden)), "batch", "embed")
+
+
+class MLPClassifier(nnx.Module):
+    """Feature vectors to logits of classes.
+
+    Stock `nnx.Linear` at both ends, with names: features and classes have none, since
+    their numbers are given by the data and seldom divide.
+
+    Args:
+        config: Its shape.
+        rngs: Keys of parameters and dropout.
+
+    Example:
+        >>> config = MLPClassifierConfig(num_features=64, num_classes=10)
+        >>> MLPClassifier(config, rngs=nnx.Rngs(0))(jnp.ones((8, 64))).shape
+        (8, 10)
+    """
+
+    def __init__(self, config: MLPClassifierConfig, *, rngs: nnx.Rngs) -> None:
+        kernel_init = nnx.initializers.lecun_normal()
+        zeros = nnx.initializers.zeros_init()
+        self.inputs = nnx.Linear(
+            config.num_features,
+            config.embed_dim,
+            kernel_init=named(kernel_init, None, "embed"),
+            bias_init=named(zeros, "embed"),
+            rngs=rngs,
+        )
+        self.blocks = Stack(
+            lambda rngs: HiddenBlock(config, rngs=rngs), config.num_layers, rngs=rngs
+        )
+        self.head = nnx.Linear(
+            config.embed_dim,
+            config.num_classes,
+            kernel_init=named(kernel_init, "embed", None),
+            bias_init=named(zeros, None),
+            rngs=rngs,
+        )
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """(batch, features) to logits (batch, classes)."""
+        x = constrain(jax.nn.gelu(self.inputs(inputs)), "batch", "embed")
+        return constrain(self.head(self.blocks(x)), "batch", None)
+
+
+def classification_loss(
+    model: MLPClassifier, batch: Mapping[str, jax.Array]
+) -> tuple[Mean, dict[str, Mean]]:
+    """Cross-entropy of the labels, and how many are the likeliest class.
+
+    Args:
+        model: The model.
+        batch: ``inputs`` ``(batch, features)`` and ``labels`` int ``(batch,)``.
+
+    Returns:
+        The loss in nats per example, and ``{"accuracy": Mean}``.
+
+    Example:
+        >>> config = MLPClassifierConfig(num_features=4, num_classes=3)
+        >>> model = MLPClassifier(config, rngs=nnx.Rngs(0))
+        >>> batch = {"inputs": jnp.ones((8, 4)), "labels": jnp.zeros(8, jnp.int32)}
+        >>> loss, metrics = classification_loss(model, batch)
+        >>> sorted(metrics)
+        ['accuracy']
+    """
+    logits = model(batch["inputs"])
+    hits = jnp.argmax(logits, axis=-1) == batch["labels"]
+    accuracy = Mean(hits.sum().astype(jnp.float32), jnp.float32(hits.size))
+    return cross_entropy(logits, batch["labels"]), {"accuracy": accuracy}

@@ -1,0 +1,183 @@
+"""Collectives in a compiled program: what moves, how much, and among whom."""
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nnx_parallel.audit.hlo import Computation, Instruction, Shape
+
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+    "ragged-all-to-all",
+    "reduce-scatter",
+)
+
+Groups = tuple[tuple[int, ...], ...]
+
+_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\]([^{]*)\{([^}]*)\}")
+_LISTED = re.compile(
+    r"(?:replica_groups|source_target_pairs)=(\{(?:\{[\d,]*\},?\s?)*\})"
+)
+_ASYNC_FUSION = '"async_collective_fusion_config"'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One collective instruction.
+
+    Attributes:
+        kind: One of `KINDS`. An asynchronous start and its done are one collective.
+        bytes_each: Bytes per device and execution of the larger side: the output of an
+            all-gather, the input of all others; several operands are summed. It is the
+            size of the data, not of the traffic, which depends on the algorithm.
+        count: Executions per run of the program, loops multiplied out.
+        dtypes: The element types that move.
+        group_size: Devices that take part together; of a collective-permute, those
+            that its pairs connect.
+        groups: Their positions in the program's device order, or `None` where the
+            notation is not read.
+        source: The JAX operation that it came from, as the compiler recorded it.
+        asynchronous: Whether it is started and awaited apart, so that other work can
+            run in between.
+    """
+
+    kind: str
+    bytes_each: int
+    count: int
+    dtypes: tuple[str, ...]
+    group_size: int
+    groups: Groups | None
+    source: str
+    asynchronous: bool
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all its executions."""
+        return self.bytes_each * self.count
+
+
+def read_collective(
+    computation: Computation, instruction: Instruction, num_devices: int
+) -> Collective | None:
+    """Reads an instruction as a collective.
+
+    Args:
+        computation: The one that holds it.
+        instruction: Any instruction.
+        num_devices: Devices that run the program, the group where none is written.
+
+    Returns:
+        The collective, executed once; `None` if it is none, if each of its groups is
+        one device, or if it only continues one that was started before.
+    """
+    opcode = instruction.opcode.removesuffix("-start")
+    if opcode not in KINDS or _is_continuation(computation, instruction):
+        return None
+    group_size, groups = _read_groups(instruction, num_devices)
+    if group_size == 1:
+        return None
+    moved = _moved(computation, instruction)
+    kind = "reduce-scatter" if _is_scattered(computation, instruction) else opcode
+    return Collective(
+        kind=kind,
+        bytes_each=sum(shape.num_bytes for shape in moved)
+        * (group_size if kind == "all-gather" else 1),
+        count=1,
+        dtypes=tuple(dict.fromkeys(shape.dtype for shape in moved)),
+        group_size=group_size,
+        groups=groups,
+        source=instruction.source,
+        asynchronous=opcode != instruction.opcode
+        or _ASYNC_FUSION in instruction.attributes,
+    )
+
+
+def _moved(computation: Computation, instruction: Instruction) -> Sequence[Shape]:
+    shapes = computation.operand_shapes(instruction)
+    return shapes[:1] if instruction.opcode.startswith("ragged") else shapes
+
+
+def _is_continuation(computation: Computation, instruction: Instruction) -> bool:
+    """Whether a TPU repeats here, in a fusion, a collective that it started before.
+
+    The TPU compiler spreads a collective over several fusions and writes it in each;
+    in the first an `AsyncCollectiveStart` reads it.
+    """
+    return _ASYNC_FUSION in instruction.attributes and not any(
+        user.attribute("custom_call_target") == "AsyncCollectiveStart"
+        for user in computation.users[instruction.name]
+    )
+
+
+def _is_scattered(computation: Computation, instruction: Instruction) -> bool:
+    """Whether this is a TPU's reduce-scatter: an all-reduce fused with a slice."""
+    root = computation.instructions[computation.root]
+    is_sliced = root.opcode == "dynamic-slice" and root.operands[0] == instruction.name
+    return instruction.opcode == "all-reduce" and is_sliced
+
+
+def _read_groups(
+    instruction: Instruction, num_devices: int
+) -> tuple[int, Groups | None]:
+    attributes = instruction.attributes
+    if found := _IOTA.search(attributes):
+        groups = _iota_groups(*(_ints(part) for part in found.groups("")))
+    elif found := _MESH.search(attributes):
+        return _mesh_groups(*found.groups())
+    else:
+        found = _LISTED.search(attributes)
+        text = found.group(1) if found else ""
+        groups = tuple(_ints(group) for group in re.findall(r"\{([\d,]+)\}", text))
+    if instruction.opcode.startswith("collective-permute"):
+        groups = _connected(groups)
+        return max(map(len, groups), default=1), groups
+    groups = groups or (tuple(range(num_devices)),)
+    return max(map(len, groups)), groups
+
+
+def _iota_groups(
+    shape: tuple[int, ...], dims: tuple[int, ...], order: tuple[int, ...]
+) -> Groups:
+    """`[2,4]<=[4,2]T(1,0)`: count in shape (4, 2), transpose, reshape to (2, 4)."""
+    ids = np.arange(math.prod(dims)).reshape(dims)
+    ids = ids.transpose(order) if order else ids
+    return _rows(ids.reshape(-1, shape[-1]))
+
+
+def _mesh_groups(mesh: str, devices: str, names: str) -> tuple[int, Groups | None]:
+    """`mesh['x'=4,'y'=2] {'y'}`: those that differ only in their place along y."""
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
+    axes = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", names)
+    group_size = math.prod(int(size) if size else sizes[name] for name, _, size in axes)
+    if devices.strip() or any(size for _, _, size in axes):
+        return group_size, None
+    inner = [list(sizes).index(name) for name, _, _ in axes]
+    outer = [dim for dim in range(len(sizes)) if dim not in inner]
+    ids = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
+    return group_size, _rows(ids.transpose(outer + inner).reshape(-1, group_size))
+
+
+def _connected(pairs: Groups) -> Groups:
+    """Joins pairs that share a device: a ring is one group."""
+    groups: list[set[int]] = []
+    for pair in pairs:
+        joined = set(pair).union(*(g for g in groups if g & set(pair)))
+        groups = [group for group in groups if not group & joined] + [joined]
+    return tuple(tuple(sorted(group)) for group in groups)
+
+
+def _rows(ids: np.ndarray) -> Groups:
+    return tuple(tuple(row) for row in ids.tolist())
+
+
+def _ints(text: str) -> tuple[int, ...]:
+    return tuple(json.loads(f"[{text}]"))

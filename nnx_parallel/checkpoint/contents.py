@@ -1,0 +1,185 @@
+"""What a checkpoint holds: what may be saved, and how it differs from what is wanted.
+
+Orbax knows arrays by shape and dtype. Which groups are empty, which arrays are random
+keys (stored as their words), and the user's metadata stand in a header beside them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from nnx_parallel.errors import CheckpointError
+
+Groups = Mapping[str, Mapping[str, jax.Array]]
+AbstractGroups = Mapping[str, Mapping[str, jax.ShapeDtypeStruct]]
+
+_FORMAT = 1  # grows when a change would make an older reader misread the files
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredCheckpoint:
+    """What one checkpoint holds, without its arrays.
+
+    Attributes:
+        step: The step it was saved under.
+        groups: Global shape and dtype of each array, by group and path.
+        meta: The metadata saved with it.
+        metrics: The metrics saved with it; empty if there were none.
+    """
+
+    step: int
+    groups: dict[str, dict[str, jax.ShapeDtypeStruct]]
+    meta: dict[str, Any]
+    metrics: dict[str, float]
+
+
+def check_groups(groups: Groups) -> None:
+    """Raises ``CheckpointError`` unless every leaf is an array that can be saved."""
+    if not any(groups.values()):
+        raise CheckpointError("Nothing to save: no group holds an array.")
+    for name, group in groups.items():
+        if not name.isidentifier() or name == "metrics":
+            raise CheckpointError(
+                f"Cannot save a group named {name!r}: a name must be a Python "
+                "identifier other than 'metrics'."
+            )
+        for path, array in group.items():
+            fault = _fault(array)
+            if fault is not None:
+                raise CheckpointError(
+                    f"Cannot save `{path}` of group {name!r}: {fault}"
+                )
+
+
+def check_shardings(groups: AbstractGroups) -> None:
+    """Raises ``CheckpointError`` unless every leaf says where it shall live."""
+    for name, group in groups.items():
+        for path, array in group.items():
+            if getattr(array, "sharding", None) is None:
+                raise CheckpointError(
+                    f"Cannot restore `{path}` of group {name!r}: it has no sharding. "
+                    "Give every array a jax.ShapeDtypeStruct with sharding=...; else "
+                    "it would live where it did when it was saved."
+                )
+
+
+def make_header(groups: Groups, meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what is saved beside the arrays, as JSON."""
+    keys = {
+        name: {
+            path: str(jax.random.key_impl(array))
+            for path, array in group.items()
+            if _is_key(array)
+        }
+        for name, group in groups.items()
+    }
+    sizes = {name: len(group) for name, group in groups.items()}
+    try:
+        meta = json.loads(json.dumps(meta))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"Cannot save the metadata: {error}. It may hold only what JSON can: dict, "
+            "list, str, int, float, bool and None."
+        ) from error
+    return {"format": _FORMAT, "sizes": sizes, "keys": keys, "meta": meta}
+
+
+def read_stored(
+    step: int, header: Any, found: Mapping[str, Any], metrics: Mapping[str, float]
+) -> StoredCheckpoint:
+    """Joins the header with what Orbax says of the arrays in each group.
+
+    Raises:
+        ValueError: If there is no such header, or arrays are gone.
+    """
+    if not isinstance(header, dict) or header.get("format") != _FORMAT:
+        raise ValueError(f"Its header is not of format {_FORMAT}.")
+    groups = {}
+    for name, size in header["sizes"].items():
+        arrays, keys = found.get(name, {}), header["keys"][name]
+        if len(arrays) != size:
+            raise ValueError(
+                f"Group {name!r} has {len(arrays)} arrays; {size} were saved."
+            )
+        groups[name] = {
+            path: _abstract(array.shape, array.dtype, keys.get(path))
+            for path, array in arrays.items()
+        }
+    return StoredCheckpoint(
+        step=step, groups=groups, meta=header["meta"], metrics=dict(metrics)
+    )
+
+
+def differences(stored: StoredCheckpoint, wanted: AbstractGroups) -> list[str]:
+    """Returns one line for each array that differs in path, shape or dtype."""
+    return [
+        f"{name}: {line}"
+        for name, group in wanted.items()
+        for line in _group_differences(stored.groups.get(name), group)
+    ]
+
+
+def _group_differences(
+    stored: Mapping[str, jax.ShapeDtypeStruct] | None,
+    wanted: Mapping[str, jax.ShapeDtypeStruct],
+) -> Iterator[str]:
+    if stored is None:
+        yield "the checkpoint has no such group"
+        return
+    for path, array in wanted.items():
+        if path not in stored:
+            yield (
+                f"`{path}` {_spell(array)} is not in the checkpoint"
+                f"{_nearest(path, [*stored.keys() - wanted.keys()])}"
+            )
+        elif _spell(stored[path]) != _spell(array):
+            yield (
+                f"`{path}` is {_spell(stored[path])} in the checkpoint and "
+                f"{_spell(array)} here"
+            )
+    for path in stored:
+        if path in wanted:
+            continue
+        yield (
+            f"`{path}` {_spell(stored[path])} is only in the checkpoint"
+            f"{_nearest(path, [*wanted.keys() - stored.keys()])}"
+        )
+
+
+def _nearest(path: str, others: Sequence[str]) -> str:
+    close = difflib.get_close_matches(path, sorted(others), n=1)
+    return f" (nearest there: `{close[0]}`)" if close else ""
+
+
+def _spell(array: jax.ShapeDtypeStruct) -> str:
+    return f"{array.dtype}[{','.join(map(str, array.shape))}]"
+
+
+def _is_key(array: jax.Array) -> bool:
+    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
+def _abstract(
+    shape: tuple[int, ...], dtype: Any, key_impl: str | None
+) -> jax.ShapeDtypeStruct:
+    if key_impl is None:
+        return jax.ShapeDtypeStruct(shape, dtype)
+    key = jax.eval_shape(lambda: jax.random.key(0, impl=key_impl))
+    return jax.ShapeDtypeStruct(shape[:-1], key.dtype)
+
+
+def _fault(array: Any) -> str | None:
+    if not isinstance(array, jax.Array):
+        return f"found {type(array).__name__}; only jax.Array can be saved."
+    if array.size == 0:
+        return f"its shape {array.shape} holds no value. Leave empty arrays out."
+    if array.is_deleted():
+        return "it was donated. Save what the step returned, not what it was given."
+    return None

@@ -1,0 +1,178 @@
+"""Checks of host batches, made before anything is sent to a device.
+
+JAX wraps integers beyond 32 bits silently and compiles anew for every shape: both are
+refused here, with the leaf's path and the numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nnx_parallel.errors import BatchShapeError, DataError
+
+Signature = dict[str, tuple[tuple[int, ...], str]]
+
+
+def check_batch(batch: Any, *, index: int = 0) -> int:
+    """Return the number of rows of a batch whose leaves JAX can hold.
+
+    Args:
+        batch: A pytree of NumPy or JAX arrays whose dim 0 is the rows.
+        index: The batch's number, for messages.
+
+    Raises:
+        DataError: If a leaf is not an array of numbers or does not fit 32 bits.
+        BatchShapeError: If there are no rows, or leaves disagree about their number.
+
+    Example:
+        >>> check_batch({"x": np.zeros((4, 2)), "y": np.zeros(4, int)})
+        4
+    """
+    rows: dict[str, int] = {}
+    for name, leaf in _named_leaves(batch):
+        _check_leaf(name, leaf, index)
+        rows[name] = leaf.shape[0]
+    if not rows:
+        raise DataError(
+            f"Batch {index} of type {type(batch).__name__} holds no arrays. A batch is "
+            "a pytree of arrays whose dim 0 is the rows."
+        )
+    if len(set(rows.values())) > 1:
+        found = ", ".join(f"{name}: {count}" for name, count in rows.items())
+        raise BatchShapeError(
+            f"Arrays of batch {index} disagree about the number of rows ({found}). "
+            "Dim 0 of every array is the rows of the global batch."
+        )
+    name, num_rows = next(iter(rows.items()))
+    if num_rows == 0:
+        raise BatchShapeError(
+            f"{name} of batch {index} has no rows. A batch must hold at least one."
+        )
+    return num_rows
+
+
+def batch_signature(batch: Any) -> Signature:
+    """Return the shape and dtype, as JAX will hold it, of each array by its path.
+
+    Example:
+        >>> batch_signature({"x": np.zeros((4, 2))})
+        {"batch['x']": ((4, 2), 'float32')}
+    """
+    return {
+        name: (tuple(leaf.shape), _narrow(leaf.dtype))
+        for name, leaf in _named_leaves(batch)
+    }
+
+
+def check_same(batch: Any, first: Signature, *, index: int) -> None:
+    """Check that a batch has the structure, shapes and dtypes of the first one.
+
+    Args:
+        batch: The batch to check.
+        first: The first batch's signature.
+        index: The batch's number, for messages.
+
+    Raises:
+        BatchShapeError: If anything differs.
+    """
+    found = batch_signature(batch)
+    if found == first:
+        return
+    if found.keys() != first.keys():
+        raise BatchShapeError(
+            f"Batch {index} holds {sorted(found)} but the first batch held "
+            f"{sorted(first)}. All batches of a run must have the same structure."
+        )
+    name = next(name for name in found if found[name] != first[name])
+    (shape, dtype), (first_shape, first_dtype) = found[name], first[name]
+    raise BatchShapeError(
+        f"{name} of batch {index} has shape {shape} and dtype {dtype}, but in the "
+        f"first batch {first_shape} and {first_dtype}. Each new shape would compile "
+        "the step again: drop the last, smaller batch of an epoch "
+        "(`drop_remainder=True`), or pad to one shape."
+    )
+
+
+def check_divisible(
+    num_rows: int, num_microbatches: int, axis_sizes: Mapping[str, int]
+) -> None:
+    """Check that rows split evenly over microbatches and the batch's mesh axes.
+
+    Args:
+        num_rows: Rows of the global batch.
+        num_microbatches: Microbatches in a step.
+        axis_sizes: Sizes of the mesh axes that shard the batch.
+
+    Raises:
+        BatchShapeError: If they do not.
+
+    Example:
+        >>> check_divisible(32, 4, {"data": 2, "fsdp": 2})
+    """
+    multiple = num_microbatches * math.prod(axis_sizes.values())
+    if num_rows % multiple == 0:
+        return
+    plural = "" if num_microbatches == 1 else "es"
+    factors = [f"{num_microbatches} microbatch{plural}"]
+    factors += [f"{axis}={size}" for axis, size in axis_sizes.items()]
+    below = num_rows // multiple * multiple
+    nearest = ", ".join(str(n) for n in (below, below + multiple) if n)
+    raise BatchShapeError(
+        f"Batch of {num_rows} rows cannot be split: {' * '.join(factors)} need a "
+        f"multiple of {multiple} rows. Nearest: {nearest}."
+    )
+
+
+def _named_leaves(batch: Any) -> list[tuple[str, Any]]:
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    return [(f"batch{jax.tree_util.keystr(path)}", leaf) for path, leaf in leaves]
+
+
+def _check_leaf(name: str, leaf: Any, index: int) -> None:
+    if not isinstance(leaf, np.ndarray | jax.Array):
+        raise DataError(
+            f"{name} of batch {index} has type {type(leaf).__name__}. Leaves must be "
+            "NumPy or JAX arrays: convert it with `np.asarray`, dim 0 being the rows."
+        )
+    if not _is_numeric(leaf.dtype):
+        raise DataError(
+            f"{name} of batch {index} has dtype {leaf.dtype}. Leaves must hold "
+            "booleans or numbers: encode it, or leave it out of the batch."
+        )
+    if leaf.ndim == 0:
+        raise BatchShapeError(
+            f"{name} of batch {index} has no dims. Dim 0 of every array is the rows of "
+            "the global batch: repeat the value for each row, or close over it in the "
+            "loss."
+        )
+    if isinstance(leaf, np.ndarray):
+        _check_fits(name, leaf, index)
+
+
+def _is_numeric(dtype: Any) -> bool:
+    kinds = (np.number, np.bool_, jax.dtypes.extended)  # extended: typed random keys
+    return any(jnp.issubdtype(dtype, kind) for kind in kinds)
+
+
+def _check_fits(name: str, leaf: np.ndarray, index: int) -> None:
+    narrow = _narrow(leaf.dtype)
+    if leaf.dtype.kind not in "iu" or narrow == leaf.dtype.name or leaf.size == 0:
+        return
+    limits = np.iinfo(narrow)
+    for value in (int(leaf.min()), int(leaf.max())):
+        if not limits.min <= value <= limits.max:
+            raise DataError(
+                f"{name} of batch {index} has dtype {leaf.dtype} and holds {value}. "
+                f"JAX keeps it as {narrow}, from {limits.min} to {limits.max}, and "
+                "would wrap it: make it smaller, or set `jax_enable_x64`."
+            )
+
+
+def _narrow(dtype: Any) -> str:
+    return str(jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True))

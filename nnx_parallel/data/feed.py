@@ -1,0 +1,260 @@
+"""Batches on their way to the devices: pulled, checked and placed ahead of the step.
+
+Data is any iterable of pytrees of NumPy arrays that hold the *global* batch, dim 0
+being the rows. A thread pulls the next batches and places them while the current step
+runs, so that the step never waits for a copy. A *resumable* iterator (``get_state`` and
+``set_state``, as Grain's have) hands its position out with every batch; any other
+iterable is fast-forwarded on resume.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+
+import jax
+import numpy as np
+
+from nnx_parallel.data.batches import (
+    Signature,
+    batch_signature,
+    check_batch,
+    check_same,
+)
+from nnx_parallel.data.encoding import decode_state, encode_state
+from nnx_parallel.data.prefetch import Prefetched
+from nnx_parallel.errors import DataError, DataExhaustedError
+
+T = TypeVar("T")
+
+_END = object()
+_REPEAT_HINT = (
+    "To repeat the data, pass an object whose `__iter__` never ends "
+    "(`while True: yield from ...`), `itertools.cycle(batches)`, "
+    "or a Grain dataset with `.repeat()`."
+)
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """An iterator that can say where it is and go back there."""
+
+    def get_state(self) -> Any:
+        """Return the position: ``bytes``, or what JSON can hold."""
+        ...
+
+    def set_state(self, state: Any) -> None:
+        """Move to a position that ``get_state`` returned."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Item(Generic[T]):
+    """One placed batch.
+
+    Attributes:
+        batch: What ``place`` returned for the batch.
+        num_rows: Rows of the global batch.
+        state: The data's position after this batch, as JSON can hold it; ``None`` if
+            the data is not resumable.
+        wait_seconds: How long the consumer waited for this batch.
+    """
+
+    batch: T
+    num_rows: int
+    state: Any
+    wait_seconds: float = 0.0
+
+
+class Feed(Generic[T]):
+    """Iterates over placed batches, which a thread prepares ahead of their use.
+
+    At most ``prefetch`` batches are placed and not yet taken, and at most ``limit`` are
+    ever pulled, so that an iterator handed to two feeds in turn loses none between
+    them. An error in the data, in a check or in ``place`` is raised from the iteration,
+    where its batch would have come, with its own traceback.
+
+    Args:
+        data: The batches: an iterable, or an iterator, perhaps resumable.
+        place: Puts one host batch on the devices. Called on the feed's thread, where
+            context managers of JAX do not reach; it must not communicate between
+            processes, since the step may do so at the same time.
+        limit: How many batches are needed; ``None`` takes all there are.
+        skip: Batches to drop first if there is no ``state`` to restore.
+        state: Position to restore, from ``Item.state``.
+        prefetch: Batches placed ahead. 0 does all work in the caller's thread.
+        uniform: Whether structure, shapes and dtypes must stay the same.
+        first_step: Steps done before this feed, for messages; ``skip`` by default.
+
+    Raises:
+        DataError: If a batch, or the data itself, is not made of usable arrays.
+        BatchShapeError: If rows disagree, or a shape changes under ``uniform``.
+        DataExhaustedError: If the data ends before ``limit`` batches.
+
+    Example:
+        >>> batches = [{"x": np.full((4, 2), i, np.float32)} for i in range(3)]
+        >>> with Feed(batches, jax.device_put, limit=2) as feed:
+        ...     [(item.num_rows, float(item.batch["x"][0, 0])) for item in feed]
+        [(4, 0.0), (4, 1.0)]
+    """
+
+    def __init__(
+        self,
+        data: Iterable[Any],
+        place: Callable[[Any], T],
+        *,
+        limit: int | None = None,
+        skip: int = 0,
+        state: Any = None,
+        prefetch: int = 2,
+        uniform: bool = True,
+        first_step: int | None = None,
+    ) -> None:
+        if prefetch < 0:
+            raise ValueError(f"prefetch={prefetch}. It must be 0 or more.")
+        stop = threading.Event()
+        iterator, skip_now = _open(data, skip, state)
+        items = _Source(
+            iterator=iterator,
+            place=place,
+            limit=limit,
+            skip=skip_now,
+            first_step=skip if first_step is None else first_step,
+            uniform=uniform,
+            data=data,
+            stop=stop,
+        ).items()
+        ahead = Prefetched(items, prefetch, stop) if prefetch else None
+        self._items: Iterator[Item[T]] = items if ahead is None else ahead
+        self._finalizer = weakref.finalize(self, ahead.close if ahead else stop.set)
+
+    def __iter__(self) -> Feed[T]:
+        return self
+
+    def __next__(self) -> Item[T]:
+        if not self._finalizer.alive:
+            raise StopIteration
+        start = time.perf_counter()
+        item = next(self._items)
+        waited = time.perf_counter() - start
+        return dataclasses.replace(item, wait_seconds=waited)
+
+    def close(self) -> None:
+        """Stop the thread and drop the batches that were placed ahead."""
+        self._finalizer()
+
+    def __enter__(self) -> Feed[T]:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def is_one_shot(data: object) -> bool:
+    """Whether reading the data uses it up and its position cannot be restored.
+
+    True of generators and other plain iterators. Such an object stands where its last
+    reader left it: whoever reads on in the same process must not skip again.
+
+    Example:
+        >>> batches = [np.zeros(4)]
+        >>> is_one_shot(batches), is_one_shot(iter(batches))
+        (False, True)
+    """
+    return isinstance(data, Iterator) and not isinstance(data, Resumable)
+
+
+def _open(data: Any, skip: int, state: Any) -> tuple[Iterator[Any], int]:
+    """Return an iterator, at its restored position if it can be, and what to skip."""
+    if isinstance(data, Mapping | str | bytes | np.ndarray | jax.Array):
+        raise DataError(
+            f"Data is one {type(data).__name__}. It must be an iterable of batches; "
+            "pass `[batch]` for a single one."
+        )
+    if not isinstance(data, Iterable):
+        raise DataError(
+            f"Data of type {type(data).__name__} cannot be iterated over. It must be "
+            "an iterable of batches, for instance a list, an object with `__iter__`, "
+            "or a Grain dataset."
+        )
+    iterator = iter(data)
+    if state is not None and isinstance(iterator, Resumable):
+        iterator.set_state(decode_state(state))
+        return iterator, 0
+    if state is not None:
+        _warn(
+            "The checkpoint holds the position of a resumable iterator, but the data "
+            f"is now a {type(data).__name__} without `get_state` and `set_state`. "
+            f"Its first {skip} batches are skipped instead."
+        )
+    elif skip and is_one_shot(data):
+        _warn(
+            f"Data is a one-shot iterator ({type(data).__name__}), whose position "
+            f"cannot be restored: its next {skip} batches are skipped, which is right "
+            "only if it stands at its beginning. Pass an object whose `__iter__` "
+            "starts again, or a Grain dataset."
+        )
+    return iterator, skip
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, UserWarning, stacklevel=4)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Source(Generic[T]):
+    """Turns an open iterator into placed items, in the thread of whoever pulls."""
+
+    iterator: Iterator[Any]
+    place: Callable[[Any], T]
+    limit: int | None
+    skip: int
+    first_step: int
+    uniform: bool
+    data: Any
+    stop: threading.Event
+
+    def items(self) -> Iterator[Item[T]]:
+        """Yield placed items; no frame keeps a placed batch alive between pulls."""
+        for done in range(self.skip):
+            if self.stop.is_set():
+                return
+            if next(self.iterator, _END) is _END:
+                raise self._exhausted(done, 0)
+        first: Signature | None = None
+        count = 0
+        while self.limit is None or count < self.limit:
+            batch = next(self.iterator, _END)
+            if batch is _END:
+                if self.limit is None:
+                    return
+                raise self._exhausted(self.skip, count)
+            state = None
+            if isinstance(self.iterator, Resumable):
+                state = encode_state(self.iterator.get_state())
+            index = self.first_step + count
+            num_rows = check_batch(batch, index=index)
+            if self.uniform:
+                first = first or batch_signature(batch)
+                check_same(batch, first, index=index)
+            yield Item(batch=self.place(batch), num_rows=num_rows, state=state)
+            count += 1
+
+    def _exhausted(self, skipped: int, count: int) -> DataExhaustedError:
+        last = "" if self.limit is None else f" of {self.first_step + self.limit}"
+        used_up = (
+            " It is an iterator, which may have been read before."
+            if skipped + count == 0 and is_one_shot(self.data)
+            else ""
+        )
+        return DataExhaustedError(
+            f"Data ended before step {self.first_step + count + 1}{last}: "
+            f"{type(self.data).__name__} gave {skipped + count} batches here, "
+            f"{skipped} of them skipped to resume.{used_up} Every step needs a batch. "
+            + _REPEAT_HINT
+        )

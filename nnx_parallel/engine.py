@@ -1,0 +1,161 @@
+"""A training state and the compiled programs that act on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from nnx_parallel.data import Feed, place_batch
+from nnx_parallel.errors import DataError
+from nnx_parallel.metrics import Mean
+from nnx_parallel.sharding import using
+from nnx_parallel.sharding.arrays import flatten_pure
+from nnx_parallel.sharding.model import ModelFn
+from nnx_parallel.state import StatePlan, TrainState, init_state
+from nnx_parallel.step import (
+    Batch,
+    LossFn,
+    Metrics,
+    StepOptions,
+    make_eval_step,
+    make_train_step,
+)
+
+
+class Engine:
+    """Holds the state of a run and the programs compiled for it.
+
+    Args:
+        plan: The model's structure and the place of every array.
+        source: The model, or the function that builds it.
+        loss: The user's loss.
+        options: How a step is run.
+        seed: Of the model and of every random stream.
+    """
+
+    def __init__(
+        self,
+        plan: StatePlan,
+        source: nnx.Module | ModelFn,
+        loss: LossFn,
+        options: StepOptions,
+        seed: int,
+    ) -> None:
+        self.plan = plan
+        self.options = options
+        self._source = source
+        self._loss = loss
+        self._seed = seed
+        self._state: TrainState | None = None
+        self._functions: dict[Callable, Callable] = {}
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the state has been built or set."""
+        return self._state is not None
+
+    @property
+    def state(self) -> TrainState:
+        """The training state, built on first use."""
+        if self._state is None:
+            rngs = nnx.Rngs(self._seed)
+            self._state = init_state(self.plan, self._source, rngs, self._seed)
+        return self._state
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self._state = state
+
+    @cached_property
+    def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+        """The compiled update; it donates the state."""
+        return make_train_step(self.plan, self._loss, self.options)
+
+    @cached_property
+    def _eval_step(self) -> Callable[..., dict[str, Mean]]:
+        return make_eval_step(self.plan, self._loss)
+
+    def shard_batch(self, batch: Batch) -> Batch:
+        """Puts a batch on the mesh, checked to divide evenly."""
+        num_microbatches = self.options.num_microbatches
+        return place_batch(batch, self.plan.layout, num_microbatches=num_microbatches)
+
+    def params(self, *, ema: bool) -> dict[str, Any]:
+        """The parameters or their moving average.
+
+        Raises:
+            ValueError: If there is no average.
+        """
+        if not ema:
+            return self.state.params
+        if self.state.ema is None:
+            raise ValueError("This Trainer keeps no average. Pass ema_decay=0.999.")
+        return self.state.ema
+
+    def evaluate(self, data: Iterable[Batch], *, ema: bool = False) -> dict[str, float]:
+        """Mean loss and metrics over all rows."""
+        arrays = (self.params(ema=ema), self.state.variables, self.state.key)
+        total: dict[str, Mean] | None = None
+        for batch in self._batches(data):
+            means = self._eval_step(*arrays, batch)
+            total = means if total is None else _merge(total, means)
+        if total is None:
+            raise DataError("There is no batch to evaluate on: the data is empty.")
+        return {name: float(mean.value) for name, mean in total.items()}
+
+    def predict(
+        self,
+        data: Iterable[Batch],
+        function: Callable[[Any, Batch], Any] | None = None,
+        *,
+        ema: bool = False,
+    ) -> Any:
+        """Outputs of ``function`` for all rows, as NumPy arrays."""
+        run = self._compiled(function or _call_model)
+        arrays = (self.params(ema=ema), self.state.variables)
+        parts = [jax.device_get(run(*arrays, batch)) for batch in self._batches(data)]
+        if not parts:
+            raise DataError("There is no batch to predict on: the data is empty.")
+        return jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
+
+    def non_finite_arrays(self) -> list[str]:
+        """Paths of the parameters and variables that hold a NaN or an infinity."""
+        arrays = flatten_pure(self.state.params) | flatten_pure(self.state.variables)
+        floating = {
+            path: x
+            for path, x in arrays.items()
+            if jnp.issubdtype(x.dtype, jnp.floating)
+        }
+        is_finite = jax.jit(partial(jax.tree.map, lambda x: jnp.isfinite(x).all()))
+        return [path for path, ok in is_finite(floating).items() if not ok]
+
+    def _compiled(self, function: Callable[[Any, Batch], Any]) -> Callable:
+        if function not in self._functions:
+
+            def run(params: dict, variables: dict, batch: Batch) -> Any:
+                with using(self.plan.layout):
+                    model = self.plan.merge(params, variables, training=False)
+                    return function(model, batch)
+
+            self._functions[function] = jax.jit(run)
+        return self._functions[function]
+
+    def _batches(self, data: Iterable[Batch]) -> Iterator[Batch]:
+        place = partial(place_batch, layout=self.plan.layout)
+        with Feed(data, place, uniform=False) as feed:
+            for item in feed:
+                yield item.batch
+
+
+def _call_model(model: Any, batch: Batch) -> Any:
+    return model(batch)
+
+
+def _merge(total: dict[str, Mean], means: dict[str, Mean]) -> dict[str, Mean]:
+    return {name: total[name].merge(mean) for name, mean in means.items()}

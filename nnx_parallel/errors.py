@@ -1,0 +1,125 @@
+"""Named errors: what was found, the rule it breaks, and the values that are valid.
+
+Each refines a built-in, so that ``except ValueError`` keeps working, and is empty but
+for the docstring that teaches the rule. The message is written where the check stands.
+"""
+
+from __future__ import annotations
+
+
+class ParallelError(Exception):
+    """Base of every error that this library raises on purpose."""
+
+
+class MeshShapeError(ParallelError, ValueError):
+    """The product of the axis sizes must equal the number of devices.
+
+    One size may be left out (``None``); it takes the devices that remain.
+    """
+
+
+class MeshAxisTypeError(ParallelError, ValueError):
+    """Every mesh axis must be ``AxisType.Auto``.
+
+    ``jax.make_mesh`` makes Explicit axes by default, under which a plain model raises
+    on ambiguous products.
+    """
+
+
+class UnknownAxisError(ParallelError, ValueError):
+    """A name in a model or a spec must be a logical axis or a mesh axis."""
+
+
+class IndivisibleDimError(ParallelError, ValueError):
+    """A mesh axis must divide the dim that it shards."""
+
+
+class SpecRankError(ParallelError, ValueError):
+    """A spec must not be longer than the rank of its array."""
+
+
+class PlacementConflictError(ParallelError, ValueError):
+    """Two claims must not meet on one dim, nor one mesh axis shard two dims."""
+
+
+class UnmatchedRuleError(ParallelError, ValueError):
+    """A strict set of rules must match every array, and every rule some array."""
+
+
+class StackError(ParallelError, ValueError):
+    """The blocks of a stack must be alike and must not share arrays."""
+
+
+class StateStructureError(ParallelError, ValueError):
+    """A model must keep the structure, shapes and dtypes of its arrays in a step."""
+
+
+class LossError(ParallelError, ValueError):
+    """A loss returns a scalar or a ``Mean``, and perhaps a dict of metrics with it."""
+
+
+class NonFiniteLossError(ParallelError, ArithmeticError):
+    """The loss of every step must be finite; training stops at the first that is not.
+
+    Only float16's loss scaling skips a step by itself.
+    """
+
+
+class DataError(ParallelError, ValueError):
+    """Training data is an iterable of pytrees of numeric arrays that JAX can hold.
+
+    Integers must fit the 32 bits that JAX keeps by default, and the position of a
+    resumable iterator must be made of what JSON can hold.
+    """
+
+
+class BatchShapeError(DataError):
+    """Dim 0 of every array in a batch is the rows, and shapes stay the same in a run.
+
+    The number of rows must be a multiple of ``num_microbatches`` times the sizes of the
+    mesh axes that shard the batch.
+    """
+
+
+class DataExhaustedError(DataError):
+    """Training data must hold a batch for every step of the run."""
+
+
+class LogFileError(ParallelError, ValueError):
+    """A JSON lines logger appends only to files whose every line it could have written.
+
+    It cuts the lines of a run that died, and must not cut another program's file.
+    """
+
+
+class CheckpointError(ParallelError, ValueError):
+    """Checkpoints hold groups of ``jax.Array`` by path and metadata that JSON can hold.
+
+    Their steps ascend: a step is saved once, and none is saved before the latest.
+    """
+
+
+class CheckpointDirectoryError(ParallelError, OSError):
+    """Checkpoints need a directory that exists or can be made, and can be written."""
+
+
+class CheckpointSaveError(ParallelError, RuntimeError):
+    """A save failed after it had begun; the checkpoints before it are whole.
+
+    A failure in the background is raised by the next call, under its own step.
+    """
+
+
+class CheckpointReadError(ParallelError, RuntimeError):
+    """A checkpoint must be whole and written by this library."""
+
+
+class CheckpointNotFoundError(ParallelError, FileNotFoundError):
+    """A step must have been saved, and kept, to be read."""
+
+
+class CheckpointMismatchError(ParallelError, ValueError):
+    """The arrays of a restored group must be those saved: paths, shapes and dtypes.
+
+    Their shardings may differ in any way.
+    """

@@ -1,0 +1,126 @@
+"""`Stack`: N alike blocks as one module, scanned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from nnx_parallel.errors import StackError
+from nnx_parallel.layers.remat import Remat, active_remat, apply_remat, check_remat
+from nnx_parallel.sharding import use_params
+from nnx_parallel.sharding.arrays import dotted, variables_of
+
+
+class Stack(nnx.Module):
+    """N alike blocks whose arrays have a leading ``layers`` dim.
+
+    One block is traced and compiled, whatever N. It runs as a `jax.lax.scan` over the
+    layers; parameters that the strategy stores sharded are gathered inside, one layer
+    at a time, and again in the backward pass.
+
+    Args:
+        make_block: Builds one block from its ``nnx.Rngs``. The block maps
+            ``(x, *args)`` to an array like ``x``.
+        num_layers: N.
+        rngs: Keys of all blocks.
+        remat: What a block keeps for the backward pass; ``None`` follows the Trainer.
+
+    Raises:
+        StackError: If a block shares one Variable between two of its modules, which
+            would silently untie, or if N < 1.
+
+    Example:
+        >>> def make_block(rngs):
+        ...     return nnx.Linear(4, 4, rngs=rngs)
+        >>> stack = Stack(make_block, 3, rngs=nnx.Rngs(0))
+        >>> stack.layer.kernel.shape
+        (3, 4, 4)
+        >>> stack(jax.numpy.ones((2, 4))).shape
+        (2, 4)
+    """
+
+    def __init__(
+        self,
+        make_block: Callable[[nnx.Rngs], nnx.Module],
+        num_layers: int,
+        *,
+        rngs: nnx.Rngs,
+        remat: Remat | None = None,
+    ) -> None:
+        if num_layers < 1:
+            raise StackError(f"A stack of {num_layers} layers: it needs at least 1.")
+        check_remat(remat)
+        _check_unshared(make_block)
+        self.num_layers = num_layers
+        self.remat = remat
+        keys = jax.random.split(rngs.params(), num_layers)
+        self.layer = jax.vmap(lambda key: make_block(nnx.Rngs(key)))(keys)
+        for _, variable in variables_of(self.layer):
+            names = tuple(variable.get_metadata().get("out_sharding") or ())
+            variable.set_metadata(out_sharding=("layers", *names), eager_sharding=False)
+
+    def __call__(self, x: jax.Array, *args: Any, scanned: Any = None) -> Any:
+        """Runs the blocks in order.
+
+        Args:
+            x: Input of the first block.
+            args: Passed to every block as they are.
+            scanned: A pytree with a leading dim of N (a cache): each block gets its
+                own slice as last argument and returns ``(x, slice)``.
+
+        Returns:
+            The last block's output; ``(output, scanned)`` when ``scanned`` is given.
+        """
+        graphdef, _ = nnx.split(self.layer)
+        params, others, placements = {}, {}, {}
+        for path, variable in variables_of(self.layer):
+            group = params if isinstance(variable, nnx.Param) else others
+            group[path] = variable.get_value()
+            if placement := variable.get_metadata().get("placement"):
+                placements[path] = placement.of_layer()
+
+        def block(params: dict, others: dict, x: jax.Array, args: Any, slot: Any):
+            used = use_params(params, placements)
+            module = nnx.merge(graphdef, _nest(used | others))
+            extra = () if slot is None else (slot,)
+            out = module(x, *args, *extra)  # pyright: ignore[reportCallIssue]
+            out, slot = out if slot is not None else (out, None)
+            state = dict(variables_of(module))
+            return out, ({path: state[path].get_value() for path in others}, slot)
+
+        gathers = any(p.is_gathered for p in placements.values())
+        block = apply_remat(
+            block, self.remat or active_remat(), gathers=gathers, prevent_cse=False
+        )
+        x, (others, scanned_out) = jax.lax.scan(
+            lambda x, slices: block(slices[0], slices[1], x, args, slices[2]),
+            x,
+            (params, others, scanned),
+        )
+        if others:
+            nnx.update(self.layer, _nest(others))
+        return x if scanned is None else (x, scanned_out)
+
+
+def _nest(flat: dict) -> dict:
+    return nnx.traversals.unflatten_mapping(flat)
+
+
+def _check_unshared(make_block: Callable[[nnx.Rngs], nnx.Module]) -> None:
+    block = nnx.eval_shape(lambda: make_block(nnx.Rngs(0)))
+    once = dict(variables_of(block))
+    leaves = jax.tree_util.tree_leaves_with_path(
+        block, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
+    if len(leaves) > len(once):
+        paths = [jax.tree_util.keystr(p, simple=True, separator=".") for p, _ in leaves]
+        shared = sorted(set(paths) - {dotted(path) for path in once})
+        raise StackError(
+            f"A block of the stack holds the same Variable in several places: {shared} "
+            "stand elsewhere in it too. Stacked blocks would untie them without a "
+            "word. Give each module its own, or keep the shared one outside the stack "
+            "and pass it to the blocks as an argument."
+        )

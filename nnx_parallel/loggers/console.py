@@ -1,0 +1,210 @@
+"""A run's progress on the terminal: one line that changes, or plain lines in a file."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.text import Text
+
+_MAX_BAR_WIDTH = 30
+_MIN_BAR_WIDTH = 8
+
+
+class ConsoleLogger:
+    """Shows progress, loss, speed and time left.
+
+    On a terminal this is one line, redrawn in place::
+
+        step  120/1000 ━━━━╸━━━━━━━━━━ 12% loss  2.413 · 48.2k tok/s · 4:32 left
+
+    Elsewhere it is a plain line for every ``every`` steps. Evaluations and messages are
+    lines of their own on both.
+
+    Args:
+        every: Steps from one plain line to the next.
+        console: Where to write; standard output by default.
+
+    Example:
+        >>> import sys
+        >>> logger = ConsoleLogger(every=1, console=Console(file=sys.stdout, width=80))
+        >>> logger.start(first_step=0, num_steps=10)
+        >>> logger.log(1, {"loss": 2.4131, "tokens_per_second": 48_213.0})
+        step  1/10 · loss  2.413 · 48.2k tok/s
+        >>> logger.log(1, {"eval_loss": 2.5})
+        step  1/10 · eval_loss 2.500
+        >>> logger.finish()
+    """
+
+    def __init__(self, *, every: int = 50, console: Console | None = None) -> None:
+        if every < 1:
+            raise ValueError(f"every={every}. It must be 1 or more.")
+        self.every = every
+        self._console = console
+        self._live: Live | None = None
+        self._progress = _Progress(0, 0)
+        self._next_line = 0
+
+    def start(self, *, first_step: int, num_steps: int) -> None:
+        """Begin to draw, if this is a terminal."""
+        self.finish()
+        self._console = self._console or Console()
+        self._progress = _Progress(first_step, num_steps)
+        self._next_line = first_step + 1
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = Live(
+                self._progress, console=self._console, refresh_per_second=8
+            )
+            self._live.start()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Update the line; print a plain one if it is due."""
+        evaluation = {k: v for k, v in metrics.items() if k.startswith("eval_")}
+        training = {k: v for k, v in metrics.items() if k not in evaluation}
+        if training:
+            self._progress.update(step, training)
+            if self._live is None and self._is_due(step):
+                self._print(self._progress.plain())
+        if evaluation:
+            fields = [f"{name} {_number(value)}" for name, value in evaluation.items()]
+            self._print([self._progress.position(step), *fields])
+
+    def message(self, text: str) -> None:
+        """Print the text on a line of its own."""
+        self._print([text])
+
+    def finish(self) -> None:
+        """Leave the line as it is, with the time that the run took."""
+        if self._live is not None:
+            self._progress.finish()
+            self._live.stop()
+            self._live = None
+
+    def _is_due(self, step: int) -> bool:
+        if step < self._next_line and step < self._progress.num_steps:
+            return False
+        self._next_line = (step // self.every + 1) * self.every
+        return True
+
+    def _print(self, fields: list[str]) -> None:
+        console = self._console = self._console or Console()
+        separator = " | " if console.options.ascii_only else " · "
+        text = Text(separator.join(fields))
+        console.print(text, soft_wrap=True)
+
+
+class _Progress:
+    """The state of the line, and how it is drawn in the width there is."""
+
+    def __init__(self, first_step: int, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self._step = first_step
+        self._metrics: dict[str, float] = {}
+        self._began = time.monotonic()
+        self._first: tuple[int, float] | None = None  # excludes compilation
+        self._latest = self._began
+        self._ended: float | None = None
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._step = step
+        self._metrics = {**self._metrics, **metrics}
+        self._latest = time.monotonic()
+        self._first = self._first or (step, self._latest)
+
+    def finish(self) -> None:
+        self._ended = time.monotonic()
+
+    def position(self, step: int) -> str:
+        width = len(str(self.num_steps))
+        return f"step {step:>{width}}/{self.num_steps}"
+
+    def plain(self) -> list[str]:
+        return [self.position(self._step), *self._fields()]
+
+    def _fields(self) -> list[str]:
+        """The fields, the most important first."""
+        units = {
+            "loss": lambda value: f"loss {_number(value):>6}",
+            "tokens_per_second": lambda value: f"{_count(value):>5} tok/s",
+            "examples_per_second": lambda value: f"{_count(value):>5} rows/s",
+            "step_seconds": lambda value: f"{_duration(value):>7}/step",
+            "mfu": lambda value: f"{value:>3.0%} MFU",
+        }
+        fields = [f(self._metrics[n]) for n, f in units.items() if n in self._metrics]
+        return [*fields, clock] if (clock := self._clock()) else fields
+
+    def _clock(self) -> str:
+        if self._ended is not None:
+            return f"took {_clock(self._ended - self._began)}"
+        if self._first is None:
+            return f"compiling {_clock(time.monotonic() - self._began)}"
+        first_step, first_time = self._first
+        steps, seconds = self._step - first_step, self._latest - first_time
+        if not steps:
+            return ""
+        due = self._latest + seconds / steps * (self.num_steps - self._step)
+        return f"{_clock(max(0.0, due - time.monotonic()))} left"
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> RenderResult:
+        separator = " | " if options.ascii_only else " · "
+        fraction = min(1.0, self._step / self.num_steps) if self.num_steps else 1.0
+        start = f"{self.position(self._step)} "
+        percent = f" {int(100 * fraction):>3}% "
+        fields = self._fields()
+        used = len(start) + len(percent) + 1
+        while len(fields) > 1 and used + len(
+            separator.join(fields)
+        ) + _MIN_BAR_WIDTH > (options.max_width):
+            fields.pop(-2 if len(fields) > 2 else -1)
+        room = options.max_width - used - len(separator.join(fields))
+        width = max(0, min(_MAX_BAR_WIDTH, room))
+        line = Text(start, no_wrap=True, overflow="crop", end="")
+        line.append_text(_bar(fraction, width, options.ascii_only))
+        line.append(percent, style="bold")
+        yield line.append(separator.join(fields))
+
+
+def _bar(fraction: float, width: int, ascii_only: bool) -> Text:
+    full, half = ("-", " ") if ascii_only else ("━", "╸")
+    halves = int(fraction * width * 2)
+    done = full * (halves // 2) + half * (halves % 2)
+    rest = (" " if ascii_only else full) * (width - len(done))
+    return Text.assemble((done, "green"), (rest, "bright_black"))
+
+
+def _number(value: float) -> str:
+    is_plain = value == 0 or 0.01 <= abs(value) < 1000
+    kind = ".3f" if is_plain or not math.isfinite(value) else ".2e"
+    return f"{value:{kind}}"
+
+
+def _count(value: float) -> str:
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{_three_digits(value / size)}{letter}"
+    return _three_digits(value)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 1:
+        return f"{_three_digits(1000 * seconds)} ms"
+    return f"{_three_digits(seconds)} s"
+
+
+def _three_digits(value: float) -> str:
+    decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{decimals}f}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, second = divmod(int(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour}h {minute:02}m"
+    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"

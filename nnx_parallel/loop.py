@@ -1,0 +1,117 @@
+"""The loop of a fit, on one screen: batch, step, metrics, evaluation, checkpoint."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import jax
+
+from nnx_parallel.audit import audit
+from nnx_parallel.callbacks import Hooks
+from nnx_parallel.checkpoint import Storage
+from nnx_parallel.data import Feed, Position
+from nnx_parallel.engine import Engine
+from nnx_parallel.profiling import Tracer
+from nnx_parallel.recorder import Recorder
+from nnx_parallel.step import Batch
+from nnx_parallel.throughput import Throughput, count_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """What a fit works with.
+
+    Attributes:
+        engine: State and compiled programs.
+        storage: Checkpoints.
+        position: Where the data stands.
+        recorder: Metrics.
+        tracer: Traces.
+        hooks: The user's callbacks.
+        eval_data: Batches to evaluate on, or ``None``.
+        eval_every: Steps between evaluations; ``None`` for the last step alone.
+    """
+
+    engine: Engine
+    storage: Storage
+    position: Position
+    recorder: Recorder
+    tracer: Tracer
+    hooks: Hooks
+    eval_data: Iterable[Batch] | None = None
+    eval_every: int | None = None
+
+    def run(self, data: Iterable[Batch], num_steps: int) -> None:
+        """Trains from the state's step until ``num_steps`` updates are done in all."""
+        engine, recorder = self.engine, self.recorder
+        step = int(engine.state.step)
+        with self._feed(data, step, num_steps) as feed, self.tracer:
+            for item in feed:
+                if recorder.throughput is None:
+                    self._compile(item.batch)
+                with self.tracer.step(step):
+                    engine.state, metrics = engine.train_step(engine.state, item.batch)
+                step += 1
+                self.position.advance(item.state)
+                recorder.push(step, metrics, item.wait_seconds)
+                is_last = step == num_steps or self.hooks.wants_stop
+                if is_last or self._is_due(step) or self.storage.is_due(step):
+                    self._pause(step, is_last=is_last)
+                if is_last:
+                    break
+
+    def _feed(self, data: Iterable[Batch], step: int, num_steps: int) -> Feed:
+        skip, state = self.position.open(data, step)
+        return Feed(
+            data,
+            self.engine.shard_batch,
+            limit=num_steps - step,
+            skip=skip,
+            state=state,
+            first_step=step,
+        )
+
+    def _compile(self, batch: Batch) -> None:
+        start = time.perf_counter()
+        lowered = self.engine.train_step.lower(self.engine.state, batch)  # pyright: ignore[reportFunctionMemberAccess]
+        compiled = lowered.compile()
+        self.recorder.add_once(compile_seconds=time.perf_counter() - start)
+        self.recorder.throughput = Throughput(
+            num_rows=jax.tree.leaves(batch)[0].shape[0],
+            num_tokens=count_tokens(batch),
+            flops_per_device=audit(compiled).flops,
+            device=self.engine.plan.layout.mesh.devices.flat[0],
+        )
+
+    def _is_due(self, step: int) -> bool:
+        return bool(self.eval_every) and step % self.eval_every == 0  # pyright: ignore[reportOptionalOperand]
+
+    def _pause(self, step: int, *, is_last: bool) -> None:
+        """Evaluates and saves, once every step so far is known to be finite."""
+        self.recorder.flush()
+        metrics = self.recorder.last_row()
+        if self.eval_data is not None and (is_last or self._is_due(step)):
+            found = self.engine.evaluate(self.eval_data)
+            self.recorder.record("eval", step, found)
+            self.hooks.eval_end(step, found)
+            metrics |= {f"eval_{name}": value for name, value in found.items()}
+        if self.storage.options and (is_last or self.storage.is_due(step)):
+            position = self.position.to_json()
+            self.storage.save(self.engine.state, step, position, metrics)
+        self.recorder.restart_clock()
+
+
+def repeat_first(data: Iterable[Batch], count: int) -> Iterable[Batch]:
+    """The first ``count`` batches, over and over; iterable anew."""
+    return _Repeat(list(itertools.islice(data, count)))
+
+
+class _Repeat:
+    def __init__(self, batches: list[Batch]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterable[Batch]:
+        return itertools.cycle(self._batches)

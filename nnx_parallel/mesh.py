@@ -1,0 +1,136 @@
+"""Meshes: every device named by its coordinates along the axes of a strategy.
+
+Axes are ordered from the slowest interconnect to the fastest, so that the axis which
+communicates most often (``tensor``) joins the devices that stand closest together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from nnx_parallel.errors import MeshAxisTypeError, MeshShapeError, UnknownAxisError
+
+MESH_AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
+"""The mesh axes that this library's strategies use, outermost first."""
+
+
+def make_mesh(
+    axis_sizes: Mapping[str, int | None], devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """A mesh over all ``devices`` with Auto axes.
+
+    Args:
+        axis_sizes: Size of each axis by name; at most one is ``None`` and takes the
+            devices that remain.
+        devices: The devices to cover, all of them; by default ``jax.devices()``.
+
+    Returns:
+        The mesh, its axes in the order of ``MESH_AXES``; axes of other names stand
+        before them in the order given.
+
+    Raises:
+        MeshShapeError: If the sizes do not multiply to the number of devices.
+
+    Example:
+        >>> dict(make_mesh({"tensor": 2, "data": None}).shape)
+        {'data': 4, 'tensor': 2}
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    sizes = complete_axis_sizes(axis_sizes, len(devices))
+    order = sorted(sizes, key=lambda a: MESH_AXES.index(a) if a in MESH_AXES else -1)
+    return jax.make_mesh(
+        tuple(sizes[axis] for axis in order),
+        tuple(order),
+        axis_types=(AxisType.Auto,) * len(order),
+        devices=devices,
+    )
+
+
+def complete_axis_sizes(
+    axis_sizes: Mapping[str, int | None], num_devices: int
+) -> dict[str, int]:
+    """Fills in the one size that was left out and checks the product.
+
+    Raises:
+        MeshShapeError: If the sizes cannot multiply to ``num_devices``.
+
+    Example:
+        >>> complete_axis_sizes({"data": 2, "fsdp": None}, 8)
+        {'data': 2, 'fsdp': 4}
+    """
+    for axis, size in axis_sizes.items():
+        if size is not None and size < 1:
+            raise MeshShapeError(
+                f"Mesh axis {axis!r} has size {size}. A size is at least 1; leave it "
+                "out to take the devices that remain."
+            )
+    open_axes = [axis for axis, size in axis_sizes.items() if size is None]
+    if len(open_axes) > 1:
+        raise MeshShapeError(
+            f"The sizes of mesh axes {open_axes} are all left out. At most one can be "
+            f"inferred from {num_devices} devices; give the others a size."
+        )
+    known = {a: size for a, size in axis_sizes.items() if size is not None}
+    product = math.prod(known.values())
+    if open_axes and num_devices % product == 0:
+        inferred = num_devices // product
+        return {a: inferred if s is None else s for a, s in axis_sizes.items()}
+    if open_axes or product != num_devices:
+        raise MeshShapeError(_shape_message(axis_sizes, product, num_devices))
+    return known
+
+
+def _shape_message(
+    axis_sizes: Mapping[str, int | None], product: int, num_devices: int
+) -> str:
+    shape = " * ".join(f"{a}={'?' if s is None else s}" for a, s in axis_sizes.items())
+    divisors = [d for d in range(1, num_devices + 1) if num_devices % d == 0]
+    if any(size is None for size in axis_sizes.values()):
+        return (
+            f"Mesh {shape} cannot cover {num_devices} devices: the known sizes "
+            f"multiply to {product}, which does not divide {num_devices}. Valid "
+            f"products of the known sizes: {divisors}."
+        )
+    return (
+        f"Mesh {shape} covers {product} devices but {num_devices} are available. Axis "
+        f"sizes must multiply to {num_devices}; leave one size out to infer it, or "
+        f"pass devices=jax.devices()[:{product}]. Valid sizes of one axis: {divisors}."
+    )
+
+
+def check_mesh(mesh: Mesh, axis_sizes: Mapping[str, int | None]) -> None:
+    """Checks a mesh that the user made against what a strategy asks for.
+
+    Raises:
+        MeshAxisTypeError: If an axis is not ``AxisType.Auto``.
+        UnknownAxisError: If the strategy's axes are not exactly the mesh's.
+        MeshShapeError: If a size that the strategy states differs from the mesh's.
+    """
+    wrong = {
+        axis: kind
+        for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind != AxisType.Auto
+    }
+    if wrong:
+        raise MeshAxisTypeError(
+            f"Mesh axes {wrong} are not Auto. Build the mesh with nnx_parallel."
+            "make_mesh, or with jax.make_mesh(..., axis_types=(AxisType.Auto,) * "
+            f"{len(mesh.axis_names)})."
+        )
+    if set(mesh.axis_names) != set(axis_sizes):
+        raise UnknownAxisError(
+            f"The mesh has axes {list(mesh.axis_names)} but the strategy uses "
+            f"{list(axis_sizes)}. They must be the same names: build the mesh with "
+            "strategy.make_mesh(), or compose strategies for every axis of the mesh."
+        )
+    for axis, size in axis_sizes.items():
+        if size is not None and mesh.shape[axis] != size:
+            raise MeshShapeError(
+                f"The strategy asks for {axis}={size} but the mesh has "
+                f"{axis}={mesh.shape[axis]}. Make the two equal, or leave the "
+                "strategy's size out to take the mesh's."
+            )

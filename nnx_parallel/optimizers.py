@@ -1,0 +1,84 @@
+"""What an optimizer must be told of a model whose layers are stacked.
+
+A `Stack` keeps N kernels of shape (in, out) as one array (N, in, out). An optimizer
+that looks at ranks would take a bias for a matrix and a matrix for a tensor; these
+helpers say what one layer has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flax import nnx
+from optax.contrib import MuonDimensionNumbers
+
+from nnx_parallel.sharding.arrays import array_info, variables_of
+from nnx_parallel.sharding.model import nest
+
+
+def decay_mask(model: nnx.Module) -> dict[str, Any]:
+    """Which parameters weight decay applies to: matrices, not biases or scales.
+
+    Args:
+        model: The model, abstract or not.
+
+    Returns:
+        bool for each parameter, as the nested dict that Optax sees.
+
+    Example:
+        >>> import optax
+        >>> from nnx_parallel import decay_mask
+        >>> optimizer = lambda model: optax.adamw(3e-4, mask=decay_mask(model))
+    """
+    return nest(
+        {
+            path: _layer_ndim(path, variable) > 1 and path[-1] not in ("bias", "scale")
+            for path, variable in variables_of(model)
+            if isinstance(variable, nnx.Param)
+        }
+    )
+
+
+def muon_dimension_numbers(model: nnx.Module) -> dict[str, Any]:
+    """Which dims of each kernel Muon reads as rows and columns of a matrix.
+
+    ``Dense`` knows its own in and out dims; another kernel counts if a layer of it has
+    rank 2. Embeddings, biases and scales are left to Muon's Adam branch.
+
+    Args:
+        model: The model, abstract or not.
+
+    Returns:
+        ``optax.contrib.MuonDimensionNumbers`` or ``None`` for each parameter.
+
+    Example:
+        >>> import optax
+        >>> from nnx_parallel import muon_dimension_numbers
+        >>> optimizer = lambda model: optax.contrib.muon(
+        ...     0.02, muon_weight_dimension_numbers=muon_dimension_numbers(model)
+        ... )
+    """
+    return nest(
+        {
+            path: _muon_dims(path, variable)
+            for path, variable in variables_of(model)
+            if isinstance(variable, nnx.Param)
+        }
+    )
+
+
+def _layer_ndim(path: tuple, variable: nnx.Variable) -> int:
+    info = array_info(path, variable)
+    return len(info.shape) - info.is_stacked
+
+
+def _muon_dims(path: tuple, variable: nnx.Variable) -> MuonDimensionNumbers | None:
+    info = array_info(path, variable)
+    first, ndim = int(info.is_stacked), len(info.shape)
+    num_in_dims = variable.get_metadata().get("num_in_dims")
+    if num_in_dims is None:
+        if ndim - first != 2 or path[-1] != "kernel":
+            return None
+        num_in_dims = 1
+    inputs = tuple(range(first, first + num_in_dims))
+    return MuonDimensionNumbers(inputs, tuple(range(first + num_in_dims, ndim)))

@@ -1,0 +1,74 @@
+"""Which dtype holds the parameters, runs the computation, and sums the gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """The three dtypes of mixed-precision training [1].
+
+    A parameter is kept in ``params``, cast to ``compute`` before it is gathered (so
+    that a sharded bfloat16 step sends half the bytes), and its gradient is summed over
+    microbatches in ``reduction``, the optimizer's input. Sums over devices inside a
+    product's gradient are placed by the compiler, in the product's own dtype.
+
+    Attributes:
+        params: dtype of the stored parameters and hence of the optimizer state.
+        compute: dtype of parameters and floating-point inputs inside the loss.
+        reduction: dtype in which gradients are accumulated and normed.
+
+    Example:
+        >>> Precision.mixed_bfloat16().compute
+        dtype(bfloat16)
+
+    References:
+        [1] Micikevicius et al., "Mixed Precision Training", 2018, section 3,
+        https://arxiv.org/abs/1710.03740
+    """
+
+    params: DTypeLike = jnp.float32
+    compute: DTypeLike = jnp.float32
+    reduction: DTypeLike = jnp.float32
+
+    def __post_init__(self) -> None:
+        for field in ("params", "compute", "reduction"):
+            dtype = jnp.dtype(getattr(self, field))
+            if not jnp.issubdtype(dtype, jnp.floating):
+                raise ValueError(
+                    f"Precision.{field} is {dtype}; it must be a floating-point "
+                    "dtype: float32, bfloat16 or float16."
+                )
+            object.__setattr__(self, field, dtype)
+
+    @classmethod
+    def mixed_bfloat16(cls) -> Precision:
+        """float32 parameters and sums, bfloat16 products."""
+        return cls(compute=jnp.bfloat16)
+
+    @classmethod
+    def mixed_float16(cls) -> Precision:
+        """float32 parameters and sums, float16 products: needs a loss scale."""
+        return cls(compute=jnp.float16)
+
+
+def cast_floating(tree: object, dtype: DTypeLike) -> object:
+    """Casts the floating-point arrays of a pytree; other leaves stay the same objects.
+
+    Example:
+        >>> tree = cast_floating({"x": jnp.ones(2), "n": 3}, jnp.bfloat16)
+        >>> tree["x"].dtype, tree["n"]
+        (dtype(bfloat16), 3)
+    """
+
+    def cast(leaf: object) -> object:
+        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating):  # pyright: ignore[reportAttributeAccessIssue]
+            return leaf.astype(dtype)  # pyright: ignore[reportAttributeAccessIssue]
+        return leaf
+
+    return jax.tree.map(cast, tree)

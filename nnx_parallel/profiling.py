@@ -1,0 +1,86 @@
+"""Traces of chosen steps, for the profiler's timeline."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import jax
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Which steps are traced.
+
+    Attributes:
+        start: First step to trace, counted from 0 like ``range``.
+        stop: Step before which the trace ends.
+
+    Raises:
+        ValueError: If it covers no step.
+    """
+
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop:
+            raise ValueError(
+                f"profile=({self.start}, {self.stop}) covers no step. Give "
+                "0 <= start < stop, such as (10, 15)."
+            )
+
+    @classmethod
+    def of(cls, value: Profile | tuple[int, int] | None) -> Profile | None:
+        """A profile from what a user passes."""
+        return cls(*value) if isinstance(value, tuple) else value
+
+
+class Tracer:
+    """Writes one `jax.profiler` trace over the steps of a profile.
+
+    Args:
+        profile: The steps, or ``None`` for no trace.
+        directory: The trace goes to ``profile`` below it, or below the working
+            directory.
+    """
+
+    def __init__(self, profile: Profile | None, directory: Path | None) -> None:
+        self._profile = profile
+        self.directory = (directory or Path()) / "profile"
+        self._is_tracing = False
+
+    @contextlib.contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Names a step in the trace; starts and stops the trace where it is due."""
+        if self._profile is None:
+            yield
+            return
+        if self._is_tracing and step >= self._profile.stop:
+            self._stop()
+        if not self._is_tracing and self._profile.start <= step < self._profile.stop:
+            jax.profiler.start_trace(str(self.directory))
+            self._is_tracing = True
+        with jax.profiler.StepTraceAnnotation("train", step_num=step):
+            yield
+
+    def _stop(self) -> None:
+        if self._is_tracing:
+            self._is_tracing = False
+            jax.effects_barrier()
+            jax.profiler.stop_trace()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stop()

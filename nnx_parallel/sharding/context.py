@@ -1,0 +1,148 @@
+"""The active layout: how a model that mentions no mesh is placed on one.
+
+A step is traced inside ``using(layout)``. There `constrain` gives a named activation
+its place and `use_params` gathers parameters where they are used. Outside, both return
+their argument as it is, so that a model runs alone as plain NNX.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from functools import partial
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from nnx_parallel.errors import SpecRankError
+from nnx_parallel.sharding.arrays import LOGICAL_AXES, suggest
+from nnx_parallel.sharding.layout import Layout, Placement
+
+_GATHERED = "gathered_params"
+_active: ContextVar[Layout | None] = ContextVar("layout", default=None)
+
+
+@contextlib.contextmanager
+def using(layout: Layout | None) -> Iterator[None]:
+    """Makes ``layout`` the active one of this thread (``None``: none)."""
+    token = _active.set(layout)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def active_layout() -> Layout | None:
+    """The layout that the code being traced is placed by, if any."""
+    return _active.get()
+
+
+def constrain(x: jax.Array, *names: str | None) -> jax.Array:
+    """Gives an activation the place that the strategy has for its dims.
+
+    Args:
+        x: An activation.
+        names: The logical axis of each of its dims, or ``None``.
+
+    Returns:
+        ``x``, split over the mesh axes of its names; the same object outside a
+        strategy. An axis that does not divide its dim is left out.
+
+    Raises:
+        SpecRankError: If there is not one name for each dim.
+        UnknownAxisError: If a name is neither a logical nor a mesh axis.
+
+    Example:
+        >>> constrain(jax.numpy.ones((8, 16)), "batch", "embed").shape
+        (8, 16)
+    """
+    if len(names) != x.ndim:
+        raise SpecRankError(
+            f"constrain got {len(names)} names {names} for an array of shape "
+            f"{x.shape}. Give one name, or None, for each of its {x.ndim} dims."
+        )
+    layout = _active.get()
+    if layout is None:
+        return x
+    spec = layout.activation_spec(x.shape, names)
+    return jax.lax.with_sharding_constraint(x, layout.sharding(spec))
+
+
+def use_params(leaves: dict, placements: dict) -> dict:
+    """Parameters as the computation uses them: gathered from where they are stored.
+
+    Args:
+        leaves: Arrays by any key.
+        placements: `Placement` by the same keys; an array without one passes
+            unchanged.
+
+    Returns:
+        Arrays in their ``used`` specs. Their gradients are summed into the
+        ``gradient`` specs. Under `saves_all_but_gathers` they are gathered again for the
+        backward pass rather than kept.
+    """
+    layout = _active.get()
+    if layout is None:
+        return leaves
+    return {k: _use(x, placements.get(k), layout) for k, x in leaves.items()}
+
+
+def _use(x: jax.Array, placement: Placement | None, layout: Layout) -> jax.Array:
+    if placement is None or not placement.is_gathered:
+        return x
+    return checkpoint_name(_gather(x, placement, layout), _GATHERED)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather(x: jax.Array, placement: Placement, layout: Layout) -> jax.Array:
+    x = jax.lax.with_sharding_constraint(x, layout.sharding(placement.stored))
+    return jax.lax.with_sharding_constraint(x, layout.sharding(placement.used))
+
+
+def _gather_forward(
+    x: jax.Array, placement: Placement, layout: Layout
+) -> tuple[jax.Array, None]:
+    return _gather(x, placement, layout), None
+
+
+def _gather_backward(
+    placement: Placement, layout: Layout, _: None, grad: jax.Array
+) -> tuple[jax.Array]:
+    # Said first in the layout of use, so that the layout of storage does not travel
+    # back through the product into the activations. The compiler fuses the sum over
+    # devices and the cut that follows into a reduce-scatter.
+    grad = jax.lax.with_sharding_constraint(grad, layout.sharding(placement.used))
+    grad = jax.lax.with_sharding_constraint(grad, layout.sharding(placement.gradient))
+    return (grad,)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def saves_all_but_gathers(primitive: object, *_: object, **params: object) -> bool:
+    """A `jax.checkpoint` policy: keep every residual but gathered parameters.
+
+    They are gathered again in the backward pass, so that no device holds more of them
+    than the layer in work. A sharding constraint is not kept either: its input is,
+    which has the same values and, for a parameter, is not yet gathered.
+    """
+    if str(primitive) == "sharding_constraint":
+        return False
+    return not (str(primitive) == "name" and params.get("name") == _GATHERED)
+
+
+def check_names(names: tuple[str | None, ...]) -> None:
+    """Checks the names of a layer's dims when the layer is built.
+
+    Raises:
+        ValueError: If a name occurs twice.
+    """
+    known = [n for n in names if n is not None]
+    for name in known:
+        if known.count(name) > 1:
+            raise ValueError(
+                f"The dims {names} name {name!r} twice."
+                f"{suggest(name, [n for n in LOGICAL_AXES if n not in known])} Give "
+                "each dim of a parameter its own name, or None."
+            )

@@ -1,0 +1,220 @@
+"""Layout: a strategy's answers over one mesh, and the four specs of every array."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from nnx_parallel.errors import UnknownAxisError
+from nnx_parallel.mesh import MESH_AXES
+from nnx_parallel.sharding.arrays import LOGICAL_AXES, ArrayInfo, suggest
+from nnx_parallel.sharding.rules import (
+    FSDPRules,
+    LogicalRules,
+    Rules,
+    first_match,
+)
+from nnx_parallel.sharding.specs import (
+    DimAxes,
+    check_spec,
+    dim_axes,
+    dividing_prefix,
+    to_spec,
+    without_axes,
+)
+
+ZeroKind = Literal["params", "gradients", "optimizer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The four specs of one array, and why.
+
+    Attributes:
+        stored: Between steps.
+        used: In the computation; differs from ``stored`` where it is gathered at use.
+        gradient: Of its gradient, once summed.
+        optimizer: Of its optimizer state.
+        reason: Which rule decided, or what kept it replicated.
+        is_stacked: Whether dim 0 enumerates layers: then the `Stack` gathers it, one
+            layer at a time.
+    """
+
+    stored: P
+    used: P
+    gradient: P
+    optimizer: P
+    reason: str
+    is_stacked: bool = False
+
+    def of_layer(self) -> Placement:
+        """The placement of one layer of a stacked array."""
+        specs = (self.stored, self.used, self.gradient, self.optimizer)
+        stored, used, gradient, optimizer = (P(*spec[1:]) for spec in specs)
+        return Placement(
+            stored=stored,
+            used=used,
+            gradient=gradient,
+            optimizer=optimizer,
+            reason=self.reason,
+        )
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the computation uses it in another layout than it is stored in."""
+        return self.used != self.stored or self.gradient != self.stored
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroAxis:
+    """A mesh axis that splits training state which the computation uses whole [1].
+
+    Attributes:
+        rules: The axis and how it chooses a dim.
+        shard: What it splits: ``params`` (ZeRO-3: parameters, gradients and optimizer
+            state), ``gradients`` (ZeRO-2: the last two) or ``optimizer`` (ZeRO-1).
+
+    References:
+        [1] Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+        Parameter Models", 2020, section 5, https://arxiv.org/abs/1910.02054
+    """
+
+    rules: FSDPRules
+    shard: ZeroKind = "params"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where everything lives on one mesh: what a strategy says, resolved.
+
+    Attributes:
+        mesh: The mesh, all of its axes Auto.
+        batch_axes: Mesh axes that split the batch, in the mesh's order.
+        logical_axes: Mesh axes by logical name, the user's `LogicalRules` applied.
+        zero_axes: Axes that split training state which is gathered at use.
+        rules: The user's explicit rules.
+    """
+
+    mesh: Mesh
+    batch_axes: tuple[str, ...] = ()
+    logical_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    zero_axes: tuple[ZeroAxis, ...] = ()
+    rules: tuple[Rules, ...] = ()
+
+    def sharding(self, spec: P) -> NamedSharding:
+        """The spec on this mesh."""
+        return NamedSharding(self.mesh, spec)
+
+    def place(self, info: ArrayInfo) -> Placement:
+        """The four specs of an array.
+
+        Raises:
+            UnknownAxisError: If it carries a name that nobody knows.
+            SpecRankError: If a rule's spec is longer than its rank.
+            IndivisibleDimError: If an axis does not divide a dim that a rule or a name
+                gives to it.
+            PlacementConflictError: If claims collide.
+        """
+        rules = tuple(r for r in self.rules if not isinstance(r, LogicalRules))
+        explicit = first_match(rules, info, self.mesh)
+        if explicit is not None:
+            spec, reason = explicit
+            check_spec(info.path, info.shape, spec, self.mesh)
+            axes = dim_axes(spec, len(info.shape))
+        else:
+            axes, reason = self._by_names(info)
+            axes, reason = self._with_zero_axes(info, axes, reason)
+        return self._placement(info, axes, reason)
+
+    def _by_names(self, info: ArrayInfo) -> tuple[DimAxes, str]:
+        if info.names is None:
+            return ((),) * len(info.shape), ""
+        axes = tuple(self.axes_of(name, info.path) for name in info.names)
+        if info.is_stacked and "layers" not in self.logical_axes:
+            axes = ((), *axes[1:])
+        check_spec(info.path, info.shape, to_spec(axes), self.mesh)
+        found = [
+            f"{name!r} -> {'+'.join(dim)}"
+            for name, dim in zip(info.names, axes, strict=True)
+            if dim
+        ]
+        return axes, "name " + ", ".join(found) if found else ""
+
+    def axes_of(
+        self, name: str | Sequence[str] | None, path: str = ""
+    ) -> tuple[str, ...]:
+        """Mesh axes of one dim's name; a mesh axis stands for itself.
+
+        Raises:
+            UnknownAxisError: If the name is neither a logical nor a mesh axis.
+        """
+        if name is None:
+            return ()
+        if not isinstance(name, str):
+            return tuple(axis for part in name for axis in self.axes_of(part, path))
+        if name in self.logical_axes:
+            return self.logical_axes[name]
+        if name == "batch":
+            return self.batch_axes
+        if name in self.mesh.shape:
+            return (name,)
+        if name in LOGICAL_AXES or name in MESH_AXES:
+            return ()
+        where = f" of `{path}`" if path else ""
+        raise UnknownAxisError(
+            f"Name {name!r}{where} is neither a logical axis nor a mesh axis."
+            f"{suggest(name, (*LOGICAL_AXES, *self.mesh.axis_names))} Map it with "
+            f"rules=(LogicalRules({{{name!r}: 'tensor'}}),), or to None to replicate. "
+            f"Logical axes: {list(LOGICAL_AXES)}; axes of this mesh: "
+            f"{list(self.mesh.axis_names)}."
+        )
+
+    def _with_zero_axes(
+        self, info: ArrayInfo, axes: DimAxes, reason: str
+    ) -> tuple[DimAxes, str]:
+        reasons = [reason] if reason else []
+        for zero in self.zero_axes if info.is_param else ():
+            if any(zero.rules.axis in dim for dim in axes):
+                continue
+            taken = tuple(bool(dim) for dim in axes)
+            dim, why = zero.rules.choose_dim(info, taken, self.mesh)
+            reasons.append(why)
+            if dim is not None:
+                axes = (*axes[:dim], (zero.rules.axis,), *axes[dim + 1 :])
+        if not reasons and self.mesh.size > 1:
+            reasons.append("no rule names it" if info.is_param else "not a parameter")
+        return axes, "; ".join(reasons)
+
+    def _placement(self, info: ArrayInfo, axes: DimAxes, reason: str) -> Placement:
+        def spec(*kept: ZeroKind) -> P:
+            dropped = [z.rules.axis for z in self.zero_axes if z.shard not in kept]
+            return to_spec(without_axes(axes, dropped))
+
+        return Placement(
+            stored=spec("params"),
+            used=spec() if info.is_param else spec("params"),
+            gradient=spec("params", "gradients"),
+            optimizer=spec("params", "gradients", "optimizer"),
+            reason=reason,
+            is_stacked=info.is_stacked,
+        )
+
+    def batch_spec(self, num_rows: int) -> P:
+        """Spec of a batch's dim 0: as many of the batch axes as divide the rows."""
+        kept = dividing_prefix(num_rows, self.batch_axes, self.mesh.shape)
+        return P(kept) if kept else P()
+
+    def activation_spec(self, shape: Sequence[int], names: Sequence) -> P:
+        """Spec of an activation; axes that do not divide their dim are left out."""
+        axes: list[tuple[str, ...]] = []
+        used: set[str] = set()
+        for size, name in zip(shape, names, strict=True):
+            free = [axis for axis in self.axes_of(name) if axis not in used]
+            kept = dividing_prefix(size, free, self.mesh.shape)
+            used.update(kept)
+            axes.append(kept)
+        return to_spec(tuple(axes))

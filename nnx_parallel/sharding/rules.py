@@ -1,0 +1,193 @@
+"""Rules: who says where an array lives, as small frozen objects.
+
+A rule looks at an `ArrayInfo` and answers with a spec, or with ``None`` when it has
+nothing to say. Rules given to a strategy are the user's word: they come before the
+names in the model, and those before FSDP's own choice.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from nnx_parallel.errors import PlacementConflictError, UnmatchedRuleError
+from nnx_parallel.sharding.arrays import ArrayInfo
+
+MeshAxes = str | tuple[str, ...] | None
+
+
+@runtime_checkable
+class Rules(Protocol):
+    """What a user's rule offers: a spec for an array, or nothing."""
+
+    def match(self, info: ArrayInfo, mesh: Mesh) -> tuple[P, str] | None:
+        """The array's spec and the reason for it, or ``None`` to pass."""
+        ...
+
+
+@dataclass(frozen=True, init=False)
+class PathRules:
+    """Specs by regular expression over the dotted path; the first that matches counts.
+
+    Attributes:
+        pairs: ``(regex, spec)`` in order; the regex is searched, not anchored.
+        strict: Raise for an array that no regex matches.
+
+    Example:
+        >>> rules = PathRules((r"mlp.*kernel", P(None, "tensor")), (r".*", P()))
+        >>> rules.pairs[0][1] == P(None, "tensor")
+        True
+    """
+
+    pairs: tuple[tuple[str, P], ...]
+    strict: bool = False
+
+    def __init__(self, *pairs: tuple[str, P], strict: bool = False) -> None:
+        for regex, _ in pairs:
+            re.compile(regex)
+        object.__setattr__(self, "pairs", tuple(pairs))
+        object.__setattr__(self, "strict", strict)
+
+    def match(self, info: ArrayInfo, mesh: Mesh) -> tuple[P, str] | None:
+        """The spec of the first regex found in the path."""
+        for regex, spec in self.pairs:
+            if re.search(regex, info.path):
+                return spec, f"path rule {regex!r}"
+        if self.strict and info.is_param:
+            raise UnmatchedRuleError(
+                f"No path rule matches `{info.path}` with shape {info.shape}. Strict "
+                f"rules must match every parameter: {[r for r, _ in self.pairs]}. Add "
+                "one, or end with (r'.*', P()) to replicate the rest."
+            )
+        return None
+
+
+@dataclass(frozen=True)
+class PolicyRules:
+    """Specs by any function of an `ArrayInfo`; ``None`` passes.
+
+    Example:
+        >>> rules = PolicyRules(lambda info: P("fsdp") if info.size > 1e6 else None)
+    """
+
+    policy: Callable[[ArrayInfo], P | None]
+
+    def match(self, info: ArrayInfo, mesh: Mesh) -> tuple[P, str] | None:
+        """What the function says."""
+        spec = self.policy(info)
+        name = getattr(self.policy, "__name__", type(self.policy).__name__)
+        return None if spec is None else (spec, f"policy {name!r}")
+
+
+@dataclass(frozen=True, init=False)
+class LogicalRules:
+    """Mesh axes by the logical names in the model; ``None`` replicates a dim.
+
+    Given to a strategy it replaces the strategy's own entry for each name that it has.
+
+    Example:
+        >>> LogicalRules({"mlp": None, "model": "tensor"}).mapping["model"]
+        'tensor'
+    """
+
+    items: tuple[tuple[str, MeshAxes], ...]
+
+    def __init__(self, mapping: Mapping[str, MeshAxes]) -> None:
+        object.__setattr__(self, "items", tuple(mapping.items()))
+
+    @property
+    def mapping(self) -> dict[str, MeshAxes]:
+        """Mesh axes by logical name."""
+        return dict(self.items)
+
+    def match(self, info: ArrayInfo, mesh: Mesh) -> tuple[P, str] | None:
+        """The spec of the dims whose names it knows."""
+        known = [n for n in info.names or () if n in self.mapping]
+        if not known:
+            return None
+        entries = [self.mapping.get(name) for name in info.names or ()]  # pyright: ignore[reportArgumentType, reportCallIssue]
+        return P(*entries), f"names {info.names}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDPRules:
+    """One mesh axis over the largest free dim that it divides, the first on a tie.
+
+    Attributes:
+        axis: The mesh axis.
+        min_size: Arrays of fewer elements stay whole: to gather them would cost
+            latency and save next to nothing.
+    """
+
+    axis: str = "fsdp"
+    min_size: int = 1024
+
+    def choose_dim(
+        self, info: ArrayInfo, taken: tuple[bool, ...], mesh: Mesh
+    ) -> tuple[int | None, str]:
+        """The dim to split and the reason, or ``None`` and what kept it whole.
+
+        Args:
+            info: The array.
+            taken: For each dim, whether another claim holds it already.
+            mesh: The mesh, for the axis's size.
+        """
+        size = mesh.shape[self.axis]
+        if info.size < self.min_size:
+            return None, f"{info.size} elements < min_size {self.min_size}"
+        first = 1 if info.is_stacked else 0
+        free = [d for d in range(first, len(info.shape)) if not taken[d]]
+        fitting = [d for d in free if info.shape[d] % size == 0 and info.shape[d]]
+        if not fitting:
+            dims = [info.shape[d] for d in free]
+            return None, f"{self.axis}={size} divides no free dim of {dims}"
+        dim = max(fitting, key=lambda d: (info.shape[d], -d))
+        return dim, f"{self.axis}: largest free dim {dim}"
+
+    def match(self, info: ArrayInfo, mesh: Mesh) -> tuple[P, str] | None:
+        """The spec with this axis alone; replicated where no dim fits."""
+        dim, reason = self.choose_dim(info, (False,) * len(info.shape), mesh)
+        return (P() if dim is None else P(*(None,) * dim, self.axis)), reason
+
+
+def first_match(
+    rules: tuple[Rules, ...], info: ArrayInfo, mesh: Mesh
+) -> tuple[P, str] | None:
+    """The one answer of several rules, whose order means nothing.
+
+    Raises:
+        PlacementConflictError: If two rules give different specs.
+    """
+    found = [answer for rule in rules if (answer := rule.match(info, mesh))]
+    for spec, reason in found[1:]:
+        if spec != found[0][0]:
+            raise PlacementConflictError(
+                f"Two rules claim `{info.path}`: {found[0][1]} says {found[0][0]}, "
+                f"{reason} says {spec}. Keep one, or order them in one PathRules."
+            )
+    return found[0] if found else None
+
+
+def merge_logical(
+    rules: tuple[Rules, ...], defaults: Mapping[str, MeshAxes]
+) -> dict[str, tuple[str, ...]]:
+    """Mesh axes by logical name: the defaults, then the user's `LogicalRules`."""
+    merged: dict[str, MeshAxes] = dict(defaults)
+    for rule in rules:
+        if isinstance(rule, LogicalRules):
+            merged |= rule.mapping
+    return {
+        name: () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+        for name, axes in merged.items()
+    }
+
+
+def num_parts(axes: tuple[str, ...], mesh: Mesh) -> int:
+    """Into how many pieces these mesh axes split a dim."""
+    return math.prod(mesh.shape[axis] for axis in axes)

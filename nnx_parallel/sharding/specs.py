@@ -1,0 +1,124 @@
+"""Arithmetic on `PartitionSpec`s: what is legal for a shape and a mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from nnx_parallel.errors import (
+    IndivisibleDimError,
+    PlacementConflictError,
+    SpecRankError,
+    UnknownAxisError,
+)
+from nnx_parallel.sharding.arrays import suggest
+
+DimAxes = tuple[tuple[str, ...], ...]
+"""The mesh axes of each dim of an array: ``((), ("tensor", "fsdp"))``."""
+
+
+def dim_axes(spec: P | Sequence, ndim: int) -> DimAxes:
+    """A spec as one tuple of mesh axes per dim.
+
+    Example:
+        >>> dim_axes(P(None, "tensor"), 3)
+        ((), ('tensor',), ())
+    """
+    entries = [
+        () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        for entry in spec
+    ]
+    return tuple(entries) + ((),) * (ndim - len(entries))
+
+
+def to_spec(axes: DimAxes) -> P:
+    """The shortest spec with these mesh axes.
+
+    Example:
+        >>> to_spec(((), ("tensor",), ())) == P(None, "tensor")
+        True
+    """
+    entries = [a[0] if len(a) == 1 else a or None for a in axes]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return P(*entries)
+
+
+def without_axes(axes: DimAxes, dropped: Collection[str]) -> DimAxes:
+    """The same dims, no longer split by the mesh axes ``dropped``."""
+    return tuple(tuple(a for a in dim if a not in dropped) for dim in axes)
+
+
+def shard_shape(shape: Sequence[int], axes: DimAxes, mesh: Mesh) -> tuple[int, ...]:
+    """Shape of the piece that one device holds."""
+    return tuple(
+        size // math.prod(mesh.shape[a] for a in dim)
+        for size, dim in zip(shape, axes, strict=True)
+    )
+
+
+def dividing_prefix(
+    size: int, axes: Sequence[str], mesh_shape: Mapping[str, int]
+) -> tuple[str, ...]:
+    """The longest prefix of ``axes`` whose product divides ``size``."""
+    kept: list[str] = []
+    for axis in axes:
+        if size % math.prod(mesh_shape[a] for a in (*kept, axis)):
+            break
+        kept.append(axis)
+    return tuple(kept)
+
+
+def check_spec(path: str, shape: Sequence[int], spec: P | Sequence, mesh: Mesh) -> None:
+    """Checks that a spec fits an array and a mesh.
+
+    Raises:
+        SpecRankError: If it is longer than the array's rank.
+        UnknownAxisError: If it names an axis that the mesh lacks.
+        PlacementConflictError: If one axis stands on two dims.
+        IndivisibleDimError: If an axis does not divide its dim.
+    """
+    shape = tuple(shape)
+    if len(spec) > len(shape):
+        raise SpecRankError(
+            f"Cannot shard `{path}` with global shape {shape} as {spec}: the spec has "
+            f"{len(spec)} entries for {len(shape)} dims. Shorten it."
+        )
+    axes = dim_axes(spec, len(shape))
+    flat = [axis for dim in axes for axis in dim]
+    for axis in flat:
+        if axis not in mesh.shape:
+            raise UnknownAxisError(
+                f"Cannot shard `{path}` as {spec}: the mesh has no axis {axis!r}."
+                f"{suggest(axis, mesh.axis_names)} Its axes: {list(mesh.axis_names)}."
+            )
+        if flat.count(axis) > 1:
+            raise PlacementConflictError(
+                f"Cannot shard `{path}` with global shape {shape} as {spec}: mesh axis "
+                f"{axis!r} stands on {flat.count(axis)} dims. An axis can split one "
+                "dim of an array; map one of the dims to None."
+            )
+    for dim, (size, names) in enumerate(zip(shape, axes, strict=True)):
+        parts = math.prod(mesh.shape[a] for a in names)
+        if size % parts:
+            raise IndivisibleDimError(
+                _indivisible_message(path, shape, axes, dim, parts)
+            )
+
+
+def _indivisible_message(
+    path: str, shape: tuple[int, ...], axes: DimAxes, dim: int, parts: int
+) -> str:
+    names = axes[dim]
+    who = f"mesh axis {names[0]!r}" if len(names) == 1 else f"mesh axes {names}"
+    padded = math.ceil(shape[dim] / parts) * parts
+    divisors = [d for d in range(1, parts + 1) if shape[dim] % d == 0]
+    return (
+        f"Cannot shard `{path}` with global shape {shape} as {to_spec(axes)}: {who} of "
+        f"size {parts} does not divide dim {dim} of size {shape[dim]}. Pad the dim to "
+        f"{padded}, use an axis size among {divisors}, or map the dim to None to "
+        "replicate it."
+    )

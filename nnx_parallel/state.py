@@ -1,0 +1,348 @@
+"""Training state: parameters, other variables, optimizer state, step.
+
+A `StatePlan` is made once, from shapes alone: it holds the model's structure and where
+every array lives. The state itself is plain nested dicts of global arrays, which
+``jax.jit`` takes without walking the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from nnx_parallel.errors import StateStructureError
+from nnx_parallel.precision import Precision, cast_floating
+from nnx_parallel.sharding import Layout, Placement, use_params
+from nnx_parallel.sharding.arrays import dotted, variables_of
+from nnx_parallel.sharding.model import (
+    ModelFn,
+    Path,
+    annotate,
+    build_sharded,
+    flatten,
+    nest,
+)
+from nnx_parallel.sharding.optimizer import (
+    Optimizer,
+    as_transformation,
+    optimizer_specs,
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class LossScale:
+    """Dynamic loss scale for float16 gradients [1].
+
+    Attributes:
+        scale: float32 scalar by which the loss is multiplied.
+        good_steps: int32 scalar, finite steps since the last change.
+
+    References:
+        [1] Micikevicius et al., "Mixed Precision Training", 2018, section 3.2,
+        https://arxiv.org/abs/1710.03740
+    """
+
+    scale: jax.Array
+    good_steps: jax.Array
+
+    @classmethod
+    def create(cls, initial: float = 2.0**15) -> LossScale:
+        """The scale before the first step."""
+        return cls(scale=jnp.float32(initial), good_steps=jnp.int32(0))
+
+    def adjust(self, is_finite: jax.Array, growth_interval: int = 2000) -> LossScale:
+        """Halved after a step that overflowed, doubled after many that did not."""
+        grown = self.good_steps + 1 >= growth_interval
+        scale = jnp.where(
+            is_finite, self.scale * jnp.where(grown, 2, 1), self.scale / 2
+        )
+        good_steps = jnp.where(is_finite & ~grown, self.good_steps + 1, 0)
+        return LossScale(scale=jnp.clip(scale, 1.0, 2.0**24), good_steps=good_steps)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """Everything that a step changes, as global arrays.
+
+    Attributes:
+        step: int32 scalar, optimizer updates done.
+        params: Trained parameters, nested dicts by attribute.
+        variables: All other arrays of the model: frozen parameters, batch statistics,
+            random streams.
+        opt_state: Optax state.
+        key: Random key from which a loss that takes ``rngs`` gets its own per step.
+        ema: Exponential moving average of ``params``, or ``None``.
+        loss_scale: For float16, or ``None``.
+    """
+
+    step: jax.Array
+    params: dict[str, Any]
+    variables: dict[str, Any]
+    opt_state: optax.OptState
+    key: jax.Array
+    ema: dict[str, Any] | None = None
+    loss_scale: LossScale | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatePlan:
+    """A model's structure and the place of every array, known before any exists.
+
+    Attributes:
+        layout: The strategy's answers over the mesh.
+        graphdef: The model's structure in training mode.
+        eval_graphdef: The same in evaluation mode.
+        placements: Placement of each array of the model, by path.
+        param_paths: Paths of all parameters, trained or frozen.
+        trained_paths: Paths of the trained ones.
+        abstract: The state with shapes for arrays, each with its sharding.
+        tx: The Optax transformation.
+        precision: The dtypes.
+        ema_decay: Decay of the moving average, or ``None``.
+    """
+
+    layout: Layout
+    graphdef: nnx.GraphDef
+    eval_graphdef: nnx.GraphDef
+    placements: dict[Path, Placement]
+    param_paths: frozenset[Path]
+    trained_paths: frozenset[Path]
+    abstract: TrainState
+    tx: Optimizer
+    precision: Precision
+    ema_decay: float | None
+
+    @property
+    def shardings(self) -> TrainState:
+        """The sharding of each array of the state."""
+        return jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
+
+    @property
+    def has_stack(self) -> bool:
+        """Whether some parameters are stacked by layer."""
+        return any(self.placements[path].is_stacked for path in self.param_paths)
+
+    @property
+    def gathers_outside_stack(self) -> bool:
+        """Whether parameters that no `Stack` holds are gathered at use."""
+        places = (self.placements[path] for path in self.param_paths)
+        return any(p.is_gathered and not p.is_stacked for p in places)
+
+    def merge(self, params: dict, variables: dict, *, training: bool) -> nnx.Module:
+        """The model as the loss sees it: cast to the compute dtype, gathered at use."""
+        flat = flatten(params) | flatten(variables)
+        for path in self.param_paths:
+            flat[path] = cast_floating(flat[path], self.precision.compute)
+        gathered = {
+            path: self.placements[path]
+            for path in self.param_paths
+            if not self.placements[path].is_stacked
+        }
+        graphdef = self.graphdef if training else self.eval_graphdef
+        return nnx.merge(graphdef, nest(use_params(flat, gathered)))
+
+    def variables_after(self, model: nnx.Module) -> dict[str, Any]:
+        """The other variables of a model after a forward pass, checked.
+
+        Raises:
+            StateStructureError: If one has vanished, appeared, or changed its shape.
+        """
+        before = flatten(self.abstract.variables)
+        after = {
+            path: variable.get_value()
+            for path, variable in variables_of(model)
+            if not isinstance(variable, nnx.Intermediate)
+        }
+        _check_structure(before, after, self.trained_paths)
+        return nest({path: after[path].astype(x.dtype) for path, x in before.items()})
+
+    def constrain(self, params: dict, role: str) -> dict:
+        """Constrains a tree like the trained parameters to their specs of one role."""
+        flat = {
+            path: jax.lax.with_sharding_constraint(
+                x, self.layout.sharding(getattr(self.placements[path], role))
+            )
+            for path, x in flatten(params).items()
+        }
+        return nest(flat)
+
+
+def _check_structure(
+    before: dict[Path, Any], after: dict[Path, Any], trained: frozenset[Path]
+) -> None:
+    problems = [f"`{dotted(p)}` is gone" for p in before if p not in after]
+    problems += [
+        f"`{dotted(p)}` is new" for p in after if p not in before and p not in trained
+    ]
+    problems += [
+        f"`{dotted(p)}` went from shape {before[p].shape} to {after[p].shape}"
+        for p in before
+        if p in after and before[p].shape != after[p].shape
+    ]
+    if problems:
+        raise StateStructureError(
+            f"The loss changed the model's structure: {'; '.join(problems)}. A model "
+            "keeps the names and shapes of its Variables from step to step: create "
+            "them all in __init__, and return what a step produces as metrics."
+        )
+
+
+def plan_state(
+    model: nnx.Module,
+    layout: Layout,
+    optimizer: object,
+    *,
+    wrt: Any = nnx.Param,
+    precision: Precision | None = None,
+    ema_decay: float | None = None,
+) -> StatePlan:
+    """Decides the place of every array of a training state from shapes alone.
+
+    Args:
+        model: The abstract model; placements are written into its metadata.
+        layout: The strategy's answers over the mesh.
+        optimizer: An Optax transformation or a function of the abstract model.
+        wrt: Filter of the Variables to train.
+        precision: The dtypes; float16 computation adds a loss scale.
+        ema_decay: Decay of a moving average of the parameters, or ``None``.
+
+    Raises:
+        ValueError: If ``wrt`` selects nothing.
+    """
+    precision = precision or Precision()
+    tx = as_transformation(optimizer, model)
+    placements = annotate(model, layout)
+    model.eval()
+    eval_graphdef = nnx.split(model)[0]
+    model.train()
+    graphdef, trained, others = nnx.split(model, wrt, ...)
+    trained_paths = frozenset(path for path, _ in nnx.to_flat_state(trained))
+    if not trained_paths:
+        kinds = sorted({type(v).__name__ for _, v in variables_of(model)})
+        raise ValueError(
+            f"wrt={wrt} selects no Variable of the model, so nothing would be trained. "
+            f"The model has Variables of kinds {kinds}."
+        )
+    is_param = [p for p, v in variables_of(model) if isinstance(v, nnx.Param)]
+    plan = StatePlan(
+        layout=layout,
+        graphdef=graphdef,
+        eval_graphdef=eval_graphdef,
+        placements=placements,
+        param_paths=frozenset(is_param) | trained_paths,
+        trained_paths=trained_paths,
+        abstract=None,  # pyright: ignore[reportArgumentType]
+        tx=tx,
+        precision=precision,
+        ema_decay=ema_decay,
+    )
+    arrays = nnx.to_pure_dict(trained), nnx.to_pure_dict(others)
+    return dataclasses.replace(plan, abstract=_abstract_state(plan, *arrays))
+
+
+def _abstract_state(plan: StatePlan, params: dict, variables: dict) -> TrainState:
+    state = jax.eval_shape(partial(_build_state, plan), params, variables, 0)
+    stored = {
+        path: plan.layout.sharding(place.stored)
+        for path, place in plan.placements.items()
+    }
+    shapes = {path: tuple(x.shape) for path, x in flatten(params).items()}
+    specs = optimizer_specs(state.opt_state, shapes, plan.placements, plan.layout)
+    whole = plan.layout.sharding(P())
+
+    def placed(tree: Any, shardings: Any) -> Any:
+        return jax.tree.map(_with_sharding, tree, shardings)
+
+    def like_model(tree: dict) -> dict:
+        return placed(tree, nest({path: stored[path] for path in flatten(tree)}))
+
+    return dataclasses.replace(
+        jax.tree.map(partial(_with_sharding, sharding=whole), state),
+        params=like_model(state.params),
+        variables=like_model(state.variables),
+        ema=None if state.ema is None else like_model(state.ema),
+        opt_state=placed(
+            state.opt_state,
+            jax.tree.map(
+                plan.layout.sharding, specs, is_leaf=lambda s: isinstance(s, P)
+            ),
+        ),
+    )
+
+
+def _with_sharding(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _build_state(
+    plan: StatePlan, params: dict, variables: dict, seed: jax.Array | int
+) -> TrainState:
+    params = cast_floating(params, plan.precision.params)  # pyright: ignore[reportAssignmentType]
+    return TrainState(
+        step=jnp.int32(0),
+        params=params,
+        variables=variables,
+        opt_state=plan.tx.init(params),
+        key=jax.random.key(seed),
+        ema=jax.tree.map(jnp.copy, params) if plan.ema_decay is not None else None,
+        loss_scale=LossScale.create()
+        if plan.precision.compute == jnp.float16
+        else None,
+    )
+
+
+def init_state(
+    plan: StatePlan, source: nnx.Module | ModelFn, rngs: nnx.Rngs, seed: int
+) -> TrainState:
+    """Builds the state, every array in its place from the start.
+
+    Args:
+        plan: Where it all goes.
+        source: The model, or the function that builds it. A model's arrays are
+            copied, so that training leaves them as they are.
+        rngs: Random streams for the function.
+        seed: Seed of the state's own key.
+    """
+    if isinstance(source, nnx.Module):
+        arrays = _copy_arrays(plan, source)
+    else:
+        abstract = nnx.merge(plan.graphdef, _model_arrays(plan))
+        arrays = build_sharded(source, rngs, abstract, plan.layout)
+    flat = flatten(arrays)
+    params = nest({path: flat[path] for path in plan.trained_paths})
+    variables = nest({p: x for p, x in flat.items() if p not in plan.trained_paths})
+    build = jax.jit(
+        partial(_build_state, plan),
+        out_shardings=plan.shardings,
+        donate_argnums=(0, 1),
+    )
+    return build(params, variables, seed)
+
+
+def _model_arrays(plan: StatePlan) -> dict:
+    return nest(flatten(plan.abstract.params) | flatten(plan.abstract.variables))
+
+
+def _copy_arrays(plan: StatePlan, model: nnx.Module) -> dict:
+    """The model's arrays, copied to their places."""
+    shardings = {
+        path: plan.layout.sharding(place.stored)
+        for path, place in plan.placements.items()
+    }
+    return nest(
+        {
+            path: jax.device_put(variable.get_value(), shardings[path], may_alias=False)
+            for path, variable in variables_of(model)
+        }
+    )

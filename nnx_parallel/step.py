@@ -1,0 +1,300 @@
+"""The compiled steps: one optimizer update, and one evaluation.
+
+A step is ``jax.jit`` over plain state; the model is walked once, when it is traced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from nnx_parallel.layers import Remat, apply_remat, default_remat
+from nnx_parallel.metrics import Mean, split_loss_output
+from nnx_parallel.precision import cast_floating
+from nnx_parallel.sharding import using
+from nnx_parallel.state import StatePlan, TrainState
+
+Batch = Any
+Metrics = dict[str, jax.Array]
+LossOutput = jax.Array | Mean | tuple[jax.Array | Mean, Mapping[str, Any]]
+
+
+class LossFn(Protocol):
+    """A loss as users write it, for one device.
+
+    ``loss(model, batch)`` or, if it draws random numbers, ``loss(model, batch, rngs)``.
+    It returns a scalar or a `Mean`, or one of them with a dict of metrics.
+    """
+
+    def __call__(self, model: Any, batch: Any, /) -> LossOutput:
+        """Computes the loss of a batch."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """How a step is run.
+
+    Attributes:
+        num_microbatches: Parts of the batch whose gradients are accumulated.
+        remat: What the forward pass keeps, where the model does not say.
+    """
+
+    num_microbatches: int = 1
+    remat: Remat = "none"
+
+
+def takes_rngs(loss: Callable) -> bool:
+    """Whether a loss has a third parameter, for random streams."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    params = inspect.signature(loss).parameters.values()
+    return len([p for p in params if p.kind in kinds and p.name != "self"]) >= 3
+
+
+def make_train_step(
+    plan: StatePlan, loss: LossFn, options: StepOptions
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """The compiled update: ``(state, batch) -> (state, metrics)``.
+
+    The state is donated. Metrics are scalars on the device: ``loss``, ``grad_norm``,
+    ``learning_rate`` under ``optax.inject_hyperparams``, and the loss's own.
+
+    Args:
+        plan: The model's structure and the place of every array.
+        loss: The user's loss.
+        options: Microbatches and remat.
+    """
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        with using(plan.layout), default_remat(options.remat):
+            grads, variables, means = _gradients(plan, loss, options, state, batch)
+            return _update(plan, state, grads, variables, means)
+
+    return jax.jit(train_step, donate_argnums=0, out_shardings=(plan.shardings, None))
+
+
+def make_eval_step(
+    plan: StatePlan, loss: LossFn
+) -> Callable[[dict, dict, jax.Array, Batch], dict[str, Mean]]:
+    """The compiled evaluation: ``(params, variables, key, batch)`` to means by name.
+
+    The model is in evaluation mode and its variables stay as they are. A plain scalar
+    weighs by the batch's rows, a `Mean` by its weight.
+    """
+
+    def eval_step(
+        params: dict, variables: dict, key: jax.Array, batch: Batch
+    ) -> dict[str, Mean]:
+        num_rows = jax.tree.leaves(batch)[0].shape[0]
+        with using(plan.layout):
+            model = plan.merge(params, variables, training=False)
+            output = _call(plan, loss, model, batch, key)
+        mean, metrics = split_loss_output(output, weight=num_rows)
+        return {"loss": mean, **metrics}
+
+    return jax.jit(eval_step)
+
+
+def _call(
+    plan: StatePlan, loss: LossFn, model: nnx.Module, batch: Batch, key: jax.Array
+) -> LossOutput:
+    if plan.precision.compute != jnp.float32:
+        batch = cast_floating(batch, plan.precision.compute)
+    if takes_rngs(loss):
+        return loss(model, batch, nnx.Rngs(key))  # pyright: ignore[reportCallIssue]
+    return loss(model, batch)
+
+
+Means = dict[str, Mean]
+
+
+def _forward(
+    plan: StatePlan, loss: LossFn, options: StepOptions
+) -> Callable[[dict, dict, Batch, jax.Array], tuple[Means, dict]]:
+    """The loss as a function of arrays: means by name, and the variables after it."""
+
+    def forward(
+        params: dict, variables: dict, batch: Batch, key: jax.Array
+    ) -> tuple[Means, dict]:
+        with jax.named_scope("forward"):
+            model = plan.merge(params, variables, training=True)
+            mean, metrics = split_loss_output(_call(plan, loss, model, batch, key))
+        return {"loss": mean, **metrics}, plan.variables_after(model)
+
+    remat = "none" if plan.has_stack else options.remat
+    return apply_remat(
+        forward, remat, gathers=plan.gathers_outside_stack, prevent_cse=True
+    )
+
+
+def _gradients(
+    plan: StatePlan,
+    loss: LossFn,
+    options: StepOptions,
+    state: TrainState,
+    batch: Batch,
+) -> tuple[dict, dict, Means]:
+    """Gradients of the batch's mean loss, summed over microbatches and devices."""
+    forward = _forward(plan, loss, options)
+    key = jax.random.fold_in(state.key, state.step)
+    scale = 1.0 if state.loss_scale is None else state.loss_scale.scale
+    if options.num_microbatches == 1:
+        batch = _constrain_rows(plan, batch, 0)
+
+        def objective(params: dict) -> tuple[jax.Array, tuple[Means, dict]]:
+            means, variables = forward(params, state.variables, batch, key)
+            return means["loss"].value * scale, (means, variables)
+
+        grads, (means, variables) = jax.grad(objective, has_aux=True)(state.params)
+        return _finish(plan, grads, scale), variables, means
+    grads, variables, means = _accumulate(
+        plan, forward, state, split_rows(plan, batch, options.num_microbatches), key
+    )
+    return _finish(plan, grads, scale), variables, means
+
+
+def _finish(plan: StatePlan, grads: dict, scale: jax.Array | float) -> dict:
+    grads = cast_floating(grads, plan.precision.reduction)  # pyright: ignore[reportAssignmentType]
+    if not isinstance(scale, float):
+        grads = jax.tree.map(lambda g: g / scale.astype(g.dtype), grads)
+    return plan.constrain(grads, "gradient")
+
+
+def split_rows(plan: StatePlan, batch: Batch, num_microbatches: int) -> Batch:
+    """A batch as microbatches along a new leading dim.
+
+    Microbatch m holds rows m, m + M, m + 2M, ...: whatever the number of devices, each
+    keeps its own rows, and none has to be sent.
+    """
+
+    def split(x: jax.Array) -> jax.Array:
+        rows = x.shape[0] // num_microbatches
+        return x.reshape(rows, num_microbatches, *x.shape[1:]).swapaxes(0, 1)
+
+    return _constrain_rows(plan, jax.tree.map(split, batch), 1)
+
+
+def _constrain_rows(plan: StatePlan, batch: Batch, dim: int) -> Batch:
+    def constrain(x: jax.Array) -> jax.Array:
+        spec = P(*(None,) * dim, *plan.layout.batch_spec(x.shape[dim]))
+        return jax.lax.with_sharding_constraint(x, plan.layout.sharding(spec))
+
+    return jax.tree.map(constrain, batch)
+
+
+def _accumulate(
+    plan: StatePlan,
+    forward: Callable[[dict, dict, Batch, jax.Array], tuple[Means, dict]],
+    state: TrainState,
+    microbatches: Batch,
+    key: jax.Array,
+) -> tuple[dict, dict, Means]:
+    """Scans over microbatches; every term of the loss is divided by its whole weight.
+
+    The weights of the whole batch are needed before the first gradient. They depend on
+    the data alone, as a rule, so that summing them first costs no forward pass: the
+    compiler drops what the weights do not need.
+    """
+    scale = 1.0 if state.loss_scale is None else state.loss_scale.scale
+    indexed = (jnp.arange(jax.tree.leaves(microbatches)[0].shape[0]), microbatches)
+
+    def run(params: dict, variables: dict, item: Any) -> tuple[Means, dict]:
+        index, microbatch = item
+        return forward(params, variables, microbatch, jax.random.fold_in(key, index))
+
+    def weigh(variables: dict, item: Any) -> tuple[dict, Any]:
+        means, variables = run(state.params, variables, item)
+        return variables, [term.weight for term in means["loss"].terms]
+
+    _, weights = jax.lax.scan(weigh, state.variables, indexed)
+    weights = [jnp.sum(jnp.asarray(w, jnp.float32)) for w in weights]
+
+    def objective(params: dict, variables: dict, item: Any) -> Any:
+        means, variables = run(params, variables, item)
+        terms = zip(means["loss"].terms, weights, strict=True)
+        value = sum(Mean(term.total, weight).value for term, weight in terms)
+        return value * scale, (means, variables)
+
+    def step(carry: Any, item: Any) -> tuple[Any, Means]:
+        grads, variables = carry
+        new, (means, variables) = jax.grad(objective, has_aux=True)(
+            state.params, variables, item
+        )
+        new = plan.constrain(new, "gradient")
+        grads = jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, new)
+        return (plan.constrain(grads, "gradient"), variables), means
+
+    zeros = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, plan.precision.reduction), state.params
+    )
+    start = (plan.constrain(zeros, "gradient"), state.variables)
+    (grads, variables), means = jax.lax.scan(step, start, indexed)
+    return grads, variables, jax.tree.map(lambda x: jnp.sum(x, axis=0), means)
+
+
+def _update(
+    plan: StatePlan, state: TrainState, grads: dict, variables: dict, means: Means
+) -> tuple[TrainState, Metrics]:
+    with jax.named_scope("optimizer"):
+        metrics = {name: mean.value for name, mean in means.items()}
+        metrics["grad_norm"] = optax.global_norm(grads)
+        if (rate := learning_rate(state.opt_state)) is not None:
+            metrics["learning_rate"] = rate
+        update = optax.with_extra_args_support(plan.tx).update
+        updates, opt_state = update(
+            plan.constrain(grads, "optimizer"),
+            state.opt_state,
+            plan.constrain(state.params, "optimizer"),
+            value=metrics["loss"],
+        )
+        params = optax.apply_updates(plan.constrain(state.params, "optimizer"), updates)
+        params = plan.constrain(params, "stored")  # pyright: ignore[reportArgumentType]
+        ema = state.ema
+        if ema is not None:
+            decay = plan.ema_decay
+            ema = optax.incremental_update(params, ema, 1 - decay)  # pyright: ignore[reportOperatorIssue, reportArgumentType]
+        new = TrainState(
+            step=state.step + 1,
+            params=params,
+            variables=variables,
+            opt_state=opt_state,
+            key=state.key,
+            ema=ema,  # pyright: ignore[reportArgumentType]
+            loss_scale=state.loss_scale,
+        )
+        if state.loss_scale is not None:
+            new = _skip_overflow(state, new, metrics)
+        return new, metrics
+
+
+def _skip_overflow(state: TrainState, new: TrainState, metrics: Metrics) -> TrainState:
+    """float16 only: a step whose gradients overflowed changes nothing but the scale."""
+    assert state.loss_scale is not None
+    is_finite = jnp.isfinite(metrics["grad_norm"])
+    metrics["loss_scale"] = state.loss_scale.scale
+    metrics["skipped"] = 1 - is_finite.astype(jnp.int32)
+    kept = jax.tree.map(lambda a, b: jnp.where(is_finite, a, b), new, state)
+    return dataclasses.replace(
+        kept, step=new.step, loss_scale=state.loss_scale.adjust(is_finite)
+    )
+
+
+def learning_rate(opt_state: optax.OptState) -> jax.Array | None:
+    """The learning rate of an optimizer under ``optax.inject_hyperparams``.
+
+    Elsewhere it is a constant in the compiled step that nobody can read: ``None``.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
+        keys = [getattr(entry, "name", getattr(entry, "key", None)) for entry in path]
+        if keys[-2:] == ["hyperparams", "learning_rate"]:
+            return leaf
+    return None

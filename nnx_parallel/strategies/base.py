@@ -1,0 +1,167 @@
+"""What every strategy answers, and the verbs that follow from its answers."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from nnx_parallel.mesh import check_mesh, make_mesh
+from nnx_parallel.sharding import Layout, Rules, ZeroAxis
+from nnx_parallel.sharding.model import (
+    abstract_copy,
+    abstract_model,
+    annotate,
+    build_sharded,
+    map_placements,
+    place_state,
+)
+from nnx_parallel.sharding.rules import MeshAxes, merge_logical
+from nnx_parallel.strategies.describe import Description, describe_model
+
+
+@dataclass(frozen=True)
+class Strategy(abc.ABC):
+    """Where parameters, optimizer state and batch live, and how the step is run.
+
+    A technique of your own subclasses this and answers what it needs to; every answer
+    but `axis_sizes` has a default that changes nothing. Strategies are values: they
+    hold no arrays and no mesh, compare by their fields, and combine in a `Composite`.
+    """
+
+    @property
+    @abc.abstractmethod
+    def axis_sizes(self) -> Mapping[str, int | None]:
+        """Size of each of my mesh axes; ``None`` takes the devices that remain."""
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """My mesh axes that split the batch."""
+        return ()
+
+    @property
+    def logical_axes(self) -> Mapping[str, MeshAxes]:
+        """Mesh axes by logical name, for parameters and activations alike."""
+        return {}
+
+    @property
+    def zero_axes(self) -> tuple[ZeroAxis, ...]:
+        """My axes that split training state which is gathered at use."""
+        return ()
+
+    @property
+    def user_rules(self) -> tuple[Rules, ...]:
+        """Explicit rules of the user; they come before names and choices."""
+        return ()
+
+    def make_mesh(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
+        """A mesh over all ``devices`` (by default all there are) with my axes.
+
+        Raises:
+            MeshShapeError: If my sizes do not multiply to the number of devices.
+        """
+        return make_mesh(self.axis_sizes, devices)
+
+    def layout(self, mesh: Mesh | None = None) -> Layout:
+        """My answers over one mesh, by default over all devices.
+
+        Raises:
+            MeshShapeError: If the mesh has other sizes than I state.
+            UnknownAxisError: If the mesh has other axes than mine.
+            MeshAxisTypeError: If an axis of the mesh is not Auto.
+        """
+        mesh = self.make_mesh() if mesh is None else mesh
+        check_mesh(mesh, self.axis_sizes)
+        return Layout(
+            mesh=mesh,
+            batch_axes=tuple(a for a in mesh.axis_names if a in self.batch_axes),
+            logical_axes=merge_logical(self.user_rules, self.logical_axes),
+            zero_axes=self.zero_axes,
+            rules=self.user_rules,
+        )
+
+    def init(
+        self,
+        model_fn: Callable[[nnx.Rngs], nnx.Module],
+        rngs: nnx.Rngs | int,
+        *,
+        mesh: Mesh | None = None,
+    ) -> nnx.Module:
+        """Builds a model already sharded: no device ever holds it whole.
+
+        Args:
+            model_fn: Builds the model from its ``nnx.Rngs``.
+            rngs: Random streams, or a seed. The numbers do not depend on the strategy.
+            mesh: The mesh; by default over all devices.
+
+        Returns:
+            The model, its arrays global and placed as `specs` says.
+        """
+        layout = self.layout(mesh)
+        rngs = nnx.Rngs(rngs) if isinstance(rngs, int) else rngs
+        abstract = abstract_model(model_fn, rngs)
+        annotate(abstract, layout)
+        graphdef, _ = nnx.split(abstract)
+        return nnx.merge(graphdef, build_sharded(model_fn, rngs, abstract, layout))
+
+    def split(
+        self, model: nnx.Module, *, mesh: Mesh | None = None
+    ) -> tuple[nnx.GraphDef, nnx.State]:
+        """``nnx.split`` with the state placed on the mesh.
+
+        Arrays that lie elsewhere are copied; the model keeps its own.
+        """
+        layout = self.layout(mesh)
+        graphdef, state = nnx.split(model)
+        placed = place_state(state, self.shardings(state, mesh=layout.mesh))
+        abstract = abstract_copy(graphdef, state)
+        annotate(abstract, layout)
+        graphdef, template = nnx.split(abstract)
+        return graphdef, jax.tree.unflatten(
+            jax.tree.structure(template), jax.tree.leaves(placed)
+        )
+
+    def merge(self, graphdef: nnx.GraphDef, state: nnx.State) -> nnx.Module:
+        """``nnx.merge``: the model with the arrays of ``state``."""
+        return nnx.merge(graphdef, state)
+
+    def specs(self, state: nnx.State, *, mesh: Mesh | None = None) -> nnx.State:
+        """The spec in which each array of a state is stored, as the same tree."""
+        return map_placements(state, self.layout(mesh), lambda p, _: p.stored)
+
+    def shardings(self, state: nnx.State, *, mesh: Mesh | None = None) -> nnx.State:
+        """`specs` on the mesh: what ``jax.device_put`` and ``jax.jit`` take."""
+        return map_placements(
+            state, self.layout(mesh), lambda p, layout: layout.sharding(p.stored)
+        )
+
+    def describe(
+        self,
+        model: nnx.Module | Callable[[nnx.Rngs], nnx.Module],
+        *,
+        optimizer: object = None,
+        mesh: Mesh | None = None,
+    ) -> Description:
+        """A table of every array: specs, bytes per device, and why.
+
+        Args:
+            model: A model, concrete or abstract, or the function that builds it;
+                nothing is allocated.
+            optimizer: An Optax transformation, to count its state too.
+            mesh: The mesh; by default over all devices.
+
+        Example:
+            >>> from nnx_parallel import FSDP
+            >>> table = FSDP().describe(lambda rngs: nnx.Linear(64, 64, rngs=rngs))
+            >>> print(table.summary())
+            per device: parameters 2.25 KiB, gradients 2.25 KiB, optimizer state not given
+            replicated: bias (64,) 256 B (64 elements < min_size 1024)
+        """
+        if not isinstance(model, nnx.Module):
+            model = abstract_model(model, nnx.Rngs(0))
+        abstract = abstract_copy(*nnx.split(model))
+        return describe_model(abstract, self.layout(mesh), optimizer)

@@ -1,0 +1,196 @@
+"""The table that explains a placement: every array, its specs, and why."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+from rich.table import Table
+
+from nnx_parallel.sharding import Layout, Placement
+from nnx_parallel.sharding.arrays import ArrayInfo, array_info, variables_of
+from nnx_parallel.sharding.model import annotate, nest
+from nnx_parallel.sharding.optimizer import (
+    as_transformation,
+    optimizer_specs,
+    state_path,
+)
+from nnx_parallel.sharding.specs import dim_axes, shard_shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayRow:
+    """One array of a `Description`.
+
+    Attributes:
+        info: Path, shape, dtype and names.
+        placement: The four specs and the reason.
+        bytes_per_device: Of the array as stored.
+    """
+
+    info: ArrayInfo
+    placement: Placement
+    bytes_per_device: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """Where every array of a model lives and why; printed as a table.
+
+    Attributes:
+        layout: The layout that was described.
+        rows: One entry for each array of the model.
+        optimizer_rows: Path, shape, spec and bytes per device of each array of the
+            optimizer state; empty unless an optimizer was given.
+        params_bytes: Parameters on each device, as stored.
+        gradients_bytes: Their gradients on each device.
+        optimizer_bytes: Optimizer state on each device.
+    """
+
+    layout: Layout
+    rows: tuple[ArrayRow, ...]
+    optimizer_rows: tuple[tuple[str, tuple[int, ...], P, int], ...]
+    params_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+
+    @property
+    def replicated(self) -> tuple[ArrayRow, ...]:
+        """Parameters of which every device holds a whole copy, the largest first."""
+        whole = [
+            r for r in self.rows if r.info.is_param and not any(r.placement.stored)
+        ]
+        return tuple(sorted(whole, key=lambda row: -row.bytes_per_device))
+
+    def table(self) -> Table:
+        """The rows as a rich table."""
+        mesh = " * ".join(f"{a}={n}" for a, n in self.layout.mesh.shape.items())
+        table = Table(title=f"mesh {mesh}", title_justify="left")
+        for column in ("path", "shape", "dtype", "stored", "used", "gradient"):
+            table.add_column(column)
+        table.add_column("optimizer")
+        table.add_column("bytes/device", justify="right")
+        table.add_column("why")
+        for row in self.rows:
+            place = row.placement
+            specs = (place.stored, place.used, place.gradient, place.optimizer)
+            shown = specs if row.info.is_param else (place.stored, place.used, "", "")
+            table.add_row(
+                row.info.path,
+                " ".join(map(str, row.info.shape)),
+                str(row.info.dtype),
+                *(_short(spec) for spec in shown),
+                f"{row.bytes_per_device:,}",
+                place.reason,
+            )
+        return table
+
+    def summary(self) -> str:
+        """Totals per device, and the largest parameters left replicated."""
+        lines = [
+            f"per device: parameters {_size(self.params_bytes)}, gradients "
+            f"{_size(self.gradients_bytes)}, optimizer state "
+            f"{_size(self.optimizer_bytes) if self.optimizer_rows else 'not given'}"
+        ]
+        if self.layout.mesh.size > 1:
+            lines += [
+                f"replicated: {row.info.path} {row.info.shape} "
+                f"{_size(row.bytes_per_device)} ({row.placement.reason})"
+                for row in self.replicated[:5]
+            ]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=180)
+        console.print(self.table())
+        return console.file.getvalue() + self.summary()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _short(spec: P | str) -> str:
+    if isinstance(spec, str):
+        return spec
+    parts = [
+        "-" if e is None else e if isinstance(e, str) else "+".join(e) for e in spec
+    ]
+    return " ".join(parts) if any(spec) else "whole"
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.4g} TiB"
+
+
+def array_bytes(layout: Layout, shape: tuple, dtype: object, spec: P) -> int:
+    """Bytes that one device holds of an array."""
+    shard = shard_shape(shape, dim_axes(spec, len(shape)), layout.mesh)
+    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)  # pyright: ignore[reportArgumentType]
+    return math.prod(shard) * (8 if is_key else jnp.dtype(dtype).itemsize)  # pyright: ignore[reportArgumentType]
+
+
+def describe_model(
+    abstract: nnx.Module, layout: Layout, optimizer: object = None
+) -> Description:
+    """Describes a model under a layout.
+
+    Args:
+        abstract: An abstract model; it gets its placements written into its metadata.
+        layout: The layout.
+        optimizer: What a Trainer takes as optimizer, for its state's bytes.
+    """
+    placements = annotate(abstract, layout)
+    rows, gradients = [], 0
+    for path, variable in variables_of(abstract):
+        info, place = array_info(path, variable), placements[path]
+        size = array_bytes(layout, info.shape, info.dtype, place.stored)
+        rows.append(ArrayRow(info=info, placement=place, bytes_per_device=size))
+        if info.is_param:
+            gradients += array_bytes(layout, info.shape, info.dtype, place.gradient)
+    optimizer_rows = _optimizer_rows(abstract, layout, optimizer)
+    return Description(
+        layout=layout,
+        rows=tuple(rows),
+        optimizer_rows=optimizer_rows,
+        params_bytes=sum(r.bytes_per_device for r in rows if r.info.is_param),
+        gradients_bytes=gradients,
+        optimizer_bytes=sum(row[-1] for row in optimizer_rows),
+    )
+
+
+def _optimizer_rows(
+    abstract: nnx.Module, layout: Layout, optimizer: object
+) -> tuple[tuple[str, tuple[int, ...], P, int], ...]:
+    if optimizer is None:
+        return ()
+    params = {p: v for p, v in variables_of(abstract) if isinstance(v, nnx.Param)}
+    values = {path: v.get_value() for path, v in params.items()}
+    tx = as_transformation(optimizer, abstract)
+    state = jax.eval_shape(tx.init, nest(values))
+    specs = optimizer_specs(
+        state,
+        {path: tuple(value.shape) for path, value in values.items()},
+        {path: v.get_metadata()["placement"] for path, v in params.items()},
+        layout,
+    )
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return tuple(
+        (
+            state_path(path),
+            tuple(leaf.shape),
+            spec,
+            array_bytes(layout, tuple(leaf.shape), leaf.dtype, spec),
+        )
+        for (path, leaf), spec in zip(
+            leaves,
+            jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P)),
+            strict=True,
+        )
+    )

@@ -1,0 +1,172 @@
+"""Imports point one way, and public is exactly what the package exports."""
+
+import ast
+import inspect
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import nnx_parallel
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "nnx_parallel"
+MODELS = ROOT / "models"
+
+# A module imports only from those above it.
+ORDER = [
+    "errors",
+    "mesh",
+    "distributed",
+    "precision",
+    "sharding",
+    "metrics",
+    "collectives",
+    "layers",
+    "strategies",
+    "pipeline",
+    "state",
+    "step",
+    "data",
+    "checkpoint",
+    "loggers",
+    "audit",
+    "trainer",
+    "cli",
+]
+OPEN_TO_MODELS = {"layers", "sharding", "metrics"}
+
+# Where a distribution's import name is not its own name.
+IMPORT_NAMES = {"orbax-checkpoint": "orbax"}
+
+
+def files_of(package: Path) -> list[Path]:
+    return sorted(package.rglob("*.py"))
+
+
+def dotted_name(file: Path) -> str:
+    """`nnx_parallel/layers/__init__.py` is `nnx_parallel.layers`."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def imported_modules(node: ast.Import | ast.ImportFrom, file: Path) -> Iterator[str]:
+    """What a statement imports, in absolute dotted names, each with its last part."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+        return
+    base = node.module or ""
+    if node.level:
+        parents = file.relative_to(ROOT).parent.parts
+        above = parents[: len(parents) - (node.level - 1)]
+        base = ".".join((*above, *([base] if base else [])))
+    yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def imports(file: Path) -> list[str]:
+    """Every import of a file: inside functions and under `TYPE_CHECKING` too."""
+    return [
+        name
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in imported_modules(node, file)
+    ]
+
+
+def unit(name: str) -> str:
+    """The entry of `ORDER` that a name of the package belongs to.
+
+    A name taken from the package itself (`from nnx_parallel import FSDP`) belongs to
+    `__init__`, which imports everything and stands below everything.
+    """
+    _, _, rest = name.partition(".")
+    first = rest.partition(".")[0]
+    is_module = (PACKAGE / first).is_dir() or (PACKAGE / f"{first}.py").is_file()
+    return first if first and is_module else "__init__"
+
+
+def units_imported(file: Path) -> set[str]:
+    return {unit(name) for name in imports(file) if is_ours(name)}
+
+
+def is_ours(name: str) -> bool:
+    return name.partition(".")[0] == PACKAGE.name
+
+
+def required_at_import(file: Path) -> set[str]:
+    """Top-level packages that must be installed for a file to be imported."""
+
+    def statements(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
+        for node in body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                yield node
+            elif isinstance(node, ast.ClassDef | ast.With):
+                yield from statements(node.body)
+            elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                yield from statements(node.orelse)
+            elif isinstance(node, ast.If):
+                yield from statements(node.body + node.orelse)
+
+    return {
+        name.partition(".")[0]
+        for node in statements(ast.parse(file.read_text()).body)
+        for name in imported_modules(node, file)
+    }
+
+
+def required_dependencies() -> set[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = (re.split(r"[^\w-]", line)[0] for line in project["dependencies"])
+    return {IMPORT_NAMES.get(name, name) for name in names}
+
+
+@pytest.mark.parametrize("file", files_of(PACKAGE), ids=dotted_name)
+def test_a_module_imports_only_from_those_above_it(file: Path) -> None:
+    if file == PACKAGE / "__init__.py":
+        return
+    here = unit(dotted_name(file))
+    assert here in ORDER, f"{dotted_name(file)} has no place in ORDER: add `{here}`."
+    above = ORDER[: ORDER.index(here) + 1]
+    below = units_imported(file) - set(above)
+    assert not below, f"{dotted_name(file)} imports {sorted(below)} from below it."
+
+
+@pytest.mark.parametrize("file", files_of(MODELS), ids=dotted_name)
+def test_models_import_only_layers_sharding_and_metrics(file: Path) -> None:
+    closed = units_imported(file) - OPEN_TO_MODELS
+    assert not closed, f"{dotted_name(file)} imports {sorted(closed)}."
+
+
+@pytest.mark.parametrize("file", files_of(PACKAGE), ids=dotted_name)
+def test_import_needs_only_required_dependencies(file: Path) -> None:
+    """Libraries of an extra are imported inside the function that uses them."""
+    known = required_dependencies() | sys.stdlib_module_names | {PACKAGE.name}
+    missing = required_at_import(file) - known
+    assert not missing, f"{dotted_name(file)} needs {sorted(missing)} to be imported."
+
+
+def test_public_is_exactly_what_the_package_imports() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    names = [
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    ]
+    assert nnx_parallel.__all__ == sorted(names)
+
+
+def test_every_public_name_has_a_docstring() -> None:
+    public = {name: getattr(nnx_parallel, name) for name in nnx_parallel.__all__}
+    assert [name for name, value in public.items() if not has_docstring(value)] == []
+
+
+def has_docstring(value: object) -> bool:
+    """Whether somebody wrote it: neither `@dataclass` nor the class of a constant."""
+    text = value.__doc__ or ""
+    if inspect.isclass(value):
+        return bool(text) and not text.startswith(f"{value.__name__}(")
+    return bool(text) and text != type(value).__doc__

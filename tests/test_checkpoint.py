@@ -1,0 +1,505 @@
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from nnx_parallel.checkpoint import Checkpoint, Checkpointer
+from nnx_parallel.errors import (
+    CheckpointDirectoryError,
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CheckpointReadError,
+    CheckpointSaveError,
+)
+
+
+def shard_over(num_devices: int):
+    """Shards dim 0 over ``num_devices`` where they divide it, else replicates."""
+    mesh = jax.make_mesh(
+        (num_devices,),
+        ("data",),
+        devices=jax.devices()[:num_devices],
+        axis_types=(AxisType.Auto,),
+    )
+
+    def sharding(array) -> NamedSharding:
+        is_divisible = array.ndim > 0 and array.shape[0] % num_devices == 0
+        return NamedSharding(mesh, P("data") if is_divisible else P())
+
+    return sharding
+
+
+def place(groups, num_devices: int = 8):
+    sharding = shard_over(num_devices)
+    return jax.tree.map(lambda x: jax.device_put(x, sharding(x)), groups)
+
+
+def abstract(groups, num_devices: int = 8):
+    sharding = shard_over(num_devices)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(x)), groups
+    )
+
+
+def bits(array) -> bytes:
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    return np.asarray(array).tobytes()
+
+
+def assert_same(got, wanted) -> None:
+    assert jax.tree.map(lambda x: (x.shape, x.dtype, bits(x)), got) == jax.tree.map(
+        lambda x: (x.shape, x.dtype, bits(x)), wanted
+    )
+
+
+def weights(value: float = 0.0, num_rows: int = 8):
+    kernel = jnp.arange(num_rows * 4, dtype=jnp.float32).reshape(num_rows, 4)
+    return place({"params": {"blocks.mlp.up.kernel": kernel + value}})
+
+
+def everything():
+    key = jax.random.key(3)
+    return place(
+        {
+            "params": {
+                "blocks.0.kernel": jax.random.normal(key, (16, 24)),
+                "blocks.0.bias": jax.random.normal(key, (5,)).astype(jnp.bfloat16),
+                "odd [name]/'x'": jnp.float32(jnp.nan),
+            },
+            "variables": {
+                "rngs.key": key,
+                "rngs.keys": jax.random.split(key, (8, 2)),
+                "rngs.rbg": jax.random.key(1, impl="rbg"),
+                "mask": jnp.array([True, False]),
+            },
+            "optimizer": {"count": jnp.int32(7), "mu": -jnp.zeros((8, 2))},
+            "ema": {},
+        }
+    )
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> Checkpoint:
+    return Checkpoint(tmp_path / "run")
+
+
+def path_of(options: Checkpoint, *parts: str) -> Path:
+    return Path(options.directory).joinpath(*parts)
+
+
+@pytest.mark.parametrize("num_devices", [8, 4, 1])
+def test_restores_bit_for_bit_on_any_number_of_devices(options, num_devices):
+    groups, meta = (
+        everything(),
+        {"data": {"position": [3, 4]}, "version": "1", "x": 0.1},
+    )
+    with Checkpointer(options) as checkpointer:
+        checkpointer.save(10, groups, meta)
+        wanted = abstract(groups, num_devices)
+        restored, restored_meta = checkpointer.restore(wanted)
+    assert_same(restored, groups)
+    assert restored_meta == meta
+    assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(
+        lambda x: x.sharding, wanted
+    )
+
+
+def test_describes_without_reading_arrays_and_without_the_mesh(options):
+    groups = everything()
+    with Checkpointer(options) as checkpointer:
+        checkpointer.save(1, groups, {"seed": 0}, metrics={"eval_loss": 2.0})
+        checkpointer.save(2, place(groups, num_devices=2), {})
+        checkpointer.wait()
+        for file in path_of(options, "1").glob("*/d/*"):
+            file.unlink()
+        first, second = checkpointer.describe(1), checkpointer.describe()
+    assert (first.step, first.meta, first.metrics) == (1, {"seed": 0}, {"eval_loss": 2})
+    assert (second.step, second.metrics) == (2, {})
+    assert first.groups == second.groups
+    assert first.groups == jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), groups
+    )
+
+
+def test_restores_some_groups(options):
+    groups = everything()
+    with Checkpointer(options) as checkpointer:
+        checkpointer.save(1, groups, {})
+        wanted = abstract({name: groups[name] for name in ("params", "ema")}, 4)
+        restored, _ = checkpointer.restore(wanted, step=1)
+    assert_same(restored, {"params": groups["params"], "ema": {}})
+
+
+@pytest.mark.parametrize("num_devices", [8, 1])
+def test_arrays_may_be_donated_as_soon_as_save_returns(options, num_devices):
+    overwrite = jax.jit(
+        lambda tree: jax.tree.map(lambda x: -x - 1, tree), donate_argnums=0
+    )
+    state = {f"w{i}": jnp.arange(1 << 18, dtype=jnp.float32) + i for i in range(4)}
+    state = place({"params": state}, num_devices)
+    wanted = jax.tree.map(np.array, state)
+    with Checkpointer(options) as checkpointer:
+        checkpointer.save(1, state, {})
+        target = abstract(state, num_devices)
+        for _ in range(3):
+            state = overwrite(state)
+        jax.block_until_ready(state)
+        restored, _ = checkpointer.restore(target)
+    assert_same(restored, wanted)
+
+
+def test_save_returns_before_the_files_are_written(options):
+    groups = {"params": {"w": jax.random.normal(jax.random.key(0), (8, 1 << 20))}}
+    groups = jax.block_until_ready(place(groups))
+    with Checkpointer(options) as checkpointer:
+        checkpointer.save(1, groups, {})
+        assert not path_of(options, "1").exists()
+        checkpointer.wait()
+        assert path_of(options, "1").exists()
+
+
+def test_synchronous_save_is_on_disk_when_it_returns(tmp_path):
+    options = Checkpoint(tmp_path, asynchronous=False)
+    with Checkpointer(options) as checkpointer:
+        checkpointer.save(1, weights(), {})
+        assert path_of(options, "1").exists()
+
+
+def test_saves_in_quick_succession_are_all_kept(tmp_path):
+    with Checkpointer(Checkpoint(tmp_path, keep_last=None)) as checkpointer:
+        for step in range(1, 6):
+            checkpointer.save(step, weights(step), {"step": step})
+        for step in checkpointer.steps:
+            restored, meta = checkpointer.restore(abstract(weights()), step)
+            assert_same(restored, weights(step))
+            assert meta == {"step": step}
+        assert checkpointer.steps == [1, 2, 3, 4, 5]
+
+
+LOSSES = {1: 5.0, 2: 1.0, 3: None, 4: 3.0, 5: float("nan"), 6: 1.0, 7: 9.0, 8: 4.0}
+
+
+@pytest.mark.parametrize(
+    ("rules", "kept", "best"),
+    [
+        ({"keep_last": None}, [1, 2, 3, 4, 5, 6, 7, 8], None),
+        ({"keep_last": 1}, [8], None),
+        ({"keep_last": 3}, [6, 7, 8], None),
+        ({"keep_last": 1, "keep_every": 3}, [3, 6, 8], None),
+        ({"keep_last": 2, "keep_best": "loss"}, [6, 7, 8], 6),
+        ({"keep_last": 1, "keep_best": "loss", "num_best": 2}, [2, 6, 8], 6),
+        ({"keep_last": 1, "keep_best": "loss", "best_mode": "max"}, [7, 8], 7),
+        ({"keep_last": 1, "keep_best": "absent"}, [8], None),
+    ],
+)
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_retention(tmp_path, rules, kept, best, is_restarted):
+    options = Checkpoint(tmp_path, **rules)
+    checkpointer = Checkpointer(options)
+    for step, loss in LOSSES.items():
+        metrics = None if loss is None else {"loss": loss, "accuracy": 0.5}
+        checkpointer.save(step, weights(step), {}, metrics=metrics)
+        if is_restarted:
+            checkpointer.close()
+            checkpointer = Checkpointer(options)
+    assert checkpointer.steps == kept
+    assert checkpointer.best_step == best
+    assert sorted(int(path.name) for path in tmp_path.iterdir()) == kept
+    checkpointer.close()
+
+
+def test_steps_ascend_and_are_saved_once(options):
+    with Checkpointer(options) as checkpointer:
+        checkpointer.save(20, weights(1), {})
+        where = f"'{options.directory}'"
+        message = (
+            f"Step 20 is already saved in {where}. Pass overwrite=True to replace it, "
+            "or save a later step."
+        )
+        with pytest.raises(CheckpointError, match=re.escape(message)):
+            checkpointer.save(20, weights(2), {})
+        message = (
+            f"Cannot save step 10 in {where} after step 20: steps must ascend. Save "
+            "step 21 or later, or use another directory."
+        )
+        with pytest.raises(CheckpointError, match=re.escape(message)):
+            checkpointer.save(10, weights(2), {}, overwrite=True)
+        checkpointer.save(20, weights(3), {}, overwrite=True)
+        restored, _ = checkpointer.restore(abstract(weights()))
+    assert_same(restored, weights(3))
+
+
+def test_should_save_every_so_many_steps(tmp_path):
+    with Checkpointer(Checkpoint(tmp_path, every=3)) as checkpointer:
+        assert [step for step in range(1, 10) if checkpointer.should_save(step)] == [
+            3,
+            6,
+            9,
+        ]
+        checkpointer.save(6, weights(), {})
+        assert [step for step in range(1, 10) if checkpointer.should_save(step)] == [9]
+
+
+def break_next_write(options: Checkpoint) -> None:
+    """Puts a file where the step directory is being written."""
+    root = path_of(options)
+    root.rename(root.with_name("aside"))
+    root.touch()
+
+
+def mend(options: Checkpoint) -> None:
+    root = path_of(options)
+    root.unlink()
+    root.with_name("aside").rename(root)
+
+
+LARGE = 1 << 19
+
+
+def test_failure_in_the_background_is_raised_under_its_own_step(tmp_path):
+    options = Checkpoint(tmp_path / "run", keep_last=1)
+    groups = jax.block_until_ready(weights(num_rows=LARGE))
+    with Checkpointer(options) as checkpointer:
+        checkpointer.save(10, weights(1), {})
+        checkpointer.wait()
+        checkpointer.save(20, groups, {})
+        break_next_write(options)
+        message = f"Saving step 20 in '{options.directory}' failed: "
+        with pytest.raises(CheckpointSaveError, match=re.escape(message)):
+            checkpointer.save(30, groups, {})
+        mend(options)
+        assert_same(checkpointer.restore(abstract(weights()), 10)[0], weights(1))
+        checkpointer.save(30, weights(3), {})
+        assert checkpointer.steps == [30]
+
+
+def test_failure_of_the_last_save_is_raised_by_close(options):
+    groups = jax.block_until_ready(weights(num_rows=LARGE))
+    checkpointer = Checkpointer(options)
+    checkpointer.save(20, groups, {})
+    break_next_write(options)
+    with pytest.raises(CheckpointSaveError, match="Saving step 20 in"):
+        checkpointer.close()
+    checkpointer.close()
+
+
+def test_failure_of_a_save_does_not_hide_the_error_that_ended_the_run(options):
+    groups = jax.block_until_ready(weights(num_rows=LARGE))
+
+    def run() -> None:
+        with Checkpointer(options) as checkpointer:
+            checkpointer.save(20, groups, {})
+            break_next_write(options)
+            raise ArithmeticError("loss is nan")
+
+    with pytest.raises(ArithmeticError, match="loss is nan") as caught:
+        run()
+    assert "Besides: Saving step 20 in" in caught.value.__notes__[0]
+
+
+def test_mismatches_are_listed_before_anything_is_read(options):
+    saved = place(
+        {
+            "params": {"mlp.up.kernel": jnp.ones((8, 4)), "head.bias": jnp.ones(8)},
+            "variables": {"key": jax.random.key(0), "same": jnp.ones(8)},
+        }
+    )
+    wanted = place(
+        {
+            "params": {"mlp.up.kernal": jnp.ones((8, 4)), "head.bias": jnp.ones(16)},
+            "variables": {
+                "key": jax.random.key(0, impl="rbg"),
+                "same": jnp.ones(8, jnp.bfloat16),
+            },
+            "ema": {"head.bias": jnp.ones(8)},
+        }
+    )
+    message = f"""\
+Checkpoint 1 in '{options.directory}' differs from what is asked for:
+  ema: the checkpoint has no such group
+  params: `head.bias` is float32[8] in the checkpoint and float32[16] here
+  params: `mlp.up.kernal` float32[8,4] is not in the checkpoint (nearest there: \
+`mlp.up.kernel`)
+  params: `mlp.up.kernel` float32[8,4] is only in the checkpoint (nearest here: \
+`mlp.up.kernal`)
+  variables: `key` is key<fry>[] in the checkpoint and key<rbg>[] here
+  variables: `same` is float32[8] in the checkpoint and bfloat16[8] here
+Build the same model and optimizer, or restore other groups. Saved groups: \
+['params', 'variables']."""
+    with Checkpointer(options) as checkpointer:
+        checkpointer.save(1, saved, {})
+        with pytest.raises(CheckpointMismatchError, match=re.escape(message)):
+            checkpointer.restore(abstract(wanted))
+
+
+def test_restore_needs_a_sharding(options):
+    bare = {"params": {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}}
+    message = "Cannot restore `w` of group 'params': it has no sharding."
+    with Checkpointer(options) as checkpointer:
+        checkpointer.save(1, place({"params": {"w": jnp.ones((8, 4))}}), {})
+        with pytest.raises(CheckpointError, match=re.escape(message)):
+            checkpointer.restore(bare)
+
+
+def test_missing_steps_are_named(options):
+    where = f"'{options.directory}'"
+    with Checkpointer(options) as checkpointer:
+        message = f"No checkpoint in {where}. Save one first."
+        with pytest.raises(CheckpointNotFoundError, match=re.escape(message)):
+            checkpointer.describe()
+        assert (checkpointer.latest_step, checkpointer.best_step) == (None, None)
+        checkpointer.save(500, weights(), {})
+        message = (
+            f"No checkpoint for step 2000 in {where}. Saved steps: [500]. Pass "
+            "step=None for the latest, or resume=False to start from step 0."
+        )
+        with pytest.raises(CheckpointNotFoundError, match=re.escape(message)):
+            checkpointer.restore({}, step=2000)
+
+
+@pytest.mark.parametrize("victim", ["params", "params/d"])
+def test_damaged_files_are_a_read_error(options, victim):
+    with Checkpointer(options) as checkpointer:
+        checkpointer.save(1, weights(), {})
+        checkpointer.wait()
+        shutil.rmtree(path_of(options, "1", victim))
+        message = f"Cannot read checkpoint 1 in '{options.directory}': "
+        with pytest.raises(CheckpointReadError, match=re.escape(message)):
+            checkpointer.restore(abstract(weights()))
+
+
+def test_what_cannot_be_saved_is_refused_at_once(options):
+    donated = jnp.ones(2)
+    donated.delete()
+    array = jnp.ones(2)
+    refused = [
+        ({"params": {"w": np.ones(2)}}, {}, "Cannot save `w` of group 'params': found"),
+        ({"params": {"w": jnp.ones((0, 2))}}, {}, "its shape (0, 2) holds no value."),
+        ({"params": {"w": donated}}, {}, "it was donated. Save what the step returned"),
+        ({"params": {}}, {}, "Nothing to save: no group holds an array."),
+        ({"metrics": {"w": array}}, {}, "Cannot save a group named 'metrics'"),
+        ({"a/b": {"w": array}}, {}, "Cannot save a group named 'a/b'"),
+        ({"params": {"w": array}}, {"x": array}, "Cannot save the metadata: Object of"),
+    ]
+    with Checkpointer(options) as checkpointer:
+        for groups, meta, message in refused:
+            with pytest.raises(CheckpointError, match=re.escape(message)):
+                checkpointer.save(1, groups, meta)
+        assert checkpointer.steps == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"every": 0}, "Checkpoint(every=0) must be a whole number of at least 1"),
+        ({"keep_last": 0}, "Checkpoint(keep_last=0) must be a whole number"),
+        ({"num_best": None}, "Checkpoint(num_best=None) must be a whole number"),
+        ({"best_mode": "low"}, "Checkpoint(best_mode='low') must be 'min' or 'max'."),
+    ],
+)
+def test_options_are_checked(wrong, message):
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        Checkpoint("run", **wrong)
+
+
+def test_directories_become_absolute():
+    assert Checkpoint("run").directory == os.path.abspath("run")
+    assert Checkpoint("gs://bucket/run").directory == "gs://bucket/run"
+
+
+def test_directory_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    for directory in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/run")):
+        message = f"Cannot write checkpoints to '{directory}': "
+        with pytest.raises(CheckpointDirectoryError, match=re.escape(message)):
+            Checkpointer(Checkpoint(directory))
+
+
+def test_files_of_others_are_left_alone(tmp_path):
+    for name in ("100", "7", "notes", "3.txt.d"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine").write_text(name)
+    with Checkpointer(Checkpoint(tmp_path, keep_last=1)) as checkpointer:
+        for step in (1, 2, 8):
+            checkpointer.save(step, weights(), {})
+        assert checkpointer.steps == [8]
+        message = "'100' is there and is not a checkpoint. Move it away"
+        with pytest.raises(CheckpointError, match=re.escape(message)):
+            checkpointer.save(100, weights(), {})
+    assert {file.read_text() for file in tmp_path.glob("*/mine")} == {
+        "100",
+        "7",
+        "notes",
+        "3.txt.d",
+    }
+
+
+def test_read_only_touches_nothing(options, tmp_path):
+    with pytest.raises(CheckpointNotFoundError, match="No directory"):
+        Checkpointer(options, read_only=True)
+    with Checkpointer(options) as checkpointer:
+        checkpointer.save(1, weights(1), {"seed": 3})
+    unfinished = path_of(options, "2.orbax-checkpoint-tmp")
+    unfinished.mkdir()
+    with Checkpointer(options, read_only=True) as checkpointer:
+        restored, meta = checkpointer.restore(abstract(weights()))
+        assert not checkpointer.should_save(1000)
+        with pytest.raises(CheckpointError, match="opened with read_only=True"):
+            checkpointer.save(2, weights(), {})
+    assert_same(restored, weights(1))
+    assert meta == {"seed": 3}
+    assert unfinished.exists()
+    assert not (tmp_path / "elsewhere").exists()
+
+
+SAVE_FOR_EVER = """
+import sys, jax, jax.numpy as jnp
+from nnx_parallel.checkpoint import Checkpoint, Checkpointer
+jax.config.update("jax_platforms", "cpu")
+noise = jax.random.normal(jax.random.key(0), (1 << 22,))
+with Checkpointer(Checkpoint(sys.argv[1], keep_last=2)) as checkpointer:
+    for step in range(1, 1000):
+        w = noise.at[0].set(step)
+        checkpointer.save(step, {"params": {"w": w}}, {"step": step})
+        if step > 1:
+            print(step, flush=True)
+"""
+
+
+def test_killed_in_the_middle_of_a_save(options):
+    child = subprocess.Popen(
+        [sys.executable, "-c", SAVE_FOR_EVER, str(options.directory)],
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[1],
+    )
+    assert child.stdout is not None
+    child.stdout.readline()
+    while not list(path_of(options).glob("*tmp*")):
+        time.sleep(0.001)
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+    assert list(path_of(options).glob("*tmp*")), "the kill came between two saves"
+
+    with Checkpointer(options) as checkpointer:
+        latest = checkpointer.latest_step
+        assert latest is not None
+        target = {"params": {"w": jnp.zeros(1 << 22)}}
+        restored, meta = checkpointer.restore(abstract(target))
+        assert meta == {"step": latest}
+        noise = jax.random.normal(jax.random.key(0), (1 << 22,)).at[0].set(latest)
+        assert_same(restored, {"params": {"w": noise}})
+        checkpointer.save(latest + 1, weights(), {})
+    assert not list(path_of(options).glob("*tmp*"))

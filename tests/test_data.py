@@ -1,0 +1,489 @@
+"""Feeds: what arrives, in which order, after which resume, and what is refused."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from nnx_parallel.data import (
+    Feed,
+    check_batch,
+    check_divisible,
+    decode_state,
+    encode_state,
+    is_one_shot,
+)
+from nnx_parallel.errors import BatchShapeError, DataError, DataExhaustedError
+
+ROOT = Path(__file__).parents[1]
+PREFETCHES = [0, 1, 2, 5]
+
+
+def make_batches(num_batches: int, num_rows: int = 4) -> list[dict[str, np.ndarray]]:
+    return [{"x": np.full((num_rows, 2), i, np.float32)} for i in range(num_batches)]
+
+
+def values(feed: Feed[Any]) -> list[float]:
+    with feed:
+        return [float(item.batch["x"][0, 0]) for item in feed]
+
+
+def feed_threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name == "nnx_parallel.prefetch"]
+
+
+def wait_until(is_true: Any, seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not is_true() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return is_true()
+
+
+class Counted:
+    """A generator's worth of batches that counts how many were pulled."""
+
+    def __init__(self, num_batches: int) -> None:
+        self.pulled = 0
+        self._num_batches = num_batches
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        for batch in make_batches(self._num_batches):
+            self.pulled += 1
+            yield batch
+
+
+class Seeded:
+    """A resumable iterator whose state holds bytes, NumPy numbers and big integers."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._count = np.int64(0)
+
+    def __iter__(self) -> Seeded:
+        return self
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        self._count += 1
+        return {"x": self._rng.normal(size=(4, 2)).astype(np.float32)}
+
+    def get_state(self) -> dict[str, Any]:
+        rng = self._rng.bit_generator.state
+        return {"count": self._count, "rng": json.dumps(rng).encode()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._count = np.int64(state["count"])
+        self._rng.bit_generator.state = json.loads(state["rng"])
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    yield
+    gc.collect()
+    assert wait_until(lambda: not feed_threads()), "a feed's thread outlived its test"
+
+
+@pytest.mark.parametrize("prefetch", PREFETCHES)
+def test_batches_arrive_once_in_order_and_placed(prefetch: int) -> None:
+    feed = Feed(make_batches(7), jax.device_put, prefetch=prefetch)
+    with feed:
+        items = list(feed)
+    assert [float(item.batch["x"][0, 0]) for item in items] == list(range(7))
+    assert all(isinstance(item.batch["x"], jax.Array) for item in items)
+    assert {item.num_rows for item in items} == {4}
+    assert all(item.wait_seconds >= 0 and item.state is None for item in items)
+    assert list(feed) == []
+
+
+@pytest.mark.parametrize("prefetch", PREFETCHES)
+def test_two_feeds_of_one_generator_lose_no_batch(prefetch: int) -> None:
+    generator = iter(Counted(10))
+    first = values(Feed(generator, jax.device_put, limit=4, prefetch=prefetch))
+    second = values(Feed(generator, jax.device_put, limit=5, prefetch=prefetch))
+    assert first + second == list(range(9))
+
+
+@pytest.mark.parametrize("prefetch", PREFETCHES)
+def test_feed_reads_exactly_as_far_ahead_as_promised(prefetch: int) -> None:
+    data = Counted(50)
+    with Feed(data, jax.device_put, limit=20, prefetch=prefetch) as feed:
+        for taken in range(1, 4):
+            next(feed)
+            assert wait_until(lambda ahead=taken + prefetch: data.pulled == ahead)
+    time.sleep(0.05)
+    assert data.pulled == 3 + prefetch
+
+
+def test_the_copy_overlaps_with_the_step() -> None:
+    def slow_place(batch: Any) -> Any:
+        time.sleep(0.05)
+        return batch
+
+    waits = []
+    with Feed(make_batches(6), slow_place, prefetch=2) as feed:
+        for item in feed:
+            waits.append(item.wait_seconds)
+            time.sleep(0.15)
+    assert sum(waits[1:]) < 0.05, waits
+    with Feed(make_batches(3), slow_place, prefetch=0) as feed:
+        assert all(item.wait_seconds >= 0.05 for item in feed)
+
+
+@pytest.mark.parametrize("prefetch", PREFETCHES)
+def test_an_error_in_the_data_arrives_in_its_place_with_its_traceback(
+    prefetch: int,
+) -> None:
+    def broken_source() -> Iterator[Any]:
+        yield from make_batches(3)
+        raise FileNotFoundError("shard-3 is gone")
+
+    seen = []
+    with Feed(broken_source(), jax.device_put, prefetch=prefetch) as feed:
+        with pytest.raises(FileNotFoundError, match="shard-3 is gone") as caught:
+            seen.extend(item.num_rows for item in feed)
+        assert list(feed) == []
+    assert len(seen) == 0 or seen == [4, 4, 4]
+    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert "broken_source" in frames
+
+
+def test_the_thread_ends_when_the_consumer_raises() -> None:
+    def consume() -> None:
+        with Feed(itertools.cycle(make_batches(2)), jax.device_put) as feed:
+            for _ in feed:
+                raise KeyError("in the consumer")
+
+    with pytest.raises(KeyError, match="in the consumer"):
+        consume()
+    assert not feed_threads()
+
+
+def test_the_thread_ends_when_the_feed_is_collected() -> None:
+    feed = Feed(itertools.cycle(make_batches(2)), jax.device_put)
+    next(feed)
+    assert feed_threads()
+    del feed
+    gc.collect()
+    assert not feed_threads()
+
+
+def test_a_process_exits_although_its_feed_was_never_closed() -> None:
+    script = """
+import itertools
+import jax, numpy as np
+from nnx_parallel.data import Feed
+feed = Feed(itertools.cycle([np.zeros(4)]), jax.device_put)
+next(feed)
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script],
+        cwd=ROOT,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, b""), done.stderr.decode()
+
+
+def test_closing_over_data_that_blocks_warns_instead_of_hanging() -> None:
+    release = threading.Event()
+
+    def blocking() -> Iterator[Any]:
+        yield from make_batches(1)
+        release.wait()
+
+    feed = Feed(blocking(), jax.device_put)
+    next(feed)
+    with pytest.warns(UserWarning, match=re.escape("did not return from `next`")):
+        feed.close()
+    release.set()
+
+
+def test_close_ends_a_long_fast_forward_and_may_be_repeated() -> None:
+    class Endless:
+        def __iter__(self) -> Iterator[Any]:
+            return iter(itertools.cycle(make_batches(2)))
+
+    feed = Feed(Endless(), jax.device_put, skip=10**12)
+    feed.close()
+    feed.close()
+    assert not feed_threads()
+    with pytest.raises(StopIteration):
+        next(feed)
+
+
+def test_taken_batches_are_not_kept_alive() -> None:
+    shape = (7, 11, 13)
+    data = (np.zeros(shape, np.float32) for _ in range(10))
+    gc.collect()
+    with Feed(data, jax.device_put, limit=10, prefetch=2) as feed:
+        for done in range(1, 11):
+            next(feed)
+            ahead = min(2, 10 - done)
+            assert wait_until(
+                lambda ahead=ahead: (
+                    sum(a.shape == shape for a in jax.live_arrays()) == ahead
+                )
+            )
+
+
+@pytest.mark.parametrize("prefetch", PREFETCHES)
+def test_resume_restores_the_position_of_the_batch_not_of_the_thread(
+    prefetch: int,
+) -> None:
+    with Feed(Seeded(), jax.device_put, limit=9, prefetch=prefetch) as feed:
+        items = list(feed)
+    for done in (1, 4, 8):
+        state = json.loads(json.dumps(items[done - 1].state))
+        assert state["count"] == done
+        feed = Feed(Seeded(1), jax.device_put, limit=9 - done, skip=done, state=state)
+        with feed:
+            for item, expected in zip(feed, items[done:], strict=True):
+                np.testing.assert_array_equal(item.batch["x"], expected.batch["x"])
+                assert item.state == expected.state
+
+
+def test_resume_fast_forwards_a_plain_iterable() -> None:
+    feed = Feed(make_batches(9), jax.device_put, limit=3, skip=5)
+    assert values(feed) == [5, 6, 7]
+
+
+def test_resume_of_a_one_shot_iterator_warns_and_skips() -> None:
+    with pytest.warns(UserWarning, match=re.escape("its next 2 batches are skipped")):
+        feed = Feed(iter(make_batches(5)), jax.device_put, limit=2, skip=2)
+    assert values(feed) == [2, 3]
+
+
+def test_a_state_for_data_that_lost_its_position_warns_and_skips() -> None:
+    with pytest.warns(UserWarning, match=re.escape("the data is now a list without")):
+        feed = Feed(make_batches(5), jax.device_put, limit=2, skip=2, state={"n": 2})
+    assert values(feed) == [2, 3]
+
+
+def test_one_shot_is_what_cannot_be_read_twice() -> None:
+    assert is_one_shot(iter([]))
+    assert is_one_shot(itertools.cycle([1]))
+    assert is_one_shot(i for i in range(3))
+    assert not is_one_shot([])
+    assert not is_one_shot(Counted(1))
+    assert not is_one_shot(Seeded())
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_data_that_ends_too_early_says_how_to_repeat(prefetch: int) -> None:
+    feed = Feed(make_batches(5), jax.device_put, limit=6, skip=2, prefetch=prefetch)
+    message = (
+        "Data ended before step 6 of 8: list gave 5 batches here, 2 of them skipped to "
+        "resume. Every step needs a batch. To repeat the data, pass an object whose "
+        "`__iter__` never ends (`while True: yield from ...`), "
+        "`itertools.cycle(batches)`, or a Grain dataset with `.repeat()`."
+    )
+    with feed, pytest.raises(DataExhaustedError, match=re.escape(message)):
+        list(feed)
+
+
+def test_data_that_ends_within_the_skipped_batches_says_so() -> None:
+    feed = Feed(make_batches(2), jax.device_put, limit=6, skip=3)
+    message = "before step 4 of 9: list gave 2 batches here, 2 of them skipped"
+    with feed, pytest.raises(DataExhaustedError, match=re.escape(message)):
+        list(feed)
+
+
+def test_a_used_up_iterator_is_named_as_the_likely_cause() -> None:
+    feed = Feed(iter([]), jax.device_put, limit=1, first_step=10)
+    message = "before step 11 of 11: list_iterator gave 0 batches here, 0 of them"
+    with feed, pytest.raises(DataExhaustedError, match=re.escape(message)) as caught:
+        list(feed)
+    assert "It is an iterator, which may have been read before." in str(caught.value)
+
+
+DATA_ERRORS = {
+    "mapping": ({"x": np.zeros(4)}, "Data is one dict. It must be an iterable of"),
+    "array": (np.zeros((4, 2)), "Data is one ndarray. It must be an iterable of"),
+    "number": (3, "Data of type int cannot be iterated over. It must be an iterable"),
+}
+
+
+@pytest.mark.parametrize("name", DATA_ERRORS)
+def test_what_is_no_iterable_of_batches_is_refused(name: str) -> None:
+    data, message = DATA_ERRORS[name]
+    with pytest.raises(DataError, match=re.escape(message)):
+        Feed(data, jax.device_put)
+
+
+def test_a_negative_prefetch_is_refused() -> None:
+    message = "prefetch=-1. It must be 0 or more."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Feed([], jax.device_put, prefetch=-1)
+
+
+BATCH_ERRORS = {
+    "text": ({"text": np.array(["hello"])}, DataError, "batch['text'] of batch 3 has "
+             "dtype <U5. Leaves must hold booleans or numbers"),
+    "object": ([np.array([None])], DataError, "batch[0] of batch 3 has dtype object"),
+    "date": (np.zeros(2, "M8[s]"), DataError, "batch of batch 3 has dtype datetime64"),
+    "python": ({"x": [1, 2]}, DataError, "batch['x'][0] of batch 3 has type int. "
+               "Leaves must be NumPy or JAX arrays"),
+    "scalar": ({"x": np.float32(1)}, DataError, "batch['x'] of batch 3 has "
+               "type float32. Leaves must be"),
+    "0-d": ({"x": np.array(1.0)}, BatchShapeError, "batch['x'] of batch 3 has no dims"),
+    "empty": ({}, DataError, "Batch 3 of type dict holds no arrays."),
+    "no rows": ({"x": np.zeros((0, 2))}, BatchShapeError, "batch['x'] of batch 3 has "
+                "no rows"),
+    "rows": ({"x": np.zeros((4, 2)), "y": np.zeros(3)}, BatchShapeError, "Arrays of "
+             "batch 3 disagree about the number of rows (batch['x']: 4, "
+             "batch['y']: 3)."),
+    "int64": ({"id": np.array([0, 2**31])}, DataError, "batch['id'] of batch 3 has "
+              "dtype int64 and holds 2147483648. JAX keeps it as int32, from "
+              "-2147483648 to 2147483647, and would wrap it"),
+    "below": ([np.array([-(2**31) - 1])], DataError, "and holds -2147483649."),
+    "uint64": ([np.array([2**32], np.uint64)], DataError, "and holds 4294967296. JAX "
+               "keeps it as uint32, from 0 to 4294967295"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BATCH_ERRORS)
+def test_a_batch_that_jax_would_misread_is_refused(name: str) -> None:
+    batch, kind, message = BATCH_ERRORS[name]
+    with pytest.raises(kind, match=re.escape(message)):
+        check_batch(batch, index=3)
+
+
+def test_a_batch_of_every_usable_kind_passes() -> None:
+    batch = {
+        "int64": np.array([2**31 - 1, -(2**31)] * 2),
+        "uint32": np.full(4, 2**32 - 1, np.uint32),
+        "float64": np.zeros((4, 1)),
+        "bool": (np.ones(4, bool), None),
+        "bfloat16": np.zeros(4, jnp.bfloat16),
+        "complex": np.zeros(4, np.complex64),
+        "jax": jnp.zeros((4, 2)),
+        "keys": jax.random.split(jax.random.key(0), 4),
+    }
+    assert check_batch(batch) == 4
+    feed = Feed([batch, batch], jax.device_put)
+    with feed:
+        placed = [item.batch for item in feed]
+    np.testing.assert_array_equal(placed[1]["int64"], batch["int64"])
+
+
+CHANGES = {
+    "rows": ({"x": np.zeros((3, 2), np.float32)}, "batch['x'] of batch 11 has shape "
+             "(3, 2) and dtype float32, but in the first batch (4, 2) and float32."),
+    "dtype": ({"x": np.zeros((4, 2), int)}, "has shape (4, 2) and dtype int32, but in"),
+    "structure": ({"y": np.zeros((4, 2))}, "Batch 11 holds [\"batch['y']\"] but the "
+                  "first batch held [\"batch['x']\"]."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_batch_unlike_the_first_is_refused(name: str) -> None:
+    other, message = CHANGES[name]
+    data = [*make_batches(1), other]
+    with Feed(data, jax.device_put, first_step=10) as feed:
+        next(feed)
+        with pytest.raises(BatchShapeError, match=re.escape(message)):
+            next(feed)
+    with Feed(data, jax.device_put, uniform=False) as feed:
+        assert [item.num_rows for item in feed] == [4, len(next(iter(other.values())))]
+
+
+def test_float64_and_float32_are_the_same_to_jax() -> None:
+    data = [{"x": np.zeros((4, 2))}, *make_batches(1)]
+    assert values(Feed(data, jax.device_put)) == [0, 0]
+
+
+def test_rows_must_split_over_microbatches_and_axes() -> None:
+    axis_sizes = {"data": 2, "fsdp": 2}
+    check_divisible(32, 4, axis_sizes)
+    check_divisible(5, 1, {})
+    message = (
+        "Batch of 30 rows cannot be split: 4 microbatches * data=2 * fsdp=2 need a "
+        "multiple of 16 rows. Nearest: 16, 32."
+    )
+    with pytest.raises(BatchShapeError, match=re.escape(message)):
+        check_divisible(30, 4, axis_sizes)
+    message = "cannot be split: 1 microbatch * data=8 need a multiple of 8 rows. " \
+        "Nearest: 8."  # fmt: skip
+    with pytest.raises(BatchShapeError, match=re.escape(message)):
+        check_divisible(3, 1, {"data": 8})
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"next_index": 3, "nested": {"list": [1, 2.5, None, True, "text"]}},
+        b"\x00\xff raw",
+        {"bytes": "a dict that looks like an encoded one"},
+        {"dict": {"bytes": b"and one around it"}},
+        {"bytes": {"dict": {}}},
+        {"rng": np.random.default_rng(0).bit_generator.state},
+        {},
+    ],
+)
+def test_states_survive_json(state: Any) -> None:
+    encoded = encode_state(state)
+    assert decode_state(json.loads(json.dumps(encoded))) == state
+
+
+def test_numpy_in_a_state_becomes_python() -> None:
+    state = {"n": np.int64(3), "f": np.float32(0.5), "a": np.arange(2), "t": (1,)}
+    encoded = encode_state(state)
+    assert encoded == {"n": 3, "f": 0.5, "a": [0, 1], "t": [1]}
+    assert type(encoded["n"]) is int
+
+
+@pytest.mark.parametrize("state", [{"x": object()}, {1: 2}, {"x": {1, 2}}])
+def test_a_state_that_json_cannot_hold_is_refused(state: Any) -> None:
+    message = "A position must be made of numbers, strings, bytes, None, lists, and"
+    with pytest.raises(DataError, match=re.escape(message)):
+        encode_state(state)
+
+
+def grain_dataset(kind: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        grain = pytest.importorskip("grain.python", reason="Grain is not installed")
+    source = np.arange(20, dtype=np.int32)
+    if kind == "DataLoader":
+        sampler = grain.IndexSampler(
+            20, shuffle=True, seed=7, shard_options=grain.NoSharding()
+        )
+        operations = [grain.Batch(8)]
+        return grain.DataLoader(
+            data_source=source, sampler=sampler, operations=operations, worker_count=0
+        )
+    dataset = grain.MapDataset.source(source).seed(7).shuffle().repeat().batch(8)
+    return dataset if kind == "MapDataset" else dataset.to_iter_dataset()
+
+
+@pytest.mark.parametrize("kind", ["MapDataset", "IterDataset", "DataLoader"])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_grain_resumes_within_an_epoch(kind: str, prefetch: int) -> None:
+    with Feed(grain_dataset(kind), jax.device_put, limit=11, prefetch=prefetch) as feed:
+        items = list(feed)
+    state = json.loads(json.dumps(items[3].state))  # 32 rows: within the second epoch
+    with Feed(
+        grain_dataset(kind), jax.device_put, limit=7, skip=4, state=state
+    ) as feed:
+        resumed = list(feed)
+    for item, expected in zip(resumed, items[4:], strict=True):
+        np.testing.assert_array_equal(item.batch, expected.batch)
+        assert item.state == expected.state
+    epoch = np.concatenate([np.asarray(item.batch) for item in items])[:20]
+    assert sorted(epoch) == list(range(20))

@@ -1,0 +1,363 @@
+"""Loggers: what stands in the files, on the terminal, and after a crash."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import io
+import json
+import os
+import pty
+import re
+import select
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from nnx_parallel.errors import LogFileError
+from nnx_parallel.loggers import (
+    ConsoleLogger,
+    JSONLinesLogger,
+    LoggerGroup,
+    TensorBoardLogger,
+    WandbLogger,
+)
+
+ROOT = Path(__file__).parents[1]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def steps(path: Path) -> list[int]:
+    return [line["step"] for line in read(path)]
+
+
+def log_steps(path: Path, first_step: int, last_step: int) -> None:
+    logger = JSONLinesLogger(path)
+    logger.start(first_step=first_step, num_steps=10)
+    for step in range(first_step + 1, last_step + 1):
+        logger.log(step, {"loss": 1 / step})
+    logger.finish()
+
+
+def test_each_log_is_a_line_of_json_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "metrics.jsonl"
+    logger = JSONLinesLogger(path)
+    logger.start(first_step=0, num_steps=2)
+    metrics: dict[str, Any] = {"loss": np.float32(0.5), "num_tokens": 7}
+    logger.log(1, metrics)
+    (line,) = read(path)
+    assert line.pop("time") > 1.7e9
+    assert line == {"step": 1, "loss": 0.5, "num_tokens": 7}
+    logger.message("half way")
+    assert read(path)[1]["message"] == "half way"
+    logger.finish()
+    logger.finish()
+
+
+def test_values_that_json_lacks_are_strings(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    logger = JSONLinesLogger(path)
+    logger.start(first_step=0, num_steps=1)
+    values = {"a": float("nan"), "b": float("inf"), "c": -np.float32("inf")}
+    logger.log(1, values)
+    logger.finish()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    line = json.loads(path.read_text(), parse_constant=refuse)
+    assert [line[name] for name in "abc"] == ["NaN", "Infinity", "-Infinity"]
+    np.testing.assert_equal([float(line[name]) for name in "abc"], [*values.values()])
+
+
+def test_resume_cuts_what_the_dead_run_wrote_after_the_checkpoint(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log_steps(path, 0, 7)
+    path.chmod(0o640)
+    log_steps(path, 4, 9)
+    assert steps(path) == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert path.stat().st_mode & 0o777 == 0o640
+    log_steps(path, 9, 10)
+    assert steps(path)[-2:] == [9, 10]
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+def test_resume_drops_a_torn_last_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log_steps(path, 0, 3)
+    with path.open("a") as file:
+        file.write('{"step": 4, "time": 17')
+    log_steps(path, 3, 5)
+    assert steps(path) == [1, 2, 3, 4, 5]
+
+
+def test_a_new_run_keeps_the_file_of_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for last_step in (3, 2, 1):
+        log_steps(path, 0, last_step)
+    assert steps(path) == [1]
+    assert steps(tmp_path / "metrics.1.jsonl") == [1, 2, 3]
+    assert steps(tmp_path / "metrics.2.jsonl") == [1, 2]
+
+
+@pytest.mark.parametrize("line", ["loss,step\n", '{"loss": 1}\n', "[1]\n"])
+def test_a_file_of_another_program_is_left_alone(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "results.csv"
+    path.write_text(line)
+    message = f"Line 1 of '{path}' is {line.encode()!r}. JSONLinesLogger appends only"
+    with pytest.raises(LogFileError, match=re.escape(message)):
+        log_steps(path, 2, 3)
+    assert path.read_text() == line
+
+
+def test_a_logger_that_was_not_started_says_so(tmp_path: Path) -> None:
+    message = "The logger is not open. Call `start` before `log`."
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        JSONLinesLogger(tmp_path / "metrics.jsonl").log(1, {})
+
+
+def test_a_killed_process_leaves_every_logged_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    script = f"""
+import os, signal
+from nnx_parallel.loggers import JSONLinesLogger
+logger = JSONLinesLogger({str(path)!r})
+logger.start(first_step=0, num_steps=100)
+for step in range(1, 31):
+    logger.log(step, {{"loss": 1.0}})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False)
+    assert done.returncode == -9
+    assert steps(path) == list(range(1, 31))
+
+
+def test_a_group_finishes_every_logger_even_if_one_fails(tmp_path: Path) -> None:
+    class Fails(JSONLinesLogger):
+        def finish(self) -> None:
+            super().finish()
+            if self.path.exists():
+                raise OSError("disk full")
+
+    first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+    group = LoggerGroup([Fails(first), JSONLinesLogger(second)])
+    group.start(first_step=0, num_steps=1)
+    group.log(1, {"loss": 1.0})
+    group.message("done")
+    with pytest.raises(OSError, match="disk full"):
+        group.finish()
+    assert steps(first) == steps(second) == [1, 1]
+    with pytest.raises(RuntimeError, match="not open"):
+        group.log(2, {})
+
+
+def test_only_the_first_process_logs(tmp_path: Path) -> None:
+    script = """
+import sys
+import jax
+from nnx_parallel.loggers import JSONLinesLogger, LoggerGroup
+index, port, directory = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+jax.config.update("jax_platforms", "cpu")
+jax.distributed.initialize(f"localhost:{port}", 2, index)
+group = LoggerGroup([JSONLinesLogger(f"{directory}/{index}.jsonl")])
+group.start(first_step=0, num_steps=1)
+group.log(1, {"loss": 1.0})
+group.finish()
+"""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port = str(listener.getsockname()[1])
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(index), port, str(tmp_path)],
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+        )
+        for index in range(2)
+    ]
+    for child in children:
+        _, errors = child.communicate(timeout=120)
+        assert child.returncode == 0, errors.decode()
+    assert os.listdir(tmp_path) == ["0.jsonl"]
+
+
+def plain_lines(every: int, logs: list[tuple[int, Mapping[str, float]]]) -> list[str]:
+    file = io.StringIO()
+    logger = ConsoleLogger(every=every, console=Console(file=file, width=40))
+    logger.start(first_step=logs[0][0] - 1, num_steps=120)
+    for step, metrics in logs:
+        logger.log(step, metrics)
+    logger.message("saved [bold]step[/bold] 7")
+    logger.finish()
+    return file.getvalue().splitlines()
+
+
+def test_plain_lines_come_at_the_first_every_and_the_last_step() -> None:
+    lines = plain_lines(50, [(step, {"loss": 1.0}) for step in range(1, 121)])
+    assert [line.split("·")[0].strip() for line in lines] == [
+        "step   1/120",
+        "step  50/120",
+        "step 100/120",
+        "step 120/120",
+        "saved [bold]step[/bold] 7",
+    ]
+    assert lines[3].endswith("0:00 left")
+
+
+def test_a_plain_line_is_one_line_however_long() -> None:
+    metrics = {
+        "loss": 2.4131,
+        "tokens_per_second": 48_213.0,
+        "step_seconds": 0.3104,
+        "mfu": 0.412,
+        "grad_norm": 1.0,
+    }
+    lines = plain_lines(1, [(7, metrics), (7, {"eval_loss": 12345.0, "eval_f1": 0.5})])
+    assert lines[:2] == [
+        "step   7/120 · loss  2.413 · 48.2k tok/s ·  310 ms/step · 41% MFU",
+        "step   7/120 · eval_loss 1.23e+04 · eval_f1 0.500",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "text"),
+    [
+        ({"loss": float("nan")}, "loss    nan"),
+        ({"loss": 0.00012}, "loss 1.20e-04"),
+        ({"loss": 0.0}, "loss  0.000"),
+        ({"tokens_per_second": 1_254_000.0}, "1.25M tok/s"),
+        ({"tokens_per_second": 999.0}, "  999 tok/s"),
+        ({"examples_per_second": 31.25}, " 31.2 rows/s"),
+        ({"step_seconds": 12.34}, " 12.3 s/step"),
+        ({"step_seconds": 0.0042}, "4.20 ms/step"),
+    ],
+)
+def test_numbers_read_well(metrics: dict[str, float], text: str) -> None:
+    assert plain_lines(1, [(7, metrics)])[0] == f"step   7/120 · {text}"
+
+
+def test_every_must_be_positive() -> None:
+    with pytest.raises(ValueError, match=re.escape("every=0. It must be 1 or more.")):
+        ConsoleLogger(every=0)
+
+
+LIVE_SCRIPT = """
+import time
+from nnx_parallel.loggers import ConsoleLogger
+logger = ConsoleLogger()
+logger.start(first_step=0, num_steps=20)
+for step in range(1, 16):
+    time.sleep(0.03)
+    metrics = {"loss": 3 - step / 10, "tokens_per_second": 48e3, "step_seconds": 0.03}
+    logger.log(step, metrics)
+    if step == 10:
+        logger.log(step, {"eval_loss": 2.5})
+        print("from the user")
+logger.message("the end")
+logger.finish()
+"""
+
+
+def run_in_terminal(script: str, columns: int) -> str:
+    """Return everything that a script writes to a terminal of some width."""
+    leader, follower = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns)}
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        env=environment,
+    ) as child:
+        os.close(follower)
+        output = b"".join(read_terminal(leader))
+        assert child.wait(timeout=60) == 0, output.decode()
+    os.close(leader)
+    return output.decode()
+
+
+def read_terminal(leader: int) -> Iterator[bytes]:
+    while select.select([leader], [], [], 60)[0]:
+        try:
+            data = os.read(leader, 65536)
+        except OSError:  # Linux says so when the last writer has closed
+            return
+        if not data:
+            return
+        yield data
+
+
+@pytest.mark.parametrize("columns", [120, 70, 30])
+def test_a_terminal_shows_one_line_that_is_redrawn(columns: int) -> None:
+    output = run_in_terminal(LIVE_SCRIPT, columns)
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output)
+    rows = [row.split("\r")[-1] for row in text.replace("\r\n", "\n").split("\n")]
+    *_, evaluation, user, message, last, rest = rows
+    assert evaluation.startswith("step 10/20 · eval_loss 2.500")
+    assert user == "from the user"
+    assert message == "the end"
+    assert last.startswith("step 15/20")
+    assert re.search(r" 75% loss  1\.500", last)
+    assert rest == ""
+    assert all(len(frame) <= columns for frame in re.split(r"[\r\n]", text))
+    assert len(rows) == 5, "each frame but the last replaces the one before"
+    assert (" · took 0:0" in last) == (columns > 30)
+    assert "━" in output or columns == 30
+    assert "\x1b[?25l" in output
+    assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l"), "cursor is back"
+
+
+def tensorboard_scalars(directory: Path) -> list[tuple[str, int, float]]:
+    """Read the records of event files: length, checksum, event, checksum."""
+    event_type = importlib.import_module("tensorboardX.proto.event_pb2").Event
+    found = []
+    for file in sorted(directory.iterdir()):
+        data, offset = file.read_bytes(), 0
+        while offset < len(data):
+            (length,) = struct.unpack_from("<Q", data, offset)
+            event = event_type.FromString(data[offset + 12 : offset + 12 + length])
+            offset += length + 16
+            found += [(v.tag, event.step, v.simple_value) for v in event.summary.value]
+    return found
+
+
+def test_tensorboard_files_hold_the_scalars(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
+    logger = TensorBoardLogger(tmp_path)
+    logger.start(first_step=4, num_steps=10)
+    logger.log(5, {"loss": 0.5, "mfu": 0.25})
+    logger.log(6, {"loss": float("inf")})
+    logger.message("hello")
+    logger.finish()
+    logger.finish()
+    scalars = tensorboard_scalars(tmp_path)
+    assert scalars[:3] == [
+        ("loss", 5, 0.5),
+        ("mfu", 5, 0.25),
+        ("loss", 6, float("inf")),
+    ]
+    assert scalars[3][:2] == ("message/text_summary", 6)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="has wandb")
+def test_a_missing_extra_is_named() -> None:
+    message = (
+        "WandbLogger needs wandb, which cannot be imported (No module named 'wandb'). "
+        'Install it with `pip install "nnx-parallel[wandb]"`.'
+    )
+    with pytest.raises(ImportError, match=re.escape(message)):
+        WandbLogger(project="test")

@@ -1,0 +1,573 @@
+"""The models do what their papers say, on one device and on a mesh."""
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+
+from models import (
+    GPT,
+    GPTConfig,
+    MLPClassifier,
+    MLPClassifierConfig,
+    classification_loss,
+    generate,
+    next_token_loss,
+)
+from models.gpt import Attention
+from nnx_parallel.audit import audit
+from nnx_parallel.metrics import Mean
+from nnx_parallel.sharding import FSDPRules, Layout, ZeroAxis, using
+from nnx_parallel.sharding.arrays import array_info, variables_of
+
+SMALL = {"vocab_size": 64, "seq_len": 16, "num_layers": 2, "embed_dim": 32}
+GPT2 = GPTConfig.tiny(**SMALL)
+LLAMA = GPTConfig.tiny_llama(**SMALL, mlp_dim=48)
+CLASSIFIER = MLPClassifierConfig(num_features=6, num_classes=3, embed_dim=8, mlp_dim=16)
+both_shapes = pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+
+
+def build(config: GPTConfig) -> GPT:
+    return GPT(config, rngs=nnx.Rngs(0))
+
+
+def random_tokens(*shape: int, seed: int = 0) -> jax.Array:
+    return jax.random.randint(jax.random.key(seed), shape, 0, SMALL["vocab_size"])
+
+
+def change_params(model: GPT, change: Callable[[jax.Array], jax.Array]) -> GPT:
+    """The model with floating-point arrays changed, and keys as they are."""
+    return jax.tree.map(
+        lambda x: change(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, model
+    )
+
+
+apply = jax.jit(lambda model, inputs: model(inputs))
+apply_and_keep = jax.jit(lambda model, inputs: (model(inputs), model))
+token_loss = jax.jit(next_token_loss)
+greedily = jax.jit(
+    functools.partial(generate, temperature=0), static_argnames="max_new_tokens"
+)
+
+
+# Shapes, names and sizes
+
+
+@both_shapes
+def test_logits_have_a_row_of_the_vocabulary_for_each_token(config: GPTConfig) -> None:
+    logits = apply(build(config), random_tokens(3, 7))
+    assert logits.shape == (3, 7, 64)
+    assert logits.dtype == jnp.float32
+
+
+@both_shapes
+def test_activations_follow_parameters_cast_to_bfloat16(config: GPTConfig) -> None:
+    config = replace(config, dropout=0.1)
+    tokens = random_tokens(2, 9)
+    cast = change_params(build(config), lambda x: x.astype(jnp.bfloat16))
+    assert apply(cast, tokens).dtype == jnp.bfloat16
+    loss = token_loss(cast, tokens)
+    assert loss.total.dtype == jnp.float32
+    np.testing.assert_allclose(loss.value, jnp.log(64.0), rtol=0.02)
+    made = greedily(cast, tokens, max_new_tokens=2)
+    assert made.shape == (2, 11)
+
+
+@both_shapes
+def test_a_later_token_does_not_change_earlier_logits(config: GPTConfig) -> None:
+    model, tokens = build(config), random_tokens(2, 10)
+    changed = tokens.at[:, 6].set((tokens[:, 6] + 1) % 64)
+    before, after = apply(model, tokens), apply(model, changed)
+    np.testing.assert_array_equal(before[:, :6], after[:, :6])
+    assert jnp.abs(before[:, 6:] - after[:, 6:]).max(axis=(0, 2)).min() > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("config", "num_params"),
+    [
+        (GPTConfig.gpt2_124m(), 124_439_808),
+        (GPTConfig.gpt_1_3b(), 1_315_819_520),
+        (GPTConfig.llama3_8b(), 8_030_261_248),
+        (GPTConfig.llama3_70b(), 70_553_706_496),
+        (GPTConfig.tiny(), None),
+        (GPTConfig.tiny_llama(), None),
+        (GPTConfig.tiny(use_bias=False, head_dim=24, tied=False), None),
+        (GPTConfig.tiny_llama(use_bias=True, norm="layer"), None),
+    ],
+)
+def test_num_params_is_the_published_number_and_the_models_own(
+    config: GPTConfig, num_params: int | None
+) -> None:
+    model = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
+    own = sum(v.get_value().size for _, v in variables_of(model))
+    assert config.num_params == own
+    assert num_params in (None, own)
+
+
+@both_shapes
+def test_flops_per_token_are_those_of_the_compiled_gradient(config: GPTConfig) -> None:
+    def loss(model: GPT, tokens: jax.Array) -> jax.Array:
+        return next_token_loss(model, tokens).value
+
+    step = jax.jit(jax.grad(loss)).lower(build(config), random_tokens(4, 17))
+    assert audit(step.compile()).flops == 4 * 16 * config.flops_per_token(16)
+
+
+@both_shapes
+def test_every_dim_of_a_gpt_parameter_has_a_name(config: GPTConfig) -> None:
+    for path, variable in variables_of(build(config)):
+        info = array_info(path, variable)
+        assert info.names is not None, info.path
+        assert None not in info.names, info.path
+        sizes = config.sizes | {"layers": config.num_layers, "seq": config.seq_len}
+        assert info.shape == tuple(sizes[str(name)] for name in info.names)
+
+
+def test_only_features_and_classes_have_no_name_in_the_classifier() -> None:
+    model = MLPClassifier(CLASSIFIER, rngs=nnx.Rngs(0))
+    infos = [array_info(path, variable) for path, variable in variables_of(model)]
+    unnamed = {
+        info.path: info.shape[dim]
+        for info in infos
+        for dim, name in enumerate(info.names or (None,))
+        if name is None
+    }
+    assert unnamed == {"inputs.kernel": 6, "head.kernel": 3, "head.bias": 3}
+
+
+def test_residual_outputs_start_smaller_with_depth() -> None:
+    layer: Any = build(replace(GPT2, num_layers=8)).blocks.layer
+    for name, kernel, std in (
+        ("out", layer.attention.out.kernel, 0.005),
+        ("down", layer.mlp.down.kernel, 0.005),
+        ("up", layer.mlp.up.kernel, 0.02),
+        ("query", layer.attention.query.kernel, 0.02),
+    ):
+        np.testing.assert_allclose(kernel[...].std(), std, rtol=0.05, err_msg=name)
+
+
+# Attention
+
+
+def reference_attention(layer: Attention, x: np.ndarray, theta: float) -> np.ndarray:
+    """RoPE by complex numbers and one head at a time, in float64 [batch of 1]."""
+    query, key, value, out = (
+        np.asarray(dense.kernel[...], np.float64)
+        for dense in (layer.query, layer.key, layer.value, layer.out)
+    )
+    seq_len, num_heads, half = x.shape[0], query.shape[1], query.shape[2] // 2
+    turn = np.exp(1j * np.outer(np.arange(seq_len), theta ** -(np.arange(half) / half)))
+    result = np.zeros_like(x)
+    for head in range(num_heads):
+        kv_head = head * key.shape[1] // num_heads
+        q, k = x @ query[:, head], x @ key[:, kv_head]
+        q = (q[:, :half] + 1j * q[:, half:]) * turn
+        k = (k[:, :half] + 1j * k[:, half:]) * turn
+        scores = (q @ k.conj().T).real / np.sqrt(2 * half)
+        scores[np.triu_indices(seq_len, 1)] = -np.inf
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        weights /= weights.sum(axis=1, keepdims=True)
+        result += weights @ (x @ value[:, kv_head]) @ out[head]
+    return result
+
+
+def with_large_kernels(layer: Attention) -> Attention:
+    """Scores of order 1, so that the softmax is far from uniform."""
+    return jax.tree.map(lambda x: 30 * x, layer)
+
+
+def test_rope_attention_equals_a_reference_written_by_hand() -> None:
+    config = replace(LLAMA, rope_theta=100.0)
+    layer = with_large_kernels(Attention(config, rngs=nnx.Rngs(1)))
+    x = jax.random.normal(jax.random.key(2), (1, 12, 32))
+    out, _ = layer(x, 0, None)
+    expected = reference_attention(layer, np.asarray(x[0], np.float64), 100.0)
+    np.testing.assert_allclose(out[0], expected, atol=1e-5 * np.abs(expected).max())
+
+
+def test_rope_depends_on_distances_only() -> None:
+    layer = with_large_kernels(Attention(LLAMA, rngs=nnx.Rngs(1)))
+    x = jax.random.normal(jax.random.key(2), (1, 12, 32))
+    here, _ = layer(x, 0, None)
+    there, _ = layer(x, 5, None)
+    np.testing.assert_allclose(there, here, atol=1e-5 * float(jnp.abs(here).max()))
+
+
+def test_grouped_heads_equal_repeated_ones() -> None:
+    grouped = with_large_kernels(Attention(LLAMA, rngs=nnx.Rngs(1)))
+    full = Attention(replace(LLAMA, num_kv_heads=4), rngs=nnx.Rngs(3))
+    full.query, full.out = grouped.query, grouped.out
+    full.key.kernel[...] = jnp.repeat(grouped.key.kernel[...], 2, axis=1)
+    full.value.kernel[...] = jnp.repeat(grouped.value.kernel[...], 2, axis=1)
+    x = jax.random.normal(jax.random.key(2), (2, 9, 32))
+    out, _ = grouped(x, 0, None)
+    expected, _ = full(x, 0, None)
+    np.testing.assert_allclose(out, expected, atol=1e-5 * float(jnp.abs(out).max()))
+
+
+# Loss
+
+
+@both_shapes
+def test_loss_is_optax_cross_entropy_of_the_next_token(config: GPTConfig) -> None:
+    model, tokens = build(config), random_tokens(3, 9)
+    expected = optax.softmax_cross_entropy_with_integer_labels(
+        apply(model, tokens[:, :-1]), tokens[:, 1:]
+    )
+    for batch in (tokens, {"tokens": tokens}):
+        loss = token_loss(model, batch)
+        np.testing.assert_allclose(loss.value, expected.mean(), rtol=1e-6)
+        assert loss.weight == 24
+
+
+def test_tokens_of_weight_0_do_not_count() -> None:
+    model, tokens = build(GPT2), random_tokens(2, 9)
+    weights = jnp.ones((2, 9)).at[0, 5:].set(0)
+    masked = token_loss(model, {"tokens": tokens, "weights": weights})
+    parts = token_loss(model, tokens[:1, :5]), token_loss(model, tokens[1:])
+    expected = parts[0].merge(parts[1])
+    assert masked.weight == expected.weight == 4 + 8
+    np.testing.assert_allclose(masked.value, expected.value, rtol=1e-6)
+
+
+def test_z_loss_adds_the_squared_normaliser() -> None:
+    model, tokens = build(GPT2), random_tokens(2, 9)
+    normaliser = jax.nn.logsumexp(apply(model, tokens[:, :-1]), axis=-1)
+    expected = token_loss(model, tokens).value + 0.1 * (normaliser**2).mean()
+    with_z_loss = token_loss(build(replace(GPT2, z_loss=0.1)), tokens)
+    np.testing.assert_allclose(with_z_loss.value, expected, rtol=1e-6)
+
+
+def test_a_token_outside_the_vocabulary_gives_a_loss_that_is_not_finite() -> None:
+    tokens = random_tokens(2, 9).at[1, 3].set(64)
+    assert not jnp.isfinite(token_loss(build(GPT2), tokens).value)
+
+
+def test_classification_loss_is_optax_cross_entropy_with_accuracy() -> None:
+    model = MLPClassifier(CLASSIFIER, rngs=nnx.Rngs(0))
+    inputs = jax.random.normal(jax.random.key(0), (12, 6))
+    labels = jnp.arange(12) % 3
+    loss, metrics = classification_loss(model, {"inputs": inputs, "labels": labels})
+    logits = model(inputs)
+    assert logits.shape == (12, 3)
+    expected = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    np.testing.assert_allclose(loss.value, expected, rtol=1e-6)
+    accuracy = (logits.argmax(axis=1) == labels).mean()
+    assert metrics["accuracy"].value == pytest.approx(float(accuracy))
+
+
+# Training, without the framework
+
+
+def train(
+    model: nnx.Module, loss: Callable[..., Mean], *, num_steps: int
+) -> tuple[nnx.Module, list[float]]:
+    graphdef, params = nnx.split(model)
+    tx = optax.adamw(1e-2)
+
+    @jax.jit
+    def step(params: nnx.State, opt_state: optax.OptState) -> tuple:
+        value, grads = jax.value_and_grad(
+            lambda params: loss(nnx.merge(graphdef, params)).value
+        )(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    opt_state, losses = tx.init(params), []
+    for _ in range(num_steps):
+        params, opt_state, value = step(params, opt_state)
+        losses.append(float(value))
+    return nnx.merge(graphdef, params), losses
+
+
+@both_shapes
+def test_gpt_learns_four_sequences_by_heart(config: GPTConfig) -> None:
+    tokens = random_tokens(4, 17)
+    model, losses = train(
+        build(config), lambda model: next_token_loss(model, tokens), num_steps=50
+    )
+    assert losses[0] == pytest.approx(np.log(64), rel=0.02)
+    assert losses[-1] < 0.05
+    made = greedily(model, tokens[:, :4], max_new_tokens=12)
+    np.testing.assert_array_equal(made, tokens[:, :16])
+
+
+def test_classifier_learns_random_labels_by_heart() -> None:
+    batch = {
+        "inputs": jax.random.normal(jax.random.key(0), (12, 6)),
+        "labels": jnp.arange(12) % 3,
+    }
+    model, losses = train(
+        MLPClassifier(CLASSIFIER, rngs=nnx.Rngs(0)),
+        lambda model: classification_loss(model, batch)[0],
+        num_steps=60,
+    )
+    assert losses[-1] < 0.05
+    _, metrics = classification_loss(model, batch)  # pyright: ignore[reportArgumentType]
+    assert metrics["accuracy"].value == 1
+
+
+# Dropout
+
+
+@both_shapes
+def test_dropout_differs_by_step_in_training_and_is_off_in_evaluation(
+    config: GPTConfig,
+) -> None:
+    model, tokens = build(replace(config, dropout=0.2)), random_tokens(2, 9)
+    first, later = apply_and_keep(model, tokens)
+    second, _ = apply_and_keep(later, tokens)
+    assert jnp.abs(first - second).max() > 1e-3
+    model.eval()
+    evaluated, later = apply_and_keep(model, tokens)
+    np.testing.assert_array_equal(apply(later, tokens), evaluated)
+    np.testing.assert_allclose(evaluated, apply(build(config), tokens), atol=1e-6)
+
+
+def test_dropout_masks_differ_by_layer_and_by_branch() -> None:
+    _, model = apply_and_keep(build(replace(GPT2, dropout=0.2)), random_tokens(2, 9))
+    layer: Any = model.blocks.layer
+    keys = jax.random.key_data(layer.dropout.rngs.key[...])
+    assert (keys[0] != keys[1]).any()
+    np.testing.assert_array_equal(layer.dropout.rngs.count[...], [2, 2])
+
+
+def test_dropout_of_the_classifier_is_off_in_evaluation() -> None:
+    model = MLPClassifier(replace(CLASSIFIER, dropout=0.5), rngs=nnx.Rngs(0))
+    inputs = jax.random.normal(jax.random.key(0), (12, 6))
+    first, later = apply_and_keep(model, inputs)
+    assert jnp.abs(first - apply(later, inputs)).max() > 1e-3
+    model.eval()
+    later.eval()
+    np.testing.assert_array_equal(apply(model, inputs), apply(later, inputs))
+
+
+def test_without_dropout_a_model_holds_parameters_only() -> None:
+    assert all(isinstance(v, nnx.Param) for _, v in variables_of(build(GPT2)))
+
+
+# Generation
+
+
+def generate_without_cache(model: GPT, prompt: jax.Array, num_new: int) -> jax.Array:
+    """A pass over all tokens for each new one; those still to come are 0."""
+    tokens = jnp.pad(prompt, ((0, 0), (0, num_new)))
+    for position in range(prompt.shape[1], tokens.shape[1]):
+        following = apply(model, tokens)[:, position - 1].argmax(axis=-1)
+        tokens = tokens.at[:, position].set(following)
+    return tokens
+
+
+def with_decided_logits(config: GPTConfig) -> GPT:
+    """Larger parameters, so that greedy choices are no near ties."""
+    return change_params(build(config), lambda x: 4 * x)
+
+
+@both_shapes
+def test_greedy_generation_equals_full_forward_passes(config: GPTConfig) -> None:
+    model, prompt = with_decided_logits(config), random_tokens(3, 5)
+    expected = generate_without_cache(model, prompt, 6)
+    assert len(np.unique(expected[:, 5:])) > 3
+    np.testing.assert_array_equal(greedily(model, prompt, max_new_tokens=6), expected)
+
+
+def test_eager_generation_uses_no_dropout_and_leaves_the_model_alone() -> None:
+    model = with_decided_logits(replace(GPT2, dropout=0.5))
+    before = nnx.state(model)
+    prompt = random_tokens(2, 5)
+    made = generate(model, prompt, max_new_tokens=4, temperature=0)
+    expected = greedily(with_decided_logits(GPT2), prompt, max_new_tokens=4)
+    np.testing.assert_array_equal(made, expected)
+    assert made.dtype == prompt.dtype
+    assert not model.dropout.deterministic
+    for old, new in zip(
+        jax.tree.leaves(before), jax.tree.leaves(nnx.state(model)), strict=True
+    ):
+        assert old is new
+
+
+def test_sampling_follows_its_key_and_the_models_probabilities() -> None:
+    model = with_decided_logits(GPT2)
+    prompt = jnp.broadcast_to(random_tokens(1, 3), (4000, 3))
+    sample = jax.jit(
+        functools.partial(generate, max_new_tokens=1), static_argnames="top_k"
+    )
+    tokens = sample(model, prompt, key=jax.random.key(0))[:, -1]
+    expected = jax.nn.softmax(apply(model, prompt[:1])[0, -1])
+    found = jnp.bincount(tokens, length=64) / 4000
+    np.testing.assert_allclose(found, expected, atol=0.03)
+    again = sample(model, prompt, key=jax.random.key(0))[:, -1]
+    np.testing.assert_array_equal(again, tokens)
+    assert (sample(model, prompt, key=jax.random.key(1))[:, -1] != tokens).any()
+    top = sample(model, prompt, key=jax.random.key(0), top_k=3)[:, -1]
+    assert set(np.unique(top)) == set(np.argsort(expected)[-3:].tolist())
+
+
+def test_rope_generates_beyond_seq_len() -> None:
+    made = greedily(build(LLAMA), random_tokens(1, 10), max_new_tokens=10)
+    assert made.shape == (1, 20)
+
+
+def place(model: GPT, layout: Layout) -> GPT:
+    for path, variable in variables_of(model):
+        placement = layout.place(array_info(path, variable))
+        sharding = layout.sharding(placement.stored)
+        variable.set_value(jax.device_put(variable.get_value(), sharding))
+        variable.set_metadata(placement=placement)
+    return model
+
+
+@both_shapes
+@pytest.mark.parametrize("shards_params", [False, True], ids=["tensor", "fsdp-tensor"])
+def test_generation_on_a_mesh_equals_one_device(
+    config: GPTConfig, shards_params: bool
+) -> None:
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    layout = Layout(
+        mesh=mesh,
+        batch_axes=("fsdp",),
+        logical_axes=dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), ("tensor",)),
+        zero_axes=(ZeroAxis(rules=FSDPRules(min_size=0)),) if shards_params else (),
+    )
+    prompt = random_tokens(4, 5)
+    expected = greedily(with_decided_logits(config), prompt, max_new_tokens=6)
+    with using(layout):
+        model = place(with_decided_logits(config), layout)
+        made = jax.jit(functools.partial(generate, max_new_tokens=6, temperature=0))(
+            model, jax.device_put(prompt, layout.sharding(layout.batch_spec(4)))
+        )
+    np.testing.assert_array_equal(made, expected)
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"vocab_size": 0}, "GPTConfig.vocab_size is 0; it must be at least 1."),
+        ({"num_kv_heads": 0}, "GPTConfig.num_kv_heads is 0; it must be at least 1."),
+        ({"mlp_dim": -4}, "GPTConfig.mlp_dim is -4; it must be at least 1."),
+        (
+            {"norm": "batch"},
+            "GPTConfig.norm is 'batch'; it must be one of ('layer', 'rms').",
+        ),
+        (
+            {"positions": "alibi"},
+            "GPTConfig.positions is 'alibi'; it must be one of ('learned', 'rope').",
+        ),
+        (
+            {"activation": "relu"},
+            "GPTConfig.activation is 'relu'; it must be one of ('gelu', 'swiglu').",
+        ),
+        ({"rope_theta": 0.0}, "GPTConfig.rope_theta is 0.0; it must be above 0."),
+        (
+            {"dropout": 1.0},
+            "GPTConfig.dropout is 1.0; it must be a probability in [0, 1).",
+        ),
+        ({"z_loss": -1.0}, "GPTConfig.z_loss is -1.0; it must be at least 0."),
+        ({"remat": "all"}, "Unknown remat policy 'all'."),
+        (
+            {"num_heads": 5},
+            "GPTConfig.embed_dim is 64 and num_heads 5, which does not divide it. Give "
+            "embed_dim a multiple of 5, or say head_dim.",
+        ),
+        (
+            {"num_kv_heads": 3},
+            "GPTConfig.num_kv_heads is 3 and num_heads 4: each key head serves the "
+            "same number of query heads. num_kv_heads must divide num_heads: one of "
+            "[1, 2, 4].",
+        ),
+        (
+            {"positions": "rope", "head_dim": 7},
+            "GPTConfig.head_dim is 7, but positions='rope' rotates features in pairs: "
+            "head_dim must be even.",
+        ),
+    ],
+)
+def test_gpt_config_errors(overrides: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        GPTConfig.tiny(**overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"mlp_dim": 0}, "MLPClassifierConfig.mlp_dim is 0; it must be at least 1."),
+        (
+            {"dropout": -0.5},
+            "MLPClassifierConfig.dropout is -0.5; it must be a probability in [0, 1).",
+        ),
+    ],
+)
+def test_classifier_config_errors(overrides: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        replace(CLASSIFIER, **overrides)
+
+
+def test_a_sequence_beyond_learned_positions_is_an_error() -> None:
+    message = (
+        "A sequence of 17 tokens, but learned positions end at GPTConfig.seq_len=16. "
+        "Shorten it, raise seq_len, or use positions='rope'."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build(GPT2)(random_tokens(1, 17))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        greedily(build(GPT2), random_tokens(1, 7), max_new_tokens=10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"max_new_tokens": 0, "temperature": 0},
+            "max_new_tokens is 0; it must be at least 1.",
+        ),
+        (
+            {"max_new_tokens": 1, "temperature": -1.0},
+            "temperature is -1.0; it must be at least 0 (greedy).",
+        ),
+        (
+            {"max_new_tokens": 1},
+            "Sampling at temperature 1.0 without a key. Pass key=jax.random.key(0), or "
+            "temperature=0 for the likeliest token.",
+        ),
+        (
+            {"max_new_tokens": 1, "temperature": 0, "top_k": 65},
+            "top_k is 65; it must be from 1 to the 64 tokens of the vocabulary, or "
+            "None for all.",
+        ),
+    ],
+)
+def test_generation_errors(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        generate(build(GPT2), random_tokens(1, 3), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (
+            jnp.zeros((4,), jnp.int32),
+            "Tokens of shape (4,); they must be (batch, seq + 1), the input and the "
+            "last label, with seq at least 1.",
+        ),
+        (
+            {"tokens": jnp.zeros((2, 5), jnp.int32), "weights": jnp.ones((2, 4))},
+            "Weights of shape (2, 4) for tokens of shape (2, 5); each token has its "
+            "weight, the first one too.",
+        ),
+    ],
+)
+def test_loss_errors(batch: object, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        next_token_loss(build(GPT2), batch)  # pyright: ignore[reportArgumentType]

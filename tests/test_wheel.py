@@ -1,0 +1,91 @@
+"""What `pip install` gives: the library alone, whole, and quick to import."""
+
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAX_IMPORT_SECONDS = 0.3
+
+
+def run_python(
+    *args: str | Path, cwd: Path, python: str | Path = sys.executable
+) -> str:
+    command = [python, *args]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("dist")
+    run_python("-m", "hatchling", "build", "-t", "wheel", "-d", directory, cwd=ROOT)
+    (wheel,) = directory.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def clean_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment that holds the wheel and its dependencies.
+
+    The dependencies are those of the running environment, added to the path as plain
+    directories: `.pth` files in them, an editable install's among them, do nothing.
+    """
+    directory = tmp_path_factory.mktemp("venv")
+    venv.create(directory)
+    python = directory / "bin" / "python"
+    pip = ("-m", "pip", "--disable-pip-version-check", "--python", python)
+    install = ("install", "--quiet", "--no-index", "--no-deps", wheel)
+    run_python(*pip, *install, cwd=directory)
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = Path(run_python("-c", code, python=python, cwd=directory).strip())
+    outer = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    (site / "dependencies.pth").write_text("\n".join(sorted(outer)))
+    return python
+
+
+def test_wheel_holds_the_library_and_nothing_else(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.partition("/")[0] for name in names}
+    (dist_info,) = tops - {"nnx_parallel"}
+    assert dist_info.endswith(".dist-info")
+    assert f"{dist_info}/licenses/LICENSE" in names
+    modules = (ROOT / "nnx_parallel").rglob("*.py")
+    assert {str(file.relative_to(ROOT)) for file in modules} <= set(names)
+    assert "nnx_parallel/py.typed" in names
+
+
+def test_wheel_imports_from_an_empty_directory(
+    clean_python: Path, tmp_path: Path
+) -> None:
+    code = """
+import importlib.util, nnx_parallel
+for name in nnx_parallel.__all__:
+    getattr(nnx_parallel, name)
+assert importlib.util.find_spec("models") is None
+print(nnx_parallel.__file__)
+"""
+    file = run_python("-c", code, python=clean_python, cwd=tmp_path)
+    assert clean_python.parents[1] in Path(file.strip()).parents
+
+
+def test_import_is_quick(clean_python: Path, tmp_path: Path) -> None:
+    """Beyond its dependencies, and in CPU seconds: a busy machine does not matter."""
+    code = """
+import time
+import flax.nnx, optax, orbax.checkpoint
+start = time.process_time()
+import nnx_parallel
+print(time.process_time() - start)
+"""
+    seconds = min(
+        float(run_python("-c", code, python=clean_python, cwd=tmp_path))
+        for _ in range(3)
+    )
+    assert seconds <= MAX_IMPORT_SECONDS
