@@ -12,11 +12,13 @@ References:
     [3] Su et al., "RoFormer", 2021, section 3.2, https://arxiv.org/abs/2104.09864
     [4] Shazeer, "GLU Variants Improve Transformer", 2020,
     https://arxiv.org/abs/2002.05202
+    [5] Chowdhery et al., "PaLM", 2022, section 5 and appendix B,
+    https://arxiv.org/abs/2204.02311
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, get_args
@@ -67,7 +69,7 @@ class GPTConfig:
         tied: Whether the embedding is also the head.
         dropout: Probability of dropping an output of embedding, attention and MLP.
         remat: What a block keeps for the backward pass; ``None`` follows the Trainer.
-        z_loss: Weight of the squared log-normaliser in the loss.
+        z_loss: Weight of the squared log-normaliser in the loss [5].
 
     Raises:
         ValueError: If a value is out of range, or sizes do not divide.
@@ -179,16 +181,12 @@ class GPTConfig:
         return sizes["embed"] * (self.num_layers * (attention + mlp) + sizes["vocab"])
 
     def flops_per_token(self, seq_len: int) -> int:
-        """FLOPs of a training step per token, forward and backward, for MFU [1].
+        """FLOPs of a training step per token, forward and backward, for MFU [5].
 
         ``6 N`` for N `num_product_params`, and ``12 L E T`` for the products of queries
         with keys and of scores with values, E being all heads together. A causal mask
         halves the work that a good kernel does, but not this number; recomputation does
         not raise it.
-
-        References:
-            [1] Chowdhery et al., "PaLM", 2022, appendix B,
-            https://arxiv.org/abs/2204.02311
         """
         attended = self.sizes["heads"] * self.sizes["head_dim"] * seq_len
         return 6 * self.num_product_params + 12 * self.num_layers * attended
@@ -561,11 +559,17 @@ def generate(
         >>> generate(model, prompt, max_new_tokens=5, temperature=0).shape
         (1, 8)
     """
-    batch_size, prompt_len = prompt.shape
-    config = model.config
-    top = config.vocab_size if top_k is None else top_k
-    _check_sampling(config, max_new_tokens, key is not None, temperature, top)
-    _check_length(config, prompt_len + max_new_tokens)
+    top = model.config.vocab_size if top_k is None else top_k
+    _check_sampling(model.config, max_new_tokens, key is not None, temperature, top)
+    _check_length(model.config, prompt.shape[1] + max_new_tokens)
+    keys = jax.random.split(jax.random.key(0) if key is None else key, max_new_tokens)
+    sample = partial(_sample, temperature=temperature, top_k=top)
+    return _continue(model, prompt, keys, sample)
+
+
+def _continue(
+    model: GPT, prompt: jax.Array, keys: jax.Array, sample: Callable[..., jax.Array]
+) -> jax.Array:
     graphdef, state = nnx.split(model)
 
     def next_token(
@@ -575,7 +579,7 @@ def generate(
         copy = nnx.merge(graphdef, state, copy=True)
         copy.eval()
         logits, cache = copy.decode(tokens, start, cache)
-        return _sample(logits, key, temperature, top).astype(prompt.dtype), cache
+        return sample(logits, key).astype(prompt.dtype), cache
 
     def step(carry: tuple, slices: tuple) -> tuple:
         token, cache = carry
@@ -583,12 +587,12 @@ def generate(
         token, cache = next_token(token[:, None], start, cache, key)
         return (token, cache), token
 
-    keys = jax.random.split(jax.random.key(0) if key is None else key, max_new_tokens)
-    cache = model.make_cache(batch_size, prompt_len + max_new_tokens)
+    (batch_size, prompt_len), num_new = prompt.shape, len(keys)
+    cache = model.make_cache(batch_size, prompt_len + num_new)
     first, cache = next_token(prompt, 0, cache, keys[0])
-    starts = prompt_len + jnp.arange(max_new_tokens - 1)
+    starts = prompt_len + jnp.arange(num_new - 1)
     _, rest = jax.lax.scan(step, (first, cache), (starts, keys[1:]))
-    # (batch, prompt_len), (batch, 1), (batch, max_new_tokens - 1)
+    # (batch, prompt_len), (batch, 1), (batch, num_new - 1)
     return jnp.concatenate([prompt, first[:, None], rest.T], axis=1)
 
 

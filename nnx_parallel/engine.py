@@ -53,12 +53,13 @@ class Engine:
         self._loss = loss
         self._seed = seed
         self._state: TrainState | None = None
+        self._is_fresh = True
         self._functions: dict[Callable, Callable] = {}
 
     @property
-    def has_state(self) -> bool:
-        """Whether the state has been built or set."""
-        return self._state is not None
+    def is_fresh(self) -> bool:
+        """Whether the state is the first one: neither trained nor restored."""
+        return self._is_fresh
 
     @property
     def state(self) -> TrainState:
@@ -71,6 +72,7 @@ class Engine:
     @state.setter
     def state(self, state: TrainState) -> None:
         self._state = state
+        self._is_fresh = False
 
     @cached_property
     def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:

@@ -246,7 +246,7 @@ def _update(
 ) -> tuple[TrainState, Metrics]:
     with jax.named_scope("optimizer"):
         metrics = {name: mean.value for name, mean in means.items()}
-        metrics["grad_norm"] = optax.global_norm(grads)
+        metrics["grad_norm"] = optax.tree.norm(grads)
         if (rate := learning_rate(state.opt_state)) is not None:
             metrics["learning_rate"] = rate
         update = optax.with_extra_args_support(plan.tx).update

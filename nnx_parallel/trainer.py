@@ -345,7 +345,7 @@ class Trainer:
             storage.close()
 
     def _resume(self) -> str | None:
-        if self._engine.has_state or not self._storage.resumes():
+        if not self._engine.is_fresh or not self._storage.resumes():
             return None
         self._take(self._storage, None)
         return f"Resumed from step {self.step} in '{self._storage.directory}'."

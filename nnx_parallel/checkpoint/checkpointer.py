@@ -26,6 +26,7 @@ from nnx_parallel.checkpoint.options import (
     Rules,
     best_steps,
     check_directory,
+    is_taken,
 )
 from nnx_parallel.errors import (
     CheckpointError,
@@ -40,9 +41,9 @@ class Checkpointer:
     """Saves, lists and restores the checkpoints of one directory.
 
     Use it as a context manager: a process that ends without ``close`` loses the save
-    under way, and its failure too. One process group at a time may write to a
-    directory; any number may read it with ``read_only=True``. All processes make the
-    same calls in the same order. What reads waits for the save under way first.
+    under way, and its failure. One job at a time may write to a directory; any number
+    may read with ``read_only=True``. All processes make the same calls in the same
+    order. What reads waits for the save under way first.
 
     Args:
         options: Where and how often to save, and what to keep.
@@ -131,7 +132,7 @@ class Checkpointer:
                 {name: dict(arrays) for name, arrays in groups.items() if arrays},
                 force=True,
                 overwrite=overwrite,
-                metrics={name: float(value) for name, value in (metrics or {}).items()},
+                metrics={name: float(x) for name, x in (metrics or {}).items()} or None,
                 custom_metadata=header,
             )
         except Exception as error:
@@ -175,27 +176,20 @@ class Checkpointer:
             CheckpointError: If an array has no sharding.
             CheckpointMismatchError: If paths, shapes or dtypes differ from those
                 saved, before any array is read.
-            CheckpointNotFoundError: If there is no such step.
-            CheckpointReadError: If its files are damaged or not this library's.
+            CheckpointNotFoundError, CheckpointReadError: As `describe`.
         """
         stored = self.describe(step)
         check_shardings(abstract_groups)
         self._check_match(stored, abstract_groups)
         wanted = {name: dict(group) for name, group in abstract_groups.items() if group}
         with self._reading(stored.step):
-            read = self._orbax.load_checkpointables(stored.step, wanted)
-        groups = {
-            name: {path: _place(read[name][path], group[path]) for path in group}
-            for name, group in abstract_groups.items()
-        }
-        return groups, stored.meta
+            read: dict[str, Any] = (
+                self._orbax.load_checkpointables(stored.step, wanted) if wanted else {}
+            )
+        return {name: read.get(name, {}) for name in abstract_groups}, stored.meta
 
     def wait(self) -> None:
-        """Waits until the save under way is on disk.
-
-        Raises:
-            CheckpointSaveError: If it failed; names its step.
-        """
+        """Waits until the save under way is on disk, or raises its failure."""
         if self._pending is None:
             return
         step, response = self._pending
@@ -210,11 +204,7 @@ class Checkpointer:
         self._pending = None
 
     def close(self) -> None:
-        """Waits for the save under way and lets go of the directory.
-
-        Raises:
-            CheckpointSaveError: If that save failed.
-        """
+        """Waits as `wait` does, and lets go of the directory in any case."""
         try:
             self.wait()
         finally:
@@ -278,7 +268,7 @@ class Checkpointer:
                 f"Cannot save step {step} in {where} after step {latest}: steps must "
                 f"ascend. Save step {latest + 1} or later, or use another directory."
             )
-        elif (self._orbax.directory / str(step)).exists():
+        elif is_taken(self.options, step):
             raise CheckpointError(
                 f"Cannot save step {step} in {where}: '{step}' is there and is not a "
                 "checkpoint. Move it away, or use another directory."
@@ -297,7 +287,7 @@ class Checkpointer:
     def _save_error(self, step: int, error: Exception) -> CheckpointSaveError:
         return CheckpointSaveError(
             f"Saving step {step} in '{self.options.directory}' failed: "
-            f"{_root_cause(error)} Earlier checkpoints are untouched."
+            f"{_root_cause(error)} No earlier checkpoint was deleted."
         )
 
     @contextlib.contextmanager
@@ -347,14 +337,6 @@ def _open(options: Checkpoint, *, cleanup: bool) -> ocp.training.Checkpointer:
         step_name_format=_OnlyCheckpoints(),
         cleanup_tmp_directories=cleanup,
     )
-
-
-def _place(array: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-    # Orbax spells the specs of random keys as those of their words: equal in effect,
-    # but a second sharding to a compiled step, which would compile again.
-    if array.sharding == wanted.sharding:
-        return array
-    return jax.device_put(array, wanted.sharding)
 
 
 def _root_cause(error: BaseException) -> str:

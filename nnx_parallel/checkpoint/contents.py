@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -103,7 +103,7 @@ def read_stored(
         raise ValueError(f"Its header is not of format {_FORMAT}.")
     groups = {}
     for name, size in header["sizes"].items():
-        arrays, keys = found.get(name, {}), header["keys"][name]
+        arrays, keys = found.get(name) or {}, header["keys"][name]
         if len(arrays) != size:
             raise ValueError(
                 f"Group {name!r} has {len(arrays)} arrays; {size} were saved."
@@ -137,7 +137,7 @@ def _group_differences(
         if path not in stored:
             yield (
                 f"`{path}` {_spell(array)} is not in the checkpoint"
-                f"{_nearest(path, [*stored.keys() - wanted.keys()])}"
+                f"{_nearest(path, 'there', stored.keys() - wanted.keys())}"
             )
         elif _spell(stored[path]) != _spell(array):
             yield (
@@ -149,13 +149,13 @@ def _group_differences(
             continue
         yield (
             f"`{path}` {_spell(stored[path])} is only in the checkpoint"
-            f"{_nearest(path, [*wanted.keys() - stored.keys()])}"
+            f"{_nearest(path, 'here', wanted.keys() - stored.keys())}"
         )
 
 
-def _nearest(path: str, others: Sequence[str]) -> str:
+def _nearest(path: str, where: str, others: Iterable[str]) -> str:
     close = difflib.get_close_matches(path, sorted(others), n=1)
-    return f" (nearest there: `{close[0]}`)" if close else ""
+    return f" (nearest {where}: `{close[0]}`)" if close else ""
 
 
 def _spell(array: jax.ShapeDtypeStruct) -> str:

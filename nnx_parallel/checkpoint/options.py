@@ -131,7 +131,7 @@ def check_directory(directory: str, *, read_only: bool) -> None:
         CheckpointDirectoryError: If it cannot be made or written.
         CheckpointNotFoundError: If ``read_only`` and it is not there.
     """
-    if "://" in directory:
+    if _is_url(directory):
         return
     if read_only:
         if not os.path.isdir(directory):
@@ -148,6 +148,19 @@ def check_directory(directory: str, *, read_only: bool) -> None:
         ) from error
 
 
+def is_taken(options: Checkpoint, step: int) -> bool:
+    """Returns whether something stands where the files of ``step`` would go.
+
+    Always false for a URL: object stores write in place, and Orbax clears what is dead.
+    """
+    path = os.path.join(options.directory, str(step))
+    return not _is_url(path) and os.path.exists(path)
+
+
+def _is_url(path: str) -> bool:
+    return "://" in path
+
+
 def _absolute(directory: str | os.PathLike[str]) -> str:
     path = os.fspath(directory)
-    return path if "://" in path else os.path.abspath(os.path.expanduser(path))
+    return path if _is_url(path) else os.path.abspath(os.path.expanduser(path))

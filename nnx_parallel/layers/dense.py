@@ -118,6 +118,7 @@ class Embed(nnx.Module):
         embedding_init: Initializer | None = None,
     ) -> None:
         init = embedding_init or nnx.initializers.normal(0.02)
+        self.vocab_name = vocab_name
         self.embedding = nnx.Param(
             named(init, vocab_name, "embed")(
                 rngs.params(), (vocab_size, embed_dim), jnp.float32
@@ -129,7 +130,10 @@ class Embed(nnx.Module):
 
         A token outside the vocabulary gives NaN, and so a loss that is not finite.
         """
-        rows = jnp.take(self.embedding[...], tokens, axis=0, mode="fill")
+        # Constrained here, the gradient of the table is summed as rows of the batch
+        # and cut afterwards; else its shards would pull the activations apart.
+        table = constrain(self.embedding[...], self.vocab_name, "embed")
+        rows = jnp.take(table, tokens, axis=0, mode="fill")
         return constrain(rows, "batch", "seq", "embed")
 
     def attend(self, x: jax.Array) -> jax.Array:

@@ -13,13 +13,12 @@ from contextvars import ContextVar
 from functools import partial
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
 
 from nnx_parallel.errors import SpecRankError
 from nnx_parallel.sharding.arrays import LOGICAL_AXES, suggest
 from nnx_parallel.sharding.layout import Layout, Placement
 
-_GATHERED = "gathered_params"
 _active: ContextVar[Layout | None] = ContextVar("layout", default=None)
 
 
@@ -91,30 +90,29 @@ def use_params(leaves: dict, placements: dict) -> dict:
 def _use(x: jax.Array, placement: Placement | None, layout: Layout) -> jax.Array:
     if placement is None or not placement.is_gathered:
         return x
-    return checkpoint_name(_gather(x, placement, layout), _GATHERED)
+    used, gradient = placement.used, placement.gradient
+    return _gather(x, layout.sharding(used), layout.sharding(gradient))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gather(x: jax.Array, placement: Placement, layout: Layout) -> jax.Array:
-    x = jax.lax.with_sharding_constraint(x, layout.sharding(placement.stored))
-    return jax.lax.with_sharding_constraint(x, layout.sharding(placement.used))
+def _gather(x: jax.Array, used: NamedSharding, gradient: NamedSharding) -> jax.Array:
+    """``x`` gathered; its gradient is summed straight into its shards.
+
+    The transpose of a constraint alone would sum the gradient whole on every device.
+    """
+    return jax.lax.with_sharding_constraint(x, used)
 
 
 def _gather_forward(
-    x: jax.Array, placement: Placement, layout: Layout
+    x: jax.Array, used: NamedSharding, gradient: NamedSharding
 ) -> tuple[jax.Array, None]:
-    return _gather(x, placement, layout), None
+    return _gather(x, used, gradient), None
 
 
 def _gather_backward(
-    placement: Placement, layout: Layout, _: None, grad: jax.Array
+    used: NamedSharding, gradient: NamedSharding, _: None, grad: jax.Array
 ) -> tuple[jax.Array]:
-    # Said first in the layout of use, so that the layout of storage does not travel
-    # back through the product into the activations. The compiler fuses the sum over
-    # devices and the cut that follows into a reduce-scatter.
-    grad = jax.lax.with_sharding_constraint(grad, layout.sharding(placement.used))
-    grad = jax.lax.with_sharding_constraint(grad, layout.sharding(placement.gradient))
-    return (grad,)
+    return (jax.lax.with_sharding_constraint(grad, gradient),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
@@ -124,12 +122,12 @@ def saves_all_but_gathers(primitive: object, *_: object, **params: object) -> bo
     """A `jax.checkpoint` policy: keep every residual but gathered parameters.
 
     They are gathered again in the backward pass, so that no device holds more of them
-    than the layer in work. A sharding constraint is not kept either: its input is,
-    which has the same values and, for a parameter, is not yet gathered.
+    than the layer in work. A gathering is a sharding constraint, so none is kept: the
+    input of one is, which has the same values and, for a parameter, is the shard.
     """
-    if str(primitive) == "sharding_constraint":
-        return False
-    return not (str(primitive) == "name" and params.get("name") == _GATHERED)
+    inner = params.get("call_jaxpr")
+    names = [str(primitive)] if inner is None else [str(e.primitive) for e in inner.eqns]  # pyright: ignore[reportAttributeAccessIssue]
+    return any(name != "sharding_constraint" for name in names)
 
 
 def check_names(names: tuple[str | None, ...]) -> None:

@@ -1,0 +1,33 @@
+"""``python -m demo``: train, resume, restore elsewhere, sample."""
+
+import argparse
+import sys
+
+import jax
+
+
+def main() -> int:
+    """Runs the demo on 8 simulated CPU devices."""
+    # Devices are counted once, at their first use: before that, and so up here.
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    from demo.train import STRATEGIES, Settings, run
+
+    parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
+    parser.add_argument(
+        "--strategy",
+        choices=STRATEGIES,
+        default="default",
+        help="how the run is spread over the devices (default: %(default)s)",
+    )
+    strategy = STRATEGIES[parser.parse_args().strategy]()
+    try:
+        run(strategy, Settings())
+    except KeyboardInterrupt:
+        print("\nInterrupted. Start it again: it goes on from the last checkpoint.")
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

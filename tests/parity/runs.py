@@ -1,0 +1,190 @@
+"""One run of the proof: from the first parameters to those after 20 steps."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from nnx_parallel import Strategy, Trainer, TrainState
+from nnx_parallel.sharding.arrays import flatten_pure
+from nnx_parallel.sharding.model import abstract_model
+from nnx_parallel.state import plan_state
+from tests.parity.models import CASES, Arrays, Case
+from tests.parity.strategies import ONE_DEVICE
+
+NUM_STEPS = 20
+NUM_BATCHES = 4
+
+
+class Either(NamedTuple):
+    """State of two optimizers, of which one is heard."""
+
+    use_second: jax.Array
+    first: Any
+    second: Any
+
+
+def either(
+    first: optax.GradientTransformation, second: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """Two optimizers in one compiled step; a number in the state chooses.
+
+    Both see every gradient, so that a second one with momentum holds, after the first
+    step, that step's gradients.
+    """
+
+    def init(params: Any) -> Either:
+        return Either(jnp.int32(0), first.init(params), second.init(params))
+
+    def update(
+        grads: Any, state: optax.OptState, params: Any = None
+    ) -> tuple[Any, Either]:
+        assert isinstance(state, Either)
+        left, first_state = first.update(grads, state.first, params)
+        right, second_state = second.update(grads, state.second, params)
+        updates = jax.tree.map(
+            lambda a, b: jnp.where(state.use_second, b, a), left, right
+        )
+        return updates, Either(state.use_second, first_state, second_state)
+
+    return optax.GradientTransformation(init, update)
+
+
+OPTIMIZER = either(optax.adamw(3e-3), optax.sgd(0.05, momentum=0.9))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What 20 steps of AdamW and, from the start again, of SGD have given.
+
+    Attributes:
+        initial: Parameters, other variables and key before the first step.
+        gradients: Of the first step, by parameter.
+        losses: Of AdamW's steps.
+        sgd_losses: Of SGD's steps.
+        params: After SGD with momentum.
+        variables: Other variables after it.
+        start: The placed state before the first step.
+        end: The placed state after SGD.
+    """
+
+    initial: Arrays
+    gradients: Arrays
+    losses: np.ndarray
+    sgd_losses: np.ndarray
+    params: Arrays
+    variables: Arrays
+    start: TrainState
+    end: TrainState
+
+
+def measure(
+    case: Case, strategy: Strategy, devices: Sequence[jax.Device], microbatches: int
+) -> Run:
+    """Trains twice from the same start, with one compiled step."""
+    trainer = Trainer(
+        case.build,
+        OPTIMIZER,
+        case.loss,
+        strategy=strategy,
+        num_microbatches=microbatches,
+        wrt=case.wrt,
+        devices=devices,
+        loggers=(),
+    )
+    batches = [trainer.shard_batch(batch) for batch in case.batches(NUM_BATCHES)]
+    start = trainer.state
+    adamw, sgd = copy(start), choose_second(copy(start))
+    losses, sgd_losses, gradients = [], [], {}
+    for index in range(NUM_STEPS):
+        batch = batches[index % NUM_BATCHES]
+        adamw, metrics = trainer.train_step(adamw, batch)
+        losses.append(metrics["loss"])
+        sgd, metrics = trainer.train_step(sgd, batch)
+        sgd_losses.append(metrics["loss"])
+        if index == 0:
+            gradients = to_host(sgd.opt_state.second[0].trace)  # pyright: ignore[reportAttributeAccessIssue]
+    return Run(
+        initial=to_host(
+            {
+                "params": start.params,
+                "variables": start.variables,
+                "key": start.key,
+            }
+        ),
+        gradients=gradients,
+        losses=np.asarray(losses),
+        sgd_losses=np.asarray(sgd_losses),
+        params=to_host(sgd.params),
+        variables=to_host(sgd.variables),
+        start=start,
+        end=sgd,
+    )
+
+
+@cache
+def reference(model: str, microbatches: int, *, optimized: bool) -> Run:
+    """The run on one device."""
+    case = CASES[model]
+    with compiling(optimized=optimized):
+        return measure(
+            case, ONE_DEVICE.strategy(case), ONE_DEVICE.devices(), microbatches
+        )
+
+
+@contextlib.contextmanager
+def compiling(*, optimized: bool) -> Iterator[None]:
+    """Compiles with or without the optimizations of machine code.
+
+    Those before it (the partitioner, fusion) are always made, so that the programs are
+    the same; without, they compile in two thirds of the time.
+    """
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", not optimized)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
+
+
+def promised_shardings(
+    case: Case, strategy: Strategy, devices: Sequence[jax.Device]
+) -> TrainState:
+    """Where a strategy says that each array of the state lives."""
+    layout = strategy.layout(strategy.make_mesh(devices))
+    model = abstract_model(case.build, nnx.Rngs(0))
+    return plan_state(model, layout, OPTIMIZER, wrt=case.wrt).shardings
+
+
+def copy(state: TrainState) -> TrainState:
+    """The same arrays in the same places, free to be donated."""
+    return jax.tree.map(
+        lambda x: jax.device_put(x, x.sharding, may_alias=False), state
+    )
+
+
+def choose_second(state: TrainState) -> TrainState:
+    """The state with the second optimizer heard."""
+    old = state.opt_state
+    assert isinstance(old, Either)
+    one = jax.device_put(jnp.int32(1), old.use_second.sharding)
+    return dataclasses.replace(state, opt_state=old._replace(use_second=one))
+
+
+def to_host(tree: Any) -> Arrays:
+    """Arrays by dotted path; a random key as its words."""
+    return {path: as_numpy(x) for path, x in flatten_pure(tree).items()}
+
+
+def as_numpy(x: jax.Array) -> np.ndarray:
+    """A NumPy array; a random key as its words."""
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if is_key else x)
