@@ -10,7 +10,8 @@ from nnx_parallel import Trainer
 _NEXT = {
     "demo/train.py": "this run, as a script to read",
     "README.md": "strategies, your own model, checkpoints",
-    "make demo STRATEGY=fsdp": "another strategy; first: make demo-clean",
+    "make demo-clean": "forget this run; the next one starts afresh",
+    "make demo STRATEGY=fsdp": "another strategy",
     "make test": "what is guaranteed, tested",
 }
 

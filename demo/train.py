@@ -60,9 +60,9 @@ class Settings:
     )
     num_steps: int = 600
     pause_every: int = 100
-    global_batch_size: int = 32
-    seq_len: int = 128
-    num_valid_batches: int = 16
+    global_batch_size: int = 16
+    seq_len: int = 256
+    num_valid_batches: int = 32
     sample_len: int = 400
 
 

@@ -100,6 +100,22 @@ class Engine:
             raise ValueError("This Trainer keeps no average. Pass ema_decay=0.999.")
         return self.state.ema
 
+    def model(self, *, ema: bool) -> nnx.Module:
+        """The model with the present arrays, in evaluation mode."""
+        arrays = self.params(ema=ema), self.state.variables
+        return nnx.merge(self.plan.eval_graphdef, *arrays)
+
+    def describe(self) -> dict[str, Any]:
+        """What a checkpoint says of the run, as JSON can hold it."""
+        params = jax.tree.leaves(self.plan.abstract.params)
+        return {
+            "mesh": dict(self.plan.layout.mesh.shape),
+            "model": self.plan.model_name,
+            "num_params": sum(x.size for x in params),
+            "num_microbatches": self.options.num_microbatches,
+            "seed": self._seed,
+        }
+
     def evaluate(self, data: Iterable[Batch], *, ema: bool = False) -> dict[str, float]:
         """Mean loss and metrics over all rows."""
         arrays = (self.params(ema=ema), self.state.variables, self.state.key)

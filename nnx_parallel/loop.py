@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import jax
@@ -58,8 +58,12 @@ class Loop:
                 self.position.advance(item.state)
                 recorder.push(step, metrics, item.wait_seconds)
                 is_last = step == num_steps or self.hooks.wants_stop
-                if is_last or self._is_due(step) or self.storage.is_due(step):
-                    self._pause(step, is_last=is_last)
+                evaluates = self.eval_data is not None and (
+                    is_last or self._is_due(step)
+                )
+                saves = self.storage.is_due(step) or is_last
+                if evaluates or saves:
+                    self._pause(step, evaluates=evaluates, saves=saves)
                 if is_last:
                     break
 
@@ -82,26 +86,37 @@ class Loop:
         self.recorder.throughput = Throughput(
             num_rows=jax.tree.leaves(batch)[0].shape[0],
             num_tokens=count_tokens(batch),
-            flops_per_device=audit(compiled).flops,
+            flops_per_device=_step_flops(compiled),
             device=self.engine.plan.layout.mesh.devices.flat[0],
         )
 
     def _is_due(self, step: int) -> bool:
-        return bool(self.eval_every) and step % self.eval_every == 0  # pyright: ignore[reportOptionalOperand]
+        return bool(self.eval_every) and step % self.eval_every == 0
 
-    def _pause(self, step: int, *, is_last: bool) -> None:
+    def _pause(self, step: int, *, evaluates: bool, saves: bool) -> None:
         """Evaluates and saves, once every step so far is known to be finite."""
         self.recorder.flush()
         metrics = self.recorder.last_row()
-        if self.eval_data is not None and (is_last or self._is_due(step)):
+        if evaluates and self.eval_data is not None:
             found = self.engine.evaluate(self.eval_data)
             self.recorder.record("eval", step, found)
             self.hooks.eval_end(step, found)
             metrics |= {f"eval_{name}": value for name, value in found.items()}
-        if self.storage.options and (is_last or self.storage.is_due(step)):
+        if saves and self.storage.options is not None:
             position = self.position.to_json()
             self.storage.save(self.engine.state, step, position, metrics)
         self.recorder.restart_clock()
+
+
+def _step_flops(compiled: jax.stages.Compiled) -> float | None:
+    """FLOPs of a compiled step, or ``None`` where its text cannot be had.
+
+    A compiler plugin newer than jaxlib can hold instructions that jaxlib cannot print.
+    """
+    try:
+        return audit(compiled).flops
+    except jax.errors.JaxRuntimeError:
+        return None
 
 
 def repeat_first(data: Iterable[Batch], count: int) -> Iterable[Batch]:
@@ -113,5 +128,5 @@ class _Repeat:
     def __init__(self, batches: list[Batch]) -> None:
         self._batches = batches
 
-    def __iter__(self) -> Iterable[Batch]:
+    def __iter__(self) -> Iterator[Batch]:
         return itertools.cycle(self._batches)

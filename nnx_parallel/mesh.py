@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import jax
 from jax.sharding import AxisType, Mesh
 
 from nnx_parallel.errors import MeshAxisTypeError, MeshShapeError, UnknownAxisError
 
+if TYPE_CHECKING:
+    from jaxlib._jax import Device
+else:
+    Device = jax.Device
+
 MESH_AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 """The mesh axes that this library's strategies use, outermost first."""
 
 
 def make_mesh(
-    axis_sizes: Mapping[str, int | None], devices: Sequence[jax.Device] | None = None
+    axis_sizes: Mapping[str, int | None], devices: Sequence[Device] | None = None
 ) -> Mesh:
     """A mesh over all ``devices`` with Auto axes.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,8 +81,8 @@ class Mean:
         return self * (1 / divisor)
 
 
-def _from_terms(terms: object) -> Mean:
-    first, *more = terms  # pyright: ignore[reportGeneralTypeIssues]
+def _from_terms(terms: Iterable[Mean]) -> Mean:
+    first, *more = terms
     return Mean(first.total, first.weight, tuple(more))
 
 
@@ -95,7 +96,7 @@ def _divide(total: jax.Array | float, weight: jax.Array | float) -> jax.Array:
     return jnp.where(weight == 0, 0.0, total / jnp.where(weight == 0, 1.0, weight))
 
 
-def as_mean(value: object, name: str, weight: float = 1.0) -> Mean:
+def as_mean(value: Any, name: str, weight: float = 1.0) -> Mean:
     """A metric as a `Mean`; a plain scalar counts with ``weight``.
 
     Raises:
@@ -112,9 +113,7 @@ def as_mean(value: object, name: str, weight: float = 1.0) -> Mean:
     return Mean(jnp.asarray(value, jnp.float32) * weight, weight)
 
 
-def split_loss_output(
-    output: object, weight: float = 1.0
-) -> tuple[Mean, dict[str, Mean]]:
+def split_loss_output(output: Any, weight: float = 1.0) -> tuple[Mean, dict[str, Mean]]:
     """Checks what a loss returned and gives loss and metrics as means.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +58,7 @@ class Precision:
         return cls(compute=jnp.float16)
 
 
-def cast_floating(tree: object, dtype: DTypeLike) -> object:
+def cast_floating(tree: Any, dtype: DTypeLike) -> Any:
     """Casts the floating-point arrays of a pytree; other leaves stay the same objects.
 
     Example:
@@ -66,9 +67,9 @@ def cast_floating(tree: object, dtype: DTypeLike) -> object:
         (dtype(bfloat16), 3)
     """
 
-    def cast(leaf: object) -> object:
-        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating):  # pyright: ignore[reportAttributeAccessIssue]
-            return leaf.astype(dtype)  # pyright: ignore[reportAttributeAccessIssue]
+    def cast(leaf: Any) -> Any:
+        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf.astype(dtype)
         return leaf
 
     return jax.tree.map(cast, tree)

@@ -28,10 +28,10 @@ class _Pending:
 class Recorder:
     """Collects the metrics of each step without making the step wait.
 
-    Times are means over the last 8 steps, since steps in flight complete unevenly.
-    Metrics stay on the device while the next steps are dispatched; at most ``max_behind``
-    steps are in flight. Reading one that has arrived costs a copy that has already
-    happened.
+    Metrics stay on the device while the next steps are dispatched; at most
+    ``max_behind`` steps are in flight. Reading one that has arrived costs a copy that
+    has already happened. Times are means over the last 8 steps, since steps in flight
+    complete unevenly.
 
     Args:
         logger: Where they go.

@@ -100,6 +100,7 @@ class StatePlan:
     """A model's structure and the place of every array, known before any exists.
 
     Attributes:
+        model_name: Class of the model.
         layout: The strategy's answers over the mesh.
         graphdef: The model's structure in training mode.
         eval_graphdef: The same in evaluation mode.
@@ -112,6 +113,7 @@ class StatePlan:
         ema_decay: Decay of the moving average, or ``None``.
     """
 
+    model_name: str
     layout: Layout
     graphdef: nnx.GraphDef
     eval_graphdef: nnx.GraphDef
@@ -236,6 +238,7 @@ def plan_state(
         )
     is_param = [p for p, v in variables_of(model) if isinstance(v, nnx.Param)]
     plan = StatePlan(
+        model_name=type(model).__name__,
         layout=layout,
         graphdef=graphdef,
         eval_graphdef=eval_graphdef,
@@ -288,7 +291,8 @@ def _with_sharding(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
 def _build_state(
     plan: StatePlan, params: dict, variables: dict, seed: jax.Array | int
 ) -> TrainState:
-    params = cast_floating(params, plan.precision.params)  # pyright: ignore[reportAssignmentType]
+    params = cast_floating(params, plan.precision.params)
+    needs_scale = plan.precision.compute == jnp.float16
     return TrainState(
         step=jnp.int32(0),
         params=params,
@@ -296,9 +300,7 @@ def _build_state(
         opt_state=plan.tx.init(params),
         key=jax.random.key(seed),
         ema=jax.tree.map(jnp.copy, params) if plan.ema_decay is not None else None,
-        loss_scale=LossScale.create()
-        if plan.precision.compute == jnp.float16
-        else None,
+        loss_scale=LossScale.create() if needs_scale else None,
     )
 
 

@@ -146,26 +146,29 @@ def _gradients(
     """Gradients of the batch's mean loss, summed over microbatches and devices."""
     forward = _forward(plan, loss, options)
     key = jax.random.fold_in(state.key, state.step)
-    scale = 1.0 if state.loss_scale is None else state.loss_scale.scale
     if options.num_microbatches == 1:
         batch = _constrain_rows(plan, batch, 0)
 
         def objective(params: dict) -> tuple[jax.Array, tuple[Means, dict]]:
             means, variables = forward(params, state.variables, batch, key)
-            return means["loss"].value * scale, (means, variables)
+            return _scaled(state, means["loss"].value), (means, variables)
 
         grads, (means, variables) = jax.grad(objective, has_aux=True)(state.params)
-        return _finish(plan, grads, scale), variables, means
+        return _finish(plan, state, grads), variables, means
     grads, variables, means = _accumulate(
         plan, forward, state, split_rows(plan, batch, options.num_microbatches), key
     )
-    return _finish(plan, grads, scale), variables, means
+    return _finish(plan, state, grads), variables, means
 
 
-def _finish(plan: StatePlan, grads: dict, scale: jax.Array | float) -> dict:
-    grads = cast_floating(grads, plan.precision.reduction)  # pyright: ignore[reportAssignmentType]
-    if not isinstance(scale, float):
-        grads = jax.tree.map(lambda g: g / scale.astype(g.dtype), grads)
+def _scaled(state: TrainState, loss: jax.Array) -> jax.Array:
+    return loss if state.loss_scale is None else loss * state.loss_scale.scale
+
+
+def _finish(plan: StatePlan, state: TrainState, grads: dict) -> dict:
+    grads = cast_floating(grads, plan.precision.reduction)
+    if (loss_scale := state.loss_scale) is not None:
+        grads = jax.tree.map(lambda g: g / loss_scale.scale, grads)
     return plan.constrain(grads, "gradient")
 
 
@@ -204,7 +207,6 @@ def _accumulate(
     the data alone, as a rule, so that summing them first costs no forward pass: the
     compiler drops what the weights do not need.
     """
-    scale = 1.0 if state.loss_scale is None else state.loss_scale.scale
     indexed = (jnp.arange(jax.tree.leaves(microbatches)[0].shape[0]), microbatches)
 
     def run(params: dict, variables: dict, item: Any) -> tuple[Means, dict]:
@@ -221,8 +223,10 @@ def _accumulate(
     def objective(params: dict, variables: dict, item: Any) -> Any:
         means, variables = run(params, variables, item)
         terms = zip(means["loss"].terms, weights, strict=True)
-        value = sum(Mean(term.total, weight).value for term, weight in terms)
-        return value * scale, (means, variables)
+        value = sum(
+            (Mean(term.total, weight).value for term, weight in terms), jnp.float32(0)
+        )
+        return _scaled(state, value), (means, variables)
 
     def step(carry: Any, item: Any) -> tuple[Any, Means]:
         grads, variables = carry
@@ -261,7 +265,7 @@ def _update(
         ema = state.ema
         if ema is not None:
             decay = plan.ema_decay
-            ema = optax.incremental_update(params, ema, 1 - decay)  # pyright: ignore[reportOperatorIssue, reportArgumentType]
+            ema = optax.incremental_update(params, ema, 1 - decay)  # pyright: ignore[reportOperatorIssue]
         new = TrainState(
             step=state.step + 1,
             params=params,

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from nnx_parallel.mesh import Device
+
 PEAK_FLOPS = {
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,
@@ -25,7 +27,7 @@ PEAK_FLOPS = {
 makers' data sheets."""
 
 
-def peak_flops(device: jax.Device) -> float | None:
+def peak_flops(device: Device) -> float | None:
     """Peak bfloat16 FLOP/s of a device, or ``None`` where it is not known."""
     kind = device.device_kind
     known = [name for name in PEAK_FLOPS if kind.startswith(name)]
@@ -57,7 +59,7 @@ class Throughput:
     num_rows: int
     num_tokens: int | None
     flops_per_device: float | None
-    device: jax.Device
+    device: Device
 
     def rates(self, step_seconds: float) -> dict[str, float]:
         """Metrics of a step that took ``step_seconds``.

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import jax
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -19,10 +18,11 @@ from nnx_parallel.errors import DataError, NonFiniteLossError
 from nnx_parallel.layers import Remat, check_remat
 from nnx_parallel.loggers import Logger, LoggerGroup, default_loggers
 from nnx_parallel.loop import Loop, repeat_first
+from nnx_parallel.mesh import Device
 from nnx_parallel.precision import Precision
 from nnx_parallel.profiling import Profile, Tracer
 from nnx_parallel.recorder import History, Recorder
-from nnx_parallel.sharding.model import ModelFn, abstract_copy, abstract_model
+from nnx_parallel.sharding.model import ModelFn, abstract_model
 from nnx_parallel.state import TrainState, plan_state
 from nnx_parallel.step import Batch, LossFn, Metrics, StepOptions
 from nnx_parallel.strategies import DataParallel, Strategy
@@ -68,6 +68,7 @@ class Trainer:
         ParallelError: Whatever else a strategy finds wrong with the model, by name.
 
     Example:
+        >>> import numpy as np
         >>> import optax
         >>> def loss(model, batch):
         ...     return ((model(batch["x"]) - batch["y"]) ** 2).mean()
@@ -97,7 +98,7 @@ class Trainer:
         remat: Remat = "none",
         ema_decay: float | None = None,
         checkpoint: Checkpoint | str | os.PathLike | None = None,
-        devices: Sequence[jax.Device] | None = None,
+        devices: Sequence[Device] | None = None,
         mesh: Mesh | None = None,
         loggers: Sequence[Logger] | None = None,
         callbacks: Sequence[Callback] = (),
@@ -111,13 +112,14 @@ class Trainer:
         self.strategy = strategy or DataParallel()
         self.layout = self.strategy.layout(mesh or self.strategy.make_mesh(devices))
         self._optimizer = optimizer
+        self._wrt = wrt
         self._log_every = log_every
         self._fast_dev_run = fast_dev_run
         self._overfit_batches = overfit_batches
         self._source = model
         self._seed = seed
         plan = plan_state(
-            self._abstract_model(),
+            abstract_model(self._source, nnx.Rngs(self._seed)),
             self.layout,
             optimizer,
             wrt=wrt,
@@ -127,7 +129,8 @@ class Trainer:
         options = StepOptions(num_microbatches=num_microbatches, remat=remat)
         self._engine = Engine(plan, model, loss, options, seed)
         checkpoint = None if fast_dev_run else checkpoint
-        self._storage = Storage(checkpoint, self._run_description())
+        description = {"strategy": repr(self.strategy), **self._engine.describe()}
+        self._storage = Storage(checkpoint, description)
         self._position = Position()
         self._tracer = Tracer(
             None if profile is None else Profile(*profile), self._storage.directory
@@ -157,7 +160,7 @@ class Trainer:
         The arrays are those of `state`: the next step donates them, and with them this
         model. Ask again after it, or copy.
         """
-        return self._merged(ema=False)
+        return self._engine.model(ema=False)
 
     @property
     def ema_model(self) -> nnx.Module:
@@ -166,7 +169,7 @@ class Trainer:
         Raises:
             ValueError: If the Trainer keeps none.
         """
-        return self._merged(ema=True)
+        return self._engine.model(ema=True)
 
     @property
     def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
@@ -186,7 +189,8 @@ class Trainer:
 
     def describe(self) -> Description:
         """Where every array lives and why, with bytes per device."""
-        return describe_model(self._abstract_model(), self.layout, self._optimizer)
+        model = abstract_model(self._source, nnx.Rngs(self._seed))
+        return describe_model(model, self.layout, self._optimizer, self._wrt)
 
     def fit(
         self,
@@ -231,6 +235,8 @@ class Trainer:
             self._hooks.fit_start()
             if self.step < num_steps:
                 self._loop(recorder, eval_data, eval_every).run(data, num_steps)
+            else:
+                logger.message(f"All {num_steps} steps are done: nothing to train.")
             if self._hooks.wants_stop:
                 reason = self._hooks.stop_reason
                 logger.message(f"Stopped at step {self.step}: {reason}")
@@ -360,27 +366,6 @@ class Trainer:
             return self._loggers
         return default_loggers(self._storage.directory)
 
-    def _merged(self, *, ema: bool) -> nnx.Module:
-        params = self._engine.params(ema=ema)
-        graphdef = self._engine.plan.eval_graphdef
-        return nnx.merge(graphdef, params, self.state.variables)
-
-    def _abstract_model(self) -> nnx.Module:
-        if isinstance(self._source, nnx.Module):
-            return abstract_copy(*nnx.split(self._source))
-        return abstract_model(self._source, nnx.Rngs(self._seed))
-
-    def _run_description(self) -> dict[str, Any]:
-        params = self._engine.plan.abstract.params
-        return {
-            "strategy": repr(self.strategy),
-            "mesh": dict(self.mesh.shape),
-            "model": type(self._abstract_model()).__name__,
-            "num_params": sum(x.size for x in jax.tree.leaves(params)),
-            "num_microbatches": self._engine.options.num_microbatches,
-            "seed": self._seed,
-        }
-
     def _diagnosis(self) -> str:
         """What the state holds that is not finite, and the way back."""
         bad = self._engine.non_finite_arrays()
@@ -396,7 +381,7 @@ class Trainer:
 
 
 def _check_arguments(
-    devices: Sequence[jax.Device] | None,
+    devices: Sequence[Device] | None,
     mesh: Mesh | None,
     num_microbatches: int,
     ema_decay: float | None,

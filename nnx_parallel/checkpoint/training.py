@@ -35,7 +35,7 @@ def to_groups(state: TrainState) -> Groups:
 
 
 def from_groups(abstract: TrainState, groups: Groups) -> TrainState:
-    """The state with the arrays of some groups; other fields stay as in ``abstract``."""
+    """The state with the arrays of some groups; all else as in ``abstract``."""
     trees: dict[str, Any] = {
         name: _fill(getattr(abstract, name), groups[name])
         for name in _TREES

@@ -25,7 +25,7 @@ class Position:
         self._data: Any = None
 
     def open(self, data: Any, step: int) -> tuple[int, Any]:
-        """How many batches of ``data`` to skip at ``step``, and the state to restore."""
+        """How many batches of ``data`` to skip at ``step``, and a state to restore."""
         if self._data is not None and self._data is not data:
             self._first_step, self._state = step, None
         continues = self._data is data and is_one_shot(data)

@@ -55,7 +55,7 @@ class Stack(nnx.Module):
         check_remat(remat)
         _check_unshared(make_block)
         self.num_layers = num_layers
-        self.remat = remat
+        self.remat: Remat | None = remat
         keys = jax.random.split(rngs.params(), num_layers)
         self.layer = jax.vmap(lambda key: make_block(nnx.Rngs(key)))(keys)
         for _, variable in variables_of(self.layer):
@@ -86,7 +86,7 @@ class Stack(nnx.Module):
             used = use_params(params, placements)
             module = nnx.merge(graphdef, _nest(used | others))
             extra = () if slot is None else (slot,)
-            out = module(x, *args, *extra)  # pyright: ignore[reportCallIssue]
+            out = module(x, *args, *extra)
             out, slot = out if slot is not None else (out, None)
             state = dict(variables_of(module))
             return out, ({path: state[path].get_value() for path in others}, slot)

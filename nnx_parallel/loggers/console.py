@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 _MAX_BAR_WIDTH = 30
-_MIN_BAR_WIDTH = 8
+_MIN_BAR_WIDTH = 16
 
 
 class ConsoleLogger:
@@ -77,9 +77,10 @@ class ConsoleLogger:
         self._print([text])
 
     def finish(self) -> None:
-        """Leave the line as it is, with the time that the run took."""
+        """Leave the line as it is, with the time that the run took, if it did steps."""
         if self._live is not None:
             self._progress.finish()
+            self._live.transient = not self._progress.has_steps
             self._live.stop()
             self._live = None
 
@@ -117,6 +118,10 @@ class _Progress:
     def finish(self) -> None:
         self._ended = time.monotonic()
 
+    @property
+    def has_steps(self) -> bool:
+        return self._first is not None
+
     def position(self, step: int) -> str:
         width = len(str(self.num_steps))
         return f"step {step:>{width}}/{self.num_steps}"
@@ -133,6 +138,8 @@ class _Progress:
             "step_seconds": lambda value: f"{_duration(value):>7}/step",
             "mfu": lambda value: f"{value:>3.0%} MFU",
         }
+        if "tokens_per_second" in self._metrics:
+            del units["examples_per_second"]
         fields = [f(self._metrics[n]) for n, f in units.items() if n in self._metrics]
         return [*fields, clock] if (clock := self._clock()) else fields
 

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 from functools import partial
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
@@ -78,8 +79,8 @@ def use_params(leaves: dict, placements: dict) -> dict:
 
     Returns:
         Arrays in their ``used`` specs. Their gradients are summed into the
-        ``gradient`` specs. Under `saves_all_but_gathers` they are gathered again for the
-        backward pass rather than kept.
+        ``gradient`` specs. Under `saves_all_but_gathers` they are gathered again for
+        the backward pass rather than kept.
     """
     layout = _active.get()
     if layout is None:
@@ -118,7 +119,7 @@ def _gather_backward(
 _gather.defvjp(_gather_forward, _gather_backward)
 
 
-def saves_all_but_gathers(primitive: object, *_: object, **params: object) -> bool:
+def saves_all_but_gathers(primitive: object, *_: Any, **params: Any) -> bool:
     """A `jax.checkpoint` policy: keep every residual but gathered parameters.
 
     They are gathered again in the backward pass, so that no device holds more of them
@@ -126,8 +127,8 @@ def saves_all_but_gathers(primitive: object, *_: object, **params: object) -> bo
     input of one is, which has the same values and, for a parameter, is the shard.
     """
     inner = params.get("call_jaxpr")
-    names = [str(primitive)] if inner is None else [str(e.primitive) for e in inner.eqns]  # pyright: ignore[reportAttributeAccessIssue]
-    return any(name != "sharding_constraint" for name in names)
+    within = [primitive] if inner is None else [eqn.primitive for eqn in inner.eqns]
+    return any(str(p) != "sharding_constraint" for p in within)
 
 
 def check_names(names: tuple[str | None, ...]) -> None:

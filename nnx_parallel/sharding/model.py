@@ -18,8 +18,16 @@ Path = tuple[Hashable, ...]
 ModelFn = Callable[[nnx.Rngs], nnx.Module]
 
 
-def abstract_model(model_fn: ModelFn, rngs: nnx.Rngs) -> nnx.Module:
-    """The model with shapes for arrays; nothing is allocated."""
+def abstract_model(source: nnx.Module | ModelFn, rngs: nnx.Rngs) -> nnx.Module:
+    """The model with shapes for arrays; nothing is allocated.
+
+    Args:
+        source: The model, or the function that builds it.
+        rngs: Random streams for the function; they are not advanced.
+    """
+    if isinstance(source, nnx.Module):
+        return abstract_copy(*nnx.split(source))
+    model_fn: ModelFn = source
     graphdef, state = nnx.split(rngs)
     with nnx.use_eager_sharding(False):
         return nnx.eval_shape(lambda: model_fn(nnx.merge(graphdef, state, copy=True)))
@@ -124,7 +132,7 @@ def pure_shardings(abstract: nnx.Module, layout: Layout) -> dict:
 
 
 def place_state(state: nnx.State, shardings: nnx.State) -> nnx.State:
-    """Copies each array to its sharding, so that donating it leaves the source whole."""
+    """Copies each array to its sharding; donating it leaves the source whole."""
     return jax.tree.map(
         lambda x, sharding: jax.device_put(x, sharding, may_alias=False),
         state,

@@ -111,7 +111,7 @@ class LogicalRules:
         known = [n for n in info.names or () if n in self.mapping]
         if not known:
             return None
-        entries = [self.mapping.get(name) for name in info.names or ()]  # pyright: ignore[reportArgumentType, reportCallIssue]
+        entries = [self.mapping.get(name) for name in info.names or ()]  # pyright: ignore[reportArgumentType]
         return P(*entries), f"names {info.names}"
 
 

@@ -34,6 +34,11 @@ def dim_axes(spec: P | Sequence, ndim: int) -> DimAxes:
     return tuple(entries) + ((),) * (ndim - len(entries))
 
 
+def is_spec(x: object) -> bool:
+    """Whether a node of a pytree is a spec, which JAX would else take apart."""
+    return isinstance(x, P)
+
+
 def to_spec(axes: DimAxes) -> P:
     """The shortest spec with these mesh axes.
 

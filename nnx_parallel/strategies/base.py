@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from nnx_parallel.mesh import check_mesh, make_mesh
+from nnx_parallel.mesh import Device, check_mesh, make_mesh
 from nnx_parallel.sharding import Layout, Rules, ZeroAxis
 from nnx_parallel.sharding.model import (
     abstract_copy,
@@ -32,6 +33,15 @@ class Strategy(abc.ABC):
     but `axis_sizes` has a default that changes nothing. Strategies are values: they
     hold no arrays and no mesh, compare by their fields, and combine in a `Composite`.
     """
+
+    def __repr__(self) -> str:
+        """The arguments that differ from their defaults."""
+        changed = [
+            f"{field.name}={value!r}"
+            for field in dataclasses.fields(self)
+            if (value := getattr(self, field.name)) != field.default
+        ]
+        return f"{type(self).__name__}({', '.join(changed)})"
 
     @property
     @abc.abstractmethod
@@ -58,7 +68,7 @@ class Strategy(abc.ABC):
         """Explicit rules of the user; they come before names and choices."""
         return ()
 
-    def make_mesh(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    def make_mesh(self, devices: Sequence[Device] | None = None) -> Mesh:
         """A mesh over all ``devices`` (by default all there are) with my axes.
 
         Raises:
@@ -158,10 +168,8 @@ class Strategy(abc.ABC):
             >>> from nnx_parallel import FSDP
             >>> table = FSDP().describe(lambda rngs: nnx.Linear(64, 64, rngs=rngs))
             >>> print(table.summary())
-            per device: parameters 2.25 KiB, gradients 2.25 KiB, optimizer state not given
+            per device: parameters 2.25 KiB, gradients 2.25 KiB
             replicated: bias (64,) 256 B (64 elements < min_size 1024)
         """
-        if not isinstance(model, nnx.Module):
-            model = abstract_model(model, nnx.Rngs(0))
-        abstract = abstract_copy(*nnx.split(model))
+        abstract = abstract_model(model, nnx.Rngs(0))
         return describe_model(abstract, self.layout(mesh), optimizer)

@@ -29,6 +29,7 @@ class Composite(Strategy):
             different axes.
 
     Example:
+        >>> from nnx_parallel import FSDP, TensorParallel
         >>> strategy = Composite(FSDP(), TensorParallel(2))
         >>> dict(strategy.make_mesh().shape)
         {'fsdp': 4, 'tensor': 2}

@@ -9,9 +9,9 @@ from nnx_parallel.sharding import Rules
 from nnx_parallel.strategies.base import Strategy
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DataParallel(Strategy):
-    """Data parallelism: the axis ``data`` splits the batch; every device keeps a replica.
+    """Data parallelism: the axis ``data`` splits the batch, each device has a replica.
 
     A step sends each gradient once, as an all-reduce: about twice its bytes per
     device. Memory per device does not fall with the number of devices, except for

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Container
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +17,13 @@ from rich.table import Table
 
 from nnx_parallel.sharding import Layout, Placement
 from nnx_parallel.sharding.arrays import ArrayInfo, array_info, variables_of
-from nnx_parallel.sharding.model import annotate, nest
+from nnx_parallel.sharding.model import Path, annotate, nest
 from nnx_parallel.sharding.optimizer import (
     as_transformation,
     optimizer_specs,
     state_path,
 )
-from nnx_parallel.sharding.specs import dim_axes, shard_shape
+from nnx_parallel.sharding.specs import dim_axes, is_spec, shard_shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +95,11 @@ class Description:
 
     def summary(self) -> str:
         """Totals per device, and the largest parameters left replicated."""
-        lines = [
-            f"per device: parameters {_size(self.params_bytes)}, gradients "
-            f"{_size(self.gradients_bytes)}, optimizer state "
-            f"{_size(self.optimizer_bytes) if self.optimizer_rows else 'not given'}"
-        ]
+        totals = {"parameters": self.params_bytes, "gradients": self.gradients_bytes}
+        if self.optimizer_rows:
+            totals["optimizer state"] = self.optimizer_bytes
+        shown = ", ".join(f"{name} {_size(size)}" for name, size in totals.items())
+        lines = [f"per device: {shown}"]
         if self.layout.mesh.size > 1:
             lines += [
                 f"replicated: {row.info.path} {row.info.shape} "
@@ -129,15 +131,18 @@ def _size(num_bytes: float) -> str:
     return f"{num_bytes:.4g} TiB"
 
 
-def array_bytes(layout: Layout, shape: tuple, dtype: object, spec: P) -> int:
+def array_bytes(layout: Layout, shape: tuple, dtype: Any, spec: P) -> int:
     """Bytes that one device holds of an array."""
     shard = shard_shape(shape, dim_axes(spec, len(shape)), layout.mesh)
-    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)  # pyright: ignore[reportArgumentType]
-    return math.prod(shard) * (8 if is_key else jnp.dtype(dtype).itemsize)  # pyright: ignore[reportArgumentType]
+    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return math.prod(shard) * (8 if is_key else jnp.dtype(dtype).itemsize)
 
 
 def describe_model(
-    abstract: nnx.Module, layout: Layout, optimizer: object = None
+    abstract: nnx.Module,
+    layout: Layout,
+    optimizer: object = None,
+    wrt: Any = nnx.Param,
 ) -> Description:
     """Describes a model under a layout.
 
@@ -145,16 +150,18 @@ def describe_model(
         abstract: An abstract model; it gets its placements written into its metadata.
         layout: The layout.
         optimizer: What a Trainer takes as optimizer, for its state's bytes.
+        wrt: Filter of the Variables that are trained: these have gradients.
     """
+    trained = {path for path, _ in nnx.to_flat_state(nnx.state(abstract, wrt))}
     placements = annotate(abstract, layout)
     rows, gradients = [], 0
     for path, variable in variables_of(abstract):
         info, place = array_info(path, variable), placements[path]
         size = array_bytes(layout, info.shape, info.dtype, place.stored)
         rows.append(ArrayRow(info=info, placement=place, bytes_per_device=size))
-        if info.is_param:
+        if path in trained:
             gradients += array_bytes(layout, info.shape, info.dtype, place.gradient)
-    optimizer_rows = _optimizer_rows(abstract, layout, optimizer)
+    optimizer_rows = _optimizer_rows(abstract, layout, optimizer, trained)
     return Description(
         layout=layout,
         rows=tuple(rows),
@@ -166,11 +173,11 @@ def describe_model(
 
 
 def _optimizer_rows(
-    abstract: nnx.Module, layout: Layout, optimizer: object
+    abstract: nnx.Module, layout: Layout, optimizer: object, trained: Container[Path]
 ) -> tuple[tuple[str, tuple[int, ...], P, int], ...]:
     if optimizer is None:
         return ()
-    params = {p: v for p, v in variables_of(abstract) if isinstance(v, nnx.Param)}
+    params = {path: v for path, v in variables_of(abstract) if path in trained}
     values = {path: v.get_value() for path, v in params.items()}
     tx = as_transformation(optimizer, abstract)
     state = jax.eval_shape(tx.init, nest(values))
@@ -181,6 +188,7 @@ def _optimizer_rows(
         layout,
     )
     leaves = jax.tree_util.tree_leaves_with_path(state)
+    flat_specs = jax.tree.leaves(specs, is_leaf=is_spec)
     return tuple(
         (
             state_path(path),
@@ -188,9 +196,5 @@ def _optimizer_rows(
             spec,
             array_bytes(layout, tuple(leaf.shape), leaf.dtype, spec),
         )
-        for (path, leaf), spec in zip(
-            leaves,
-            jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P)),
-            strict=True,
-        )
+        for (path, leaf), spec in zip(leaves, flat_specs, strict=True)
     )

@@ -11,7 +11,7 @@ from nnx_parallel.sharding.layout import ZeroKind
 from nnx_parallel.strategies.base import Strategy
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FSDP(Strategy):
     """Fully sharded data parallelism: one mesh axis splits batch and training state.
 

@@ -10,7 +10,7 @@ from nnx_parallel.sharding.rules import MeshAxes
 from nnx_parallel.strategies.base import Strategy
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TensorParallel(Strategy):
     """Tensor parallelism: the axis ``tensor`` splits heads, hidden units, vocabulary.
 

@@ -102,16 +102,8 @@ def measure(
     )
     batches = [trainer.shard_batch(batch) for batch in case.batches(NUM_BATCHES)]
     start = trainer.state
-    adamw, sgd = copy(start), choose_second(copy(start))
-    losses, sgd_losses, gradients = [], [], {}
-    for index in range(NUM_STEPS):
-        batch = batches[index % NUM_BATCHES]
-        adamw, metrics = trainer.train_step(adamw, batch)
-        losses.append(metrics["loss"])
-        sgd, metrics = trainer.train_step(sgd, batch)
-        sgd_losses.append(metrics["loss"])
-        if index == 0:
-            gradients = to_host(sgd.opt_state.second[0].trace)  # pyright: ignore[reportAttributeAccessIssue]
+    losses, _, _ = train(trainer, copy(start), batches)
+    sgd_losses, gradients, end = train(trainer, choose_second(copy(start)), batches)
     return Run(
         initial=to_host(
             {
@@ -121,13 +113,27 @@ def measure(
             }
         ),
         gradients=gradients,
-        losses=np.asarray(losses),
-        sgd_losses=np.asarray(sgd_losses),
-        params=to_host(sgd.params),
-        variables=to_host(sgd.variables),
+        losses=losses,
+        sgd_losses=sgd_losses,
+        params=to_host(end.params),
+        variables=to_host(end.variables),
         start=start,
-        end=sgd,
+        end=end,
     )
+
+
+def train(
+    trainer: Trainer, state: TrainState, batches: Sequence[Any]
+) -> tuple[np.ndarray, Arrays, TrainState]:
+    """Losses of 20 steps, gradients of the first, and the state after the last."""
+    losses, gradients = [], {}
+    for index in range(NUM_STEPS):
+        state, metrics = trainer.train_step(state, batches[index % NUM_BATCHES])
+        losses.append(float(metrics["loss"]))
+        if index == 0:
+            assert isinstance(state.opt_state, Either)
+            gradients = to_host(state.opt_state.second[0].trace)
+    return np.asarray(losses), gradients, state
 
 
 @cache

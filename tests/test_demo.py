@@ -1,0 +1,137 @@
+"""The demo's text and baselines, and a small run of it from start to end."""
+
+import itertools
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from demo.corpus import (
+    RandomWindows,
+    bigram_bits,
+    spread_windows,
+    standard_library,
+    unigram_bits,
+)
+from demo.train import STRATEGIES, Settings, run
+from models import GPTConfig
+
+
+def as_bytes(text: bytes) -> np.ndarray:
+    return np.frombuffer(text, np.uint8)
+
+
+def test_held_out_files_are_none_of_those_trained_on() -> None:
+    corpus = standard_library()
+    assert not set(corpus.train_files) & set(corpus.valid_files)
+    assert len(corpus.valid_files) > 5
+    assert len(corpus.valid) > 100_000
+    assert len(corpus.train) > 10 * len(corpus.valid)
+
+
+def test_corpus_is_the_same_each_time_and_in_order_of_names() -> None:
+    first, second = standard_library(), standard_library()
+    assert first == second
+    assert list(first.train_files) == sorted(first.train_files)
+    np.testing.assert_array_equal(first.valid, second.valid)
+
+
+def test_corpus_leaves_out_tests_and_packages() -> None:
+    corpus = standard_library()
+    folders = {
+        part for file in corpus.train_files for part in file.parts[:-1] if part
+    }
+    assert "asyncio" in folders
+    assert not folders & {"site-packages", "dist-packages", "test", "tests", "idlelib"}
+
+
+def test_held_out_files_follow_from_their_names_alone(tmp_path: Path) -> None:
+    def held_out(root: Path) -> set[Path]:
+        files = standard_library(root).valid_files
+        return {file.relative_to(root) for file in files}
+
+    for root in (tmp_path / "a", tmp_path / "b"):
+        (root / "test").mkdir(parents=True)
+        (root / "test" / "left_out.py").write_text("x")
+        for number in range(60):
+            (root / f"m{number}.py").write_text(root.name)
+    assert held_out(tmp_path / "a") == held_out(tmp_path / "b")
+    (tmp_path / "b" / "another.py").write_text("")
+    assert held_out(tmp_path / "b") - {Path("another.py")} == held_out(tmp_path / "a")
+
+
+def test_a_directory_without_source_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=re.escape("too few to hold any out")):
+        standard_library(tmp_path)
+
+
+def test_random_windows_are_windows_and_the_same_from_each_start() -> None:
+    text = as_bytes(bytes(range(100)))
+    windows = RandomWindows(text=text, global_batch_size=4, seq_len=8)
+    first = list(itertools.islice(windows, 3))
+    for batch, again in zip(first, windows, strict=False):
+        assert (batch.shape, batch.dtype) == ((4, 9), np.int32)
+        np.testing.assert_array_equal(batch, again)
+        np.testing.assert_array_equal(np.diff(batch), 1)
+    assert not np.array_equal(first[0], first[1])
+
+
+def test_spread_windows_reach_from_start_to_end() -> None:
+    text = as_bytes(bytes(range(100)))
+    batches = spread_windows(text, num_batches=2, global_batch_size=2, seq_len=4)
+    assert [batch.shape for batch in batches] == [(2, 5)] * 2
+    assert batches[0][0, 0] == 0
+    assert batches[-1][-1, -1] == 99
+
+
+def test_unigram_bits_by_hand() -> None:
+    # Of "aab" with 1 added to each of 256 bytes: a 3/259, b 2/259, c 1/259.
+    rows = as_bytes(b"zabc").astype(np.int32)[None]
+    expected = -sum(math.log2(n / 259) for n in (3, 2, 1)) / 3
+    assert unigram_bits(as_bytes(b"aab"), [rows]) == pytest.approx(expected)
+
+
+def test_bigram_bits_by_hand() -> None:
+    # Pairs of "aab" are aa and ab: after a 2/258 each, after another byte 1/256.
+    rows = as_bytes(b"aabc").astype(np.int32)[None]
+    expected = -(2 * math.log2(2 / 258) + math.log2(1 / 256)) / 3
+    assert bigram_bits(as_bytes(b"aab"), [rows]) == pytest.approx(expected)
+
+
+def test_each_strategy_has_a_mesh_of_eight(devices: list) -> None:
+    for name, make_strategy in STRATEGIES.items():
+        assert make_strategy().make_mesh(devices).size == 8, name
+
+
+@pytest.mark.slow
+def test_demo_trains_resumes_and_restores(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], devices: list
+) -> None:
+    settings = Settings(
+        directory=str(tmp_path),
+        model=GPTConfig.tiny_llama(num_layers=2),
+        num_steps=4,
+        pause_every=2,
+        global_batch_size=8,
+        seq_len=16,
+        num_valid_batches=2,
+        sample_len=16,
+    )
+    run(STRATEGIES["default"](), settings)
+    first = capsys.readouterr().out
+    assert "mesh fsdp=4 * tensor=2" in first
+    assert "step 4/4" in first
+    assert "Step 4 restored on 4 devices" in first
+    assert "Resumed" not in first
+
+    run(STRATEGIES["hsdp"](), settings)
+    second = capsys.readouterr().out
+    assert "Resumed from step 4" in second
+    assert "All 4 steps are done" in second
+    assert [gpt_bits(second)[0]] * 2 == pytest.approx(gpt_bits(first), abs=1e-4)
+
+
+def gpt_bits(output: str) -> list[float]:
+    return [float(bits) for bits in re.findall(r"GPT +(\d+\.\d+)", output)]
