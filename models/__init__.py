@@ -3,7 +3,7 @@
 from models.classifier import MLPClassifier as MLPClassifier
 from models.classifier import MLPClassifierConfig as MLPClassifierConfig
 from models.classifier import classification_loss as classification_loss
+from models.generation import generate as generate
 from models.gpt import GPT as GPT
-from models.gpt import GPTConfig as GPTConfig
-from models.gpt import generate as generate
 from models.gpt import next_token_loss as next_token_loss
+from models.gpt_config import GPTConfig as GPTConfig

@@ -145,8 +145,16 @@ class Trainer:
 
     @property
     def state(self) -> TrainState:
-        """The training state, built on first use. A step donates and replaces it."""
+        """The training state, built on first use. A step donates and replaces it.
+
+        A loop of your own hands the new one back, for all else that the Trainer does:
+        ``trainer.state, metrics = trainer.train_step(trainer.state, batch)``.
+        """
         return self._engine.state
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self._engine.state = state
 
     @property
     def step(self) -> int:

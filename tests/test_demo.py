@@ -109,29 +109,38 @@ def test_each_strategy_has_a_mesh_of_eight(devices: list) -> None:
 def test_demo_trains_resumes_and_restores(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], devices: list
 ) -> None:
-    settings = Settings(
-        directory=str(tmp_path),
-        model=GPTConfig.tiny_llama(num_layers=2),
-        num_steps=4,
-        pause_every=2,
-        global_batch_size=8,
-        seq_len=16,
-        num_valid_batches=2,
-        sample_len=16,
-    )
-    run(STRATEGIES["default"](), settings)
-    first = capsys.readouterr().out
-    assert "mesh fsdp=4 * tensor=2" in first
-    assert "step 4/4" in first
-    assert "Step 4 restored on 4 devices" in first
-    assert "Resumed" not in first
+    def output(strategy: str, num_steps: int) -> str:
+        settings = Settings(
+            directory=str(tmp_path),
+            model=GPTConfig.tiny_llama(num_layers=2),
+            num_steps=num_steps,
+            pause_every=2,
+            global_batch_size=8,
+            seq_len=16,
+            num_valid_batches=2,
+            sample_len=16,
+        )
+        run(STRATEGIES[strategy](), settings)
+        return capsys.readouterr().out
 
-    run(STRATEGIES["hsdp"](), settings)
-    second = capsys.readouterr().out
-    assert "Resumed from step 4" in second
-    assert "All 4 steps are done" in second
-    assert [gpt_bits(second)[0]] * 2 == pytest.approx(gpt_bits(first), abs=1e-4)
+    started = output("default", num_steps=2)
+    assert "mesh fsdp=4 * tensor=2" in started
+    assert "step 2/2" in started
+    assert "Resumed" not in started
+
+    resumed = output("hsdp", num_steps=4)
+    assert "mesh data=2 * fsdp=4" in resumed
+    assert "Resumed from step 2" in resumed
+    assert "step 4/4" in resumed
+
+    done = output("default", num_steps=4)
+    assert "Resumed from step 4" in done
+    assert "All 4 steps are done: nothing to train." in done
+    assert "Step 4 restored on 4 devices under DataParallel()" in done
+    assert gpt_bits(done) == pytest.approx(gpt_bits(resumed), abs=2e-4)
 
 
 def gpt_bits(output: str) -> list[float]:
-    return [float(bits) for bits in re.findall(r"GPT +(\d+\.\d+)", output)]
+    """The bits per byte before and after the restore."""
+    before, after = re.findall(r"GPT +(\d+\.\d+)", output)
+    return [float(before), float(after)]

@@ -6,16 +6,31 @@ optimizations.
 """
 
 from itertools import product
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
-from tests.parity.models import CASES, Arrays
+from models import GPT, GPTConfig, next_token_loss
+from nnx_parallel import Mean, Trainer
+from nnx_parallel.layers import cross_entropy
+from nnx_parallel.metrics import as_mean
+from nnx_parallel.step import LossFn
+from tests.parity.models import CASES, GPT_SIZES, Arrays, token_loss
 from tests.parity.pairs import all_pairs, pairs_met
-from tests.parity.runs import Run, compiling, measure, promised_shardings, reference
-from tests.parity.strategies import PLANS
+from tests.parity.runs import (
+    Run,
+    compiling,
+    measure,
+    promised_shardings,
+    reference,
+    to_host,
+)
+from tests.parity.strategies import ONE_DEVICE, PLANS, Plan
 
 MICROBATCHES = (1, 4)
 PRODUCT = list(product(CASES, PLANS, MICROBATCHES))
@@ -78,13 +93,15 @@ def assert_same_bits(found: Arrays, expected: Arrays) -> None:
     assert different == []
 
 
-def assert_gradients_close(found: Arrays, expected: Arrays) -> None:
+def assert_gradients_close(
+    found: Arrays, expected: Arrays, limit: float = 1e-5
+) -> None:
     """Each leaf to 1e-5 of the largest gradient of the tree."""
     assert found.keys() == expected.keys()
     largest = max(np.abs(leaf).max() for leaf in expected.values())
     assert largest > 0
     errors = {p: np.abs(found[p] - expected[p]).max() / largest for p in expected}
-    assert_all_below(errors, 1e-5)
+    assert_all_below(errors, limit)
 
 
 def assert_params_close(found: Arrays, expected: Arrays) -> None:
@@ -132,3 +149,99 @@ def axes_in_use(run: Run) -> set[str]:
         if entry is not None
     ]
     return {a for e in entries for a in ((e,) if isinstance(e, str) else e)}
+
+
+# A mean is that of the whole batch, however it is split
+
+
+def masked_loss(model: Any, batch: Any) -> Mean:
+    """Over the tokens that count, of which rows have different numbers."""
+    return next_token_loss(model, batch)
+
+
+def loss_of_two_weights(model: Any, batch: Any) -> Mean:
+    """Token loss, and the squared log-normaliser over weights of its own."""
+    logits = model(batch["tokens"][:, :-1])
+    weights, other = batch["weights"][:, 1:], 1.0 + batch["tokens"][:, 1:] % 3
+    normaliser = jax.nn.logsumexp(logits, axis=-1)
+    z_loss = Mean((other * normaliser**2).sum(), other.sum())
+    return cross_entropy(logits, batch["tokens"][:, 1:], weights) + 0.1 * z_loss
+
+
+def build_without_dropout(rngs: nnx.Rngs) -> GPT:
+    return GPT(GPTConfig.tiny(**(GPT_SIZES | {"dropout": 0.0})), rngs=rngs)
+
+
+def by_hand(loss: LossFn, batch: Arrays) -> tuple[float, Arrays]:
+    """Loss and gradients of a batch at once, by nothing but JAX and Flax."""
+    graphdef, params, rest = nnx.split(
+        build_without_dropout(nnx.Rngs(0)), nnx.Param, ...
+    )
+
+    @jax.jit
+    def value_and_grad(params: nnx.State) -> tuple[jax.Array, nnx.State]:
+        def objective(params: nnx.State) -> jax.Array:
+            means = loss(nnx.merge(graphdef, params, rest, copy=True), batch)
+            assert isinstance(means, Mean)
+            terms = [t.total / t.weight for t in means.terms]
+            return jnp.sum(jnp.stack(terms))
+
+        return jax.value_and_grad(objective)(params)
+
+    value, grads = value_and_grad(params)
+    return float(value), to_host(nnx.to_pure_dict(grads))
+
+
+@pytest.mark.xdist_group("means")
+@pytest.mark.parametrize("plan", [ONE_DEVICE, PLANS["dp8"]], ids=["one", "dp8"])
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("loss", [masked_loss, loss_of_two_weights])
+def test_accumulated_mean_is_that_of_the_batch(
+    loss: LossFn, microbatches: int, plan: Plan
+) -> None:
+    (batch,) = CASES["gpt"].batches(1)
+    counts = batch["weights"][:, 1:].sum(axis=1).reshape(-1, 4).sum(axis=0)
+    assert len(set(counts)) == 4, "microbatches weigh the same"
+    with compiling(optimized=False):
+        trainer = Trainer(
+            build_without_dropout,
+            optax.trace(decay=0.0),  # its state is the gradient
+            loss,
+            strategy=plan.strategy(),
+            num_microbatches=microbatches,
+            devices=plan.devices(),
+            loggers=(),
+        )
+        state, metrics = trainer.train_step(trainer.state, trainer.shard_batch(batch))
+        expected_loss, expected_gradients = by_hand(loss, batch)
+    np.testing.assert_allclose(float(metrics["loss"]), expected_loss, rtol=1e-6)
+    assert isinstance(state.opt_state, optax.TraceState)
+    gradients = to_host(state.opt_state.trace)
+    assert_gradients_close(gradients, expected_gradients, limit=1e-6)
+
+
+@pytest.mark.xdist_group("means")
+@pytest.mark.parametrize("plan", ["dp8", "fsdp4_tp2"])
+@pytest.mark.parametrize("loss", [masked_loss, token_loss])
+def test_evaluation_is_the_mean_over_all_rows(loss: LossFn, plan: str) -> None:
+    """Without dropout, whatever the sizes of batches; a plain scalar weighs by rows."""
+    (rows,) = CASES["gpt"].batches(1)
+    ragged = [
+        {name: x[part] for name, x in rows.items()}
+        for part in (slice(0, 16), slice(16, 28), slice(28, 29), slice(29, 32))
+    ]
+    with compiling(optimized=False):
+        trainer = Trainer(
+            CASES["gpt"].build,
+            optax.sgd(0.1),
+            loss,
+            strategy=PLANS[plan].strategy(),
+            devices=PLANS[plan].devices(),
+            loggers=(),
+        )
+        found = trainer.evaluate(ragged)
+        expected, _ = by_hand(
+            lambda model, batch: as_mean(loss(model, batch), ""), rows
+        )
+    assert found.keys() == {"loss"}
+    np.testing.assert_allclose(found["loss"], expected, rtol=1e-6)

@@ -172,9 +172,7 @@ def promised_shardings(
 
 def copy(state: TrainState) -> TrainState:
     """The same arrays in the same places, free to be donated."""
-    return jax.tree.map(
-        lambda x: jax.device_put(x, x.sharding, may_alias=False), state
-    )
+    return jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), state)
 
 
 def choose_second(state: TrainState) -> TrainState:

@@ -40,9 +40,7 @@ class Plan:
         return jax.devices()[: math.prod(size or 1 for size in sizes)]
 
 
-def fsdp(
-    size: int, shard: ZeroKind = "params", rules: tuple[Rules, ...] = ()
-) -> FSDP:
+def fsdp(size: int, shard: ZeroKind = "params", rules: tuple[Rules, ...] = ()) -> FSDP:
     """FSDP that splits the smallest arrays too."""
     return FSDP(size, shard=shard, min_size=0, rules=rules)
 

@@ -1,0 +1,240 @@
+"""The shape of a `GPT`: its sizes, its counts, and presets from tiny to 70B.
+
+References:
+    [1] Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
+    [2] Grattafiori et al., "The Llama 3 Herd of Models", 2024, section 3.2,
+    https://arxiv.org/abs/2407.21783
+    [3] Su et al., "RoFormer", 2021, section 3.2, https://arxiv.org/abs/2104.09864
+    [4] Shazeer, "GLU Variants Improve Transformer", 2020,
+    https://arxiv.org/abs/2002.05202
+    [5] Chowdhery et al., "PaLM", 2022, section 5 and appendix B,
+    https://arxiv.org/abs/2204.02311
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from nnx_parallel.layers import Remat, check_remat
+
+Norm = Literal["layer", "rms"]
+Positions = Literal["learned", "rope"]
+Activation = Literal["gelu", "swiglu"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """Shape of a `GPT`, and what it is made of.
+
+    Attributes:
+        vocab_size: Number of tokens.
+        seq_len: Longest sequence; the rows of the table of learned positions.
+        num_layers: Number of blocks.
+        embed_dim: Width of the residual stream.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads, each shared by as many query heads;
+            ``None``: one for each.
+        head_dim: Width of a head; ``None``: ``embed_dim / num_heads``.
+        mlp_dim: Width of the MLP; ``None``: ``4 * embed_dim``.
+        norm: LayerNorm or RMSNorm, before attention and MLP.
+        positions: A learned table, or rotation of queries and keys [3].
+        rope_theta: Base of the rotation's wavelengths.
+        activation: GELU, or SwiGLU with its third kernel [4].
+        use_bias: Whether kernels and LayerNorms have biases.
+        tied: Whether the embedding is also the head.
+        dropout: Probability of dropping an output of embedding, attention and MLP.
+        remat: What a block keeps for the backward pass; ``None`` follows the Trainer.
+        z_loss: Weight of the squared log-normaliser in the loss [5].
+
+    Raises:
+        ValueError: If a value is out of range, or sizes do not divide.
+
+    Example:
+        >>> f"{GPTConfig.gpt2_124m().num_params:,}"
+        '124,439,808'
+        >>> GPTConfig.tiny(num_kv_heads=2).sizes["kv_heads"]
+        2
+    """
+
+    vocab_size: int
+    seq_len: int
+    num_layers: int
+    embed_dim: int
+    num_heads: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    mlp_dim: int | None = None
+    norm: Norm = "layer"
+    positions: Positions = "learned"
+    rope_theta: float = 10_000.0
+    activation: Activation = "gelu"
+    use_bias: bool = True
+    tied: bool = True
+    dropout: float = 0.0
+    remat: Remat | None = None
+    z_loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        norms, positions = get_args(Norm), get_args(Positions)
+        activations = get_args(Activation)
+        rules = (
+            ("norm", self.norm in norms, f"one of {norms}"),
+            ("positions", self.positions in positions, f"one of {positions}"),
+            ("activation", self.activation in activations, f"one of {activations}"),
+            ("rope_theta", self.rope_theta > 0, "above 0"),
+            ("dropout", 0 <= self.dropout < 1, "a probability in [0, 1)"),
+            ("z_loss", self.z_loss >= 0, "at least 0"),
+        )
+        numbers = ("vocab_size", "seq_len", "num_layers", "embed_dim", "num_heads")
+        numbers += ("num_kv_heads", "head_dim", "mlp_dim")
+        given = {n: v for n in numbers if (v := getattr(self, n)) is not None}
+        rules += tuple((n, v >= 1, "at least 1") for n, v in given.items())
+        for name, is_met, rule in rules:
+            if not is_met:
+                found = getattr(self, name)
+                raise ValueError(f"GPTConfig.{name} is {found!r}; it must be {rule}.")
+        check_remat(self.remat)
+        self._check_heads()
+
+    def _check_heads(self) -> None:
+        heads, kv_heads = self.num_heads, self.sizes["kv_heads"]
+        if self.head_dim is None and self.embed_dim % heads:
+            raise ValueError(
+                f"GPTConfig.embed_dim is {self.embed_dim} and num_heads {heads}, which "
+                f"does not divide it. Give embed_dim a multiple of {heads}, or say "
+                "head_dim."
+            )
+        if heads % kv_heads:
+            divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+            raise ValueError(
+                f"GPTConfig.num_kv_heads is {kv_heads} and num_heads {heads}: each "
+                "key head serves the same number of query heads. num_kv_heads must "
+                f"divide num_heads: one of {divisors}."
+            )
+        if self.positions == "rope" and self.sizes["head_dim"] % 2:
+            raise ValueError(
+                f"GPTConfig.head_dim is {self.sizes['head_dim']}, but positions='rope' "
+                "rotates features in pairs: head_dim must be even."
+            )
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of each logical axis."""
+        return {
+            "embed": self.embed_dim,
+            "heads": self.num_heads,
+            "kv_heads": self.num_kv_heads or self.num_heads,
+            "head_dim": self.head_dim or self.embed_dim // self.num_heads,
+            "mlp": self.mlp_dim or 4 * self.embed_dim,
+            "vocab": self.vocab_size,
+        }
+
+    @property
+    def num_params(self) -> int:
+        """Number of parameters."""
+        sizes = self.sizes
+        embed = sizes["embed"]
+        norm = embed * (2 if self.norm == "layer" and self.use_bias else 1)
+        biases = (sizes["heads"] + 2 * sizes["kv_heads"]) * sizes["head_dim"] + embed
+        biases += sizes["mlp"] * (2 if self.activation == "swiglu" else 1) + embed
+        block = 2 * norm + (biases if self.use_bias else 0)
+        looked_up = 0 if self.tied else sizes["vocab"] * embed
+        looked_up += self.seq_len * embed if self.positions == "learned" else 0
+        return self.num_product_params + self.num_layers * block + norm + looked_up
+
+    @property
+    def num_product_params(self) -> int:
+        """Number of parameters that take part in products: all kernels and the head.
+
+        A tied embedding is the head and counts once. Norms and biases do not count,
+        nor do tables that are only looked up in: learned positions, and an embedding
+        beside a head of its own.
+        """
+        sizes = self.sizes
+        attention = 2 * (sizes["heads"] + sizes["kv_heads"]) * sizes["head_dim"]
+        mlp = (3 if self.activation == "swiglu" else 2) * sizes["mlp"]
+        return sizes["embed"] * (self.num_layers * (attention + mlp) + sizes["vocab"])
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """FLOPs of a training step per token, forward and backward, for MFU [5].
+
+        ``6 N`` for N `num_product_params`, and ``12 L E T`` for the products of queries
+        with keys and of scores with values, E being all heads together. A causal mask
+        halves the work that a good kernel does, but not this number; recomputation does
+        not raise it.
+        """
+        attended = self.sizes["heads"] * self.sizes["head_dim"] * seq_len
+        return 6 * self.num_product_params + 12 * self.num_layers * attended
+
+    def check_length(self, length: int) -> None:
+        """Checks that a sequence has a position for each of its tokens.
+
+        Raises:
+            ValueError: If learned positions end before it does.
+        """
+        if self.positions == "learned" and length > self.seq_len:
+            raise ValueError(
+                f"A sequence of {length} tokens, but learned positions end at "
+                f"GPTConfig.seq_len={self.seq_len}. Shorten it, raise seq_len, or use "
+                "positions='rope'."
+            )
+
+    @classmethod
+    def tiny(cls, **overrides: Any) -> GPTConfig:
+        """GPT-2's parts over bytes, for tests and laptops: 0.2 M parameters."""
+        base = cls(vocab_size=256, seq_len=64, num_layers=4, embed_dim=64, num_heads=4)
+        return replace(base, **overrides)
+
+    @classmethod
+    def tiny_llama(cls, **overrides: Any) -> GPTConfig:
+        """Llama's parts in the same size, two query heads to a key head."""
+        base = cls.tiny(num_kv_heads=2, mlp_dim=128, **_LLAMA_PARTS)
+        return replace(base, **overrides)
+
+    @classmethod
+    def gpt2_124m(cls, **overrides: Any) -> GPTConfig:
+        """GPT-2 small [1]."""
+        base = cls(
+            vocab_size=50_257, seq_len=1024, num_layers=12, embed_dim=768, num_heads=12
+        )
+        return replace(base, **overrides)
+
+    @classmethod
+    def gpt_1_3b(cls, **overrides: Any) -> GPTConfig:
+        """GPT-2 in the size of GPT-3 XL; vocabulary padded to a multiple of 128."""
+        base = cls(
+            vocab_size=50_304, seq_len=2048, num_layers=24, embed_dim=2048, num_heads=16
+        )
+        return replace(base, **overrides)
+
+    @classmethod
+    def llama3_8b(cls, **overrides: Any) -> GPTConfig:
+        """Llama 3 8B [2]."""
+        base = cls(
+            vocab_size=128_256,
+            seq_len=8192,
+            num_layers=32,
+            embed_dim=4096,
+            num_heads=32,
+        )
+        base = replace(base, num_kv_heads=8, mlp_dim=14_336, **_LLAMA_PARTS)
+        return replace(base, **overrides)
+
+    @classmethod
+    def llama3_70b(cls, **overrides: Any) -> GPTConfig:
+        """Llama 3 70B [2]."""
+        base = cls.llama3_8b(
+            num_layers=80, embed_dim=8192, num_heads=64, mlp_dim=28_672
+        )
+        return replace(base, **overrides)
+
+
+_LLAMA_PARTS: dict[str, Any] = {
+    "norm": "rms",
+    "positions": "rope",
+    "rope_theta": 500_000.0,
+    "activation": "swiglu",
+    "use_bias": False,
+    "tied": False,
+}

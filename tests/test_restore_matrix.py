@@ -1,0 +1,181 @@
+"""A checkpoint of any strategy restores under any other, and a run goes on from it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import grain
+import jax
+import numpy as np
+import optax
+import pytest
+
+from models import GPT, GPTConfig, next_token_loss
+from nnx_parallel import Checkpoint, Trainer, TrainState
+from nnx_parallel.checkpoint.training import to_groups
+from tests.parity.models import GPT_SIZES, Arrays, token_batch
+from tests.parity.runs import as_numpy, compiling
+from tests.parity.strategies import ONE_DEVICE, PLANS, Plan
+
+ALL_PLANS = {"one_device": ONE_DEVICE, **PLANS}
+CONFIG = GPTConfig.tiny(**GPT_SIZES)
+
+
+def make_trainer(
+    plan: Plan, directory: Path | None = None, *, seed: int = 0, every: int = 1000
+) -> Trainer:
+    return Trainer(
+        lambda rngs: GPT(CONFIG, rngs=rngs),
+        optax.adamw(1e-2),
+        next_token_loss,
+        strategy=plan.strategy(),
+        num_microbatches=2,
+        seed=seed,
+        ema_decay=0.9,
+        checkpoint=directory and Checkpoint(directory, every=every),
+        devices=plan.devices(),
+        loggers=(),
+    )
+
+
+def all_arrays(state: TrainState) -> Arrays:
+    """Everything that a state holds, by group and path."""
+    return {
+        f"{group}: {path}": as_numpy(x)
+        for group, arrays in to_groups(state).items()
+        for path, x in arrays.items()
+    }
+
+
+def assert_same_bits(found: TrainState, expected: Arrays) -> None:
+    arrays = all_arrays(found)
+    assert arrays.keys() == expected.keys()
+    different = [p for p in expected if arrays[p].tobytes() != expected[p].tobytes()]
+    assert different == []
+
+
+def make_batches(count: int) -> list[Arrays]:
+    rng = np.random.default_rng(0)
+    return [token_batch(rng) for _ in range(count)]
+
+
+# Every pair of strategies
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Arrays]:
+    """A run of two steps on one device: its directory and all that it held."""
+    directory = tmp_path_factory.mktemp("trained")
+    with compiling(optimized=False):
+        trainer = make_trainer(ONE_DEVICE, directory)
+        trainer.fit(make_batches(2), num_steps=2)
+        assert_is_trained(trainer.state)
+        return directory, all_arrays(trainer.state)
+
+
+def assert_is_trained(state: TrainState) -> None:
+    """No part of the state is what another start would give."""
+    before = all_arrays(make_trainer(ONE_DEVICE, seed=1).state)
+    after = all_arrays(state)
+    assert before.keys() == after.keys()
+    assert {path.split(":")[0] for path in after} == {
+        "params",
+        "variables",
+        "ema",
+        "optimizer",
+        "progress",
+    }
+    same = [p for p in after if after[p].tobytes() == before[p].tobytes()]
+    assert same == []
+
+
+@pytest.fixture(scope="module")
+def targets() -> dict[str, Trainer]:
+    """A Trainer for each strategy, its seed another."""
+    return {name: make_trainer(plan, seed=1) for name, plan in ALL_PLANS.items()}
+
+
+@pytest.mark.xdist_group("restore matrix")
+@pytest.mark.parametrize("saved", ALL_PLANS)
+def test_restores_under_every_strategy(
+    saved: str,
+    trained: tuple[Path, Arrays],
+    targets: dict[str, Trainer],
+    tmp_path: Path,
+) -> None:
+    source, expected = trained
+    with compiling(optimized=False):
+        saver = make_trainer(ALL_PLANS[saved], tmp_path, seed=1)
+        saver.restore(directory=source)
+        saver.save()
+        for trainer in targets.values():
+            trainer.restore(directory=tmp_path)
+            assert trainer.step == 2
+            assert_same_bits(trainer.state, expected)
+            assert_lives_on(trainer)
+
+
+def assert_lives_on(trainer: Trainer) -> None:
+    """The arrays lie where the strategy says, not where they were saved."""
+    stored = {
+        row.info.path: trainer.layout.sharding(row.placement.stored)
+        for row in trainer.describe().rows
+    }
+    groups = to_groups(trainer.state)
+    for path, x in (groups["params"] | groups["variables"]).items():
+        assert x.sharding.is_equivalent_to(stored[path], x.ndim), path
+    devices = set(trainer.mesh.devices.flat)
+    assert all(x.sharding.device_set == devices for x in jax.tree.leaves(groups))
+
+
+# A run that was stopped
+
+
+class Epochs:
+    """Four batches over and over: the third step of six is inside the first epoch."""
+
+    def __iter__(self) -> Iterator[Arrays]:
+        while True:
+            yield from make_batches(4)
+
+
+class Rows:
+    """Rows for Grain to shuffle."""
+
+    def __init__(self) -> None:
+        batches = make_batches(3)
+        self._rows = {k: np.concatenate([b[k] for b in batches]) for k in batches[0]}
+
+    def __len__(self) -> int:
+        return len(self._rows["tokens"])
+
+    def __getitem__(self, index: int) -> Arrays:
+        return {name: rows[index] for name, rows in self._rows.items()}
+
+
+def shuffled_rows() -> grain.IterDataset:
+    """Three batches an epoch, each epoch in an order of its own."""
+    rows = grain.MapDataset.source(Rows()).seed(7).shuffle().repeat()
+    return rows.to_iter_dataset().batch(32)
+
+
+@pytest.mark.xdist_group("resume")
+@pytest.mark.parametrize("make_data", [Epochs, shuffled_rows])
+def test_a_stopped_run_goes_on(make_data, tmp_path: Path) -> None:
+    """Bit for bit on the same strategy; within rounding on another one."""
+    plan, other = PLANS["fsdp4_tp2"], PLANS["dp8"]
+    with compiling(optimized=False):
+        whole = make_trainer(plan)
+        expected = whole.fit(make_data(), num_steps=6)["loss"]
+
+        stopped = make_trainer(plan, tmp_path)
+        first = stopped.fit(make_data(), num_steps=3)["loss"]
+        elsewhere = make_trainer(other, seed=1)
+        elsewhere.restore(directory=tmp_path)
+        resumed = make_trainer(plan, tmp_path, seed=1)
+        rest = resumed.fit(make_data(), num_steps=6)["loss"]
+        rest_elsewhere = elsewhere.fit(make_data(), num_steps=6)["loss"]
+
+    np.testing.assert_array_equal(np.concatenate([first, rest]), expected)
+    assert_same_bits(resumed.state, all_arrays(whole.state))
+    np.testing.assert_allclose(rest_elsewhere, expected[3:], rtol=1e-5)
+    assert len(set(expected)) == 6
