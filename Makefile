@@ -29,10 +29,10 @@ demo-clean:  ## forget the demo's run, so that the next starts afresh
 setup: $(VENV)/.dev  ## the library and all development tools, in an environment
 
 test: $(VENV)/.dev  ## the tests, without the slow ones
-	$(python) -m pytest -n 2 -m "not slow" $(PYTEST_ARGS)
+	$(python) -m pytest -n 2 --dist loadgroup -m "not slow" $(PYTEST_ARGS)
 
 test-all: $(VENV)/.dev  ## all tests
-	$(python) -m pytest -n 2 $(PYTEST_ARGS)
+	$(python) -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev  ## style, format, types
 	$(VENV)/bin/ruff check

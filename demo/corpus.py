@@ -60,9 +60,7 @@ def standard_library(root: Path | None = None, *, hold_out: int = 20) -> Corpus:
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
     files = [file for file in sorted(root.rglob("*.py")) if _is_wanted(file, root)]
-    held_out = {
-        file for file in files if _hash(file.relative_to(root)) % hold_out == 0
-    }
+    held_out = {file for file in files if _hash(file.relative_to(root)) % hold_out == 0}
     if not held_out or len(held_out) == len(files):
         raise FileNotFoundError(
             f"{len(files)} Python files in '{root}': too few to hold any out. The demo "

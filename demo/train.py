@@ -58,12 +58,12 @@ class Settings:
             embed_dim=128, num_kv_heads=4, mlp_dim=256, rope_theta=10_000.0
         )
     )
-    num_steps: int = 600
+    num_steps: int = 500
     pause_every: int = 100
     global_batch_size: int = 16
     seq_len: int = 256
     num_valid_batches: int = 32
-    sample_len: int = 400
+    sample_len: int = 250
 
 
 def run(strategy: Strategy, settings: Settings) -> None:

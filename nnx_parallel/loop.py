@@ -57,14 +57,10 @@ class Loop:
                 step += 1
                 self.position.advance(item.state)
                 recorder.push(step, metrics, item.wait_seconds)
-                is_last = step == num_steps or self.hooks.wants_stop
-                evaluates = self.eval_data is not None and (
-                    is_last or self._is_due(step)
-                )
-                saves = self.storage.is_due(step) or is_last
-                if evaluates or saves:
-                    self._pause(step, evaluates=evaluates, saves=saves)
-                if is_last:
+                saves = self.storage.is_due(step)
+                if saves or self._evaluates(step) or self._ends(step, num_steps):
+                    self._pause(step, num_steps, saves=saves)
+                if self._ends(step, num_steps):
                     break
 
     def _feed(self, data: Iterable[Batch], step: int, num_steps: int) -> Feed:
@@ -90,22 +86,34 @@ class Loop:
             device=self.engine.plan.layout.mesh.devices.flat[0],
         )
 
-    def _is_due(self, step: int) -> bool:
-        return bool(self.eval_every) and step % self.eval_every == 0
+    def _evaluates(self, step: int) -> bool:
+        is_due = bool(self.eval_every) and step % self.eval_every == 0
+        return is_due and self.eval_data is not None
 
-    def _pause(self, step: int, *, evaluates: bool, saves: bool) -> None:
-        """Evaluates and saves, once every step so far is known to be finite."""
+    def _ends(self, step: int, num_steps: int) -> bool:
+        return step == num_steps or self.hooks.wants_stop
+
+    def _pause(self, step: int, num_steps: int, *, saves: bool) -> None:
+        """Evaluates and saves, once every step so far is known to be finite.
+
+        Hooks that run here may end the fit: then this step is evaluated and saved.
+        """
         self.recorder.flush()
         metrics = self.recorder.last_row()
-        if evaluates and self.eval_data is not None:
-            found = self.engine.evaluate(self.eval_data)
-            self.recorder.record("eval", step, found)
-            self.hooks.eval_end(step, found)
-            metrics |= {f"eval_{name}": value for name, value in found.items()}
-        if saves and self.storage.options is not None:
+        if self._evaluates(step) or self._ends(step, num_steps):
+            metrics |= self._evaluate(step)
+        if self.storage.options and (saves or self._ends(step, num_steps)):
             position = self.position.to_json()
             self.storage.save(self.engine.state, step, position, metrics)
         self.recorder.restart_clock()
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        if self.eval_data is None:
+            return {}
+        found = self.engine.evaluate(self.eval_data)
+        self.recorder.record("eval", step, found)
+        self.hooks.eval_end(step, found)
+        return {f"eval_{name}": value for name, value in found.items()}
 
 
 def _step_flops(compiled: jax.stages.Compiled) -> float | None:

@@ -101,10 +101,12 @@ def _shape_message(
             f"multiply to {product}, which does not divide {num_devices}. Valid "
             f"products of the known sizes: {divisors}."
         )
+    fewer = f", or pass devices=jax.devices()[:{product}]"
     return (
         f"Mesh {shape} covers {product} devices but {num_devices} are available. Axis "
-        f"sizes must multiply to {num_devices}; leave one size out to infer it, or "
-        f"pass devices=jax.devices()[:{product}]. Valid sizes of one axis: {divisors}."
+        f"sizes must multiply to {num_devices}; leave one size out to infer it"
+        f"{fewer if product < num_devices else ''}. Valid sizes of one axis: "
+        f"{divisors}."
     )
 
 

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from nnx_parallel.errors import LossError
+
+RESERVED_METRICS = (
+    "step",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "loss_scale",
+    "skipped",
+)
+"""What a step reports itself, so that a loss cannot give it another meaning."""
 
 
 @jax.tree_util.register_dataclass
@@ -100,17 +111,30 @@ def as_mean(value: Any, name: str, weight: float = 1.0) -> Mean:
     """A metric as a `Mean`; a plain scalar counts with ``weight``.
 
     Raises:
-        LossError: If it is neither a `Mean` nor a floating-point scalar.
+        LossError: If it is neither a `Mean` of scalars nor a scalar.
     """
     if isinstance(value, Mean):
+        for term in value.terms:
+            _check_scalar(term.total, f"{name}'s total")
+            _check_scalar(term.weight, f"{name}'s weight")
         return value
-    shape, dtype = jnp.shape(value), jnp.result_type(value)
-    if shape != () or not jnp.issubdtype(dtype, jnp.number):
-        raise LossError(
-            f"{name} has shape {shape} and dtype {dtype}. It must be a scalar or a "
-            "Mean(total, weight): reduce it, for instance with .mean()."
-        )
+    _check_scalar(value, name)
     return Mean(jnp.asarray(value, jnp.float32) * weight, weight)
+
+
+def _check_scalar(value: Any, name: str) -> None:
+    if not isinstance(value, get_args(ArrayLike)):
+        raise LossError(
+            f"{name} is a {type(value).__name__}. It must be a real scalar or a "
+            "Mean(total, weight)."
+        )
+    shape, dtype = jnp.shape(value), jnp.result_type(value)
+    is_real = any(jnp.issubdtype(dtype, kind) for kind in (jnp.integer, jnp.floating))
+    if shape != () or not is_real:
+        raise LossError(
+            f"{name} has shape {shape} and dtype {dtype}. It must be a real scalar or "
+            "a Mean(total, weight): reduce it, for instance with .mean()."
+        )
 
 
 def split_loss_output(output: Any, weight: float = 1.0) -> tuple[Mean, dict[str, Mean]]:
@@ -123,22 +147,34 @@ def split_loss_output(output: Any, weight: float = 1.0) -> tuple[Mean, dict[str,
     Raises:
         LossError: If the output is not ``loss`` or ``(loss, metrics)``.
     """
-    loss, metrics = output if isinstance(output, tuple) else (output, {})
-    if not isinstance(metrics, Mapping):
+    loss, metrics = _split(output)
+    mean = as_mean(loss, "The loss", weight)
+    dtype = jnp.result_type(loss.total if isinstance(loss, Mean) else loss)
+    if not jnp.issubdtype(dtype, jnp.floating):
         raise LossError(
-            f"The loss returned a {type(metrics).__name__} beside the loss. Return "
-            "loss, or (loss, metrics) with metrics a dict of scalars or Means."
+            f"The loss has dtype {dtype}, which has no gradient. Return a "
+            "floating-point scalar or a Mean."
         )
-    total = loss.total if isinstance(loss, Mean) else loss
-    if not jnp.issubdtype(jnp.result_type(total), jnp.floating):
-        raise LossError(
-            f"The loss has dtype {jnp.result_type(total)}, which has no gradient. "
-            "Return a floating-point scalar or a Mean."
-        )
+    for name in metrics:
+        if name in RESERVED_METRICS:
+            raise LossError(
+                f"A metric is named {name!r}, which the step reports itself. Rename "
+                f"it; names that are taken: {list(RESERVED_METRICS)}."
+            )
     named = {
         name: as_mean(value, f"Metric {name!r}", weight)
         for name, value in metrics.items()
     }
-    if "loss" in named:
-        raise LossError("A metric is named 'loss', as the loss itself. Rename it.")
-    return as_mean(loss, "The loss", weight), named
+    return mean, named
+
+
+def _split(output: Any) -> tuple[Any, Mapping[str, Any]]:
+    if not isinstance(output, tuple):
+        return output, {}
+    if len(output) != 2 or not isinstance(output[1], Mapping):
+        kinds = ", ".join(type(part).__name__ for part in output)
+        raise LossError(
+            f"The loss returned a tuple of ({kinds}). Return loss, or (loss, metrics) "
+            "with metrics a dict of scalars or Means."
+        )
+    return output

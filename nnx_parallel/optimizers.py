@@ -12,15 +12,16 @@ from typing import Any
 from flax import nnx
 from optax.contrib import MuonDimensionNumbers
 
-from nnx_parallel.sharding.arrays import array_info, variables_of
+from nnx_parallel.sharding.arrays import array_info
 from nnx_parallel.sharding.model import nest
 
 
-def decay_mask(model: nnx.Module) -> dict[str, Any]:
+def decay_mask(model: nnx.Module, wrt: Any = nnx.Param) -> dict[str, Any]:
     """Which parameters weight decay applies to: matrices, not biases or scales.
 
     Args:
         model: The model, abstract or not.
+        wrt: Filter of the Variables that are trained, as the Trainer has it.
 
     Returns:
         bool for each parameter, as the nested dict that Optax sees.
@@ -33,13 +34,12 @@ def decay_mask(model: nnx.Module) -> dict[str, Any]:
     return nest(
         {
             path: _layer_ndim(path, variable) > 1 and path[-1] not in ("bias", "scale")
-            for path, variable in variables_of(model)
-            if isinstance(variable, nnx.Param)
+            for path, variable in nnx.to_flat_state(nnx.state(model, wrt))
         }
     )
 
 
-def muon_dimension_numbers(model: nnx.Module) -> dict[str, Any]:
+def muon_dimension_numbers(model: nnx.Module, wrt: Any = nnx.Param) -> dict[str, Any]:
     """Which dims of each kernel Muon reads as rows and columns of a matrix.
 
     ``Dense`` knows its own in and out dims; another kernel counts if a layer of it has
@@ -47,6 +47,7 @@ def muon_dimension_numbers(model: nnx.Module) -> dict[str, Any]:
 
     Args:
         model: The model, abstract or not.
+        wrt: Filter of the Variables that are trained, as the Trainer has it.
 
     Returns:
         ``optax.contrib.MuonDimensionNumbers`` or ``None`` for each parameter.
@@ -61,8 +62,7 @@ def muon_dimension_numbers(model: nnx.Module) -> dict[str, Any]:
     return nest(
         {
             path: _muon_dims(path, variable)
-            for path, variable in variables_of(model)
-            if isinstance(variable, nnx.Param)
+            for path, variable in nnx.to_flat_state(nnx.state(model, wrt))
         }
     )
 

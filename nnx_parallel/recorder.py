@@ -131,11 +131,11 @@ class Recorder:
         return rates
 
     def _check_finite(self, step: int, row: dict[str, float]) -> None:
-        if row.get("skipped") or all(
-            math.isfinite(row[name]) for name in ("loss", "grad_norm")
-        ):
+        if all(math.isfinite(row[name]) for name in ("loss", "grad_norm")):
             self._last_finite = (step, row["loss"])
             return
+        if row.get("skipped") and row["loss_scale"] > 1:
+            return  # float16: the next step runs at half the scale, down to 1
         last = self._last_finite
         before = (
             f"Last finite loss: {last[1]:.6g} at step {last[0]}."

@@ -27,9 +27,10 @@ from nnx_parallel.sharding.model import (
     ModelFn,
     Path,
     annotate,
-    build_sharded,
     flatten,
     nest,
+    placed_arrays,
+    stored_shardings,
 )
 from nnx_parallel.sharding.optimizer import (
     Optimizer,
@@ -154,20 +155,29 @@ class StatePlan:
         graphdef = self.graphdef if training else self.eval_graphdef
         return nnx.merge(graphdef, nest(use_params(flat, gathered)))
 
-    def variables_after(self, model: nnx.Module) -> dict[str, Any]:
-        """The other variables of a model after a forward pass, checked.
+    def variables_after(
+        self, variables: dict, given: dict[Path, Any], after: dict[Path, Any]
+    ) -> dict[str, Any]:
+        """The other variables after a forward pass, checked.
+
+        One that the loss has not assigned is the stored array itself: the model was
+        given it cast and gathered, and a frozen parameter must not lose bits by that.
+
+        Args:
+            variables: As stored.
+            given: `values_of` the model before the forward pass.
+            after: The same after it.
 
         Raises:
             StateStructureError: If one has vanished, appeared, or changed its shape.
         """
-        before = flatten(self.abstract.variables)
-        after = {
-            path: variable.get_value()
-            for path, variable in variables_of(model)
-            if not isinstance(variable, nnx.Intermediate)
-        }
+        before = flatten(variables)
         _check_structure(before, after, self.trained_paths)
-        return nest({path: after[path].astype(x.dtype) for path, x in before.items()})
+        kept = {
+            path: x if after[path] is given[path] else after[path].astype(x.dtype)
+            for path, x in before.items()
+        }
+        return nest(kept)
 
     def constrain(self, params: dict, role: str) -> dict:
         """Constrains a tree like the trained parameters to their specs of one role."""
@@ -178,6 +188,15 @@ class StatePlan:
             for path, x in flatten(params).items()
         }
         return nest(flat)
+
+
+def values_of(model: nnx.Module) -> dict[Path, Any]:
+    """The arrays of a model by path, without what a forward pass has sown."""
+    return {
+        path: variable.get_value()
+        for path, variable in variables_of(model)
+        if not isinstance(variable, nnx.Intermediate)
+    }
 
 
 def _check_structure(
@@ -256,10 +275,7 @@ def plan_state(
 
 def _abstract_state(plan: StatePlan, params: dict, variables: dict) -> TrainState:
     state = jax.eval_shape(partial(_build_state, plan), params, variables, 0)
-    stored = {
-        path: plan.layout.sharding(place.stored)
-        for path, place in plan.placements.items()
-    }
+    stored = stored_shardings(plan.placements, plan.layout)
     shapes = {path: tuple(x.shape) for path, x in flatten(params).items()}
     specs = optimizer_specs(state.opt_state, shapes, plan.placements, plan.layout)
     whole = plan.layout.sharding(P())
@@ -316,12 +332,8 @@ def init_state(
         rngs: Random streams for the function.
         seed: Seed of the state's own key.
     """
-    if isinstance(source, nnx.Module):
-        arrays = _copy_arrays(plan, source)
-    else:
-        abstract = nnx.merge(plan.graphdef, _model_arrays(plan))
-        arrays = build_sharded(source, rngs, abstract, plan.layout)
-    flat = flatten(arrays)
+    shardings = stored_shardings(plan.placements, plan.layout)
+    flat = flatten(placed_arrays(source, rngs, shardings))
     params = nest({path: flat[path] for path in plan.trained_paths})
     variables = nest({p: x for p, x in flat.items() if p not in plan.trained_paths})
     build = jax.jit(
@@ -330,21 +342,3 @@ def init_state(
         donate_argnums=(0, 1),
     )
     return build(params, variables, seed)
-
-
-def _model_arrays(plan: StatePlan) -> dict:
-    return nest(flatten(plan.abstract.params) | flatten(plan.abstract.variables))
-
-
-def _copy_arrays(plan: StatePlan, model: nnx.Module) -> dict:
-    """The model's arrays, copied to their places."""
-    shardings = {
-        path: plan.layout.sharding(place.stored)
-        for path, place in plan.placements.items()
-    }
-    return nest(
-        {
-            path: jax.device_put(variable.get_value(), shardings[path], may_alias=False)
-            for path, variable in variables_of(model)
-        }
-    )

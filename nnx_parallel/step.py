@@ -21,7 +21,7 @@ from nnx_parallel.layers import Remat, apply_remat, default_remat
 from nnx_parallel.metrics import Mean, split_loss_output
 from nnx_parallel.precision import cast_floating
 from nnx_parallel.sharding import using
-from nnx_parallel.state import StatePlan, TrainState
+from nnx_parallel.state import StatePlan, TrainState, values_of
 
 Batch = Any
 Metrics = dict[str, jax.Array]
@@ -54,10 +54,8 @@ class StepOptions:
 
 
 def takes_rngs(loss: Callable) -> bool:
-    """Whether a loss has a third parameter, for random streams."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    params = inspect.signature(loss).parameters.values()
-    return len([p for p in params if p.kind in kinds and p.name != "self"]) >= 3
+    """Whether a loss has a parameter named ``rngs``, for random streams."""
+    return "rngs" in inspect.signature(loss).parameters
 
 
 def make_train_step(
@@ -110,7 +108,7 @@ def _call(
     if plan.precision.compute != jnp.float32:
         batch = cast_floating(batch, plan.precision.compute)
     if takes_rngs(loss):
-        return loss(model, batch, nnx.Rngs(key))  # pyright: ignore[reportCallIssue]
+        return loss(model, batch, rngs=nnx.Rngs(key))  # pyright: ignore[reportCallIssue]
     return loss(model, batch)
 
 
@@ -127,8 +125,10 @@ def _forward(
     ) -> tuple[Means, dict]:
         with jax.named_scope("forward"):
             model = plan.merge(params, variables, training=True)
+            given = values_of(model)
             mean, metrics = split_loss_output(_call(plan, loss, model, batch, key))
-        return {"loss": mean, **metrics}, plan.variables_after(model)
+        after = plan.variables_after(variables, given, values_of(model))
+        return {"loss": mean, **metrics}, after
 
     remat = "none" if plan.has_stack else options.remat
     return apply_remat(
@@ -251,17 +251,9 @@ def _update(
     with jax.named_scope("optimizer"):
         metrics = {name: mean.value for name, mean in means.items()}
         metrics["grad_norm"] = optax.tree.norm(grads)
-        if (rate := learning_rate(state.opt_state)) is not None:
+        params, opt_state = _optimize(plan, state, grads, metrics["loss"])
+        if (rate := learning_rate(opt_state)) is not None:
             metrics["learning_rate"] = rate
-        update = optax.with_extra_args_support(plan.tx).update
-        updates, opt_state = update(
-            plan.constrain(grads, "optimizer"),
-            state.opt_state,
-            plan.constrain(state.params, "optimizer"),
-            value=metrics["loss"],
-        )
-        params = optax.apply_updates(plan.constrain(state.params, "optimizer"), updates)
-        params = plan.constrain(params, "stored")  # pyright: ignore[reportArgumentType]
         ema = state.ema
         if ema is not None:
             decay = plan.ema_decay
@@ -278,6 +270,21 @@ def _update(
         if state.loss_scale is not None:
             new = _skip_overflow(state, new, metrics)
         return new, metrics
+
+
+def _optimize(
+    plan: StatePlan, state: TrainState, grads: dict, loss: jax.Array
+) -> tuple[dict, optax.OptState]:
+    """Parameters and optimizer state after one update, in the dtypes that they had."""
+    params = plan.constrain(state.params, "optimizer")
+    updates, opt_state = optax.with_extra_args_support(plan.tx).update(
+        plan.constrain(grads, "optimizer"), state.opt_state, params, value=loss
+    )
+    params = optax.apply_updates(params, updates)
+    opt_state = jax.tree.map(
+        lambda new, old: new.astype(old.dtype), opt_state, state.opt_state
+    )
+    return plan.constrain(params, "stored"), opt_state  # pyright: ignore[reportArgumentType]
 
 
 def _skip_overflow(state: TrainState, new: TrainState, metrics: Metrics) -> TrainState:

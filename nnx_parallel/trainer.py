@@ -133,7 +133,8 @@ class Trainer:
         self._storage = Storage(checkpoint, description)
         self._position = Position()
         self._tracer = Tracer(
-            None if profile is None else Profile(*profile), self._storage.directory
+            None if profile is None or fast_dev_run else Profile(*profile),
+            self._storage.directory,
         )
         self._loggers = loggers
         self._hooks = Hooks(self, callbacks)
@@ -341,7 +342,7 @@ class Trainer:
             step: A saved step; ``None`` for the latest.
             directory: Where from; by default the Trainer's own directory.
             weights_only: Restore parameters and other variables alone; optimizer,
-                step and data start anew.
+                step and data stay as they are.
 
         Raises:
             CheckpointNotFoundError: If there is no such step.
@@ -370,7 +371,7 @@ class Trainer:
         self._position = Position.from_json(position)
 
     def _make_loggers(self) -> Sequence[Logger]:
-        if self._loggers is not None:
+        if self._loggers is not None and not self._fast_dev_run:
             return self._loggers
         return default_loggers(self._storage.directory)
 

@@ -40,9 +40,7 @@ def test_corpus_is_the_same_each_time_and_in_order_of_names() -> None:
 
 def test_corpus_leaves_out_tests_and_packages() -> None:
     corpus = standard_library()
-    folders = {
-        part for file in corpus.train_files for part in file.parts[:-1] if part
-    }
+    folders = {part for file in corpus.train_files for part in file.parts[:-1] if part}
     assert "asyncio" in folders
     assert not folders & {"site-packages", "dist-packages", "test", "tests", "idlelib"}
 

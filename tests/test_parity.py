@@ -34,7 +34,7 @@ from tests.parity.strategies import ONE_DEVICE, PLANS, Plan
 
 MICROBATCHES = (1, 4)
 PRODUCT = list(product(CASES, PLANS, MICROBATCHES))
-CHOSEN = all_pairs(CASES, PLANS, MICROBATCHES)
+CHOSEN = all_pairs(list(CASES), list(PLANS), MICROBATCHES)
 
 
 def parametrized() -> list:
@@ -179,7 +179,7 @@ def by_hand(loss: LossFn, batch: Arrays) -> tuple[float, Arrays]:
     )
 
     @jax.jit
-    def value_and_grad(params: nnx.State) -> tuple[jax.Array, nnx.State]:
+    def value_and_grad(params: nnx.State, batch: Arrays) -> tuple[jax.Array, nnx.State]:
         def objective(params: nnx.State) -> jax.Array:
             means = loss(nnx.merge(graphdef, params, rest, copy=True), batch)
             assert isinstance(means, Mean)
@@ -188,7 +188,7 @@ def by_hand(loss: LossFn, batch: Arrays) -> tuple[float, Arrays]:
 
         return jax.value_and_grad(objective)(params)
 
-    value, grads = value_and_grad(params)
+    value, grads = value_and_grad(params, batch)
     return float(value), to_host(nnx.to_pure_dict(grads))
 
 

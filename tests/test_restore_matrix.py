@@ -142,7 +142,7 @@ class Rows:
     """Rows for Grain to shuffle."""
 
     def __init__(self) -> None:
-        batches = make_batches(3)
+        batches = make_batches(4)
         self._rows = {k: np.concatenate([b[k] for b in batches]) for k in batches[0]}
 
     def __len__(self) -> int:
@@ -153,7 +153,7 @@ class Rows:
 
 
 def shuffled_rows() -> grain.IterDataset:
-    """Three batches an epoch, each epoch in an order of its own."""
+    """Four batches an epoch, each epoch in an order of its own."""
     rows = grain.MapDataset.source(Rows()).seed(7).shuffle().repeat()
     return rows.to_iter_dataset().batch(32)
 

@@ -97,6 +97,9 @@ class Layout:
         logical_axes: Mesh axes by logical name, the user's `LogicalRules` applied.
         zero_axes: Axes that split training state which is gathered at use.
         rules: The user's explicit rules.
+
+    Raises:
+        UnknownAxisError: If a logical name is given to an axis that the mesh lacks.
     """
 
     mesh: Mesh
@@ -104,6 +107,17 @@ class Layout:
     logical_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     zero_axes: tuple[ZeroAxis, ...] = ()
     rules: tuple[Rules, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, axes in self.logical_axes.items():
+            for axis in axes:
+                if axis not in self.mesh.shape:
+                    raise UnknownAxisError(
+                        f"Dims named {name!r} are given to the mesh axis {axis!r}, "
+                        f"which the mesh lacks.{suggest(axis, self.mesh.axis_names)} "
+                        f"Its axes: {list(self.mesh.axis_names)}. Map the name to one "
+                        "of them, or to None to replicate."
+                    )
 
     def sharding(self, spec: P) -> NamedSharding:
         """The spec on this mesh."""

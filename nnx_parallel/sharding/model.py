@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from nnx_parallel.sharding.arrays import array_info, variables_of
 from nnx_parallel.sharding.layout import Layout, Placement
@@ -96,24 +97,35 @@ def _place(path: Path, variable: nnx.Variable, layout: Layout) -> Placement:
     return layout.place(array_info(path, variable))
 
 
-def build_sharded(
-    model_fn: ModelFn, rngs: nnx.Rngs, abstract: nnx.Module, layout: Layout
+def placed_arrays(
+    source: nnx.Module | ModelFn,
+    rngs: nnx.Rngs,
+    shardings: dict[Path, NamedSharding],
 ) -> dict:
-    """Runs ``model_fn`` under jit with each array made in its place.
+    """The arrays of a model, each in its place.
 
     Args:
-        model_fn: Builds the model.
-        rngs: Its random streams; they are not advanced.
-        abstract: Its annotated abstract model.
-        layout: The layout.
+        source: A function, which runs under jit so that no device ever holds the model
+            whole; or a model, whose arrays are copied: donating them leaves it whole.
+        rngs: Random streams for the function; they are not advanced.
+        shardings: The sharding of each array, by path.
 
     Returns:
-        The state as a nested dict of global arrays.
+        Nested dicts of global arrays.
     """
-    shardings = pure_shardings(abstract, layout)
+    if isinstance(source, nnx.Module):
+        # `may_alias=False` is not enough: of a replicated array the shard on the device
+        # that the source lies on is the source itself.
+        return nest(
+            {
+                path: jax.device_put(variable.get_value().copy(), shardings[path])
+                for path, variable in variables_of(source)
+            }
+        )
+    model_fn: ModelFn = source
     graphdef, state = nnx.split(rngs)
 
-    @partial(jax.jit, out_shardings=shardings)
+    @partial(jax.jit, out_shardings=nest(shardings))
     def build(state: dict) -> dict:
         with nnx.use_eager_sharding(False):
             model = model_fn(nnx.merge(graphdef, state))
@@ -122,22 +134,11 @@ def build_sharded(
     return build(nnx.to_pure_dict(state))
 
 
-def pure_shardings(abstract: nnx.Module, layout: Layout) -> dict:
-    """The stored shardings of an annotated model as a nested dict."""
-    flat = {
-        path: layout.sharding(variable.get_metadata()["placement"].stored)
-        for path, variable in variables_of(abstract)
-    }
-    return nest(flat)
-
-
-def place_state(state: nnx.State, shardings: nnx.State) -> nnx.State:
-    """Copies each array to its sharding; donating it leaves the source whole."""
-    return jax.tree.map(
-        lambda x, sharding: jax.device_put(x, sharding, may_alias=False),
-        state,
-        shardings,
-    )
+def stored_shardings(
+    placements: dict[Path, Placement], layout: Layout
+) -> dict[Path, NamedSharding]:
+    """The sharding in which each array is kept, by path."""
+    return {p: layout.sharding(place.stored) for p, place in placements.items()}
 
 
 def nest(flat: dict[Path, Any]) -> dict:

@@ -177,15 +177,28 @@ def first_match(
 def merge_logical(
     rules: tuple[Rules, ...], defaults: Mapping[str, MeshAxes]
 ) -> dict[str, tuple[str, ...]]:
-    """Mesh axes by logical name: the defaults, then the user's `LogicalRules`."""
-    merged: dict[str, MeshAxes] = dict(defaults)
-    for rule in rules:
-        if isinstance(rule, LogicalRules):
-            merged |= rule.mapping
-    return {
-        name: () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
-        for name, axes in merged.items()
-    }
+    """Mesh axes by logical name: the defaults, then the user's `LogicalRules`.
+
+    Raises:
+        PlacementConflictError: If two of these give one name to different axes.
+    """
+    decided: dict[str, tuple[str, ...]] = {}
+    for name, axes in logical_items(rules):
+        if decided.setdefault(name, _as_tuple(axes)) != _as_tuple(axes):
+            raise PlacementConflictError(
+                f"Two LogicalRules give dims named {name!r} to {decided[name]} and to "
+                f"{_as_tuple(axes)}. Keep one."
+            )
+    return {name: _as_tuple(axes) for name, axes in defaults.items()} | decided
+
+
+def logical_items(rules: tuple[Rules, ...]) -> list[tuple[str, MeshAxes]]:
+    """Every name and its mesh axes that the `LogicalRules` among ``rules`` have."""
+    return [item for r in rules if isinstance(r, LogicalRules) for item in r.items]
+
+
+def _as_tuple(axes: MeshAxes) -> tuple[str, ...]:
+    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 def num_parts(axes: tuple[str, ...], mesh: Mesh) -> int:

@@ -7,19 +7,17 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import jax
 from flax import nnx
 from jax.sharding import Mesh
 
 from nnx_parallel.mesh import Device, check_mesh, make_mesh
 from nnx_parallel.sharding import Layout, Rules, ZeroAxis
 from nnx_parallel.sharding.model import (
-    abstract_copy,
     abstract_model,
     annotate,
-    build_sharded,
     map_placements,
-    place_state,
+    placed_arrays,
+    stored_shardings,
 )
 from nnx_parallel.sharding.rules import MeshAxes, merge_logical
 from nnx_parallel.strategies.describe import Description, describe_model
@@ -111,12 +109,8 @@ class Strategy(abc.ABC):
         Returns:
             The model, its arrays global and placed as `specs` says.
         """
-        layout = self.layout(mesh)
         rngs = nnx.Rngs(rngs) if isinstance(rngs, int) else rngs
-        abstract = abstract_model(model_fn, rngs)
-        annotate(abstract, layout)
-        graphdef, _ = nnx.split(abstract)
-        return nnx.merge(graphdef, build_sharded(model_fn, rngs, abstract, layout))
+        return self._placed(model_fn, rngs, self.layout(mesh))
 
     def split(
         self, model: nnx.Module, *, mesh: Mesh | None = None
@@ -125,15 +119,18 @@ class Strategy(abc.ABC):
 
         Arrays that lie elsewhere are copied; the model keeps its own.
         """
-        layout = self.layout(mesh)
-        graphdef, state = nnx.split(model)
-        placed = place_state(state, self.shardings(state, mesh=layout.mesh))
-        abstract = abstract_copy(graphdef, state)
-        annotate(abstract, layout)
-        graphdef, template = nnx.split(abstract)
-        return graphdef, jax.tree.unflatten(
-            jax.tree.structure(template), jax.tree.leaves(placed)
-        )
+        return nnx.split(self._placed(model, nnx.Rngs(0), self.layout(mesh)))
+
+    def _placed(
+        self,
+        source: nnx.Module | Callable[[nnx.Rngs], nnx.Module],
+        rngs: nnx.Rngs,
+        layout: Layout,
+    ) -> nnx.Module:
+        abstract = abstract_model(source, rngs)
+        shardings = stored_shardings(annotate(abstract, layout), layout)
+        graphdef, _ = nnx.split(abstract)
+        return nnx.merge(graphdef, placed_arrays(source, rngs, shardings))
 
     def merge(self, graphdef: nnx.GraphDef, state: nnx.State) -> nnx.Module:
         """``nnx.merge``: the model with the arrays of ``state``."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from nnx_parallel.errors import PlacementConflictError
 from nnx_parallel.mesh import MESH_AXES
 from nnx_parallel.sharding import Rules, ZeroAxis
-from nnx_parallel.sharding.rules import MeshAxes
+from nnx_parallel.sharding.rules import MeshAxes, logical_items
 from nnx_parallel.strategies.base import Strategy
 
 
@@ -43,11 +43,13 @@ class Composite(Strategy):
     def __init__(self, *parts: Strategy, rules: tuple[Rules, ...] = ()) -> None:
         if not parts:
             raise ValueError("Composite() has no strategies. Give it at least one.")
-        flat = [p for s in parts for p in _flatten(s)]
-        rules = tuple(rules) + tuple(r for s in parts for r in _own_rules(s))
-        _check_disjoint(flat)
-        object.__setattr__(self, "parts", tuple(sorted(flat, key=_mesh_order)))
-        object.__setattr__(self, "rules", rules)
+        ordered = sorted(parts, key=_mesh_order)
+        nested = tuple(r for s in ordered for r in _own_rules(s))
+        flat = sorted((p for s in ordered for p in _flatten(s)), key=_mesh_order)
+        object.__setattr__(self, "parts", tuple(flat))
+        object.__setattr__(self, "rules", tuple(rules) + nested)
+        _check_axes(self.parts)
+        _check_names(self.parts, {name for name, _ in logical_items(self.user_rules)})
 
     @property
     def axis_sizes(self) -> Mapping[str, int | None]:
@@ -92,9 +94,8 @@ def _mesh_order(strategy: Strategy) -> tuple[int, str]:
     return (MESH_AXES.index(first) if first in MESH_AXES else -1, first)
 
 
-def _check_disjoint(parts: list[Strategy]) -> None:
+def _check_axes(parts: Sequence[Strategy]) -> None:
     owners: dict[str, Strategy] = {}
-    meanings: dict[str, tuple[MeshAxes, Strategy]] = {}
     for part in parts:
         for axis in part.axis_sizes:
             if axis in owners:
@@ -104,9 +105,15 @@ def _check_disjoint(parts: list[Strategy]) -> None:
                     "and give it the product of the sizes."
                 )
             owners[axis] = part
+
+
+def _check_names(parts: Sequence[Strategy], decided: Container[str]) -> None:
+    """Two parts must agree on a name unless the user has decided it."""
+    meanings: dict[str, tuple[MeshAxes, Strategy]] = {}
+    for part in parts:
         for name, axes in part.logical_axes.items():
             other, owner = meanings.get(name, (axes, part))
-            if other != axes:
+            if other != axes and name not in decided:
                 raise PlacementConflictError(
                     f"{owner!r} gives dims named {name!r} to {other!r}, {part!r} gives "
                     f"them to {axes!r}. Decide with rules=(LogicalRules({{{name!r}: "

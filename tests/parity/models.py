@@ -117,7 +117,8 @@ class Recurrent(nnx.Module):
         self.head = nnx.Linear(WIDTH, CLASSES, rngs=rngs)
 
     def __call__(self, sequence: jax.Array) -> jax.Array:
-        return self.head(self.rnn(sequence)[:, -1])
+        outputs: Any = self.rnn(sequence)  # (batch, seq, WIDTH)
+        return self.head(outputs[:, -1])
 
 
 class Annotated(nnx.Module):

@@ -14,6 +14,7 @@ import optax
 from flax import nnx
 
 from nnx_parallel import Strategy, Trainer, TrainState
+from nnx_parallel.mesh import Device
 from nnx_parallel.sharding.arrays import flatten_pure
 from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.state import plan_state
@@ -45,15 +46,15 @@ def either(
         return Either(jnp.int32(0), first.init(params), second.init(params))
 
     def update(
-        grads: Any, state: optax.OptState, params: Any = None
+        updates: Any, state: optax.OptState, params: Any = None
     ) -> tuple[Any, Either]:
         assert isinstance(state, Either)
-        left, first_state = first.update(grads, state.first, params)
-        right, second_state = second.update(grads, state.second, params)
-        updates = jax.tree.map(
+        left, first_state = first.update(updates, state.first, params)
+        right, second_state = second.update(updates, state.second, params)
+        chosen = jax.tree.map(
             lambda a, b: jnp.where(state.use_second, b, a), left, right
         )
-        return updates, Either(state.use_second, first_state, second_state)
+        return chosen, Either(state.use_second, first_state, second_state)
 
     return optax.GradientTransformation(init, update)
 
@@ -87,7 +88,7 @@ class Run:
 
 
 def measure(
-    case: Case, strategy: Strategy, devices: Sequence[jax.Device], microbatches: int
+    case: Case, strategy: Strategy, devices: Sequence[Device], microbatches: int
 ) -> Run:
     """Trains twice from the same start, with one compiled step."""
     trainer = Trainer(
@@ -162,7 +163,7 @@ def compiling(*, optimized: bool) -> Iterator[None]:
 
 
 def promised_shardings(
-    case: Case, strategy: Strategy, devices: Sequence[jax.Device]
+    case: Case, strategy: Strategy, devices: Sequence[Device]
 ) -> TrainState:
     """Where a strategy says that each array of the state lives."""
     layout = strategy.layout(strategy.make_mesh(devices))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import jax
 
 from nnx_parallel import FSDP, Composite, DataParallel, Strategy, TensorParallel
+from nnx_parallel.mesh import Device
 from nnx_parallel.sharding import Rules
 from nnx_parallel.sharding.layout import ZeroKind
 from tests.parity.models import Case
@@ -34,7 +35,7 @@ class Plan:
         has_tensor = "tensor" in self.make(()).axis_sizes
         return self.make(case.tensor_rules if has_tensor else case.other_rules)
 
-    def devices(self) -> Sequence[jax.Device]:
+    def devices(self) -> Sequence[Device]:
         """As many of the devices as the strategy covers."""
         sizes = self.make(()).axis_sizes.values()
         return jax.devices()[: math.prod(size or 1 for size in sizes)]

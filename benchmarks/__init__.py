@@ -1,0 +1,1 @@
+"""Measurements behind the claims: each is run by name and prints its own table."""

@@ -1,0 +1,163 @@
+"""Training steps as an expert writes them by hand, to measure the library against.
+
+They share the modules of `models.GPT` with what they are compared to, so that the
+mathematics is the same; placement, gathering, rematerialisation, the scan over layers,
+loss, metrics and update are written out here, over plain nested dicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from models import GPT
+from nnx_parallel import TrainState
+
+State = dict[str, Any]
+Step = Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
+
+
+def copy_state(state: TrainState) -> State:
+    """The arrays of a Trainer's state in their places, as the peers' nested dict."""
+    names = ("params", "opt_state", "step", "key")
+    return {name: copied(getattr(state, name)) for name in names}
+
+
+def copied(tree: Any) -> Any:
+    """The same arrays in the same places, free to be donated."""
+    return jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), tree)
+
+
+def make_step(
+    loss: Callable[[Any, Any], jax.Array],
+    tx: optax.GradientTransformation,
+    shardings: State,
+) -> Step:
+    """The update around a loss of pure arrays, compiled; it donates the state."""
+
+    def step(state: State, batch: Any) -> tuple[State, dict[str, jax.Array]]:
+        value, grads = jax.value_and_grad(loss)(state["params"], batch)
+        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
+        new = {
+            "params": optax.apply_updates(state["params"], updates),
+            "opt_state": opt_state,
+            "step": state["step"] + 1,
+            "key": state["key"],
+        }
+        return new, {"loss": value, "grad_norm": optax.tree.norm(grads)}
+
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+
+
+def make_gpt_step(
+    model: GPT,
+    tx: optax.GradientTransformation,
+    state: State,
+    *,
+    keeps_gathered: bool = False,
+) -> Step:
+    """A hand-written step of a GPT with GPT-2's parts.
+
+    Parameters that ``state`` holds sharded are gathered where they are used, those of a
+    layer inside the scan, and gathered again for the backward pass.
+
+    Args:
+        model: Its structure; arrays may be abstract.
+        tx: The optimizer.
+        state: The first state, for its shardings.
+        keeps_gathered: Keep gathered parameters for the backward pass instead.
+    """
+    block_def, norm_def = (nnx.split(m)[0] for m in (model.blocks.layer, model.norm))
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    whole = NamedSharding(shardings["step"].mesh, P())
+    placed = dict(shardings["params"])
+    placed_blocks = placed.pop("blocks")["layer"]
+    placed_layer = jax.tree.map(_of_layer, placed_blocks)
+    remat = _identity if keeps_gathered else partial(jax.checkpoint, policy=_is_kept)
+    if not any(_is_sharded(s) for s in jax.tree.leaves(shardings["params"])):
+        remat = _identity
+
+    def look_up(table: jax.Array, rows: jax.Array) -> jax.Array:
+        # Its gradient is summed whole and cut afterwards: else the shards of the table
+        # would pull the activations apart.
+        table = jax.lax.with_sharding_constraint(table, whole)
+        return jnp.take(table, rows, axis=0, mode="fill")
+
+    def run_block(x: jax.Array, params: State) -> tuple[jax.Array, None]:
+        block = nnx.merge(block_def, gathered(params, placed_layer))
+        return block(x), None
+
+    if remat is not _identity:
+        run_block = remat(run_block, prevent_cse=False)
+
+    def total_loss(params: State, batch: Mapping[str, jax.Array]) -> jax.Array:
+        params = dict(params)
+        blocks = params.pop("blocks")["layer"]
+        params = gathered(params, placed)
+        tokens, labels = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+        positions = jnp.arange(tokens.shape[1])[None]
+        table, position_table = (
+            params[name]["embedding"] for name in ("embed", "positions")
+        )
+        x = look_up(table, tokens) + look_up(position_table, positions)
+        x, _ = jax.lax.scan(run_block, x, blocks)
+        x = nnx.merge(norm_def, params["norm"])(x)
+        logits = jnp.einsum("bse,ve->bsv", x, table)
+        is_label = jnp.arange(table.shape[0])[None, None] == labels[..., None]
+        of_label = jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
+        return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - of_label)
+
+    def loss(params: State, batch: Mapping[str, jax.Array]) -> jax.Array:
+        return remat(total_loss)(params, batch) / batch["tokens"][:, 1:].size
+
+    return make_step(loss, tx, shardings)
+
+
+def _identity(function: Callable) -> Callable:
+    return function
+
+
+def _is_sharded(sharding: NamedSharding) -> bool:
+    return any(sharding.spec)
+
+
+def _of_layer(sharding: NamedSharding) -> NamedSharding:
+    return NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
+
+
+def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Every residual but what `gather` returns."""
+    return "sharding_constraint" not in str(params.get("call_jaxpr", primitive))
+
+
+def gathered(params: State, shardings: State) -> State:
+    """Parameters whole on every device; their gradients are summed into shards."""
+    return jax.tree.map(
+        lambda x, s: gather(x, s) if _is_sharded(s) else x, params, shardings
+    )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def gather(x: jax.Array, stored: NamedSharding) -> jax.Array:
+    """An array whole on every device."""
+    whole = NamedSharding(stored.mesh, P())
+    return jax.lax.with_sharding_constraint(x, whole)
+
+
+def _gather_forward(x: jax.Array, stored: NamedSharding) -> tuple[jax.Array, None]:
+    return gather(x, stored), None
+
+
+def _gather_backward(stored: NamedSharding, _: None, grad: jax.Array) -> tuple:
+    return (jax.lax.with_sharding_constraint(grad, stored),)
+
+
+gather.defvjp(_gather_forward, _gather_backward)

@@ -1,0 +1,87 @@
+"""Training steps compiled from shapes alone; nothing is run or allocated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+from models import GPT, GPTConfig, next_token_loss
+from nnx_parallel import Report, Strategy, audit
+from nnx_parallel.sharding.model import abstract_model
+from nnx_parallel.state import StatePlan, plan_state
+from nnx_parallel.step import StepOptions, make_train_step
+
+TX = optax.adamw(1e-3)
+
+# Machine code is not optimised: what is asserted here is decided before it.
+_QUICKLY = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledStep:
+    """A compiled step and the plan that it follows.
+
+    Attributes:
+        plan: Structure and place of every array.
+        num_devices: Devices of the mesh.
+        memory: What the compiler says of its memory, per device.
+        report: What it computes and sends.
+    """
+
+    plan: StatePlan
+    num_devices: int
+    memory: Any
+    report: Report
+
+
+def compile_step(
+    build: Callable[[nnx.Rngs], nnx.Module],
+    loss: Callable[[Any, Any], Any],
+    strategy: Strategy,
+    *,
+    num_rows: int,
+    seq_len: int,
+    num_microbatches: int = 1,
+) -> CompiledStep:
+    """Compiles an AdamW step on batches of tokens, over as many devices as needed."""
+    sizes = strategy.axis_sizes.values()
+    mesh = strategy.make_mesh(jax.devices()[: math.prod(n or 1 for n in sizes)])
+    layout = strategy.layout(mesh)
+    plan = plan_state(abstract_model(build, nnx.Rngs(0)), layout, TX)
+    step = make_train_step(plan, loss, StepOptions(num_microbatches=num_microbatches))
+    rows = layout.sharding(layout.batch_spec(num_rows))
+    tokens = jax.ShapeDtypeStruct((num_rows, seq_len + 1), np.int32, sharding=rows)
+    lowered = step.lower(plan.abstract, {"tokens": tokens})  # pyright: ignore[reportFunctionMemberAccess]
+    compiled = lowered.compile(_QUICKLY)
+    return CompiledStep(
+        plan=plan,
+        num_devices=mesh.size,
+        memory=compiled.memory_analysis(),
+        report=audit(compiled),
+    )
+
+
+@cache
+def compile_gpt(
+    config: GPTConfig, strategy: Strategy, num_rows: int, num_microbatches: int = 1
+) -> CompiledStep:
+    """The step of a GPT at its full sequence length."""
+    return compile_step(
+        lambda rngs: GPT(config, rngs=rngs),
+        next_token_loss,
+        strategy,
+        num_rows=num_rows,
+        seq_len=config.seq_len,
+        num_microbatches=num_microbatches,
+    )

@@ -1,0 +1,237 @@
+"""A compiled step sends what theory says: every number here is worked out by hand.
+
+Collectives are counted with loops multiplied out; their bytes are those of the data, per
+device. XLA for CPU sums gradients by all-reduce where an accelerator's reduce-scatters.
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+import jax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from benchmarks.stock import StockTransformer, stock_loss
+from models import GPTConfig
+from nnx_parallel import (
+    FSDP,
+    Composite,
+    DataParallel,
+    PathRules,
+    Report,
+    Strategy,
+    TensorParallel,
+)
+from tests.steps import CompiledStep, compile_gpt, compile_step
+
+LAYERS, ROWS, SEQ, WIDTH = 3, 32, 16, 32
+TIED = GPTConfig.tiny(
+    num_layers=LAYERS, seq_len=SEQ, embed_dim=WIDTH, num_heads=8, vocab_size=64
+)
+UNTIED = replace(TIED, tied=False)
+CONFIGS = pytest.mark.parametrize("config", [TIED, UNTIED], ids=["tied", "untied"])
+
+DP8 = DataParallel(8)
+FSDP8 = FSDP(8, min_size=0)
+HSDP = Composite(DataParallel(2), FSDP(4, min_size=0))
+ZERO1 = FSDP(8, shard="optimizer", min_size=0)
+ZERO2 = FSDP(8, shard="gradients", min_size=0)
+TP4 = TensorParallel(4)
+FSDP_TP = Composite(FSDP(4, min_size=0), TensorParallel(2))
+STRATEGIES = {
+    "dp": DP8,
+    "fsdp": FSDP8,
+    "hsdp": HSDP,
+    "zero1": ZERO1,
+    "zero2": ZERO2,
+    "tp": TP4,
+    "fsdp_tp": FSDP_TP,
+}
+ALL_STRATEGIES = pytest.mark.parametrize(
+    "strategy", STRATEGIES.values(), ids=STRATEGIES.keys()
+)
+
+SCALAR = 4  # bytes of the loss, and of the share of one array in the gradient norm
+
+
+def compiled(config: GPTConfig, strategy: Strategy, microbatches: int = 1):
+    return compile_gpt(config, strategy, ROWS, microbatches)
+
+
+def param_bytes(step: CompiledStep) -> int:
+    return sum(x.size * 4 for x in jax.tree.leaves(step.plan.abstract.params))
+
+
+def num_arrays(step: CompiledStep) -> int:
+    return len(jax.tree.leaves(step.plan.abstract.params))
+
+
+def gradient_bytes(step: CompiledStep, config: GPTConfig) -> int:
+    """What the uses of all parameters give; a tied table has two uses.
+
+    Each use is summed over devices where its product ends, before the two are added.
+    """
+    table = config.vocab_size * config.embed_dim * 4
+    return param_bytes(step) + (table if config.tied else 0)
+
+
+def product_bytes(config: GPTConfig) -> int:
+    """Kernels and the head: what the backward pass multiplies by again."""
+    return config.num_product_params * 4
+
+
+def kinds(report: Report) -> set[str]:
+    return {each.kind for each in report.collectives}
+
+
+@CONFIGS
+def test_data_parallel_sends_the_gradients_once(config: GPTConfig):
+    step = compiled(config, DP8)
+    assert kinds(step.report) == {"all-reduce"}
+    assert step.report.bytes() == gradient_bytes(step, config) + SCALAR
+    # A layer's gradients travel together, while the layer before it is computed.
+    assert step.report.count() == LAYERS + 1
+
+
+@CONFIGS
+def test_fsdp_gathers_for_each_pass_and_reduces_once(config: GPTConfig):
+    step = compiled(config, FSDP8)
+    layer_arrays = len(jax.tree.leaves(step.plan.abstract.params["blocks"]))
+    edge_arrays = num_arrays(step) - layer_arrays
+    # Forward each array once; backward the kernels and the head, since a bias is not
+    # needed again, and of a norm its product with the deviation is kept.
+    layer_kernels = 6
+    assert step.report.count("all-gather") == (
+        LAYERS * (layer_arrays + layer_kernels) + edge_arrays + 1
+    )
+    assert step.report.bytes("all-gather") == param_bytes(step) + product_bytes(config)
+    norms_and_loss = (num_arrays(step) + 1) * SCALAR
+    assert step.report.bytes("all-reduce") == (
+        gradient_bytes(step, config) + norms_and_loss
+    )
+    assert kinds(step.report) == {"all-gather", "all-reduce"}
+    assert {each.group_size for each in step.report.collectives} == {8}
+
+
+@CONFIGS
+def test_hybrid_gathers_within_a_replica_and_sums_shards_between(config: GPTConfig):
+    step = compiled(config, HSDP)
+    gathers = [c for c in step.report.collectives if c.kind == "all-gather"]
+    assert {each.group_size for each in gathers} == {4}
+    assert step.report.bytes("all-gather") == param_bytes(step) + product_bytes(config)
+    by_group = Counter()
+    for each in step.report.collectives:
+        if each.kind == "all-reduce":
+            by_group[each.group_size] += each.bytes
+    # Products' gradients are summed in a replica, then a quarter between the two.
+    assert by_group[2] == product_bytes(config) / 4
+    norms_and_loss = (num_arrays(step) + 1) * SCALAR
+    whole = gradient_bytes(step, config) + norms_and_loss
+    assert by_group[4] + by_group[8] == whole
+    assert kinds(step.report) == {"all-gather", "all-reduce"}
+
+
+@CONFIGS
+@pytest.mark.parametrize("strategy", [ZERO1, ZERO2], ids=["zero1", "zero2"])
+def test_zero_1_and_2_gather_only_what_was_updated(
+    config: GPTConfig, strategy: Strategy
+):
+    step = compiled(config, strategy)
+    assert step.report.count("all-gather") == num_arrays(step)
+    assert step.report.bytes("all-gather") == param_bytes(step)
+    norms = num_arrays(step) * SCALAR if strategy == ZERO2 else 0
+    assert step.report.bytes("all-reduce") == (
+        gradient_bytes(step, config) + norms + SCALAR
+    )
+    assert kinds(step.report) == {"all-gather", "all-reduce"}
+
+
+@CONFIGS
+def test_tensor_parallel_reduces_twice_a_block_and_pass(config: GPTConfig):
+    step = compiled(config, TP4)
+    activation, per_token = ROWS * SEQ * WIDTH * 4, ROWS * SEQ * 4
+    looped = [each for each in step.report.collectives if each.count == LAYERS]
+    backward = [each for each in looped if "transpose" in each.source]
+    forward = [each for each in looped if each not in backward]
+    assert [each.bytes_each for each in forward] == [activation] * 2
+    # The inputs of query, key and value get their gradients in one all-reduce of three
+    # operands; an accelerator's compiler adds these first.
+    assert sorted(e.bytes_each for e in backward) == [activation, 3 * activation]
+
+    edges = [each for each in step.report.collectives if each.count == 1]
+    sharded = sum(
+        bool(any(x.sharding.spec)) for x in jax.tree.leaves(step.plan.abstract.params)
+    )
+    # The tokens' rows; each token's maximum, sum and label's logit; the gradient of the
+    # head's input; and of the gradient norm the shares of the arrays that are split.
+    assert len(edges) == 5
+    assert sum(each.bytes for each in edges) == (
+        2 * activation + 3 * per_token + sharded * SCALAR
+    )
+    assert len(looped) + len(edges) == len(step.report.collectives)
+    assert kinds(step.report) == {"all-reduce"}
+
+
+@CONFIGS
+@ALL_STRATEGIES
+def test_no_strategy_computes_twice(config: GPTConfig, strategy: Strategy):
+    step = compiled(config, strategy)
+    tokens = ROWS * SEQ
+    theory = config.flops_per_token(SEQ) * tokens
+    assert step.report.flops * step.num_devices == pytest.approx(theory, rel=0.03)
+    assert step.report.unknown_loops == ()
+    assert step.report.conditionals == ()
+
+
+@CONFIGS
+@ALL_STRATEGIES
+def test_nothing_is_sent_across(config: GPTConfig, strategy: Strategy):
+    """No array changes the dim that it is split along, nor the device that holds it."""
+    report = compiled(config, strategy).report
+    assert kinds(report) <= {"all-gather", "all-reduce", "reduce-scatter"}
+
+
+EMBED_BY_COLUMNS = FSDP(8, rules=(PathRules((r"embedding", P(None, "fsdp"))),))
+
+
+def test_a_table_split_by_columns_does_not_pull_activations_apart():
+    report = compiled(TIED, EMBED_BY_COLUMNS).report
+    assert kinds(report) <= {"all-gather", "all-reduce"}
+
+
+def test_a_stock_model_without_names_is_gathered_at_use():
+    def build(rngs: nnx.Rngs) -> nnx.Module:
+        return StockTransformer(64, WIDTH, 2, 4, rngs=rngs)
+
+    step = compile_step(
+        build, stock_loss, FSDP(8, min_size=0), num_rows=ROWS, seq_len=SEQ
+    )
+    assert kinds(step.report) == {"all-gather", "all-reduce"}
+    params = jax.tree_util.tree_leaves_with_path(step.plan.abstract.params)
+    kernels = [x for path, x in params if path[-1].key == "kernel"]
+    assert step.report.bytes("all-gather") == (
+        param_bytes(step) + sum(x.size * 4 for x in kernels)
+    )
+
+
+class TestMicrobatches:
+    """Each microbatch is a pass of its own, with the collectives of one."""
+
+    def test_data_parallel_reduces_after_each(self):
+        step = compiled(TIED, DP8, microbatches=4)
+        assert step.report.bytes() == 4 * (gradient_bytes(step, TIED) + SCALAR)
+        assert kinds(step.report) == {"all-reduce"}
+
+    def test_fsdp_gathers_layers_for_each_and_the_rest_once(self):
+        step = compiled(TIED, FSDP8, microbatches=4)
+        params = step.plan.abstract.params
+        layers = sum(x.size * 4 for x in jax.tree.leaves(params["blocks"]))
+        rest = param_bytes(step) - layers
+        assert step.report.bytes("all-gather") == (
+            4 * (layers + product_bytes(TIED)) + rest
+        )
+        sums = gradient_bytes(step, TIED) + SCALAR
+        norms = num_arrays(step) * SCALAR
+        assert step.report.bytes("all-reduce") == 4 * sums + norms
+        assert kinds(step.report) == {"all-gather", "all-reduce"}

@@ -1,0 +1,136 @@
+"""Several strategies as one, whatever the order in which they are written."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import permutations
+
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from nnx_parallel import (
+    FSDP,
+    Composite,
+    DataParallel,
+    LogicalRules,
+    PathRules,
+    Strategy,
+    TensorParallel,
+)
+from nnx_parallel.errors import PlacementConflictError
+from nnx_parallel.layers import Dense
+from nnx_parallel.sharding.rules import MeshAxes
+
+PARTS = DataParallel(2), FSDP(2), TensorParallel(2)
+
+
+@dataclass(frozen=True, repr=False)
+class Experts(Strategy):
+    """A technique of a user's own, which wants ``mlp`` on an axis of its own."""
+
+    @property
+    def axis_sizes(self) -> Mapping[str, int | None]:
+        return {"expert": 2}
+
+    @property
+    def logical_axes(self) -> Mapping[str, MeshAxes]:
+        return {"mlp": "expert"}
+
+
+def test_the_order_of_the_parts_means_nothing() -> None:
+    expected = Composite(*PARTS)
+    for parts in permutations(PARTS):
+        found = Composite(*parts)
+        assert found == expected
+        assert hash(found) == hash(expected)
+        assert repr(found) == repr(expected)
+        assert found.make_mesh() == expected.make_mesh()
+    assert expected.make_mesh().axis_names == ("data", "fsdp", "tensor")
+
+
+def test_the_batch_is_split_over_the_axes_of_all() -> None:
+    layout = Composite(*reversed(PARTS)).layout()
+    assert layout.batch_spec(8) == P(("data", "fsdp"))
+    assert layout.batch_spec(6) == P("data")
+    assert layout.batch_spec(3) == P()
+
+
+def test_composites_flatten_with_their_rules() -> None:
+    first, second = PathRules((r"a", P())), PathRules((r"b", P()))
+    left = Composite(PARTS[2], PARTS[0], rules=(second,))
+    right = Composite(PARTS[1], rules=(first,))
+    assert Composite(left, right) == Composite(right, left)
+    assert Composite(left, right).parts == PARTS
+    assert set(Composite(left, right).user_rules) == {first, second}
+
+
+def test_rules_of_a_part_and_of_the_whole_both_count() -> None:
+    part = PathRules((r"kernel", P(None, "fsdp")))
+    whole = PathRules((r"bias", P("fsdp")))
+    strategy = Composite(FSDP(8, rules=(part,)), rules=(whole,))
+    state = nnx.state(nnx.Linear(64, 64, rngs=nnx.Rngs(0)))
+    specs = strategy.specs(state)
+    assert specs["kernel"].get_value() == P(None, "fsdp")
+    assert specs["bias"].get_value() == P("fsdp")
+
+
+def test_a_composite_of_one_places_as_its_part() -> None:
+    state = nnx.state(nnx.Linear(64, 64, rngs=nnx.Rngs(0)))
+    assert Composite(FSDP()).shardings(state) == FSDP().shardings(state)
+
+
+def test_a_repr_shows_what_is_not_the_default() -> None:
+    rule = LogicalRules({"vocab": None})
+    strategy = Composite(TensorParallel(2), FSDP(min_size=0), rules=(rule,))
+    assert repr(strategy) == (
+        "Composite(FSDP(min_size=0), TensorParallel(size=2), "
+        "rules=(LogicalRules(items=(('vocab', None),)),))"
+    )
+    assert repr(Composite(FSDP(), DataParallel(2))) == (
+        "Composite(DataParallel(size=2), FSDP())"
+    )
+
+
+def test_two_parts_with_one_axis() -> None:
+    message = (
+        "Both FSDP(size=4, shard='optimizer') and FSDP(size=2) use the mesh axis "
+        "'fsdp'. Each part of a Composite needs axes of its own: keep one of them and "
+        "give it the product of the sizes."
+    )
+    with pytest.raises(PlacementConflictError, match=re.escape(message)):
+        Composite(FSDP(2), Composite(FSDP(4, shard="optimizer"), DataParallel()))
+
+
+def test_two_parts_that_give_one_name_to_different_axes() -> None:
+    message = (
+        "Experts() gives dims named 'mlp' to 'expert', TensorParallel(size=4) gives "
+        "them to 'tensor'. Decide with rules=(LogicalRules({'mlp': ...}),)."
+    )
+    with pytest.raises(PlacementConflictError, match=re.escape(message)):
+        Composite(TensorParallel(4), Experts())
+
+
+@pytest.mark.parametrize(
+    ("axes", "spec"),
+    [
+        ("expert", P(None, "expert")),
+        ("tensor", P(None, "tensor")),
+        (("expert", "tensor"), P(None, ("expert", "tensor"))),
+        (None, P()),
+    ],
+)
+def test_the_users_rule_decides_such_a_name(axes: MeshAxes, spec: P) -> None:
+    rules = (LogicalRules({"mlp": axes}),)
+    state = nnx.state(Dense({"embed": 8}, {"mlp": 8}, rngs=nnx.Rngs(0)))
+    for strategy in (
+        Composite(TensorParallel(4), Experts(), rules=rules),
+        Composite(TensorParallel(4, rules=rules), Experts()),
+    ):
+        assert strategy.specs(state)["kernel"].get_value() == spec
+
+
+def test_a_composite_needs_a_part() -> None:
+    message = "Composite() has no strategies. Give it at least one."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Composite()

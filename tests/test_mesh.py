@@ -1,0 +1,147 @@
+"""Meshes cover all devices, the axes that communicate most innermost."""
+
+import re
+
+import jax
+import pytest
+from jax.sharding import AxisType, Mesh
+
+from nnx_parallel import FSDP, Composite, DataParallel, TensorParallel, make_mesh
+from nnx_parallel.errors import (
+    MeshAxisTypeError,
+    MeshShapeError,
+    ParallelError,
+    UnknownAxisError,
+)
+from nnx_parallel.mesh import MESH_AXES, check_mesh, complete_axis_sizes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"data": None}, {"data": 8}),
+        ({"data": 8}, {"data": 8}),
+        ({"tensor": 2, "fsdp": None}, {"tensor": 2, "fsdp": 4}),
+        ({"data": 2, "fsdp": 2, "tensor": None}, {"data": 2, "fsdp": 2, "tensor": 2}),
+        ({"data": None, "fsdp": 8}, {"data": 1, "fsdp": 8}),
+    ],
+)
+def test_one_size_takes_the_devices_that_remain(sizes: dict, expected: dict) -> None:
+    assert complete_axis_sizes(sizes, 8) == expected
+
+
+def test_axes_stand_from_the_slowest_interconnect_to_the_fastest() -> None:
+    sizes = {axis: 2 if axis in ("pipe", "data", "tensor") else 1 for axis in MESH_AXES}
+    assert make_mesh(dict(reversed(sizes.items()))).axis_names == MESH_AXES
+
+
+def test_axes_of_other_names_stand_outermost_in_the_order_given() -> None:
+    mesh = make_mesh({"tensor": 2, "slices": 2, "cells": 2})
+    assert mesh.axis_names == ("slices", "cells", "tensor")
+
+
+def test_a_mesh_holds_every_device_once_and_is_auto(devices: list) -> None:
+    mesh = make_mesh({"data": 2, "tensor": None})
+    assert set(mesh.devices.flat) == set(devices)
+    assert mesh.devices.shape == (2, 4)
+    assert mesh.axis_types == (AxisType.Auto, AxisType.Auto)
+
+
+def test_a_mesh_over_some_of_the_devices(devices: list) -> None:
+    mesh = FSDP().make_mesh(devices[2:6])
+    assert dict(mesh.shape) == {"fsdp": 4}
+    assert set(mesh.devices.flat) == set(devices[2:6])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            {"data": 3, "tensor": 2},
+            "Mesh data=3 * tensor=2 covers 6 devices but 8 are available. Axis sizes "
+            "must multiply to 8; leave one size out to infer it, or pass "
+            "devices=jax.devices()[:6]. Valid sizes of one axis: [1, 2, 4, 8].",
+        ),
+        (
+            {"data": 4, "tensor": 4},
+            "Mesh data=4 * tensor=4 covers 16 devices but 8 are available. Axis sizes "
+            "must multiply to 8; leave one size out to infer it. "
+            "Valid sizes of one axis: [1, 2, 4, 8].",
+        ),
+        (
+            {"data": None, "tensor": 3},
+            "Mesh data=? * tensor=3 cannot cover 8 devices: the known sizes multiply "
+            "to 3, which does not divide 8. Valid products of the known sizes: "
+            "[1, 2, 4, 8].",
+        ),
+        (
+            {"data": None, "fsdp": None},
+            "The sizes of mesh axes ['data', 'fsdp'] are all left out. At most one can "
+            "be inferred from 8 devices; give the others a size.",
+        ),
+        (
+            {"data": 0},
+            "Mesh axis 'data' has size 0. A size is at least 1; leave it out to take "
+            "the devices that remain.",
+        ),
+        ({"data": -2, "fsdp": -4}, "Mesh axis 'data' has size -2."),
+    ],
+)
+def test_sizes_that_do_not_fit(sizes: dict, message: str) -> None:
+    with pytest.raises(MeshShapeError, match=re.escape(message)):
+        make_mesh(sizes)
+
+
+def test_a_composite_names_every_axis_when_sizes_do_not_fit() -> None:
+    strategy = Composite(TensorParallel(3), FSDP(2))
+    with pytest.raises(MeshShapeError, match=re.escape("Mesh fsdp=2 * tensor=3 cover")):
+        strategy.make_mesh()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "error", "message"),
+    [
+        (
+            lambda: jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,)),
+            MeshAxisTypeError,
+            "are not Auto. Build the mesh with nnx_parallel.make_mesh, or with "
+            "jax.make_mesh(..., axis_types=(AxisType.Auto,) * 1).",
+        ),
+        (
+            lambda: make_mesh({"batch": 8}),
+            UnknownAxisError,
+            "The mesh has axes ['batch'] but the strategy uses ['data']. They must be "
+            "the same names: build the mesh with strategy.make_mesh(), or compose "
+            "strategies for every axis of the mesh.",
+        ),
+        (
+            lambda: make_mesh({"data": 4, "tensor": 2}),
+            UnknownAxisError,
+            "The mesh has axes ['data', 'tensor'] but the strategy uses ['data'].",
+        ),
+        (
+            lambda: make_mesh({"data": 8}),
+            MeshShapeError,
+            "The strategy asks for data=4 but the mesh has data=8. Make the two equal, "
+            "or leave the strategy's size out to take the mesh's.",
+        ),
+    ],
+)
+def test_a_mesh_that_is_not_the_strategys(
+    mesh: object, error: type[ParallelError], message: str
+) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        DataParallel(4).layout(mesh())  # pyright: ignore[reportCallIssue]
+
+
+def test_jaxs_default_axes_are_explicit_and_refused() -> None:
+    with pytest.raises(
+        MeshAxisTypeError, match=re.escape("Mesh axes {'data': Explicit}")
+    ):
+        DataParallel().layout(jax.make_mesh((8,), ("data",)))
+
+
+def test_a_size_left_out_takes_the_meshs(devices: list) -> None:
+    mesh = Mesh(devices[:2], ("fsdp",))
+    check_mesh(mesh, {"fsdp": None})
+    assert FSDP().layout(mesh).mesh is mesh

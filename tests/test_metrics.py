@@ -1,0 +1,139 @@
+"""Means add up exactly, and losses that are no scalars are named errors."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from nnx_parallel import Mean
+from nnx_parallel.errors import LossError
+from nnx_parallel.metrics import RESERVED_METRICS, as_mean, split_loss_output
+
+
+def test_merged_parts_are_the_mean_of_the_whole() -> None:
+    rng = np.random.default_rng(0)
+    values, weights = rng.normal(size=32), rng.integers(0, 3, 32).astype(float)
+    parts = np.split(np.arange(32), [3, 4, 20])
+    means = [Mean((values[i] * weights[i]).sum(), weights[i].sum()) for i in parts]
+    total = means[0]
+    for mean in means[1:]:
+        total = total.merge(mean)
+    np.testing.assert_allclose(
+        total.value, np.average(values, weights=weights), rtol=1e-6
+    )
+
+
+def test_arithmetic_is_that_of_the_values() -> None:
+    left, right = Mean(6.0, 3.0), Mean(5.0, 2.0)
+    assert float((left + right).value) == 2.0 + 2.5
+    assert float((left * 0.5).value) == 1.0
+    assert float((0.5 * left).value) == 1.0
+    assert float((left / 4).value) == 0.5
+    assert float((3 * (left + right) / 2).value) == 6.75
+
+
+def test_terms_of_one_weight_merge_and_of_two_stay_apart() -> None:
+    weight = jnp.float32(4.0)
+    assert len((Mean(1.0, weight) + Mean(2.0, weight)).terms) == 1
+    apart = Mean(1.0, weight) + Mean(2.0, jnp.float32(4.0)) + Mean(3.0, weight)
+    assert [float(term.total) for term in apart.terms] == [4.0, 2.0]
+
+
+def test_sums_merge_term_by_term() -> None:
+    first = Mean(6.0, 3.0) + 0.1 * Mean(10.0, 1.0)
+    second = Mean(2.0, 1.0) + 0.1 * Mean(40.0, 4.0)
+    np.testing.assert_allclose(first.merge(second).value, 8 / 4 + 0.1 * 50 / 5)
+
+
+def test_a_mean_of_nothing_is_0_with_a_finite_gradient() -> None:
+    value, grad = jax.value_and_grad(lambda x: Mean(x, jnp.float32(0)).value)(1.0)
+    assert (float(value), float(grad)) == (0.0, 0.0)
+
+
+def test_no_gradient_flows_through_the_weight() -> None:
+    grads = jax.grad(lambda total, weight: Mean(total, weight).value, (0, 1))(6.0, 3.0)
+    np.testing.assert_allclose(grads, (1 / 3, 0.0))
+
+
+def test_a_mean_passes_through_jit_and_scan() -> None:
+    def part(carry: None, x: jax.Array) -> tuple[None, Mean]:
+        return carry, Mean(x.sum(), jnp.float32(x.size))
+
+    _, means = jax.jit(lambda x: jax.lax.scan(part, None, x))(
+        jnp.arange(12.0).reshape(3, 4)
+    )
+    total = jax.tree.map(lambda x: x.sum(0), means)
+    assert float(total.value) == 5.5
+
+
+def test_only_means_add_to_means() -> None:
+    with pytest.raises(TypeError, match="unsupported operand"):
+        sum([Mean(1.0, 1.0)])  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+def test_scalars_weigh_as_they_are_told() -> None:
+    loss, metrics = split_loss_output((jnp.bfloat16(2.0), {"hits": 3}), weight=4)
+    assert (float(loss.total), float(loss.weight)) == (8.0, 4.0)
+    assert (float(metrics["hits"].total), float(metrics["hits"].value)) == (12.0, 3.0)
+    assert jnp.result_type(loss.total) == jnp.float32
+
+
+def test_means_keep_their_own_weight() -> None:
+    mean = Mean(jnp.float32(6.0), 3.0)
+    assert split_loss_output(mean, weight=100)[0] is mean
+    assert as_mean(mean, "x") is mean
+
+
+SCALAR = " It must be a real scalar or a Mean(total, weight)"
+TUPLE = " Return loss, or (loss, metrics) with metrics a dict of scalars or Means."
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (
+            np.ones(3, np.float32),
+            f"The loss has shape (3,) and dtype float32.{SCALAR}: reduce it, for "
+            "instance with .mean().",
+        ),
+        (
+            Mean(jnp.ones(3), 3.0),
+            f"The loss's total has shape (3,) and dtype float32.{SCALAR}: reduce it",
+        ),
+        (Mean(1.0, jnp.ones((2, 3))), "The loss's weight has shape (2, 3) and dtype"),
+        (
+            3,
+            "The loss has dtype int32, which has no gradient. Return a floating-point "
+            "scalar or a Mean.",
+        ),
+        (True, f"The loss has shape () and dtype bool.{SCALAR}"),
+        (1j, f"The loss has shape () and dtype complex64.{SCALAR}"),
+        (None, f"The loss is a NoneType.{SCALAR}."),
+        ({"loss": 1.0}, f"The loss is a dict.{SCALAR}."),
+        ([1.0, {}], f"The loss is a list.{SCALAR}."),
+        (
+            (1.0, {}, {}),
+            f"The loss returned a tuple of (float, dict, dict).{TUPLE}",
+        ),
+        ((1.0, 2.0), f"The loss returned a tuple of (float, float).{TUPLE}"),
+        (
+            (1.0, {"logits": jnp.ones((2, 4))}),
+            f"Metric 'logits' has shape (2, 4) and dtype float32.{SCALAR}: reduce it",
+        ),
+        ((1.0, {"name": "x"}), f"Metric 'name' is a str.{SCALAR}."),
+        *[
+            (
+                (1.0, {name: 1.0}),
+                f"A metric is named {name!r}, which the step reports itself. Rename "
+                f"it; names that are taken: {list(RESERVED_METRICS)}.",
+            )
+            for name in RESERVED_METRICS
+        ],
+    ],
+)
+def test_what_a_loss_must_not_return(output: Any, message: str) -> None:
+    with pytest.raises(LossError, match=re.escape(message)):
+        split_loss_output(output)

@@ -1,0 +1,176 @@
+"""What is kept, computed and summed in which dtype."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from nnx_parallel import FSDP, Precision, Trainer
+from nnx_parallel.precision import cast_floating
+from nnx_parallel.state import LossScale
+
+BATCH = {
+    "x": np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32),
+    "labels": np.arange(8, dtype=np.int32),
+}
+
+
+class Adapted(nnx.Module):
+    """A frozen linear map, an adapter that is trained, and running statistics."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.base = nnx.Linear(4, 128, rngs=rngs)
+        self.norm = nnx.BatchNorm(128, rngs=rngs)
+        self.adapter = nnx.LoRA(4, 2, 128, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.norm(self.base(x)) + self.adapter(x)
+
+
+def make_trainer(loss: Any, precision: Precision, **options: Any) -> Trainer:
+    return Trainer(
+        lambda rngs: Adapted(rngs=rngs),
+        optax.sgd(0.1),
+        loss,
+        strategy=FSDP(min_size=0),
+        precision=precision,
+        loggers=(),
+        **options,
+    )
+
+
+def squares(model: Any, batch: Any) -> jax.Array:
+    return (model(batch["x"]).astype(jnp.float32) ** 2).mean()
+
+
+def to_host(tree: Any) -> Any:
+    floating = [
+        x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)
+    ]
+    return jax.tree.map(np.asarray, floating)
+
+
+@pytest.mark.parametrize("field", ["params", "compute", "reduction"])
+def test_a_dtype_that_is_not_floating(field: str) -> None:
+    message = (
+        f"Precision.{field} is int8; it must be a floating-point dtype: float32, "
+        "bfloat16 or float16."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Precision(**{field: jnp.int8})
+
+
+def test_casting_leaves_integers_and_keys_as_they_are() -> None:
+    tree = {"x": jnp.ones(2), "n": jnp.arange(3), "key": jax.random.key(0), "s": "name"}
+    cast = cast_floating(tree, jnp.float16)
+    assert cast["x"].dtype == jnp.float16
+    assert all(cast[name] is tree[name] for name in ("n", "key", "s"))
+
+
+def test_bfloat16_is_what_the_loss_computes_in_and_float32_what_is_kept() -> None:
+    seen = {}
+
+    def loss(model: Any, batch: Any) -> jax.Array:
+        seen["kernel"] = model.base.kernel[...].dtype
+        seen["lora"] = model.adapter.lora_a[...].dtype
+        seen["mean"] = model.norm.mean[...].dtype
+        seen["x"], seen["labels"] = batch["x"].dtype, batch["labels"].dtype
+        seen["out"] = model.base(batch["x"]).dtype
+        return model(batch["x"]).mean()
+
+    trainer = make_trainer(loss, Precision.mixed_bfloat16())
+    state, metrics = trainer.train_step(trainer.state, trainer.shard_batch(BATCH))
+    computed = dict.fromkeys(("kernel", "lora", "x", "out"), jnp.bfloat16)
+    assert seen == {**computed, "mean": jnp.float32, "labels": jnp.int32}
+    assert {x.dtype for x in to_host((state.params, state.variables))} == {
+        np.dtype(np.float32)
+    }
+    assert metrics["loss"].dtype == jnp.float32
+    assert state.loss_scale is None
+
+
+def test_frozen_parameters_keep_every_bit_that_the_computation_drops() -> None:
+    trainer = make_trainer(squares, Precision.mixed_bfloat16(), wrt=nnx.LoRAParam)
+    before = to_host(trainer.state.variables["base"])
+    trained = to_host(trainer.state.params)
+    trainer.fit([BATCH] * 2, 2)
+    after = to_host(trainer.state.variables["base"])
+    assert any((x.astype(jnp.bfloat16) != x).any() for x in before)
+    assert all((x == y).all() for x, y in zip(before, after, strict=True))
+    changed = zip(trained, to_host(trainer.state.params), strict=True)
+    assert any((x != y).any() for x, y in changed)
+
+
+def test_parameters_kept_in_bfloat16_have_optimizer_state_in_it() -> None:
+    precision = Precision(params=jnp.bfloat16, compute=jnp.bfloat16)
+    trainer = Trainer(
+        lambda rngs: nnx.Linear(4, 8, rngs=rngs),
+        optax.sgd(0.1, momentum=0.9),
+        squares,
+        precision=precision,
+        ema_decay=0.9,
+        loggers=(),
+    )
+    trainer.fit([BATCH] * 2, 2)
+    state = trainer.state
+    kept = to_host((state.params, state.opt_state, state.ema))
+    assert {str(x.dtype) for x in kept} == {"bfloat16"}
+
+
+def overflow_where_asked(model: Any, batch: Any) -> jax.Array:
+    """Finite in float32; its gradient overflows float16 in batches of large numbers."""
+    return (model(batch["x"]) * batch["factor"][:, None]).astype(jnp.float32).mean()
+
+
+def with_factor(factor: float) -> dict:
+    return {**BATCH, "factor": np.full(8, factor, np.float32)}
+
+
+def test_an_overflow_skips_the_step_and_halves_the_scale() -> None:
+    trainer = make_trainer(
+        overflow_where_asked, Precision.mixed_float16(), ema_decay=0.5
+    )
+    good, bad = (trainer.shard_batch(with_factor(f)) for f in (1.0, 6e4))
+    state, metrics = trainer.train_step(trainer.state, good)
+    assert (float(metrics["skipped"]), float(metrics["loss_scale"])) == (0, 2**15)
+    before = to_host((state.params, state.variables, state.opt_state, state.ema))
+
+    state, metrics = trainer.train_step(state, bad)
+    assert (float(metrics["skipped"]), float(metrics["loss_scale"])) == (1, 2**15)
+    after = to_host((state.params, state.variables, state.opt_state, state.ema))
+    assert all((x == y).all() for x, y in zip(before, after, strict=True))
+    assert int(state.step) == 2
+    assert state.loss_scale is not None
+    assert float(state.loss_scale.scale) == 2**14
+
+    state, metrics = trainer.train_step(state, good)
+    assert (float(metrics["skipped"]), float(metrics["loss_scale"])) == (0, 2**14)
+    changed = to_host((state.params, state.variables, state.opt_state, state.ema))
+    assert any((x != y).any() for x, y in zip(after, changed, strict=True))
+
+
+def test_gradients_do_not_depend_on_the_scale() -> None:
+    norms = []
+    for precision in (Precision(), Precision.mixed_float16()):
+        trainer = make_trainer(squares, precision)
+        batch = trainer.shard_batch(BATCH)
+        norms.append(float(trainer.train_step(trainer.state, batch)[1]["grad_norm"]))
+    np.testing.assert_allclose(norms[1], norms[0], rtol=5e-3)
+
+
+def test_the_scale_doubles_after_many_good_steps_and_stays_in_its_range() -> None:
+    scale = LossScale.create(8.0)
+    for _ in range(3):
+        scale = scale.adjust(jnp.bool_(True), growth_interval=3)
+    assert (float(scale.scale), int(scale.good_steps)) == (16.0, 0)
+    scale = scale.adjust(jnp.bool_(True), growth_interval=3)
+    scale = scale.adjust(jnp.bool_(False), growth_interval=3)
+    assert (float(scale.scale), int(scale.good_steps)) == (8.0, 0)
+    lowest = LossScale.create(1.0).adjust(jnp.bool_(False))
+    highest = LossScale.create(2.0**24).adjust(jnp.bool_(True), growth_interval=1)
+    assert (float(lowest.scale), float(highest.scale)) == (1.0, 2.0**24)

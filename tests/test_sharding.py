@@ -1,0 +1,181 @@
+"""Who decides where an array lives, and the four specs that follow."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from nnx_parallel import (
+    FSDP,
+    Composite,
+    DataParallel,
+    PathRules,
+    Strategy,
+    TensorParallel,
+    constrain,
+)
+from nnx_parallel.errors import (
+    SpecRankError,
+    UnknownAxisError,
+)
+from nnx_parallel.sharding import ArrayInfo, Layout, Placement, using
+
+FSDP_TP = Composite(FSDP(4), TensorParallel(2))
+
+
+def place(
+    strategy: Strategy, *shape: int, names: tuple | None = None, **fields: Any
+) -> Placement:
+    info = ArrayInfo(path="block.kernel", shape=shape, names=names, **fields)
+    return strategy.layout().place(info)
+
+
+# Who decides
+
+
+def test_a_rule_comes_before_a_name_and_a_name_before_fsdps_choice() -> None:
+    names = ("embed", "mlp")
+    free = place(FSDP_TP, 64, 128, names=names)
+    rule = PathRules((r"\.kernel", P("tensor", "fsdp")))
+    ruled = place(Composite(*FSDP_TP.parts, rules=(rule,)), 64, 128, names=names)
+    assert (free.stored, free.used) == (P("fsdp", "tensor"), P(None, "tensor"))
+    assert free.reason == "name 'mlp' -> tensor; fsdp: largest free dim 0"
+    assert (ruled.stored, ruled.used) == (P("tensor", "fsdp"), P("tensor"))
+    assert ruled.reason == r"path rule '\\.kernel'"
+
+
+def test_a_rule_that_replicates_is_obeyed() -> None:
+    strategy = FSDP(rules=(PathRules((r"kernel", P())),))
+    assert place(strategy, 64, 128).stored == P()
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "spec", "reason"),
+    [
+        ((64, 128), None, P(None, "fsdp"), "fsdp: largest free dim 1"),
+        ((64, 64), None, P("fsdp"), "fsdp: largest free dim 0"),
+        ((64, 100, 64), None, P("fsdp"), "fsdp: largest free dim 0"),
+        ((9, 900), None, P(), "fsdp=8 divides no free dim of [9, 900]"),
+        ((1023,), None, P(), "1023 elements < min_size 1024"),
+        ((1024,), None, P("fsdp"), "fsdp: largest free dim 0"),
+        ((512, 8, 64), ("layers", None, None), P(None, None, "fsdp"), None),
+        ((512, 9), ("layers",), P(), "fsdp=8 divides no free dim of [9]"),
+    ],
+)
+def test_fsdp_takes_the_largest_dim_that_it_divides(
+    shape: tuple, names: tuple | None, spec: P, reason: str | None
+) -> None:
+    names = names and names + (None,) * (len(shape) - len(names))
+    placement = place(FSDP(), *shape, names=names)
+    assert placement.stored == spec
+    assert placement.used == P()
+    assert reason in (None, placement.reason)
+
+
+def test_fsdp_takes_what_tensor_parallelism_leaves_free() -> None:
+    names = ("mlp", "embed")
+    assert place(FSDP_TP, 512, 64, names=names).stored == P("tensor", "fsdp")
+    taken = place(FSDP_TP, 512, 9, names=names)
+    assert taken.stored == P("tensor")
+    assert taken.reason == "name 'mlp' -> tensor; fsdp=4 divides no free dim of [9]"
+
+
+def test_only_parameters_are_fsdps() -> None:
+    placement = place(FSDP(), 4096, kind="BatchStat", is_param=False)
+    assert (placement.stored, placement.reason) == (P(), "not a parameter")
+
+
+def test_what_no_rule_names_is_replicated_and_says_so() -> None:
+    placement = place(TensorParallel(), 64, 128)
+    assert (placement.stored, placement.reason) == (P(), "no rule names it")
+
+
+@pytest.mark.parametrize(
+    ("shard", "stored", "gradient", "optimizer"),
+    [
+        ("params", P("fsdp"), P("fsdp"), P("fsdp")),
+        ("gradients", P(), P("fsdp"), P("fsdp")),
+        ("optimizer", P(), P(), P("fsdp")),
+    ],
+)
+def test_the_four_specs_of_zero(
+    shard: Any, stored: P, gradient: P, optimizer: P
+) -> None:
+    found = place(FSDP(shard=shard), 64, 64)
+    specs = (found.stored, found.used, found.gradient, found.optimizer)
+    assert specs == (stored, P(), gradient, optimizer)
+    assert found.is_gathered == (shard != "optimizer")
+
+
+def test_zero_keeps_the_axes_of_others_in_all_four_specs() -> None:
+    strategy = Composite(FSDP(4, shard="optimizer"), TensorParallel(2))
+    found = place(strategy, 64, 64, names=("embed", "mlp"))
+    assert found.stored == found.used == found.gradient == P(None, "tensor")
+    assert found.optimizer == P("fsdp", "tensor")
+
+
+def test_a_layer_of_a_stack_has_the_specs_without_the_first_dim() -> None:
+    names = ("layers", "embed", "mlp")
+    layer = place(FSDP_TP, 2, 64, 64, names=names).of_layer()
+    assert (layer.stored, layer.used) == (P("fsdp", "tensor"), P(None, "tensor"))
+    assert not layer.is_stacked
+
+
+# Activations
+
+
+def test_constrain_outside_a_strategy_returns_the_same_object() -> None:
+    x = jnp.ones((8, 4))
+    assert constrain(x, "batch", "embed") is x
+
+
+@pytest.fixture(scope="module")
+def layout() -> Layout:
+    parts = DataParallel(2), FSDP(2), TensorParallel(2)
+    return Composite(*parts).layout()
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "spec"),
+    [
+        ((8, 16, 64), ("batch", "seq", "mlp"), P(("data", "fsdp"), None, "tensor")),
+        ((8, 64), ("batch", None), P(("data", "fsdp"))),
+        ((6, 64), ("batch", "heads"), P("data", "tensor")),
+        ((3, 7), ("batch", "mlp"), P()),
+        ((8, 8), ("mlp", "heads"), P("tensor")),
+        ((8, 8), ("tensor", "context"), P("tensor")),
+    ],
+)
+def test_constrain_places_what_divides(
+    layout: Layout, shape: tuple, names: tuple, spec: P
+) -> None:
+    @jax.jit
+    def function(x: jax.Array) -> jax.Array:
+        with using(layout):
+            return constrain(x, *names) + 0
+
+    expected = layout.sharding(spec)
+    assert function(jnp.ones(shape)).sharding.is_equivalent_to(expected, len(shape))
+
+
+def test_constrain_checks_names_with_and_without_a_strategy(layout: Layout) -> None:
+    message = (
+        "constrain got 1 names ('batch',) for an array of shape (8, 4). Give one name, "
+        "or None, for each of its 2 dims."
+    )
+    with pytest.raises(SpecRankError, match=re.escape(message)):
+        constrain(jnp.ones((8, 4)), "batch")
+    with using(layout), pytest.raises(UnknownAxisError, match="Did you mean 'batch'"):
+        constrain(jnp.ones((8, 4)), "bach", None)
+
+
+def test_a_layout_is_active_only_inside() -> None:
+    x, layout = jnp.ones((8, 4)), DataParallel().layout()
+    with using(layout):
+        with using(None):
+            assert constrain(x, "batch", None) is x
+        assert constrain(x, "batch", None).sharding == layout.sharding(P("data"))
+    assert constrain(x, "batch", None) is x

@@ -1,0 +1,276 @@
+"""Names in a model and rules of a user, and the errors that teach them."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from nnx_parallel import (
+    FSDP,
+    Composite,
+    DataParallel,
+    LogicalRules,
+    PathRules,
+    PolicyRules,
+    Strategy,
+    TensorParallel,
+)
+from nnx_parallel.errors import (
+    IndivisibleDimError,
+    ParallelError,
+    PlacementConflictError,
+    SpecRankError,
+    UnknownAxisError,
+    UnmatchedRuleError,
+)
+from nnx_parallel.layers import Dense, named
+from nnx_parallel.sharding import ArrayInfo, Placement
+from nnx_parallel.sharding.arrays import array_info, variables_of
+from nnx_parallel.sharding.context import check_names
+
+FSDP_TP = Composite(FSDP(4), TensorParallel(2))
+
+
+def place(
+    strategy: Strategy, *shape: int, names: tuple | None = None, **fields: Any
+) -> Placement:
+    info = ArrayInfo(path="block.kernel", shape=shape, names=names, **fields)
+    return strategy.layout().place(info)
+
+
+# Names
+
+
+def test_logical_rules_replace_the_strategys_own_entries() -> None:
+    rules = (LogicalRules({"mlp": None, "embed": "tensor"}),)
+    strategy = TensorParallel(8, rules=rules)
+    assert place(strategy, 64, 64, names=("embed", "mlp")).stored == P("tensor")
+    assert place(strategy, 64, 64, names=(None, "vocab")).stored == P(None, "tensor")
+
+
+def test_two_logical_rules_that_disagree() -> None:
+    rules = (LogicalRules({"mlp": None}), LogicalRules({"mlp": "tensor"}))
+    message = "Two LogicalRules give dims named 'mlp' to () and to ('tensor',). Keep"
+    with pytest.raises(PlacementConflictError, match=re.escape(message)):
+        TensorParallel(rules=rules).layout()
+    same = (LogicalRules({"mlp": "tensor"}), LogicalRules({"mlp": ("tensor",)}))
+    assert TensorParallel(rules=same).layout().logical_axes["mlp"] == ("tensor",)
+
+
+def test_a_rule_for_an_axis_that_the_mesh_lacks() -> None:
+    message = (
+        "Dims named 'seq' are given to the mesh axis 'tensr', which the mesh lacks. "
+        "Did you mean 'tensor'? Its axes: ['tensor']. Map the name to one of them, or "
+        "to None to replicate."
+    )
+    with pytest.raises(UnknownAxisError, match=re.escape(message)):
+        TensorParallel(rules=(LogicalRules({"seq": "tensr"}),)).layout()
+
+
+def test_a_mesh_axis_stands_for_itself_and_is_ignored_where_the_mesh_lacks_it() -> None:
+    names = (None, "tensor")
+    assert place(TensorParallel(), 64, 64, names=names).stored == P(None, "tensor")
+    assert place(DataParallel(), 64, 64, names=names).stored == P()
+    both = (None, ("fsdp", "tensor"))
+    assert place(FSDP_TP, 64, 64, names=both).stored == P(None, ("fsdp", "tensor"))
+
+
+class Annotated(nnx.Module):
+    """Named as Flax's guide does it, with a mesh axis of its own."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        init = nnx.with_partitioning(nnx.initializers.ones_init(), (None, "model"))
+        self.linear = nnx.Linear(64, 64, kernel_init=init, use_bias=False, rngs=rngs)
+
+
+def test_a_name_of_flaxs_guide_is_an_error_that_offers_a_mapping() -> None:
+    message = (
+        "Name 'model' of `linear.kernel` is neither a logical axis nor a mesh axis. "
+        "Map it with rules=(LogicalRules({'model': 'tensor'}),), or to None to "
+        "replicate."
+    )
+    with pytest.raises(UnknownAxisError, match=re.escape(message)):
+        TensorParallel().init(Annotated, 0)
+
+
+def test_a_name_of_flaxs_guide_works_once_it_is_mapped() -> None:
+    strategy = TensorParallel(8, rules=(LogicalRules({"model": "tensor"}),))
+    kernel = strategy.init(Annotated, 0).linear.kernel[...]  # pyright: ignore[reportAttributeAccessIssue]
+    assert kernel.sharding.spec == P(None, "tensor")
+    assert kernel.addressable_shards[0].data.shape == (64, 8)
+
+
+def test_an_error_suggests_the_nearest_name() -> None:
+    message = "Name 'embeds' of `block.kernel` is neither a logical axis nor a mesh "
+    with pytest.raises(UnknownAxisError, match=re.escape(message)) as caught:
+        place(FSDP(), 64, 64, names=("embeds", None))
+    assert "Did you mean 'embed'? " in str(caught.value)
+    assert "axes of this mesh: ['fsdp']." in str(caught.value)
+
+
+def test_a_dim_that_its_name_cannot_split() -> None:
+    message = (
+        "Cannot shard `block.kernel` with global shape (64, 6, 16) as "
+        "P(None, 'tensor'): mesh axis 'tensor' of size 4 does not divide "
+        "dim 1 of size 6. Pad the dim to 8, use an axis size among [1, 2, 3], or map "
+        "the dim to None to replicate it."
+    )
+    names = ("embed", "kv_heads", "head_dim")
+    strategy = Composite(DataParallel(2), TensorParallel(4))
+    with pytest.raises(IndivisibleDimError, match=re.escape(message)):
+        place(strategy, 64, 6, 16, names=names)
+
+
+def test_one_key_value_head_under_tensor_parallelism_can_be_replicated() -> None:
+    names, parts = (
+        ("embed", "kv_heads", "head_dim"),
+        (DataParallel(4), TensorParallel(2)),
+    )
+    message = (
+        "'tensor' of size 2 does not divide dim 1 of size 1. Pad the dim to 2, use"
+    )
+    with pytest.raises(IndivisibleDimError, match=re.escape(message)):
+        place(Composite(*parts), 64, 1, 16, names=names)
+    rules = (LogicalRules({"kv_heads": None}),)
+    assert place(Composite(*parts, rules=rules), 64, 1, 16, names=names).stored == P()
+
+
+def test_two_names_that_claim_one_axis() -> None:
+    message = (
+        "Cannot shard `block.kernel` with global shape (64, 64) as "
+        "P('tensor', 'tensor'): mesh axis 'tensor' stands on 2 dims. An "
+        "axis can split one dim of an array; map one of the dims to None."
+    )
+    with pytest.raises(PlacementConflictError, match=re.escape(message)):
+        place(TensorParallel(), 64, 64, names=("vocab", "mlp"))
+
+
+def test_more_names_than_dims() -> None:
+    variable = nnx.Param(
+        jnp.ones((2, 3)), out_sharding=("embed", "mlp", "heads"), eager_sharding=False
+    )
+    message = (
+        "`up.kernel` has shape (2, 3) but 3 names ('embed', 'mlp', 'heads'). Give one "
+        "name, or None, for each of its 2 dims."
+    )
+    with pytest.raises(SpecRankError, match=re.escape(message)):
+        array_info(("up", "kernel"), variable)
+
+
+def test_fewer_names_than_dims_leave_the_last_ones_free() -> None:
+    variable = nnx.Param(jnp.ones((8, 3)), out_sharding=("mlp",), eager_sharding=False)
+    info = array_info(("blocks", 0, "kernel"), variable)
+    assert (info.path, info.names, info.size) == ("blocks.0.kernel", ("mlp", None), 24)
+
+
+def test_a_shared_variable_is_one_array() -> None:
+    class Tied(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.first = nnx.Linear(4, 4, rngs=rngs)
+            self.second = nnx.List([self.first, nnx.Linear(4, 4, rngs=rngs)])
+
+    paths = [path for path, _ in variables_of(Tied(nnx.Rngs(0)))]
+    assert len(paths) == 4
+
+
+# Rules
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "message"),
+    [
+        (
+            P(None, None, "fsdp"),
+            SpecRankError,
+            "Cannot shard `block.kernel` with global shape (64, 64) as "
+            "P(None, None, 'fsdp'): the spec has 3 entries for 2 dims. "
+            "Shorten it.",
+        ),
+        (
+            P("fdsp"),
+            UnknownAxisError,
+            "Cannot shard `block.kernel` as P('fdsp',): the mesh has no "
+            "axis 'fdsp'. Did you mean 'fsdp'? Its axes: ['fsdp'].",
+        ),
+        (P("fsdp", "fsdp"), PlacementConflictError, "'fsdp' stands on 2 dims."),
+    ],
+)
+def test_a_rule_whose_spec_does_not_fit(
+    spec: P, error: type[ParallelError], message: str
+) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        place(FSDP(rules=(PathRules((r"kernel", spec)),)), 64, 64)
+
+
+def test_two_rules_that_claim_one_array() -> None:
+    columns = PathRules((r"kernel", P(None, "fsdp")))
+
+    def rows(info: ArrayInfo) -> P | None:
+        return P("fsdp") if info.size > 1000 else None
+
+    strategy = FSDP(rules=(columns, PolicyRules(rows)))
+    message = (
+        "Two rules claim `block.kernel`: path rule 'kernel' says "
+        "P(None, 'fsdp'), policy 'rows' says P('fsdp',). Keep "
+        "one, or order them in one PathRules."
+    )
+    with pytest.raises(PlacementConflictError, match=re.escape(message)):
+        place(strategy, 64, 64)
+    assert place(strategy, 8, 8).stored == P(None, "fsdp")
+
+
+def test_the_first_path_that_matches_counts() -> None:
+    rules = PathRules((r"^block", P("fsdp")), (r"kernel", P(None, "fsdp")))
+    assert place(FSDP(rules=(rules,)), 64, 64).stored == P("fsdp")
+
+
+def test_strict_rules_must_match_every_parameter() -> None:
+    rules = PathRules((r"bias", P()), strict=True)
+    message = (
+        "No path rule matches `block.kernel` with shape (64, 64). Strict rules must "
+        "match every parameter: ['bias']. Add one, or end with (r'.*', P()) to "
+        "replicate the rest."
+    )
+    with pytest.raises(UnmatchedRuleError, match=re.escape(message)):
+        place(FSDP(rules=(rules,)), 64, 64)
+    assert place(FSDP(rules=(rules,)), 64, is_param=False).stored == P()
+
+
+def test_path_rules_that_match_nothing_warn() -> None:
+    rules = PathRules((r"kernal", P("fsdp")), (r"kernel", P()))
+    with pytest.warns(
+        UserWarning, match=re.escape("Path rules ['kernal'] match no ar")
+    ):
+        FSDP(rules=(rules,)).init(lambda rngs: nnx.Linear(64, 64, rngs=rngs), 0)
+
+
+def test_a_policy_sees_shape_names_and_kind() -> None:
+    seen = []
+    strategy = FSDP(rules=(PolicyRules(seen.append),))
+    strategy.describe(lambda rngs: nnx.BatchNorm(64, rngs=rngs))
+    assert {(i.path, i.shape, i.kind, i.is_param) for i in seen} == {
+        ("bias", (64,), "Param", True),
+        ("scale", (64,), "Param", True),
+        ("mean", (64,), "BatchStat", False),
+        ("var", (64,), "BatchStat", False),
+    }
+
+
+def test_a_dim_is_named_once() -> None:
+    message = (
+        "The dims ('embed', 'embed') name 'embed' twice. Give each dim of a parameter "
+        "its own name, or None."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_names(("embed", "embed"))
+
+
+def test_names_travel_in_flaxs_own_metadata() -> None:
+    dense = Dense({"embed": 4}, {"mlp": 8}, rngs=nnx.Rngs(0))
+    assert dense.kernel.get_metadata()["out_sharding"] == ("embed", "mlp")
+    value = named(nnx.initializers.ones_init(), "mlp")(jax.random.key(0), (4,))
+    assert nnx.Param(value).get_metadata()["out_sharding"] == ("mlp",)

@@ -1,0 +1,200 @@
+"""A `Stack` computes what its blocks would one by one."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from nnx_parallel import FSDP
+from nnx_parallel.errors import StackError
+from nnx_parallel.layers import Remat, Stack, default_remat
+from nnx_parallel.sharding import using
+
+NUM_LAYERS = 3
+
+
+class Block(nnx.Module):
+    """Product, statistics, dropout, and a residual connection."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x: jax.Array, scale: float = 1.0) -> jax.Array:
+        return x + scale * self.dropout(nnx.gelu(self.norm(self.linear(x))))
+
+
+class Cached(nnx.Module):
+    """A block with a slot of its own, to read and to replace."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x: jax.Array, factor: float, slot: dict) -> tuple:
+        out = self.linear(x) * factor + slot["sum"]
+        return out, {"sum": slot["sum"] + x, "count": slot["count"] + 1}
+
+
+def blocks_one_by_one(seed: int) -> list[Block]:
+    """The blocks that a stack of this seed holds."""
+    keys = jax.random.split(nnx.Rngs(seed).params(), NUM_LAYERS)
+    return [Block(nnx.Rngs(key)) for key in keys]
+
+
+@pytest.fixture
+def x() -> jax.Array:
+    return jax.random.normal(jax.random.key(0), (16, 8))
+
+
+def arrays(model: Any) -> list[np.ndarray]:
+    leaves = jax.tree.leaves(nnx.state(model))
+    return [np.asarray(leaf) for leaf in map(key_words, leaves)]
+
+
+def key_words(x: jax.Array) -> jax.Array:
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(x) if is_key else x
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_a_stack_is_its_blocks_one_by_one(x: jax.Array, remat: Remat) -> None:
+    stack = Stack(Block, NUM_LAYERS, remat=remat, rngs=nnx.Rngs(4))
+    blocks = blocks_one_by_one(4)
+    for _ in range(2):  # twice: statistics and dropout's counters advance
+        expected = x
+        for block in blocks:
+            expected = block(expected, 0.5)
+        np.testing.assert_allclose(stack(x, 0.5), expected, rtol=1e-5, atol=1e-6)
+    stacked = [np.stack(layers) for layers in zip(*map(arrays, blocks), strict=True)]
+    for found, wanted in zip(arrays(stack.layer), stacked, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    assert (np.asarray(stack.layer.dropout.rngs.count[...]) == 2).all()
+    assert stack.layer.norm.mean[...].shape == (NUM_LAYERS, 8)
+
+
+def test_blocks_differ_and_so_do_their_masks(x: jax.Array) -> None:
+    stack = Stack(Block, 2, rngs=nnx.Rngs(0))
+    first, second = np.asarray(stack.layer.linear.kernel[...])
+    assert (first != second).any()
+    keys = jax.random.key_data(stack.layer.dropout.rngs.key[...])
+    assert (keys[0] != keys[1]).any()
+    assert (np.asarray(stack(x)) != np.asarray(stack(x))).any()
+
+
+def test_evaluation_has_no_dropout_and_keeps_the_statistics(x: jax.Array) -> None:
+    stack = Stack(Block, NUM_LAYERS, rngs=nnx.Rngs(4))
+    stack.eval()
+    before = arrays(stack)
+    assert (np.asarray(stack(x)) == np.asarray(stack(x))).all()
+    for found, wanted in zip(arrays(stack), before, strict=True):
+        assert found.tobytes() == wanted.tobytes()
+
+
+def gradients(stack: Stack, x: jax.Array) -> Any:
+    graphdef, params, rest = nnx.split(stack, nnx.Param, ...)
+
+    @jax.jit
+    def run(params: nnx.State) -> nnx.State:
+        def loss(params: nnx.State) -> jax.Array:
+            return (nnx.merge(graphdef, params, rest, copy=True)(x) ** 2).mean()  # pyright: ignore[reportCallIssue]
+
+        return jax.grad(loss)(params)
+
+    return run(params)
+
+
+def test_remat_changes_what_is_kept_and_not_the_gradients(x: jax.Array) -> None:
+    found = {
+        remat: gradients(Stack(Block, 2, remat=remat, rngs=nnx.Rngs(0)), x)
+        for remat in ("none", "dots", "full")
+    }
+    with default_remat("full"):
+        found["default"] = gradients(Stack(Block, 2, rngs=nnx.Rngs(0)), x)
+    assert max(float(jnp.abs(g).max()) for g in jax.tree.leaves(found["none"])) > 0
+    for grads in found.values():
+        pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(found["none"]), strict=True)
+        for a, b in pairs:
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_remat_recomputes(x: jax.Array) -> None:
+    def num_residuals(remat: Remat) -> int:
+        stack = Stack(Block, NUM_LAYERS, remat=remat, rngs=nnx.Rngs(0))
+        graphdef, state = nnx.split(stack)
+        _, vjp = jax.vjp(lambda x: nnx.merge(graphdef, state, copy=True)(x), x)  # pyright: ignore[reportCallIssue]
+        return sum(leaf.size for leaf in jax.tree.leaves(vjp))
+
+    none, dots, full = map(num_residuals, ("none", "dots", "full"))
+    assert none > dots > full
+
+
+def test_every_block_has_a_slot_of_its_own(x: jax.Array) -> None:
+    stack = Stack(Cached, NUM_LAYERS, rngs=nnx.Rngs(0))
+    slots = {
+        "sum": jax.random.normal(jax.random.key(1), (NUM_LAYERS, 16, 8)),
+        "count": jnp.arange(NUM_LAYERS),
+    }
+    out, found = stack(x, 2.0, scanned=slots)
+    expected, sums = x, []
+    for i in range(NUM_LAYERS):
+        sums.append(slots["sum"][i] + expected)
+        kernel, bias = (stack.layer.linear.kernel[i], stack.layer.linear.bias[i])
+        expected = (expected @ kernel + bias[None]) * 2.0 + slots["sum"][i]
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found["sum"], np.stack(sums), rtol=1e-5, atol=1e-5)
+    assert list(found["count"]) == [1, 2, 3]
+
+
+def test_names_gain_layers_and_arrays_without_names_too() -> None:
+    stack = Stack(Block, 2, rngs=nnx.Rngs(0))
+    specs = FSDP(min_size=0).specs(nnx.state(stack))
+    assert stack.layer.linear.kernel.get_metadata()["out_sharding"] == ("layers",)
+    assert tuple(specs["layer"]["linear"]["kernel"].get_value()) == (None, "fsdp")
+
+
+def test_a_placed_stack_computes_the_same(x: jax.Array) -> None:
+    stack = Stack(Block, 2, rngs=nnx.Rngs(0))
+    stack.eval()
+    expected = stack(x)
+    strategy = FSDP(min_size=0)
+    placed = strategy.merge(*strategy.split(stack))
+
+    @jax.jit
+    def run(stack: nnx.Module, x: jax.Array) -> jax.Array:
+        with using(strategy.layout()):
+            return stack(x)  # pyright: ignore[reportCallIssue]
+
+    np.testing.assert_allclose(run(placed, x), expected, rtol=1e-5, atol=1e-6)
+
+
+class Tied(nnx.Module):
+    """The trap: one Variable in two places."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up = nnx.Linear(8, 8, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(8, 8, use_bias=False, rngs=rngs)
+        self.down.kernel = self.up.kernel
+
+
+def test_a_variable_shared_within_a_block_is_refused() -> None:
+    message = (
+        "A block of the stack holds the same Variable in several places: "
+        "['up.kernel'] stand elsewhere in it too. Stacked blocks would untie them "
+        "without a word. Give each module its own, or keep the shared one outside the "
+        "stack and pass it to the blocks as an argument."
+    )
+    with pytest.raises(StackError, match=re.escape(message)):
+        Stack(Tied, 2, rngs=nnx.Rngs(0))
+
+
+def test_a_stack_needs_a_layer_and_a_policy_that_exists() -> None:
+    message = "A stack of 0 layers: it needs at least 1."
+    with pytest.raises(StackError, match=re.escape(message)):
+        Stack(Block, 0, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="Unknown remat policy 'half'"):
+        Stack(Block, 2, remat="half", rngs=nnx.Rngs(0))  # pyright: ignore[reportArgumentType]
