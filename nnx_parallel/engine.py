@@ -121,7 +121,9 @@ class Engine:
         arrays = (self.params(ema=ema), self.state.variables, self.state.key)
         total: dict[str, Mean] | None = None
         for batch in self._batches(data):
-            means = self._eval_step(*arrays, batch)
+            # Fetched before the next is dispatched: programs that do not depend on one
+            # another must not run at once, for each waits for all devices.
+            means = jax.device_get(self._eval_step(*arrays, batch))
             total = means if total is None else _merge(total, means)
         if total is None:
             raise DataError("There is no batch to evaluate on: the data is empty.")

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.errors import StateStructureError
+from nnx_parallel.layers import Remat, Stack
 from nnx_parallel.precision import Precision, cast_floating
 from nnx_parallel.sharding import Layout, Placement, use_params
 from nnx_parallel.sharding.arrays import dotted, variables_of
@@ -132,9 +133,12 @@ class StatePlan:
         return jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
 
     @property
-    def has_stack(self) -> bool:
-        """Whether some parameters are stacked by layer."""
-        return any(self.placements[path].is_stacked for path in self.param_paths)
+    def stack_remats(self) -> set[Remat | None]:
+        """What the model's stacks say they keep for the backward pass; empty: none."""
+        arrays = self.abstract.params, self.abstract.variables
+        model = nnx.merge(self.graphdef, *arrays)
+        stacks = [m for _, m in nnx.iter_modules(model) if isinstance(m, Stack)]
+        return {stack.remat for stack in stacks}
 
     @property
     def gathers_outside_stack(self) -> bool:

@@ -130,7 +130,12 @@ def _forward(
         after = plan.variables_after(variables, given, values_of(model))
         return {"loss": mean, **metrics}, after
 
-    remat = "none" if plan.has_stack else options.remat
+    remats = {remat or options.remat for remat in plan.stack_remats}
+    if remats - {"none"}:
+        # A checkpoint around the whole would have its policy take the place of those
+        # inside. So what is gathered outside the stacks is kept.
+        return forward
+    remat = "none" if remats else options.remat
     return apply_remat(
         forward, remat, gathers=plan.gathers_outside_stack, prevent_cse=True
     )

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import permutations
+from typing import Any
 
 import pytest
 from flax import nnx
@@ -70,7 +71,7 @@ def test_rules_of_a_part_and_of_the_whole_both_count() -> None:
     whole = PathRules((r"bias", P("fsdp")))
     strategy = Composite(FSDP(8, rules=(part,)), rules=(whole,))
     state = nnx.state(nnx.Linear(64, 64, rngs=nnx.Rngs(0)))
-    specs = strategy.specs(state)
+    specs: Any = strategy.specs(state)
     assert specs["kernel"].get_value() == P(None, "fsdp")
     assert specs["bias"].get_value() == P("fsdp")
 
@@ -127,7 +128,8 @@ def test_the_users_rule_decides_such_a_name(axes: MeshAxes, spec: P) -> None:
         Composite(TensorParallel(4), Experts(), rules=rules),
         Composite(TensorParallel(4, rules=rules), Experts()),
     ):
-        assert strategy.specs(state)["kernel"].get_value() == spec
+        specs: Any = strategy.specs(state)
+        assert specs["kernel"].get_value() == spec
 
 
 def test_a_composite_needs_a_part() -> None:

@@ -63,7 +63,7 @@ def key_words(x: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 def test_a_stack_is_its_blocks_one_by_one(x: jax.Array, remat: Remat) -> None:
-    stack = Stack(Block, NUM_LAYERS, remat=remat, rngs=nnx.Rngs(4))
+    stack: Any = Stack(Block, NUM_LAYERS, remat=remat, rngs=nnx.Rngs(4))
     blocks = blocks_one_by_one(4)
     for _ in range(2):  # twice: statistics and dropout's counters advance
         expected = x
@@ -78,7 +78,7 @@ def test_a_stack_is_its_blocks_one_by_one(x: jax.Array, remat: Remat) -> None:
 
 
 def test_blocks_differ_and_so_do_their_masks(x: jax.Array) -> None:
-    stack = Stack(Block, 2, rngs=nnx.Rngs(0))
+    stack: Any = Stack(Block, 2, rngs=nnx.Rngs(0))
     first, second = np.asarray(stack.layer.linear.kernel[...])
     assert (first != second).any()
     keys = jax.random.key_data(stack.layer.dropout.rngs.key[...])
@@ -101,7 +101,7 @@ def gradients(stack: Stack, x: jax.Array) -> Any:
     @jax.jit
     def run(params: nnx.State) -> nnx.State:
         def loss(params: nnx.State) -> jax.Array:
-            return (nnx.merge(graphdef, params, rest, copy=True)(x) ** 2).mean()  # pyright: ignore[reportCallIssue]
+            return (nnx.merge(graphdef, params, rest, copy=True)(x) ** 2).mean()
 
         return jax.grad(loss)(params)
 
@@ -115,26 +115,31 @@ def test_remat_changes_what_is_kept_and_not_the_gradients(x: jax.Array) -> None:
     }
     with default_remat("full"):
         found["default"] = gradients(Stack(Block, 2, rngs=nnx.Rngs(0)), x)
-    assert max(float(jnp.abs(g).max()) for g in jax.tree.leaves(found["none"])) > 0
+    largest = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(found["none"]))
+    assert largest > 0
     for grads in found.values():
         pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(found["none"]), strict=True)
         for a, b in pairs:
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+            np.testing.assert_allclose(a, b, atol=1e-6 * largest)
 
 
-def test_remat_recomputes(x: jax.Array) -> None:
-    def num_residuals(remat: Remat) -> int:
+def test_remat_keeps_less_for_the_backward_pass(x: jax.Array) -> None:
+    def num_kept(remat: Remat) -> int:
         stack = Stack(Block, NUM_LAYERS, remat=remat, rngs=nnx.Rngs(0))
-        graphdef, state = nnx.split(stack)
-        _, vjp = jax.vjp(lambda x: nnx.merge(graphdef, state, copy=True)(x), x)  # pyright: ignore[reportCallIssue]
-        return sum(leaf.size for leaf in jax.tree.leaves(vjp))
+        graphdef, params, rest = nnx.split(stack, nnx.Param, ...)
 
-    none, dots, full = map(num_residuals, ("none", "dots", "full"))
-    assert none > dots > full
+        def run(params: nnx.State) -> jax.Array:
+            return nnx.merge(graphdef, params, rest, copy=True)(x)
+
+        kept = jax.eval_shape(lambda params: jax.vjp(run, params)[1], params)
+        return sum(leaf.size for leaf in jax.tree.leaves(kept))
+
+    none, dots, full = map(num_kept, ("none", "dots", "full"))
+    assert none > dots > full >= NUM_LAYERS * x.size
 
 
 def test_every_block_has_a_slot_of_its_own(x: jax.Array) -> None:
-    stack = Stack(Cached, NUM_LAYERS, rngs=nnx.Rngs(0))
+    stack: Any = Stack(Cached, NUM_LAYERS, rngs=nnx.Rngs(0))
     slots = {
         "sum": jax.random.normal(jax.random.key(1), (NUM_LAYERS, 16, 8)),
         "count": jnp.arange(NUM_LAYERS),
@@ -151,8 +156,8 @@ def test_every_block_has_a_slot_of_its_own(x: jax.Array) -> None:
 
 
 def test_names_gain_layers_and_arrays_without_names_too() -> None:
-    stack = Stack(Block, 2, rngs=nnx.Rngs(0))
-    specs = FSDP(min_size=0).specs(nnx.state(stack))
+    stack: Any = Stack(Block, 2, rngs=nnx.Rngs(0))
+    specs: Any = FSDP(min_size=0).specs(nnx.state(stack))
     assert stack.layer.linear.kernel.get_metadata()["out_sharding"] == ("layers",)
     assert tuple(specs["layer"]["linear"]["kernel"].get_value()) == (None, "fsdp")
 
@@ -167,7 +172,7 @@ def test_a_placed_stack_computes_the_same(x: jax.Array) -> None:
     @jax.jit
     def run(stack: nnx.Module, x: jax.Array) -> jax.Array:
         with using(strategy.layout()):
-            return stack(x)  # pyright: ignore[reportCallIssue]
+            return stack(x)
 
     np.testing.assert_allclose(run(placed, x), expected, rtol=1e-5, atol=1e-6)
 

@@ -1,6 +1,7 @@
 """The verbs of a strategy: init, split, merge, specs, shardings, describe."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -179,7 +180,7 @@ def test_init_takes_a_seed_or_streams_and_does_not_advance_them() -> None:
 
 def test_specs_are_a_state_like_the_models() -> None:
     model = Stock(nnx.Rngs(0))
-    specs = FSDP().specs(nnx.state(model))
+    specs: Any = FSDP().specs(nnx.state(model))
     assert specs["embed"]["embedding"].get_value() == P("fsdp")
     assert specs["layers"][1]["bias"].get_value() == P()
     assert specs["norm"]["mean"].get_value() == P()

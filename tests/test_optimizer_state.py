@@ -1,0 +1,323 @@
+"""Whatever Optax keeps is split like the parameters it belongs to."""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from nnx_parallel import (
+    FSDP,
+    Composite,
+    TensorParallel,
+    Trainer,
+    decay_mask,
+    muon_dimension_numbers,
+)
+from nnx_parallel.layers import Dense, Embed, Stack
+from nnx_parallel.sharding.arrays import flatten_pure
+from nnx_parallel.sharding.model import abstract_model
+from nnx_parallel.sharding.optimizer import as_transformation, state_path
+from nnx_parallel.step import learning_rate
+from tests.parity.runs import compiling
+
+WIDTH, HIDDEN, VOCAB = 32, 64, 64
+
+
+class Block(nnx.Module):
+    """A residual pair of products with a norm, as in a transformer."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        heads = {"heads": 4, "head_dim": 16}
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.up = Dense({"embed": WIDTH}, heads, use_bias=True, rngs=rngs)
+        self.down = Dense(heads, {"embed": WIDTH}, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.down(nnx.gelu(self.up(self.norm(x))))
+
+
+class Model(nnx.Module):
+    """Embedding, stacked blocks, and a stock linear map."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed = Embed(VOCAB, WIDTH, rngs=rngs)
+        self.blocks = Stack(Block, 2, rngs=rngs)
+        self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return self.head(self.blocks(self.embed(tokens)))
+
+
+ABSTRACT = abstract_model(Model, nnx.Rngs(0))
+
+
+def loss(model: Any, batch: Any) -> jax.Array:
+    logits = model(batch["tokens"])
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits, batch["labels"]
+    ).mean()
+
+
+def make_batches(count: int) -> list[dict]:
+    rng = np.random.default_rng(0)
+    return [
+        {name: rng.integers(0, VOCAB, (8, 4)).astype(np.int32) for name in NAMES}
+        for _ in range(count)
+    ]
+
+
+NAMES = ("tokens", "labels")
+
+
+def labels(model: nnx.Module) -> dict:
+    return jax.tree.map(
+        lambda decays: "matrix" if decays else "rest", decay_mask(model)
+    )
+
+
+def schedule(step: Any) -> Any:
+    return 0.01 * (1 + step)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": optax.sgd(0.1),
+    "adam": optax.adam(1e-2),
+    "scheduled": optax.adam(schedule),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=16),
+    "adafactor_whole": optax.adafactor(1e-2, factored=False),
+    "lion": optax.lion(1e-3),
+    "masked": lambda model: optax.adamw(1e-2, mask=decay_mask(model)),
+    "chain": optax.chain(
+        optax.clip_by_global_norm(0.5), optax.scale_by_adam(), optax.scale(-1e-2)
+    ),
+    "multi_transform": lambda model: optax.multi_transform(
+        {"matrix": optax.adam(1e-2), "rest": optax.sgd(0.1, momentum=0.9)},
+        labels(model),
+    ),
+    "multi_steps": optax.MultiSteps(optax.adam(1e-2), every_k_schedule=2),
+    "injected": optax.inject_hyperparams(optax.adam)(learning_rate=schedule),
+    "muon": lambda model: optax.contrib.muon(
+        1e-2, muon_weight_dimension_numbers=muon_dimension_numbers(model)
+    ),
+}
+
+
+class Tried(NamedTuple):
+    """An optimizer's state and what it would have changed."""
+
+    state: Any
+    updates: Any
+
+
+def side_by_side(model: nnx.Module) -> optax.GradientTransformation:
+    """All of them in one compiled step; the parameters follow the first."""
+    chosen = {name: as_transformation(o, model) for name, o in OPTIMIZERS.items()}
+
+    def init(params: Any) -> dict[str, Tried]:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return {name: Tried(tx.init(params), zeros) for name, tx in chosen.items()}
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple:
+        found = {
+            name: Tried(*reversed(tx.update(updates, state[name].state, params)))
+            for name, tx in chosen.items()
+        }
+        return next(iter(found.values())).updates, found
+
+    return optax.GradientTransformation(init, update)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_compilation() -> Iterator[None]:
+    with compiling(optimized=False):
+        yield
+
+
+def make_trainer(optimizer: Any, *, num_devices: int = 8, **options: Any) -> Trainer:
+    return Trainer(
+        Model,
+        optimizer,
+        loss,
+        strategy=options.pop("strategy", FSDP(min_size=0)),
+        devices=jax.devices()[:num_devices],
+        loggers=(),
+        **options,
+    )
+
+
+def train(trainer: Trainer, num_steps: int = 2) -> list[float]:
+    """Losses of so many steps."""
+    losses = []
+    for batch in make_batches(num_steps):
+        batch = trainer.shard_batch(batch)
+        trainer.state, metrics = trainer.train_step(trainer.state, batch)
+        losses.append(float(metrics["loss"]))
+    return losses
+
+
+def optimizer_arrays(trainer: Trainer) -> dict[str, jax.Array]:
+    leaves = jax.tree_util.tree_leaves_with_path(trainer.state.opt_state)
+    return {state_path(path): leaf for path, leaf in leaves}
+
+
+@pytest.fixture(scope="module")
+def split() -> Trainer:
+    """Two steps on eight devices."""
+    trainer = make_trainer(side_by_side)
+    train(trainer)
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def whole() -> Trainer:
+    """The same on one."""
+    trainer = make_trainer(side_by_side, num_devices=1)
+    train(trainer)
+    return trainer
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_computes_split_what_it_does_on_one_device(
+    name: str, split: Trainer, whole: Trainer
+) -> None:
+    states: list[Any] = [trainer.state.opt_state for trainer in (split, whole)]
+    found, expected = (state[name] for state in states)
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    for a, b in pairs:
+        largest = max(float(jnp.abs(b).max()), 1e-3)
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-4 * largest)
+    assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(found.updates)) > 0
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizers_arrays_are_split(name: str, split: Trainer) -> None:
+    for path, x in optimizer_arrays(split).items():
+        if not path.startswith(f"{name}.") or ".v_row." in path or ".v_col." in path:
+            continue
+        parts = x.size // x.addressable_shards[0].data.size
+        assert parts == (8 if x.size >= WIDTH else 1), path
+
+
+def test_a_step_leaves_every_array_where_it_was(split: Trainer) -> None:
+    placed = make_trainer(side_by_side).state.opt_state
+    same = jax.tree.map(
+        lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim),
+        split.state.opt_state,
+        placed,
+    )
+    assert all(jax.tree.leaves(same))
+
+
+def test_factors_follow_the_dims_of_their_parameter() -> None:
+    strategy = Composite(FSDP(4, min_size=0), TensorParallel(2))
+    optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=16)
+    rows = strategy.describe(Model, optimizer=optimizer).optimizer_rows
+    specs = {path: (shape, spec) for path, shape, spec, _ in rows}
+    factors = {
+        path.split(".", 1)[1]: found
+        for path, found in specs.items()
+        if "embed.embedding" in path or "head.kernel" in path
+    }
+    assert factors["v_row.embed.embedding"] == ((WIDTH,), P("fsdp"))
+    assert factors["v_col.embed.embedding"] == ((VOCAB,), P("tensor"))
+    assert factors["v_row.head.kernel"] == ((WIDTH,), P())
+    assert factors["v_col.head.kernel"] == ((VOCAB,), P("fsdp"))
+    assert factors["v.head.kernel"] == ((1,), P())
+
+
+@pytest.mark.parametrize("shard", ["gradients", "optimizer"])
+def test_zero_1_and_2_split_the_moments_of_whole_parameters(shard: Any) -> None:
+    trainer = make_trainer(optax.adam(1e-2), strategy=FSDP(shard=shard, min_size=0))
+    train(trainer, 1)
+    kernel = trainer.state.params["head"]["kernel"]
+    assert kernel.sharding.is_fully_replicated
+    moment = optimizer_arrays(trainer)["0.mu.head.kernel"]
+    assert moment.addressable_shards[0].data.size == moment.size // 8
+
+
+def test_a_learning_rate_under_inject_hyperparams_is_the_one_of_the_step() -> None:
+    trainer = make_trainer(OPTIMIZERS["injected"])
+    history = trainer.fit(make_batches(3), 3)
+    np.testing.assert_allclose(history["learning_rate"], [0.01, 0.02, 0.03], rtol=1e-6)
+
+
+def test_a_learning_rate_that_cannot_be_read_is_not_reported() -> None:
+    state = optax.adam(schedule).init({"kernel": jnp.ones(2)})
+    assert learning_rate(state) is None
+
+
+def test_an_optimizer_that_reads_the_loss_is_given_it() -> None:
+    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=0, atol=1e9)
+    trainer = make_trainer(optax.chain(optax.sgd(0.1), plateau))
+    train(trainer, 3)
+    scale = optimizer_arrays(trainer)["1.scale"]
+    assert float(scale) < 1
+
+
+def test_dims_of_one_layer_decide_what_decays() -> None:
+    mask = flatten_pure(decay_mask(ABSTRACT))
+    assert mask == {
+        "embed.embedding": True,
+        "blocks.layer.norm.scale": False,
+        "blocks.layer.norm.bias": False,
+        "blocks.layer.up.kernel": True,
+        "blocks.layer.up.bias": False,  # (heads, head_dim) in a layer, and a bias
+        "blocks.layer.down.kernel": True,
+        "head.kernel": True,
+        "head.bias": False,
+    }
+
+
+def test_muon_reads_the_rows_and_columns_of_one_layer() -> None:
+    numbers = muon_dimension_numbers(ABSTRACT)
+    dims = optax.contrib.MuonDimensionNumbers
+    layer = numbers["blocks"]["layer"]
+    assert layer["up"] == {"kernel": dims((1,), (2, 3)), "bias": None}
+    assert layer["down"] == {"kernel": dims((1, 2), (3,))}
+    assert layer["norm"] == {"scale": None, "bias": None}
+    assert numbers["head"] == {"kernel": dims((0,), (1,)), "bias": None}
+    assert numbers["embed"] == {"embedding": None}
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda model: optax.adamw(1e-2, mask=decay_mask(model, nnx.LoRAParam)),
+        lambda model: optax.contrib.muon(
+            1e-2,
+            muon_weight_dimension_numbers=muon_dimension_numbers(model, nnx.LoRAParam),
+        ),
+    ],
+)
+def test_masks_are_of_what_is_trained(optimizer: Callable) -> None:
+    trainer = Trainer(
+        lambda rngs: nnx.LoRA(
+            16, 8, 16, base_module=nnx.Linear(16, 16, rngs=rngs), rngs=rngs
+        ),
+        optimizer,
+        lambda model, batch: (model(batch["x"]) ** 2).mean(),
+        strategy=FSDP(min_size=0),
+        wrt=nnx.LoRAParam,
+        loggers=(),
+    )
+    history = trainer.fit([{"x": np.ones((8, 16), np.float32)}] * 2, 2)
+    assert history["loss"][1] < history["loss"][0]
+
+
+@pytest.mark.parametrize("wrong", [0.1, "adam", lambda model: None])
+def test_what_is_no_optimizer(wrong: Any) -> None:
+    kind = "NoneType" if callable(wrong) else type(wrong).__name__
+    message = (
+        f"optimizer is a {kind}. Pass an Optax transformation such as "
+        "optax.adamw(3e-4), optax.MultiSteps(...), or a function of the abstract model "
+        "that returns one."
+    )
+    with pytest.raises(TypeError, match=re.escape(message)):
+        as_transformation(wrong, None)

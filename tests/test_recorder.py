@@ -1,0 +1,194 @@
+"""Metrics are read behind the step, checked, kept; and seconds become rates."""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from nnx_parallel.errors import NonFiniteLossError
+from nnx_parallel.loggers import Logger
+from nnx_parallel.recorder import Recorder
+from nnx_parallel.throughput import Throughput, count_tokens, peak_flops
+
+
+class Memory(Logger):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict]] = []
+
+    def start(self, *, first_step: int, num_steps: int) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def message(self, text: str) -> None:
+        pass
+
+    def log(self, step: int, metrics: Any) -> None:
+        self.rows.append((step, dict(metrics)))
+
+
+def metrics(loss: float = 1.0, grad_norm: float = 2.0, **more: float) -> dict:
+    values = {"loss": loss, "grad_norm": grad_norm, **more}
+    return {name: jnp.float32(value) for name, value in values.items()}
+
+
+def make_recorder(**options: Any) -> tuple[Recorder, list[int], Memory]:
+    known, memory = [], Memory()
+    recorder = Recorder(memory, lambda step, _: known.append(step), **options)
+    return recorder, known, memory
+
+
+@pytest.mark.parametrize("max_behind", [0, 1, 2])
+def test_at_most_so_many_steps_are_in_flight(max_behind: int) -> None:
+    recorder, known, _ = make_recorder(max_behind=max_behind)
+    for step in range(1, 6):
+        recorder.push(step, metrics(), 0.0)
+        assert known == list(range(1, step - max_behind + 1))
+    recorder.flush()
+    assert known == [1, 2, 3, 4, 5]
+
+
+def test_columns_are_aligned() -> None:
+    recorder, _, memory = make_recorder()
+    recorder.add_once(compile_seconds=3.0)
+    recorder.push(1, metrics(loss=4.0), 0.5)
+    recorder.push(2, metrics(loss=3.0, extra=7.0), 0.25)
+    recorder.flush()
+    recorder.record("eval", 2, {"loss": 5.0})
+    history = recorder.history()
+    np.testing.assert_array_equal(history["step"], [1, 2])
+    np.testing.assert_array_equal(history["loss"], [4.0, 3.0])
+    np.testing.assert_array_equal(history["extra"], [math.nan, 7.0])
+    np.testing.assert_array_equal(history["compile_seconds"], [3.0, math.nan])
+    np.testing.assert_array_equal(history["data_wait_seconds"], [0.5, 0.25])
+    np.testing.assert_array_equal(history["eval_step"], [2])
+    np.testing.assert_array_equal(history["eval_loss"], [5.0])
+    assert [step for step, _ in memory.rows] == [1, 2, 2]
+    assert memory.rows[-1] == (2, {"eval_loss": 5.0})
+    assert recorder.last_row()["loss"] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("loss", "grad_norm", "found"),
+    [
+        (math.nan, math.nan, "loss nan, gradient norm nan."),
+        (math.inf, 1.0, "loss inf, gradient norm 1.0."),
+        (1.0, math.inf, "loss 1.0, gradient norm inf."),
+    ],
+)
+def test_what_is_not_finite_is_named_with_the_last_that_was(
+    loss: float, grad_norm: float, found: str
+) -> None:
+    recorder, _, _ = make_recorder(max_behind=0)
+    with pytest.raises(NonFiniteLossError) as caught:
+        recorder.push(8, metrics(loss, grad_norm), 0.0)
+    text = f"Step 8: {found} No step of this fit before it was finite."
+    assert str(caught.value) == text
+    recorder.push(9, metrics(0.125), 0.0)
+    message = f"Step 10: {found} Last finite loss: 0.125 at step 9."
+    with pytest.raises(NonFiniteLossError, match=re.escape(message)):
+        recorder.push(10, metrics(loss, grad_norm), 0.0)
+    assert list(recorder.history()["step"]) == [9]
+
+
+def test_a_skipped_step_is_fine_while_the_scale_can_fall() -> None:
+    recorder, known, _ = make_recorder(max_behind=0)
+    recorder.push(1, metrics(0.5), 0.0)
+    overflow = {"loss": math.inf, "grad_norm": math.nan, "skipped": 1}
+    recorder.push(2, metrics(**overflow, loss_scale=2.0), 0.0)
+    assert known == [1, 2]
+    with pytest.raises(NonFiniteLossError, match=re.escape("loss: 0.5 at step 1.")):
+        recorder.push(3, metrics(**overflow, loss_scale=1.0), 0.0)
+
+
+def test_log_every_thins_what_is_logged_alone() -> None:
+    recorder, known, memory = make_recorder(log_every=3)
+    for step in range(1, 8):
+        recorder.push(step, metrics(), 0.0)
+    recorder.flush()
+    assert [step for step, _ in memory.rows] == [3, 6]
+    assert len(known) == len(recorder.history()["loss"]) == 7
+
+
+# Throughput
+
+
+def throughput(**options: Any) -> Throughput:
+    settings = {"num_rows": 8, "num_tokens": 64, "flops_per_device": 4e12}
+    return Throughput(**(settings | {"device": jax.devices()[0]} | options))
+
+
+def test_the_first_step_and_pauses_have_no_rate() -> None:
+    recorder, _, _ = make_recorder(max_behind=0)
+    recorder.throughput = throughput()
+    for step in range(1, 4):
+        recorder.push(step, metrics(), 0.0)
+    rates = recorder.history()["tokens_per_second"]
+    assert np.isnan(rates[0])
+    assert (rates[1:] > 0).all()
+
+
+def test_seconds_become_rates() -> None:
+    rates = throughput().rates(0.5)
+    assert rates["step_seconds"] == 0.5
+    assert rates["examples_per_second"] == 16
+    assert rates["tokens_per_second"] == 128
+    assert rates["tflops_per_device"] == 8
+    assert "mfu" not in rates  # nobody publishes the peak of a CPU
+    unknown = throughput(num_tokens=None, flops_per_device=None).rates(0.5)
+    assert {"tokens_per_second", "tflops_per_device"}.isdisjoint(unknown)
+
+
+@dataclass
+class Accelerator:
+    """As much of a device as its speed needs."""
+
+    device_kind: str
+
+    def memory_stats(self) -> dict:
+        return {"peak_bytes_in_use": 5}
+
+
+def test_mfu_is_the_share_of_the_peak() -> None:
+    rates = throughput(device=Accelerator("TPU v5 lite")).rates(0.5)
+    assert rates["mfu"] == pytest.approx(8e12 / 197e12)
+    assert rates["device_memory_bytes"] == 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "peak"),
+    [
+        ("TPU v4", 275e12),
+        ("TPU v5 lite", 197e12),
+        ("TPU v5p", 459e12),
+        ("TPU v5", 459e12),
+        ("TPU v6 lite", 918e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H200", 989e12),
+        ("cpu", None),
+    ],
+)
+def test_the_peak_of_a_device(kind: str, peak: float | None) -> None:
+    assert peak_flops(Accelerator(kind)) == peak
+
+
+@pytest.mark.parametrize(
+    ("batch", "count"),
+    [
+        ({"tokens": np.zeros((4, 9), np.int32)}, 36),
+        ({"a_weights": np.zeros((4, 9)), "tokens": np.zeros((4, 9), np.uint16)}, 36),
+        ({"image": np.zeros((4, 8, 8, 3), np.uint8), "label": np.zeros(4, int)}, None),
+        ({"x": np.zeros((4, 9), np.float32)}, None),
+    ],
+)
+def test_tokens_are_the_integers_of_two_dims(batch: dict, count: int | None) -> None:
+    assert count_tokens(batch) == count

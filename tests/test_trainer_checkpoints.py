@@ -1,0 +1,195 @@
+"""A run that is interrupted goes on as if it had not been."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from nnx_parallel import FSDP, Checkpoint, DataParallel, Trainer
+from nnx_parallel.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+)
+from tests.parity.runs import compiling, to_host
+
+
+class Net(nnx.Module):
+    """A product behind statistics and dropout."""
+
+    def __init__(self, rngs: nnx.Rngs, width: int = 8) -> None:
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.3, rngs=rngs)
+        self.linear = nnx.Linear(8, width, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.linear(self.dropout(self.norm(x)))
+
+
+def squares(model: Any, batch: Any) -> jax.Array:
+    return ((model(batch["x"]) - batch["x"].sum(1, keepdims=True)) ** 2).mean()
+
+
+def make_trainer(checkpoint: Any = None, **options: Any) -> Trainer:
+    settings: dict[str, Any] = {
+        "model": Net,
+        "optimizer": optax.adam(0.01),
+        "strategy": FSDP(min_size=0),
+        "loggers": (),
+    }
+    return Trainer(loss=squares, checkpoint=checkpoint, **(settings | options))
+
+
+def make_batches(count: int) -> list[dict]:
+    rng = np.random.default_rng(0)
+    return [{"x": rng.normal(size=(16, 8)).astype(np.float32)} for _ in range(count)]
+
+
+def arrays(trainer: Trainer) -> dict:
+    state = trainer.state
+    return to_host({"params": state.params, "variables": state.variables})
+
+
+def assert_same_bits(found: dict, expected: dict) -> None:
+    assert found.keys() == expected.keys()
+    assert [p for p, x in found.items() if x.tobytes() != expected[p].tobytes()] == []
+
+
+def saved_steps(directory: Path) -> set[int]:
+    return {int(path.name) for path in directory.iterdir() if path.name.isdigit()}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_compilation() -> Iterator[None]:
+    with compiling(optimized=False):
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict, np.ndarray]:
+    """A directory with steps 2 and 3 of a run; arrays and losses of all 6 steps."""
+    directory = tmp_path_factory.mktemp("run")
+    interrupted = make_trainer(Checkpoint(directory, every=2), ema_decay=0.9)
+    interrupted.fit(make_batches(6), 3)
+    whole = make_trainer(ema_decay=0.9)
+    losses = whole.fit(make_batches(6), 6)["loss"]
+    return directory, arrays(whole), losses
+
+
+def test_a_fit_saves_as_told_and_at_its_end(run: tuple) -> None:
+    assert saved_steps(run[0]) == {2, 3}
+
+
+def test_a_fresh_trainer_resumes_by_itself(run: tuple, tmp_path: Path) -> None:
+    directory, expected, losses = run
+    trainer = make_trainer(Checkpoint(directory, every=100), ema_decay=0.9)
+    assert trainer.step == 0
+    history = trainer.fit(make_batches(6), 6)
+    assert list(history["step"]) == [4, 5, 6]
+    np.testing.assert_array_equal(history["loss"], losses[3:])
+    assert_same_bits(arrays(trainer), expected)
+    assert 6 in saved_steps(directory)
+
+
+def test_restore_goes_back_to_a_step(run: tuple) -> None:
+    directory, _, losses = run
+    trainer = make_trainer(ema_decay=0.9, strategy=DataParallel())
+    trainer.restore(2, directory=directory)
+    assert trainer.step == 2
+    history = trainer.fit(make_batches(6), 4)
+    np.testing.assert_allclose(history["loss"], losses[2:4], rtol=1e-5)
+
+
+def test_weights_alone_leave_optimizer_and_step_as_they_are(run: tuple) -> None:
+    saved = make_trainer(ema_decay=0.9)
+    saved.restore(2, directory=run[0])
+    trainer = make_trainer(ema_decay=0.5, optimizer=optax.sgd(0.1), seed=3)
+    trainer.restore(2, directory=run[0], weights_only=True)
+    assert trainer.step == 0
+    assert_same_bits(arrays(trainer), arrays(saved))
+    assert_same_bits(to_host(trainer.state.ema), to_host(trainer.state.params))
+    history = trainer.fit(make_batches(2), 1)
+    assert list(history["step"]) == [1]
+
+
+def test_a_fresh_run_does_not_write_into_the_directory_of_another(run: tuple) -> None:
+    directory = run[0]
+    message = (
+        f"'{directory}' holds checkpoints of steps {sorted(saved_steps(directory))}, "
+        "but resume=False asks for a fresh run. Choose another directory, remove this "
+        "one, or leave resume=True."
+    )
+    trainer = make_trainer(Checkpoint(directory, resume=False), ema_decay=0.9)
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        trainer.fit(make_batches(1), 1)
+
+
+def test_a_step_that_was_not_saved(run: tuple) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="No checkpoint for step 7 in"):
+        make_trainer(ema_decay=0.9).restore(7, directory=run[0])
+
+
+def test_a_model_of_another_shape_changes_nothing(run: tuple) -> None:
+    trainer = make_trainer(model=lambda rngs: Net(rngs, width=16), ema_decay=0.9)
+    before = arrays(trainer)
+    with pytest.raises(CheckpointMismatchError, match=re.escape("linear.kernel")):
+        trainer.restore(directory=run[0])
+    assert_same_bits(arrays(trainer), before)
+
+
+def test_save_and_restore_by_hand(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    batch = trainer.shard_batch(make_batches(1)[0])
+    trainer.state, _ = trainer.train_step(trainer.state, batch)
+    trainer.save()
+    expected = arrays(trainer)
+    trainer.state, _ = trainer.train_step(trainer.state, batch)
+    trainer.restore()
+    assert trainer.step == 1
+    assert_same_bits(arrays(trainer), expected)
+
+
+@pytest.mark.parametrize("verb", ["save", "restore"])
+def test_a_trainer_without_a_directory(verb: str) -> None:
+    message = "This Trainer has no checkpoint directory. Pass checkpoint='runs/name'."
+    with pytest.raises(CheckpointNotFoundError, match=re.escape(message)):
+        getattr(make_trainer(), verb)()
+
+
+def test_the_best_by_evaluation_is_kept(tmp_path: Path) -> None:
+    options = Checkpoint(tmp_path, every=1, keep_last=1, keep_best="eval_loss")
+    trainer = make_trainer(options, optimizer=optax.sgd(0.0), seed=1)
+    # Only the statistics move: the loss in evaluation has its least somewhere inside.
+    history = trainer.fit(make_batches(6), 6, eval_data=make_batches(1), eval_every=1)
+    best = int(history["eval_step"][np.argmin(history["eval_loss"])])
+    assert saved_steps(tmp_path) == {best, 6}
+
+
+def test_a_resumed_fit_counts_its_data_from_the_start_of_the_run(
+    tmp_path: Path,
+) -> None:
+    batches = make_batches(4)
+    make_trainer(tmp_path).fit(batches, 2)
+    seen = []
+
+    class Spy:
+        def __iter__(self) -> Iterator[dict]:
+            for index, batch in enumerate(batches):
+                seen.append(index)
+                yield batch
+
+    make_trainer(tmp_path).fit(Spy(), 4)
+    assert seen == [0, 1, 2, 3]
+
+
+def test_a_finished_run_has_nothing_to_train(tmp_path: Path) -> None:
+    make_trainer(tmp_path).fit(make_batches(2), 2)
+    again = make_trainer(tmp_path)
+    assert again.fit(make_batches(2), 2) == {}
+    assert again.step == 2

@@ -1,0 +1,186 @@
+"""What a Trainer refuses, and when it stops by itself."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from nnx_parallel import Checkpoint, DataParallel, Precision, Trainer, make_mesh
+from nnx_parallel.errors import (
+    BatchShapeError,
+    DataError,
+    DataExhaustedError,
+    NonFiniteLossError,
+)
+
+
+def squares(model: Any, batch: Any) -> jax.Array:
+    return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+
+
+def make_batch(rows: int = 16, width: int = 4, fill: float = 1.0) -> dict:
+    x = np.random.default_rng(0).normal(size=(rows, width)).astype(np.float32)
+    return {"x": fill * x, "y": fill * x.sum(1, keepdims=True)}
+
+
+def make_trainer(**options: Any) -> Trainer:
+    settings: dict[str, Any] = {
+        "model": lambda rngs: nnx.Linear(4, 1, rngs=rngs),
+        "optimizer": optax.sgd(0.05),
+        "loss": squares,
+        "loggers": (),
+    }
+    return Trainer(**(settings | options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"devices": jax.devices, "mesh": make_mesh},
+            "Trainer got devices= and mesh=. A mesh names its devices already: pass "
+            "one of the two.",
+        ),
+        (
+            {"num_microbatches": 0},
+            "num_microbatches=0. It must be at least 1, which does not split the batch",
+        ),
+        (
+            {"ema_decay": 1.0},
+            "ema_decay=1.0. It must be at least 0 and below 1, such as 0.999.",
+        ),
+        (
+            {"remat": "some"},
+            "Unknown remat policy 'some'. Policies: ['none', 'dots', 'full']",
+        ),
+        (
+            {"profile": (5, 5)},
+            "profile=(5, 5) covers no step. Give 0 <= start < stop, such as (10, 15).",
+        ),
+        ({"profile": (-1, 5)}, "profile=(-1, 5) covers no step."),
+    ],
+)
+def test_arguments_are_checked_before_anything_is_built(
+    options: dict, message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_trainer(**options)
+
+
+def test_devices_or_a_mesh() -> None:
+    devices = jax.devices()[4:6]
+    by_devices = make_trainer(devices=devices)
+    by_mesh = make_trainer(mesh=DataParallel().make_mesh(devices))
+    assert by_devices.mesh == by_mesh.mesh
+    assert set(by_mesh.mesh.devices.flat) == set(devices)
+    kernel = by_mesh.state.params["kernel"]
+    assert set(kernel.sharding.device_set) == set(devices)
+
+
+# Data
+
+
+def test_data_that_ends_too_early() -> None:
+    trainer = make_trainer()
+    message = "Data ended before step 4 of 5: list gave 3 batches here, 0 of them"
+    with pytest.raises(DataExhaustedError, match=re.escape(message)):
+        trainer.fit([make_batch()] * 3, 5)
+    assert trainer.step == 3
+
+
+def test_rows_that_do_not_divide() -> None:
+    message = (
+        "Batch of 12 rows cannot be split: 2 microbatches * data=8 need a multiple of "
+        "16 rows. Nearest: 16."
+    )
+    trainer = make_trainer(num_microbatches=2)
+    with pytest.raises(BatchShapeError, match=re.escape(message)):
+        trainer.fit([make_batch(12)], 1)
+    with pytest.raises(BatchShapeError, match=re.escape(message)):
+        trainer.shard_batch(make_batch(12))
+
+
+def test_a_shape_that_changes_in_the_middle() -> None:
+    trainer = make_trainer()
+    with pytest.raises(BatchShapeError, match=re.escape("shape (24, 4)")):
+        trainer.fit([make_batch(), make_batch(), make_batch(24)], 3)
+
+
+def test_eval_data_that_one_evaluation_would_use_up() -> None:
+    message = (
+        "eval_data is an iterator, which one evaluation would use up. Pass a list, or "
+        "an object whose __iter__ starts anew."
+    )
+    with pytest.raises(DataError, match=re.escape(message)):
+        make_trainer().fit([make_batch()], 1, eval_data=iter([make_batch()]))
+
+
+def test_one_batch_instead_of_many() -> None:
+    with pytest.raises(DataError, match=re.escape("Data is one dict.")):
+        make_trainer().fit(make_batch(), 1)
+
+
+# Losses that are not finite
+
+
+@pytest.mark.parametrize("bad_step", [1, 3, 4])
+def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(
+    bad_step: int, tmp_path: Path
+) -> None:
+    batches = [make_batch(fill=np.nan if i == bad_step else 1.0) for i in range(1, 7)]
+    trainer = make_trainer(checkpoint=Checkpoint(tmp_path, every=2))
+    with pytest.raises(NonFiniteLossError) as caught:
+        trainer.fit(batches, 6)
+    text = str(caught.value)
+    assert text.startswith(f"Step {bad_step}: loss nan, gradient norm nan. ")
+    if bad_step == 1:
+        assert "No step of this fit before it was finite." in text
+        assert "there is no checkpoint" in text
+    else:
+        assert re.search(rf"Last finite loss: [\d.]+ at step {bad_step - 1}\.", text)
+        saved = (bad_step - 1) // 2 * 2
+        assert f"there is a checkpoint of step {saved}." in text
+    assert "`bias`, `kernel` (2 arrays)." in text
+    assert "Lower the learning rate" in text
+    saved = {int(p.name) for p in tmp_path.iterdir() if p.name.isdigit()}
+    assert all(step < bad_step for step in saved)
+
+
+def test_a_gradient_that_is_not_finite_is_found_before_it_reaches_the_loss() -> None:
+    def loss(model: Any, batch: Any) -> jax.Array:
+        return jax.numpy.sqrt((model(batch["x"]) * 0.0) ** 2).mean()
+
+    with pytest.raises(
+        NonFiniteLossError, match=r"Step 1: loss 0\.0, gradient norm nan"
+    ):
+        make_trainer(loss=loss).fit([make_batch()] * 4, 4)
+
+
+def test_float16_gives_up_once_no_scale_helps() -> None:
+    trainer = make_trainer(precision=Precision.mixed_float16())
+    good, bad = make_batch(fill=0.1), make_batch(fill=np.inf)
+    history = trainer.fit([good, bad, good], 3)
+    assert list(history["skipped"]) == [0, 1, 0]
+    assert list(history["loss_scale"]) == [2.0**15, 2.0**15, 2.0**14]
+    message = (
+        "Step 18: loss nan, gradient norm nan. No step of this fit before it was "
+        "finite."
+    )
+    with pytest.raises(NonFiniteLossError, match=re.escape(message)):
+        trainer.fit([bad] * 40, 40)
+
+
+# Profiles
+
+
+def test_a_profile_writes_a_trace_of_its_steps(tmp_path: Path) -> None:
+    trainer = make_trainer(checkpoint=tmp_path, profile=(1, 3))
+    trainer.fit([make_batch()] * 4, 4)
+    traces = list((tmp_path / "profile").rglob("*.xplane.pb"))
+    assert len(traces) == 1
+    assert traces[0].stat().st_size > 0
