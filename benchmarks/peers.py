@@ -33,7 +33,8 @@ def copy_state(state: TrainState) -> State:
 
 def copied(tree: Any) -> Any:
     """The same arrays in the same places, free to be donated."""
-    return jax.tree.map(lambda x: x.copy(), tree)
+    shardings = jax.tree.map(lambda x: x.sharding, tree)
+    return jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=shardings)(tree)
 
 
 def make_step(

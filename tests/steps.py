@@ -21,11 +21,11 @@ from nnx_parallel.step import StepOptions, make_train_step
 
 TX = optax.adamw(1e-3)
 
-# Machine code is not optimised: what is asserted here is decided before it.
-_QUICKLY = {
+QUICKLY = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
 }
+"""Machine code is not optimised: collectives, memory, opcodes are decided before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ def compile_step(
     rows = layout.sharding(layout.batch_spec(num_rows))
     tokens = jax.ShapeDtypeStruct((num_rows, seq_len + 1), np.int32, sharding=rows)
     lowered = step.lower(plan.abstract, {"tokens": tokens})  # pyright: ignore[reportFunctionMemberAccess]
-    compiled = lowered.compile(_QUICKLY)
+    compiled = lowered.compile(QUICKLY)
     return CompiledStep(
         plan=plan,
         num_devices=mesh.size,

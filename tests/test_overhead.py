@@ -8,13 +8,14 @@ import pytest
 from benchmarks.peers import copy_state, make_gpt_step
 from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import FSDP, DataParallel, Strategy, Trainer, audit
+from tests.steps import QUICKLY
 
 CONFIG = GPTConfig.tiny(embed_dim=32, num_layers=2, vocab_size=64, seq_len=16)
 TX = optax.adamw(1e-3)
 STRATEGIES = pytest.mark.parametrize(
     "strategy",
-    [DataParallel(8), FSDP(8), FSDP(8, min_size=0)],
-    ids=["dp", "fsdp", "fsdp_all"],
+    [DataParallel(8), FSDP(8, min_size=0)],
+    ids=["dp", "fsdp"],
 )
 
 
@@ -41,7 +42,7 @@ def test_the_compiled_step_is_the_one_written_by_hand(strategy: Strategy):
     state, batch = copy_state(trainer.state), trainer.shard_batch(batches(16, 1)[0])
     by_hand = make_gpt_step(model, TX, state)
     ours, hand = (
-        step.lower(start, batch).compile()  # pyright: ignore[reportFunctionMemberAccess]
+        step.lower(start, batch).compile(QUICKLY)  # pyright: ignore[reportFunctionMemberAccess]
         for step, start in ((trainer.train_step, trainer.state), (by_hand, state))
     )
     ours_report, hand_report = audit(ours), audit(hand)
@@ -76,14 +77,11 @@ def test_a_step_is_traced_once_for_each_shape(num_microbatches: int):
         loggers=(),
     )
     trainer.fit(batches(32, 2), num_steps=2)
-    once = len(traces)
     trainer.fit(batches(32, 4), num_steps=4)
     trainer.fit(batches(32, 6), num_steps=6)
     state = trainer.state
     for batch in batches(32, 2):
         state, _ = trainer.train_step(state, trainer.shard_batch(batch))
-    assert len(traces) == once
-    # The accumulating step asks for the weights of the batch before its gradients.
-    assert once == (1 if num_microbatches == 1 else 2)
-    trainer.train_step(state, trainer.shard_batch(batches(64, 1)[0]))
-    assert len(traces) == 2 * once
+    assert len(traces) == 1
+    jax.eval_shape(trainer.train_step, state, batches(64, 1)[0])
+    assert len(traces) == 2
