@@ -9,12 +9,13 @@ import os
 import jax
 import pytest
 
+from nnx_parallel import simulate_devices
+
 # Tests that run the TPU compiler do so in child processes, and two of those at a time
 # otherwise meet at libtpu's lock file, where one aborts.
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
+simulate_devices(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 

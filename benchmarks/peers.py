@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from models import GPT
@@ -82,9 +82,12 @@ def make_gpt_step(
     placed = dict(shardings["params"])
     placed_blocks = placed.pop("blocks")["layer"]
     placed_layer = jax.tree.map(_of_layer, placed_blocks)
-    remat = _identity if keeps_gathered else partial(jax.checkpoint, policy=_is_kept)
-    if not any(_is_sharded(s) for s in jax.tree.leaves(shardings["params"])):
-        remat = _identity
+    gathers = any(_is_sharded(s) for s in jax.tree.leaves(shardings["params"]))
+
+    def remat(function: Callable, **options: Any) -> Callable:
+        if keeps_gathered or not gathers:
+            return function
+        return jax.checkpoint(function, policy=_is_kept, **options)
 
     def look_up(table: jax.Array, rows: jax.Array) -> jax.Array:
         # Its gradient is summed whole and cut afterwards: else the shards of the table
@@ -96,9 +99,6 @@ def make_gpt_step(
         block = nnx.merge(block_def, gathered(params, placed_layer))
         return block(x), None
 
-    if remat is not _identity:
-        run_block = remat(run_block, prevent_cse=False)
-
     def total_loss(params: State, batch: Mapping[str, jax.Array]) -> jax.Array:
         params = dict(params)
         blocks = params.pop("blocks")["layer"]
@@ -109,7 +109,7 @@ def make_gpt_step(
             params[name]["embedding"] for name in ("embed", "positions")
         )
         x = look_up(table, tokens) + look_up(position_table, positions)
-        x, _ = jax.lax.scan(run_block, x, blocks)
+        x, _ = jax.lax.scan(remat(run_block, prevent_cse=False), x, blocks)
         x = nnx.merge(norm_def, params["norm"])(x)
         logits = jnp.einsum("bse,ve->bsv", x, table)
         is_label = jnp.arange(table.shape[0])[None, None] == labels[..., None]
@@ -120,10 +120,6 @@ def make_gpt_step(
         return remat(total_loss)(params, batch) / batch["tokens"][:, 1:].size
 
     return make_step(loss, tx, shardings)
-
-
-def _identity(function: Callable) -> Callable:
-    return function
 
 
 def _is_sharded(sharding: NamedSharding) -> bool:

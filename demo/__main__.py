@@ -1,20 +1,14 @@
 """``python -m demo``: train, resume, restore elsewhere, sample."""
 
 import argparse
-import os
 import sys
 
-import jax
+from nnx_parallel import simulate_devices
 
 
 def main() -> int:
     """Runs the demo on 8 simulated CPU devices."""
-    # All of this counts only before the first device is used. Simulated devices share
-    # a pool of threads, 8 of them for 8 devices: collectives that wait in all of them
-    # have been seen to wait for ever. Each device needs some to spare.
-    os.environ.setdefault("PJRT_NPROC", "32")
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
+    simulate_devices(8)
     from demo.train import STRATEGIES, Settings, run
 
     parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__)

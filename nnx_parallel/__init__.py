@@ -5,7 +5,7 @@ A person who trains models writes an NNX model and its loss for one device. A
 the rest, on one CPU or a thousand chips, and gives the same numbers.
 """
 
-from nnx_parallel import errors
+from nnx_parallel import errors, layers
 from nnx_parallel.audit import Report, audit
 from nnx_parallel.callbacks import Callback
 from nnx_parallel.checkpoint import Checkpoint
@@ -16,7 +16,7 @@ from nnx_parallel.loggers import (
     TensorBoardLogger,
     WandbLogger,
 )
-from nnx_parallel.mesh import make_mesh
+from nnx_parallel.mesh import make_mesh, simulate_devices
 from nnx_parallel.metrics import Mean
 from nnx_parallel.optimizers import decay_mask, muon_dimension_numbers
 from nnx_parallel.precision import Precision
@@ -58,6 +58,8 @@ __all__ = [
     "constrain",
     "decay_mask",
     "errors",
+    "layers",
     "make_mesh",
     "muon_dimension_numbers",
+    "simulate_devices",
 ]

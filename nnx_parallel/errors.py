@@ -11,6 +11,10 @@ class ParallelError(Exception):
     """Base of every error that this library raises on purpose."""
 
 
+class DeviceCountError(ParallelError, RuntimeError):
+    """The number of simulated devices is chosen before JAX first counts them."""
+
+
 class MeshShapeError(ParallelError, ValueError):
     """The product of the axis sizes must equal the number of devices.
 

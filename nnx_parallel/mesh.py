@@ -7,13 +7,19 @@ communicates most often (``tensor``) joins the devices that stand closest togeth
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import jax
 from jax.sharding import AxisType, Mesh
 
-from nnx_parallel.errors import MeshAxisTypeError, MeshShapeError, UnknownAxisError
+from nnx_parallel.errors import (
+    DeviceCountError,
+    MeshAxisTypeError,
+    MeshShapeError,
+    UnknownAxisError,
+)
 
 if TYPE_CHECKING:
     from jaxlib._jax import Device
@@ -22,6 +28,36 @@ else:
 
 MESH_AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 """The mesh axes that this library's strategies use, outermost first."""
+
+
+def simulate_devices(count: int) -> None:
+    """Makes one machine look like ``count`` CPU devices, to try a strategy on.
+
+    Call it first: JAX counts its devices once. The devices share a pool of threads, by
+    default as many as there are devices. Collectives that wait in all of them have been
+    seen to wait for ever, so the pool is made larger (``PJRT_NPROC``).
+
+    Args:
+        count: Number of devices.
+
+    Raises:
+        DeviceCountError: If JAX has started with other devices.
+
+    Example:
+        >>> simulate_devices(8)
+        >>> jax.device_count()
+        8
+    """
+    os.environ.setdefault("PJRT_NPROC", str(4 * count))
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError as error:
+        raise DeviceCountError(
+            f"Cannot simulate {count} devices: JAX has started and found "
+            f"{jax.device_count()} of platform {jax.default_backend()!r}. Call "
+            "simulate_devices before anything that touches an array or a device."
+        ) from error
 
 
 def make_mesh(

@@ -378,14 +378,19 @@ class Trainer:
     def _diagnosis(self) -> str:
         """What the state holds that is not finite, and the way back."""
         bad = self._engine.non_finite_arrays()
-        shown = ", ".join(f"`{path}`" for path in bad[:5]) or "none"
         saved = self._storage.latest_step
         way_back = "no checkpoint" if saved is None else f"a checkpoint of step {saved}"
+        kept = f"Nothing was saved from the bad step on; there is {way_back}."
+        if not bad:
+            return (
+                f"All arrays are finite at step {self.step}, the last one done. {kept} "
+                "Look at the batch of the bad step, and at what the loss does with it."
+            )
+        shown = ", ".join(f"`{path}`" for path in bad[:5])
         return (
             f"Not finite at step {self.step}, the last one done: {shown} ({len(bad)} "
-            f"arrays). Nothing was saved from the bad step on; there is {way_back}. "
-            "Lower the learning rate, clip with optax.clip_by_global_norm, or look at "
-            "the batches of these steps."
+            f"arrays). {kept} Lower the learning rate, clip with "
+            "optax.clip_by_global_norm, or look at the batches of these steps."
         )
 
 

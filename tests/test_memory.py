@@ -18,7 +18,7 @@ from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import FSDP, DataParallel, Strategy, Trainer
 from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.state import init_state, plan_state
-from tests.steps import TX, CompiledStep, compile_gpt
+from tests.steps import TX, compile_gpt
 
 ROWS = 8
 DEMO = GPTConfig.tiny_llama(embed_dim=128, num_kv_heads=4, mlp_dim=256)
@@ -27,9 +27,9 @@ GPT2_124M = GPTConfig.gpt2_124m(vocab_size=50_304)
 WHOLE = DataParallel(1)
 
 
-def bytes_held(tree: object) -> dict[jax.Device, int]:
+def bytes_held(tree: object) -> dict[object, int]:
     """Bytes of an array tree on each device."""
-    held: dict[jax.Device, int] = {}
+    held: dict[object, int] = {}
     for x in jax.tree.leaves(tree):
         for shard in x.addressable_shards:
             held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes

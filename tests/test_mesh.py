@@ -6,8 +6,16 @@ import jax
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from nnx_parallel import FSDP, Composite, DataParallel, TensorParallel, make_mesh
+from nnx_parallel import (
+    FSDP,
+    Composite,
+    DataParallel,
+    TensorParallel,
+    make_mesh,
+    simulate_devices,
+)
 from nnx_parallel.errors import (
+    DeviceCountError,
     MeshAxisTypeError,
     MeshShapeError,
     ParallelError,
@@ -145,3 +153,15 @@ def test_a_size_left_out_takes_the_meshs(devices: list) -> None:
     mesh = Mesh(devices[:2], ("fsdp",))
     check_mesh(mesh, {"fsdp": None})
     assert FSDP().layout(mesh).mesh is mesh
+
+
+def test_devices_are_simulated_before_jax_starts_or_not_at_all() -> None:
+    jax.devices()
+    with pytest.raises(
+        DeviceCountError,
+        match=re.escape(
+            "Cannot simulate 4 devices: JAX has started and found 8 of platform 'cpu'."
+        ),
+    ):
+        simulate_devices(4)
+    assert jax.device_count() == 8

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.errors import PlacementConflictError, UnmatchedRuleError
 from nnx_parallel.sharding.arrays import ArrayInfo
+from nnx_parallel.sharding.specs import dim_axes
 
 MeshAxes = str | tuple[str, ...] | None
 
@@ -166,7 +167,8 @@ def first_match(
     """
     found = [answer for rule in rules if (answer := rule.match(info, mesh))]
     for spec, reason in found[1:]:
-        if spec != found[0][0]:
+        ndim = len(info.shape)
+        if dim_axes(spec, ndim) != dim_axes(found[0][0], ndim):
             raise PlacementConflictError(
                 f"Two rules claim `{info.path}`: {found[0][1]} says {found[0][0]}, "
                 f"{reason} says {spec}. Keep one, or order them in one PathRules."

@@ -1,0 +1,44 @@
+"""``python -m benchmarks NAME`` measures on 8 simulated devices; no NAME lists them.
+
+The table goes to standard output, and with ``--json PATH`` to a file too, together with
+the command, the hardware and the versions.
+"""
+
+import argparse
+import importlib
+import sys
+
+import jax
+
+NAMES = {
+    "overhead": "Trainer's step against the same step written by hand",
+    "fsdp": "FSDP against hand-placed activations, and against shardings alone",
+}
+
+
+def main() -> int:
+    """Runs the benchmark that is named."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="\n".join(f"{name}: {what}" for name, what in NAMES.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", nargs="?", choices=NAMES)
+    parser.add_argument("--rounds", type=int, help="interleaved rounds of steps")
+    parser.add_argument("--json", metavar="PATH", help="write the figures to a file")
+    options = parser.parse_args()
+    if options.name is None:
+        parser.print_help()
+        return 2
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    benchmark = importlib.import_module(f"benchmarks.{options.name}")
+    table = benchmark.measure(**({"rounds": options.rounds} if options.rounds else {}))
+    table.show()
+    if options.json:
+        table.write(options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

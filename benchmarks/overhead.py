@@ -1,0 +1,149 @@
+"""What the Trainer's step costs over the same step written by hand.
+
+Three answers: the compiled programs are the same, opcode by opcode and byte by byte of
+scratch memory; their times are the same; and the host takes as long to dispatch one as
+the other. Beside them stands the step of Flax's guide, `nnx.jit` over `nnx.Optimizer`,
+which walks the model at every call.
+
+References:
+    Flax, "Scale up on multiple devices", https://flax.readthedocs.io
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+from benchmarks.peers import copied, copy_state, make_gpt_step
+from benchmarks.timing import Ratio, Runner, Table, interleave
+from models import GPT, GPTConfig, next_token_loss
+from nnx_parallel import FSDP, DataParallel, Strategy, Trainer, audit
+
+CONFIG = GPTConfig.tiny(num_layers=2, seq_len=32)
+TINY = GPTConfig.tiny(num_layers=1, seq_len=8, embed_dim=16, vocab_size=16)
+ROWS = 16
+TX = optax.adamw(1e-3)
+STRATEGIES = {"data parallel": DataParallel(), "FSDP": FSDP()}
+
+
+def measure(rounds: int = 500) -> Table:
+    """All figures, for data parallelism and FSDP over all devices."""
+    table = Table(
+        f"Trainer's step over others: a GPT of {CONFIG.num_params:,} parameters, "
+        f"{ROWS * CONFIG.seq_len} tokens, 8 devices"
+    )
+    for name, strategy in STRATEGIES.items():
+        _compare_steps(table, name, strategy, rounds)
+        _compare_dispatch(table, name, strategy)
+    return table
+
+
+def make_trainer(
+    config: GPTConfig, strategy: Strategy, loss: Callable = next_token_loss
+) -> Trainer:
+    """A Trainer of a GPT."""
+    return Trainer(
+        lambda rngs: GPT(config, rngs=rngs), TX, loss, strategy=strategy, loggers=()
+    )
+
+
+def make_batch(trainer: Trainer, config: GPTConfig) -> Any:
+    """Random tokens, placed."""
+    rng = np.random.default_rng(0)
+    shape = (ROWS, config.seq_len + 1)
+    tokens = rng.integers(0, config.vocab_size, shape, dtype=np.int32)
+    return trainer.shard_batch({"tokens": tokens})
+
+
+def _compare_steps(table: Table, name: str, strategy: Strategy, rounds: int) -> None:
+    traces = []
+
+    def loss(model: GPT, batch: Any) -> Any:
+        traces.append(batch["tokens"].shape)
+        return next_token_loss(model, batch)
+
+    trainer = make_trainer(CONFIG, strategy, loss)
+    batch, model = make_batch(trainer, CONFIG), trainer.model
+    assert isinstance(model, GPT)
+    start = copy_state(trainer.state)
+    by_hand = [make_gpt_step(model, TX, start) for _ in range(2)]
+    guide = _guide_runner(model, batch)
+    pairs = (trainer.train_step, trainer.state), (by_hand[0], start)
+    _add_audits(
+        table,
+        name,
+        *(
+            step.lower(state, batch).compile()  # pyright: ignore[reportFunctionMemberAccess]
+            for step, state in pairs
+        ),
+    )
+    runs = {
+        "ours": Runner(trainer.train_step, trainer.state, batch),
+        "by hand": Runner(by_hand[0], start, batch),
+        "by hand again": Runner(by_hand[1], copied(start), batch),
+    }
+    seconds = interleave(runs, rounds)
+    milliseconds = 1e3 * float(np.median(seconds["by hand"]))
+    table.add(f"{name}: step by hand, ms", milliseconds)
+    over_hand = Ratio.of(seconds["ours"], seconds["by hand"])
+    table.add(f"{name}: Trainer / by hand", over_hand)
+    same = Ratio.of(seconds["by hand again"], seconds["by hand"])
+    table.add(f"{name}: by hand / by hand (A/A)", same)
+    seconds = interleave({"ours": runs["ours"], "guide": guide}, max(20, rounds // 10))
+    over_guide = Ratio.of(seconds["ours"], seconds["guide"])
+    table.add(f"{name}: Trainer / nnx.jit", over_guide)
+    table.add(f"{name}: traces of {runs['ours'].batch['tokens'].shape}", len(traces))
+
+
+def _add_audits(table: Table, name: str, *compiled: jax.stages.Compiled) -> None:
+    ours, by_hand = map(audit, compiled)
+    table.add(f"{name}: same opcodes", ours.opcodes == by_hand.opcodes)
+    for what in ("temporary_bytes", "argument_bytes"):
+        figures = [getattr(report, what) for report in (ours, by_hand)]
+        table.add(f"{name}: {what}, Trainer and by hand", figures)
+
+
+def _guide_runner(model: GPT, batch: Any) -> Runner:
+    """The step of Flax's guide, on a copy of the model in the same places."""
+    graphdef, state = nnx.split(model)
+    model = nnx.merge(graphdef, copied(state))
+    model.train()
+    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+
+    @nnx.jit
+    def train_step(model: GPT, optimizer: nnx.Optimizer, batch: Any) -> jax.Array:
+        def loss(model: GPT) -> jax.Array:
+            return next_token_loss(model, batch).value
+
+        value, grads = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, grads)
+        return value
+
+    def step(_: None, batch: Any) -> tuple[None, jax.Array]:
+        return None, train_step(model, optimizer, batch)
+
+    return Runner(step, None, batch)
+
+
+def _compare_dispatch(table: Table, name: str, strategy: Strategy) -> None:
+    """The host's part alone: a model so small that the devices have little to do."""
+    trainer = make_trainer(TINY, strategy)
+    batch, model = make_batch(trainer, TINY), trainer.model
+    assert isinstance(model, GPT)
+    start = copy_state(trainer.state)
+    by_hand = make_gpt_step(model, TX, start)
+    runs = {
+        "by hand": Runner(by_hand, start, batch).dispatch,
+        "ours": Runner(trainer.train_step, trainer.state, batch).dispatch,
+        "guide": _guide_runner(model, batch).dispatch,
+    }
+    seconds = interleave(runs, rounds=200)
+    for run, values in seconds.items():
+        table.add(f"{name}: dispatch {run}, us", 1e6 * float(np.median(values)))
+    dispatch = Ratio.of(seconds["ours"], seconds["by hand"])
+    table.add(f"{name}: dispatch, Trainer / by hand", dispatch)
