@@ -93,6 +93,7 @@ def make_gpt_step(
         # Its gradient is summed whole and cut afterwards: else the shards of the table
         # would pull the activations apart.
         table = jax.lax.with_sharding_constraint(table, whole)
+        rows = jnp.where(rows < 0, table.shape[0], rows)
         return jnp.take(table, rows, axis=0, mode="fill")
 
     def run_block(x: jax.Array, params: State) -> tuple[jax.Array, None]:
@@ -114,7 +115,9 @@ def make_gpt_step(
         logits = jnp.einsum("bse,ve->bsv", x, table)
         is_label = jnp.arange(table.shape[0])[None, None] == labels[..., None]
         of_label = jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
-        return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - of_label)
+        losses = jax.nn.logsumexp(logits, axis=-1) - of_label
+        is_class = (labels >= 0) & (labels < table.shape[0])
+        return jnp.sum(jnp.where(is_class, losses, jnp.nan))
 
     def loss(params: State, batch: Mapping[str, jax.Array]) -> jax.Array:
         return remat(total_loss)(params, batch) / batch["tokens"][:, 1:].size

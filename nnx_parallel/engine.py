@@ -120,10 +120,10 @@ class Engine:
         """Mean loss and metrics over all rows."""
         arrays = (self.params(ema=ema), self.state.variables, self.state.key)
         total: dict[str, Mean] | None = None
-        for batch in self._batches(data):
+        for index, batch in enumerate(self._batches(data)):
             # Fetched before the next is dispatched: programs that do not depend on one
             # another must not run at once, for each waits for all devices.
-            means = jax.device_get(self._eval_step(*arrays, batch))
+            means = jax.device_get(self._eval_step(*arrays, index, batch))
             total = means if total is None else _merge(total, means)
         if total is None:
             raise DataError("There is no batch to evaluate on: the data is empty.")
@@ -178,4 +178,5 @@ def _call_model(model: Any, batch: Batch) -> Any:
 
 
 def _merge(total: dict[str, Mean], means: dict[str, Mean]) -> dict[str, Mean]:
-    return {name: total[name].merge(mean) for name, mean in means.items()}
+    """Adds totals and weights, on the host and in double precision."""
+    return jax.tree.map(lambda a, b: np.float64(a) + np.float64(b), total, means)

@@ -100,7 +100,8 @@ class Loop:
         """
         self.recorder.flush()
         metrics = self.recorder.last_row()
-        if self._evaluates(step) or self._ends(step, num_steps):
+        wants_eval = saves and self.storage.ranks_by_eval
+        if wants_eval or self._evaluates(step) or self._ends(step, num_steps):
             metrics |= self._evaluate(step)
         if self.storage.options and (saves or self._ends(step, num_steps)):
             position = self.position.to_json()
@@ -123,7 +124,7 @@ def _step_flops(compiled: jax.stages.Compiled) -> float | None:
     """
     try:
         return audit(compiled).flops
-    except jax.errors.JaxRuntimeError:
+    except (jax.errors.JaxRuntimeError, ValueError, KeyError, IndexError):
         return None
 
 

@@ -72,7 +72,10 @@ class Mean:
 
     def __add__(self, other: Mean) -> Mean:
         if not isinstance(other, Mean):
-            return NotImplemented
+            raise LossError(
+                f"Cannot add a {type(other).__name__} to a Mean: the sum would not say "
+                "what it is a mean of. Give it a weight: Mean(value * weight, weight)."
+            )
         terms = list(self.terms)
         for term in other.terms:
             same = [i for i, t in enumerate(terms) if t.weight is term.weight]
@@ -82,6 +85,15 @@ class Mean:
             else:
                 terms.append(term)
         return _from_terms(terms)
+
+    def __radd__(self, other: Mean | int) -> Mean:
+        return self if isinstance(other, int) and other == 0 else self + other  # pyright: ignore[reportOperatorIssue]
+
+    def __neg__(self) -> Mean:
+        return self * -1.0
+
+    def __sub__(self, other: Mean) -> Mean:
+        return self + -other
 
     def __mul__(self, factor: float | jax.Array) -> Mean:
         return _from_terms(Mean(t.total * factor, t.weight) for t in self.terms)

@@ -20,9 +20,13 @@ class Precision:
     product's gradient are placed by the compiler, in the product's own dtype.
 
     Attributes:
-        params: dtype of the stored parameters and hence of the optimizer state.
-        compute: dtype of parameters and floating-point inputs inside the loss.
+        params: dtype of the stored parameters and hence of the optimizer state;
+            ``None`` leaves them as the model makes them.
+        compute: dtype of parameters inside the loss; ``None`` leaves them as stored.
         reduction: dtype in which gradients are accumulated and normed.
+        inputs: dtype of the batch's floating-point arrays inside the loss. ``None``
+            leaves them, for targets and weights would be rounded; then a layer that
+            takes them should cast them, else it computes in their dtype.
 
     Example:
         >>> Precision.mixed_bfloat16().compute
@@ -33,12 +37,15 @@ class Precision:
         https://arxiv.org/abs/1710.03740
     """
 
-    params: DTypeLike = jnp.float32
-    compute: DTypeLike = jnp.float32
+    params: DTypeLike | None = None
+    compute: DTypeLike | None = None
     reduction: DTypeLike = jnp.float32
+    inputs: DTypeLike | None = None
 
     def __post_init__(self) -> None:
-        for field in ("params", "compute", "reduction"):
+        for field in ("params", "compute", "reduction", "inputs"):
+            if getattr(self, field) is None and field != "reduction":
+                continue
             dtype = jnp.dtype(getattr(self, field))
             if not jnp.issubdtype(dtype, jnp.floating):
                 raise ValueError(
@@ -58,14 +65,18 @@ class Precision:
         return cls(compute=jnp.float16)
 
 
-def cast_floating(tree: Any, dtype: DTypeLike) -> Any:
+def cast_floating(tree: Any, dtype: DTypeLike | None) -> Any:
     """Casts the floating-point arrays of a pytree; other leaves stay the same objects.
+
+    With ``None`` for the dtype all do.
 
     Example:
         >>> tree = cast_floating({"x": jnp.ones(2), "n": 3}, jnp.bfloat16)
         >>> tree["x"].dtype, tree["n"]
         (dtype(bfloat16), 3)
     """
+    if dtype is None:
+        return tree
 
     def cast(leaf: Any) -> Any:
         if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating):

@@ -34,11 +34,6 @@ class Profile:
                 "0 <= start < stop, such as (10, 15)."
             )
 
-    @classmethod
-    def of(cls, value: Profile | tuple[int, int] | None) -> Profile | None:
-        """A profile from what a user passes."""
-        return cls(*value) if isinstance(value, tuple) else value
-
 
 class Tracer:
     """Writes one `jax.profiler` trace over the steps of a profile.

@@ -104,7 +104,7 @@ class StatePlan:
     Attributes:
         model_name: Class of the model.
         layout: The strategy's answers over the mesh.
-        graphdef: The model's structure in training mode.
+        graphdef: The model's structure in the modes that it came in.
         eval_graphdef: The same in evaluation mode.
         placements: Placement of each array of the model, by path.
         param_paths: Paths of all parameters, trained or frozen.
@@ -135,10 +135,23 @@ class StatePlan:
     @property
     def stack_remats(self) -> set[Remat | None]:
         """What the model's stacks say they keep for the backward pass; empty: none."""
+        return {m.remat for m in self._modules() if isinstance(m, Stack)}
+
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether every module that has a mode came in that of evaluation."""
+        flags = [
+            flag
+            for module in self._modules()
+            for name in ("deterministic", "use_running_average")
+            if isinstance(flag := getattr(module, name, None), bool)
+        ]
+        return bool(flags) and all(flags)
+
+    def _modules(self) -> list[nnx.Module]:
         arrays = self.abstract.params, self.abstract.variables
         model = nnx.merge(self.graphdef, *arrays)
-        stacks = [m for _, m in nnx.iter_modules(model) if isinstance(m, Stack)]
-        return {stack.remat for stack in stacks}
+        return [module for _, module in nnx.iter_modules(model)]
 
     @property
     def gathers_outside_stack(self) -> bool:
@@ -248,10 +261,9 @@ def plan_state(
     precision = precision or Precision()
     tx = as_transformation(optimizer, model)
     placements = annotate(model, layout)
+    graphdef, trained, others = nnx.split(model, wrt, ...)
     model.eval()
     eval_graphdef = nnx.split(model)[0]
-    model.train()
-    graphdef, trained, others = nnx.split(model, wrt, ...)
     trained_paths = frozenset(path for path, _ in nnx.to_flat_state(trained))
     if not trained_paths:
         kinds = sorted({type(v).__name__ for _, v in variables_of(model)})
@@ -308,6 +320,18 @@ def _with_sharding(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
+_LOSS_STREAM = 0x1055
+"""Sets the loss's random stream apart from the model's, which has the same seed."""
+
+
+def _average(params: dict) -> dict:
+    """A moving average at its start: float32, for bfloat16 has no room to move."""
+    dtype = jnp.float32
+    return jax.tree.map(
+        lambda x: jnp.array(x, jnp.promote_types(x.dtype, dtype)), params
+    )
+
+
 def _build_state(
     plan: StatePlan, params: dict, variables: dict, seed: jax.Array | int
 ) -> TrainState:
@@ -318,8 +342,8 @@ def _build_state(
         params=params,
         variables=variables,
         opt_state=plan.tx.init(params),
-        key=jax.random.key(seed),
-        ema=jax.tree.map(jnp.copy, params) if plan.ema_decay is not None else None,
+        key=jax.random.fold_in(jax.random.key(seed), _LOSS_STREAM),
+        ema=_average(params) if plan.ema_decay is not None else None,
         loss_scale=LossScale.create() if needs_scale else None,
     )
 

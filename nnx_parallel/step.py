@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -71,6 +72,7 @@ def make_train_step(
         loss: The user's loss.
         options: Microbatches and remat.
     """
+    _warn_of_modes(plan, options)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         with using(plan.layout), default_remat(options.remat):
@@ -80,19 +82,37 @@ def make_train_step(
     return jax.jit(train_step, donate_argnums=0, out_shardings=(plan.shardings, None))
 
 
+def _warn_of_modes(plan: StatePlan, options: StepOptions) -> None:
+    if plan.is_evaluating:
+        warnings.warn(
+            "The model came in evaluation mode and is trained so: without dropout, its "
+            "batch statistics frozen. Call model.train() before, if this is not meant.",
+            stacklevel=3,
+        )
+    if options.remat != "none" and not plan.stack_remats:
+        warnings.warn(
+            f"remat={options.remat!r} acts on the blocks of a Stack, and this model "
+            "has none: nothing is recomputed. Put its repeated blocks into a Stack, or "
+            "use nnx.remat inside the model.",
+            stacklevel=3,
+        )
+
+
 def make_eval_step(
     plan: StatePlan, loss: LossFn
-) -> Callable[[dict, dict, jax.Array, Batch], dict[str, Mean]]:
-    """The compiled evaluation: ``(params, variables, key, batch)`` to means by name.
+) -> Callable[[dict, dict, jax.Array, int, Batch], dict[str, Mean]]:
+    """The compiled evaluation: ``(params, variables, key, index, batch)`` to means.
 
     The model is in evaluation mode and its variables stay as they are. A plain scalar
-    weighs by the batch's rows, a `Mean` by its weight.
+    weighs by the batch's rows, a `Mean` by its weight. Each batch, by its index, draws
+    random numbers of its own, the same in every evaluation.
     """
 
     def eval_step(
-        params: dict, variables: dict, key: jax.Array, batch: Batch
+        params: dict, variables: dict, key: jax.Array, index: int, batch: Batch
     ) -> dict[str, Mean]:
         num_rows = jax.tree.leaves(batch)[0].shape[0]
+        key = jax.random.fold_in(key, index)
         with using(plan.layout):
             model = plan.merge(params, variables, training=False)
             output = _call(plan, loss, model, batch, key)
@@ -105,8 +125,7 @@ def make_eval_step(
 def _call(
     plan: StatePlan, loss: LossFn, model: nnx.Module, batch: Batch, key: jax.Array
 ) -> LossOutput:
-    if plan.precision.compute != jnp.float32:
-        batch = cast_floating(batch, plan.precision.compute)
+    batch = cast_floating(batch, plan.precision.inputs)
     if takes_rngs(loss):
         return loss(model, batch, rngs=nnx.Rngs(key))  # pyright: ignore[reportCallIssue]
     return loss(model, batch)
@@ -135,9 +154,8 @@ def _forward(
         # A checkpoint around the whole would have its policy take the place of those
         # inside. So what is gathered outside the stacks is kept.
         return forward
-    remat = "none" if remats else options.remat
     return apply_remat(
-        forward, remat, gathers=plan.gathers_outside_stack, prevent_cse=True
+        forward, "none", gathers=plan.gathers_outside_stack, prevent_cse=True
     )
 
 

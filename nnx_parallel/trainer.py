@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from flax import nnx
 from jax.sharding import Mesh
@@ -134,7 +134,7 @@ class Trainer:
         self._position = Position()
         self._tracer = Tracer(
             None if profile is None or fast_dev_run else Profile(*profile),
-            self._storage.directory,
+            self._storage.local_directory,
         )
         self._loggers = loggers
         self._hooks = Hooks(self, callbacks)
@@ -233,6 +233,7 @@ class Trainer:
         recorder = Recorder(logger, self._hooks.step_end, log_every=self._log_every)
         try:
             resumed = self._resume()
+            self._storage.check_ahead(self.step)
             if self._fast_dev_run:
                 num_steps = min(num_steps, self.step + 2)
                 eval_data = eval_data and list(itertools.islice(eval_data, 1))
@@ -250,12 +251,13 @@ class Trainer:
                 reason = self._hooks.stop_reason
                 logger.message(f"Stopped at step {self.step}: {reason}")
             history = recorder.history()
+            self._storage.wait()
             self._hooks.fit_end(history)
         except NonFiniteLossError as error:
             raise NonFiniteLossError(f"{error} {self._diagnosis()}") from None
         finally:
-            logger.finish()
-            self._storage.close()
+            with self._storage:
+                logger.finish()
         return history
 
     def _loop(
@@ -323,15 +325,17 @@ class Trainer:
 
         Raises:
             CheckpointNotFoundError: If the Trainer has no checkpoint directory.
+            CheckpointError: If this step or a later one is saved already.
         """
         try:
-            self._storage.save(self.state, self.step, self._position.to_json(), {})
+            position = self._position.to_json()
+            self._storage.save(self.state, self.step, position, {}, once=False)
         finally:
             self._storage.close()
 
     def restore(
         self,
-        step: int | None = None,
+        step: int | Literal["best"] | None = None,
         *,
         directory: str | os.PathLike | None = None,
         weights_only: bool = False,
@@ -339,7 +343,8 @@ class Trainer:
         """Replaces the state by a saved one, whatever strategy has saved it.
 
         Args:
-            step: A saved step; ``None`` for the latest.
+            step: A saved step; ``"best"`` by ``Checkpoint(keep_best=...)``; ``None``
+                for the latest.
             directory: Where from; by default the Trainer's own directory.
             weights_only: Restore parameters and other variables alone; optimizer,
                 step and data stay as they are.
@@ -365,7 +370,7 @@ class Trainer:
         self._take(self._storage, None)
         return f"Resumed from step {self.step} in '{self._storage.directory}'."
 
-    def _take(self, storage: Storage, step: int | None) -> None:
+    def _take(self, storage: Storage, step: int | Literal["best"] | None) -> None:
         state, position = storage.restore(self._engine.plan.abstract, step)
         self._engine.state = state
         self._position = Position.from_json(position)
@@ -373,7 +378,7 @@ class Trainer:
     def _make_loggers(self) -> Sequence[Logger]:
         if self._loggers is not None and not self._fast_dev_run:
             return self._loggers
-        return default_loggers(self._storage.directory)
+        return default_loggers(self._storage.local_directory)
 
     def _diagnosis(self) -> str:
         """What the state holds that is not finite, and the way back."""

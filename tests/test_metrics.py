@@ -70,8 +70,14 @@ def test_a_mean_passes_through_jit_and_scan() -> None:
 
 
 def test_only_means_add_to_means() -> None:
-    with pytest.raises(TypeError, match="unsupported operand"):
-        sum([Mean(1.0, 1.0)])  # pyright: ignore[reportCallIssue, reportArgumentType]
+    mean = Mean(1.0, 1.0)
+    assert float(sum([mean, mean]).value) == 2.0  # pyright: ignore[reportAttributeAccessIssue]
+    assert float((mean - 0.25 * mean).value) == 0.75
+    message = (
+        "Cannot add a float to a Mean: the sum would not say what it is a mean of."
+    )
+    with pytest.raises(LossError, match=re.escape(message)):
+        mean + 0.5  # pyright: ignore[reportOperatorIssue, reportUnusedExpression]
 
 
 def test_scalars_weigh_as_they_are_told() -> None:

@@ -83,7 +83,8 @@ def test_bfloat16_is_what_the_loss_computes_in_and_float32_what_is_kept() -> Non
         seen["out"] = model.base(batch["x"]).dtype
         return model(batch["x"]).mean()
 
-    trainer = make_trainer(loss, Precision.mixed_bfloat16())
+    precision = Precision(compute=jnp.bfloat16, inputs=jnp.bfloat16)
+    trainer = make_trainer(loss, precision)
     state, metrics = trainer.train_step(trainer.state, trainer.shard_batch(BATCH))
     computed = dict.fromkeys(("kernel", "lora", "x", "out"), jnp.bfloat16)
     assert seen == {**computed, "mean": jnp.float32, "labels": jnp.int32}
@@ -118,8 +119,28 @@ def test_parameters_kept_in_bfloat16_have_optimizer_state_in_it() -> None:
     )
     trainer.fit([BATCH] * 2, 2)
     state = trainer.state
-    kept = to_host((state.params, state.opt_state, state.ema))
+    kept = to_host((state.params, state.opt_state))
     assert {str(x.dtype) for x in kept} == {"bfloat16"}
+    # An average has no room to move in bfloat16.
+    assert {str(x.dtype) for x in to_host(state.ema)} == {"float32"}
+
+
+def test_a_models_own_dtypes_stay_and_the_batch_is_not_rounded() -> None:
+    seen = {}
+
+    def loss(model: Any, batch: Any) -> jax.Array:
+        seen["x"] = batch["x"].dtype
+        return squares(model, batch)
+
+    trainer = Trainer(
+        lambda rngs: nnx.Linear(4, 8, param_dtype=jnp.bfloat16, rngs=rngs),
+        optax.sgd(0.1),
+        loss,
+        loggers=(),
+    )
+    trainer.fit([BATCH], 1)
+    assert {str(x.dtype) for x in to_host(trainer.state.params)} == {"bfloat16"}
+    assert seen == {"x": jnp.float32}
 
 
 def overflow_where_asked(model: Any, batch: Any) -> jax.Array:

@@ -78,8 +78,7 @@ def assert_is_trained(state: TrainState) -> None:
     after = all_arrays(state)
     assert before.keys() == after.keys()
     assert {path.split(":")[0] for path in after} == {
-        "params",
-        "variables",
+        "model",
         "ema",
         "optimizer",
         "progress",
@@ -121,7 +120,7 @@ def assert_lives_on(trainer: Trainer) -> None:
         for row in trainer.describe().rows
     }
     groups = to_groups(trainer.state)
-    for path, x in (groups["params"] | groups["variables"]).items():
+    for path, x in groups["model"].items():
         assert x.sharding.is_equivalent_to(stored[path], x.ndim), path
     devices = set(trainer.mesh.devices.flat)
     assert all(x.sharding.device_set == devices for x in jax.tree.leaves(groups))

@@ -193,3 +193,40 @@ def test_a_finished_run_has_nothing_to_train(tmp_path: Path) -> None:
     again = make_trainer(tmp_path)
     assert again.fit(make_batches(2), 2) == {}
     assert again.step == 2
+
+
+def test_a_branch_does_not_write_over_the_run_it_left(tmp_path: Path) -> None:
+    options = Checkpoint(tmp_path / "run", every=2)
+    make_trainer(checkpoint=options).fit(make_batches(4), 4)
+    branch = make_trainer(checkpoint=options)
+    branch.restore(2)
+    message = (
+        f"'{tmp_path / 'run'}' holds a checkpoint of step 4, but this run stands at "
+        "step 2 and would write into the same directory."
+    )
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        branch.fit(make_batches(6), 6)
+    with pytest.raises(CheckpointError, match=re.escape("Cannot save step 2")):
+        branch.save()
+
+
+def test_weights_of_a_run_that_trained_everything_load_into_one_that_does_not(
+    tmp_path: Path,
+) -> None:
+    whole = make_trainer(checkpoint=tmp_path / "run")
+    whole.fit(make_batches(1), 1)
+    part = make_trainer(wrt=nnx.PathContains("bias"))
+    part.restore(directory=tmp_path / "run", weights_only=True)
+    saved, loaded = arrays(whole), arrays(part)
+    assert sorted(x.tobytes() for x in saved.values()) == sorted(
+        x.tobytes() for x in loaded.values()
+    )
+
+
+def test_the_best_is_found_again(tmp_path: Path) -> None:
+    options = Checkpoint(tmp_path / "run", every=1, keep_last=1, keep_best="eval_loss")
+    trainer = make_trainer(checkpoint=options)
+    history = trainer.fit(make_batches(4), 4, eval_data=make_batches(1))
+    assert list(history["eval_step"]) == [1, 2, 3, 4]
+    trainer.restore("best")
+    assert trainer.step == history["eval_step"][np.argmin(history["eval_loss"])]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
 import jax
 
@@ -40,11 +42,25 @@ class Storage:
         self._description = dict(description)
         self._read_only = read_only
         self._open: Checkpointer | None = None
+        self._last_saved: int | None = None
 
     @property
-    def directory(self) -> Path | None:
-        """Where the checkpoints go."""
-        return None if self.options is None else Path(self.options.directory)
+    def directory(self) -> str | None:
+        """Where the checkpoints go: a path, or a URL such as ``gs://...``."""
+        return None if self.options is None else str(self.options.directory)
+
+    @property
+    def local_directory(self) -> Path | None:
+        """The same where it is a path of this machine: other files can go there."""
+        if self.directory is None or "://" in self.directory:
+            return None
+        return Path(self.directory)
+
+    @property
+    def ranks_by_eval(self) -> bool:
+        """Whether the best checkpoint is the best by an evaluation."""
+        best = self.options and self.options.keep_best
+        return bool(best) and best.startswith("eval_")
 
     @property
     def latest_step(self) -> int | None:
@@ -78,34 +94,74 @@ class Storage:
         step: int,
         position: Mapping[str, Any],
         metrics: Mapping[str, float],
+        *,
+        once: bool = True,
     ) -> None:
-        """Saves a state under its step, unless that step is saved already.
+        """Saves a state under its step.
 
         Args:
             state: The state; its arrays may be donated once this returns.
             step: Its step.
             position: Where the data stands, as JSON can hold it.
             metrics: Values at this step.
+            once: Do nothing if this object has saved or restored the step itself.
+
+        Raises:
+            CheckpointError: If somebody else has saved this step or a later one.
+
+        Warns:
+            UserWarning: If the metric of ``keep_best`` is not among ``metrics``.
         """
-        checkpointer = self._checkpointer()
-        if checkpointer.latest_step == step:
+        if once and self._last_saved == step:
             return
+        checkpointer = self._checkpointer()
+        best = checkpointer.options.keep_best
+        if best is not None and best not in metrics:
+            warnings.warn(
+                f"keep_best={best!r} is not among the metrics of step {step}, which "
+                f"therefore never counts as best. Metrics: {sorted(metrics)}.",
+                stacklevel=2,
+            )
         meta = {**self._description, "position": dict(position)}
         checkpointer.save(step, to_groups(state), meta, metrics=metrics)
+        self._last_saved = step
+
+    def check_ahead(self, step: int) -> None:
+        """Checks that a run at ``step`` would not meet checkpoints of another.
+
+        Raises:
+            CheckpointError: If the directory holds a later step.
+        """
+        latest = self.latest_step
+        if latest is not None and latest > step:
+            raise CheckpointError(
+                f"'{self.directory}' holds a checkpoint of step {latest}, but this run "
+                f"stands at step {step} and would write into the same directory. "
+                "Choose another directory for it, or restore() the latest step."
+            )
 
     def restore(
-        self, abstract: TrainState, step: int | None = None
+        self, abstract: TrainState, step: int | Literal["best"] | None = None
     ) -> tuple[TrainState, dict[str, Any]]:
         """The state of a step in the layout of ``abstract``, and the data's position.
+
+        Args:
+            abstract: The state as shapes with shardings.
+            step: A saved step; ``"best"`` by ``keep_best``; ``None`` for the latest.
 
         Raises:
             CheckpointNotFoundError: If there is no such step.
             CheckpointMismatchError: If an array differs, before any is read.
         """
+        step = self._resolve(step)
         groups, meta = self._checkpointer().restore(to_groups(abstract), step)
-        return from_groups(abstract, groups), meta.get("position", {})
+        state = from_groups(abstract, groups)
+        self._last_saved = int(state.step) if step is None else self._last_saved
+        return state, meta.get("position", {})
 
-    def restore_weights(self, state: TrainState, step: int | None = None) -> TrainState:
+    def restore_weights(
+        self, state: TrainState, step: int | Literal["best"] | None = None
+    ) -> TrainState:
         """The state with the parameters and other variables of a checkpoint.
 
         Nothing else is read. A moving average starts from the restored parameters.
@@ -114,18 +170,44 @@ class Storage:
             CheckpointNotFoundError: If there is no such step.
             CheckpointMismatchError: If an array differs, before any is read.
         """
-        groups = to_groups(state)
-        wanted = {name: groups[name] for name in ("params", "variables")}
-        found, _ = self._checkpointer().restore(_abstract(wanted), step)
-        if state.ema is not None:
-            found["ema"] = {path: x.copy() for path, x in found["params"].items()}
-        return from_groups(state, found)
+        wanted = _abstract({"model": to_groups(state)["model"]})
+        found, _ = self._checkpointer().restore(wanted, self._resolve(step))
+        restored = from_groups(state, found)
+        if state.ema is None:
+            return restored
+        ema = jax.tree.map(
+            lambda x, old: x.astype(old.dtype, copy=True), restored.params, state.ema
+        )
+        return dataclasses.replace(restored, ema=ema)
+
+    def wait(self) -> None:
+        """Waits until the save under way is on disk."""
+        if self._open is not None:
+            self._open.wait()
+
+    def _resolve(self, step: int | Literal["best"] | None) -> int | None:
+        if step != "best":
+            return step
+        found = self._checkpointer().best_step
+        if found is None:
+            raise CheckpointNotFoundError(
+                f"No best checkpoint in '{self.directory}': none was saved with the "
+                "metric of Checkpoint(keep_best=...). Saved steps: "
+                f"{self._checkpointer().steps}."
+            )
+        return found
 
     def close(self) -> None:
         """Waits for the save under way and lets go of the directory."""
         if self._open is not None:
             opened, self._open = self._open, None
             opened.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
     def _checkpointer(self) -> Checkpointer:
         if self.options is None:

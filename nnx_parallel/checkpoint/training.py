@@ -16,31 +16,30 @@ from nnx_parallel.state import TrainState
 
 Groups = dict[str, dict[str, Any]]
 
-_TREES = ("params", "variables", "ema")
-
 
 def to_groups(state: TrainState) -> Groups:
     """The arrays of a state by group and dotted path.
 
-    Also of an abstract state, for `Checkpointer.restore`.
+    All arrays of the model form one group, whichever of them this run trains, so that
+    a run which trains others finds them. Also of an abstract state, for
+    `Checkpointer.restore`.
     """
     groups = {
-        name: flatten_pure(tree)
-        for name in _TREES
-        if (tree := getattr(state, name)) is not None
+        "model": flatten_pure(state.params) | flatten_pure(state.variables),
+        "optimizer": _by_path(state.opt_state),
+        "progress": _by_path(_progress(state)),
     }
-    groups["optimizer"] = _by_path(state.opt_state)
-    groups["progress"] = _by_path(_progress(state))
-    return groups
+    return groups if state.ema is None else groups | {"ema": flatten_pure(state.ema)}
 
 
 def from_groups(abstract: TrainState, groups: Groups) -> TrainState:
     """The state with the arrays of some groups; all else as in ``abstract``."""
-    trees: dict[str, Any] = {
-        name: _fill(getattr(abstract, name), groups[name])
-        for name in _TREES
-        if name in groups
-    }
+    trees: dict[str, Any] = {}
+    if "model" in groups:
+        for name in ("params", "variables"):
+            trees[name] = _fill(getattr(abstract, name), groups["model"])
+    if "ema" in groups:
+        trees["ema"] = _fill(abstract.ema, groups["ema"])
     if "optimizer" in groups:
         trees["opt_state"] = _fill(abstract.opt_state, groups["optimizer"])
     if "progress" in groups:

@@ -133,6 +133,7 @@ class Embed(nnx.Module):
         # Constrained here, the gradient of the table is summed as rows of the batch
         # and cut afterwards; else its shards would pull the activations apart.
         table = constrain(self.embedding[...], self.vocab_name, "embed")
+        tokens = jnp.where(tokens < 0, table.shape[0], tokens.astype(jnp.int32))
         rows = jnp.take(table, tokens, axis=0, mode="fill")
         return constrain(rows, "batch", "seq", "embed")
 

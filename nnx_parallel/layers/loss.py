@@ -23,7 +23,8 @@ def cross_entropy(
 
     Args:
         logits: ``(*leading, vocab)``, any floating-point dtype; summed in float32.
-        labels: int ``(*leading)``, from 0 to vocab - 1.
+        labels: int ``(*leading)``, from 0 to vocab - 1. Another one gives NaN, unless
+            its weight is 0.
         weights: ``(*leading)``; 0 leaves a label out. By default all count 1.
         z_loss: Weight of the squared log-normaliser, which keeps logits from
             drifting [1].
@@ -42,12 +43,16 @@ def cross_entropy(
     """
     logits = logits.astype(jnp.float32)
     normaliser = jax.nn.logsumexp(logits, axis=-1)
-    classes = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
+    labels = labels.astype(jnp.int32)
+    classes = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     is_label = classes == labels[..., None]
     losses = normaliser - jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
+    is_class = (labels >= 0) & (labels < logits.shape[-1])
+    losses = jnp.where(is_class, losses, jnp.nan)
     if z_loss:
         losses += z_loss * normaliser**2
     if weights is None:
         return Mean(losses.sum(), jnp.float32(losses.size))
     weights = weights.astype(jnp.float32)
-    return Mean((losses * weights).sum(), weights.sum())
+    losses = jnp.where(weights == 0, 0.0, losses * weights)
+    return Mean(losses.sum(), weights.sum())

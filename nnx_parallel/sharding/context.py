@@ -49,6 +49,11 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
         ``x``, split over the mesh axes of its names; the same object outside a
         strategy. An axis that does not divide its dim is left out.
 
+    Note:
+        JAX remembers traces. A function under its own ``jax.jit``, or a body of
+        ``jax.lax.scan`` that is defined once at the top of a file, keeps what it was
+        traced with first: define such functions where they are used.
+
     Raises:
         SpecRankError: If there is not one name for each dim.
         UnknownAxisError: If a name is neither a logical nor a mesh axis.

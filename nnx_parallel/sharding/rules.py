@@ -7,7 +7,6 @@ names in the model, and those before FSDP's own choice.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -151,11 +150,6 @@ class FSDPRules:
         dim = max(fitting, key=lambda d: (info.shape[d], -d))
         return dim, f"{self.axis}: largest free dim {dim}"
 
-    def match(self, info: ArrayInfo, mesh: Mesh) -> tuple[P, str] | None:
-        """The spec with this axis alone; replicated where no dim fits."""
-        dim, reason = self.choose_dim(info, (False,) * len(info.shape), mesh)
-        return (P() if dim is None else P(*(None,) * dim, self.axis)), reason
-
 
 def first_match(
     rules: tuple[Rules, ...], info: ArrayInfo, mesh: Mesh
@@ -201,8 +195,3 @@ def logical_items(rules: tuple[Rules, ...]) -> list[tuple[str, MeshAxes]]:
 
 def _as_tuple(axes: MeshAxes) -> tuple[str, ...]:
     return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
-
-
-def num_parts(axes: tuple[str, ...], mesh: Mesh) -> int:
-    """Into how many pieces these mesh axes split a dim."""
-    return math.prod(mesh.shape[axis] for axis in axes)
