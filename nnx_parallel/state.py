@@ -143,7 +143,7 @@ class StatePlan:
         flags = [
             flag
             for module in self._modules()
-            for name in ("deterministic", "use_running_average")
+            for name in _MODES
             if isinstance(flag := getattr(module, name, None), bool)
         ]
         return bool(flags) and all(flags)
@@ -236,6 +236,17 @@ def _check_structure(
         )
 
 
+_MODES = ("deterministic", "use_running_average")
+
+
+def _decide_modes(model: nnx.Module) -> None:
+    """Puts modules that came without a mode into training; others keep theirs."""
+    for _, module in nnx.iter_modules(model):
+        for name in _MODES:
+            if getattr(module, name, True) is None:
+                setattr(module, name, False)
+
+
 def plan_state(
     model: nnx.Module,
     layout: Layout,
@@ -261,6 +272,7 @@ def plan_state(
     precision = precision or Precision()
     tx = as_transformation(optimizer, model)
     placements = annotate(model, layout)
+    _decide_modes(model)
     graphdef, trained, others = nnx.split(model, wrt, ...)
     model.eval()
     eval_graphdef = nnx.split(model)[0]

@@ -116,7 +116,7 @@ class Storage:
             return
         checkpointer = self._checkpointer()
         best = checkpointer.options.keep_best
-        if best is not None and best not in metrics:
+        if metrics and best is not None and best not in metrics:
             warnings.warn(
                 f"keep_best={best!r} is not among the metrics of step {step}, which "
                 f"therefore never counts as best. Metrics: {sorted(metrics)}.",
