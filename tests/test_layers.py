@@ -101,10 +101,10 @@ def test_attention_is_softmax_of_scaled_scores_with_grouped_heads() -> None:
     weights = jax.nn.softmax(jnp.where(mask[None, None], scores, -jnp.inf))
     expected = jnp.einsum("bhqk,bkhd->bqhd", weights, jnp.repeat(value, 2, axis=2))
     np.testing.assert_allclose(
-        attention(query, key, value, causal=True), expected, rtol=1e-4, atol=1e-5
+        attention(query, key, value, causal=True), expected, rtol=1e-5, atol=1e-6
     )
     masked = attention(query, key, value, mask=mask[None, None])
-    np.testing.assert_allclose(masked, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(masked, expected, rtol=1e-5, atol=1e-6)
 
 
 # Loss

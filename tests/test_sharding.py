@@ -13,7 +13,6 @@ from nnx_parallel import (
     Composite,
     DataParallel,
     PathRules,
-    Strategy,
     TensorParallel,
     constrain,
 )
@@ -21,17 +20,8 @@ from nnx_parallel.errors import (
     SpecRankError,
     UnknownAxisError,
 )
-from nnx_parallel.sharding import ArrayInfo, Layout, Placement, using
-
-FSDP_TP = Composite(FSDP(4), TensorParallel(2))
-
-
-def place(
-    strategy: Strategy, *shape: int, names: tuple | None = None, **fields: Any
-) -> Placement:
-    info = ArrayInfo(path="block.kernel", shape=shape, names=names, **fields)
-    return strategy.layout().place(info)
-
+from nnx_parallel.sharding import Layout, using
+from tests.placing import FSDP_TP, place
 
 # Who decides
 

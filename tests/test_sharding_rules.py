@@ -1,7 +1,6 @@
 """Names in a model and rules of a user, and the errors that teach them."""
 
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,6 @@ from nnx_parallel import (
     LogicalRules,
     PathRules,
     PolicyRules,
-    Strategy,
     TensorParallel,
 )
 from nnx_parallel.errors import (
@@ -28,19 +26,10 @@ from nnx_parallel.errors import (
     UnmatchedRuleError,
 )
 from nnx_parallel.layers import Dense, named
-from nnx_parallel.sharding import ArrayInfo, Placement
+from nnx_parallel.sharding import ArrayInfo
 from nnx_parallel.sharding.arrays import array_info, variables_of
 from nnx_parallel.sharding.context import check_names
-
-FSDP_TP = Composite(FSDP(4), TensorParallel(2))
-
-
-def place(
-    strategy: Strategy, *shape: int, names: tuple | None = None, **fields: Any
-) -> Placement:
-    info = ArrayInfo(path="block.kernel", shape=shape, names=names, **fields)
-    return strategy.layout().place(info)
-
+from tests.placing import FSDP_TP, place
 
 # Names
 
