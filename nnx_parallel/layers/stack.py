@@ -12,6 +12,7 @@ from nnx_parallel.errors import StackError
 from nnx_parallel.layers.remat import Remat, active_remat, apply_remat, check_remat
 from nnx_parallel.sharding import use_params
 from nnx_parallel.sharding.arrays import dotted, variables_of
+from nnx_parallel.sharding.model import nest
 
 
 class Stack(nnx.Module):
@@ -84,7 +85,7 @@ class Stack(nnx.Module):
 
         def block(params: dict, others: dict, x: jax.Array, args: Any, slot: Any):
             used = use_params(params, placements)
-            module = nnx.merge(graphdef, _nest(used | others))
+            module = nnx.merge(graphdef, nest(used | others))
             extra = () if slot is None else (slot,)
             out = module(x, *args, *extra)
             out, slot = out if slot is not None else (out, None)
@@ -101,12 +102,8 @@ class Stack(nnx.Module):
             (params, others, scanned),
         )
         if others:
-            nnx.update(self.layer, _nest(others))
+            nnx.update(self.layer, nest(others))
         return x if scanned is None else (x, scanned_out)
-
-
-def _nest(flat: dict) -> dict:
-    return nnx.traversals.unflatten_mapping(flat)
 
 
 def _check_unshared(make_block: Callable[[nnx.Rngs], nnx.Module]) -> None:
