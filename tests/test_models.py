@@ -218,8 +218,9 @@ def test_grouped_heads_equal_repeated_ones() -> None:
 
 
 def optax_losses(model: GPT, tokens: jax.Array) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(
-        apply(model, tokens[:, :-1]), tokens[:, 1:]
+    logits = apply(model, tokens[:, :-1])
+    return jnp.asarray(
+        optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
     )
 
 
