@@ -46,6 +46,13 @@ class PlacementConflictError(ParallelError, ValueError):
     """Two claims must not meet on one dim, nor one mesh axis shard two dims."""
 
 
+class PlacementTreeError(ParallelError, ValueError):
+    """A tree of rules, specs and shardings must be a prefix of the tree it places.
+
+    What stands at a node holds for everything below it; ``None`` leaves it alone.
+    """
+
+
 class UnmatchedRuleError(ParallelError, ValueError):
     """A strict set of rules must match every array, and every rule some array."""
 
@@ -126,4 +133,20 @@ class CheckpointMismatchError(ParallelError, ValueError):
     """The arrays of a restored group must be those saved: paths, shapes and dtypes.
 
     Their shardings may differ in any way.
+    """
+
+
+class ScheduleError(ParallelError, ValueError):
+    """A pipeline schedule is a table that neighbouring stages can follow tick by tick.
+
+    Every stage takes every microbatch once, in order, and no slot comes before what
+    it needs: what a stage sends in one tick arrives in the next.
+    """
+
+
+class PipelineError(ParallelError, ValueError):
+    """A pipeline spreads the layers of one ``Stack``, called once, over its stages.
+
+    The layers divide by stages times chunks. The call stands in the loss itself, inside
+    no transform, and nothing but the blocks uses the layers' parameters and variables.
     """

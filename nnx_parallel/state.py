@@ -159,10 +159,26 @@ class StatePlan:
         places = (self.placements[path] for path in self.param_paths)
         return any(p.is_gathered and not p.is_stacked for p in places)
 
-    def merge(self, params: dict, variables: dict, *, training: bool) -> nnx.Module:
-        """The model as the loss sees it: cast to the compute dtype, gathered at use."""
+    def merge(
+        self,
+        params: dict,
+        variables: dict,
+        *,
+        training: bool,
+        cast_stacked: bool = True,
+    ) -> nnx.Module:
+        """The model as the loss sees it: cast to the compute dtype, gathered at use.
+
+        Args:
+            params: The trained parameters.
+            variables: All other arrays.
+            training: Whether in training mode.
+            cast_stacked: Whether to cast the layers of stacks too.
+        """
         flat = flatten(params) | flatten(variables)
         for path in self.param_paths:
+            if self.placements[path].is_stacked and not cast_stacked:
+                continue
             flat[path] = cast_floating(flat[path], self.precision.compute)
         gathered = {
             path: self.placements[path]

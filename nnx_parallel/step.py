@@ -10,6 +10,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -20,8 +21,10 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.layers import Remat, apply_remat, default_remat
 from nnx_parallel.metrics import Mean, split_loss_output
+from nnx_parallel.pipeline.run import Given, PipelinedFunction
 from nnx_parallel.precision import cast_floating
 from nnx_parallel.sharding import using
+from nnx_parallel.sharding.model import flatten, nest
 from nnx_parallel.state import StatePlan, TrainState, values_of
 
 Batch = Any
@@ -138,17 +141,20 @@ def _forward(
     plan: StatePlan, loss: LossFn, options: StepOptions
 ) -> Callable[[dict, dict, Batch, jax.Array], tuple[Means, dict]]:
     """The loss as a function of arrays: means by name, and the variables after it."""
+    staged = plan.layout.pipeline is not None
 
     def forward(
         params: dict, variables: dict, batch: Batch, key: jax.Array
     ) -> tuple[Means, dict]:
         with jax.named_scope("forward"):
-            model = plan.merge(params, variables, training=True)
+            model = plan.merge(params, variables, training=True, cast_stacked=not staged)
             given = values_of(model)
             mean, metrics = split_loss_output(_call(plan, loss, model, batch, key))
         after = plan.variables_after(variables, given, values_of(model))
         return {"loss": mean, **metrics}, after
 
+    if plan.layout.pipeline is not None:
+        return forward  # it is cut, not differentiated as a whole
     remats = {remat or options.remat for remat in plan.stack_remats}
     if remats - {"none"}:
         # A checkpoint around the whole would have its policy take the place of those
@@ -169,6 +175,10 @@ def _gradients(
     """Gradients of the batch's mean loss, summed over microbatches and devices."""
     forward = _forward(plan, loss, options)
     key = jax.random.fold_in(state.key, state.step)
+    if plan.layout.pipeline is not None:
+        microbatches = split_rows(plan, batch, options.num_microbatches)
+        grads, variables, means = _pipeline(plan, forward, state, microbatches, key)
+        return _finish(plan, state, grads), variables, means
     if options.num_microbatches == 1:
         batch = _constrain_rows(plan, batch, 0)
 
@@ -182,6 +192,47 @@ def _gradients(
         plan, forward, state, split_rows(plan, batch, options.num_microbatches), key
     )
     return _finish(plan, state, grads), variables, means
+
+
+def _pipeline(
+    plan: StatePlan,
+    forward: Callable[[dict, dict, Batch, jax.Array], tuple[Means, dict]],
+    state: TrainState,
+    microbatches: Batch,
+    key: jax.Array,
+) -> tuple[dict, dict, Means]:
+    """The gradients of `_accumulate`, by the strategy's schedule."""
+    assert plan.layout.pipeline is not None
+    count = jax.tree.leaves(microbatches)[0].shape[0]
+    keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(count))
+    given = Given(
+        params=flatten(state.params),
+        variables=flatten(state.variables),
+        batch=microbatches,
+        keys=key[None] if count == 1 else keys,
+    )
+
+    def function(params: dict, variables: dict, batch: Batch, key: jax.Array) -> Any:
+        means, after = forward(nest(params), nest(variables), batch, key)
+        return means, flatten(after)
+
+    def objective(means: Means, weights: list) -> jax.Array:
+        return _scaled(state, _weighted(means["loss"], weights))
+
+    pipeline = plan.layout.pipeline
+    table = pipeline.schedule.table(plan.layout.mesh.shape[pipeline.axis], count)
+    pipelined = PipelinedFunction(plan, function, given, table)
+    grads, variables, means = pipelined.gradients(objective)
+    means = jax.tree.map(lambda x: jnp.sum(x, axis=0), means)
+    return nest(grads), nest(variables), means
+
+
+def _weighted(loss: Mean, weights: list) -> jax.Array:
+    """Part of a mean over the whole batch, whose weights are known."""
+    terms = zip(loss.terms, weights, strict=True)
+    return sum(
+        (Mean(term.total, weight).value for term, weight in terms), jnp.float32(0)
+    )
 
 
 def _scaled(state: TrainState, loss: jax.Array) -> jax.Array:
@@ -245,10 +296,7 @@ def _accumulate(
 
     def objective(params: dict, variables: dict, item: Any) -> Any:
         means, variables = run(params, variables, item)
-        terms = zip(means["loss"].terms, weights, strict=True)
-        value = sum(
-            (Mean(term.total, weight).value for term, weight in terms), jnp.float32(0)
-        )
+        value = _weighted(means["loss"], weights)
         return _scaled(state, value), (means, variables)
 
     def step(carry: Any, item: Any) -> tuple[Any, Means]:

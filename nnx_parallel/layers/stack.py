@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,6 +16,69 @@ from nnx_parallel.layers.remat import Remat, active_remat, apply_remat, check_re
 from nnx_parallel.sharding import use_params
 from nnx_parallel.sharding.arrays import dotted, variables_of
 from nnx_parallel.sharding.model import nest
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackCall:
+    """One call of a `Stack`, for whoever runs its layers.
+
+    Attributes:
+        block: ``(params, others, x, args, slot) -> (x, others, slot)`` of one layer.
+        params: The layers' parameters by path, each with a leading ``layers`` dim.
+        others: Their other variables, likewise.
+        x: Input of the first layer.
+        args: Passed to every layer as they are.
+        scanned: A pytree with a leading ``layers`` dim, or ``None``.
+        remat: What a layer keeps for the backward pass.
+        gathers: Whether layers gather parameters; these are never kept.
+    """
+
+    block: Callable[..., tuple[Any, dict, Any]]
+    params: dict
+    others: dict
+    x: Any
+    args: tuple
+    scanned: Any
+    remat: Remat
+    gathers: bool
+
+
+Runner = Callable[[StackCall], tuple[Any, dict, Any]]
+"""Runs all layers of a call: the output, the other variables after it, the slots."""
+
+
+def run_layers(call: StackCall) -> tuple[Any, dict, Any]:
+    """Runs the layers one after the other, as a scan."""
+    block = apply_remat(
+        call.block, call.remat, gathers=call.gathers, prevent_cse=False
+    )
+
+    def step(x: Any, slices: tuple[dict, dict, Any]) -> tuple[Any, tuple[dict, Any]]:
+        params, others, slot = slices
+        x, others, slot = block(params, others, x, call.args, slot)
+        return x, (others, slot)
+
+    slices = (call.params, call.others, call.scanned)
+    x, (others, scanned) = jax.lax.scan(step, call.x, slices)
+    return x, others, scanned
+
+
+_runner: ContextVar[Runner] = ContextVar("runner", default=run_layers)
+
+
+@contextlib.contextmanager
+def using_runner(runner: Runner) -> Iterator[None]:
+    """Hands the calls of every `Stack` traced inside to ``runner``."""
+    token = _runner.set(runner)
+    try:
+        yield
+    finally:
+        _runner.reset(token)
+
+
+def active_runner() -> Runner:
+    """Who runs the layers of a stack; by default `run_layers`."""
+    return _runner.get()
 
 
 class Stack(nnx.Module):
@@ -75,6 +141,14 @@ class Stack(nnx.Module):
         Returns:
             The last block's output; ``(output, scanned)`` when ``scanned`` is given.
         """
+        call = self._call(x, args, scanned)
+        run = active_runner() if scanned is None else run_layers
+        x, others, scanned_out = run(call)
+        if others:
+            nnx.update(self.layer, nest(others))
+        return x if scanned is None else (x, scanned_out)
+
+    def _call(self, x: jax.Array, args: tuple, scanned: Any) -> StackCall:
         graphdef, _ = nnx.split(self.layer)
         params, others, placements = {}, {}, {}
         for path, variable in variables_of(self.layer):
@@ -90,20 +164,18 @@ class Stack(nnx.Module):
             out = module(x, *args, *extra)
             out, slot = out if slot is not None else (out, None)
             state = dict(variables_of(module))
-            return out, ({path: state[path].get_value() for path in others}, slot)
+            return out, {path: state[path].get_value() for path in others}, slot
 
-        gathers = any(p.is_gathered for p in placements.values())
-        block = apply_remat(
-            block, self.remat or active_remat(), gathers=gathers, prevent_cse=False
+        return StackCall(
+            block=block,
+            params=params,
+            others=others,
+            x=x,
+            args=args,
+            scanned=scanned,
+            remat=self.remat or active_remat(),
+            gathers=any(p.is_gathered for p in placements.values()),
         )
-        x, (others, scanned_out) = jax.lax.scan(
-            lambda x, slices: block(slices[0], slices[1], x, args, slices[2]),
-            x,
-            (params, others, scanned),
-        )
-        if others:
-            nnx.update(self.layer, nest(others))
-        return x if scanned is None else (x, scanned_out)
 
 
 def _check_unshared(make_block: Callable[[nnx.Rngs], nnx.Module]) -> None:

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.errors import UnknownAxisError
 from nnx_parallel.mesh import MESH_AXES
+from nnx_parallel.pipeline.options import PipelineOptions
 from nnx_parallel.sharding.arrays import LOGICAL_AXES, ArrayInfo, suggest
 from nnx_parallel.sharding.rules import (
     FSDPRules,
@@ -97,6 +98,7 @@ class Layout:
         logical_axes: Mesh axes by logical name, the user's `LogicalRules` applied.
         zero_axes: Axes that split training state which is gathered at use.
         rules: The user's explicit rules.
+        pipeline: How the step is pipelined, or ``None``.
 
     Raises:
         UnknownAxisError: If a logical name is given to an axis that the mesh lacks.
@@ -107,6 +109,7 @@ class Layout:
     logical_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     zero_axes: tuple[ZeroAxis, ...] = ()
     rules: tuple[Rules, ...] = ()
+    pipeline: PipelineOptions | None = None
 
     def __post_init__(self) -> None:
         for name, axes in self.logical_axes.items():

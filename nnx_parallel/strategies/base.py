@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from nnx_parallel.mesh import Device, check_mesh, make_mesh
+from nnx_parallel.pipeline.options import PipelineOptions
 from nnx_parallel.sharding import Layout, Rules, ZeroAxis
 from nnx_parallel.sharding.model import (
     abstract_model,
@@ -66,6 +67,11 @@ class Strategy(abc.ABC):
         """Explicit rules of the user; they come before names and choices."""
         return ()
 
+    @property
+    def pipeline(self) -> PipelineOptions | None:
+        """How I pipeline the step; ``None``: not at all."""
+        return None
+
     def make_mesh(self, devices: Sequence[Device] | None = None) -> Mesh:
         """A mesh over all ``devices`` (by default all there are) with my axes.
 
@@ -90,6 +96,7 @@ class Strategy(abc.ABC):
             logical_axes=merge_logical(self.user_rules, self.logical_axes),
             zero_axes=self.zero_axes,
             rules=self.user_rules,
+            pipeline=self.pipeline,
         )
 
     def init(

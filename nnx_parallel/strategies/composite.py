@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from nnx_parallel.errors import PlacementConflictError
 from nnx_parallel.mesh import MESH_AXES
+from nnx_parallel.pipeline.options import PipelineOptions
 from nnx_parallel.sharding import Rules, ZeroAxis
 from nnx_parallel.sharding.rules import MeshAxes, logical_items
 from nnx_parallel.strategies.base import Strategy
@@ -75,6 +76,11 @@ class Composite(Strategy):
     def user_rules(self) -> tuple[Rules, ...]:
         """Its own and those of all parts."""
         return self.rules + tuple(r for p in self.parts for r in p.user_rules)
+
+    @property
+    def pipeline(self) -> PipelineOptions | None:
+        """That of the part that pipelines; axes are distinct, so there is only one."""
+        return next((p.pipeline for p in self.parts if p.pipeline), None)
 
     def __repr__(self) -> str:
         rules = f", rules={self.rules}" if self.rules else ""

@@ -1,0 +1,97 @@
+"""The call of a `Stack` as one equation, by which a traced loss is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import jax
+import jax.extend.core as jex
+from jax.interpreters import ad, batching
+
+from nnx_parallel.errors import PipelineError
+from nnx_parallel.layers.stack import StackCall
+
+stack_p = jex.Primitive("stack")
+stack_p.multiple_results = True
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedCall:
+    """A `StackCall` whose arrays are the inputs of one equation.
+
+    Attributes:
+        call: The call; of its arrays only the shapes matter.
+        params: Keys of its parameters, in the order of the equation's inputs.
+        others: Keys of its other variables, likewise.
+        tree: Structure of ``(x, args)``, whose arrays come last.
+        statics: The leaves of ``(x, args)`` that are no arrays, by position.
+    """
+
+    call: StackCall
+    params: tuple
+    others: tuple
+    tree: Any
+    statics: dict[int, Any]
+
+    def join(self, arrays: Sequence[Any]) -> tuple[Any, tuple]:
+        """``(x, args)`` from their arrays."""
+        count = len(arrays) + len(self.statics)
+        rest = iter(arrays)
+        leaves = [
+            self.statics[i] if i in self.statics else next(rest) for i in range(count)
+        ]
+        return jax.tree.unflatten(self.tree, leaves)
+
+    @property
+    def num_x(self) -> int:
+        """Number of arrays in ``x``; those of the arguments follow."""
+        return len(jax.tree.leaves(self.call.x))
+
+
+def record(call: StackCall) -> tuple[Any, dict, None]:
+    """A runner that leaves the layers to whoever cuts the trace."""
+    params, others = tuple(sorted(call.params)), tuple(sorted(call.others))
+    leaves, tree = jax.tree.flatten((call.x, call.args))
+    statics = {i: x for i, x in enumerate(leaves) if not isinstance(x, jax.Array)}
+    recorded = RecordedCall(call, params, others, tree, statics)
+    arrays = [x for x in leaves if isinstance(x, jax.Array)]
+    outs = stack_p.bind(
+        *(call.params[k] for k in params),
+        *(call.others[k] for k in others),
+        *arrays,
+        recorded=recorded,
+    )
+    num_x = recorded.num_x
+    x = jax.tree.unflatten(jax.tree.structure(call.x), outs[:num_x])
+    return x, dict(zip(others, outs[num_x:], strict=True)), None
+
+
+@stack_p.def_abstract_eval
+def _shapes(*avals: Any, recorded: RecordedCall) -> list:
+    """``x`` and the other variables come out as they went in; `Stage` checks it."""
+    first_other = len(recorded.params)
+    first_x = first_other + len(recorded.others)
+    return [*avals[first_x:][: recorded.num_x], *avals[first_other:first_x]]
+
+
+def _refuse(transform: str) -> NoReturn:
+    raise PipelineError(
+        f"The Stack is called under {transform}. A pipeline cuts the loss at the "
+        "Stack's call, which must stand in the loss or the model itself: not inside "
+        "jax.vmap, jax.grad, jax.checkpoint, jax.lax.scan or jax.lax.cond. Move the "
+        "transform into the block or around another part of the loss."
+    )
+
+
+def _refuse_batching(*_: Any, **__: Any) -> NoReturn:
+    _refuse("jax.vmap")
+
+
+def _refuse_jvp(*_: Any, **__: Any) -> NoReturn:
+    _refuse("jax.grad or another derivative")
+
+
+batching.primitive_batchers[stack_p] = _refuse_batching
+ad.primitive_jvps[stack_p] = _refuse_jvp

@@ -1,0 +1,339 @@
+"""A loss cut at its `Stack`: the part before, the stack, the part after.
+
+The loss is traced once, as one jaxpr. An equation belongs to the part before if the
+stack's inputs depend on it, and to the part after if the outputs do. What both need is
+computed in both when it depends on the parameters alone (a cast, a gathered table) or
+on none of them (masks, labels); else it is kept from the one to the other (a skip
+connection).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+
+from nnx_parallel.errors import PipelineError
+from nnx_parallel.layers.stack import using_runner
+from nnx_parallel.pipeline.call import RecordedCall, record, stack_p
+from nnx_parallel.pipeline.jaxprs import (
+    inline,
+    needed,
+    run,
+    subjaxprs,
+    trace,
+    variables_in,
+    walk,
+)
+from nnx_parallel.sharding.arrays import dotted
+from nnx_parallel.sharding.model import Path
+
+PARAMS, VARIABLES, BATCH, STACK = 1, 2, 4, 8
+"""What a value depends on, as bits."""
+
+Arrays = dict[Path, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """A function cut at its stack.
+
+    Attributes:
+        recorded: The stack's call.
+        stack_params: Path of each of the stack's trained or frozen parameters, by key.
+        stack_others: Path of each of its other variables, by key.
+        early: Paths of variables that the part before the stack changes.
+        late: Paths of variables that the part after it changes.
+        skips: Shapes of the values kept from the part before for the part after.
+        outputs: Shapes of the function's first result, as a tree.
+    """
+
+    recorded: RecordedCall
+    stack_params: dict[Any, Path]
+    stack_others: dict[Any, Path]
+    early: tuple[Path, ...]
+    late: tuple[Path, ...]
+    skips: tuple[jax.ShapeDtypeStruct, ...]
+    outputs: Any
+    _parts: _Parts
+
+    def before(
+        self, params: Arrays, variables: Arrays, batch: Any, key: Any
+    ) -> tuple[list, list, Arrays]:
+        """The arrays that enter the stack, the skips, and the early variables."""
+        parts = self._parts
+        env = parts.env(params, variables, batch, key)
+        early = [parts.variables_out[path] for path in self.early]
+        found = parts.evaluate(env, (*parts.entering, *parts.skips, *early))
+        num_entering, num_skips = len(parts.entering), len(parts.skips)
+        entering, rest = found[:num_entering], found[num_entering:]
+        skips, early = rest[:num_skips], rest[num_skips:]
+        return entering, skips, dict(zip(self.early, early, strict=True))
+
+    def after(
+        self,
+        params: Arrays,
+        variables: Arrays,
+        batch: Any,
+        key: Any,
+        skips: Sequence[Any],
+        leaving: Sequence[Any],
+    ) -> tuple[Any, Arrays]:
+        """The function's first result, and the late variables."""
+        parts = self._parts
+        env = parts.env(params, variables, batch, key)
+        env |= dict(zip(parts.skips, skips, strict=True))
+        env |= dict(zip(parts.leaving, leaving, strict=True))
+        late = [parts.variables_out[path] for path in self.late]
+        found = parts.evaluate(env, (*parts.outputs, *late))
+        outputs = jax.tree.unflatten(
+            jax.tree.structure(self.outputs), found[: len(parts.outputs)]
+        )
+        return outputs, dict(
+            zip(self.late, found[len(parts.outputs) :], strict=True)
+        )
+
+    def without_stack(
+        self,
+        select: Callable[[Any], list],
+        params: Arrays,
+        variables: Arrays,
+        batch: Any,
+        key: Any,
+    ) -> tuple[list, Arrays]:
+        """Outputs that do not depend on the stack, and the early variables.
+
+        Raises:
+            PipelineError: If one of them does.
+        """
+        parts = self._parts
+        tree = jax.tree.structure(self.outputs)
+        wanted = select(jax.tree.unflatten(tree, parts.outputs))
+        if any(parts.depends(atom) & STACK for atom in wanted):
+            raise PipelineError(
+                "The weight of the loss depends on the output of the Stack. Under a "
+                "Pipeline the weights of a Mean must come from the batch: they are "
+                "summed over all microbatches before the first one is run."
+            )
+        env = parts.env(params, variables, batch, key)
+        early = [parts.variables_out[path] for path in self.early]
+        found = parts.evaluate(env, (*wanted, *early))
+        return found[: len(wanted)], dict(
+            zip(self.early, found[len(wanted) :], strict=True)
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Parts:
+    """The jaxpr of a function, and where it is cut."""
+
+    eqns: list[jex.JaxprEqn]
+    bits: dict[jex.Var, int]
+    consts: dict[jex.Var, Any]
+    params: dict[Path, jex.Var]
+    variables: dict[Path, jex.Var]
+    batch: list[jex.Var]
+    key: jex.Var
+    entering: list
+    leaving: list[jex.Var]
+    skips: list[jex.Var]
+    outputs: list
+    variables_out: dict[Path, Any]
+
+    def depends(self, atom: Any) -> int:
+        return 0 if isinstance(atom, jex.Literal) else self.bits[atom]
+
+    def env(self, params: Arrays, variables: Arrays, batch: Any, key: Any) -> dict:
+        env = dict(self.consts)
+        env |= {var: params[p] for p, var in self.params.items() if p in params}
+        env |= {v: variables[p] for p, v in self.variables.items() if p in variables}
+        env |= dict(zip(self.batch, jax.tree.leaves(batch), strict=True))
+        env[self.key] = key
+        return env
+
+    def evaluate(self, env: dict, wanted: Sequence[Any]) -> list:
+        return run(needed(self.eqns, wanted, env), wanted, env)
+
+
+def cut(
+    function: Callable[[Arrays, Arrays, Any, Any], tuple[Any, Arrays]],
+    params: Arrays,
+    variables: Arrays,
+    batch: Any,
+    key: Any,
+) -> Cut:
+    """Traces a function and cuts it at its one call of a `Stack`.
+
+    Args:
+        function: ``(params, variables, batch, key) -> (outputs, variables after)``.
+            Parameters and variables are flat dicts by path.
+        params: Shapes of the parameters.
+        variables: Shapes of the other variables.
+        batch: Shapes of one microbatch.
+        key: A random key, or its shape.
+
+    Raises:
+        PipelineError: If the stack is not called exactly once, or inside a transform,
+            or if its parameters or variables are not used as they are stored.
+    """
+    args = (params, variables, batch, key)
+    with using_runner(record):
+        jaxpr, consts, shapes = trace(function, *args)
+    jaxpr = inline(jaxpr, _holds_stack)
+    index = _find_stack(jaxpr)
+    outputs, variables_out = shapes
+    names = iter(jaxpr.invars)
+    taken = {
+        "params": {path: next(names) for path in sorted(params)},
+        "variables": {path: next(names) for path in sorted(variables)},
+        "batch": [next(names) for _ in jax.tree.leaves(batch)],
+        "key": next(names),
+    }
+    num_outputs = len(jax.tree.leaves(outputs))
+    eqn = jaxpr.eqns[index]
+    recorded: RecordedCall = eqn.params["recorded"]
+    num_state = len(recorded.params) + len(recorded.others)
+    parts = _Parts(
+        eqns=[e for e in jaxpr.eqns if e is not eqn],
+        bits=_dependencies(jaxpr, taken),
+        consts=dict(zip(jaxpr.constvars, consts, strict=True)),
+        entering=eqn.invars[num_state:],
+        leaving=eqn.outvars[: recorded.num_x],
+        skips=[],
+        outputs=jaxpr.outvars[:num_outputs],
+        variables_out=dict(
+            zip(sorted(variables_out), jaxpr.outvars[num_outputs:], strict=True)
+        ),
+        **taken,
+    )
+    return _finish(parts, eqn, recorded, outputs)
+
+
+def _finish(
+    parts: _Parts, eqn: jex.JaxprEqn, recorded: RecordedCall, outputs: Any
+) -> Cut:
+    paths = {var: path for path, var in (parts.params | parts.variables).items()}
+    num_params = len(recorded.params)
+    num_state = num_params + len(recorded.others)
+    for atom in eqn.invars[:num_state]:
+        if atom not in paths:
+            raise PipelineError(
+                "The loss computes with the parameters or variables of the Stack "
+                "before it calls it. Under a Pipeline each stage holds its own layers: "
+                "use them inside the blocks only."
+            )
+    stack_params = {
+        key: paths[v] for key, v in zip(recorded.params, eqn.invars, strict=False)
+    }
+    others = zip(recorded.others, eqn.invars[num_params:], strict=False)
+    stack_others = {key: paths[v] for key, v in others}
+    _check_state_flows(parts, eqn, recorded, stack_others)
+    changed = [
+        path
+        for path, atom in parts.variables_out.items()
+        if atom is not parts.variables[path] and path not in stack_others.values()
+    ]
+    late = [p for p in changed if parts.depends(parts.variables_out[p]) & STACK]
+    early = [p for p in changed if p not in late]
+    _check_late(parts, late)
+    skips = _skips(parts, late)
+    parts.skips.extend(skips)
+    return Cut(
+        recorded=recorded,
+        stack_params=stack_params,
+        stack_others=stack_others,
+        early=tuple(early),
+        late=tuple(late),
+        skips=tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in skips),
+        outputs=outputs,
+        _parts=parts,
+    )
+
+
+def _holds_stack(eqn: jex.JaxprEqn) -> bool:
+    return any(e.primitive is stack_p for j in subjaxprs(eqn) for e, _ in walk(j))
+
+
+def _find_stack(jaxpr: jex.Jaxpr) -> int:
+    calls = [i for i, e in enumerate(jaxpr.eqns) if e.primitive is stack_p]
+    nested = [path for e, path in walk(jaxpr) if e.primitive is stack_p and path]
+    if nested:
+        raise PipelineError(
+            f"The Stack is called inside {' inside '.join(reversed(nested[0]))}. A "
+            "pipeline cuts the loss at the Stack's call, which must stand in the loss "
+            "or the model itself. Move the transform into the block or around another "
+            "part of the loss; remat= says what a block keeps."
+        )
+    if len(calls) != 1:
+        found = "no Stack" if not calls else f"a Stack {len(calls)} times"
+        raise PipelineError(
+            f"The loss calls {found}. A Pipeline spreads the layers of one Stack over "
+            "its stages: put the repeated blocks into one nnx_parallel.layers.Stack "
+            "and call it once in the loss, or use FSDP or TensorParallel instead."
+        )
+    return calls[0]
+
+
+def _dependencies(jaxpr: jex.Jaxpr, taken: dict) -> dict[jex.Var, int]:
+    bits = {var: 0 for var in jaxpr.constvars}
+    bits |= {var: PARAMS for var in taken["params"].values()}
+    bits |= {var: VARIABLES for var in taken["variables"].values()}
+    bits |= {var: BATCH for var in (*taken["batch"], taken["key"])}
+    for eqn in jaxpr.eqns:
+        mask = STACK if eqn.primitive is stack_p else 0
+        for var in variables_in(eqn.invars):
+            mask |= bits[var]
+        bits |= {var: mask for var in eqn.outvars}
+    return bits
+
+
+def _check_state_flows(
+    parts: _Parts,
+    eqn: jex.JaxprEqn,
+    recorded: RecordedCall,
+    stack_others: dict[Any, Path],
+) -> None:
+    """The layers' variables must leave as the stack left them, used by nobody else."""
+    after = dict(zip(recorded.others, eqn.outvars[recorded.num_x :], strict=True))
+    uses = {v for e in parts.eqns for v in variables_in(e.invars)}
+    uses |= set(variables_in(parts.outputs))
+    for key, var in after.items():
+        path = stack_others[key]
+        leaves_as_is = parts.variables_out.get(path, var) is var
+        if var in uses or not leaves_as_is:
+            raise PipelineError(
+                f"The loss reads `{dotted(path)}`, a variable that the Stack's layers "
+                "change, after the Stack has run. Under a Pipeline it stays on its "
+                "stage: return what the loss needs as an output of the blocks."
+            )
+
+
+def _check_late(parts: _Parts, late: list[Path]) -> None:
+    entering = needed(parts.eqns, parts.entering)
+    used = {v for e in entering for v in variables_in(e.invars)}
+    for path in late:
+        if parts.variables[path] in used:
+            raise PipelineError(
+                f"`{dotted(path)}` is read before the Stack and changed by what comes "
+                "after it. Microbatches overlap in a Pipeline, so that its value would "
+                "depend on the schedule: keep one variable for each part."
+            )
+
+
+def _skips(parts: _Parts, late: list[Path]) -> list[jex.Var]:
+    """Values of the part before that the part after needs and must not recompute."""
+    before = needed(parts.eqns, parts.entering)
+    made = {var for eqn in before for var in eqn.outvars}
+    outputs = [*parts.outputs, *(parts.variables_out[path] for path in late)]
+    costly = {var for var in made if _is_costly(parts.bits[var])}
+    after = needed(parts.eqns, outputs, given={*costly, *parts.leaving})
+    used = {v for e in after for v in variables_in(e.invars)}
+    used |= set(variables_in(outputs))
+    return [var for var in parts.bits if var in used & costly]
+
+
+def _is_costly(bits: int) -> bool:
+    return bool(bits & PARAMS) and bool(bits & (BATCH | VARIABLES))

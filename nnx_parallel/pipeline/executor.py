@@ -1,0 +1,363 @@
+"""One executor for all tables: a scan over ticks.
+
+In a tick every stage holds at most one forward, one backward input and one backward
+weight slot. Each kind stands under a ``jax.lax.cond`` whose predicate is the same on
+every device (some stage has such a slot now); a stage that has none masks its result.
+A tick costs what its busiest stage pays anyway, and it is the only safe form: under a
+predicate that differs by stage, a collective-permute in a branch hangs or gives wrong
+numbers. Activations travel to the next stage by ``ppermute``, cotangents back.
+
+The parts before and after the stack run outside the region that is manual over
+``pipe``, spread over the whole mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from nnx_parallel.pipeline.buffers import Buffers
+from nnx_parallel.pipeline.stage import Layers, Stage, is_floating
+from nnx_parallel.pipeline.table import Table
+
+Row = dict[str, Any]
+"""The slots of one tick: scalars for the mesh, and one entry for each stage."""
+
+
+def make_rows(table: Table, buffers: Buffers) -> Row:
+    """The table and its buffers as arrays with a leading ``ticks`` dim."""
+    kinds = ("forward", "backward_input", "backward_weight")
+    slots = {kind: getattr(table, kind) for kind in kinds}
+    stages = {f"{kind}_chunk": slot.chunk for kind, slot in slots.items()}
+    stages |= {
+        name: getattr(buffers, name)
+        for name in (
+            "receive_input",
+            "feed_input",
+            "forward_input",
+            "forward_saved",
+            "backward_saved",
+            "receive_cotangent",
+            "feed_cotangent",
+            "backward_cotangent",
+            "backward_pending",
+            "weight_pending",
+        )
+    }
+    last = table.num_chunks - 1
+
+    def moments(kind: str, stage: int, chunk: int) -> np.ndarray:
+        """The microbatch that a stage has in each tick, for one chunk of it; else -1."""
+        column = slots[kind].microbatch[:, stage]
+        return np.where(slots[kind].chunk[:, stage] == chunk, column, -1)
+
+    whole = {f"any_{kind}": slot.any for kind, slot in slots.items()}
+    whole |= {
+        "enters": moments("forward", 0, 0),
+        "leaves": moments("forward", -1, last),
+        "returns": moments("backward_input", 0, 0),
+    }
+    arrays = {"whole": whole, "stages": stages}
+    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), arrays)
+
+
+class Executor:
+    """The manual region of a tick: what the stages do with the slots that they have.
+
+    Arrays of all stages have a leading ``stages`` dim, split over the pipe axis.
+
+    Args:
+        stage: Runs the layers of a stage.
+        table: The schedule.
+        buffers: Its memory slots.
+        mesh: The mesh.
+        axis: Its axis of stages.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        table: Table,
+        buffers: Buffers,
+        mesh: jax.sharding.Mesh,
+        axis: str,
+    ) -> None:
+        self.stage = stage
+        self.table = table
+        self.buffers = buffers
+        self._mesh = mesh
+        self._axis = axis
+
+    def manual(self, function: Callable) -> Callable:
+        """A function of one stage as one of all: ``(per stage, for all) -> per stage``.
+
+        Values per stage lose their leading dim inside; layers keep theirs.
+        """
+
+        def body(layers: Any, each: Any, shared: Any) -> Any:
+            each = jax.tree.map(lambda x: x[0], each)
+            layers, out = function(layers, each, shared)
+            return layers, jax.tree.map(lambda x: x[None], out)
+
+        over_stages = P(self._axis)
+        return jax.shard_map(
+            body,
+            mesh=self._mesh,
+            in_specs=(over_stages, over_stages, P()),
+            out_specs=over_stages,
+            axis_names={self._axis},
+            check_vma=False,
+        )
+
+    # Memory
+
+    def allocate(self, layers: Layers, travel: list) -> dict[str, Any]:
+        """Zeros for everything that the stages keep.
+
+        Args:
+            layers: Shapes of all layers.
+            travel: Shapes of what enters the stack, for one microbatch.
+        """
+        num_stages, buffers = self.table.num_stages, self.buffers
+        floats = [x for x in travel if is_floating(x)]
+
+        def slots(count: int, tree: Any) -> Any:
+            def zeros(x: Any) -> jax.Array:
+                return jnp.zeros((num_stages, count, *x.shape), x.dtype)
+
+            return self._over_stages(jax.tree.map(zeros, tree))
+
+        def one(tree: Any) -> Any:
+            return jax.tree.map(lambda x: x[:, 0], slots(1, tree))
+
+        memory = {"received": one(travel), "inputs": slots(buffers.num_inputs, travel)}
+        if self.table.is_forward_only:
+            return memory
+        kept, pending = self._shapes(layers, travel)
+        memory |= {
+            "saved": slots(buffers.num_saved, kept),
+            "returned": one(floats),
+            "cotangents": slots(buffers.num_cotangents, floats),
+        }
+        if self.table.is_split:
+            memory["pending"] = slots(buffers.num_pending, pending)
+        return memory
+
+    def _over_stages(self, tree: Any) -> Any:
+        free = P.UNCONSTRAINED
+
+        def constrain(x: jax.Array) -> jax.Array:
+            spec = P(self._axis, *(free,) * (x.ndim - 1))
+            sharding = jax.sharding.NamedSharding(self._mesh, spec)
+            return jax.lax.with_sharding_constraint(x, sharding)
+
+        return jax.tree.map(constrain, tree)
+
+    def _shapes(self, layers: Layers, travel: list) -> tuple[Any, Any]:
+        """Shapes of what a stage keeps between its slots, for one microbatch."""
+
+        def slots(layers: Layers, each: None, travel: list) -> tuple[None, Any]:
+            chunk = self._chunk(layers, jnp.int32(0))
+            travel, _, kept = self.stage.forward(chunk, travel)
+            pending = None
+            if self.table.is_split:
+                grads = [x for x in travel if is_floating(x)]
+                _, pending = self.stage.backward_input(chunk, kept, grads)
+            return None, (kept, pending)
+
+        shapes = jax.eval_shape(self.manual(slots), layers, None, travel)[1]
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes)
+
+    def _chunk(self, layers: Any, chunk: jax.Array) -> Any:
+        """The layers of one of a stage's chunks."""
+        count = self.table.num_chunks
+        if count == 1:
+            return layers
+        return jax.tree.map(
+            lambda x: jax.lax.dynamic_slice_in_dim(
+                x, jnp.maximum(chunk, 0) * (x.shape[0] // count), x.shape[0] // count
+            ),
+            layers,
+        )
+
+    def _with_chunk(self, layers: Any, new: Any, chunk: jax.Array) -> Any:
+        """The layers with one chunk replaced, unless the chunk is -1."""
+        old = self._chunk(layers, chunk)
+        new = jax.tree.map(lambda a, b: jnp.where(chunk >= 0, a, b), new, old)
+        if self.table.num_chunks == 1:
+            return new
+        size = {x.shape[0] for x in jax.tree.leaves(new)}.pop() if new else 0
+        return jax.tree.map(
+            lambda x, part: jax.lax.dynamic_update_slice_in_dim(
+                x, part, jnp.maximum(chunk, 0) * size, axis=0
+            ),
+            layers,
+            new,
+        )
+
+    # Slots
+
+    def forward(
+        self, layers: Layers, memory: dict, fed: list, row: Row
+    ) -> tuple[Layers, dict, list]:
+        """The forward slots of a tick, and the transfer to the next stage.
+
+        Args:
+            layers: All layers.
+            memory: From `allocate`.
+            fed: What enters the stack for a new microbatch.
+            row: The tick.
+
+        Returns:
+            The layers with their state after it, the memory, and what leaves the last
+            stage.
+        """
+        keeps = not self.table.is_forward_only
+
+        def slots(layers: Layers, each: Any, shared: Any) -> tuple[Layers, Any]:
+            memory, slot = each
+            fed, is_any = shared
+            inputs = _write(memory["inputs"], memory["received"], slot["receive_input"])
+            inputs = _write(inputs, fed, slot["feed_input"])
+            chunk = self._chunk(layers, slot["forward_chunk"])
+            travel = _read(inputs, slot["forward_input"])
+
+            def run() -> Any:
+                if not keeps:
+                    return self.stage.run(chunk, travel), chunk.state, None
+                return self.stage.forward(chunk, travel)
+
+            found = _cond(is_any, run)
+            travel, state, kept = found
+            memory = memory | {"inputs": inputs, "received": self._send(travel, 1)}
+            if keeps:
+                saved = _write(memory["saved"], kept, slot["forward_saved"])
+                memory["saved"] = saved
+                state = self._with_chunk(layers.state, state, slot["forward_chunk"])
+                layers = Layers(layers.trained, layers.fixed, state)
+            return layers.state, (memory, travel)
+
+        each, shared = (memory, row["stages"]), (fed, row["whole"]["any_forward"])
+        state, (memory, travel) = self.manual(slots)(layers, each, shared)
+        leaving = [x[-1] for x in travel[: self.stage.recorded.num_x]]
+        return Layers(layers.trained, layers.fixed, state), memory, leaving
+
+    def backward(
+        self, layers: Layers, memory: dict, grads: dict, fed: list, row: Row
+    ) -> tuple[dict, dict, list]:
+        """The backward slots of a tick, and the transfer to the stage before.
+
+        Args:
+            layers: All layers.
+            memory: From `forward`.
+            grads: Gradients of the trained parameters so far.
+            fed: Gradients of what has left the last stage in this tick.
+            row: The tick.
+
+        Returns:
+            The gradients, the memory, and the gradients of what entered the stack.
+        """
+
+        def slots(both: Any, each: Any, shared: Any) -> tuple[dict, Any]:
+            layers, grads = both
+            memory, slot = each
+            fed, whole = shared
+            cotangents = _write(
+                memory["cotangents"], memory["returned"], slot["receive_cotangent"]
+            )
+            cotangents = _write(cotangents, fed, slot["feed_cotangent"])
+            given = (
+                self._chunk(layers, slot["backward_input_chunk"]),
+                _read(memory["saved"], slot["backward_saved"]),
+                _read(cotangents, slot["backward_cotangent"]),
+            )
+            run = self._split_slots if self.table.is_split else self._joint_slot
+            memory = memory | {"cotangents": cotangents}
+            grads, memory, returned = run(layers, memory, grads, given, slot, whole)
+            memory["returned"] = self._send(returned, -1)
+            return grads, (memory, returned)
+
+        each, shared = (memory, row["stages"]), (fed, row["whole"])
+        grads, (memory, returned) = self.manual(slots)((layers, grads), each, shared)
+        return grads, memory, [x[0] for x in returned]
+
+    def _joint_slot(
+        self, layers: Layers, memory: dict, grads: dict, given: Any, slot: Row, any_: Row
+    ) -> tuple[dict, dict, list]:
+        chunk = slot["backward_input_chunk"]
+
+        def run() -> tuple[dict, list]:
+            new, returned = self.stage.backward(*given)
+            return self._accumulate(grads, new, chunk), returned
+
+        def skip() -> tuple[dict, list]:
+            return grads, jax.tree.map(jnp.zeros_like, given[2])
+
+        grads, returned = jax.lax.cond(any_["any_backward_input"], run, skip)
+        return grads, memory, returned
+
+    def _split_slots(
+        self, layers: Layers, memory: dict, grads: dict, given: Any, slot: Row, any_: Row
+    ) -> tuple[dict, dict, list]:
+        returned, pending = _cond(
+            any_["any_backward_input"], lambda: self.stage.backward_input(*given)
+        )
+        pending = _write(memory["pending"], pending, slot["backward_pending"])
+        chunk = slot["backward_weight_chunk"]
+        held = _read(pending, slot["weight_pending"])
+
+        def run() -> dict:
+            new = self.stage.backward_weight(self._chunk(layers, chunk), held)
+            return self._accumulate(grads, new, chunk)
+
+        grads = jax.lax.cond(any_["any_backward_weight"], run, lambda: grads)
+        return grads, memory | {"pending": pending}, returned
+
+    def _accumulate(self, grads: dict, new: dict, chunk: jax.Array) -> dict:
+        old = self._chunk(grads, chunk)
+        total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), old, new)
+        return self._with_chunk(grads, total, chunk)
+
+    def _send(self, tree: Any, direction: int) -> Any:
+        """What the neighbour sent; around the ends only if stages hold many chunks."""
+        size = self.table.num_stages
+        pairs = [(i, (i + direction) % size) for i in range(size)]
+        if self.table.num_chunks == 1:
+            pairs = [(a, b) for a, b in pairs if b == a + direction]
+        if not pairs:
+            return tree
+        return jax.lax.ppermute(tree, self._axis, pairs)
+
+
+def _cond(predicate: jax.Array, run: Callable[[], Any]) -> Any:
+    """What ``run`` gives, or zeros of its shapes."""
+
+    def zeros() -> Any:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run))
+
+    return jax.lax.cond(predicate, run, zeros)
+
+
+def _read(slots: Any, slot: jax.Array) -> Any:
+    index = jnp.maximum(slot, 0)
+    return jax.tree.map(
+        lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), slots
+    )
+
+
+def _write(slots: Any, value: Any, slot: jax.Array) -> Any:
+    """The memory with a value in one slot, unless the slot is -1."""
+    index = jnp.maximum(slot, 0)
+
+    def write(x: jax.Array, new: jax.Array) -> jax.Array:
+        old = jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(
+            x, jnp.where(slot >= 0, new, old), index, axis=0
+        )
+
+    return jax.tree.map(write, slots, value)

@@ -1,0 +1,308 @@
+"""The layers of one stage: forward, backward, and the backward pass in two parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+
+from nnx_parallel.errors import PipelineError
+from nnx_parallel.layers import apply_remat
+from nnx_parallel.pipeline.call import RecordedCall
+from nnx_parallel.pipeline.jaxprs import trace
+from nnx_parallel.pipeline.options import Stash
+from nnx_parallel.pipeline.split import SplitBackward, split_backward
+from nnx_parallel.precision import cast_floating
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The arrays of some layers, each dict by key, with a leading ``layers`` dim.
+
+    Attributes:
+        trained: Trained parameters.
+        fixed: Frozen parameters and variables that a forward pass leaves as they are.
+        state: Variables that it changes.
+    """
+
+    trained: dict
+    fixed: dict
+    state: dict
+
+
+jax.tree_util.register_dataclass(Layers)
+
+
+@dataclass(eq=False)
+class Stage:
+    """What runs the layers of one stage.
+
+    Values that travel from stage to stage are lists of arrays: the layers' input and
+    the arguments that every layer gets.
+
+    Attributes:
+        recorded: The stack's call.
+        compute: dtype of the computation, or ``None``: as stored.
+        stash: What is kept between forward and backward: what the remat ``policy``
+            says, or the stage's ``inputs`` alone, from which the backward pass runs
+            the stage again.
+    """
+
+    recorded: RecordedCall
+    compute: Any
+    stash: Stash
+    _residuals: _Residuals | None = field(default=None, init=False)
+    _split: SplitBackward | None = field(default=None, init=False)
+
+    def forward(
+        self, layers: Layers, travel: Sequence[Any]
+    ) -> tuple[list, dict, Any]:
+        """Runs the layers.
+
+        Returns:
+            What travels on, the layers' state after it, and what is to be kept.
+        """
+        if self.stash == "inputs":
+            travel_out, state = self._run(layers, travel)
+            return travel_out, state, {"travel": list(travel), "state": layers.state}
+        return self._forward_keeping(layers, travel)
+
+    def backward(
+        self, layers: Layers, kept: Any, grads: Sequence[Any]
+    ) -> tuple[dict, list]:
+        """Gradients of the trained parameters and of what travelled in."""
+        kept = self._rerun(layers, kept)
+
+        def step(carry: Any, xs: Any) -> tuple[Any, dict]:
+            layer, saved = self._cast(xs[0]), xs[1]
+            grads_x, grads_args = carry
+            given = (layer.fixed, saved, kept["args"], grads_x)
+            (grads_x, more), trained = self._layer_backward(layer.trained, given)
+            return (grads_x, _add(grads_args, more)), trained
+
+        carry, trained = jax.lax.scan(
+            step, self._split_travel(grads), (_stateless(layers), kept["layers"]),
+            reverse=True,
+        )
+        return trained, [*carry[0], *carry[1]]
+
+    def backward_input(
+        self, layers: Layers, kept: Any, grads: Sequence[Any]
+    ) -> tuple[list, Any]:
+        """Gradients of what travelled in, and what `backward_weight` needs."""
+        kept = self._rerun(layers, kept)
+
+        def step(carry: Any, xs: Any) -> tuple[Any, list]:
+            layer, saved = self._cast(xs[0]), xs[1]
+            grads_x, grads_args = carry
+            given = (layer.fixed, saved, kept["args"], grads_x)
+            self._split = split_backward(self._layer_backward, layer.trained, given)
+            (grads_x, more), pending = self._split.run_input(layer.trained, given)
+            return (grads_x, _add(grads_args, more)), pending
+
+        carry, pending = jax.lax.scan(
+            step, self._split_travel(grads), (_stateless(layers), kept["layers"]),
+            reverse=True,
+        )
+        return [*carry[0], *carry[1]], pending
+
+    def backward_weight(self, layers: Layers, pending: Any) -> dict:
+        """Gradients of the trained parameters, from what `backward_input` left."""
+        assert self._split is not None
+        split = self._split
+
+        def step(carry: None, xs: Any) -> tuple[None, dict]:
+            layer, pending = self._cast(xs[0]), xs[1]
+            return None, split.run_weight(layer.trained, pending)
+
+        return jax.lax.scan(step, None, (_stateless(layers), pending))[1]
+
+    def run(self, layers: Layers, travel: Sequence[Any]) -> list:
+        """Runs the layers for their output alone."""
+        return self._run(layers, travel)[0]
+
+    def trace_layer(
+        self, layers: Layers, travel: Sequence[Any]
+    ) -> tuple[jex.Jaxpr, frozenset]:
+        """One layer's jaxpr, and the keys of the variables that it changes.
+
+        Args:
+            layers: Shapes of all layers, every variable among the state.
+            travel: Shapes of what travels.
+        """
+        layers = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), layers
+        )
+
+        def layer(layers: Layers, travel: list) -> tuple[list, dict]:
+            layers = self._cast(layers)
+            floats, others = _partition(travel)
+            rest = (layers.fixed, layers.state, others)
+            return self._block(layers.trained, floats, rest)
+
+        jaxpr, _, (out, state) = trace(layer, layers, list(travel))
+        before = len(layers.trained) + len(layers.fixed)
+        given = jaxpr.invars[before : before + len(state)]
+        after = jaxpr.outvars[len(out) :]
+        keys = [
+            key
+            for key, a, b in zip(sorted(state), given, after, strict=True)
+            if a is not b
+        ]
+        return jaxpr, frozenset(keys)
+
+    # One layer
+
+    def _block(
+        self, trained: dict, floats: Any, rest: Any
+    ) -> tuple[list, dict]:
+        """One layer: its output's arrays and its state."""
+        fixed, state, others = rest
+        recorded, call = self.recorded, self.recorded.call
+        held = trained | fixed | state
+        params = {k: held[k] for k in recorded.params}
+        variables = {k: held[k] for k in recorded.others}
+        x, args = recorded.join(_merge(floats, others))
+        x, after, _ = call.block(params, variables, x, args, None)
+        self._check(jax.tree.leaves(x), _merge(floats, others))
+        return jax.tree.leaves(x), {k: after[k] for k in state}
+
+    def _check(self, out: list, travel: list) -> None:
+        given = [(x.shape, x.dtype) for x in travel[: len(out)]]
+        found = [(x.shape, x.dtype) for x in out]
+        if found != given:
+            raise PipelineError(
+                f"A block of the Stack maps arrays of {given} to {found}. Its output "
+                "must be like its input: the next block takes it."
+            )
+
+    def _layer_backward(self, trained: dict, given: Any) -> tuple[Any, dict]:
+        fixed, saved, args, grads_x = given
+        assert self._residuals is not None
+        vjp = self._residuals.join(trained, fixed, args, saved)
+        grads, floats = vjp(grads_x)
+        num_x = self.recorded.num_x
+        found = [f for f in floats if f is not None]
+        return (found[:num_x], found[num_x:]), grads
+
+    def _cast(self, layers: Layers) -> Layers:
+        """Parameters in the dtype of the computation; gradients follow it."""
+
+        def cast(arrays: dict) -> dict:
+            return {
+                key: cast_floating(x, self.compute) if key in self.recorded.params else x
+                for key, x in arrays.items()
+            }
+
+        return Layers(cast(layers.trained), cast(layers.fixed), layers.state)
+
+    # Its layers
+
+    def _run(self, layers: Layers, travel: Sequence[Any]) -> tuple[list, dict]:
+        num_x = self.recorded.num_x
+        args = list(travel[num_x:])
+
+        def step(x: list, layer: Layers) -> tuple[list, dict]:
+            layer = self._cast(layer)
+            floats, others = _partition([*x, *args])
+            rest = (layer.fixed, layer.state, others)
+            return self._block(layer.trained, floats, rest)
+
+        x, state = jax.lax.scan(step, list(travel[:num_x]), layers)
+        return [*x, *args], state
+
+    def _forward_keeping(
+        self, layers: Layers, travel: Sequence[Any]
+    ) -> tuple[list, dict, Any]:
+        num_x, call = self.recorded.num_x, self.recorded.call
+        args = list(travel[num_x:])
+
+        def step(x: list, layer: Layers) -> tuple[list, Any]:
+            layer = self._cast(layer)
+            floats, others = _partition([*x, *args])
+            rest = (layer.fixed, layer.state, others)
+            block = apply_remat(
+                self._block, call.remat, gathers=call.gathers, prevent_cse=False
+            )
+            x, vjp, state = jax.vjp(
+                lambda trained, floats: block(trained, floats, rest),
+                layer.trained,
+                floats,
+                has_aux=True,
+            )
+            self._residuals, saved = _Residuals.of(
+                vjp, layer.trained, layer.fixed, args
+            )
+            return x, (state, saved)
+
+        x, (state, saved) = jax.lax.scan(step, list(travel[:num_x]), layers)
+        return [*x, *args], state, {"layers": saved, "args": args}
+
+    def _rerun(self, layers: Layers, kept: Any) -> Any:
+        if self.stash == "policy":
+            return kept
+        layers = Layers(layers.trained, layers.fixed, kept["state"])
+        return self._forward_keeping(layers, kept["travel"])[2]
+
+    def _split_travel(self, grads: Sequence[Any]) -> tuple[list, list]:
+        num_x = self.recorded.num_x
+        return list(grads[:num_x]), list(grads[num_x:])
+
+
+@dataclass(frozen=True, eq=False)
+class _Residuals:
+    """Where each leaf of a VJP comes from, so that only what is new is kept."""
+
+    tree: Any
+    sources: list[tuple[str, Any]]
+
+    @classmethod
+    def of(
+        cls, vjp: Callable, trained: dict, fixed: dict, args: list
+    ) -> tuple[_Residuals, list]:
+        leaves, tree = jax.tree.flatten(vjp)
+        known = {id(x): ("trained", k) for k, x in trained.items()}
+        known |= {id(x): ("fixed", k) for k, x in fixed.items()}
+        known |= {id(x): ("args", i) for i, x in enumerate(args)}
+        saved: list = []
+        sources = []
+        for leaf in leaves:
+            if id(leaf) not in known:
+                known[id(leaf)] = ("saved", len(saved))
+                saved.append(leaf)
+            sources.append(known[id(leaf)])
+        return cls(tree, sources), saved
+
+    def join(self, trained: dict, fixed: dict, args: list, saved: list) -> Callable:
+        """The VJP, from its leaves."""
+        groups = {"trained": trained, "fixed": fixed, "args": args, "saved": saved}
+        leaves = [groups[group][key] for group, key in self.sources]
+        return jax.tree.unflatten(self.tree, leaves)
+
+
+def is_floating(x: Any) -> bool:
+    """Whether gradients flow through an array."""
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _partition(arrays: Sequence[Any]) -> tuple[list, list]:
+    """Arrays with gradients and those without, ``None`` in the place of the others."""
+    floats = [x if is_floating(x) else None for x in arrays]
+    others = [None if is_floating(x) else x for x in arrays]
+    return floats, others
+
+
+def _merge(floats: Sequence[Any], others: Sequence[Any]) -> list:
+    return [b if a is None else a for a, b in zip(floats, others, strict=True)]
+
+
+def _stateless(layers: Layers) -> Layers:
+    return Layers(layers.trained, layers.fixed, {})
+
+
+def _add(a: list, b: list) -> list:
+    return [x + y for x, y in zip(a, b, strict=True)]

@@ -1,0 +1,97 @@
+"""Pipeline parallelism: the layers of a `Stack` spread over stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import get_args
+
+from nnx_parallel.pipeline.options import Gather, PipelineOptions, Stash
+from nnx_parallel.pipeline.schedules import Fixed, OneFOneB, Schedule
+from nnx_parallel.pipeline.table import Table
+from nnx_parallel.sharding.rules import MeshAxes
+from nnx_parallel.strategies.base import Strategy
+
+
+@dataclass(frozen=True, repr=False)
+class Pipeline(Strategy):
+    """Pipeline parallelism: stages of consecutive layers, run on many microbatches.
+
+    The model's one `Stack` is spread over the mesh axis ``pipe``; what comes before and
+    after it in the loss is computed by all devices together. The loss is the one
+    written for a single device, and the gradients are the same. Give the Trainer
+    ``num_microbatches`` of several times ``size``: the schedule's efficiency grows with
+    it.
+
+    Attributes:
+        size: Number of stages; it must divide the number of layers.
+        schedule: Which microbatch runs when: `GPipe`, `OneFOneB`, `Interleaved`,
+            `ZeroBubble`, or a `Table` of your own.
+        stash: What a stage keeps of a microbatch from its forward to its backward
+            slot. ``policy``: what the remat policy says (``none``: all activations of
+            its layers; ``full``: the input of each layer). ``inputs``: the input of the
+            stage alone; the backward pass runs the stage's layers again first, and
+            then keeps what the policy says for one microbatch at a time.
+        gather: How often FSDP's shards of a stage's weights are gathered.
+            ``microbatch``: layer by layer in every slot, so that a device holds the
+            weights of one layer. ``step``: once; a device then holds the whole weights
+            of its stage for the step (parameters / size, in the compute dtype) and
+            sends them once instead of twice per microbatch. Gradients are
+            reduce-scattered once per microbatch in both.
+
+    Example:
+        >>> from nnx_parallel import Composite, FSDP, TensorParallel
+        >>> strategy = Composite(Pipeline(2), TensorParallel(2), FSDP())
+        >>> dict(strategy.make_mesh().shape)
+        {'pipe': 2, 'fsdp': 2, 'tensor': 2}
+
+    References:
+        [1] Huang et al., "GPipe", 2019, https://arxiv.org/abs/1811.06965
+        [2] Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
+        Clusters Using Megatron-LM", 2021, section 2.2,
+        https://arxiv.org/abs/2104.04473
+    """
+
+    size: int
+    schedule: Schedule | Table = OneFOneB()
+    stash: Stash = "policy"
+    gather: Gather = "microbatch"
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"Pipeline({self.size}): it needs at least 1 stage.")
+        if isinstance(self.schedule, Table):
+            object.__setattr__(self, "schedule", Fixed(self.schedule))
+        if not isinstance(self.schedule, Schedule):
+            raise TypeError(
+                f"Pipeline(schedule={self.schedule!r}): it must be a Schedule, such as "
+                "OneFOneB() or Interleaved(chunks=2), or a Table."
+            )
+        for name, kind in (("stash", Stash), ("gather", Gather)):
+            value = getattr(self, name)
+            if value not in get_args(kind):
+                raise ValueError(
+                    f"Pipeline({name}={value!r}): valid values are "
+                    f"{list(get_args(kind))}."
+                )
+
+    @property
+    def axis_sizes(self) -> Mapping[str, int | None]:
+        """``pipe``."""
+        return {"pipe": self.size}
+
+    @property
+    def logical_axes(self) -> Mapping[str, MeshAxes]:
+        """Layers are spread over ``pipe``."""
+        return {"layers": "pipe"}
+
+    @property
+    def pipeline(self) -> PipelineOptions:
+        """The schedule and what is kept."""
+        assert isinstance(self.schedule, Schedule)
+        return PipelineOptions(
+            axis="pipe",
+            schedule=self.schedule,
+            stash=self.stash,
+            gather=self.gather,
+        )
