@@ -34,9 +34,6 @@ sizes = pytest.mark.parametrize(
 schedules = pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
 
 
-# Time.
-
-
 @sizes
 @pytest.mark.parametrize("schedule", [GPipe(), OneFOneB(), Interleaved(1)], ids=repr)
 def test_a_joint_backward_wastes_one_pass_through_the_other_stages(
@@ -115,9 +112,6 @@ def test_slots_of_one_stage_follow_each_other_in_time(schedule: Schedule) -> Non
 def test_costs_without_meaning(costs: tuple, message: str) -> None:
     with pytest.raises(ScheduleError, match=re.escape(message)):
         GPipe().table(2, 2).simulate(*costs)
-
-
-# Memory.
 
 
 @sizes

@@ -44,7 +44,9 @@ def check_layer(jaxpr: jex.Jaxpr, mesh: jax.sharding.Mesh, axis: str) -> None:
 
 def _computed_indices(jaxpr: jex.Jaxpr, computed: Sequence[bool]) -> list[str]:
     """Names of the gathers and scatters whose indices depend on an input."""
-    marked = {v for v, is_computed in zip(jaxpr.invars, computed, strict=True) if is_computed}
+    marked = {
+        v for v, is_computed in zip(jaxpr.invars, computed, strict=True) if is_computed
+    }
     found: list[str] = []
     for eqn in jaxpr.eqns:
         flags = [not isinstance(a, jex.Literal) and a in marked for a in eqn.invars]
@@ -53,7 +55,9 @@ def _computed_indices(jaxpr: jex.Jaxpr, computed: Sequence[bool]) -> list[str]:
             found.append(name)
         for inner in subjaxprs(eqn):
             same = len(inner.invars) == len(flags)
-            found += _computed_indices(inner, flags if same else [any(flags)] * len(inner.invars))
+            found += _computed_indices(
+                inner, flags if same else [any(flags)] * len(inner.invars)
+            )
         if any(flags):
             marked.update(variables_in(eqn.outvars))
     return found

@@ -92,9 +92,7 @@ class Cut:
         outputs = jax.tree.unflatten(
             jax.tree.structure(self.outputs), found[: len(parts.outputs)]
         )
-        return outputs, dict(
-            zip(self.late, found[len(parts.outputs) :], strict=True)
-        )
+        return outputs, dict(zip(self.late, found[len(parts.outputs) :], strict=True))
 
     def without_stack(
         self,
@@ -278,15 +276,15 @@ def _find_stack(jaxpr: jex.Jaxpr) -> int:
 
 
 def _dependencies(jaxpr: jex.Jaxpr, taken: dict) -> dict[jex.Var, int]:
-    bits = {var: 0 for var in jaxpr.constvars}
-    bits |= {var: PARAMS for var in taken["params"].values()}
-    bits |= {var: VARIABLES for var in taken["variables"].values()}
-    bits |= {var: BATCH for var in (*taken["batch"], taken["key"])}
+    bits = dict.fromkeys(jaxpr.constvars, 0)
+    bits |= dict.fromkeys(taken["params"].values(), PARAMS)
+    bits |= dict.fromkeys(taken["variables"].values(), VARIABLES)
+    bits |= dict.fromkeys((*taken["batch"], taken["key"]), BATCH)
     for eqn in jaxpr.eqns:
         mask = STACK if eqn.primitive is stack_p else 0
         for var in variables_in(eqn.invars):
             mask |= bits[var]
-        bits |= {var: mask for var in eqn.outvars}
+        bits |= dict.fromkeys(eqn.outvars, mask)
     return bits
 
 

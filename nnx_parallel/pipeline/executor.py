@@ -22,7 +22,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.pipeline.buffers import Buffers
-from nnx_parallel.pipeline.stage import Layers, Stage, is_floating
+from nnx_parallel.pipeline.keeping import Layers
+from nnx_parallel.pipeline.stage import Stage, is_floating
 from nnx_parallel.pipeline.table import Table
 
 Row = dict[str, Any]
@@ -171,7 +172,9 @@ class Executor:
             return None, (kept, pending)
 
         shapes = jax.eval_shape(self.manual(slots), layers, None, travel)[1]
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes
+        )
 
     def _chunk(self, layers: Any, chunk: jax.Array) -> Any:
         """The layers of one of a stage's chunks."""
@@ -287,7 +290,13 @@ class Executor:
         return grads, memory, [x[0] for x in returned]
 
     def _joint_slot(
-        self, layers: Layers, memory: dict, grads: dict, given: Any, slot: Row, any_: Row
+        self,
+        layers: Layers,
+        memory: dict,
+        grads: dict,
+        given: Any,
+        slot: Row,
+        any_: Row,
     ) -> tuple[dict, dict, list]:
         chunk = slot["backward_input_chunk"]
 
@@ -302,7 +311,13 @@ class Executor:
         return grads, memory, returned
 
     def _split_slots(
-        self, layers: Layers, memory: dict, grads: dict, given: Any, slot: Row, any_: Row
+        self,
+        layers: Layers,
+        memory: dict,
+        grads: dict,
+        given: Any,
+        slot: Row,
+        any_: Row,
     ) -> tuple[dict, dict, list]:
         returned, pending = _cond(
             any_["any_backward_input"], lambda: self.stage.backward_input(*given)

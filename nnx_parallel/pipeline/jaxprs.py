@@ -17,6 +17,12 @@ CALLS = {
 }
 """Primitives that only call a jaxpr, with the parameter that holds it."""
 
+
+def is_jit(eqn: jex.JaxprEqn) -> bool:
+    """Whether an equation is a call under ``jax.jit``."""
+    return eqn.primitive.name in ("jit", "pjit")
+
+
 Env = Mapping[jex.Var, Any]
 
 
@@ -108,9 +114,7 @@ def inline(
         for eqn in body.eqns:
             inner = _called(eqn) if wanted(eqn) else None
             if inner is not None:
-                scope = dict(
-                    zip(inner.invars, map(rename, eqn.invars), strict=True)
-                )
+                scope = dict(zip(inner.invars, map(rename, eqn.invars), strict=True))
                 emit(inner, scope)
                 results = [
                     atom if isinstance(atom, jex.Literal) else scope[atom]
@@ -146,6 +150,15 @@ def _called(eqn: jex.JaxprEqn) -> jex.Jaxpr | None:
         return None
     inner = inner.jaxpr if isinstance(inner, jex.ClosedJaxpr) else inner
     return None if inner.constvars else inner
+
+
+def derived(eqns: Sequence[jex.JaxprEqn], given: Iterable[jex.Var]) -> set[jex.Var]:
+    """The variables that come from ``given`` alone, themselves among them."""
+    found = set(given)
+    for eqn in eqns:
+        if set(variables_in(eqn.invars)) <= found:
+            found.update(variables_in(eqn.outvars))
+    return found
 
 
 def walk(jaxpr: jex.Jaxpr) -> Iterator[tuple[jex.JaxprEqn, tuple[str, ...]]]:

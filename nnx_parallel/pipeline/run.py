@@ -17,7 +17,8 @@ from nnx_parallel.pipeline.buffers import Buffers, plan_buffers
 from nnx_parallel.pipeline.check import check_layer
 from nnx_parallel.pipeline.cut import Arrays, Cut, cut
 from nnx_parallel.pipeline.executor import Executor, Row, make_rows
-from nnx_parallel.pipeline.stage import Layers, Stage, is_floating
+from nnx_parallel.pipeline.keeping import Layers
+from nnx_parallel.pipeline.stage import Stage, is_floating
 from nnx_parallel.pipeline.table import Table
 from nnx_parallel.sharding import Layout, using
 from nnx_parallel.state import StatePlan
@@ -100,9 +101,7 @@ class PipelinedFunction:
 
     def _all_layers(self, given: Given, state_keys: frozenset) -> Layers:
         paths = self._cut.stack_params | self._cut.stack_others
-        trained = {
-            k: given.params[p] for k, p in paths.items() if p in given.params
-        }
+        trained = {k: given.params[p] for k, p in paths.items() if p in given.params}
         others = {
             k: given.variables[p] for k, p in paths.items() if p in given.variables
         }
@@ -357,9 +356,7 @@ class _TrainingTick:
             "early": kept[2],
         }
         layers = dataclasses.replace(self._layers, state=carry["state"])
-        layers, memory, leaving = f._executor.forward(
-            layers, carry["memory"], fed, row
-        )
+        layers, memory, leaving = f._executor.forward(layers, carry["memory"], fed, row)
         carry |= {"state": layers.state}
         carry, outputs, fed = self._turn(carry, whole["leaves"], leaving)
         layer_grads, memory, returned = f._executor.backward(

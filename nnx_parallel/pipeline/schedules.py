@@ -107,10 +107,10 @@ class Interleaved(Schedule):
 
     The stack goes ``V`` times around the stages, so that a stage starts after a
     ``V``-th of the work before it: efficiency is ``M / (M + (S - 1) / V)`` when ``S``
-    divides ``M``. Every chunk's input is sent, ``V`` times the communication, and a
-    stage keeps at most ``(V + 1) * S - 1`` of them. Microbatches go in
-    groups of ``S``, as in the circular pipelines of praxis and MaxText. Choose it when
-    ``M`` cannot be several times ``S``.
+    divides ``M``, and less when the last group of ``S`` microbatches is not full. Every
+    chunk's input is sent, ``V`` times the communication, and a stage keeps at most
+    ``(V + 1) * S - 1`` of them. Microbatches go around in groups, as in the circular
+    pipelines of praxis and MaxText. Choose it when ``M`` cannot be several times ``S``.
 
     Attributes:
         chunks: Chunks of consecutive layers that every stage holds.
@@ -144,13 +144,8 @@ class Interleaved(Schedule):
         chunk, stage, microbatch = _index(num_stages, num_microbatches, self.chunks)
         forward = _forward_ticks(chunk, stage, microbatch)
         # The way back is the way there, seen from the last virtual stage.
-        backward = (
-            len(chunk)
-            - 1
-            + _forward_ticks(
-                self.chunks - 1 - chunk, num_stages - 1 - stage, microbatch
-            )
-        )
+        ahead = self.chunks - 1 - chunk, num_stages - 1 - stage
+        backward = len(chunk) - 1 + _forward_ticks(*ahead, microbatch)
         return Table.from_ticks(num_stages, forward, backward, name="Interleaved 1F1B")
 
 

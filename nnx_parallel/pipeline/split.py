@@ -18,12 +18,12 @@ import jax
 import jax.extend.core as jex
 
 from nnx_parallel.pipeline.jaxprs import (
+    derived,
     inline,
     inputs_of,
     needed,
     run,
     trace,
-    variables_in,
 )
 
 
@@ -85,13 +85,7 @@ def split_backward(
     first = needed(jaxpr.eqns, outputs)
     # What comes from the weights alone is computed again rather than kept.
     free = {*jaxpr.constvars, *jaxpr.invars[:num_weights]}
-    again: set[jex.Var] = set(free)
-    for eqn in jaxpr.eqns:
-        if set(variables_in(eqn.invars)) <= again:
-            again.update(eqn.outvars)
-    made = {v for eqn in first for v in eqn.outvars} - again
+    made = {v for eqn in first for v in eqn.outvars} - derived(jaxpr.eqns, free)
     second = needed(jaxpr.eqns, weight_outputs, given=made)
     pending = [v for v in inputs_of(second, weight_outputs) if v not in free]
-    return SplitBackward(
-        jaxpr, consts, num_weights, trees, first, second, pending
-    )
+    return SplitBackward(jaxpr, consts, num_weights, trees, first, second, pending)

@@ -14,27 +14,10 @@ from nnx_parallel.errors import PipelineError
 from nnx_parallel.layers import apply_remat
 from nnx_parallel.pipeline.call import RecordedCall
 from nnx_parallel.pipeline.jaxprs import trace
+from nnx_parallel.pipeline.keeping import KeepingForward, Layers, keeping_forward
 from nnx_parallel.pipeline.options import Stash
 from nnx_parallel.pipeline.split import SplitBackward, split_backward
 from nnx_parallel.precision import cast_floating
-
-
-@dataclass(frozen=True)
-class Layers:
-    """The arrays of some layers, each dict by key, with a leading ``layers`` dim.
-
-    Attributes:
-        trained: Trained parameters.
-        fixed: Frozen parameters and variables that a forward pass leaves as they are.
-        state: Variables that it changes.
-    """
-
-    trained: dict
-    fixed: dict
-    state: dict
-
-
-jax.tree_util.register_dataclass(Layers)
 
 
 @dataclass(eq=False)
@@ -55,12 +38,10 @@ class Stage:
     recorded: RecordedCall
     compute: Any
     stash: Stash
-    _residuals: _Residuals | None = field(default=None, init=False)
+    _keeping: KeepingForward | None = field(default=None, init=False)
     _split: SplitBackward | None = field(default=None, init=False)
 
-    def forward(
-        self, layers: Layers, travel: Sequence[Any]
-    ) -> tuple[list, dict, Any]:
+    def forward(self, layers: Layers, travel: Sequence[Any]) -> tuple[list, dict, Any]:
         """Runs the layers.
 
         Returns:
@@ -85,7 +66,9 @@ class Stage:
             return (grads_x, _add(grads_args, more)), trained
 
         carry, trained = jax.lax.scan(
-            step, self._split_travel(grads), (_stateless(layers), kept["layers"]),
+            step,
+            self._split_travel(grads),
+            (_stateless(layers), kept["layers"]),
             reverse=True,
         )
         return trained, [*carry[0], *carry[1]]
@@ -105,7 +88,9 @@ class Stage:
             return (grads_x, _add(grads_args, more)), pending
 
         carry, pending = jax.lax.scan(
-            step, self._split_travel(grads), (_stateless(layers), kept["layers"]),
+            step,
+            self._split_travel(grads),
+            (_stateless(layers), kept["layers"]),
             reverse=True,
         )
         return [*carry[0], *carry[1]], pending
@@ -157,9 +142,7 @@ class Stage:
 
     # One layer
 
-    def _block(
-        self, trained: dict, floats: Any, rest: Any
-    ) -> tuple[list, dict]:
+    def _block(self, trained: dict, floats: Any, rest: Any) -> tuple[list, dict]:
         """One layer: its output's arrays and its state."""
         fixed, state, others = rest
         recorded, call = self.recorded, self.recorded.call
@@ -182,8 +165,8 @@ class Stage:
 
     def _layer_backward(self, trained: dict, given: Any) -> tuple[Any, dict]:
         fixed, saved, args, grads_x = given
-        assert self._residuals is not None
-        vjp = self._residuals.join(trained, fixed, args, saved)
+        assert self._keeping is not None
+        vjp = self._keeping.vjp(trained, fixed, args, saved)
         grads, floats = vjp(grads_x)
         num_x = self.recorded.num_x
         found = [f for f in floats if f is not None]
@@ -194,7 +177,9 @@ class Stage:
 
         def cast(arrays: dict) -> dict:
             return {
-                key: cast_floating(x, self.compute) if key in self.recorded.params else x
+                key: cast_floating(x, self.compute)
+                if key in self.recorded.params
+                else x
                 for key, x in arrays.items()
             }
 
@@ -218,29 +203,34 @@ class Stage:
     def _forward_keeping(
         self, layers: Layers, travel: Sequence[Any]
     ) -> tuple[list, dict, Any]:
-        num_x, call = self.recorded.num_x, self.recorded.call
+        num_x = self.recorded.num_x
         args = list(travel[num_x:])
 
         def step(x: list, layer: Layers) -> tuple[list, Any]:
             layer = self._cast(layer)
-            floats, others = _partition([*x, *args])
-            rest = (layer.fixed, layer.state, others)
-            block = apply_remat(
-                self._block, call.remat, gathers=call.gathers, prevent_cse=False
-            )
-            x, vjp, state = jax.vjp(
-                lambda trained, floats: block(trained, floats, rest),
-                layer.trained,
-                floats,
-                has_aux=True,
-            )
-            self._residuals, saved = _Residuals.of(
-                vjp, layer.trained, layer.fixed, args
-            )
+            if self._keeping is None:
+                self._keeping = keeping_forward(self._block_vjp, layer, x, args)
+            x, state, saved = self._keeping.run(layer, x, args)
             return x, (state, saved)
 
         x, (state, saved) = jax.lax.scan(step, list(travel[:num_x]), layers)
         return [*x, *args], state, {"layers": saved, "args": args}
+
+    def _block_vjp(
+        self, layer: Layers, x: list, args: list
+    ) -> tuple[list, dict, Callable]:
+        """One layer's output, its state, and its VJP."""
+        floats, others = _partition([*x, *args])
+        rest = (layer.fixed, layer.state, others)
+        remat = self.recorded.call.remat
+        block = apply_remat(self._block, remat, gathers=False, prevent_cse=False)
+        x, vjp, state = jax.vjp(
+            lambda trained, floats: block(trained, floats, rest),
+            layer.trained,
+            floats,
+            has_aux=True,
+        )
+        return x, state, vjp
 
     def _rerun(self, layers: Layers, kept: Any) -> Any:
         if self.stash == "policy":
@@ -251,37 +241,6 @@ class Stage:
     def _split_travel(self, grads: Sequence[Any]) -> tuple[list, list]:
         num_x = self.recorded.num_x
         return list(grads[:num_x]), list(grads[num_x:])
-
-
-@dataclass(frozen=True, eq=False)
-class _Residuals:
-    """Where each leaf of a VJP comes from, so that only what is new is kept."""
-
-    tree: Any
-    sources: list[tuple[str, Any]]
-
-    @classmethod
-    def of(
-        cls, vjp: Callable, trained: dict, fixed: dict, args: list
-    ) -> tuple[_Residuals, list]:
-        leaves, tree = jax.tree.flatten(vjp)
-        known = {id(x): ("trained", k) for k, x in trained.items()}
-        known |= {id(x): ("fixed", k) for k, x in fixed.items()}
-        known |= {id(x): ("args", i) for i, x in enumerate(args)}
-        saved: list = []
-        sources = []
-        for leaf in leaves:
-            if id(leaf) not in known:
-                known[id(leaf)] = ("saved", len(saved))
-                saved.append(leaf)
-            sources.append(known[id(leaf)])
-        return cls(tree, sources), saved
-
-    def join(self, trained: dict, fixed: dict, args: list, saved: list) -> Callable:
-        """The VJP, from its leaves."""
-        groups = {"trained": trained, "fixed": fixed, "args": args, "saved": saved}
-        leaves = [groups[group][key] for group, key in self.sources]
-        return jax.tree.unflatten(self.tree, leaves)
 
 
 def is_floating(x: Any) -> bool:
