@@ -14,7 +14,6 @@ from flax import nnx
 from nnx_parallel.data import Feed, place_batch
 from nnx_parallel.errors import DataError
 from nnx_parallel.metrics import Mean
-from nnx_parallel.sharding import using
 from nnx_parallel.sharding.arrays import flatten_pure
 from nnx_parallel.sharding.model import ModelFn
 from nnx_parallel.state import StatePlan, TrainState, init_state
@@ -24,6 +23,7 @@ from nnx_parallel.step import (
     Metrics,
     StepOptions,
     make_eval_step,
+    make_predict_step,
     make_train_step,
 )
 
@@ -81,7 +81,7 @@ class Engine:
 
     @cached_property
     def _eval_step(self) -> Callable[..., dict[str, Mean]]:
-        return make_eval_step(self.plan, self._loss)
+        return make_eval_step(self.plan, self._loss, self.options)
 
     def shard_batch(self, batch: Batch) -> Batch:
         """Puts a batch on the mesh, checked to divide evenly."""
@@ -157,13 +157,8 @@ class Engine:
 
     def _compiled(self, function: Callable[[Any, Batch], Any]) -> Callable:
         if function not in self._functions:
-
-            def run(params: dict, variables: dict, batch: Batch) -> Any:
-                with using(self.plan.layout):
-                    model = self.plan.merge(params, variables, training=False)
-                    return function(model, batch)
-
-            self._functions[function] = jax.jit(run)
+            step = make_predict_step(self.plan, function, self.options)
+            self._functions[function] = step
         return self._functions[function]
 
     def _batches(self, data: Iterable[Batch]) -> Iterator[Batch]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.layers import Remat, apply_remat, default_remat
 from nnx_parallel.metrics import Mean, split_loss_output
+from nnx_parallel.pipeline.cut import calls_stack
 from nnx_parallel.pipeline.run import Given, PipelinedFunction
 from nnx_parallel.precision import cast_floating
 from nnx_parallel.sharding import using
@@ -102,7 +104,7 @@ def _warn_of_modes(plan: StatePlan, options: StepOptions) -> None:
 
 
 def make_eval_step(
-    plan: StatePlan, loss: LossFn
+    plan: StatePlan, loss: LossFn, options: StepOptions
 ) -> Callable[[dict, dict, jax.Array, int, Batch], dict[str, Mean]]:
     """The compiled evaluation: ``(params, variables, key, index, batch)`` to means.
 
@@ -111,18 +113,91 @@ def make_eval_step(
     random numbers of its own, the same in every evaluation.
     """
 
-    def eval_step(
-        params: dict, variables: dict, key: jax.Array, index: int, batch: Batch
-    ) -> dict[str, Mean]:
+    def means_of(model: nnx.Module, batch: Batch, key: jax.Array) -> dict[str, Mean]:
         num_rows = jax.tree.leaves(batch)[0].shape[0]
-        key = jax.random.fold_in(key, index)
-        with using(plan.layout):
-            model = plan.merge(params, variables, training=False)
-            output = _call(plan, loss, model, batch, key)
+        output = _call(plan, loss, model, batch, key)
         mean, metrics = split_loss_output(output, weight=num_rows)
         return {"loss": mean, **metrics}
 
+    def eval_step(
+        params: dict, variables: dict, key: jax.Array, index: int, batch: Batch
+    ) -> dict[str, Mean]:
+        key = jax.random.fold_in(key, index)
+        if plan.layout.pipeline is None:
+            with using(plan.layout):
+                model = plan.merge(params, variables, training=False)
+                return means_of(model, batch, key)
+        means = _pipelined_outputs(
+            plan, means_of, params, variables, batch, key, options.num_microbatches
+        )
+        return jax.tree.map(lambda x: jnp.sum(x, axis=0), means)
+
     return jax.jit(eval_step)
+
+
+def make_predict_step(
+    plan: StatePlan, function: Callable[[Any, Batch], Any], options: StepOptions
+) -> Callable[[dict, dict, Batch], Any]:
+    """The compiled prediction: ``(params, variables, batch)`` to outputs by row."""
+
+    def call(model: nnx.Module, batch: Batch, key: jax.Array) -> Any:
+        return function(model, batch)
+
+    def run(params: dict, variables: dict, batch: Batch) -> Any:
+        with using(plan.layout):
+            return function(plan.merge(params, variables, training=False), batch)
+
+    def predict_step(params: dict, variables: dict, batch: Batch) -> Any:
+        args = (params, variables, batch)
+        if plan.layout.pipeline is None or not calls_stack(run, *args):
+            return run(*args)
+        key = jax.random.key(0)
+        outputs = _pipelined_outputs(
+            plan, call, params, variables, batch, key, options.num_microbatches
+        )
+        return join_rows(outputs)
+
+    return jax.jit(predict_step)
+
+
+def _pipelined_outputs(
+    plan: StatePlan,
+    function: Callable[[nnx.Module, Batch, jax.Array], Any],
+    params: dict,
+    variables: dict,
+    batch: Batch,
+    key: jax.Array,
+    num_microbatches: int,
+) -> Any:
+    """What a function of the model in evaluation mode gives for each microbatch."""
+    pipeline = plan.layout.pipeline
+    assert pipeline is not None
+    num_rows = jax.tree.leaves(batch)[0].shape[0]
+    count = _dividing_microbatches(plan, num_rows, num_microbatches)
+    keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(count))
+    given = Given(
+        params=flatten(params),
+        variables=flatten(variables),
+        batch=split_rows(plan, batch, count),
+        keys=keys if count > 1 else key[None],
+    )
+
+    def run(params: dict, variables: dict, batch: Batch, key: jax.Array) -> Any:
+        model = plan.merge(
+            nest(params), nest(variables), training=False, cast_stacked=False
+        )
+        return function(model, batch, key), {}
+
+    num_stages = plan.layout.mesh.shape[pipeline.axis]
+    table = pipeline.schedule.forward_table(num_stages, count)
+    return PipelinedFunction(plan, run, given, table).outputs()
+
+
+def _dividing_microbatches(plan: StatePlan, num_rows: int, wanted: int) -> int:
+    """At most so many microbatches that each keeps the split of the rows."""
+    shards = math.prod(plan.layout.mesh.shape[a] for a in plan.layout.batch_axes)
+    rows = num_rows // shards if num_rows % shards == 0 else num_rows
+    return max(count for count in range(1, wanted + 1) if rows % count == 0)
 
 
 def _call(
@@ -147,7 +222,9 @@ def _forward(
         params: dict, variables: dict, batch: Batch, key: jax.Array
     ) -> tuple[Means, dict]:
         with jax.named_scope("forward"):
-            model = plan.merge(params, variables, training=True, cast_stacked=not staged)
+            model = plan.merge(
+                params, variables, training=True, cast_stacked=not staged
+            )
             given = values_of(model)
             mean, metrics = split_loss_output(_call(plan, loss, model, batch, key))
         after = plan.variables_after(variables, given, values_of(model))
@@ -258,6 +335,14 @@ def split_rows(plan: StatePlan, batch: Batch, num_microbatches: int) -> Batch:
         return x.reshape(rows, num_microbatches, *x.shape[1:]).swapaxes(0, 1)
 
     return _constrain_rows(plan, jax.tree.map(split, batch), 1)
+
+
+def join_rows(outputs: Any) -> Any:
+    """The rows that `split_rows` has split, in their first order."""
+    return jax.tree.map(
+        lambda x: x.swapaxes(0, 1).reshape(x.shape[0] * x.shape[1], *x.shape[2:]),
+        outputs,
+    )
 
 
 def _constrain_rows(plan: StatePlan, batch: Batch, dim: int) -> Batch:

@@ -210,6 +210,13 @@ def cut(
     return _finish(parts, eqn, recorded, outputs)
 
 
+def calls_stack(function: Callable, *args: Any) -> bool:
+    """Whether a function of arrays calls a `Stack` whose layers could be pipelined."""
+    with using_runner(record):
+        jaxpr, _, _ = trace(function, *args)
+    return any(eqn.primitive is stack_p for eqn, _ in walk(jaxpr))
+
+
 def _finish(
     parts: _Parts, eqn: jex.JaxprEqn, recorded: RecordedCall, outputs: Any
 ) -> Cut:

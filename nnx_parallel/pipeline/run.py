@@ -18,8 +18,10 @@ from nnx_parallel.pipeline.check import check_layer
 from nnx_parallel.pipeline.cut import Arrays, Cut, cut
 from nnx_parallel.pipeline.executor import Executor, Row, make_rows
 from nnx_parallel.pipeline.keeping import Layers
+from nnx_parallel.pipeline.order import Rounds, plan_rounds, reorder
 from nnx_parallel.pipeline.stage import Stage, is_floating
 from nnx_parallel.pipeline.table import Table
+from nnx_parallel.precision import cast_floating
 from nnx_parallel.sharding import Layout, using
 from nnx_parallel.state import StatePlan
 
@@ -76,6 +78,8 @@ class PipelinedFunction:
         self._layout = plan.layout
         self._reduction = plan.precision.reduction
         self._given = given
+        self._options = options
+        self._rounds = plan_rounds(table.num_stages, table.num_chunks)
         self._table = table
         self._buffers: Buffers = plan_buffers(table)
         batch, key = jax.eval_shape(given.take, jnp.int32(0))
@@ -110,7 +114,28 @@ class PipelinedFunction:
         return Layers(trained, fixed, state)
 
     def _layers(self, given: Given) -> Layers:
-        return self._all_layers(given, self._state_keys)
+        """The layers where the schedule runs them, gathered if once is enough."""
+        layers = self._all_layers(given, self._state_keys)
+        return self._reorder(self._gathered(layers), self._rounds)
+
+    def _reorder(self, tree: Any, rounds: Rounds) -> Any:
+        axis = self._options.axis
+        return reorder(tree, rounds, self._layout.mesh, axis)
+
+    def _gathered(self, layers: Layers) -> Layers:
+        if self._options.gather == "microbatch":
+            return layers
+
+        def gather(arrays: dict) -> dict:
+            arrays = dict(arrays)
+            for key in arrays.keys() & self._cut.stack_params.keys():
+                x = cast_floating(arrays[key], self._plan.precision.compute)
+                place = self._plan.placements[self._cut.stack_params[key]]
+                used = self._layout.sharding(place.used)
+                arrays[key] = jax.lax.with_sharding_constraint(x, used)
+            return arrays
+
+        return Layers(gather(layers.trained), gather(layers.fixed), layers.state)
 
     def _outside(self, arrays: Arrays) -> Arrays:
         """The arrays that no layer of the stack holds."""
@@ -439,10 +464,11 @@ class _TrainingTick:
         """Gradients of all parameters, and all variables, by path."""
         f, cut_ = self._f, self._f._cut
         paths = cut_.stack_params | cut_.stack_others
-        grads = dict(carry["grads"])
-        grads |= {paths[key]: x for key, x in carry["layer_grads"].items()}
-        variables = dict(f._given.variables) | carry["early"] | carry["late"]
-        return grads, variables | {paths[k]: x for k, x in carry["state"].items()}
+        layers = (carry["layer_grads"], carry["state"])
+        layer_grads, state = f._reorder(layers, f._rounds.reversed())
+        grads = carry["grads"] | {paths[key]: x for key, x in layer_grads.items()}
+        variables = f._given.variables | carry["early"] | carry["late"]
+        return grads, variables | {paths[key]: x for key, x in state.items()}
 
 
 def _terms(means: Any) -> tuple[Mean, ...]:

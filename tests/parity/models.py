@@ -122,7 +122,10 @@ class Recurrent(nnx.Module):
 
 
 class Annotated(nnx.Module):
-    """Flax's own sharding metadata, with a mesh axis of its guide: ``model``."""
+    """Flax's own sharding metadata, with a mesh axis of its guide: ``model``.
+
+    It has more outputs than classes, so that every shard's last dim is at least 8.
+    """
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         init = nnx.initializers.lecun_normal()
@@ -132,7 +135,7 @@ class Annotated(nnx.Module):
         self.up = nnx.Linear(
             CLASSES, 2 * WIDTH, kernel_init=columns, bias_init=zeros, rngs=rngs
         )
-        self.down = nnx.Linear(2 * WIDTH, CLASSES, kernel_init=rows, rngs=rngs)
+        self.down = nnx.Linear(2 * WIDTH, WIDTH, kernel_init=rows, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down(nnx.gelu(self.up(x)))
