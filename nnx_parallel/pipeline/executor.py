@@ -127,22 +127,24 @@ class Executor:
         num_stages, buffers = self.table.num_stages, self.buffers
         floats = [x for x in travel if is_floating(x)]
 
+        def of_stages(tree: Any) -> Any:
+            return self._over_stages(
+                jax.tree.map(lambda x: jnp.zeros((num_stages, *x.shape), x.dtype), tree)
+            )
+
         def slots(count: int, tree: Any) -> Any:
-            def zeros(x: Any) -> jax.Array:
-                return jnp.zeros((num_stages, count, *x.shape), x.dtype)
+            return of_stages(jax.eval_shape(lambda: make_slots(count, tree)))
 
-            return self._over_stages(jax.tree.map(zeros, tree))
-
-        def one(tree: Any) -> Any:
-            return jax.tree.map(lambda x: x[:, 0], slots(1, tree))
-
-        memory = {"received": one(travel), "inputs": slots(buffers.num_inputs, travel)}
+        memory = {
+            "received": of_stages(travel),
+            "inputs": slots(buffers.num_inputs, travel),
+        }
         if self.table.is_forward_only:
             return memory
         kept, pending = self._shapes(layers, travel)
         memory |= {
             "saved": slots(buffers.num_saved, kept),
-            "returned": one(floats),
+            "returned": of_stages(floats),
             "cotangents": slots(buffers.num_cotangents, floats),
         }
         if self.table.is_split:
@@ -225,10 +227,12 @@ class Executor:
         def slots(layers: Layers, each: Any, shared: Any) -> tuple[Layers, Any]:
             memory, slot = each
             fed, is_any = shared
-            inputs = _write(memory["inputs"], memory["received"], slot["receive_input"])
-            inputs = _write(inputs, fed, slot["feed_input"])
+            inputs = write_slot(
+                memory["inputs"], memory["received"], slot["receive_input"]
+            )
+            inputs = write_slot(inputs, fed, slot["feed_input"])
             chunk = self._chunk(layers, slot["forward_chunk"])
-            travel = _read(inputs, slot["forward_input"])
+            travel = read_slot(inputs, slot["forward_input"])
 
             def run() -> Any:
                 if not keeps:
@@ -239,7 +243,7 @@ class Executor:
             travel, state, kept = found
             memory = memory | {"inputs": inputs, "received": self._send(travel, 1)}
             if keeps:
-                saved = _write(memory["saved"], kept, slot["forward_saved"])
+                saved = write_slot(memory["saved"], kept, slot["forward_saved"])
                 memory["saved"] = saved
                 state = self._with_chunk(layers.state, state, slot["forward_chunk"])
                 layers = Layers(layers.trained, layers.fixed, state)
@@ -270,14 +274,14 @@ class Executor:
             layers, grads = both
             memory, slot = each
             fed, whole = shared
-            cotangents = _write(
+            cotangents = write_slot(
                 memory["cotangents"], memory["returned"], slot["receive_cotangent"]
             )
-            cotangents = _write(cotangents, fed, slot["feed_cotangent"])
+            cotangents = write_slot(cotangents, fed, slot["feed_cotangent"])
             given = (
                 self._chunk(layers, slot["backward_input_chunk"]),
-                _read(memory["saved"], slot["backward_saved"]),
-                _read(cotangents, slot["backward_cotangent"]),
+                read_slot(memory["saved"], slot["backward_saved"]),
+                read_slot(cotangents, slot["backward_cotangent"]),
             )
             run = self._split_slots if self.table.is_split else self._joint_slot
             memory = memory | {"cotangents": cotangents}
@@ -322,9 +326,9 @@ class Executor:
         returned, pending = _cond(
             any_["any_backward_input"], lambda: self.stage.backward_input(*given)
         )
-        pending = _write(memory["pending"], pending, slot["backward_pending"])
+        pending = write_slot(memory["pending"], pending, slot["backward_pending"])
         chunk = slot["backward_weight_chunk"]
-        held = _read(pending, slot["weight_pending"])
+        held = read_slot(pending, slot["weight_pending"])
 
         def run() -> dict:
             new = self.stage.backward_weight(self._chunk(layers, chunk), held)
@@ -358,21 +362,29 @@ def _cond(predicate: jax.Array, run: Callable[[], Any]) -> Any:
     return jax.lax.cond(predicate, run, zeros)
 
 
-def _read(slots: Any, slot: jax.Array) -> Any:
+def make_slots(count: int, tree: Any) -> Any:
+    """Zeros for ``count`` values like those of a tree, and for one that nobody reads.
+
+    What a stage without a slot of its own computes is written there: to keep the old
+    value instead it would have to be read, and XLA copies a whole buffer that is read
+    and written at once.
+    """
+    return jax.tree.map(lambda x: jnp.zeros((count + 1, *x.shape), x.dtype), tree)
+
+
+def read_slot(slots: Any, slot: jax.Array) -> Any:
+    """The value in a slot; anything if the slot is -1."""
     index = jnp.maximum(slot, 0)
     return jax.tree.map(
         lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), slots
     )
 
 
-def _write(slots: Any, value: Any, slot: jax.Array) -> Any:
-    """The memory with a value in one slot, unless the slot is -1."""
-    index = jnp.maximum(slot, 0)
+def write_slot(slots: Any, value: Any, slot: jax.Array) -> Any:
+    """The slots with a value in one of them, unless the slot is -1."""
 
     def write(x: jax.Array, new: jax.Array) -> jax.Array:
-        old = jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
-        return jax.lax.dynamic_update_index_in_dim(
-            x, jnp.where(slot >= 0, new, old), index, axis=0
-        )
+        index = jnp.where(slot >= 0, slot, x.shape[0] - 1)
+        return jax.lax.dynamic_update_index_in_dim(x, new, index, axis=0)
 
     return jax.tree.map(write, slots, value)

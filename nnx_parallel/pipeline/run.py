@@ -16,7 +16,14 @@ from nnx_parallel.metrics import Mean
 from nnx_parallel.pipeline.buffers import Buffers, plan_buffers
 from nnx_parallel.pipeline.check import check_layer
 from nnx_parallel.pipeline.cut import Arrays, Cut, cut
-from nnx_parallel.pipeline.executor import Executor, Row, make_rows
+from nnx_parallel.pipeline.executor import (
+    Executor,
+    Row,
+    make_rows,
+    make_slots,
+    read_slot,
+    write_slot,
+)
 from nnx_parallel.pipeline.keeping import Layers
 from nnx_parallel.pipeline.order import Rounds, plan_rounds, reorder
 from nnx_parallel.pipeline.stage import Stage, is_floating
@@ -306,23 +313,19 @@ class PipelinedFunction:
     def _flights(self, skips: list, variables: Arrays) -> Any:
         count = self._buffers.num_flights
         early = {path: variables[path] for path in self._cut.early}
-        return jax.tree.map(
-            lambda x: jnp.zeros((count, *x.shape), x.dtype), (skips, early)
-        )
+        return make_slots(count, (skips, early))
 
     def _slot(self, microbatch: jax.Array) -> jax.Array:
-        return jnp.asarray(self._buffers.flight)[jnp.maximum(microbatch, 0)]
+        slots = jnp.asarray(self._buffers.flight)
+        return jnp.where(microbatch >= 0, slots[jnp.maximum(microbatch, 0)], -1)
 
     def _keep(self, flights: Any, microbatch: jax.Array, kept: Any) -> Any:
         skips, early, _ = kept
-        return _write(flights, (skips, early), self._slot(microbatch), microbatch >= 0)
+        return write_slot(flights, (skips, early), self._slot(microbatch))
 
     def _recall(self, flights: Any, microbatch: jax.Array) -> tuple[list, Arrays]:
         """The skips of a microbatch, and the variables as they were when it entered."""
-        slot = self._slot(microbatch)
-        skips, early = jax.tree.map(
-            lambda x: jax.lax.dynamic_index_in_dim(x, slot, keepdims=False), flights
-        )
+        skips, early = read_slot(flights, self._slot(microbatch))
         return skips, self._outside(self._given.variables) | early
 
 
@@ -364,7 +367,7 @@ class _TrainingTick:
             "state": self._layers.state,
             "memory": f._executor.allocate(self._layers, self._entering),
             "flights": f._flights(self._skips, self._variables),
-            "skip_grads": [jnp.zeros((count, *x.shape), x.dtype) for x in floats],
+            "skip_grads": make_slots(count, floats),
             "early": pick(self._early),
             "late": pick(self._late),
             "layer_grads": zeros(self._layers.trained, f._cut.stack_params),
@@ -426,9 +429,7 @@ class _TrainingTick:
         grads, skip_grads, cotangents, outputs, late = jax.lax.cond(
             microbatch >= 0, run, skip
         )
-        kept = _write(
-            carry["skip_grads"], skip_grads, f._slot(microbatch), microbatch >= 0
-        )
+        kept = write_slot(carry["skip_grads"], skip_grads, f._slot(microbatch))
         # Arguments of the blocks end with the last one: no gradient comes back.
         more = [jnp.zeros(x.shape, x.dtype) for x in floats[len(cotangents) :]]
         carry = carry | {"grads": grads, "skip_grads": kept, "late": late}
@@ -438,11 +439,7 @@ class _TrainingTick:
         """Gradients with those of the part before, whose own backward pass runs now."""
         f = self._f
         _, variables = f._recall(carry["flights"], microbatch)
-        slot = f._slot(microbatch)
-        skip_grads = [
-            jax.lax.dynamic_index_in_dim(x, slot, keepdims=False)
-            for x in carry["skip_grads"]
-        ]
+        skip_grads = read_slot(carry["skip_grads"], f._slot(microbatch))
 
         def run() -> Arrays:
             batch, key = f._given.take(microbatch)
@@ -495,13 +492,3 @@ def _cond(predicate: jax.Array, run: Callable[[], Any]) -> Any:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run))
 
     return jax.lax.cond(predicate, run, zeros)
-
-
-def _write(slots: Any, value: Any, slot: jax.Array, is_active: jax.Array) -> Any:
-    def write(x: jax.Array, new: jax.Array) -> jax.Array:
-        old = jax.lax.dynamic_index_in_dim(x, slot, keepdims=False)
-        return jax.lax.dynamic_update_index_in_dim(
-            x, jnp.where(is_active, new, old), slot, axis=0
-        )
-
-    return jax.tree.map(write, slots, value)

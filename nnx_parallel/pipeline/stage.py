@@ -154,6 +154,12 @@ class Stage:
         self._check(jax.tree.leaves(x), _merge(floats, others))
         return jax.tree.leaves(x), {k: after[k] for k in state}
 
+    @property
+    def _rematted(self) -> Callable[[dict, Any, Any], tuple[list, dict]]:
+        """One layer that keeps what the remat policy says when it is differentiated."""
+        remat = self.recorded.call.remat
+        return apply_remat(self._block, remat, gathers=False, prevent_cse=False)
+
     def _check(self, out: list, travel: list) -> None:
         given = [(x.shape, x.dtype) for x in travel[: len(out)]]
         found = [(x.shape, x.dtype) for x in out]
@@ -195,7 +201,7 @@ class Stage:
             layer = self._cast(layer)
             floats, others = _partition([*x, *args])
             rest = (layer.fixed, layer.state, others)
-            return self._block(layer.trained, floats, rest)
+            return self._rematted(layer.trained, floats, rest)
 
         x, state = jax.lax.scan(step, list(travel[:num_x]), layers)
         return [*x, *args], state
@@ -222,10 +228,8 @@ class Stage:
         """One layer's output, its state, and its VJP."""
         floats, others = _partition([*x, *args])
         rest = (layer.fixed, layer.state, others)
-        remat = self.recorded.call.remat
-        block = apply_remat(self._block, remat, gathers=False, prevent_cse=False)
         x, vjp, state = jax.vjp(
-            lambda trained, floats: block(trained, floats, rest),
+            lambda trained, floats: self._rematted(trained, floats, rest),
             layer.trained,
             floats,
             has_aux=True,
