@@ -12,6 +12,7 @@ import jax
 
 NAMES = {
     "overhead": "Trainer's step against the same step written by hand",
+    "sharded_jit": "sharded_jit against jax.jit with the same shardings",
     "fsdp": "FSDP against hand-placed activations, and against shardings alone",
 }
 

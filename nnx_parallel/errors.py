@@ -42,6 +42,14 @@ class SpecRankError(ParallelError, ValueError):
     """A spec must not be longer than the rank of its array."""
 
 
+class CollectiveProductError(ParallelError, ValueError):
+    """A collective product contracts dims of equal size and splits one that it keeps.
+
+    What it gathers, scatters or splits over the axis is a kept dim; what it contracts
+    has the same sizes in x and in w.
+    """
+
+
 class PlacementConflictError(ParallelError, ValueError):
     """Two claims must not meet on one dim, nor one mesh axis shard two dims."""
 

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.errors import StateStructureError
 from nnx_parallel.layers import Remat, Stack
+from nnx_parallel.pipeline.check import check_model
 from nnx_parallel.precision import Precision, cast_floating
 from nnx_parallel.sharding import Layout, Placement, use_params
 from nnx_parallel.sharding.arrays import dotted, variables_of
@@ -287,6 +288,7 @@ def plan_state(
     """
     precision = precision or Precision()
     tx = as_transformation(optimizer, model)
+    check_model(model, layout)
     placements = annotate(model, layout)
     _decide_modes(model)
     graphdef, trained, others = nnx.split(model, wrt, ...)

@@ -23,7 +23,8 @@ from jax.sharding import PartitionSpec as P
 from nnx_parallel.layers import Remat, apply_remat, default_remat
 from nnx_parallel.metrics import Mean, split_loss_output
 from nnx_parallel.pipeline.cut import calls_stack
-from nnx_parallel.pipeline.run import Given, PipelinedFunction
+from nnx_parallel.pipeline.edges import Given
+from nnx_parallel.pipeline.run import PipelinedFunction
 from nnx_parallel.precision import cast_floating
 from nnx_parallel.sharding import using
 from nnx_parallel.sharding.model import flatten, nest
@@ -299,7 +300,9 @@ def _pipeline(
     pipeline = plan.layout.pipeline
     table = pipeline.schedule.table(plan.layout.mesh.shape[pipeline.axis], count)
     pipelined = PipelinedFunction(plan, function, given, table)
-    grads, variables, means = pipelined.gradients(objective)
+    grads, variables, means = pipelined.gradients(
+        objective, lambda means: [term.weight for term in means["loss"].terms]
+    )
     means = jax.tree.map(lambda x: jnp.sum(x, axis=0), means)
     return nest(grads), nest(variables), means
 

@@ -22,11 +22,38 @@ ORDER = [
     "mesh",
     "precision",
     "metrics",
+    # Schedules are tables: plain Python and NumPy.
+    "pipeline.slots",
+    "pipeline.rules",
+    "pipeline.lifetimes",
+    "pipeline.simulate",
+    "pipeline.draw",
+    "pipeline.table",
+    "pipeline.memory",
+    "pipeline.buffers",
+    "pipeline.schedules",
+    "pipeline.options",
+    "pipeline",
     "sharding",
+    "collectives",
     "layers",
     "strategies",
     "optimizers",
+    # What runs them cuts a traced loss.
+    "pipeline.jaxprs",
+    "pipeline.check",
     "state",
+    "pipeline.call",
+    "pipeline.cut",
+    "pipeline.keeping",
+    "pipeline.split",
+    "pipeline.stage",
+    "pipeline.memory_slots",
+    "pipeline.executor",
+    "pipeline.order",
+    "pipeline.edges",
+    "pipeline.training",
+    "pipeline.run",
     "step",
     "data",
     "checkpoint",
@@ -86,9 +113,12 @@ def unit(name: str) -> str:
     `__init__`, which imports everything and stands below everything.
     """
     _, _, rest = name.partition(".")
-    first = rest.partition(".")[0]
+    first, _, more = rest.partition(".")
     is_module = (PACKAGE / first).is_dir() or (PACKAGE / f"{first}.py").is_file()
-    return first if first and is_module else "__init__"
+    if not first or not is_module:
+        return "__init__"
+    inner = f"{first}.{more.partition('.')[0]}"
+    return inner if inner in ORDER else first
 
 
 def units_imported(file: Path) -> set[str]:

@@ -10,8 +10,10 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel import (
     FSDP,
+    ChainRules,
     Composite,
     DataParallel,
+    FSDPRules,
     LogicalRules,
     PathRules,
     PolicyRules,
@@ -210,6 +212,17 @@ def test_two_rules_that_claim_one_array() -> None:
     with pytest.raises(PlacementConflictError, match=re.escape(message)):
         place(strategy, 64, 64)
     assert place(strategy, 8, 8).stored == P(None, "fsdp")
+
+
+def test_in_a_chain_order_decides() -> None:
+    columns = PathRules((r"kernel", P(None, "fsdp")))
+    rows = PathRules((r"kernel", P("fsdp")))
+    chain = ChainRules(PathRules((r"bias", P())), rows, columns)
+    assert place(FSDP(rules=(chain,)), 64, 64).stored == P("fsdp")
+    with pytest.warns(UserWarning, match=re.escape("Path rules ['kernal'] match no")):
+        FSDP(rules=(ChainRules(PathRules((r"kernal", P())), FSDPRules()),)).init(
+            lambda rngs: nnx.Linear(64, 64, rngs=rngs), 0
+        )
 
 
 def test_the_first_path_that_matches_counts() -> None:

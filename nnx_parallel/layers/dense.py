@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.nn.initializers import Initializer
 
+from nnx_parallel.layers.matmul import matmul
 from nnx_parallel.sharding import constrain
-from nnx_parallel.sharding.context import check_names
+from nnx_parallel.sharding.context import check_names, constrain_param
 
 
 def named(initializer: Initializer, *names: str | None) -> Initializer:
@@ -28,7 +29,9 @@ class Dense(nnx.Module):
 
     The kernel has shape ``(*in_dims, *out_dims)`` and is placed by its names: under
     `TensorParallel` a kernel from ``embed`` to ``mlp`` is split by columns and one
-    from ``mlp`` to ``embed`` by rows, so that the pair communicates once [1].
+    from ``mlp`` to ``embed`` by rows, so that the pair communicates once [1]. Under
+    sequence parallelism its input is gathered along ``seq`` before the product, or its
+    output scattered after it; the strategy says whether the two overlap (`matmul`).
 
     Args:
         in_dims: Names and sizes of the dims to contract, the input's last ones.
@@ -60,6 +63,7 @@ class Dense(nnx.Module):
         check_names(names)
         shape = (*in_dims.values(), *out_dims.values())
         self.num_in_dims = len(in_dims)
+        self.in_names = tuple(in_dims)
         self.out_names = tuple(out_dims)
         if kernel_init is None:
             fan_in = math.prod(in_dims.values())
@@ -79,12 +83,12 @@ class Dense(nnx.Module):
         """Contracts the last dims of ``x`` with the kernel.
 
         Args:
-            x: ``(*leading, *in_dims)``.
+            x: ``(*leading, *in_dims)``; two leading dims are ``batch`` and ``seq``.
 
         Returns:
             ``(*leading, *out_dims)``.
         """
-        y = jnp.tensordot(x, self.kernel[...], axes=self.num_in_dims)
+        y = matmul(x, self.kernel[...], self.in_names, self.out_names)
         if self.bias is None:
             return y
         bias = self.bias[...]
@@ -132,12 +136,15 @@ class Embed(nnx.Module):
         """
         # Constrained here, the gradient of the table is summed as rows of the batch
         # and cut afterwards; else its shards would pull the activations apart.
-        table = constrain(self.embedding[...], self.vocab_name, "embed")
+        table = constrain_param(self.embedding[...], self.vocab_name, "embed")
         tokens = jnp.where(tokens < 0, table.shape[0], tokens.astype(jnp.int32))
         rows = jnp.take(table, tokens, axis=0, mode="fill")
+        # Whole along `seq` first: a table split by rows is else gathered for a lookup
+        # whose rows are split as well.
+        rows = constrain_param(rows, "batch", "seq", "embed")
         return constrain(rows, "batch", "seq", "embed")
 
     def attend(self, x: jax.Array) -> jax.Array:
         """Logits against every row: ``(batch, seq, embed)`` to ``(..., vocab)``."""
-        logits = jnp.einsum("bse,ve->bsv", x, self.embedding[...])
+        logits = matmul(x, self.embedding[...], ("embed",), ("vocab",), w_dims=(1,))
         return constrain(logits, "batch", "seq", "vocab")

@@ -24,6 +24,9 @@ References:
     https://arxiv.org/abs/1604.06174
 """
 
+OVERLAPPED = "overlapped_matmul"
+"""Checkpoint name of a product that runs as a ring: it is no single dot to a policy."""
+
 _default: ContextVar[Remat] = ContextVar("remat", default="none")
 
 
@@ -71,7 +74,10 @@ def apply_remat(
         return function
     policy = {
         "none": saves_all_but_gathers,
-        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        "dots": jax.checkpoint_policies.save_from_both_policies(
+            jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+            jax.checkpoint_policies.save_only_these_names(OVERLAPPED),
+        ),
         "full": jax.checkpoint_policies.nothing_saveable,
     }[remat]
     return jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)

@@ -49,9 +49,7 @@ Runner = Callable[[StackCall], tuple[Any, dict, Any]]
 
 def run_layers(call: StackCall) -> tuple[Any, dict, Any]:
     """Runs the layers one after the other, as a scan."""
-    block = apply_remat(
-        call.block, call.remat, gathers=call.gathers, prevent_cse=False
-    )
+    block = apply_remat(call.block, call.remat, gathers=call.gathers, prevent_cse=False)
 
     def step(x: Any, slices: tuple[dict, dict, Any]) -> tuple[Any, tuple[dict, Any]]:
         params, others, slot = slices

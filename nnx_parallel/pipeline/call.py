@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 from jax.interpreters import ad, batching
 
 from nnx_parallel.errors import PipelineError
@@ -57,6 +58,7 @@ def record(call: StackCall) -> tuple[Any, dict, None]:
     statics = {i: x for i, x in enumerate(leaves) if not isinstance(x, jax.Array)}
     recorded = RecordedCall(call, params, others, tree, statics)
     arrays = [x for x in leaves if isinstance(x, jax.Array)]
+    _check_arrays(jax.tree.leaves(call.x), arrays)
     outs = stack_p.bind(
         *(call.params[k] for k in params),
         *(call.others[k] for k in others),
@@ -66,6 +68,20 @@ def record(call: StackCall) -> tuple[Any, dict, None]:
     num_x = recorded.num_x
     x = jax.tree.unflatten(jax.tree.structure(call.x), outs[:num_x])
     return x, dict(zip(others, outs[num_x:], strict=True)), None
+
+
+def _check_arrays(x: list, arrays: list) -> None:
+    if not all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in x):
+        raise PipelineError(
+            f"The Stack's input has dtypes {[str(leaf.dtype) for leaf in x]}. Under a "
+            "Pipeline it must be floating-point, for its gradient travels back: pass "
+            "indices and masks as further arguments of the blocks."
+        )
+    if any(jnp.issubdtype(a.dtype, jax.dtypes.prng_key) for a in arrays):
+        raise PipelineError(
+            "A random key is passed to the blocks of the Stack. Under a Pipeline pass "
+            "jax.random.key_data(key), or let the blocks hold their own nnx.Rngs."
+        )
 
 
 @stack_p.def_abstract_eval

@@ -1,8 +1,4 @@
-"""What would kill the process if it stood in a stage, found before compiling.
-
-In a region that is manual over ``pipe`` and automatic over other axes, XLA's
-partitioner aborts the process at a gather or scatter whose indices are computed.
-"""
+"""Models and layers that a pipeline cannot run, found before anything is compiled."""
 
 from __future__ import annotations
 
@@ -10,13 +6,61 @@ from collections.abc import Sequence
 
 import jax
 import jax.extend.core as jex
+from flax import nnx
 
 from nnx_parallel.errors import PipelineError
+from nnx_parallel.layers import Stack
 from nnx_parallel.pipeline.jaxprs import subjaxprs, variables_in
+from nnx_parallel.sharding import Layout
+from nnx_parallel.sharding.arrays import dotted
+
+
+def check_model(model: nnx.Module, layout: Layout) -> None:
+    """Checks that a model's one `Stack` divides into stages.
+
+    Args:
+        model: The model, concrete or abstract.
+        layout: The layout; without a pipeline everything passes.
+
+    Raises:
+        PipelineError: If the model has no stack or several, or its number of layers
+            is no multiple of stages times chunks.
+    """
+    if layout.pipeline is None:
+        return
+    stacks = {
+        dotted(path): module
+        for path, module in nnx.iter_modules(model)
+        if isinstance(module, Stack)
+    }
+    if len(stacks) != 1:
+        found = f"Stacks {sorted(stacks)}" if stacks else "no Stack"
+        raise PipelineError(
+            f"{type(model).__name__} has {found}. A Pipeline spreads the layers of one "
+            "nnx_parallel.layers.Stack over its stages: put the model's repeated "
+            "blocks into one Stack, and other repeated blocks into plain modules; or "
+            "use FSDP or TensorParallel, which need none."
+        )
+    (path, stack), *_ = stacks.items()
+    num_stages = layout.mesh.shape[layout.pipeline.axis]
+    num_chunks = layout.pipeline.schedule.chunks
+    count, parts = stack.num_layers, num_stages * num_chunks
+    if count % parts:
+        valid = [n for n in range(1, count + 1) if count % (n * num_chunks) == 0]
+        multiples = [count // parts * parts or parts, (count // parts + 1) * parts]
+        raise PipelineError(
+            f"`{path}` has {count} layers, which {num_stages} stages of {num_chunks} "
+            f"chunks cannot share evenly. With {count} layers and {num_chunks} chunks "
+            f"the number of stages can be {valid or 'none'}; with {parts} parts the "
+            f"number of layers can be {sorted(set(multiples))}."
+        )
 
 
 def check_layer(jaxpr: jex.Jaxpr, mesh: jax.sharding.Mesh, axis: str) -> None:
-    """Checks the jaxpr of one layer.
+    """Checks the jaxpr of one layer for what would end the process.
+
+    In a region that is manual over ``pipe`` and automatic over other axes, XLA's
+    partitioner aborts at a gather or scatter whose indices are computed.
 
     Args:
         jaxpr: The layer as a function of its arrays.

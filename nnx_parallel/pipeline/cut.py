@@ -220,7 +220,9 @@ def calls_stack(function: Callable, *args: Any) -> bool:
 def _finish(
     parts: _Parts, eqn: jex.JaxprEqn, recorded: RecordedCall, outputs: Any
 ) -> Cut:
-    paths = {var: path for path, var in (parts.params | parts.variables).items()}
+    paths: dict[Any, Path] = {
+        var: path for path, var in (parts.params | parts.variables).items()
+    }
     num_params = len(recorded.params)
     num_state = num_params + len(recorded.others)
     for atom in eqn.invars[:num_state]:
@@ -252,7 +254,7 @@ def _finish(
         stack_others=stack_others,
         early=tuple(early),
         late=tuple(late),
-        skips=tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in skips),
+        skips=tuple(map(_shape_of, skips)),
         outputs=outputs,
         _parts=parts,
     )
@@ -342,3 +344,8 @@ def _skips(parts: _Parts, late: list[Path]) -> list[jex.Var]:
 
 def _is_costly(bits: int) -> bool:
     return bool(bits & PARAMS) and bool(bits & (BATCH | VARIABLES))
+
+
+def _shape_of(var: jex.Var) -> jax.ShapeDtypeStruct:
+    aval: Any = var.aval
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)

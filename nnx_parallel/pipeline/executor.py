@@ -23,6 +23,12 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.pipeline.buffers import Buffers
 from nnx_parallel.pipeline.keeping import Layers
+from nnx_parallel.pipeline.memory_slots import (
+    Chunks,
+    make_slots,
+    read_slot,
+    write_slot,
+)
 from nnx_parallel.pipeline.stage import Stage, is_floating
 from nnx_parallel.pipeline.table import Table
 
@@ -53,7 +59,7 @@ def make_rows(table: Table, buffers: Buffers) -> Row:
     last = table.num_chunks - 1
 
     def moments(kind: str, stage: int, chunk: int) -> np.ndarray:
-        """The microbatch that a stage has in each tick, for one chunk of it; else -1."""
+        """The microbatch of one chunk of a stage in each tick, or -1."""
         column = slots[kind].microbatch[:, stage]
         return np.where(slots[kind].chunk[:, stage] == chunk, column, -1)
 
@@ -64,7 +70,7 @@ def make_rows(table: Table, buffers: Buffers) -> Row:
         "returns": moments("backward_input", 0, 0),
     }
     arrays = {"whole": whole, "stages": stages}
-    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), arrays)
+    return jax.tree.map(np.asarray, arrays)
 
 
 class Executor:
@@ -93,6 +99,7 @@ class Executor:
         self.buffers = buffers
         self._mesh = mesh
         self._axis = axis
+        self._chunks = Chunks(table.num_chunks)
 
     def manual(self, function: Callable) -> Callable:
         """A function of one stage as one of all: ``(per stage, for all) -> per stage``.
@@ -165,7 +172,7 @@ class Executor:
         """Shapes of what a stage keeps between its slots, for one microbatch."""
 
         def slots(layers: Layers, each: None, travel: list) -> tuple[None, Any]:
-            chunk = self._chunk(layers, jnp.int32(0))
+            chunk = self._chunks.take(layers, jnp.int32(0))
             travel, _, kept = self.stage.forward(chunk, travel)
             pending = None
             if self.table.is_split:
@@ -176,33 +183,6 @@ class Executor:
         shapes = jax.eval_shape(self.manual(slots), layers, None, travel)[1]
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes
-        )
-
-    def _chunk(self, layers: Any, chunk: jax.Array) -> Any:
-        """The layers of one of a stage's chunks."""
-        count = self.table.num_chunks
-        if count == 1:
-            return layers
-        return jax.tree.map(
-            lambda x: jax.lax.dynamic_slice_in_dim(
-                x, jnp.maximum(chunk, 0) * (x.shape[0] // count), x.shape[0] // count
-            ),
-            layers,
-        )
-
-    def _with_chunk(self, layers: Any, new: Any, chunk: jax.Array) -> Any:
-        """The layers with one chunk replaced, unless the chunk is -1."""
-        old = self._chunk(layers, chunk)
-        new = jax.tree.map(lambda a, b: jnp.where(chunk >= 0, a, b), new, old)
-        if self.table.num_chunks == 1:
-            return new
-        size = {x.shape[0] for x in jax.tree.leaves(new)}.pop() if new else 0
-        return jax.tree.map(
-            lambda x, part: jax.lax.dynamic_update_slice_in_dim(
-                x, part, jnp.maximum(chunk, 0) * size, axis=0
-            ),
-            layers,
-            new,
         )
 
     # Slots
@@ -224,14 +204,14 @@ class Executor:
         """
         keeps = not self.table.is_forward_only
 
-        def slots(layers: Layers, each: Any, shared: Any) -> tuple[Layers, Any]:
+        def slots(layers: Layers, each: Any, shared: Any) -> tuple[dict, Any]:
             memory, slot = each
             fed, is_any = shared
             inputs = write_slot(
                 memory["inputs"], memory["received"], slot["receive_input"]
             )
             inputs = write_slot(inputs, fed, slot["feed_input"])
-            chunk = self._chunk(layers, slot["forward_chunk"])
+            chunk = self._chunks.take(layers, slot["forward_chunk"])
             travel = read_slot(inputs, slot["forward_input"])
 
             def run() -> Any:
@@ -245,8 +225,8 @@ class Executor:
             if keeps:
                 saved = write_slot(memory["saved"], kept, slot["forward_saved"])
                 memory["saved"] = saved
-                state = self._with_chunk(layers.state, state, slot["forward_chunk"])
-                layers = Layers(layers.trained, layers.fixed, state)
+                state = self._chunks.put(layers.state, state, slot["forward_chunk"])
+                return state, (memory, travel)
             return layers.state, (memory, travel)
 
         each, shared = (memory, row["stages"]), (fed, row["whole"]["any_forward"])
@@ -279,7 +259,7 @@ class Executor:
             )
             cotangents = write_slot(cotangents, fed, slot["feed_cotangent"])
             given = (
-                self._chunk(layers, slot["backward_input_chunk"]),
+                self._chunks.take(layers, slot["backward_input_chunk"]),
                 read_slot(memory["saved"], slot["backward_saved"]),
                 read_slot(cotangents, slot["backward_cotangent"]),
             )
@@ -300,7 +280,7 @@ class Executor:
         grads: dict,
         given: Any,
         slot: Row,
-        any_: Row,
+        whole: Row,
     ) -> tuple[dict, dict, list]:
         chunk = slot["backward_input_chunk"]
 
@@ -311,7 +291,7 @@ class Executor:
         def skip() -> tuple[dict, list]:
             return grads, jax.tree.map(jnp.zeros_like, given[2])
 
-        grads, returned = jax.lax.cond(any_["any_backward_input"], run, skip)
+        grads, returned = jax.lax.cond(whole["any_backward_input"], run, skip)
         return grads, memory, returned
 
     def _split_slots(
@@ -321,26 +301,26 @@ class Executor:
         grads: dict,
         given: Any,
         slot: Row,
-        any_: Row,
+        whole: Row,
     ) -> tuple[dict, dict, list]:
         returned, pending = _cond(
-            any_["any_backward_input"], lambda: self.stage.backward_input(*given)
+            whole["any_backward_input"], lambda: self.stage.backward_input(*given)
         )
         pending = write_slot(memory["pending"], pending, slot["backward_pending"])
         chunk = slot["backward_weight_chunk"]
         held = read_slot(pending, slot["weight_pending"])
 
         def run() -> dict:
-            new = self.stage.backward_weight(self._chunk(layers, chunk), held)
+            new = self.stage.backward_weight(self._chunks.take(layers, chunk), held)
             return self._accumulate(grads, new, chunk)
 
-        grads = jax.lax.cond(any_["any_backward_weight"], run, lambda: grads)
+        grads = jax.lax.cond(whole["any_backward_weight"], run, lambda: grads)
         return grads, memory | {"pending": pending}, returned
 
     def _accumulate(self, grads: dict, new: dict, chunk: jax.Array) -> dict:
-        old = self._chunk(grads, chunk)
+        old = self._chunks.take(grads, chunk)
         total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), old, new)
-        return self._with_chunk(grads, total, chunk)
+        return self._chunks.put(grads, total, chunk)
 
     def _send(self, tree: Any, direction: int) -> Any:
         """What the neighbour sent; around the ends only if stages hold many chunks."""
@@ -360,31 +340,3 @@ def _cond(predicate: jax.Array, run: Callable[[], Any]) -> Any:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run))
 
     return jax.lax.cond(predicate, run, zeros)
-
-
-def make_slots(count: int, tree: Any) -> Any:
-    """Zeros for ``count`` values like those of a tree, and for one that nobody reads.
-
-    What a stage without a slot of its own computes is written there: to keep the old
-    value instead it would have to be read, and XLA copies a whole buffer that is read
-    and written at once.
-    """
-    return jax.tree.map(lambda x: jnp.zeros((count + 1, *x.shape), x.dtype), tree)
-
-
-def read_slot(slots: Any, slot: jax.Array) -> Any:
-    """The value in a slot; anything if the slot is -1."""
-    index = jnp.maximum(slot, 0)
-    return jax.tree.map(
-        lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), slots
-    )
-
-
-def write_slot(slots: Any, value: Any, slot: jax.Array) -> Any:
-    """The slots with a value in one of them, unless the slot is -1."""
-
-    def write(x: jax.Array, new: jax.Array) -> jax.Array:
-        index = jnp.where(slot >= 0, slot, x.shape[0] - 1)
-        return jax.lax.dynamic_update_index_in_dim(x, new, index, axis=0)
-
-    return jax.tree.map(write, slots, value)

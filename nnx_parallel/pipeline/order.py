@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from scipy.optimize import linear_sum_assignment
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +45,9 @@ def plan_rounds(num_stages: int, num_chunks: int) -> Rounds:
     ``b % stages``. The transfers are a regular bipartite graph, which falls apart into
     perfect matchings (König's theorem): one for each chunk.
     """
+    # Imported here for the time that it takes.
+    from scipy.optimize import linear_sum_assignment
+
     waiting = np.zeros((num_stages, num_stages), int)
     blocks: dict[tuple[int, int], list[int]] = {}
     for block in range(num_stages * num_chunks):

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 from nnx_parallel.errors import SpecRankError
 from nnx_parallel.sharding.arrays import LOGICAL_AXES, suggest
 from nnx_parallel.sharding.layout import Layout, Placement
+from nnx_parallel.sharding.trees import constrain_tree
 
 _active: ContextVar[Layout | None] = ContextVar("layout", default=None)
 
@@ -38,12 +39,14 @@ def active_layout() -> Layout | None:
     return _active.get()
 
 
-def constrain(x: jax.Array, *names: str | None) -> jax.Array:
+def constrain(x: Any, *names: Any) -> Any:
     """Gives an activation the place that the strategy has for its dims.
 
     Args:
         x: An activation.
-        names: The logical axis of each of its dims, or ``None``.
+        names: The logical axis of each of its dims, or ``None``. In their place one
+            placement may stand: rules or a spec, or a prefix tree of these; ``x`` may
+            then be any pytree, and what does not divide is an error.
 
     Returns:
         ``x``, split over the mesh axes of its names; the same object outside a
@@ -62,6 +65,9 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
         >>> constrain(jax.numpy.ones((8, 16)), "batch", "embed").shape
         (8, 16)
     """
+    if len(names) == 1 and not isinstance(names[0], str | None):
+        layout = _active.get()
+        return x if layout is None else constrain_tree(x, names[0], layout.mesh)
     if len(names) != x.ndim:
         raise SpecRankError(
             f"constrain got {len(names)} names {names} for an array of shape "
@@ -71,6 +77,22 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     if layout is None:
         return x
     spec = layout.activation_spec(x.shape, names)
+    if layout.is_silent(names):
+        return x
+    return jax.lax.with_sharding_constraint(x, layout.sharding(spec))
+
+
+def constrain_param(x: jax.Array, *names: str | None) -> jax.Array:
+    """Gives a parameter, where it is used, the place of its names alone.
+
+    Unlike `constrain` it leaves out axes that split activations only.
+    """
+    layout = _active.get()
+    if layout is None:
+        return x
+    spec = layout.used_spec(x.shape, names)
+    if layout.is_silent(names):
+        return x
     return jax.lax.with_sharding_constraint(x, layout.sharding(spec))
 
 

@@ -99,6 +99,10 @@ class Layout:
         zero_axes: Axes that split training state which is gathered at use.
         rules: The user's explicit rules.
         pipeline: How the step is pipelined, or ``None``.
+        activation_axes: Mesh axes by logical name for activations alone. They yield:
+            another dim of the same activation that claims the axis has it.
+        overlap: How products that gather their input or scatter their output run:
+            ``ring`` or ``bidirectional``; ``None``: as the partitioner has it.
 
     Raises:
         UnknownAxisError: If a logical name is given to an axis that the mesh lacks.
@@ -110,9 +114,12 @@ class Layout:
     zero_axes: tuple[ZeroAxis, ...] = ()
     rules: tuple[Rules, ...] = ()
     pipeline: PipelineOptions | None = None
+    activation_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    overlap: Literal["ring", "bidirectional"] | None = None
 
     def __post_init__(self) -> None:
-        for name, axes in self.logical_axes.items():
+        named = (*self.logical_axes.items(), *self.activation_axes.items())
+        for name, axes in named:
             for axis in axes:
                 if axis not in self.mesh.shape:
                     raise UnknownAxisError(
@@ -121,6 +128,11 @@ class Layout:
                         f"Its axes: {list(self.mesh.axis_names)}. Map the name to one "
                         "of them, or to None to replicate."
                     )
+
+    def is_silent(self, names: Sequence) -> bool:
+        """Whether it says nothing about an array's names: a mesh alone does not."""
+        has_claims = self.logical_axes or self.batch_axes or self.activation_axes
+        return not has_claims and self.mesh.shape.keys().isdisjoint(names)
 
     def sharding(self, spec: P) -> NamedSharding:
         """The spec on this mesh."""
@@ -227,6 +239,22 @@ class Layout:
 
     def activation_spec(self, shape: Sequence[int], names: Sequence) -> P:
         """Spec of an activation; axes that do not divide their dim are left out."""
+        axes, used = self._claims(shape, names)
+        for dim, (size, name) in enumerate(zip(shape, names, strict=True)):
+            more = self.activation_axes.get(name, ()) if isinstance(name, str) else ()
+            free = [axis for axis in more if axis not in used]
+            kept = dividing_prefix(size, (*axes[dim], *free), self.mesh.shape)
+            used.update(kept)
+            axes[dim] = kept
+        return to_spec(tuple(axes))
+
+    def used_spec(self, shape: Sequence[int], names: Sequence) -> P:
+        """Spec of a parameter in the computation, by its names alone."""
+        return to_spec(tuple(self._claims(shape, names)[0]))
+
+    def _claims(
+        self, shape: Sequence[int], names: Sequence
+    ) -> tuple[list[tuple[str, ...]], set[str]]:
         axes: list[tuple[str, ...]] = []
         used: set[str] = set()
         for size, name in zip(shape, names, strict=True):
@@ -234,4 +262,4 @@ class Layout:
             kept = dividing_prefix(size, free, self.mesh.shape)
             used.update(kept)
             axes.append(kept)
-        return to_spec(tuple(axes))
+        return axes, used

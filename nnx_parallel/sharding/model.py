@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 from nnx_parallel.sharding.arrays import array_info, variables_of
 from nnx_parallel.sharding.layout import Layout, Placement
-from nnx_parallel.sharding.rules import PathRules
+from nnx_parallel.sharding.rules import PathRules, members
 
 Path = tuple[Hashable, ...]
 ModelFn = Callable[[nnx.Rngs], nnx.Module]
@@ -70,7 +70,8 @@ def annotate(model: nnx.Module, layout: Layout) -> dict[Path, Placement]:
 
 def _warn_unmatched(placements: dict[Path, Placement], layout: Layout) -> None:
     reasons = {placement.reason for placement in placements.values()}
-    pairs = [p for r in layout.rules if isinstance(r, PathRules) for p in r.pairs]
+    rules = [member for rule in layout.rules for member in members(rule)]
+    pairs = [p for rule in rules if isinstance(rule, PathRules) for p in rule.pairs]
     idle = [regex for regex, _ in pairs if f"path rule {regex!r}" not in reasons]
     if idle:
         warnings.warn(

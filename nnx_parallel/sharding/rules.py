@@ -2,7 +2,10 @@
 
 A rule looks at an `ArrayInfo` and answers with a spec, or with ``None`` when it has
 nothing to say. Rules given to a strategy are the user's word: they come before the
-names in the model, and those before FSDP's own choice.
+names in the model, and those before FSDP's own choice; their order means nothing, and
+two that disagree are an error. The same objects place any pytree (`shard`,
+`sharded_jit`, `constrain`); there `ChainRules` puts several in order, and the first
+that answers decides.
 """
 
 from __future__ import annotations
@@ -15,8 +18,12 @@ from typing import Protocol, runtime_checkable
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.errors import PlacementConflictError, UnmatchedRuleError
-from nnx_parallel.sharding.arrays import ArrayInfo
+from nnx_parallel.errors import (
+    PlacementConflictError,
+    UnknownAxisError,
+    UnmatchedRuleError,
+)
+from nnx_parallel.sharding.arrays import ArrayInfo, suggest
 from nnx_parallel.sharding.specs import dim_axes
 
 MeshAxes = str | tuple[str, ...] | None
@@ -115,7 +122,7 @@ class LogicalRules:
         return P(*entries), f"names {info.names}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class FSDPRules:
     """One mesh axis over the largest free dim that it divides, the first on a tie.
 
@@ -123,10 +130,31 @@ class FSDPRules:
         axis: The mesh axis.
         min_size: Arrays of fewer elements stay whole: to gather them would cost
             latency and save next to nothing.
+
+    Example:
+        >>> from nnx_parallel import make_mesh
+        >>> info = ArrayInfo(path="up.kernel", shape=(64, 256))
+        >>> FSDPRules(min_size=0).match(info, make_mesh({"fsdp": None}))
+        (P(None, 'fsdp'), 'fsdp: largest free dim 1')
     """
 
     axis: str = "fsdp"
     min_size: int = 1024
+
+    def match(self, info: ArrayInfo, mesh: Mesh) -> tuple[P, str] | None:
+        """The spec with the axis on the dim that it chooses; passes if there is none.
+
+        Raises:
+            UnknownAxisError: If the mesh lacks the axis.
+        """
+        if self.axis not in mesh.shape:
+            raise UnknownAxisError(
+                f"{self} shards over an axis that the mesh lacks."
+                f"{suggest(self.axis, mesh.axis_names)} Its axes: "
+                f"{list(mesh.axis_names)}."
+            )
+        dim, reason = self.choose_dim(info, (False,) * len(info.shape), mesh)
+        return None if dim is None else (P(*[None] * dim, self.axis), reason)
 
     def choose_dim(
         self, info: ArrayInfo, taken: tuple[bool, ...], mesh: Mesh
@@ -149,6 +177,51 @@ class FSDPRules:
             return None, f"{self.axis}={size} divides no free dim of {dims}"
         dim = max(fitting, key=lambda d: (info.shape[d], -d))
         return dim, f"{self.axis}: largest free dim {dim}"
+
+
+@dataclass(frozen=True, init=False)
+class ChainRules:
+    """Several rules in order of precedence: the first that answers decides.
+
+    What none of them answers is replicated. A strict `PathRules` raises for what it
+    does not match, so it stands last.
+
+    Attributes:
+        rules: The rules, the one that speaks first in front.
+
+    Example:
+        >>> embedding = PathRules((r"embedding", P("fsdp")))
+        >>> rules = ChainRules(embedding, FSDPRules(min_size=0))
+        >>> len(rules.rules)
+        2
+    """
+
+    rules: tuple[Rules, ...]
+
+    def __init__(self, *rules: Rules) -> None:
+        for rule in rules:
+            if not isinstance(rule, Rules):
+                raise TypeError(
+                    f"ChainRules got {rule!r}, a {type(rule).__name__}. Its arguments "
+                    "are rules: PathRules, PolicyRules, LogicalRules, FSDPRules, or "
+                    "an object with a method match(info, mesh)."
+                )
+        object.__setattr__(self, "rules", tuple(rules))
+
+    def match(self, info: ArrayInfo, mesh: Mesh) -> tuple[P, str] | None:
+        """The first answer."""
+        for rule in self.rules:
+            answer = rule.match(info, mesh)
+            if answer is not None:
+                return answer
+        return None
+
+
+def members(rules: Rules) -> tuple[Rules, ...]:
+    """The rules of a chain, nested ones too; a rule by itself is a chain of one."""
+    if not isinstance(rules, ChainRules):
+        return (rules,)
+    return tuple(member for rule in rules.rules for member in members(rule))
 
 
 def first_match(

@@ -6,6 +6,7 @@ import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from flax import nnx
 from jax.sharding import Mesh
@@ -20,7 +21,7 @@ from nnx_parallel.sharding.model import (
     placed_arrays,
     stored_shardings,
 )
-from nnx_parallel.sharding.rules import MeshAxes, merge_logical
+from nnx_parallel.sharding.rules import MeshAxes, logical_items, merge_logical
 from nnx_parallel.strategies.describe import Description, describe_model
 
 
@@ -38,7 +39,7 @@ class Strategy(abc.ABC):
         changed = [
             f"{field.name}={value!r}"
             for field in dataclasses.fields(self)
-            if (value := getattr(self, field.name)) != field.default
+            if (value := getattr(self, field.name)) != _default(field)
         ]
         return f"{type(self).__name__}({', '.join(changed)})"
 
@@ -56,6 +57,16 @@ class Strategy(abc.ABC):
     def logical_axes(self) -> Mapping[str, MeshAxes]:
         """Mesh axes by logical name, for parameters and activations alike."""
         return {}
+
+    @property
+    def activation_axes(self) -> Mapping[str, MeshAxes]:
+        """Mesh axes by logical name for activations alone; other claims come first."""
+        return {}
+
+    @property
+    def overlap_mode(self) -> Literal["ring", "bidirectional"] | None:
+        """How products that gather their input or scatter their output overlap."""
+        return None
 
     @property
     def zero_axes(self) -> tuple[ZeroAxis, ...]:
@@ -97,7 +108,15 @@ class Strategy(abc.ABC):
             zero_axes=self.zero_axes,
             rules=self.user_rules,
             pipeline=self.pipeline,
+            activation_axes=self._activation_axes(),
+            overlap=self.overlap_mode,
         )
+
+    def _activation_axes(self) -> Mapping[str, tuple[str, ...]]:
+        """Mine, but for names that the user has decided."""
+        decided = {name for name, _ in logical_items(self.user_rules)}
+        mine = merge_logical((), self.activation_axes)
+        return {name: axes for name, axes in mine.items() if name not in decided}
 
     def init(
         self,
@@ -177,3 +196,8 @@ class Strategy(abc.ABC):
         """
         abstract = abstract_model(model, nnx.Rngs(0))
         return describe_model(abstract, self.layout(mesh), optimizer)
+
+
+def _default(field: dataclasses.Field) -> object:
+    factory = field.default_factory
+    return field.default if factory is dataclasses.MISSING else factory()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from nnx_parallel.errors import PlacementConflictError
 from nnx_parallel.mesh import MESH_AXES
@@ -66,6 +67,16 @@ class Composite(Strategy):
     def logical_axes(self) -> Mapping[str, MeshAxes]:
         """Those of all parts."""
         return {n: axes for p in self.parts for n, axes in p.logical_axes.items()}
+
+    @property
+    def activation_axes(self) -> Mapping[str, MeshAxes]:
+        """Those of all parts."""
+        return {n: axes for p in self.parts for n, axes in p.activation_axes.items()}
+
+    @property
+    def overlap_mode(self) -> Literal["ring", "bidirectional"] | None:
+        """That of the part that overlaps."""
+        return next((p.overlap_mode for p in self.parts if p.overlap_mode), None)
 
     @property
     def zero_axes(self) -> tuple[ZeroAxis, ...]:

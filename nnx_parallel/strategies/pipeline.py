@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import get_args
 
 from nnx_parallel.pipeline.options import Gather, PipelineOptions, Stash
@@ -53,7 +53,7 @@ class Pipeline(Strategy):
     """
 
     size: int
-    schedule: Schedule | Table = OneFOneB()
+    schedule: Schedule | Table = field(default_factory=OneFOneB)
     stash: Stash = "policy"
     gather: Gather = "microbatch"
 

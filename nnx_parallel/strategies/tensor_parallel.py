@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from nnx_parallel.sharding import Rules
 from nnx_parallel.sharding.rules import MeshAxes
 from nnx_parallel.strategies.base import Strategy
+
+Overlap = Literal["ring", "bidirectional"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -19,13 +23,29 @@ class TensorParallel(Strategy):
     time an all-reduce of its activations [1]. The batch is not split: keep the axis
     inside one machine, and combine it with `FSDP` or `DataParallel`.
 
+    What lies between the products (norms, residuals, dropout) is whole on every device,
+    unless ``sequence`` splits it along ``seq`` [2]: an all-reduce then becomes an
+    all-gather before the products and a reduce-scatter after them, the same bytes, and
+    a device keeps ``1 / size`` of those activations. ``overlap`` runs both as rings
+    beside the products they feed [3], as `all_gather_matmul` and
+    `matmul_reduce_scatter` do. Products that share an input (query, key and value; up
+    and gate) then gather it once each: three times the bytes of one gathering into
+    attention and twice into a gated MLP, hidden as long as the products take longer.
+
     A model tells which dims those are by naming them. A model without names is
     replicated, which `describe` says; place its arrays with ``rules``.
 
     Attributes:
         size: Number of parts; ``None`` takes the devices that remain.
+        sequence: Whether activations between the products are split along ``seq``. A
+            length that ``size`` does not divide stays whole.
+        overlap: ``ring`` or ``bidirectional``: products that gather their input or
+            scatter their output overlap with the transfers; implies ``sequence``.
         rules: Explicit rules for single arrays; `LogicalRules` change what a name
             means, for instance ``{"vocab": None}``.
+
+    Raises:
+        ValueError: If ``overlap`` is none of these.
 
     Example:
         >>> TensorParallel(4).logical_axes["heads"]
@@ -34,10 +54,26 @@ class TensorParallel(Strategy):
     References:
         [1] Shoeybi et al., "Megatron-LM", 2019, section 3,
         https://arxiv.org/abs/1909.08053
+        [2] Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+        Models", 2022, section 4.2, https://arxiv.org/abs/2205.05198
+        [3] Wang et al., "Overlap Communication with Dependent Computation via
+        Decomposition in Large Deep Learning Models", ASPLOS 2023,
+        https://doi.org/10.1145/3567955.3567959
     """
 
     size: int | None = None
     rules: tuple[Rules, ...] = ()
+    _: dataclasses.KW_ONLY
+    sequence: bool = False
+    overlap: Overlap | None = None
+
+    def __post_init__(self) -> None:
+        if self.overlap not in (None, *get_args(Overlap)):
+            raise ValueError(
+                f"TensorParallel.overlap is {self.overlap!r}; it must be one of "
+                f"{list(get_args(Overlap))}, or None for collectives that the compiler "
+                "places, with sequence=True to split activations along seq."
+            )
 
     @property
     def axis_sizes(self) -> Mapping[str, int | None]:
@@ -48,6 +84,16 @@ class TensorParallel(Strategy):
     def logical_axes(self) -> Mapping[str, MeshAxes]:
         """``heads``, ``kv_heads``, ``mlp`` and ``vocab``."""
         return dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), "tensor")
+
+    @property
+    def activation_axes(self) -> Mapping[str, MeshAxes]:
+        """``seq`` under sequence parallelism."""
+        return {"seq": "tensor"} if self.sequence or self.overlap else {}
+
+    @property
+    def overlap_mode(self) -> Overlap | None:
+        """The mode given."""
+        return self.overlap
 
     @property
     def user_rules(self) -> tuple[Rules, ...]:

@@ -1,0 +1,14 @@
+"""Products that communicate: the transfers run under the products they feed."""
+
+from nnx_parallel.collectives.global_products import (
+    column_parallel_matmul as column_parallel_matmul,
+)
+from nnx_parallel.collectives.global_products import (
+    row_parallel_matmul as row_parallel_matmul,
+)
+from nnx_parallel.collectives.products import all_gather_matmul as all_gather_matmul
+from nnx_parallel.collectives.products import (
+    matmul_reduce_scatter as matmul_reduce_scatter,
+)
+from nnx_parallel.collectives.ring import Mode as Mode
+from nnx_parallel.collectives.ring import check_mode as check_mode

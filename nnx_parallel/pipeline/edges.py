@@ -1,0 +1,228 @@
+"""The parts of a loss around its stack, one microbatch at a time.
+
+They run outside the region that is manual over ``pipe``, split over the whole mesh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from nnx_parallel.pipeline.buffers import Buffers
+from nnx_parallel.pipeline.cut import Arrays, Cut, cut
+from nnx_parallel.pipeline.memory_slots import make_slots, read_slot, write_slot
+from nnx_parallel.sharding import Layout, using
+
+Function = Callable[[Arrays, Arrays, Any, Any], tuple[Any, Arrays]]
+"""``(params, variables, batch, key) -> (outputs, variables after)``, flat dicts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What a pipelined function is run on.
+
+    Attributes:
+        params: Trained parameters, by path.
+        variables: All other arrays of the model, by path.
+        batch: Microbatches, along a leading dim.
+        keys: A random key for each.
+    """
+
+    params: Arrays
+    variables: Arrays
+    batch: Any
+    keys: jax.Array
+
+    def take(self, index: jax.Array) -> tuple[Any, jax.Array]:
+        """One microbatch and its key."""
+        index = jnp.maximum(index, 0)
+        return jax.tree.map(
+            lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False),
+            (self.batch, self.keys),
+        )
+
+
+@dataclass(frozen=True)
+class Flight:
+    """What is kept of a microbatch while it is in the pipeline.
+
+    Attributes:
+        skips: Values of the part before the stack that the part after it needs.
+        early: Variables that the part before changes, as they were before it.
+    """
+
+    skips: list
+    early: Arrays
+
+
+jax.tree_util.register_dataclass(Flight)
+
+
+class Edges:
+    """The part before a stack and the part after it.
+
+    Args:
+        function: The function to cut; it calls one `Stack` once.
+        given: What it is run on.
+        layout: The layout of the step.
+        buffers: Memory slots of the schedule.
+    """
+
+    def __init__(
+        self, function: Function, given: Given, layout: Layout, buffers: Buffers
+    ) -> None:
+        batch, key = jax.eval_shape(given.take, jnp.int32(0))
+        self._layout = spread_over_stages(layout, jax.tree.leaves(batch)[0].shape[0])
+        with using(self._layout):
+            self.cut: Cut = cut(function, given.params, given.variables, batch, key)
+        self._given = given
+        self._buffers = buffers
+        self.params = self._outside(given.params)
+        self.variables = self._outside(given.variables)
+        found = jax.eval_shape(self._before, self.params, self.variables, batch, key)
+        self.entering: list = found[0]
+        self._skips: list = found[1]
+
+    def _outside(self, arrays: Arrays) -> Arrays:
+        """The arrays that no layer of the stack holds."""
+        inside = {*self.cut.stack_params.values(), *self.cut.stack_others.values()}
+        return {path: x for path, x in arrays.items() if path not in inside}
+
+    def pick(self, paths: tuple) -> Arrays:
+        """Some of the variables, as they are before the step."""
+        return {path: self.variables[path] for path in paths}
+
+    # One microbatch
+
+    def enter(
+        self, microbatch: jax.Array, variables: Arrays
+    ) -> tuple[list, Flight, Arrays]:
+        """The part before the stack, for a microbatch that enters now, or -1.
+
+        Returns:
+            What enters the stack, what is to be kept, and the early variables.
+        """
+        early = {path: variables[path] for path in self.cut.early}
+
+        def before() -> tuple[list, list, Arrays]:
+            batch, key = self._given.take(microbatch)
+            return self._before(self.params, variables, batch, key)
+
+        def skip() -> tuple[list, list, Arrays]:
+            entering, skips, _ = zeros_like(jax.eval_shape(before))
+            return entering, skips, early
+
+        entering, skips, after = jax.lax.cond(microbatch >= 0, before, skip)
+        return entering, Flight(skips, early), after
+
+    def before(self, microbatch: jax.Array, params: Arrays, flight: Flight) -> list:
+        """What a microbatch has given to the stack, and its skips, once more."""
+        batch, key = self._given.take(microbatch)
+        variables = self.variables | flight.early
+        entering, skips, _ = self._before(params, variables, batch, key)
+        return [*entering, *skips]
+
+    def after(
+        self,
+        microbatch: jax.Array,
+        params: Arrays,
+        late: Arrays,
+        flight: Flight,
+        leaving: list,
+    ) -> tuple[Any, Arrays]:
+        """The part after the stack: the function's outputs and the late variables."""
+        batch, key = self._given.take(microbatch)
+        variables = self.variables | flight.early | late
+        with using(self._layout):
+            batch, leaving = self.spread((batch, leaving))
+            return self.cut.after(params, variables, batch, key, flight.skips, leaving)
+
+    def _before(
+        self, params: Arrays, variables: Arrays, batch: Any, key: Any
+    ) -> tuple[list, list, Arrays]:
+        with using(self._layout):
+            return self.cut.before(params, variables, self.spread(batch), key)
+
+    def spread(self, tree: Any) -> Any:
+        """Arrays of rows, split over the whole mesh."""
+
+        def constrain(x: jax.Array) -> jax.Array:
+            names = ("batch", "seq")[: x.ndim] + (None,) * (x.ndim - 2)
+            spec = self._layout.activation_spec(x.shape, names)
+            free = [P.UNCONSTRAINED] * (x.ndim - len(spec))
+            sharding = self._layout.sharding(P(*spec, *free))
+            return jax.lax.with_sharding_constraint(x, sharding)
+
+        return jax.tree.map(constrain, tree)
+
+    # Microbatches in flight
+
+    def make_flights(self) -> Flight:
+        """Memory for the microbatches that are in the pipeline at once."""
+        flight = Flight(self._skips, self.pick(self.cut.early))
+        return make_slots(self._buffers.num_flights, flight)
+
+    def keep(self, flights: Flight, microbatch: jax.Array, flight: Flight) -> Flight:
+        """The memory with a microbatch that enters now."""
+        return write_slot(flights, flight, self.slot(microbatch))
+
+    def recall(self, flights: Flight, microbatch: jax.Array) -> Flight:
+        """What was kept of a microbatch."""
+        return read_slot(flights, self.slot(microbatch))
+
+    def slot(self, microbatch: jax.Array) -> jax.Array:
+        """The memory slot of a microbatch, or -1."""
+        slots = jnp.asarray(self._buffers.flight)
+        return jnp.where(microbatch >= 0, slots[jnp.maximum(microbatch, 0)], -1)
+
+    # The whole batch
+
+    def weights(self, select: Callable[[Any], list]) -> list:
+        """Sums of outputs that come from the data alone, over all microbatches.
+
+        Args:
+            select: The outputs to sum, of the function's.
+        """
+
+        def weigh(early: Arrays, item: Any) -> tuple[Arrays, list]:
+            batch, key = item
+            variables = self.variables | early
+            with using(self._layout):
+                found, early = self.cut.without_stack(
+                    select, self.params, variables, batch, key
+                )
+            return early, found
+
+        early = self.pick(self.cut.early)
+        items = (self._given.batch, self._given.keys)
+        _, weights = jax.lax.scan(weigh, early, items)
+        return [jnp.sum(jnp.asarray(w, jnp.float32), axis=0) for w in weights]
+
+
+def spread_over_stages(layout: Layout, num_rows: int) -> Layout:
+    """The layout of the parts around the stack: over the axis of stages too.
+
+    It splits the rows, or the sequence where it does not divide the rows.
+    """
+    assert layout.pipeline is not None
+    axis = layout.pipeline.axis
+    spread = dataclasses.replace(layout, batch_axes=(*layout.batch_axes, axis))
+    shards = 1
+    for name in spread.batch_axes:
+        shards *= layout.mesh.shape[name]
+    if num_rows % shards == 0:
+        return spread
+    seq = (axis, *layout.logical_axes.get("seq", ()))
+    logical_axes = {**layout.logical_axes, "seq": seq}
+    return dataclasses.replace(layout, logical_axes=logical_axes)
+
+
+def zeros_like(tree: Any) -> Any:
+    """Zeros of some shapes."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)

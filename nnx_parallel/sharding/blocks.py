@@ -1,0 +1,266 @@
+"""Which devices hold which block of an array, laid out for a picture."""
+
+from __future__ import annotations
+
+import colorsys
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from nnx_parallel.sharding.specs import dim_axes
+
+Colour = tuple[int, int, int]
+
+WHOLE: Colour = (0xD9, 0xDF, 0xE5)
+"""Of a block that every device holds."""
+
+_FEW: tuple[Colour, ...] = (
+    (0x2F, 0x6D, 0xB5),
+    (0xE3, 0x8B, 0x3A),
+    (0x2E, 0x7D, 0x57),
+    (0xC8, 0x4B, 0x50),
+    (0x8A, 0x63, 0xA8),
+    (0x5F, 0xB0, 0xB7),
+    (0xE2, 0xC0, 0x4B),
+    (0x8C, 0x6A, 0x55),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardMap:
+    """The blocks of one array over at most two of its dims.
+
+    Attributes:
+        name: What the picture calls it: its path, or ``array``.
+        shape: Global shape.
+        dtype: Name of its dtype.
+        spec: How it is sharded, in words.
+        dims: The dims that are shown: rows and columns, or columns alone.
+        dim_names: The mesh axes over each of these.
+        starts: Along each of these, where blocks begin.
+        blocks: Device ids of each block, row by row.
+        num_devices: Devices that hold any of it.
+        bytes_per_device: What one of them holds.
+        hidden: Dims that are sharded and not shown: then the devices of a block share
+            it between them.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: str
+    dims: tuple[int, ...]
+    dim_names: tuple[str, ...]
+    starts: tuple[tuple[int, ...], ...]
+    blocks: tuple[tuple[tuple[int, ...], ...], ...]
+    num_devices: int
+    bytes_per_device: int
+    hidden: tuple[int, ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every device holds all of it."""
+        return len(self.blocks) == len(self.blocks[0]) == 1 and not self.hidden
+
+    @property
+    def shape_text(self) -> str:
+        """The shape as people write it."""
+        return " \u00d7 ".join(map(str, self.shape)) or "scalar"
+
+    @property
+    def summary(self) -> str:
+        """Shape, dtype, sharding and bytes in one line."""
+        devices = f"{self.num_devices} device{'s' if self.num_devices > 1 else ''}"
+        held = shown_bytes(self.bytes_per_device)
+        return (
+            f"{self.shape_text} {self.dtype} · {self.spec} · {held} on each of "
+            f"{devices}"
+        )
+
+    @property
+    def caption(self) -> str:
+        """What rows and columns are, and what cannot be seen."""
+        words = ("rows", "columns")[-len(self.dims) :] if self.dims else ()
+        shown = [f"{word}: {describe_dim(self, i)}" for i, word in enumerate(words)]
+        return " · ".join([*shown, *self.notes])
+
+    @property
+    def notes(self) -> list[str]:
+        """What the blocks themselves do not show."""
+        whole = [
+            d
+            for d in range(len(self.shape))
+            if d not in self.dims and d not in self.hidden
+        ]
+        notes = [f"not shown: {_dims(whole)}, whole"] if whole else []
+        if self.hidden:
+            notes.append(f"devices of a block share it along {_dims(self.hidden)}")
+        elif self.is_whole and self.num_devices > 1:
+            notes.append("every device holds all of it")
+        elif any(len(ids) > 1 for row in self.blocks for ids in row):
+            notes.append("devices of a block hold the same copy")
+        return notes
+
+    def colour(self, ids: Sequence[int]) -> Colour:
+        """The fill of a block: its first device's colour, grey if all hold it."""
+        if self.is_whole:
+            return WHOLE
+        order = sorted({i for row in self.blocks for block in row for i in block})
+        return device_colour(order.index(ids[0]), len(order))
+
+
+def _dims(dims: Sequence[int]) -> str:
+    return f"dim{'s' if len(dims) > 1 else ''} {', '.join(map(str, dims))}"
+
+
+def describe_dim(shards: ShardMap, index: int) -> str:
+    """One of the shown dims: ``dim 0 of 512 in 4 over fsdp``."""
+    dim, parts = shards.dims[index], len(shards.starts[index])
+    text = f"dim {dim} of {shards.shape[dim]}"
+    if parts == 1:
+        return f"{text}, whole"
+    over = f" over {shards.dim_names[index]}" if shards.dim_names[index] else ""
+    return f"{text} in {parts}{over}"
+
+
+def shard_map_of(x: Any, name: str = "array") -> ShardMap:
+    """The blocks of an array, concrete or abstract, that has a sharding.
+
+    Raises:
+        TypeError: If it has none.
+    """
+    sharding = getattr(x, "sharding", None)
+    if sharding is None:
+        raise TypeError(
+            f"`{name}` is a {type(x).__name__} without a sharding. Place it first, for "
+            "example with shard(tree, rules, mesh)."
+        )
+    shape = tuple(x.shape)
+    held = {
+        device.id: tuple(
+            piece.indices(size)[:2] for piece, size in zip(index, shape, strict=True)
+        )
+        for device, index in sharding.devices_indices_map(shape).items()
+    }
+    parts = [len({index[d] for index in held.values()}) for d in range(len(shape))]
+    dims = _shown_dims(shape, parts)
+    starts = tuple(
+        tuple(sorted({index[d][0] for index in held.values()})) for d in dims
+    )
+    grid: dict[tuple[int, ...], list[int]] = {}
+    for device_id in sorted(held):
+        key = tuple(held[device_id][d][0] for d in dims)
+        grid.setdefault(key, []).append(device_id)
+    keys = [list(itertools.product(*starts[:-1], [c])) for c in (starts or [[0]])[-1]]
+    rows = list(zip(*keys, strict=True)) if starts else [[()]]
+    names = _dim_names(sharding, len(shape))
+    return ShardMap(
+        name=name,
+        shape=shape,
+        dtype=str(x.dtype),
+        spec=_spec_text(sharding, len(held)),
+        dims=dims,
+        dim_names=tuple(names[d] for d in dims),
+        starts=starts,
+        blocks=tuple(tuple(tuple(grid[key]) for key in row) for row in rows),
+        num_devices=len(held),
+        bytes_per_device=_bytes(sharding.shard_shape(shape), x.dtype),
+        hidden=tuple(d for d in range(len(shape)) if parts[d] > 1 and d not in dims),
+    )
+
+
+def _shown_dims(shape: tuple[int, ...], parts: Sequence[int]) -> tuple[int, ...]:
+    """Two dims at most: sharded ones first, then large ones."""
+    order = sorted(range(len(shape)), key=lambda d: (parts[d] == 1, -shape[d], d))
+    return tuple(sorted(order[:2]))
+
+
+def _dim_names(sharding: Any, ndim: int) -> list[str]:
+    if not isinstance(sharding, NamedSharding):
+        return [""] * ndim
+    return [" + ".join(axes) for axes in dim_axes(sharding.spec, ndim)]
+
+
+def _spec_text(sharding: Any, num_devices: int) -> str:
+    if num_devices == 1:
+        return "on one device"
+    if isinstance(sharding, NamedSharding):
+        entries = ", ".join(map(repr, sharding.spec))
+        return f"P({entries})" if any(sharding.spec) else "replicated"
+    return type(sharding).__name__
+
+
+def _bytes(shape: tuple[int, ...], dtype: Any) -> int:
+    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return math.prod(shape) * (8 if is_key else jnp.dtype(dtype).itemsize)
+
+
+def shown_bytes(count: float) -> str:
+    """A number of bytes for people: ``1.5 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"
+
+
+def ids_text(ids: Sequence[int]) -> str:
+    """Device ids, runs of them shortened.
+
+    Example:
+        >>> ids_text([0, 1, 2, 3, 8, 10, 11])
+        '0-3, 8, 10, 11'
+    """
+    runs: list[list[int]] = []
+    for i in ids:
+        if runs and i == runs[-1][-1] + 1:
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    return ", ".join(
+        f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run))
+        for run in runs
+    )
+
+
+def elided(count: int, limit: int) -> list[int | None]:
+    """Indices of the rows or columns that are drawn; ``None`` stands for the rest.
+
+    Example:
+        >>> elided(9, 5)
+        [0, 1, None, 7, 8]
+    """
+    if count <= limit:
+        return list(range(count))
+    head = limit // 2
+    return [*range(head), None, *range(count - (limit - 1 - head), count)]
+
+
+def device_colour(index: int, count: int) -> Colour:
+    """The colour of a device among ``count``."""
+    if count <= len(_FEW):
+        return _FEW[index]
+    lightness = (0.42, 0.62)[index % 2]
+    red, green, blue = colorsys.hls_to_rgb(0.58 + index / count, lightness, 0.5)
+    return round(255 * red), round(255 * green), round(255 * blue)
+
+
+def ink_on(colour: Colour) -> Colour:
+    """Black or white, whichever reads better on a colour (WCAG's luminance)."""
+    linear = [
+        v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4
+        for v in (value / 255 for value in colour)
+    ]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return (0, 0, 0) if luminance > 0.179 else (255, 255, 255)
+
+
+def hex_of(colour: Colour) -> str:
+    """``#rrggbb``."""
+    return "#" + "".join(f"{value:02x}" for value in colour)

@@ -1,0 +1,213 @@
+"""`sharded_jit`: everything lies as asked, and what is active while it is traced."""
+
+import re
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from nnx_parallel import (
+    FSDP,
+    Composite,
+    PathRules,
+    TensorParallel,
+    constrain,
+    make_mesh,
+)
+from nnx_parallel.sharding import (
+    active_layout,
+    active_mesh,
+    annotate,
+    shard,
+    sharded_jit,
+)
+from tests.jitting import RULES, Counted, spec
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Mesh:
+    return make_mesh({"data": 2, "fsdp": 4})
+
+
+# Placement
+
+
+def test_inputs_and_outputs_lie_as_rules_and_specs_say(mesh: Mesh) -> None:
+    @sharded_jit(
+        mesh=mesh,
+        in_shardings=(RULES, P("data")),
+        out_shardings=(RULES, {"mean": P(), "rows": P(("data", "fsdp"))}),
+    )
+    def step(params: dict, batch: jax.Array) -> tuple[dict, dict]:
+        """Takes a step."""
+        out = batch @ params["w"]
+        return jax.tree.map(jnp.sin, params), {"mean": out.mean(), "rows": out}
+
+    params = {"w": np.ones((4, 16), np.float32), "b": np.ones(16, np.float32)}
+    new, metrics = step(params, np.ones((8, 4), np.float32))
+    assert new["w"].sharding == NamedSharding(mesh, P(None, "fsdp"))
+    assert new["b"].sharding == NamedSharding(mesh, P("fsdp"))
+    assert metrics["mean"].sharding == NamedSharding(mesh, P())
+    assert metrics["rows"].sharding == NamedSharding(mesh, P(("data", "fsdp")))
+    assert (step.__name__, step.__doc__) == ("step", "Takes a step.")
+    np.testing.assert_allclose(metrics["rows"], 4.0)
+
+
+def test_none_leaves_an_argument_where_it_is(mesh: Mesh) -> None:
+    x = shard(np.ones((8, 8)), P(None, "fsdp"), mesh)
+    identity = sharded_jit(lambda x, y: (x, y), mesh, in_shardings=(None, P("data")))
+    found, _ = identity(x, np.ones(8))
+    assert spec(found) == P(None, "fsdp")
+
+
+def test_in_shardings_by_name_and_for_all(mesh: Mesh) -> None:
+    def function(x: jax.Array, y: jax.Array, *more: jax.Array, z: jax.Array) -> tuple:
+        return x, y, more, z
+
+    ones = np.ones((8, 8))
+    named = {"y": P("data"), "z": P("fsdp"), "more": P(None, "data")}
+    _, y, (first, second), z = sharded_jit(function, mesh, in_shardings=named)(
+        ones, ones, ones, ones, z=ones
+    )
+    specs = [spec(array) for array in (y, first, second, z)]
+    assert specs == [P("data"), P(None, "data"), P(None, "data"), P("fsdp")]
+    everywhere = sharded_jit(function, mesh, in_shardings=P("fsdp"))
+    x, y, _, z = everywhere(ones, ones, z=ones)
+    assert {spec(x), spec(y), spec(z)} == {P("fsdp")}
+
+
+def test_keywords_in_any_order_are_one_signature(mesh: Mesh) -> None:
+    function = Counted(lambda x, *, y, z: x + y - z)
+    jitted = sharded_jit(function.__call__, mesh, in_shardings=P("fsdp"))
+    x = np.arange(8.0, dtype=np.float32)
+    first = jitted(x, y=2 * x, z=x)
+    np.testing.assert_array_equal(first, jitted(x, z=x, y=2 * x))
+    np.testing.assert_array_equal(first, 2 * x)
+    assert function.traces == 1
+
+
+def test_constrain_args_moves_what_lies_elsewhere(mesh: Mesh) -> None:
+    elsewhere = shard(np.ones((8, 8), np.float32), P(None, "fsdp"), mesh)
+
+    def function(x: jax.Array, scale: float) -> jax.Array:
+        return x * scale
+
+    required = sharded_jit(function, mesh, in_shardings=(P("data"), None))
+    with pytest.raises(ValueError, match="does not match the sharding"):
+        required(elsewhere, 2.0)
+    constrained = sharded_jit(function, mesh, constrain_args=(P("data"), None))
+    assert spec(constrained(elsewhere, 2.0)) == P("data")
+    by_name = sharded_jit(function, mesh, constrain_args={"x": RULES})
+    assert spec(by_name(elsewhere, scale=2.0)) == P("fsdp")
+
+
+def test_donated_arguments_are_gone(mesh: Mesh) -> None:
+    def step(params: jax.Array, batch: jax.Array) -> jax.Array:
+        return params + batch
+
+    jitted = sharded_jit(
+        step,
+        mesh,
+        in_shardings=RULES,
+        out_shardings=RULES,
+        donate_argnames="params",
+    )
+    params, batch = shard([np.ones((8, 8)), np.ones((8, 8))], RULES, mesh)
+    new = jitted(params, batch)
+    assert params.is_deleted()
+    assert not batch.is_deleted()
+    jitted(new, batch=batch)
+    assert new.is_deleted()
+
+
+# Static arguments
+
+
+def test_a_static_callable_passes_and_undeclared_it_raises(mesh: Mesh) -> None:
+    def function(x: jax.Array, f: Callable, y: jax.Array) -> jax.Array:
+        return f(x) + y
+
+    ones = np.ones(8, np.float32)
+    declared = sharded_jit(
+        function,
+        mesh,
+        in_shardings=(P("fsdp"), P()),
+        out_shardings=RULES,
+        static_argnames="f",
+    )
+    for out in (declared(ones, jnp.negative, ones), declared(ones, y=ones, f=jnp.sin)):
+        assert spec(out) == P("fsdp")
+    np.testing.assert_allclose(declared(ones, jnp.negative, ones), 0.0)
+    np.testing.assert_allclose(declared(ones, jnp.square, ones), 2.0)
+    for placements in (None, P(), RULES):
+        undeclared = sharded_jit(function, mesh, in_shardings=placements)
+        with pytest.raises(TypeError):
+            undeclared(ones, jnp.negative, ones)
+    message = "`f` is a function, not an array, and has no place on a mesh. Leave it"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        sharded_jit(function, mesh, in_shardings=P())(ones, lambda x: x, ones)
+
+
+def test_each_static_value_is_a_program_with_outputs_of_its_own(mesh: Mesh) -> None:
+    counted = Counted(lambda x, n: jnp.ones((n, 4)) * x)
+    jitted = sharded_jit(
+        lambda x, n: counted(x, n), mesh, out_shardings=RULES, static_argnames=("n",)
+    )
+    assert spec(jitted(1.0, 2)) == P(None, "fsdp")
+    assert spec(jitted(1.0, 8)) == P("fsdp")
+    assert spec(jitted(2.0, n=2)) == P(None, "fsdp")
+    for _ in range(2):
+        jitted(3.0, 2)
+        jitted(3.0, 8)
+        jitted(3.0, n=2)
+    assert counted.traces == 3
+    with pytest.raises(ValueError, match=r"static argument among \('n',\) cannot"):
+        jitted(1.0, [2])
+
+
+# What is active
+
+
+def test_the_mesh_is_readable_while_tracing(mesh: Mesh) -> None:
+    def function(x: jax.Array) -> jax.Array:
+        assert active_mesh() is mesh
+        assert jax.sharding.get_abstract_mesh() == mesh.abstract_mesh
+        return jax.lax.with_sharding_constraint(x, P("fsdp"))
+
+    assert spec(sharded_jit(function, mesh)(np.ones(8))) == P("fsdp")
+    assert active_mesh() is None
+    assert active_layout() is None
+    assert jax.sharding.get_abstract_mesh().empty
+
+
+def test_a_strategy_brings_the_names_that_constrain_meets() -> None:
+    strategy = Composite(FSDP(4), TensorParallel(2))
+
+    @sharded_jit(mesh=strategy, in_shardings=P("fsdp"))
+    def function(x: jax.Array) -> jax.Array:
+        return constrain(jnp.sin(x), "batch", "mlp")
+
+    assert spec(function(np.ones((8, 8)))) == P("fsdp", "tensor")
+
+
+def test_annotations_are_bound_by_the_caller(mesh: Mesh) -> None:
+    def function(x: jax.Array) -> dict:
+        hidden = annotate({"h": jnp.sin(x)}, "hidden")
+        assert annotate(x, "unbound") is x
+        return jax.tree.map(jnp.cos, hidden)
+
+    x = np.ones((8, 8), np.float32)
+    for placement in (P(None, "data"), PathRules((r"h", P(None, "data")))):
+        jitted = sharded_jit(function, mesh, annotations={"hidden": placement})
+        assert spec(jitted(x)["h"]) == P(None, "data")
+    np.testing.assert_allclose(jitted(x)["h"], function(jnp.asarray(x))["h"], rtol=1e-6)
+    message = (
+        "Annotations ['hiden'] are never met. Names that the function gives with "
+        "annotate: ['hidden', 'unbound']."
+    )
+    with pytest.warns(UserWarning, match=re.escape(message)):
+        sharded_jit(function, mesh, annotations={"hiden": P()})(x)

@@ -1,0 +1,204 @@
+"""Pictures say which device holds what, to people and to parsers."""
+
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+
+from nnx_parallel import FSDP, make_mesh
+from nnx_parallel.sharding import FSDPRules, shard, visualize
+from nnx_parallel.sharding.blocks import (
+    device_colour,
+    ids_text,
+    ink_on,
+    shard_map_of,
+)
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Mesh:
+    return make_mesh({"data": 2, "fsdp": 4})
+
+
+def abstract(mesh: Mesh, shape: tuple, spec: P) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, spec))
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [
+        ((8, 8), P("data", "fsdp")),
+        ((8, 8), P("fsdp")),
+        ((8, 8), P(None, ("data", "fsdp"))),
+        ((8,), P("fsdp")),
+        ((8, 8), P()),
+        ((), P()),
+        ((8, 4, 2), P("fsdp", None, "data")),
+        ((2, 8, 8, 8), P("data", "fsdp")),
+    ],
+)
+def test_a_block_has_the_devices_that_hold_it(
+    shape: tuple, spec: P, mesh: Mesh
+) -> None:
+    array = shard(np.arange(np.prod(shape), dtype=np.int32).reshape(shape), spec, mesh)
+    shards = shard_map_of(array)
+    held = {s.device.id: s for s in array.addressable_shards}
+    seen = []
+    for i, row in enumerate(shards.blocks):
+        for j, ids in enumerate(row):
+            place = (i, j)[2 - len(shards.dims) :]
+            for device in ids:
+                seen.append(device)
+                index = held[device].index
+                for at, starts, dim in zip(
+                    place, shards.starts, shards.dims, strict=True
+                ):
+                    assert (index[dim].start or 0) == starts[at]
+    assert sorted(seen) == list(range(8))
+    assert shards.bytes_per_device == array.addressable_shards[0].data.nbytes
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "dims", "notes"),
+    [
+        ((512, 8, 64), P(None, "fsdp"), (0, 1), ["not shown: dim 2, whole"]),
+        ((8, 64, 32), P(), (1, 2), ["not shown: dim 0, whole"]),
+        ((4, 8, 2), P("fsdp", None, "data"), (0, 2), ["not shown: dim 1, whole"]),
+        ((16, 4), P(), (0, 1), []),
+    ],
+)
+def test_of_many_dims_two_are_shown_and_the_caption_says_which(
+    shape: tuple, spec: P, dims: tuple, notes: list[str], mesh: Mesh
+) -> None:
+    shards = shard_map_of(abstract(mesh, shape, spec))
+    assert shards.dims == dims
+    assert shards.notes[: len(notes)] == notes
+    assert f"rows: dim {dims[0]} of {shape[dims[0]]}" in shards.caption
+
+
+def test_a_third_sharded_dim_is_told() -> None:
+    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+    shards = shard_map_of(abstract(mesh, (2, 8, 4), P("data", "fsdp", "tensor")))
+    assert shards.dims == (1, 2)
+    assert shards.notes == ["devices of a block share it along dim 0"]
+
+
+def test_text_of_an_array(mesh: Mesh) -> None:
+    picture = visualize(abstract(mesh, (512, 64), P("data")))
+    assert str(picture).splitlines() == [
+        "array",
+        "512 \N{MULTIPLICATION SIGN} 64 float32 · P('data') · 64 KiB on each of 8 "
+        "devices",
+        "┌─────┐",
+        "│ 0-3 │",
+        "├─────┤",
+        "│ 4-7 │",
+        "└─────┘",
+        "rows: dim 0 of 512 in 2 over data · columns: dim 1 of 64, whole · devices of "
+        "a block hold the same copy",
+    ]
+
+
+def test_the_terminal_shows_colours(mesh: Mesh) -> None:
+    console = Console(force_terminal=True, color_system="truecolor", width=100)
+    with console.capture() as capture:
+        console.print(visualize(abstract(mesh, (8,), P("fsdp"))))
+    red, green, blue = device_colour(0, 8)
+    assert f"48;2;{red};{green};{blue}m 0, 4 " in capture.get()
+
+
+def rects(svg: str) -> list[ElementTree.Element]:
+    root = ElementTree.fromstring(svg)
+    return [
+        rect
+        for group in root.iter(f"{SVG}g")
+        for rect in group.iter(f"{SVG}rect")
+        if rect.find(f"{SVG}title") is not None
+    ]
+
+
+def test_svg_has_a_named_block_for_each_shard(mesh: Mesh, tmp_path: Path) -> None:
+    picture = visualize(abstract(mesh, (64, 512), P("data", "fsdp")))
+    titles = [rect.findtext(f"{SVG}title") for rect in rects(picture.svg)]
+    assert titles == [f"device {i}" for i in range(8)]
+    assert len({rect.get("fill") for rect in rects(picture.svg)}) == 8
+    picture.save(tmp_path / "array.svg")
+    assert (tmp_path / "array.svg").read_text() == picture._repr_svg_()  # pyright: ignore[reportPrivateUsage]
+    with pytest.raises(ValueError, match=re.escape("must end in .svg.")):
+        picture.save(tmp_path / "array.png")
+
+
+@pytest.mark.parametrize("size", [(8, 8), (1, 4096), (4096, 1), (7,), (0, 8), ()])
+def test_nothing_leaves_the_picture(size: tuple, mesh: Mesh) -> None:
+    root = ElementTree.fromstring(visualize(abstract(mesh, size, P())).svg)
+    width, height = float(root.attrib["width"]), float(root.attrib["height"])
+    for rect in rects(ElementTree.tostring(root, encoding="unicode")):
+        assert float(rect.attrib["x"]) + float(rect.attrib["width"]) <= width
+        assert float(rect.attrib["y"]) + float(rect.attrib["height"]) <= height
+
+
+def test_a_model_is_a_table_of_its_arrays() -> None:
+    model = FSDP(8).init(lambda rngs: nnx.Linear(64, 128, rngs=rngs), 0)
+    for tree in (model, nnx.state(model)):
+        picture = visualize(tree)
+        assert [shards.name for shards in picture.maps] == ["bias", "kernel"]
+        assert picture.title.endswith(": 2 arrays, 4.5 KiB on each of 8 devices")
+        assert len(rects(picture.svg)) == 1 + 8
+    text = str(visualize(model))
+    for part in ("kernel", "P(None, 'fsdp')", "4 KiB", "replicated", "0-7"):
+        assert part in text
+
+
+def test_what_cannot_be_drawn(mesh: Mesh) -> None:
+    message = "`a` is a ndarray without a sharding. Place it first, for example with sh"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        visualize({"a": np.ones(3)})
+    with pytest.raises(
+        TypeError, match=re.escape("A dict without arrays cannot be dr")
+    ):
+        visualize({})
+    single: Any = jax.device_put(np.ones(3), jax.devices()[3])
+    assert "on one device" in str(visualize(single))
+    assert "│  3  │" in str(visualize(single))
+
+
+def test_ids_are_shortened_and_inks_can_be_read() -> None:
+    assert ids_text(range(64)) == "0-63"
+    assert ids_text([0, 1]) == "0, 1"
+    for count in (4, 8, 64, 512):
+        colours = [device_colour(i, count) for i in range(count)]
+        assert count > 64 or len(set(colours)) == count
+        for colour in colours:
+            assert contrast(colour, ink_on(colour)) >= 4.5
+
+
+def contrast(one: tuple, other: tuple) -> float:
+    def luminance(colour: tuple) -> float:
+        linear = [
+            v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4
+            for v in (value / 255 for value in colour)
+        ]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted([luminance(one), luminance(other)])
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_colours_follow_devices_not_places(mesh: Mesh) -> None:
+    tree = {"rows": np.ones((64, 64)), "columns": np.ones((63, 64))}
+    maps = visualize(shard(tree, FSDPRules(min_size=0), mesh)).maps
+    colours = [
+        {ids: shards.colour(ids) for row in shards.blocks for ids in row}
+        for shards in maps
+    ]
+    assert colours[0] == colours[1]
