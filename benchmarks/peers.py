@@ -8,6 +8,7 @@ loss, metrics and update are written out here, over plain nested dicts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from models import GPT
-from nnx_parallel import TrainState
+from nnx_parallel import GPipe, Mean, TrainState
+from nnx_parallel.layers import Remat, default_remat
+from nnx_parallel.pipeline.edges import Given
+from nnx_parallel.pipeline.run import PipelinedFunction
+from nnx_parallel.sharding import using
+from nnx_parallel.sharding.model import flatten, nest
+from nnx_parallel.state import StatePlan
+from nnx_parallel.step import split_rows
 
 State = dict[str, Any]
 Step = Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
@@ -161,3 +169,53 @@ def _gather_backward(stored: NamedSharding, _: None, grad: jax.Array) -> tuple:
 
 
 gather.defvjp(_gather_forward, _gather_backward)
+
+
+def make_gpipe_step(
+    plan: StatePlan,
+    loss: Callable[[Any, Any], Mean],
+    num_microbatches: int,
+    remat: Remat = "none",
+) -> Step:
+    """GPipe by autodiff: the gradient of a pipeline that only goes forward.
+
+    The stages run the same layers in the same forward ticks as ours, and `jax.grad` of
+    the scan over ticks is the way back. It keeps what the scan's body keeps for every
+    tick, whatever the number of microbatches in flight could be.
+    """
+    pipeline = plan.layout.pipeline
+    assert pipeline is not None
+    num_stages = plan.layout.mesh.shape[pipeline.axis]
+
+    def run(params: dict, variables: dict, batch: Any, key: jax.Array) -> Any:
+        model = plan.merge(
+            nest(params), nest(variables), training=True, cast_stacked=False
+        )
+        return loss(model, batch), {}
+
+    def mean_loss(params: dict, state: TrainState, batch: Any) -> jax.Array:
+        keys = jax.vmap(partial(jax.random.fold_in, state.key))
+        given = Given(
+            params=flatten(params),
+            variables=flatten(state.variables),
+            batch=split_rows(plan, batch, num_microbatches),
+            keys=keys(jnp.arange(num_microbatches)),
+        )
+        table = GPipe().forward_table(num_stages, num_microbatches)
+        mean = PipelinedFunction(plan, run, given, table).outputs()
+        return jnp.sum(mean.total) / jnp.sum(mean.weight)
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict]:
+        with using(plan.layout), default_remat(remat):
+            value, grads = jax.value_and_grad(mean_loss)(state.params, state, batch)
+            grads = plan.constrain(grads, "gradient")
+            updates, opt_state = optax.with_extra_args_support(plan.tx).update(
+                plan.constrain(grads, "optimizer"), state.opt_state, state.params
+            )
+            params = optax.apply_updates(state.params, updates)
+            new = replace(
+                state, step=state.step + 1, params=params, opt_state=opt_state
+            )
+            return new, {"loss": value, "grad_norm": optax.tree.norm(grads)}
+
+    return jax.jit(step, donate_argnums=0, out_shardings=(plan.shardings, None))

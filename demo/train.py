@@ -21,6 +21,7 @@ from nnx_parallel import (
     Composite,
     DataParallel,
     Mean,
+    Pipeline,
     Strategy,
     TensorParallel,
     Trainer,
@@ -34,6 +35,7 @@ STRATEGIES: Mapping[str, Callable[[], Strategy]] = {
     "fsdp": lambda: FSDP(),
     "hsdp": lambda: Composite(DataParallel(2), FSDP()),
     "tp": lambda: Composite(DataParallel(), TensorParallel(4)),
+    "3d": lambda: Composite(Pipeline(2), TensorParallel(2), FSDP()),
 }
 
 
@@ -83,6 +85,8 @@ def run(strategy: Strategy, settings: Settings) -> None:
         optimizer=lambda model: muon(model, settings.num_steps),
         loss=bits_per_byte,
         strategy=strategy,
+        # A pipeline needs several microbatches at once; the losses stay the same.
+        num_microbatches=1 if strategy.pipeline is None else 4,
         checkpoint=Checkpoint(settings.directory, every=settings.pause_every),
         seed=0,
     )

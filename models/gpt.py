@@ -19,7 +19,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.gpt_config import GPTConfig
-from nnx_parallel.layers import Dense, Embed, Stack, attention, cross_entropy, named
+from nnx_parallel.layers import (
+    Dense,
+    Embed,
+    Stack,
+    attention,
+    linear_cross_entropy,
+    named,
+)
 from nnx_parallel.metrics import Mean
 from nnx_parallel.sharding import constrain
 
@@ -210,7 +217,18 @@ class GPT(nnx.Module):
         Raises:
             ValueError: If learned positions end before the sequence.
         """
-        return self._logits(self.blocks(self._embed(tokens, 0)))
+        return self._logits(self.hidden(tokens))
+
+    def hidden(self, tokens: jax.Array) -> jax.Array:
+        """What the head multiplies: int (batch, seq) to (batch, seq, embed)."""
+        return self.norm(self.blocks(self._embed(tokens, 0)))
+
+    @property
+    def head_kernel(self) -> tuple[jax.Array, int]:
+        """The head's parameter, and which of its dims is ``vocab``."""
+        if self.head is None:
+            return self.embed.embedding[...], 0
+        return self.head.kernel[...], 1
 
     def decode(
         self, tokens: jax.Array, start: int | jax.Array, cache: Cache
@@ -226,7 +244,7 @@ class GPT(nnx.Module):
             Logits ``(batch, vocab)`` and the cache with ``tokens`` in it.
         """
         x, cache = self.blocks(self._embed(tokens, start), start, scanned=cache)
-        return self._logits(x[:, -1:])[:, 0], cache
+        return self._logits(self.norm(x[:, -1:]))[:, 0], cache
 
     def make_cache(self, batch_size: int, total_len: int) -> Cache:
         """An empty cache: (layers, batch, total_len, kv_heads, head_dim), twice."""
@@ -246,7 +264,6 @@ class GPT(nnx.Module):
         return constrain(self.dropout(x), "batch", "seq", "embed")
 
     def _logits(self, x: jax.Array) -> jax.Array:
-        x = self.norm(x)
         if self.head is None:
             return self.embed.attend(x)
         return constrain(self.head(x), "batch", "seq", "vocab")
@@ -254,6 +271,8 @@ class GPT(nnx.Module):
 
 def next_token_loss(model: GPT, batch: jax.Array | Mapping[str, jax.Array]) -> Mean:
     """Cross-entropy of each token given those before it.
+
+    Logits are computed for a chunk of tokens at a time, and never all of them held.
 
     Args:
         model: The model.
@@ -286,6 +305,14 @@ def next_token_loss(model: GPT, batch: jax.Array | Mapping[str, jax.Array]) -> M
             f"Weights of shape {weights.shape} for tokens of shape {tokens.shape}; "
             "each token has its weight, the first one too."
         )
-    logits = model(tokens[:, :-1])
+    hidden = model.hidden(tokens[:, :-1])
     weights = None if weights is None else weights[:, 1:]
-    return cross_entropy(logits, tokens[:, 1:], weights, z_loss=model.config.z_loss)
+    kernel, vocab_dim = model.head_kernel
+    return linear_cross_entropy(
+        hidden,
+        kernel,
+        tokens[:, 1:],
+        weights,
+        vocab_dim=vocab_dim,
+        z_loss=model.config.z_loss,
+    )

@@ -55,21 +55,31 @@ def compile_step(
     num_microbatches: int = 1,
 ) -> CompiledStep:
     """Compiles an AdamW step on batches of tokens, over as many devices as needed."""
-    sizes = strategy.axis_sizes.values()
-    mesh = strategy.make_mesh(jax.devices()[: math.prod(n or 1 for n in sizes)])
-    layout = strategy.layout(mesh)
-    plan = plan_state(abstract_model(build, nnx.Rngs(0)), layout, TX)
+    plan = plan_step(build, strategy)
     step = make_train_step(plan, loss, StepOptions(num_microbatches=num_microbatches))
-    rows = layout.sharding(layout.batch_spec(num_rows))
-    tokens = jax.ShapeDtypeStruct((num_rows, seq_len + 1), np.int32, sharding=rows)
-    lowered = step.lower(plan.abstract, {"tokens": tokens})  # pyright: ignore[reportFunctionMemberAccess]
-    compiled = lowered.compile(QUICKLY)
+    compiled = lower_step(step, plan, num_rows, seq_len).compile(QUICKLY)
     return CompiledStep(
         plan=plan,
-        num_devices=mesh.size,
+        num_devices=plan.layout.mesh.size,
         memory=compiled.memory_analysis(),
         report=audit(compiled),
     )
+
+
+def plan_step(build: Callable[[nnx.Rngs], nnx.Module], strategy: Strategy) -> StatePlan:
+    """The plan of a model under AdamW, over as many devices as needed."""
+    sizes = strategy.axis_sizes.values()
+    mesh = strategy.make_mesh(jax.devices()[: math.prod(n or 1 for n in sizes)])
+    return plan_state(abstract_model(build, nnx.Rngs(0)), strategy.layout(mesh), TX)
+
+
+def lower_step(
+    step: Callable, plan: StatePlan, num_rows: int, seq_len: int
+) -> jax.stages.Lowered:
+    """A step on batches of tokens, lowered for its mesh."""
+    rows = plan.layout.sharding(plan.layout.batch_spec(num_rows))
+    tokens = jax.ShapeDtypeStruct((num_rows, seq_len + 1), np.int32, sharding=rows)
+    return step.lower(plan.abstract, {"tokens": tokens})  # pyright: ignore[reportFunctionMemberAccess]
 
 
 @cache

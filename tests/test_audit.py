@@ -151,6 +151,32 @@ class TestControlFlow:
         assert report.flops == 7 * 2 * 16**3
         assert report.conditionals[0].count == 7
 
+    def test_a_conditional_counts_by_how_often_it_is_taken(self):
+        """A branch of two products in 3 of 12 iterations, else one of one product."""
+
+        def step(x, flag):
+            with jax.named_scope("twice"):
+                x = lax.cond(flag, lambda x: x @ x @ x, lambda x: x @ x, x)
+            return lax.cond(flag, lambda x: x @ x, lambda x: x + 1, x), None
+
+        flags = jnp.arange(12) % 4 == 0
+        function = jax.jit(lambda x, f: lax.scan(step, x, f)[0])
+        compiled = function.lower(ones(16, 16), flags).compile()
+        product = 2 * 16**3
+        assert audit(compiled).flops == 12 * (2 + 1) * product
+        report = audit(compiled, taken={"twice": 3 / 12})
+        assert report.flops == (3 * 2 + 9 * 1 + 12) * product
+        assert [each.count for each in report.conditionals] == [12, 12]
+
+    def test_a_scope_without_a_conditional_is_an_error(self):
+        message = (
+            "taken= names the scopes ['forward'], but conditionals stand under []. Put "
+            "jax.named_scope directly around the jax.lax.cond."
+        )
+        compiled = jax.jit(jnp.tanh).lower(ones(4)).compile()
+        with pytest.raises(ValueError, match=re.escape(message)):
+            audit(compiled, taken={"forward": 0.5})
+
     def test_loop_of_unknown_length_counts_once_and_is_listed(self):
         def f(n, x):
             return lax.fori_loop(0, n, lambda _, x: x @ x, x)

@@ -1,6 +1,7 @@
 """The demo's text and baselines, and a small run of it from start to end."""
 
 import itertools
+import json
 import math
 import re
 from pathlib import Path
@@ -136,6 +137,28 @@ def test_demo_trains_resumes_and_restores(
     assert "All 4 steps are done: nothing to train." in done
     assert "Step 4 restored on 4 devices under DataParallel()" in done
     assert gpt_bits(done) == pytest.approx(gpt_bits(resumed), abs=2e-4)
+
+
+@pytest.mark.slow
+def test_three_dimensions_train_to_the_same_losses(
+    tmp_path: Path, devices: list
+) -> None:
+    losses = {}
+    for name in ("default", "3d"):
+        settings = Settings(
+            directory=str(tmp_path / name),
+            num_steps=6,
+            pause_every=6,
+            seq_len=32,
+            num_valid_batches=2,
+            sample_len=4,
+        )
+        run(STRATEGIES[name](), settings)
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+        losses[name] = [r["loss"] for r in records if "loss" in r]
+    assert len(losses["3d"]) == 6
+    np.testing.assert_allclose(losses["3d"], losses["default"], rtol=1e-5)
 
 
 def gpt_bits(output: str) -> list[float]:

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -124,7 +125,11 @@ class Report:
         return [*lines, f"kernels not looked into: {calls}"] if calls else lines
 
 
-def audit(compiled: "jax.stages.Compiled | str") -> Report:
+def audit(
+    compiled: "jax.stages.Compiled | str",
+    *,
+    taken: Mapping[str, float] | None = None,
+) -> Report:
     """Counts what a compiled program computes and sends.
 
     Nothing is run. Unlike XLA's own `cost_analysis`, the body of a loop counts once for
@@ -133,12 +138,15 @@ def audit(compiled: "jax.stages.Compiled | str") -> Report:
     Args:
         compiled: `jax.jit(f).lower(...).compile()`, or the text of optimised HLO, for
             any backend.
+        taken: Share of the executions in which a conditional takes its dearest branch,
+            by the `jax.named_scope` directly around it. FLOPs are then those of the
+            mean; collectives stay those of the dearest branch.
 
     Returns:
         FLOPs, collectives, memory and opcodes, per device.
 
     Raises:
-        ValueError: If a text is not optimised HLO.
+        ValueError: If a text is not optimised HLO, or no conditional has a scope.
 
     Example:
         >>> import jax
@@ -154,7 +162,9 @@ def audit(compiled: "jax.stages.Compiled | str") -> Report:
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     memory = None if isinstance(compiled, str) else compiled.memory_analysis()
     module = parse(text or "")
-    cost = measure(module)
+    taken = taken or {}
+    cost = measure(module, taken)
+    _check_scopes(taken, cost.conditionals)
     return Report(
         flops=cost.flops,
         collectives=cost.collectives,
@@ -170,6 +180,17 @@ def audit(compiled: "jax.stages.Compiled | str") -> Report:
         argument_bytes=getattr(memory, "argument_size_in_bytes", None),
         output_bytes=getattr(memory, "output_size_in_bytes", None),
     )
+
+
+def _check_scopes(
+    taken: Mapping[str, float], conditionals: tuple[Conditional, ...]
+) -> None:
+    scopes = {each.scope for each in conditionals}
+    if missing := taken.keys() - scopes:
+        raise ValueError(
+            f"taken= names the scopes {sorted(missing)}, but conditionals stand under "
+            f"{sorted(scopes)}. Put jax.named_scope directly around the jax.lax.cond."
+        )
 
 
 def _readable(number: float, unit: str) -> str:

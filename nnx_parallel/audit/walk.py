@@ -1,7 +1,7 @@
 """The walk through a program that adds up what each instruction costs."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -31,6 +31,11 @@ class Conditional:
     source: str
     branch_flops: tuple[float, ...]
     count: int
+
+    @property
+    def scope(self) -> str:
+        """The innermost `jax.named_scope` around it; empty if there is none."""
+        return self.source.rpartition("/")[0].rpartition("/")[2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,14 +85,21 @@ class Cost:
         )
 
 
-def measure(module: Module) -> Cost:
-    """The cost of one run of a program."""
-    return _Walk(module).computation(module.entry, ())
+def measure(module: Module, taken: Mapping[str, float]) -> Cost:
+    """The cost of one run of a program.
+
+    Args:
+        module: The program.
+        taken: Share of the executions in which a conditional takes its dearest branch,
+            by its scope; the FLOPs are those of the mean. Others always take it.
+    """
+    return _Walk(module, taken).computation(module.entry, ())
 
 
 @dataclass(frozen=True)
 class _Walk:
     module: Module
+    taken: Mapping[str, float]
 
     def computation(self, name: str, arguments: tuple[Value, ...]) -> Cost:
         computation = self.module.computations[name]
@@ -163,7 +175,11 @@ class _Walk:
             branch_flops=tuple(cost.flops for cost in branches),
             count=1,
         )
-        return Cost.total((dearest, Cost(conditionals=(itself,))))
+        share = self.taken.get(itself.scope, 1.0)
+        cheapest = min(itself.branch_flops)
+        flops = share * dearest.flops + (1 - share) * cheapest
+        counted = replace(dearest, flops=flops)
+        return Cost.total((counted, Cost(conditionals=(itself,))))
 
 
 def _collective_bytes(cost: Cost) -> int:

@@ -166,8 +166,7 @@ def _gathering(found: _Split, x: jax.Array, w: jax.Array) -> jax.Array:
 def _gathering_forward(
     found: _Split, x: jax.Array, w: jax.Array
 ) -> tuple[jax.Array, tuple]:
-    x = _place(x, found.split)  # else it would be made whole already where it is made
-    y = _plain(found.contracting, _place(x, found.whole), w)
+    y = _plain(found.contracting, _gathered(found, x), w)
     return _place(y, found.other), (x, w)
 
 
@@ -176,7 +175,7 @@ def _gathering_backward(
 ) -> tuple[jax.Array, jax.Array]:
     x, w = kept
     dx = _transposed(found.contracting, dy, x, w)
-    dw = _weights(found.contracting, _place(x, found.whole), dy, w)
+    dw = _weights(found.contracting, _gathered(found, x), dy, w)
     return _place(dx, found.split), dw
 
 
@@ -198,12 +197,17 @@ def _scattering_backward(
     found: _Split, kept: tuple, dy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     x, w = kept
-    dy = _place(_place(dy, found.split), found.whole)
+    dy = _gathered(found, dy)
     dx = _transposed(found.contracting, dy, x, w)
     return _place(dx, found.other), _weights(found.contracting, x, dy, w)
 
 
 _scattering.defvjp(_scattering_forward, _scattering_backward)
+
+
+def _gathered(found: _Split, x: jax.Array) -> jax.Array:
+    # Split first: it would else be made whole already where it comes from, and be kept.
+    return _place(_place(x, found.split), found.whole)
 
 
 def _place(x: jax.Array, sharding: NamedSharding) -> jax.Array:

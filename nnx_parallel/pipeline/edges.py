@@ -118,7 +118,8 @@ class Edges:
             entering, skips, _ = zeros_like(jax.eval_shape(before))
             return entering, skips, early
 
-        entering, skips, after = jax.lax.cond(microbatch >= 0, before, skip)
+        with jax.named_scope("before"):
+            entering, skips, after = jax.lax.cond(microbatch >= 0, before, skip)
         return entering, Flight(skips, early), after
 
     def before(self, microbatch: jax.Array, params: Arrays, flight: Flight) -> list:

@@ -3,6 +3,8 @@
 In a tick every stage holds at most one forward, one backward input and one backward
 weight slot. Each kind stands under a ``jax.lax.cond`` whose predicate is the same on
 every device (some stage has such a slot now); a stage that has none masks its result.
+It has the slot's kind as its named scope, so that an audit or a profile tells them
+apart; the parts around the stack are ``before``, ``after`` and ``before_backward``.
 A tick costs what its busiest stage pays anyway, and it is the only safe form: under a
 predicate that differs by stage, a collective-permute in a branch hangs or gives wrong
 numbers. Activations travel to the next stage by ``ppermute``, cotangents back.
@@ -219,7 +221,7 @@ class Executor:
                     return self.stage.run(chunk, travel), chunk.state, None
                 return self.stage.forward(chunk, travel)
 
-            found = _cond(is_any, run)
+            found = _cond("forward", is_any, run)
             travel, state, kept = found
             memory = memory | {"inputs": inputs, "received": self._send(travel, 1)}
             if keeps:
@@ -250,38 +252,39 @@ class Executor:
             The gradients, the memory, and the gradients of what entered the stack.
         """
 
-        def slots(both: Any, each: Any, shared: Any) -> tuple[dict, Any]:
-            layers, grads = both
+        def write(_: None, each: Any, fed: list) -> tuple[None, Any]:
             memory, slot = each
-            fed, whole = shared
             cotangents = write_slot(
                 memory["cotangents"], memory["returned"], slot["receive_cotangent"]
             )
-            cotangents = write_slot(cotangents, fed, slot["feed_cotangent"])
-            given = (
-                self._chunks.take(layers, slot["backward_input_chunk"]),
-                read_slot(memory["saved"], slot["backward_saved"]),
-                read_slot(cotangents, slot["backward_cotangent"]),
-            )
-            run = self._split_slots if self.table.is_split else self._joint_slot
-            memory = memory | {"cotangents": cotangents}
-            grads, memory, returned = run(layers, memory, grads, given, slot, whole)
-            memory["returned"] = self._send(returned, -1)
-            return grads, (memory, returned)
+            return None, write_slot(cotangents, fed, slot["feed_cotangent"])
 
-        each, shared = (memory, row["stages"]), (fed, row["whole"])
-        grads, (memory, returned) = self.manual(slots)((layers, grads), each, shared)
+        # Buffers are written in one region and read in the next: within one, XLA makes
+        # the write a part of the read, and then copies the buffer to keep it as it was.
+        _, cotangents = self.manual(write)(None, (memory, row["stages"]), fed)
+        memory = memory | {"cotangents": cotangents}
+        each, whole = (memory, row["stages"]), row["whole"]
+        if not self.table.is_split:
+            both = (layers, grads)
+            grads, (memory, returned) = self.manual(self._joint_slot)(both, each, whole)
+        else:
+            _, (memory, returned) = self.manual(self._input_slot)(layers, each, whole)
+            each, both = (memory["pending"], row["stages"]), (layers, grads)
+            grads, _ = self.manual(self._weight_slot)(both, each, whole)
         return grads, memory, [x[0] for x in returned]
 
-    def _joint_slot(
-        self,
-        layers: Layers,
-        memory: dict,
-        grads: dict,
-        given: Any,
-        slot: Row,
-        whole: Row,
-    ) -> tuple[dict, dict, list]:
+    def _given(self, layers: Layers, memory: dict, slot: Row) -> tuple:
+        """What a backward pass starts from."""
+        return (
+            self._chunks.take(layers, slot["backward_input_chunk"]),
+            read_slot(memory["saved"], slot["backward_saved"]),
+            read_slot(memory["cotangents"], slot["backward_cotangent"]),
+        )
+
+    def _joint_slot(self, both: Any, each: Any, whole: Row) -> tuple[dict, Any]:
+        layers, grads = both
+        memory, slot = each
+        given = self._given(layers, memory, slot)
         chunk = slot["backward_input_chunk"]
 
         def run() -> tuple[dict, list]:
@@ -291,22 +294,26 @@ class Executor:
         def skip() -> tuple[dict, list]:
             return grads, jax.tree.map(jnp.zeros_like, given[2])
 
-        grads, returned = jax.lax.cond(whole["any_backward_input"], run, skip)
-        return grads, memory, returned
+        with jax.named_scope("backward"):
+            grads, returned = jax.lax.cond(whole["any_backward_input"], run, skip)
+        memory = memory | {"returned": self._send(returned, -1)}
+        return grads, (memory, returned)
 
-    def _split_slots(
-        self,
-        layers: Layers,
-        memory: dict,
-        grads: dict,
-        given: Any,
-        slot: Row,
-        whole: Row,
-    ) -> tuple[dict, dict, list]:
+    def _input_slot(self, layers: Layers, each: Any, whole: Row) -> tuple[None, Any]:
+        memory, slot = each
+        given = self._given(layers, memory, slot)
         returned, pending = _cond(
-            whole["any_backward_input"], lambda: self.stage.backward_input(*given)
+            "backward_input",
+            whole["any_backward_input"],
+            lambda: self.stage.backward_input(*given),
         )
         pending = write_slot(memory["pending"], pending, slot["backward_pending"])
+        memory = memory | {"pending": pending, "returned": self._send(returned, -1)}
+        return None, (memory, returned)
+
+    def _weight_slot(self, both: Any, each: Any, whole: Row) -> tuple[dict, None]:
+        layers, grads = both
+        pending, slot = each
         chunk = slot["backward_weight_chunk"]
         held = read_slot(pending, slot["weight_pending"])
 
@@ -314,8 +321,9 @@ class Executor:
             new = self.stage.backward_weight(self._chunks.take(layers, chunk), held)
             return self._accumulate(grads, new, chunk)
 
-        grads = jax.lax.cond(whole["any_backward_weight"], run, lambda: grads)
-        return grads, memory | {"pending": pending}, returned
+        with jax.named_scope("backward_weight"):
+            grads = jax.lax.cond(whole["any_backward_weight"], run, lambda: grads)
+        return grads, None
 
     def _accumulate(self, grads: dict, new: dict, chunk: jax.Array) -> dict:
         old = self._chunks.take(grads, chunk)
@@ -333,10 +341,11 @@ class Executor:
         return jax.lax.ppermute(tree, self._axis, pairs)
 
 
-def _cond(predicate: jax.Array, run: Callable[[], Any]) -> Any:
+def _cond(name: str, predicate: jax.Array, run: Callable[[], Any]) -> Any:
     """What ``run`` gives, or zeros of its shapes."""
 
     def zeros() -> Any:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run))
 
-    return jax.lax.cond(predicate, run, zeros)
+    with jax.named_scope(name):
+        return jax.lax.cond(predicate, run, zeros)

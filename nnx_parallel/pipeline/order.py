@@ -45,6 +45,11 @@ def plan_rounds(num_stages: int, num_chunks: int) -> Rounds:
     ``b % stages``. The transfers are a regular bipartite graph, which falls apart into
     perfect matchings (König's theorem): one for each chunk.
     """
+    shape = (num_chunks, num_stages)
+    receiver = np.zeros(shape, np.int32)
+    taken, put = np.zeros_like(receiver), np.zeros_like(receiver)
+    if num_chunks == 1:
+        return Rounds(np.arange(num_stages)[None], taken, put)
     # Imported here for the time that it takes.
     from scipy.optimize import linear_sum_assignment
 
@@ -54,8 +59,6 @@ def plan_rounds(num_stages: int, num_chunks: int) -> Rounds:
         edge = (block // num_chunks, block % num_stages)
         blocks.setdefault(edge, []).append(block)
         waiting[edge] += 1
-    receiver = np.zeros((num_chunks, num_stages), np.int32)
-    taken, put = np.zeros_like(receiver), np.zeros_like(receiver)
     for r in range(num_chunks):
         senders, receivers = linear_sum_assignment(waiting > 0, maximize=True)
         for source, target in zip(senders, receivers, strict=True):

@@ -81,9 +81,12 @@ class PipelinedFunction:
                 args = (edges.params, late, flight, leaving)
                 return edges.after(whole["leaves"], *args)[0]
 
-            outputs = jax.lax.cond(
-                whole["leaves"] >= 0, after, lambda: zeros_like(jax.eval_shape(after))
-            )
+            with jax.named_scope("after"):
+                outputs = jax.lax.cond(
+                    whole["leaves"] >= 0,
+                    after,
+                    lambda: zeros_like(jax.eval_shape(after)),
+                )
             return (memory, flights), outputs
 
         carry = (executor.allocate(layers, edges.entering), edges.make_flights())

@@ -112,9 +112,10 @@ class TrainingTick:
             _, _, *rest = zeros_like(jax.eval_shape(run))
             return carry["grads"], carry["late"], *rest
 
-        grads, late, skip_grads, cotangents, outputs = jax.lax.cond(
-            microbatch >= 0, run, skip
-        )
+        with jax.named_scope("after"):
+            grads, late, skip_grads, cotangents, outputs = jax.lax.cond(
+                microbatch >= 0, run, skip
+            )
         kept = write_slot(carry["skip_grads"], skip_grads, edges.slot(microbatch))
         # The arguments of the blocks end with the last one: no gradient comes back.
         floats = [x for x in edges.entering if is_floating(x)]
@@ -137,7 +138,8 @@ class TrainingTick:
             (new,) = vjp([*edges.spread(returned), *skip_grads])
             return add(carry["grads"], new)
 
-        return jax.lax.cond(microbatch >= 0, run, lambda: carry["grads"])
+        with jax.named_scope("before_backward"):
+            return jax.lax.cond(microbatch >= 0, run, lambda: carry["grads"])
 
 
 def add(grads: Arrays, new: Arrays) -> Arrays:

@@ -251,3 +251,17 @@ CASES = {
         other_rules=(LogicalRules({"model": None}),),
     ),
 }
+
+
+def deep(*, tied: bool, dropout: float) -> Case:
+    """A GPT whose layers divide into 4 stages of 2 chunks."""
+    sizes = GPT_SIZES | {"num_layers": 8, "dropout": dropout, "tied": tied}
+    return gpt(GPTConfig.tiny(**sizes))
+
+
+DEEP_CASES = {
+    "tied_dropout": deep(tied=True, dropout=0.1),
+    "untied": deep(tied=False, dropout=0.0),
+    "untied_dropout": deep(tied=False, dropout=0.1),
+    "tied": deep(tied=True, dropout=0.0),
+}

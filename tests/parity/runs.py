@@ -18,7 +18,7 @@ from nnx_parallel.mesh import Device
 from nnx_parallel.sharding.arrays import flatten_pure
 from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.state import plan_state
-from tests.parity.models import CASES, Arrays, Case
+from tests.parity.models import CASES, DEEP_CASES, Arrays, Case
 from tests.parity.strategies import ONE_DEVICE
 
 NUM_STEPS = 20
@@ -138,9 +138,11 @@ def train(
 
 
 @cache
-def reference(model: str, microbatches: int, *, optimized: bool) -> Run:
-    """The run on one device."""
-    case = CASES[model]
+def reference(
+    model: str, microbatches: int, *, optimized: bool, deep: bool = False
+) -> Run:
+    """The run on one device; of the deep models if ``deep``."""
+    case = DEEP_CASES[model] if deep else CASES[model]
     with compiling(optimized=optimized):
         return measure(
             case, ONE_DEVICE.strategy(case), ONE_DEVICE.devices(), microbatches

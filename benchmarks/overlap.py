@@ -1,0 +1,135 @@
+"""What waits for communication: bytes that no product hides, as a TPU schedules them.
+
+The training step of a GPT is compiled for four v5p chips, without any, and its schedule
+read. Tensor parallelism as the partitioner has it (``bulk``: sequence parallelism), as
+rings beside the products, and FSDP.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+from benchmarks.schedule import read_schedule
+from benchmarks.timing import Table
+from models import GPT, GPTConfig, next_token_loss
+from nnx_parallel import FSDP, Precision, Strategy, TensorParallel
+from nnx_parallel.sharding.model import abstract_model
+from nnx_parallel.state import plan_state
+from nnx_parallel.step import StepOptions, make_train_step
+
+CHIPS, TOPOLOGY = 4, "v5p:2x2x1"
+ROWS = 8
+CONFIG = GPTConfig(
+    vocab_size=8192,
+    seq_len=2048,
+    num_layers=16,
+    embed_dim=2048,
+    num_heads=16,
+    mlp_dim=8192,
+    tied=False,
+)
+STRATEGIES: dict[str, Strategy] = {
+    "tensor": TensorParallel(CHIPS),
+    "bulk": TensorParallel(CHIPS, sequence=True),
+    "ring": TensorParallel(CHIPS, overlap="ring"),
+    "bidirectional": TensorParallel(CHIPS, overlap="bidirectional"),
+    "fsdp": FSDP(CHIPS),
+}
+
+
+class CompilerMissingError(Exception):
+    """The TPU compiler is not installed, or cannot print what it compiled."""
+
+
+def measure(rounds: int = 1) -> Table:
+    """Bytes sent, bytes exposed and temporaries, per device; nothing is timed."""
+    del rounds
+    title = f"GPT of {CONFIG.num_params:,} parameters, {CONFIG.num_layers} layers"
+    table = Table(f"{title}, {ROWS * CONFIG.seq_len} tokens a step, {TOPOLOGY}")
+    for name in STRATEGIES:
+        figures = schedule_of(name)
+        gib = {key: f"{figures[key] / 2**30:.2f} GiB" for key in figures}
+        table.add(f"{name}: sent", gib["sent"])
+        table.add(f"{name}: exposed", gib["exposed"])
+        table.add(f"{name}: hidden, of what is sent", _share(figures))
+        table.add(f"{name}: temporaries", gib["temporaries"])
+    return table
+
+
+def _share(figures: dict[str, float]) -> float:
+    return 1 - figures["exposed"] / figures["sent"]
+
+
+def schedule_of(name: str, **overrides: Any) -> dict[str, float]:
+    """Bytes per device of a strategy's step, compiled in a process of its own.
+
+    A failed check in the TPU compiler ends the process that it runs in.
+
+    Args:
+        name: One of `STRATEGIES`.
+        overrides: Fields of the GPT's config to change.
+
+    Returns:
+        ``sent``, ``exposed`` and ``temporaries``.
+
+    Raises:
+        CompilerMissingError: If the process fails.
+    """
+    environment = {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "JAX_PLATFORMS": "cpu",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    command = [sys.executable, "-m", "benchmarks.overlap", name, json.dumps(overrides)]
+    run = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | environment,
+    )
+    if run.returncode:
+        last = run.stderr.strip().splitlines()[-1:]
+        raise CompilerMissingError(f"{' '.join(command)} failed: {last}")
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def compile_and_read(strategy: Strategy, config: GPTConfig) -> dict[str, float]:
+    """Compiles the step for TPUs that are not there, and adds up its schedule."""
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY)
+    layout = strategy.layout(strategy.make_mesh(topology.devices))
+    assert math.prod(layout.mesh.shape.values()) == CHIPS
+    model = abstract_model(lambda rngs: GPT(config, rngs=rngs), nnx.Rngs(0))
+    precision = Precision.mixed_bfloat16()
+    plan = plan_state(model, layout, optax.adamw(1e-3), precision=precision)
+    step: Any = make_train_step(plan, next_token_loss, StepOptions())
+    rows = layout.sharding(layout.batch_spec(ROWS))
+    shape = (ROWS, config.seq_len + 1)
+    tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=rows)
+    compiled = step.lower(plan.abstract, {"tokens": tokens}).compile()
+    transfers = read_schedule(compiled.as_text())
+    return {
+        "sent": sum(each.bytes for each in transfers),
+        "exposed": sum(each.bytes for each in transfers if not each.is_hidden),
+        "temporaries": compiled.memory_analysis().temp_size_in_bytes,
+    }
+
+
+if __name__ == "__main__":
+    from dataclasses import replace
+
+    chosen = replace(CONFIG, **json.loads(sys.argv[2]))
+    print(json.dumps(compile_and_read(STRATEGIES[sys.argv[1]], chosen)))

@@ -1,0 +1,120 @@
+"""What a scheduled program sends, and what of it waits behind a product.
+
+A TPU's optimised HLO is printed in the order in which it runs. A collective is hidden
+if it is started and awaited apart and a product runs in between; else it is exposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nnx_parallel.audit.collectives import Collective, read_collective
+from nnx_parallel.audit.flops import count_flops
+from nnx_parallel.audit.hlo import Computation, Instruction, Module, parse
+from nnx_parallel.audit.loops import Value, evaluate, read_loop
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """A collective at its place in the schedule.
+
+    Attributes:
+        kind: One of the audit's kinds.
+        bytes: What a device sends for it, all executions together, by the best ring.
+        is_hidden: Whether a product runs between its start and its end.
+        source: The JAX operation that it came from.
+    """
+
+    kind: str
+    bytes: float
+    is_hidden: bool
+    source: str
+
+
+def read_schedule(text: str) -> list[Transfer]:
+    """Every collective of a scheduled program among more than one device.
+
+    Args:
+        text: Optimised HLO of a backend that schedules it, with its loops' lengths.
+    """
+    return list(_Schedule(parse(text)).of_entry())
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    module: Module
+
+    def of_entry(self) -> Iterator[Transfer]:
+        return self.of(self.module.entry, 1, ())
+
+    def of(
+        self, name: str, count: int, arguments: tuple[Value, ...]
+    ) -> Iterator[Transfer]:
+        computation = self.module.computations[name]
+        values = evaluate(self.module, computation, arguments)
+        for instruction in computation.instructions.values():
+            operands = tuple(values.get(operand) for operand in instruction.operands)
+            if instruction.opcode == "while":
+                loop = read_loop(self.module, instruction, operands[0])
+                trips = count * (loop.trip_count or 1)
+                body = instruction.attribute("body") or ""
+                yield from self.of(body, trips, (loop.invariants,))
+            elif found := self._collective(computation, instruction):
+                yield Transfer(
+                    kind=found.kind,
+                    bytes=count * sent_bytes(found),
+                    is_hidden=self._is_hidden(computation, instruction),
+                    source=found.source or instruction.source,
+                )
+            elif instruction.opcode in ("call", "conditional"):
+                called = instruction.called, *instruction.branches
+                for each in filter(None, called):
+                    yield from self.of(each, count, operands)
+
+    def _collective(
+        self, computation: Computation, instruction: Instruction
+    ) -> Collective | None:
+        """The collective that is, or that starts inside a fusion or an async start."""
+        devices = self.module.num_devices
+        if found := read_collective(computation, instruction, devices):
+            return found
+        if instruction.opcode not in ("fusion", "async-start"):
+            return None
+        inner = self.module.computations[instruction.called or ""]
+        all_inside = (self._collective(inner, i) for i in inner.instructions.values())
+        return next(filter(None, all_inside), None)
+
+    def _is_hidden(self, computation: Computation, start: Instruction) -> bool:
+        """Whether a product stands before the first that awaits it."""
+        if not start.opcode.endswith("-start"):
+            return False
+        order = list(computation.instructions.values())
+        first = order.index(start) + 1
+        awaits = f"{start.opcode.removesuffix('-start')}-done"
+        for instruction in order[first:]:
+            if instruction.opcode == awaits and start.name in instruction.operands:
+                return False
+            if self._has_product(computation, instruction):
+                return True
+        return False
+
+    def _has_product(self, computation: Computation, instruction: Instruction) -> bool:
+        if count_flops(computation, instruction):
+            return True
+        if instruction.opcode == "while":
+            inner = self.module.computations[instruction.attribute("body") or ""]
+        elif instruction.opcode in ("fusion", "call"):
+            inner = self.module.computations[instruction.called or ""]
+        else:
+            return False
+        return any(self._has_product(inner, i) for i in inner.instructions.values())
+
+
+def sent_bytes(collective: Collective) -> float:
+    """Bytes that each device of the group sends, by a ring that sends the least."""
+    size, whole = collective.group_size, collective.bytes_each
+    share = (size - 1) / size
+    if collective.kind == "collective-permute":
+        return whole
+    return whole * (2 * share if collective.kind == "all-reduce" else share)

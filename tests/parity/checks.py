@@ -1,0 +1,88 @@
+"""What must hold between a run and the one on one device."""
+
+import jax
+import numpy as np
+
+from tests.parity.models import Arrays
+from tests.parity.runs import Run
+
+
+def assert_same_numbers(run: Run, expected: Run) -> None:
+    """Parity: start, gradients, losses, and what 20 steps make of all arrays."""
+    assert_training(expected)
+    assert_same_bits(run.initial, expected.initial)
+    assert_gradients_close(run.gradients, expected.gradients)
+    np.testing.assert_allclose(run.losses, expected.losses, rtol=1e-5)
+    np.testing.assert_allclose(run.sgd_losses, expected.sgd_losses, rtol=1e-5)
+    assert_params_close(run.params, expected.params)
+    assert_params_close(run.variables, expected.variables)
+
+
+def assert_training(run: Run) -> None:
+    """The losses fall, so that what is compared is training."""
+    for losses in (run.losses, run.sgd_losses):
+        assert losses[-4:].mean() < 0.9 * losses[:4].mean()
+
+
+def assert_same_bits(found: Arrays, expected: Arrays) -> None:
+    assert found.keys() == expected.keys()
+    different = [p for p in expected if found[p].tobytes() != expected[p].tobytes()]
+    assert different == []
+
+
+def assert_gradients_close(
+    found: Arrays, expected: Arrays, limit: float = 1e-5
+) -> None:
+    """Each leaf to 1e-5 of the largest gradient of the tree."""
+    assert found.keys() == expected.keys()
+    largest = max(np.abs(leaf).max() for leaf in expected.values())
+    assert largest > 0
+    errors = {p: np.abs(found[p] - expected[p]).max() / largest for p in expected}
+    assert_all_below(errors, limit)
+
+
+def assert_params_close(found: Arrays, expected: Arrays) -> None:
+    """Each leaf to 1e-5 of its own largest entry, or of 0.1 where that is more."""
+    assert found.keys() == expected.keys()
+    errors = {
+        path: np.abs(found[path].astype(np.float64) - leaf).max()
+        / max(np.abs(leaf).max(), 0.1)
+        for path, leaf in expected.items()
+    }
+    assert_all_below(errors, 1e-5)
+
+
+def assert_all_below(errors: dict[str, float], limit: float) -> None:
+    # A NaN is not below the limit.
+    above = {path: error for path, error in errors.items() if not error <= limit}
+    assert above == {}
+
+
+def assert_placed(state: object, promised: object) -> None:
+    def is_placed(x: jax.Array, sharding: jax.sharding.Sharding) -> bool:
+        return x.sharding.is_equivalent_to(sharding, x.ndim)
+
+    placed = jax.tree_util.tree_map(is_placed, state, promised)
+    leaves = jax.tree_util.tree_leaves_with_path(placed)
+    assert [path for path, is_right in leaves if not is_right] == []
+
+
+def assert_parts(tree: object, parts: int | None) -> None:
+    """Every device holds one part in so many of all arrays but scalars."""
+    if parts is None:
+        return
+    arrays = [x for x in jax.tree.leaves(tree) if x.ndim]
+    total = sum(x.nbytes for x in arrays)
+    held = sum(x.addressable_shards[0].data.nbytes for x in arrays)
+    assert held * parts == total
+
+
+def axes_in_use(run: Run) -> set[str]:
+    """The mesh axes that split some array of the state."""
+    entries = [
+        entry
+        for leaf in jax.tree.leaves(run.end)
+        for entry in leaf.sharding.spec
+        if entry is not None
+    ]
+    return {a for e in entries for a in ((e,) if isinstance(e, str) else e)}

@@ -1,0 +1,288 @@
+"""The loss from hidden states: optax's numbers, no logits, and no product twice."""
+
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from nnx_parallel import (
+    FSDP,
+    Composite,
+    DataParallel,
+    LogicalRules,
+    Report,
+    Strategy,
+    TensorParallel,
+    audit,
+)
+from nnx_parallel.layers import cross_entropy, linear_cross_entropy
+from nnx_parallel.sharding import using
+
+ROWS, SEQ, EMBED, VOCAB = 8, 12, 16, 24
+STRATEGIES: dict[str, Strategy] = {
+    "one": DataParallel(1),
+    "fsdp": FSDP(8),
+    "tensor": TensorParallel(4),
+    "sequence": TensorParallel(4, sequence=True),
+    "sequence_whole_vocab": TensorParallel(
+        4, sequence=True, rules=(LogicalRules({"vocab": None}),)
+    ),
+    "ring": TensorParallel(2, overlap="ring"),
+    "fsdp_sequence": Composite(FSDP(4), TensorParallel(2, sequence=True)),
+    "uneven": FSDP(3),
+}
+
+
+def make_layout(strategy: Strategy):
+    sizes = strategy.axis_sizes.values()
+    devices = jax.devices()[: math.prod(size or 1 for size in sizes)]
+    return strategy.layout(strategy.make_mesh(devices))
+
+
+def given() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Hidden states, kernel, labels and weights."""
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.normal(size=(ROWS, SEQ, EMBED)), jnp.float32)
+    kernel = jnp.asarray(rng.normal(size=(EMBED, VOCAB)), jnp.float32)
+    labels = jnp.asarray(rng.integers(0, VOCAB, (ROWS, SEQ)), jnp.int32)
+    weights = jnp.asarray(rng.integers(0, 3, (ROWS, SEQ)), jnp.float32)
+    return hidden, kernel, labels, weights
+
+
+def by_optax(hidden, kernel, labels, weights) -> jax.Array:
+    losses = optax.losses.softmax_cross_entropy_with_integer_labels(
+        hidden @ kernel, labels
+    )
+    return jnp.sum(losses * weights) / weights.sum()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES.keys())
+@pytest.mark.parametrize("chunk_size", [None, 1, 5])
+@pytest.mark.parametrize("vocab_dim", [0, 1])
+def test_values_and_gradients_are_those_of_optax(
+    strategy: Strategy, chunk_size: int | None, vocab_dim: int
+):
+    hidden, kernel, labels, weights = given()
+    layout = make_layout(strategy)
+
+    def loss(hidden, kernel, weights):
+        with using(layout):
+            kernel = kernel if vocab_dim else kernel.T
+            mean = linear_cross_entropy(
+                hidden,
+                kernel,
+                labels,
+                weights,
+                vocab_dim=vocab_dim,
+                chunk_size=chunk_size,
+            )
+        return mean.total / weights.sum()
+
+    def expected(hidden, kernel, weights):
+        return by_optax(hidden, kernel, labels, weights)
+
+    args = (0, 1, 2)
+    arrays = hidden, kernel, weights
+    # As the primal alone, without gradients, it is another program.
+    np.testing.assert_allclose(jax.jit(loss)(*arrays), expected(*arrays), rtol=1e-6)
+    value, grads = jax.jit(jax.value_and_grad(loss, args))(*arrays)
+    wanted_value, wanted = jax.value_and_grad(expected, args)(*arrays)
+    np.testing.assert_allclose(value, wanted_value, rtol=1e-6)
+    # A weight of 0 leaves a label out for good: its gradient is 0 too.
+    wanted = (*wanted[:2], jnp.where(weights == 0, grads[2], wanted[2]))
+    for found, leaf in zip(grads, wanted, strict=True):
+        np.testing.assert_allclose(found, leaf, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 7])
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+def test_it_is_cross_entropy_of_the_product(chunk_size: int | None, z_loss: float):
+    hidden, kernel, labels, weights = given()
+
+    def whole(hidden, kernel):
+        return cross_entropy(hidden @ kernel, labels, weights, z_loss=z_loss).value
+
+    def chunked(hidden, kernel):
+        return linear_cross_entropy(
+            hidden, kernel, labels, weights, z_loss=z_loss, chunk_size=chunk_size
+        ).value
+
+    found = jax.value_and_grad(chunked, (0, 1))(hidden, kernel)
+    expected = jax.value_and_grad(whole, (0, 1))(hidden, kernel)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        found,
+        expected,
+    )
+
+
+def test_without_weights_all_labels_count():
+    hidden, kernel, labels, _ = given()
+    mean = linear_cross_entropy(hidden, kernel, labels, chunk_size=5)
+    assert mean.weight == labels.size
+    expected = by_optax(hidden, kernel, labels, jnp.ones(labels.shape))
+    np.testing.assert_allclose(mean.value, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("label", [-1, VOCAB])
+def test_a_label_outside_the_vocabulary_gives_nan_unless_it_weighs_nothing(label: int):
+    hidden, kernel, labels, weights = given()
+    labels, weights = labels.at[0, 0].set(label), weights.at[0, 0].set(1)
+    assert np.isnan(linear_cross_entropy(hidden, kernel, labels, weights).value)
+    without = weights.at[0, 0].set(0)
+    loss, grad = jax.value_and_grad(
+        lambda x: linear_cross_entropy(x, kernel, labels, without, chunk_size=5).value
+    )(hidden)
+    assert np.isfinite(loss)
+    assert np.isfinite(grad).all()
+
+
+@pytest.mark.parametrize("chunk_size", [None, 7])
+def test_bfloat16_is_computed_in_float32(chunk_size: int | None):
+    hidden, kernel, labels, weights = given()
+    hidden, kernel = hidden.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16)
+
+    def loss(hidden, kernel):
+        return linear_cross_entropy(
+            hidden, kernel, labels, weights, chunk_size=chunk_size
+        ).value
+
+    value, grads = jax.value_and_grad(loss, (0, 1))(hidden, kernel)
+    wide = hidden.astype(jnp.float32), kernel.astype(jnp.float32)
+    wanted, wanted_grads = jax.value_and_grad(
+        lambda x, w: by_optax(x, w, labels, weights), (0, 1)
+    )(*wide)
+    np.testing.assert_allclose(value, wanted, rtol=1e-6)
+    for found, leaf in zip(grads, wanted_grads, strict=True):
+        assert found.dtype == jnp.bfloat16
+        largest = np.abs(leaf).max()
+        np.testing.assert_allclose(found.astype(jnp.float32), leaf, atol=0.01 * largest)
+
+
+def compiled(strategy: Strategy, tokens: tuple[int, int], vocab: int, **options):
+    """Gradients of the loss, or of that from logits, compiled from shapes."""
+    layout = make_layout(strategy)
+    materialised = options.pop("materialised", False)
+    embed = options.pop("embed", 64)
+
+    def loss(hidden, kernel, labels):
+        with using(layout):
+            if materialised:
+                return cross_entropy(hidden @ kernel, labels).value
+            return linear_cross_entropy(hidden, kernel, labels, **options).value
+
+    def shaped(shape, dtype, *names):
+        spec = layout.activation_spec(shape, names)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.sharding(spec))
+
+    arrays = (
+        shaped((*tokens, embed), jnp.float32, "batch", "seq", "embed"),
+        shaped((embed, vocab), jnp.float32, None, "vocab"),
+        shaped(tokens, jnp.int32, "batch", None),
+    )
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+    return audit(step.lower(*arrays).compile())
+
+
+class TestMemoryAndFlops:
+    """32,768 tokens against 50,304 words."""
+
+    TOKENS, VOCAB, EMBED = (16, 2048), 50_304, 256
+
+    def test_a_tenth_of_the_logits(self):
+        chunked, whole = (
+            compiled(
+                DataParallel(1),
+                self.TOKENS,
+                self.VOCAB,
+                embed=self.EMBED,
+                materialised=materialised,
+            )
+            for materialised in (False, True)
+        )
+        assert chunked.temporary_bytes is not None
+        assert whole.temporary_bytes is not None
+        assert chunked.temporary_bytes <= whole.temporary_bytes / 10
+        assert chunked.flops == pytest.approx(whole.flops, rel=1e-3)
+        assert whole.flops == 6 * math.prod(self.TOKENS) * self.VOCAB * self.EMBED
+
+    def test_no_device_holds_full_logits_of_its_chunk(self):
+        """Split over `vocab`, and of the chunk's tokens over the batch."""
+        options = {"chunk_size": 1024, "embed": self.EMBED}
+        one = compiled(DataParallel(1), self.TOKENS, self.VOCAB, **options)
+        four = compiled(TensorParallel(4), self.TOKENS, self.VOCAB, **options)
+        assert one.temporary_bytes is not None
+        assert four.temporary_bytes is not None
+        logits, hidden = 1024 * self.VOCAB * 4, math.prod(self.TOKENS) * self.EMBED * 4
+        assert four.temporary_bytes < one.temporary_bytes / 4 + 3 * hidden
+        assert four.temporary_bytes < 2 * logits
+
+
+class TestCommunication:
+    TOKENS, VOCAB, EMBED = (8, 64), 96, 32
+
+    def report(self, strategy: Strategy) -> Report:
+        return compiled(
+            strategy, self.TOKENS, self.VOCAB, embed=self.EMBED, chunk_size=8
+        )
+
+    @pytest.mark.parametrize("strategy", [DataParallel(8), FSDP(8)])
+    def test_the_kernels_gradient_is_summed_once(self, strategy: Strategy):
+        report = self.report(strategy)
+        assert {each.count for each in report.collectives} == {1}
+        assert report.bytes("all-reduce") == self.VOCAB * self.EMBED * 4 + 4
+        assert report.bytes() == report.bytes("all-reduce")
+
+    def test_split_over_vocab_three_numbers_a_token_and_the_gradient(self):
+        report = self.report(TensorParallel(4))
+        tokens = math.prod(self.TOKENS)
+        assert report.bytes() == tokens * (3 + self.EMBED) * 4
+
+    def test_split_along_seq_it_gathers_by_the_chunk(self):
+        report = self.report(TensorParallel(4, sequence=True))
+        hidden = math.prod(self.TOKENS) * self.EMBED * 4
+        gathers = [c for c in report.collectives if c.kind == "all-gather"]
+        assert max(each.bytes_each for each in gathers) == hidden / 64
+        # Labels and weights come along.
+        assert hidden <= report.bytes("all-gather") <= 1.15 * hidden
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (
+                {"kernel": jnp.ones((4, 16, 1))},
+                "A kernel of shape (4, 16, 1) with vocab_dim=1; it must be (embed, "
+                "vocab), or (vocab, embed) with vocab_dim=0.",
+            ),
+            (
+                {"vocab_dim": 0},
+                "Hidden states of shape (2, 8, 4) for a kernel of shape (4, 16) with "
+                "vocab_dim=0; they must be (batch, seq, 16).",
+            ),
+            (
+                {"labels": jnp.ones((2, 7), jnp.int32)},
+                "Labels of shape (2, 7) for hidden states of shape (2, 8, 4); each "
+                "token has its own: (2, 8).",
+            ),
+            (
+                {"weights": jnp.ones((2,))},
+                "Weights of shape (2,) for hidden states of shape (2, 8, 4)",
+            ),
+            ({"chunk_size": 0}, "chunk_size is 0; it must be at least 1."),
+        ],
+    )
+    def test_shapes(self, change: dict, message: str):
+        given: dict[str, Any] = {
+            "hidden": jnp.ones((2, 8, 4)),
+            "kernel": jnp.ones((4, 16)),
+            "labels": jnp.ones((2, 8), jnp.int32),
+        }
+        with pytest.raises(ValueError, match=re.escape(message)):
+            linear_cross_entropy(**(given | change))

@@ -1,0 +1,291 @@
+"""What a pipeline cannot run is refused before anything is compiled, with a remedy."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from nnx_parallel import (
+    Composite,
+    DataParallel,
+    Interleaved,
+    Mean,
+    OneFOneB,
+    Pipeline,
+    Strategy,
+    Table,
+)
+from nnx_parallel.errors import PipelineError, ScheduleError
+from nnx_parallel.layers import Stack
+from tests.pipelines import assert_like_one_device, make_trainer
+
+WIDTH = 8
+BATCH = {"x": np.ones((8, WIDTH), np.float32), "index": np.zeros((8, 2), np.int32)}
+
+
+def linear(rngs: nnx.Rngs) -> nnx.Linear:
+    return nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+
+class Model(nnx.Module):
+    """One stack between nothing and nothing."""
+
+    def __init__(self, rngs: nnx.Rngs, make_block: Any = linear) -> None:
+        self.stack = Stack(make_block, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array, *args: Any) -> jax.Array:
+        return self.stack(x, *args)
+
+
+class Two(nnx.Module):
+    """Two stacks."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.left = Stack(linear, 4, rngs=rngs)
+        self.right = Stack(linear, 4, rngs=rngs)
+
+
+def step(
+    loss: Any, build: Any = Model, strategy: Strategy | None = None, **options: Any
+) -> None:
+    """Traces a step."""
+    trainer = make_trainer(build, loss, strategy or Pipeline(2), **options)
+    batch = trainer.shard_batch(BATCH)
+    trainer.train_step(trainer.state, batch)
+
+
+def once(model: Any, batch: Any) -> jax.Array:
+    return (model(batch["x"]) ** 2).mean()
+
+
+# Models
+
+
+@pytest.mark.parametrize(
+    ("build", "found"),
+    [
+        (linear, "Linear has no Stack"),
+        (Two, r"Two has Stacks \['left', 'right'\]"),
+    ],
+)
+def test_a_model_with_one_stack(build: Any, found: str) -> None:
+    with pytest.raises(PipelineError, match=found + ".*one Stack.*FSDP"):
+        make_trainer(build, once, Pipeline(2))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "numbers"),
+    [
+        (Pipeline(8), r"4 layers.*8 stages of 1 chunks.*\[1, 2, 4\].*\[8\]"),
+        (
+            Pipeline(4, Interleaved(chunks=2)),
+            r"4 stages of 2 chunks.*stages can be \[1, 2\].*layers can be \[8\]",
+        ),
+    ],
+    ids=str,
+)
+def test_layers_that_do_not_divide(strategy: Strategy, numbers: str) -> None:
+    with pytest.raises(PipelineError, match=numbers):
+        make_trainer(Model, once, strategy)
+
+
+# Calls
+
+
+def twice(model: Any, batch: Any) -> jax.Array:
+    return (model(model(batch["x"])) ** 2).mean()
+
+
+def never(model: Any, batch: Any) -> jax.Array:
+    return (model.stack.layer.kernel[...] ** 2).mean()
+
+
+def in_vmap(model: Any, batch: Any) -> jax.Array:
+    return (jax.vmap(model)(batch["x"]) ** 2).mean()
+
+
+def in_checkpoint(model: Any, batch: Any) -> jax.Array:
+    graphdef, state = nnx.split(model)
+    run = jax.checkpoint(lambda state, x: nnx.merge(graphdef, state, copy=True)(x))
+    return (run(state, batch["x"]) ** 2).mean()
+
+
+def in_scan(model: Any, batch: Any) -> jax.Array:
+    graphdef, state = nnx.split(model)
+
+    def step(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return nnx.merge(graphdef, state, copy=True)(x), None
+
+    return (jax.lax.scan(step, batch["x"], None, length=2)[0] ** 2).mean()
+
+
+def in_grad(model: Any, batch: Any) -> jax.Array:
+    graphdef, state = nnx.split(model)
+
+    def energy(x: jax.Array) -> jax.Array:
+        return (nnx.merge(graphdef, state, copy=True)(x) ** 2).sum()
+
+    return (jax.grad(energy)(batch["x"]) ** 2).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [
+        (twice, "calls a Stack 2 times"),
+        (never, "calls no Stack|before it calls it"),
+        (in_vmap, "under jax.vmap"),
+        (in_scan, "inside scan"),
+        (in_grad, "under jax.grad"),
+    ],
+)
+def test_a_stack_called_once_in_the_open(loss: Any, found: str) -> None:
+    with pytest.raises(PipelineError, match=found):
+        step(loss)
+
+
+def in_jit(model: Any, batch: Any) -> jax.Array:
+    graphdef, state = nnx.split(model)
+    run = jax.jit(lambda state, x: nnx.merge(graphdef, state, copy=True)(x))
+    return (run(state, batch["x"]) ** 2).mean()
+
+
+@pytest.mark.parametrize("loss", [in_jit, in_checkpoint])
+def test_a_plain_call_around_it_does_no_harm(loss: Any) -> None:
+    assert_like_one_device(Model, loss, Pipeline(2), BATCH)
+
+
+# What goes in and out
+
+
+def doubled_weights(model: Any, batch: Any) -> jax.Array:
+    kernel = model.stack.layer.kernel
+    kernel[...] = 2 * kernel[...]
+    return once(model, batch)
+
+
+def weight_of_the_output(model: Any, batch: Any) -> Mean:
+    out = model(batch["x"])
+    return Mean((out**2).sum(), (out > 0).sum())
+
+
+def integers(model: Any, batch: Any) -> jax.Array:
+    return (model(batch["index"]) ** 2).mean().astype(jnp.float32)
+
+
+def random_key(model: Any, batch: Any) -> jax.Array:
+    return (model(batch["x"], jax.random.key(0)) ** 2).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [
+        (doubled_weights, "computes with the parameters.*inside the blocks only"),
+        (weight_of_the_output, "weight of the loss depends.*come from the batch"),
+        (integers, "must be floating-point.*arguments of the blocks"),
+        (random_key, r"random key.*jax.random.key_data"),
+    ],
+)
+def test_what_a_stack_may_be_given(loss: Any, found: str) -> None:
+    with pytest.raises(PipelineError, match=found):
+        step(loss)
+
+
+def test_a_block_gives_what_it_takes() -> None:
+    def widening(rngs: nnx.Rngs) -> nnx.Linear:
+        return nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
+
+    with pytest.raises(PipelineError, match="must be like its input"):
+        step(once, lambda rngs: Model(rngs, widening))
+
+
+class Counting(nnx.Module):
+    """A block that counts its calls."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = linear(rngs)
+        self.calls = nnx.Variable(jnp.float32(0))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.calls[...] = self.calls[...] + 1
+        return self.linear(x)
+
+
+def test_the_layers_variables_stay_on_their_stage() -> None:
+    def reads(model: Any, batch: Any) -> jax.Array:
+        return once(model, batch) + model.stack.layer.calls[...].mean()
+
+    with pytest.raises(PipelineError, match=r"`stack.layer.calls`.*output of the bl"):
+        step(reads, lambda rngs: Model(rngs, Counting))
+
+
+class Remembering(nnx.Module):
+    """A variable read before the stack and written after it."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.stack = Stack(linear, 4, rngs=rngs)
+        self.last = nnx.Variable(jnp.float32(1))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = self.stack(x * self.last[...])
+        self.last[...] = y.mean()
+        return y
+
+
+def test_a_variable_that_would_depend_on_the_schedule() -> None:
+    with pytest.raises(PipelineError, match="`last` is read before the Stack"):
+        step(once, Remembering)
+
+
+# What would end the process
+
+
+class Choosing(nnx.Module):
+    """A block that gathers by computed indices."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = linear(rngs)
+
+    def __call__(self, x: jax.Array, index: jax.Array) -> jax.Array:
+        return self.linear(x) + jnp.take_along_axis(x, index, axis=1).sum(-1)[:, None]
+
+
+def chosen(model: Any, batch: Any) -> jax.Array:
+    return (model(batch["x"], batch["index"]) ** 2).mean()
+
+
+def build_choosing(rngs: nnx.Rngs) -> Model:
+    return Model(rngs, Choosing)
+
+
+def test_computed_indices_in_a_stage_that_is_split() -> None:
+    strategy = Composite(Pipeline(2), DataParallel(2))
+    with pytest.raises(PipelineError, match=r"gather.*\['data'\].*one_hot"):
+        step(chosen, build_choosing, strategy)
+
+
+def test_computed_indices_in_a_stage_of_one_device() -> None:
+    step(chosen, build_choosing, Pipeline(2))
+
+
+# Arguments
+
+
+def test_arguments_of_the_strategy() -> None:
+    with pytest.raises(ValueError, match="at least 1 stage"):
+        Pipeline(0)
+    with pytest.raises(ValueError, match=r"stash='all'.*'policy', 'inputs'"):
+        Pipeline(2, stash="all")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"gather='never'.*'microbatch', 'step'"):
+        Pipeline(2, gather="never")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="must be a Schedule"):
+        Pipeline(2, schedule="1f1b")  # pyright: ignore[reportArgumentType]
+
+
+def test_a_table_of_other_sizes() -> None:
+    table: Table = OneFOneB().table(num_stages=2, num_microbatches=8)
+    with pytest.raises(ScheduleError, match=r"8.*4|4.*8"):
+        step(once, strategy=Pipeline(2, table), num_microbatches=4)
+    step(once, strategy=Pipeline(2, table), num_microbatches=8)

@@ -1,0 +1,121 @@
+"""Every schedule on every mesh trains to the numbers of one device.
+
+The loss is that of one device, weighted by token. ``make test`` runs every schedule on
+every mesh, ``make test-all`` the product with all models.
+"""
+
+import math
+from dataclasses import dataclass
+from itertools import product
+
+import jax
+import numpy as np
+import pytest
+
+from nnx_parallel import (
+    FSDP,
+    Composite,
+    DataParallel,
+    GPipe,
+    Interleaved,
+    OneFOneB,
+    Pipeline,
+    Schedule,
+    Strategy,
+    Table,
+    TensorParallel,
+    ZeroBubble,
+)
+from tests.parity.checks import (
+    assert_parts,
+    assert_placed,
+    assert_same_numbers,
+    axes_in_use,
+)
+from tests.parity.models import DEEP_CASES
+from tests.parity.runs import compiling, measure, promised_shardings, reference
+
+MICROBATCHES = 8
+
+
+@dataclass(frozen=True)
+class Lazy(Schedule):
+    """A user's own: backward slots wait two ticks, weight slots one or two more."""
+
+    def table(self, num_stages: int, num_microbatches: int) -> Table:
+        stage, microbatch = np.ogrid[:num_stages, :num_microbatches]
+        backward = 2 * num_stages - stage + microbatch
+        return Table.from_ticks(
+            num_stages,
+            microbatch + stage,
+            backward,
+            backward + 1 + stage % 2,
+            name="Lazy",
+        )
+
+
+SCHEDULES: dict[str, Schedule] = {
+    "gpipe": GPipe(),
+    "1f1b": OneFOneB(),
+    "interleaved": Interleaved(chunks=2),
+    "zero_bubble": ZeroBubble(),
+    "own": Lazy(),
+}
+MESHES: dict[str, tuple[int, tuple[Strategy, ...]]] = {
+    "pp2": (2, ()),
+    "pp4": (4, ()),
+    "pp2_fsdp2_tp2": (2, (FSDP(2, min_size=0), TensorParallel(2))),
+    "pp2_dp4": (2, (DataParallel(4),)),
+    "pp4_tp2": (4, (TensorParallel(2),)),
+}
+# Where the parts of a mesh split all arrays of the layers evenly.
+LAYER_PARTS = {"pp2": 2, "pp4": 4, "pp2_dp4": 2}
+PRODUCT = list(product(SCHEDULES, MESHES, DEEP_CASES))
+
+
+def is_chosen(schedule: str, mesh: str, model: str) -> bool:
+    """One model for each schedule and mesh, all models with each of them."""
+    index = list(SCHEDULES).index(schedule) + list(MESHES).index(mesh)
+    return list(DEEP_CASES)[index % len(DEEP_CASES)] == model
+
+
+def parametrized() -> list:
+    """The product; what is not chosen is slow. One worker runs what shares a run."""
+    return [
+        pytest.param(
+            *combination,
+            marks=[
+                pytest.mark.xdist_group(f"pipeline {combination[2]}"),
+                *([] if is_chosen(*combination) else [pytest.mark.slow]),
+            ],
+        )
+        for combination in PRODUCT
+    ]
+
+
+def test_every_schedule_on_every_mesh_is_chosen() -> None:
+    chosen = [combination for combination in PRODUCT if is_chosen(*combination)]
+    pairs = {(schedule, mesh) for schedule, mesh, _ in chosen}
+    assert len(chosen) == len(pairs) == len(SCHEDULES) * len(MESHES)
+    for factor in (0, 1):
+        met = {(c[factor], c[2]) for c in chosen}
+        assert met == {(c[factor], c[2]) for c in PRODUCT}
+
+
+@pytest.mark.parametrize(("schedule", "mesh", "model"), parametrized())
+def test_same_numbers_as_one_device(schedule: str, mesh: str, model: str) -> None:
+    case = DEEP_CASES[model]
+    size, others = MESHES[mesh]
+    strategy = Composite(Pipeline(size, SCHEDULES[schedule]), *others)
+    devices = jax.devices()[: math.prod(n or 1 for n in strategy.axis_sizes.values())]
+    optimized = not is_chosen(schedule, mesh, model)
+    expected = reference(model, MICROBATCHES, optimized=optimized, deep=True)
+    with compiling(optimized=optimized):
+        run = measure(case, strategy, devices, MICROBATCHES)
+    assert_same_numbers(run, expected)
+
+    promised = promised_shardings(case, strategy, devices)
+    assert_placed(run.start, promised)
+    assert_placed(run.end, promised)
+    assert_parts(run.end.params["blocks"], LAYER_PARTS.get(mesh))
+    assert axes_in_use(run) >= set(strategy.axis_sizes) - {"data"}

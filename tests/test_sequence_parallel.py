@@ -1,0 +1,266 @@
+"""Sequence parallelism, overlapped or not: one device's numbers, less memory.
+
+A GPT does not change: its products find out from the layout what they gather and
+scatter, and how.
+"""
+
+import re
+from dataclasses import replace
+from functools import cache
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from models import GPTConfig
+from nnx_parallel import (
+    FSDP,
+    Composite,
+    DataParallel,
+    LogicalRules,
+    Strategy,
+    TensorParallel,
+)
+from nnx_parallel.layers import Dense, Embed
+from nnx_parallel.sharding import constrain, using
+from nnx_parallel.strategies import Pipeline
+from tests.parity.models import CASES
+from tests.parity.runs import Run, compiling, measure, reference
+from tests.steps import CompiledStep, compile_gpt
+
+SEQUENCE = TensorParallel(4, sequence=True)
+RING = TensorParallel(4, overlap="ring")
+BIDIRECTIONAL = TensorParallel(4, overlap="bidirectional")
+FSDP_RING = Composite(FSDP(2, min_size=0), RING)
+
+STRATEGIES: dict[str, Strategy] = {
+    "sequence": SEQUENCE,
+    "ring": RING,
+    "bidirectional": BIDIRECTIONAL,
+    "fsdp_sequence": Composite(FSDP(4, min_size=0), TensorParallel(2, sequence=True)),
+    "fsdp_ring": FSDP_RING,
+    "dp_fsdp_ring": Composite(
+        DataParallel(2), FSDP(2, min_size=0), TensorParallel(2, overlap="ring")
+    ),
+    "dp_bidirectional": Composite(
+        DataParallel(2), TensorParallel(4, overlap="bidirectional")
+    ),
+    "pipeline_sequence": Composite(Pipeline(2), TensorParallel(4, sequence=True)),
+    "pipeline_ring": Composite(Pipeline(2), TensorParallel(4, overlap="ring")),
+    "pipeline_fsdp_ring": Composite(
+        Pipeline(2), FSDP(2, min_size=0), TensorParallel(2, overlap="bidirectional")
+    ),
+}
+
+
+QUICK = {
+    ("sequence", "gpt"),
+    ("bidirectional", "llama"),
+    ("dp_fsdp_ring", "gpt"),
+    ("pipeline_fsdp_ring", "llama"),
+}
+PARITY = [
+    pytest.param(
+        name, model, marks=[] if (name, model) in QUICK else [pytest.mark.slow]
+    )
+    for name, model in product(STRATEGIES, ["gpt", "llama"])
+]
+
+
+@pytest.mark.parametrize(("name", "model"), PARITY)
+def test_same_numbers_as_one_device(name: str, model: str):
+    """Losses of 20 steps of AdamW and of SGD; each leaf of the first gradients."""
+    strategy = STRATEGIES[name]
+    microbatches = 4 if strategy.pipeline else 1
+    expected = reference(model, microbatches, optimized=False)
+    sizes = strategy.axis_sizes.values()
+    devices = jax.devices()[: int(np.prod([size or 1 for size in sizes]))]
+    with compiling(optimized=False):
+        run = measure(CASES[model], strategy, devices, microbatches)
+    np.testing.assert_allclose(run.losses, expected.losses, rtol=1e-5)
+    np.testing.assert_allclose(run.sgd_losses, expected.sgd_losses, rtol=1e-5)
+    assert max(gradient_errors(run, expected).values()) < 1e-5
+
+
+def gradient_errors(found: Run, expected: Run) -> dict[str, float]:
+    """Of each leaf, over the largest gradient of all."""
+    largest = max(np.abs(leaf).max() for leaf in expected.gradients.values())
+    return {
+        path: np.abs(found.gradients[path] - leaf).max() / largest
+        for path, leaf in expected.gradients.items()
+    }
+
+
+LAYERS, ROWS, SEQ, WIDTH = 3, 8, 64, 128
+CONFIG = GPTConfig.tiny(
+    num_layers=LAYERS, seq_len=SEQ, embed_dim=WIDTH, num_heads=4, vocab_size=64
+)
+ACTIVATION = ROWS * SEQ * WIDTH * 4
+
+
+@cache
+def compiled(config: GPTConfig, strategy: Strategy) -> CompiledStep:
+    return compile_gpt(config, strategy, ROWS)
+
+
+def growth(config: GPTConfig, strategy: Strategy) -> float:
+    """Temporaries of one more layer, in whole activations."""
+    few, many = (
+        compiled(replace(config, num_layers=n), strategy).memory.temp_size_in_bytes
+        for n in (2, 6)
+    )
+    return (many - few) / 4 / ACTIVATION
+
+
+class TestMemory:
+    """What a layer keeps for the backward pass.
+
+    With a part W that every device holds whole and a part S that the axis splits, a
+    layer takes W + S / size. Sizes 2 and 4 tell the two apart. Sequence parallelism
+    must leave S alone and split W: residuals, inputs and statistics of norms.
+    """
+
+    @pytest.mark.parametrize("strategy", [SEQUENCE, RING], ids=["sequence", "ring"])
+    @pytest.mark.parametrize("remat", ["none", "dots", "full"])
+    def test_what_lies_outside_the_products_is_split(self, strategy, remat):
+        config = replace(CONFIG, remat=remat)
+        two, four = (growth(config, TensorParallel(n)) for n in (2, 4))
+        outside, inside = 2 * four - two, two - four
+        assert outside > 0.95
+        assert outside / (growth(config, strategy) - inside) >= 2.5
+
+    def test_dots_keeps_the_outputs_of_overlapped_products(self):
+        """They are not computed twice, nor is their input gathered again for them."""
+        none, dots = (
+            compiled(replace(CONFIG, remat=remat), RING) for remat in ("none", "dots")
+        )
+        hops = [step.report.count("collective-permute") for step in (none, dots)]
+        assert hops[0] == hops[1]
+        # Scores, and what they weigh: 2 products of heads * seq * seq * head_dim.
+        attention = 2 * 2 * ROWS * SEQ * SEQ * WIDTH // RING.size * LAYERS
+        assert dots.report.flops - none.report.flops == attention
+
+
+class TestCommunication:
+    def collectives(self, strategy: Strategy, count: int) -> dict[str, list[int]]:
+        """Bytes by kind of what runs ``count`` times and is no parameter's gradient."""
+        found: dict[str, list[int]] = {}
+        for each in compiled(CONFIG, strategy).report.collectives:
+            if each.count == count and each.bytes_each >= ACTIVATION // 4:
+                found.setdefault(each.kind, []).append(each.bytes_each)
+        return found
+
+    def test_a_layer_gathers_and_scatters_where_it_reduced(self):
+        """XLA for CPU writes a reduce-scatter as an all-reduce and a slice."""
+        plain = self.collectives(TensorParallel(4), LAYERS)
+        assert sorted(plain["all-reduce"]) == [ACTIVATION] * 3 + [3 * ACTIVATION]
+        split = self.collectives(SEQUENCE, LAYERS)
+        # Forward the inputs of query, key, value and up; backward these once more, not
+        # kept, and the gradients of the outputs of out and down. XLA for TPU gathers
+        # the input of query, key and value once for all three.
+        assert split["all-gather"] == [ACTIVATION] * 2 * 5
+        sums = sorted(split["all-reduce"])
+        assert [n // ACTIVATION for n in sums] == [1, 1, 1, 3]
+
+    @pytest.mark.parametrize(("strategy", "ways"), [(RING, 1), (BIDIRECTIONAL, 2)])
+    def test_overlapped_products_send_shards_only(self, strategy, ways):
+        found = self.collectives(strategy, LAYERS)
+        assert not found.keys() - {"collective-permute"}
+        step = compiled(CONFIG, strategy)
+        hops = [
+            each
+            for each in step.report.collectives
+            if each.kind == "collective-permute" and each.count == LAYERS
+        ]
+        assert {each.bytes_each for each in hops} == {ACTIVATION // 4 // ways}
+        # Forward: one input of query, key and value, which the compiler shares; one of
+        # up; the sums of out and down. Backward: the gradients of out and down, which
+        # need the input's gathered gradient; the inputs again; four sums of theirs.
+        assert len(hops) == 3 * ways * (4 + 2 + 2 + 4)
+
+    @pytest.mark.parametrize("name", ["sequence", "ring", "fsdp_ring"])
+    def test_nothing_is_computed_twice(self, name: str):
+        step = compiled(CONFIG, STRATEGIES[name])
+        theory = CONFIG.flops_per_token(SEQ) * ROWS * SEQ
+        assert step.report.flops * step.num_devices == pytest.approx(theory, rel=0.03)
+
+    def test_gathered_kernels_are_not_gathered_for_each_hop(self):
+        """FSDP gathers no more than it does without a ring."""
+        plain = Composite(FSDP(2, min_size=0), TensorParallel(4))
+        found = [
+            sum(
+                each.bytes
+                for each in compiled(CONFIG, strategy).report.collectives
+                if each.kind == "all-gather" and each.group_size == 2
+            )
+            for strategy in (plain, FSDP_RING)
+        ]
+        assert 0 < found[1] <= found[0]
+
+
+class TestPlaces:
+    """`seq` takes the axis where no other dim of the activation claims it."""
+
+    @pytest.mark.parametrize(
+        ("shape", "names", "spec"),
+        [
+            ((8, 64, 32), ("batch", "seq", "embed"), P("fsdp", "tensor")),
+            (
+                (8, 64, 4, 8),
+                ("batch", "seq", "heads", "head_dim"),
+                P("fsdp", None, "tensor"),
+            ),
+            ((8, 64, 128), ("batch", "seq", "mlp"), P("fsdp", None, "tensor")),
+            ((8, 64, 128), ("batch", "seq", "vocab"), P("fsdp", None, "tensor")),
+            ((8, 63, 32), ("batch", "seq", "embed"), P("fsdp")),
+            ((8, 64, 3), ("batch", "seq", "heads"), P("fsdp", "tensor")),
+        ],
+    )
+    def test_activations(self, shape, names, spec):
+        layout = FSDP_RING.layout()
+        assert layout.activation_spec(shape, names) == spec
+
+    def test_parameters_are_placed_as_without(self):
+        def build(rngs: nnx.Rngs) -> nnx.Module:
+            return Embed(64, 32, vocab_name="seq", rngs=rngs)
+
+        state = nnx.state(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
+        mesh = SEQUENCE.make_mesh(jax.devices()[:4])
+        specs = nnx.to_pure_dict(SEQUENCE.specs(state, mesh=mesh))
+        assert specs["embedding"] == P()
+
+    def test_the_user_decides(self):
+        rules = (LogicalRules({"seq": None}),)
+        strategy = TensorParallel(4, sequence=True, rules=rules)
+        layout = strategy.layout(strategy.make_mesh(jax.devices()[:4]))
+        names = ("batch", "seq", "embed")
+        assert layout.activation_spec((8, 64, 32), names) == P()
+
+    @pytest.mark.parametrize("strategy", [SEQUENCE, RING], ids=["sequence", "ring"])
+    @pytest.mark.parametrize("seq", [16, 15, 1])
+    def test_a_length_that_does_not_divide_stays_whole(self, strategy, seq):
+        layout = strategy.layout(strategy.make_mesh(jax.devices()[:4]))
+        up = Dense({"embed": 8}, {"mlp": 16}, rngs=nnx.Rngs(0), use_bias=True)
+        down = Dense({"mlp": 16}, {"embed": 8}, rngs=nnx.Rngs(1), use_bias=True)
+        x = jnp.asarray(np.random.default_rng(0).normal(size=(2, seq, 8)), jnp.float32)
+
+        def apply(x: jax.Array) -> jax.Array:
+            with using(layout):
+                return constrain(down(up(x)), "batch", "seq", "embed")
+
+        np.testing.assert_allclose(jax.jit(apply)(x), down(up(x)), rtol=2e-5, atol=1e-6)
+        sent = str(jax.make_jaxpr(apply)(x)).count("ppermute")
+        assert (sent > 0) == (strategy is RING and seq == 16)
+
+
+def test_unknown_overlap():
+    message = (
+        "TensorParallel.overlap is 'rings'; it must be one of ['ring', "
+        "'bidirectional'], or None"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        TensorParallel(4, overlap="rings")  # pyright: ignore[reportArgumentType]
