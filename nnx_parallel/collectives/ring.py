@@ -136,6 +136,8 @@ class Ring:
                 start = owner * length + piece.start
                 sums.append(function(self._slice(x, start, piece.length)))
             if arriving:
+                # Fused with its product, the addition would have it wait for the hop.
+                sums, arriving = jax.lax.optimization_barrier((sums, arriving))
                 sums = [a + b for a, b in zip(sums, arriving, strict=True)]
         return sums[0] if len(sums) == 1 else jnp.concatenate(sums, axis=self.dim)
 

@@ -232,8 +232,12 @@ def _forward(
             f"gpte,gptv->{kept}{order}", x, dlogits, preferred_element_type=jnp.float32
         )
         names = {"g": "batch", "p": "seq", "v": "vocab", "e": None}
-        dw = plan.place(dw + more, *(names[n] for n in f"{kept}{order}"))
-        return dw, (dx, losses)
+        if plan.num_chunks == 1:  # it goes where the gradient is wanted
+            return more, (dx, losses)
+        return plan.place(dw + more, *(names[n] for n in f"{kept}{order}")), (
+            dx,
+            losses,
+        )
 
     sizes = {"g": plan.rows, "p": plan.parts}
     shape = (*(sizes[n] for n in kept), *kernel.shape)

@@ -206,24 +206,25 @@ class Executor:
         """
         keeps = not self.table.is_forward_only
 
-        def slots(layers: Layers, each: Any, shared: Any) -> tuple[dict, Any]:
+        def write(_: None, each: Any, fed: list) -> tuple[None, Any]:
             memory, slot = each
-            fed, is_any = shared
             inputs = write_slot(
                 memory["inputs"], memory["received"], slot["receive_input"]
             )
-            inputs = write_slot(inputs, fed, slot["feed_input"])
+            return None, write_slot(inputs, fed, slot["feed_input"])
+
+        def slots(layers: Layers, each: Any, is_any: jax.Array) -> tuple[dict, Any]:
+            memory, slot = each
             chunk = self._chunks.take(layers, slot["forward_chunk"])
-            travel = read_slot(inputs, slot["forward_input"])
+            travel = read_slot(memory["inputs"], slot["forward_input"])
 
             def run() -> Any:
                 if not keeps:
                     return self.stage.run(chunk, travel), chunk.state, None
                 return self.stage.forward(chunk, travel)
 
-            found = _cond("forward", is_any, run)
-            travel, state, kept = found
-            memory = memory | {"inputs": inputs, "received": self._send(travel, 1)}
+            travel, state, kept = _cond("forward", is_any, run)
+            memory = memory | {"received": self._send(travel, 1)}
             if keeps:
                 saved = write_slot(memory["saved"], kept, slot["forward_saved"])
                 memory["saved"] = saved
@@ -231,8 +232,12 @@ class Executor:
                 return state, (memory, travel)
             return layers.state, (memory, travel)
 
-        each, shared = (memory, row["stages"]), (fed, row["whole"]["any_forward"])
-        state, (memory, travel) = self.manual(slots)(layers, each, shared)
+        # Buffers are written in one region and read in the next: within one, XLA makes
+        # the write a part of the read, and then copies the buffer to keep it as it was.
+        _, inputs = self.manual(write)(None, (memory, row["stages"]), fed)
+        each = (memory | {"inputs": inputs}, row["stages"])
+        is_any = row["whole"]["any_forward"]
+        state, (memory, travel) = self.manual(slots)(layers, each, is_any)
         leaving = [x[-1] for x in travel[: self.stage.recorded.num_x]]
         return Layers(layers.trained, layers.fixed, state), memory, leaving
 
@@ -259,8 +264,7 @@ class Executor:
             )
             return None, write_slot(cotangents, fed, slot["feed_cotangent"])
 
-        # Buffers are written in one region and read in the next: within one, XLA makes
-        # the write a part of the read, and then copies the buffer to keep it as it was.
+        # In a region of its own, as in `forward`.
         _, cotangents = self.manual(write)(None, (memory, row["stages"]), fed)
         memory = memory | {"cotangents": cotangents}
         each, whole = (memory, row["stages"]), row["whole"]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -135,8 +136,11 @@ class Layout:
         return not has_claims and self.mesh.shape.keys().isdisjoint(names)
 
     def sharding(self, spec: P) -> NamedSharding:
-        """The spec on this mesh."""
-        return NamedSharding(self.mesh, spec)
+        """The spec on this mesh; in a manual region, on the mesh as it is there."""
+        # JAX refuses to mix values that are placed on one and on the other.
+        context = jax.sharding.get_abstract_mesh()
+        mesh = context if context.manual_axes else self.mesh
+        return NamedSharding(mesh, spec)
 
     def place(self, info: ArrayInfo) -> Placement:
         """The four specs of an array.
