@@ -13,7 +13,9 @@ import jax
 NAMES = {
     "overhead": "Trainer's step against the same step written by hand",
     "sharded_jit": "sharded_jit against jax.jit with the same shardings",
+    "overlap": "bytes that a TPU's schedule hides behind products; compiled, not run",
     "fsdp": "FSDP against hand-placed activations, and against shardings alone",
+    "pipeline": "pipeline schedules: simulated, compiled and measured",
 }
 
 
@@ -26,6 +28,7 @@ def main() -> int:
     )
     parser.add_argument("name", nargs="?", choices=NAMES)
     parser.add_argument("--rounds", type=int, help="interleaved rounds of steps")
+    parser.add_argument("--full", action="store_true", help="pipeline: all sizes")
     parser.add_argument("--json", metavar="PATH", help="write the figures to a file")
     options = parser.parse_args()
     if options.name is None:
@@ -34,7 +37,8 @@ def main() -> int:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     benchmark = importlib.import_module(f"benchmarks.{options.name}")
-    table = benchmark.measure(**({"rounds": options.rounds} if options.rounds else {}))
+    given = {"rounds": options.rounds, "full": options.full}
+    table = benchmark.measure(**{name: value for name, value in given.items() if value})
     table.show()
     if options.json:
         table.write(options.json)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import subprocess
 import sys
 from typing import Any
@@ -45,6 +46,13 @@ STRATEGIES: dict[str, Strategy] = {
     "bidirectional": TensorParallel(CHIPS, overlap="bidirectional"),
     "fsdp": FSDP(CHIPS),
 }
+
+
+UNAVAILABLE = (
+    "No module named 'libtpu'",
+    "async-update instruction should have 1 operands",
+)
+"""Of a process without the compiler; of a jaxlib too old to print its schedules."""
 
 
 class CompilerMissingError(Exception):
@@ -83,7 +91,8 @@ def schedule_of(name: str, **overrides: Any) -> dict[str, float]:
         ``sent``, ``exposed`` and ``temporaries``.
 
     Raises:
-        CompilerMissingError: If the process fails.
+        CompilerMissingError: If there is no TPU compiler, or none whose schedules this
+            jax can print.
     """
     environment = {
         "TPU_SKIP_MDS_QUERY": "1",
@@ -100,8 +109,9 @@ def schedule_of(name: str, **overrides: Any) -> dict[str, float]:
         env=os.environ | environment,
     )
     if run.returncode:
-        last = run.stderr.strip().splitlines()[-1:]
-        raise CompilerMissingError(f"{' '.join(command)} failed: {last}")
+        known = [text for text in UNAVAILABLE if text in run.stderr]
+        error = CompilerMissingError if known else RuntimeError
+        raise error(f"{shlex.join(command)} failed: {known or run.stderr}")
     return json.loads(run.stdout.splitlines()[-1])
 
 

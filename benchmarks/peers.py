@@ -21,10 +21,11 @@ from jax.sharding import PartitionSpec as P
 
 from models import GPT
 from nnx_parallel import GPipe, Mean, TrainState
-from nnx_parallel.layers import Remat, default_remat
+from nnx_parallel.layers import Remat, default_remat, linear_cross_entropy
 from nnx_parallel.pipeline.edges import Given
 from nnx_parallel.pipeline.run import PipelinedFunction
-from nnx_parallel.sharding import using
+from nnx_parallel.precision import cast_floating
+from nnx_parallel.sharding import Layout, using
 from nnx_parallel.sharding.model import flatten, nest
 from nnx_parallel.state import StatePlan
 from nnx_parallel.step import split_rows
@@ -120,12 +121,8 @@ def make_gpt_step(
         x = look_up(table, tokens) + look_up(position_table, positions)
         x, _ = jax.lax.scan(remat(run_block, prevent_cse=False), x, blocks)
         x = nnx.merge(norm_def, params["norm"])(x)
-        logits = jnp.einsum("bse,ve->bsv", x, table)
-        is_label = jnp.arange(table.shape[0])[None, None] == labels[..., None]
-        of_label = jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
-        losses = jax.nn.logsumexp(logits, axis=-1) - of_label
-        is_class = (labels >= 0) & (labels < table.shape[0])
-        return jnp.sum(jnp.where(is_class, losses, jnp.nan))
+        with using(Layout(mesh=whole.mesh, batch_axes=whole.mesh.axis_names)):
+            return linear_cross_entropy(x, table, labels, vocab_dim=0).total
 
     def loss(params: State, batch: Mapping[str, jax.Array]) -> jax.Array:
         return remat(total_loss)(params, batch) / batch["tokens"][:, 1:].size
@@ -196,7 +193,7 @@ def make_gpipe_step(
     def mean_loss(params: dict, state: TrainState, batch: Any) -> jax.Array:
         keys = jax.vmap(partial(jax.random.fold_in, state.key))
         given = Given(
-            params=flatten(params),
+            params=cast_floating(flatten(params), plan.precision.compute),
             variables=flatten(state.variables),
             batch=split_rows(plan, batch, num_microbatches),
             keys=keys(jnp.arange(num_microbatches)),

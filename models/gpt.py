@@ -7,6 +7,7 @@ References:
     [1] Radford et al., "Language Models are Unsupervised Multitask Learners", 2019,
     section 2.3 (pre-norm, residual outputs scaled by depth).
     [2] Su et al., "RoFormer", 2021, section 3.2, https://arxiv.org/abs/2104.09864
+    [3] Chowdhery et al., "PaLM", 2022, section 2, https://arxiv.org/abs/2204.02311
 """
 
 from __future__ import annotations
@@ -150,12 +151,16 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream."""
+    """Attention and MLP, added to the residual stream.
+
+    Each behind a norm of its own, one after the other; or both from one norm [3].
+    """
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         self.attention_norm = _norm(config, rngs=rngs)
         self.attention = Attention(config, rngs=rngs)
-        self.mlp_norm = _norm(config, rngs=rngs)
+        is_parallel = config.block == "parallel"
+        self.mlp_norm = None if is_parallel else _norm(config, rngs=rngs)
         self.mlp = MLP(config, rngs=rngs)
         self.dropout = _dropout(config, rngs=rngs)
 
@@ -163,9 +168,12 @@ class Block(nnx.Module):
         self, x: jax.Array, start: int | jax.Array = 0, cache: Cache | None = None
     ) -> jax.Array | tuple[jax.Array, Cache | None]:
         """(batch, seq, embed) to the same; given a cache, returns it with x added."""
-        attended, new_cache = self.attention(self.attention_norm(x), start, cache)
+        normed = self.attention_norm(x)
+        attended, new_cache = self.attention(normed, start, cache)
         x = constrain(x + self.dropout(attended), "batch", "seq", "embed")
-        x = x + self.dropout(self.mlp(self.mlp_norm(x)))
+        if self.mlp_norm is not None:
+            normed = self.mlp_norm(x)
+        x = x + self.dropout(self.mlp(normed))
         x = constrain(x, "batch", "seq", "embed")
         return x if cache is None else (x, new_cache)
 

@@ -7,7 +7,7 @@ References:
     [3] Su et al., "RoFormer", 2021, section 3.2, https://arxiv.org/abs/2104.09864
     [4] Shazeer, "GLU Variants Improve Transformer", 2020,
     https://arxiv.org/abs/2002.05202
-    [5] Chowdhery et al., "PaLM", 2022, section 5 and appendix B,
+    [5] Chowdhery et al., "PaLM", 2022, sections 2 and 5, appendix B,
     https://arxiv.org/abs/2204.02311
 """
 
@@ -21,6 +21,7 @@ from nnx_parallel.layers import Remat, check_remat
 Norm = Literal["layer", "rms"]
 Positions = Literal["learned", "rope"]
 Activation = Literal["gelu", "swiglu"]
+Arrangement = Literal["sequential", "parallel"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,9 @@ class GPTConfig:
         positions: A learned table, or rotation of queries and keys [3].
         rope_theta: Base of the rotation's wavelengths.
         activation: GELU, or SwiGLU with its third kernel [4].
+        block: MLP after attention, each behind a norm of its own; or both ``parallel``
+            from one norm, added together [5]: their products then share one input and
+            one sum, so that tensor parallelism has less to wait for.
         use_bias: Whether kernels and LayerNorms have biases.
         tied: Whether the embedding is also the head.
         dropout: Probability of dropping an output of embedding, attention and MLP.
@@ -69,6 +73,7 @@ class GPTConfig:
     positions: Positions = "learned"
     rope_theta: float = 10_000.0
     activation: Activation = "gelu"
+    block: Arrangement = "sequential"
     use_bias: bool = True
     tied: bool = True
     dropout: float = 0.0
@@ -77,11 +82,12 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         norms, positions = get_args(Norm), get_args(Positions)
-        activations = get_args(Activation)
+        activations, blocks = get_args(Activation), get_args(Arrangement)
         rules = (
             ("norm", self.norm in norms, f"one of {norms}"),
             ("positions", self.positions in positions, f"one of {positions}"),
             ("activation", self.activation in activations, f"one of {activations}"),
+            ("block", self.block in blocks, f"one of {blocks}"),
             ("rope_theta", self.rope_theta > 0, "above 0"),
             ("dropout", 0 <= self.dropout < 1, "a probability in [0, 1)"),
             ("z_loss", self.z_loss >= 0, "at least 0"),
@@ -138,7 +144,8 @@ class GPTConfig:
         norm = embed * (2 if self.norm == "layer" and self.use_bias else 1)
         biases = (sizes["heads"] + 2 * sizes["kv_heads"]) * sizes["head_dim"] + embed
         biases += sizes["mlp"] * (2 if self.activation == "swiglu" else 1) + embed
-        block = 2 * norm + (biases if self.use_bias else 0)
+        num_norms = 1 if self.block == "parallel" else 2
+        block = num_norms * norm + (biases if self.use_bias else 0)
         looked_up = 0 if self.tied else sizes["vocab"] * embed
         looked_up += self.seq_len * embed if self.positions == "learned" else 0
         return self.num_product_params + self.num_layers * block + norm + looked_up

@@ -15,7 +15,8 @@ def origins(module: Module, computation: str, name: str) -> set[str]:
 
     ``parameter`` is among them only if it is an argument of the program.
     """
-    found, seen, waiting = set(), set(), [(computation, name, None)]
+    found, seen = set(), set()
+    waiting: list[Place] = [(computation, name, None)]
     while waiting:
         place = waiting.pop()
         if place in seen:

@@ -23,7 +23,7 @@ from models import (
     generate,
     next_token_loss,
 )
-from models.gpt import Attention
+from models.gpt import Attention, Block
 from nnx_parallel.audit import audit
 from nnx_parallel.metrics import Mean
 from nnx_parallel.sharding import FSDPRules, Layout, ZeroAxis, using
@@ -101,6 +101,8 @@ def test_a_later_token_does_not_change_earlier_logits(config: GPTConfig) -> None
         (GPTConfig.tiny_llama(), None),
         (GPTConfig.tiny(use_bias=False, head_dim=24, tied=False), None),
         (GPTConfig.tiny_llama(use_bias=True, norm="layer"), None),
+        (GPTConfig.tiny(block="parallel"), None),
+        (GPTConfig.tiny_llama(block="parallel"), None),
     ],
 )
 def test_num_params_is_the_published_number_and_the_models_own(
@@ -152,6 +154,14 @@ def test_residual_outputs_start_smaller_with_depth() -> None:
         ("query", layer.attention.query.kernel, 0.02),
     ):
         np.testing.assert_allclose(kernel[...].std(), std, rtol=0.05, err_msg=name)
+
+
+def test_a_parallel_block_adds_attention_and_mlp_of_one_norm() -> None:
+    block = Block(replace(GPT2, block="parallel"), rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (2, 8, GPT2.embed_dim))
+    normed = block.attention_norm(x)
+    attended, _ = block.attention(normed, 0, None)
+    np.testing.assert_allclose(block(x), x + attended + block.mlp(normed), rtol=1e-6)
 
 
 # Attention
@@ -479,6 +489,11 @@ def test_generation_on_a_mesh_equals_one_device(
         (
             {"activation": "relu"},
             "GPTConfig.activation is 'relu'; it must be one of ('gelu', 'swiglu').",
+        ),
+        (
+            {"block": "serial"},
+            "GPTConfig.block is 'serial'; it must be one of ('sequential', "
+            "'parallel').",
         ),
         ({"rope_theta": 0.0}, "GPTConfig.rope_theta is 0.0; it must be above 0."),
         (

@@ -154,7 +154,7 @@ def in_jit(model: Any, batch: Any) -> jax.Array:
 
 @pytest.mark.parametrize("loss", [in_jit, in_checkpoint])
 def test_a_plain_call_around_it_does_no_harm(loss: Any) -> None:
-    assert_like_one_device(Model, loss, Pipeline(2), BATCH)
+    assert_like_one_device(Model, loss, Pipeline(2), lambda: BATCH)
 
 
 # What goes in and out

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cache
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -35,15 +36,16 @@ from nnx_parallel import (
     audit,
 )
 from nnx_parallel.audit.hlo import parse
-from nnx_parallel.pipeline.lifetimes import find_lifetimes
+from nnx_parallel.pipeline.buffers import plan_buffers
 from nnx_parallel.state import init_state
 from nnx_parallel.step import StepOptions, make_train_step
 from tests.origins import origins
 from tests.steps import QUICKLY, lower_step, plan_step
 
-ROWS = 8  # of a microbatch
+ROWS, MICROBATCHES = 8, 4  # rows of one microbatch; microbatches where any number does
+# The head has a third of the parameters that take part in products.
 CONFIG = GPTConfig.tiny(
-    num_layers=4, seq_len=16, embed_dim=32, vocab_size=64, tied=False, remat="full"
+    num_layers=4, seq_len=16, embed_dim=32, vocab_size=768, tied=False, remat="full"
 )
 MAKERS = {
     "ours": lambda plan, num_microbatches: make_train_step(
@@ -63,14 +65,14 @@ def build(config: GPTConfig) -> Callable[[nnx.Rngs], GPT]:
 def compiled(
     config: GPTConfig, strategy: Strategy, num_microbatches: int, maker: str = "ours"
 ) -> jax.stages.Compiled:
-    """A training step of AdamW, with as many rows in a microbatch whatever their number."""
+    """A step of AdamW, whose batch grows with the number of microbatches."""
     plan = plan_step(build(config), strategy)
     step = MAKERS[maker](plan, num_microbatches)
     lowered = lower_step(step, plan, ROWS * num_microbatches, config.seq_len)
     return lowered.compile(QUICKLY)
 
 
-def branch_flops(report: Report) -> dict[str, float]:
+def slot_flops(report: Report) -> dict[str, float]:
     """FLOPs per device of each kind of slot and part around the stack, once."""
     return {each.scope: max(each.branch_flops) for each in report.conditionals}
 
@@ -84,26 +86,36 @@ def temporaries(*args, **kwargs) -> int:
 class TestZeroBubble:
     """The backward pass in two slots."""
 
-    @pytest.mark.parametrize("stash", ["policy", "inputs"])
     @pytest.mark.parametrize(
-        "config",
+        ("config", "stash"),
         [
-            replace(CONFIG, remat="none"),
-            CONFIG,
-            GPTConfig.tiny_llama(num_layers=4, seq_len=16, embed_dim=32, remat="full"),
+            (CONFIG, "policy"),
+            (replace(CONFIG, remat="none"), "policy"),
+            (replace(CONFIG, remat="none"), "inputs"),
+            (GPTConfig.tiny_llama(seq_len=16, embed_dim=32, remat="full"), "inputs"),
         ],
-        ids=["gpt", "gpt-remat", "llama-remat"],
+        ids=["remat", "keeps", "inputs", "llama-inputs-remat"],
     )
     def test_no_product_is_computed_in_both(self, config, stash):
-        joint = branch_flops(audit(compiled(config, Pipeline(4, stash=stash), 2)))
-        strategy = Pipeline(4, ZeroBubble(), stash=stash)
-        split = branch_flops(audit(compiled(config, strategy, 2)))
-        both = split["backward_input"] + split["backward_weight"]
-        assert both <= 1.02 * joint["backward"]
-        assert split["forward"] == joint["forward"]
-        # The weight slots are worth waiting for: half of all products, if nothing is
-        # computed again.
-        assert split["backward_weight"] >= 0.3 * both
+        joint = Pipeline(4, stash=stash)
+        split = Pipeline(4, ZeroBubble(), stash=stash)
+        whole, parts = (
+            slot_flops(audit(compiled(config, strategy, MICROBATCHES)))
+            for strategy in (joint, split)
+        )
+        both = parts["backward_input"] + parts["backward_weight"]
+        assert both <= 1.02 * whole["backward"]
+        assert parts["forward"] == whole["forward"]
+
+    def test_weight_slots_hold_a_product_for_each_kernel(self):
+        """And the input slots two for each of attention's: scores, and their use."""
+        split = compiled(replace(CONFIG, remat="none"), Pipeline(4, ZeroBubble()), 4)
+        flops = slot_flops(audit(split))
+        kernels = 2 * ROWS * CONFIG.seq_len * 12 * CONFIG.embed_dim**2
+        scores = 2 * ROWS * CONFIG.seq_len**2 * CONFIG.embed_dim
+        assert flops["forward"] == kernels + 2 * scores
+        assert flops["backward_input"] == kernels + 4 * scores
+        assert flops["backward_weight"] == kernels
 
     @pytest.mark.parametrize("num_stages", [2, 4, 8])
     def test_at_most_one_less_than_the_stages_wait(self, num_stages):
@@ -111,7 +123,8 @@ class TestZeroBubble:
         made, used = table.backward_input.active, table.backward_weight.active
         waiting = np.cumsum(made.astype(int) - used, axis=0)
         assert waiting.max() == num_stages - 1
-        assert find_lifetimes(table.ticks).pending.peak == num_stages
+        # In a tick a new one is written before an old one is read.
+        assert plan_buffers(table).num_pending == num_stages
 
 
 def shares(schedule: Schedule, num_stages: int, num_microbatches: int) -> dict:
@@ -138,32 +151,18 @@ MESHES = {
 class TestSpread:
     """Every device does its share of the layers and of what comes after them."""
 
-    # The head has a third of the parameters that take part in products.
-    CONFIG = replace(CONFIG, vocab_size=768)
-    MICROBATCHES = 4
-
     @pytest.mark.parametrize("strategy", MESHES.values(), ids=MESHES.keys())
     def test_no_device_computes_what_others_do(self, strategy):
-        config, count = self.CONFIG, self.MICROBATCHES
-        head = config.vocab_size * config.embed_dim
-        assert head == pytest.approx(config.num_product_params / 3)
-        step = compiled(config, strategy, count)
-        pipeline = strategy.pipeline
+        assert 3 * CONFIG.vocab_size * CONFIG.embed_dim == CONFIG.num_product_params
+        pipeline, num_stages = strategy.pipeline, strategy.axis_sizes["pipe"]
         assert pipeline is not None
-        num_stages = strategy.axis_sizes["pipe"]
-        taken = shares(pipeline.schedule, num_stages, count)
+        # A stage that keeps its input alone computes what full remat does.
+        kept = "none" if pipeline.stash == "inputs" else "full"
+        step = compiled(replace(CONFIG, remat=kept), strategy, MICROBATCHES)
+        taken = shares(pipeline.schedule, num_stages, MICROBATCHES)
         flops = audit(step, taken=taken).flops
-        whole = audit(compiled(config, DataParallel(1), count)).flops
-        num_devices = parse(step.as_text() or "").num_devices
-        again = self.rerun(config) if pipeline.stash == "inputs" else 0
-        print(flops * num_devices / (whole + again))
-        assert flops * num_devices <= 1.1 * (whole + again)
-
-    def rerun(self, config: GPTConfig) -> float:
-        """FLOPs of a second forward pass through the layers, without the head."""
-        tokens = ROWS * self.MICROBATCHES * config.seq_len
-        head = 6 * config.vocab_size * config.embed_dim
-        return (config.flops_per_token(config.seq_len) - head) / 3 * tokens
+        whole = audit(compiled(CONFIG, DataParallel(1), MICROBATCHES)).flops
+        assert flops * parse(step.as_text() or "").num_devices <= 1.02 * whole
 
 
 SCHEDULES = {
@@ -188,7 +187,6 @@ class TestBranches:
         edges = {"before", "after", "before_backward"}
         assert sorted(found) == sorted({"forward"} | backward | edges)
         for scope, opcodes in found.items():
-            print(scope, sorted(opcodes))
             assert "constant" in opcodes
             assert not opcodes & DIFFER, f"{scope}: {opcodes & DIFFER}"
 
@@ -197,12 +195,13 @@ class TestBranches:
 
         def body(x: jax.Array) -> jax.Array:
             is_first = jax.lax.axis_index("pipe") == 0
-            return jax.lax.cond(is_first, jax.numpy.sin, jax.numpy.cos, x)
+            return jax.lax.cond(is_first, jnp.sin, jnp.cos, x)
 
         function = jax.shard_map(
             body, mesh=mesh, in_specs=P("pipe"), out_specs=P("pipe")
         )
-        text = jax.jit(function).lower(jax.numpy.ones((8, 4))).compile().as_text()
+        x = jax.device_put(np.ones((8, 4)), jax.NamedSharding(mesh, P("pipe")))
+        text = jax.jit(function).lower(x).compile().as_text()
         (opcodes,) = predicates(parse(text or "")).values()
         assert opcodes & DIFFER
 
@@ -225,68 +224,144 @@ def predicates(module) -> dict[str, set[str]]:
 
 
 class TestMemory:
-    """Scratch memory of a step, per device."""
+    """Scratch memory of a step, per device, at 8 rows of 64 tokens a microbatch."""
 
     CONFIG = replace(CONFIG, num_layers=8, seq_len=64)
     STRATEGY = Pipeline(4, stash="inputs")
+    INPUT_BYTES = ROWS * 64 * CONFIG.embed_dim * 4  # of a stage
 
     def test_a_quarter_of_gpipe_by_autodiff(self):
-        ours = temporaries(self.CONFIG, self.STRATEGY, 32)
-        peer = temporaries(self.CONFIG, self.STRATEGY, 32, "gpipe by autodiff")
-        print(ours, peer, ours / peer)
+        """64 microbatches in 4 stages; the peer keeps layers' inputs and logits."""
+        ours = temporaries(self.CONFIG, self.STRATEGY, 64)
+        peer = temporaries(self.CONFIG, self.STRATEGY, 64, "gpipe by autodiff")
         assert ours <= peer / 4
 
     def test_the_peer_computes_the_same(self):
+        found = [self.run(maker) for maker in MAKERS]
+        for name in ("loss", "grad_norm"):
+            assert float(found[0][name]) == pytest.approx(
+                float(found[1][name]), rel=1e-5
+            )
+
+    def run(self, maker: str) -> dict[str, jax.Array]:
+        """Metrics of a first step."""
         plan = plan_step(build(self.CONFIG), self.STRATEGY)
         state = init_state(plan, build(self.CONFIG), nnx.Rngs(0), 0)
-        rows = np.random.default_rng(0).integers(0, 64, (32 * ROWS, 65), np.int32)
-        tokens = jax.device_put(
-            rows, plan.layout.sharding(plan.layout.batch_spec(len(rows)))
-        )
-        found = []
-        for maker in MAKERS:
-            start = jax.device_put(jax.tree.map(np.asarray, state), plan.shardings)
-            step = compiled(self.CONFIG, self.STRATEGY, 32, maker)
-            found.append(step(start, {"tokens": tokens})[1])
-        for name in ("loss", "grad_norm"):
-            assert found[0][name] == pytest.approx(found[1][name], rel=1e-6)
+        shape = (64 * ROWS, self.CONFIG.seq_len + 1)
+        tokens = np.random.default_rng(0).integers(0, 64, shape, np.int32)
+        spec = plan.layout.batch_spec(len(tokens))
+        batch = {"tokens": jax.device_put(tokens, plan.layout.sharding(spec))}
+        step = compiled(self.CONFIG, self.STRATEGY, 64, maker)
+        return step(jax.device_put(state, plan.shardings), batch)[1]
 
-    def test_it_does_not_grow_with_the_number_of_microbatches(self):
-        """The whole batch is tokens, and each microbatch's loss and its weight."""
+    def test_the_stash_does_not_grow_with_microbatches(self):
+        """The batch does: tokens, once more spread over the stages, loss and weight."""
         few, some, many = (
             temporaries(self.CONFIG, self.STRATEGY, count) for count in (16, 32, 64)
         )
         tokens = ROWS * (self.CONFIG.seq_len + 1) * 4
-        print(few, some, many, tokens)
-        assert many - some <= 2 * 32 * tokens
-        assert some - few <= 2 * 16 * tokens
+        assert many - some <= 32 * (tokens / 4 + 2 * 4)
+        assert some - few <= 16 * (tokens / 4 + 2 * 4)
 
-    def test_it_grows_with_the_stages(self):
-        """1F1B keeps 2 S - 1 inputs of a stage, each of a microbatch."""
-        config = replace(self.CONFIG, seq_len=256)
-        few, many = (
-            temporaries(config, Pipeline(size, stash="inputs"), 32) for size in (2, 8)
-        )
-        print(few, many)
+    def test_gpipe_keeps_an_input_and_a_cotangent_of_every_microbatch(self):
+        """Where 1F1B keeps 7 inputs and 1 cotangent."""
+        gpipe = temporaries(self.CONFIG, Pipeline(4, GPipe(), stash="inputs"), 32)
+        ours = temporaries(self.CONFIG, self.STRATEGY, 32)
+        more = (32 - 7 + 32 - 1) * self.INPUT_BYTES
+        assert gpipe - ours == pytest.approx(more, rel=0.1)
+
+    @pytest.mark.parametrize(
+        "schedule",
+        [OneFOneB(), GPipe(), ZeroBubble()],
+        ids=lambda s: s.table(2, 2).name,
+    )
+    def test_buffers_are_written_in_place(self, schedule):
+        strategy = Pipeline(4, schedule, stash="inputs")
+        count = 8 if schedule == ZeroBubble() else 32
+        module = parse(compiled(self.CONFIG, strategy, count).as_text() or "")
+        copied = [
+            shape.num_bytes
+            for computation in module.computations.values()
+            if {i.opcode for i in computation.instructions.values()} >= {"conditional"}
+            for instruction in computation.instructions.values()
+            if instruction.opcode == "copy"
+            for shape in instruction.shapes
+        ]
+        assert max(copied, default=0) < self.INPUT_BYTES
 
 
 class TestCompileTime:
-    """The size of a program, by its instructions: it is what compile time follows."""
+    """The number of a program's instructions, which compile time follows."""
 
-    CONFIG = replace(CONFIG, num_layers=8)
+    CONFIG = replace(CONFIG, num_layers=16)
+    SCHEDULES = pytest.mark.parametrize(
+        "schedule", [OneFOneB(), ZeroBubble()], ids=lambda s: s.table(2, 2).name
+    )
 
-    @pytest.mark.parametrize("schedule", [OneFOneB(), ZeroBubble()], ids=repr)
+    @SCHEDULES
     def test_it_does_not_grow_with_microbatches(self, schedule):
         few, many = (self.size(Pipeline(4, schedule), count) for count in (8, 64))
-        print(few, many)
         assert many == pytest.approx(few, rel=0.02)
 
-    @pytest.mark.parametrize("schedule", [OneFOneB(), ZeroBubble()], ids=repr)
+    @SCHEDULES
     def test_it_hardly_grows_with_stages(self, schedule):
         few, many = (self.size(Pipeline(size, schedule), 8) for size in (2, 8))
-        print(few, many)
-        assert many == pytest.approx(few, rel=0.1)
+        assert many <= 1.1 * few
 
     def size(self, strategy: Strategy, num_microbatches: int) -> int:
         report = audit(compiled(self.CONFIG, strategy, num_microbatches))
         return sum(report.opcodes.values())
+
+
+TPU_SCRIPT = """
+import os
+os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu"}
+import jax, numpy as np, optax
+from flax import nnx
+from jax.experimental import topologies
+from benchmarks.peers import make_gpipe_step
+from models import GPT, GPTConfig, next_token_loss
+from nnx_parallel import Composite, DataParallel, Pipeline, Precision, TensorParallel
+from nnx_parallel.sharding.model import abstract_model
+from nnx_parallel.state import plan_state
+from nnx_parallel.step import StepOptions, make_train_step
+
+topology = topologies.get_topology_desc(platform="tpu", topology_name="v5p:4x4x8")
+config = GPTConfig(
+    vocab_size=32_768, seq_len=2048, num_layers=32, embed_dim=4096, num_heads=32,
+    mlp_dim=16_384, use_bias=False,
+)
+strategy = Composite(
+    Pipeline(8, stash="inputs"), DataParallel(4), TensorParallel(4)
+)
+layout = strategy.layout(strategy.make_mesh(topology.devices))
+model = abstract_model(lambda rngs: GPT(config, rngs=rngs), nnx.Rngs(0))
+precision = Precision.mixed_bfloat16()
+plan = plan_state(model, layout, optax.adamw(1e-3), precision=precision)
+microbatches, rows = 32, 32 * 8
+options = StepOptions(num_microbatches=microbatches, remat="full")
+ours = make_train_step(plan, next_token_loss, options)
+gpipe = make_gpipe_step(plan, next_token_loss, microbatches, remat="full")
+sharding = layout.sharding(layout.batch_spec(rows))
+tokens = jax.ShapeDtypeStruct((rows, 2049), np.int32, sharding=sharding)
+for step in (ours, gpipe):
+    memory = step.lower(plan.abstract, {"tokens": tokens}).compile().memory_analysis()
+    print(memory.temp_size_in_bytes)
+"""
+
+
+@pytest.mark.slow
+def test_a_quarter_of_gpipe_by_autodiff_on_128_tpus():
+    """32 layers of 4096 and 16,384, 32 microbatches of 8 rows of 2048 tokens."""
+    pytest.importorskip("libtpu")
+    run = subprocess.run(
+        [sys.executable, "-c", TPU_SCRIPT],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert run.returncode == 0, run.stderr
+    ours, peer = map(int, run.stdout.split())
+    # Measured: 3.27 GiB against 25.24 GiB. The schedule GPipe() takes 4.78 GiB.
+    assert ours <= peer / 4

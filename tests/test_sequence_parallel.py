@@ -141,7 +141,7 @@ class TestMemory:
         hops = [step.report.count("collective-permute") for step in (none, dots)]
         assert hops[0] == hops[1]
         # Scores, and what they weigh: 2 products of heads * seq * seq * head_dim.
-        attention = 2 * 2 * ROWS * SEQ * SEQ * WIDTH // RING.size * LAYERS
+        attention = 2 * 2 * ROWS * SEQ * SEQ * WIDTH // 4 * LAYERS
         assert dots.report.flops - none.report.flops == attention
 
 

@@ -29,8 +29,11 @@ class TensorParallel(Strategy):
     a device keeps ``1 / size`` of those activations. ``overlap`` runs both as rings
     beside the products they feed [3], as `all_gather_matmul` and
     `matmul_reduce_scatter` do. Products that share an input (query, key and value; up
-    and gate) then gather it once each: three times the bytes of one gathering into
-    attention and twice into a gated MLP, hidden as long as the products take longer.
+    and gate) each have a ring: compilers merge those that gather the input, but the
+    gradient of the input is summed once for each, 3 times into attention and twice into
+    a gated MLP. Measured for a GPT on 4 TPU v5p: a ring sends 9.2 GiB a step where
+    ``sequence`` alone sends 7.7, and 95 % of it runs beside products, where none did
+    (``python -m benchmarks overlap``).
 
     A model tells which dims those are by naming them. A model without names is
     replicated, which `describe` says; place its arrays with ``rules``.

@@ -1,0 +1,52 @@
+"""Rings hide what they send: asserted on the schedule of the TPU compiler.
+
+Nothing runs: the step is compiled for chips that are not there, in a child process.
+"""
+
+import pytest
+
+from benchmarks.overlap import CompilerMissingError, schedule_of
+from benchmarks.schedule import read_schedule
+
+SCHEDULED = """
+HloModule m, is_scheduled=true, num_partitions=4
+
+%product (p: f32[8,8]) -> f32[8,8] {
+  %p = f32[8,8]{1,0} parameter(0)
+  ROOT %d = f32[8,8]{1,0} dot(%p, %p), lhs_contracting_dims={1}
+}
+
+ENTRY %main (x: f32[8,8]) -> f32[8,8] {
+  %x = f32[8,8]{1,0} parameter(0)
+  %s1 = (f32[8,8]{1,0}, f32[8,8]{1,0}) collective-permute-start(%x), PAIRS
+  %f = f32[8,8]{1,0} fusion(%x), kind=kOutput, calls=%product
+  %d1 = f32[8,8]{1,0} collective-permute-done(%s1)
+  %s2 = (f32[8,8]{1,0}, f32[8,8]{1,0}) collective-permute-start(%d1), PAIRS
+  %a = f32[8,8]{1,0} add(%f, %d1)
+  %d2 = f32[8,8]{1,0} collective-permute-done(%s2)
+  %g = f32[8,8]{1,0} all-reduce(%a), replica_groups={{0,1,2,3}}, to_apply=%product
+  ROOT %r = f32[8,8]{1,0} add(%g, %d2)
+}
+""".replace("PAIRS", "source_target_pairs={{0,1},{1,2},{2,3},{3,0}}")
+
+
+def test_a_transfer_is_hidden_if_a_product_runs_before_it_is_awaited():
+    found = [(t.kind, t.bytes, t.is_hidden) for t in read_schedule(SCHEDULED)]
+    shard = 8 * 8 * 4
+    assert found == [
+        ("collective-permute", shard, True),
+        ("collective-permute", shard, False),
+        ("all-reduce", shard * 2 * 3 / 4, False),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["ring", "bidirectional"])
+def test_nine_tenths_of_what_tensor_parallelism_sends_is_hidden(mode: str):
+    """By bytes: what is left are the edges, embedding and head, which are no rings."""
+    pytest.importorskip("libtpu")
+    try:
+        figures = schedule_of(mode)
+    except CompilerMissingError as error:
+        pytest.skip(str(error))
+    assert figures["exposed"] <= 0.1 * figures["sent"]
