@@ -121,8 +121,11 @@ def make_gpt_step(
         x = look_up(table, tokens) + look_up(position_table, positions)
         x, _ = jax.lax.scan(remat(run_block, prevent_cse=False), x, blocks)
         x = nnx.merge(norm_def, params["norm"])(x)
-        with using(Layout(mesh=whole.mesh, batch_axes=whole.mesh.axis_names)):
-            return linear_cross_entropy(x, table, labels, vocab_dim=0).total
+        mesh = whole.mesh
+        assert isinstance(mesh, jax.sharding.Mesh)
+        with using(Layout(mesh=mesh, batch_axes=mesh.axis_names)):
+            mean = linear_cross_entropy(x, table, labels, vocab_dim=0)
+        return jnp.asarray(mean.total)
 
     def loss(params: State, batch: Mapping[str, jax.Array]) -> jax.Array:
         return remat(total_loss)(params, batch) / batch["tokens"][:, 1:].size

@@ -47,9 +47,9 @@ SCHEDULES = {
     "Interleaved(2)": Interleaved(2),
     "ZeroBubble": ZeroBubble(),
 }
-QUICK = [(2, 8), (4, 8), (8, 8), (4, 32)]
+QUICK = [(2, 8), (4, 8), (8, 8)]
 FULL = [(stages, count) for stages in (2, 4, 8) for count in (4, 8, 16, 32, 64)]
-COMPARED = (4, 16)
+COMPARED = (4, 8)
 
 
 @dataclass

@@ -161,7 +161,8 @@ def test_a_parallel_block_adds_attention_and_mlp_of_one_norm() -> None:
     x = jax.random.normal(jax.random.key(0), (2, 8, GPT2.embed_dim))
     normed = block.attention_norm(x)
     attended, _ = block.attention(normed, 0, None)
-    np.testing.assert_allclose(block(x), x + attended + block.mlp(normed), rtol=1e-6)
+    found: Any = block(x)
+    np.testing.assert_allclose(found, x + attended + block.mlp(normed), rtol=1e-6)
 
 
 # Attention

@@ -1,7 +1,8 @@
 """Every schedule on every mesh trains to the numbers of one device.
 
-The loss is that of one device, weighted by token. ``make test`` runs each schedule on two
-meshes and each mesh with two schedules, ``make test-all`` the product with all models.
+The loss is that of one device, weighted by token. ``make test`` runs each schedule on
+two meshes and each mesh with two schedules, ``make test-all`` the product with all
+models.
 """
 
 import math
