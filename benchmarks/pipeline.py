@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from benchmarks.pipeline_slots import slot_runs
-from benchmarks.timing import Ratio, Runner, Table, interleave
+from benchmarks.timing import Ratio, Runner, Table, circumstances, interleave
 from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import (
     GPipe,
@@ -62,6 +62,8 @@ class Sweep:
     def show(self) -> None:
         """Prints the grids."""
         console = Console(width=120)
+        for key, value in circumstances().items():
+            console.print(f"{key}: {value}", highlight=False)
         for grid in self.grids:
             console.print(grid)
 
@@ -175,8 +177,9 @@ def _figures(made: Made, seconds: float) -> dict[str, float]:
 def _taken(table: pipelines.Table) -> dict[str, float]:
     """The share of ticks in which the devices run a slot, their own or masked."""
     edges = table.num_microbatches / table.num_ticks
-    found = dict.fromkeys(("before", "after", "before_backward"), edges)
-    found["forward"] = float(table.forward.any.mean())
+    forward = float(table.forward.any.mean())
+    found = {"before": edges, "after": edges, "before_backward": edges}
+    found |= {"forward": forward}
     backward = float(table.backward_input.any.mean())
     if not table.is_split:
         return found | {"backward": backward}

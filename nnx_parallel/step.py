@@ -111,7 +111,8 @@ def make_eval_step(
 
     The model is in evaluation mode and its variables stay as they are. A plain scalar
     weighs by the batch's rows, a `Mean` by its weight. Each batch, by its index, draws
-    random numbers of its own, the same in every evaluation.
+    random numbers of its own, the same in every evaluation. Under a pipeline the
+    batch is split into microbatches, each like a batch of its own.
     """
 
     def means_of(model: nnx.Module, batch: Batch, key: jax.Array) -> dict[str, Mean]:
@@ -139,7 +140,10 @@ def make_eval_step(
 def make_predict_step(
     plan: StatePlan, function: Callable[[Any, Batch], Any], options: StepOptions
 ) -> Callable[[dict, dict, Batch], Any]:
-    """The compiled prediction: ``(params, variables, batch)`` to outputs by row."""
+    """The compiled prediction: ``(params, variables, batch)`` to outputs by row.
+
+    Every output has the rows as its first dim: a pipeline splits and joins them.
+    """
 
     def call(model: nnx.Module, batch: Batch, key: jax.Array) -> Any:
         return function(model, batch)

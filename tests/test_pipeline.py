@@ -14,10 +14,13 @@ from nnx_parallel import (
     FSDP,
     Composite,
     DataParallel,
+    GPipe,
     Interleaved,
     Mean,
+    OneFOneB,
     Pipeline,
     Precision,
+    Schedule,
     Strategy,
     TensorParallel,
     ZeroBubble,
@@ -212,6 +215,72 @@ def test_frozen_layers() -> None:
     strategy = Composite(Pipeline(2, ZeroBubble()), FSDP(2, min_size=0))
     wrt = nnx.All(nnx.Param, is_norm)
     assert_like_one_device(build_gpt, next_token_loss, strategy, tokens, wrt=wrt)
+
+
+def decayed_loss(model: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+    """The layers' parameters count outside the blocks too."""
+    params = jax.tree.leaves(nnx.state(model, nnx.Param))
+    norm = sum(jnp.sum(p.astype(jnp.float32) ** 2) for p in params)
+    out = model(batch)
+    return (out**2).mean() + 1e-3 * norm, {"kernels": norm}
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        Composite(Pipeline(2, Interleaved(chunks=2)), FSDP(2, min_size=0)),
+        Pipeline(4, ZeroBubble()),
+    ],
+    ids=str,
+)
+def test_a_loss_of_the_layers_parameters(strategy: Strategy) -> None:
+    assert_like_one_device(Skipping, decayed_loss, strategy, make_rows)
+
+
+class Adaptive(nnx.Module):
+    """Variables before the stack that follow one after it, and NumPy input."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.stack = Stack(lambda rngs: nnx.Linear(16, 16, rngs=rngs), 4, rngs=rngs)
+        self.last = nnx.Variable(jnp.float32(1))
+        self.total = nnx.Variable(jnp.float32(0))
+
+    def __call__(self, batch: Any) -> jax.Array:
+        self.total[...] = self.total[...] + self.last[...]
+        y = self.stack(batch["inputs"])
+        self.last[...] = (y**2).mean()
+        return y
+
+
+def squares(model: Any, batch: Any) -> jax.Array:
+    return (model(batch) ** 2).mean()
+
+
+@pytest.mark.parametrize("schedule", [GPipe(), OneFOneB()], ids=str)
+def test_a_variable_that_follows_one_after_the_stack(schedule: Schedule) -> None:
+    assert_like_one_device(Adaptive, squares, Pipeline(2, schedule), make_rows, steps=2)
+
+
+class Mixed(nnx.Module):
+    """A block whose variable has another dtype than what it computes."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(16, 16, rngs=rngs)
+        self.mean = nnx.Variable(jnp.bfloat16(0))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.mean.set_value(x.mean())  # float32
+        return self.linear(x) + self.mean[...].astype(x.dtype)
+
+
+def build_mixed(rngs: nnx.Rngs) -> nnx.Module:
+    model = Adaptive(rngs)
+    model.stack = Stack(Mixed, 4, rngs=rngs)
+    return model
+
+
+def test_variables_keep_their_dtype() -> None:
+    assert_like_one_device(build_mixed, squares, Pipeline(2), make_rows)
 
 
 def test_rows_that_do_not_divide_over_the_stages() -> None:

@@ -15,6 +15,7 @@ from nnx_parallel import (
     Mean,
     OneFOneB,
     Pipeline,
+    Schedule,
     Strategy,
     Table,
 )
@@ -289,3 +290,56 @@ def test_a_table_of_other_sizes() -> None:
     with pytest.raises(ScheduleError, match=r"8.*4|4.*8"):
         step(once, strategy=Pipeline(2, table), num_microbatches=4)
     step(once, strategy=Pipeline(2, table), num_microbatches=8)
+
+
+class Careless(Schedule):
+    """Tables of two chunks, which it does not say."""
+
+    def table(self, num_stages: int, num_microbatches: int) -> Table:
+        return Interleaved(chunks=2).table(num_stages, num_microbatches)
+
+
+class Halving(Schedule):
+    """Tables of half the microbatches."""
+
+    def table(self, num_stages: int, num_microbatches: int) -> Table:
+        return OneFOneB().table(num_stages, num_microbatches // 2)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "found"),
+    [
+        (Careless(), r"\(2, 4, 2\).*the step has \(2, 4, 1\).*`chunks`"),
+        (Halving(), r"\(2, 2, 1\).*the step has \(2, 4, 1\)"),
+    ],
+    ids=str,
+)
+def test_a_schedule_that_fills_another_table(schedule: Schedule, found: str) -> None:
+    with pytest.raises(ScheduleError, match=found):
+        step(once, strategy=Pipeline(2, schedule))
+
+
+def test_a_table_for_evaluation() -> None:
+    with pytest.raises(ScheduleError, match="no backward slots"):
+        Pipeline(2, OneFOneB().forward_table(2, 4))
+
+
+def weight_of_the_last_output(model: Any, batch: Any) -> Mean:
+    weight = 1.0 + model.last[...]
+    y = model.stack(batch["x"])
+    model.last[...] = (y**2).mean()
+    return Mean((y**2).sum() * weight, weight)
+
+
+def test_a_weight_that_follows_the_stack() -> None:
+    with pytest.raises(PipelineError, match=r"weight of the loss.*or an earlier one"):
+        step(weight_of_the_last_output, Remembering)
+
+
+def test_prints_are_left_out_with_a_warning() -> None:
+    def talking(model: Any, batch: Any) -> jax.Array:
+        jax.debug.print("loss {}", batch["x"].sum())
+        return once(model, batch)
+
+    with pytest.warns(UserWarning, match=r"debug.print.*DataParallel\(1\)"):
+        step(talking)

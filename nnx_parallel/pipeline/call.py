@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -53,6 +54,7 @@ class RecordedCall:
 
 def record(call: StackCall) -> tuple[Any, dict, None]:
     """A runner that leaves the layers to whoever cuts the trace."""
+    call = dataclasses.replace(call, x=jax.tree.map(jnp.asarray, call.x))
     params, others = tuple(sorted(call.params)), tuple(sorted(call.others))
     leaves, tree = jax.tree.flatten((call.x, call.args))
     statics = {i: x for i, x in enumerate(leaves) if not isinstance(x, jax.Array)}

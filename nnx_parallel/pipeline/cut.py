@@ -9,6 +9,7 @@ connection).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,20 +22,24 @@ from nnx_parallel.layers.stack import using_runner
 from nnx_parallel.pipeline.call import RecordedCall, record, stack_p
 from nnx_parallel.pipeline.jaxprs import (
     inline,
+    inputs_of,
     needed,
-    run,
     subjaxprs,
     trace,
     variables_in,
     walk,
 )
+from nnx_parallel.pipeline.parts import (
+    BATCH,
+    PARAMS,
+    STACK,
+    VARIABLES,
+    Arrays,
+    Parts,
+    dependencies,
+)
 from nnx_parallel.sharding.arrays import dotted
 from nnx_parallel.sharding.model import Path
-
-PARAMS, VARIABLES, BATCH, STACK = 1, 2, 4, 8
-"""What a value depends on, as bits."""
-
-Arrays = dict[Path, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +50,7 @@ class Cut:
         recorded: The stack's call.
         stack_params: Path of each of the stack's trained or frozen parameters, by key.
         stack_others: Path of each of its other variables, by key.
+        shared: Paths of the stack's arrays that the parts around it use as well.
         early: Paths of variables that the part before the stack changes.
         late: Paths of variables that the part after it changes.
         skips: Shapes of the values kept from the part before for the part after.
@@ -54,11 +60,12 @@ class Cut:
     recorded: RecordedCall
     stack_params: dict[Any, Path]
     stack_others: dict[Any, Path]
+    shared: frozenset[Path]
     early: tuple[Path, ...]
     late: tuple[Path, ...]
     skips: tuple[jax.ShapeDtypeStruct, ...]
     outputs: Any
-    _parts: _Parts
+    _parts: Parts
 
     def before(
         self, params: Arrays, variables: Arrays, batch: Any, key: Any
@@ -110,11 +117,15 @@ class Cut:
         parts = self._parts
         tree = jax.tree.structure(self.outputs)
         wanted = select(jax.tree.unflatten(tree, parts.outputs))
-        if any(parts.depends(atom) & STACK for atom in wanted):
+        late = {parts.variables[path] for path in self.late}
+        if any(parts.depends(atom) & STACK for atom in wanted) or (
+            late & set(inputs_of(needed(parts.eqns, wanted), wanted))
+        ):
             raise PipelineError(
-                "The weight of the loss depends on the output of the Stack. Under a "
-                "Pipeline the weights of a Mean must come from the batch: they are "
-                "summed over all microbatches before the first one is run."
+                "The weight of the loss depends on the output of the Stack, of this "
+                "microbatch or an earlier one. Under a Pipeline the weights of a Mean "
+                "must come from the batch: they are summed over all microbatches "
+                "before the first one is run."
             )
         env = parts.env(params, variables, batch, key)
         early = [parts.variables_out[path] for path in self.early]
@@ -122,38 +133,6 @@ class Cut:
         return found[: len(wanted)], dict(
             zip(self.early, found[len(wanted) :], strict=True)
         )
-
-
-@dataclass(frozen=True, eq=False)
-class _Parts:
-    """The jaxpr of a function, and where it is cut."""
-
-    eqns: list[jex.JaxprEqn]
-    bits: dict[jex.Var, int]
-    consts: dict[jex.Var, Any]
-    params: dict[Path, jex.Var]
-    variables: dict[Path, jex.Var]
-    batch: list[jex.Var]
-    key: jex.Var
-    entering: list
-    leaving: list[jex.Var]
-    skips: list[jex.Var]
-    outputs: list
-    variables_out: dict[Path, Any]
-
-    def depends(self, atom: Any) -> int:
-        return 0 if isinstance(atom, jex.Literal) else self.bits[atom]
-
-    def env(self, params: Arrays, variables: Arrays, batch: Any, key: Any) -> dict:
-        env = dict(self.consts)
-        env |= {var: params[p] for p, var in self.params.items() if p in params}
-        env |= {v: variables[p] for p, v in self.variables.items() if p in variables}
-        env |= dict(zip(self.batch, jax.tree.leaves(batch), strict=True))
-        env[self.key] = key
-        return env
-
-    def evaluate(self, env: dict, wanted: Sequence[Any]) -> list:
-        return run(needed(self.eqns, wanted, env), wanted, env)
 
 
 def cut(
@@ -180,6 +159,7 @@ def cut(
     args = (params, variables, batch, key)
     with using_runner(record):
         jaxpr, consts, shapes = trace(function, *args)
+    _warn_of_effects(jaxpr)
     jaxpr = inline(jaxpr, _holds_stack)
     index = _find_stack(jaxpr)
     outputs, variables_out = shapes
@@ -194,9 +174,9 @@ def cut(
     eqn = jaxpr.eqns[index]
     recorded: RecordedCall = eqn.params["recorded"]
     num_state = len(recorded.params) + len(recorded.others)
-    parts = _Parts(
+    parts = Parts(
         eqns=[e for e in jaxpr.eqns if e is not eqn],
-        bits=_dependencies(jaxpr, taken),
+        bits=dependencies(jaxpr, taken),
         consts=dict(zip(jaxpr.constvars, consts, strict=True)),
         entering=eqn.invars[num_state:],
         leaving=eqn.outvars[: recorded.num_x],
@@ -210,6 +190,17 @@ def cut(
     return _finish(parts, eqn, recorded, outputs)
 
 
+def _warn_of_effects(jaxpr: jex.Jaxpr) -> None:
+    if jaxpr.effects:
+        warnings.warn(
+            "The loss prints or calls back into Python (jax.debug.print, callbacks). "
+            "Under a Pipeline its parts run in another order and are recomputed, so "
+            "that these calls are left out. Debug with DataParallel(1): the numbers "
+            "are the same.",
+            stacklevel=2,
+        )
+
+
 def calls_stack(function: Callable, *args: Any) -> bool:
     """Whether a function of arrays calls a `Stack` whose layers could be pipelined."""
     with using_runner(record):
@@ -218,7 +209,7 @@ def calls_stack(function: Callable, *args: Any) -> bool:
 
 
 def _finish(
-    parts: _Parts, eqn: jex.JaxprEqn, recorded: RecordedCall, outputs: Any
+    parts: Parts, eqn: jex.JaxprEqn, recorded: RecordedCall, outputs: Any
 ) -> Cut:
     paths: dict[Any, Path] = {
         var: path for path, var in (parts.params | parts.variables).items()
@@ -243,15 +234,21 @@ def _finish(
         for path, atom in parts.variables_out.items()
         if atom is not parts.variables[path] and path not in stack_others.values()
     ]
-    late = [p for p in changed if parts.depends(parts.variables_out[p]) & STACK]
+    late = _late(parts, changed)
     early = [p for p in changed if p not in late]
     _check_late(parts, late)
+    outside = [*parts.entering, *parts.outputs]
+    outside += [parts.variables_out[path] for path in changed]
+    used = set(inputs_of(needed(parts.eqns, outside, parts.leaving), outside))
+    inside = (*stack_params.values(), *stack_others.values())
+    arrays = parts.params | parts.variables
     skips = _skips(parts, late)
     parts.skips.extend(skips)
     return Cut(
         recorded=recorded,
         stack_params=stack_params,
         stack_others=stack_others,
+        shared=frozenset(path for path in inside if arrays[path] in used),
         early=tuple(early),
         late=tuple(late),
         skips=tuple(map(_shape_of, skips)),
@@ -284,21 +281,8 @@ def _find_stack(jaxpr: jex.Jaxpr) -> int:
     return calls[0]
 
 
-def _dependencies(jaxpr: jex.Jaxpr, taken: dict) -> dict[jex.Var, int]:
-    bits = dict.fromkeys(jaxpr.constvars, 0)
-    bits |= dict.fromkeys(taken["params"].values(), PARAMS)
-    bits |= dict.fromkeys(taken["variables"].values(), VARIABLES)
-    bits |= dict.fromkeys((*taken["batch"], taken["key"]), BATCH)
-    for eqn in jaxpr.eqns:
-        mask = STACK if eqn.primitive is stack_p else 0
-        for var in variables_in(eqn.invars):
-            mask |= bits[var]
-        bits |= dict.fromkeys(eqn.outvars, mask)
-    return bits
-
-
 def _check_state_flows(
-    parts: _Parts,
+    parts: Parts,
     eqn: jex.JaxprEqn,
     recorded: RecordedCall,
     stack_others: dict[Any, Path],
@@ -312,13 +296,29 @@ def _check_state_flows(
         leaves_as_is = parts.variables_out.get(path, var) is var
         if var in uses or not leaves_as_is:
             raise PipelineError(
-                f"The loss reads `{dotted(path)}`, a variable that the Stack's layers "
-                "change, after the Stack has run. Under a Pipeline it stays on its "
-                "stage: return what the loss needs as an output of the blocks."
+                f"The loss reads or assigns `{dotted(path)}`, a variable of the "
+                "Stack's layers, after the Stack has run. Under a Pipeline it stays "
+                "on its stage: return what the loss needs as an output of the blocks."
             )
 
 
-def _check_late(parts: _Parts, late: list[Path]) -> None:
+def _late(parts: Parts, changed: list[Path]) -> list[Path]:
+    """The variables whose new values need the stack, at once or through others."""
+    late = [p for p in changed if parts.depends(parts.variables_out[p]) & STACK]
+    while True:
+        known = {parts.variables[path] for path in late}
+        more = []
+        for path in changed:
+            atom = parts.variables_out[path]
+            used = inputs_of(needed(parts.eqns, [atom]), [atom])
+            if path not in late and known & set(used):
+                more.append(path)
+        if not more:
+            return late
+        late += more
+
+
+def _check_late(parts: Parts, late: list[Path]) -> None:
     entering = needed(parts.eqns, parts.entering)
     used = {v for e in entering for v in variables_in(e.invars)}
     for path in late:
@@ -330,19 +330,19 @@ def _check_late(parts: _Parts, late: list[Path]) -> None:
             )
 
 
-def _skips(parts: _Parts, late: list[Path]) -> list[jex.Var]:
+def _skips(parts: Parts, late: list[Path]) -> list[jex.Var]:
     """Values of the part before that the part after needs and must not recompute."""
     before = needed(parts.eqns, parts.entering)
     made = {var for eqn in before for var in eqn.outvars}
     outputs = [*parts.outputs, *(parts.variables_out[path] for path in late)]
-    costly = {var for var in made if _is_costly(parts.bits[var])}
-    after = needed(parts.eqns, outputs, given={*costly, *parts.leaving})
+    kept = {var for var in made if _must_be_kept(parts.bits[var])}
+    after = needed(parts.eqns, outputs, given={*kept, *parts.leaving})
     used = {v for e in after for v in variables_in(e.invars)}
     used |= set(variables_in(outputs))
-    return [var for var in parts.bits if var in used & costly]
+    return [var for var in parts.bits if var in used & kept]
 
 
-def _is_costly(bits: int) -> bool:
+def _must_be_kept(bits: int) -> bool:
     return bool(bits & PARAMS) and bool(bits & (BATCH | VARIABLES))
 
 

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.pipeline.buffers import Buffers
-from nnx_parallel.pipeline.cut import Arrays, Cut, cut
+from nnx_parallel.pipeline.cut import Cut, cut
 from nnx_parallel.pipeline.memory_slots import make_slots, read_slot, write_slot
+from nnx_parallel.pipeline.parts import Arrays
 from nnx_parallel.sharding import Layout, using
 
 Function = Callable[[Arrays, Arrays, Any, Any], tuple[Any, Arrays]]
@@ -90,8 +91,9 @@ class Edges:
         self._skips: list = found[1]
 
     def _outside(self, arrays: Arrays) -> Arrays:
-        """The arrays that no layer of the stack holds."""
-        inside = {*self.cut.stack_params.values(), *self.cut.stack_others.values()}
+        """The arrays that the parts around the stack use."""
+        cut = self.cut
+        inside = {*cut.stack_params.values(), *cut.stack_others.values()} - cut.shared
         return {path: x for path, x in arrays.items() if path not in inside}
 
     def pick(self, paths: tuple) -> Arrays:

@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nnx_parallel.errors import ScheduleError
 from nnx_parallel.pipeline.buffers import plan_buffers
 from nnx_parallel.pipeline.check import check_layer
-from nnx_parallel.pipeline.cut import Arrays
 from nnx_parallel.pipeline.edges import Edges, Function, Given, zeros_like
-from nnx_parallel.pipeline.executor import Executor, Row, make_rows
+from nnx_parallel.pipeline.executor import Executor
 from nnx_parallel.pipeline.keeping import Layers
 from nnx_parallel.pipeline.order import plan_rounds, reorder
+from nnx_parallel.pipeline.parts import Arrays
+from nnx_parallel.pipeline.rows import Row, make_rows
 from nnx_parallel.pipeline.stage import Stage
 from nnx_parallel.pipeline.table import Table
 from nnx_parallel.pipeline.training import TrainingTick
@@ -47,6 +49,7 @@ class PipelinedFunction:
         self._options = options
         self._given = given
         self._table = table
+        _check_sizes(plan, given, table)
         self._rounds = plan_rounds(table.num_stages, table.num_chunks)
         buffers = plan_buffers(table)
         self._rows: Row = make_rows(table, buffers)
@@ -68,8 +71,8 @@ class PipelinedFunction:
         edges, executor, layers = self._edges, self._executor, self._layers()
         late = edges.pick(edges.cut.late)
 
-        def tick(carry: Any, row: Row) -> tuple[Any, Any]:
-            memory, flights = carry
+        def tick(carry: Any, row: Row) -> tuple[Any, None]:
+            memory, flights, outputs = carry
             whole = row["whole"]
             fed, flight, _ = edges.enter(whole["enters"], edges.variables)
             flights = edges.keep(flights, whole["enters"], flight)
@@ -109,35 +112,44 @@ class PipelinedFunction:
             Gradients of the parameters by path, the variables after the step, and the
             outputs with a leading dim of microbatches.
         """
+        if self._table.is_forward_only:
+            raise ScheduleError(
+                f"The table {self._table.name!r} has no backward slots: it is one for "
+                "evaluation. Training needs both."
+            )
         edges, layers = self._edges, self._layers()
         totals = edges.weights(weights)
         tick = TrainingTick(
             edges, self._executor, layers, lambda outputs: objective(outputs, totals)
         )
         memory = self._executor.allocate(layers, edges.entering)
-        carry = tick.start(
-            memory, self._zeros(edges.params), self._zeros(layers.trained)
-        )
+        carry = tick.start(memory, self._zeros(edges.params), self._layer_zeros(layers))
         with using(self._plan.layout):
             carry, outputs = jax.lax.scan(tick, carry, self._rows)
         stacked = (carry["layer_grads"], carry["state"])
         layer_grads, state = self._reorder(stacked, self._rounds.reversed())
-        grads = carry["grads"] | {self._inside[k]: x for k, x in layer_grads.items()}
+        grads = dict(carry["grads"])
+        for key, x in layer_grads.items():
+            path = self._inside[key]
+            grads[path] = x + grads[path] if path in grads else x
         variables = self._given.variables | carry["early"] | carry["late"]
         variables |= {self._inside[k]: x for k, x in state.items()}
         return grads, variables, self._by_microbatch(outputs)
 
-    def _zeros(self, arrays: dict) -> dict:
+    def _zeros(self, params: Arrays) -> Arrays:
         """Where gradients are summed, in the specs and the dtype of gradients."""
-        layout, found = self._plan.layout, {}
-        for key, x in arrays.items():
-            path: Path = self._inside.get(key, key)  # pyright: ignore[reportAssignmentType]
-            placement = self._plan.placements[path]
-            found[key] = jax.lax.with_sharding_constraint(
-                jnp.zeros(x.shape, self._plan.precision.reduction),
-                layout.sharding(placement.gradient),
-            )
-        return found
+        return {path: self._zero(path, x) for path, x in params.items()}
+
+    def _layer_zeros(self, layers: Layers) -> dict:
+        """The same for the trained parameters of the layers, by key."""
+        return {k: self._zero(self._inside[k], x) for k, x in layers.trained.items()}
+
+    def _zero(self, path: Path, x: jax.Array) -> jax.Array:
+        spec = self._plan.placements[path].gradient
+        return jax.lax.with_sharding_constraint(
+            jnp.zeros(x.shape, self._plan.precision.reduction),
+            self._plan.layout.sharding(spec),
+        )
 
     def _by_microbatch(self, outputs: Any) -> Any:
         """Of what was found at every tick, what belongs to each microbatch."""
@@ -151,8 +163,9 @@ class PipelinedFunction:
     def _layers(self) -> Layers:
         """The layers where the schedule runs them, gathered if once is enough."""
         layers = self._split(self._state_keys)
-        if self._options.gather == "step":
-            trained, fixed = self._gather(layers.trained), self._gather(layers.fixed)
+        if self._options.gather == "step" or self._table.num_chunks > 1:
+            # What is sent is sent in the dtype of the computation.
+            trained, fixed = self._used(layers.trained), self._used(layers.fixed)
             layers = Layers(trained, fixed, layers.state)
         return self._reorder(layers, self._rounds)
 
@@ -170,14 +183,35 @@ class PipelinedFunction:
             state={k: arrays[inside[k]] for k in state_keys},
         )
 
-    def _gather(self, arrays: dict) -> dict:
-        """Parameters as the computation uses them, in its dtype."""
-        plan, gathered = self._plan, dict(arrays)
+    def _used(self, arrays: dict) -> dict:
+        """Parameters in the dtype of the computation, gathered if once is enough."""
+        plan, used = self._plan, dict(arrays)
         for key in arrays.keys() & self._edges.cut.stack_params.keys():
-            x = cast_floating(arrays[key], plan.precision.compute)
-            used = plan.layout.sharding(plan.placements[self._inside[key]].used)
-            gathered[key] = jax.lax.with_sharding_constraint(x, used)
-        return gathered
+            used[key] = cast_floating(arrays[key], plan.precision.compute)
+            if self._options.gather == "step":
+                place = plan.placements[self._inside[key]]
+                used[key] = jax.lax.with_sharding_constraint(
+                    used[key], plan.layout.sharding(place.used)
+                )
+        return used
 
     def _reorder(self, tree: Any, rounds: Any) -> Any:
         return reorder(tree, rounds, self._plan.layout.mesh, self._options.axis)
+
+
+def _check_sizes(plan: StatePlan, given: Given, table: Table) -> None:
+    """A schedule of the user's own may have made any table."""
+    options = plan.layout.pipeline
+    assert options is not None
+    found = (table.num_stages, table.num_microbatches, table.num_chunks)
+    wanted = (
+        plan.layout.mesh.shape[options.axis],
+        len(given.keys),
+        options.schedule.chunks,
+    )
+    if found != wanted:
+        raise ScheduleError(
+            f"{options.schedule} made a table of {found} stages, microbatches and "
+            f"chunks; the step has {wanted}. A Schedule with several chunks must say "
+            "so in its attribute `chunks`, and fill the table it is asked for."
+        )

@@ -25,6 +25,8 @@ class Schedule(abc.ABC):
     In what follows ``S`` is the number of stages, ``M`` of microbatches and ``V`` of
     chunks. Efficiencies are those of slots that cost the same.
 
+    A subclass whose tables have several chunks sets `chunks`.
+
     Attributes:
         chunks: Chunks of consecutive layers that every stage holds.
     """
@@ -112,6 +114,10 @@ class Interleaved(Schedule):
     ``(V + 1) * S - 1`` of them. Microbatches go around in groups, as in the circular
     pipelines of praxis and MaxText. Choose it when ``M`` cannot be several times ``S``.
 
+    Layers are stored in their natural order whatever the schedule. Once a step a stage
+    sends its parameters (in the dtype of the computation) to where they run, and its
+    gradients back, and holds a copy of its parameters meanwhile.
+
     Attributes:
         chunks: Chunks of consecutive layers that every stage holds.
 
@@ -196,6 +202,11 @@ class Fixed(Schedule):
     given: Table
 
     def __post_init__(self) -> None:
+        if self.given.is_forward_only:
+            raise ScheduleError(
+                f"The table {self.given.name!r} has no backward slots: it is one for "
+                "evaluation. Training needs both."
+            )
         object.__setattr__(self, "chunks", self.given.num_chunks)
 
     def table(self, num_stages: int, num_microbatches: int) -> Table:

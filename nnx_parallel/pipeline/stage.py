@@ -18,6 +18,7 @@ from nnx_parallel.pipeline.keeping import KeepingForward, Layers, keeping_forwar
 from nnx_parallel.pipeline.options import Stash
 from nnx_parallel.pipeline.split import SplitBackward, split_backward
 from nnx_parallel.precision import cast_floating
+from nnx_parallel.sharding.arrays import dotted
 
 
 @dataclass(eq=False)
@@ -152,7 +153,7 @@ class Stage:
         x, args = recorded.join(_merge(floats, others))
         x, after, _ = call.block(params, variables, x, args, None)
         self._check(jax.tree.leaves(x), _merge(floats, others))
-        return jax.tree.leaves(x), {k: after[k] for k in state}
+        return jax.tree.leaves(x), {k: _like(after[k], state[k], k) for k in state}
 
     @property
     def _rematted(self) -> Callable[[dict, Any, Any], tuple[list, dict]]:
@@ -245,6 +246,16 @@ class Stage:
     def _split_travel(self, grads: Sequence[Any]) -> tuple[list, list]:
         num_x = self.recorded.num_x
         return list(grads[:num_x]), list(grads[num_x:])
+
+
+def _like(new: jax.Array, old: jax.Array, key: Any) -> jax.Array:
+    """A variable's new value in its dtype, as the plain step keeps it."""
+    if new.shape != old.shape:
+        raise PipelineError(
+            f"A block of the Stack changed the shape of its variable `{dotted(key)}` "
+            f"from {old.shape} to {new.shape}. Variables keep their shapes."
+        )
+    return new if new.dtype == old.dtype else new.astype(old.dtype)
 
 
 def is_floating(x: Any) -> bool:

@@ -8,11 +8,12 @@ from typing import Any
 
 import jax
 
-from nnx_parallel.pipeline.cut import Arrays
 from nnx_parallel.pipeline.edges import Edges, Flight, zeros_like
-from nnx_parallel.pipeline.executor import Executor, Row
+from nnx_parallel.pipeline.executor import Executor
 from nnx_parallel.pipeline.keeping import Layers
 from nnx_parallel.pipeline.memory_slots import make_slots, read_slot, write_slot
+from nnx_parallel.pipeline.parts import Arrays
+from nnx_parallel.pipeline.rows import Row
 from nnx_parallel.pipeline.stage import is_floating
 
 Carry = dict[str, Any]

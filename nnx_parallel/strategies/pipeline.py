@@ -19,7 +19,8 @@ class Pipeline(Strategy):
 
     The model's one `Stack` is spread over the mesh axis ``pipe``; what comes before and
     after it in the loss is computed by all devices together. The loss is the one
-    written for a single device, and the gradients are the same. Give the Trainer
+    written for a single device, and the gradients are the same. The part before the
+    stack is computed twice, for its backward pass. Give the Trainer
     ``num_microbatches`` of several times ``size``: the schedule's efficiency grows with
     it.
 
