@@ -53,8 +53,17 @@ def build_gpt(rngs: nnx.Rngs) -> GPT:
 # Policies
 
 
-@pytest.mark.parametrize("stash", ["policy", "inputs"])
-@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+@pytest.mark.parametrize(
+    ("remat", "stash"),
+    [
+        ("none", "policy"),
+        ("dots", "policy"),
+        ("full", "inputs"),
+        pytest.param("none", "inputs", marks=pytest.mark.slow),
+        pytest.param("dots", "inputs", marks=pytest.mark.slow),
+        pytest.param("full", "policy", marks=pytest.mark.slow),
+    ],
+)
 def test_what_is_kept_changes_no_number(remat: Remat, stash: Any) -> None:
     schedule = ZeroBubble() if remat != "none" else Interleaved(chunks=2)
     strategy = Composite(
@@ -66,10 +75,10 @@ def test_what_is_kept_changes_no_number(remat: Remat, stash: Any) -> None:
 @pytest.mark.parametrize(
     ("shard", "gather"),
     [
-        ("params", "microbatch"),
         ("params", "step"),
         ("gradients", "microbatch"),
-        ("optimizer", "step"),
+        pytest.param("params", "microbatch", marks=pytest.mark.slow),
+        pytest.param("optimizer", "step", marks=pytest.mark.slow),
     ],
 )
 def test_each_kind_of_fsdp_inside_a_stage(shard: ZeroKind, gather: Any) -> None:
@@ -77,7 +86,9 @@ def test_each_kind_of_fsdp_inside_a_stage(shard: ZeroKind, gather: Any) -> None:
     assert_like_one_device(build_gpt, next_token_loss, strategy, tokens)
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 8])
+@pytest.mark.parametrize(
+    "num_microbatches", [1, pytest.param(8, marks=pytest.mark.slow)]
+)
 def test_any_number_of_microbatches(num_microbatches: int) -> None:
     strategy = Composite(Pipeline(4), DataParallel(2))
     assert_like_one_device(
@@ -93,6 +104,7 @@ def test_one_stage() -> None:
     assert_like_one_device(build_gpt, next_token_loss, Pipeline(1), tokens)
 
 
+@pytest.mark.slow
 def test_mixed_precision_accumulates_in_float32() -> None:
     losses = {}
     for strategy in (DataParallel(1), PP2_FSDP2_TP2):
@@ -167,10 +179,10 @@ def skipping_loss(model: Skipping, batch: Any) -> tuple[Mean, dict[str, Any]]:
 @pytest.mark.parametrize(
     "strategy",
     [
-        Composite(Pipeline(2), DataParallel(2)),
         Composite(Pipeline(2, ZeroBubble()), DataParallel(4)),
-        Pipeline(4),
         Pipeline(2, Interleaved(chunks=2), stash="inputs"),
+        pytest.param(Composite(Pipeline(2), DataParallel(2)), marks=pytest.mark.slow),
+        pytest.param(Pipeline(4), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -229,7 +241,7 @@ def decayed_loss(model: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
     "strategy",
     [
         Composite(Pipeline(2, Interleaved(chunks=2)), FSDP(2, min_size=0)),
-        Pipeline(4, ZeroBubble()),
+        pytest.param(Pipeline(4, ZeroBubble()), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -322,9 +334,9 @@ def run_trainer(strategy: Strategy) -> tuple:
 @pytest.mark.parametrize(
     "strategy",
     [
-        PP2_FSDP2_TP2,
-        Composite(Pipeline(2, Interleaved(chunks=2)), DataParallel(2)),
-        Pipeline(4, ZeroBubble(), stash="inputs"),
+        Composite(Pipeline(2, Interleaved(chunks=2)), TensorParallel(2)),
+        pytest.param(PP2_FSDP2_TP2, marks=pytest.mark.slow),
+        pytest.param(Pipeline(4, ZeroBubble(), stash="inputs"), marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -1,8 +1,7 @@
 """Every schedule on every mesh trains to the numbers of one device.
 
 The loss is that of one device, weighted by token. ``make test`` runs each schedule on
-two meshes and each mesh with two schedules, ``make test-all`` the product with all
-models.
+one mesh and each mesh with one schedule, ``make test-all`` the product with all models.
 """
 
 import math
@@ -76,10 +75,10 @@ PRODUCT = list(product(SCHEDULES, MESHES, DEEP_CASES))
 
 
 def is_chosen(schedule: str, mesh: str, model: str) -> bool:
-    """Each schedule on two meshes, each mesh with two schedules; one model each."""
+    """Each schedule on one mesh, each mesh with one schedule, all models."""
     row, column = list(SCHEDULES).index(schedule), list(MESHES).index(mesh)
-    offset = (row + 2 * column) % len(MESHES)
-    return offset < 2 and list(DEEP_CASES)[(row + offset) % len(DEEP_CASES)] == model
+    is_on_diagonal = (row + 2 * column) % len(MESHES) == 0
+    return is_on_diagonal and list(DEEP_CASES)[row % len(DEEP_CASES)] == model
 
 
 def parametrized() -> list:
@@ -100,10 +99,10 @@ def parametrized() -> list:
 
 def test_each_value_is_chosen() -> None:
     chosen = [combination for combination in PRODUCT if is_chosen(*combination)]
-    assert len(chosen) == len({(c[0], c[1]) for c in chosen}) == 10
+    assert len(chosen) == len({(c[0], c[1]) for c in chosen}) == 5
     for factor, values in enumerate((SCHEDULES, MESHES, DEEP_CASES)):
         counts = [sum(c[factor] == value for c in chosen) for value in values]
-        assert min(counts) >= 2
+        assert min(counts) >= 1
 
 
 @pytest.mark.parametrize(("schedule", "mesh", "model"), parametrized())

@@ -236,6 +236,7 @@ class TestMemory:
         peer = temporaries(self.CONFIG, self.STRATEGY, 64, "gpipe by autodiff")
         assert ours <= peer / 4
 
+    @pytest.mark.slow
     def test_the_peer_computes_the_same(self):
         found = [self.run(maker) for maker in MAKERS]
         for name in ("loss", "grad_norm"):

@@ -15,6 +15,7 @@ from nnx_parallel.pipeline.check import check_layer
 from nnx_parallel.pipeline.edges import Edges, Function, Given, zeros_like
 from nnx_parallel.pipeline.executor import Executor
 from nnx_parallel.pipeline.keeping import Layers
+from nnx_parallel.pipeline.memory_slots import make_slots, write_slot
 from nnx_parallel.pipeline.order import plan_rounds, reorder
 from nnx_parallel.pipeline.parts import Arrays
 from nnx_parallel.pipeline.rows import Row, make_rows
@@ -85,15 +86,22 @@ class PipelinedFunction:
                 return edges.after(whole["leaves"], *args)[0]
 
             with jax.named_scope("after"):
-                outputs = jax.lax.cond(
+                new = jax.lax.cond(
                     whole["leaves"] >= 0,
                     after,
                     lambda: zeros_like(jax.eval_shape(after)),
                 )
-            return (memory, flights), outputs
+            outputs = write_slot(outputs, new, whole["leaves"])
+            return (memory, flights, outputs), None
 
-        carry = (executor.allocate(layers, edges.entering), edges.make_flights())
-        return self._by_microbatch(jax.lax.scan(tick, carry, self._rows)[1])
+        count = self._table.num_microbatches
+        carry = (
+            executor.allocate(layers, edges.entering),
+            edges.make_flights(),
+            make_slots(count, edges.cut.outputs),
+        )
+        outputs = jax.lax.scan(tick, carry, self._rows)[0][2]
+        return jax.tree.map(lambda x: x[:count], outputs)
 
     def gradients(
         self,
