@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from models import GPT, next_token_loss
 from nnx_parallel import TrainState
+from nnx_parallel.microbatches import split_rows
 from nnx_parallel.pipeline.buffers import plan_buffers
 from nnx_parallel.pipeline.edges import Edges, Flight, Given
 from nnx_parallel.pipeline.executor import Executor
@@ -23,7 +24,6 @@ from nnx_parallel.pipeline.table import Table
 from nnx_parallel.sharding import using
 from nnx_parallel.sharding.model import flatten, nest
 from nnx_parallel.state import StatePlan
-from nnx_parallel.step import split_rows
 
 Run = Callable[[], float]
 

@@ -13,6 +13,7 @@ from flax import nnx
 
 from nnx_parallel.data import Feed, place_batch
 from nnx_parallel.errors import DataError
+from nnx_parallel.evaluation import make_eval_step, make_predict_step
 from nnx_parallel.metrics import Mean
 from nnx_parallel.sharding.arrays import flatten_pure
 from nnx_parallel.sharding.model import ModelFn
@@ -22,8 +23,6 @@ from nnx_parallel.step import (
     LossFn,
     Metrics,
     StepOptions,
-    make_eval_step,
-    make_predict_step,
     make_train_step,
 )
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,11 +17,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.layers import Remat, apply_remat, default_remat
 from nnx_parallel.metrics import Mean, split_loss_output
-from nnx_parallel.pipeline.cut import calls_stack
+from nnx_parallel.microbatches import constrain_rows, split_rows
 from nnx_parallel.pipeline.edges import Given
 from nnx_parallel.pipeline.run import PipelinedFunction
 from nnx_parallel.precision import cast_floating
@@ -104,110 +102,10 @@ def _warn_of_modes(plan: StatePlan, options: StepOptions) -> None:
         )
 
 
-def make_eval_step(
-    plan: StatePlan, loss: LossFn, options: StepOptions
-) -> Callable[[dict, dict, jax.Array, int, Batch], dict[str, Mean]]:
-    """The compiled evaluation: ``(params, variables, key, index, batch)`` to means.
-
-    The model is in evaluation mode and its variables stay as they are. A plain scalar
-    weighs by the batch's rows, a `Mean` by its weight. Each batch, by its index, draws
-    random numbers of its own, the same in every evaluation. Under a pipeline the
-    batch is split into microbatches, each like a batch of its own.
-    """
-
-    def means_of(model: nnx.Module, batch: Batch, key: jax.Array) -> dict[str, Mean]:
-        num_rows = jax.tree.leaves(batch)[0].shape[0]
-        output = _call(plan, loss, model, batch, key)
-        mean, metrics = split_loss_output(output, weight=num_rows)
-        return {"loss": mean, **metrics}
-
-    def eval_step(
-        params: dict, variables: dict, key: jax.Array, index: int, batch: Batch
-    ) -> dict[str, Mean]:
-        key = jax.random.fold_in(key, index)
-        if plan.layout.pipeline is None:
-            with using(plan.layout):
-                model = plan.merge(params, variables, training=False)
-                return means_of(model, batch, key)
-        means = _pipelined_outputs(
-            plan, means_of, params, variables, batch, key, options.num_microbatches
-        )
-        return jax.tree.map(lambda x: jnp.sum(x, axis=0), means)
-
-    return jax.jit(eval_step)
-
-
-def make_predict_step(
-    plan: StatePlan, function: Callable[[Any, Batch], Any], options: StepOptions
-) -> Callable[[dict, dict, Batch], Any]:
-    """The compiled prediction: ``(params, variables, batch)`` to outputs by row.
-
-    Every output has the rows as its first dim: a pipeline splits and joins them.
-    """
-
-    def call(model: nnx.Module, batch: Batch, key: jax.Array) -> Any:
-        return function(model, batch)
-
-    def run(params: dict, variables: dict, batch: Batch) -> Any:
-        with using(plan.layout):
-            return function(plan.merge(params, variables, training=False), batch)
-
-    def predict_step(params: dict, variables: dict, batch: Batch) -> Any:
-        args = (params, variables, batch)
-        if plan.layout.pipeline is None or not calls_stack(run, *args):
-            return run(*args)
-        key = jax.random.key(0)
-        outputs = _pipelined_outputs(
-            plan, call, params, variables, batch, key, options.num_microbatches
-        )
-        return join_rows(outputs)
-
-    return jax.jit(predict_step)
-
-
-def _pipelined_outputs(
-    plan: StatePlan,
-    function: Callable[[nnx.Module, Batch, jax.Array], Any],
-    params: dict,
-    variables: dict,
-    batch: Batch,
-    key: jax.Array,
-    num_microbatches: int,
-) -> Any:
-    """What a function of the model in evaluation mode gives for each microbatch."""
-    pipeline = plan.layout.pipeline
-    assert pipeline is not None
-    num_rows = jax.tree.leaves(batch)[0].shape[0]
-    count = _dividing_microbatches(plan, num_rows, num_microbatches)
-    keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(count))
-    given = Given(
-        params=flatten(params),
-        variables=flatten(variables),
-        batch=split_rows(plan, batch, count),
-        keys=keys if count > 1 else key[None],
-    )
-
-    def run(params: dict, variables: dict, batch: Batch, key: jax.Array) -> Any:
-        model = plan.merge(
-            nest(params), nest(variables), training=False, cast_stacked=False
-        )
-        return function(model, batch, key), {}
-
-    num_stages = plan.layout.mesh.shape[pipeline.axis]
-    table = pipeline.schedule.forward_table(num_stages, count)
-    return PipelinedFunction(plan, run, given, table).outputs()
-
-
-def _dividing_microbatches(plan: StatePlan, num_rows: int, wanted: int) -> int:
-    """At most so many microbatches that each keeps the split of the rows."""
-    shards = math.prod(plan.layout.mesh.shape[a] for a in plan.layout.batch_axes)
-    rows = num_rows // shards if num_rows % shards == 0 else num_rows
-    return max(count for count in range(1, wanted + 1) if rows % count == 0)
-
-
-def _call(
+def call_loss(
     plan: StatePlan, loss: LossFn, model: nnx.Module, batch: Batch, key: jax.Array
 ) -> LossOutput:
+    """Calls a loss as its signature asks for, on floating input of the right dtype."""
     batch = cast_floating(batch, plan.precision.inputs)
     if takes_rngs(loss):
         return loss(model, batch, rngs=nnx.Rngs(key))  # pyright: ignore[reportCallIssue]
@@ -231,7 +129,7 @@ def _forward(
                 params, variables, training=True, cast_stacked=not staged
             )
             given = values_of(model)
-            mean, metrics = split_loss_output(_call(plan, loss, model, batch, key))
+            mean, metrics = split_loss_output(call_loss(plan, loss, model, batch, key))
         after = plan.variables_after(variables, given, values_of(model))
         return {"loss": mean, **metrics}, after
 
@@ -262,7 +160,7 @@ def _gradients(
         grads, variables, means = _pipeline(plan, forward, state, microbatches, key)
         return _finish(plan, state, grads), variables, means
     if options.num_microbatches == 1:
-        batch = _constrain_rows(plan, batch, 0)
+        batch = constrain_rows(plan, batch, 0)
 
         def objective(params: dict) -> tuple[jax.Array, tuple[Means, dict]]:
             means, variables = forward(params, state.variables, batch, key)
@@ -328,36 +226,6 @@ def _finish(plan: StatePlan, state: TrainState, grads: dict) -> dict:
     if (loss_scale := state.loss_scale) is not None:
         grads = jax.tree.map(lambda g: g / loss_scale.scale, grads)
     return plan.constrain(grads, "gradient")
-
-
-def split_rows(plan: StatePlan, batch: Batch, num_microbatches: int) -> Batch:
-    """A batch as microbatches along a new leading dim.
-
-    Microbatch m holds rows m, m + M, m + 2M, ...: whatever the number of devices, each
-    keeps its own rows, and none has to be sent.
-    """
-
-    def split(x: jax.Array) -> jax.Array:
-        rows = x.shape[0] // num_microbatches
-        return x.reshape(rows, num_microbatches, *x.shape[1:]).swapaxes(0, 1)
-
-    return _constrain_rows(plan, jax.tree.map(split, batch), 1)
-
-
-def join_rows(outputs: Any) -> Any:
-    """The rows that `split_rows` has split, in their first order."""
-    return jax.tree.map(
-        lambda x: x.swapaxes(0, 1).reshape(x.shape[0] * x.shape[1], *x.shape[2:]),
-        outputs,
-    )
-
-
-def _constrain_rows(plan: StatePlan, batch: Batch, dim: int) -> Batch:
-    def constrain(x: jax.Array) -> jax.Array:
-        spec = P(*(None,) * dim, *plan.layout.batch_spec(x.shape[dim]))
-        return jax.lax.with_sharding_constraint(x, plan.layout.sharding(spec))
-
-    return jax.tree.map(constrain, batch)
 
 
 def _accumulate(

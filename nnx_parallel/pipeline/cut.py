@@ -202,7 +202,7 @@ def _warn_of_effects(jaxpr: jex.Jaxpr) -> None:
 
 
 def calls_stack(function: Callable, *args: Any) -> bool:
-    """Whether a function of arrays calls a `Stack` whose layers could be pipelined."""
+    """Whether a function of arrays calls a `Stack`."""
     with using_runner(record):
         jaxpr, _, _ = trace(function, *args)
     return any(eqn.primitive is stack_p for eqn, _ in walk(jaxpr))
