@@ -144,6 +144,8 @@ def _make_plan(
     chunk_size: int | None,
 ) -> _Plan:
     layout = active_layout()
+    if layout is not None and layout.is_silent(("batch", "seq", "embed", "vocab")):
+        layout = None
     rows = parts = splits = 1
     vocab = kernel.shape[vocab_dim]
     if layout is not None:
