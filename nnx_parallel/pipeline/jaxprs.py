@@ -23,6 +23,9 @@ def is_jit(eqn: jex.JaxprEqn) -> bool:
     return eqn.primitive.name in ("jit", "pjit")
 
 
+ClosedJaxpr: Any = vars(jex)["ClosedJaxpr"]
+"""In the types of jax 0.12 it is gone, in the module it is not."""
+
 Env = Mapping[jex.Var, Any]
 
 
@@ -36,12 +39,12 @@ def subjaxprs(eqn: jex.JaxprEqn) -> list[jex.Jaxpr]:
     """The jaxprs inside an equation."""
     found = jax.tree.leaves(
         list(eqn.params.values()),
-        is_leaf=lambda x: isinstance(x, (jex.Jaxpr, jex.ClosedJaxpr)),
+        is_leaf=lambda x: isinstance(x, (jex.Jaxpr, ClosedJaxpr)),
     )
     return [
-        x.jaxpr if isinstance(x, jex.ClosedJaxpr) else x
+        x.jaxpr if isinstance(x, ClosedJaxpr) else x
         for x in found
-        if isinstance(x, (jex.Jaxpr, jex.ClosedJaxpr))
+        if isinstance(x, (jex.Jaxpr, ClosedJaxpr))
     ]
 
 
@@ -87,7 +90,7 @@ def run(eqns: Sequence[jex.JaxprEqn], outputs: Sequence[Any], env: Env) -> list:
         effects=effects,
         debug_info=_debug_info(),
     )
-    function = jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, []))
+    function = jex.jaxpr_as_fun(ClosedJaxpr(jaxpr, []))
     return list(function(*(env[var] for var in invars)))
 
 
@@ -148,7 +151,7 @@ def _called(eqn: jex.JaxprEqn) -> jex.Jaxpr | None:
     inner = None if key is None else eqn.params[key]
     if inner is None or getattr(inner, "consts", None):
         return None
-    inner = inner.jaxpr if isinstance(inner, jex.ClosedJaxpr) else inner
+    inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
     return None if inner.constvars else inner
 
 
