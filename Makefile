@@ -10,7 +10,7 @@ python := $(VENV)/bin/python
 install := $(python) -m pip install -qq --disable-pip-version-check --no-input \
 	$(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
-.PHONY: help demo demo-clean setup test test-all lint clean
+.PHONY: help demo demo-clean setup test test-faults test-all lint docs clean
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -28,8 +28,11 @@ demo-clean:  ## forget the demo's run, so that the next starts afresh
 
 setup: $(VENV)/.dev  ## the library and all development tools, in an environment
 
-test: $(VENV)/.dev  ## the tests, without the slow ones
-	$(python) -m pytest -n 2 --dist loadgroup -m "not slow" $(PYTEST_ARGS)
+test: $(VENV)/.dev  ## the tests, without the slow ones and those of faults
+	$(python) -m pytest -n 2 --dist loadgroup -m "not slow and not faults" $(PYTEST_ARGS)
+
+test-faults: $(VENV)/.dev  ## processes that die, hang and are killed; 5 minutes
+	$(python) -m pytest -n 2 -m "faults and not slow" $(PYTEST_ARGS)
 
 test-all: $(VENV)/.dev  ## all tests
 	$(python) -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
@@ -39,8 +42,12 @@ lint: $(VENV)/.dev  ## style, format, types
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/pyright --pythonpath $(python)
 
+docs: $(VENV)/.docs  ## the site, in docs/_build/html; every tutorial is run
+	$(python) -m sphinx -q -W --keep-going -d docs/_build/doctrees docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
 clean:  ## remove caches and builds; environments and runs/ stay
-	rm -rf build dist .pytest_cache .ruff_cache
+	rm -rf build dist docs/_build docs/tutorials .pytest_cache .ruff_cache
 	find . -name '.?*' -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
 # Each stamp is as old as the last install that satisfied pyproject.toml.
@@ -52,6 +59,11 @@ $(VENV)/.base: pyproject.toml $(CONSTRAINTS) | $(VENV)/.python
 $(VENV)/.dev: pyproject.toml $(CONSTRAINTS) | $(VENV)/.python
 	@echo "Installing nnx_parallel and its development tools into $(VENV) ..."
 	@$(install) -e '.[dev]'
+	@touch $(VENV)/.base $@
+
+$(VENV)/.docs: pyproject.toml $(CONSTRAINTS) | $(VENV)/.python
+	@echo "Installing nnx_parallel and what builds its site into $(VENV) ..."
+	@$(install) -e '.[docs]'
 	@touch $(VENV)/.base $@
 
 $(VENV)/.python:

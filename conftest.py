@@ -17,6 +17,9 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 simulate_devices(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Without the optimizations of machine code programs compile in two thirds of the time;
+# those before it (the partitioner, fusion) are made, so that the programs are the same.
+jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture(scope="session")
@@ -25,3 +28,14 @@ def devices() -> list:
     devices = jax.devices()
     assert len(devices) == 8
     return devices
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Gives the tests of a file to one worker, unless they say otherwise.
+
+    They share compiled programs, which each worker would else compile for itself.
+    """
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.name))

@@ -15,8 +15,15 @@ NAMES = {
     "sharded_jit": "sharded_jit against jax.jit with the same shardings",
     "overlap": "bytes that a TPU's schedule hides behind products; compiled, not run",
     "fsdp": "FSDP against hand-placed activations, and against shardings alone",
+    "faults": "a run killed at random moments; --rounds says how often",
+    "integrity": "what fingerprints, checks and asynchronous saves cost",
     "pipeline": "pipeline schedules: simulated, compiled and measured",
+    "peers": "the step of others: by hand, nnx.jit, scalax (needs the extra `bench`)",
+    "scaling": "CPU time and bytes over 1, 2, 4 and 8 devices",
 }
+
+MODULES = {"peers": "compare"}
+"""Where a benchmark's module has another name: `benchmarks.peers` holds the steps."""
 
 
 def main() -> int:
@@ -36,7 +43,8 @@ def main() -> int:
         return 2
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    benchmark = importlib.import_module(f"benchmarks.{options.name}")
+    module = MODULES.get(options.name, options.name)
+    benchmark = importlib.import_module(f"benchmarks.{module}")
     given = {"rounds": options.rounds, "full": options.full}
     table = benchmark.measure(**{name: value for name, value in given.items() if value})
     table.show()

@@ -2,7 +2,7 @@
 
 The training step of a GPT is compiled for four v5p chips, without any, and its schedule
 read. Tensor parallelism as the partitioner has it (``bulk``: sequence parallelism), as
-rings beside the products, and FSDP.
+rings beside the products; FSDP whose layers gather when they run, and one ahead.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from benchmarks.schedule import read_schedule
 from benchmarks.timing import Table
 from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import FSDP, Precision, Strategy, TensorParallel
+from nnx_parallel.planning import plan_state
 from nnx_parallel.sharding.model import abstract_model
-from nnx_parallel.state import plan_state
 from nnx_parallel.step import StepOptions, make_train_step
 
 CHIPS, TOPOLOGY = 4, "v5p:2x2x1"
@@ -45,7 +45,10 @@ STRATEGIES: dict[str, Strategy] = {
     "ring": TensorParallel(CHIPS, overlap="ring"),
     "bidirectional": TensorParallel(CHIPS, overlap="bidirectional"),
     "fsdp": FSDP(CHIPS),
+    "fsdp, prefetch bulk": FSDP(CHIPS, prefetch="bulk"),
+    "fsdp, prefetch ring": FSDP(CHIPS, prefetch="ring"),
 }
+SUMS = ("all-reduce", "reduce-scatter")
 
 
 UNAVAILABLE = (
@@ -69,6 +72,8 @@ def measure(rounds: int = 1) -> Table:
         gib = {key: f"{figures[key] / 2**30:.2f} GiB" for key in figures}
         table.add(f"{name}: sent", gib["sent"])
         table.add(f"{name}: exposed", gib["exposed"])
+        table.add(f"{name}: of sums: sent", gib["summed"])
+        table.add(f"{name}: of sums: exposed", gib["summed, exposed"])
         table.add(f"{name}: hidden, of what is sent", _share(figures))
         table.add(f"{name}: temporaries", gib["temporaries"])
     return table
@@ -88,7 +93,8 @@ def schedule_of(name: str, **overrides: Any) -> dict[str, float]:
         overrides: Fields of the GPT's config to change.
 
     Returns:
-        ``sent``, ``exposed`` and ``temporaries``.
+        ``sent`` and ``exposed``; of these, ``summed`` and ``summed, exposed`` for sums
+        over devices in one collective (FSDP's gradients); and ``temporaries``.
 
     Raises:
         CompilerMissingError: If there is no TPU compiler, or none whose schedules this
@@ -131,9 +137,12 @@ def compile_and_read(strategy: Strategy, config: GPTConfig) -> dict[str, float]:
     tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=rows)
     compiled = step.lower(plan.abstract, {"tokens": tokens}).compile()
     transfers = read_schedule(compiled.as_text())
+    sums = [each for each in transfers if each.kind in SUMS]
     return {
         "sent": sum(each.bytes for each in transfers),
         "exposed": sum(each.bytes for each in transfers if not each.is_hidden),
+        "summed": sum(each.bytes for each in sums),
+        "summed, exposed": sum(each.bytes for each in sums if not each.is_hidden),
         "temporaries": compiled.memory_analysis().temp_size_in_bytes,
     }
 

@@ -18,7 +18,7 @@ from nnx_parallel.microbatches import split_rows
 from nnx_parallel.pipeline.buffers import plan_buffers
 from nnx_parallel.pipeline.edges import Edges, Flight, Given
 from nnx_parallel.pipeline.executor import Executor
-from nnx_parallel.pipeline.keeping import Layers
+from nnx_parallel.keeping import Layers
 from nnx_parallel.pipeline.stage import Stage
 from nnx_parallel.pipeline.table import Table
 from nnx_parallel.sharding import using
@@ -66,7 +66,10 @@ def _stage_runs(
 ) -> dict[str, Run]:
     assert plan.layout.pipeline is not None
     stage = Stage(
-        edges.cut.recorded, plan.precision.compute, plan.layout.pipeline.stash
+        edges.cut.recorded,
+        edges.cut.differentiated,
+        plan.precision.compute,
+        plan.layout.pipeline.stash,
     )
     mesh, axis = plan.layout.mesh, plan.layout.pipeline.axis
     manual = Executor(stage, table, plan_buffers(table), mesh, axis).manual
@@ -111,7 +114,8 @@ def _edge_runs(edges: Edges) -> dict[str, Run]:
     first = jnp.int32(0)
 
     def before(params: dict) -> list:
-        return edges.before(first, params, Flight([], {}))
+        entering, _ = edges.before(first, params, Flight([], {}))
+        return edges.with_gradients(entering)
 
     def before_backward(params: dict, grads: list) -> dict:
         return jax.vjp(before, params)[1](edges.spread(grads))[0]

@@ -7,3 +7,7 @@ from models.generation import generate as generate
 from models.gpt import GPT as GPT
 from models.gpt import next_token_loss as next_token_loss
 from models.gpt_config import GPTConfig as GPTConfig
+from models.resnet import ResNet as ResNet
+from models.resnet import ResNetConfig as ResNetConfig
+from models.vit import ViT as ViT
+from models.vit import ViTConfig as ViTConfig

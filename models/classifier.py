@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -77,6 +77,9 @@ class HiddenBlock(nnx.Module):
 class MLPClassifier(nnx.Module):
     """Feature vectors to logits of classes.
 
+    Its hidden blocks stand in a `Stack`: `TensorParallel` splits each block's kernels
+    by columns and by rows, `Pipeline` spreads the blocks over stages.
+
     Stock `nnx.Linear` at both ends, with names: features and classes have none, since
     their numbers are given by the data and seldom divide.
 
@@ -118,13 +121,13 @@ class MLPClassifier(nnx.Module):
 
 
 def classification_loss(
-    model: MLPClassifier, batch: Mapping[str, jax.Array]
+    model: Callable[[jax.Array], jax.Array], batch: Mapping[str, jax.Array]
 ) -> tuple[Mean, dict[str, Mean]]:
     """Cross-entropy of the labels, and how many are the likeliest class.
 
     Args:
-        model: The model.
-        batch: ``inputs`` ``(batch, features)`` and ``labels`` int ``(batch,)``.
+        model: Maps inputs to logits ``(batch, classes)``.
+        batch: ``inputs`` ``(batch, ...)`` and ``labels`` int ``(batch,)``.
 
     Returns:
         The loss in nats per example, and ``{"accuracy": Mean}``.

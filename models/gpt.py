@@ -23,6 +23,7 @@ from models.gpt_config import GPTConfig
 from nnx_parallel.layers import (
     Dense,
     Embed,
+    Implementation,
     Stack,
     attention,
     linear_cross_entropy,
@@ -105,6 +106,7 @@ class Attention(nnx.Module):
         self.key = dense("embed", "kv_heads head_dim")
         self.value = dense("embed", "kv_heads head_dim")
         self.out = dense("heads head_dim", "embed", is_residual=True)
+        self.implementation: Implementation | None = config.attention
         self.rope_theta = config.rope_theta if config.positions == "rope" else None
 
     def __call__(
@@ -119,12 +121,13 @@ class Attention(nnx.Module):
         if self.rope_theta is not None:
             query = rotate(query, positions, self.rope_theta)
             key = rotate(key, positions, self.rope_theta)
+        attend = partial(attention, query, implementation=self.implementation)
         if cache is None:
-            return self.out(attention(query, key, value, causal=True)), None
+            return self.out(attend(key, value, causal=True)), None
         keys, values = _write(cache[0], key, start), _write(cache[1], value, start)
         seen = jnp.arange(keys.shape[1])[None, :] <= positions[:, None]
         mask = seen[None, None]  # (1, 1, seq, total_len)
-        return self.out(attention(query, keys, values, mask=mask)), (keys, values)
+        return self.out(attend(keys, values, mask=mask)), (keys, values)
 
 
 def _write(cache: jax.Array, new: jax.Array, start: int | jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from nnx_parallel.layers import Remat, check_remat
+from nnx_parallel.layers import Implementation, Remat, check_remat
 
 Norm = Literal["layer", "rms"]
 Positions = Literal["learned", "rope"]
@@ -48,6 +48,8 @@ class GPTConfig:
         use_bias: Whether kernels and LayerNorms have biases.
         tied: Whether the embedding is also the head.
         dropout: Probability of dropping an output of embedding, attention and MLP.
+        attention: What computes attention; ``None``: the platform's fused kernel where
+            it fits (`nnx_parallel.layers.attention`).
         remat: What a block keeps for the backward pass; ``None`` follows the Trainer.
         z_loss: Weight of the squared log-normaliser in the loss [5].
 
@@ -77,6 +79,7 @@ class GPTConfig:
     use_bias: bool = True
     tied: bool = True
     dropout: float = 0.0
+    attention: Implementation | None = None
     remat: Remat | None = None
     z_loss: float = 0.0
 
@@ -88,6 +91,11 @@ class GPTConfig:
             ("positions", self.positions in positions, f"one of {positions}"),
             ("activation", self.activation in activations, f"one of {activations}"),
             ("block", self.block in blocks, f"one of {blocks}"),
+            (
+                "attention",
+                self.attention in (None, *get_args(Implementation)),
+                f"one of {get_args(Implementation)}, or None",
+            ),
             ("rope_theta", self.rope_theta > 0, "above 0"),
             ("dropout", 0 <= self.dropout < 1, "a probability in [0, 1)"),
             ("z_loss", self.z_loss >= 0, "at least 0"),

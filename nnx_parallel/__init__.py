@@ -15,6 +15,7 @@ from nnx_parallel.collectives import (
     matmul_reduce_scatter,
     row_parallel_matmul,
 )
+from nnx_parallel.distributed import initialize, print_once
 from nnx_parallel.loggers import (
     ConsoleLogger,
     JSONLinesLogger,
@@ -104,11 +105,13 @@ __all__ = [
     "decay_mask",
     "errors",
     "gather",
+    "initialize",
     "layers",
     "make_mesh",
     "matmul_reduce_scatter",
     "muon_dimension_numbers",
     "named_tree_map",
+    "print_once",
     "process_local_to_global",
     "resolve_shardings",
     "row_parallel_matmul",

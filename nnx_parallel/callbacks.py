@@ -49,11 +49,6 @@ class Hooks:
         self._callbacks = tuple(callbacks)
         self.stop_reason: str | None = None
 
-    @property
-    def wants_stop(self) -> bool:
-        """Whether somebody has asked to end the fit."""
-        return self.stop_reason is not None
-
     def fit_start(self) -> None:
         """Forgets an earlier stop and calls ``on_fit_start``."""
         self.stop_reason = None

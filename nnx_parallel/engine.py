@@ -11,13 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nnx_parallel.data import Feed, place_batch
+from nnx_parallel.data import Feed, Lockstep, place_batch
 from nnx_parallel.errors import DataError
 from nnx_parallel.evaluation import make_eval_step, make_predict_step
+from nnx_parallel.layers.labels import LabelRange, observing_labels
 from nnx_parallel.metrics import Mean
-from nnx_parallel.sharding.arrays import flatten_pure
+from nnx_parallel.planning import init_state
+from nnx_parallel.sharding import gather
+from nnx_parallel.sharding.arrays import flatten_pure, is_inexact
 from nnx_parallel.sharding.model import ModelFn
-from nnx_parallel.state import StatePlan, TrainState, init_state
+from nnx_parallel.state import StatePlan, TrainState
 from nnx_parallel.step import (
     Batch,
     LossFn,
@@ -36,6 +39,7 @@ class Engine:
         loss: The user's loss.
         options: How a step is run.
         seed: Of the model and of every random stream.
+        global_batch_size: Rows of every training batch, to be checked, or ``None``.
     """
 
     def __init__(
@@ -45,8 +49,10 @@ class Engine:
         loss: LossFn,
         options: StepOptions,
         seed: int,
+        global_batch_size: int | None = None,
     ) -> None:
         self.plan = plan
+        self._global_batch_size = global_batch_size
         self.options = options
         self._source = source
         self._loss = loss
@@ -54,6 +60,8 @@ class Engine:
         self._state: TrainState | None = None
         self._is_fresh = True
         self._functions: dict[Callable, Callable] = {}
+        self.first_batch: Batch | None = None
+        self.temporary_bytes: int | None = None
 
     @property
     def is_fresh(self) -> bool:
@@ -84,8 +92,12 @@ class Engine:
 
     def shard_batch(self, batch: Batch) -> Batch:
         """Puts a batch on the mesh, checked to divide evenly."""
-        num_microbatches = self.options.num_microbatches
-        return place_batch(batch, self.plan.layout, num_microbatches=num_microbatches)
+        return place_batch(
+            batch,
+            self.plan.layout,
+            num_microbatches=self.options.num_microbatches,
+            global_batch_size=self._global_batch_size,
+        )
 
     def params(self, *, ema: bool) -> dict[str, Any]:
         """The parameters or their moving average.
@@ -110,6 +122,7 @@ class Engine:
         return {
             "mesh": dict(self.plan.layout.mesh.shape),
             "model": self.plan.model_name,
+            "optimizer": _optimizer_names(self.plan.abstract.opt_state),
             "num_params": sum(x.size for x in params),
             "num_microbatches": self.options.num_microbatches,
             "seed": self._seed,
@@ -138,7 +151,7 @@ class Engine:
         """Outputs of ``function`` for all rows, as NumPy arrays."""
         run = self._compiled(function or _call_model)
         arrays = (self.params(ema=ema), self.state.variables)
-        parts = [jax.device_get(run(*arrays, batch)) for batch in self._batches(data)]
+        parts = [gather(run(*arrays, batch)) for batch in self._batches(data)]
         if not parts:
             raise DataError("There is no batch to predict on: the data is empty.")
         return jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
@@ -146,13 +159,19 @@ class Engine:
     def non_finite_arrays(self) -> list[str]:
         """Paths of the parameters and variables that hold a NaN or an infinity."""
         arrays = flatten_pure(self.state.params) | flatten_pure(self.state.variables)
-        floating = {
-            path: x
-            for path, x in arrays.items()
-            if jnp.issubdtype(x.dtype, jnp.floating)
-        }
+        floating = {path: x for path, x in arrays.items() if is_inexact(x)}
         is_finite = jax.jit(partial(jax.tree.map, lambda x: jnp.isfinite(x).all()))
         return [path for path, ok in is_finite(floating).items() if not ok]
+
+    def label_ranges(self) -> list[LabelRange]:
+        """The labels that our losses find in the fit's first batch, if it is known."""
+        if self.first_batch is None or self.plan.layout.pipeline is not None:
+            return []
+        arrays = (self.state.params, self.state.variables, self.state.key)
+        with observing_labels() as seen:
+            step = make_eval_step(self.plan, self._loss, self.options)
+            jax.block_until_ready(step(*arrays, 0, self.first_batch))
+        return seen
 
     def _compiled(self, function: Callable[[Any, Batch], Any]) -> Callable:
         if function not in self._functions:
@@ -162,9 +181,28 @@ class Engine:
 
     def _batches(self, data: Iterable[Batch]) -> Iterator[Batch]:
         place = partial(place_batch, layout=self.plan.layout)
-        with Feed(data, place, uniform=False) as feed:
+        if jax.process_count() == 1:
+            feed = Feed(data, place, uniform=False)
+        else:
+            # A remainder is gathered, which must not meet another thread's program.
+            lockstep = Lockstep("evaluation batch")
+            feed = Feed(data, place, uniform=False, prefetch=0, lockstep=lockstep)
+        with feed:
             for item in feed:
                 yield item.batch
+
+
+def _optimizer_names(opt_state: Any) -> str:
+    """The kinds of an optimizer's states, outermost first: what Optax lets be seen."""
+    names: dict[str, None] = {}
+
+    def visit(node: Any) -> bool:
+        if hasattr(node, "_fields"):
+            names[type(node).__name__] = None
+        return False
+
+    jax.tree.leaves(opt_state, is_leaf=visit)
+    return ", ".join(name for name in names if name != "EmptyState")
 
 
 def _call_model(model: Any, batch: Batch) -> Any:

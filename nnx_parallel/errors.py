@@ -11,6 +11,14 @@ class ParallelError(Exception):
     """Base of every error that this library raises on purpose."""
 
 
+class VersionError(ParallelError, ImportError):
+    """The installed jax and flax must be of the supported versions."""
+
+
+class DeviceMemoryError(ParallelError, MemoryError):
+    """A step's state, gradients and activations must fit in the memory of a device."""
+
+
 class DeviceCountError(ParallelError, RuntimeError):
     """The number of simulated devices is chosen before JAX first counts them."""
 
@@ -47,6 +55,14 @@ class CollectiveProductError(ParallelError, ValueError):
 
     What it gathers, scatters or splits over the axis is a kept dim; what it contracts
     has the same sizes in x and in w.
+    """
+
+
+class AttentionKernelError(ParallelError, ValueError):
+    """A fused attention kernel runs on one platform, for some shapes and dtypes.
+
+    cuDNN's takes float16 and bfloat16 on NVIDIA GPUs, Splash sequences of a multiple of
+    128 on TPUs.
     """
 
 
@@ -133,6 +149,20 @@ class CheckpointReadError(ParallelError, RuntimeError):
     """A checkpoint must be whole and written by this library."""
 
 
+class CheckpointUnavailableError(ParallelError, OSError):
+    """A checkpoint is read with memory, file handles and a disk that answers.
+
+    Where they fail nothing is known of the checkpoint: it does not count as damaged.
+    """
+
+
+class CheckpointDamagedError(CheckpointReadError):
+    """The arrays of a checkpoint must have the fingerprints that were saved with them.
+
+    Whoever changes them in place makes a file that reads well and holds other values.
+    """
+
+
 class CheckpointNotFoundError(ParallelError, FileNotFoundError):
     """A step must have been saved, and kept, to be read."""
 
@@ -142,6 +172,22 @@ class CheckpointMismatchError(ParallelError, ValueError):
 
     Their shardings may differ in any way.
     """
+
+
+class ProcessError(ParallelError, RuntimeError):
+    """The processes of a run start together, and each takes part in every step."""
+
+
+class DisagreementError(ParallelError, ValueError):
+    """All processes of a run must run the same program on shares of the same shapes.
+
+    JAX does not compare them: two programs that differ wait for one another for ever,
+    or go on with different numbers.
+    """
+
+
+class ReplicaError(ParallelError, RuntimeError):
+    """Copies of one array on several devices must hold the same bits."""
 
 
 class ScheduleError(ParallelError, ValueError):

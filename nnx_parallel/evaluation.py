@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -16,11 +15,11 @@ from flax import nnx
 
 from nnx_parallel.metrics import Mean, split_loss_output
 from nnx_parallel.microbatches import join_rows, split_rows
-from nnx_parallel.pipeline.cut import calls_stack
-from nnx_parallel.pipeline.edges import Given
+from nnx_parallel.pipeline.find import calls_stack
+from nnx_parallel.pipeline.given import Given
 from nnx_parallel.pipeline.run import PipelinedFunction
 from nnx_parallel.sharding import using
-from nnx_parallel.sharding.model import flatten, nest
+from nnx_parallel.sharding.model import nest
 from nnx_parallel.state import StatePlan
 from nnx_parallel.step import Batch, LossFn, StepOptions, call_loss
 
@@ -100,13 +99,7 @@ def _pipelined_outputs(
     assert pipeline is not None
     num_rows = jax.tree.leaves(batch)[0].shape[0]
     count = _dividing_microbatches(plan, num_rows, num_microbatches)
-    keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(count))
-    given = Given(
-        params=flatten(params),
-        variables=flatten(variables),
-        batch=split_rows(plan, batch, count),
-        keys=keys if count > 1 else key[None],
-    )
+    given = Given.of(params, variables, split_rows(plan, batch, count), key)
 
     def run(params: dict, variables: dict, batch: Batch, key: jax.Array) -> Any:
         model = plan.merge(

@@ -5,19 +5,27 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import jax
 
+from nnx_parallel.agreements import agree_on_batch, agree_on_program
 from nnx_parallel.audit import audit
 from nnx_parallel.callbacks import Hooks
 from nnx_parallel.checkpoint import Storage
-from nnx_parallel.data import Feed, Position
+from nnx_parallel.data import Feed
 from nnx_parallel.engine import Engine
+from nnx_parallel.memory import explaining_memory
 from nnx_parallel.profiling import Tracer
+from nnx_parallel.progress import Progress
 from nnx_parallel.recorder import Recorder
+from nnx_parallel.replicas import check_replicas
 from nnx_parallel.step import Batch
+from nnx_parallel.supervision import Supervision
 from nnx_parallel.throughput import Throughput, count_tokens
+
+_STEPS_TO_FIRST_METRICS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,44 +35,61 @@ class Loop:
     Attributes:
         engine: State and compiled programs.
         storage: Checkpoints.
-        position: Where the data stands.
+        progress: Where the data stands.
         recorder: Metrics.
         tracer: Traces.
         hooks: The user's callbacks.
+        supervision: Says when to stop early.
         eval_data: Batches to evaluate on, or ``None``.
         eval_every: Steps between evaluations; ``None`` for the last step alone.
+        check_replicas_every: Steps between comparisons of replicas; 0 makes none.
     """
 
     engine: Engine
     storage: Storage
-    position: Position
+    progress: Progress
     recorder: Recorder
     tracer: Tracer
     hooks: Hooks
+    supervision: Supervision
     eval_data: Iterable[Batch] | None = None
     eval_every: int | None = None
+    check_replicas_every: int = 0
 
     def run(self, data: Iterable[Batch], num_steps: int) -> None:
         """Trains from the state's step until ``num_steps`` updates are done in all."""
         engine, recorder = self.engine, self.recorder
-        step = int(engine.state.step)
+        step = first_step = int(engine.state.step)
         with self._feed(data, step, num_steps) as feed, self.tracer:
             for item in feed:
+                if item.stop_reason is not None:
+                    self.supervision.accept(item.stop_reason)
+                    if step > first_step:
+                        self._pause(step, num_steps, saves=False)
+                    break
                 if recorder.throughput is None:
                     self._compile(item.batch)
-                with self.tracer.step(step):
+                with self.tracer.step(step), self._explaining_memory():
                     engine.state, metrics = engine.train_step(engine.state, item.batch)
                 step += 1
-                self.position.advance(item.state)
-                recorder.push(step, metrics, item.wait_seconds)
-                saves = self.storage.is_due(step)
-                if saves or self._evaluates(step) or self._ends(step, num_steps):
-                    self._pause(step, num_steps, saves=saves)
-                if self._ends(step, num_steps):
+                if step > first_step + _STEPS_TO_FIRST_METRICS:
+                    engine.first_batch = None
+                self.supervision.watchdog.arm(step)
+                self.supervision.check()
+                self.storage.poll()
+                if self.check_replicas_every and step % self.check_replicas_every == 0:
+                    check_replicas(engine.state, step)
+                self.progress.position.advance(item.state)
+                with self._explaining_memory():
+                    recorder.push(step, metrics, item.wait_seconds)
+                saves, ends = self.storage.is_due(step), self._ends(step, num_steps)
+                if saves or ends or self._evaluates(step):
+                    ends = self._pause(step, num_steps, saves=saves)
+                if ends:
                     break
 
     def _feed(self, data: Iterable[Batch], step: int, num_steps: int) -> Feed:
-        skip, state = self.position.open(data, step)
+        skip, state = self.progress.position.open(data, step)
         return Feed(
             data,
             self.engine.shard_batch,
@@ -72,18 +97,31 @@ class Loop:
             skip=skip,
             state=state,
             first_step=step,
+            lockstep=self.supervision.lockstep,
         )
 
     def _compile(self, batch: Batch) -> None:
         start = time.perf_counter()
+        self.engine.first_batch = batch
+        agree_on_batch(batch)
         lowered = self.engine.train_step.lower(self.engine.state, batch)  # pyright: ignore[reportFunctionMemberAccess]
-        compiled = lowered.compile()
+        agree_on_program(lowered)
+        with self._explaining_memory():
+            compiled = lowered.compile()
+        analysis = compiled.memory_analysis()
+        self.engine.temporary_bytes = getattr(analysis, "temp_size_in_bytes", None)
         self.recorder.add_once(compile_seconds=time.perf_counter() - start)
         self.recorder.throughput = Throughput(
             num_rows=jax.tree.leaves(batch)[0].shape[0],
             num_tokens=count_tokens(batch),
             flops_per_device=_step_flops(compiled),
-            device=self.engine.plan.layout.mesh.devices.flat[0],
+            device=self.engine.plan.layout.mesh.local_devices[0],
+        )
+
+    def _explaining_memory(self) -> AbstractContextManager[None]:
+        options = self.engine.options
+        return explaining_memory(
+            self.engine.plan, options.num_microbatches, self.engine.temporary_bytes
         )
 
     def _evaluates(self, step: int) -> bool:
@@ -91,25 +129,33 @@ class Loop:
         return is_due and self.eval_data is not None
 
     def _ends(self, step: int, num_steps: int) -> bool:
-        return step == num_steps or self.hooks.wants_stop
+        return step == num_steps or self.supervision.stop_reason is not None
 
-    def _pause(self, step: int, num_steps: int, *, saves: bool) -> None:
+    def _pause(self, step: int, num_steps: int, *, saves: bool) -> bool:
         """Evaluates and saves, once every step so far is known to be finite.
 
         Hooks that run here may end the fit: then this step is evaluated and saved.
+
+        Returns:
+            Whether the fit ends here. A request that comes while this step is saved
+            ends it after the next one, which is then saved too.
         """
         self.recorder.flush()
+        self.supervision.watchdog.disarm()
         metrics = self.recorder.last_row()
         wants_eval = saves and self.storage.ranks_by_eval
         if wants_eval or self._evaluates(step) or self._ends(step, num_steps):
             metrics |= self._evaluate(step)
-        if self.storage.options and (saves or self._ends(step, num_steps)):
-            position = self.position.to_json()
+        ends = self._ends(step, num_steps)
+        if self.storage.options and (saves or ends):
+            position = self.progress.position.to_json()
             self.storage.save(self.engine.state, step, position, metrics)
         self.recorder.restart_clock()
+        return ends
 
     def _evaluate(self, step: int) -> dict[str, float]:
-        if self.eval_data is None:
+        # After a SIGTERM there are seconds left, which the checkpoint needs.
+        if self.eval_data is None or self.supervision.is_terminated:
             return {}
         found = self.engine.evaluate(self.eval_data)
         self.recorder.record("eval", step, found)

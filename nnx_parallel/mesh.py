@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import jax
+import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from nnx_parallel.errors import (
@@ -20,6 +22,9 @@ from nnx_parallel.errors import (
     MeshShapeError,
     UnknownAxisError,
 )
+from nnx_parallel.versions import check_installed
+
+check_installed()  # before what other versions lack is missed
 
 if TYPE_CHECKING:
     from jaxlib._jax import Device
@@ -84,11 +89,62 @@ def make_mesh(
     devices = list(jax.devices() if devices is None else devices)
     sizes = complete_axis_sizes(axis_sizes, len(devices))
     order = sorted(sizes, key=lambda a: MESH_AXES.index(a) if a in MESH_AXES else -1)
+    slices = {getattr(device, "slice_index", 0) for device in devices}
+    if len(slices) > 1:
+        outer = slice_sizes({axis: sizes[axis] for axis in order}, len(slices))
+        inner = [sizes[a] // across for a, across in zip(order, outer, strict=True)]
+        arranged = mesh_utils.create_hybrid_device_mesh(inner, outer, devices)
+        return Mesh(arranged, tuple(order), axis_types=(AxisType.Auto,) * len(order))
     return jax.make_mesh(
         tuple(sizes[axis] for axis in order),
         tuple(order),
         axis_types=(AxisType.Auto,) * len(order),
         devices=devices,
+    )
+
+
+def slice_sizes(axis_sizes: Mapping[str, int], num_slices: int) -> list[int]:
+    """How many of each axis's parts lie in different slices, outermost axis first.
+
+    The outermost axes, which communicate least, go across the slow network.
+
+    Args:
+        axis_sizes: Size of each axis, outermost first.
+        num_slices: Slices of TPUs that a slower network joins.
+
+    Raises:
+        MeshShapeError: If the outer axes do not divide into the slices.
+
+    Example:
+        >>> slice_sizes({"data": 2, "fsdp": 8, "tensor": 4}, 4)
+        [2, 2, 1]
+    """
+    left, parts = num_slices, []
+    for size in axis_sizes.values():
+        across = math.gcd(size, left)
+        parts.append(across)
+        left //= across
+    if left > 1:
+        raise MeshShapeError(
+            f"Mesh {dict(axis_sizes)} cannot be laid over {num_slices} slices: no "
+            f"product of parts of its axes is {num_slices}. Choose the size of an "
+            f"outer axis as a multiple of {num_slices}."
+        )
+    return parts
+
+
+def axes_across_processes(mesh: Mesh) -> tuple[str, ...]:
+    """The axes along which one comes to a device of another process.
+
+    Example:
+        >>> axes_across_processes(make_mesh({"data": None}))
+        ()
+    """
+    owners = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    return tuple(
+        axis
+        for dim, axis in enumerate(mesh.axis_names)
+        if (owners != np.take(owners, [0], axis=dim)).any()
     )
 
 

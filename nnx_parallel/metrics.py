@@ -18,6 +18,7 @@ RESERVED_METRICS = (
     "grad_norm",
     "learning_rate",
     "loss_scale",
+    "lost_updates",
     "skipped",
 )
 """What a step reports itself, so that a loss cannot give it another meaning."""

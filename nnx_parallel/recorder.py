@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ import numpy as np
 from nnx_parallel.errors import NonFiniteLossError
 from nnx_parallel.loggers import Logger
 from nnx_parallel.throughput import Throughput
+
+_MOST_UPDATES = 0.5
 
 History = dict[str, np.ndarray]
 
@@ -59,6 +62,7 @@ class Recorder:
         self._durations: deque[float] = deque(maxlen=8)
         self._last_finite: tuple[int, float] | None = None
         self._extra: dict[str, float] = {}
+        self._has_warned = False
 
     def push(
         self, step: int, metrics: Mapping[str, jax.Array], wait_seconds: float
@@ -115,6 +119,7 @@ class Recorder:
         row |= self._timing(item.wait_seconds) | self._extra
         self._extra = {}
         self._check_finite(item.step, row)
+        self._check_resolution(item.step, row)
         self._rows.append({"step": item.step, **row})
         if item.step % self._log_every == 0:
             self._logger.log(item.step, row)
@@ -145,6 +150,17 @@ class Recorder:
         raise NonFiniteLossError(
             f"Step {step}: loss {row['loss']}, gradient norm {row['grad_norm']}. "
             f"{before}"
+        )
+
+    def _check_resolution(self, step: int, row: dict[str, float]) -> None:
+        if row.get("lost_updates", 0.0) < _MOST_UPDATES or self._has_warned:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"Step {step}: {row['lost_updates']:.0%} of the updates are too small to "
+            "change a parameter of 16 bits and are lost. Keep parameters in float32 "
+            "and compute in bfloat16: precision=Precision.mixed_bfloat16().",
+            stacklevel=2,
         )
 
 

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -21,12 +19,14 @@ from flax import nnx
 from nnx_parallel.layers import Remat, apply_remat, default_remat
 from nnx_parallel.metrics import Mean, split_loss_output
 from nnx_parallel.microbatches import constrain_rows, split_rows
-from nnx_parallel.pipeline.edges import Given
+from nnx_parallel.pipeline.given import Given
 from nnx_parallel.pipeline.run import PipelinedFunction
 from nnx_parallel.precision import cast_floating
 from nnx_parallel.sharding import using
 from nnx_parallel.sharding.model import flatten, nest
 from nnx_parallel.state import StatePlan, TrainState, values_of
+from nnx_parallel.training_mode import warn_of_modes, warn_of_statistics
+from nnx_parallel.updates import learning_rate, lost_updates
 
 Batch = Any
 Metrics = dict[str, jax.Array]
@@ -76,7 +76,7 @@ def make_train_step(
         loss: The user's loss.
         options: Microbatches and remat.
     """
-    _warn_of_modes(plan, options)
+    warn_of_modes(plan, options.remat)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         with using(plan.layout), default_remat(options.remat):
@@ -84,22 +84,6 @@ def make_train_step(
             return _update(plan, state, grads, variables, means)
 
     return jax.jit(train_step, donate_argnums=0, out_shardings=(plan.shardings, None))
-
-
-def _warn_of_modes(plan: StatePlan, options: StepOptions) -> None:
-    if plan.is_evaluating:
-        warnings.warn(
-            "The model came in evaluation mode and is trained so: without dropout, its "
-            "batch statistics frozen. Call model.train() before, if this is not meant.",
-            stacklevel=3,
-        )
-    if options.remat != "none" and not plan.stack_remats:
-        warnings.warn(
-            f"remat={options.remat!r} acts on the blocks of a Stack, and this model "
-            "has none: nothing is recomputed. Put its repeated blocks into a Stack, or "
-            "use nnx.remat inside the model.",
-            stacklevel=3,
-        )
 
 
 def call_loss(
@@ -130,15 +114,18 @@ def _forward(
             )
             given = values_of(model)
             mean, metrics = split_loss_output(call_loss(plan, loss, model, batch, key))
-        after = plan.variables_after(variables, given, values_of(model))
+            after = values_of(model)
+            warn_of_statistics(plan, model, given, after)
+        after = plan.variables_after(variables, given, after)
         return {"loss": mean, **metrics}, after
 
     if plan.layout.pipeline is not None:
         return forward  # it is cut, not differentiated as a whole
     remats = {remat or options.remat for remat in plan.stack_remats}
-    if remats - {"none"}:
+    if remats - {"none"} or (remats and plan.layout.prefetch):
         # A checkpoint around the whole would have its policy take the place of those
-        # inside. So what is gathered outside the stacks is kept.
+        # inside, and decide anew what a prefetched stack keeps. So what is gathered
+        # outside the stacks is kept.
         return forward
     return apply_remat(
         forward, "none", gathers=plan.gathers_outside_stack, prevent_cse=True
@@ -183,14 +170,7 @@ def _pipeline(
 ) -> tuple[dict, dict, Means]:
     """The gradients of `_accumulate`, by the strategy's schedule."""
     assert plan.layout.pipeline is not None
-    count = jax.tree.leaves(microbatches)[0].shape[0]
-    keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(count))
-    given = Given(
-        params=flatten(state.params),
-        variables=flatten(state.variables),
-        batch=microbatches,
-        keys=key[None] if count == 1 else keys,
-    )
+    given = Given.of(state.params, state.variables, microbatches, key)
 
     def function(params: dict, variables: dict, batch: Batch, key: jax.Array) -> Any:
         means, after = forward(nest(params), nest(variables), batch, key)
@@ -200,7 +180,9 @@ def _pipeline(
         return _scaled(state, _weighted(means["loss"], weights))
 
     pipeline = plan.layout.pipeline
-    table = pipeline.schedule.table(plan.layout.mesh.shape[pipeline.axis], count)
+    table = pipeline.schedule.table(
+        plan.layout.mesh.shape[pipeline.axis], len(given.keys)
+    )
     pipelined = PipelinedFunction(plan, function, given, table)
     grads, variables, means = pipelined.gradients(
         objective, lambda means: [term.weight for term in means["loss"].terms]
@@ -282,7 +264,7 @@ def _update(
     with jax.named_scope("optimizer"):
         metrics = {name: mean.value for name, mean in means.items()}
         metrics["grad_norm"] = optax.tree.norm(grads)
-        params, opt_state = _optimize(plan, state, grads, metrics["loss"])
+        params, opt_state = _optimize(plan, state, grads, metrics)
         if (rate := learning_rate(opt_state)) is not None:
             metrics["learning_rate"] = rate
         ema = state.ema
@@ -304,14 +286,17 @@ def _update(
 
 
 def _optimize(
-    plan: StatePlan, state: TrainState, grads: dict, loss: jax.Array
+    plan: StatePlan, state: TrainState, grads: dict, metrics: Metrics
 ) -> tuple[dict, optax.OptState]:
     """Parameters and optimizer state after one update, in the dtypes that they had."""
+    loss = metrics["loss"]
     params = plan.constrain(state.params, "optimizer")
     updates, opt_state = optax.with_extra_args_support(plan.tx).update(
         plan.constrain(grads, "optimizer"), state.opt_state, params, value=loss
     )
-    params = optax.apply_updates(params, updates)
+    before, params = params, optax.apply_updates(params, updates)
+    if (lost := lost_updates(before, updates, params)) is not None:
+        metrics["lost_updates"] = lost
     opt_state = jax.tree.map(
         lambda new, old: new.astype(old.dtype), opt_state, state.opt_state
     )
@@ -328,15 +313,3 @@ def _skip_overflow(state: TrainState, new: TrainState, metrics: Metrics) -> Trai
     return dataclasses.replace(
         kept, step=new.step, loss_scale=state.loss_scale.adjust(is_finite)
     )
-
-
-def learning_rate(opt_state: optax.OptState) -> jax.Array | None:
-    """The learning rate of an optimizer under ``optax.inject_hyperparams``.
-
-    Elsewhere it is a constant in the compiled step that nobody can read: ``None``.
-    """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
-        keys = [getattr(entry, "name", getattr(entry, "key", None)) for entry in path]
-        if keys[-2:] == ["hyperparams", "learning_rate"]:
-            return leaf
-    return None

@@ -53,7 +53,7 @@ class Throughput:
         num_rows: Rows of the global batch.
         num_tokens: Its tokens, or ``None``.
         flops_per_device: Of the compiled step, recomputation included, or ``None``.
-        device: A device of the mesh.
+        device: A device of the mesh that is this process's.
     """
 
     num_rows: int

@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
+import signal
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from flax import nnx
 from jax.sharding import Mesh
 
+from nnx_parallel.agreements import agree_on_run
 from nnx_parallel.callbacks import Callback, Hooks
 from nnx_parallel.checkpoint import Checkpoint, Storage
-from nnx_parallel.data import Position, is_one_shot
+from nnx_parallel.checks import (
+    check_arguments,
+    check_eval_data,
+    check_model,
+    check_resumable,
+)
+from nnx_parallel.data import data_share
+from nnx_parallel.diagnosis import explain_non_finite
+from nnx_parallel.distributed import Watchdog, strip_addresses
 from nnx_parallel.engine import Engine
-from nnx_parallel.errors import DataError, NonFiniteLossError
+from nnx_parallel.errors import NonFiniteLossError
 from nnx_parallel.layers import Remat, check_remat
 from nnx_parallel.loggers import Logger, LoggerGroup, default_loggers
 from nnx_parallel.loop import Loop, repeat_first
 from nnx_parallel.mesh import Device
+from nnx_parallel.planning import plan_state
 from nnx_parallel.precision import Precision
 from nnx_parallel.profiling import Profile, Tracer
+from nnx_parallel.progress import Progress
 from nnx_parallel.recorder import History, Recorder
 from nnx_parallel.sharding.model import ModelFn, abstract_model
-from nnx_parallel.state import TrainState, plan_state
+from nnx_parallel.state import TrainState
 from nnx_parallel.step import Batch, LossFn, Metrics, StepOptions
 from nnx_parallel.strategies import DataParallel, Strategy
 from nnx_parallel.strategies.describe import Description, describe_model
+from nnx_parallel.supervision import Supervision
 
 
 class Trainer:
@@ -62,6 +76,13 @@ class Trainer:
         fast_dev_run: Two steps and one batch of evaluation, nothing written: to see
             that all parts fit.
         overfit_batches: Train on this many batches over and over.
+        global_batch_size: Rows of each training batch, all processes together; a batch
+            of another size is then an error.
+        step_timeout: Seconds after which a step that has not ended ends the process,
+            with the stack of every thread; ``None`` waits for ever. Compilation,
+            evaluation and checkpoints do not count.
+        check_replicas_every: Steps after which copies of arrays on several devices are
+            compared bit by bit, by their hashes; 0 never does.
 
     Raises:
         MeshShapeError: If the strategy's sizes do not multiply to the devices.
@@ -106,9 +127,14 @@ class Trainer:
         profile: tuple[int, int] | None = None,
         fast_dev_run: bool = False,
         overfit_batches: int = 0,
+        global_batch_size: int | None = None,
+        step_timeout: float | None = None,
+        check_replicas_every: int = 0,
     ) -> None:
         check_remat(remat)
-        _check_arguments(devices, mesh, num_microbatches, ema_decay)
+        check_arguments(devices, mesh, num_microbatches, ema_decay)
+        check_model(model, loss)
+        Watchdog(step_timeout)  # refuses a time that means nothing
         self.strategy = strategy or DataParallel()
         self.layout = self.strategy.layout(mesh or self.strategy.make_mesh(devices))
         self._optimizer = optimizer
@@ -127,22 +153,35 @@ class Trainer:
             ema_decay=ema_decay,
         )
         options = StepOptions(num_microbatches=num_microbatches, remat=remat)
-        self._engine = Engine(plan, model, loss, options, seed)
+        self._engine = Engine(plan, model, loss, options, seed, global_batch_size)
+        self._loss = loss
         checkpoint = None if fast_dev_run else checkpoint
-        description = {"strategy": repr(self.strategy), **self._engine.describe()}
+        strategy_text = strip_addresses(repr(self.strategy))
+        description = {"strategy": strategy_text, **self._engine.describe()}
         self._storage = Storage(checkpoint, description)
-        self._position = Position()
+        self._progress = Progress(self._engine, self._storage)
         self._tracer = Tracer(
             None if profile is None or fast_dev_run else Profile(*profile),
             self._storage.local_directory,
         )
         self._loggers = loggers
         self._hooks = Hooks(self, callbacks)
+        self._step_timeout = step_timeout
+        self._check_replicas_every = check_replicas_every
 
     @property
     def mesh(self) -> Mesh:
         """The mesh."""
         return self.layout.mesh
+
+    @property
+    def data_share(self) -> tuple[int, int]:
+        """``(index, count)``: the part of each batch's rows that this process gives.
+
+        With one process ``(0, 1)``. Processes that hold the same rows, as those of one
+        tensor-parallel group do, have the same index.
+        """
+        return data_share(self.layout)
 
     @property
     def state(self) -> TrainState:
@@ -215,7 +254,8 @@ class Trainer:
         yet. A checkpoint is saved as its options say, and at the end.
 
         Args:
-            data: Batches: pytrees of NumPy arrays that hold the global batch.
+            data: Batches: pytrees of NumPy arrays that hold this process's share of
+                the global batch (`data_share`): with one process the whole of it.
             num_steps: Total number of updates of the run.
             eval_data: Batches to evaluate on, iterated anew each time.
             eval_every: Steps between evaluations; ``None`` evaluates at the end.
@@ -224,58 +264,83 @@ class Trainer:
             Metrics by name, an entry for each step done in this call.
 
         Raises:
+            SystemExit: With code 0 after a SIGTERM, once a checkpoint is saved.
+            DisagreementError: If processes are about to run different programs.
             NonFiniteLossError: If a loss is not finite; names what went bad.
             DataExhaustedError: If the data ends before ``num_steps``.
             BatchShapeError: If a batch does not divide, or changes its shape.
         """
-        _check_eval_data(eval_data)
+        check_eval_data(eval_data)
         logger = LoggerGroup(self._make_loggers())
         recorder = Recorder(logger, self._hooks.step_end, log_every=self._log_every)
-        try:
-            resumed = self._resume()
-            self._storage.check_ahead(self.step)
-            if self._fast_dev_run:
-                num_steps = min(num_steps, self.step + 2)
-                eval_data = eval_data and list(itertools.islice(eval_data, 1))
-            if self._overfit_batches:
-                data = repeat_first(data, self._overfit_batches)
-            logger.start(first_step=self.step, num_steps=num_steps)
-            if resumed:
-                logger.message(resumed)
-            self._hooks.fit_start()
-            if self.step < num_steps:
-                self._loop(recorder, eval_data, eval_every).run(data, num_steps)
-            else:
-                logger.message(f"All {num_steps} steps are done: nothing to train.")
-            if self._hooks.wants_stop:
-                reason = self._hooks.stop_reason
-                logger.message(f"Stopped at step {self.step}: {reason}")
-            history = recorder.history()
-            self._storage.wait()
-            self._hooks.fit_end(history)
-        except NonFiniteLossError as error:
-            raise NonFiniteLossError(f"{error} {self._diagnosis()}") from None
-        finally:
-            with self._storage:
-                logger.finish()
-        return history
-
-    def _loop(
-        self,
-        recorder: Recorder,
-        eval_data: Iterable[Batch] | None,
-        eval_every: int | None,
-    ) -> Loop:
-        return Loop(
+        if self._overfit_batches:
+            data = repeat_first(data, self._overfit_batches)
+        supervision = Supervision(self._hooks, self._step_timeout)
+        loop = Loop(
             engine=self._engine,
             storage=self._storage,
-            position=self._position,
+            progress=self._progress,
             recorder=recorder,
             tracer=self._tracer,
             hooks=self._hooks,
+            supervision=supervision,
             eval_data=eval_data,
             eval_every=eval_every,
+            check_replicas_every=self._check_replicas_every,
         )
+        try:
+            with supervision:
+                self._fit(loop, logger, data, num_steps)
+            history = recorder.history()
+            self._hooks.fit_end(history)
+        except NonFiniteLossError as error:
+            explained = explain_non_finite(self._engine, self._storage)
+            raise NonFiniteLossError(f"{error} {explained}") from None
+        except BaseException:
+            # The other processes may not be at the same place: nothing to wait for.
+            self._storage.abandon_if_shared()
+            raise
+        finally:
+            with self._storage:
+                logger.finish()
+        if supervision.is_terminated:
+            raise SystemExit(0 if self._storage.options else 128 + signal.SIGTERM)
+        return history
+
+    def _fit(
+        self, loop: Loop, logger: LoggerGroup, data: Iterable[Batch], num_steps: int
+    ) -> None:
+        resumed = self._progress.resume()
+        self._storage.check_ahead(self.step)
+        if self.step < num_steps:
+            self._storage.check_space(self._engine.plan.abstract)
+        if self._fast_dev_run:
+            num_steps = min(num_steps, self.step + 2)
+            first = loop.eval_data and list(itertools.islice(loop.eval_data, 1))
+            loop = dataclasses.replace(loop, eval_data=first)
+        settings = self._storage.description | {
+            "num_steps": num_steps,
+            "checkpoint": strip_addresses(repr(self._storage.options)),
+            "evaluates": [loop.eval_data is not None, loop.eval_every],
+        }
+        if self._storage.options is not None and self.step == 0:
+            check_resumable(data)  # a resumed run hears of it where batches are skipped
+        agree_on_run(self._engine.plan, self._loss, settings, self.step)
+        logger.start(first_step=self.step, num_steps=num_steps)
+        if resumed:
+            logger.message(resumed)
+        self._hooks.fit_start()
+        if self.step < num_steps:
+            loop.run(data, num_steps)
+        else:
+            logger.message(f"All {num_steps} steps are done: nothing to train.")
+        self._storage.wait()  # a SIGTERM that comes now does not cut it short
+        loop.supervision.settle()
+        reason = loop.supervision.stop_reason
+        if reason is not None:
+            logger.message(f"Stopped at step {self.step}: {reason}")
+        if loop.supervision.is_terminated:
+            logger.message(self._storage.last_words(self.step))
 
     def stop(self, reason: str) -> None:
         """Ends the fit after the step in work, evaluated and saved as the last one."""
@@ -327,11 +392,7 @@ class Trainer:
             CheckpointNotFoundError: If the Trainer has no checkpoint directory.
             CheckpointError: If this step or a later one is saved already.
         """
-        try:
-            position = self._position.to_json()
-            self._storage.save(self.state, self.step, position, {}, once=False)
-        finally:
-            self._storage.close()
+        self._progress.save()
 
     def restore(
         self,
@@ -354,76 +415,9 @@ class Trainer:
             CheckpointMismatchError: If an array differs; each is listed, and nothing
                 has changed.
         """
-        where = self._storage.options if directory is None else Checkpoint(directory)
-        storage = Storage(where, {}, read_only=True)
-        try:
-            if weights_only:
-                self._engine.state = storage.restore_weights(self.state, step)
-            else:
-                self._take(storage, step)
-        finally:
-            storage.close()
-
-    def _resume(self) -> str | None:
-        if not self._engine.is_fresh or not self._storage.resumes():
-            return None
-        self._take(self._storage, None)
-        return f"Resumed from step {self.step} in '{self._storage.directory}'."
-
-    def _take(self, storage: Storage, step: int | Literal["best"] | None) -> None:
-        state, position = storage.restore(self._engine.plan.abstract, step)
-        self._engine.state = state
-        self._position = Position.from_json(position)
+        self._progress.restore(step, directory, weights_only=weights_only)
 
     def _make_loggers(self) -> Sequence[Logger]:
         if self._loggers is not None and not self._fast_dev_run:
             return self._loggers
         return default_loggers(self._storage.local_directory)
-
-    def _diagnosis(self) -> str:
-        """What the state holds that is not finite, and the way back."""
-        bad = self._engine.non_finite_arrays()
-        saved = self._storage.latest_step
-        way_back = "no checkpoint" if saved is None else f"a checkpoint of step {saved}"
-        kept = f"Nothing was saved from the bad step on; there is {way_back}."
-        if not bad:
-            return (
-                f"All arrays are finite at step {self.step}, the last one done. {kept} "
-                "Look at the batch of the bad step, and at what the loss does with it."
-            )
-        shown = ", ".join(f"`{path}`" for path in bad[:5])
-        return (
-            f"Not finite at step {self.step}, the last one done: {shown} ({len(bad)} "
-            f"arrays). {kept} Lower the learning rate, clip with "
-            "optax.clip_by_global_norm, or look at the batches of these steps."
-        )
-
-
-def _check_arguments(
-    devices: Sequence[Device] | None,
-    mesh: Mesh | None,
-    num_microbatches: int,
-    ema_decay: float | None,
-) -> None:
-    if devices is not None and mesh is not None:
-        raise ValueError(
-            "Trainer got devices= and mesh=. A mesh names its devices already: pass "
-            "one of the two."
-        )
-    if num_microbatches < 1:
-        raise ValueError(
-            f"num_microbatches={num_microbatches}. It must be at least 1, which does "
-            "not split the batch."
-        )
-    if ema_decay is not None and not 0 <= ema_decay < 1:
-        raise ValueError(
-            f"ema_decay={ema_decay}. It must be at least 0 and below 1, such as 0.999."
-        )
-
-
-def _check_eval_data(eval_data: object) -> None:
-    if eval_data is not None and is_one_shot(eval_data):
-        raise DataError(
-            "eval_data is an iterator, which one evaluation would use up. Pass a list, "
-            "or an object whose __iter__ starts anew."
-        )

@@ -209,6 +209,44 @@ ENTRY %main (x: f32[8]) -> f32[4] {
     assert found.bytes_each == 8 * 4
 
 
+def test_a_kernels_metadata_over_several_lines():
+    """As the TPU compiler writes it, a line of it beginning with a brace."""
+    text = """\
+HloModule m, num_partitions=4
+
+%body (s: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %s = (s32[], f32[8]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %x = f32[8]{0} get-tuple-element(%s), index=1
+  %k = f32[8]{0} custom-call(%x), custom_call_target="tpu_custom_call", \
+frontend_attributes={kernel_metadata={
+"block_q":"512"
+}}, metadata={op_name="splash"}
+  %r = f32[8]{0} all-reduce(%k), replica_groups={{0,1,2,3}}, to_apply=%add
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  ROOT %out = (s32[], f32[8]{0}) tuple(%next, %r)
+}
+
+%condition (s.1: (s32[], f32[8])) -> pred[] {
+  %s.1 = (s32[], f32[8]{0}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%s.1), index=0
+  %n = s32[] constant(16)
+  ROOT %lt = pred[] compare(%i.1, %n), direction=LT
+}
+
+ENTRY %main (p: f32[8]) -> (s32[], f32[8]) {
+  %p = f32[8]{0} parameter(0)
+  %zero = s32[] constant(0)
+  %start = (s32[], f32[8]{0}) tuple(%zero, %p)
+  ROOT %w = (s32[], f32[8]{0}) while(%start), condition=%condition, body=%body
+}
+"""
+    report = audit(text)
+    assert report.count("all-reduce") == 16
+    assert report.custom_calls == {"tpu_custom_call": 16}
+
+
 def test_table_sums_what_is_alike():
     lines = str(audit(TPU_TEXT)).splitlines()
     assert lines[0] == "FLOPs per device: 394.22 k"

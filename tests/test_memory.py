@@ -3,9 +3,6 @@
 Asserted on the arrays, on what `describe` says, and on what the compiler allocates.
 """
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import jax
@@ -16,9 +13,10 @@ from flax import nnx
 from benchmarks.peers import make_gpt_step
 from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import FSDP, DataParallel, Strategy, Trainer
+from nnx_parallel.planning import init_state, plan_state
 from nnx_parallel.sharding.model import abstract_model
-from nnx_parallel.state import init_state, plan_state
 from tests.steps import TX, compile_gpt
+from tests.tpus import numbers_from
 
 ROWS = 8
 DEMO = GPTConfig.tiny_llama(embed_dim=128, num_kv_heads=4, mlp_dim=256)
@@ -158,31 +156,14 @@ def test_init_never_holds_a_whole_model():
     assert memory.temp_size_in_bytes + memory.output_size_in_bytes < params_bytes
 
 
-TPU_SCRIPT = """
-import os
-os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu"}
-import jax, numpy as np, optax
-from flax import nnx
-from jax.experimental import topologies
-from models import GPT, GPTConfig, next_token_loss
-from nnx_parallel import FSDP, Precision
-from nnx_parallel.sharding.model import abstract_model
-from nnx_parallel.state import plan_state
-from nnx_parallel.step import StepOptions, make_train_step
-
-topology = topologies.get_topology_desc(platform="tpu", topology_name="v5p:4x4x4")
+FSDP_STEP = """
 config = GPTConfig(
     vocab_size=50_304, seq_len=2048, num_layers=16, embed_dim=4096, num_heads=32,
     mlp_dim=16_384, tied=False,
 )
-layout = FSDP(64).layout(FSDP(64).make_mesh(topology.devices))
-model = abstract_model(lambda rngs: GPT(config, rngs=rngs), nnx.Rngs(0))
-precision = Precision.mixed_bfloat16()
-plan = plan_state(model, layout, optax.adamw(1e-3), precision=precision)
+plan = plan_gpt(config, FSDP(64), "v5p:4x4x4")
 step = make_train_step(plan, next_token_loss, StepOptions(remat="full"))
-rows = layout.sharding(layout.batch_spec(64))
-tokens = jax.ShapeDtypeStruct((64, 2049), np.int32, sharding=rows)
-memory = step.lower(plan.abstract, {"tokens": tokens}).compile().memory_analysis()
+memory = memory_of(step, plan, 64, config.seq_len)
 print(memory.temp_size_in_bytes, memory.argument_size_in_bytes, config.num_params)
 """
 
@@ -190,16 +171,7 @@ print(memory.temp_size_in_bytes, memory.argument_size_in_bytes, config.num_param
 @pytest.mark.slow
 def test_temporaries_on_64_tpus():
     """16 layers of 4096 and 16,384, a row of 2048 tokens on each device."""
-    pytest.importorskip("libtpu")
-    run = subprocess.run(
-        [sys.executable, "-c", TPU_SCRIPT],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert run.returncode == 0, run.stderr
-    temporary, argument, num_params = map(int, run.stdout.split())
+    temporary, argument, num_params = numbers_from(FSDP_STEP)
     # Parameters and two moments, each in float32.
     assert argument <= 1.02 * 3 * 4 * num_params / 64
     # Measured: 2.15 GiB. Gathered kernels alone, if kept, would be 6 GiB more, scores

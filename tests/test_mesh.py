@@ -1,6 +1,9 @@
 """Meshes cover all devices, the axes that communicate most innermost."""
 
+import os
 import re
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -21,7 +24,12 @@ from nnx_parallel.errors import (
     ParallelError,
     UnknownAxisError,
 )
-from nnx_parallel.mesh import MESH_AXES, check_mesh, complete_axis_sizes
+from nnx_parallel.mesh import (
+    MESH_AXES,
+    check_mesh,
+    complete_axis_sizes,
+    slice_sizes,
+)
 
 
 @pytest.mark.parametrize(
@@ -165,3 +173,33 @@ def test_devices_are_simulated_before_jax_starts_or_not_at_all() -> None:
     ):
         simulate_devices(4)
     assert jax.device_count() == 8
+
+
+TWO_SLICES = """
+from jax.experimental import topologies
+from nnx_parallel import make_mesh
+topology = topologies.get_topology_desc(
+    platform="tpu", topology_name="v5e:2x4", num_slices=2
+)
+mesh = make_mesh({"data": 4, "tensor": 4}, topology.devices)
+print([sorted({d.slice_index for d in row}) for row in mesh.devices])
+"""
+
+
+def test_tensor_parallel_groups_stay_within_a_slice() -> None:
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_SLICES],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[[0], [0], [1], [1]]"
+
+
+def test_slices_that_no_axis_divides_into() -> None:
+    message = "Mesh {'data': 3, 'tensor': 2} cannot be laid over 4 slices"
+    with pytest.raises(MeshShapeError, match=re.escape(message)):
+        slice_sizes({"data": 3, "tensor": 2}, 4)

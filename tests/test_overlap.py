@@ -5,7 +5,7 @@ Nothing runs: the step is compiled for chips that are not there, in a child proc
 
 import pytest
 
-from benchmarks.overlap import CompilerMissingError, schedule_of
+from benchmarks.overlap import CONFIG, CompilerMissingError, schedule_of
 from benchmarks.schedule import read_schedule
 
 SCHEDULED = """
@@ -50,3 +50,30 @@ def test_nine_tenths_of_what_tensor_parallelism_sends_is_hidden(mode: str):
     except CompilerMissingError as error:
         pytest.skip(str(error))
     assert figures["exposed"] <= 0.1 * figures["sent"]
+
+
+@pytest.mark.slow
+def test_most_of_what_a_prefetching_fsdp_gathers_is_hidden():
+    """Two thirds are; without, nothing is. A device holds one more layer.
+
+    Backward, the scheduler packs some of the hops behind the last product.
+    """
+    pytest.importorskip("libtpu")
+    try:
+        plain = schedule_of("fsdp", remat="full")
+        ring = schedule_of("fsdp, prefetch ring", remat="full")
+    except CompilerMissingError as error:
+        pytest.skip(str(error))
+    gathered, exposed = gathers(plain)
+    assert exposed >= 0.95 * gathered
+    more, left = gathers(ring)
+    assert left <= more / 3
+    layer = 2 * 12 * CONFIG.embed_dim**2
+    assert more <= gathered + layer
+    assert ring["temporaries"] <= plain["temporaries"] + 1.5 * layer
+
+
+def gathers(figures: dict[str, float]) -> tuple[float, float]:
+    """Bytes sent and exposed, without sums."""
+    sent = figures["sent"] - figures["summed"]
+    return sent, figures["exposed"] - figures["summed, exposed"]

@@ -124,9 +124,23 @@ class TestMemory:
     must leave S alone and split W: residuals, inputs and statistics of norms.
     """
 
-    @pytest.mark.parametrize("strategy", [SEQUENCE, RING], ids=["sequence", "ring"])
-    @pytest.mark.parametrize("remat", ["none", "dots", "full"])
-    def test_what_lies_outside_the_products_is_split(self, strategy, remat):
+    @pytest.mark.parametrize(
+        ("remat", "strategy"),
+        [
+            pytest.param("none", SEQUENCE, id="none-sequence"),
+            pytest.param("full", RING, id="full-ring"),
+            *(
+                pytest.param(remat, strategy, marks=pytest.mark.slow)
+                for remat, strategy in [
+                    ("none", RING),
+                    ("dots", SEQUENCE),
+                    ("dots", RING),
+                    ("full", SEQUENCE),
+                ]
+            ),
+        ],
+    )
+    def test_what_lies_outside_the_products_is_split(self, remat, strategy):
         config = replace(CONFIG, remat=remat)
         two, four = (growth(config, TensorParallel(n)) for n in (2, 4))
         outside, inside = 2 * four - two, two - four

@@ -1,6 +1,8 @@
 """A run that is interrupted goes on as if it had not been."""
 
+import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,14 @@ import pytest
 from flax import nnx
 
 from nnx_parallel import FSDP, Checkpoint, DataParallel, Trainer
+from nnx_parallel.checkpoint import Storage
+from nnx_parallel.data import Position
 from nnx_parallel.errors import (
     CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
 )
+from nnx_parallel.loop import Loop
 from tests.parity.runs import compiling, to_host
 
 
@@ -188,6 +193,58 @@ def test_a_resumed_fit_counts_its_data_from_the_start_of_the_run(
     assert seen == [0, 1, 2, 3]
 
 
+def save_and_wait(storage: Storage, trainer: Trainer, step: int) -> None:
+    storage.save(trainer.state, step, {}, {})
+    storage.wait()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_last_words_speak_of_what_is_there(asynchronous: bool, tmp_path: Path) -> None:
+    options = Checkpoint(
+        tmp_path / "run", on_save_error="warn", asynchronous=asynchronous
+    )
+    storage = Storage(options, {})
+    trainer = make_trainer(checkpoint=options)
+    save_and_wait(storage, trainer, 3)
+    assert "Saved step 3 in" in storage.last_words(5)
+    (tmp_path / "run").rename(tmp_path / "away")
+    (tmp_path / "run").write_text("no directory")
+    with pytest.warns(UserWarning, match="Saving step 5 .* Training goes on"):
+        save_and_wait(storage, trainer, 5)
+    (tmp_path / "run").unlink()
+    (tmp_path / "away").rename(tmp_path / "run")
+    assert "Saved step 3 in" in storage.last_words(5)
+    save_and_wait(storage, trainer, 5)  # not taken for saved: it is tried again
+    assert "Saved step 5 in" in storage.last_words(5)
+    storage.close()
+
+
+def test_a_run_that_saved_nothing_says_so(tmp_path: Path) -> None:
+    storage = Storage(tmp_path / "run", {})
+    assert storage.last_words(0).startswith("Nothing is saved in")
+    storage.close()
+
+
+def test_a_sigterm_between_two_looks_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends, seen = Loop._ends, []  # pyright: ignore[reportPrivateUsage]
+
+    def look(self: Loop, step: int, num_steps: int) -> bool:
+        found = ends(self, step, num_steps)
+        if step == 2 and not seen:
+            seen.append(step)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return found
+
+    monkeypatch.setattr(Loop, "_ends", look)
+    run = tmp_path / "run"
+    trainer = make_trainer(checkpoint=Checkpoint(run, every=100))
+    with pytest.raises(SystemExit):
+        trainer.fit(make_batches(9), num_steps=9)
+    assert saved_steps(run) == {trainer.step}
+
+
 def test_a_finished_run_has_nothing_to_train(tmp_path: Path) -> None:
     make_trainer(tmp_path).fit(make_batches(2), 2)
     again = make_trainer(tmp_path)
@@ -230,3 +287,37 @@ def test_the_best_is_found_again(tmp_path: Path) -> None:
     assert list(history["eval_step"]) == [1, 2, 3, 4]
     trainer.restore("best")
     assert trainer.step == history["eval_step"][np.argmin(history["eval_loss"])]
+
+
+class Resumable:
+    """Batches with a position, read from any place."""
+
+    def __init__(self, batches: list[dict]) -> None:
+        self._batches, self._next = batches, 0
+
+    def __iter__(self) -> "Resumable":
+        return self
+
+    def __next__(self) -> dict:
+        if self._next == len(self._batches):
+            raise StopIteration
+        self._next += 1
+        return self._batches[self._next - 1]
+
+    def get_state(self) -> dict:
+        return {"next": self._next}
+
+    def set_state(self, state: dict) -> None:
+        self._next = state["next"]
+
+
+def test_a_position_of_other_processes_is_skipped_to(tmp_path: Path) -> None:
+    """As far as one process can show it: the state of two is in the metadata."""
+    whole = make_trainer().fit(make_batches(6), 6)["loss"]
+    make_trainer(tmp_path).fit(Resumable(make_batches(6)), 3)
+    resumed = make_trainer(tmp_path).fit(Resumable(make_batches(6)), 4)["loss"]
+    np.testing.assert_array_equal(resumed, whole[3:4])
+    message = "saved by 2 processes and cannot be restored on 1. The batches used so"
+    with pytest.warns(UserWarning, match=message):
+        position = Position.from_json({"first_step": 0, "states": [{"a": 1}, {"a": 1}]})
+    assert position.open(make_batches(6), 4) == (4, None)

@@ -1,5 +1,6 @@
 """What `pip install` gives: the library alone, whole, and quick to import."""
 
+import re
 import subprocess
 import sys
 import sysconfig
@@ -73,6 +74,20 @@ print(nnx_parallel.__file__)
 """
     file = run_python("-c", code, python=clean_python, cwd=tmp_path)
     assert clean_python.parents[1] in Path(file.strip()).parents
+
+
+@pytest.mark.slow
+def test_quickstart_runs_with_the_wheel_alone(
+    clean_python: Path, tmp_path: Path
+) -> None:
+    """Copied from the site into an empty directory, block by block."""
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    codes = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(codes) > 5
+    script = tmp_path / "quickstart.py"
+    script.write_text("\n".join(codes))
+    printed = run_python(script, python=clean_python, cwd=tmp_path)
+    assert "per device: parameters" in printed
 
 
 def test_import_is_quick(clean_python: Path, tmp_path: Path) -> None:

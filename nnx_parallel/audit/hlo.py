@@ -14,6 +14,7 @@ from functools import cached_property
 
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
 _COMPUTATION = re.compile(r"(ENTRY\s+)?%?([\w.\-$]+)\s*\(.*\{\s*$")
+_END = re.compile(r"\}\s*(,\s*execution_thread=.*)?$")
 _INSTRUCTION = re.compile(r"\s+(ROOT\s+)?%?([\w.\-$]+) = ")
 _OPCODE = re.compile(r"\s*([\w\-$]+)\(")
 _COMMENT = re.compile(r"/\*.*?\*/")
@@ -171,9 +172,11 @@ def _split_computations(text: str) -> Iterator[tuple[str, bool, list[str]]]:
     for line in text.splitlines():
         if header is None:
             header = _COMPUTATION.match(line)
-        elif line.startswith("}"):
+        elif _END.match(line):
             yield header.group(2), bool(header.group(1)), lines
             header, lines = None, []
+        elif lines and not _INSTRUCTION.match(line):
+            lines[-1] += line  # a kernel's metadata goes over several lines
         else:
             lines.append(line)
 

@@ -1,9 +1,10 @@
-"""Saves and restores through Orbax; the only module that speaks to it."""
+"""Saves and restores through Orbax; only `opening` speaks to it besides."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,12 +15,16 @@ from nnx_parallel.checkpoint.contents import (
     AbstractGroups,
     Groups,
     StoredCheckpoint,
+    check_fingerprints,
     check_groups,
     check_shardings,
     differences,
     make_header,
     read_stored,
 )
+from nnx_parallel.checkpoint.failures import save_error, watch
+from nnx_parallel.checkpoint.fingerprint import fingerprints
+from nnx_parallel.checkpoint.opening import open_directory
 from nnx_parallel.checkpoint.options import (
     Checkpoint,
     Metrics,
@@ -27,7 +32,11 @@ from nnx_parallel.checkpoint.options import (
     best_steps,
     check_directory,
     is_taken,
+    set_aside,
+    unlisted_steps,
 )
+from nnx_parallel.checkpoint.reading import load, read_error, read_together
+from nnx_parallel.distributed import exchange
 from nnx_parallel.errors import (
     CheckpointError,
     CheckpointMismatchError,
@@ -68,18 +77,34 @@ class Checkpointer:
         self._read_only = read_only
         self._is_stale = False
         self._pending: tuple[int, ocp.AsyncResponse[bool]] | None = None
+        self._has_failed = threading.Event()
         check_directory(str(options.directory), read_only=read_only)
-        self._orbax = _open(options, cleanup=not read_only)
+        self._known_metrics: dict[int, Metrics] = {}
+        rules = Rules(options, self._known_metrics)
+        self._orbax = open_directory(options, rules, cleanup=not read_only)
 
     @property
     def steps(self) -> list[int]:
         """The saved steps, ascending."""
-        return list(self._metrics())
+        self.wait()
+        if self._is_stale:
+            self._orbax.reload()
+            self._is_stale = False
+        return sorted(found.step for found in self._orbax.checkpoints)
+
+    def reload(self) -> None:
+        """Lists the steps anew, for a directory that another program writes."""
+        self._is_stale = True
 
     @property
     def latest_step(self) -> int | None:
         """The newest saved step, or ``None``."""
         return max(self.steps, default=None)
+
+    @property
+    def ruined_steps(self) -> list[int]:
+        """Steps of which so little is left that they are not listed."""
+        return unlisted_steps(str(self.options.directory), self.steps)
 
     @property
     def best_step(self) -> int | None:
@@ -125,20 +150,24 @@ class Checkpointer:
         self.wait()
         self._check_step(step, overwrite=overwrite)
         check_groups(groups)
-        header = make_header(groups, meta)
+        metrics = {name: float(x) for name, x in (metrics or {}).items()}
+        header = make_header(groups, meta, metrics, fingerprints(groups))
+        if self.options.keep_best is not None:
+            self._metrics()  # Orbax asks while it saves
+        self._known_metrics[step] = metrics
         try:
             response = self._orbax.save_checkpointables_async(
                 step,
                 {name: dict(arrays) for name, arrays in groups.items() if arrays},
                 force=True,
                 overwrite=overwrite,
-                metrics={name: float(x) for name, x in (metrics or {}).items()} or None,
                 custom_metadata=header,
             )
         except Exception as error:
-            raise self._save_error(step, error) from error
+            raise save_error(step, str(self.options.directory), error) from error
         assert response is not None, "a forced save is never skipped"
         self._pending = step, response
+        self._has_failed = watch(response)
         if not self.options.asynchronous:
             self.wait()
 
@@ -151,13 +180,12 @@ class Checkpointer:
         Raises:
             CheckpointNotFoundError: If there is no such step.
             CheckpointReadError: If its files are damaged or not this library's.
+            CheckpointUnavailableError: If they cannot be read now.
         """
         step = self._existing(step)
         with self._reading(step):
             found = self._orbax.checkpointables_metadata(step)
-            return read_stored(
-                step, found.custom_metadata, found.metadata, self._metrics()[step]
-            )
+            return read_stored(step, found.custom_metadata, found.metadata)
 
     def restore(
         self, abstract_groups: AbstractGroups, step: int | None = None
@@ -176,17 +204,26 @@ class Checkpointer:
             CheckpointError: If an array has no sharding.
             CheckpointMismatchError: If paths, shapes or dtypes differ from those
                 saved, before any array is read.
-            CheckpointNotFoundError, CheckpointReadError: As `describe`.
+            CheckpointDamagedError: If an array is not what was saved.
+            CheckpointNotFoundError, CheckpointReadError, CheckpointUnavailableError: As
+                `describe`. With several processes damage that one finds is an error on
+                all of them.
         """
+        step = self._existing(step)
+        stored, read = read_together(lambda: self._load(abstract_groups, step))
+        where = f"Checkpoint {stored.step} in '{self.options.directory}'"
+        check_fingerprints(stored, read, where)
+        return {name: read.get(name, {}) for name in abstract_groups}, stored.meta
+
+    def _load(
+        self, abstract_groups: AbstractGroups, step: int
+    ) -> tuple[StoredCheckpoint, dict[str, Any]]:
         stored = self.describe(step)
         check_shardings(abstract_groups)
         self._check_match(stored, abstract_groups)
         wanted = {name: dict(group) for name, group in abstract_groups.items() if group}
-        with self._reading(stored.step):
-            read: dict[str, Any] = (
-                self._orbax.load_checkpointables(stored.step, wanted) if wanted else {}
-            )
-        return {name: read.get(name, {}) for name in abstract_groups}, stored.meta
+        with self._reading(step):
+            return stored, load(f"{self.options.directory}/{step}", wanted)
 
     def wait(self) -> None:
         """Waits until the save under way is on disk, or raises its failure."""
@@ -200,8 +237,25 @@ class Checkpointer:
             with contextlib.suppress(Exception):
                 self._orbax.wait()  # Orbax raises a failure once in each thread
             self._is_stale = True  # Orbax forgot the steps it would have deleted
-            raise self._save_error(step, error) from error
+            raise save_error(step, str(self.options.directory), error) from error
         self._pending = None
+
+    def poll(self) -> None:
+        """Raises the failure of the save under way if it has failed; does not wait."""
+        if self._pending is not None and self._has_failed.is_set():
+            self.wait()
+
+    def set_aside(self, step: int) -> str:
+        """Puts a damaged step out of the way, and returns where it is now.
+
+        With several processes all of them call it.
+        """
+        path = ""
+        if jax.process_index() == 0:
+            path = set_aside(str(self.options.directory), step)
+        path = exchange(f"set aside step {step}", path)[0]
+        self._orbax.reload()
+        return path
 
     def close(self) -> None:
         """Waits as `wait` does, and lets go of the directory in any case."""
@@ -227,12 +281,13 @@ class Checkpointer:
             error.add_note(f"Besides: {failure}")
 
     def _metrics(self) -> dict[int, Metrics]:
-        self.wait()
-        if self._is_stale:
-            self._orbax.reload()
-            self._is_stale = False
-        checkpoints: Sequence[Any] = self._orbax.checkpoints
-        return {found.step: found.metrics or {} for found in checkpoints}
+        """The metrics of each saved step; none of one that cannot be read."""
+        steps = self.steps
+        for step in steps:
+            if step not in self._known_metrics:
+                with contextlib.suppress(CheckpointReadError):
+                    self._known_metrics[step] = self.describe(step).metrics
+        return {step: self._known_metrics.get(step, {}) for step in steps}
 
     def _existing(self, step: int | None) -> int:
         steps = self.steps
@@ -284,63 +339,10 @@ class Checkpointer:
                 f"{list(stored.groups)}."
             )
 
-    def _save_error(self, step: int, error: Exception) -> CheckpointSaveError:
-        return CheckpointSaveError(
-            f"Saving step {step} in '{self.options.directory}' failed: "
-            f"{_root_cause(error)} No earlier checkpoint was deleted."
-        )
-
     @contextlib.contextmanager
     def _reading(self, step: int) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            raise CheckpointReadError(
-                f"Cannot read checkpoint {step} in '{self.options.directory}': "
-                f"{_root_cause(error)} Its files are damaged, half deleted, or not "
-                f"this library's. Saved steps: {self.steps}."
-            ) from error
-
-
-class _OnlyCheckpoints:
-    """Names a step by its number, and lists only directories that are checkpoints.
-
-    Left to itself Orbax takes every directory with a number for a name as a step, and
-    deletes it in its turn.
-    """
-
-    def __init__(self) -> None:
-        self._names = ocp.path.step.standard_name_format()
-
-    def build_name(self, step: int) -> str:
-        return self._names.build_name(step)
-
-    def find_all(self, base_path: Any) -> Iterator[Any]:
-        for found in self._names.find_all(base_path):
-            if found.commit_timestamp_nsecs is not None:
-                yield found
-
-    def find_step(self, base_path: Any, step: int) -> Any:
-        return self._names.find_step(base_path, step)
-
-
-def _open(options: Checkpoint, *, cleanup: bool) -> ocp.training.Checkpointer:
-    context = ocp.Context()
-    # The header and the reader's shardings say all; no mesh goes to disk.
-    context.array_options.saving.enable_write_sharding_file = False
-    rules = Rules(options)
-    return ocp.training.Checkpointer(
-        str(options.directory),
-        context=context,
-        save_decision_policy=rules,
-        preservation_policy=rules,
-        step_name_format=_OnlyCheckpoints(),
-        cleanup_tmp_directories=cleanup,
-    )
-
-
-def _root_cause(error: BaseException) -> str:
-    """Returns the last of a chain; Orbax wraps what went wrong in unlike errors."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {error}"
+            where = f"checkpoint {step} in '{self.options.directory}'"
+            raise read_error(where, self.steps, error) from error

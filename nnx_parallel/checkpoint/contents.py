@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -15,12 +16,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from nnx_parallel.errors import CheckpointError
+from nnx_parallel.checkpoint.fingerprint import Fingerprints, fingerprints
+from nnx_parallel.errors import CheckpointDamagedError, CheckpointError
 
 Groups = Mapping[str, Mapping[str, jax.Array]]
 AbstractGroups = Mapping[str, Mapping[str, jax.ShapeDtypeStruct]]
 
-_FORMAT = 1  # grows when a change would make an older reader misread the files
+_FORMAT = 2  # grows when a change would make an older reader misread the files
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,12 +34,14 @@ class StoredCheckpoint:
         groups: Global shape and dtype of each array, by group and path.
         meta: The metadata saved with it.
         metrics: The metrics saved with it; empty if there were none.
+        fingerprints: The fingerprint of each array, by group and path.
     """
 
     step: int
     groups: dict[str, dict[str, jax.ShapeDtypeStruct]]
     meta: dict[str, Any]
     metrics: dict[str, float]
+    fingerprints: Fingerprints
 
 
 def check_groups(groups: Groups) -> None:
@@ -70,7 +74,12 @@ def check_shardings(groups: AbstractGroups) -> None:
                 )
 
 
-def make_header(groups: Groups, meta: Mapping[str, Any]) -> dict[str, Any]:
+def make_header(
+    groups: Groups,
+    meta: Mapping[str, Any],
+    metrics: Mapping[str, float],
+    prints: Fingerprints,
+) -> dict[str, Any]:
     """Returns what is saved beside the arrays, as JSON."""
     keys = {
         name: {
@@ -88,12 +97,47 @@ def make_header(groups: Groups, meta: Mapping[str, Any]) -> dict[str, Any]:
             f"Cannot save the metadata: {error}. It may hold only what JSON can: dict, "
             "list, str, int, float, bool and None."
         ) from error
-    return {"format": _FORMAT, "sizes": sizes, "keys": keys, "meta": meta}
+    header = {
+        "format": _FORMAT,
+        "sizes": sizes,
+        "keys": keys,
+        "arrays": {
+            name: {path: _spell(array) for path, array in group.items()}
+            for name, group in groups.items()
+        },
+        "fingerprints": prints,
+        "metrics": {name: float(x) for name, x in metrics.items()},
+        "meta": meta,
+    }
+    return header | {"digest": _digest(header)}
 
 
-def read_stored(
-    step: int, header: Any, found: Mapping[str, Any], metrics: Mapping[str, float]
-) -> StoredCheckpoint:
+def _digest(header: Mapping[str, Any]) -> str:
+    rest = {name: value for name, value in header.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def check_fingerprints(stored: StoredCheckpoint, read: Groups, where: str) -> None:
+    """Compares what was read with what was saved, array by array.
+
+    Raises:
+        CheckpointDamagedError: If an array has another fingerprint.
+    """
+    lines = [
+        f"{name}: `{path}` has fingerprint {value:08x}, saved was "
+        f"{stored.fingerprints[name][path]:08x}"
+        for name, group in fingerprints(read).items()
+        for path, value in group.items()
+        if stored.fingerprints[name][path] != value
+    ]
+    if lines:
+        raise CheckpointDamagedError(
+            f"{where} is damaged: {len(lines)} arrays are not what was saved.\n  "
+            + "\n  ".join(lines)
+        )
+
+
+def read_stored(step: int, header: Any, found: Mapping[str, Any]) -> StoredCheckpoint:
     """Joins the header with what Orbax says of the arrays in each group.
 
     Raises:
@@ -101,8 +145,12 @@ def read_stored(
     """
     if not isinstance(header, dict) or header.get("format") != _FORMAT:
         raise ValueError(f"Its header is not of format {_FORMAT}.")
+    if header.get("digest") != _digest(header):
+        raise ValueError("Its header is not what was saved.")
     groups = {}
     for name, size in header["sizes"].items():
+        if not name.isidentifier():  # it is a file's name too, and stays in place
+            raise ValueError(f"A group is named {name!r}, which is no identifier.")
         arrays, keys = found.get(name) or {}, header["keys"][name]
         if len(arrays) != size:
             raise ValueError(
@@ -112,8 +160,19 @@ def read_stored(
             path: _abstract(array.shape, array.dtype, keys.get(path))
             for path, array in arrays.items()
         }
+        for path, saved in header["arrays"][name].items():
+            found_here = _spell(groups[name][path]) if path in arrays else "nothing"
+            if found_here != saved:
+                raise ValueError(
+                    f"`{path}` of group {name!r} was saved as {saved}; its files hold "
+                    f"{found_here}."
+                )
     return StoredCheckpoint(
-        step=step, groups=groups, meta=header["meta"], metrics=dict(metrics)
+        step=step,
+        groups=groups,
+        meta=header["meta"],
+        metrics=header["metrics"],
+        fingerprints=header["fingerprints"],
     )
 
 
@@ -158,7 +217,7 @@ def _nearest(path: str, where: str, others: Iterable[str]) -> str:
     return f" (nearest {where}: `{close[0]}`)" if close else ""
 
 
-def _spell(array: jax.ShapeDtypeStruct) -> str:
+def _spell(array: jax.ShapeDtypeStruct | jax.Array) -> str:
     return f"{array.dtype}[{','.join(map(str, array.shape))}]"
 
 

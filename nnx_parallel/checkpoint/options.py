@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from nnx_parallel.errors import (
@@ -16,6 +17,12 @@ from nnx_parallel.errors import (
 )
 
 Metrics = Mapping[str, float]
+
+_CHOICES = {
+    "best_mode": ("min", "max"),
+    "on_damage": ("error", "previous"),
+    "on_save_error": ("raise", "warn"),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,9 +43,13 @@ class Checkpoint:
         num_best: How many of the best are kept.
         asynchronous: Whether a save returns before its files are written.
         resume: Whether a fit continues from the latest checkpoint.
+        on_damage: What a fit does if the latest is damaged: ``"error"``, or go back
+            to the ``"previous"`` one that is whole; the damaged one is set aside.
+        on_save_error: Whether a save that fails ends the fit (``"raise"``) or is told
+            as a warning (``"warn"``), and training goes on.
 
     Raises:
-        CheckpointError: If a number is below 1 or ``best_mode`` is unknown.
+        CheckpointError: If a number is below 1 or a choice is unknown.
 
     Example:
         >>> options = Checkpoint("/tmp/run", every=500, keep_best="eval_loss")
@@ -55,6 +66,8 @@ class Checkpoint:
     num_best: int = 1
     asynchronous: bool = True
     resume: bool = True
+    on_damage: Literal["error", "previous"] = "error"
+    on_save_error: Literal["raise", "warn"] = "raise"
 
     def __post_init__(self) -> None:
         for name in ("every", "keep_last", "keep_every", "num_best"):
@@ -66,10 +79,12 @@ class Checkpoint:
                     f"Checkpoint({name}={value!r}) must be a whole number of at "
                     "least 1 (keep_last and keep_every may be None)."
                 )
-        if self.best_mode not in ("min", "max"):
-            raise CheckpointError(
-                f"Checkpoint(best_mode={self.best_mode!r}) must be 'min' or 'max'."
-            )
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise CheckpointError(
+                    f"Checkpoint({name}={getattr(self, name)!r}) must be "
+                    f"{choices[0]!r} or {choices[1]!r}."
+                )
         object.__setattr__(self, "directory", _absolute(self.directory))
 
 
@@ -102,10 +117,16 @@ def kept_steps(options: Checkpoint, metrics: Mapping[int, Metrics]) -> set[int]:
 
 
 class Rules:
-    """The options' answers, in the form in which Orbax asks for them."""
+    """The options' answers, in the form in which Orbax asks for them.
 
-    def __init__(self, options: Checkpoint) -> None:
+    Args:
+        options: What to keep.
+        metrics: Metrics of the saved steps, which whoever saves keeps up to date.
+    """
+
+    def __init__(self, options: Checkpoint, metrics: Mapping[int, Metrics]) -> None:
         self._options = options
+        self._metrics = metrics
 
     def should_save(self, step: Any, previous_steps: Any, *, context: Any) -> bool:
         """Returns whether to save now: every so often, and before a preemption."""
@@ -117,7 +138,9 @@ class Rules:
     ) -> Sequence[bool]:
         """Returns whether to keep each checkpoint."""
         del context
-        metrics = {found.step: found.metrics or {} for found in checkpoints}
+        metrics = {
+            found.step: self._metrics.get(found.step, {}) for found in checkpoints
+        }
         kept = kept_steps(self._options, metrics)
         return [found.step in kept for found in checkpoints]
 
@@ -146,6 +169,52 @@ def check_directory(directory: str, *, read_only: bool) -> None:
             f"Cannot write checkpoints to '{directory}': {error}. Choose a directory "
             "that exists or can be made, and that this process may write."
         ) from error
+
+
+def check_space(directory: str, needed_bytes: int) -> None:
+    """Checks that a checkpoint would fit on the disk; a URL is left to itself.
+
+    Raises:
+        CheckpointDirectoryError: If it would not.
+    """
+    if _is_url(directory):
+        return
+    free = shutil.disk_usage(directory).free
+    if free < needed_bytes:
+        raise CheckpointDirectoryError(
+            f"A checkpoint of this run takes {needed_bytes:,} bytes, but only {free:,} "
+            f"are free in '{directory}'. Free {needed_bytes - free:,} more, or choose "
+            "another directory."
+        )
+
+
+def set_aside(directory: str, step: int) -> str:
+    """Renames a damaged step, so that it is neither read nor in the way.
+
+    Returns:
+        Where it is now.
+    """
+    path = os.path.join(directory, str(step))
+    aside = tempfile.mkdtemp(prefix=f"damaged-{step}-", dir=directory)
+    os.rename(path, aside)
+    return aside
+
+
+def unlisted_steps(directory: str, listed: Iterable[int]) -> list[int]:
+    """Steps whose directories hold what is left of a checkpoint, ascending.
+
+    Orbax does not list them, for their own metadata is gone. A directory that holds
+    nothing of the kind is somebody else's, and so is a URL's.
+    """
+    if _is_url(directory) or not os.path.isdir(directory):
+        return []
+    left = []
+    for name in os.listdir(directory):
+        path = os.path.join(directory, name)
+        parts = [os.path.join(path, part) for part in ("_CHECKPOINT_METADATA", "model")]
+        if name.isdigit() and any(map(os.path.exists, parts)):
+            left.append(int(name))
+    return sorted(set(left) - set(listed))
 
 
 def is_taken(options: Checkpoint, step: int) -> bool:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import jax
 
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
-from nnx_parallel.checkpoint.options import Checkpoint
+from nnx_parallel.checkpoint.options import Checkpoint, check_space
+from nnx_parallel.checkpoint.recovery import restore_newest
 from nnx_parallel.checkpoint.training import Groups, from_groups, to_groups
-from nnx_parallel.errors import CheckpointError, CheckpointNotFoundError
+from nnx_parallel.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointSaveError,
+)
 from nnx_parallel.state import TrainState
 
 
@@ -43,6 +50,11 @@ class Storage:
         self._read_only = read_only
         self._open: Checkpointer | None = None
         self._last_saved: int | None = None
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What is said of the run beside the arrays."""
+        return dict(self._description)
 
     @property
     def directory(self) -> str | None:
@@ -78,7 +90,9 @@ class Storage:
             CheckpointError: If there is one but ``resume=False``: a fresh run would
                 write into the directory of another.
         """
-        if self.options is None or self.latest_step is None:
+        if self.options is None:
+            return False
+        if self.latest_step is None and not self._checkpointer().ruined_steps:
             return False
         if not self.options.resume:
             raise CheckpointError(
@@ -115,6 +129,8 @@ class Storage:
         if once and self._last_saved == step:
             return
         checkpointer = self._checkpointer()
+        with self._failing_as_told():
+            checkpointer.wait()
         best = checkpointer.options.keep_best
         if metrics and best is not None and best not in metrics:
             warnings.warn(
@@ -123,8 +139,62 @@ class Storage:
                 stacklevel=2,
             )
         meta = {**self._description, "position": dict(position)}
-        checkpointer.save(step, to_groups(state), meta, metrics=metrics)
-        self._last_saved = step
+        with self._failing_as_told():
+            checkpointer.save(step, to_groups(state), meta, metrics=metrics)
+            self._last_saved = step
+
+    def poll(self) -> None:
+        """Tells of a save that has failed in the background, under its own step.
+
+        Raises:
+            CheckpointSaveError: If it has, and ``on_save_error`` is ``"raise"``.
+
+        Warns:
+            UserWarning: If it has, and ``on_save_error`` is ``"warn"``.
+        """
+        if self._open is not None:
+            with self._failing_as_told():
+                self._open.poll()
+
+    @contextlib.contextmanager
+    def _failing_as_told(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointSaveError as error:
+            self._last_saved = None
+            if self.options is None or self.options.on_save_error == "raise":
+                raise
+            warnings.warn(f"{error} Training goes on.", stacklevel=4)
+
+    def check_space(self, abstract: TrainState) -> None:
+        """Checks that a checkpoint of such a state fits on the disk.
+
+        Raises:
+            CheckpointDirectoryError: If it does not.
+        """
+        if self.options is not None:
+            arrays = jax.tree.leaves(to_groups(abstract))
+            needed = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
+            check_space(str(self.options.directory), needed)
+
+    def restore_newest(
+        self, abstract: TrainState
+    ) -> tuple[TrainState, dict[str, Any], list[str]]:
+        """The newest state that is whole, the data's position, and what was damaged.
+
+        Args:
+            abstract: The state as shapes with shardings.
+
+        Raises:
+            CheckpointDamagedError: If the latest is damaged and ``on_damage`` is
+                ``"error"``, or none is whole.
+            CheckpointMismatchError: If an array differs, before any is read.
+        """
+        checkpointer = self._checkpointer()
+        (groups, meta), notes = restore_newest(checkpointer, to_groups(abstract))
+        state = from_groups(abstract, groups)
+        self._last_saved = int(state.step)
+        return state, meta.get("position", {}), notes
 
     def check_ahead(self, step: int) -> None:
         """Checks that a run at ``step`` would not meet checkpoints of another.
@@ -155,9 +225,7 @@ class Storage:
         """
         step = self._resolve(step)
         groups, meta = self._checkpointer().restore(to_groups(abstract), step)
-        state = from_groups(abstract, groups)
-        self._last_saved = int(state.step) if step is None else self._last_saved
-        return state, meta.get("position", {})
+        return from_groups(abstract, groups), meta.get("position", {})
 
     def restore_weights(
         self, state: TrainState, step: int | Literal["best"] | None = None
@@ -180,10 +248,33 @@ class Storage:
         )
         return dataclasses.replace(restored, ema=ema)
 
+    def last_words(self, step: int) -> str:
+        """What a run says that ends before its time."""
+        if self.options is None:
+            return "Nothing is saved: this Trainer has no checkpoint directory."
+        found = self.latest_step
+        if found is None:
+            return f"Nothing is saved in '{self.directory}': step {step} is lost."
+        lost = "" if found == step else f" What step {step} had done since is lost."
+        return (
+            f"Saved step {found} in '{self.directory}': resume with the same "
+            f"command.{lost}"
+        )
+
+    def abandon_if_shared(self) -> None:
+        """Lets go of the directory without waiting for a save of several processes.
+
+        Its other processes may never come: what they write stays unfinished and is
+        cleaned up by the next start.
+        """
+        if jax.process_count() > 1:
+            self._open = None
+
     def wait(self) -> None:
         """Waits until the save under way is on disk."""
         if self._open is not None:
-            self._open.wait()
+            with self._failing_as_told():
+                self._open.wait()
 
     def _resolve(self, step: int | Literal["best"] | None) -> int | None:
         if step != "best":
@@ -201,7 +292,8 @@ class Storage:
         """Waits for the save under way and lets go of the directory."""
         if self._open is not None:
             opened, self._open = self._open, None
-            opened.close()
+            with self._failing_as_told():
+                opened.close()
 
     def __enter__(self) -> Self:
         return self

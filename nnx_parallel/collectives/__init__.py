@@ -3,6 +3,8 @@
 from nnx_parallel.collectives.global_products import (
     column_parallel_matmul as column_parallel_matmul,
 )
+from nnx_parallel.collectives.global_products import gather_hops as gather_hops
+from nnx_parallel.collectives.global_products import join_hops as join_hops
 from nnx_parallel.collectives.global_products import (
     row_parallel_matmul as row_parallel_matmul,
 )

@@ -19,7 +19,7 @@ from nnx_parallel.collectives.products import (
     contracted_dims,
     matmul_reduce_scatter,
 )
-from nnx_parallel.collectives.ring import Mode, check_mode
+from nnx_parallel.collectives.ring import Mode, Ring, check_mode
 from nnx_parallel.errors import (
     CollectiveProductError,
     IndivisibleDimError,
@@ -155,14 +155,82 @@ def row_parallel_matmul(
     return _over(function, mesh_, axis, specs, out_spec, mode)(x, w)
 
 
+def gather_hops(
+    x: jax.Array,
+    axis: str,
+    *,
+    dim: int,
+    mode: Mode = "ring",
+    mesh: Mesh | None = None,
+) -> list[jax.Array]:
+    """The hops of an all-gather, which a compiler can run beside other work.
+
+    A device sends ``(n - 1) / n`` of the array's bytes.
+
+    Args:
+        x: Global; split over the axis along ``dim``, or brought there.
+        axis: The mesh axis, of size n.
+        dim: A dim of x.
+        mode: ``ring`` or ``bidirectional``.
+        mesh: The mesh; in a region that is manual over other axes, that of the region.
+
+    Returns:
+        What each device has seen after each hop, for `join_hops`: global arrays split
+        over the axis along ``dim``, together n times x.
+
+    Raises:
+        UnknownAxisError: If there is no mesh, or none with the axis, or the code is
+            manual over it already.
+        IndivisibleDimError: If the axis does not divide the dim.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from nnx_parallel import make_mesh
+        >>> mesh = make_mesh({"data": 2, "fsdp": 4})
+        >>> hops = gather_hops(jnp.ones((6, 8)), "fsdp", dim=1, mesh=mesh)
+        >>> len(hops), join_hops(hops, "fsdp", dim=1, mesh=mesh).shape
+        (4, (6, 8))
+    """
+    mesh_ = _mesh_of(axis, mesh)
+    _check_divides(mesh_, axis, ("x", x, dim))
+    ring = Ring(axis=axis, dim=dim, mode=mode)
+    spec = _on(axis, dim)
+    return _over(ring.hops, mesh_, axis, (spec,), spec, mode)(x)
+
+
+def join_hops(
+    hops: list[jax.Array],
+    axis: str,
+    *,
+    dim: int,
+    mode: Mode = "ring",
+    mesh: Mesh | None = None,
+) -> jax.Array:
+    """The gathered array from what `gather_hops` gave; it sends nothing.
+
+    Args:
+        hops: What `gather_hops` returned.
+        axis: As there.
+        dim: As there.
+        mode: As there.
+        mesh: As there.
+
+    Returns:
+        x, whole on all of the axis's devices.
+    """
+    ring = Ring(axis=axis, dim=dim, mode=mode)
+    join = _over(ring.join, _mesh_of(axis, mesh), axis, (_on(axis, dim),), P(), mode)
+    return join(hops)
+
+
 def _over(
     function: Callable,
     mesh: Mesh | AbstractMesh,
     axis: str,
-    in_specs: tuple[P, P],
+    in_specs: tuple[P, ...],
     out_spec: P,
     mode: Mode,
-) -> Callable[[jax.Array, jax.Array], jax.Array]:
+) -> Callable:
     check_mode(mode)
     region = jax.shard_map(
         function,
@@ -199,8 +267,8 @@ def _mesh_of(axis: str, mesh: Mesh | None) -> Mesh | AbstractMesh:
     found = context if context.manual_axes or mesh is None else mesh
     if axis in context.manual_axes:
         raise UnknownAxisError(
-            f"The code is manual over {axis!r} already. Call all_gather_matmul or "
-            "matmul_reduce_scatter on the shards."
+            f"The code is manual over {axis!r} already. Call all_gather_matmul, "
+            "matmul_reduce_scatter or jax.lax.all_gather on the shards."
         )
     if axis not in found.shape:
         raise UnknownAxisError(

@@ -78,7 +78,31 @@ class Ring:
         """The whole array: shards of all devices along ``dim``."""
         if self._is_bulk:
             return jax.lax.all_gather(shard, self.axis, axis=self.dim, tiled=True)
-        return self.gather_through(shard, lambda piece: piece)[1]
+        return self.join(self.hops(shard))
+
+    def hops(self, shard: jax.Array) -> list[jax.Array]:
+        """What passes by, hop after hop: this device's shard first."""
+        pieces = self._pieces(shard.shape[self.dim])
+        moving = [self._slice(shard, p.start, p.length) for p in pieces]
+        passed = list(moving)
+        for _ in range(self.size - 1):
+            moving = [self._send(x, p) for x, p in zip(moving, pieces, strict=True)]
+            passed += moving
+        return passed
+
+    def join(self, passed: list[jax.Array]) -> jax.Array:
+        """The whole array from what `hops` gave."""
+        ways = len(passed) // self.size
+        length = sum(x.shape[self.dim] for x in passed[:ways])
+        pieces = self._pieces(length)
+        shape = list(passed[0].shape)
+        shape[self.dim] = length
+        whole = self._buffer(jax.ShapeDtypeStruct(shape, passed[0].dtype))
+        for hop in range(self.size):
+            for way, piece in enumerate(pieces):
+                start = self._device(-piece.direction * hop) * length + piece.start
+                whole = self._write(whole, passed[hop * ways + way], start)
+        return whole
 
     def gather_through(
         self, shard: jax.Array, function: Callable[[jax.Array], jax.Array]
@@ -160,7 +184,9 @@ class Ring:
         pairs = [(i, (i + piece.direction) % self.size) for i in range(self.size)]
         return jax.lax.ppermute(x, self.axis, pairs)
 
-    def _buffer(self, like: jax.Array, length: int | None = None) -> jax.Array:
+    def _buffer(
+        self, like: jax.Array | jax.ShapeDtypeStruct, length: int | None = None
+    ) -> jax.Array:
         shape = list(like.shape)
         shape[self.dim] = self.size * (length or shape[self.dim])
         return jnp.zeros(shape, like.dtype)

@@ -8,5 +8,7 @@ from nnx_parallel.data.feed import Feed as Feed
 from nnx_parallel.data.feed import Item as Item
 from nnx_parallel.data.feed import Resumable as Resumable
 from nnx_parallel.data.feed import is_one_shot as is_one_shot
+from nnx_parallel.data.lockstep import Lockstep as Lockstep
+from nnx_parallel.data.place import data_share as data_share
 from nnx_parallel.data.place import place_batch as place_batch
 from nnx_parallel.data.position import Position as Position

@@ -1,10 +1,10 @@
 """Batches on their way to the devices: pulled, checked and placed ahead of the step.
 
-Data is any iterable of pytrees of NumPy arrays that hold the *global* batch, dim 0
-being the rows. A thread pulls the next batches and places them while the current step
-runs, so that the step never waits for a copy. A *resumable* iterator (``get_state`` and
-``set_state``, as Grain's have) hands its position out with every batch; any other
-iterable is fast-forwarded on resume.
+Data is any iterable of pytrees of NumPy arrays, dim 0 being the rows: of the global
+batch, or with several processes of this process's share. A thread pulls the next
+batches and places them while the step runs, so that it never waits for a copy. A
+*resumable* iterator (``get_state`` and ``set_state``, as Grain's have) hands its
+position out with every batch; any other iterable is fast-forwarded on resume.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from nnx_parallel.data.batches import (
     check_same,
 )
 from nnx_parallel.data.encoding import decode_state, encode_state
+from nnx_parallel.data.lockstep import Lockstep, Verdict
 from nnx_parallel.data.prefetch import Prefetched
 from nnx_parallel.errors import DataError, DataExhaustedError
 
@@ -63,12 +64,15 @@ class Item(Generic[T]):
         state: The data's position after this batch, as JSON can hold it; ``None`` if
             the data is not resumable.
         wait_seconds: How long the consumer waited for this batch.
+        stop_reason: Why all processes stop instead of using this batch, which is then
+            none; or ``None``.
     """
 
     batch: T
     num_rows: int
     state: Any
     wait_seconds: float = 0.0
+    stop_reason: str | None = None
 
 
 class Feed(Generic[T]):
@@ -90,6 +94,7 @@ class Feed(Generic[T]):
         prefetch: Batches placed ahead. 0 does all work in the caller's thread.
         uniform: Whether structure, shapes and dtypes must stay the same.
         first_step: Steps done before this feed, for messages; ``skip`` by default.
+        lockstep: Meets the other processes before each batch; ``None`` with one.
 
     Raises:
         DataError: If a batch, or the data itself, is not made of usable arrays.
@@ -114,6 +119,7 @@ class Feed(Generic[T]):
         prefetch: int = 2,
         uniform: bool = True,
         first_step: int | None = None,
+        lockstep: Lockstep | None = None,
     ) -> None:
         if prefetch < 0:
             raise ValueError(f"prefetch={prefetch}. It must be 0 or more.")
@@ -128,6 +134,7 @@ class Feed(Generic[T]):
             uniform=uniform,
             data=data,
             stop=stop,
+            lockstep=lockstep,
         ).items()
         ahead = Prefetched(items, prefetch, stop) if prefetch else None
         self._items: Iterator[Item[T]] = items if ahead is None else ahead
@@ -206,6 +213,10 @@ def _warn(text: str) -> None:
     warnings.warn(text, UserWarning, stacklevel=4)
 
 
+def _stop_item(reason: str) -> Item[Any]:
+    return Item(batch=None, num_rows=0, state=None, stop_reason=reason)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Source(Generic[T]):
     """Turns an open iterator into placed items, in the thread of whoever pulls."""
@@ -218,6 +229,7 @@ class _Source(Generic[T]):
     uniform: bool
     data: Any
     stop: threading.Event
+    lockstep: Lockstep | None
 
     def items(self) -> Iterator[Item[T]]:
         """Yield placed items; no frame keeps a placed batch alive between pulls."""
@@ -230,6 +242,14 @@ class _Source(Generic[T]):
         count = 0
         while self.limit is None or count < self.limit:
             batch = next(self.iterator, _END)
+            index = self.first_step + count
+            if self.lockstep is not None:
+                verdict = self._meet(self.lockstep, batch, index)
+                if verdict.stop_reason is not None:
+                    yield _stop_item(verdict.stop_reason)
+                    return
+                self._check_verdict(verdict, count)
+                verdict.check_batches(index)
             if batch is _END:
                 if self.limit is None:
                     return
@@ -237,13 +257,35 @@ class _Source(Generic[T]):
             state = None
             if isinstance(self.iterator, Resumable):
                 state = encode_state(self.iterator.get_state())
-            index = self.first_step + count
             num_rows = check_batch(batch, index=index)
             if self.uniform:
                 first = first or batch_signature(batch)
                 check_same(batch, first, index=index)
             yield Item(batch=self.place(batch), num_rows=num_rows, state=state)
             count += 1
+
+    def _meet(self, lockstep: Lockstep, batch: Any, index: int) -> Verdict:
+        """Meets the others, with what is wrong here, so that nobody waits for it."""
+        if batch is _END:
+            return lockstep.meet(None)
+        try:
+            check_batch(batch, index=index)
+        except DataError as error:
+            verdict = lockstep.meet(None, str(error))
+            if verdict.stop_reason is None:
+                raise
+            return verdict
+        return lockstep.meet(batch_signature(batch))
+
+    def _check_verdict(self, verdict: Verdict, count: int) -> None:
+        """Raises on all processes alike if the data has not ended on all of them."""
+        if not verdict.ended or verdict.all_ended:
+            return
+        raise DataExhaustedError(
+            f"Data of processes {verdict.ended} ended after {self.skip + count} "
+            "batches; others have more. Every process must give its share of every "
+            "batch: split the rows of each batch, or drop what does not divide."
+        )
 
     def _exhausted(self, skipped: int, count: int) -> DataExhaustedError:
         last = "" if self.limit is None else f" of {self.first_step + self.limit}"

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+
 from nnx_parallel.data.feed import is_one_shot
+from nnx_parallel.distributed import exchange
+from nnx_parallel.errors import DataError
 
 
 class Position:
@@ -37,10 +42,37 @@ class Position:
         self._state = state
 
     def to_json(self) -> dict[str, Any]:
-        """The position as JSON can hold it."""
-        return {"first_step": self._first_step, "state": self._state}
+        """The position as JSON can hold it: of all processes, which all call this."""
+        states = exchange("position in the data", self._state)
+        return {"first_step": self._first_step, "states": states}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Position:
-        """The position that was saved; the start for an empty one."""
-        return cls(int(saved.get("first_step", 0)), saved.get("state"))
+        """The position that was saved; the start for an empty one.
+
+        Raises:
+            DataError: If it is not what `to_json` makes.
+
+        Warns:
+            UserWarning: If an iterator's position was saved by another number of
+                processes: batches are then skipped instead.
+        """
+        first_step, states = saved.get("first_step", 0), saved.get("states", [None])
+        if not isinstance(first_step, int) or not isinstance(states, list):
+            raise DataError(
+                f"The checkpoint's metadata gives the position in the data as "
+                f"{dict(saved)}. It must hold first_step, an integer, and states, a "
+                "list."
+            )
+        count = jax.process_count()
+        if len(states) == count:
+            return cls(first_step, states[jax.process_index()])
+        if any(state is not None for state in states):
+            warnings.warn(
+                f"The position in the data was saved by {len(states)} processes and "
+                f"cannot be restored on {count}. The batches used so far are skipped "
+                "instead, which is right if each process still gives its share of the "
+                "same global batches.",
+                stacklevel=2,
+            )
+        return cls(first_step)

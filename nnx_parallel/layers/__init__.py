@@ -4,6 +4,7 @@ from nnx_parallel.layers.attention import attention as attention
 from nnx_parallel.layers.dense import Dense as Dense
 from nnx_parallel.layers.dense import Embed as Embed
 from nnx_parallel.layers.dense import named as named
+from nnx_parallel.layers.fused_attention import Implementation as Implementation
 from nnx_parallel.layers.linear_loss import linear_cross_entropy as linear_cross_entropy
 from nnx_parallel.layers.loss import cross_entropy as cross_entropy
 from nnx_parallel.layers.remat import Remat as Remat

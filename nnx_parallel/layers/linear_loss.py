@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from nnx_parallel.layers.labels import observe_labels
 from nnx_parallel.metrics import Mean
 from nnx_parallel.sharding import Layout, active_layout
 from nnx_parallel.sharding.specs import dim_axes
@@ -72,6 +73,7 @@ def linear_cross_entropy(
     """
     _check_shapes(hidden, kernel, labels, weights, vocab_dim, chunk_size)
     labels = labels.astype(jnp.int32)
+    observe_labels(labels, weights, kernel.shape[vocab_dim])
     if weights is None:
         weights, weight = jnp.ones(labels.shape, jnp.float32), jnp.float32(labels.size)
     else:

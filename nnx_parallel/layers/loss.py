@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from nnx_parallel.layers.labels import observe_labels
 from nnx_parallel.metrics import Mean
 
 
@@ -44,6 +45,7 @@ def cross_entropy(
     logits = logits.astype(jnp.float32)
     normaliser = jax.nn.logsumexp(logits, axis=-1)
     labels = labels.astype(jnp.int32)
+    observe_labels(labels, weights, logits.shape[-1])
     classes = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     is_label = classes == labels[..., None]
     losses = normaliser - jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)

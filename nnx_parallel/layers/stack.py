@@ -5,43 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from nnx_parallel.errors import StackError
+from nnx_parallel.layers.prefetch import run_prefetched
 from nnx_parallel.layers.remat import Remat, active_remat, apply_remat, check_remat
-from nnx_parallel.sharding import use_params
+from nnx_parallel.layers.stack_call import StackCall
+from nnx_parallel.sharding import active_layout, use_params
 from nnx_parallel.sharding.arrays import dotted, variables_of
 from nnx_parallel.sharding.model import nest
-
-
-@dataclass(frozen=True, kw_only=True)
-class StackCall:
-    """One call of a `Stack`, for whoever runs its layers.
-
-    Attributes:
-        block: ``(params, others, x, args, slot) -> (x, others, slot)`` of one layer.
-        params: The layers' parameters by path, each with a leading ``layers`` dim.
-        others: Their other variables, likewise.
-        x: Input of the first layer.
-        args: Passed to every layer as they are.
-        scanned: A pytree with a leading ``layers`` dim, or ``None``.
-        remat: What a layer keeps for the backward pass.
-        gathers: Whether layers gather parameters; these are never kept.
-    """
-
-    block: Callable[..., tuple[Any, dict, Any]]
-    params: dict
-    others: dict
-    x: Any
-    args: tuple
-    scanned: Any
-    remat: Remat
-    gathers: bool
-
 
 Runner = Callable[[StackCall], tuple[Any, dict, Any]]
 """Runs all layers of a call: the output, the other variables after it, the slots."""
@@ -49,6 +25,8 @@ Runner = Callable[[StackCall], tuple[Any, dict, Any]]
 
 def run_layers(call: StackCall) -> tuple[Any, dict, Any]:
     """Runs the layers one after the other, as a scan."""
+    if call.prefetch is not None:
+        return run_prefetched(call)
     block = apply_remat(call.block, call.remat, gathers=call.gathers, prevent_cse=False)
 
     def step(x: Any, slices: tuple[dict, dict, Any]) -> tuple[Any, tuple[dict, Any]]:
@@ -155,8 +133,7 @@ class Stack(nnx.Module):
             if placement := variable.get_metadata().get("placement"):
                 placements[path] = placement.of_layer()
 
-        def block(params: dict, others: dict, x: jax.Array, args: Any, slot: Any):
-            used = use_params(params, placements)
+        def inner(used: dict, others: dict, x: jax.Array, args: Any, slot: Any):
             module = nnx.merge(graphdef, nest(used | others))
             extra = () if slot is None else (slot,)
             out = module(x, *args, *extra)
@@ -164,15 +141,25 @@ class Stack(nnx.Module):
             state = dict(variables_of(module))
             return out, {path: state[path].get_value() for path in others}, slot
 
+        def block(params: dict, *rest: Any) -> tuple[Any, dict, Any]:
+            return inner(use_params(params, placements), *rest)
+
+        layout = active_layout()
+        moves = any(p.used != p.stored for p in placements.values())
+        dtypes = map(jnp.result_type, jax.tree.leaves(x))
+        smooth = all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
+        prefetches = moves and smooth and scanned is None and self.num_layers > 1
         return StackCall(
             block=block,
+            inner=inner,
             params=params,
             others=others,
             x=x,
             args=args,
             scanned=scanned,
             remat=self.remat or active_remat(),
-            gathers=any(p.is_gathered for p in placements.values()),
+            placements=placements,
+            prefetch=layout.prefetch if layout and prefetches else None,
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -14,6 +14,7 @@ from jax.interpreters import ad, batching
 
 from nnx_parallel.errors import PipelineError
 from nnx_parallel.layers.stack import StackCall
+from nnx_parallel.sharding.arrays import is_inexact
 
 stack_p = jex.Primitive("stack")
 stack_p.multiple_results = True
@@ -29,6 +30,8 @@ class RecordedCall:
         others: Keys of its other variables, likewise.
         tree: Structure of ``(x, args)``, whose arrays come last.
         statics: The leaves of ``(x, args)`` that are no arrays, by position.
+        constants: Makes the leaves that come from no input of the loss, as tables and
+            masks do, by position: each stage makes them for itself.
     """
 
     call: StackCall
@@ -36,14 +39,14 @@ class RecordedCall:
     others: tuple
     tree: Any
     statics: dict[int, Any]
+    constants: Callable[[], dict[int, Any]] = dict
 
     def join(self, arrays: Sequence[Any]) -> tuple[Any, tuple]:
-        """``(x, args)`` from their arrays."""
-        count = len(arrays) + len(self.statics)
+        """``(x, args)`` from the arrays that are neither static nor constant."""
+        known = self.statics | self.constants()
         rest = iter(arrays)
-        leaves = [
-            self.statics[i] if i in self.statics else next(rest) for i in range(count)
-        ]
+        count = len(arrays) + len(known)
+        leaves = [known[i] if i in known else next(rest) for i in range(count)]
         return jax.tree.unflatten(self.tree, leaves)
 
     @property
@@ -73,7 +76,7 @@ def record(call: StackCall) -> tuple[Any, dict, None]:
 
 
 def _check_arrays(x: list, arrays: list) -> None:
-    if not all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in x):
+    if not all(map(is_inexact, x)):
         raise PipelineError(
             f"The Stack's input has dtypes {[str(leaf.dtype) for leaf in x]}. Under a "
             "Pipeline it must be floating-point, for its gradient travels back: pass "

@@ -9,9 +9,11 @@ connection).
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,15 +21,14 @@ import jax.extend.core as jex
 
 from nnx_parallel.errors import PipelineError
 from nnx_parallel.layers.stack import using_runner
-from nnx_parallel.pipeline.call import RecordedCall, record, stack_p
-from nnx_parallel.pipeline.jaxprs import (
+from nnx_parallel.pipeline.call import RecordedCall, record
+from nnx_parallel.pipeline.find import find_stack, holds_stack
+from nnx_parallel.jaxprs import (
     inline,
     inputs_of,
     needed,
-    subjaxprs,
     trace,
     variables_in,
-    walk,
 )
 from nnx_parallel.pipeline.parts import (
     BATCH,
@@ -37,8 +38,9 @@ from nnx_parallel.pipeline.parts import (
     Arrays,
     Parts,
     dependencies,
+    split_constants,
 )
-from nnx_parallel.sharding.arrays import dotted
+from nnx_parallel.sharding.arrays import dotted, is_inexact
 from nnx_parallel.sharding.model import Path
 
 
@@ -47,7 +49,7 @@ class Cut:
     """A function cut at its stack.
 
     Attributes:
-        recorded: The stack's call.
+        recorded: The stack's call, its constants with it.
         stack_params: Path of each of the stack's trained or frozen parameters, by key.
         stack_others: Path of each of its other variables, by key.
         shared: Paths of the stack's arrays that the parts around it use as well.
@@ -55,6 +57,9 @@ class Cut:
         late: Paths of variables that the part after it changes.
         skips: Shapes of the values kept from the part before for the part after.
         outputs: Shapes of the function's first result, as a tree.
+        differentiated: Of each array that enters the stack, whether its gradient is
+            wanted: that of the stack's input always is, for it passes through all
+            layers; that of an argument if it comes from the parameters.
     """
 
     recorded: RecordedCall
@@ -65,6 +70,7 @@ class Cut:
     late: tuple[Path, ...]
     skips: tuple[jax.ShapeDtypeStruct, ...]
     outputs: Any
+    differentiated: tuple[bool, ...]
     _parts: Parts
 
     def before(
@@ -160,34 +166,48 @@ def cut(
     with using_runner(record):
         jaxpr, consts, shapes = trace(function, *args)
     _warn_of_effects(jaxpr)
-    jaxpr = inline(jaxpr, _holds_stack)
-    index = _find_stack(jaxpr)
+    jaxpr = inline(jaxpr, holds_stack)
+    index = find_stack(jaxpr)
     outputs, variables_out = shapes
-    names = iter(jaxpr.invars)
-    taken = {
-        "params": {path: next(names) for path in sorted(params)},
-        "variables": {path: next(names) for path in sorted(variables)},
-        "batch": [next(names) for _ in jax.tree.leaves(batch)],
-        "key": next(names),
-    }
+    inputs = _name_inputs(jaxpr, params, variables, batch)
     num_outputs = len(jax.tree.leaves(outputs))
     eqn = jaxpr.eqns[index]
     recorded: RecordedCall = eqn.params["recorded"]
     num_state = len(recorded.params) + len(recorded.others)
+    bits = dependencies(jaxpr, inputs)
+    entering, constant = split_constants(
+        jaxpr.eqns, eqn.invars[num_state:], recorded, bits
+    )
     parts = Parts(
         eqns=[e for e in jaxpr.eqns if e is not eqn],
-        bits=dependencies(jaxpr, taken),
+        bits=bits,
         consts=dict(zip(jaxpr.constvars, consts, strict=True)),
-        entering=eqn.invars[num_state:],
+        entering=entering,
         leaving=eqn.outvars[: recorded.num_x],
         skips=[],
         outputs=jaxpr.outvars[:num_outputs],
         variables_out=dict(
             zip(sorted(variables_out), jaxpr.outvars[num_outputs:], strict=True)
         ),
-        **taken,
+        **inputs,
+    )
+    recorded = dataclasses.replace(
+        recorded, constants=partial(parts.constants, constant)
     )
     return _finish(parts, eqn, recorded, outputs)
+
+
+def _name_inputs(
+    jaxpr: jex.Jaxpr, params: Arrays, variables: Arrays, batch: Any
+) -> dict[str, Any]:
+    """The jaxpr's input variables, as `Parts` holds them."""
+    names = iter(jaxpr.invars)
+    return {
+        "params": {path: next(names) for path in sorted(params)},
+        "variables": {path: next(names) for path in sorted(variables)},
+        "batch": [next(names) for _ in jax.tree.leaves(batch)],
+        "key": next(names),
+    }
 
 
 def _warn_of_effects(jaxpr: jex.Jaxpr) -> None:
@@ -201,13 +221,6 @@ def _warn_of_effects(jaxpr: jex.Jaxpr) -> None:
         )
 
 
-def calls_stack(function: Callable, *args: Any) -> bool:
-    """Whether a function of arrays calls a `Stack`."""
-    with using_runner(record):
-        jaxpr, _, _ = trace(function, *args)
-    return any(eqn.primitive is stack_p for eqn, _ in walk(jaxpr))
-
-
 def _finish(
     parts: Parts, eqn: jex.JaxprEqn, recorded: RecordedCall, outputs: Any
 ) -> Cut:
@@ -219,9 +232,9 @@ def _finish(
     for atom in eqn.invars[:num_state]:
         if atom not in paths:
             raise PipelineError(
-                "The loss computes with the parameters or variables of the Stack "
-                "before it calls it. Under a Pipeline each stage holds its own layers: "
-                "use them inside the blocks only."
+                "The loss calls the Stack with parameters or variables that it has "
+                "changed before. Under a Pipeline each stage runs the layers that it "
+                "holds: call the Stack with its own, and change them inside the blocks."
             )
     stack_params = {
         key: paths[v] for key, v in zip(recorded.params, eqn.invars, strict=False)
@@ -253,32 +266,13 @@ def _finish(
         late=tuple(late),
         skips=tuple(map(_shape_of, skips)),
         outputs=outputs,
+        differentiated=tuple(
+            is_inexact(atom.aval)
+            and (i < recorded.num_x or bool(parts.depends(atom) & PARAMS))
+            for i, atom in enumerate(parts.entering)
+        ),
         _parts=parts,
     )
-
-
-def _holds_stack(eqn: jex.JaxprEqn) -> bool:
-    return any(e.primitive is stack_p for j in subjaxprs(eqn) for e, _ in walk(j))
-
-
-def _find_stack(jaxpr: jex.Jaxpr) -> int:
-    calls = [i for i, e in enumerate(jaxpr.eqns) if e.primitive is stack_p]
-    nested = [path for e, path in walk(jaxpr) if e.primitive is stack_p and path]
-    if nested:
-        raise PipelineError(
-            f"The Stack is called inside {' inside '.join(reversed(nested[0]))}. A "
-            "pipeline cuts the loss at the Stack's call, which must stand in the loss "
-            "or the model itself. Move the transform into the block or around another "
-            "part of the loss; remat= says what a block keeps."
-        )
-    if len(calls) != 1:
-        found = "no Stack" if not calls else f"a Stack {len(calls)} times"
-        raise PipelineError(
-            f"The loss calls {found}. A Pipeline spreads the layers of one Stack over "
-            "its stages: put the repeated blocks into one nnx_parallel.layers.Stack "
-            "and call it once in the loss, or use FSDP or TensorParallel instead."
-        )
-    return calls[0]
 
 
 def _check_state_flows(

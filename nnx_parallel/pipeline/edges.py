@@ -6,8 +6,10 @@ They run outside the region that is manual over ``pipe``, split over the whole m
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import jax
@@ -15,38 +17,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.pipeline.buffers import Buffers
+from nnx_parallel.pipeline.conditional import zeros_of
 from nnx_parallel.pipeline.cut import Cut, cut
+from nnx_parallel.pipeline.given import Function, Given
 from nnx_parallel.pipeline.memory_slots import make_slots, read_slot, write_slot
 from nnx_parallel.pipeline.parts import Arrays
 from nnx_parallel.sharding import Layout, using
-
-Function = Callable[[Arrays, Arrays, Any, Any], tuple[Any, Arrays]]
-"""``(params, variables, batch, key) -> (outputs, variables after)``, flat dicts."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Given:
-    """What a pipelined function is run on.
-
-    Attributes:
-        params: Trained parameters, by path.
-        variables: All other arrays of the model, by path.
-        batch: Microbatches, along a leading dim.
-        keys: A random key for each.
-    """
-
-    params: Arrays
-    variables: Arrays
-    batch: Any
-    keys: jax.Array
-
-    def take(self, index: jax.Array) -> tuple[Any, jax.Array]:
-        """One microbatch and its key."""
-        index = jnp.maximum(index, 0)
-        return jax.tree.map(
-            lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False),
-            (self.batch, self.keys),
-        )
 
 
 @dataclass(frozen=True)
@@ -117,19 +93,25 @@ class Edges:
             return self._before(self.params, variables, batch, key)
 
         def skip() -> tuple[list, list, Arrays]:
-            entering, skips, _ = zeros_like(jax.eval_shape(before))
+            entering, skips, _ = zeros_of(before)
             return entering, skips, early
 
         with jax.named_scope("before"):
             entering, skips, after = jax.lax.cond(microbatch >= 0, before, skip)
         return entering, Flight(skips, early), after
 
-    def before(self, microbatch: jax.Array, params: Arrays, flight: Flight) -> list:
+    def before(
+        self, microbatch: jax.Array, params: Arrays, flight: Flight
+    ) -> tuple[list, list]:
         """What a microbatch has given to the stack, and its skips, once more."""
         batch, key = self._given.take(microbatch)
         variables = self.variables | flight.early
         entering, skips, _ = self._before(params, variables, batch, key)
-        return [*entering, *skips]
+        return entering, skips
+
+    def with_gradients(self, entering: Sequence[Any]) -> list:
+        """Of what enters the stack, the arrays whose gradients come back."""
+        return list(compress(entering, self.cut.differentiated))
 
     def after(
         self,
@@ -216,16 +198,9 @@ def spread_over_stages(layout: Layout, num_rows: int) -> Layout:
     assert layout.pipeline is not None
     axis = layout.pipeline.axis
     spread = dataclasses.replace(layout, batch_axes=(*layout.batch_axes, axis))
-    shards = 1
-    for name in spread.batch_axes:
-        shards *= layout.mesh.shape[name]
+    shards = math.prod(layout.mesh.shape[name] for name in spread.batch_axes)
     if num_rows % shards == 0:
         return spread
     seq = (axis, *layout.logical_axes.get("seq", ()))
     logical_axes = {**layout.logical_axes, "seq": seq}
     return dataclasses.replace(layout, logical_axes=logical_axes)
-
-
-def zeros_like(tree: Any) -> Any:
-    """Zeros of some shapes."""
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)

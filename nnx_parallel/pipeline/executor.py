@@ -23,7 +23,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.pipeline.buffers import Buffers
-from nnx_parallel.pipeline.keeping import Layers
+from nnx_parallel.pipeline.conditional import run_if, zeros_like
+from nnx_parallel.keeping import Layers
 from nnx_parallel.pipeline.memory_slots import (
     Chunks,
     make_slots,
@@ -31,7 +32,7 @@ from nnx_parallel.pipeline.memory_slots import (
     write_slot,
 )
 from nnx_parallel.pipeline.rows import Row
-from nnx_parallel.pipeline.stage import Stage, is_floating
+from nnx_parallel.pipeline.stage import Stage
 from nnx_parallel.pipeline.table import Table
 
 
@@ -94,7 +95,7 @@ class Executor:
             travel: Shapes of what enters the stack, for one microbatch.
         """
         num_stages, buffers = self.table.num_stages, self.buffers
-        floats = [x for x in travel if is_floating(x)]
+        active = self.stage.with_gradients(travel)
 
         def of_stages(tree: Any) -> Any:
             return self._over_stages(
@@ -113,8 +114,8 @@ class Executor:
         kept, pending = self._shapes(layers, travel)
         memory |= {
             "saved": slots(buffers.num_saved, kept),
-            "returned": of_stages(floats),
-            "cotangents": slots(buffers.num_cotangents, floats),
+            "returned": of_stages(active),
+            "cotangents": slots(buffers.num_cotangents, active),
         }
         if self.table.is_split:
             memory["pending"] = slots(buffers.num_pending, pending)
@@ -138,7 +139,7 @@ class Executor:
             travel, _, kept = self.stage.forward(chunk, travel)
             pending = None
             if self.table.is_split:
-                grads = [x for x in travel if is_floating(x)]
+                grads = self.stage.with_gradients(travel)
                 _, pending = self.stage.backward_input(chunk, kept, grads)
             return None, (kept, pending)
 
@@ -183,7 +184,7 @@ class Executor:
                     return self.stage.run(chunk, travel), chunk.state, None
                 return self.stage.forward(chunk, travel)
 
-            travel, state, kept = _cond("forward", is_any, run)
+            travel, state, kept = run_if(is_any, run, scope="forward")
             memory = memory | {"received": self._send(travel, 1)}
             if keeps:
                 saved = write_slot(memory["saved"], kept, slot["forward_saved"])
@@ -256,7 +257,7 @@ class Executor:
             return self._accumulate(grads, new, chunk), returned
 
         def skip() -> tuple[dict, list]:
-            return grads, jax.tree.map(jnp.zeros_like, given[2])
+            return grads, zeros_like(given[2])
 
         with jax.named_scope("backward"):
             grads, returned = jax.lax.cond(whole["any_backward_input"], run, skip)
@@ -266,10 +267,10 @@ class Executor:
     def _input_slot(self, layers: Layers, each: Any, whole: Row) -> tuple[None, Any]:
         memory, slot = each
         given = self._given(layers, memory, slot)
-        returned, pending = _cond(
-            "backward_input",
+        returned, pending = run_if(
             whole["any_backward_input"],
             lambda: self.stage.backward_input(*given),
+            scope="backward_input",
         )
         pending = write_slot(memory["pending"], pending, slot["backward_pending"])
         memory = memory | {"pending": pending, "returned": self._send(returned, -1)}
@@ -303,13 +304,3 @@ class Executor:
         if not pairs:
             return tree
         return jax.lax.ppermute(tree, self._axis, pairs)
-
-
-def _cond(name: str, predicate: jax.Array, run: Callable[[], Any]) -> Any:
-    """What ``run`` gives, or zeros of its shapes."""
-
-    def zeros() -> Any:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run))
-
-    with jax.named_scope(name):
-        return jax.lax.cond(predicate, run, zeros)

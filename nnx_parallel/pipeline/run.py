@@ -7,14 +7,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from nnx_parallel.errors import ScheduleError
+from nnx_parallel.errors import PipelineError, ScheduleError
 from nnx_parallel.pipeline.buffers import plan_buffers
 from nnx_parallel.pipeline.check import check_layer
-from nnx_parallel.pipeline.edges import Edges, Function, Given, zeros_like
+from nnx_parallel.pipeline.conditional import run_if
+from nnx_parallel.pipeline.edges import Edges
 from nnx_parallel.pipeline.executor import Executor
-from nnx_parallel.pipeline.keeping import Layers
+from nnx_parallel.pipeline.given import Function, Given
+from nnx_parallel.keeping import Layers
 from nnx_parallel.pipeline.memory_slots import make_slots, write_slot
 from nnx_parallel.pipeline.order import plan_rounds, reorder
 from nnx_parallel.pipeline.parts import Arrays
@@ -24,6 +25,7 @@ from nnx_parallel.pipeline.table import Table
 from nnx_parallel.pipeline.training import TrainingTick
 from nnx_parallel.precision import cast_floating
 from nnx_parallel.sharding import using
+from nnx_parallel.sharding.arrays import dotted
 from nnx_parallel.sharding.model import Path
 from nnx_parallel.state import StatePlan
 
@@ -58,14 +60,27 @@ class PipelinedFunction:
         cut = self._edges.cut
         self._inside = cut.stack_params | cut.stack_others
         stash = "inputs" if table.is_forward_only else options.stash
-        stage = Stage(cut.recorded, plan.precision.compute, stash)
+        stage = Stage(cut.recorded, cut.differentiated, plan.precision.compute, stash)
         mesh = plan.layout.mesh
         with using(plan.layout):
             jaxpr, self._state_keys = stage.trace_layer(
                 self._split(frozenset(cut.stack_others)), self._edges.entering
             )
         check_layer(jaxpr, mesh, options.axis)
+        self._check_state(cut.shared)
         self._executor = Executor(stage, table, buffers, mesh, options.axis)
+
+    def _check_state(self, shared: frozenset[Path]) -> None:
+        """Variables that the layers change change on their stage alone."""
+        for key in self._state_keys:
+            path = self._inside[key]
+            if path in shared:
+                raise PipelineError(
+                    f"The loss reads `{dotted(path)}`, which the blocks of the Stack "
+                    "change. Under a Pipeline it changes on its stage while other "
+                    "microbatches are under way: return what the loss needs as an "
+                    "output of the blocks."
+                )
 
     def outputs(self) -> Any:
         """The function's outputs, each with a leading dim of microbatches."""
@@ -85,23 +100,16 @@ class PipelinedFunction:
                 args = (edges.params, late, flight, leaving)
                 return edges.after(whole["leaves"], *args)[0]
 
-            with jax.named_scope("after"):
-                new = jax.lax.cond(
-                    whole["leaves"] >= 0,
-                    after,
-                    lambda: zeros_like(jax.eval_shape(after)),
-                )
+            new = run_if(whole["leaves"] >= 0, after, scope="after")
             outputs = write_slot(outputs, new, whole["leaves"])
             return (memory, flights, outputs), None
 
-        count = self._table.num_microbatches
         carry = (
             executor.allocate(layers, edges.entering),
             edges.make_flights(),
-            make_slots(count, edges.cut.outputs),
+            self._make_outputs(),
         )
-        outputs = jax.lax.scan(tick, carry, self._rows)[0][2]
-        return jax.tree.map(lambda x: x[:count], outputs)
+        return self._outputs(jax.lax.scan(tick, carry, self._rows)[0][2])
 
     def gradients(
         self,
@@ -131,9 +139,14 @@ class PipelinedFunction:
             edges, self._executor, layers, lambda outputs: objective(outputs, totals)
         )
         memory = self._executor.allocate(layers, edges.entering)
-        carry = tick.start(memory, self._zeros(edges.params), self._layer_zeros(layers))
+        carry = tick.start(
+            memory,
+            self._make_outputs(),
+            self._zeros(edges.params),
+            self._layer_zeros(layers),
+        )
         with using(self._plan.layout):
-            carry, outputs = jax.lax.scan(tick, carry, self._rows)
+            carry, _ = jax.lax.scan(tick, carry, self._rows)
         stacked = (carry["layer_grads"], carry["state"])
         layer_grads, state = self._reorder(stacked, self._rounds.reversed())
         grads = dict(carry["grads"])
@@ -142,7 +155,7 @@ class PipelinedFunction:
             grads[path] = x + grads[path] if path in grads else x
         variables = self._given.variables | carry["early"] | carry["late"]
         variables |= {self._inside[k]: x for k, x in state.items()}
-        return grads, variables, self._by_microbatch(outputs)
+        return grads, variables, self._outputs(carry["outputs"])
 
     def _zeros(self, params: Arrays) -> Arrays:
         """Where gradients are summed, in the specs and the dtype of gradients."""
@@ -159,12 +172,13 @@ class PipelinedFunction:
             self._plan.layout.sharding(spec),
         )
 
-    def _by_microbatch(self, outputs: Any) -> Any:
-        """Of what was found at every tick, what belongs to each microbatch."""
-        leaves = np.asarray(self._rows["whole"]["leaves"])
-        ticks = np.argsort(np.where(leaves < 0, len(leaves), leaves), kind="stable")
-        ticks = ticks[: self._table.num_microbatches]
-        return jax.tree.map(lambda x: x[ticks], outputs)
+    def _make_outputs(self) -> Any:
+        """Memory for the outputs of every microbatch."""
+        return make_slots(self._table.num_microbatches, self._edges.cut.outputs)
+
+    def _outputs(self, slots: Any) -> Any:
+        """The outputs without the slot of ticks in which nothing leaves."""
+        return jax.tree.map(lambda x: x[: self._table.num_microbatches], slots)
 
     # The layers
 

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from nnx_parallel.pipeline.jaxprs import (
+from nnx_parallel.jaxprs import (
     derived,
     inline,
     inputs_of,

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import jax
 import jax.extend.core as jex
-import jax.numpy as jnp
 
 from nnx_parallel.errors import PipelineError
 from nnx_parallel.layers import apply_remat
 from nnx_parallel.pipeline.call import RecordedCall
-from nnx_parallel.pipeline.jaxprs import trace
-from nnx_parallel.pipeline.keeping import KeepingForward, Layers, keeping_forward
+from nnx_parallel.jaxprs import trace
+from nnx_parallel.keeping import KeepingForward, Layers, keeping_forward
 from nnx_parallel.pipeline.options import Stash
 from nnx_parallel.pipeline.split import SplitBackward, split_backward
 from nnx_parallel.precision import cast_floating
@@ -30,6 +30,7 @@ class Stage:
 
     Attributes:
         recorded: The stack's call.
+        differentiated: Of each array that travels, whether it has a gradient.
         compute: dtype of the computation, or ``None``: as stored.
         stash: What is kept between forward and backward: what the remat ``policy``
             says, or the stage's ``inputs`` alone, from which the backward pass runs
@@ -37,10 +38,15 @@ class Stage:
     """
 
     recorded: RecordedCall
+    differentiated: tuple[bool, ...]
     compute: Any
     stash: Stash
     _keeping: KeepingForward | None = field(default=None, init=False)
     _split: SplitBackward | None = field(default=None, init=False)
+
+    def with_gradients(self, travel: Sequence[Any]) -> list:
+        """Of what travels, the arrays whose gradients travel back."""
+        return list(compress(travel, self.differentiated))
 
     def forward(self, layers: Layers, travel: Sequence[Any]) -> tuple[list, dict, Any]:
         """Runs the layers.
@@ -57,44 +63,19 @@ class Stage:
         self, layers: Layers, kept: Any, grads: Sequence[Any]
     ) -> tuple[dict, list]:
         """Gradients of the trained parameters and of what travelled in."""
-        kept = self._rerun(layers, kept)
-
-        def step(carry: Any, xs: Any) -> tuple[Any, dict]:
-            layer, saved = self._cast(xs[0]), xs[1]
-            grads_x, grads_args = carry
-            given = (layer.fixed, saved, kept["args"], grads_x)
-            (grads_x, more), trained = self._layer_backward(layer.trained, given)
-            return (grads_x, _add(grads_args, more)), trained
-
-        carry, trained = jax.lax.scan(
-            step,
-            self._split_travel(grads),
-            (_stateless(layers), kept["layers"]),
-            reverse=True,
-        )
-        return trained, [*carry[0], *carry[1]]
+        grads, trained = self._backward(layers, kept, grads, self._layer_backward)
+        return trained, grads
 
     def backward_input(
         self, layers: Layers, kept: Any, grads: Sequence[Any]
     ) -> tuple[list, Any]:
         """Gradients of what travelled in, and what `backward_weight` needs."""
-        kept = self._rerun(layers, kept)
 
-        def step(carry: Any, xs: Any) -> tuple[Any, list]:
-            layer, saved = self._cast(xs[0]), xs[1]
-            grads_x, grads_args = carry
-            given = (layer.fixed, saved, kept["args"], grads_x)
-            self._split = split_backward(self._layer_backward, layer.trained, given)
-            (grads_x, more), pending = self._split.run_input(layer.trained, given)
-            return (grads_x, _add(grads_args, more)), pending
+        def layer_backward(trained: dict, given: Any) -> tuple[Any, list]:
+            self._split = split_backward(self._layer_backward, trained, given)
+            return self._split.run_input(trained, given)
 
-        carry, pending = jax.lax.scan(
-            step,
-            self._split_travel(grads),
-            (_stateless(layers), kept["layers"]),
-            reverse=True,
-        )
-        return [*carry[0], *carry[1]], pending
+        return self._backward(layers, kept, grads, layer_backward)
 
     def backward_weight(self, layers: Layers, pending: Any) -> dict:
         """Gradients of the trained parameters, from what `backward_input` left."""
@@ -126,9 +107,9 @@ class Stage:
 
         def layer(layers: Layers, travel: list) -> tuple[list, dict]:
             layers = self._cast(layers)
-            floats, others = _partition(travel)
+            active, others = self._partition(travel)
             rest = (layers.fixed, layers.state, others)
-            return self._block(layers.trained, floats, rest)
+            return self._block(layers.trained, active, rest)
 
         jaxpr, _, (out, state) = trace(layer, layers, list(travel))
         before = len(layers.trained) + len(layers.fixed)
@@ -143,16 +124,23 @@ class Stage:
 
     # One layer
 
-    def _block(self, trained: dict, floats: Any, rest: Any) -> tuple[list, dict]:
+    def _partition(self, travel: Sequence[Any]) -> tuple[list, list]:
+        """Arrays with gradients and those without, ``None`` in place of the others."""
+        marked = list(zip(travel, self.differentiated, strict=True))
+        active = [x if is_active else None for x, is_active in marked]
+        others = [None if is_active else x for x, is_active in marked]
+        return active, others
+
+    def _block(self, trained: dict, active: Any, rest: Any) -> tuple[list, dict]:
         """One layer: its output's arrays and its state."""
         fixed, state, others = rest
         recorded, call = self.recorded, self.recorded.call
         held = trained | fixed | state
         params = {k: held[k] for k in recorded.params}
         variables = {k: held[k] for k in recorded.others}
-        x, args = recorded.join(_merge(floats, others))
+        x, args = recorded.join(_merge(active, others))
         x, after, _ = call.block(params, variables, x, args, None)
-        self._check(jax.tree.leaves(x), _merge(floats, others))
+        self._check(jax.tree.leaves(x), _merge(active, others))
         return jax.tree.leaves(x), {k: _like(after[k], state[k], k) for k in state}
 
     @property
@@ -174,19 +162,18 @@ class Stage:
         fixed, saved, args, grads_x = given
         assert self._keeping is not None
         vjp = self._keeping.vjp(trained, fixed, args, saved)
-        grads, floats = vjp(grads_x)
+        grads, entering = vjp(grads_x)
         num_x = self.recorded.num_x
-        found = [f for f in floats if f is not None]
+        found = [x for x in entering if x is not None]
         return (found[:num_x], found[num_x:]), grads
 
     def _cast(self, layers: Layers) -> Layers:
         """Parameters in the dtype of the computation; gradients follow it."""
+        computed = {*self.recorded.params, *layers.trained}
 
         def cast(arrays: dict) -> dict:
             return {
-                key: cast_floating(x, self.compute)
-                if key in self.recorded.params
-                else x
+                key: cast_floating(x, self.compute) if key in computed else x
                 for key, x in arrays.items()
             }
 
@@ -200,9 +187,9 @@ class Stage:
 
         def step(x: list, layer: Layers) -> tuple[list, dict]:
             layer = self._cast(layer)
-            floats, others = _partition([*x, *args])
+            active, others = self._partition([*x, *args])
             rest = (layer.fixed, layer.state, others)
-            return self._rematted(layer.trained, floats, rest)
+            return self._rematted(layer.trained, active, rest)
 
         x, state = jax.lax.scan(step, list(travel[:num_x]), layers)
         return [*x, *args], state
@@ -227,25 +214,51 @@ class Stage:
         self, layer: Layers, x: list, args: list
     ) -> tuple[list, dict, Callable]:
         """One layer's output, its state, and its VJP."""
-        floats, others = _partition([*x, *args])
+        active, others = self._partition([*x, *args])
         rest = (layer.fixed, layer.state, others)
         x, vjp, state = jax.vjp(
-            lambda trained, floats: self._rematted(trained, floats, rest),
+            lambda trained, active: self._rematted(trained, active, rest),
             layer.trained,
-            floats,
+            active,
             has_aux=True,
         )
         return x, state, vjp
+
+    def _backward(
+        self,
+        layers: Layers,
+        kept: Any,
+        grads: Sequence[Any],
+        layer_backward: Callable[[dict, Any], tuple[Any, Any]],
+    ) -> tuple[list, Any]:
+        """From the last layer to the first; what each one gives, along the layers.
+
+        Returns:
+            Gradients of what travelled in, and the second results stacked.
+        """
+        kept = self._rerun(layers, kept)
+
+        def step(carry: tuple[list, list], xs: Any) -> tuple[tuple[list, list], Any]:
+            layer, saved = self._cast(xs[0]), xs[1]
+            grads_x, grads_args = carry
+            given = (layer.fixed, saved, kept["args"], grads_x)
+            (grads_x, more), found = layer_backward(layer.trained, given)
+            return (grads_x, _add(grads_args, more)), found
+
+        num_x = self.recorded.num_x
+        (grads_x, grads_args), found = jax.lax.scan(
+            step,
+            (list(grads[:num_x]), list(grads[num_x:])),
+            (_stateless(layers), kept["layers"]),
+            reverse=True,
+        )
+        return [*grads_x, *grads_args], found
 
     def _rerun(self, layers: Layers, kept: Any) -> Any:
         if self.stash == "policy":
             return kept
         layers = Layers(layers.trained, layers.fixed, kept["state"])
         return self._forward_keeping(layers, kept["travel"])[2]
-
-    def _split_travel(self, grads: Sequence[Any]) -> tuple[list, list]:
-        num_x = self.recorded.num_x
-        return list(grads[:num_x]), list(grads[num_x:])
 
 
 def _like(new: jax.Array, old: jax.Array, key: Any) -> jax.Array:
@@ -258,20 +271,8 @@ def _like(new: jax.Array, old: jax.Array, key: Any) -> jax.Array:
     return new if new.dtype == old.dtype else new.astype(old.dtype)
 
 
-def is_floating(x: Any) -> bool:
-    """Whether gradients flow through an array."""
-    return jnp.issubdtype(x.dtype, jnp.floating)
-
-
-def _partition(arrays: Sequence[Any]) -> tuple[list, list]:
-    """Arrays with gradients and those without, ``None`` in the place of the others."""
-    floats = [x if is_floating(x) else None for x in arrays]
-    others = [None if is_floating(x) else x for x in arrays]
-    return floats, others
-
-
-def _merge(floats: Sequence[Any], others: Sequence[Any]) -> list:
-    return [b if a is None else a for a, b in zip(floats, others, strict=True)]
+def _merge(active: Sequence[Any], others: Sequence[Any]) -> list:
+    return [b if a is None else a for a, b in zip(active, others, strict=True)]
 
 
 def _stateless(layers: Layers) -> Layers:

@@ -7,14 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from nnx_parallel.pipeline.edges import Edges, Flight, zeros_like
+from nnx_parallel.pipeline.conditional import zeros_like, zeros_of
+from nnx_parallel.pipeline.edges import Edges, Flight
 from nnx_parallel.pipeline.executor import Executor
-from nnx_parallel.pipeline.keeping import Layers
+from nnx_parallel.keeping import Layers
 from nnx_parallel.pipeline.memory_slots import make_slots, read_slot, write_slot
 from nnx_parallel.pipeline.parts import Arrays
 from nnx_parallel.pipeline.rows import Row
-from nnx_parallel.pipeline.stage import is_floating
+from nnx_parallel.sharding.arrays import is_inexact
 
 Carry = dict[str, Any]
 
@@ -41,21 +43,25 @@ class TrainingTick:
         self._layers = layers
         self._objective = objective
 
-    def start(self, memory: dict, grads: Arrays, layer_grads: dict) -> Carry:
+    def start(
+        self, memory: dict, outputs: Any, grads: Arrays, layer_grads: dict
+    ) -> Carry:
         """The carry before the first tick.
 
         Args:
             memory: Of the stages.
+            outputs: Memory for the function's outputs.
             grads: Zeros for the gradients of parameters outside the stack.
             layer_grads: The same of its layers.
         """
         edges = self._edges
         flights = edges.make_flights()
-        floats = [x[0] for x in flights.skips if is_floating(x)]
+        floats = [x[0] for x in flights.skips if is_inexact(x)]
         num_slots = self._executor.buffers.num_flights
         return {
             "state": self._layers.state,
             "memory": memory,
+            "outputs": outputs,
             "flights": flights,
             "skip_grads": make_slots(num_slots, floats),
             "early": edges.pick(edges.cut.early),
@@ -64,8 +70,8 @@ class TrainingTick:
             "grads": grads,
         }
 
-    def __call__(self, carry: Carry, row: Row) -> tuple[Carry, Any]:
-        """All slots of a tick, in their order; emits the function's outputs."""
+    def __call__(self, carry: Carry, row: Row) -> tuple[Carry, None]:
+        """All slots of a tick, in their order."""
         edges, whole = self._edges, row["whole"]
         variables = edges.variables | carry["early"]
         fed, flight, early = edges.enter(whole["enters"], variables)
@@ -75,42 +81,43 @@ class TrainingTick:
             layers, carry["memory"], fed, row
         )
         carry = carry | {"flights": flights, "early": early, "state": layers.state}
-        carry, outputs, fed = self._turn(carry, whole["leaves"], leaving)
+        carry, fed = self._turn(carry, whole["leaves"], leaving)
         layer_grads, memory, returned = self._executor.backward(
             layers, memory, carry["layer_grads"], fed, row
         )
         grads = self._leave(carry, whole["returns"], returned)
         carry |= {"memory": memory, "layer_grads": layer_grads, "grads": grads}
-        return carry, outputs
+        return carry, None
 
     def _turn(
         self, carry: Carry, microbatch: jax.Array, leaving: list
-    ) -> tuple[Carry, Any, list]:
+    ) -> tuple[Carry, list]:
         """The part after the stack and its gradients, for who leaves the stack now.
 
         Returns:
-            The carry, the outputs, and the gradients of what has left the stack.
+            The carry, and the gradients of what has left the stack.
         """
         edges = self._edges
         flight = edges.recall(carry["flights"], microbatch)
 
         def objective(params: Arrays, skips: list, leaving: list) -> Any:
             rest = iter(skips)
-            skips = [next(rest) if is_floating(x) else x for x in flight.skips]
+            skips = [next(rest) if is_inexact(x) else x for x in flight.skips]
             outputs, late = edges.after(
                 microbatch, params, carry["late"], Flight(skips, flight.early), leaving
             )
             return self._objective(outputs), (outputs, late)
 
         def run() -> Any:
-            skips = [x for x in flight.skips if is_floating(x)]
-            (new, *grads), (outputs, late) = jax.grad(
-                objective, (0, 1, 2), has_aux=True
-            )(edges.params, skips, leaving)
+            skips = [x for x in flight.skips if is_inexact(x)]
+            value, vjp, (outputs, late) = jax.vjp(
+                objective, edges.params, skips, leaving, has_aux=True
+            )
+            new, *grads = vjp(jnp.ones_like(value))
             return add(carry["grads"], new), late, *grads, outputs
 
         def skip() -> Any:
-            _, _, *rest = zeros_like(jax.eval_shape(run))
+            _, _, *rest = zeros_of(run)
             return carry["grads"], carry["late"], *rest
 
         with jax.named_scope("after"):
@@ -119,10 +126,11 @@ class TrainingTick:
             )
         kept = write_slot(carry["skip_grads"], skip_grads, edges.slot(microbatch))
         # The arguments of the blocks end with the last one: no gradient comes back.
-        floats = [x for x in edges.entering if is_floating(x)]
-        ended = zeros_like(floats[len(cotangents) :])
+        active = edges.with_gradients(edges.entering)
+        ended = zeros_like(active[len(cotangents) :])
+        outputs = write_slot(carry["outputs"], outputs, microbatch)
         carry = carry | {"grads": grads, "skip_grads": kept, "late": late}
-        return carry, outputs, [*cotangents, *ended]
+        return carry | {"outputs": outputs}, [*cotangents, *ended]
 
     def _leave(self, carry: Carry, microbatch: jax.Array, returned: list) -> Arrays:
         """Gradients with those of the part before, whose backward pass runs now."""
@@ -131,8 +139,9 @@ class TrainingTick:
         skip_grads = read_slot(carry["skip_grads"], edges.slot(microbatch))
 
         def before(params: Arrays) -> list:
-            values = edges.before(microbatch, params, flight)
-            return [x for x in values if is_floating(x)]
+            entering, skips = edges.before(microbatch, params, flight)
+            skips = [x for x in skips if is_inexact(x)]
+            return [*edges.with_gradients(entering), *skips]
 
         def run() -> Arrays:
             _, vjp = jax.vjp(before, edges.params)

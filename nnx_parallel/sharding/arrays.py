@@ -6,6 +6,7 @@ import difflib
 import math
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -108,3 +109,8 @@ def suggest(name: str, known: object) -> str:
     """`` Did you mean 'x'?`` for the nearest known name, or nothing."""
     nearest = difflib.get_close_matches(name, list(known), n=1)  # pyright: ignore[reportArgumentType]
     return f" Did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def is_inexact(x: Any) -> bool:
+    """Whether gradients flow through an array: floating-point or complex numbers."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)

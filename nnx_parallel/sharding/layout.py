@@ -79,6 +79,9 @@ class ZeroAxis:
         rules: The axis and how it chooses a dim.
         shard: What it splits: ``params`` (ZeRO-3: parameters, gradients and optimizer
             state), ``gradients`` (ZeRO-2: the last two) or ``optimizer`` (ZeRO-1).
+        prefetch: How a `Stack` gathers a layer's parameters while the one before it
+            runs: in one collective (``bulk``), or hop by hop; ``None``: each layer
+            gathers its own.
 
     References:
         [1] Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
@@ -87,6 +90,7 @@ class ZeroAxis:
 
     rules: FSDPRules
     shard: ZeroKind = "params"
+    prefetch: Literal["bulk", "ring", "bidirectional"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +133,11 @@ class Layout:
                         f"Its axes: {list(self.mesh.axis_names)}. Map the name to one "
                         "of them, or to None to replicate."
                     )
+
+    @property
+    def prefetch(self) -> Literal["bulk", "ring", "bidirectional"] | None:
+        """How a stack gathers its next layer's parameters, or ``None``."""
+        return next((z.prefetch for z in self.zero_axes if z.prefetch), None)
 
     def is_silent(self, names: Sequence) -> bool:
         """Whether it says nothing about an array's names: a mesh alone does not."""

@@ -114,6 +114,10 @@ def placed_arrays(
     Returns:
         Nested dicts of global arrays.
     """
+    if isinstance(source, nnx.Module) and jax.process_count() > 1:
+        arrays = {path: v.get_value() for path, v in variables_of(source)}
+        # Compiled, so that each process places its own shards of what all of them have.
+        return nest(jax.jit(dict, out_shardings=shardings)(arrays))
     if isinstance(source, nnx.Module):
         # `may_alias=False` is not enough: of a replicated array the shard on the device
         # that the source lies on is the source itself.

@@ -18,6 +18,7 @@ from typing import Protocol, runtime_checkable
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from nnx_parallel.distributed import hash_code
 from nnx_parallel.errors import (
     PlacementConflictError,
     UnknownAxisError,
@@ -84,6 +85,10 @@ class PolicyRules:
     """
 
     policy: Callable[[ArrayInfo], P | None]
+
+    def __repr__(self) -> str:
+        """The function by name and by what it does: the same in every process."""
+        return f"PolicyRules({hash_code(self.policy)})"
 
     def match(self, info: ArrayInfo, mesh: Mesh) -> tuple[P, str] | None:
         """What the function says."""

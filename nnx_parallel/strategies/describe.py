@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.table import Table
 
+from nnx_parallel.mesh import axes_across_processes
 from nnx_parallel.sharding import Layout, Placement
 from nnx_parallel.sharding.arrays import ArrayInfo, array_info, variables_of
 from nnx_parallel.sharding.model import Path, annotate, nest
@@ -73,6 +74,9 @@ class Description:
     def table(self) -> Table:
         """The rows as a rich table."""
         mesh = " * ".join(f"{a}={n}" for a, n in self.layout.mesh.shape.items())
+        across = axes_across_processes(self.layout.mesh)
+        if across:
+            mesh += f" (across processes: {', '.join(across)})"
         table = Table(title=f"mesh {mesh}", title_justify="left")
         for column in ("path", "shape", "dtype", "stored", "used", "gradient"):
             table.add_column(column)

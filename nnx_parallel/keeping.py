@@ -1,11 +1,13 @@
 """A layer's forward pass that hands out what its backward pass needs.
 
-What comes from the layer's own weights alone (casts, gathered shards) is computed
-again in the backward pass: it would else be kept once per microbatch.
+What comes from the layer's own weights alone (casts, gathered shards), or from the
+arguments that all layers get (masks), is computed again in the backward pass: it would
+else be kept once per microbatch, or once per layer.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from nnx_parallel.pipeline.jaxprs import (
+from nnx_parallel.jaxprs import (
     derived,
     inline,
     is_jit,
@@ -87,6 +89,17 @@ class KeepingForward:
         return env | dict(zip(self.jaxpr.invars, leaves, strict=True))
 
 
+def _warn_of_effects(jaxpr: jex.Jaxpr) -> None:
+    if jaxpr.effects:
+        warnings.warn(
+            "The blocks of the Stack print or call back into Python (jax.debug.print, "
+            "callbacks). Under a Pipeline, and with FSDP's prefetch, only what the "
+            "outputs need is run, so that these calls are left out. Debug with "
+            "DataParallel: the numbers are the same.",
+            stacklevel=2,
+        )
+
+
 def keeping_forward(
     block_vjp: Callable[[Layers, list, list], tuple[list, dict, Callable]],
     layer: Layers,
@@ -111,11 +124,13 @@ def keeping_forward(
 
     parts = (layer.trained, layer.fixed, args, layer.state, x)
     jaxpr, consts, (out, state, _) = trace(forward, *parts)
+    _warn_of_effects(jaxpr)
     jaxpr = inline(jaxpr, is_jit)
     residuals = jaxpr.outvars[len(out) + len(state) :]
     weights = jax.tree.leaves((layer.trained, layer.fixed))
     free = derived(jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars[: len(weights)]])
-    free |= set(jaxpr.invars[len(weights) :][: len(args)])
+    shared = jaxpr.invars[len(weights) :][: len(args)]
+    free |= derived(jaxpr.eqns, [*jaxpr.constvars, *shared])
     saved = [v for v in dict.fromkeys(variables_in(residuals)) if v not in free]
     return KeepingForward(
         jaxpr, consts, trees[-1], len(out), sorted(state), residuals, saved

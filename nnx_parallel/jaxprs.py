@@ -135,14 +135,8 @@ def inline(
     names: dict[jex.Var, Any] = {v: v for v in (*jaxpr.constvars, *jaxpr.invars)}
     emit(jaxpr, names)
     outvars = [v if isinstance(v, jex.Literal) else names[v] for v in jaxpr.outvars]
-    return jex.Jaxpr(
-        constvars=jaxpr.constvars,
-        invars=jaxpr.invars,
-        outvars=outvars,
-        eqns=eqns,
-        effects=jaxpr.effects,
-        debug_info=_debug_info(),
-    )
+    # Not a new Jaxpr: that of jax 0.12 would count its constants among the inputs.
+    return jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=_debug_info())
 
 
 def _called(eqn: jex.JaxprEqn) -> jex.Jaxpr | None:

@@ -1,0 +1,119 @@
+"""The site: MyST pages, tutorials that run while it is built, and the API."""
+
+import hashlib
+import os
+import shutil
+import sys
+import urllib.request
+from pathlib import Path
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+sys.path[:0] = [str(DOCS), str(ROOT)]
+# Kernels of the tutorials import the library and the models of this checkout.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+)
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
+
+import nnx_parallel  # noqa: E402
+
+project = "nnx_parallel"
+author = "The nnx_parallel authors"
+release = version = nnx_parallel.__version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.intersphinx",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "pages",
+]
+exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
+html_theme = "sphinx_book_theme"
+html_title = "nnx_parallel"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_theme_options = {
+    "show_toc_level": 2,
+    "home_page_in_toc": True,
+    "use_download_button": False,
+    "use_fullscreen_button": False,
+    "navbar_persistent": [],  # search stands in the sidebar
+}
+html_show_sourcelink = False
+html_copy_source = False
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+copybutton_prompt_text = r"\$ "
+copybutton_prompt_is_regexp = True
+
+# A name in single backticks is a link where the API has it.
+default_role = "py:obj"
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+autodoc_class_signature = "mixed"
+autodoc_preserve_defaults = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+
+
+def _sources_hash() -> str:
+    """Of all code that a tutorial can run: with it the cache of outputs changes."""
+    files = [
+        file
+        for package in ("nnx_parallel", "models")
+        for file in sorted((ROOT / package).rglob("*.py"))
+    ]
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files))
+    return digest.hexdigest()[:16]
+
+
+def _copy_tutorials() -> None:
+    """Sphinx reads what lies below its own directory."""
+    target = DOCS / "tutorials"
+    target.mkdir(exist_ok=True)
+    for old in target.glob("*.py"):
+        old.unlink()
+    for file in sorted((ROOT / "tutorials").glob("[0-9]*.py")):
+        shutil.copyfile(file, target / file.name)
+
+
+_copy_tutorials()
+nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
+# Scripts of the site itself are no pages.
+exclude_patterns += ["conf.py", "pages.py", "worked.py", "results.py"]
+nb_execution_mode = "cache"
+nb_execution_cache_path = str(DOCS / "_build" / "executed" / _sources_hash())
+nb_execution_in_temp = True
+nb_execution_timeout = 300
+nb_execution_raise_on_error = True
+nb_merge_streams = True
+nb_render_image_options = {"align": "center"}
+suppress_warnings = ["mystnb.unknown_mime_type"]
+
+
+def _reachable(mapping: dict[str, str]) -> dict[str, tuple[str, None]]:
+    """The inventories that can be read: without a network there are no links out."""
+    found = {}
+    for name, url in mapping.items():
+        try:
+            with urllib.request.urlopen(f"{url}objects.inv", timeout=3):
+                found[name] = (url, None)
+        except OSError:
+            break
+    return found
+
+
+intersphinx_mapping = _reachable(
+    {
+        "jax": "https://docs.jax.dev/en/latest/",
+        "flax": "https://flax.readthedocs.io/en/latest/",
+        "optax": "https://optax.readthedocs.io/en/latest/",
+    }
+)

@@ -1,0 +1,138 @@
+"""The worked examples: models, machines and strategies, described without devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import optax
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType
+
+from models import GPT, GPTConfig, ResNet, ResNetConfig, ViT, ViTConfig
+from nnx_parallel import (
+    FSDP,
+    Composite,
+    DataParallel,
+    Pipeline,
+    Strategy,
+    TensorParallel,
+)
+from nnx_parallel.mesh import MESH_AXES
+from nnx_parallel.strategies.describe import Description
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """A model and how it is spread.
+
+    Attributes:
+        name: Of the model.
+        build: Builds it.
+        strategy: With all its sizes.
+        why: The reason for the choice.
+    """
+
+    name: str
+    build: Callable[[nnx.Rngs], nnx.Module]
+    strategy: Strategy
+    why: str
+
+    @property
+    def code(self) -> str:
+        """The strategy as one writes it."""
+        return repr(self.strategy).replace("size=", "").replace("'", '"')
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """Sizes of the mesh, outermost first."""
+        sizes = {axis: size or 1 for axis, size in self.strategy.axis_sizes.items()}
+        return {axis: sizes[axis] for axis in sorted(sizes, key=MESH_AXES.index)}
+
+    def describe(self) -> Description:
+        """Where everything lives under AdamW, over devices that need not be there."""
+        sizes = self.axis_sizes
+        mesh = AbstractMesh(
+            tuple(sizes.values()),
+            tuple(sizes),
+            axis_types=(AxisType.Auto,) * len(sizes),
+        )
+        return self.strategy.describe(
+            self.build, optimizer=optax.adamw(1e-4), mesh=mesh
+        )
+
+    def num_params(self) -> int:
+        """Elements of all parameters."""
+        model = nnx.eval_shape(lambda: self.build(nnx.Rngs(0)))
+        return sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+
+def gpt(config: GPTConfig) -> Callable[[nnx.Rngs], nnx.Module]:
+    """Builds a GPT."""
+    return lambda rngs: GPT(config, rngs=rngs)
+
+
+MEDIUM = GPTConfig.gpt2_124m(
+    vocab_size=50_304, num_layers=24, embed_dim=1024, num_heads=16
+)
+GPT3 = GPTConfig.gpt_1_3b(num_layers=96, embed_dim=12_288, num_heads=96)
+
+EXAMPLES = (
+    Example(
+        name="ResNet-50",
+        build=lambda rngs: ResNet(ResNetConfig.resnet50(), rngs=rngs),
+        strategy=DataParallel(8),
+        why="The state is small beside the activations: nothing is gained by sharding.",
+    ),
+    Example(
+        name="GPT-2 Medium",
+        build=gpt(MEDIUM),
+        strategy=FSDP(8, shard="optimizer"),
+        why="It fits whole; ZeRO-1 frees memory for a larger batch at no more bytes.",
+    ),
+    Example(
+        name="ViT-g/14",
+        build=lambda rngs: ViT(ViTConfig.g14(), rngs=rngs),
+        strategy=FSDP(8),
+        why="16 GB of state would fit one device, and leave little for activations.",
+    ),
+    Example(
+        name="Llama 3 8B",
+        build=gpt(GPTConfig.llama3_8b()),
+        strategy=Composite(DataParallel(8), FSDP(8)),
+        why="Shards within a machine; between machines gradients alone.",
+    ),
+    Example(
+        name="Llama 3 70B",
+        build=gpt(GPTConfig.llama3_70b()),
+        strategy=Composite(FSDP(32), TensorParallel(8)),
+        why="Long rows leave less than one a device: a machine shares each product.",
+    ),
+    Example(
+        name="GPT-3 175B",
+        build=gpt(GPT3),
+        strategy=Composite(Pipeline(8), FSDP(16), TensorParallel(8)),
+        why="Stages keep the gathering of parameters within a sixteenth of the mesh.",
+    ),
+)
+
+
+def table() -> list[str]:
+    """The examples as a Markdown table."""
+    lines = [
+        "| model, parameters | strategy | devices | parameters | gradients | "
+        "optimizer | sum |",
+        "|---|---|--:|--:|--:|--:|--:|",
+    ]
+    for example in EXAMPLES:
+        told, devices = example.describe(), 1
+        for size in example.axis_sizes.values():
+            devices *= size
+        sizes = (told.params_bytes, told.gradients_bytes, told.optimizer_bytes)
+        shown = " | ".join(f"{size / 1e9:.3g}" for size in (*sizes, sum(sizes)))
+        lines.append(
+            f"| {example.name}, {example.num_params() / 1e6:,.1f} M | "
+            f"`{example.code}` | {devices:,} | {shown} |"
+        )
+    return lines

@@ -1,0 +1,243 @@
+"""A vision transformer: an image is a sequence of patches.
+
+Written for one device. Dims have the names of `models.gpt`, so that the same strategies
+place them: `TensorParallel` splits heads and hidden units, `Pipeline` the layers.
+
+References:
+    [1] Dosovitskiy et al., "An Image is Worth 16x16 Words", 2020, section 3.1,
+    https://arxiv.org/abs/2010.11929
+    [2] Zhai et al., "Scaling Vision Transformers", 2021, table 2 (sizes) and section
+    3.2 (pooling instead of a class token), https://arxiv.org/abs/2106.04560
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from flax import nnx
+
+from nnx_parallel.layers import Dense, Embed, Stack, attention, named
+from nnx_parallel.sharding import constrain
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViTConfig:
+    """Shape of a `ViT`.
+
+    Attributes:
+        image_size: Height and width of an image, in pixels.
+        patch_size: Height and width of a patch; it divides the image's.
+        num_classes: Number of labels.
+        num_layers: Number of blocks.
+        embed_dim: Width between blocks.
+        num_heads: Heads of attention; they divide the width.
+        mlp_dim: Width inside an MLP; ``None``: ``4 * embed_dim``.
+        dropout: Probability of dropping an output of attention and MLP.
+
+    Raises:
+        ValueError: If a value is out of range, or sizes do not divide.
+
+    Example:
+        >>> f"{ViTConfig.g14().num_params:,}"
+        '1,012,608,616'
+    """
+
+    image_size: int
+    patch_size: int
+    num_classes: int
+    num_layers: int
+    embed_dim: int
+    num_heads: int
+    mlp_dim: int | None = None
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name not in ("dropout", "mlp_dim") and value < 1:
+                raise ValueError(f"ViTConfig.{name} is {value}; it must be at least 1.")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(
+                f"ViTConfig.dropout is {self.dropout}; it must be a probability in "
+                "[0, 1)."
+            )
+        for whole, part in (("image_size", "patch_size"), ("embed_dim", "num_heads")):
+            if getattr(self, whole) % getattr(self, part):
+                raise ValueError(
+                    f"ViTConfig.{part} is {getattr(self, part)}, which does not divide "
+                    f"{whole}={getattr(self, whole)}. Change one of them."
+                )
+
+    @property
+    def num_patches(self) -> int:
+        """Length of the sequence."""
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of each logical axis."""
+        return {
+            "embed": self.embed_dim,
+            "heads": self.num_heads,
+            "head_dim": self.embed_dim // self.num_heads,
+            "mlp": self.mlp_dim or 4 * self.embed_dim,
+        }
+
+    @property
+    def num_params(self) -> int:
+        """Number of parameters."""
+        embed, mlp = self.embed_dim, self.sizes["mlp"]
+        attention = 4 * embed * (embed + 1)
+        block = attention + 2 * embed * mlp + mlp + embed + 4 * embed
+        patches = 3 * self.patch_size**2 * embed + embed + self.num_patches * embed
+        return (
+            self.num_layers * block
+            + patches
+            + (2 + self.num_classes) * embed
+            + (self.num_classes)
+        )
+
+    @classmethod
+    def tiny(cls, **overrides: Any) -> ViTConfig:
+        """16 patches of images of 8 pixels, for tests and laptops."""
+        base = cls(
+            image_size=8,
+            patch_size=2,
+            num_classes=10,
+            num_layers=2,
+            embed_dim=64,
+            num_heads=4,
+        )
+        return replace(base, **overrides)
+
+    @classmethod
+    def b16(cls, **overrides: Any) -> ViTConfig:
+        """ViT-B/16, 86 M parameters [1]."""
+        base = cls(
+            image_size=224,
+            patch_size=16,
+            num_classes=1000,
+            num_layers=12,
+            embed_dim=768,
+            num_heads=12,
+        )
+        return replace(base, **overrides)
+
+    @classmethod
+    def g14(cls, **overrides: Any) -> ViTConfig:
+        """ViT-g/14, 1 B parameters [2]."""
+        base = cls.b16(patch_size=14, num_layers=40, embed_dim=1408, num_heads=16)
+        return replace(base, mlp_dim=6144, **overrides)
+
+
+def _norm(config: ViTConfig, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    return nnx.LayerNorm(
+        config.embed_dim,
+        epsilon=1e-6,
+        scale_init=named(nnx.initializers.ones_init(), "embed"),
+        bias_init=named(nnx.initializers.zeros_init(), "embed"),
+        rngs=rngs,
+    )
+
+
+class Block(nnx.Module):
+    """Attention and MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
+        def dense(in_names: str, out_names: str) -> Dense:
+            into, out = (
+                {name: config.sizes[name] for name in names.split()}
+                for names in (in_names, out_names)
+            )
+            init = nnx.initializers.normal(0.02)
+            return Dense(into, out, rngs=rngs, use_bias=True, kernel_init=init)
+
+        self.attention_norm = _norm(config, rngs=rngs)
+        self.query = dense("embed", "heads head_dim")
+        self.key = dense("embed", "heads head_dim")
+        self.value = dense("embed", "heads head_dim")
+        self.out = dense("heads head_dim", "embed")
+        self.mlp_norm = _norm(config, rngs=rngs)
+        self.up = dense("embed", "mlp")
+        self.down = dense("mlp", "embed")
+        self.dropout = nnx.Dropout(
+            config.dropout, rngs=rngs if config.dropout else None
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """(batch, seq, embed) to the same."""
+        normed = self.attention_norm(x)
+        # (batch, seq, embed) -> (batch, seq, heads, head_dim)
+        query, key, value = (
+            constrain(dense(normed), "batch", "seq", "heads", "head_dim")
+            for dense in (self.query, self.key, self.value)
+        )
+        attended = self.out(attention(query, key, value))
+        x = constrain(x + self.dropout(attended), "batch", "seq", "embed")
+        hidden = constrain(self.up(self.mlp_norm(x)), "batch", "seq", "mlp")
+        x = x + self.dropout(self.down(jax.nn.gelu(hidden)))
+        return constrain(x, "batch", "seq", "embed")
+
+
+class ViT(nnx.Module):
+    """A vision transformer: images to logits. Train with `classification_loss`.
+
+    The patches' outputs are averaged; there is no class token.
+
+    Args:
+        config: Its shape.
+        rngs: Keys of parameters and dropout.
+
+    Example:
+        >>> model = ViT(ViTConfig.tiny(), rngs=nnx.Rngs(0))
+        >>> model(jnp.ones((2, 8, 8, 3))).shape
+        (2, 10)
+    """
+
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        self.patches = nnx.Linear(
+            3 * config.patch_size**2,
+            config.embed_dim,
+            kernel_init=named(nnx.initializers.lecun_normal(), None, "embed"),
+            bias_init=named(nnx.initializers.zeros_init(), "embed"),
+            rngs=rngs,
+        )
+        self.positions = Embed(
+            config.num_patches, config.embed_dim, rngs=rngs, vocab_name="seq"
+        )
+        self.blocks = Stack(
+            lambda rngs: Block(config, rngs=rngs), config.num_layers, rngs=rngs
+        )
+        self.norm = _norm(config, rngs=rngs)
+        # Classes have no name: their number is given by the data and seldom divides.
+        self.head = nnx.Linear(
+            config.embed_dim,
+            config.num_classes,
+            kernel_init=named(nnx.initializers.normal(0.02), "embed", None),
+            bias_init=named(nnx.initializers.zeros_init(), None),
+            rngs=rngs,
+        )
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """(batch, height, width, 3) to logits (batch, classes).
+
+        Raises:
+            ValueError: If the images have another size than the config's.
+        """
+        size, patch = self.config.image_size, self.config.patch_size
+        if images.shape[1:] != (size, size, 3):
+            raise ValueError(
+                f"Images of shape {images.shape}; they must be (batch, {size}, {size}, "
+                "3), as ViTConfig.image_size says."
+            )
+        # (batch, height, width, 3) -> (batch, seq, 3 * patch ** 2)
+        split = "b (h p) (w q) c -> b (h w) (p q c)"
+        x = self.patches(rearrange(images, split, p=patch, q=patch))
+        x = x + self.positions(jnp.arange(self.config.num_patches)[None, :])
+        x = self.blocks(constrain(x, "batch", "seq", "embed"))
+        x = constrain(self.norm(x).mean(axis=1), "batch", "embed")
+        return constrain(self.head(x), "batch", None)

@@ -1,0 +1,8 @@
+"""``python -m nnx_parallel``: `launch` processes, `inspect` checkpoints."""
+
+import sys
+
+from nnx_parallel.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

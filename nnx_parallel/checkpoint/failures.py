@@ -1,0 +1,59 @@
+"""Failures of Orbax: noticed when they happen, and told by what caused them."""
+
+from __future__ import annotations
+
+import re
+import threading
+
+from orbax.checkpoint import v1 as ocp
+
+from nnx_parallel.errors import CheckpointSaveError
+
+_ABOUT_FILES = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+# As jax and TensorStore write them, within errors of no kind.
+_PASSING = re.compile(
+    r"\b(RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED"
+    r"|EIO|ESTALE|EACCES|EMFILE|ENFILE|ENOMEM|ETIMEDOUT)\b"
+)
+
+
+def watch(response: ocp.AsyncResponse[bool]) -> threading.Event:
+    """An event that is set if the save fails, as soon as it does."""
+    has_failed = threading.Event()
+
+    def wait() -> None:
+        try:
+            response.result()
+        except Exception:
+            has_failed.set()
+
+    threading.Thread(target=wait, name="nnx_parallel.save", daemon=True).start()
+    return has_failed
+
+
+def save_error(step: int, directory: str, error: Exception) -> CheckpointSaveError:
+    """The error to raise for one of Orbax while it saved."""
+    return CheckpointSaveError(
+        f"Saving step {step} in '{directory}' failed: {root_cause(error)} No earlier "
+        "checkpoint was deleted."
+    )
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether an error speaks of the moment, not of what is on disk.
+
+    Memory or file handles used up, a disk or network that does not answer, a directory
+    that may not be read: the same files can be read well later.
+    """
+    if isinstance(error, OSError | MemoryError) and not isinstance(error, _ABOUT_FILES):
+        return True
+    if _PASSING.search(str(error)):
+        return True
+    return error.__cause__ is not None and is_passing(error.__cause__)
+
+
+def root_cause(error: BaseException) -> str:
+    """Returns the last of a chain; Orbax wraps what went wrong in unlike errors."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"

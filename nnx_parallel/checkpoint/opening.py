@@ -1,0 +1,52 @@
+"""Opens a directory with Orbax."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from orbax.checkpoint import v1 as ocp
+
+from nnx_parallel.checkpoint.options import Checkpoint, Rules
+
+
+class _OnlyCheckpoints:
+    """Names a step by its number, and lists only directories that are checkpoints.
+
+    Left to itself Orbax takes every directory with a number for a name as a step, and
+    deletes it in its turn.
+    """
+
+    def __init__(self) -> None:
+        self._names = ocp.path.step.standard_name_format()
+
+    def build_name(self, step: int) -> str:
+        return self._names.build_name(step)
+
+    def find_all(self, base_path: Any) -> Iterator[Any]:
+        for found in self._names.find_all(base_path):
+            if found.commit_timestamp_nsecs is not None:
+                yield found
+
+    def find_step(self, base_path: Any, step: int) -> Any:
+        return self._names.find_step(base_path, step)
+
+
+def open_directory(
+    options: Checkpoint, rules: Rules, *, cleanup: bool
+) -> ocp.training.Checkpointer:
+    """Opens a directory; ``cleanup`` removes what a dead save has left."""
+    context = ocp.Context()
+    # The header and the reader's shardings say all; no mesh goes to disk.
+    context.array_options.saving.enable_write_sharding_file = False
+    # Made in the background, a directory that cannot be made leaves threads behind that
+    # wait for it for 20 minutes, and the interpreter for them.
+    context.async_options.create_directories_asynchronously = False
+    return ocp.training.Checkpointer(
+        str(options.directory),
+        context=context,
+        save_decision_policy=rules,
+        preservation_policy=rules,
+        step_name_format=_OnlyCheckpoints(),
+        cleanup_tmp_directories=cleanup,
+    )

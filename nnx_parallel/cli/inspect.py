@@ -1,0 +1,146 @@
+"""Lists what a run's directory holds; writes nothing."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from nnx_parallel.checkpoint import Checkpoint
+from nnx_parallel.checkpoint.checkpointer import Checkpointer
+from nnx_parallel.checkpoint.contents import StoredCheckpoint
+from nnx_parallel.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointUnavailableError,
+    ParallelError,
+)
+
+
+def inspect(directory: str, *, verify: bool) -> int:
+    """Prints the steps of a directory, and of the newest what it holds.
+
+    Args:
+        directory: A run's checkpoint directory.
+        verify: Read every array of every step and compare its fingerprint.
+
+    Returns:
+        0 if all is well, 1 if a step is damaged or cannot be read, 2 if there is
+        nothing to look at.
+    """
+    # An accelerator may be busy with the very run that is looked at.
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        options = Checkpoint(directory, keep_last=None)
+        with Checkpointer(options, read_only=True) as checkpointer:
+            return _show(checkpointer, Path(options.directory), verify=verify)
+    except (CheckpointNotFoundError, CheckpointError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+
+
+def _show(checkpointer: Checkpointer, directory: Path, *, verify: bool) -> int:
+    steps = sorted({*checkpointer.steps, *checkpointer.ruined_steps})
+    if not steps:
+        sys.stderr.write(f"No checkpoint in '{directory}'.\n")
+        return 2
+    newest: StoredCheckpoint | None = None
+    num_damaged = 0
+    _write(str(directory))
+    for step in steps:
+        stored, verdict = _judge(checkpointer, step, verify=verify)
+        newest = stored or newest
+        num_damaged += verdict.startswith(("DAMAGED", "NOT READ"))
+        _write(f"  step {step:>9,}  {_size(directory / str(step)):>9}  {verdict}")
+    for line in _leftovers(directory):
+        _write(f"  {line}")
+    if newest is not None:
+        for line in _describe(newest):
+            _write(line)
+    return 1 if num_damaged else 0
+
+
+def _judge(
+    checkpointer: Checkpointer, step: int, *, verify: bool
+) -> tuple[StoredCheckpoint | None, str]:
+    """What a step holds, and a word on whether it is whole."""
+    if step in checkpointer.ruined_steps:
+        return None, "DAMAGED: it has no metadata left"
+    stored = None
+    try:
+        stored = checkpointer.describe(step)
+        if not verify:
+            return stored, "listed (--verify reads its arrays)"
+        # One group at a time: optimizer and parameters need not fit together.
+        for name, group in stored.groups.items():
+            checkpointer.restore({name: _on_one_device(group)}, step)
+    except CheckpointUnavailableError as error:
+        return stored, f"NOT READ: {error}"
+    except ParallelError as error:
+        checkpointer.reload()
+        if step not in {*checkpointer.steps, *checkpointer.ruined_steps}:
+            return None, "gone: the run has deleted it meanwhile"
+        return stored, "DAMAGED: " + str(error).replace("\n", "\n    ")
+    return stored, "whole: every array has its fingerprint"
+
+
+def _on_one_device(
+    group: dict[str, jax.ShapeDtypeStruct],
+) -> dict[str, jax.ShapeDtypeStruct]:
+    where = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    return {
+        path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+        for path, x in group.items()
+    }
+
+
+def _describe(stored: StoredCheckpoint) -> Iterator[str]:
+    yield f"step {stored.step:,}:"
+    for name, value in stored.meta.items():
+        yield f"  {name}: {value}"
+    for name, value in stored.metrics.items():
+        yield f"  {name}: {value:.6g}"
+    for name, group in stored.groups.items():
+        size = sum(_num_bytes(x) for x in group.values())
+        yield f"  {name}: {len(group)} arrays, {_human(size)}"
+        width = max((len(path) for path in group), default=0)
+        for path, x in group.items():
+            shape = ",".join(map(str, x.shape))
+            number = stored.fingerprints[name][path]
+            yield f"    {path:<{width}}  {x.dtype}[{shape}]  {number:08x}"
+
+
+def _leftovers(directory: Path) -> list[str]:
+    """What is neither a step nor anything that a run writes beside them."""
+    return [
+        f"'{path.name}': left by a save that died; the next start removes it"
+        if "orbax-checkpoint-tmp" in path.name
+        else f"'{path.name}': set aside as damaged"
+        for path in sorted(directory.iterdir())
+        if "orbax-checkpoint-tmp" in path.name or path.name.startswith("damaged-")
+    ]
+
+
+def _num_bytes(x: jax.ShapeDtypeStruct) -> int:
+    return math.prod(x.shape) * x.dtype.itemsize
+
+
+def _size(path: Path) -> str:
+    files = (f for f in path.rglob("*") if f.is_file())
+    return _human(sum(os.path.getsize(f) for f in files))
+
+
+def _human(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def _write(line: str) -> None:
+    sys.stdout.write(f"{line}\n")

@@ -1,0 +1,277 @@
+"""Starts a run's processes on one machine, and ends them together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import IO
+
+from nnx_parallel.distributed.faults import PEER_LOST
+from nnx_parallel.distributed.output import TAGGED
+from nnx_parallel.distributed.start import COORDINATOR, NUM_PROCESSES, PROCESS_ID
+from nnx_parallel.errors import MeshShapeError
+
+RESTART = "NNX_PARALLEL_RESTART"
+"""Environment variable with the number of restarts so far."""
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_GRACE_SECONDS = 5.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to launch.
+
+    Attributes:
+        command: The script and its arguments.
+        num_processes: How many processes.
+        devices_per_process: Devices of each; ``None`` leaves them to jax.
+        max_restarts: How often all processes are started again after a failure.
+        cpu: Simulate the devices on CPU.
+        host: Address of the coordinator, in process 0.
+    """
+
+    command: tuple[str, ...]
+    num_processes: int
+    devices_per_process: int | None = None
+    max_restarts: int = 0
+    cpu: bool = False
+    host: str = "127.0.0.1"
+
+
+def launch(job: Job) -> int:
+    """Runs the processes to their end, restarted after failures as the job allows.
+
+    Lines of their output appear as ``[0] ...``. SIGINT, SIGTERM and SIGHUP go on
+    to every process, and then nothing is restarted. What a process leaves behind, such
+    as the children that load its data, is killed when all have ended.
+
+    Args:
+        job: What to launch.
+
+    Returns:
+        0, or the exit code of the first process to fail (128 + n after signal n).
+
+    Raises:
+        MeshShapeError: If the visible devices are fewer than the processes need.
+    """
+    code = 0
+    with _Signals() as signals:
+        for restart in range(job.max_restarts + 1):
+            code = _run_once(job, restart, signals)
+            if code == 0 or signals.received:
+                return code
+            left = job.max_restarts - restart
+            if left:
+                _say(f"Starting all processes again ({left} restarts left).")
+    return code
+
+
+def _run_once(job: Job, restart: int, signals: _Signals) -> int:
+    ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+    with _processes(job, restart) as processes:
+        signals.attach(processes)
+        threads = [
+            threading.Thread(target=_await, args=(i, process, ended), daemon=True)
+            for i, process in enumerate(processes)
+        ]
+        for thread in threads:
+            thread.start()
+        return _collect(processes, ended)
+
+
+def _collect(
+    processes: Sequence[subprocess.Popen[bytes]],
+    ended: queue.SimpleQueue[tuple[int, int]],
+) -> int:
+    """Waits for all; after the first failure the rest have a moment to end."""
+    failures: list[tuple[int, int]] = []
+    deadline: float | None = None
+    num_running = len(processes)
+    while num_running:
+        wait = None if deadline is None else max(0.0, deadline - time.monotonic())
+        try:
+            index, code = ended.get(timeout=wait)
+        except queue.Empty:
+            deadline = None
+            for process in processes:
+                _kill_group(process)
+            continue
+        num_running -= 1
+        if code != 0:
+            failures.append((index, code))
+            deadline = deadline or time.monotonic() + _GRACE_SECONDS
+    if not failures:
+        return 0
+    # Who ends because another is lost has not failed first, however close they are.
+    own = [failure for failure in failures if failure[1] != PEER_LOST]
+    index, code = (own or failures)[0]
+    how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+    _say(f"Process {index} failed first, {how}. All processes have ended.")
+    return 128 - code if code < 0 else code
+
+
+@contextmanager
+def _processes(job: Job, restart: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The processes, started; none is left behind."""
+    address = f"{job.host}:{_free_port(job.host)}"
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for index in range(job.num_processes):
+            process = subprocess.Popen(
+                [sys.executable, *job.command],
+                env=_environment(job, address, index, restart),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # a terminal's Ctrl-C comes through us, once
+            )
+            started.append(process)
+        yield started
+    finally:
+        for process in started:
+            _kill_group(process)
+            process.wait()
+
+
+def _environment(job: Job, address: str, index: int, restart: int) -> dict[str, str]:
+    environment = os.environ | {
+        COORDINATOR: address,
+        NUM_PROCESSES: str(job.num_processes),
+        PROCESS_ID: str(index),
+        RESTART: str(restart),
+        TAGGED: str(os.getpid()),
+        "PYTHONUNBUFFERED": "1",
+    }
+    count = job.devices_per_process
+    if job.cpu:
+        environment |= {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+            "JAX_NUM_CPU_DEVICES": str(count or 1),
+            "PJRT_NPROC": str(4 * (count or 1)),  # as `simulate_devices`
+        }
+    elif count is not None:
+        environment[_VISIBLE] = ",".join(_devices(job, count)[index])
+    return environment
+
+
+def _devices(job: Job, count: int) -> list[list[str]]:
+    """The names of each process's devices, of those that the launcher may use."""
+    needed = job.num_processes * count
+    given = os.environ.get(_VISIBLE)
+    names = [str(i) for i in range(needed)]
+    if given is not None:
+        names = [name for name in given.split(",") if name]
+    if len(names) < needed:
+        raise MeshShapeError(
+            f"{_VISIBLE}={given} names {len(names)} devices, but {job.num_processes} "
+            f"processes of {count} devices need {needed}. Launch fewer, or make more "
+            "visible."
+        )
+    return [names[i * count : (i + 1) * count] for i in range(job.num_processes)]
+
+
+def _await(
+    index: int,
+    process: subprocess.Popen[bytes],
+    ended: queue.SimpleQueue[tuple[int, int]],
+) -> None:
+    """Passes a process's output on, line by line, and reports its end."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    readers = [
+        threading.Thread(target=_copy, args=(index, source, target), daemon=True)
+        for source, target in (
+            (process.stdout, sys.stdout),
+            (process.stderr, sys.stderr),
+        )
+    ]
+    for reader in readers:
+        reader.start()
+    code = process.wait()
+    for reader in readers:
+        reader.join(_GRACE_SECONDS)  # a child of the process may hold the pipe open
+    ended.put((index, code))
+
+
+_writing = threading.Lock()
+
+
+def _copy(index: int, source: IO[bytes], target: IO[str]) -> None:
+    with source:
+        for line in source:
+            text = line.decode(errors="replace").rstrip("\n")
+            with _writing:
+                target.write(f"[{index}] {text}\n")
+                target.flush()
+
+
+class _Signals:
+    """Passes the signals of a launcher on to the processes while it is open."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._processes: Sequence[subprocess.Popen[bytes]] = ()
+        self._before: dict[signal.Signals, object] = {}
+
+    def attach(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+        """Says who shall have them, those that have come already too."""
+        self._processes = processes
+        for number in self.received:
+            self._forward(number)
+
+    def __enter__(self) -> _Signals:
+        for number in _SIGNALS:
+            if signal.getsignal(number) == signal.SIG_IGN:
+                continue  # as under nohup
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)  # pyright: ignore[reportArgumentType]
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(number)
+        self._forward(number)
+
+    def _forward(self, number: int) -> None:
+        for process in self._processes:
+            _signal(process, number)
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    if process.poll() is None:
+        process.send_signal(number)
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kills a process and its children, those that have outlived it too."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _free_port(host: str) -> int:
+    """A port that nobody has now; the coordinator takes it a moment later."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def _say(text: str) -> None:
+    with _writing:
+        sys.stderr.write(f"[launch] {text}\n")
+        sys.stderr.flush()

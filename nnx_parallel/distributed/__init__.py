@@ -1,0 +1,14 @@
+"""Many processes: how they start, agree, and end together when one is lost."""
+
+from nnx_parallel.distributed.agreement import agree as agree
+from nnx_parallel.distributed.agreement import exchange as exchange
+from nnx_parallel.distributed.agreement import hash_code as hash_code
+from nnx_parallel.distributed.agreement import strip_addresses as strip_addresses
+from nnx_parallel.distributed.agreement import versions as versions
+from nnx_parallel.distributed.faults import HUNG as HUNG
+from nnx_parallel.distributed.faults import PEER_LOST as PEER_LOST
+from nnx_parallel.distributed.line import join as join
+from nnx_parallel.distributed.output import print_once as print_once
+from nnx_parallel.distributed.start import initialize as initialize
+from nnx_parallel.distributed.termination import Termination as Termination
+from nnx_parallel.distributed.watchdog import Watchdog as Watchdog

@@ -1,0 +1,149 @@
+"""Processes compare what must be the same before it can do harm."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import platform
+import re
+from collections.abc import Callable, Mapping
+from types import CodeType
+from typing import Any
+
+from nnx_parallel.distributed.line import join
+from nnx_parallel.distributed.runtime import process_index
+from nnx_parallel.errors import DisagreementError
+
+EXCHANGE_SECONDS = 1800.0
+"""How long processes wait for one another where nothing shorter is said."""
+
+
+def exchange(name: str, value: Any, timeout_seconds: float = EXCHANGE_SECONDS) -> list:
+    """Gives a value and returns those of all processes, by process.
+
+    It runs beside the devices and may be called from any thread, as long as all
+    processes exchange one name in the same order.
+
+    Args:
+        name: Of what is exchanged.
+        value: What JSON can hold.
+        timeout_seconds: How long to wait for the others.
+
+    Raises:
+        ProcessError: If some did not take part in time.
+
+    Example:
+        >>> exchange("seed", 3)
+        [3]
+    """
+    line = join()
+    return [value] if line is None else line.exchange(name, value, timeout_seconds)
+
+
+def agree(what: str, fields: Mapping[str, Any]) -> None:
+    """Checks that all processes hold the same values.
+
+    Args:
+        what: What the fields describe.
+        fields: Values that JSON can hold, by name.
+
+    Raises:
+        DisagreementError: On all processes, if one differs from process 0. It names
+            the process, the field and both values.
+    """
+    fields = json.loads(json.dumps(fields))
+    text = json.dumps(fields, sort_keys=True)
+    digests = exchange(
+        f"digest of the {what}", hashlib.sha256(text.encode()).hexdigest()
+    )
+    if len(set(digests)) == 1:
+        return
+    # Whoever agrees with process 0 need not say more: fields may be many.
+    differs = digests[process_index()] != digests[0] or process_index() == 0
+    found = exchange(f"fields of the {what}", fields if differs else None)
+    found = [found[0] if other is None else other for other in found]
+    lines = [
+        f"{name}: process 0 has {_spell(found[0].get(name))}, process {process} has "
+        f"{_spell(other.get(name))}"
+        for process, other in enumerate(found)
+        for name in dict.fromkeys((*found[0], *other))
+        if other.get(name) != found[0].get(name)
+    ]
+    if lines:
+        shown = lines[:20] + [f"... and {len(lines) - 20} more"] * (len(lines) > 20)
+        raise DisagreementError(
+            f"The processes disagree about the {what}:\n  "
+            + "\n  ".join(shown)
+            + "\nAll processes of a run must run the same script, with the same "
+            "arguments, on the same versions."
+        )
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the libraries that decide about numbers."""
+    names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+    found = {name: importlib.metadata.version(name) for name in names}
+    return {"python": platform.python_version(), **found}
+
+
+def hash_code(function: Callable) -> str:
+    """A short name for what a function does, equal for equal code.
+
+    Example:
+        >>> hash_code(lambda x: x + 1) == hash_code(lambda x: x + 2)
+        False
+    """
+    inner = _unwrap(function)
+    code = getattr(inner, "__code__", None)
+    name = getattr(inner, "__qualname__", type(inner).__name__)
+    if code is None:
+        return name
+    digest = hashlib.sha256(repr(_code(code)).encode()).hexdigest()[:12]
+    return f"{name} {digest}"
+
+
+def strip_addresses(text: str) -> str:
+    """A ``repr`` without the addresses of objects, which no two processes share.
+
+    Example:
+        >>> strip_addresses("<function f at 0x7f3c>")
+        '<function f>'
+    """
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
+
+
+def _unwrap(function: Callable) -> Any:
+    """The function within partials and decorators."""
+    while True:
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif hasattr(function, "__wrapped__"):
+            function = function.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
+        elif not hasattr(function, "__code__") and hasattr(
+            type(function).__call__, "__code__"
+        ):
+            return type(function).__call__
+        else:
+            return function
+
+
+def _code(code: CodeType) -> tuple:
+    return code.co_code.hex(), [_constant(c) for c in code.co_consts], code.co_names
+
+
+def _constant(value: Any) -> Any:
+    """A constant of a function, written alike in every process."""
+    if isinstance(value, CodeType):
+        return _code(value)
+    if isinstance(value, tuple):
+        return tuple(map(_constant, value))
+    if isinstance(value, frozenset):  # their order depends on the process's hash seed
+        return "frozenset", sorted(repr(_constant(x)) for x in value)
+    return repr(value)
+
+
+def _spell(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 200 else text[:200] + "..."

@@ -1,0 +1,76 @@
+"""A watchdog over the steps: what hangs is ended, and says where it stood."""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+import threading
+from types import TracebackType
+from typing import Self
+
+from nnx_parallel.distributed.faults import end_hung
+from nnx_parallel.distributed.line import join
+
+_GRACE_SECONDS = 5.0
+
+
+class Watchdog:
+    """Ends the process if a step takes too long, with the stack of every thread.
+
+    Two clocks run: a thread of Python, which can tell the other processes, and one of
+    the interpreter's, a little later, for a process whose threads cannot run.
+
+    Args:
+        timeout_seconds: How long a step may take; ``None`` watches nothing.
+
+    Raises:
+        ValueError: If the time is not positive.
+    """
+
+    def __init__(self, timeout_seconds: float | None) -> None:
+        if timeout_seconds is not None and timeout_seconds <= 0:
+            raise ValueError(
+                f"step_timeout={timeout_seconds}. It must be a positive number of "
+                "seconds, or None to watch nothing."
+            )
+        self._timeout = timeout_seconds
+        self._timer: threading.Timer | None = None
+
+    def arm(self, step: int) -> None:
+        """Starts the time anew, ``step`` being the last one that was dispatched."""
+        if self._timeout is None:
+            return
+        self.disarm()
+        self._timer = threading.Timer(self._timeout, self._end, (step,))
+        self._timer.daemon = True
+        self._timer.start()
+        faulthandler.dump_traceback_later(
+            self._timeout + _GRACE_SECONDS, exit=True, file=sys.__stderr__ or sys.stderr
+        )
+
+    def disarm(self) -> None:
+        """Stops the time: for compilation, an evaluation, a checkpoint."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            faulthandler.cancel_dump_traceback_later()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.disarm()
+
+    def _end(self, step: int) -> None:
+        faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
+        line = join()
+        end_hung(
+            f"No step has ended for {self._timeout:g} s (step_timeout) after step "
+            f"{step} was dispatched; the stack of every thread is above.",
+            (lambda reason: None) if line is None else line.fail,
+        )

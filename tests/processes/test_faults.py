@@ -1,0 +1,255 @@
+"""What breaks ends every process within seconds, with a code and a line that says why.
+
+Each case is produced for real, with processes and signals.
+"""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nnx_parallel.distributed import HUNG, PEER_LOST
+from tests.processes.running import ENVIRONMENT, command, launch
+
+pytestmark = pytest.mark.faults
+
+LOST = "Process 1 is lost: "
+SAME_SCRIPT = "All processes of a run must run the same script"
+
+
+def break_process(kind: str, steps: int = 40, process: int = 1, **more: Any) -> dict:
+    """Settings of a run of which one process breaks at step 2."""
+    fault = {"kind": kind, "process": process, "step": 2}
+    return {"model": "linear", "steps": steps, "fault": fault, **more}
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "lines"),
+    [
+        (
+            break_process("raise"),
+            1,
+            [
+                "[1] ValueError: this process has had enough",
+                "[0] " + LOST + "ValueError: this process has had enough.",
+                "Its own output says more. All processes end. Start the same command",
+                "[launch] Process 1 failed first, with code 1.",
+            ],
+        ),
+        (
+            break_process("raise", process=0),
+            1,
+            ["[1] Process 0 is lost: ValueError: this process has had enough."],
+        ),
+        (
+            break_process("data"),
+            1,
+            ["[1] OSError: the disk with the data is gone", "[0] " + LOST + "OSError"],
+        ),
+        (
+            break_process("kill"),
+            128 + signal.SIGKILL,
+            [
+                "[0] " + LOST + "its connection closed without a word (killed, or out "
+                "of memory). All processes end. Start the same command again",
+                "[launch] Process 1 failed first, by signal SIGKILL.",
+            ],
+        ),
+        (
+            break_process("kill", process=0),
+            128 + signal.SIGKILL,
+            ["[1] Process 0 is lost: its connection closed without a word"],
+        ),
+        (
+            break_process("exit"),
+            PEER_LOST,
+            ["[0] " + LOST + "it ended while others go on."],
+        ),
+        (
+            break_process("dry"),
+            1,
+            ["Data of processes [1] ended after 2 batches; others have more."],
+        ),
+        (
+            break_process("hang", trainer={"step_timeout": 2}),
+            HUNG,
+            [
+                "No step has ended for 2 s (step_timeout) after step",
+                'worker.py", line',  # the stack shows where
+            ],
+        ),
+        (
+            break_process("seed"),
+            1,
+            ["  seed: process 0 has 0, process 1 has 1", SAME_SCRIPT],
+        ),
+        (
+            break_process("optimizer"),
+            1,
+            ["disagree about the compiled step", "program: process 0 has", SAME_SCRIPT],
+        ),
+        (
+            break_process("shape"),
+            1,
+            [
+                "Processes 0 and 1 have batches 0 of different shapes:",
+                "batch['tokens']: process 0 has int32[4, 9], process 1 has int32[4, 7]",
+            ],
+        ),
+        (
+            break_process("global", trainer={"global_batch_size": 8}),
+            1,
+            [
+                "batch['tokens']: process 0 has int32[4, 9], process 1 has int32[8, 9]",
+                "gives an equal share of the rows of each batch, never the global",
+            ],
+        ),
+        (
+            break_process("uneven", steps=2, evaluates=True),
+            1,
+            [
+                "[0] nnx_parallel.errors.BatchShapeError: Processes 0 and 1 have",
+                "[1] nnx_parallel.errors.BatchShapeError: Processes 0 and 1 have",
+                "batches 1 of different shapes:",
+                "batch['tokens']: process 0 has int32[4, 9], process 1 has int32[3, 9]",
+            ],
+        ),
+        (
+            break_process("unusable", steps=2, evaluates=True),
+            1,
+            ["batch['tokens'] of batch 1 has no rows."],
+        ),
+        (
+            {"model": "linear", "fault": {"kind": "alike", "process": 1}},
+            0,
+            ["Processes 0 and 1 gave the same rows as different parts of the first"],
+        ),
+    ],
+    ids=lambda value: "" if not isinstance(value, dict) else value["fault"]["kind"],
+)
+def test_a_fault_ends_all_processes(
+    settings: dict, code: int, lines: list[str]
+) -> None:
+    ended = launch(settings)
+    assert ended.code == code, ended.text
+    for line in lines:
+        assert line in ended.text, ended.text
+    kind = settings["fault"]["kind"]
+    symmetric = kind in (
+        "seed",
+        "optimizer",
+        "dry",
+        "shape",
+        "global",
+        "uneven",
+        "unusable",
+    )
+    if code == 1 and not symmetric:
+        assert ended.text.count("Traceback (most recent call last)") == 1
+    assert ended.seconds < 30  # start-up included: jax alone waits 98 to 301 s
+
+
+def test_a_sigterm_to_one_process_saves_and_ends_all(tmp_path: Path) -> None:
+    saved = {"directory": str(tmp_path / "run")}
+    settings = break_process("term", steps=60, checkpoint=saved)
+    ended = launch(settings)
+    assert ended.code == 0, ended.text
+    found = re.search(
+        r"Saved step (\d+) in '.*': resume with the same command\.", ended.text
+    )
+    assert found is not None, ended.text
+    step = int(found.group(1))
+    assert 2 <= step <= 8
+    assert (tmp_path / "run" / str(step)).is_dir()
+    again = launch(settings | {"fault": {}, "steps": step + 1})
+    assert again.code == 0
+    assert f"Resumed from step {step}" in again.text
+
+
+def test_a_sigterm_in_the_last_step_is_heard(tmp_path: Path) -> None:
+    saved = {"directory": str(tmp_path / "run")}
+    ended = launch(break_process("term", steps=2, checkpoint=saved))
+    assert ended.code == 0, ended.text
+    assert "Saved step 2 in" in ended.text
+    assert "resume with the same command" in ended.text
+
+
+def test_damage_that_one_process_sees_is_told_by_all(tmp_path: Path) -> None:
+    saved = {"directory": str(tmp_path / "run"), "on_damage": "previous"}
+    settings = {"steps": 2, "checkpoint": saved | {"every": 1}}
+    assert launch(settings).code == 0
+    files = [p for p in tmp_path.glob("run/2/*/ocdbt.process_1/d/*") if p.is_file()]
+    assert files
+    for path in files:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    ended = launch(settings)
+    assert ended.code == 0, ended.text
+    assert "On process 1: Cannot read checkpoint 2 in" in ended.text
+    assert "On process 0" not in ended.text
+    assert "Resumed from step 1" in ended.text
+    assert ended.seconds < 60
+
+
+def test_a_stop_on_one_process_stops_all(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    ended = launch(break_process("stop", out=str(out)))
+    assert ended.code == 0, ended.text
+    assert 2 <= json.loads(out.read_text())["fsdp"]["step"] <= 8
+
+
+def test_restarts_finish_the_run_bit_for_bit(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    whole = {"model": "linear", "steps": 12, "out": str(out)}
+    assert launch(whole).code == 0
+    expected = json.loads(out.read_text())["fsdp"]["digest"]
+    saved = {"directory": str(tmp_path / "run"), "every": 4}
+    fault = {"kind": "kill", "process": 1, "step": 10}
+    ended = launch(
+        whole | {"checkpoint": saved, "fault": fault}, options=["--max-restarts", "2"]
+    )
+    assert ended.code == 0, ended.text
+    assert "Starting all processes again (2 restarts left)." in ended.text
+    assert "Resumed from step" in ended.text
+    assert json.loads(out.read_text())["fsdp"]["digest"] == expected
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_reach_every_process(number: int, tmp_path: Path) -> None:
+    saved = {"directory": str(tmp_path / "run")}
+    settings = {"model": "linear", "steps": 100_000, "checkpoint": saved}
+    with subprocess.Popen(
+        command(settings, options=["--max-restarts", "3"]),
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "step" in line and "loss" in line:
+                break
+        process.send_signal(number)
+        rest = process.stdout.read()
+        code = process.wait(timeout=60)
+    if number == signal.SIGTERM:
+        assert code == 0, rest
+        assert "resume with the same command" in rest
+    else:
+        assert code == 128 + signal.SIGINT, rest
+    assert "Starting all processes again" not in rest
+
+
+def test_a_sigterm_to_a_single_process_saves_and_exits_zero(tmp_path: Path) -> None:
+    saved = {"directory": str(tmp_path / "run")}
+    settings = break_process("term", process=0, checkpoint=saved)
+    worker = [sys.executable, command({})[-2], json.dumps(settings)]
+    done = subprocess.run(
+        worker, env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "resume with the same command" in done.stdout

@@ -1,0 +1,218 @@
+"""A run that tests start as processes: trains a tiny GPT, and breaks where it is told.
+
+``python -m nnx_parallel launch ... tests/processes/worker.py '{"steps": 4, ...}'``
+"""
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+import nnx_parallel
+from models import GPT, GPTConfig, next_token_loss
+from nnx_parallel import (
+    FSDP,
+    Callback,
+    Checkpoint,
+    Composite,
+    DataParallel,
+    Pipeline,
+    Strategy,
+    TensorParallel,
+    Trainer,
+)
+from nnx_parallel.sharding.arrays import flatten_pure
+
+STRATEGIES = {
+    "fsdp": lambda: FSDP(min_size=0),
+    "hsdp": lambda: Composite(DataParallel(2), FSDP(min_size=0)),
+    "tensor": lambda: Composite(DataParallel(), TensorParallel(2)),
+    "tensor_across": lambda: TensorParallel(4),
+    "pipeline": lambda: Composite(Pipeline(2), FSDP(min_size=0)),
+}
+CONFIG = GPTConfig.tiny(
+    vocab_size=64, seq_len=8, num_layers=2, embed_dim=32, num_heads=4
+)
+NUM_ROWS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What one run does.
+
+    Attributes:
+        strategies: Names in ``STRATEGIES``, trained one after the other.
+        model: ``gpt``, or ``linear`` where the model does not matter: it compiles fast.
+        steps: Updates in all.
+        out: Where process 0 writes losses and digests, by strategy.
+        checkpoint: Options of a `Checkpoint`, or ``None``.
+        trainer: More options of the `Trainer`.
+        fault: What happens, on which process, at which step, at the first start only.
+        evaluates: Whether the run ends with an evaluation.
+    """
+
+    strategies: list[str] = field(default_factory=lambda: ["fsdp"])
+    model: str = "gpt"
+    steps: int = 4
+    out: str | None = None
+    checkpoint: dict[str, Any] | None = None
+    trainer: dict[str, Any] = field(default_factory=dict)
+    fault: dict[str, Any] = field(default_factory=dict)
+    evaluates: bool = False
+
+
+def global_batches(count: int) -> list[np.ndarray]:
+    """The same batches in every run, 8 windows of 9 tokens each."""
+    rng = np.random.default_rng(0)
+    return [
+        rng.integers(0, 64, (NUM_ROWS, CONFIG.seq_len + 1)).astype(np.int32)
+        for _ in range(count)
+    ]
+
+
+class Batches:
+    """This process's share of the global batches, with a fault at some step."""
+
+    def __init__(self, settings: Settings, index: int, count: int) -> None:
+        self._settings = settings
+        self._rows = slice(index * NUM_ROWS // count, (index + 1) * NUM_ROWS // count)
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        fault = active_fault(self._settings)
+        for step, tokens in enumerate(global_batches(self._settings.steps)):
+            if fault.get("step") == step and fault["kind"] == "dry":
+                return
+            if fault.get("step") == step and fault["kind"] == "data":
+                raise OSError("the disk with the data is gone")
+            rows = tokens if fault.get("kind") == "global" else tokens[self._rows]
+            if fault.get("kind") == "alike":
+                rows = tokens[:4]
+            if fault.get("kind") == "shape":
+                rows = rows[:, :-2]
+            yield {"tokens": rows}
+
+
+def eval_batches(settings: Settings, share: tuple[int, int]) -> Iterator[Any]:
+    """This process's share of two batches, the last of which may be broken."""
+    first, last = list(Batches(settings, *share))[:2]
+    yield first
+    kind = active_fault(settings).get("kind")
+    if kind == "uneven":
+        last = {"tokens": last["tokens"][:-1]}
+    if kind == "unusable":
+        last = {"tokens": last["tokens"][:0]}
+    yield last
+
+
+class Fault(Callback):
+    """Breaks the process once a step's metrics are known."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._fault = active_fault(settings)
+
+    def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
+        if step != self._fault.get("step"):
+            return
+        kind = self._fault["kind"]
+        if kind == "raise":
+            raise ValueError("this process has had enough")
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "term":
+            os.kill(os.getpid(), signal.SIGTERM)
+        if kind == "stop":
+            trainer.stop("one process is content")
+        if kind == "hang":
+            threading.Event().wait()
+        if kind == "exit":
+            sys.exit(0)
+
+
+def active_fault(settings: Settings) -> dict[str, Any]:
+    """The fault that this process has; none in other processes or after a restart."""
+    restarted = os.environ.get("NNX_PARALLEL_RESTART", "0") != "0"
+    here = settings.fault.get("process") == jax.process_index()
+    return settings.fault if here and not restarted else {}
+
+
+def squares(model: Any, batch: Any) -> jax.Array:
+    """Tokens from the tokens before them, as if they were measurements."""
+    tokens = batch["tokens"] / 64
+    return ((model(tokens[:, :-1]) - tokens[:, 1:]) ** 2).mean()
+
+
+def make_trainer(settings: Settings, strategy: Strategy, **options: Any) -> Trainer:
+    """The trainer of a run."""
+    is_gpt = settings.model == "gpt"
+    is_odd = active_fault(settings).get("kind") == "optimizer"
+    checkpoint = None
+    if settings.checkpoint is not None:
+        checkpoint = Checkpoint(**settings.checkpoint)
+    return Trainer(
+        model=lambda rngs: (
+            GPT(CONFIG, rngs=rngs) if is_gpt else nnx.Linear(8, 8, rngs=rngs)
+        ),
+        optimizer=optax.adamw(0.02 if is_odd else 0.01),
+        loss=next_token_loss if is_gpt else squares,
+        strategy=strategy,
+        num_microbatches=2,
+        checkpoint=checkpoint,
+        loggers=None if checkpoint else (),
+        callbacks=(Fault(settings),),
+        seed=1 if active_fault(settings).get("kind") == "seed" else 0,
+        **settings.trainer,
+        **options,
+    )
+
+
+def digest(trainer: Trainer) -> str:
+    """One number for all parameters, whatever their layout."""
+    whole = nnx_parallel.gather(flatten_pure(trainer.state.params))
+    total = hashlib.sha256()
+    for path in sorted(whole):
+        total.update(path.encode() + np.ascontiguousarray(whole[path]).tobytes())
+    return total.hexdigest()
+
+
+def run(settings: Settings) -> dict[str, Any]:
+    """Trains under each strategy; losses and digest by the strategy's name."""
+    found: dict[str, Any] = {}
+    for name in settings.strategies:
+        trainer = make_trainer(settings, STRATEGIES[name]())
+        history = trainer.fit(Batches(settings, *trainer.data_share), settings.steps)
+        losses = [float(x) for x in history.get("loss", [])]
+        if settings.evaluates:
+            trainer.evaluate(eval_batches(settings, trainer.data_share))
+        found[name] = {
+            "losses": losses,
+            "digest": digest(trainer),
+            "share": list(trainer.data_share),
+            "step": trainer.step,
+            "table": str(trainer.describe()).splitlines()[0],
+        }
+    return found
+
+
+def main() -> None:
+    """Runs what the command line says."""
+    nnx_parallel.initialize()
+    settings = Settings(**json.loads(sys.argv[1]))
+    found = run(settings)
+    if settings.out is not None and jax.process_index() == 0:
+        Path(settings.out).write_text(json.dumps(found))
+    nnx_parallel.print_once("done")
+
+
+if __name__ == "__main__":
+    main()

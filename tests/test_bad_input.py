@@ -1,0 +1,302 @@
+"""What a user may get wrong: found, rule, and valid values, in words."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from nnx_parallel import Callback, Checkpoint, DataParallel, Trainer
+from nnx_parallel.checkpoint.options import check_space
+from nnx_parallel.errors import (
+    BatchShapeError,
+    CheckpointDirectoryError,
+    CheckpointError,
+    CheckpointSaveError,
+    DeviceMemoryError,
+    LossError,
+    NonFiniteLossError,
+    VersionError,
+)
+from nnx_parallel.layers import cross_entropy, linear_cross_entropy
+from nnx_parallel.memory import explaining_memory
+from nnx_parallel.planning import plan_state
+from nnx_parallel.sharding.model import abstract_model
+from nnx_parallel.versions import check_versions
+
+
+def squares(model: Any, batch: Any) -> jax.Array:
+    return (model(batch["x"]) ** 2).mean()
+
+
+def make_trainer(**options: Any) -> Trainer:
+    settings: dict[str, Any] = {
+        "model": lambda rngs: nnx.Linear(4, 4, rngs=rngs),
+        "optimizer": optax.sgd(0.05),
+        "loss": squares,
+        "loggers": (),
+    }
+    return Trainer(**(settings | options))
+
+
+BATCH = {"x": np.ones((8, 4), np.float32)}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_labels_outside_the_classes_on_the_first_batch(fused: bool) -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        if fused:
+            hidden, kernel = batch["x"][:, None], model.kernel[...]
+            return linear_cross_entropy(hidden, kernel, batch["y"][:, None])
+        return cross_entropy(model(batch["x"]), batch["y"])
+
+    labels = np.array([0, 1, 2, 3, 0, 1, 2, 4], np.int32)
+    message = (
+        "The first batch has labels from 0 to 4, but the logits have 4 classes: valid "
+        "labels are 0 to 3. Give labels to leave out a weight of 0."
+    )
+    with pytest.raises(NonFiniteLossError, match=re.escape(message)):
+        make_trainer(loss=loss).fit([BATCH | {"y": labels}] * 3, 3)
+
+
+def test_labels_of_weight_zero_may_be_anything() -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        return cross_entropy(model(batch["x"]), batch["y"], batch["weights"])
+
+    labels = np.array([0, 1, 2, 3, 0, 1, 2, -100], np.int32)
+    weights = np.float32(labels >= 0)
+    batch = BATCH | {"y": labels, "weights": weights}
+    history = make_trainer(loss=loss).fit([batch], 1)
+    assert np.isfinite(history["loss"]).all()
+
+
+def test_a_loss_that_takes_the_model_from_outside() -> None:
+    model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+    def loss(_: Any, batch: Any) -> jax.Array:
+        return squares(model, batch)
+
+    message = (
+        "The loss uses the model as 'model' from outside, where it is not trained: its "
+        "gradient would be 0. Use the model that it is given as its first argument"
+    )
+    with pytest.raises(LossError, match=re.escape(message)):
+        make_trainer(model=model, loss=loss)
+
+
+def test_a_model_whose_arrays_were_donated() -> None:
+    trainer = make_trainer()
+    model = trainer.model
+    trainer.fit([BATCH], 1)
+    message = "of the model was donated to a step, and is gone. Take trainer.model anew"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_trainer(model=model)
+
+
+def test_an_integer_loss() -> None:
+    def loss(model: Any, batch: Any) -> jax.Array:
+        return jnp.int32(3)
+
+    message = "The loss has dtype int32, which has no gradient."
+    with pytest.raises(LossError, match=re.escape(message)):
+        make_trainer(loss=loss).fit([BATCH], 1)
+
+
+def test_a_loss_that_is_not_finite_from_the_start() -> None:
+    def loss(model: Any, batch: Any) -> jax.Array:
+        return jnp.log(-1.0 - squares(model, batch))
+
+    message = r"Step 1: loss nan, .* No step of this fit before it was finite\."
+    with pytest.raises(NonFiniteLossError, match=message):
+        make_trainer(loss=loss).fit([BATCH] * 2, 2)
+
+
+class Normed(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.BatchNorm(4, use_running_average=None, rngs=rngs)
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array, *, frozen: bool) -> jax.Array:
+        return self.linear(self.norm(x, use_running_average=frozen or None))
+
+
+def test_batch_statistics_that_never_change() -> None:
+    def loss(model: Any, batch: Any) -> jax.Array:
+        return (model(batch["x"], frozen=True) ** 2).mean()
+
+    message = (
+        "The loss leaves 2 batch statistics as they are: `norm.mean`, `norm.var`. In "
+        "training mode BatchNorm updates them"
+    )
+    trainer = make_trainer(model=Normed, loss=loss)
+    with pytest.warns(UserWarning, match=re.escape(message)):
+        trainer.fit([BATCH], 1)
+
+
+def test_batch_statistics_that_change_are_no_reason_to_warn() -> None:
+    def loss(model: Any, batch: Any) -> jax.Array:
+        return (model(batch["x"], frozen=False) ** 2).mean()
+
+    make_trainer(model=Normed, loss=loss).fit([BATCH], 1)
+
+
+def test_updates_below_the_resolution_of_bfloat16() -> None:
+    def make(rngs: nnx.Rngs) -> nnx.Linear:
+        return nnx.Linear(4, 4, param_dtype=jnp.bfloat16, use_bias=False, rngs=rngs)
+
+    trainer = make_trainer(model=make, optimizer=optax.sgd(1e-6))
+    message = "of the updates are too small to change a parameter of 16 bits"
+    with pytest.warns(UserWarning, match=re.escape(message)):
+        history = trainer.fit([BATCH] * 3, 3)
+    assert history["lost_updates"][0] > 0.5
+    history = make_trainer(model=make, optimizer=optax.sgd(0.5)).fit([BATCH], 1)
+    assert history["lost_updates"][0] < 0.1
+
+
+def test_a_generator_where_resume_is_asked_for(tmp_path: Path) -> None:
+    def batches() -> Iterator[dict]:
+        while True:
+            yield BATCH
+
+    message = (
+        "The run saves checkpoints, but its data is a one-shot iterator (generator), "
+        "whose position cannot be saved"
+    )
+    with pytest.warns(UserWarning, match=re.escape(message)):
+        make_trainer(checkpoint=tmp_path).fit(batches(), 1)
+
+
+def test_hyperparameters_that_changed_since_the_checkpoint(tmp_path: Path) -> None:
+    def train(rate: float, steps: int) -> None:
+        make = optax.inject_hyperparams(optax.sgd, static_args=("nesterov",))
+        schedule = optax.linear_schedule(0.9, 0.5, 10)
+        optimizer = make(learning_rate=rate, momentum=schedule)
+        make_trainer(optimizer=optimizer, checkpoint=tmp_path).fit([BATCH] * 4, steps)
+
+    train(0.1, 2)
+    train(0.1, 3)  # the schedule has moved on, which is no change
+    message = (
+        "Hyperparameters have changed since the checkpoint: learning_rate: 0.1 in the "
+        "checkpoint, 0.2 in the optimizer now. Those of the checkpoint are used"
+    )
+    with pytest.warns(UserWarning, match=re.escape(message)):
+        train(0.2, 4)
+
+
+def test_rows_that_are_not_those_stated() -> None:
+    message = "Batch of 8 rows, but global_batch_size=16. Make the two equal"
+    with pytest.raises(BatchShapeError, match=re.escape(message)):
+        make_trainer(global_batch_size=16).fit([BATCH], 1)
+
+
+def test_a_device_without_enough_memory() -> None:
+    strategy = DataParallel(2)
+    layout = strategy.layout(strategy.make_mesh(jax.devices()[:2]))
+    model = abstract_model(lambda rngs: nnx.Linear(4, 4, rngs=rngs), nnx.Rngs(0))
+    plan = plan_state(model, layout, optax.adam(0.1))
+    with pytest.raises(DeviceMemoryError) as caught, explaining_memory(plan, 4, 1000):
+        # More than a process can address, so that no machine ever grants it.
+        jnp.zeros((2**23, 2**23)).block_until_ready()
+    text = str(caught.value)
+    assert text.startswith("Out of device memory: RESOURCE_EXHAUSTED: ")
+    for line in (
+        "On each device: parameters 80 bytes, as many or more for gradients, optimizer "
+        "state 164 bytes.",
+        "Gradients and activations of the step: 1,000 bytes.",
+        "Less for activations: num_microbatches=8, by up to 500 bytes; or remat=",
+        "Less for the state: strategy=FSDP() over 2 devices, by 122 bytes on each.",
+    ):
+        assert line in text
+
+
+def test_other_errors_pass_as_they_are() -> None:
+    plan: Any = None
+    with (
+        pytest.raises(jax.errors.JaxRuntimeError, match="something else"),
+        explaining_memory(plan, 1, None),
+    ):
+        raise jax.errors.JaxRuntimeError("something else")
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (
+            {"jax": "0.9.2", "flax": "0.12.8"},
+            "Found jax 0.9.2. nnx_parallel runs on jax 0.10 or newer, below 0.13: pip "
+            "install 'jax>=0.10,<0.13'",
+        ),
+        (
+            {"jax": "0.10.2", "flax": "0.12.7"},
+            "Found flax 0.12.7. nnx_parallel runs on flax 0.12.8 or newer, below 0.13",
+        ),
+    ],
+)
+def test_versions_that_are_too_old(found: dict[str, str], message: str) -> None:
+    with pytest.raises(VersionError, match=re.escape(message)):
+        check_versions(found)
+
+
+def test_versions_that_are_too_new() -> None:
+    message = "Found jax 0.13.0, untested. nnx_parallel runs on jax 0.10 or newer"
+    with pytest.warns(UserWarning, match=re.escape(message)):
+        check_versions({"jax": "0.13.0", "flax": "0.12.12"})
+
+
+def test_a_disk_without_room_for_a_checkpoint(tmp_path: Path) -> None:
+    needed = 2**60
+    message = f"A checkpoint of this run takes {needed:,} bytes, but only "
+    with pytest.raises(CheckpointDirectoryError, match=re.escape(message)):
+        check_space(str(tmp_path), needed)
+    check_space(str(tmp_path), 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"on_damage": "ignore"}, "on_damage='ignore') must be 'error' or 'previous'"),
+        ({"on_save_error": "no"}, "on_save_error='no') must be 'raise' or 'warn'."),
+    ],
+)
+def test_choices_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        Checkpoint("run", **options)
+
+
+class Unplugged(Callback):
+    """The disk is gone while step 4 is saved, and back afterwards."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._away = directory, directory.with_name("away")
+
+    def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
+        if step == 4:
+            self._directory.rename(self._away)
+            self._directory.write_text("no directory")
+        if step == 5:
+            self._directory.unlink()
+            self._away.rename(self._directory)
+
+
+@pytest.mark.parametrize("choice", ["raise", "warn"])
+def test_a_save_that_fails(choice: Any, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    options = Checkpoint(
+        run, every=2, on_save_error=choice, keep_last=None, asynchronous=False
+    )
+    trainer = make_trainer(checkpoint=options, callbacks=(Unplugged(run),))
+    message = re.escape(f"Saving step 4 in '{run}' failed: ")
+    if choice == "raise":
+        with pytest.raises(CheckpointSaveError, match=message):
+            trainer.fit([BATCH] * 8, 8)
+        assert (tmp_path / "away" / "2").is_dir()
+    else:
+        with pytest.warns(UserWarning, match=message + ".* Training goes on"):
+            trainer.fit([BATCH] * 8, 8)
+        assert {p.name for p in run.iterdir() if p.name.isdigit()} == {"2", "6", "8"}

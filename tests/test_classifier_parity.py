@@ -1,0 +1,85 @@
+"""The classifier, tensor-parallel and pipelined: one device's numbers, one model."""
+
+import math
+from dataclasses import replace
+from functools import cache
+
+import jax
+import pytest
+
+from models import MLPClassifier, classification_loss
+from nnx_parallel import (
+    FSDP,
+    Composite,
+    DataParallel,
+    Interleaved,
+    Pipeline,
+    Strategy,
+    TensorParallel,
+    ZeroBubble,
+)
+from tests.parity.checks import assert_parts, assert_same_numbers
+from tests.parity.models import CLASSES, CLASSIFIER, Case, label_batch
+from tests.parity.runs import Run, compiling, measure
+from tests.parity.strategies import ONE_DEVICE
+
+CONFIG = replace(CLASSIFIER, num_layers=4, embed_dim=32, mlp_dim=64)
+CASE = Case(
+    build=lambda rngs: MLPClassifier(CONFIG, rngs=rngs),
+    loss=classification_loss,
+    make_batch=label_batch(CLASSES),
+)
+MICROBATCHES = {1: 1, 2: 4, 4: 8}
+"""By stages."""
+
+TENSOR: dict[str, Strategy] = {
+    "tp2": TensorParallel(2),
+    "tp4": TensorParallel(4),
+    "tp4_sequence": TensorParallel(4, sequence=True),
+    "tp4_ring": TensorParallel(4, overlap="ring"),
+    "dp2_tp2_bidirectional": Composite(
+        DataParallel(2), TensorParallel(2, overlap="bidirectional")
+    ),
+    "fsdp2_tp2_prefetch": Composite(
+        FSDP(2, min_size=0, prefetch="ring"), TensorParallel(2)
+    ),
+}
+PIPELINES: dict[str, Strategy] = {
+    "pp2_dp2": Composite(Pipeline(2), DataParallel(2)),
+    "pp2_tp2": Composite(Pipeline(2, Interleaved(chunks=2)), TensorParallel(2)),
+    "pp4_dp2": Composite(Pipeline(4, ZeroBubble()), DataParallel(2)),
+    "pp4_tp2": Composite(Pipeline(4), TensorParallel(2, overlap="ring")),
+    "pp2_dp2_tp2": Composite(Pipeline(2), DataParallel(2), TensorParallel(2)),
+}
+QUICK = {"tp4_ring", "pp2_tp2"}
+
+
+@cache
+def one_device(microbatches: int) -> Run:
+    with compiling(optimized=False):
+        return measure(
+            CASE, ONE_DEVICE.strategy(CASE), ONE_DEVICE.devices(), microbatches
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        pytest.param(*item, marks=[] if item[0] in QUICK else [pytest.mark.slow])
+        for item in (TENSOR | PIPELINES).items()
+    ],
+)
+def test_same_numbers_as_one_device(name: str, strategy: Strategy):
+    sizes = {axis: size or 1 for axis, size in strategy.axis_sizes.items()}
+    stages = sizes.get("pipe", 1)
+    with compiling(optimized=False):
+        devices = jax.devices()[: math.prod(sizes.values())]
+        run = measure(CASE, strategy, devices, MICROBATCHES[stages])
+    assert_same_numbers(run, one_device(MICROBATCHES[stages]))
+    blocks = run.end.params["blocks"]["layer"]
+    # Columns of the kernel into the MLP and rows of that out of it; layers by stage.
+    split = {name: sizes.get(name, 1) for name in ("pipe", "tensor", "fsdp")}
+    for kernel in (blocks["up"]["kernel"], blocks["down"]["kernel"]):
+        assert_parts(kernel, math.prod(split.values()))
+    if name in PIPELINES:
+        assert_parts(blocks["down"]["bias"], stages)

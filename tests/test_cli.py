@@ -1,0 +1,203 @@
+"""The command line: what it writes for schedulers, and what it says of checkpoints."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optax
+import pytest
+import yaml
+from flax import nnx
+
+from nnx_parallel import Checkpoint, Trainer
+from nnx_parallel.checkpoint.checkpointer import Checkpointer
+from nnx_parallel.cli import main
+from nnx_parallel.cli.inspect import _judge  # pyright: ignore[reportPrivateUsage]
+from nnx_parallel.cli.launch import Job
+from nnx_parallel.cli.manifests import MANIFESTS
+from tests.processes.running import ENVIRONMENT
+
+JOB = Job(
+    command=("train gpt.py", "--lr", "3e-4", "it's"),
+    num_processes=4,
+    devices_per_process=8,
+    max_restarts=2,
+)
+
+
+def printed(kind: str, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    sizes = ["--processes", "4", "--devices-per-process", "8", "--max-restarts", "2"]
+    script = ["train gpt.py", "--lr", "3e-4", "it's"]
+    assert main(["launch", *sizes, *options, "--print", kind, *script]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["slurm", "tpu"])
+def test_scripts_are_good_bash(
+    kind: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    script = tmp_path / "script.sh"
+    script.write_text(printed(kind, capsys))
+    done = subprocess.run(
+        ["bash", "-n", script], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def run_script(kind: str, code: str, tmp_path: Path) -> tuple[int, list[str]]:
+    """Runs a script with a scheduler of our own, which notes what it is called with."""
+    bin_directory, calls = tmp_path / "bin", tmp_path / "calls"
+    bin_directory.mkdir()
+    for name in ("srun", "gcloud"):
+        tool = bin_directory / name
+        tool.write_text(f'#!/bin/bash\nprintf "%s\\n" "$*" >> {calls}\n{code}\n')
+        tool.chmod(0o755)
+    script = tmp_path / "script.sh"
+    script.write_text(MANIFESTS[kind](JOB))
+    environment = {"PATH": f"{bin_directory}:/usr/bin:/bin", "TPU": "a", "ZONE": "b"}
+    done = subprocess.run(["bash", script], env=environment, check=False)
+    return done.returncode, calls.read_text().splitlines()
+
+
+@pytest.mark.parametrize("kind", ["slurm", "tpu"])
+def test_scripts_run_the_command_once(kind: str, tmp_path: Path) -> None:
+    code, calls = run_script(kind, "exit 0", tmp_path)
+    assert code == 0
+    assert len(calls) == 1
+    assert "train gpt.py" in calls[0]
+    assert "--lr 3e-4" in calls[0]
+
+
+@pytest.mark.parametrize("kind", ["slurm", "tpu"])
+def test_scripts_restart_as_often_as_told(kind: str, tmp_path: Path) -> None:
+    code, calls = run_script(kind, "exit 75", tmp_path)
+    assert code == 75
+    assert len(calls) == 3
+
+
+def test_slurm_asks_for_tasks_devices_and_a_warning(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines = printed("slurm", capsys).splitlines()
+    assert "#SBATCH --ntasks=4" in lines
+    assert "#SBATCH --gpus-per-task=8" in lines
+    assert "#SBATCH --signal=TERM@120" in lines
+    on_cpu = printed("slurm", capsys, "--cpu")
+    assert "gpus" not in on_cpu
+    assert "JAX_NUM_CPU_DEVICES=8" in on_cpu
+
+
+def test_a_jobset_has_what_its_schema_requires(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    manifest = yaml.safe_load(printed("jobset", capsys))
+    assert manifest["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
+    assert manifest["kind"] == "JobSet"
+    name = manifest["metadata"]["name"]
+    assert name == "train-gpt"
+    spec = manifest["spec"]
+    assert spec["failurePolicy"] == {"maxRestarts": 2}
+    assert spec["network"] == {"enableDNSHostnames": True, "subdomain": name}
+    (jobs,) = spec["replicatedJobs"]
+    assert (jobs["name"], jobs["replicas"]) == ("workers", 1)
+    job = jobs["template"]["spec"]
+    assert (job["parallelism"], job["completions"]) == (4, 4)
+    assert job["completionMode"] == "Indexed"
+    pod = job["template"]["spec"]
+    assert pod["restartPolicy"] == "Never"
+    (container,) = pod["containers"]
+    assert container["command"] == ["python", *JOB.command]
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
+    env = {variable["name"]: variable for variable in container["env"]}
+    address = f"{name}-workers-0-0.{name}:8476"
+    assert env["NNX_PARALLEL_COORDINATOR"]["value"] == address
+    assert env["NNX_PARALLEL_NUM_PROCESSES"]["value"] == "4"
+    field = env["NNX_PARALLEL_PROCESS_ID"]["valueFrom"]["fieldRef"]["fieldPath"]
+    assert field == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+
+
+@pytest.mark.parametrize("wrong", [["--processes", "0"], ["--max-restarts", "-1"]])
+def test_numbers_that_mean_nothing(
+    wrong: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["launch", "--processes", "1", *wrong, "x.py"])
+    message = "--processes is at least 1 and --max-restarts at least 0"
+    assert message in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("run")
+    trainer = Trainer(
+        model=lambda rngs: nnx.Linear(4, 4, rngs=rngs),
+        optimizer=optax.adam(0.1),
+        loss=lambda model, batch: (model(batch["x"]) ** 2).mean(),
+        checkpoint=Checkpoint(directory, every=2),
+        loggers=(),
+    )
+    trainer.fit([{"x": np.ones((8, 4), np.float32)}] * 4, 4)
+    return directory
+
+
+def test_inspect_lists_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(run), "--verify"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("whole: every array has its fingerprint") == 2
+    for line in (
+        "strategy: DataParallel()",
+        "model: Linear",
+        "optimizer: ScaleByAdamState",
+        "model: 2 arrays, 80 B",
+        "kernel  float32[4,4]  ",
+    ):
+        assert line in text, text
+
+
+def test_inspect_names_what_is_damaged(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[Any]
+) -> None:
+    directory = tmp_path / "run"
+    shutil.copytree(run, directory)
+    shutil.rmtree(directory / "4" / "model")
+    shutil.copytree(directory / "2" / "model", directory / "4" / "model")
+    (directory / "2" / "_CHECKPOINT_METADATA").unlink()
+    assert main(["inspect", str(directory)]) == 1
+    assert "DAMAGED: it has no metadata left" in capsys.readouterr().out
+    assert main(["inspect", str(directory), "--verify"]) == 1
+    assert "model: `kernel` has fingerprint" in capsys.readouterr().out
+
+
+def test_inspect_needs_no_accelerator(run: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "nnx_parallel", "inspect", str(run), "--verify"],
+        env=ENVIRONMENT | {"JAX_PLATFORMS": "cuda"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_step_that_vanishes_is_not_damaged(run: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    shutil.copytree(run, directory)
+    with Checkpointer(Checkpoint(directory), read_only=True) as checkpointer:
+        assert checkpointer.steps == [2, 4]
+        shutil.rmtree(directory / "2")
+        _, verdict = _judge(checkpointer, 2, verify=True)
+        assert verdict == "gone: the run has deleted it meanwhile"
+        _, verdict = _judge(checkpointer, 4, verify=True)
+        assert verdict.startswith("whole")
+
+
+def test_inspect_finds_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(tmp_path / "none")]) == 2
+    assert "No directory" in capsys.readouterr().err
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert f"No checkpoint in '{tmp_path}'." in capsys.readouterr().err

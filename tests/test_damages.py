@@ -1,0 +1,327 @@
+"""Damaged files never restore as other values: harmless, or named by an error."""
+
+import contextlib
+import errno
+import gc
+import hashlib
+import json
+import pickle
+import random
+import re
+import resource
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from nnx_parallel import FSDP, Checkpoint, Trainer
+from nnx_parallel.checkpoint.checkpointer import Checkpointer
+from nnx_parallel.checkpoint.failures import is_passing
+from nnx_parallel.checkpoint.recovery import restore_newest
+from nnx_parallel.data import Position
+from nnx_parallel.errors import (
+    CheckpointDamagedError,
+    CheckpointNotFoundError,
+    CheckpointReadError,
+    CheckpointUnavailableError,
+    DataError,
+)
+
+NUM_FLIPS = 150
+
+# Orbax abandons asyncio tasks whose file could not be read.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+META = {"position": {"first_step": 0, "state": {"next_index": 5}}, "seed": 3}
+
+
+def make_groups() -> dict[str, dict[str, jax.Array]]:
+    rng = np.random.default_rng(0)
+    return {
+        "model": {
+            "a.kernel": jnp.asarray(rng.normal(size=(16, 24)), jnp.float32),
+            "a.bias": jnp.asarray(rng.normal(size=24), jnp.bfloat16),
+        },
+        "progress": {"step": jnp.int32(7), "key": jax.random.key(3)},
+    }
+
+
+def abstract(groups: dict) -> dict:
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), groups
+    )
+
+
+def bits(groups: dict) -> list[bytes]:
+    def one(x: jax.Array) -> bytes:
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(x) if is_key else x).tobytes()
+
+    return [one(x) for x in jax.tree.leaves(groups)]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("saved")
+    with Checkpointer(Checkpoint(directory)) as checkpointer:
+        checkpointer.save(7, make_groups(), META, metrics={"loss": 0.5})
+    return directory
+
+
+def flips(step: Path, count: int) -> Iterator[tuple[str, Any]]:
+    """Single bits, in every file in turn."""
+    rng = random.Random(0)
+    files = [f for f in sorted(step.rglob("*")) if f.is_file() and f.stat().st_size]
+    for index in range(count):
+        file = files[index % len(files)]
+        position = rng.randrange(file.stat().st_size)
+        yield str(file.relative_to(step)), (position, 1 << rng.randrange(8))
+
+
+def cuts(step: Path) -> Iterator[tuple[str, Any]]:
+    """Each file halved, emptied and deleted; each directory deleted."""
+    for path in sorted(step.rglob("*")):
+        name = str(path.relative_to(step))
+        if path.is_file():
+            yield from ((name, "half"), (name, "empty"))
+        yield name, "delete"
+
+
+def damage(step: Path, name: str, how: Any) -> None:
+    path = step / name
+    if how == "delete":
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return
+    content = bytearray(path.read_bytes())
+    if how == "half":
+        content = content[: len(content) // 2]
+    elif how == "empty":
+        content = bytearray()
+    else:
+        position, mask = how
+        content[position] ^= mask
+    path.write_bytes(content)
+
+
+@pytest.mark.faults
+def test_no_damage_restores_other_values(saved: Path, tmp_path: Path) -> None:
+    wanted, expected = abstract(make_groups()), bits(make_groups())
+    damages = [*flips(saved / "7", NUM_FLIPS), *cuts(saved / "7")]
+    outcomes: Counter[str] = Counter()
+    for index, (name, how) in enumerate(damages):
+        directory = tmp_path / str(index)
+        shutil.copytree(saved, directory)
+        damage(directory / "7", name, how)
+        try:
+            with Checkpointer(Checkpoint(directory), read_only=True) as checkpointer:
+                found, meta = checkpointer.restore(wanted)
+        except (CheckpointReadError, CheckpointNotFoundError) as error:
+            outcomes[type(error).__name__] += 1
+        else:
+            assert bits(found) == expected, (name, how)
+            assert meta == META, (name, how)
+            outcomes["harmless"] += 1
+        shutil.rmtree(directory)
+    assert sum(outcomes.values()) >= 150
+    assert outcomes["CheckpointDamagedError"] > 0, outcomes
+    assert outcomes["CheckpointReadError"] > 0, outcomes
+
+
+def make_trainer(checkpoint: Any) -> Trainer:
+    return Trainer(
+        model=lambda rngs: nnx.Linear(8, 8, rngs=rngs),
+        optimizer=optax.adam(0.1),
+        loss=lambda model, batch: (model(batch["x"]) ** 2).mean(),
+        strategy=FSDP(min_size=0),
+        checkpoint=checkpoint,
+        loggers=(),
+    )
+
+
+BATCHES = [{"x": np.full((8, 8), i + 1, np.float32)} for i in range(6)]
+
+
+def train(directory: Path, num_steps: int, **options: Any) -> Trainer:
+    trainer = make_trainer(Checkpoint(directory, every=2, **options))
+    trainer.fit(BATCHES, num_steps)
+    return trainer
+
+
+def spoil_values(step: Path) -> None:
+    """Replaces the largest array by that of another checkpoint, which reads well."""
+    other = step.parent / "2"
+    for path in ("model", "optimizer"):
+        shutil.rmtree(step / path)
+        shutil.copytree(other / path, step / path)
+
+
+def test_a_damaged_newest_step_is_named_array_by_array(tmp_path: Path) -> None:
+    train(tmp_path, 4)
+    spoil_values(tmp_path / "4")
+    with pytest.raises(CheckpointDamagedError) as caught:
+        train(tmp_path, 6)
+    text = str(caught.value)
+    assert f"Checkpoint 4 in '{tmp_path}' is damaged: " in text
+    assert re.search(r"model: `kernel` has fingerprint \w{8}, saved was \w{8}", text)
+    assert re.search(r"optimizer: `0.mu.kernel` has fingerprint", text)
+    assert "progress" not in text
+    assert "Other steps: [2]. Checkpoint(..., on_damage='previous') sets" in text
+
+
+@pytest.mark.parametrize("whole", ["header", "values", "directory"])
+def test_the_newest_whole_one_is_used_if_so_told(whole: str, tmp_path: Path) -> None:
+    expected = train(tmp_path / "whole", 6)
+    run = tmp_path / "run"
+    train(run, 4)
+    if whole == "values":
+        spoil_values(run / "4")
+    elif whole == "header":
+        damage(run / "4", "_CHECKPOINT_METADATA", "half")
+    else:
+        shutil.rmtree(run / "4" / "optimizer")
+    resumed = train(run, 6, on_damage="previous")
+    assert bits(resumed.state.params) == bits(expected.state.params)
+    assert len(list(run.glob("damaged-4-*"))) == 1
+    assert {p.name for p in run.iterdir() if p.name.isdigit()} == {"2", "4", "6"}
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::RuntimeWarning")
+def test_a_bad_moment_is_no_damage(tmp_path: Path) -> None:
+    train(tmp_path, 4)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Checkpointer(Checkpoint(tmp_path, on_damage="previous")) as checkpointer:
+        stored = checkpointer.describe(4)
+        where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        wanted = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+            stored.groups,
+        )
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (10, before[1]))
+            with pytest.raises(CheckpointUnavailableError) as caught:
+                checkpointer.restore(wanted, 4)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert "That is no damage, and nothing has changed" in str(caught.value)
+        del caught
+        gc.collect()  # event loops that could not be made
+        restore_newest(checkpointer, wanted)
+    assert not list(tmp_path.glob("damaged-*"))
+    assert (tmp_path / "4").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (OSError(errno.EIO, "Input/output error"), True),
+        (PermissionError("no"), True),
+        (TimeoutError(), True),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 3 GiB"), True),
+        (ValueError("Error opening file [OS error 24: EMFILE Too many]"), True),
+        (FileNotFoundError("gone"), False),
+        (EOFError("short"), False),
+        (ValueError("DATA_LOSS: checksum"), False),
+        (jax.errors.JaxRuntimeError("INVALID_ARGUMENT: shape"), False),
+    ],
+)
+def test_what_passes_by_itself_is_told_from_damage(
+    error: Exception, passes: bool
+) -> None:
+    outer = ValueError("wrapped")
+    outer.__cause__ = error
+    assert is_passing(outer) == passes
+
+
+def test_if_none_is_whole_nothing_is_trained(tmp_path: Path) -> None:
+    train(tmp_path, 2)
+    shutil.rmtree(tmp_path / "2" / "model")
+    message = "No step in the directory is whole. Choose another directory"
+    with pytest.raises(CheckpointDamagedError, match=re.escape(message)):
+        train(tmp_path, 4, on_damage="previous")
+
+
+class Hostile:
+    def __reduce__(self) -> Any:
+        return (open, ("executed", "w"))
+
+
+def test_loading_executes_nothing(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = pickle.dumps(Hostile())
+    files = [f for f in sorted((saved / "7").rglob("*")) if f.is_file()]
+    for index, file in enumerate(files):
+        directory = tmp_path / str(index)
+        shutil.copytree(saved, directory)
+        (directory / file.relative_to(saved)).write_bytes(program)
+        options = Checkpoint(directory)
+        with (
+            Checkpointer(options, read_only=True) as checkpointer,
+            contextlib.suppress(CheckpointReadError, CheckpointNotFoundError),
+        ):
+            found, _ = checkpointer.restore(abstract(make_groups()))
+            assert bits(found) == bits(make_groups())
+    assert not (tmp_path / "executed").exists()
+
+
+def rewrite_header(step: Path, change: Any) -> None:
+    """Changes the header as somebody would who knows how its digest is made."""
+    file = step / "_CHECKPOINT_METADATA"
+    metadata = json.loads(file.read_text())
+    header = metadata["custom_metadata"]
+    change(header)
+    rest = {name: value for name, value in header.items() if name != "digest"}
+    text = json.dumps(rest, sort_keys=True).encode()
+    header["digest"] = hashlib.sha256(text).hexdigest()
+    file.write_text(json.dumps(metadata))
+
+
+def test_a_name_does_not_leave_the_directory(saved: Path, tmp_path: Path) -> None:
+    def rename(header: dict) -> None:
+        for part in ("sizes", "keys", "arrays", "fingerprints"):
+            header[part]["../../outside"] = header[part].pop("model")
+
+    directory = tmp_path / "run"
+    shutil.copytree(saved, directory)
+    shutil.copytree(saved / "7" / "model", tmp_path / "outside")
+    rewrite_header(directory / "7", rename)
+    message = "A group is named '../../outside', which is no identifier."
+    options = Checkpoint(directory)
+    with (
+        Checkpointer(options, read_only=True) as checkpointer,
+        pytest.raises(CheckpointReadError, match=re.escape(message)),
+    ):
+        checkpointer.describe()
+
+
+@pytest.mark.parametrize(
+    "position", [{"first_step": "7"}, {"states": {"0": 1}}, {"first_step": [1]}]
+)
+def test_a_position_that_is_none(position: dict) -> None:
+    message = "It must hold first_step, an integer, and states, a list."
+    with pytest.raises(DataError, match=re.escape(message)):
+        Position.from_json(position)
+
+
+def test_nothing_in_the_package_unpickles() -> None:
+    package = Path(__file__).parents[1] / "nnx_parallel"
+    pattern = (
+        r"\b(pickle|cloudpickle|dill|marshal|shelve|allow_pickle|eval|exec)\b\s*[.(=]"
+    )
+    found = [
+        f"{file.name}: {line.strip()}"
+        for file in package.rglob("*.py")
+        for line in file.read_text().splitlines()
+        if re.search(pattern, line) and "model.eval()" not in line
+    ]
+    assert found == []

@@ -1,0 +1,334 @@
+"""Start-up, agreement, signals and watchdog, where one process can show them."""
+
+import dataclasses
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from functools import partial
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+import pytest
+from flax import nnx
+
+from nnx_parallel import FSDP, DataParallel, PolicyRules, Trainer, initialize
+from nnx_parallel.distributed import Termination, Watchdog, agree, hash_code
+from nnx_parallel.distributed.hub import Hub
+from nnx_parallel.distributed.start import Place, find_place
+from nnx_parallel.errors import ProcessError
+from tests.processes.running import ENVIRONMENT, ROOT
+
+SBATCH = {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NODELIST": "n[0-3]"}
+STEP = SBATCH | {
+    "SLURM_STEP_NODELIST": "n[0-3]",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "2",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "place"),
+    [
+        ({}, None),
+        (STEP | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),
+        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}, None),  # a shell on the node
+        (SBATCH, None),
+        (SBATCH | {"SLURM_NTASKS": "4"}, None),
+        (STEP, Place()),
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, Place()),
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, None),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, Place()),
+        (
+            {
+                "NNX_PARALLEL_COORDINATOR": "h:1",
+                "NNX_PARALLEL_NUM_PROCESSES": "3",
+                "NNX_PARALLEL_PROCESS_ID": "2",
+                "SLURM_JOB_ID": "1",
+            },
+            Place(coordinator_address="h:1", num_processes=3, process_id=2),
+        ),
+    ],
+)
+def test_a_process_finds_its_place(
+    environment: dict[str, str], place: Place | None
+) -> None:
+    assert find_place(Place(), environment) == place
+
+
+def test_what_is_told_comes_before_what_is_found() -> None:
+    told = Place(coordinator_address="h:1", num_processes=2, process_id=0)
+    assert find_place(told, {"SLURM_JOB_ID": "1"}) == told
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"num_processes": 2, "process_id": 0, "coordinator_address": "h:1"},
+            "initialize() came too late: JAX has started and found 8 devices. Call it "
+            "first in the script, before anything that touches an array or a device.",
+        ),
+    ],
+)
+def test_too_late(given: dict[str, Any], message: str) -> None:
+    assert jax.device_count() == 8
+    with pytest.raises(ProcessError, match=re.escape(message)):
+        initialize(**given)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            "num_processes=2",
+            "initialize() knows coordinator_address=None, num_processes=2, "
+            "process_id=None. Give all three, or none to have them found.",
+        ),
+        (
+            "'h:1', 2, 2",
+            "process_id=2 of num_processes=2. Valid: 0 to 1.",
+        ),
+    ],
+)
+def test_half_of_a_place(call: str, message: str) -> None:
+    script = f"import nnx_parallel; nnx_parallel.initialize({call})"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert message in done.stderr
+
+
+def test_a_number_that_is_none() -> None:
+    environment = {
+        "JAX_COORDINATOR_ADDRESS": "h:1",
+        "JAX_NUM_PROCESSES": "two",
+        "JAX_PROCESS_ID": "0",
+    }
+    message = "JAX_NUM_PROCESSES='two' in the environment. It must be an integer."
+    with pytest.raises(ProcessError, match=re.escape(message)):
+        find_place(Place(), environment)
+
+
+def test_one_process_always_agrees() -> None:
+    agree("seed", {"seed": 1})
+
+
+def test_code_is_known_by_what_it_does() -> None:
+    def make(number: int) -> Any:
+        return lambda x: x + number
+
+    def other(x: int) -> int:
+        return x - 1
+
+    assert hash_code(make(1)) == hash_code(partial(make(1)))
+    assert hash_code(other) != hash_code(make(1))
+    assert hash_code(len) == "len"
+
+
+SETS = """
+from nnx_parallel.distributed import hash_code
+print(hash_code(lambda x: x in {"mlp", "heads", "vocab", ("a", "b", "c")}))
+print(hash_code(lambda x: (lambda y: y in {"one", "two", "three"})(x)))
+"""
+
+
+def test_sets_in_code_do_not_depend_on_the_hash_seed() -> None:
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", SETS],
+            env=ENVIRONMENT | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert found[0] == found[1]
+
+
+def test_a_strategy_is_written_without_addresses() -> None:
+    def policy(info: Any) -> None:
+        return None
+
+    def loss(model: Any, batch: Any) -> jax.Array:
+        return model(batch).mean()
+
+    def linear(rngs: nnx.Rngs) -> nnx.Linear:
+        return nnx.Linear(2, 2, rngs=rngs)
+
+    @dataclasses.dataclass(frozen=True, repr=False)
+    class Mine(DataParallel):
+        choose: Any = None
+
+    for strategy in (FSDP(rules=(PolicyRules(policy),)), Mine(choose=policy)):
+        trainer = Trainer(linear, optax.sgd(0.1), loss, strategy=strategy)
+        text = trainer._storage.description["strategy"]  # pyright: ignore[reportPrivateUsage]
+        assert "policy" in text
+        assert " at 0x" not in text
+    assert repr(PolicyRules(policy)) == f"PolicyRules({hash_code(policy)})"
+
+
+def test_a_termination_notes_the_signal_and_lets_go() -> None:
+    with Termination() as termination:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert termination.is_requested
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_handler_from_before_is_warned_about_and_called() -> None:
+    calls = []
+
+    def mine(number: int, frame: Any) -> None:
+        calls.append(number)
+
+    before = signal.signal(signal.SIGTERM, mine)
+    try:
+        with pytest.warns(UserWarning, match=r"A handler of SIGTERM, `.*mine`, was in"):
+            termination = Termination().__enter__()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert termination.is_requested
+        assert calls == [signal.SIGTERM]
+        termination.__exit__()
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_handler_that_swallows_the_notice_is_warned_about_once(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    def mine(number: int, frame: Any) -> None:
+        pass
+
+    with Termination() as termination:
+        termination.check()
+        assert len(recwarn) == 0
+        before = signal.signal(signal.SIGTERM, mine)
+        with pytest.warns(UserWarning, match="swallows the notice of a preemption"):
+            termination.check()
+        termination.check()
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_time_that_means_nothing() -> None:
+    message = "step_timeout=0. It must be a positive number of seconds, or None"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Watchdog(0)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Trainer(lambda rngs: None, None, None, step_timeout=0)  # pyright: ignore[reportArgumentType]
+
+
+def join_hub(hub: Hub, process: int) -> Connection:
+    connection = Client(("127.0.0.1", hub.port), authkey=b"key")
+    assert isinstance(connection, Connection)
+    connection.send_bytes(json.dumps({"process": process}).encode())
+    return connection
+
+
+def test_a_stranger_who_says_nothing_keeps_nobody_waiting() -> None:
+    hub = Hub("127.0.0.1", 2, b"key")
+    with socket.create_connection(("127.0.0.1", hub.port)):
+        peers = [join_hub(hub, process) for process in range(2)]
+        for process, peer in enumerate(peers):
+            put = {"op": "put", "key": "x", "value": process}
+            peer.send_bytes(json.dumps(put).encode())
+        for peer in peers:
+            assert peer.poll(30)
+            assert json.loads(peer.recv_bytes())["values"] == [0, 1]
+            peer.close()
+
+
+def test_who_does_not_join_is_named() -> None:
+    hub = Hub("127.0.0.1", 3, b"key", join_seconds=1)
+    with join_hub(hub, 1) as peer:
+        assert peer.poll(30)
+        assert json.loads(peer.recv_bytes()) == {
+            "op": "lost",
+            "process": 0,
+            "reason": "it did not join within 1 s. Processes that are missing: [0, 2]",
+        }
+
+
+BROKEN = """
+import os, sys
+from nnx_parallel.distributed.faults import install
+install(lambda reason: os.write(1, f"told: {reason}".encode()))
+raise ValueError("nobody reads this")
+"""
+
+
+def test_a_broken_pipe_does_not_keep_a_process_from_ending() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-c", BROKEN],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=writer,
+        check=False,
+        timeout=60,
+    )
+    os.close(writer)
+    assert done.returncode == 1
+    assert done.stdout == b"told: ValueError: nobody reads this"
+
+
+LISTENING = """
+import os, sys
+import nnx_parallel
+nnx_parallel.initialize()
+mine = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{fd}")}
+for table in ("tcp", "tcp6"):
+    for line in open(f"/proc/net/{table}").readlines()[1:]:
+        fields = line.split()
+        if fields[3] == "0A" and f"socket:[{fields[9]}]" in mine:
+            print("listens on", fields[1].split(":")[0])
+"""
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux")
+def test_nobody_else_reaches_a_launched_run(tmp_path: Path) -> None:
+    script = tmp_path / "listening.py"
+    script.write_text(LISTENING)
+    launch = [sys.executable, "-m", "nnx_parallel", "launch", "--processes", "2"]
+    done = subprocess.run(
+        [*launch, "--cpu", str(script)],
+        env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    addresses = set(re.findall(r"listens on (\w+)", done.stdout))
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F"}
+    assert addresses, done.stdout
+    assert addresses <= loopback | {"00000000000000000000000001000000"}
+
+
+def test_records_of_logging_are_tagged(caplog: pytest.LogCaptureFixture) -> None:
+    from nnx_parallel.distributed.output import tag, tag_logging
+
+    factory = logging.getLogRecordFactory()
+    try:
+        tag_logging()
+        logging.getLogger("x").warning("50 %s", "percent")
+        assert tag() == ""  # one process needs no name
+        assert caplog.messages == ["50 percent"]
+    finally:
+        logging.setLogRecordFactory(factory)

@@ -1,0 +1,365 @@
+"""Attention by a fused kernel on each device's shard: the numbers of plain attention.
+
+On CPU the kernel is plain attention too, or Splash interpreted. That the real kernels
+stand in the program is read from what the TPU compiler makes.
+"""
+
+import math
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from nnx_parallel import (
+    FSDP,
+    Composite,
+    DataParallel,
+    LogicalRules,
+    Pipeline,
+    Strategy,
+    TensorParallel,
+    Trainer,
+)
+from nnx_parallel.errors import AttentionKernelError
+from nnx_parallel.layers import Dense, Stack, attention
+from nnx_parallel.layers.fused_attention import (
+    per_shard,
+    splash_attention,
+    splits_queries,
+    unfit,
+    xla_attention,
+)
+from nnx_parallel.sharding import constrain, using
+from tests.parity.checks import assert_gradients_close
+from tests.parity.runs import compiling, to_host
+
+CAUSAL = partial(xla_attention, causal=True)
+NAMES = ("batch", "seq", "heads", "head_dim")
+STRATEGIES: dict[str, Strategy] = {
+    "dp": DataParallel(8),
+    "fsdp": FSDP(8),
+    "tp": TensorParallel(4),
+    "tp_sequence": TensorParallel(4, sequence=True),
+    "composite": Composite(DataParallel(2), FSDP(2), TensorParallel(2)),
+}
+
+
+def operands(
+    heads: int, kv_heads: int, *, rows: int = 8, seq: int = 16, head_dim: int = 8
+) -> list[jax.Array]:
+    rng = np.random.default_rng(0)
+    shapes = [(rows, seq, n, head_dim) for n in (heads, kv_heads, kv_heads)]
+    return [jnp.asarray(rng.normal(size=s), jnp.float32) for s in shapes]
+
+
+def value_and_gradients(function: Any, arrays: list[jax.Array]) -> tuple:
+    """Of a scalar in which every output has a weight of its own."""
+
+    @jax.jit
+    def run(arrays: list[jax.Array]) -> tuple:
+        def loss(arrays: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+            out = function(*arrays)
+            return jnp.sum(out * jnp.cos(jnp.arange(out.size).reshape(out.shape))), out
+
+        grads, out = jax.grad(loss, has_aux=True)(arrays)
+        return out, grads
+
+    return run(arrays)
+
+
+def assert_close(found: tuple, expected: tuple) -> None:
+    leaves = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    for a, b in leaves:
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+
+
+SPLITS = [(name, kv_heads) for name in STRATEGIES for kv_heads in (8, 2, 1)]
+QUICK = {("fsdp", 8), ("tp", 2), ("tp_sequence", 8), ("composite", 1)}
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_heads"),
+    [
+        pytest.param(*split, marks=[] if split in QUICK else [pytest.mark.slow])
+        for split in SPLITS
+    ],
+)
+def test_per_shard_is_the_whole(name: str, kv_heads: int):
+    """Also where the mesh splits heads further than there are key heads."""
+    strategy = STRATEGIES[name]
+    sizes = strategy.axis_sizes.values()
+    devices = jax.devices()[: int(np.prod([n or 1 for n in sizes]))]
+    layout = strategy.layout(strategy.make_mesh(devices))
+
+    def run(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        with using(layout):
+            query = constrain(query, *NAMES)
+            return per_shard(CAUSAL, query, key, value, None)
+
+    arrays = operands(8, kv_heads)
+    expected = value_and_gradients(partial(CAUSAL, mask=None), arrays)
+    found = value_and_gradients(run, arrays)
+    assert_close(found, expected)
+    spec = layout.activation_spec(found[0].shape, ("batch", None, "heads", None))
+    assert found[0].sharding.is_equivalent_to(layout.sharding(spec), 4)
+
+
+@pytest.mark.parametrize("shape", [(8, 1), (1, 8)])
+def test_a_mask_is_split_along_what_it_has(shape: tuple[int, int]):
+    layout = STRATEGIES["composite"].layout()
+    mask = np.random.default_rng(1).random((*shape, 16, 16)) < 0.7
+    mask |= np.eye(16, dtype=bool)
+    kernel = partial(xla_attention, causal=False)
+    query, key, value = operands(8, 4)
+
+    @jax.jit
+    def run() -> jax.Array:
+        with using(layout):
+            return per_shard(kernel, query, key, value, jnp.asarray(mask))
+
+    expected = kernel(query, key, value, jnp.asarray(mask))
+    np.testing.assert_allclose(run(), expected, rtol=2e-5, atol=2e-6)
+
+
+class Block(nnx.Module):
+    """Attention whose kernel runs per shard, or as it is."""
+
+    def __init__(self, is_split: bool, rngs: nnx.Rngs) -> None:
+        embed, head = {"embed": 16}, {"head_dim": 4}
+        self.query = Dense(embed, {"heads": 8} | head, rngs=rngs)
+        self.key = Dense(embed, {"kv_heads": 4} | head, rngs=rngs)
+        self.value = Dense(embed, {"kv_heads": 4} | head, rngs=rngs)
+        self.out = Dense({"heads": 8} | head, embed, rngs=rngs)
+        self.is_split = is_split
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        query, key, value = self.query(x), self.key(x), self.value(x)
+        if self.is_split:
+            return x + self.out(per_shard(CAUSAL, query, key, value, None))
+        return x + self.out(CAUSAL(query, key, value, None))
+
+
+def loss(blocks: Stack, batch: dict[str, jax.Array]) -> jax.Array:
+    return jnp.mean((blocks(batch["x"]) - batch["y"]) ** 2)
+
+
+def one_step(strategy: Strategy, *, is_split: bool) -> tuple[float, Any]:
+    """Loss and gradients of a step of four microbatches."""
+    rng = np.random.default_rng(0)
+    batch = {name: rng.normal(size=(16, 8, 16)).astype(np.float32) for name in "xy"}
+    sizes = strategy.axis_sizes.values()
+    with compiling(optimized=False):
+        trainer = Trainer(
+            lambda rngs: Stack(lambda rngs: Block(is_split, rngs), 2, rngs=rngs),
+            optax.trace(decay=0.0),  # its state is the gradient
+            loss,
+            strategy=strategy,
+            num_microbatches=4,
+            devices=jax.devices()[: math.prod(n or 1 for n in sizes)],
+            loggers=(),
+        )
+        state, metrics = trainer.train_step(trainer.state, trainer.shard_batch(batch))
+    assert isinstance(state.opt_state, optax.TraceState)
+    return float(metrics["loss"]), to_host(state.opt_state.trace)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(Pipeline(2), marks=pytest.mark.slow),
+        pytest.param(Composite(Pipeline(2), TensorParallel(4)), marks=pytest.mark.slow),
+        Composite(Pipeline(2), FSDP(2, min_size=0), TensorParallel(2)),
+        pytest.param(FSDP(4, prefetch="ring", min_size=0), marks=pytest.mark.slow),
+    ],
+    ids=repr,
+)
+def test_a_step_is_that_of_one_device(strategy: Strategy):
+    """Nested in a pipeline's stage too, which is manual over one axis already."""
+    expected_loss, expected = one_step(DataParallel(1), is_split=False)
+    found_loss, found = one_step(strategy, is_split=True)
+    assert found_loss == pytest.approx(expected_loss, rel=1e-6)
+    assert_gradients_close(found, expected)
+
+
+@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kv_heads", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_splash_is_plain_attention(kv_heads: int, causal: bool):
+    arrays = operands(4, kv_heads, rows=2, seq=128, head_dim=64)
+    kernel = partial(splash_attention, causal=causal, interpret=True)
+    found = value_and_gradients(partial(kernel, mask=None), arrays)
+    plain = partial(xla_attention, causal=causal)
+    expected = value_and_gradients(partial(plain, mask=None), arrays)
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+TPU_SCRIPT = """
+import math, sys
+import jax, numpy as np, optax
+from jax.experimental import topologies
+from models import GPT, GPTConfig, next_token_loss
+from nnx_parallel import *
+from nnx_parallel.planning import plan_state
+from nnx_parallel.sharding.model import abstract_model
+from nnx_parallel.step import StepOptions, make_train_step
+from flax import nnx
+
+topology = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1")
+strategy = eval(sys.argv[1])
+layout = strategy.layout(strategy.make_mesh(topology.devices))
+for kernel in (None, "xla"):
+    config = GPTConfig.tiny_llama(
+        num_layers=4, seq_len=1024, embed_dim=256, head_dim=64, attention=kernel
+    )
+    model = abstract_model(lambda rngs: GPT(config, rngs=rngs), nnx.Rngs(0))
+    plan = plan_state(model, layout, optax.sgd(0.1))
+    step = make_train_step(plan, next_token_loss, StepOptions(num_microbatches=2))
+    rows = layout.sharding(layout.batch_spec(8))
+    tokens = jax.ShapeDtypeStruct((8, 1025), np.int32, sharding=rows)
+    lowered = step.lower(plan.abstract, {"tokens": tokens})
+    memory = lowered.compile().memory_analysis()
+    print(lowered.as_text().count("tpu_custom_call"), memory.temp_size_in_bytes)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        Composite(FSDP(2), TensorParallel(2)),
+        Composite(Pipeline(2), TensorParallel(2)),
+        FSDP(4, prefetch="ring"),
+    ],
+    ids=repr,
+)
+def test_splash_is_what_a_tpu_runs(strategy: Strategy):
+    """By default, and in less memory than the scores would take."""
+    lines = run_script(TPU_SCRIPT, repr(strategy))
+    (kernels, memory), (none, plain) = (map(int, line.split()) for line in lines)
+    # Forward, and its gradients: of queries, and of keys and values.
+    assert kernels >= 3
+    assert none == 0
+    assert memory < plain
+
+
+MESH_SCRIPT = """
+import jax
+from jax.experimental import topologies
+from jax.sharding import PartitionSpec as P
+from nnx_parallel import make_mesh, sharded_jit
+from nnx_parallel.layers import attention
+
+topology = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1")
+x = jax.ShapeDtypeStruct((4, 256, 2, 128), "bfloat16")
+for sizes, devices in (({"data": 4}, 4), ({"data": 1}, 1)):
+    mesh = make_mesh(sizes, topology.devices[:devices])
+    run = sharded_jit(lambda x: attention(x, x, x), mesh, in_shardings=P("data"))
+    print(run.lower(x).as_text().count("tpu_custom_call"))
+"""
+
+
+@pytest.mark.slow
+def test_a_mesh_that_says_nothing_of_heads_is_left_to_the_partitioner():
+    """It cannot split a Pallas kernel."""
+    assert run_script(MESH_SCRIPT) == ["0", "1"]
+
+
+def run_script(*arguments: str) -> list[str]:
+    """The lines that a Python program prints which runs the TPU compiler."""
+    pytest.importorskip("libtpu")
+    environment = {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | environment,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout.splitlines()
+
+
+# Errors
+
+
+CASES = [
+    (
+        "splash",
+        jnp.float32,
+        128,
+        8,
+        "implementation='splash' cannot compute this attention: it runs on tpu and the "
+        "devices are cpu. Leave implementation=None to use it only where it fits, or "
+        "take 'xla'.",
+    ),
+    (
+        "splash",
+        jnp.float32,
+        100,
+        8,
+        "the devices are cpu; 100 queries; it takes multiples of 128; 100 keys; it",
+    ),
+    (
+        "cudnn",
+        jnp.float32,
+        128,
+        12,
+        "it runs on gpu and the devices are cpu; dtype float32; it takes float16 or "
+        "bfloat16; head_dim 12; it takes multiples of 8 up to 128.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("implementation", "dtype", "seq", "head_dim", "text"), CASES)
+def test_a_kernel_that_does_not_fit(implementation, dtype, seq, head_dim, text):
+    x = jnp.zeros((1, seq, 2, head_dim), dtype)
+    with pytest.raises(AttentionKernelError, match=re.escape(text)):
+        attention(x, x, x, implementation=implementation)
+
+
+def test_splash_takes_no_mask():
+    x, mask = jnp.zeros((1, 128, 2, 8)), jnp.ones((1, 1, 128, 128), bool)
+    text = "an array as mask; it takes causal=True or none"
+    with pytest.raises(AttentionKernelError, match=re.escape(text)):
+        attention(x, x, x, mask=mask, implementation="splash")
+
+
+def test_cudnn_takes_a_mask_over_even_lengths():
+    """With an odd one its gradient would be refused, long after the choice."""
+    x, odd = jnp.zeros((1, 8, 2, 64), jnp.bfloat16), jnp.zeros((1, 7, 2, 64))
+    mask = jnp.ones((1, 1, 8, 7), bool)
+    assert unfit("cudnn", x, x, mask[..., :1]) == []
+    assert unfit("cudnn", x, odd, None) == []
+    reason = "a mask over 8 queries and 7 keys; with one it takes even numbers"
+    assert unfit("cudnn", x, odd, mask) == [reason]
+
+
+@pytest.mark.parametrize(("axes", "is_split"), [("fsdp", True), (None, False)])
+def test_queries_that_the_layout_splits(axes, is_split):
+    """A kernel per shard would have each device compute the rows of all."""
+    strategy = FSDP(4, rules=(LogicalRules({"batch": None, "seq": axes}),))
+    layout = strategy.layout(strategy.make_mesh(jax.devices()[:4]))
+    assert splits_queries(layout, jnp.zeros((2, 16, 4, 8))) == is_split
+
+
+def test_an_unknown_implementation():
+    x = jnp.zeros((1, 8, 2, 8))
+    text = (
+        "Unknown attention implementation 'flash'. Valid values: ['xla', 'cudnn', "
+        "'splash'], or None for the platform's own."
+    )
+    with pytest.raises(ValueError, match=re.escape(text)):
+        attention(x, x, x, implementation="flash")  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,306 @@
+"""FSDP that gathers a stack's next layer while the present one runs.
+
+The numbers are those of one device; no more than two layers are held gathered; in each
+loop the gather waits for nothing of the layer beside it, and no product for the gather.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from models import GPT, GPTConfig, next_token_loss
+from nnx_parallel import (
+    FSDP,
+    Composite,
+    DataParallel,
+    Strategy,
+    TensorParallel,
+    Trainer,
+)
+from nnx_parallel.collectives import Mode, gather_hops, join_hops
+from nnx_parallel.layers import Dense, Remat, Stack
+from nnx_parallel.mesh import make_mesh
+from nnx_parallel.jaxprs import derived, inline, needed, subjaxprs, walk
+from nnx_parallel.sharding import using
+from nnx_parallel.sharding.model import annotate
+from nnx_parallel.step import StepOptions, make_train_step
+from tests.parity.checks import assert_gradients_close, assert_same_numbers
+from tests.parity.models import GPT_SIZES, WIDTH, gpt
+from tests.parity.runs import compiling, measure, to_host
+from tests.parity.strategies import ONE_DEVICE
+from tests.steps import compile_gpt, plan_step
+
+MODES: tuple[Mode, ...] = ("bulk", "ring", "bidirectional")
+REMATS: tuple[Remat, ...] = ("none", "dots", "full")
+LAYERS = 3
+
+
+def fsdp(mode: Mode | None, size: int = 4, min_size: int = 0) -> FSDP:
+    return FSDP(size, min_size=min_size, prefetch=mode)
+
+
+class Block(nnx.Module):
+    """Dropout, statistics, a frozen parameter, and a variable that the loss reads."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up = Dense({"embed": 8}, {"mlp": 16}, rngs=rngs, use_bias=True)
+        self.down = Dense({"mlp": 16}, {"embed": 8}, rngs=rngs)
+        self.frozen = nnx.Param(jax.random.normal(rngs.params(), (8, 8)), frozen=True)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.power = nnx.BatchStat(jnp.zeros(()))
+
+    def __call__(
+        self, x: jax.Array, shift: jax.Array, row: jax.Array, scale: float
+    ) -> jax.Array:
+        x = x + self.norm(x) @ self.frozen[...] + shift[None]
+        self.power[...] = jnp.mean(x**2)
+        picked = jax.nn.one_hot(row, 8)[None]
+        return x + scale * self.dropout(self.down(jax.nn.gelu(self.up(x)))) + picked
+
+
+class Model(nnx.Module):
+    def __init__(self, remat: Remat, rngs: nnx.Rngs) -> None:
+        self.shift = nnx.Param(jnp.full((8,), 0.1))
+        self.blocks = Stack(Block, LAYERS, remat=remat, rngs=rngs)
+
+
+def loss(model: Model, batch: dict[str, jax.Array]) -> jax.Array:
+    """Depends on the parameters through the output and through a variable."""
+    y = model.blocks(batch["x"], model.shift[...], jnp.int32(3), 0.5)
+    layer: Any = model.blocks.layer
+    return jnp.mean((y - batch["y"]) ** 2) + 0.1 * layer.power[...].sum()
+
+
+def is_trained(_: Any, variable: Any) -> bool:
+    is_frozen = getattr(variable, "frozen", False)
+    return isinstance(variable, nnx.Param) and not is_frozen
+
+
+def one_step(strategy: Strategy, remat: Remat, microbatches: int) -> tuple:
+    """Loss, gradients and other variables of a step."""
+    sizes = strategy.axis_sizes.values()
+    rng = np.random.default_rng(0)
+    batch = {name: rng.normal(size=(16, 8)).astype(np.float32) for name in "xy"}
+    with compiling(optimized=False):
+        trainer = Trainer(
+            lambda rngs: Model(remat, rngs),
+            optax.trace(decay=0.0),  # its state is the gradient
+            loss,
+            strategy=strategy,
+            num_microbatches=microbatches,
+            wrt=is_trained,
+            devices=jax.devices()[: math.prod(n or 1 for n in sizes)],
+            loggers=(),
+        )
+        state, metrics = trainer.train_step(trainer.state, trainer.shard_batch(batch))
+    assert isinstance(state.opt_state, optax.TraceState)
+    gradients = to_host(state.opt_state.trace)
+    return float(metrics["loss"]), gradients, to_host(state.variables)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "remat", "microbatches"),
+    [
+        (fsdp("ring"), "none", 1),
+        pytest.param(fsdp("bulk"), "full", 2, marks=pytest.mark.slow),
+        (
+            Composite(DataParallel(2), fsdp("bidirectional", 2), TensorParallel(2)),
+            "dots",
+            2,
+        ),
+    ],
+    ids=["ring", "bulk", "composite"],
+)
+def test_a_step_is_that_of_one_device(strategy, remat, microbatches):
+    """Gradients through a variable too; arguments of every kind; a frozen parameter."""
+    expected = one_step(DataParallel(1), remat, microbatches)
+    found = one_step(strategy, remat, microbatches)
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    assert_gradients_close(found[1], expected[1])
+    assert found[2].keys() == expected[2].keys()
+    for path, value in expected[2].items():
+        np.testing.assert_allclose(found[2][path], value, rtol=1e-5, atol=1e-6)
+
+
+COMPOSITES: dict[str, Strategy] = {
+    "tp": Composite(fsdp("ring"), TensorParallel(2)),
+    "tp_ring": Composite(fsdp("bidirectional"), TensorParallel(2, overlap="ring")),
+    "dp": Composite(DataParallel(2), fsdp("bulk")),
+}
+SLOW = [
+    *((mode, fsdp(mode, 8), remat, 1) for mode, remat in product(MODES, REMATS)),
+    *((name, s, "none", n) for (name, s), n in product(COMPOSITES.items(), (1, 4))),
+    *((name, s, "dots", 4) for name, s in COMPOSITES.items()),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "remat", "microbatches"), [s[1:] for s in SLOW])
+def test_a_gpt_trains_to_the_numbers_of_one_device(strategy, remat, microbatches):
+    sizes = GPT_SIZES | {"num_layers": 3, "remat": remat, "mlp_dim": 2 * WIDTH}
+    case = gpt(GPTConfig.tiny_llama(**sizes, num_heads=8, num_kv_heads=4))
+    expected = measure(
+        case, ONE_DEVICE.strategy(case), ONE_DEVICE.devices(), microbatches
+    )
+    assert_same_numbers(measure(case, strategy, jax.devices(), microbatches), expected)
+
+
+# What is compiled
+
+
+CONFIG = GPTConfig.tiny(seq_len=32, embed_dim=128, vocab_size=64, remat="full")
+LAYER_BYTES = 12 * CONFIG.embed_dim**2 * 4
+ROWS = 8
+
+
+def growth(mode: Mode | None, config: GPTConfig) -> float:
+    """Temporaries of one more layer."""
+    few, many = (
+        compile_gpt(replace(config, num_layers=n), fsdp(mode), ROWS) for n in (2, 6)
+    )
+    return (many.memory.temp_size_in_bytes - few.memory.temp_size_in_bytes) / 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "remat"), list(product(MODES, REMATS)))
+def test_two_layers_are_gathered_at_a_time(mode: Mode, remat: Remat):
+    """Temporaries grow no faster with depth, and exceed the plain form by a layer.
+
+    On CPU, half a layer more while hops are joined; a TPU needs none of it.
+    """
+    config = replace(CONFIG, remat=remat)
+    assert growth(mode, config) <= 1.01 * growth(None, config)
+    plain, prefetched = (
+        compile_gpt(replace(config, num_layers=6), fsdp(m), ROWS) for m in (None, mode)
+    )
+    more = prefetched.memory.temp_size_in_bytes - plain.memory.temp_size_in_bytes
+    assert more <= (1.05 if mode == "bulk" else 1.5) * LAYER_BYTES
+    assert prefetched.report.flops == plain.report.flops
+
+
+def test_n_layers_are_gathered_2_n_plus_1_times():
+    """One more than without: the last one backward is for no layer."""
+    step = compile_gpt(replace(CONFIG, num_layers=6), fsdp("ring"), ROWS)
+    hops = [c for c in step.report.collectives if c.kind == "collective-permute"]
+    # Kernels alone: for biases and norms, some of the last need not be gathered.
+    kernels = sum(c.bytes for c in hops if c.bytes_each > 4 * CONFIG.embed_dim)
+    # The first layer's come in one collective.
+    assert kernels == 2 * 6 * LAYER_BYTES * 3 / 4
+
+
+def test_neither_waits_for_the_other_in_a_layer():
+    """Forward and backward; where each layer gathers its own, its products wait."""
+    loops = list(layer_loops())
+    assert len(loops) == 2  # forward, and backward
+    for body in loops:
+        gathers = [eqn for eqn in body.eqns if is_gather(eqn)]
+        products = [eqn for eqn in body.eqns if has_product(eqn)]
+        assert gathers
+        assert products
+        found = {v for eqn in gathers for v in eqn.outvars}
+        inputs = [v for eqn in products for v in eqn.invars]
+        assert found.isdisjoint(
+            v for eqn in needed(body.eqns, inputs) for v in eqn.outvars
+        )
+        # The layer's number and what is there before the loop.
+        scalars = [v for v in body.invars if shape_of(v) == ()]
+        assert found <= derived(body.eqns, [*body.constvars, *scalars, *stored(body)])
+
+
+def layer_loops() -> Iterator[jex.Jaxpr]:
+    """The bodies of the scans over layers in a training step."""
+    config = replace(CONFIG, num_layers=LAYERS, use_bias=False)
+    plan = plan_step(lambda rngs: GPT(config, rngs=rngs), fsdp("ring", min_size=1024))
+    step: Any = make_train_step(plan, next_token_loss, StepOptions())
+    tokens = {"tokens": jax.ShapeDtypeStruct((ROWS, config.seq_len + 1), np.int32)}
+    for eqn, _ in walk(step.trace(plan.abstract, tokens).jaxpr.jaxpr):
+        if eqn.primitive.name == "scan" and eqn.params["length"] == LAYERS:
+            yield inline(subjaxprs(eqn)[0])
+
+
+def shape_of(variable: Any) -> tuple[int, ...]:
+    return variable.aval.shape
+
+
+def stored(body: jex.Jaxpr) -> list[jex.Var]:
+    """The inputs of a loop that hold all layers."""
+    shapes = {v: shape_of(v) for v in body.invars}
+    return [v for v, shape in shapes.items() if shape[1:] and shape[0] == LAYERS]
+
+
+def is_gather(eqn: jex.JaxprEqn) -> bool:
+    is_region = eqn.primitive.name == "shard_map"
+    return is_region and any(
+        e.primitive.name == "ppermute" for e, _ in walk(subjaxprs(eqn)[0])
+    )
+
+
+def has_product(eqn: jex.JaxprEqn) -> bool:
+    inner = [e for j in subjaxprs(eqn) for e, _ in walk(j)]
+    return any(e.primitive.name == "dot_general" for e in [eqn, *inner])
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"prefetch": "rings"},
+            "FSDP(prefetch='rings'): valid values are ['bulk', 'ring', "
+            "'bidirectional'], or None to gather each layer when it runs.",
+        ),
+        (
+            {"prefetch": "ring", "shard": "gradients"},
+            "FSDP(shard='gradients', prefetch='ring'): parameters stay whole, so there "
+            "is nothing to gather. Leave prefetch out, or take shard='params'.",
+        ),
+    ],
+)
+def test_errors(arguments: dict, message: str):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        FSDP(**arguments)
+
+
+@pytest.mark.parametrize("mode", ["ring", "bidirectional"])
+def test_hops_join_to_the_whole(mode: Mode):
+    mesh = make_mesh({"data": 2, "fsdp": 4})
+    x = jnp.arange(6.0 * 20).reshape(6, 20)
+    hops = gather_hops(x, "fsdp", dim=1, mode=mode, mesh=mesh)
+    assert sum(hop.size for hop in hops) == 4 * x.size
+    whole = join_hops(hops, "fsdp", dim=1, mode=mode, mesh=mesh)
+    for shard in whole.addressable_shards:
+        np.testing.assert_array_equal(shard.data, x)
+
+
+class Telling(nnx.Module):
+    """A block that prints."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        jax.debug.print("{}", x.mean())
+        return self.linear(x)
+
+
+def test_prints_that_are_left_out_are_named():
+    strategy = fsdp("bulk")
+    layout = strategy.layout(strategy.make_mesh(jax.devices()[:4]))
+    model = Stack(Telling, LAYERS, rngs=nnx.Rngs(0))
+    annotate(model, layout)
+    with using(layout), pytest.warns(UserWarning, match="these calls are left out"):
+        jax.eval_shape(model, jnp.ones((4, 8)))

@@ -1,0 +1,207 @@
+"""The built site in a browser: nothing overflows, search finds, the calculator answers.
+
+A page made for the check shows pages of the site in frames of a phone's and a desktop's
+width, measures them, and writes what it found; headless Chromium prints the result.
+"""
+
+import functools
+import http.server
+import json
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+HTML = Path(__file__).parents[1] / "docs" / "_build" / "html"
+CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
+PAGES = {
+    "home": "index.html",
+    "calculator": "choose.html",
+    "tutorial": "tutorials/03_fsdp.html",
+    "api": "api/strategies.html",
+}
+WIDTHS = (390, 1280)
+
+CHECK = """<!doctype html><body style="margin:0"><pre id="result">waiting</pre><script>
+const load = (url, width) => new Promise((resolve) => {
+  const frame = document.createElement("iframe");
+  frame.style.cssText = `width:${width}px;height:900px;border:0`;
+  frame.onload = () => setTimeout(() => resolve(frame), 300);
+  frame.src = url;
+  document.body.append(frame);
+});
+const wait = async (found) => {
+  for (let i = 0; i < 100 && !found(); i++) {
+    await new Promise((r) => setTimeout(r, 100));
+  }
+  return found();
+};
+const run = async () => { %s };
+run().catch((e) => ({error: String(e)})).then((value) => {
+  const encoded = encodeURIComponent(JSON.stringify(value));
+  document.getElementById("result").textContent = `=== ${encoded} ===`;
+});
+</script>"""
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    """Serves the site and the page of the check."""
+
+    check = ""
+
+    def do_GET(self) -> None:
+        if not self.path.startswith("/__check__"):
+            super().do_GET()
+            return
+        body = type(self).check.encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Says nothing."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    if not Path(CHROMIUM).exists():
+        pytest.skip("There is no Chromium at /usr/bin/chromium or on the path.")
+    if not (HTML / "index.html").exists():
+        pytest.skip("There is no site in docs/_build/html: `make docs` builds it.")
+    handler = functools.partial(Quiet, directory=str(HTML))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def chromium(profile: Path, *arguments: str) -> str:
+    """Runs headless Chromium: what it prints."""
+    command = [
+        CHROMIUM,
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        f"--user-data-dir={profile}",
+        "--virtual-time-budget=30000",
+        *arguments,
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=180
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def evaluate(server: str, profile: Path, script: str) -> Any:
+    """The value that a script of the check returns."""
+    Quiet.check = CHECK % script
+    dom = chromium(profile, "--dump-dom", f"{server}/__check__")
+    found = re.search(r"=== (\S*) ===</pre>", dom)
+    assert found, dom[:2000]
+    return json.loads(unquote(found[1]))
+
+
+def test_no_page_is_wider_than_its_window(server: str, tmp_path: Path) -> None:
+    script = """
+    const found = [];
+    for (const [url, width] of CASES) {
+      const page = (await load(url, width)).contentDocument.documentElement;
+      found.push([url, width, page.scrollWidth]);
+    }
+    return found;
+    """
+    cases = [(f"/{url}", width) for url in PAGES.values() for width in WIDTHS]
+    script = script.replace("CASES", json.dumps(cases))
+    found = evaluate(server, tmp_path, script)
+    assert len(found) == len(PAGES) * len(WIDTHS)
+    assert [entry for entry in found if entry[2] > entry[1]] == []
+
+
+def test_pictures_have_words_for_those_who_cannot_see_them(
+    server: str, tmp_path: Path
+) -> None:
+    script = """
+    const page = (await load("/tutorials/03_fsdp.html", 1280)).contentDocument;
+    const images = [...page.querySelectorAll("article img, article svg[role=img]")];
+    return images.map((image) => image.getAttribute("alt")
+      || image.querySelector("title")?.textContent || "");
+    """
+    found = evaluate(server, tmp_path, script)
+    assert found
+    assert all(found)
+
+
+def test_search_finds_fsdp(server: str, tmp_path: Path) -> None:
+    script = """
+    const page = (await load("/search.html?q=FSDP", 1280)).contentDocument;
+    await wait(() => page.querySelectorAll("ul.search li a").length > 3);
+    const links = [...page.querySelectorAll("ul.search li a")];
+    return links.map((a) => a.getAttribute("href"));
+    """
+    found = evaluate(server, tmp_path, script)
+    assert any("api/strategies.html" in link for link in found), found
+    assert any("tutorials/03_fsdp.html" in link for link in found), found
+
+
+def test_the_calculator_answers(server: str, tmp_path: Path) -> None:
+    script = """
+    const page = (await load("/choose.html", 390)).contentDocument;
+    const form = page.getElementById("calculator");
+    const text = (id) => page.getElementById(id).textContent;
+    const rows = () => page.querySelectorAll("#calculator-rows tr").length;
+    const set = (name, value) => {
+      const field = form.elements.namedItem(name);
+      field.value = value;
+      field.dispatchEvent(new Event("input", {bubbles: true}));
+    };
+    const found = {first: text("calculator-verdict"), rows: rows(),
+      best: page.querySelector("#calculator-rows code").textContent};
+    set("model", "GPT-3 175B");
+    set("devices", "8");
+    found.tooLarge = text("calculator-verdict");
+    set("devices", "");
+    found.empty = text("calculator-verdict");
+    return found;
+    """
+    found = evaluate(server, tmp_path, script)
+    assert found["first"].startswith("8.03 B parameters.")
+    assert found["rows"] > 0
+    assert "FSDP" in found["best"]
+    assert "Nothing fits 80 GB" in found["tooLarge"]
+    assert found["empty"] == "Devices: give a number above 0."
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_screenshots_are_kept(server: str, tmp_path: Path, width: int) -> None:
+    """In docs/_build/screenshots, to be looked at."""
+    target = HTML.parent / "screenshots"
+    target.mkdir(exist_ok=True)
+    for name, url in PAGES.items():
+        # Chromium has windows of no less than 500 pixels; a frame is as narrow as told.
+        Quiet.check = (
+            '<!doctype html><body style="margin:0"><iframe style="border:0;'
+            f'width:{width}px;height:1400px" src="/{url}"></iframe>'
+        )
+        picture = target / f"{name}-{width}.png"
+        picture.unlink(missing_ok=True)
+        chromium(
+            tmp_path,
+            f"--screenshot={picture}",
+            f"--window-size={max(width, 500)},1400",
+            f"{server}/__check__",
+        )
+        assert picture.stat().st_size > 10_000

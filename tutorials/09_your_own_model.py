@@ -1,0 +1,185 @@
+# %% [markdown]
+# # 9. Bring your own: model, rules, training step
+#
+# The library has few layers, and needs none of them. Here a stock Flax model is spread over
+# devices in three steps, each of which asks for a little more: nothing at all, names or
+# rules, and at last only the placement, with a training step of your own.
+
+# %%
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from nnx_parallel import (
+    FSDP,
+    ChainRules,
+    Composite,
+    FSDPRules,
+    PathRules,
+    TensorParallel,
+    Trainer,
+    constrain,
+    make_mesh,
+    shard,
+    sharded_jit,
+    simulate_devices,
+    visualize,
+)
+
+simulate_devices(8)
+
+
+# %% [markdown]
+# ## A model as it is
+
+
+# %%
+class MLP(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up = nnx.Linear(32, 256, rngs=rngs)
+        self.down = nnx.Linear(256, 32, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:  # (batch, 32) -> (batch, 32)
+        return self.down(nnx.gelu(self.up(x)))
+
+
+def loss(model, batch):
+    return ((model(batch) - batch[:, ::-1]) ** 2).mean()  # learn to reverse a row
+
+
+rng = np.random.default_rng(0)
+batches = [rng.normal(size=(32, 32)).astype(np.float32) for _ in range(5)]
+
+
+def train(model, strategy):
+    trainer = Trainer(model, optax.adamw(1e-2), loss, strategy=strategy, loggers=())
+    return trainer, trainer.fit(batches, num_steps=5)["loss"]
+
+
+plain, expected = train(MLP, FSDP())
+print(expected)
+for row in plain.describe().rows:
+    print(f"{row.info.path:12} {row.placement.stored!s:18} {row.placement.reason}")
+assert not plain.state.params["up"]["kernel"].sharding.is_fully_replicated
+
+# %% [markdown]
+# `FSDP` needs no help: any dim that divides will do. Tensor parallelism must know more, for it
+# splits products, and only the model knows which dims are multiplied. There are two ways to
+# say it.
+#
+# ## Names in the model
+#
+# Flax has metadata for this. The names say what a dim means, not where it goes, so the model
+# still mentions no mesh; `constrain` says the same for an activation, and does nothing outside
+# of a strategy.
+
+
+# %%
+def named(*names):
+    init = nnx.initializers.lecun_normal()
+    return nnx.with_partitioning(init, names, eager_sharding=False)
+
+
+class NamedMLP(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up = nnx.Linear(32, 256, kernel_init=named("embed", "mlp"), rngs=rngs)
+        self.down = nnx.Linear(256, 32, kernel_init=named("mlp", "embed"), rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        hidden = constrain(nnx.gelu(self.up(x)), "batch", "mlp")
+        return constrain(self.down(hidden), "batch", "embed")
+
+
+both = Composite(FSDP(4), TensorParallel(2))
+with_names, losses = train(NamedMLP, both)
+np.testing.assert_allclose(losses, expected, rtol=1e-5)
+visualize({name: with_names.state.params[name]["kernel"] for name in ("up", "down")})
+
+# %% [markdown]
+# Outside of a strategy the model is what it was.
+
+# %%
+x = jnp.ones((2, 32))
+np.testing.assert_array_equal(NamedMLP(nnx.Rngs(0))(x), MLP(nnx.Rngs(0))(x))
+
+# %% [markdown]
+# ## Rules from outside
+#
+# A model that is not yours to change gets its places by rule: a regular expression over the
+# path, and a spec. A rule of yours comes before names, and names before FSDP's own choice. It is
+# the whole answer for the arrays that it matches: FSDP adds nothing to it, so both axes stand
+# in it. What no rule matches is left to FSDP.
+
+# %%
+rules = PathRules(
+    (r"up\.kernel", P("fsdp", "tensor")),
+    (r"up\.bias", P("tensor")),
+    (r"down\.kernel", P("tensor", "fsdp")),
+)
+with_rules, losses = train(MLP, Composite(FSDP(4), TensorParallel(2), rules=(rules,)))
+np.testing.assert_allclose(losses, expected, rtol=1e-5)
+for row in with_rules.describe().rows:
+    print(f"{row.info.path:12} {row.placement.stored!s:26} {row.placement.reason}")
+for name in ("up", "down"):
+    ruled, said = (t.state.params[name]["kernel"] for t in (with_rules, with_names))
+    assert ruled.sharding == said.sharding
+
+# %% [markdown]
+# The kernels lie where the names had put them.
+#
+# ## A training step of your own
+#
+# `Trainer` has a compiled step for loops of your own (`trainer.train_step`). And if the step
+# itself should be yours, in any library, there is only the placement: `sharded_jit` is
+# `jax.jit` that takes rules where shardings stand. The state below is a plain dict.
+
+# %%
+mesh = make_mesh({"fsdp": None})
+graphdef, start = nnx.split(MLP(nnx.Rngs(0)))
+tx = optax.adamw(1e-2)
+params = nnx.to_pure_dict(start)
+state = {"params": params, "opt": tx.init(params)}
+placed = ChainRules(PathRules((r"bias", P())), FSDPRules(min_size=0))
+
+
+@sharded_jit(
+    mesh=mesh,
+    in_shardings=(placed, P("fsdp")),  # state by rules, batch by rows
+    out_shardings=(placed, None),
+    donate_argnames="state",
+)
+def step(state, batch):
+    def objective(params):
+        return loss(nnx.merge(graphdef, params), batch)
+
+    value, grads = jax.value_and_grad(objective)(state["params"])
+    updates, opt = tx.update(grads, state["opt"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
+
+
+state = shard(state, placed, mesh)
+losses = []
+for batch in batches:
+    state, value = step(state, batch)
+    losses.append(float(value))
+print(np.array(losses))
+np.testing.assert_allclose(losses[0], expected[0], rtol=1e-4)
+
+# %% [markdown]
+# The optimizer's moments went where their parameters did, for the rules see their paths too
+# (`opt.0.mu.up.kernel`).
+
+# %%
+kernel, moment = state["params"]["up"]["kernel"], state["opt"][0].mu["up"]["kernel"]
+assert kernel.sharding == moment.sharding
+assert kernel.addressable_shards[0].data.size * 8 == kernel.size
+visualize(moment)
+
+# %% [markdown]
+# ## Exercise
+#
+# Add a third `nnx.Linear` to `MLP` and make the rules strict: `PathRules(..., strict=True)`. Read
+# the error, and mend the rules.
