@@ -6,7 +6,6 @@ from collections import Counter
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding
 
 from nnx_parallel.checkpoint.fingerprint import device_hashes
@@ -36,8 +35,11 @@ def check_replicas(state: Any, step: int) -> None:
         for path, x in jax.tree_util.tree_leaves_with_path(state)
         if isinstance(x.sharding, NamedSharding)
     ]
-    started = [(path, x, device_hashes(x)) for path, x in leaves]
-    mine = {path: _by_part(x, hashes) for path, x, hashes in started}
+    found = device_hashes([x for _, x in leaves])
+    mine = {
+        path: _by_part(x, hashes)
+        for (path, x), hashes in zip(leaves, found, strict=True)
+    }
     lines: list[str] = []
     for path, copies in _merge(exchange("replicas", mine)).items():
         lines += [f"`{path}`{line}" for line in _odd_ones(copies)]
@@ -52,17 +54,13 @@ def check_replicas(state: Any, step: int) -> None:
         )
 
 
-def _by_part(x: jax.Array, hashes: jax.Array) -> dict[str, list[tuple[str, int]]]:
+def _by_part(x: jax.Array, hashes: dict[int, int]) -> dict[str, list[tuple[str, int]]]:
     """Devices of this process and their hashes, by the part of the array they hold."""
-    by_device = {
-        shard.device.id: int(np.asarray(shard.data).ravel()[0])
-        for shard in hashes.addressable_shards
-    }
     parts: dict[str, list[tuple[str, int]]] = {}
     for shard in x.addressable_shards:
         name = f"{shard.device} (process {shard.device.process_index})"
         part = str([(s.start, s.stop) for s in shard.index])
-        parts.setdefault(part, []).append((name, by_device[shard.device.id]))
+        parts.setdefault(part, []).append((name, hashes[shard.device.id]))
     return parts
 
 

@@ -8,7 +8,8 @@ another. One changed element always changes it; what changes more escapes once i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -19,47 +20,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.distributed import exchange
+from nnx_parallel.sharding.specs import dim_axes
 
 Fingerprints = dict[str, dict[str, int]]
 
 
-def start_fingerprints(groups: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Sets the devices to work on `finish_fingerprints`, and does not wait for them.
-
-    The arrays may be donated as soon as this returns.
-
-    Args:
-        groups: Arrays by group and path.
-    """
-    return {
-        name: {path: (_parts(x), _counted(x)) for path, x in group.items()}
-        for name, group in groups.items()
-    }
-
-
-def finish_fingerprints(started: Any) -> Fingerprints:
-    """Waits for what `start_fingerprints` has begun and adds it up.
-
-    With several processes all of them call it, in the same order.
-
-    Returns:
-        An integer of 32 bits for each array, by group and path.
-    """
-    mine = {
-        name: {path: _sum(*found) for path, found in group.items()}
-        for name, group in started.items()
-    }
-    shares = exchange("fingerprints", mine)
-    return {
-        name: {
-            path: sum(share[name][path] for share in shares) % 2**32 for path in group
-        }
-        for name, group in mine.items()
-    }
-
-
 def fingerprints(groups: Mapping[str, Mapping[str, Any]]) -> Fingerprints:
-    """The fingerprint of each array, by group and path.
+    """The fingerprint of each array: an integer of 32 bits, by group and path.
+
+    With several processes all of them call it, with the same paths.
 
     Example:
         >>> x = jnp.arange(6.0)
@@ -69,70 +38,98 @@ def fingerprints(groups: Mapping[str, Mapping[str, Any]]) -> Fingerprints:
         >>> a == fingerprints({"g": {"x": x.at[2].set(2.0000002)}})
         False
     """
-    return finish_fingerprints(start_fingerprints(groups))
+    places = [(name, path) for name, group in groups.items() for path in group]
+    arrays = [groups[name][path] for name, path in places]
+    mine = [
+        sum(hashes[device] for device in _counted(x))
+        for x, hashes in zip(arrays, device_hashes(arrays), strict=True)
+    ]
+    shares = exchange("fingerprints", mine)
+    found: Fingerprints = {name: {} for name in groups}
+    for (name, path), *values in zip(places, *shares, strict=True):
+        found[name][path] = sum(values) % 2**32
+    return found
 
 
-def device_hashes(x: jax.Array) -> jax.Array:
-    """The hash of each device's shard, with dims like the mesh; not waited for.
+def device_hashes(arrays: Sequence[jax.Array]) -> list[dict[int, int]]:
+    """The hash of each shard that this process holds, by its device's id.
 
-    Shards that hold the same part of the array have the same hash.
+    Shards that hold the same part of an array have the same hash. All arrays of a mesh
+    are hashed by one program, whose results come to the host in one piece.
 
     Args:
-        x: An array with a `NamedSharding`.
+        arrays: Arrays on any meshes, or on single devices.
 
     Returns:
-        uint32, of the mesh's shape, one element on each device.
+        For each array its hashes, of 32 bits.
     """
-    sharding = x.sharding
-    assert isinstance(sharding, NamedSharding)
-    return _hash_shards(sharding.mesh, sharding.spec)(_data(x))
+    by_mesh: dict[Mesh | None, list[int]] = {}
+    for index, x in enumerate(arrays):
+        mesh = x.sharding.mesh if isinstance(x.sharding, NamedSharding) else None
+        by_mesh.setdefault(mesh, []).append(index)
+    started: list[tuple[list[int], jax.Array]] = []
+    for mesh, indices in by_mesh.items():
+        chosen = [_data(arrays[i]) for i in indices]
+        if mesh is None:
+            hashed = map(_hash_whole, chosen)
+            started += [([i], x) for i, x in zip(indices, hashed, strict=True)]
+            continue
+        specs = tuple(_spec(arrays[i]) for i in indices)
+        started.append((indices, _hash_shards(mesh, specs)(chosen)))
+    found: list[dict[int, int]] = [{} for _ in arrays]
+    for indices, hashes in started:
+        for shard in hashes.addressable_shards:
+            values = np.asarray(shard.data).ravel().tolist()
+            for index, value in zip(indices, values, strict=True):
+                found[index][shard.device.id] = value
+    return found
 
 
-def _parts(x: jax.Array) -> jax.Array:
-    if isinstance(x.sharding, NamedSharding):
-        return device_hashes(x)
-    return _hash_whole(_data(x))
+def _spec(x: jax.Array) -> P:
+    assert isinstance(x.sharding, NamedSharding)
+    return x.sharding.spec
 
 
-def _counted(x: jax.Array) -> set[int] | None:
+def _counted(x: jax.Array) -> set[int]:
     """Devices of this process whose shard counts: each part of an array once."""
     if not isinstance(x.sharding, NamedSharding):
-        return None
+        return {x.addressable_shards[0].device.id}  # its hash is that of the whole
     return {s.device.id for s in x.addressable_shards if s.replica_id == 0}
 
 
-def _sum(parts: jax.Array, counted: set[int] | None) -> int:
-    if counted is None:
-        return int(parts)
-    return sum(
-        int(np.asarray(shard.data).ravel()[0])
-        for shard in parts.addressable_shards
-        if shard.device.id in counted
-    )
+@lru_cache(maxsize=64)
+def _hash_shards(mesh: Mesh, specs: tuple[P, ...]) -> Any:
+    """A compiled function from global arrays to the hashes of each device's shards.
 
-
-@lru_cache(maxsize=4096)
-def _hash_shards(mesh: Mesh, spec: P) -> Any:
-    """A compiled function from a global array to the hash of each shard."""
-    names = mesh.axis_names
+    Its result has the dims of the mesh, with one element on each device, and a dim for
+    the arrays.
+    """
     sizes = dict(mesh.shape)
 
-    def hash_shard(shard: jax.Array) -> jax.Array:
+    def hash_shard(shard: jax.Array, spec: P) -> jax.Array:
         starts = []
-        for dim, size in enumerate(shard.shape):
-            axes = spec[dim] if dim < len(spec) else None
-            axes = () if axes is None else (axes,) if isinstance(axes, str) else axes
+        for dim, axes in enumerate(dim_axes(spec, shard.ndim)):
             place = jnp.uint32(0)
             for axis in axes:
                 place = place * jnp.uint32(sizes[axis])
                 place += jax.lax.axis_index(axis).astype(jnp.uint32)
-            count = int(np.prod([sizes[axis] for axis in axes]))
+            count = math.prod(sizes[axis] for axis in axes)
+            size = shard.shape[dim]
             starts.append((place * jnp.uint32(size), size * count))
-        return _hash(shard, starts).reshape((1,) * len(names))
+        return _hash(shard, starts)
+
+    def hash_shards(shards: list[jax.Array]) -> jax.Array:
+        pairs = zip(shards, specs, strict=True)
+        hashes = jnp.stack([hash_shard(shard, spec) for shard, spec in pairs])
+        return hashes.reshape((1,) * len(sizes) + hashes.shape)
 
     return jax.jit(
         jax.shard_map(
-            hash_shard, mesh=mesh, in_specs=spec, out_specs=P(*names), check_vma=False
+            hash_shards,
+            mesh=mesh,
+            in_specs=(list(specs),),
+            out_specs=P(*mesh.axis_names),
+            check_vma=False,
         )
     )
 
