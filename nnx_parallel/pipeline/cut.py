@@ -20,9 +20,6 @@ import jax
 import jax.extend.core as jex
 
 from nnx_parallel.errors import PipelineError
-from nnx_parallel.layers.stack import using_runner
-from nnx_parallel.pipeline.call import RecordedCall, record
-from nnx_parallel.pipeline.find import find_stack, holds_stack
 from nnx_parallel.jaxprs import (
     inline,
     inputs_of,
@@ -30,6 +27,9 @@ from nnx_parallel.jaxprs import (
     trace,
     variables_in,
 )
+from nnx_parallel.layers.stack import using_runner
+from nnx_parallel.pipeline.call import RecordedCall, record
+from nnx_parallel.pipeline.find import find_stack, holds_stack
 from nnx_parallel.pipeline.parts import (
     BATCH,
     PARAMS,
