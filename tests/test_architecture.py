@@ -86,6 +86,7 @@ ORDER = [
     "progress",
     "diagnosis",
     "loop",
+    "fitting",
     "trainer",
     "cli",
     "__main__",
