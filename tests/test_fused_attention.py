@@ -29,18 +29,18 @@ from nnx_parallel import (
 from nnx_parallel.errors import AttentionKernelError
 from nnx_parallel.layers import Dense, Stack, attention
 from nnx_parallel.layers.fused_attention import (
+    KERNELS,
     per_shard,
     splash_attention,
     splits_queries,
     unfit,
-    xla_attention,
 )
 from nnx_parallel.sharding import constrain, using
 from tests.parity.checks import assert_gradients_close
 from tests.parity.runs import compiling, to_host
 from tests.tpus import numbers_from
 
-CAUSAL = partial(xla_attention, causal=True)
+CAUSAL = partial(KERNELS["xla"], causal=True)
 NAMES = ("batch", "seq", "heads", "head_dim")
 STRATEGIES: dict[str, Strategy] = {
     "dp": DataParallel(8),
@@ -116,7 +116,7 @@ def test_a_mask_is_split_along_what_it_has(shape: tuple[int, int]):
     layout = STRATEGIES["composite"].layout()
     mask = np.random.default_rng(1).random((*shape, 16, 16)) < 0.7
     mask |= np.eye(16, dtype=bool)
-    kernel = partial(xla_attention, causal=False)
+    kernel = partial(KERNELS["xla"], causal=False)
     query, key, value = operands(8, 4)
 
     @jax.jit
@@ -194,7 +194,7 @@ def test_splash_is_plain_attention(kv_heads: int, causal: bool):
     arrays = operands(4, kv_heads, rows=2, seq=128, head_dim=64)
     kernel = partial(splash_attention, causal=causal, interpret=True)
     found = value_and_gradients(partial(kernel, mask=None), arrays)
-    plain = partial(xla_attention, causal=causal)
+    plain = partial(KERNELS["xla"], causal=causal)
     expected = value_and_gradients(partial(plain, mask=None), arrays)
     for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         assert np.max(np.abs(a - b)) <= 1e-5 * np.max(np.abs(b))
