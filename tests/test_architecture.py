@@ -36,8 +36,8 @@ ORDER = [
     "pipeline.schedules",
     "pipeline.options",
     "pipeline",
-    "sharding",
     "collectives",
+    "sharding",
     # A layer's forward pass as a jaxpr that says what its backward pass needs.
     "jaxprs",
     "keeping",
