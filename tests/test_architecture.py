@@ -94,7 +94,7 @@ ORDER = [
 OPEN_TO_MODELS = {"layers", "sharding", "metrics"}
 
 # Where a distribution's import name is not its own name.
-IMPORT_NAMES = {"orbax-checkpoint": "orbax"}
+IMPORT_NAMES = {"orbax-checkpoint": "orbax", "pyyaml": "yaml"}
 
 
 def files_of(package: Path) -> list[Path]:
