@@ -152,6 +152,19 @@ def test_a_jobset_quotes_what_another_parser_takes_for_a_number(
     assert "replicas: 1\n" in text
 
 
+def test_too_few_visible_devices(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    sizes = ["--processes", "2", "--devices-per-process", "2"]
+    assert main(["launch", *sizes, "train.py"]) == 2
+    message = (
+        "CUDA_VISIBLE_DEVICES=0,1,2 names 3 devices, but 2 processes of 2 devices "
+        "need 4. Launch fewer, or make more visible.\n"
+    )
+    assert capsys.readouterr().err == message
+
+
 @pytest.mark.parametrize("wrong", [["--processes", "0"], ["--max-restarts", "-1"]])
 def test_numbers_that_mean_nothing(
     wrong: list[str], capsys: pytest.CaptureFixture[str]
