@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec as P
 
 from models import GPT, next_token_loss
 from nnx_parallel import TrainState
+from nnx_parallel.keeping import Layers
 from nnx_parallel.microbatches import split_rows
 from nnx_parallel.pipeline.buffers import plan_buffers
 from nnx_parallel.pipeline.edges import Edges, Flight, Given
 from nnx_parallel.pipeline.executor import Executor
-from nnx_parallel.keeping import Layers
 from nnx_parallel.pipeline.stage import Stage
 from nnx_parallel.pipeline.table import Table
 from nnx_parallel.sharding import using

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -126,9 +127,7 @@ def table() -> list[str]:
         "|---|---|--:|--:|--:|--:|--:|",
     ]
     for example in EXAMPLES:
-        told, devices = example.describe(), 1
-        for size in example.axis_sizes.values():
-            devices *= size
+        told, devices = example.describe(), math.prod(example.axis_sizes.values())
         sizes = (told.params_bytes, told.gradients_bytes, told.optimizer_bytes)
         shown = " | ".join(f"{size / 1e9:.3g}" for size in (*sizes, sum(sizes)))
         lines.append(

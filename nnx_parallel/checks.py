@@ -90,7 +90,7 @@ def check_resumable(data: object) -> None:
             "skips as many batches as were used, which is right only if the iterator "
             "then starts at its beginning. Pass an object whose `__iter__` starts "
             "again, or a Grain dataset.",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

@@ -48,7 +48,7 @@ def warn_of_changes(plan: StatePlan, restored: TrainState) -> None:
             f"Hyperparameters have changed since the checkpoint: {'; '.join(lines)}. "
             "Those of the checkpoint are used, for they are part of the optimizer's "
             "state: set them there, or restore(weights_only=True).",
-            stacklevel=4,
+            stacklevel=6,
         )
 
 

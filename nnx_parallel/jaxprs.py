@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -66,6 +67,23 @@ def needed(
             kept.append(eqn)
             wanted.update(v for v in variables_in(eqn.invars) if v not in given)
     return kept[::-1]
+
+
+def warn_of_effects(jaxpr: jex.Jaxpr) -> None:
+    """Warns of calls that are lost where only what is `needed` is run.
+
+    Warns:
+        UserWarning: If the program prints or calls back into Python.
+    """
+    if jaxpr.effects:
+        warnings.warn(
+            "The loss, or a block of its Stack, prints or calls back into Python "
+            "(jax.debug.print, callbacks). Under a Pipeline, and with FSDP's prefetch, "
+            "only what the outputs need is run, in another order and partly twice: "
+            "these calls are left out. Debug with DataParallel(1): the numbers are the "
+            "same.",
+            stacklevel=2,
+        )
 
 
 def inputs_of(

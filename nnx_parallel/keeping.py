@@ -7,7 +7,6 @@ else be kept once per microbatch, or once per layer.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from nnx_parallel.jaxprs import (
     run,
     trace,
     variables_in,
+    warn_of_effects,
 )
 
 
@@ -89,17 +89,6 @@ class KeepingForward:
         return env | dict(zip(self.jaxpr.invars, leaves, strict=True))
 
 
-def _warn_of_effects(jaxpr: jex.Jaxpr) -> None:
-    if jaxpr.effects:
-        warnings.warn(
-            "The blocks of the Stack print or call back into Python (jax.debug.print, "
-            "callbacks). Under a Pipeline, and with FSDP's prefetch, only what the "
-            "outputs need is run, so that these calls are left out. Debug with "
-            "DataParallel: the numbers are the same.",
-            stacklevel=2,
-        )
-
-
 def keeping_forward(
     block_vjp: Callable[[Layers, list, list], tuple[list, dict, Callable]],
     layer: Layers,
@@ -124,7 +113,7 @@ def keeping_forward(
 
     parts = (layer.trained, layer.fixed, args, layer.state, x)
     jaxpr, consts, (out, state, _) = trace(forward, *parts)
-    _warn_of_effects(jaxpr)
+    warn_of_effects(jaxpr)
     jaxpr = inline(jaxpr, is_jit)
     residuals = jaxpr.outvars[len(out) + len(state) :]
     weights = jax.tree.leaves((layer.trained, layer.fixed))

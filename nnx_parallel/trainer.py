@@ -2,45 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import os
-import signal
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from flax import nnx
 from jax.sharding import Mesh
 
-from nnx_parallel.agreements import agree_on_run
 from nnx_parallel.callbacks import Callback, Hooks
 from nnx_parallel.checkpoint import Checkpoint, Storage
-from nnx_parallel.checks import (
-    check_arguments,
-    check_eval_data,
-    check_model,
-    check_resumable,
-)
+from nnx_parallel.checks import check_arguments, check_model
 from nnx_parallel.data import data_share
-from nnx_parallel.diagnosis import explain_non_finite
 from nnx_parallel.distributed import Watchdog, strip_addresses
 from nnx_parallel.engine import Engine
-from nnx_parallel.errors import NonFiniteLossError
+from nnx_parallel.fitting import Fitting
 from nnx_parallel.layers import Remat, check_remat
-from nnx_parallel.loggers import Logger, LoggerGroup, default_loggers
-from nnx_parallel.loop import Loop, repeat_first
+from nnx_parallel.loggers import Logger
 from nnx_parallel.mesh import Device
 from nnx_parallel.planning import plan_state
 from nnx_parallel.precision import Precision
 from nnx_parallel.profiling import Profile, Tracer
 from nnx_parallel.progress import Progress
-from nnx_parallel.recorder import History, Recorder
+from nnx_parallel.recorder import History
 from nnx_parallel.sharding.model import ModelFn, abstract_model
 from nnx_parallel.state import TrainState
 from nnx_parallel.step import Batch, LossFn, Metrics, StepOptions
 from nnx_parallel.strategies import DataParallel, Strategy
 from nnx_parallel.strategies.describe import Description, describe_model
-from nnx_parallel.supervision import Supervision
 
 
 class Trainer:
@@ -139,9 +127,6 @@ class Trainer:
         self.layout = self.strategy.layout(mesh or self.strategy.make_mesh(devices))
         self._optimizer = optimizer
         self._wrt = wrt
-        self._log_every = log_every
-        self._fast_dev_run = fast_dev_run
-        self._overfit_batches = overfit_batches
         self._source = model
         self._seed = seed
         plan = plan_state(
@@ -154,20 +139,30 @@ class Trainer:
         )
         options = StepOptions(num_microbatches=num_microbatches, remat=remat)
         self._engine = Engine(plan, model, loss, options, seed, global_batch_size)
-        self._loss = loss
         checkpoint = None if fast_dev_run else checkpoint
         strategy_text = strip_addresses(repr(self.strategy))
         description = {"strategy": strategy_text, **self._engine.describe()}
         self._storage = Storage(checkpoint, description)
         self._progress = Progress(self._engine, self._storage)
-        self._tracer = Tracer(
+        self._hooks = Hooks(self, callbacks)
+        tracer = Tracer(
             None if profile is None or fast_dev_run else Profile(*profile),
             self._storage.local_directory,
         )
-        self._loggers = loggers
-        self._hooks = Hooks(self, callbacks)
-        self._step_timeout = step_timeout
-        self._check_replicas_every = check_replicas_every
+        self._fitting = Fitting(
+            engine=self._engine,
+            storage=self._storage,
+            progress=self._progress,
+            tracer=tracer,
+            hooks=self._hooks,
+            loss=loss,
+            loggers=loggers,
+            log_every=log_every,
+            fast_dev_run=fast_dev_run,
+            overfit_batches=overfit_batches,
+            step_timeout=step_timeout,
+            check_replicas_every=check_replicas_every,
+        )
 
     @property
     def mesh(self) -> Mesh:
@@ -270,77 +265,7 @@ class Trainer:
             DataExhaustedError: If the data ends before ``num_steps``.
             BatchShapeError: If a batch does not divide, or changes its shape.
         """
-        check_eval_data(eval_data)
-        logger = LoggerGroup(self._make_loggers())
-        recorder = Recorder(logger, self._hooks.step_end, log_every=self._log_every)
-        if self._overfit_batches:
-            data = repeat_first(data, self._overfit_batches)
-        supervision = Supervision(self._hooks, self._step_timeout)
-        loop = Loop(
-            engine=self._engine,
-            storage=self._storage,
-            progress=self._progress,
-            recorder=recorder,
-            tracer=self._tracer,
-            hooks=self._hooks,
-            supervision=supervision,
-            eval_data=eval_data,
-            eval_every=eval_every,
-            check_replicas_every=self._check_replicas_every,
-        )
-        try:
-            with supervision:
-                self._fit(loop, logger, data, num_steps)
-            history = recorder.history()
-            self._hooks.fit_end(history)
-        except NonFiniteLossError as error:
-            explained = explain_non_finite(self._engine, self._storage)
-            raise NonFiniteLossError(f"{error} {explained}") from None
-        except BaseException:
-            # The other processes may not be at the same place: nothing to wait for.
-            self._storage.abandon_if_shared()
-            raise
-        finally:
-            with self._storage:
-                logger.finish()
-        if supervision.is_terminated:
-            raise SystemExit(0 if self._storage.options else 128 + signal.SIGTERM)
-        return history
-
-    def _fit(
-        self, loop: Loop, logger: LoggerGroup, data: Iterable[Batch], num_steps: int
-    ) -> None:
-        resumed = self._progress.resume()
-        self._storage.check_ahead(self.step)
-        if self.step < num_steps:
-            self._storage.check_space(self._engine.plan.abstract)
-        if self._fast_dev_run:
-            num_steps = min(num_steps, self.step + 2)
-            first = loop.eval_data and list(itertools.islice(loop.eval_data, 1))
-            loop = dataclasses.replace(loop, eval_data=first)
-        settings = self._storage.description | {
-            "num_steps": num_steps,
-            "checkpoint": strip_addresses(repr(self._storage.options)),
-            "evaluates": [loop.eval_data is not None, loop.eval_every],
-        }
-        if self._storage.options is not None and self.step == 0:
-            check_resumable(data)  # a resumed run hears of it where batches are skipped
-        agree_on_run(self._engine.plan, self._loss, settings, self.step)
-        logger.start(first_step=self.step, num_steps=num_steps)
-        if resumed:
-            logger.message(resumed)
-        self._hooks.fit_start()
-        if self.step < num_steps:
-            loop.run(data, num_steps)
-        else:
-            logger.message(f"All {num_steps} steps are done: nothing to train.")
-        self._storage.wait()  # a SIGTERM that comes now does not cut it short
-        loop.supervision.settle()
-        reason = loop.supervision.stop_reason
-        if reason is not None:
-            logger.message(f"Stopped at step {self.step}: {reason}")
-        if loop.supervision.is_terminated:
-            logger.message(self._storage.last_words(self.step))
+        return self._fitting.run(data, num_steps, eval_data, eval_every)
 
     def stop(self, reason: str) -> None:
         """Ends the fit after the step in work, evaluated and saved as the last one."""
@@ -416,8 +341,3 @@ class Trainer:
                 has changed.
         """
         self._progress.restore(step, directory, weights_only=weights_only)
-
-    def _make_loggers(self) -> Sequence[Logger]:
-        if self._loggers is not None and not self._fast_dev_run:
-            return self._loggers
-        return default_loggers(self._storage.local_directory)

@@ -36,8 +36,8 @@ ORDER = [
     "pipeline.schedules",
     "pipeline.options",
     "pipeline",
-    "sharding",
     "collectives",
+    "sharding",
     # A layer's forward pass as a jaxpr that says what its backward pass needs.
     "jaxprs",
     "keeping",
@@ -86,6 +86,7 @@ ORDER = [
     "progress",
     "diagnosis",
     "loop",
+    "fitting",
     "trainer",
     "cli",
     "__main__",
@@ -93,7 +94,7 @@ ORDER = [
 OPEN_TO_MODELS = {"layers", "sharding", "metrics"}
 
 # Where a distribution's import name is not its own name.
-IMPORT_NAMES = {"orbax-checkpoint": "orbax"}
+IMPORT_NAMES = {"orbax-checkpoint": "orbax", "pyyaml": "yaml"}
 
 
 def files_of(package: Path) -> list[Path]:

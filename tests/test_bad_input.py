@@ -168,8 +168,9 @@ def test_a_generator_where_resume_is_asked_for(tmp_path: Path) -> None:
         "The run saves checkpoints, but its data is a one-shot iterator (generator), "
         "whose position cannot be saved"
     )
-    with pytest.warns(UserWarning, match=re.escape(message)):
+    with pytest.warns(UserWarning, match=re.escape(message)) as found:
         make_trainer(checkpoint=tmp_path).fit(batches(), 1)
+    assert [warning.filename for warning in found] == [__file__]
 
 
 def test_hyperparameters_that_changed_since_the_checkpoint(tmp_path: Path) -> None:
@@ -185,8 +186,9 @@ def test_hyperparameters_that_changed_since_the_checkpoint(tmp_path: Path) -> No
         "Hyperparameters have changed since the checkpoint: learning_rate: 0.1 in the "
         "checkpoint, 0.2 in the optimizer now. Those of the checkpoint are used"
     )
-    with pytest.warns(UserWarning, match=re.escape(message)):
+    with pytest.warns(UserWarning, match=re.escape(message)) as found:
         train(0.2, 4)
+    assert [warning.filename for warning in found] == [__file__]
 
 
 def test_rows_that_are_not_those_stated() -> None:

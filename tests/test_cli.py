@@ -1,5 +1,6 @@
 """The command line: what it writes for schedulers, and what it says of checkpoints."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,19 @@ JOB = Job(
     devices_per_process=8,
     max_restarts=2,
 )
+
+
+CPU_VARIABLES = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+    "JAX_NUM_CPU_DEVICES": "8",
+    "PJRT_NPROC": "32",
+}
+
+
+def exported(script: str) -> dict[str, str]:
+    """The variables that a shell script sets for its commands."""
+    return dict(re.findall(r"^export (\w+)=(\S+)$", script, re.MULTILINE))
 
 
 def printed(kind: str, capsys: pytest.CaptureFixture[str], *options: str) -> str:
@@ -87,7 +101,7 @@ def test_slurm_asks_for_tasks_devices_and_a_warning(
     assert "#SBATCH --signal=TERM@120" in lines
     on_cpu = printed("slurm", capsys, "--cpu")
     assert "gpus" not in on_cpu
-    assert "JAX_NUM_CPU_DEVICES=8" in on_cpu
+    assert exported(on_cpu) == CPU_VARIABLES
 
 
 def test_a_jobset_has_what_its_schema_requires(
@@ -117,6 +131,38 @@ def test_a_jobset_has_what_its_schema_requires(
     assert env["NNX_PARALLEL_NUM_PROCESSES"]["value"] == "4"
     field = env["NNX_PARALLEL_PROCESS_ID"]["valueFrom"]["fieldRef"]["fieldPath"]
     assert field == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+
+
+def test_a_jobset_says_how_devices_are_simulated(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    manifest = yaml.safe_load(printed("jobset", capsys, "--cpu"))
+    (jobs,) = manifest["spec"]["replicatedJobs"]
+    (container,) = jobs["template"]["spec"]["template"]["spec"]["containers"]
+    env = {variable["name"]: variable.get("value") for variable in container["env"]}
+    assert env.items() >= CPU_VARIABLES.items()
+    assert container["resources"] == {"limits": {}}
+
+
+def test_a_jobset_quotes_what_another_parser_takes_for_a_number(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = printed("jobset", capsys)
+    assert '- "3e-4"\n' in text
+    assert "replicas: 1\n" in text
+
+
+def test_too_few_visible_devices(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    sizes = ["--processes", "2", "--devices-per-process", "2"]
+    assert main(["launch", *sizes, "train.py"]) == 2
+    message = (
+        "CUDA_VISIBLE_DEVICES=0,1,2 names 3 devices, but 2 processes of 2 devices "
+        "need 4. Launch fewer, or make more visible.\n"
+    )
+    assert capsys.readouterr().err == message
 
 
 @pytest.mark.parametrize("wrong", [["--processes", "0"], ["--max-restarts", "-1"]])

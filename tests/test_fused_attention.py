@@ -5,10 +5,7 @@ stand in the program is read from what the TPU compiler makes.
 """
 
 import math
-import os
 import re
-import subprocess
-import sys
 from functools import partial
 from typing import Any
 
@@ -32,17 +29,18 @@ from nnx_parallel import (
 from nnx_parallel.errors import AttentionKernelError
 from nnx_parallel.layers import Dense, Stack, attention
 from nnx_parallel.layers.fused_attention import (
+    KERNELS,
     per_shard,
     splash_attention,
     splits_queries,
     unfit,
-    xla_attention,
 )
 from nnx_parallel.sharding import constrain, using
 from tests.parity.checks import assert_gradients_close
 from tests.parity.runs import compiling, to_host
+from tests.tpus import numbers_from
 
-CAUSAL = partial(xla_attention, causal=True)
+CAUSAL = partial(KERNELS["xla"], causal=True)
 NAMES = ("batch", "seq", "heads", "head_dim")
 STRATEGIES: dict[str, Strategy] = {
     "dp": DataParallel(8),
@@ -118,7 +116,7 @@ def test_a_mask_is_split_along_what_it_has(shape: tuple[int, int]):
     layout = STRATEGIES["composite"].layout()
     mask = np.random.default_rng(1).random((*shape, 16, 16)) < 0.7
     mask |= np.eye(16, dtype=bool)
-    kernel = partial(xla_attention, causal=False)
+    kernel = partial(KERNELS["xla"], causal=False)
     query, key, value = operands(8, 4)
 
     @jax.jit
@@ -196,36 +194,20 @@ def test_splash_is_plain_attention(kv_heads: int, causal: bool):
     arrays = operands(4, kv_heads, rows=2, seq=128, head_dim=64)
     kernel = partial(splash_attention, causal=causal, interpret=True)
     found = value_and_gradients(partial(kernel, mask=None), arrays)
-    plain = partial(xla_attention, causal=causal)
+    plain = partial(KERNELS["xla"], causal=causal)
     expected = value_and_gradients(partial(plain, mask=None), arrays)
     for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+        assert np.max(np.abs(a - b)) <= 1e-5 * np.max(np.abs(b))
 
 
-TPU_SCRIPT = """
-import math, sys
-import jax, numpy as np, optax
-from jax.experimental import topologies
-from models import GPT, GPTConfig, next_token_loss
-from nnx_parallel import *
-from nnx_parallel.planning import plan_state
-from nnx_parallel.sharding.model import abstract_model
-from nnx_parallel.step import StepOptions, make_train_step
-from flax import nnx
-
-topology = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1")
-strategy = eval(sys.argv[1])
-layout = strategy.layout(strategy.make_mesh(topology.devices))
+GPT_STEPS = """
 for kernel in (None, "xla"):
     config = GPTConfig.tiny_llama(
         num_layers=4, seq_len=1024, embed_dim=256, head_dim=64, attention=kernel
     )
-    model = abstract_model(lambda rngs: GPT(config, rngs=rngs), nnx.Rngs(0))
-    plan = plan_state(model, layout, optax.sgd(0.1))
+    plan = plan_gpt(config, eval(sys.argv[1]), "v5p:2x2x1")
     step = make_train_step(plan, next_token_loss, StepOptions(num_microbatches=2))
-    rows = layout.sharding(layout.batch_spec(8))
-    tokens = jax.ShapeDtypeStruct((8, 1025), np.int32, sharding=rows)
-    lowered = step.lower(plan.abstract, {"tokens": tokens})
+    lowered = lower_gpt(step, plan, 8, 1024)
     memory = lowered.compile().memory_analysis()
     print(lowered.as_text().count("tpu_custom_call"), memory.temp_size_in_bytes)
 """
@@ -243,25 +225,17 @@ for kernel in (None, "xla"):
 )
 def test_splash_is_what_a_tpu_runs(strategy: Strategy):
     """By default, and in less memory than the scores would take."""
-    lines = run_script(TPU_SCRIPT, repr(strategy))
-    (kernels, memory), (none, plain) = (map(int, line.split()) for line in lines)
+    kernels, memory, none, plain = numbers_from(GPT_STEPS, repr(strategy))
     # Forward, and its gradients: of queries, and of keys and values.
     assert kernels >= 3
     assert none == 0
     assert memory < plain
 
 
-MESH_SCRIPT = """
-import jax
-from jax.experimental import topologies
-from jax.sharding import PartitionSpec as P
-from nnx_parallel import make_mesh, sharded_jit
-from nnx_parallel.layers import attention
-
-topology = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1")
+ATTENTION_ON_MESHES = """
 x = jax.ShapeDtypeStruct((4, 256, 2, 128), "bfloat16")
-for sizes, devices in (({"data": 4}, 4), ({"data": 1}, 1)):
-    mesh = make_mesh(sizes, topology.devices[:devices])
+for size in (4, 1):
+    mesh = make_mesh({"data": size}, devices_of("v5p:2x2x1")[:size])
     run = sharded_jit(lambda x: attention(x, x, x), mesh, in_shardings=P("data"))
     print(run.lower(x).as_text().count("tpu_custom_call"))
 """
@@ -270,26 +244,7 @@ for sizes, devices in (({"data": 4}, 4), ({"data": 1}, 1)):
 @pytest.mark.slow
 def test_a_mesh_that_says_nothing_of_heads_is_left_to_the_partitioner():
     """It cannot split a Pallas kernel."""
-    assert run_script(MESH_SCRIPT) == ["0", "1"]
-
-
-def run_script(*arguments: str) -> list[str]:
-    """The lines that a Python program prints which runs the TPU compiler."""
-    pytest.importorskip("libtpu")
-    environment = {
-        "TPU_SKIP_MDS_QUERY": "1",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    run = subprocess.run(
-        [sys.executable, "-c", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | environment,
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout.splitlines()
+    assert numbers_from(ATTENTION_ON_MESHES) == [0, 1]
 
 
 # Errors

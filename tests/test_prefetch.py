@@ -29,9 +29,9 @@ from nnx_parallel import (
     Trainer,
 )
 from nnx_parallel.collectives import Mode, gather_hops, join_hops
+from nnx_parallel.jaxprs import derived, inline, needed, subjaxprs, walk
 from nnx_parallel.layers import Dense, Remat, Stack
 from nnx_parallel.mesh import make_mesh
-from nnx_parallel.jaxprs import derived, inline, needed, subjaxprs, walk
 from nnx_parallel.sharding import using
 from nnx_parallel.sharding.model import annotate
 from nnx_parallel.step import StepOptions, make_train_step

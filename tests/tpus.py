@@ -7,39 +7,45 @@ import sys
 import pytest
 
 HEADER = """
-import os
+import os, sys
 os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu"}
 import jax, numpy as np, optax
 from flax import nnx
 from jax.experimental import topologies
+from jax.sharding import PartitionSpec as P
 from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import *
+from nnx_parallel.layers import attention
 from nnx_parallel.planning import plan_state
 from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.step import StepOptions, make_train_step
 
-def plan_gpt(config, strategy, topology_name):
-    topology = topologies.get_topology_desc(
+def devices_of(topology_name):
+    return topologies.get_topology_desc(
         platform="tpu", topology_name=topology_name
-    )
-    layout = strategy.layout(strategy.make_mesh(topology.devices))
+    ).devices
+
+def plan_gpt(config, strategy, topology_name):
+    layout = strategy.layout(strategy.make_mesh(devices_of(topology_name)))
     model = abstract_model(lambda rngs: GPT(config, rngs=rngs), nnx.Rngs(0))
     precision = Precision.mixed_bfloat16()
     return plan_state(model, layout, optax.adamw(1e-3), precision=precision)
 
-def memory_of(step, plan, rows, seq_len):
+def lower_gpt(step, plan, rows, seq_len):
     sharding = plan.layout.sharding(plan.layout.batch_spec(rows))
     tokens = jax.ShapeDtypeStruct((rows, seq_len + 1), np.int32, sharding=sharding)
-    lowered = step.lower(plan.abstract, {"tokens": tokens})
-    return lowered.compile().memory_analysis()
+    return step.lower(plan.abstract, {"tokens": tokens})
+
+def memory_of(step, plan, rows, seq_len):
+    return lower_gpt(step, plan, rows, seq_len).compile().memory_analysis()
 """
 
 
-def numbers_from(script: str) -> list[int]:
+def numbers_from(script: str, *arguments: str) -> list[int]:
     """The integers that a script prints; it has the names of `HEADER`."""
     pytest.importorskip("libtpu")
     run = subprocess.run(
-        [sys.executable, "-c", HEADER + script],
+        [sys.executable, "-c", HEADER + script, *arguments],
         capture_output=True,
         text=True,
         check=False,

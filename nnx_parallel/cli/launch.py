@@ -50,6 +50,19 @@ class Job:
     cpu: bool = False
     host: str = "127.0.0.1"
 
+    @property
+    def cpu_variables(self) -> dict[str, str]:
+        """Environment of a process that simulates its devices; else nothing."""
+        if not self.cpu:
+            return {}
+        count = self.devices_per_process or 1
+        return {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+            "JAX_NUM_CPU_DEVICES": str(count),
+            "PJRT_NPROC": str(4 * count),  # as `simulate_devices`
+        }
+
 
 def launch(job: Job) -> int:
     """Runs the processes to their end, restarted after failures as the job allows.
@@ -154,16 +167,10 @@ def _environment(job: Job, address: str, index: int, restart: int) -> dict[str, 
         RESTART: str(restart),
         TAGGED: str(os.getpid()),
         "PYTHONUNBUFFERED": "1",
+        **job.cpu_variables,
     }
     count = job.devices_per_process
-    if job.cpu:
-        environment |= {
-            "JAX_PLATFORMS": "cpu",
-            "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-            "JAX_NUM_CPU_DEVICES": str(count or 1),
-            "PJRT_NPROC": str(4 * (count or 1)),  # as `simulate_devices`
-        }
-    elif count is not None:
+    if not job.cpu and count is not None:
         environment[_VISIBLE] = ",".join(_devices(job, count)[index])
     return environment
 

@@ -6,10 +6,13 @@ failure; the script's ``initialize()`` finds its place from the environment.
 
 from __future__ import annotations
 
-import json
+import math
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from nnx_parallel.cli.launch import Job
 from nnx_parallel.distributed.start import COORDINATOR, NUM_PROCESSES, PROCESS_ID
@@ -22,10 +25,8 @@ def slurm(job: Job) -> str:
     gpus = (
         "" if job.cpu else f"#SBATCH --gpus-per-task={job.devices_per_process or 1}\n"
     )
-    devices = (
-        f"export JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES={job.devices_per_process or 1}\n"
-        if job.cpu
-        else ""
+    variables = "".join(
+        f"export {name}={value}\n" for name, value in job.cpu_variables.items()
     )
     return f"""#!/bin/bash
 #SBATCH --job-name={_name(job)}
@@ -36,7 +37,7 @@ def slurm(job: Job) -> str:
 # SIGTERM, 120 s before the time is over or the node is taken, saves a checkpoint.
 
 set -u
-{devices}restarts=0
+{variables}restarts=0
 while true; do
   # One process fails: all are ended.
   srun --kill-on-bad-exit=1 {_command(job)} && exit 0
@@ -50,7 +51,7 @@ done
 
 def jobset(job: Job) -> str:
     """A Kubernetes JobSet: one pod for each process, restarted together."""
-    name = _name(job)
+    name, variables = _name(job), job.cpu_variables.items()
     limits = {} if job.cpu else {"nvidia.com/gpu": job.devices_per_process or 1}
     container = {
         "name": "train",
@@ -68,7 +69,7 @@ def jobset(job: Job) -> str:
                     }
                 },
             },
-            *_cpu_variables(job),
+            *({"name": name, "value": value} for name, value in variables),
         ],
         "ports": [{"containerPort": _PORT}],
         "resources": {"limits": limits},
@@ -99,7 +100,7 @@ def jobset(job: Job) -> str:
     }
     return (
         "# kubectl apply -f this; put the image with the code in the place of IMAGE.\n"
-        + _yaml(manifest)
+        + yaml.dump(manifest, Dumper=_Dumper, sort_keys=False, width=math.inf)
     )
 
 
@@ -139,30 +140,22 @@ def _name(job: Job) -> str:
     return cleaned.strip("-")[:40].rstrip("-") or "train"
 
 
-def _cpu_variables(job: Job) -> list[dict[str, str]]:
-    if not job.cpu:
-        return []
-    count = str(job.devices_per_process or 1)
-    return [
-        {"name": "JAX_PLATFORMS", "value": "cpu"},
-        {"name": "JAX_NUM_CPU_DEVICES", "value": count},
-    ]
+class _Dumper(yaml.SafeDumper):
+    """Quotes texts: bare, some parsers take 3e-4 for a number and y for true."""
+
+    def represent_mapping(
+        self, tag: str, mapping: Any, flow_style: bool | None = None
+    ) -> yaml.MappingNode:
+        """A mapping whose keys, which are ours, stay plain."""
+        node = super().represent_mapping(tag, mapping, flow_style)
+        for key, _ in node.value:
+            key.style = None
+        return node
 
 
-def _yaml(value: object, indent: int = 0) -> str:
-    """Dicts and lists as YAML blocks; strings and numbers are written as JSON."""
-    pad = "  " * indent
-    if isinstance(value, dict) and value:
-        return "".join(
-            f"{pad}{key}:{_yaml_value(inner, indent + 1)}"
-            for key, inner in value.items()
-        )
-    if isinstance(value, list) and value:
-        return "".join(f"{pad}-{_yaml_value(inner, indent + 1)}" for inner in value)
-    return f"{pad}{json.dumps(value)}\n"
-
-
-def _yaml_value(value: object, indent: int) -> str:
-    if isinstance(value, dict | list) and value:
-        return "\n" + _yaml(value, indent)
-    return f" {json.dumps(value)}\n"
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style='"'
+    ),
+)

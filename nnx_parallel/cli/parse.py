@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from nnx_parallel.cli.inspect import inspect
 from nnx_parallel.cli.launch import Job, launch
 from nnx_parallel.cli.manifests import MANIFESTS
+from nnx_parallel.errors import ParallelError
 
 _DIRECTORY = "a run's checkpoint directory"
 
@@ -21,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             process's own.
 
     Returns:
-        The exit code.
+        The exit code; 2 if what was asked for cannot be started.
     """
     parser = argparse.ArgumentParser(prog="python -m nnx_parallel", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -43,7 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.print:
         sys.stdout.write(MANIFESTS[options.print](job))
         return 0
-    return launch(job)
+    try:
+        return launch(job)
+    except ParallelError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
 
 
 def _add_launch(parser: argparse.ArgumentParser) -> None:

@@ -13,4 +13,5 @@ from nnx_parallel.collectives.products import (
     matmul_reduce_scatter as matmul_reduce_scatter,
 )
 from nnx_parallel.collectives.ring import Mode as Mode
+from nnx_parallel.collectives.ring import Overlap as Overlap
 from nnx_parallel.collectives.ring import check_mode as check_mode

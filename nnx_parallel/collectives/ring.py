@@ -19,7 +19,10 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-Mode = Literal["bulk", "ring", "bidirectional"]
+Overlap = Literal["ring", "bidirectional"]
+"""The modes in which the transfers run beside products."""
+
+Mode = Literal["bulk", Overlap]
 """How the shards of a ring of n devices travel.
 
 - ``bulk``: one ``all_gather`` or ``psum_scatter``; the product waits for it.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import faulthandler
 import sys
 import threading
-from types import TracebackType
-from typing import Self
 
 from nnx_parallel.distributed.faults import end_hung
 from nnx_parallel.distributed.line import join
@@ -54,17 +52,6 @@ class Watchdog:
             self._timer.cancel()
             self._timer = None
             faulthandler.cancel_dump_traceback_later()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.disarm()
 
     def _end(self, step: int) -> None:
         faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)

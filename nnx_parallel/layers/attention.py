@@ -8,7 +8,7 @@ from nnx_parallel.layers.fused_attention import (
     Implementation,
     choose_implementation,
     fused_attention,
-    xla_attention,
+    jax_attention,
 )
 from nnx_parallel.sharding import constrain
 
@@ -56,7 +56,9 @@ def attention(
     """
     chosen = choose_implementation(query, key, mask, implementation)
     if chosen == "xla":
-        out = xla_attention(query, key, value, mask, causal=causal)
+        out = jax_attention(
+            query, key, value, mask, causal=causal, implementation="xla"
+        )
     else:
         out = fused_attention(chosen, query, key, value, mask, causal=causal)
     return constrain(out, "batch", "seq", "heads", "head_dim")

@@ -37,29 +37,18 @@ Kernel = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array
 SPLASH_BLOCK = 128
 
 
-def xla_attention(
+def jax_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     mask: jax.Array | None,
     *,
     causal: bool,
+    implementation: Literal["xla", "cudnn"],
 ) -> jax.Array:
-    """Plain operations."""
-    return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=causal)
-
-
-def cudnn_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    mask: jax.Array | None,
-    *,
-    causal: bool,
-) -> jax.Array:
-    """NVIDIA's kernel."""
+    """JAX's own: plain operations, or NVIDIA's kernel."""
     return jax.nn.dot_product_attention(
-        query, key, value, mask=mask, is_causal=causal, implementation="cudnn"
+        query, key, value, mask=mask, is_causal=causal, implementation=implementation
     )
 
 
@@ -111,8 +100,8 @@ def _largest_block(length: int) -> int:
 
 
 KERNELS: dict[str, Callable[..., jax.Array]] = {
-    "xla": xla_attention,
-    "cudnn": cudnn_attention,
+    "xla": partial(jax_attention, implementation="xla"),
+    "cudnn": partial(jax_attention, implementation="cudnn"),
     "splash": splash_attention,
 }
 HEADS = ("batch", None, "heads", None)

@@ -27,9 +27,9 @@ import jax
 import jax.numpy as jnp
 
 from nnx_parallel.collectives import gather_hops, join_hops
+from nnx_parallel.keeping import KeepingForward, Layers, keeping_forward
 from nnx_parallel.layers.remat import apply_remat
 from nnx_parallel.layers.stack_call import StackCall
-from nnx_parallel.keeping import KeepingForward, Layers, keeping_forward
 from nnx_parallel.sharding import Layout, Placement, active_layout
 from nnx_parallel.sharding.arrays import is_inexact
 from nnx_parallel.sharding.specs import dim_axes

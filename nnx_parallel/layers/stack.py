@@ -8,7 +8,6 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from nnx_parallel.errors import StackError
@@ -16,7 +15,7 @@ from nnx_parallel.layers.prefetch import run_prefetched
 from nnx_parallel.layers.remat import Remat, active_remat, apply_remat, check_remat
 from nnx_parallel.layers.stack_call import StackCall
 from nnx_parallel.sharding import active_layout, use_params
-from nnx_parallel.sharding.arrays import dotted, variables_of
+from nnx_parallel.sharding.arrays import dotted, is_inexact, variables_of
 from nnx_parallel.sharding.model import nest
 
 Runner = Callable[[StackCall], tuple[Any, dict, Any]]
@@ -146,8 +145,7 @@ class Stack(nnx.Module):
 
         layout = active_layout()
         moves = any(p.used != p.stored for p in placements.values())
-        dtypes = map(jnp.result_type, jax.tree.leaves(x))
-        smooth = all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
+        smooth = all(map(is_inexact, jax.tree.leaves(x)))
         prefetches = moves and smooth and scanned is None and self.num_layers > 1
         return StackCall(
             block=block,

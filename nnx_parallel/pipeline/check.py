@@ -9,8 +9,8 @@ import jax.extend.core as jex
 from flax import nnx
 
 from nnx_parallel.errors import PipelineError
-from nnx_parallel.layers import Stack
 from nnx_parallel.jaxprs import subjaxprs, variables_in
+from nnx_parallel.layers import Stack
 from nnx_parallel.sharding import Layout
 from nnx_parallel.sharding.arrays import dotted
 

@@ -10,7 +10,6 @@ connection).
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,16 +19,17 @@ import jax
 import jax.extend.core as jex
 
 from nnx_parallel.errors import PipelineError
-from nnx_parallel.layers.stack import using_runner
-from nnx_parallel.pipeline.call import RecordedCall, record
-from nnx_parallel.pipeline.find import find_stack, holds_stack
 from nnx_parallel.jaxprs import (
     inline,
     inputs_of,
     needed,
     trace,
     variables_in,
+    warn_of_effects,
 )
+from nnx_parallel.layers.stack import using_runner
+from nnx_parallel.pipeline.call import RecordedCall, record
+from nnx_parallel.pipeline.find import find_stack, holds_stack
 from nnx_parallel.pipeline.parts import (
     BATCH,
     PARAMS,
@@ -165,7 +165,7 @@ def cut(
     args = (params, variables, batch, key)
     with using_runner(record):
         jaxpr, consts, shapes = trace(function, *args)
-    _warn_of_effects(jaxpr)
+    warn_of_effects(jaxpr)
     jaxpr = inline(jaxpr, holds_stack)
     index = find_stack(jaxpr)
     outputs, variables_out = shapes
@@ -208,17 +208,6 @@ def _name_inputs(
         "batch": [next(names) for _ in jax.tree.leaves(batch)],
         "key": next(names),
     }
-
-
-def _warn_of_effects(jaxpr: jex.Jaxpr) -> None:
-    if jaxpr.effects:
-        warnings.warn(
-            "The loss prints or calls back into Python (jax.debug.print, callbacks). "
-            "Under a Pipeline its parts run in another order and are recomputed, so "
-            "that these calls are left out. Debug with DataParallel(1): the numbers "
-            "are the same.",
-            stacklevel=2,
-        )
 
 
 def _finish(

@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from nnx_parallel.keeping import Layers
 from nnx_parallel.pipeline.buffers import Buffers
 from nnx_parallel.pipeline.conditional import run_if, zeros_like
-from nnx_parallel.keeping import Layers
 from nnx_parallel.pipeline.memory_slots import (
     Chunks,
     make_slots,

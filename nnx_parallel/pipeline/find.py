@@ -8,9 +8,9 @@ from typing import Any
 import jax.extend.core as jex
 
 from nnx_parallel.errors import PipelineError
+from nnx_parallel.jaxprs import subjaxprs, trace, walk
 from nnx_parallel.layers.stack import using_runner
 from nnx_parallel.pipeline.call import record, stack_p
-from nnx_parallel.jaxprs import subjaxprs, trace, walk
 
 
 def calls_stack(function: Callable, *args: Any) -> bool:

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from nnx_parallel.pipeline.call import RecordedCall, stack_p
 from nnx_parallel.jaxprs import needed, run, subjaxprs, variables_in, walk
+from nnx_parallel.pipeline.call import RecordedCall, stack_p
 from nnx_parallel.sharding.model import Path
 
 PARAMS, VARIABLES, BATCH, STACK = 1, 2, 4, 8

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from nnx_parallel.errors import PipelineError, ScheduleError
+from nnx_parallel.keeping import Layers
 from nnx_parallel.pipeline.buffers import plan_buffers
 from nnx_parallel.pipeline.check import check_layer
 from nnx_parallel.pipeline.conditional import run_if
 from nnx_parallel.pipeline.edges import Edges
 from nnx_parallel.pipeline.executor import Executor
 from nnx_parallel.pipeline.given import Function, Given
-from nnx_parallel.keeping import Layers
 from nnx_parallel.pipeline.memory_slots import make_slots, write_slot
 from nnx_parallel.pipeline.order import plan_rounds, reorder
 from nnx_parallel.pipeline.parts import Arrays

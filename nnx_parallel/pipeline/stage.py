@@ -11,10 +11,10 @@ import jax
 import jax.extend.core as jex
 
 from nnx_parallel.errors import PipelineError
-from nnx_parallel.layers import apply_remat
-from nnx_parallel.pipeline.call import RecordedCall
 from nnx_parallel.jaxprs import trace
 from nnx_parallel.keeping import KeepingForward, Layers, keeping_forward
+from nnx_parallel.layers import apply_remat
+from nnx_parallel.pipeline.call import RecordedCall
 from nnx_parallel.pipeline.options import Stash
 from nnx_parallel.pipeline.split import SplitBackward, split_backward
 from nnx_parallel.precision import cast_floating

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from nnx_parallel.keeping import Layers
 from nnx_parallel.pipeline.conditional import zeros_like, zeros_of
 from nnx_parallel.pipeline.edges import Edges, Flight
 from nnx_parallel.pipeline.executor import Executor
-from nnx_parallel.keeping import Layers
 from nnx_parallel.pipeline.memory_slots import make_slots, read_slot, write_slot
 from nnx_parallel.pipeline.parts import Arrays
 from nnx_parallel.pipeline.rows import Row

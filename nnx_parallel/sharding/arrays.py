@@ -112,5 +112,5 @@ def suggest(name: str, known: object) -> str:
 
 
 def is_inexact(x: Any) -> bool:
-    """Whether gradients flow through an array: floating-point or complex numbers."""
-    return jnp.issubdtype(x.dtype, jnp.inexact)
+    """Whether gradients flow through it: floating-point or complex numbers."""
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from nnx_parallel.collectives import Mode, Overlap
 from nnx_parallel.errors import UnknownAxisError
 from nnx_parallel.mesh import MESH_AXES
 from nnx_parallel.pipeline.options import PipelineOptions
@@ -90,7 +91,7 @@ class ZeroAxis:
 
     rules: FSDPRules
     shard: ZeroKind = "params"
-    prefetch: Literal["bulk", "ring", "bidirectional"] | None = None
+    prefetch: Mode | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +121,7 @@ class Layout:
     rules: tuple[Rules, ...] = ()
     pipeline: PipelineOptions | None = None
     activation_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    overlap: Literal["ring", "bidirectional"] | None = None
+    overlap: Overlap | None = None
 
     def __post_init__(self) -> None:
         named = (*self.logical_axes.items(), *self.activation_axes.items())
@@ -135,7 +136,7 @@ class Layout:
                     )
 
     @property
-    def prefetch(self) -> Literal["bulk", "ring", "bidirectional"] | None:
+    def prefetch(self) -> Mode | None:
         """How a stack gathers its next layer's parameters, or ``None``."""
         return next((z.prefetch for z in self.zero_axes if z.prefetch), None)
 

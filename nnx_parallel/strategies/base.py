@@ -6,11 +6,11 @@ import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from flax import nnx
 from jax.sharding import Mesh
 
+from nnx_parallel.collectives import Overlap
 from nnx_parallel.mesh import Device, check_mesh, make_mesh
 from nnx_parallel.pipeline.options import PipelineOptions
 from nnx_parallel.sharding import Layout, Rules, ZeroAxis
@@ -64,7 +64,7 @@ class Strategy(abc.ABC):
         return {}
 
     @property
-    def overlap_mode(self) -> Literal["ring", "bidirectional"] | None:
+    def overlap_mode(self) -> Overlap | None:
         """How products that gather their input or scatter their output overlap."""
         return None
 

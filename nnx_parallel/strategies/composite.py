@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+from nnx_parallel.collectives import Overlap
 from nnx_parallel.errors import PlacementConflictError
 from nnx_parallel.mesh import MESH_AXES
 from nnx_parallel.pipeline.options import PipelineOptions
@@ -74,7 +74,7 @@ class Composite(Strategy):
         return {n: axes for p in self.parts for n, axes in p.activation_axes.items()}
 
     @property
-    def overlap_mode(self) -> Literal["ring", "bidirectional"] | None:
+    def overlap_mode(self) -> Overlap | None:
         """That of the part that overlaps."""
         return next((p.overlap_mode for p in self.parts if p.overlap_mode), None)
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
+from nnx_parallel.collectives import Overlap
 from nnx_parallel.sharding import Rules
 from nnx_parallel.sharding.rules import MeshAxes
 from nnx_parallel.strategies.base import Strategy
-
-Overlap = Literal["ring", "bidirectional"]
 
 
 @dataclass(frozen=True, repr=False)
