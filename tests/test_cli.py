@@ -98,10 +98,19 @@ def test_slurm_asks_for_tasks_devices_and_a_warning(
     lines = printed("slurm", capsys).splitlines()
     assert "#SBATCH --ntasks=4" in lines
     assert "#SBATCH --gpus-per-task=8" in lines
+    # Without it jax takes one of them: that with the number of the task on its node.
+    assert "export JAX_LOCAL_DEVICE_IDS=0,1,2,3,4,5,6,7" in lines
     assert "#SBATCH --signal=TERM@120" in lines
     on_cpu = printed("slurm", capsys, "--cpu")
     assert "gpus" not in on_cpu
     assert exported(on_cpu) == CPU_VARIABLES
+
+
+def test_hosts_of_a_tpu_are_told_that_they_are_not_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # Under ssh no variable tells; jax asks the TPU's metadata once it is called.
+    assert "--command='NNX_PARALLEL_CLUSTER=tpu python" in printed("tpu", capsys)
 
 
 def test_a_jobset_has_what_its_schema_requires(

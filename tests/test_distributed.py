@@ -47,6 +47,7 @@ STEP = SBATCH | {
         ({"OMPI_COMM_WORLD_SIZE": "2"}, Place()),
         ({"TPU_WORKER_HOSTNAMES": "localhost"}, None),
         ({"TPU_WORKER_HOSTNAMES": "a,b"}, Place()),
+        ({"NNX_PARALLEL_CLUSTER": "tpu"}, Place()),
         (
             {
                 "NNX_PARALLEL_COORDINATOR": "h:1",

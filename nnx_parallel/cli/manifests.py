@@ -15,19 +15,25 @@ from typing import Any
 import yaml
 
 from nnx_parallel.cli.launch import Job
-from nnx_parallel.distributed.start import COORDINATOR, NUM_PROCESSES, PROCESS_ID
+from nnx_parallel.distributed.start import (
+    CLUSTER,
+    COORDINATOR,
+    NUM_PROCESSES,
+    PROCESS_ID,
+)
 
 _PORT = 8476
 
 
 def slurm(job: Job) -> str:
     """A batch script for ``sbatch``: one task for each process."""
-    gpus = (
-        "" if job.cpu else f"#SBATCH --gpus-per-task={job.devices_per_process or 1}\n"
-    )
-    variables = "".join(
-        f"export {name}={value}\n" for name, value in job.cpu_variables.items()
-    )
+    count = job.devices_per_process or 1
+    gpus = "" if job.cpu else f"#SBATCH --gpus-per-task={count}\n"
+    # jax would take one device of a task, the one with the task's number on its node:
+    # https://github.com/jax-ml/jax/issues/16788
+    numbers = ",".join(str(i) for i in range(count))
+    needed = job.cpu_variables or {"JAX_LOCAL_DEVICE_IDS": numbers}
+    variables = "".join(f"export {name}={value}\n" for name, value in needed.items())
     return f"""#!/bin/bash
 #SBATCH --job-name={_name(job)}
 #SBATCH --ntasks={job.num_processes}
@@ -106,6 +112,7 @@ def jobset(job: Job) -> str:
 
 def tpu(job: Job) -> str:
     """A shell script that starts one process on each host of a TPU slice."""
+    command = f"{CLUSTER}=tpu {_command(job)}"
     return f"""#!/bin/bash
 # Usage: TPU=name ZONE=zone bash this. The slice has {job.num_processes} hosts.
 # The code and its environment stand on every host already.
@@ -113,7 +120,7 @@ set -eu
 : "${{TPU:?name of the TPU slice}}" "${{ZONE:?its zone}}"
 restarts=0
 until gcloud compute tpus tpu-vm ssh "$TPU" --zone="$ZONE" --worker=all \\
-    --command={shlex.quote(_command(job))}; do
+    --command={shlex.quote(command)}; do
   code=$?
   if [ "$restarts" -ge {job.max_restarts} ]; then exit "$code"; fi
   restarts=$((restarts + 1))

@@ -19,6 +19,9 @@ from nnx_parallel.errors import ProcessError
 COORDINATOR = "NNX_PARALLEL_COORDINATOR"
 NUM_PROCESSES = "NNX_PARALLEL_NUM_PROCESSES"
 PROCESS_ID = "NNX_PARALLEL_PROCESS_ID"
+CLUSTER = "NNX_PARALLEL_CLUSTER"
+"""Set where jax can ask the cluster for all of it, and no variable tells that it can:
+a TPU VM has a server for that."""
 
 _VARIABLES = (
     (COORDINATOR, NUM_PROCESSES, PROCESS_ID),
@@ -26,6 +29,7 @@ _VARIABLES = (
 )
 # What tells that there is a cluster which jax itself can ask for the rest.
 _CLUSTERS = (
+    CLUSTER,
     "OMPI_MCA_orte_hnp_uri",
     "OMPI_COMM_WORLD_SIZE",
     "TPU_WORKER_HOSTNAMES",
