@@ -41,11 +41,13 @@ def run_page(page: Path, directory: Path) -> list[tuple[str, str | None]]:
     """
     codes: list[str] = []
     shown: dict[int, str] = {}
+    above = ""
     for kind, text in blocks(page):
         if kind == "python":
             codes.append(text)
-        elif kind == "text":
+        elif kind == "text" and above != "console":  # else the command's output
             shown[len(codes) - 1] = text
+        above = kind
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", RUN],
         input=json.dumps([(code, i in shown) for i, code in enumerate(codes)]),

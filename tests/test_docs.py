@@ -1,6 +1,10 @@
 """The site's pages: their code runs and prints what stands below it."""
 
+import os
 import re
+import subprocess
+import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -36,8 +40,70 @@ def test_python_blocks_run_and_print_what_stands_below_them(
             assert shown.split() == printed.split()
 
 
+OURS = "python -m nnx_parallel "
+# Cannot be run here: they install, take the whole Makefile, or need a cluster.
+OTHERS = ("pip install ", "sbatch ", "kubectl apply ", "TPU=")
+
+
+def with_commands() -> list:
+    pages = [page for page in PAGES if f"$ {OURS}" in page.read_text()]
+    return [pytest.param(page, id=page.stem, marks=pytest.mark.slow) for page in pages]
+
+
+def console_lines(block: str) -> list[str]:
+    """The commands of a block, each with the lines that go on after a backslash."""
+    return [line for line in re.split(r"^\$ ", block, flags=re.MULTILINE) if line]
+
+
+@pytest.mark.parametrize("page", with_commands())
+def test_commands_run_and_print_what_stands_below_them(
+    page: Path, tmp_path: Path
+) -> None:
+    for kind, text in blocks(page):
+        name = re.match(r"# (\w+\.py)\n", text)
+        if kind == "python" and name:
+            (tmp_path / name[1]).write_text(text)
+    found = blocks(page)
+    for (kind, text), (next_kind, below) in pairwise(found):
+        if kind != "console" or OURS not in text:
+            continue
+        done = run_commands(text, tmp_path)
+        assert done.returncode == 0, done.stderr
+        if next_kind in ("bash", "yaml"):
+            assert done.stdout == below
+        elif next_kind == "text":
+            # Gloo greets from all threads at once, and tears its own lines.
+            assert set(below.splitlines()) <= set(done.stdout.splitlines())
+
+
+def run_commands(block: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    python = Path(sys.executable).parent
+    return subprocess.run(
+        ["bash", "-e", "-c", "".join(console_lines(block))],
+        cwd=directory,
+        env={
+            **os.environ,
+            "PATH": f"{python}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "JAX_PLATFORMS": "cpu",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_every_command_is_one_that_runs_or_needs_more_than_this_machine() -> None:
+    for page in PAGES:
+        for kind, text in blocks(page):
+            if kind == "console" and OURS not in text:
+                for line in console_lines(text):
+                    assert line.startswith(OTHERS), (page.name, line)
+
+
 def test_every_block_is_of_a_known_kind() -> None:
     known = {"python", "text", "console", "{toctree}", "{include} ../CONTRIBUTING.md"}
+    known |= {"bash", "yaml"}  # what a command above them has printed
     known |= {"{include} ../CHANGELOG.md", "{raw} html", "{error-list}"}
     known |= {"{worked-examples}", "{benchmark-results}"}
     for page in PAGES:
