@@ -20,6 +20,7 @@ NAMES = {
     "pipeline": "pipeline schedules: simulated, compiled and measured",
     "peers": "the step of others: by hand, nnx.jit, scalax (needs the extra `bench`)",
     "scaling": "CPU time and bytes over 1, 2, 4 and 8 devices",
+    "gpu": "a GPT on one GPU beside PyTorch (needs both on it; --tiny needs neither)",
 }
 
 MODULES = {"peers": "compare"}
@@ -36,6 +37,7 @@ def main() -> int:
     parser.add_argument("name", nargs="?", choices=NAMES)
     parser.add_argument("--rounds", type=int, help="interleaved rounds of steps")
     parser.add_argument("--full", action="store_true", help="pipeline: all sizes")
+    parser.add_argument("--tiny", action="store_true", help="gpu: a trial on CPU")
     parser.add_argument("--json", metavar="PATH", help="write the figures to a file")
     options = parser.parse_args()
     if options.name is None:
@@ -45,7 +47,11 @@ def main() -> int:
     jax.config.update("jax_num_cpu_devices", 8)
     module = MODULES.get(options.name, options.name)
     benchmark = importlib.import_module(f"benchmarks.{module}")
-    given = {"rounds": options.rounds, "full": options.full}
+    given = {
+        "rounds": options.rounds,
+        "full": options.full,
+        "tiny": options.tiny,
+    }
     table = benchmark.measure(**{name: value for name, value in given.items() if value})
     table.show()
     if options.json:

@@ -15,7 +15,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -122,10 +122,14 @@ class Table:
     Attributes:
         title: What was measured.
         rows: Each with the name of what it measures and its figure.
+        hardware: What other processes measured on, if not the devices of this one.
+        packages: More packages whose versions matter.
     """
 
     title: str
     rows: list[tuple[str, Any]] = field(default_factory=list)
+    hardware: str | None = None
+    packages: tuple[str, ...] = ()
 
     def add(self, name: str, figure: Any) -> None:
         """Adds a row, and prints it at once: a benchmark takes minutes."""
@@ -136,7 +140,7 @@ class Table:
         """Prints the table."""
         width = max(len(name) for name, _ in self.rows)
         print(self.title)
-        for key, value in circumstances().items():
+        for key, value in circumstances(self.hardware, self.packages).items():
             print(f"  {key}: {value}")
         print()
         for name, figure in self.rows:
@@ -148,7 +152,8 @@ class Table:
             name: asdict(figure) if isinstance(figure, Ratio) else figure
             for name, figure in self.rows
         }
-        contents = {"title": self.title, **circumstances(), "figures": figures}
+        found = circumstances(self.hardware, self.packages)
+        contents = {"title": self.title, **found, "figures": figures}
         Path(path).write_text(json.dumps(contents, indent=2) + "\n")
 
 
@@ -156,17 +161,26 @@ def _shown(figure: Any) -> str:
     return f"{figure:.4g}" if isinstance(figure, float) else str(figure)
 
 
-def circumstances() -> dict[str, Any]:
-    """Command, hardware, load and versions."""
+def circumstances(
+    hardware: str | None = None, packages: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Command, hardware, load and versions.
+
+    Args:
+        hardware: The devices, if not those that jax has in this process.
+        packages: More packages whose versions matter.
+    """
     arguments = shlex.join(sys.argv[1:])
+    if hardware is None:
+        hardware = f"{len(jax.devices())} {jax.devices()[0].platform} devices"
+    names = ("jax", "jaxlib", "flax", "optax", *packages)
     return {
         "command": f"python -m benchmarks {arguments}",
-        "hardware": f"{_processor()}, {os.cpu_count()} cores, "
-        f"{len(jax.devices())} {jax.devices()[0].platform} devices",
+        "hardware": f"{_processor()}, {os.cpu_count()} cores, {hardware}",
         "load average": f"{os.getloadavg()[0]:.1f}",
         "versions": {
             "python": platform.python_version(),
-            **{name: version(name) for name in ("jax", "jaxlib", "flax", "optax")},
+            **{name: version(name) for name in names},
         },
     }
 

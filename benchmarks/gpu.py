@@ -1,0 +1,230 @@
+"""A GPT on one GPU: this library's step against PyTorch's, compiled, in one run.
+
+Both train the same shape on the same tokens with the same number of rows: float32
+parameters and AdamW state, products and activations in bfloat16. PyTorch has what its
+users reach for: `torch.compile` over model and loss, `scaled_dot_product_attention`
+with FlashAttention and, from Hopper on, with cuDNN's kernel, and the fused AdamW. Ours
+is a Trainer's step as it comes, which computes the norm of the gradient on top.
+
+Both frameworks take a GPU's memory for themselves, so that two at once would each run
+in what the other leaves. Each therefore has a process of its own and the whole device,
+one after the other; a round runs every way once, and every other round backwards, so
+that what a GPU does as it gets warm meets all alike. Compiled programs are kept between
+rounds. The number of rows is the largest power of two, up to a limit, that fits for
+all: who can hold more has no gain from it here, only less memory to show.
+
+A time is that of some steps sent off at once and waited for together, as in training:
+what Python costs counts if it keeps the device waiting. FLOPs are ``6 N + 12 L E T`` a
+token, which no way can change. Their share is of a product of two bfloat16 matrices of
+8192 x 8192, measured in the same processes; the faster framework's is taken.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.gpu_task import WAYS, Task
+from benchmarks.timing import Ratio, Table
+from models import GPTConfig
+
+# Vocabulary padded to a multiple of 128 for both, as one would in earnest.
+MODELS = {
+    "124M": (GPTConfig.gpt2_124m(vocab_size=50_304), 64),
+    "1.3B": (GPTConfig.gpt_1_3b(seq_len=1024), 16),
+}
+"""The models, and the most rows that are tried."""
+TINY = {"tiny": (GPTConfig.tiny(num_layers=2), 2)}
+PEERS = tuple(way for way in WAYS if way != "ours")
+
+
+def measure(rounds: int = 5, tiny: bool = False) -> Table:
+    """Tokens and FLOPs per second, memory, and ratios to PyTorch.
+
+    Args:
+        rounds: How often every way is run anew; each time makes several measurements.
+        tiny: Run a tiny model on CPU instead, to see that all works; PyTorch is left
+            out if it is not there, and so is its compiler.
+
+    Raises:
+        SystemExit: If there is no GPU, or no PyTorch that sees it.
+    """
+    devices = _devices(tiny)
+    ways = [way for way in WAYS if _framework(way) in devices]
+    if "torch cuDNN" in ways and (tiny or not _is_hopper()):
+        ways.remove("torch cuDNN")
+    table = Table(
+        "A GPT on one device: this library and PyTorch",
+        hardware=", ".join(sorted(set(devices.values()))),
+        packages=("torch",) if "torch" in devices else (),
+    )
+    with tempfile.TemporaryDirectory() as cache:
+        for name, (config, max_rows) in (TINY if tiny else MODELS).items():
+            rows, first = _fit(Task.of(config, max_rows, tiny), ways, cache)
+            table.add(f"{name}: rows of {config.seq_len} tokens", rows)
+            if rows == 0:
+                continue
+            task = Task.of(config, rows, tiny)
+            found = [first, *_rounds(task, ways, rounds - 1, cache)]
+            _add_figures(table, name, task, found)
+    return table
+
+
+def _framework(way: str) -> str:
+    return "jax" if way == "ours" else "torch"
+
+
+def _devices(tiny: bool) -> dict[str, str]:
+    """The kind of device that each framework would use, by framework.
+
+    Raises:
+        SystemExit: If one of them has no GPU and the run is no tiny one.
+    """
+    has_torch = importlib.util.find_spec("torch") is not None
+    if tiny:
+        return dict.fromkeys(("jax", "torch") if has_torch else ("jax",), "CPU")
+    ask = {
+        "jax": "import jax; d = jax.devices()[0]; "
+        "print(d.device_kind if d.platform == 'gpu' else '')",
+        "torch": "import torch as t; "
+        "print(t.cuda.get_device_name() if t.cuda.is_available() else '')",
+    }
+    found = {"jax": _ask(ask["jax"]), "torch": _ask(ask["torch"]) if has_torch else ""}
+    if all(found.values()):
+        return found
+    said = "is not installed" if not has_torch else "sees none"
+    told = {"jax": found["jax"] or "sees none", "torch": found["torch"] or said}
+    raise SystemExit(
+        "python -m benchmarks gpu needs a GPU that jax and torch both see: "
+        f"jax {told['jax']}, torch {told['torch']}. Install jax for CUDA "
+        "(`pip install 'jax[cuda13]'`) and `torch` beside the library, or try the "
+        "whole way on CPU with --tiny."
+    )
+
+
+def _is_hopper() -> bool:
+    """Whether the GPU is one on which PyTorch takes cuDNN's attention by itself."""
+    code = "import torch; print(torch.cuda.get_device_capability() >= (9, 0))"
+    return _ask(code) == "True"
+
+
+def _ask(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What one process measured.
+
+    Attributes:
+        seconds: Of a step, several times.
+        product_flops: FLOP/s of the large product.
+        losses: Of the first step and the last.
+        peak_bytes: The most memory held at once, where the platform tells.
+    """
+
+    seconds: tuple[float, ...]
+    product_flops: float
+    losses: tuple[float, float]
+    peak_bytes: int | None
+
+
+Round = Mapping[str, Found]
+
+
+def _fit(task: Task, ways: Sequence[str], cache: str) -> tuple[int, Round]:
+    """The most rows that fit for all, a power of two, and the round that shows it."""
+    while task.rows:
+        found: dict[str, Found] = {}
+        for way in ways:
+            if (one := _run(way, task, cache)) is None:
+                break
+            found[way] = one
+        else:
+            return task.rows, found
+        task = task.with_rows(task.rows // 2)
+    return 0, {}
+
+
+def _rounds(
+    task: Task, ways: Sequence[str], count: int, cache: str
+) -> list[dict[str, Found]]:
+    found = []
+    for index in range(count):
+        # The round of the fit went forwards.
+        order = ways if index % 2 else ways[::-1]
+        ran = {way: _run(way, task, cache) for way in order}
+        lost = [way for way, one in ran.items() if one is None]
+        if lost:
+            raise RuntimeError(f"{lost} fitted once, and ran out of memory later.")
+        found.append({way: one for way, one in ran.items() if one is not None})
+    return found
+
+
+def _run(way: str, task: Task, cache: str) -> Found | None:
+    """One process from start to end; ``None`` if its memory does not suffice."""
+    command = [sys.executable, "-m", "benchmarks.gpu_child", way, task.to_json()]
+    done = subprocess.run(
+        command,
+        env=_environment(way, task, cache),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{way} failed: {done.stderr}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    return Found(**found) if found is not None else None
+
+
+def _environment(way: str, task: Task, cache: str) -> dict[str, str]:
+    """Room for each on the device, and a place for what it compiles."""
+    if task.is_tiny and way == "ours":
+        return os.environ | {"JAX_PLATFORMS": "cpu"}
+    if _framework(way) == "torch":
+        return os.environ | {
+            "JAX_PLATFORMS": "cpu",  # the model's shape comes with jax
+            "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+            "TORCHINDUCTOR_CACHE_DIR": os.path.join(cache, "torch"),
+        }
+    return os.environ | {
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
+        "JAX_COMPILATION_CACHE_DIR": os.path.join(cache, "jax"),
+    }
+
+
+def _add_figures(table: Table, name: str, task: Task, found: Sequence[Round]) -> None:
+    products = [one.product_flops for ran in found for one in ran.values()]
+    attainable = float(np.max(products))
+    table.add(f"{name}: TFLOP/s of the large product", attainable / 1e12)
+    medians = {
+        way: np.array([np.median(ran[way].seconds) for ran in found])
+        for way in found[0]
+    }
+    for way in medians:
+        seconds = np.array([ran[way].seconds for ran in found])
+        speeds = task.num_tokens / seconds
+        flops = float(np.median(speeds)) * task.flops_per_token
+        fastest, slowest = float(speeds.max()), float(speeds.min())
+        table.add(f"{name}, {way}: tokens/s", float(np.median(speeds)))
+        table.add(f"{name}, {way}: tokens/s, from and to", [slowest, fastest])
+        table.add(f"{name}, {way}: TFLOP/s", flops / 1e12)
+        table.add(f"{name}, {way}: of the large product", flops / attainable)
+        if (peak_bytes := found[-1][way].peak_bytes) is not None:
+            table.add(f"{name}, {way}: peak bytes", peak_bytes)
+        table.add(f"{name}, {way}: first and last loss", list(found[-1][way].losses))
+    for peer in PEERS:
+        if peer in medians:
+            ratio = Ratio.of(medians["ours"], medians[peer])
+            table.add(f"{name}: seconds of a step, ours / {peer}", ratio)

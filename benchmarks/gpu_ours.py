@@ -1,0 +1,64 @@
+"""This library's side of the comparison on a GPU."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from benchmarks.gpu_task import Task
+from models import GPT, next_token_loss
+from nnx_parallel import DataParallel, Precision, Trainer
+
+_product = jax.jit(jnp.matmul)
+
+
+class Ours:
+    """A Trainer on one device, with its compiled step.
+
+    Args:
+        task: What to train.
+    """
+
+    def __init__(self, task: Task) -> None:
+        trainer = Trainer(
+            lambda rngs: GPT(task.model, rngs=rngs),
+            optax.adamw(1e-4, b1=0.9, b2=0.95, weight_decay=0.1),
+            next_token_loss,
+            strategy=DataParallel(),
+            devices=jax.devices()[:1],
+            precision=Precision.mixed_bfloat16(),
+            loggers=(),
+        )
+        self._batch = trainer.shard_batch(task.tokens())
+        self._step, self._state = trainer.train_step, trainer.state
+        self._size = task.product_size
+
+    def train(self, num_steps: int) -> float:
+        """Sends the steps off, and waits for the last."""
+        loss = jnp.zeros(())
+        for _ in range(num_steps):
+            self._state, metrics = self._step(self._state, self._batch)
+            loss = metrics["loss"]
+        jax.block_until_ready(self._state)
+        return float(loss)
+
+    def multiply(self, count: int) -> None:
+        """Products of the same two matrices, one held at a time."""
+        product = None
+        for _ in range(count):
+            product = _product(*self._matrices)
+        jax.block_until_ready(product)
+
+    @cached_property
+    def _matrices(self) -> tuple[jax.Array, ...]:
+        shape = (self._size, self._size)
+        keys = jax.random.split(jax.random.key(0))
+        return tuple(jax.random.normal(key, shape, jnp.bfloat16) for key in keys)
+
+    def peak_bytes(self) -> int | None:
+        """Of XLA's allocator."""
+        stats = jax.devices()[0].memory_stats()
+        return None if stats is None else stats["peak_bytes_in_use"]

@@ -1,0 +1,148 @@
+"""PyTorch's side of the comparison on a GPU: the same GPT, compiled.
+
+The shape is that of `models.GPT` with GPT-2's parts: biases everywhere but at the tied
+head, GELU in its tanh form, epsilon 1e-5. Queries, keys and values come from one
+product, as PyTorch's users write it.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import Any
+
+import torch  # pyright: ignore[reportMissingImports]
+from torch import nn  # pyright: ignore[reportMissingImports]
+from torch.nn import functional as F  # noqa: N812  # pyright: ignore[reportMissingImports]
+from torch.nn.attention import (  # pyright: ignore[reportMissingImports]
+    SDPBackend,
+    sdpa_kernel,
+)
+
+from benchmarks.gpu_task import Task
+from models import GPTConfig
+
+KERNELS = {
+    "torch flash": SDPBackend.FLASH_ATTENTION,
+    "torch cuDNN": SDPBackend.CUDNN_ATTENTION,
+}
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        embed, hidden = config.embed_dim, config.sizes["mlp"]
+        self.num_heads = config.num_heads
+        self.attention_norm = nn.LayerNorm(embed, eps=1e-5)
+        self.qkv = nn.Linear(embed, 3 * embed)
+        self.out = nn.Linear(embed, embed)
+        self.mlp_norm = nn.LayerNorm(embed, eps=1e-5)
+        self.up = nn.Linear(embed, hidden)
+        self.down = nn.Linear(hidden, embed)
+
+    def forward(self, x: Any) -> Any:
+        """(batch, seq, embed) to the same."""
+        batch, seq, embed = x.shape
+        qkv = self.qkv(self.attention_norm(x))
+        qkv = qkv.view(batch, seq, 3, self.num_heads, embed // self.num_heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (batch, heads, seq, head_dim)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(batch, seq, embed))
+        hidden = F.gelu(self.up(self.mlp_norm(x)), approximate="tanh")
+        return x + self.down(hidden)
+
+
+class GPT(nn.Module):
+    """Tokens to the mean cross-entropy of each given those before it.
+
+    Args:
+        config: The shape.
+        dtype: Of activations: without it autocast would keep them in float32 between
+            blocks.
+    """
+
+    def __init__(self, config: GPTConfig, dtype: Any) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.embed = nn.Embedding(config.vocab_size, config.embed_dim)
+        self.positions = nn.Embedding(config.seq_len, config.embed_dim)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = nn.LayerNorm(config.embed_dim, eps=1e-5)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                is_residual = name.endswith(("out.weight", "down.weight"))
+                scale = (2 * config.num_layers) ** -0.5 if is_residual else 1.0
+                nn.init.normal_(parameter, std=0.02 * scale)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, tokens: Any) -> Any:
+        """Int (batch, seq + 1) to a scalar."""
+        inputs, labels = tokens[:, :-1], tokens[:, 1:]
+        positions = torch.arange(inputs.shape[1], device=tokens.device)
+        x = (self.embed(inputs) + self.positions(positions)).to(self.dtype)
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(self.norm(x), self.embed.weight)  # tied
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+class Torch:
+    """A compiled model, the fused AdamW, and a batch.
+
+    Args:
+        task: What to train.
+        way: Which kernel attention has.
+    """
+
+    def __init__(self, task: Task, way: str) -> None:
+        torch.manual_seed(0)
+        torch.set_float32_matmul_precision("high")
+        self._device = torch.device("cpu" if task.is_tiny else "cuda")
+        self._kernel = KERNELS[way]
+        with self._device:
+            model = GPT(task.model, torch.bfloat16)
+        self._optimizer = torch.optim.AdamW(
+            model.parameters(), 1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        )
+        self._tokens = torch.from_numpy(task.tokens()).long().to(self._device)
+        compiler = "aot_eager" if task.is_tiny else "inductor"
+        self._model = torch.compile(model, backend=compiler, dynamic=False)
+        self._size = task.product_size
+
+    def train(self, num_steps: int) -> float:
+        """Sends the steps off, and waits for the last."""
+        loss: Any = math.nan
+        with sdpa_kernel(self._kernel):
+            for _ in range(num_steps):
+                with torch.autocast(self._device.type, torch.bfloat16):
+                    loss = self._model(self._tokens)
+                loss.backward()
+                self._optimizer.step()
+                self._optimizer.zero_grad(set_to_none=True)
+        self._wait()
+        return float(loss)
+
+    def multiply(self, count: int) -> None:
+        """Products of the same two matrices, one held at a time."""
+        for _ in range(count):
+            torch.mm(*self._matrices)
+        self._wait()
+
+    @cached_property
+    def _matrices(self) -> tuple[Any, Any]:
+        shape = (self._size, self._size)
+        options = {"device": self._device, "dtype": torch.bfloat16}
+        return torch.randn(shape, **options), torch.randn(shape, **options)
+
+    def peak_bytes(self) -> int | None:
+        """Of PyTorch's allocator."""
+        if self._device.type == "cpu":
+            return None
+        return torch.cuda.max_memory_allocated()
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
