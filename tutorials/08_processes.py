@@ -7,6 +7,7 @@
 
 # %%
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -107,12 +108,17 @@ script.write_text(SCRIPT)
 
 
 # %%
+# A notebook promises its children a terminal; these write to a pipe.
+ENVIRONMENT = {key: x for key, x in os.environ.items() if key != "FORCE_COLOR"}
+
+
 def run(*command):
     """Runs `python -m nnx_parallel ...`: its exit code, and what it wrote."""
     done = subprocess.run(
         [sys.executable, "-m", "nnx_parallel", *map(str, command)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        env=ENVIRONMENT,
         text=True,
         check=False,
     )
