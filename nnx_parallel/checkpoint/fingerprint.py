@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.distributed import exchange
@@ -65,8 +65,7 @@ def device_hashes(arrays: Sequence[jax.Array]) -> list[dict[int, int]]:
     """
     by_mesh: dict[Mesh | None, list[int]] = {}
     for index, x in enumerate(arrays):
-        mesh = x.sharding.mesh if isinstance(x.sharding, NamedSharding) else None
-        by_mesh.setdefault(mesh, []).append(index)
+        by_mesh.setdefault(_mesh(x), []).append(index)
     started: list[tuple[list[int], jax.Array]] = []
     for mesh, indices in by_mesh.items():
         chosen = [_data(arrays[i]) for i in indices]
@@ -83,6 +82,12 @@ def device_hashes(arrays: Sequence[jax.Array]) -> list[dict[int, int]]:
             for index, value in zip(indices, values, strict=True):
                 found[index][shard.device.id] = value
     return found
+
+
+def _mesh(x: jax.Array) -> Mesh | None:
+    mesh = x.sharding.mesh if isinstance(x.sharding, NamedSharding) else None
+    assert not isinstance(mesh, AbstractMesh), "an array has devices"
+    return mesh
 
 
 def _spec(x: jax.Array) -> P:
