@@ -269,6 +269,25 @@ def test_what_it_chooses_covers_the_devices_and_is_python() -> None:
     assert lows == sorted(lows, reverse=True)
 
 
+def test_microbatches_make_room_without_a_pipeline() -> None:
+    given = MACHINE | {"seq": 8192}
+    found = compute(
+        "c.choose(c.MODELS['Llama 3 70B'], a).fitting"
+        ".map((x) => [c.code(x.plan), x.plan.microbatches, x.memory])",
+        given,
+    )
+    codes = [code for code, _, _ in found]
+    assert len(set(codes)) == len(codes)
+    rows = {code: (count, memory) for code, count, memory in found}
+    count, memory = rows["FSDP(64)"]
+    assert count > 1
+    assert memory <= 80e9
+    whole = plan_of(FSDP(64), "params")
+    once = {"plan": whole, "machine": given}
+    judged = compute("c.judge(c.MODELS['Llama 3 70B'], a.plan, a.machine)", once)
+    assert not judged["fits"]
+
+
 def test_what_fits_nowhere_names_the_smallest() -> None:
     given = MACHINE | {"devices": 8, "memory": 16}
     found = compute("c.choose(c.MODELS['GPT-3 175B'], a)", given)

@@ -83,8 +83,8 @@
       body.replaceChildren(...fitting.slice(0, 8).map(row));
     } else if (smallest) {
       verdict.textContent = `${size} B parameters. Nothing fits ${machine.memory} GB. Closest is `
-        + `${code(smallest.plan)} with ${gigabytes(smallest.memory)} a device: take more `
-        + "devices, or fewer rows.";
+        + `${code(smallest.plan)}, in ${smallest.plan.microbatches} microbatches, with `
+        + `${gigabytes(smallest.memory)} a device: take more devices, or fewer rows.`;
     } else {
       verdict.textContent = "No way of spreading divides: make the rows a multiple of the "
         + "devices, and the sizes of the model multiples of small powers of two.";

@@ -208,15 +208,23 @@ function judge(model, plan, machine) {
 
 const divisors = (n) => [...Array(n).keys()].map((i) => i + 1).filter((d) => n % d === 0);
 
-/* Every plan over all devices that divides. Pipelines get 4 microbatches a stage.
+/* Every plan over all devices that divides. Pipelines get 4 microbatches a stage, others
+ * 1 or more, which take less memory and send more.
  * Sharding the optimizer alone is left out: gradients too is less memory, and less sent. */
 function plans(model, machine) {
+  return places(model, machine).flatMap((plan) => plan.pipe > 1
+    ? [{ ...plan, microbatches: 4 * plan.pipe }]
+    : [1, 2, 4, 8, 16].map((microbatches) => ({ ...plan, microbatches })));
+}
+
+/* Their sizes. */
+function places(model, machine) {
   const found = [], m = complete(model);
   for (const tensor of divisors(machine.devices).filter((t) => t <= machine.local)) {
     for (const pipe of divisors(machine.devices / tensor).filter((p) => p <= 64)) {
       if (m.layers % pipe) continue;
       const rest = machine.devices / (tensor * pipe);
-      const microbatches = pipe > 1 ? 4 * pipe : 1, base = { tensor, pipe, microbatches };
+      const base = { tensor, pipe };
       found.push({ ...base, data: rest, fsdp: 1, shard: null });
       if (rest === 1) continue;
       for (const shard of ["gradients", "params"]) {
@@ -231,14 +239,17 @@ function plans(model, machine) {
   return found;
 }
 
-/* Those that fit, the best first; and the smallest of those that do not. */
+/* Those that fit, the best first, each once; and the smallest of those that do not. */
 function choose(model, machine) {
   const judged = plans(model, machine).map((plan) => judge(model, plan, machine))
     .filter((each) => each !== null);
   const simple = (each) => ["tensor", "pipe"].filter((a) => each.plan[a] > 1).length;
-  const fitting = judged.filter((each) => each.fits)
+  const found = judged.filter((each) => each.fits)
     .sort((a, b) => Math.round(100 * b.low) - Math.round(100 * a.low)
-      || simple(a) - simple(b) || a.memory - b.memory);
+      || simple(a) - simple(b) || a.plan.microbatches - b.plan.microbatches
+      || a.memory - b.memory);
+  const codes = found.map((each) => code(each.plan));
+  const fitting = found.filter((each, i) => codes.indexOf(codes[i]) === i);
   const smallest = judged.sort((a, b) => a.memory - b.memory)[0];
   return { fitting, smallest };
 }
