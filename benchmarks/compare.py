@@ -43,7 +43,7 @@ def measure(rounds: int = 100) -> Table:
         "ours": (trainer.train_step, trainer.state),
         "by hand": (make_gpt_step(model, TX, start), start),
         "by hand again": (make_gpt_step(model, TX, start), copied(start)),
-        "nnx.jit": nnx_jit(model),
+        "nnx.jit": with_state(model),
         "scalax": scalax(model, copied(start)),
     }
     for name, (step, state) in steps.items():
@@ -69,14 +69,13 @@ def ours() -> Trainer:
     )
 
 
-def nnx_jit(model: GPT) -> tuple[Step, Any]:
+def nnx_jit(model: GPT) -> tuple[Any, nnx.Optimizer]:
     """Flax's guide: `nnx.jit` over the model and `nnx.Optimizer`, arrays in shards."""
-    graphdef, state = nnx.split(model)
-    model = nnx.merge(graphdef, copied(state))
     model.train()
     optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
 
-    def train(model: GPT, optimizer: nnx.Optimizer, batch: Any) -> jax.Array:
+    @nnx.jit
+    def train_step(model: GPT, optimizer: nnx.Optimizer, batch: Any) -> jax.Array:
         def loss(model: GPT) -> jax.Array:
             return next_token_loss(model, batch).value
 
@@ -84,7 +83,14 @@ def nnx_jit(model: GPT) -> tuple[Step, Any]:
         optimizer.update(model, grads)
         return value
 
-    train_step: Any = nnx.jit(train)
+    return train_step, optimizer
+
+
+def with_state(model: GPT) -> tuple[Step, Any]:
+    """The step of `nnx_jit`, called like the others."""
+    graphdef, state = nnx.split(model)
+    model = nnx.merge(graphdef, copied(state))
+    train_step, optimizer = nnx_jit(model)
 
     def step(state: Any, batch: Any) -> tuple[Any, Any]:
         return state, {"loss": train_step(*state, batch)}

@@ -123,7 +123,7 @@ def _measure(table: Table, case: Case, rounds: int) -> None:
     over_hand = Ratio.of(seconds["FSDP"], by_hand)
     table.add(f"{case.name}: FSDP / placed by hand", over_hand)
     both = {"placed by hand": runs["placed by hand"], "shardings alone": alone}
-    seconds = interleave(both, max(3, rounds // 4), warm_up=1)
+    seconds = interleave(both, max(6, rounds // 4), warm_up=1)
     bad = Ratio.of(seconds["shardings alone"], seconds["placed by hand"])
     table.add(f"{case.name}: shardings alone / placed by hand", bad)
 

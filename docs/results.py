@@ -36,7 +36,8 @@ def _part(name: str, found: dict[str, Any]) -> list[str]:
     return [
         *lines,
         "",
-        f"`{found['command']}` on {found['hardware']}; {versions}.",
+        f"`{found['command']}` on {found['hardware']}, load average "
+        f"{found['load average']}; {versions}.",
         "",
     ]
 

@@ -89,8 +89,8 @@ EXAMPLES = (
     Example(
         name="GPT-2 Medium",
         build=gpt(MEDIUM),
-        strategy=FSDP(8, shard="optimizer"),
-        why="It fits whole; ZeRO-1 frees memory for a larger batch at no more bytes.",
+        strategy=FSDP(8, shard="gradients"),
+        why="It fits whole; ZeRO-2 frees memory for a larger batch.",
     ),
     Example(
         name="ViT-g/14",
@@ -114,7 +114,7 @@ EXAMPLES = (
         name="GPT-3 175B",
         build=gpt(GPT3),
         strategy=Composite(Pipeline(8), FSDP(16), TensorParallel(8)),
-        why="Stages keep the gathering of parameters within a sixteenth of the mesh.",
+        why="Stages of 128 devices: parameters are gathered by 16, not by 128 of them.",
     ),
 )
 

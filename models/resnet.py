@@ -87,8 +87,10 @@ class ResNetConfig:
     @classmethod
     def tiny(cls, **overrides: Any) -> ResNetConfig:
         """Two stages for images of 8 pixels and more, for tests and laptops."""
-        base = cls(stage_sizes=(1, 1), block="basic", num_classes=10, width=16)
-        return replace(base, is_small=True, **overrides)
+        base = cls(
+            stage_sizes=(1, 1), block="basic", num_classes=10, width=16, is_small=True
+        )
+        return replace(base, **overrides)
 
 
 def _conv(

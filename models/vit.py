@@ -129,8 +129,10 @@ class ViTConfig:
     @classmethod
     def g14(cls, **overrides: Any) -> ViTConfig:
         """ViT-g/14, 1 B parameters [2]."""
-        base = cls.b16(patch_size=14, num_layers=40, embed_dim=1408, num_heads=16)
-        return replace(base, mlp_dim=6144, **overrides)
+        base = cls.b16(
+            patch_size=14, num_layers=40, embed_dim=1408, num_heads=16, mlp_dim=6144
+        )
+        return replace(base, **overrides)
 
 
 def _norm(config: ViTConfig, *, rngs: nnx.Rngs) -> nnx.LayerNorm:

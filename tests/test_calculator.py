@@ -176,6 +176,66 @@ def test_bytes_sent_are_those_of_the_compiled_step(
     assert report.bytes("all-gather") == sent["gathered"] + sent["updated"]
 
 
+def test_data_around_fsdp_sends_shards_alone_between_machines() -> None:
+    """Gathers and scatters stay inside: over infinite links they take no time."""
+    plans = [
+        plan_of(FSDP(64), "params"),
+        plan_of(Composite(DataParallel(8), FSDP(8)), "params"),
+        plan_of(Composite(DataParallel(32), FSDP(2)), "params"),
+        plan_of(DataParallel(64), None),
+    ]
+    sent = {"gradients": 1e9, "gathered": 2e9, "updated": 0, "tensor": 0, "pipe": 0}
+    given = {"plans": plans, "sent": sent, "machine": MACHINE | {"fast": 1e30}}
+    flat, inside, halves, copies = compute(
+        "a.plans.map((p) => c.commSeconds(p, a.sent, a.machine))", given
+    )
+    adapters = 8 * 50e9
+    assert flat == pytest.approx(3e9 * 63 / 64 / adapters)
+    assert copies == pytest.approx(2 * 1e9 * 63 / 64 / adapters)
+    # Each device of a machine sends its shard by an adapter of its own, or by four.
+    assert inside == pytest.approx(2 * (1e9 / 8) * 7 / 8 / 50e9)
+    assert halves == pytest.approx(2 * (1e9 / 2) * 31 / 32 / (4 * 50e9))
+
+
+def test_gradients_that_stay_whole_are_all_reduced() -> None:
+    plans = [plan_of(FSDP(64), shard) for shard in ("optimizer", "gradients")]
+    sent = {"gradients": 1e9, "gathered": 0, "updated": 2e9, "tensor": 0, "pipe": 0}
+    given = {"plans": plans, "sent": sent, "machine": MACHINE}
+    whole, scattered = compute(
+        "a.plans.map((p) => c.commSeconds(p, a.sent, a.machine))", given
+    )
+    assert whole == pytest.approx(4e9 * 63 / 64 / 400e9)
+    assert scattered == pytest.approx(3e9 * 63 / 64 / 400e9)
+
+
+def test_a_ring_has_the_adapters_of_its_devices_in_a_machine() -> None:
+    cases = [(8, 1), (2, 4), (16, 1), (64, 1), (32, 2), (8, 8), (4, 16)]
+    found = compute(
+        "a.cases.map(([n, inner]) => c.bandwidth(n, inner, a.machine) / 1e9)",
+        {"cases": cases, "machine": MACHINE},
+    )
+    assert found == [450, 450, 400, 400, 200, 50, 50]
+
+
+@pytest.mark.parametrize("pipe", [1, 4])
+def test_two_layers_are_held_gathered_however_many_stages(pipe: int) -> None:
+    model = {"layers": 32, "embed": 4096, "heads": 32, "vocab": 1024, "seq": 1024}
+    plan = {"data": 1, "fsdp": 8, "tensor": 1, "pipe": pipe, "shard": "params"}
+    given = {"model": model, "plan": plan | {"microbatches": 16}, "machine": MACHINE}
+    copies = compute("c.judge(a.model, a.plan, a.machine).copies", given)
+    one = 12 * 4096**2 + 13 * 4096  # kernels, and vectors of biases and norms
+    assert copies == 2 * 2 * one
+
+
+def test_a_large_vocabulary_is_held_gathered() -> None:
+    plan = plan_of(FSDP(64), "params")
+    given = {"plan": plan, "machine": MACHINE}
+    copies = compute("c.judge(c.MODELS['Llama 3 8B'], a.plan, a.machine).copies", given)
+    config = GPTConfig.llama3_8b()
+    table = config.vocab_size * config.embed_dim
+    assert copies == 2 * (2 * table + config.embed_dim)  # and the last norm
+
+
 MACHINE = {
     "devices": 64,
     "local": 8,
@@ -207,6 +267,25 @@ def test_what_it_chooses_covers_the_devices_and_is_python() -> None:
         assert memory <= 80e9
     lows = [round(low, 2) for _, low, _, _ in found]
     assert lows == sorted(lows, reverse=True)
+
+
+def test_microbatches_make_room_without_a_pipeline() -> None:
+    given = MACHINE | {"seq": 8192}
+    found = compute(
+        "c.choose(c.MODELS['Llama 3 70B'], a).fitting"
+        ".map((x) => [c.code(x.plan), x.plan.microbatches, x.memory])",
+        given,
+    )
+    codes = [code for code, _, _ in found]
+    assert len(set(codes)) == len(codes)
+    rows = {code: (count, memory) for code, count, memory in found}
+    count, memory = rows["FSDP(64)"]
+    assert count > 1
+    assert memory <= 80e9
+    whole = plan_of(FSDP(64), "params")
+    once = {"plan": whole, "machine": given}
+    judged = compute("c.judge(c.MODELS['Llama 3 70B'], a.plan, a.machine)", once)
+    assert not judged["fits"]
 
 
 def test_what_fits_nowhere_names_the_smallest() -> None:

@@ -142,6 +142,20 @@ def test_a_vit_counts_its_parameters(config: ViTConfig) -> None:
     assert num_params(model) == config.num_params
 
 
+@pytest.mark.parametrize(
+    ("config", "millions"),
+    [(ViTConfig.b16(), 86.6), (ViTConfig.g14(), 1011)],
+    ids=["B/16", "g/14"],
+)
+def test_vits_have_the_published_sizes(config: ViTConfig, millions: float) -> None:
+    assert config.num_params == pytest.approx(millions * 1e6, rel=2e-3)
+
+
+def test_a_preset_can_be_overridden_in_every_field() -> None:
+    assert not ResNetConfig.tiny(is_small=False).is_small
+    assert ViTConfig.g14(mlp_dim=5632).mlp_dim == 5632
+
+
 def test_tensor_parallelism_splits_a_block_of_convolutions() -> None:
     told = TensorParallel(8).describe(CASES["bottleneck"].build)
     stored = {row.info.path: row.placement.stored for row in told.rows}

@@ -7,7 +7,6 @@
 
 # %%
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
@@ -153,4 +152,4 @@ assert gathered == {"all-gather": 64 * 16 * 4}
 # %%
 answer = collectives((P(("data", "tensor")), P(None, "tensor")), P("data", "tensor"))
 print(answer)
-assert jnp.asarray(list(answer.values())).sum() > 0
+assert answer == {"all-gather": 16 * 32 * 4}  # the rows of `x` of each pair of devices

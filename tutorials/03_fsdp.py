@@ -21,7 +21,7 @@ print(f"{config.num_params:,} parameters")
 # %% [markdown]
 # ## Four answers to one question
 #
-# What does a device keep between steps?
+# How much of each does a device hold?
 #
 # | | parameters | gradients | optimizer state |
 # |---|---|---|---|
@@ -137,10 +137,12 @@ assert 1.9 * split < gathered["ZeRO-3"] <= 2 * split  # forward and backward
 # Data parallelism all-reduces the gradients. ZeRO-1 and 2 gather the parameters after each
 # has been updated on its device. ZeRO-3 gathers them twice.
 #
-# An all-reduce is a reduce-scatter and an all-gather, so it moves twice the bytes. On an
-# accelerator the sharded strategies only reduce and scatter the gradients: ZeRO-1 and 2 then
-# move exactly as much as data parallelism, and ZeRO-3 one and a half times that. (XLA for
-# CPU writes the sum as an all-reduce and takes a slice, which is what we see counted here.)
+# An all-reduce is a reduce-scatter and an all-gather, so it moves twice the bytes. Where
+# gradients are sharded an accelerator only reduces and scatters them: ZeRO-2 then moves exactly
+# as much as data parallelism, and ZeRO-3 one and a half times that. So does ZeRO-1, whose
+# gradients are whole. (XLA for CPU writes every sum as an all-reduce and takes a slice, which is
+# what we see counted here. In mixed precision gradients and gathered parameters are half as
+# large, but not what ZeRO-1 and 2 gather: what was updated is float32.)
 # A tied embedding is used twice, so its gradient is summed twice: hence a little over 1.
 #
 # ## One layer at a time
@@ -158,8 +160,8 @@ assert extra < param_bytes / 2
 # %% [markdown]
 # ## Which one?
 #
-# The first that fits. ZeRO-1 nearly halves what is kept and sends no more bytes; ZeRO-3 is for models
-# whose parameters do not fit. [Choose a strategy](../choose.md) does the arithmetic.
+# The first that fits. ZeRO-2 keeps a third here, and in float32 sends no more bytes; ZeRO-3 is for
+# models whose parameters do not fit. [Choose a strategy](../choose.md) does the arithmetic.
 #
 # ## Exercise
 #

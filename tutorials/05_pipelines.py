@@ -63,7 +63,9 @@ for microbatches in (4, 8, 16, 32, 64):
 # ## 1F1B
 #
 # One forward, one backward. A microbatch goes back as soon as it can, and what was kept for it
-# is free again. The bubble is the same; the memory no longer depends on `M`.
+# is free again. The bubble is the same; the memory no longer depends on `M`. Papers count `S`
+# inputs on the first stage. Here it is `2 S - 1`: stages run in lock step, a forward and a
+# backward in each tick, so that a microbatch spends a tick in each stage on its way back too.
 
 # %%
 one_f_one_b = OneFOneB().table(S, M)
@@ -95,7 +97,8 @@ assert np.isclose(interleaved.simulate().efficiency, M / (M + (S - 1) / V))
 #
 # The backward pass computes two things: the gradient of a stage's *input*, for which the stage
 # before waits, and the gradient of its *weights*, for which nobody waits. Do the first at
-# once, and fill holes with the second (green).
+# once, and fill holes with the second (green). This is the schedule ZB-H1 of the paper that
+# gave the name: its bubble is smaller, not zero.
 
 # %%
 zero_bubble = ZeroBubble().table(S, M)

@@ -7,7 +7,7 @@
 # own standard.
 #
 # A vocabulary of 128,000 tokens makes the embedding and the head the largest arrays of a small
-# model. `VocabParallel` splits these two by rows of the vocabulary, and nothing else.
+# model. `VocabParallel` splits these two along the vocabulary, and nothing else.
 
 # %%
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ simulate_devices(8)
 # %%
 @dataclass(frozen=True, repr=False)
 class VocabParallel(Strategy):
-    """Embedding and head split by rows of the vocabulary, over the axis ``words``."""
+    """Embedding and head split along the vocabulary, over the axis ``words``."""
 
     size: int | None = None
 
@@ -134,6 +134,8 @@ try:
     VocabParallel(0)
 except ValueError as error:
     print(error)
+else:
+    raise AssertionError("no error")
 
 # %% [markdown]
 # ## More to answer

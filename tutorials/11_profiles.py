@@ -141,7 +141,7 @@ print(
     f"call returns after {1e3 * np.median(dispatch):.2f} ms, step done after "
     f"{1e3 * np.median(whole):.2f} ms"
 )
-assert np.median(dispatch) < np.median(whole)
+assert np.median(dispatch) < np.median(whole) / 2
 
 # %% [markdown]
 # As long as the first is well below the second, the host is ahead and the devices never wait for

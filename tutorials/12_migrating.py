@@ -118,9 +118,13 @@ np.testing.assert_allclose(first, before[0], rtol=1e-5)
 # | `static_argnums=`, `donate_argnums=` | `static_argnames=`, `donate_argnames=` |
 # | `with_sharding_annotation(x, name)` | `annotate(x, name)` |
 # | `with_sharding_constraint(x, rule)` | `constrain(x, rule)` |
-# | `FSDPShardingRule(...)` | `FSDPRules(...)` |
-# | `TreePathShardingRule((regex, spec), ...)` | `PathRules((regex, spec), ...)` |
-# | `PolicyShardingRule(policy)` | `PolicyRules(policy)` |
+# | `FSDPShardingRule(min_fsdp_size=2**20)`, the default | `FSDPRules(min_size=2**20)`; the default is 1,024 |
+# | `TreePathShardingRule((regex, spec), ...)`, strict | `PathRules((regex, spec), ..., strict=True)` |
+# | a path `up/kernel` | `up.kernel`: write `\.` where a regex had `/` |
+# | `PolicyShardingRule(lambda path, leaf: spec)` | `PolicyRules(lambda info: spec)`, with `info.path`, `info.shape` and `info.dtype` |
+# | `mesh.match_sharding_rule(rule, tree)` | `resolve_shardings(tree, rule, mesh)` |
+# | `mesh.make_shard_and_gather_fns(tree, rule)` | `shard(tree, rule, mesh)`, `gather(tree)` |
+# | `mesh.local_data_to_global_array(batch)` | `process_local_to_global(batch, mesh)` |
 #
 # ## From DistJax's linen modules
 #
@@ -129,7 +133,7 @@ np.testing.assert_allclose(first, before[0], rtol=1e-5)
 #
 # | DistJax | here |
 # |---|---|
-# | `shard_map` around the training step, `psum` of the gradients | nothing: the Trainer's step is written for whole arrays |
+# | `shard_map` around the training step, `sync_gradients` | nothing: the Trainer's step is written for whole arrays |
 # | `shard_module_params(Module, axis_name="data")` | `strategy=FSDP()` |
 # | `ModelParallelismWrapper`, `TPDense` | `layers.Dense({"embed": 64}, {"mlp": 256}, rngs=rngs)`, or names on a stock layer; `TensorParallel(n)` |
 # | async TP: a ring in the module | `TensorParallel(n, overlap="ring")` |
@@ -146,22 +150,39 @@ np.testing.assert_allclose(first, before[0], rtol=1e-5)
 # | `fully_shard(model)`, `strategy="fsdp"` | `FSDP()` |
 # | ZeRO stage 1, 2, 3 | `FSDP(shard="optimizer")`, `"gradients"`, `"params"` |
 # | `HYBRID_SHARD` | `Composite(DataParallel(2), FSDP())` |
+# | `SHARD_GRAD_OP`, `reshard_after_forward=False` | the nearest is `FSDP(shard="gradients")`: its parameters stay whole between steps too |
+# | `fully_shard` of each block, `auto_wrap_policy` | nothing: a `Stack` gathers a layer at a time, other modules each array where it is used |
+# | `backward_prefetch`, `set_modules_to_forward_prefetch` | `FSDP(prefetch="ring")` |
+# | a model on the `meta` device | `model=` is a function: its arrays are made in shards |
+# | `full_tensor()`, `summon_full_params` | arrays are global: `np.asarray(x)`; with several processes `gather` |
 # | `init_device_mesh` | the strategy makes it; `strategy.make_mesh()` |
 # | `ColwiseParallel`, `RowwiseParallel` | names `embed`, `mlp`, `heads` in the model; `TensorParallel(n)` |
 # | `SequenceParallel` | `TensorParallel(n, sequence=True)` |
 # | `ScheduleGPipe`, `Schedule1F1B`, `ScheduleInterleaved1F1B` | `Pipeline(n, GPipe())`, `OneFOneB()`, `Interleaved(chunks=)` |
+# | `ScheduleInterleavedZeroBubble`, `ScheduleZBVZeroBubble` | the nearest is `ZeroBubble()`: ZB-H1, one chunk a stage |
 # | `LightningModule.training_step` | the `loss` function |
+# | `self.log("accuracy", ...)` | `return loss, {"accuracy": ...}` |
+# | `configure_optimizers`, schedulers, `gradient_clip_val=1.0` | Optax: `optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))` |
 # | `Trainer.fit(model, datamodule)` | `Trainer(...).fit(batches, num_steps)` |
+# | `max_steps=`, `max_epochs=` | `num_steps`, of the whole run; there are no epochs |
+# | `val_dataloaders`, `val_check_interval=` | `fit(..., eval_data=, eval_every=)` |
+# | `DistributedSampler` | one process gives the whole batch; of several each its rows, `trainer.data_share` |
 # | `accumulate_grad_batches=` | `num_microbatches=` (of one batch, not more batches) |
 # | `precision="bf16-mixed"` | `precision=Precision.mixed_bfloat16()` |
 # | `ModelCheckpoint`, `ckpt_path="last"` | `checkpoint="directory"`; `fit` resumes by itself |
-# | `dist.get_rank() == 0` | nothing: one program, whole arrays |
+# | `EarlyStopping` | a `Callback` that calls `trainer.stop(reason)` |
+# | `SyncBatchNorm` | nothing: statistics are those of all rows of a microbatch |
+# | `if dist.get_rank() == 0: print(...)` | `print_once(...)`; metrics and checkpoints see to it themselves |
+# | `torchrun`, `num_nodes=` | `initialize()` in the script, `python -m nnx_parallel launch` |
 # | `activation_checkpointing` | `remat="full"` |
+# | `CPUOffload`, `context_parallel`, float8 | not here |
 #
-# One habit to leave behind: per-device thinking. `batch` has all rows, `loss` is the mean over all
-# of them, and `len(batch)` is the global size. There is no rank in your code.
+# One habit to leave behind: per-device thinking. What `loss` sees is the whole batch (or a whole
+# microbatch), not a device's part, and its mean is the mean over all rows. Only how a process
+# loads data depends on which one it is.
 #
 # ## Exercise
 #
-# Take a training script of yours. Write its loss as `loss(model, batch)`, run it with
-# `fast_dev_run=True` on 8 simulated devices, and compare five losses with the ones you had.
+# Take a training script of yours. Write its loss as `loss(model, batch)`. Run it on 8 simulated
+# devices, first with `fast_dev_run=True`, which takes two steps to see that all parts fit. Then
+# compare five losses with the ones you had.

@@ -63,12 +63,15 @@
   }
 
   function show() {
-    const invalid = [...form.elements].find((e) => e.type === "number" && !(e.value > 0));
+    const isValid = (e) => e.value > 0 && e.checkValidity();
+    const invalid = [...form.elements].find((e) => e.type === "number" && !isValid(e));
     const verdict = document.getElementById("calculator-verdict");
     const body = document.getElementById("calculator-rows");
     body.replaceChildren();
     if (invalid) {
-      verdict.textContent = `${invalid.labels[0].textContent.trim()}: give a number above 0.`;
+      const rule = !(invalid.value > 0) ? "give a number above 0"
+        : invalid.step === "any" ? `give at most ${invalid.max}` : "give a whole number";
+      verdict.textContent = `${invalid.labels[0].textContent.trim()}: ${rule}.`;
       return;
     }
     const { model, machine } = read();
@@ -80,8 +83,8 @@
       body.replaceChildren(...fitting.slice(0, 8).map(row));
     } else if (smallest) {
       verdict.textContent = `${size} B parameters. Nothing fits ${machine.memory} GB. Closest is `
-        + `${code(smallest.plan)} with ${gigabytes(smallest.memory)} a device: take more `
-        + "devices, or fewer rows.";
+        + `${code(smallest.plan)}, in ${smallest.plan.microbatches} microbatches, with `
+        + `${gigabytes(smallest.memory)} a device: take more devices, or fewer rows.`;
     } else {
       verdict.textContent = "No way of spreading divides: make the rows a multiple of the "
         + "devices, and the sizes of the model multiples of small powers of two.";

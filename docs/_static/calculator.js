@@ -1,8 +1,8 @@
 /* Which strategies fit a model on some machines, and what they cost.
  *
- * The first part is arithmetic without a page; tests run it in Node and compare it with
- * what `describe` counts, what the schedule simulator says and what a compiled step sends.
- * The second part, at the end, is the form. */
+ * Arithmetic without a page: tests run it in Node and compare it with what `describe`
+ * counts, what the schedule simulator says and what a compiled step sends. The form is in
+ * `calculator-form.js`. */
 "use strict";
 
 const MODELS = {
@@ -16,13 +16,15 @@ const MODELS = {
   "GPT-3 175B": { layers: 96, embed: 12288, heads: 96, vocab: 50304, seq: 2048 },
 };
 
-/* Dense bfloat16 FLOP/s, memory, and link bandwidth in one direction, from the makers'
- * data sheets; `slow` is one 400 Gb/s (H100) or 200 Gb/s (A100) adapter per device. */
+/* Dense bfloat16 FLOP/s, memory, and bandwidth of a device in one direction, from the
+ * makers' data sheets. `slow` is one adapter per device: 400 Gb/s (H100), 200 Gb/s (A100).
+ * Of a TPU it is half of the "bidirectional inter-chip interconnect bandwidth per chip",
+ * which adds up the links along all axes of the torus. */
 const MACHINES = {
   "H100 80 GB, 8 a machine": { memory: 80, tflops: 989, fast: 450, slow: 50, local: 8 },
   "A100 80 GB, 8 a machine": { memory: 80, tflops: 312, fast: 300, slow: 25, local: 8 },
-  "TPU v5p, one slice": { memory: 95, tflops: 459, fast: 300, slow: 300, local: 4 },
-  "TPU v5e, one slice": { memory: 16, tflops: 197, fast: 100, slow: 100, local: 4 },
+  "TPU v5p, one slice": { memory: 95, tflops: 459, fast: 600, slow: 600, local: 4 },
+  "TPU v5e, one slice": { memory: 16, tflops: 197, fast: 200, slow: 200, local: 4 },
 };
 
 function complete(model) {
@@ -34,10 +36,10 @@ function complete(model) {
 
 /* Every parameter: its shape and the names of its dims, as models/gpt.py has them. */
 function arrays(model) {
-  const m = complete(model), size = { ...m, kv_heads: m.kv_heads };
+  const m = complete(model);
   const bias = !m.llama, found = [];
   const add = (names, count = 1) => {
-    const shape = names.map((name) => size[name]);
+    const shape = names.map((name) => m[name]);
     for (let i = 0; i < count; i++) found.push({ names, shape });
   };
   const norm = (...stack) => add([...stack, "embed"], bias ? 2 : 1);
@@ -82,18 +84,20 @@ function placed(array, plan) {
 /* Bytes per device of parameters, gradients and AdamW's state, in float32.
  * `plan`: sizes of data, fsdp, tensor, pipe; shard: optimizer, gradients or params. */
 function stateBytes(model, plan) {
-  let used = 0, stored = 0;
+  let used = 0, stored = 0, outside = 0;
   for (const array of arrays(model)) {
     const place = placed(array, plan);
     if (place === null) return null;
     used += 4 * place.used;
     stored += 4 * place.stored;
+    if (array.names[0] !== "layers") outside += 4 * place.used;
   }
   return {
     params: plan.shard === "params" ? stored : used,
     gradients: plan.shard === "optimizer" ? used : stored,
     optimizer: 2 * stored + 4, // two moments, and the count of steps
     used,
+    outside, // of what is used: what belongs to no layer
   };
 }
 
@@ -146,6 +150,32 @@ function sentBytes(model, plan, tokens, width) {
   };
 }
 
+/* Bytes per second of a ring over `n` devices that lie `inner` apart. Where it leaves the
+ * machine, it has the adapters of all its devices in a machine. */
+function bandwidth(n, inner, machine) {
+  if (n * inner <= machine.local) return 1e9 * machine.fast;
+  const adapters = Math.max(1, Math.floor(machine.local / inner));
+  return 1e9 * Math.min(machine.fast, machine.slow * adapters);
+}
+
+/* Seconds that a device sends in a step. The mesh puts `tensor` innermost, then `fsdp`,
+ * `data` and `pipe`. */
+function commSeconds(plan, sent, machine) {
+  const over = (bytes, n, inner) => bytes * (n - 1) / n / bandwidth(n, inner, machine);
+  const { tensor, fsdp, data } = plan;
+  // Gradients that stay whole are all-reduced; others are scattered over `fsdp`, and what
+  // is left of them summed over `data`.
+  const gradients = plan.shard === "optimizer"
+    ? 2 * over(sent.gradients, data * fsdp, tensor)
+    : over(sent.gradients, fsdp, tensor)
+      + 2 * over(sent.gradients / fsdp, data, fsdp * tensor);
+  // A hop to the next stage goes from one device to one other.
+  const isInside = plan.pipe * data * fsdp * tensor <= machine.local;
+  const pipe = sent.pipe / (1e9 * (isInside ? machine.fast : machine.slow));
+  return over(sent.updated, fsdp, tensor) + plan.microbatches * (gradients
+    + over(sent.gathered, fsdp, tensor) + 2 * over(sent.tensor, tensor, 1) + pipe);
+}
+
 /* One plan on some machines: memory, time, and what keeps it from running. */
 function judge(model, plan, machine) {
   const m = complete(model), replicas = plan.data * plan.fsdp;
@@ -158,44 +188,46 @@ function judge(model, plan, machine) {
   const inputs = table.kept * stage * tokens * m.embed * W;
   const block = (2 * tokens * W * (4 * m.embed
     + (2 * (m.heads + m.kv_heads) * m.head_dim + (m.llama ? 3 : 2) * m.mlp) / plan.tensor));
-  const layers = plan.shard === "params" ? 2 * state.used / 4 * W / m.layers
-    : state.used / 4 * W;
-  const memory = state.params + state.gradients + state.optimizer + inputs + block + layers;
+  const layers = 2 * (state.used - state.outside) / stage;
+  const copies = W / 4 * (plan.shard === "params" ? Math.max(layers, state.outside)
+    : state.used);
+  const memory = state.params + state.gradients + state.optimizer + inputs + block + copies;
 
   const devices = replicas * plan.tensor * plan.pipe;
   const flops = flopsPerToken(m, machine.seq) * machine.rows * machine.seq / devices;
   const compute = flops / (1e12 * machine.tflops * machine.attained);
   const sent = sentBytes(m, plan, tokens, W);
-  const ring = (n) => (n - 1) / n;
-  const link = (n, inner) => 1e9 * (n * inner <= machine.local ? machine.fast : machine.slow);
-  const outer = link(replicas, plan.tensor), passes = plan.microbatches;
-  const reduces = plan.shard ? 1 : 2; // reduce-scatter, or the all-reduce of both halves
-  const seconds = sent.updated * ring(replicas) / outer + passes * (
-    (reduces * sent.gradients + sent.gathered) * ring(replicas) / outer
-    + 2 * sent.tensor * ring(plan.tensor) / link(plan.tensor, 1)
-    + sent.pipe / link(devices, 1));
+  const seconds = commSeconds(plan, sent, machine);
   return {
-    plan, state, memory, inputs, block, copies: layers, bubble: 1 - table.efficiency,
+    plan, state, memory, inputs, block, copies, bubble: 1 - table.efficiency,
     fits: memory <= machine.memory * 1e9,
     low: table.efficiency * compute / (compute + seconds),
     high: table.efficiency * compute / Math.max(compute, seconds),
-    stepSeconds: compute / table.efficiency + seconds,
   };
 }
 
 const divisors = (n) => [...Array(n).keys()].map((i) => i + 1).filter((d) => n % d === 0);
 
-/* Every plan over all devices that divides. Pipelines get 4 microbatches a stage. */
+/* Every plan over all devices that divides. Pipelines get 4 microbatches a stage, others
+ * 1 or more, which take less memory and send more.
+ * Sharding the optimizer alone is left out: gradients too is less memory, and less sent. */
 function plans(model, machine) {
+  return places(model, machine).flatMap((plan) => plan.pipe > 1
+    ? [{ ...plan, microbatches: 4 * plan.pipe }]
+    : [1, 2, 4, 8, 16].map((microbatches) => ({ ...plan, microbatches })));
+}
+
+/* Their sizes. */
+function places(model, machine) {
   const found = [], m = complete(model);
   for (const tensor of divisors(machine.devices).filter((t) => t <= machine.local)) {
     for (const pipe of divisors(machine.devices / tensor).filter((p) => p <= 64)) {
       if (m.layers % pipe) continue;
       const rest = machine.devices / (tensor * pipe);
-      const microbatches = pipe > 1 ? 4 * pipe : 1, base = { tensor, pipe, microbatches };
+      const base = { tensor, pipe };
       found.push({ ...base, data: rest, fsdp: 1, shard: null });
       if (rest === 1) continue;
-      for (const shard of ["optimizer", "params"]) {
+      for (const shard of ["gradients", "params"]) {
         found.push({ ...base, data: 1, fsdp: rest, shard });
       }
       const inner = machine.local / tensor;
@@ -207,14 +239,17 @@ function plans(model, machine) {
   return found;
 }
 
-/* Those that fit, the best first; and the smallest of those that do not. */
+/* Those that fit, the best first, each once; and the smallest of those that do not. */
 function choose(model, machine) {
   const judged = plans(model, machine).map((plan) => judge(model, plan, machine))
     .filter((each) => each !== null);
   const simple = (each) => ["tensor", "pipe"].filter((a) => each.plan[a] > 1).length;
-  const fitting = judged.filter((each) => each.fits)
+  const found = judged.filter((each) => each.fits)
     .sort((a, b) => Math.round(100 * b.low) - Math.round(100 * a.low)
-      || simple(a) - simple(b) || a.memory - b.memory);
+      || simple(a) - simple(b) || a.plan.microbatches - b.plan.microbatches
+      || a.memory - b.memory);
+  const codes = found.map((each) => code(each.plan));
+  const fitting = found.filter((each, i) => codes.indexOf(codes[i]) === i);
   const smallest = judged.sort((a, b) => a.memory - b.memory)[0];
   return { fitting, smallest };
 }
@@ -234,6 +269,6 @@ function code(plan) {
 }
 
 if (typeof module !== "undefined") {
-  module.exports = { MODELS, MACHINES, arrays, choose, code, countParams, countProducts,
-    flopsPerToken, judge, schedule, sentBytes, stateBytes };
+  module.exports = { MODELS, MACHINES, arrays, bandwidth, choose, code, commSeconds,
+    countParams, countProducts, flopsPerToken, judge, schedule, sentBytes, stateBytes };
 }
