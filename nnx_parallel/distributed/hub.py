@@ -29,7 +29,7 @@ JOIN_SECONDS = 300.0
 """How long processes wait for one another at the start."""
 
 _LINGER_SECONDS = 2.0
-_GREETING_SECONDS = 10
+_GREETING_SECONDS = 60
 _LOOK_SECONDS = 0.05
 _NOT_OURS = (ValueError, KeyError, TypeError)
 
