@@ -7,6 +7,9 @@ STRATEGY ?=
 PYTEST_ARGS ?=
 
 python := $(VENV)/bin/python
+# Groups of tests as collected: the dear ones stand in the middle, so that both workers
+# end together.
+pytest := $(python) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 install := $(python) -m pip install -qq --disable-pip-version-check --no-input \
 	$(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
@@ -29,13 +32,13 @@ demo-clean:  ## forget the demo's run, so that the next starts afresh
 setup: $(VENV)/.dev  ## the library and all development tools, in an environment
 
 test: $(VENV)/.dev  ## the tests, without the slow ones and those of faults
-	$(python) -m pytest -n 2 --dist loadgroup -m "not slow and not faults" $(PYTEST_ARGS)
+	$(pytest) -m "not slow and not faults" $(PYTEST_ARGS)
 
 test-faults: $(VENV)/.dev  ## processes that die, hang and are killed; 5 minutes
 	$(python) -m pytest -n 2 -m "faults and not slow" $(PYTEST_ARGS)
 
 test-all: $(VENV)/.dev  ## all tests
-	$(python) -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+	$(pytest) $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev  ## style, format, types
 	$(VENV)/bin/ruff check
