@@ -187,6 +187,14 @@ def test_damage_that_one_process_sees_is_told_by_all(tmp_path: Path) -> None:
     assert files
     for path in files:
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+    strict = saved | {"every": 1, "on_damage": "error"}
+    refused = launch(settings | {"checkpoint": strict})
+    assert refused.code == 1, refused.text
+    assert "On process 1: Cannot read checkpoint 2 in" in refused.text
+    assert refused.seconds < 60
+    assert sorted(p.name for p in tmp_path.glob("run/[0-9d]*")) == ["1", "2"]
+
     ended = launch(settings)
     assert ended.code == 0, ended.text
     assert "On process 1: Cannot read checkpoint 2 in" in ended.text
