@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -54,8 +54,8 @@ def fingerprints(groups: Mapping[str, Mapping[str, Any]]) -> Fingerprints:
 def device_hashes(arrays: Sequence[jax.Array]) -> list[dict[int, int]]:
     """The hash of each shard that this process holds, by its device's id.
 
-    Shards that hold the same part of an array have the same hash. All arrays of a mesh
-    are hashed by one program, whose results come to the host in one piece.
+    Shards that hold the same part of an array have the same hash. What the devices of a
+    mesh have hashed comes to the host in one piece.
 
     Args:
         arrays: Arrays on any meshes, or on single devices.
@@ -68,13 +68,13 @@ def device_hashes(arrays: Sequence[jax.Array]) -> list[dict[int, int]]:
         by_mesh.setdefault(_mesh(x), []).append(index)
     started: list[tuple[list[int], jax.Array]] = []
     for mesh, indices in by_mesh.items():
-        chosen = [_data(arrays[i]) for i in indices]
         if mesh is None:
-            hashed = map(_hash_whole, chosen)
-            started += [([i], x) for i, x in zip(indices, hashed, strict=True)]
+            started += [([i], _hash_whole(_data(arrays[i]))) for i in indices]
             continue
-        specs = tuple(_spec(arrays[i]) for i in indices)
-        started.append((indices, _hash_shards(mesh, specs)(chosen)))
+        hashes = [
+            _hash_shards(mesh, _spec(arrays[i]))(_data(arrays[i])) for i in indices
+        ]
+        started.append((indices, _join(mesh)(hashes)))
     found: list[dict[int, int]] = [{} for _ in arrays]
     for indices, hashes in started:
         for shard in hashes.addressable_shards:
@@ -102,16 +102,15 @@ def _counted(x: jax.Array) -> set[int]:
     return {s.device.id for s in x.addressable_shards if s.replica_id == 0}
 
 
-@lru_cache(maxsize=64)
-def _hash_shards(mesh: Mesh, specs: tuple[P, ...]) -> Any:
-    """A compiled function from global arrays to the hashes of each device's shards.
+@lru_cache(maxsize=4096)
+def _hash_shards(mesh: Mesh, spec: P) -> Any:
+    """A compiled function from a global array to the hash of each device's shard.
 
-    Its result has the dims of the mesh, with one element on each device, and a dim for
-    the arrays.
+    Its result has the dims of the mesh, with one element on each device.
     """
     sizes = dict(mesh.shape)
 
-    def hash_shard(shard: jax.Array, spec: P) -> jax.Array:
+    def hash_shard(shard: jax.Array) -> jax.Array:
         starts = []
         for dim, axes in enumerate(dim_axes(spec, shard.ndim)):
             place = jnp.uint32(0)
@@ -121,22 +120,27 @@ def _hash_shards(mesh: Mesh, specs: tuple[P, ...]) -> Any:
             count = math.prod(sizes[axis] for axis in axes)
             size = shard.shape[dim]
             starts.append((place * jnp.uint32(size), size * count))
-        return _hash(shard, starts)
-
-    def hash_shards(shards: list[jax.Array]) -> jax.Array:
-        pairs = zip(shards, specs, strict=True)
-        hashes = jnp.stack([hash_shard(shard, spec) for shard, spec in pairs])
-        return hashes.reshape((1,) * len(sizes) + hashes.shape)
+        return _hash(shard, starts).reshape((1,) * len(sizes))
 
     return jax.jit(
         jax.shard_map(
-            hash_shards,
+            hash_shard,
             mesh=mesh,
-            in_specs=(list(specs),),
+            in_specs=spec,
             out_specs=P(*mesh.axis_names),
             check_vma=False,
         )
     )
+
+
+@lru_cache(maxsize=64)
+def _join(mesh: Mesh) -> Any:
+    """A compiled function from the hashes of many arrays to one array of them.
+
+    Each stays on its device.
+    """
+    places = NamedSharding(mesh, P(*mesh.axis_names))
+    return jax.jit(partial(jnp.stack, axis=-1), out_shardings=places)
 
 
 @jax.jit
