@@ -41,7 +41,13 @@ def start(code: str, tmp_path: Path, *options: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=heed_hangups,
     )
+
+
+def heed_hangups() -> None:
+    """In the child: it would inherit that tests run under nohup ignore them."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def lives(pid: int) -> bool:
