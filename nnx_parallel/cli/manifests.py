@@ -57,40 +57,13 @@ done
 
 def jobset(job: Job) -> str:
     """A Kubernetes JobSet: one pod for each process, restarted together."""
-    name, variables = _name(job), job.cpu_variables.items()
-    limits = {} if job.cpu else {"nvidia.com/gpu": job.devices_per_process or 1}
-    container = {
-        "name": "train",
-        "image": "IMAGE",
-        "command": ["python", *job.command],
-        "env": [
-            {"name": COORDINATOR, "value": f"{name}-workers-0-0.{name}:{_PORT}"},
-            {"name": NUM_PROCESSES, "value": str(job.num_processes)},
-            {
-                "name": PROCESS_ID,
-                "valueFrom": {
-                    "fieldRef": {
-                        "fieldPath": "metadata.annotations"
-                        "['batch.kubernetes.io/job-completion-index']"
-                    }
-                },
-            },
-            *({"name": name, "value": value} for name, value in variables),
-        ],
-        "ports": [{"containerPort": _PORT}],
-        "resources": {"limits": limits},
-    }
-    pod = {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": 120,
-        "containers": [container],
-    }
+    name = _name(job)
     workers = {
         "parallelism": job.num_processes,
         "completions": job.num_processes,
         "completionMode": "Indexed",
         "backoffLimit": 0,
-        "template": {"spec": pod},
+        "template": {"spec": _pod(job)},
     }
     manifest = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -108,6 +81,31 @@ def jobset(job: Job) -> str:
         "# kubectl apply -f this; put the image with the code in the place of IMAGE.\n"
         + yaml.dump(manifest, Dumper=_Dumper, sort_keys=False, width=math.inf)
     )
+
+
+def _pod(job: Job) -> dict[str, Any]:
+    """What runs one process."""
+    name, variables = _name(job), job.cpu_variables.items()
+    limits = {} if job.cpu else {"nvidia.com/gpu": job.devices_per_process or 1}
+    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    container = {
+        "name": "train",
+        "image": "IMAGE",
+        "command": ["python", *job.command],
+        "env": [
+            {"name": COORDINATOR, "value": f"{name}-workers-0-0.{name}:{_PORT}"},
+            {"name": NUM_PROCESSES, "value": str(job.num_processes)},
+            {"name": PROCESS_ID, "valueFrom": {"fieldRef": {"fieldPath": index}}},
+            *({"name": variable, "value": value} for variable, value in variables),
+        ],
+        "ports": [{"containerPort": _PORT}],
+        "resources": {"limits": limits},
+    }
+    return {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": 120,
+        "containers": [container],
+    }
 
 
 def tpu(job: Job) -> str:
