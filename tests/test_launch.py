@@ -31,23 +31,26 @@ time.sleep(300)
 DEVICES = "import os; print('sees', os.environ['CUDA_VISIBLE_DEVICES'])"
 
 
+# Tests run under nohup ignore hangups, which their children would inherit.
+HEEDING = """
+import os, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
 def start(code: str, tmp_path: Path, *options: str) -> subprocess.Popen[str]:
     script = tmp_path / "script.py"
     script.write_text(code)
-    command = [sys.executable, "-m", "nnx_parallel", "launch", *options, str(script)]
+    launch = ["-m", "nnx_parallel", "launch", *options, str(script)]
+    command = [sys.executable, "-c", HEEDING, sys.executable, *launch]
     return subprocess.Popen(
         command,
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        preexec_fn=heed_hangups,
     )
-
-
-def heed_hangups() -> None:
-    """In the child: it would inherit that tests run under nohup ignore them."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def lives(pid: int) -> bool:

@@ -317,7 +317,7 @@ from benchmarks.peers import make_gpipe_step
 
 config = GPTConfig(
     vocab_size=32_768, seq_len=2048, num_layers=32, embed_dim=4096, num_heads=32,
-    mlp_dim=16_384, use_bias=False,
+    mlp_dim=16_384, use_bias=False, attention=sys.argv[1],
 )
 strategy = Composite(
     Pipeline(8, stash="inputs"), DataParallel(4), TensorParallel(4)
@@ -332,8 +332,17 @@ for step in (ours, gpipe):
 
 
 @pytest.mark.slow
-def test_a_quarter_of_gpipe_by_autodiff_on_128_tpus():
+@pytest.mark.parametrize(
+    ("attention", "share"),
+    [
+        # Measured: 3.27 GiB against 25.24 GiB. The schedule GPipe() takes 4.78 GiB.
+        ("xla", 1 / 4),
+        # Measured: 2.81 GiB against 10.15 GiB: no scores are kept for all microbatches.
+        # Of both, gradients and cast weights, which no schedule changes, take 1.2 GiB.
+        ("splash", 0.28),
+    ],
+)
+def test_a_part_of_gpipe_by_autodiff_on_128_tpus(attention: str, share: float):
     """32 layers of 4096 and 16,384, 32 microbatches of 8 rows of 2048 tokens."""
-    ours, peer = numbers_from(PIPELINED_STEPS)
-    # Measured: 3.27 GiB against 25.24 GiB. The schedule GPipe() takes 4.78 GiB.
-    assert ours <= peer / 4
+    ours, peer = numbers_from(PIPELINED_STEPS, attention)
+    assert ours <= share * peer

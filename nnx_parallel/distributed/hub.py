@@ -58,15 +58,27 @@ class Hub:
         self._rounds: dict[str, dict[int, Any]] = {}
         self._left: set[int] = set()
         self._is_over = False
+        self._gathered = threading.Event()
         self._drained = threading.Event()
         threading.Thread(target=self._run, name="nnx_parallel.hub", daemon=True).start()
+
+    def wait_for_all(self) -> None:
+        """Waits until every process has joined, or the time to do so is over.
+
+        Process 0 must not end before: an interpreter that does starts no thread to
+        greet those that come later.
+        """
+        self._gathered.wait()
 
     def drain(self) -> None:
         """Waits until the others have heard of a loss and gone, but not for long."""
         self._drained.wait(_LINGER_SECONDS)
 
     def _run(self) -> None:
-        self._gather()
+        try:
+            self._gather()
+        finally:
+            self._gathered.set()
         while self._connections:
             for ready in wait(list(self._connections)):
                 assert isinstance(ready, Connection)

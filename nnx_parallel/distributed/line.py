@@ -150,6 +150,8 @@ def join() -> Line | None:
     )
     install(line.fail)
     atexit.register(line.leave)
+    if hub is not None:
+        hub.wait_for_all()
     return line
 
 
