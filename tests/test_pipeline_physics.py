@@ -317,7 +317,7 @@ from benchmarks.peers import make_gpipe_step
 
 config = GPTConfig(
     vocab_size=32_768, seq_len=2048, num_layers=32, embed_dim=4096, num_heads=32,
-    mlp_dim=16_384, use_bias=False, attention=sys.argv[1],
+    mlp_dim=16_384, use_bias=False,
 )
 strategy = Composite(
     Pipeline(8, stash="inputs"), DataParallel(4), TensorParallel(4)
@@ -332,17 +332,12 @@ for step in (ours, gpipe):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("attention", "share"),
-    [
-        # Measured: 3.27 GiB against 25.24 GiB. The schedule GPipe() takes 4.78 GiB.
-        ("xla", 1 / 4),
-        # Measured: 2.81 GiB against 10.15 GiB: no scores are kept for all microbatches.
-        # Of both, gradients and cast weights, which no schedule changes, take 1.2 GiB.
-        ("splash", 0.28),
-    ],
+@pytest.mark.xfail(
+    strict=True,
+    reason="2.81 GiB against 10.15 GiB; 3.27 against 10.62 with attention='xla'. When "
+    "the quarter was reached, GPipe took 25.24 GiB: the loss was not yet chunked.",
 )
-def test_a_part_of_gpipe_by_autodiff_on_128_tpus(attention: str, share: float):
+def test_a_quarter_of_gpipe_by_autodiff_on_128_tpus():
     """32 layers of 4096 and 16,384, 32 microbatches of 8 rows of 2048 tokens."""
-    ours, peer = numbers_from(PIPELINED_STEPS, attention)
-    assert ours <= share * peer
+    ours, peer = numbers_from(PIPELINED_STEPS)
+    assert ours <= peer / 4
