@@ -22,7 +22,14 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks import peers
 from benchmarks.overhead import CONFIG, TX, make_batch
-from benchmarks.peers import State, Step, copied, copy_state, make_gpt_step
+from benchmarks.peers import (
+    State,
+    Step,
+    copied,
+    copy_state,
+    make_gpt_step,
+    make_nnx_jit_step,
+)
 from benchmarks.timing import Ratio, Runner, Table, interleave
 from models import GPT, next_token_loss
 from nnx_parallel import FSDP, Trainer, audit
@@ -43,7 +50,7 @@ def measure(rounds: int = 100) -> Table:
         "ours": (trainer.train_step, trainer.state),
         "by hand": (make_gpt_step(model, TX, start), start),
         "by hand again": (make_gpt_step(model, TX, start), copied(start)),
-        "nnx.jit": with_state(model),
+        "nnx.jit": make_nnx_jit_step(model, TX),
         "scalax": scalax(model, copied(start)),
     }
     for name, (step, state) in steps.items():
@@ -67,36 +74,6 @@ def ours() -> Trainer:
         strategy=FSDP(),
         loggers=(),
     )
-
-
-def nnx_jit(model: GPT) -> tuple[Any, nnx.Optimizer]:
-    """Flax's guide: `nnx.jit` over the model and `nnx.Optimizer`, arrays in shards."""
-    model.train()
-    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
-
-    @nnx.jit
-    def train_step(model: GPT, optimizer: nnx.Optimizer, batch: Any) -> jax.Array:
-        def loss(model: GPT) -> jax.Array:
-            return next_token_loss(model, batch).value
-
-        value, grads = nnx.value_and_grad(loss)(model)
-        optimizer.update(model, grads)
-        return value
-
-    return train_step, optimizer
-
-
-def with_state(model: GPT) -> tuple[Step, Any]:
-    """The step of `nnx_jit`, called like the others."""
-    graphdef, state = nnx.split(model)
-    model = nnx.merge(graphdef, copied(state))
-    train_step, optimizer = nnx_jit(model)
-
-    def step(state: Any, batch: Any) -> tuple[Any, Any]:
-        return state, {"loss": train_step(*state, batch)}
-
-    step.lower = lambda state, batch: train_step.lower(*state, batch)  # pyright: ignore[reportFunctionMemberAccess]
-    return step, (model, optimizer)
 
 
 def scalax(model: GPT, state: State) -> tuple[Step, State]:
@@ -131,7 +108,7 @@ def scalax(model: GPT, state: State) -> tuple[Step, State]:
 CODE.update(
     {
         "ours": (ours,),
-        "nnx.jit": (nnx_jit,),
+        "nnx.jit": (peers.nnx_jit,),
         "scalax": (scalax,),
         "by hand": (
             peers.make_gpt_step,

@@ -17,9 +17,8 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from flax import nnx
 
-from benchmarks.peers import copied, copy_state, make_gpt_step
+from benchmarks.peers import copied, copy_state, make_gpt_step, make_nnx_jit_step
 from benchmarks.timing import Ratio, Runner, Table, interleave
 from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import FSDP, DataParallel, Strategy, Trainer, audit
@@ -72,7 +71,7 @@ def _compare_steps(table: Table, name: str, strategy: Strategy, rounds: int) -> 
     assert isinstance(model, GPT)
     start = copy_state(trainer.state)
     by_hand = [make_gpt_step(model, TX, start) for _ in range(2)]
-    guide = _guide_runner(model, batch)
+    guide = Runner(*make_nnx_jit_step(model, TX), batch)
     pairs = (trainer.train_step, trainer.state), (by_hand[0], start)
     _add_audits(
         table,
@@ -108,28 +107,6 @@ def _add_audits(table: Table, name: str, *compiled: jax.stages.Compiled) -> None
         table.add(f"{name}: {what}, Trainer and by hand", figures)
 
 
-def _guide_runner(model: GPT, batch: Any) -> Runner:
-    """The step of Flax's guide, on a copy of the model in the same places."""
-    graphdef, state = nnx.split(model)
-    model = nnx.merge(graphdef, copied(state))
-    model.train()
-    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
-
-    @nnx.jit
-    def train_step(model: GPT, optimizer: nnx.Optimizer, batch: Any) -> jax.Array:
-        def loss(model: GPT) -> jax.Array:
-            return next_token_loss(model, batch).value
-
-        value, grads = nnx.value_and_grad(loss)(model)
-        optimizer.update(model, grads)
-        return value
-
-    def step(_: None, batch: Any) -> tuple[None, jax.Array]:
-        return None, train_step(model, optimizer, batch)
-
-    return Runner(step, None, batch)
-
-
 def _compare_dispatch(table: Table, name: str, strategy: Strategy) -> None:
     """The host's part alone: a model so small that the devices have little to do."""
     trainer = make_trainer(TINY, strategy)
@@ -140,7 +117,7 @@ def _compare_dispatch(table: Table, name: str, strategy: Strategy) -> None:
     runs = {
         "by hand": Runner(by_hand, start, batch).dispatch,
         "ours": Runner(trainer.train_step, trainer.state, batch).dispatch,
-        "guide": _guide_runner(model, batch).dispatch,
+        "guide": Runner(*make_nnx_jit_step(model, TX), batch).dispatch,
     }
     seconds = interleave(runs, rounds=200)
     for run, values in seconds.items():

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from models import GPT
+from models import GPT, next_token_loss
 from nnx_parallel import GPipe, Mean, TrainState
 from nnx_parallel.layers import Remat, default_remat, linear_cross_entropy
 from nnx_parallel.microbatches import split_rows
@@ -65,6 +65,38 @@ def make_step(
         return new, {"loss": value, "grad_norm": optax.tree.norm(grads)}
 
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+
+
+def nnx_jit(model: GPT, tx: optax.GradientTransformation) -> tuple[Any, nnx.Optimizer]:
+    """Flax's guide: `nnx.jit` over the model and `nnx.Optimizer`."""
+    model.train()
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def train_step(model: GPT, optimizer: nnx.Optimizer, batch: Any) -> jax.Array:
+        def loss(model: GPT) -> jax.Array:
+            return next_token_loss(model, batch).value
+
+        value, grads = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, grads)
+        return value
+
+    return train_step, optimizer
+
+
+def make_nnx_jit_step(
+    model: GPT, tx: optax.GradientTransformation
+) -> tuple[Step, tuple[GPT, nnx.Optimizer]]:
+    """The step of `nnx_jit`, and its state: a copy of the model in the same places."""
+    graphdef, state = nnx.split(model)
+    model = nnx.merge(graphdef, copied(state))
+    train_step, optimizer = nnx_jit(model, tx)
+
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        return state, {"loss": train_step(*state, batch)}
+
+    step.lower = lambda state, batch: train_step.lower(*state, batch)  # pyright: ignore[reportFunctionMemberAccess]
+    return step, (model, optimizer)
 
 
 def make_gpt_step(
