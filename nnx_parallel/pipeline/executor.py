@@ -253,8 +253,7 @@ class Executor:
         chunk = slot["backward_input_chunk"]
 
         def run() -> tuple[dict, list]:
-            new, returned = self.stage.backward(*given)
-            return self._accumulate(grads, new, chunk), returned
+            return self.stage.backward(*given, grads, self._chunks.adder(chunk))
 
         def skip() -> tuple[dict, list]:
             return grads, zeros_like(given[2])
@@ -283,17 +282,12 @@ class Executor:
         held = read_slot(pending, slot["weight_pending"])
 
         def run() -> dict:
-            new = self.stage.backward_weight(self._chunks.take(layers, chunk), held)
-            return self._accumulate(grads, new, chunk)
+            taken, add = self._chunks.take(layers, chunk), self._chunks.adder(chunk)
+            return self.stage.backward_weight(taken, held, grads, add)
 
         with jax.named_scope("backward_weight"):
             grads = jax.lax.cond(whole["any_backward_weight"], run, lambda: grads)
         return grads, None
-
-    def _accumulate(self, grads: dict, new: dict, chunk: jax.Array) -> dict:
-        old = self._chunks.take(grads, chunk)
-        total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), old, new)
-        return self._chunks.put(grads, total, chunk)
 
     def _send(self, tree: Any, direction: int) -> Any:
         """What the neighbour sent; around the ends only if stages hold many chunks."""

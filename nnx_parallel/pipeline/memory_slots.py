@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -66,3 +67,21 @@ class Chunks:
             return jax.lax.dynamic_update_slice_in_dim(x, part, start, axis=0)
 
         return jax.tree.map(put, layers, new, self.take(layers, chunk))
+
+    def adder(self, chunk: jax.Array) -> Callable[[Any, Any, jax.Array], Any]:
+        """``(totals of all layers, values of one, its index in the chunk) -> totals``.
+
+        Adds in the totals' dtype, in place; nothing if the chunk is -1.
+        """
+
+        def add(totals: Any, new: Any, layer: jax.Array) -> Any:
+            def add(x: jax.Array, part: jax.Array) -> jax.Array:
+                size = x.shape[0] // self._count
+                index = jnp.maximum(chunk, 0) * size + layer
+                old = jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
+                part = jnp.where(chunk >= 0, part.astype(x.dtype), 0)
+                return jax.lax.dynamic_update_index_in_dim(x, old + part, index, axis=0)
+
+            return jax.tree.map(add, totals, new)
+
+        return add

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 
 from nnx_parallel.errors import PipelineError
 from nnx_parallel.jaxprs import trace
@@ -19,6 +20,10 @@ from nnx_parallel.pipeline.options import Stash
 from nnx_parallel.pipeline.split import SplitBackward, split_backward
 from nnx_parallel.precision import cast_floating
 from nnx_parallel.sharding.arrays import dotted
+
+# ``(totals of all layers, gradients of one layer, its index) -> totals``. A layer's
+# gradients are added as soon as they are there: the stage's would take as much again.
+Add = Callable[[dict, dict, jax.Array], dict]
 
 
 @dataclass(eq=False)
@@ -60,11 +65,16 @@ class Stage:
         return self._forward_keeping(layers, travel)
 
     def backward(
-        self, layers: Layers, kept: Any, grads: Sequence[Any]
+        self, layers: Layers, kept: Any, grads: Sequence[Any], totals: dict, add: Add
     ) -> tuple[dict, list]:
-        """Gradients of the trained parameters and of what travelled in."""
-        grads, trained = self._backward(layers, kept, grads, self._layer_backward)
-        return trained, grads
+        """The totals with the trained parameters' gradients, and those to send back."""
+
+        def collect(totals: dict, new: dict, layer: jax.Array) -> tuple[dict, None]:
+            return add(totals, new, layer), None
+
+        given = (layers, kept, grads)
+        grads, totals, _ = self._backward(*given, self._layer_backward, totals, collect)
+        return totals, grads
 
     def backward_input(
         self, layers: Layers, kept: Any, grads: Sequence[Any]
@@ -75,18 +85,27 @@ class Stage:
             self._split = split_backward(self._layer_backward, trained, given)
             return self._split.run_input(trained, given)
 
-        return self._backward(layers, kept, grads, layer_backward)
+        def collect(_: None, pending: list, layer: jax.Array) -> tuple[None, list]:
+            return None, pending
 
-    def backward_weight(self, layers: Layers, pending: Any) -> dict:
-        """Gradients of the trained parameters, from what `backward_input` left."""
+        grads, _, pending = self._backward(
+            layers, kept, grads, layer_backward, None, collect
+        )
+        return grads, pending
+
+    def backward_weight(
+        self, layers: Layers, pending: Any, totals: dict, add: Add
+    ) -> dict:
+        """The totals with the gradients from what `backward_input` left."""
         assert self._split is not None
         split = self._split
 
-        def step(carry: None, xs: Any) -> tuple[None, dict]:
-            layer, pending = self._cast(xs[0]), xs[1]
-            return None, split.run_weight(layer.trained, pending)
+        def step(totals: dict, xs: Any) -> tuple[dict, None]:
+            layer, pending, index = self._cast(xs[0]), xs[1], xs[2]
+            return add(totals, split.run_weight(layer.trained, pending), index), None
 
-        return jax.lax.scan(step, None, (_stateless(layers), pending))[1]
+        xs = _numbered(_stateless(layers), pending)
+        return jax.lax.scan(step, totals, xs)[0]
 
     def run(self, layers: Layers, travel: Sequence[Any]) -> list:
         """Runs the layers for their output alone."""
@@ -230,29 +249,40 @@ class Stage:
         kept: Any,
         grads: Sequence[Any],
         layer_backward: Callable[[dict, Any], tuple[Any, Any]],
-    ) -> tuple[list, Any]:
-        """From the last layer to the first; what each one gives, along the layers.
+        totals: Any,
+        collect: Callable[[Any, Any, jax.Array], tuple[Any, Any]],
+    ) -> tuple[list, Any, Any]:
+        """From the last layer to the first.
+
+        Args:
+            layers: The layers.
+            kept: From `forward`.
+            grads: Gradients of what travelled on.
+            layer_backward: One layer: gradients for the layer before, and its own.
+            totals: Summed over the layers.
+            collect: ``(totals, own, layer) -> (totals, what to stack)``.
 
         Returns:
-            Gradients of what travelled in, and the second results stacked.
+            Gradients of what travelled in, the totals, and what was stacked.
         """
         kept = self._rerun(layers, kept)
 
-        def step(carry: tuple[list, list], xs: Any) -> tuple[tuple[list, list], Any]:
-            layer, saved = self._cast(xs[0]), xs[1]
-            grads_x, grads_args = carry
+        def step(carry: tuple[list, list, Any], xs: Any) -> tuple[Any, Any]:
+            layer, saved, index = self._cast(xs[0]), xs[1], xs[2]
+            grads_x, grads_args, totals = carry
             given = (layer.fixed, saved, kept["args"], grads_x)
-            (grads_x, more), found = layer_backward(layer.trained, given)
-            return (grads_x, _add(grads_args, more)), found
+            (grads_x, more), own = layer_backward(layer.trained, given)
+            totals, stacked = collect(totals, own, index)
+            return (grads_x, _add(grads_args, more), totals), stacked
 
         num_x = self.recorded.num_x
-        (grads_x, grads_args), found = jax.lax.scan(
+        (grads_x, grads_args, totals), stacked = jax.lax.scan(
             step,
-            (list(grads[:num_x]), list(grads[num_x:])),
-            (_stateless(layers), kept["layers"]),
+            (list(grads[:num_x]), list(grads[num_x:]), totals),
+            _numbered(_stateless(layers), kept["layers"]),
             reverse=True,
         )
-        return [*grads_x, *grads_args], found
+        return [*grads_x, *grads_args], totals, stacked
 
     def _rerun(self, layers: Layers, kept: Any) -> Any:
         if self.stash == "policy":
@@ -277,6 +307,12 @@ def _merge(active: Sequence[Any], others: Sequence[Any]) -> list:
 
 def _stateless(layers: Layers) -> Layers:
     return Layers(layers.trained, layers.fixed, {})
+
+
+def _numbered(layers: Layers, kept: Any) -> tuple[Layers, Any, jax.Array]:
+    """What a scan over layers takes, with each layer's index."""
+    count = len(jax.tree.leaves((layers, kept))[0])
+    return layers, kept, jnp.arange(count)
 
 
 def _add(a: list, b: list) -> list:
