@@ -27,7 +27,8 @@ from tests.parity.models import GPT_SIZES, Arrays, token_batch
 from tests.pipelines import assert_like_one_device, make_trainer
 
 NUM_LAYERS = 4
-GPT_CONFIG = GPTConfig.tiny(**(GPT_SIZES | {"num_layers": NUM_LAYERS}))
+SIZES = GPT_SIZES | {"num_layers": NUM_LAYERS, "use_bias": False}
+GPT_CONFIG = GPTConfig.tiny(**SIZES)
 TOKENS = token_batch(np.random.default_rng(0))
 
 
