@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable
-from functools import partial
 from typing import Any
 
 import jax
@@ -127,16 +126,25 @@ def placed_arrays(
                 for path, variable in variables_of(source)
             }
         )
-    model_fn: ModelFn = source
+    build, random = arrays_from(source, rngs)
+    return jax.jit(build, out_shardings=nest(shardings))(random)
+
+
+def arrays_from(
+    model_fn: ModelFn, rngs: nnx.Rngs
+) -> tuple[Callable[[dict], dict], dict]:
+    """A function's model as a pure function of random streams, and these streams.
+
+    It gives the model's arrays in nested dicts; the streams are not advanced.
+    """
     graphdef, state = nnx.split(rngs)
 
-    @partial(jax.jit, out_shardings=nest(shardings))
     def build(state: dict) -> dict:
         with nnx.use_eager_sharding(False):
             model = model_fn(nnx.merge(graphdef, state))
         return nnx.to_pure_dict(nnx.state(model))
 
-    return build(nnx.to_pure_dict(state))
+    return build, nnx.to_pure_dict(state)
 
 
 def stored_shardings(
