@@ -200,11 +200,10 @@ def _gathering_backward(
     plan: _Plan, kept: tuple, dy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     x, w = kept
-    dx = plan.ring.scatter_sum(
-        lambda piece: plan.transposed(piece, w, plan.sum_dtype), dy
+    dx, whole = plan.ring.scatter_sum_and_gather(
+        lambda piece: plan.transposed(piece, w, plan.sum_dtype), dy, x
     )
-    dw = plan.weights(plan.ring.gather(x), dy)
-    return dx.astype(x.dtype), dw.astype(w.dtype)
+    return dx.astype(x.dtype), plan.weights(whole, dy).astype(w.dtype)
 
 
 _gathering.defvjp(_gathering_forward, _gathering_backward)

@@ -151,12 +151,45 @@ class Ring:
             return jax.lax.psum_scatter(
                 function(x), self.axis, scatter_dimension=self.dim, tiled=True
             )
+        return self._pass_sums(function, x, [])
+
+    def scatter_sum_and_gather(
+        self,
+        function: Callable[[jax.Array], jax.Array],
+        x: jax.Array,
+        shard: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        """`scatter_sum` of ``function`` and x, and beside its products `gather`.
+
+        Args:
+            function: As for `scatter_sum`.
+            x: As for `scatter_sum`.
+            shard: This device's part of what is gathered, as long as its sum.
+        """
+        if self._is_bulk:
+            return self.scatter_sum(function, x), self.gather(shard)
+        passed = self.hops(shard)
+        return self._pass_sums(function, x, passed), self.join(passed)
+
+    def _pass_sums(
+        self,
+        function: Callable[[jax.Array], jax.Array],
+        x: jax.Array,
+        passed: list[jax.Array],
+    ) -> jax.Array:
         length = x.shape[self.dim] // self.size
         pieces = self._pieces(length)
         sums: list[jax.Array] = []
         for hop in range(self.size):
             arriving = [self._send(s, p) for s, p in zip(sums, pieces, strict=False)]
             sums = []
+            if passed:
+                # Until its last moment a scheduler lets wait what it is free to: a hop
+                # is to be there before these products, so that they hide the next.
+                # The hops themselves depend on no product, and are merged where several
+                # products have one input.
+                here, passed = passed[: len(pieces)], passed[len(pieces) :]
+                x, _ = jax.lax.optimization_barrier((x, here))
             for piece in pieces:
                 # After its last hop, the sum for a device has come to that device.
                 owner = self._device(-piece.direction * (hop + 1))
