@@ -123,9 +123,7 @@ class TestTemporaries:
     def test_remat_keeps_what_it_says_where_parameters_are_gathered(self):
         """Attention's scores outweigh all else here: 4 heads of 128 by 128."""
         scores, block_input = 4 * 128 * 128 * 4, 128 * 32 * 4
-        config = GPTConfig.tiny(
-            num_layers=6, seq_len=128, embed_dim=32, use_bias=False
-        )
+        config = GPTConfig.tiny(num_layers=6, seq_len=128, embed_dim=32, use_bias=False)
         none, dots, full = (
             compile_gpt(
                 replace(config, remat=remat), FSDP(8), ROWS
