@@ -19,6 +19,7 @@ from nnx_parallel.microbatches import split_rows
 from nnx_parallel.pipeline.buffers import plan_buffers
 from nnx_parallel.pipeline.edges import Edges, Flight, Given
 from nnx_parallel.pipeline.executor import Executor
+from nnx_parallel.pipeline.memory_slots import Chunks
 from nnx_parallel.pipeline.stage import Stage
 from nnx_parallel.pipeline.table import Table
 from nnx_parallel.sharding import using
@@ -80,14 +81,17 @@ def _stage_runs(
         out, _state, kept = stage.forward(layers, travel)
         return None, (out, kept)
 
+    add = Chunks(1).adder(jnp.int32(0))
+
     def backward(layers: Layers, given: Any, _: None) -> Any:
-        return stage.backward(layers, *given)
+        kept, grads = given
+        return stage.backward(layers, kept, grads, layers.trained, add)
 
     def backward_input(layers: Layers, given: Any, _: None) -> tuple[None, Any]:
         return None, stage.backward_input(layers, *given)
 
     def backward_weight(layers: Layers, pending: Any, _: None) -> tuple[dict, None]:
-        return stage.backward_weight(layers, pending), None
+        return stage.backward_weight(layers, pending, layers.trained, add), None
 
     travel = [
         jax.device_put(

@@ -249,14 +249,14 @@ class Executor:
     def _joint_slot(self, both: Any, each: Any, whole: Row) -> tuple[dict, Any]:
         layers, grads = both
         memory, slot = each
-        given = self._given(layers, memory, slot)
-        chunk = slot["backward_input_chunk"]
+        taken, kept, cotangents = self._given(layers, memory, slot)
+        add = self._chunks.adder(slot["backward_input_chunk"])
 
         def run() -> tuple[dict, list]:
-            return self.stage.backward(*given, grads, self._chunks.adder(chunk))
+            return self.stage.backward(taken, kept, cotangents, grads, add)
 
         def skip() -> tuple[dict, list]:
-            return grads, zeros_like(given[2])
+            return grads, zeros_like(cotangents)
 
         with jax.named_scope("backward"):
             grads, returned = jax.lax.cond(whole["any_backward_input"], run, skip)
