@@ -4,7 +4,6 @@ It stands at the root because pytest collects `nnx_parallel/` and `models/` for 
 examples too, and devices can only be chosen before jax first counts them.
 """
 
-import gc
 import os
 
 import jax
@@ -40,10 +39,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.name))
-
-
-def pytest_collection_finish() -> None:
-    """Keeps the garbage collector from walking through all modules again and again."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
