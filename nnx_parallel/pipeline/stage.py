@@ -259,7 +259,7 @@ class Stage:
             kept: From `forward`.
             grads: Gradients of what travelled on.
             layer_backward: One layer: gradients for the layer before, and its own.
-            totals: Summed over the layers.
+            totals: What goes from layer to layer, or ``None``.
             collect: ``(totals, own, layer) -> (totals, what to stack)``.
 
         Returns:

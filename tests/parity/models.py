@@ -177,7 +177,7 @@ def label_batch(*shape: int) -> Callable[[np.random.Generator], Arrays]:
 
 
 def gpt(config: GPTConfig) -> Case:
-    """A GPT of two layers."""
+    """A GPT and the tokens that it learns from."""
     return Case(
         build=lambda rngs: GPT(config, rngs=rngs),
         loss=next_token_loss,
