@@ -29,7 +29,7 @@ LAYERS, ROWS, SEQ, WIDTH = 3, 32, 16, 32
 TIED = GPTConfig.tiny(
     num_layers=LAYERS, seq_len=SEQ, embed_dim=WIDTH, num_heads=8, vocab_size=64
 )
-UNTIED = replace(TIED, tied=False, use_bias=False)
+UNTIED = replace(TIED, tied=False)
 CONFIGS = pytest.mark.parametrize("config", [TIED, UNTIED], ids=["tied", "untied"])
 
 DP8 = DataParallel(8)

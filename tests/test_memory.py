@@ -85,7 +85,7 @@ def test_arrays_hold_what_describe_says(shard):
 class TestTemporaries:
     """How scratch memory grows with a layer, where weights outweigh activations."""
 
-    CONFIG = GPTConfig.tiny(embed_dim=128, seq_len=8, use_bias=False)
+    CONFIG = GPTConfig.tiny(embed_dim=128, seq_len=8)
     LAYER_BYTES = (CONFIG.num_params - replace(CONFIG, num_layers=3).num_params) * 4
 
     def growth(self, compile_memory) -> float:
@@ -123,7 +123,7 @@ class TestTemporaries:
     def test_remat_keeps_what_it_says_where_parameters_are_gathered(self):
         """Attention's scores outweigh all else here: 4 heads of 128 by 128."""
         scores, block_input = 4 * 128 * 128 * 4, 128 * 32 * 4
-        config = GPTConfig.tiny(num_layers=6, seq_len=128, embed_dim=32, use_bias=False)
+        config = GPTConfig.tiny(num_layers=6, seq_len=128, embed_dim=32)
         none, dots, full = (
             compile_gpt(
                 replace(config, remat=remat), FSDP(8), ROWS

@@ -10,9 +10,7 @@ from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import FSDP, DataParallel, Strategy, Trainer, audit
 from tests.steps import QUICKLY
 
-CONFIG = GPTConfig.tiny(
-    embed_dim=32, num_layers=2, vocab_size=64, seq_len=16, use_bias=False
-)
+CONFIG = GPTConfig.tiny(embed_dim=32, num_layers=2, vocab_size=64, seq_len=16)
 TX = optax.adamw(1e-3)
 STRATEGIES = pytest.mark.parametrize(
     "strategy",

@@ -27,8 +27,7 @@ from tests.parity.models import GPT_SIZES, Arrays, token_batch
 from tests.pipelines import assert_like_one_device, make_trainer
 
 NUM_LAYERS = 4
-SIZES = GPT_SIZES | {"num_layers": NUM_LAYERS, "use_bias": False}
-GPT_CONFIG = GPTConfig.tiny(**SIZES)
+GPT_CONFIG = GPTConfig.tiny(**(GPT_SIZES | {"num_layers": NUM_LAYERS}))
 TOKENS = token_batch(np.random.default_rng(0))
 
 

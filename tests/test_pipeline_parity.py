@@ -32,13 +32,11 @@ from tests.parity.checks import (
     assert_same_numbers,
     axes_in_use,
 )
-from tests.parity.models import DEEP, find_case
+from tests.parity.models import DEEP_CASES
 from tests.parity.runs import compiling, measure, promised_shardings, reference
 
 MICROBATCHES = {2: 4, 4: 8}
 """By stages: enough for every memory slot to be used again."""
-LAYERS = {2: 4, 4: 8}
-"""By stages: two a stage, so that each of two chunks has one."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +71,14 @@ MESHES: dict[str, tuple[int, tuple[Strategy, ...]]] = {
 }
 # Where the parts of a mesh split all arrays of the layers evenly.
 LAYER_PARTS = {"pp2": 2, "pp4": 4, "pp2_dp4": 2}
-PRODUCT = list(product(SCHEDULES, MESHES, DEEP))
+PRODUCT = list(product(SCHEDULES, MESHES, DEEP_CASES))
 
 
 def is_chosen(schedule: str, mesh: str, model: str) -> bool:
     """Each schedule on one mesh, each mesh with one schedule, all models."""
     row, column = list(SCHEDULES).index(schedule), list(MESHES).index(mesh)
     is_on_diagonal = (row + 2 * column) % len(MESHES) == 0
-    return is_on_diagonal and list(DEEP)[row % len(DEEP)] == model
+    return is_on_diagonal and list(DEEP_CASES)[row % len(DEEP_CASES)] == model
 
 
 def parametrized() -> list:
@@ -102,22 +100,20 @@ def parametrized() -> list:
 def test_each_value_is_chosen() -> None:
     chosen = [combination for combination in PRODUCT if is_chosen(*combination)]
     assert len(chosen) == len({(c[0], c[1]) for c in chosen}) == 5
-    for factor, values in enumerate((SCHEDULES, MESHES, DEEP)):
+    for factor, values in enumerate((SCHEDULES, MESHES, DEEP_CASES)):
         counts = [sum(c[factor] == value for c in chosen) for value in values]
         assert min(counts) >= 1
 
 
 @pytest.mark.parametrize(("schedule", "mesh", "model"), parametrized())
 def test_same_numbers_as_one_device(schedule: str, mesh: str, model: str) -> None:
+    case = DEEP_CASES[model]
     size, others = MESHES[mesh]
-    case = find_case(model, LAYERS[size])
     strategy = Composite(Pipeline(size, SCHEDULES[schedule]), *others)
     devices = jax.devices()[: math.prod(n or 1 for n in strategy.axis_sizes.values())]
     optimized = not is_chosen(schedule, mesh, model)
     microbatches = MICROBATCHES[size]
-    expected = reference(
-        model, microbatches, optimized=optimized, num_layers=LAYERS[size]
-    )
+    expected = reference(model, microbatches, optimized=optimized, deep=True)
     with compiling(optimized=optimized):
         run = measure(case, strategy, devices, microbatches)
     assert_same_numbers(run, expected)

@@ -43,13 +43,7 @@ from tests.tpus import numbers_from
 ROWS, MICROBATCHES = 8, 4  # rows of one microbatch; microbatches where any number does
 # The head has a third of the parameters that take part in products.
 CONFIG = GPTConfig.tiny(
-    num_layers=4,
-    seq_len=16,
-    embed_dim=32,
-    vocab_size=768,
-    use_bias=False,
-    tied=False,
-    remat="full",
+    num_layers=4, seq_len=16, embed_dim=32, vocab_size=768, tied=False, remat="full"
 )
 MAKERS = {
     "ours": lambda plan, num_microbatches: make_train_step(

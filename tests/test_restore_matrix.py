@@ -17,7 +17,7 @@ from tests.parity.runs import as_numpy, compiling
 from tests.parity.strategies import ONE_DEVICE, PLANS, Plan
 
 ALL_PLANS = {"one_device": ONE_DEVICE, **PLANS}
-CONFIG = GPTConfig.tiny(**GPT_SIZES, use_bias=False)
+CONFIG = GPTConfig.tiny(**GPT_SIZES)
 
 
 def make_trainer(

@@ -97,12 +97,7 @@ def gradient_errors(found: Run, expected: Run) -> dict[str, float]:
 
 LAYERS, ROWS, SEQ, WIDTH = 3, 8, 64, 128
 CONFIG = GPTConfig.tiny(
-    num_layers=LAYERS,
-    seq_len=SEQ,
-    embed_dim=WIDTH,
-    num_heads=4,
-    vocab_size=64,
-    use_bias=False,
+    num_layers=LAYERS, seq_len=SEQ, embed_dim=WIDTH, num_heads=4, vocab_size=64
 )
 ACTIVATION = ROWS * SEQ * WIDTH * 4
 

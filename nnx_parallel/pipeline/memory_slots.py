@@ -75,13 +75,13 @@ class Chunks:
         """
 
         def add(totals: Any, new: Any, layer: jax.Array) -> Any:
-            def add(x: jax.Array, part: jax.Array) -> jax.Array:
+            def add_one(x: jax.Array, part: jax.Array) -> jax.Array:
                 size = x.shape[0] // self._count
                 index = jnp.maximum(chunk, 0) * size + layer
                 old = jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
                 part = jnp.where(chunk >= 0, part.astype(x.dtype), 0)
                 return jax.lax.dynamic_update_index_in_dim(x, old + part, index, axis=0)
 
-            return jax.tree.map(add, totals, new)
+            return jax.tree.map(add_one, totals, new)
 
         return add

@@ -6,7 +6,6 @@ parameters are then the same bit for bit, whatever the layout.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import jax
@@ -75,7 +74,7 @@ class ConvNet(nnx.Module):
         self.conv2 = nnx.Conv(WIDTH, 32, (3, 3), strides=2, rngs=rngs)
         self.norm2 = nnx.BatchNorm(32, rngs=rngs)
         self.dropout = nnx.Dropout(0.1, rngs=rngs)
-        self.head = nnx.Linear(2 * 2 * 32, CLASSES, rngs=rngs)
+        self.head = nnx.Linear(3 * 3 * 32, CLASSES, rngs=rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
         x = nnx.silu(self.norm1(self.conv1(images)))
@@ -215,7 +214,7 @@ CASES = {
     "cnn": Case(
         build=ConvNet,
         loss=label_loss,
-        make_batch=label_batch(4, 4, 3),
+        make_batch=label_batch(6, 6, 3),
         tensor_rules=(
             PathRules(
                 (r"conv1\.kernel", P(None, None, None, "tensor")),
@@ -254,17 +253,15 @@ CASES = {
 }
 
 
-DEEP = {
-    "tied_dropout": {"tied": True, "dropout": 0.1},
-    "untied": {"tied": False, "dropout": 0.0, "use_bias": False},
-    "untied_dropout": {"tied": False, "dropout": 0.1, "use_bias": False},
-    "tied": {"tied": True, "dropout": 0.0},
+def deep(*, tied: bool, dropout: float) -> Case:
+    """A GPT whose layers divide into 4 stages of 2 chunks."""
+    sizes = GPT_SIZES | {"num_layers": 8, "dropout": dropout, "tied": tied}
+    return gpt(GPTConfig.tiny(**sizes))
+
+
+DEEP_CASES = {
+    "tied_dropout": deep(tied=True, dropout=0.1),
+    "untied": deep(tied=False, dropout=0.0),
+    "untied_dropout": deep(tied=False, dropout=0.1),
+    "tied": deep(tied=True, dropout=0.0),
 }
-
-
-@cache
-def find_case(model: str, num_layers: int | None = None) -> Case:
-    """One of `CASES`, or one of `DEEP` with some number of layers."""
-    if num_layers is None:
-        return CASES[model]
-    return gpt(GPTConfig.tiny(**GPT_SIZES | DEEP[model] | {"num_layers": num_layers}))

@@ -18,7 +18,7 @@ from nnx_parallel.mesh import Device
 from nnx_parallel.planning import plan_state
 from nnx_parallel.sharding.arrays import flatten_pure
 from nnx_parallel.sharding.model import abstract_model
-from tests.parity.models import Arrays, Case, find_case
+from tests.parity.models import CASES, DEEP_CASES, Arrays, Case
 from tests.parity.strategies import ONE_DEVICE
 
 NUM_STEPS = 20
@@ -139,10 +139,10 @@ def train(
 
 @cache
 def reference(
-    model: str, microbatches: int, *, optimized: bool, num_layers: int | None = None
+    model: str, microbatches: int, *, optimized: bool, deep: bool = False
 ) -> Run:
-    """The run on one device, of the case that `find_case` finds."""
-    case = find_case(model, num_layers)
+    """The run on one device; of the deep models if ``deep``."""
+    case = DEEP_CASES[model] if deep else CASES[model]
     with compiling(optimized=optimized):
         return measure(
             case, ONE_DEVICE.strategy(case), ONE_DEVICE.devices(), microbatches
