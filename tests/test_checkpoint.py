@@ -4,6 +4,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.checkpoint import Checkpoint, Checkpointer
+from nnx_parallel.checkpoint import Checkpoint, Checkpointer, fingerprint
 from nnx_parallel.errors import (
     CheckpointDirectoryError,
     CheckpointError,
@@ -131,6 +132,44 @@ def test_describes_what_was_saved_whatever_the_mesh(options):
     assert first.groups == jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), groups
     )
+
+
+def test_a_save_does_not_wait_for_the_fingerprints(options, monkeypatch):
+    may_finish, start = threading.Event(), fingerprint.start_fingerprints
+
+    def start_slowly(groups, name):
+        finish = start(groups, name)
+        return lambda: finish() if may_finish.wait(60) else {}
+
+    monkeypatch.setattr(
+        "nnx_parallel.checkpoint.checkpointer.start_fingerprints", start_slowly
+    )
+    with Checkpointer(options) as checkpointer:
+        groups = weights()
+        checkpointer.save(1, groups, {})
+        jax.tree.map(lambda x: x.delete(), groups)  # as a step does that donates them
+        assert not path_of(options, "1").exists()
+        may_finish.set()
+        checkpointer.restore(abstract(weights()))
+
+
+def test_a_save_whose_fingerprints_fail_is_no_checkpoint(options, monkeypatch):
+    def start(groups, name):
+        def fail():
+            raise RuntimeError("a device is gone")
+
+        return fail
+
+    with Checkpointer(options) as checkpointer:
+        checkpointer.save(1, weights(), {})
+        checkpointer.wait()
+        monkeypatch.setattr(
+            "nnx_parallel.checkpoint.checkpointer.start_fingerprints", start
+        )
+        checkpointer.save(2, weights(), {})
+        with pytest.raises(CheckpointSaveError, match=r"step 2 .* a device is gone"):
+            checkpointer.wait()
+        assert checkpointer.steps == [1]
 
 
 def bytes_read() -> int:
@@ -482,7 +521,7 @@ def test_read_only_touches_nothing(options, tmp_path):
 
 SAVE_FOR_EVER = """
 import sys, jax, jax.numpy as jnp, numpy as np
-from nnx_parallel.checkpoint import Checkpoint, Checkpointer
+from nnx_parallel.checkpoint import Checkpoint, Checkpointer, fingerprint
 jax.config.update("jax_platforms", "cpu")
 noise = jnp.asarray(np.random.default_rng(0).standard_normal(1 << 22, np.float32))
 with Checkpointer(Checkpoint(sys.argv[1], keep_last=2)) as checkpointer:

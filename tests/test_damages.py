@@ -184,17 +184,23 @@ def test_a_damaged_newest_step_is_named_array_by_array(tmp_path: Path) -> None:
     assert "Other steps: [2]. Checkpoint(..., on_damage='previous') sets" in text
 
 
-@pytest.mark.parametrize("whole", ["header", "values", "directory"])
-def test_the_newest_whole_one_is_used_if_so_told(whole: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "damaged", ["header", "field", "values", "directory", "fingerprints"]
+)
+def test_the_newest_whole_one_is_used_if_so_told(damaged: str, tmp_path: Path) -> None:
     expected = train(tmp_path / "whole", 6)
     run = tmp_path / "run"
     train(run, 4)
-    if whole == "values":
+    metadata = run / "4" / "_CHECKPOINT_METADATA"
+    if damaged == "values":
         spoil_values(run / "4")
-    elif whole == "header":
-        damage(run / "4", "_CHECKPOINT_METADATA", "half")
+    elif damaged == "header":
+        damage(run / "4", metadata.name, "half")
+    elif damaged == "field":
+        metadata.write_text(metadata.read_text().replace("init_time", "ini|_time"))
     else:
-        shutil.rmtree(run / "4" / "optimizer")
+        part = "optimizer" if damaged == "directory" else damaged
+        shutil.rmtree(run / "4" / part)
     resumed = train(run, 6, on_damage="previous")
     assert bits(resumed.state.params) == bits(expected.state.params)
     assert len(list(run.glob("damaged-4-*"))) == 1
@@ -256,6 +262,18 @@ def test_if_none_is_whole_nothing_is_trained(tmp_path: Path) -> None:
         train(tmp_path, 4, on_damage="previous")
 
 
+def test_the_fingerprints_of_another_save_are_refused(tmp_path: Path) -> None:
+    with Checkpointer(Checkpoint(tmp_path)) as checkpointer:
+        checkpointer.save(1, make_groups(), META)
+        checkpointer.save(2, make_groups(), META | {"seed": 4})
+        checkpointer.wait()
+        file = Path("fingerprints") / "fingerprints.json"
+        shutil.copy(tmp_path / "1" / file, tmp_path / "2" / file)
+        message = "Its fingerprints were saved with another header."
+        with pytest.raises(CheckpointReadError, match=re.escape(message)):
+            checkpointer.describe(2)
+
+
 class Hostile:
     def __reduce__(self) -> Any:
         return (open, ("executed", "w"))
@@ -295,7 +313,7 @@ def rewrite_header(step: Path, change: Any) -> None:
 
 def test_a_name_does_not_leave_the_directory(saved: Path, tmp_path: Path) -> None:
     def rename(header: dict) -> None:
-        for part in ("sizes", "keys", "arrays", "fingerprints"):
+        for part in ("sizes", "keys", "arrays"):
             header[part]["../../outside"] = header[part].pop("model")
 
     directory = tmp_path / "run"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,7 +24,12 @@ from nnx_parallel.checkpoint.contents import (
     read_stored,
 )
 from nnx_parallel.checkpoint.failures import save_error, watch
-from nnx_parallel.checkpoint.fingerprint import fingerprints
+from nnx_parallel.checkpoint.fingerprint import start_fingerprints
+from nnx_parallel.checkpoint.fingerprint_file import (
+    PART,
+    LateFingerprints,
+    read_fingerprints,
+)
 from nnx_parallel.checkpoint.opening import open_directory
 from nnx_parallel.checkpoint.options import (
     Checkpoint,
@@ -151,14 +157,20 @@ class Checkpointer:
         self._check_step(step, overwrite=overwrite)
         check_groups(groups)
         metrics = {name: float(x) for name, x in (metrics or {}).items()}
-        header = make_header(groups, meta, metrics, fingerprints(groups))
+        header = make_header(groups, meta, metrics)
+        late = LateFingerprints(
+            header["digest"], start_fingerprints(groups, "saved fingerprints")
+        )
         if self.options.keep_best is not None:
             self._metrics()  # Orbax asks while it saves
         self._known_metrics[step] = metrics
         try:
             response = self._orbax.save_checkpointables_async(
                 step,
-                {name: dict(arrays) for name, arrays in groups.items() if arrays},
+                {
+                    **{name: dict(arrays) for name, arrays in groups.items() if arrays},
+                    PART: late,
+                },
                 force=True,
                 overwrite=overwrite,
                 custom_metadata=header,
@@ -185,7 +197,12 @@ class Checkpointer:
         step = self._existing(step)
         with self._reading(step):
             found = self._orbax.checkpointables_metadata(step)
-            return read_stored(step, found.custom_metadata, found.metadata)
+            return read_stored(
+                step,
+                found.custom_metadata,
+                found.metadata,
+                partial(read_fingerprints, f"{self.options.directory}/{step}"),
+            )
 
     def restore(
         self, abstract_groups: AbstractGroups, step: int | None = None

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from nnx_parallel.checkpoint.fingerprint import Fingerprints, fingerprints
+from nnx_parallel.checkpoint.fingerprint_file import PART, digest
 from nnx_parallel.errors import CheckpointDamagedError, CheckpointError
 
 Groups = Mapping[str, Mapping[str, jax.Array]]
 AbstractGroups = Mapping[str, Mapping[str, jax.ShapeDtypeStruct]]
 
-_FORMAT = 2  # grows when a change would make an older reader misread the files
+_FORMAT = 3  # grows when a change would make an older reader misread the files
+
+_TAKEN = ("metrics", PART)  # names of parts that are no groups
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,10 +51,10 @@ def check_groups(groups: Groups) -> None:
     if not any(groups.values()):
         raise CheckpointError("Nothing to save: no group holds an array.")
     for name, group in groups.items():
-        if not name.isidentifier() or name == "metrics":
+        if not name.isidentifier() or name in _TAKEN:
             raise CheckpointError(
                 f"Cannot save a group named {name!r}: a name must be a Python "
-                "identifier other than 'metrics'."
+                f"identifier other than {', '.join(map(repr, _TAKEN))}."
             )
         for path, array in group.items():
             fault = _fault(array)
@@ -75,10 +77,7 @@ def check_shardings(groups: AbstractGroups) -> None:
 
 
 def make_header(
-    groups: Groups,
-    meta: Mapping[str, Any],
-    metrics: Mapping[str, float],
-    prints: Fingerprints,
+    groups: Groups, meta: Mapping[str, Any], metrics: Mapping[str, float]
 ) -> dict[str, Any]:
     """Returns what is saved beside the arrays, as JSON."""
     keys = {
@@ -105,16 +104,10 @@ def make_header(
             name: {path: _spell(array) for path, array in group.items()}
             for name, group in groups.items()
         },
-        "fingerprints": prints,
         "metrics": {name: float(x) for name, x in metrics.items()},
         "meta": meta,
     }
-    return header | {"digest": _digest(header)}
-
-
-def _digest(header: Mapping[str, Any]) -> str:
-    rest = {name: value for name, value in header.items() if name != "digest"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    return header | {"digest": digest(header)}
 
 
 def check_fingerprints(stored: StoredCheckpoint, read: Groups, where: str) -> None:
@@ -137,15 +130,26 @@ def check_fingerprints(stored: StoredCheckpoint, read: Groups, where: str) -> No
         )
 
 
-def read_stored(step: int, header: Any, found: Mapping[str, Any]) -> StoredCheckpoint:
+def read_stored(
+    step: int,
+    header: Any,
+    found: Mapping[str, Any],
+    read_prints: Callable[[str], Fingerprints],
+) -> StoredCheckpoint:
     """Joins the header with what Orbax says of the arrays in each group.
+
+    Args:
+        step: The step.
+        header: What `make_header` made.
+        found: What Orbax says of each group.
+        read_prints: From the header's digest to the fingerprints.
 
     Raises:
         ValueError: If there is no such header, or arrays are gone.
     """
     if not isinstance(header, dict) or header.get("format") != _FORMAT:
         raise ValueError(f"Its header is not of format {_FORMAT}.")
-    if header.get("digest") != _digest(header):
+    if header.get("digest") != digest(header):
         raise ValueError("Its header is not what was saved.")
     groups = {}
     for name, size in header["sizes"].items():
@@ -167,13 +171,20 @@ def read_stored(step: int, header: Any, found: Mapping[str, Any]) -> StoredCheck
                     f"`{path}` of group {name!r} was saved as {saved}; its files hold "
                     f"{found_here}."
                 )
+    prints = read_prints(header["digest"])
+    if _paths(prints) != _paths(header["arrays"]):
+        raise ValueError("Its fingerprints are of other arrays.")
     return StoredCheckpoint(
         step=step,
         groups=groups,
         meta=header["meta"],
         metrics=header["metrics"],
-        fingerprints=header["fingerprints"],
+        fingerprints=prints,
     )
+
+
+def _paths(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, set[str]]:
+    return {name: set(group) for name, group in groups.items()}
 
 
 def differences(stored: StoredCheckpoint, wanted: AbstractGroups) -> list[str]:

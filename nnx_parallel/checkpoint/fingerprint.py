@@ -9,7 +9,7 @@ another. One changed element always changes it; what changes more escapes once i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -38,17 +38,37 @@ def fingerprints(groups: Mapping[str, Mapping[str, Any]]) -> Fingerprints:
         >>> a == fingerprints({"g": {"x": x.at[2].set(2.0000002)}})
         False
     """
-    places = [(name, path) for name, group in groups.items() for path in group]
-    arrays = [groups[name][path] for name, path in places]
-    mine = [
-        sum(hashes[device] for device in _counted(x))
-        for x, hashes in zip(arrays, device_hashes(arrays), strict=True)
-    ]
-    shares = exchange("fingerprints", mine)
-    found: Fingerprints = {name: {} for name in groups}
-    for (name, path), *values in zip(places, *shares, strict=True):
-        found[name][path] = sum(values) % 2**32
-    return found
+    return start_fingerprints(groups, "fingerprints")()
+
+
+def start_fingerprints(
+    groups: Mapping[str, Mapping[str, Any]], name: str
+) -> Callable[[], Fingerprints]:
+    """Has the devices begin on the fingerprints, and waits for nothing.
+
+    Args:
+        groups: Arrays by group and path. They may be donated once this returns.
+        name: Of the exchange between processes, as `exchange` has it.
+
+    Returns:
+        A function that waits for them, from any thread.
+    """
+    places = [(group, path) for group, found in groups.items() for path in found]
+    arrays = [groups[group][path] for group, path in places]
+    counted = [_counted(x) for x in arrays]
+    hashes = start_hashes(arrays)
+
+    def finish() -> Fingerprints:
+        mine = [
+            sum(found[device] for device in devices)
+            for devices, found in zip(counted, hashes(), strict=True)
+        ]
+        fingerprints: Fingerprints = {group: {} for group in groups}
+        for (group, path), *values in zip(places, *exchange(name, mine), strict=True):
+            fingerprints[group][path] = sum(values) % 2**32
+        return fingerprints
+
+    return finish
 
 
 def device_hashes(arrays: Sequence[jax.Array]) -> list[dict[int, int]]:
@@ -63,6 +83,16 @@ def device_hashes(arrays: Sequence[jax.Array]) -> list[dict[int, int]]:
     Returns:
         For each array its hashes, of 32 bits.
     """
+    return start_hashes(arrays)()
+
+
+def start_hashes(arrays: Sequence[jax.Array]) -> Callable[[], list[dict[int, int]]]:
+    """Has the devices begin on the hashes of `device_hashes`.
+
+    Returns:
+        A function that waits for them, from any thread.
+    """
+    count = len(arrays)
     by_mesh: dict[Mesh | None, list[int]] = {}
     for index, x in enumerate(arrays):
         by_mesh.setdefault(_mesh(x), []).append(index)
@@ -75,13 +105,17 @@ def device_hashes(arrays: Sequence[jax.Array]) -> list[dict[int, int]]:
             _hash_shards(mesh, _spec(arrays[i]))(_data(arrays[i])) for i in indices
         ]
         started.append((indices, _join(mesh)(hashes)))
-    found: list[dict[int, int]] = [{} for _ in arrays]
-    for indices, hashes in started:
-        for shard in hashes.addressable_shards:
-            values = np.asarray(shard.data).ravel().tolist()
-            for index, value in zip(indices, values, strict=True):
-                found[index][shard.device.id] = value
-    return found
+
+    def finish() -> list[dict[int, int]]:
+        found: list[dict[int, int]] = [{} for _ in range(count)]
+        for indices, hashes in started:
+            for shard in hashes.addressable_shards:
+                values = np.asarray(shard.data).ravel().tolist()
+                for index, value in zip(indices, values, strict=True):
+                    found[index][shard.device.id] = value
+        return found
+
+    return finish
 
 
 def _mesh(x: jax.Array) -> Mesh | None:
