@@ -1,4 +1,4 @@
-"""The file of a checkpoint's fingerprints, written behind the training as the arrays are.
+"""The file of the fingerprints, which is written behind the training, as arrays are.
 
 Orbax writes its own metadata when a save begins, and the devices have not hashed
 anything then. So the fingerprints are a part of the checkpoint by themselves, which is
