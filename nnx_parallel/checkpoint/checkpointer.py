@@ -165,6 +165,9 @@ class Checkpointer:
             self._metrics()  # Orbax asks while it saves
         self._known_metrics[step] = metrics
         try:
+            # Orbax makes the step's directory in the background. Where that fails, its
+            # writers wait for it, and the interpreter for them.
+            check_directory(str(self.options.directory), read_only=False)
             response = self._orbax.save_checkpointables_async(
                 step,
                 {

@@ -53,9 +53,6 @@ def open_directory(
     # To have each replica write a part of a small array takes a program for each shape,
     # for which the fit waits.
     context.array_options.saving.min_slice_bytes_for_replica_parallel = 2**20
-    # Made in the background, a directory that cannot be made leaves threads behind that
-    # wait for it for 20 minutes, and the interpreter for them.
-    context.async_options.create_directories_asynchronously = False
     return ocp.training.Checkpointer(
         str(options.directory),
         context=context,
