@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from nnx_parallel import simulate_devices
+from tests.sharing import share_compiled_programs
 
 # Tests that run the TPU compiler do so in child processes, and two of those at a time
 # otherwise meet at libtpu's lock file, where one aborts.
@@ -20,6 +21,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Without the optimizations of machine code programs compile in two thirds of the time;
 # those before it (the partitioner, fusion) are made, so that the programs are the same.
 jax.config.update("jax_disable_most_optimizations", True)
+share_compiled_programs()
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Sharding
 
 from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import Checkpoint, Trainer, TrainState
@@ -88,9 +89,19 @@ def assert_is_trained(state: TrainState) -> None:
 
 
 @pytest.fixture(scope="module")
-def targets() -> dict[str, Trainer]:
-    """A Trainer for each strategy, its seed another."""
-    return {name: make_trainer(plan, seed=1) for name, plan in ALL_PLANS.items()}
+def targets() -> list[tuple[Trainer, dict[str, Sharding]]]:
+    """A Trainer for each strategy, its seed another, and where parameters shall lie."""
+    trainers = [make_trainer(plan, seed=1) for plan in ALL_PLANS.values()]
+    return [
+        (
+            trainer,
+            {
+                row.info.path: trainer.layout.sharding(row.placement.stored)
+                for row in trainer.describe().rows
+            },
+        )
+        for trainer in trainers
+    ]
 
 
 @pytest.mark.xdist_group("restore matrix")
@@ -98,7 +109,7 @@ def targets() -> dict[str, Trainer]:
 def test_restores_under_every_strategy(
     saved: str,
     trained: tuple[Path, Arrays],
-    targets: dict[str, Trainer],
+    targets: list[tuple[Trainer, dict[str, Sharding]]],
     tmp_path: Path,
 ) -> None:
     source, expected = trained
@@ -106,19 +117,15 @@ def test_restores_under_every_strategy(
         saver = make_trainer(ALL_PLANS[saved], tmp_path, seed=1)
         saver.restore(directory=source)
         saver.save()
-        for trainer in targets.values():
+        for trainer, stored in targets:
             trainer.restore(directory=tmp_path)
             assert trainer.step == 2
             assert_same_bits(trainer.state, expected)
-            assert_lives_on(trainer)
+            assert_lives_on(trainer, stored)
 
 
-def assert_lives_on(trainer: Trainer) -> None:
+def assert_lives_on(trainer: Trainer, stored: dict[str, Sharding]) -> None:
     """The arrays lie where the strategy says, not where they were saved."""
-    stored = {
-        row.info.path: trainer.layout.sharding(row.placement.stored)
-        for row in trainer.describe().rows
-    }
     groups = to_groups(trainer.state)
     for path, x in groups["model"].items():
         assert x.sharding.is_equivalent_to(stored[path], x.ndim), path

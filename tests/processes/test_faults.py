@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,15 @@ from nnx_parallel.distributed import HUNG, PEER_LOST
 from tests.processes.running import ENVIRONMENT, command, launch
 
 pytestmark = pytest.mark.faults
+
+
+@pytest.fixture(autouse=True)
+def _hears_interrupts() -> Iterator[None]:
+    """What a shell starts in the background ignores SIGINT, and so do its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
 
 LOST = "Process 1 is lost: "
 SAME_SCRIPT = "All processes of a run must run the same script"
