@@ -123,9 +123,9 @@ def _save_beside(
         assert storage.latest_step is None  # opens the directory
         alone = _median([_timed(step) for _ in range(4)])
         is_saved = (Path(name) / "1").exists
-        began, start = time.time(), time.perf_counter()
+        began, asked = time.time(), time.perf_counter()
         storage.save(trainer.state, 1, {}, {})
-        blocked = time.perf_counter() - start
+        blocked = time.perf_counter() - asked
         beside = []
         while not is_saved():
             beside.append(_timed(step))

@@ -52,7 +52,12 @@ def run_page(page: Path, directory: Path) -> list[tuple[str, str | None]]:
         [sys.executable, "-W", "error", "-c", RUN],
         input=json.dumps([(code, i in shown) for i, code in enumerate(codes)]),
         cwd=directory,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "JAX_PLATFORMS": "cpu",
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # as conftest.py has it
+        },
         capture_output=True,
         text=True,
         check=False,
