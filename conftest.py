@@ -21,7 +21,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Without the optimizations of machine code programs compile in two thirds of the time;
 # those before it (the partitioner, fusion) are made, so that the programs are the same.
 jax.config.update("jax_disable_most_optimizations", True)
-# jax else computes the names of files in which programs would be kept, if they were.
+# No program is kept on disk; left on, jax hashes each one for the name of its file.
 jax.config.update("jax_enable_compilation_cache", False)
 share_compiled_programs()
 

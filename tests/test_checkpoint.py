@@ -1,3 +1,4 @@
+import gc
 import os
 import re
 import shutil
@@ -6,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import jax
@@ -151,6 +153,17 @@ def test_a_save_does_not_wait_for_the_fingerprints(options, monkeypatch):
         assert not path_of(options, "1").exists()
         may_finish.set()
         checkpointer.restore(abstract(weights()))
+
+
+def test_fingerprints_that_are_under_way_hold_no_array():
+    groups = weights()
+    expected = fingerprint.fingerprints(groups)
+    array = weakref.ref(*jax.tree.leaves(groups))
+    finish = fingerprint.start_fingerprints(groups, "test")
+    del groups
+    gc.collect()
+    assert array() is None
+    assert finish() == expected
 
 
 def test_a_save_whose_fingerprints_fail_is_no_checkpoint(options, monkeypatch):
@@ -445,6 +458,7 @@ def test_what_cannot_be_saved_is_refused_at_once(options):
         ({"params": {"w": donated}}, {}, "it was donated. Save what the step returned"),
         ({"params": {}}, {}, "Nothing to save: no group holds an array."),
         ({"metrics": {"w": array}}, {}, "Cannot save a group named 'metrics'"),
+        ({"fingerprints": {"w": array}}, {}, "Cannot save a group named 'fingerprin"),
         ({"a/b": {"w": array}}, {}, "Cannot save a group named 'a/b'"),
         ({"params": {"w": array}}, {"x": array}, "Cannot save the metadata: Object of"),
     ]
@@ -521,7 +535,7 @@ def test_read_only_touches_nothing(options, tmp_path):
 
 SAVE_FOR_EVER = """
 import sys, jax, jax.numpy as jnp, numpy as np
-from nnx_parallel.checkpoint import Checkpoint, Checkpointer, fingerprint
+from nnx_parallel.checkpoint import Checkpoint, Checkpointer
 jax.config.update("jax_platforms", "cpu")
 noise = jnp.asarray(np.random.default_rng(0).standard_normal(1 << 22, np.float32))
 with Checkpointer(Checkpoint(sys.argv[1], keep_last=2)) as checkpointer:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from functools import partial
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
@@ -22,6 +23,7 @@ from flax import nnx
 from nnx_parallel import FSDP, DataParallel, PolicyRules, Trainer, initialize
 from nnx_parallel.distributed import Termination, Watchdog, agree, hash_code
 from nnx_parallel.distributed.hub import Hub
+from nnx_parallel.distributed.line import Line
 from nnx_parallel.distributed.start import Place, find_place
 from nnx_parallel.errors import ProcessError
 from tests.processes.running import ENVIRONMENT, ROOT
@@ -262,6 +264,34 @@ def test_who_does_not_join_is_named() -> None:
             "process": 0,
             "reason": "it did not join within 1 s. Processes that are missing: [0, 2]",
         }
+
+
+def test_an_exchange_that_one_process_never_makes_shifts_no_other() -> None:
+    hub = Hub("127.0.0.1", 2, b"key")
+    lines = [Line(join_hub(hub, i), None, lambda process, why: None) for i in range(2)]
+    first, second, third = ([line.reserve("x") for line in lines] for _ in range(3))
+    results: dict[tuple[str, int], list] = {}
+
+    def give(turn: str, process: int, keys: list[str]) -> None:
+        value = f"{turn} of {process}"
+        results[turn, process] = lines[process].exchange(keys[process], value, 30)
+
+    # The first is made by nobody, the others in another order on each.
+    turns = [("second", 0, second), ("third", 1, third), ("second", 1, second)]
+    threads = [threading.Thread(target=give, args=turn) for turn in turns]
+    for thread in threads:
+        thread.start()
+    give("third", 0, third)
+    for thread in threads:
+        thread.join()
+    assert first == ["x 1", "x 1"]
+    assert results == {
+        (turn, process): [f"{turn} of 0", f"{turn} of 1"]
+        for turn in ("second", "third")
+        for process in range(2)
+    }
+    for line in lines:
+        line.leave()
 
 
 BROKEN = """

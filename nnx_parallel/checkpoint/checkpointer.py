@@ -1,11 +1,10 @@
-"""Saves and restores through Orbax; only `opening` speaks to it besides."""
+"""Saves and restores through Orbax, with `opening`, `reading`, `fingerprint_file`."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping
-from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,19 +17,20 @@ from nnx_parallel.checkpoint.contents import (
     StoredCheckpoint,
     check_fingerprints,
     check_groups,
+    check_header,
     check_shardings,
     differences,
     make_header,
     read_stored,
 )
-from nnx_parallel.checkpoint.failures import save_error, watch
+from nnx_parallel.checkpoint.failures import is_passing, save_error, watch
 from nnx_parallel.checkpoint.fingerprint import start_fingerprints
 from nnx_parallel.checkpoint.fingerprint_file import (
     PART,
     LateFingerprints,
     read_fingerprints,
 )
-from nnx_parallel.checkpoint.opening import open_directory
+from nnx_parallel.checkpoint.opening import OnlyCheckpoints, open_directory
 from nnx_parallel.checkpoint.options import (
     Checkpoint,
     Metrics,
@@ -41,9 +41,15 @@ from nnx_parallel.checkpoint.options import (
     set_aside,
     unlisted_steps,
 )
-from nnx_parallel.checkpoint.reading import load, read_error, read_together
+from nnx_parallel.checkpoint.reading import (
+    describe_group,
+    load,
+    read_error,
+    read_together,
+)
 from nnx_parallel.distributed import exchange
 from nnx_parallel.errors import (
+    CheckpointDirectoryError,
     CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
@@ -87,14 +93,19 @@ class Checkpointer:
         check_directory(str(options.directory), read_only=read_only)
         self._known_metrics: dict[int, Metrics] = {}
         rules = Rules(options, self._known_metrics)
-        self._orbax = open_directory(options, rules, cleanup=not read_only)
+        self._names = OnlyCheckpoints()
+        with self._listing():
+            self._orbax = open_directory(
+                options, rules, self._names, cleanup=not read_only
+            )
 
     @property
     def steps(self) -> list[int]:
         """The saved steps, ascending."""
         self.wait()
         if self._is_stale:
-            self._orbax.reload()
+            with self._listing():
+                self._orbax.reload()
             self._is_stale = False
         return sorted(found.step for found in self._orbax.checkpoints)
 
@@ -108,9 +119,16 @@ class Checkpointer:
         return max(self.steps, default=None)
 
     @property
-    def ruined_steps(self) -> list[int]:
-        """Steps of which so little is left that they are not listed."""
-        return unlisted_steps(str(self.options.directory), self.steps)
+    def ruined_steps(self) -> dict[int, str]:
+        """Steps of which too little is left to be listed, and what is wrong."""
+        steps = self.steps
+        unlisted = unlisted_steps(str(self.options.directory), steps)
+        rejected = {
+            step: f"has metadata that cannot be made out ({why})"
+            for step, why in self._names.rejected.items()
+            if step not in steps
+        }
+        return dict.fromkeys(unlisted, "has no metadata left") | rejected
 
     @property
     def best_step(self) -> int | None:
@@ -142,7 +160,8 @@ class Checkpointer:
 
         Args:
             step: Updates done so far; later than every saved step.
-            groups: Arrays by group and path; groups may be empty, arrays may not.
+            groups: Arrays by group and path; groups may be empty, arrays may not. Two
+                names are taken: ``metrics`` and ``fingerprints``.
             meta: Whatever JSON can hold (which makes tuples lists and keys strings).
             metrics: Values at this step, for ``keep_best``.
             overwrite: Replace the latest step, if it is ``step``. The old one is
@@ -156,6 +175,7 @@ class Checkpointer:
         self.wait()
         self._check_step(step, overwrite=overwrite)
         check_groups(groups)
+        self._check_directory(step)
         metrics = {name: float(x) for name, x in (metrics or {}).items()}
         header = make_header(groups, meta, metrics)
         late = LateFingerprints(
@@ -165,9 +185,6 @@ class Checkpointer:
             self._metrics()  # Orbax asks while it saves
         self._known_metrics[step] = metrics
         try:
-            # Orbax makes the step's directory in the background. Where that fails, its
-            # writers wait for it, and the interpreter for them.
-            check_directory(str(self.options.directory), read_only=False)
             response = self._orbax.save_checkpointables_async(
                 step,
                 {
@@ -198,14 +215,17 @@ class Checkpointer:
             CheckpointUnavailableError: If they cannot be read now.
         """
         step = self._existing(step)
+        directory = f"{self.options.directory}/{step}"
         with self._reading(step):
             found = self._orbax.checkpointables_metadata(step)
-            return read_stored(
-                step,
-                found.custom_metadata,
-                found.metadata,
-                partial(read_fingerprints, f"{self.options.directory}/{step}"),
-            )
+            header = check_header(found.custom_metadata)
+            groups = {
+                name: found.metadata.get(name) or describe_group(directory, name)
+                for name, size in header["sizes"].items()
+                if size
+            }
+            prints = read_fingerprints(directory, header["digest"])
+            return read_stored(step, header, groups, prints)
 
     def restore(
         self, abstract_groups: AbstractGroups, step: int | None = None
@@ -305,8 +325,10 @@ class Checkpointer:
         steps = self.steps
         for step in steps:
             if step not in self._known_metrics:
-                with contextlib.suppress(CheckpointReadError):
-                    self._known_metrics[step] = self.describe(step).metrics
+                with contextlib.suppress(CheckpointReadError), self._reading(step):
+                    found = self._orbax.checkpointables_metadata(step)
+                    header = check_header(found.custom_metadata)
+                    self._known_metrics[step] = header["metrics"]
         return {step: self._known_metrics.get(step, {}) for step in steps}
 
     def _existing(self, step: int | None) -> int:
@@ -349,6 +371,22 @@ class Checkpointer:
                 "checkpoint. Move it away, or use another directory."
             )
 
+    def _check_directory(self, step: int) -> None:
+        """Tries to write first: Orbax makes the step's directory in the background.
+
+        All processes hear what process 0, which makes it, has found.
+        """
+        problem = ""
+        if jax.process_index() == 0:
+            try:
+                check_directory(str(self.options.directory), read_only=False)
+            except CheckpointDirectoryError as error:
+                problem = str(error)
+        problem = exchange("directory of a save", problem)[0]
+        if problem:
+            error = CheckpointDirectoryError(problem)
+            raise save_error(step, str(self.options.directory), error) from error
+
     def _check_match(self, stored: StoredCheckpoint, wanted: AbstractGroups) -> None:
         lines = differences(stored, wanted)
         if lines:
@@ -358,6 +396,16 @@ class Checkpointer:
                 "model and optimizer, or restore other groups. Saved groups: "
                 f"{list(stored.groups)}."
             )
+
+    @contextlib.contextmanager
+    def _listing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not is_passing(error):
+                raise
+            where = f"the steps in '{self.options.directory}'"
+            raise read_error(where, [], error) from error
 
     @contextlib.contextmanager
     def _reading(self, step: int) -> Iterator[None]:

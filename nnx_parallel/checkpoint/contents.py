@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -130,31 +130,35 @@ def check_fingerprints(stored: StoredCheckpoint, read: Groups, where: str) -> No
         )
 
 
-def read_stored(
-    step: int,
-    header: Any,
-    found: Mapping[str, Any],
-    read_prints: Callable[[str], Fingerprints],
-) -> StoredCheckpoint:
-    """Joins the header with what Orbax says of the arrays in each group.
-
-    Args:
-        step: The step.
-        header: What `make_header` made.
-        found: What Orbax says of each group.
-        read_prints: From the header's digest to the fingerprints.
+def check_header(header: Any) -> dict[str, Any]:
+    """Returns what `make_header` made.
 
     Raises:
-        ValueError: If there is no such header, or arrays are gone.
+        ValueError: If this is something else.
     """
     if not isinstance(header, dict) or header.get("format") != _FORMAT:
         raise ValueError(f"Its header is not of format {_FORMAT}.")
     if header.get("digest") != digest(header):
         raise ValueError("Its header is not what was saved.")
-    groups = {}
-    for name, size in header["sizes"].items():
+    for name in header["sizes"]:
         if not name.isidentifier():  # it is a file's name too, and stays in place
             raise ValueError(f"A group is named {name!r}, which is no identifier.")
+    return header
+
+
+def read_stored(
+    step: int,
+    header: Mapping[str, Any],
+    found: Mapping[str, Any],
+    fingerprints: Fingerprints,
+) -> StoredCheckpoint:
+    """Joins the header with what Orbax says of the arrays in each group.
+
+    Raises:
+        ValueError: If arrays are gone.
+    """
+    groups = {}
+    for name, size in header["sizes"].items():
         arrays, keys = found.get(name) or {}, header["keys"][name]
         if len(arrays) != size:
             raise ValueError(
@@ -171,15 +175,14 @@ def read_stored(
                     f"`{path}` of group {name!r} was saved as {saved}; its files hold "
                     f"{found_here}."
                 )
-    prints = read_prints(header["digest"])
-    if _paths(prints) != _paths(header["arrays"]):
+    if _paths(fingerprints) != _paths(header["arrays"]):
         raise ValueError("Its fingerprints are of other arrays.")
     return StoredCheckpoint(
         step=step,
         groups=groups,
         meta=header["meta"],
         metrics=header["metrics"],
-        fingerprints=prints,
+        fingerprints=fingerprints,
     )
 
 

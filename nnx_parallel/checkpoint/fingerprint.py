@@ -19,10 +19,13 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.distributed import exchange
+from nnx_parallel.distributed import later_exchange
 from nnx_parallel.sharding.specs import dim_axes
 
 Fingerprints = dict[str, dict[str, int]]
+
+_EXCHANGE_SECONDS = 900.0
+"""Orbax gives a save up after 1200 s: nothing is written after that."""
 
 
 def fingerprints(groups: Mapping[str, Mapping[str, Any]]) -> Fingerprints:
@@ -47,26 +50,29 @@ def start_fingerprints(
     """Has the devices begin on the fingerprints, and waits for nothing.
 
     Args:
-        groups: Arrays by group and path. They may be donated once this returns.
+        groups: Arrays by group and path. They may be donated or dropped once this
+            returns.
         name: Of the exchange between processes, as `exchange` has it.
 
     Returns:
         A function that waits for them, from any thread.
     """
+    names = list(groups)
     places = [(group, path) for group, found in groups.items() for path in found]
     arrays = [groups[group][path] for group, path in places]
     counted = [_counted(x) for x in arrays]
     hashes = start_hashes(arrays)
+    exchange_shares = later_exchange(name, _EXCHANGE_SECONDS)
 
     def finish() -> Fingerprints:
         mine = [
             sum(found[device] for device in devices)
             for devices, found in zip(counted, hashes(), strict=True)
         ]
-        fingerprints: Fingerprints = {group: {} for group in groups}
-        for (group, path), *values in zip(places, *exchange(name, mine), strict=True):
-            fingerprints[group][path] = sum(values) % 2**32
-        return fingerprints
+        total: Fingerprints = {group: {} for group in names}
+        for (group, path), *values in zip(places, *exchange_shares(mine), strict=True):
+            total[group][path] = sum(values) % 2**32
+        return total
 
     return finish
 

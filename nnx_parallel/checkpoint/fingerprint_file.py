@@ -30,11 +30,11 @@ class LateFingerprints:
     """Fingerprints that the devices may still be at.
 
     Attributes:
-        header: The digest of the header with which they belong.
+        header_digest: Of the header with which they belong.
         values: Waits for the devices, and with several processes for the others.
     """
 
-    header: str
+    header_digest: str
     values: Callable[[], Fingerprints]
 
 
@@ -53,7 +53,7 @@ class FingerprintHandler(ocp.handlers.CheckpointableHandler[LateFingerprints, No
         values = await asyncio.to_thread(late.values)
         path = await directory.await_creation()
         if jax.process_index() == 0:
-            content = {"header": late.header, "values": values}
+            content = {"header": late.header_digest, "values": values}
             text = json.dumps(content | {"digest": digest(content)})
             await asyncio.to_thread((path / _FILE).write_text, text)
 
@@ -78,12 +78,12 @@ class FingerprintHandler(ocp.handlers.CheckpointableHandler[LateFingerprints, No
         return None
 
 
-def read_fingerprints(step_directory: str, header: str) -> Fingerprints:
+def read_fingerprints(step_directory: str, header_digest: str) -> Fingerprints:
     """The fingerprints that were saved with a header.
 
     Args:
         step_directory: The directory of one checkpoint.
-        header: The digest of its header.
+        header_digest: Of its header.
 
     Raises:
         OSError: If the file cannot be read.
@@ -93,7 +93,7 @@ def read_fingerprints(step_directory: str, header: str) -> Fingerprints:
     content = json.loads(text)
     if not isinstance(content, dict) or content.get("digest") != digest(content):
         raise ValueError("Its fingerprints are not what was saved.")
-    if content["header"] != header:
+    if content["header"] != header_digest:
         raise ValueError("Its fingerprints were saved with another header.")
     return content["values"]
 

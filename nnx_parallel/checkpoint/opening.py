@@ -8,42 +8,65 @@ from typing import Any
 from orbax.checkpoint import v1 as ocp
 
 from nnx_parallel.checkpoint.fingerprint_file import FingerprintHandler
-from nnx_parallel.checkpoint.options import Checkpoint, Rules
+from nnx_parallel.checkpoint.options import METADATA_FILE, Checkpoint, Rules, is_url
 
 
-class _OnlyCheckpoints:
+class OnlyCheckpoints:
     """Names a step by its number, and lists only directories that are checkpoints.
 
     Left to itself Orbax takes every directory with a number for a name as a step, and
     deletes it in its turn; and one step whose metadata has a field that it does not
     know keeps it from all others.
+
+    Attributes:
+        rejected: Steps whose metadata the last listing could not make out, and why.
     """
 
     def __init__(self) -> None:
         self._names = ocp.path.step.standard_name_format()
+        self.rejected: dict[int, str] = {}
 
     def build_name(self, step: int) -> str:
+        """The name of a step's directory."""
         return self._names.build_name(step)
 
     def find_all(self, base_path: Any) -> Iterator[Any]:
+        """Yields the checkpoints.
+
+        Raises:
+            OSError: If their metadata cannot be read now.
+        """
+        self.rejected = {}
         for path in ocp.path.Path(base_path).iterdir():
             if not path.name.isdecimal() or path.name != str(int(path.name)):
                 continue
             try:
+                # Orbax takes a file that it cannot read just now for one that is gone.
+                (path / METADATA_FILE).read_bytes()
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            try:
                 found = self._names.find_step(base_path, int(path.name))
-            except (ValueError, TypeError, KeyError):
+            except (ValueError, TypeError, KeyError) as error:
+                if (path / "commit_success.txt").exists():  # else never completed
+                    self.rejected[int(path.name)] = str(error)
                 continue
             if found.commit_timestamp_nsecs is not None:
                 yield found
 
     def find_step(self, base_path: Any, step: int) -> Any:
+        """What Orbax knows of one checkpoint."""
         return self._names.find_step(base_path, step)
 
 
 def open_directory(
-    options: Checkpoint, rules: Rules, *, cleanup: bool
+    options: Checkpoint, rules: Rules, names: OnlyCheckpoints, *, cleanup: bool
 ) -> ocp.training.Checkpointer:
-    """Opens a directory; ``cleanup`` removes what a dead save has left."""
+    """Opens a directory; ``cleanup`` removes what a dead save has left.
+
+    Raises:
+        OSError: If it cannot be read now.
+    """
     context = ocp.Context()
     registry = ocp.handlers.local_registry()
     registry.add(FingerprintHandler)
@@ -53,11 +76,16 @@ def open_directory(
     # To have each replica write a part of a small array takes a program for each shape,
     # for which the fit waits.
     context.array_options.saving.min_slice_bytes_for_replica_parallel = 2**20
+    # Where a directory cannot be made in the background, writers wait for it, and the
+    # interpreter for them: only where it is tried first.
+    context.async_options.create_directories_asynchronously = not is_url(
+        str(options.directory)
+    )
     return ocp.training.Checkpointer(
         str(options.directory),
         context=context,
         save_decision_policy=rules,
         preservation_policy=rules,
-        step_name_format=_OnlyCheckpoints(),
+        step_name_format=names,
         cleanup_tmp_directories=cleanup,
     )

@@ -18,6 +18,9 @@ from nnx_parallel.errors import (
 
 Metrics = Mapping[str, float]
 
+METADATA_FILE = "_CHECKPOINT_METADATA"
+"""Orbax's own, in the directory of a step; a checkpoint without it is not listed."""
+
 _CHOICES = {
     "best_mode": ("min", "max"),
     "on_damage": ("error", "previous"),
@@ -154,7 +157,7 @@ def check_directory(directory: str, *, read_only: bool) -> None:
         CheckpointDirectoryError: If it cannot be made or written.
         CheckpointNotFoundError: If ``read_only`` and it is not there.
     """
-    if _is_url(directory):
+    if is_url(directory):
         return
     if read_only:
         if not os.path.isdir(directory):
@@ -177,7 +180,7 @@ def check_space(directory: str, needed_bytes: int) -> None:
     Raises:
         CheckpointDirectoryError: If it would not.
     """
-    if _is_url(directory):
+    if is_url(directory):
         return
     free = shutil.disk_usage(directory).free
     if free < needed_bytes:
@@ -206,12 +209,12 @@ def unlisted_steps(directory: str, listed: Iterable[int]) -> list[int]:
     Orbax does not list them, for their own metadata is gone. A directory that holds
     nothing of the kind is somebody else's, and so is a URL's.
     """
-    if _is_url(directory) or not os.path.isdir(directory):
+    if is_url(directory) or not os.path.isdir(directory):
         return []
     left = []
     for name in os.listdir(directory):
         path = os.path.join(directory, name)
-        parts = [os.path.join(path, part) for part in ("_CHECKPOINT_METADATA", "model")]
+        parts = [os.path.join(path, part) for part in (METADATA_FILE, "model")]
         if name.isdigit() and any(map(os.path.exists, parts)):
             left.append(int(name))
     return sorted(set(left) - set(listed))
@@ -223,13 +226,14 @@ def is_taken(options: Checkpoint, step: int) -> bool:
     Always false for a URL: object stores write in place, and Orbax clears what is dead.
     """
     path = os.path.join(options.directory, str(step))
-    return not _is_url(path) and os.path.exists(path)
+    return not is_url(path) and os.path.exists(path)
 
 
-def _is_url(path: str) -> bool:
+def is_url(path: str) -> bool:
+    """Whether a directory is an object store's, such as ``gs://...``."""
     return "://" in path
 
 
 def _absolute(directory: str | os.PathLike[str]) -> str:
     path = os.fspath(directory)
-    return path if _is_url(path) else os.path.abspath(os.path.expanduser(path))
+    return path if is_url(path) else os.path.abspath(os.path.expanduser(path))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import jax
@@ -36,6 +38,21 @@ def load(path: str, wanted: dict[str, dict[str, Any]]) -> dict[str, Any]:
         options.barrier_sync_key_prefix = f"nnx_parallel_{me}"
     with context:
         return ocp.load_checkpointables(path, wanted)
+
+
+def describe_group(directory: str, group: str) -> Any:
+    """What Orbax knows of the arrays of a group, or the error that keeps it from it.
+
+    When it describes a whole step it takes any error for no description: that of a bad
+    moment, too.
+    """
+    path = ocp.path.Path(directory) / group
+
+    async def describe() -> Any:
+        return await ocp.handlers.PyTreeHandler().metadata(path)
+
+    with ThreadPoolExecutor(1) as pool:  # the caller may have an event loop of its own
+        return pool.submit(asyncio.run, describe()).result()
 
 
 def read_together(read: Callable[[], T]) -> T:

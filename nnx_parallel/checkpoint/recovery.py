@@ -37,7 +37,7 @@ def restore_newest(
     for step in sorted([*ruined, *checkpointer.steps], reverse=True):
         if step in ruined:
             where = f"'{checkpointer.options.directory}'"
-            found, problem = None, f"Checkpoint {step} in {where} has no metadata left."
+            found, problem = None, f"Checkpoint {step} in {where} {ruined[step]}."
         else:
             found, problem = _try(checkpointer, wanted, step)
         if found is not None:

@@ -68,8 +68,9 @@ def _judge(
     checkpointer: Checkpointer, step: int, *, verify: bool
 ) -> tuple[StoredCheckpoint | None, str]:
     """What a step holds, and a word on whether it is whole."""
-    if step in checkpointer.ruined_steps:
-        return None, "DAMAGED: it has no metadata left"
+    ruined = checkpointer.ruined_steps
+    if step in ruined:
+        return None, f"DAMAGED: it {ruined[step]}"
     stored = None
     try:
         stored = checkpointer.describe(step)

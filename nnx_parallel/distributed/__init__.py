@@ -3,6 +3,7 @@
 from nnx_parallel.distributed.agreement import agree as agree
 from nnx_parallel.distributed.agreement import exchange as exchange
 from nnx_parallel.distributed.agreement import hash_code as hash_code
+from nnx_parallel.distributed.agreement import later_exchange as later_exchange
 from nnx_parallel.distributed.agreement import strip_addresses as strip_addresses
 from nnx_parallel.distributed.agreement import versions as versions
 from nnx_parallel.distributed.faults import HUNG as HUNG

@@ -38,8 +38,23 @@ def exchange(name: str, value: Any, timeout_seconds: float = EXCHANGE_SECONDS) -
         >>> exchange("seed", 3)
         [3]
     """
+    return later_exchange(name, timeout_seconds)(value)
+
+
+def later_exchange(
+    name: str, timeout_seconds: float = EXCHANGE_SECONDS
+) -> Callable[[Any], list]:
+    """An exchange whose turn is taken now, and that is made later on another thread.
+
+    Returns:
+        `exchange` without the name. If a process never calls it, those that do wait in
+        vain, but later exchanges of the name are not mixed up with this one.
+    """
     line = join()
-    return [value] if line is None else line.exchange(name, value, timeout_seconds)
+    if line is None:
+        return lambda value: [value]
+    key = line.reserve(name)
+    return lambda value: line.exchange(key, value, timeout_seconds)
 
 
 def agree(what: str, fields: Mapping[str, Any]) -> None:

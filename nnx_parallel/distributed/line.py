@@ -55,20 +55,22 @@ class Line:
             target=self._listen, name="nnx_parallel.line", daemon=True
         ).start()
 
-    def exchange(self, name: str, value: Any, timeout_seconds: float) -> list[Any]:
+    def reserve(self, name: str) -> str:
+        """The key of the next exchange of a name: all reserve in the same order."""
+        self._counts[name] += 1
+        return f"{name} {self._counts[name]}"
+
+    def exchange(self, key: str, value: Any, timeout_seconds: float) -> list[Any]:
         """Gives a value and returns those of all processes, by process.
 
         Args:
-            name: Of what is exchanged. All processes exchange the same names in the
-                same order; different names may go on at once.
+            key: Of `reserve`. Different ones may go on at once, on any threads.
             value: What JSON can hold.
             timeout_seconds: How long to wait for the others.
 
         Raises:
             ProcessError: If some did not take part in time; it names them.
         """
-        self._counts[name] += 1
-        key = f"{name} {self._counts[name]}"
         answer = self._answers.setdefault(key, queue.SimpleQueue())
         self._send({"op": "put", "key": key, "value": value})
         try:
@@ -77,6 +79,7 @@ class Line:
         except queue.Empty:
             self._send({"op": "missing", "key": key})
             missing = self._missing.get(timeout=timeout_seconds)
+            name, _, _ = key.rpartition(" ")
             raise ProcessError(
                 f"Processes {missing} did not take part in '{name}' within "
                 f"{timeout_seconds:.0f} s. All processes run the same script; look at "
