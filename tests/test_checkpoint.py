@@ -1,3 +1,4 @@
+import contextlib
 import gc
 import os
 import re
@@ -18,6 +19,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.checkpoint import Checkpoint, Checkpointer, fingerprint
+from nnx_parallel.checkpoint.fingerprint_file import (
+    PART,
+    LateFingerprints,
+    read_fingerprints,
+)
+from nnx_parallel.checkpoint.opening import OnlyCheckpoints, open_directory
+from nnx_parallel.checkpoint.options import Rules
 from nnx_parallel.errors import (
     CheckpointDirectoryError,
     CheckpointError,
@@ -136,25 +144,6 @@ def test_describes_what_was_saved_whatever_the_mesh(options):
     )
 
 
-def test_a_save_does_not_wait_for_the_fingerprints(options, monkeypatch):
-    may_finish, start = threading.Event(), fingerprint.start_fingerprints
-
-    def start_slowly(groups, name):
-        finish = start(groups, name)
-        return lambda: finish() if may_finish.wait(60) else {}
-
-    monkeypatch.setattr(
-        "nnx_parallel.checkpoint.checkpointer.start_fingerprints", start_slowly
-    )
-    with Checkpointer(options) as checkpointer:
-        groups = weights()
-        checkpointer.save(1, groups, {})
-        jax.tree.map(lambda x: x.delete(), groups)  # as a step does that donates them
-        assert not path_of(options, "1").exists()
-        may_finish.set()
-        checkpointer.restore(abstract(weights()))
-
-
 def test_fingerprints_that_are_under_way_hold_no_array():
     groups = weights()
     expected = fingerprint.fingerprints(groups)
@@ -166,23 +155,45 @@ def test_fingerprints_that_are_under_way_hold_no_array():
     assert finish() == expected
 
 
-def test_a_save_whose_fingerprints_fail_is_no_checkpoint(options, monkeypatch):
-    def start(groups, name):
-        def fail():
-            raise RuntimeError("a device is gone")
+def start_save(options: Checkpoint, values):
+    """A save of Orbax's as the Checkpointer has it, with fingerprints of our own."""
+    rules, names = Rules(options, {}), OnlyCheckpoints()
+    orbax = open_directory(options, rules, names, cleanup=True)
+    parts = {**weights(), PART: LateFingerprints("digest", values)}
+    response = orbax.save_checkpointables_async(1, parts, force=True)
+    assert response is not None
+    return orbax, response
 
-        return fail
 
-    with Checkpointer(options) as checkpointer:
-        checkpointer.save(1, weights(), {})
-        checkpointer.wait()
-        monkeypatch.setattr(
-            "nnx_parallel.checkpoint.checkpointer.start_fingerprints", start
-        )
-        checkpointer.save(2, weights(), {})
-        with pytest.raises(CheckpointSaveError, match=r"step 2 .* a device is gone"):
-            checkpointer.wait()
-        assert checkpointer.steps == [1]
+def test_a_save_does_not_wait_for_the_fingerprints(options):
+    may_finish = threading.Event()
+
+    def values():
+        assert may_finish.wait(60)
+        return {"params": {"w": 5}}
+
+    orbax, response = start_save(options, values)
+    assert not path_of(options, "1").exists()  # here a fit goes on
+    may_finish.set()
+    response.result()
+    assert read_fingerprints(str(path_of(options, "1")), "digest") == values()
+    orbax.close()
+
+
+def test_a_save_whose_fingerprints_fail_is_no_checkpoint(options):
+    def fail():
+        raise RuntimeError("a device is gone")
+
+    before = set(threading.enumerate())
+    orbax, response = start_save(options, fail)
+    with pytest.raises(Exception, match="a device is gone"):
+        response.result()
+    with contextlib.suppress(Exception):
+        orbax.close()  # tells it once more
+    for writer in set(threading.enumerate()) - before:
+        if not writer.name.startswith("metadata_store"):  # which waits for more work
+            writer.join(60)
+    assert not path_of(options, "1").exists()
 
 
 def bytes_read() -> int:
