@@ -27,9 +27,11 @@ from nnx_parallel.checkpoint.training import to_groups
 from nnx_parallel.replicas import check_replicas
 
 CONFIG = GPTConfig.tiny(embed_dim=256, num_layers=4, num_heads=4, seq_len=128)
-SAVED = GPTConfig.gpt2_124m(seq_len=16)
-"""What is saved has a size that people train: Orbax takes a tenth of a second to start
-any save."""
+SAVED = (
+    GPTConfig.gpt2_124m(seq_len=16),
+    GPTConfig.tiny(embed_dim=768, num_layers=6, num_heads=12, seq_len=16),
+)
+"""What is saved, in two sizes: some of what a save takes does not depend on them."""
 NUM_ROWS = 16
 EVERY = 1000
 """Steps between checkpoints at the default settings."""
@@ -61,11 +63,12 @@ def measure(rounds: int = 20) -> Table:
         table.add(f"{name}, ms", 1e3 * taken)
         share = 100 * taken / (EVERY * step)
         table.add(f"{name} every {EVERY} steps, % of the steps", share)
-    _measure_saves(table, max(rounds // 4, 1))
+    for config in SAVED:
+        _measure_saves(table, config, max(rounds // 4, 1))
     return table
 
 
-def _measure_saves(table: Table, rounds: int) -> None:
+def _measure_saves(table: Table, config: GPTConfig, rounds: int) -> None:
     """How much longer steps take while a save is written, over the save's duration.
 
     An accelerator leaves the host's cores free while it computes. Simulated devices
@@ -74,10 +77,10 @@ def _measure_saves(table: Table, rounds: int) -> None:
     latter, what is hashed are as many arrays of few elements: programs are dispatched,
     but the cores do nothing for the devices.
     """
-    trainer, batch = _make_trainer(SAVED)
+    trainer, batch = _make_trainer(config)
     _step(trainer, batch)
     size = sum(x.nbytes for x in jax.tree.leaves(to_groups(trainer.state)))
-    table.add("state that is saved, MB", size / 1e6)
+    state = f"a save of {size / 1e6:,.0f} MB"
     seconds = _median([_timed(lambda: _step(trainer, batch)) for _ in range(4)])
     few = jax.tree.map(
         lambda x: jax.device_put(np.zeros(len(jax.devices())), _over_all(x)),
@@ -93,7 +96,7 @@ def _measure_saves(table: Table, rounds: int) -> None:
     for step, start in kinds.values():
         _save_beside(trainer, step, start)  # compiles what it needs
     hashing = _timed(lambda: fingerprints(to_groups(trainer.state)))
-    table.add("its fingerprints on these cores, ms", 1e3 * hashing)
+    table.add(f"{state}: its fingerprints on these cores, ms", 1e3 * hashing)
     found = {kind: [] for kind in kinds}
     for _ in range(rounds):
         for kind, (step, start) in kinds.items():
@@ -101,12 +104,13 @@ def _measure_saves(table: Table, rounds: int) -> None:
     for kind, measured in found.items():
         columns = zip(*measured, strict=True)
         saves, blocks, delays = (_median(list(column)) for column in columns)
-        table.add(f"steps {kind}: a save until it is on disk, ms", 1e3 * saves)
-        table.add(f"steps {kind}: of it the fit waits, ms", 1e3 * blocks)
-        table.add(f"steps {kind}: all delay of the steps beside it, ms", 1e3 * delays)
+        what = f"{state}, steps {kind}"
+        table.add(f"{what}: until it is on disk, ms", 1e3 * saves)
+        table.add(f"{what}: of it the fit waits, ms", 1e3 * blocks)
+        table.add(f"{what}: all delay of the steps beside it, ms", 1e3 * delays)
         shares = [100 * delay / save for save, _, delay in measured]
         table.add(
-            f"steps {kind}: delay, % of the save's duration",
+            f"{what}: delay, % of the save's duration",
             f"{np.median(shares):.1f} ({min(shares):.1f} to {max(shares):.1f})",
         )
 

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from nnx_parallel import Callback, Checkpoint, DataParallel, Trainer
-from nnx_parallel.checkpoint.options import check_space
+from nnx_parallel.checkpoint.directory import check_space
 from nnx_parallel.errors import (
     BatchShapeError,
     CheckpointDirectoryError,

@@ -18,10 +18,17 @@ from nnx_parallel.checkpoint.contents import (
     check_fingerprints,
     check_groups,
     check_header,
+    check_match,
     check_shardings,
-    differences,
     make_header,
     read_stored,
+)
+from nnx_parallel.checkpoint.directory import (
+    check_directory,
+    check_step,
+    check_writable,
+    set_aside,
+    unlisted_steps,
 )
 from nnx_parallel.checkpoint.failures import is_passing, save_error, watch
 from nnx_parallel.checkpoint.fingerprint import start_fingerprints
@@ -31,16 +38,7 @@ from nnx_parallel.checkpoint.fingerprint_file import (
     read_fingerprints,
 )
 from nnx_parallel.checkpoint.opening import OnlyCheckpoints, open_directory
-from nnx_parallel.checkpoint.options import (
-    Checkpoint,
-    Metrics,
-    Rules,
-    best_steps,
-    check_directory,
-    is_taken,
-    set_aside,
-    unlisted_steps,
-)
+from nnx_parallel.checkpoint.options import Checkpoint, Metrics, Rules, best_steps
 from nnx_parallel.checkpoint.reading import (
     describe_group,
     load,
@@ -51,7 +49,6 @@ from nnx_parallel.distributed import exchange
 from nnx_parallel.errors import (
     CheckpointDirectoryError,
     CheckpointError,
-    CheckpointMismatchError,
     CheckpointNotFoundError,
     CheckpointReadError,
     CheckpointSaveError,
@@ -173,9 +170,17 @@ class Checkpointer:
                 failed in the background: then this one was not tried.
         """
         self.wait()
-        self._check_step(step, overwrite=overwrite)
+        directory = str(self.options.directory)
+        if self._read_only:
+            raise CheckpointError(
+                f"Cannot save in '{directory}': opened with read_only=True."
+            )
+        check_step(directory, step, self.latest_step, overwrite=overwrite)
         check_groups(groups)
-        self._check_directory(step)
+        try:
+            check_writable(directory)
+        except CheckpointDirectoryError as error:
+            raise save_error(step, directory, error) from error
         metrics = {name: float(x) for name, x in (metrics or {}).items()}
         header = make_header(groups, meta, metrics)
         late = LateFingerprints(
@@ -196,7 +201,7 @@ class Checkpointer:
                 custom_metadata=header,
             )
         except Exception as error:
-            raise save_error(step, str(self.options.directory), error) from error
+            raise save_error(step, directory, error) from error
         assert response is not None, "a forced save is never skipped"
         self._pending = step, response
         self._has_failed = watch(response)
@@ -260,7 +265,7 @@ class Checkpointer:
     ) -> tuple[StoredCheckpoint, dict[str, Any]]:
         stored = self.describe(step)
         check_shardings(abstract_groups)
-        self._check_match(stored, abstract_groups)
+        check_match(stored, abstract_groups, str(self.options.directory))
         wanted = {name: dict(group) for name, group in abstract_groups.items() if group}
         with self._reading(step):
             return stored, load(f"{self.options.directory}/{step}", wanted)
@@ -346,56 +351,6 @@ class Checkpointer:
                 "start from step 0."
             )
         return step
-
-    def _check_step(self, step: int, *, overwrite: bool) -> None:
-        where = f"'{self.options.directory}'"
-        latest = self.latest_step
-        if self._read_only:
-            raise CheckpointError(
-                f"Cannot save in {where}: opened with read_only=True."
-            )
-        if step == latest:
-            if not overwrite:
-                raise CheckpointError(
-                    f"Step {step} is already saved in {where}. Pass overwrite=True to "
-                    "replace it, or save a later step."
-                )
-        elif latest is not None and step < latest:
-            raise CheckpointError(
-                f"Cannot save step {step} in {where} after step {latest}: steps must "
-                f"ascend. Save step {latest + 1} or later, or use another directory."
-            )
-        elif is_taken(self.options, step):
-            raise CheckpointError(
-                f"Cannot save step {step} in {where}: '{step}' is there and is not a "
-                "checkpoint. Move it away, or use another directory."
-            )
-
-    def _check_directory(self, step: int) -> None:
-        """Tries to write first: Orbax makes the step's directory in the background.
-
-        All processes hear what process 0, which makes it, has found.
-        """
-        problem = ""
-        if jax.process_index() == 0:
-            try:
-                check_directory(str(self.options.directory), read_only=False)
-            except CheckpointDirectoryError as error:
-                problem = str(error)
-        problem = exchange("directory of a save", problem)[0]
-        if problem:
-            error = CheckpointDirectoryError(problem)
-            raise save_error(step, str(self.options.directory), error) from error
-
-    def _check_match(self, stored: StoredCheckpoint, wanted: AbstractGroups) -> None:
-        lines = differences(stored, wanted)
-        if lines:
-            raise CheckpointMismatchError(
-                f"Checkpoint {stored.step} in '{self.options.directory}' differs from "
-                "what is asked for:\n  " + "\n  ".join(lines) + "\nBuild the same "
-                "model and optimizer, or restore other groups. Saved groups: "
-                f"{list(stored.groups)}."
-            )
 
     @contextlib.contextmanager
     def _listing(self) -> Iterator[None]:

@@ -17,7 +17,11 @@ import jax.numpy as jnp
 
 from nnx_parallel.checkpoint.fingerprint import Fingerprints, fingerprints
 from nnx_parallel.checkpoint.fingerprint_file import PART, digest
-from nnx_parallel.errors import CheckpointDamagedError, CheckpointError
+from nnx_parallel.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointMismatchError,
+)
 
 Groups = Mapping[str, Mapping[str, jax.Array]]
 AbstractGroups = Mapping[str, Mapping[str, jax.ShapeDtypeStruct]]
@@ -190,13 +194,26 @@ def _paths(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, set[str]]:
     return {name: set(group) for name, group in groups.items()}
 
 
-def differences(stored: StoredCheckpoint, wanted: AbstractGroups) -> list[str]:
-    """Returns one line for each array that differs in path, shape or dtype."""
-    return [
+def check_match(
+    stored: StoredCheckpoint, wanted: AbstractGroups, directory: str
+) -> None:
+    """Compares what is asked for with what a checkpoint in ``directory`` holds.
+
+    Raises:
+        CheckpointMismatchError: With one line for each array that differs in path,
+            shape or dtype.
+    """
+    lines = [
         f"{name}: {line}"
         for name, group in wanted.items()
         for line in _group_differences(stored.groups.get(name), group)
     ]
+    if lines:
+        raise CheckpointMismatchError(
+            f"Checkpoint {stored.step} in '{directory}' differs from what is asked "
+            "for:\n  " + "\n  ".join(lines) + "\nBuild the same model and optimizer, "
+            f"or restore other groups. Saved groups: {list(stored.groups)}."
+        )
 
 
 def _group_differences(

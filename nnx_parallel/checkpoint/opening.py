@@ -7,8 +7,9 @@ from typing import Any
 
 from orbax.checkpoint import v1 as ocp
 
+from nnx_parallel.checkpoint.directory import METADATA_FILE, is_url
 from nnx_parallel.checkpoint.fingerprint_file import FingerprintHandler
-from nnx_parallel.checkpoint.options import METADATA_FILE, Checkpoint, Rules, is_url
+from nnx_parallel.checkpoint.options import Checkpoint, Rules
 
 
 class OnlyCheckpoints:

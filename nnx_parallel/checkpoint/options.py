@@ -5,21 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import shutil
-import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from nnx_parallel.errors import (
-    CheckpointDirectoryError,
-    CheckpointError,
-    CheckpointNotFoundError,
-)
+from nnx_parallel.checkpoint.directory import is_url
+from nnx_parallel.errors import CheckpointError
 
 Metrics = Mapping[str, float]
-
-METADATA_FILE = "_CHECKPOINT_METADATA"
-"""Orbax's own, in the directory of a step; a checkpoint without it is not listed."""
 
 _CHOICES = {
     "best_mode": ("min", "max"),
@@ -146,92 +138,6 @@ class Rules:
         }
         kept = kept_steps(self._options, metrics)
         return [found.step in kept for found in checkpoints]
-
-
-def check_directory(directory: str, *, read_only: bool) -> None:
-    """Makes the directory and tries to write there, or to read only asks if it is.
-
-    A URL is left to Orbax.
-
-    Raises:
-        CheckpointDirectoryError: If it cannot be made or written.
-        CheckpointNotFoundError: If ``read_only`` and it is not there.
-    """
-    if is_url(directory):
-        return
-    if read_only:
-        if not os.path.isdir(directory):
-            raise CheckpointNotFoundError(f"No directory '{directory}' to read from.")
-        return
-    try:
-        os.makedirs(directory, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as error:
-        raise CheckpointDirectoryError(
-            f"Cannot write checkpoints to '{directory}': {error}. Choose a directory "
-            "that exists or can be made, and that this process may write."
-        ) from error
-
-
-def check_space(directory: str, needed_bytes: int) -> None:
-    """Checks that a checkpoint would fit on the disk; a URL is left to itself.
-
-    Raises:
-        CheckpointDirectoryError: If it would not.
-    """
-    if is_url(directory):
-        return
-    free = shutil.disk_usage(directory).free
-    if free < needed_bytes:
-        raise CheckpointDirectoryError(
-            f"A checkpoint of this run takes {needed_bytes:,} bytes, but only {free:,} "
-            f"are free in '{directory}'. Free {needed_bytes - free:,} more, or choose "
-            "another directory."
-        )
-
-
-def set_aside(directory: str, step: int) -> str:
-    """Renames a damaged step, so that it is neither read nor in the way.
-
-    Returns:
-        Where it is now.
-    """
-    path = os.path.join(directory, str(step))
-    aside = tempfile.mkdtemp(prefix=f"damaged-{step}-", dir=directory)
-    os.rename(path, aside)
-    return aside
-
-
-def unlisted_steps(directory: str, listed: Iterable[int]) -> list[int]:
-    """Steps whose directories hold what is left of a checkpoint, ascending.
-
-    Orbax does not list them, for their own metadata is gone. A directory that holds
-    nothing of the kind is somebody else's, and so is a URL's.
-    """
-    if is_url(directory) or not os.path.isdir(directory):
-        return []
-    left = []
-    for name in os.listdir(directory):
-        path = os.path.join(directory, name)
-        parts = [os.path.join(path, part) for part in (METADATA_FILE, "model")]
-        if name.isdigit() and any(map(os.path.exists, parts)):
-            left.append(int(name))
-    return sorted(set(left) - set(listed))
-
-
-def is_taken(options: Checkpoint, step: int) -> bool:
-    """Returns whether something stands where the files of ``step`` would go.
-
-    Always false for a URL: object stores write in place, and Orbax clears what is dead.
-    """
-    path = os.path.join(options.directory, str(step))
-    return not is_url(path) and os.path.exists(path)
-
-
-def is_url(path: str) -> bool:
-    """Whether a directory is an object store's, such as ``gs://...``."""
-    return "://" in path
 
 
 def _absolute(directory: str | os.PathLike[str]) -> str:

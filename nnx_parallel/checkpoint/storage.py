@@ -14,7 +14,8 @@ from typing import Any, Literal, Self
 import jax
 
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
-from nnx_parallel.checkpoint.options import Checkpoint, check_space
+from nnx_parallel.checkpoint.directory import check_space
+from nnx_parallel.checkpoint.options import Checkpoint
 from nnx_parallel.checkpoint.recovery import restore_newest
 from nnx_parallel.checkpoint.training import Groups, from_groups, to_groups
 from nnx_parallel.errors import (
