@@ -22,7 +22,7 @@ from benchmarks.timing import Table
 
 ROOT = Path(__file__).parents[1]
 WORKER = ROOT / "tests" / "processes" / "worker.py"
-STEPS_PER_KILL = 60
+STEPS_PER_KILL = 40
 _START_SECONDS = 120
 
 
@@ -105,7 +105,7 @@ def _kill(settings: dict[str, Any], run: Path, draw: random.Random) -> bool:
     log = run / "metrics.jsonl"
     before = _num_lines(log)
     process = _start(settings)
-    wanted = before + draw.randrange(1, STEPS_PER_KILL // 2)
+    wanted = before + draw.randrange(1, 3 * STEPS_PER_KILL // 4)
     deadline = time.monotonic() + _START_SECONDS
     while _num_lines(log) < wanted:
         if process.poll() is not None or time.monotonic() > deadline:

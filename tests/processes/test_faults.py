@@ -194,7 +194,7 @@ def test_a_sigterm_in_the_last_step_is_heard(tmp_path: Path) -> None:
 
 def test_damage_that_one_process_sees_is_told_by_all(tmp_path: Path) -> None:
     saved = {"directory": str(tmp_path / "run"), "on_damage": "previous"}
-    settings = {"steps": 2, "checkpoint": saved | {"every": 1}}
+    settings = {"model": "wide", "steps": 2, "checkpoint": saved | {"every": 1}}
     assert launch(settings).code == 0
     files = [p for p in tmp_path.glob("run/2/*/ocdbt.process_1/d/*") if p.is_file()]
     assert files

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,13 @@ CONFIG = GPTConfig.tiny(
     vocab_size=64, seq_len=8, num_layers=2, embed_dim=32, num_heads=4
 )
 NUM_ROWS = 8
+MODELS: dict[str, Callable[[nnx.Rngs], nnx.Module]] = {
+    "gpt": lambda rngs: GPT(CONFIG, rngs=rngs),
+    "linear": lambda rngs: nnx.Linear(8, 8, rngs=rngs),
+    "wide": lambda rngs: nnx.Sequential(
+        nnx.Linear(8, 512, rngs=rngs), nnx.Linear(512, 8, rngs=rngs)
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +60,8 @@ class Settings:
 
     Attributes:
         strategies: Names in ``STRATEGIES``, trained one after the other.
-        model: ``gpt``, or ``linear`` where the model does not matter: it compiles fast.
+        model: A name in ``MODELS``. Where it does not matter, ``linear`` and ``wide``
+            compile fast; what is saved of ``wide`` is no part of other files.
         steps: Updates in all.
         out: Where process 0 writes losses and digests, by strategy.
         checkpoint: Options of a `Checkpoint`, or ``None``.
@@ -160,9 +168,7 @@ def make_trainer(settings: Settings, strategy: Strategy, **options: Any) -> Trai
     if settings.checkpoint is not None:
         checkpoint = Checkpoint(**settings.checkpoint)
     return Trainer(
-        model=lambda rngs: (
-            GPT(CONFIG, rngs=rngs) if is_gpt else nnx.Linear(8, 8, rngs=rngs)
-        ),
+        model=MODELS[settings.model],
         optimizer=optax.adamw(0.02 if is_odd else 0.01),
         loss=next_token_loss if is_gpt else squares,
         strategy=strategy,
