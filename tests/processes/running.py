@@ -1,22 +1,27 @@
 """Starts the worker as processes, and waits for their end."""
 
+import contextlib
+import io
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from nnx_parallel.cli import main
+
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("worker.py")
-ENVIRONMENT = os.environ | {
+VARIABLES = {
     "PYTHONPATH": str(ROOT),
     "JAX_PLATFORMS": "cpu",
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
 }
+ENVIRONMENT = os.environ | VARIABLES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,32 +39,39 @@ class Ended:
     seconds: float
 
 
-def command(
+def arguments(
     settings: dict[str, Any],
     *,
     processes: int = 2,
     devices: int = 1,
     options: Sequence[str] = (),
 ) -> list[str]:
-    """The command line that launches the worker."""
-    launch = [sys.executable, "-m", "nnx_parallel", "launch", "--cpu"]
+    """What launches the worker, as arguments of ``python -m nnx_parallel``."""
     sizes = ["--processes", str(processes), "--devices-per-process", str(devices)]
-    return [*launch, *sizes, *options, str(WORKER), json.dumps(settings)]
+    return ["launch", "--cpu", *sizes, *options, str(WORKER), json.dumps(settings)]
 
 
 def launch(settings: dict[str, Any], **where: Any) -> Ended:
-    """Runs the worker to its end."""
+    """Runs the worker to its end.
+
+    The launcher is this process, which has imported by now what it takes seconds to.
+
+    Args:
+        settings: The worker's.
+        where: As `arguments`.
+    """
+    output, errors = io.StringIO(), io.StringIO()
     start = time.monotonic()
-    done = subprocess.run(
-        command(settings, **where),
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT,
-        timeout=240,
-        check=False,
-    )
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(errors),
+    ):
+        for name, value in VARIABLES.items():
+            patch.setenv(name, value)
+        code = main(arguments(settings, **where))
     return Ended(
-        code=done.returncode,
-        text=done.stdout + done.stderr,
+        code=code,
+        text=output.getvalue() + errors.getvalue(),
         seconds=time.monotonic() - start,
     )

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from nnx_parallel.distributed import HUNG, PEER_LOST
-from tests.processes.running import ENVIRONMENT, command, launch
+from tests.processes.running import ENVIRONMENT, WORKER, arguments, launch
 
 pytestmark = pytest.mark.faults
 
@@ -244,7 +244,10 @@ def test_signals_reach_every_process(number: int, tmp_path: Path) -> None:
     saved = {"directory": str(tmp_path / "run")}
     settings = {"model": "linear", "steps": 100_000, "checkpoint": saved}
     with subprocess.Popen(
-        command(settings, options=["--max-restarts", "3"]),
+        [
+            *(sys.executable, "-m", "nnx_parallel"),
+            *arguments(settings, options=["--max-restarts", "3"]),
+        ],
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -268,7 +271,7 @@ def test_signals_reach_every_process(number: int, tmp_path: Path) -> None:
 def test_a_sigterm_to_a_single_process_saves_and_exits_zero(tmp_path: Path) -> None:
     saved = {"directory": str(tmp_path / "run")}
     settings = break_process("term", process=0, checkpoint=saved)
-    worker = [sys.executable, command({})[-2], json.dumps(settings)]
+    worker = [sys.executable, str(WORKER), json.dumps(settings)]
     done = subprocess.run(
         worker, env=ENVIRONMENT, capture_output=True, text=True, check=False
     )
