@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 
@@ -157,7 +158,13 @@ class Loop:
         # After a SIGTERM there are seconds left, which the checkpoint needs.
         if self.eval_data is None or self.supervision.is_terminated:
             return {}
-        found = self.engine.evaluate(self.eval_data)
+        watchdog = self.supervision.watchdog
+        found = self.engine.evaluate(
+            self.eval_data,
+            before_compile=watchdog.disarm,
+            after_batch=partial(watchdog.arm, step, "batch of the evaluation"),
+        )
+        watchdog.disarm()
         self.recorder.record("eval", step, found)
         self.hooks.eval_end(step, found)
         return {f"eval_{name}": value for name, value in found.items()}

@@ -66,9 +66,9 @@ class Trainer:
         overfit_batches: Train on this many batches over and over.
         global_batch_size: Rows of each training batch, all processes together; a batch
             of another size is then an error.
-        step_timeout: Seconds after which a step that has not ended ends the process,
-            with the stack of every thread; ``None`` waits for ever. Compilation,
-            evaluation and checkpoints do not count.
+        step_timeout: Seconds after which a step, or a batch of the evaluation beside
+            it, that has not ended ends the process, with the stack of every thread;
+            ``None`` waits for ever. Compilation and checkpoints do not count.
         check_replicas_every: Steps after which copies of arrays on several devices are
             compared bit by bit, by their hashes; 0 never does.
 

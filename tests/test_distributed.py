@@ -21,7 +21,7 @@ import pytest
 from flax import nnx
 
 from nnx_parallel import FSDP, DataParallel, PolicyRules, Trainer, initialize
-from nnx_parallel.distributed import Termination, Watchdog, agree, hash_code
+from nnx_parallel.distributed import HUNG, Termination, Watchdog, agree, hash_code
 from nnx_parallel.distributed.hub import Hub
 from nnx_parallel.distributed.line import Line
 from nnx_parallel.distributed.start import Place, find_place
@@ -316,6 +316,46 @@ def test_a_broken_pipe_does_not_keep_a_process_from_ending() -> None:
     os.close(writer)
     assert done.returncode == 1
     assert done.stdout == b"told: ValueError: nobody reads this"
+
+
+HANGING_EVALUATION = """
+import threading
+import numpy as np, optax
+from flax import nnx
+from nnx_parallel import Trainer
+
+ROWS = np.ones((8, 4), np.float32)
+
+class Rows:
+    def __iter__(self):
+        yield ROWS
+        threading.Event().wait()
+
+trainer = Trainer(
+    lambda rngs: nnx.Linear(4, 4, rngs=rngs),
+    optax.sgd(0.1),
+    lambda model, batch: (model(batch) ** 2).mean(),
+    loggers=(),
+    step_timeout=1,
+)
+trainer.fit([ROWS], 1, eval_data=Rows())
+"""
+
+
+def test_an_evaluation_that_hangs_is_ended() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HANGING_EVALUATION],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == HUNG
+    assert (
+        "No batch of the evaluation has ended for 1 s (step_timeout) after step 1 was "
+        "dispatched"
+    ) in done.stderr
 
 
 LISTENING = """

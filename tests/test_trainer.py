@@ -12,11 +12,12 @@ import pytest
 from flax import nnx
 
 from nnx_parallel import FSDP, Callback, Mean, Trainer
-from nnx_parallel.errors import (
-    DataError,
-)
+from nnx_parallel.engine import Engine
+from nnx_parallel.errors import DataError
 from nnx_parallel.loggers import Logger
+from nnx_parallel.step import StepOptions
 from tests.parity.runs import compiling, to_host
+from tests.steps import plan_step
 
 ROWS = 16
 
@@ -313,3 +314,22 @@ def test_the_average_is_evaluated_where_it_is_asked_for(ragged: list[dict]) -> N
 def test_nothing_to_evaluate_on(verb: str) -> None:
     with pytest.raises(DataError, match="the data is empty"):
         getattr(make_trainer(), verb)([])
+
+
+def test_no_clock_runs_while_an_evaluation_compiles() -> None:
+    """It is stopped before batches of a new shape, and started after each batch."""
+    engine = Engine(plan_step(Net, FSDP()), Net, squares, StepOptions(), seed=0)
+    data = [make_batch(0), make_batch(1), make_batch(2, rows=7), make_batch(3)]
+
+    def evaluate() -> list[str]:
+        events: list[str] = []
+        engine.evaluate(
+            data,
+            before_compile=lambda: events.append("stopped"),
+            after_batch=lambda: events.append("started"),
+        )
+        return events
+
+    started, stopped = "started", "stopped"
+    assert evaluate() == [stopped, started, started, stopped, started, started]
+    assert evaluate() == [started] * 4

@@ -34,12 +34,17 @@ class Watchdog:
         self._timeout = timeout_seconds
         self._timer: threading.Timer | None = None
 
-    def arm(self, step: int) -> None:
-        """Starts the time anew, ``step`` being the last one that was dispatched."""
+    def arm(self, step: int, awaited: str = "step") -> None:
+        """Starts the time anew.
+
+        Args:
+            step: The last one that was dispatched.
+            awaited: What is to end in time, for the message.
+        """
         if self._timeout is None:
             return
         self.disarm()
-        self._timer = threading.Timer(self._timeout, self._end, (step,))
+        self._timer = threading.Timer(self._timeout, self._end, (step, awaited))
         self._timer.daemon = True
         self._timer.start()
         faulthandler.dump_traceback_later(
@@ -47,17 +52,17 @@ class Watchdog:
         )
 
     def disarm(self) -> None:
-        """Stops the time: for compilation, an evaluation, a checkpoint."""
+        """Stops the time: for compilation, a checkpoint, a callback's own work."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
             faulthandler.cancel_dump_traceback_later()
 
-    def _end(self, step: int) -> None:
+    def _end(self, step: int, awaited: str) -> None:
         faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
         line = join()
         end_hung(
-            f"No step has ended for {self._timeout:g} s (step_timeout) after step "
+            f"No {awaited} has ended for {self._timeout:g} s (step_timeout) after step "
             f"{step} was dispatched; the stack of every thread is above.",
             (lambda reason: None) if line is None else line.fail,
         )
