@@ -115,7 +115,9 @@ def _kill(settings: dict[str, Any], run: Path, draw: random.Random) -> bool:
         time.sleep(0.001)
     time.sleep(draw.uniform(0, 0.03))
     process.send_signal(signal.SIGKILL)
-    process.communicate()
+    _, errors = process.communicate()
+    if process.returncode != -signal.SIGKILL:
+        raise RuntimeError(f"It ended before its kill: {errors.decode()}")
     return any(run.glob("*orbax-checkpoint-tmp*"))
 
 

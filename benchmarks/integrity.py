@@ -28,8 +28,8 @@ from nnx_parallel.replicas import check_replicas
 
 CONFIG = GPTConfig.tiny(embed_dim=256, num_layers=4, num_heads=4, seq_len=128)
 SAVED = (
-    GPTConfig.gpt2_124m(seq_len=16),
     GPTConfig.tiny(embed_dim=768, num_layers=6, num_heads=12, seq_len=16),
+    GPTConfig.gpt2_124m(seq_len=16),
 )
 """What is saved, in two sizes: some of what a save takes does not depend on them."""
 NUM_ROWS = 16
@@ -80,7 +80,7 @@ def _measure_saves(table: Table, config: GPTConfig, rounds: int) -> None:
     trainer, batch = _make_trainer(config)
     _step(trainer, batch)
     size = sum(x.nbytes for x in jax.tree.leaves(to_groups(trainer.state)))
-    state = f"a save of {size / 1e6:,.0f} MB"
+    save = f"a save of {size / 1e6:,.0f} MB"
     seconds = _median([_timed(lambda: _step(trainer, batch)) for _ in range(4)])
     few = jax.tree.map(
         lambda x: jax.device_put(np.zeros(len(jax.devices())), _over_all(x)),
@@ -96,7 +96,7 @@ def _measure_saves(table: Table, config: GPTConfig, rounds: int) -> None:
     for step, start in kinds.values():
         _save_beside(trainer, step, start)  # compiles what it needs
     hashing = _timed(lambda: fingerprints(to_groups(trainer.state)))
-    table.add(f"{state}: its fingerprints on these cores, ms", 1e3 * hashing)
+    table.add(f"{save}: its fingerprints on these cores, ms", 1e3 * hashing)
     found = {kind: [] for kind in kinds}
     for _ in range(rounds):
         for kind, (step, start) in kinds.items():
@@ -104,7 +104,7 @@ def _measure_saves(table: Table, config: GPTConfig, rounds: int) -> None:
     for kind, measured in found.items():
         columns = zip(*measured, strict=True)
         saves, blocks, delays = (_median(list(column)) for column in columns)
-        what = f"{state}, steps {kind}"
+        what = f"{save}, steps {kind}"
         table.add(f"{what}: until it is on disk, ms", 1e3 * saves)
         table.add(f"{what}: of it the fit waits, ms", 1e3 * blocks)
         table.add(f"{what}: all delay of the steps beside it, ms", 1e3 * delays)

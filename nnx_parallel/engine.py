@@ -30,10 +30,6 @@ from nnx_parallel.step import (
 )
 
 
-def _do_nothing() -> None:
-    pass
-
-
 class Engine:
     """Holds the state of a run and the programs compiled for it.
 
@@ -64,7 +60,7 @@ class Engine:
         self._state: TrainState | None = None
         self._is_fresh = True
         self._functions: dict[Callable, Callable] = {}
-        self._evaluated_shapes: set[tuple] = set()
+        self._eval_programs: set[tuple] = set()
         self.first_batch: Batch | None = None
         self.temporary_bytes: int | None = None
 
@@ -138,28 +134,30 @@ class Engine:
         data: Iterable[Batch],
         *,
         ema: bool = False,
-        before_compile: Callable[[], None] = _do_nothing,
-        after_batch: Callable[[], None] = _do_nothing,
+        start_clock: Callable[[], None] = lambda: None,
+        stop_clock: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
         """Mean loss and metrics over all rows.
 
         Args:
             data: Batches.
             ema: Use the moving average of the parameters.
-            before_compile: Called before a batch of a new shape.
-            after_batch: Called when the devices are done with a batch.
+            start_clock: Called where the next batch should end in time, or anew.
+            stop_clock: Called before a program is compiled.
         """
         arrays = (self.params(ema=ema), self.state.variables, self.state.key)
         total: dict[str, Mean] | None = None
+        start_clock()
         for index, batch in enumerate(self._batches(data)):
-            shape = jax.tree.structure(batch), *map(jax.typeof, jax.tree.leaves(batch))
-            if shape not in self._evaluated_shapes:
-                before_compile()
+            leaves, structure = jax.tree.flatten(batch)
+            program = ema, structure, *map(jax.typeof, leaves)
+            if program not in self._eval_programs:
+                stop_clock()
             # Fetched before the next is dispatched: programs that do not depend on one
             # another must not run at once, for each waits for all devices.
             means = jax.device_get(self._eval_step(*arrays, index, batch))
-            self._evaluated_shapes.add(shape)
-            after_batch()
+            self._eval_programs.add(program)
+            start_clock()
             total = means if total is None else _merge(total, means)
         if total is None:
             raise DataError("There is no batch to evaluate on: the data is empty.")

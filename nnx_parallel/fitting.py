@@ -40,7 +40,8 @@ class Fitting:
         log_every: Steps between logged metrics.
         fast_dev_run: Two steps and one batch of evaluation.
         overfit_batches: Train on this many batches over and over; 0 takes all.
-        step_timeout: Seconds that a step may take; ``None`` watches nothing.
+        step_timeout: Seconds that a step, or a batch of the evaluation, may take;
+            ``None`` watches nothing.
         check_replicas_every: Steps between comparisons of replicas; 0 makes none.
     """
 

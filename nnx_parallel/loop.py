@@ -159,12 +159,14 @@ class Loop:
         if self.eval_data is None or self.supervision.is_terminated:
             return {}
         watchdog = self.supervision.watchdog
-        found = self.engine.evaluate(
-            self.eval_data,
-            before_compile=watchdog.disarm,
-            after_batch=partial(watchdog.arm, step, "batch of the evaluation"),
-        )
-        watchdog.disarm()
+        try:
+            found = self.engine.evaluate(
+                self.eval_data,
+                start_clock=partial(watchdog.arm, step, "batch of the evaluation"),
+                stop_clock=watchdog.disarm,
+            )
+        finally:
+            watchdog.disarm()
         self.recorder.record("eval", step, found)
         self.hooks.eval_end(step, found)
         return {f"eval_{name}": value for name, value in found.items()}

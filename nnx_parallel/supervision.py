@@ -18,7 +18,8 @@ class Supervision:
 
     Args:
         hooks: Where callbacks ask to stop.
-        step_timeout: Seconds that a step may take; ``None`` watches nothing.
+        step_timeout: Seconds that a step, or a batch of the evaluation, may take;
+            ``None`` watches nothing.
     """
 
     def __init__(self, hooks: Hooks, step_timeout: float | None) -> None:

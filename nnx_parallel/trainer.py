@@ -68,7 +68,8 @@ class Trainer:
             of another size is then an error.
         step_timeout: Seconds after which a step, or a batch of the evaluation beside
             it, that has not ended ends the process, with the stack of every thread;
-            ``None`` waits for ever. Compilation and checkpoints do not count.
+            ``None`` waits for ever. The wait for its data and ``on_step_end`` count,
+            compilation, checkpoints and ``on_eval_end`` do not.
         check_replicas_every: Steps after which copies of arrays on several devices are
             compared bit by bit, by their hashes; 0 never does.
 

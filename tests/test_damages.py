@@ -214,9 +214,6 @@ def test_a_bad_moment_is_no_damage(
 ) -> None:
     train(tmp_path, 4)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Event loops that could not be made complain as they are collected, and pytest's
-    # own hook opens files to tell it.
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     with Checkpointer(Checkpoint(tmp_path, on_damage="previous")) as checkpointer:
         stored = checkpointer.describe(4)
         where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -225,9 +222,10 @@ def test_a_bad_moment_is_no_damage(
             stored.groups,
         )
         told: list[str] = []
-        for limit in range(10, 60, 2):  # it fails at one place after another
+
+        def restore(max_files: int) -> None:
             try:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+                resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, before[1]))
                 checkpointer.reload()
                 checkpointer.restore(wanted, 4)
             except CheckpointUnavailableError as error:
@@ -235,6 +233,13 @@ def test_a_bad_moment_is_no_damage(
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, before)
             gc.collect()
+
+        with monkeypatch.context() as patch:
+            # Event loops that could not be made complain as they are collected, and
+            # pytest's own hook opens files to tell it.
+            patch.setattr(sys, "unraisablehook", lambda _: None)
+            for max_files in range(10, 60, 2):  # it fails at one place after another
+                restore(max_files)
         assert len(told) > 1
         assert all("That is no damage, and nothing has changed" in x for x in told)
         restore_newest(checkpointer, wanted)

@@ -319,30 +319,45 @@ def test_a_broken_pipe_does_not_keep_a_process_from_ending() -> None:
 
 
 HANGING_EVALUATION = """
-import threading
-import numpy as np, optax
+import threading, time
+import jax.numpy as jnp, numpy as np, optax
 from flax import nnx
-from nnx_parallel import Trainer
-
-ROWS = np.ones((8, 4), np.float32)
+from nnx_parallel import Callback, Precision, Trainer
 
 class Rows:
+    hang = False
+
     def __iter__(self):
-        yield ROWS
-        threading.Event().wait()
+        if self.hang:
+            threading.Event().wait()
+        yield from (np.ones((8, 4), np.float32), np.ones((7, 4), np.float32))
+
+class Slow(Callback):
+    def on_eval_end(self, trainer, step, metrics):
+        print("evaluated at", step, flush=True)
+        time.sleep(1.5)
+        Rows.hang = step == 2
+
+def loss(model, batch):
+    time.sleep(1.5)  # as long as it takes to compile
+    return (model(batch) ** 2).mean()
 
 trainer = Trainer(
     lambda rngs: nnx.Linear(4, 4, rngs=rngs),
     optax.sgd(0.1),
-    lambda model, batch: (model(batch) ** 2).mean(),
+    loss,
+    precision=Precision(params=jnp.bfloat16),
+    ema_decay=0.5,  # of another dtype, and so another program
+    callbacks=[Slow()],
     loggers=(),
     step_timeout=1,
 )
-trainer.fit([ROWS], 1, eval_data=Rows())
+trainer.evaluate(Rows(), ema=True)
+trainer.fit([np.ones((8, 4), np.float32)] * 3, 3, eval_data=Rows(), eval_every=1)
 """
 
 
-def test_an_evaluation_that_hangs_is_ended() -> None:
+def test_an_evaluation_that_hangs_is_ended_and_one_that_compiles_is_not() -> None:
     done = subprocess.run(
         [sys.executable, "-c", HANGING_EVALUATION],
         env=ENVIRONMENT,
@@ -351,9 +366,10 @@ def test_an_evaluation_that_hangs_is_ended() -> None:
         check=False,
         timeout=60,
     )
-    assert done.returncode == HUNG
+    assert done.stdout.split("\n")[:-1] == ["evaluated at 1", "evaluated at 2"]
+    assert done.returncode == HUNG, done.stderr
     assert (
-        "No batch of the evaluation has ended for 1 s (step_timeout) after step 1 was "
+        "No batch of the evaluation has ended for 1 s (step_timeout) after step 3 was "
         "dispatched"
     ) in done.stderr
 

@@ -317,7 +317,7 @@ def test_nothing_to_evaluate_on(verb: str) -> None:
 
 
 def test_no_clock_runs_while_an_evaluation_compiles() -> None:
-    """It is stopped before batches of a new shape, and started after each batch."""
+    """It is stopped before batches of a new shape; else each batch starts it anew."""
     engine = Engine(plan_step(Net, FSDP()), Net, squares, StepOptions(), seed=0)
     data = [make_batch(0), make_batch(1), make_batch(2, rows=7), make_batch(3)]
 
@@ -325,11 +325,10 @@ def test_no_clock_runs_while_an_evaluation_compiles() -> None:
         events: list[str] = []
         engine.evaluate(
             data,
-            before_compile=lambda: events.append("stopped"),
-            after_batch=lambda: events.append("started"),
+            start_clock=lambda: events.append("start"),
+            stop_clock=lambda: events.append("stop"),
         )
         return events
 
-    started, stopped = "started", "stopped"
-    assert evaluate() == [stopped, started, started, stopped, started, started]
-    assert evaluate() == [started] * 4
+    assert evaluate() == ["start", "stop", *["start"] * 2, "stop", *["start"] * 2]
+    assert evaluate() == ["start"] * 5

@@ -1,4 +1,4 @@
-"""Saves and restores through Orbax, with `opening`, `reading`, `fingerprint_file`."""
+"""Saves and restores through Orbax; the files beside this one do the parts."""
 
 from __future__ import annotations
 

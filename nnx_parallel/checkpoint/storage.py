@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 import jax
 
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
-from nnx_parallel.checkpoint.directory import check_space
+from nnx_parallel.checkpoint.directory import check_space, is_url
 from nnx_parallel.checkpoint.options import Checkpoint
 from nnx_parallel.checkpoint.recovery import restore_newest
 from nnx_parallel.checkpoint.training import Groups, from_groups, to_groups
@@ -65,7 +65,7 @@ class Storage:
     @property
     def local_directory(self) -> Path | None:
         """The same where it is a path of this machine: other files can go there."""
-        if self.directory is None or "://" in self.directory:
+        if self.directory is None or is_url(self.directory):
             return None
         return Path(self.directory)
 

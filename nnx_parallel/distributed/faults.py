@@ -27,7 +27,7 @@ PEER_LOST = 75
 """Exit code of a process that ends because another is lost: try again."""
 
 HUNG = 76
-"""Exit code of a process whose step did not end in time."""
+"""Exit code of a process whose step or evaluation did not end in time."""
 
 SILENT = "its connection closed without a word (killed, or out of memory)"
 """What is known of a process that did not say why it ended."""
@@ -84,7 +84,7 @@ def end_by_loss(process: int, reason: str, drain: Callable[[], None]) -> None:
 
 
 def end_hung(reason: str, tell: Callable[[str], None]) -> None:
-    """Ends this process because its step does not end.
+    """Ends this process because its step or evaluation does not end.
 
     Args:
         reason: What is known.

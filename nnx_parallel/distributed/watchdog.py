@@ -1,4 +1,4 @@
-"""A watchdog over the steps: what hangs is ended, and says where it stood."""
+"""A watchdog over steps and evaluations: what hangs is ended, and says where."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ _GRACE_SECONDS = 5.0
 
 
 class Watchdog:
-    """Ends the process if a step takes too long, with the stack of every thread.
+    """Ends the process if something takes too long, with the stack of every thread.
 
     Two clocks run: a thread of Python, which can tell the other processes, and one of
     the interpreter's, a little later, for a process whose threads cannot run.
 
     Args:
-        timeout_seconds: How long a step may take; ``None`` watches nothing.
+        timeout_seconds: How long a step, or a batch of an evaluation, may take;
+            ``None`` watches nothing.
 
     Raises:
         ValueError: If the time is not positive.
@@ -52,7 +53,7 @@ class Watchdog:
         )
 
     def disarm(self) -> None:
-        """Stops the time: for compilation, a checkpoint, a callback's own work."""
+        """Stops the time: for compilation and for a checkpoint."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

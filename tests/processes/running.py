@@ -54,7 +54,8 @@ def arguments(
 def launch(settings: dict[str, Any], **where: Any) -> Ended:
     """Runs the worker to its end.
 
-    The launcher is this process, which has imported by now what it takes seconds to.
+    The launcher is this process, which has imported by now what it takes seconds to; it
+    passes signals on meanwhile.
 
     Args:
         settings: The worker's.

@@ -61,7 +61,8 @@ class Settings:
     Attributes:
         strategies: Names in ``STRATEGIES``, trained one after the other.
         model: A name in ``MODELS``. Where it does not matter, ``linear`` and ``wide``
-            compile fast; what is saved of ``wide`` is no part of other files.
+            compile fast; arrays of ``wide`` are too large to be saved inside of other
+            files.
         steps: Updates in all.
         out: Where process 0 writes losses and digests, by strategy.
         checkpoint: Options of a `Checkpoint`, or ``None``.
