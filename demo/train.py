@@ -60,8 +60,8 @@ class Settings:
             embed_dim=128, num_kv_heads=4, mlp_dim=256, rope_theta=10_000.0
         )
     )
-    num_steps: int = 300
-    pause_every: int = 100
+    num_steps: int = 250
+    pause_every: int = 125
     global_batch_size: int = 16
     seq_len: int = 256
     num_valid_batches: int = 32
