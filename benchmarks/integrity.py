@@ -108,7 +108,7 @@ def _measure_saves(table: Table, config: GPTConfig, rounds: int) -> None:
         table.add(f"{what}: until it is on disk, ms", 1e3 * saves)
         table.add(f"{what}: of it the fit waits, ms", 1e3 * blocks)
         table.add(f"{what}: all delay of the steps beside it, ms", 1e3 * delays)
-        shares = [100 * delay / save for save, _, delay in measured]
+        shares = [100 * delay / whole for whole, _, delay in measured]
         table.add(
             f"{what}: delay, % of the save's duration",
             f"{np.median(shares):.1f} ({min(shares):.1f} to {max(shares):.1f})",
