@@ -5,6 +5,7 @@ import errno
 import gc
 import hashlib
 import json
+import os
 import pickle
 import random
 import re
@@ -26,6 +27,7 @@ from flax import nnx
 from nnx_parallel import FSDP, Checkpoint, Trainer
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.failures import is_passing
+from nnx_parallel.checkpoint.reading import read_error
 from nnx_parallel.checkpoint.recovery import restore_newest
 from nnx_parallel.data import Position
 from nnx_parallel.errors import (
@@ -238,7 +240,7 @@ def test_a_bad_moment_is_no_damage(
             # Event loops that could not be made complain as they are collected, and
             # pytest's own hook opens files to tell it.
             patch.setattr(sys, "unraisablehook", lambda _: None)
-            for max_files in range(10, 60, 2):  # it fails at one place after another
+            for max_files in range(10, 60):  # it fails at one place after another
                 restore(max_files)
         assert len(told) > 1
         assert all("That is no damage, and nothing has changed" in x for x in told)
@@ -267,6 +269,19 @@ def test_what_passes_by_itself_is_told_from_damage(
     outer = ValueError("wrapped")
     outer.__cause__ = error
     assert is_passing(outer) == passes
+
+
+def test_any_error_passes_while_hardly_a_file_can_be_opened() -> None:
+    error = RuntimeError("random_device: device not available")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_open = len(os.listdir("/dev/fd"))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 20, before[1]))
+        short = read_error("step 4", [4], error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert isinstance(short, CheckpointUnavailableError)
+    assert isinstance(read_error("step 4", [4], error), CheckpointReadError)
 
 
 def test_if_none_is_whole_nothing_is_trained(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
 
@@ -30,7 +31,7 @@ from nnx_parallel.checkpoint.directory import (
     set_aside,
     unlisted_steps,
 )
-from nnx_parallel.checkpoint.failures import is_passing, save_error, watch
+from nnx_parallel.checkpoint.failures import save_error, watch
 from nnx_parallel.checkpoint.fingerprint import start_fingerprints
 from nnx_parallel.checkpoint.fingerprint_file import (
     PART,
@@ -44,6 +45,7 @@ from nnx_parallel.checkpoint.reading import (
     load,
     read_error,
     read_together,
+    unavailable_if_no_damage,
 )
 from nnx_parallel.distributed import exchange
 from nnx_parallel.errors import (
@@ -257,7 +259,8 @@ class Checkpointer:
         step = self._existing(step)
         stored, read = read_together(lambda: self._load(abstract_groups, step))
         where = f"Checkpoint {stored.step} in '{self.options.directory}'"
-        check_fingerprints(stored, read, where)
+        with unavailable_if_no_damage(where):
+            check_fingerprints(stored, read, where)
         return {name: read.get(name, {}) for name in abstract_groups}, stored.meta
 
     def _load(
@@ -352,15 +355,8 @@ class Checkpointer:
             )
         return step
 
-    @contextlib.contextmanager
-    def _listing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if not is_passing(error):
-                raise
-            where = f"the steps in '{self.options.directory}'"
-            raise read_error(where, [], error) from error
+    def _listing(self) -> AbstractContextManager[None]:
+        return unavailable_if_no_damage(f"the steps in '{self.options.directory}'")
 
     @contextlib.contextmanager
     def _reading(self, step: int) -> Iterator[None]:

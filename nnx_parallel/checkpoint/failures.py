@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import threading
 
@@ -15,6 +17,9 @@ _PASSING = re.compile(
     r"\b(RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED"
     r"|EIO|ESTALE|EACCES|EMFILE|ENFILE|ENOMEM|ETIMEDOUT)\b"
 )
+
+_SPARE_FILES = 64
+"""Handles of files that a process in good order could still open."""
 
 
 def watch(response: ocp.AsyncResponse[bool]) -> threading.Event:
@@ -50,6 +55,26 @@ def is_passing(error: BaseException) -> bool:
     if _PASSING.search(str(error)):
         return True
     return error.__cause__ is not None and is_passing(error.__cause__)
+
+
+def is_no_damage(error: BaseException) -> bool:
+    """Whether what is on disk may be well in spite of an error.
+
+    It may where the error is one of the moment (`is_passing`); and where hardly a file
+    can be opened now, for then any error may come of that: in C++ one of its random
+    numbers, for instance.
+    """
+    return is_passing(error) or _are_files_short()
+
+
+def _are_files_short() -> bool:
+    with contextlib.ExitStack() as opened:
+        for _ in range(_SPARE_FILES):
+            try:
+                opened.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+            except OSError:
+                return True
+    return False
 
 
 def root_cause(error: BaseException) -> str:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from nnx_parallel.checkpoint.failures import is_passing, root_cause
+from nnx_parallel.checkpoint.failures import is_no_damage, root_cause
 from nnx_parallel.distributed import exchange
-from nnx_parallel.errors import CheckpointReadError, CheckpointUnavailableError
+from nnx_parallel.errors import (
+    CheckpointReadError,
+    CheckpointUnavailableError,
+    ParallelError,
+)
 
 T = TypeVar("T")
 
@@ -87,12 +92,33 @@ def read_error(where: str, steps: list[int], error: Exception) -> Exception:
         steps: The saved steps.
         error: What reading has raised.
     """
-    if is_passing(error):
-        return CheckpointUnavailableError(
-            f"Cannot read {where} now: {root_cause(error)} That is no damage, and "
-            "nothing has changed: start again when it is over."
-        )
+    if is_no_damage(error):
+        return _unavailable(where, error)
     return CheckpointReadError(
         f"Cannot read {where}: {root_cause(error)} Its files are damaged, half "
         f"deleted, or not this library's. Saved steps: {steps}."
+    )
+
+
+@contextlib.contextmanager
+def unavailable_if_no_damage(where: str) -> Iterator[None]:
+    """Names an error of the moment as such, and leaves any other as it is.
+
+    Raises:
+        CheckpointUnavailableError: In place of an error that may be no damage.
+    """
+    try:
+        yield
+    except ParallelError:
+        raise
+    except Exception as error:
+        if not is_no_damage(error):
+            raise
+        raise _unavailable(where, error) from error
+
+
+def _unavailable(where: str, error: Exception) -> CheckpointUnavailableError:
+    return CheckpointUnavailableError(
+        f"Cannot read {where} now: {root_cause(error)} That is no damage, and nothing "
+        "has changed: start again when it is over."
     )
