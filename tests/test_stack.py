@@ -197,6 +197,26 @@ def test_a_variable_shared_within_a_block_is_refused() -> None:
         Stack(Tied, 2, rngs=nnx.Rngs(0))
 
 
+def test_a_block_shares_nothing_with_what_is_outside() -> None:
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.norm = nnx.LayerNorm(8, rngs=rngs)
+
+            def make_block(rngs: nnx.Rngs) -> nnx.Module:
+                return nnx.Sequential(nnx.Linear(8, 8, rngs=rngs), self.norm)
+
+            self.blocks = Stack(make_block, 2, rngs=rngs)
+
+    message = (
+        "A block of the stack holds Variables from outside of it: "
+        "['layers.1.bias', 'layers.1.scale']. Stacked blocks would each train a copy "
+        "of their own, without a word."
+    )
+    for build in (lambda: Model(nnx.Rngs(0)), lambda: FSDP().describe(Model)):
+        with pytest.raises(StackError, match=re.escape(message)):
+            build()
+
+
 def test_a_stack_needs_a_layer_and_a_policy_that_exists() -> None:
     message = "A stack of 0 layers: it needs at least 1."
     with pytest.raises(StackError, match=re.escape(message)):

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
-from flax import nnx
+from flax import errors, nnx
 
 from nnx_parallel.errors import StackError
 from nnx_parallel.layers.prefetch import run_prefetched
@@ -71,8 +71,8 @@ class Stack(nnx.Module):
         remat: What a block keeps for the backward pass; ``None`` follows the Trainer.
 
     Raises:
-        StackError: If a block shares one Variable between two of its modules, which
-            would silently untie, or if N < 1.
+        StackError: If a block shares one Variable between two of its modules, or with
+            a module outside the stack, which would silently untie, or if N < 1.
 
     Example:
         >>> def make_block(rngs):
@@ -161,14 +161,41 @@ class Stack(nnx.Module):
         )
 
 
+def _is_from_outside(leaf: object) -> bool:
+    """Whether a Variable was made before the present trace began."""
+    if not isinstance(leaf, nnx.Variable):
+        return False
+    try:
+        leaf.set_value(leaf.get_value())
+    except errors.TraceContextError:
+        return True
+    return False
+
+
 def _check_unshared(make_block: Callable[[nnx.Rngs], nnx.Module]) -> None:
-    block = nnx.eval_shape(lambda: make_block(nnx.Rngs(0)))
-    once = dict(variables_of(block))
-    leaves = jax.tree_util.tree_leaves_with_path(
-        block, is_leaf=lambda x: isinstance(x, nnx.Variable)
-    )
-    if len(leaves) > len(once):
-        paths = [jax.tree_util.keystr(p, simple=True, separator=".") for p, _ in leaves]
+    found: list[tuple[str, bool]] = []
+
+    def build() -> nnx.Module:
+        block = make_block(nnx.Rngs(0))
+        leaves = jax.tree_util.tree_leaves_with_path(
+            block, is_leaf=lambda x: isinstance(x, nnx.Variable)
+        )
+        for path, leaf in leaves:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            found.append((name, _is_from_outside(leaf)))
+        return block
+
+    once = dict(variables_of(nnx.eval_shape(build)))
+    outside = [name for name, is_outside in found if is_outside]
+    if outside:
+        raise StackError(
+            f"A block of the stack holds Variables from outside of it: {outside}. "
+            "Stacked blocks would each train a copy of their own, without a word. "
+            "Build them in make_block, or pass the shared module's output to the "
+            "blocks as an argument."
+        )
+    paths = [name for name, _ in found]
+    if len(paths) > len(once):
         shared = sorted(set(paths) - {dotted(path) for path in once})
         raise StackError(
             f"A block of the stack holds the same Variable in several places: {shared} "
