@@ -38,6 +38,21 @@ STRATEGIES: dict[str, Strategy] = {
 }
 
 
+def test_a_sum_beyond_float16_is_finite_once_it_is_scaled() -> None:
+    hidden = jnp.ones((8, 2**14, 2), jnp.float16)
+    kernel, labels = jnp.zeros((2, 4), jnp.float16), jnp.zeros((8, 2**14), jnp.int32)
+
+    def loss(kernel: jax.Array) -> jax.Array:
+        return linear_cross_entropy(hidden, kernel, labels).value
+
+    for strategy in (DataParallel(1), FSDP(8)):
+        with using(make_layout(strategy)):
+            grads = jax.jit(jax.grad(loss))(kernel)
+        assert grads.dtype == jnp.float16
+        expected = np.tile([-0.75, 0.25, 0.25, 0.25], (2, 1))
+        np.testing.assert_allclose(np.asarray(grads, np.float32), expected, rtol=1e-3)
+
+
 def make_layout(strategy: Strategy):
     sizes = strategy.axis_sizes.values()
     devices = jax.devices()[: math.prod(size or 1 for size in sizes)]

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from nnx_parallel.layers.labels import observe_labels
 from nnx_parallel.metrics import Mean
@@ -99,6 +100,7 @@ class _Plan:
         parts: Parts of the sequence, likewise.
         num_chunks: Chunks of the tokens of each part of each row.
         vocab_dim: The dim of the kernel that is ``vocab``.
+        kernel_dtype: The kernel's, and so that of its gradient.
         z_loss: Weight of the squared log-normaliser.
         layout: What is active where the loss is called.
     """
@@ -107,6 +109,7 @@ class _Plan:
     parts: int
     num_chunks: int
     vocab_dim: int
+    kernel_dtype: DTypeLike
     z_loss: float
     layout: Layout | None
 
@@ -167,6 +170,7 @@ def _make_plan(
         parts=parts,
         num_chunks=-(-tokens // chunk_size),
         vocab_dim=vocab_dim,
+        kernel_dtype=kernel.dtype,
         z_loss=z_loss,
         layout=layout,
     )
@@ -247,7 +251,9 @@ def _forward(
     shape = (*(sizes[n] for n in kept), *kernel.shape)
     start, given = jnp.zeros(shape, jnp.float32), (hidden, labels, weights)
     dw, (dx, losses) = _over_chunks(plan, chunk, start, given)
-    dw = dw.astype(kernel.dtype).sum(range(len(kept)))
+    # float16 has no room for a sum that no loss scale has made smaller yet.
+    dtype = jnp.float32 if kernel.dtype == jnp.float16 else kernel.dtype
+    dw = dw.astype(dtype).sum(range(len(kept)))
     return _weighted(losses, weights), (dx, dw, losses, weights)
 
 
@@ -262,7 +268,8 @@ def _kept_parts(plan: _Plan, shape: tuple[int, ...], kernel: jax.Array) -> str:
 def _backward(plan: _Plan, kept: tuple, scale: jax.Array) -> tuple:
     dx, dw, losses, weights = kept
     dweights = jnp.where(weights == 0, 0.0, losses * scale)
-    return _scaled(dx, scale), _scaled(dw, scale), None, dweights
+    dw = _scaled(dw, scale).astype(plan.kernel_dtype)
+    return _scaled(dx, scale), dw, None, dweights
 
 
 _chunked.defvjp(_forward, _backward)
