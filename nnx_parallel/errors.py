@@ -81,6 +81,13 @@ class UnmatchedRuleError(ParallelError, ValueError):
     """A strict set of rules must match every array, and every rule some array."""
 
 
+class ModelError(ParallelError, ValueError):
+    """The arrays of a model must stand in NNX Variables, so that all of them are kept.
+
+    A parameter is an ``nnx.Param``; a table or another constant an ``nnx.Variable``.
+    """
+
+
 class StackError(ParallelError, ValueError):
     """The blocks of a stack must be alike and must not share arrays."""
 

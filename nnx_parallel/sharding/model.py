@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from nnx_parallel.sharding.arrays import array_info, variables_of
+from nnx_parallel.errors import ModelError
+from nnx_parallel.sharding.arrays import array_info, dotted, variables_of
 from nnx_parallel.sharding.layout import Layout, Placement
 from nnx_parallel.sharding.rules import PathRules, members
 
@@ -24,13 +29,48 @@ def abstract_model(source: nnx.Module | ModelFn, rngs: nnx.Rngs) -> nnx.Module:
     Args:
         source: The model, or the function that builds it.
         rngs: Random streams for the function; they are not advanced.
+
+    Raises:
+        ModelError: If an array stands in no Variable, or two have one name.
     """
     if isinstance(source, nnx.Module):
+        _check_arrays(source)
         return abstract_copy(*nnx.split(source))
     model_fn: ModelFn = source
     graphdef, state = nnx.split(rngs)
+
+    def build() -> nnx.Module:
+        model = model_fn(nnx.merge(graphdef, state, copy=True))
+        _check_arrays(model)
+        return model
+
     with nnx.use_eager_sharding(False):
-        return nnx.eval_shape(lambda: model_fn(nnx.merge(graphdef, state, copy=True)))
+        return nnx.eval_shape(build)
+
+
+def _check_arrays(model: nnx.Module) -> None:
+    """Refuses a model with arrays in no Variable, or two of one name."""
+    leaves = nnx.to_flat_state(nnx.state(model))
+    names = Counter(dotted(path) for path, _ in leaves)
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise ModelError(
+            f"Several arrays of the model are called {twice}. Paths are written with "
+            "dots between their parts: use names without dots, or other names."
+        )
+    bare = [path for path, leaf in leaves if not isinstance(leaf, nnx.Variable)]
+    # Flax takes an array that is made under a trace for no data, and lets it escape.
+    bare += [
+        (*path, name)
+        for path, module in nnx.iter_modules(model)
+        for name, value in vars(module).items()
+        if isinstance(value, Tracer)
+    ]
+    if bare:
+        raise ModelError(
+            f"The model holds arrays in no Variable: {sorted(map(dotted, bare))}. Wrap "
+            "each where it is made: nnx.Param(x) if it is trained, nnx.Variable(x) if "
+            "it is a constant."
+        )
 
 
 def abstract_copy(graphdef: nnx.GraphDef, state: nnx.State) -> nnx.Module:
@@ -40,8 +80,8 @@ def abstract_copy(graphdef: nnx.GraphDef, state: nnx.State) -> nnx.Module:
         return nnx.merge(graphdef, pure)
 
 
-def _shape_of(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+def _shape_of(x: jax.typing.ArrayLike) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
 
 
 def annotate(model: nnx.Module, layout: Layout) -> dict[Path, Placement]:
@@ -122,12 +162,16 @@ def placed_arrays(
         # that the source lies on is the source itself.
         return nest(
             {
-                path: jax.device_put(variable.get_value().copy(), shardings[path])
+                path: jax.device_put(_copy(variable.get_value()), shardings[path])
                 for path, variable in variables_of(source)
             }
         )
     build, random = arrays_from(source, rngs)
     return jax.jit(build, out_shardings=nest(shardings))(random)
+
+
+def _copy(x: jax.typing.ArrayLike) -> Any:
+    return x.copy() if isinstance(x, jax.Array | np.ndarray) else jnp.asarray(x)
 
 
 def arrays_from(
