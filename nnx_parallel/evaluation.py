@@ -18,6 +18,7 @@ from nnx_parallel.microbatches import join_rows, split_rows
 from nnx_parallel.pipeline.find import calls_stack
 from nnx_parallel.pipeline.given import Given
 from nnx_parallel.pipeline.run import PipelinedFunction
+from nnx_parallel.precision import cast_floating
 from nnx_parallel.sharding import using
 from nnx_parallel.sharding.model import nest
 from nnx_parallel.state import StatePlan
@@ -73,6 +74,7 @@ def make_predict_step(
             return function(plan.merge(params, variables, training=False), batch)
 
     def predict_step(params: dict, variables: dict, batch: Batch) -> Any:
+        batch = cast_floating(batch, plan.precision.inputs)
         args = (params, variables, batch)
         if plan.layout.pipeline is None or not calls_stack(run, *args):
             return run(*args)

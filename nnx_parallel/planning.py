@@ -143,6 +143,14 @@ def _build_state(
     plan: StatePlan, params: dict, variables: dict, seed: jax.Array | int
 ) -> TrainState:
     params = cast_floating(params, plan.precision.params)
+    variables = nest(
+        {
+            path: cast_floating(x, plan.precision.params)
+            if path in plan.param_paths
+            else x
+            for path, x in flatten(variables).items()
+        }
+    )
     needs_scale = plan.precision.compute == jnp.float16
     return TrainState(
         step=jnp.int32(0),

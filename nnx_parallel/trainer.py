@@ -69,7 +69,7 @@ class Trainer:
         step_timeout: Seconds after which a step, or a batch of the evaluation beside
             it, that has not ended ends the process, with the stack of every thread;
             ``None`` waits for ever. The wait for its data and ``on_step_end`` count,
-            compilation, checkpoints and ``on_eval_end`` do not.
+            compilation, the first batch, checkpoints and ``on_eval_end`` do not.
         check_replicas_every: Steps after which copies of arrays on several devices are
             compared bit by bit, by their hashes; 0 never does.
 
@@ -121,7 +121,16 @@ class Trainer:
         check_replicas_every: int = 0,
     ) -> None:
         check_remat(remat)
-        check_arguments(devices, mesh, num_microbatches, ema_decay)
+        check_arguments(
+            devices,
+            mesh,
+            ema_decay,
+            callbacks,
+            num_microbatches=num_microbatches,
+            log_every=log_every,
+            overfit_batches=overfit_batches,
+            check_replicas_every=check_replicas_every,
+        )
         check_model(model, loss)
         Watchdog(step_timeout)  # refuses a time that means nothing
         self.strategy = strategy or DataParallel()
@@ -234,7 +243,15 @@ class Trainer:
     def describe(self) -> Description:
         """Where every array lives and why, with bytes per device."""
         model = abstract_model(self._source, nnx.Rngs(self._seed))
-        return describe_model(model, self.layout, self._optimizer, self._wrt)
+        plan = self._engine.plan
+        return describe_model(
+            model,
+            self.layout,
+            self._optimizer,
+            self._wrt,
+            precision=plan.precision,
+            keeps_average=plan.ema_decay is not None,
+        )
 
     def fit(
         self,
@@ -328,6 +345,9 @@ class Trainer:
         weights_only: bool = False,
     ) -> None:
         """Replaces the state by a saved one, whatever strategy has saved it.
+
+        A state from another directory is what a run begins with: once it has
+        checkpoints of its own, the same program resumes from these.
 
         Args:
             step: A saved step; ``"best"`` by ``Checkpoint(keep_best=...)``; ``None``

@@ -55,6 +55,47 @@ def to_host(tree: Any) -> Any:
     return jax.tree.map(np.asarray, floating)
 
 
+def test_frozen_parameters_are_kept_in_the_same_dtype() -> None:
+    precision = Precision(params=jnp.bfloat16)
+    trainer = make_trainer(squares, precision, wrt=nnx.LoRAParam, ema_decay=0.9)
+    trainer.fit([BATCH] * 2, 2)
+    variables, _ = nnx.split_state(nnx.state(trainer.model), nnx.Param, ...)
+    assert {x.dtype for x in jax.tree.leaves(variables)} == {jnp.dtype(jnp.bfloat16)}
+    statistics = nnx.state(trainer.model, nnx.BatchStat)
+    assert {x.dtype for x in jax.tree.leaves(statistics)} == {jnp.dtype(jnp.float32)}
+
+    described, state = trainer.describe(), trainer.state
+    dtypes = {row.info.path: row.info.dtype for row in described.rows}
+    assert dtypes["base.kernel"] == dtypes["adapter.lora_a"] == jnp.bfloat16
+
+    def bytes_per_device(*trees: Any) -> int:
+        shards = [x.addressable_shards[0].data for x in jax.tree.leaves(trees)]
+        return sum(x.nbytes for x in shards)
+
+    assert described.params_bytes == bytes_per_device(variables)
+    assert described.optimizer_bytes == bytes_per_device(state.opt_state)
+    assert described.average_bytes == bytes_per_device(state.ema)
+    assert described.gradients_bytes == described.average_bytes  # float32 as well
+    assert "moving average" in described.summary()
+
+
+def test_prediction_takes_input_as_the_loss_does() -> None:
+    seen = {}
+
+    def loss(model: Any, batch: Any) -> jax.Array:
+        seen["loss"] = batch["x"].dtype
+        return squares(model, batch)
+
+    def outputs(model: Any, batch: Any) -> jax.Array:
+        seen["predict"] = batch["x"].dtype
+        return model(batch["x"])
+
+    trainer = make_trainer(loss, Precision(inputs=jnp.bfloat16))
+    trainer.evaluate([BATCH])
+    trainer.predict([BATCH], outputs)
+    assert seen == {"loss": jnp.bfloat16, "predict": jnp.bfloat16}
+
+
 @pytest.mark.parametrize("field", ["params", "compute", "reduction"])
 def test_a_dtype_that_is_not_floating(field: str) -> None:
     message = (

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import math
-from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nnx_parallel.mesh import axes_across_processes
+from nnx_parallel.precision import Precision
 from nnx_parallel.sharding import Layout, Placement
 from nnx_parallel.sharding.arrays import ArrayInfo, array_info, variables_of
 from nnx_parallel.sharding.model import Path, annotate, nest
@@ -54,6 +55,7 @@ class Description:
         params_bytes: Parameters on each device, as stored.
         gradients_bytes: Their gradients on each device.
         optimizer_bytes: Optimizer state on each device.
+        average_bytes: Moving average of the parameters on each device, if one is kept.
     """
 
     layout: Layout
@@ -62,6 +64,7 @@ class Description:
     params_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
+    average_bytes: int = 0
 
     @property
     def replicated(self) -> tuple[ArrayRow, ...]:
@@ -102,6 +105,8 @@ class Description:
         totals = {"parameters": self.params_bytes, "gradients": self.gradients_bytes}
         if self.optimizer_rows:
             totals["optimizer state"] = self.optimizer_bytes
+        if self.average_bytes:
+            totals["moving average"] = self.average_bytes
         shown = ", ".join(f"{name} {_size(size)}" for name, size in totals.items())
         lines = [f"per device: {shown}"]
         if self.layout.mesh.size > 1:
@@ -142,11 +147,18 @@ def array_bytes(layout: Layout, shape: tuple, dtype: Any, spec: P) -> int:
     return math.prod(shard) * (8 if is_key else jnp.dtype(dtype).itemsize)
 
 
+def _is_floating(info: ArrayInfo) -> bool:
+    return jnp.issubdtype(info.dtype, jnp.floating)
+
+
 def describe_model(
     abstract: nnx.Module,
     layout: Layout,
     optimizer: object = None,
     wrt: Any = nnx.Param,
+    *,
+    precision: Precision | None = None,
+    keeps_average: bool = False,
 ) -> Description:
     """Describes a model under a layout.
 
@@ -155,17 +167,26 @@ def describe_model(
         layout: The layout.
         optimizer: What a Trainer takes as optimizer, for its state's bytes.
         wrt: Filter of the Variables that are trained: these have gradients.
+        precision: The dtypes of parameters and gradients; ``None`` leaves them as the
+            model makes them.
+        keeps_average: Whether a moving average of the parameters is kept.
     """
     trained = {path for path, _ in nnx.to_flat_state(nnx.state(abstract, wrt))}
     placements = annotate(abstract, layout)
-    rows, gradients = [], 0
+    rows, stored, gradients, average = [], {}, 0, 0
     for path, variable in variables_of(abstract):
         info, place = array_info(path, variable), placements[path]
+        if precision and (info.is_param or path in trained) and _is_floating(info):
+            info = dataclasses.replace(info, dtype=precision.params or info.dtype)
         size = array_bytes(layout, info.shape, info.dtype, place.stored)
         rows.append(ArrayRow(info=info, placement=place, bytes_per_device=size))
         if path in trained:
-            gradients += array_bytes(layout, info.shape, info.dtype, place.gradient)
-    optimizer_rows = _optimizer_rows(abstract, layout, optimizer, trained)
+            stored[path] = jax.ShapeDtypeStruct(info.shape, info.dtype)
+            dtype = precision.reduction if precision else info.dtype
+            gradients += array_bytes(layout, info.shape, dtype, place.gradient)
+            dtype = jnp.promote_types(info.dtype, jnp.float32)
+            average += array_bytes(layout, info.shape, dtype, place.stored)
+    optimizer_rows = _optimizer_rows(abstract, layout, optimizer, stored)
     return Description(
         layout=layout,
         rows=tuple(rows),
@@ -173,16 +194,19 @@ def describe_model(
         params_bytes=sum(r.bytes_per_device for r in rows if r.info.is_param),
         gradients_bytes=gradients,
         optimizer_bytes=sum(row[-1] for row in optimizer_rows),
+        average_bytes=average if keeps_average else 0,
     )
 
 
 def _optimizer_rows(
-    abstract: nnx.Module, layout: Layout, optimizer: object, trained: Container[Path]
+    abstract: nnx.Module,
+    layout: Layout,
+    optimizer: object,
+    values: dict[Path, jax.ShapeDtypeStruct],
 ) -> tuple[tuple[str, tuple[int, ...], P, int], ...]:
     if optimizer is None:
         return ()
-    params = {path: v for path, v in variables_of(abstract) if path in trained}
-    values = {path: v.get_value() for path, v in params.items()}
+    params = {path: v for path, v in variables_of(abstract) if path in values}
     tx = as_transformation(optimizer, abstract)
     state = jax.eval_shape(tx.init, nest(values))
     specs = optimizer_specs(
