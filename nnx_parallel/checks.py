@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import numbers
 import warnings
 from collections.abc import Callable, Sequence
 
@@ -15,14 +17,29 @@ from nnx_parallel.errors import DataError, LossError
 from nnx_parallel.mesh import Device
 from nnx_parallel.sharding.arrays import dotted, variables_of
 
+_LEAST = {
+    "num_microbatches": (1, "does not split the batch"),
+    "log_every": (1, "logs every step; loggers=() logs nothing"),
+    "overfit_batches": (0, "takes all batches"),
+    "check_replicas_every": (0, "compares nothing"),
+}
+
 
 def check_arguments(
     devices: Sequence[Device] | None,
     mesh: Mesh | None,
-    num_microbatches: int,
     ema_decay: float | None,
+    callbacks: object,
+    **counts: int,
 ) -> None:
     """Refuses arguments of a Trainer that contradict one another or mean nothing.
+
+    Args:
+        devices: As the Trainer's.
+        mesh: The same.
+        ema_decay: The same.
+        callbacks: The same.
+        counts: Numbers of something, by the name of the argument.
 
     Raises:
         ValueError: Says which, and what is valid.
@@ -32,15 +49,26 @@ def check_arguments(
             "Trainer got devices= and mesh=. A mesh names its devices already: pass "
             "one of the two."
         )
-    if num_microbatches < 1:
+    for name, count in counts.items():
+        least, meaning = _LEAST[name]
+        if not _is_integer(count) or count < least:
+            raise ValueError(
+                f"{name}={count!r}. It must be an integer of at least {least}, which "
+                f"{meaning}."
+            )
+    if not isinstance(callbacks, Sequence):
         raise ValueError(
-            f"num_microbatches={num_microbatches}. It must be at least 1, which does "
-            "not split the batch."
+            f"callbacks={type(callbacks).__name__}(...). It must be a list of "
+            "callbacks, of one too."
         )
     if ema_decay is not None and not 0 <= ema_decay < 1:
         raise ValueError(
             f"ema_decay={ema_decay}. It must be at least 0 and below 1, such as 0.999."
         )
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def check_model(model: object, loss: Callable) -> None:
@@ -53,7 +81,8 @@ def check_model(model: object, loss: Callable) -> None:
     if not isinstance(model, nnx.Module):
         return
     for path, variable in variables_of(model):
-        value = variable.get_value()
+        is_variable = isinstance(variable, nnx.Variable)  # else refused a moment later
+        value = variable.get_value() if is_variable else variable
         if isinstance(value, jax.Array) and value.is_deleted():
             raise ValueError(
                 f"`{dotted(path)}` of the model was donated to a step, and is gone. "
@@ -73,8 +102,12 @@ def _held_by(function: Callable) -> list[tuple[str, object]]:
     inner = inspect.unwrap(getattr(function, "func", function))
     if not inspect.isfunction(inner):
         return []
-    found = inspect.getclosurevars(inner)
-    return [*found.nonlocals.items(), *found.globals.items()]
+    code = inner.__code__
+    found = [(n, inner.__globals__[n]) for n in code.co_names if n in inner.__globals__]
+    for name, cell in zip(code.co_freevars, inner.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # it gets its value further down
+            found.append((name, cell.cell_contents))
+    return found
 
 
 def check_resumable(data: object) -> None:
@@ -94,12 +127,24 @@ def check_resumable(data: object) -> None:
         )
 
 
-def check_eval_data(eval_data: object) -> None:
-    """Refuses data that a single evaluation would use up.
+def check_evaluation(eval_data: object, eval_every: int | None) -> None:
+    """Refuses an evaluation in a fit that cannot be made as asked for.
 
     Raises:
-        DataError: If it is an iterator.
+        DataError: If the data is an iterator, which one evaluation would use up.
+        ValueError: If it is asked for without data, or ever so many steps that mean
+            nothing.
     """
+    if eval_every is not None and (not _is_integer(eval_every) or eval_every < 1):
+        raise ValueError(
+            f"eval_every={eval_every!r}. It must be an integer of at least 1; None "
+            "evaluates at the end alone."
+        )
+    if eval_every is not None and eval_data is None:
+        raise ValueError(
+            f"eval_every={eval_every}, but there is nothing to evaluate on. Pass "
+            "eval_data=..., or leave eval_every out."
+        )
     if eval_data is not None and is_one_shot(eval_data):
         raise DataError(
             "eval_data is an iterator, which one evaluation would use up. Pass a list, "

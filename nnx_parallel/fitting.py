@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from nnx_parallel.agreements import agree_on_run
 from nnx_parallel.callbacks import Hooks
 from nnx_parallel.checkpoint import Storage
-from nnx_parallel.checks import check_eval_data, check_resumable
+from nnx_parallel.checks import check_evaluation, check_resumable
 from nnx_parallel.diagnosis import explain_non_finite
 from nnx_parallel.distributed import strip_addresses
 from nnx_parallel.engine import Engine
@@ -66,7 +66,7 @@ class Fitting:
         eval_every: int | None,
     ) -> History:
         """Trains until ``num_steps`` updates are done in all; see `Trainer.fit`."""
-        check_eval_data(eval_data)
+        check_evaluation(eval_data, eval_every)
         logger = LoggerGroup(self._make_loggers())
         recorder = Recorder(logger, self.hooks.step_end, log_every=self.log_every)
         if self.overfit_batches:
@@ -129,6 +129,7 @@ class Fitting:
         if self._step < num_steps:
             loop.run(data, num_steps)
         else:
+            self.progress.position.pass_over(data, num_steps)
             logger.message(f"All {num_steps} steps are done: nothing to train.")
         self.storage.wait()  # a SIGTERM that comes now does not cut it short
         loop.supervision.settle()

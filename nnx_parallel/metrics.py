@@ -20,8 +20,19 @@ RESERVED_METRICS = (
     "loss_scale",
     "lost_updates",
     "skipped",
+    "compile_seconds",
+    "data_wait_seconds",
+    "step_seconds",
+    "examples_per_second",
+    "tokens_per_second",
+    "tflops_per_device",
+    "mfu",
+    "device_memory_bytes",
 )
-"""What a step reports itself, so that a loss cannot give it another meaning."""
+"""What a run reports itself, so that a loss cannot give it another meaning."""
+
+_EVAL_PREFIX = "eval_"
+"""Begins the names of what an evaluation has found."""
 
 
 @jax.tree_util.register_dataclass
@@ -169,10 +180,11 @@ def split_loss_output(output: Any, weight: float = 1.0) -> tuple[Mean, dict[str,
             "floating-point scalar or a Mean."
         )
     for name in metrics:
-        if name in RESERVED_METRICS:
+        if name in RESERVED_METRICS or name.startswith(_EVAL_PREFIX):
             raise LossError(
-                f"A metric is named {name!r}, which the step reports itself. Rename "
-                f"it; names that are taken: {list(RESERVED_METRICS)}."
+                f"A metric is named {name!r}, which the run reports itself. Rename "
+                f"it; names that are taken: {list(RESERVED_METRICS)}, and all that "
+                f"begin with {_EVAL_PREFIX!r}."
             )
     named = {
         name: as_mean(value, f"Metric {name!r}", weight)

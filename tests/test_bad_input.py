@@ -12,7 +12,7 @@ import optax
 import pytest
 from flax import nnx
 
-from nnx_parallel import Callback, Checkpoint, DataParallel, Trainer
+from nnx_parallel import FSDP, Callback, Checkpoint, DataParallel, Trainer
 from nnx_parallel.checkpoint.directory import check_space
 from nnx_parallel.errors import (
     BatchShapeError,
@@ -21,6 +21,7 @@ from nnx_parallel.errors import (
     CheckpointSaveError,
     DeviceMemoryError,
     LossError,
+    ModelError,
     NonFiniteLossError,
     VersionError,
 )
@@ -88,6 +89,91 @@ def test_a_loss_that_takes_the_model_from_outside() -> None:
     )
     with pytest.raises(LossError, match=re.escape(message)):
         make_trainer(model=model, loss=loss)
+
+
+def test_a_loss_that_calls_what_is_defined_further_down() -> None:
+    def loss(model: Any, batch: Any) -> jax.Array:
+        return helper(model, batch)
+
+    trainer = make_trainer(model=nnx.Linear(4, 4, rngs=nnx.Rngs(0)), loss=loss)
+    helper = squares
+    assert np.isfinite(trainer.fit([BATCH], 1)["loss"]).all()
+
+
+class Table(nnx.Module):
+    """A product and a constant that stands in no Variable."""
+
+    def __init__(self, rngs: nnx.Rngs, make: Any = jnp.arange) -> None:
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.table = make(4.0)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.linear(x) * self.table[...][None]
+
+
+@pytest.mark.parametrize("make", [jnp.arange, np.arange])
+@pytest.mark.parametrize("is_built", [False, True])
+def test_an_array_in_no_variable(make: Any, *, is_built: bool) -> None:
+    message = (
+        "The model holds arrays in no Variable: ['table']. Wrap each where it is made: "
+        "nnx.Param(x) if it is trained, nnx.Variable(x) if it is a constant."
+    )
+    model = Table(nnx.Rngs(0), make) if is_built else lambda rngs: Table(rngs, make)
+    for use in (lambda: make_trainer(model=model), lambda: FSDP().describe(model)):
+        with pytest.raises(ModelError, match=re.escape(message)):
+            use()
+
+
+def test_two_arrays_of_one_name() -> None:
+    inner = nnx.Dict({"b": nnx.Param(jnp.ones(2))})
+    model = nnx.Dict({"a.b": nnx.Param(jnp.ones(2)), "a": inner})
+    with pytest.raises(ModelError, match=re.escape("are called ['a.b']. Paths are")):
+        make_trainer(model=model)
+
+
+@pytest.mark.parametrize("is_built", [False, True])
+def test_a_constant_and_a_number_in_variables(*, is_built: bool) -> None:
+    def build(rngs: nnx.Rngs) -> Any:
+        model: Any = Table(rngs, lambda stop: nnx.Variable(jnp.arange(stop)))
+        model.linear.bias = nnx.Param(0.5)
+        return model
+
+    model = build(nnx.Rngs(0)) if is_built else build
+    trainer = make_trainer(model=model, strategy=FSDP(min_size=0))
+    losses = trainer.fit([BATCH] * 2, 2)["loss"]
+    assert losses[1] < losses[0]
+    trained: Any = trainer.model
+    np.testing.assert_array_equal(trained.table[...], np.arange(4.0))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"eval_every": -2, "eval_data": [BATCH]},
+            "eval_every=-2. It must be an integer of at least 1; None evaluates at the "
+            "end alone.",
+        ),
+        (
+            {"eval_every": 2},
+            "eval_every=2, but there is nothing to evaluate on. Pass eval_data=..., or "
+            "leave eval_every out.",
+        ),
+    ],
+)
+def test_an_evaluation_that_cannot_be_made(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_trainer().fit([BATCH], 1, **options)
+
+
+@pytest.mark.parametrize("name", ["eval_loss", "step_seconds", "mfu"])
+def test_a_metric_with_a_name_that_the_run_reports(name: str) -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        return squares(model, batch), {name: 1.0}
+
+    message = f"A metric is named {name!r}, which the run reports itself."
+    with pytest.raises(LossError, match=re.escape(message)):
+        make_trainer(loss=loss).fit([BATCH], 1)
 
 
 def test_a_model_whose_arrays_were_donated() -> None:

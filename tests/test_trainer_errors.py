@@ -10,7 +10,14 @@ import optax
 import pytest
 from flax import nnx
 
-from nnx_parallel import Checkpoint, DataParallel, Precision, Trainer, make_mesh
+from nnx_parallel import (
+    Callback,
+    Checkpoint,
+    DataParallel,
+    Precision,
+    Trainer,
+    make_mesh,
+)
 from nnx_parallel.errors import (
     BatchShapeError,
     DataError,
@@ -47,8 +54,28 @@ def make_trainer(**options: Any) -> Trainer:
             "one of the two.",
         ),
         (
+            {"num_microbatches": 2.0},
+            "num_microbatches=2.0. It must be an integer of at least 1, which does not "
+            "split the batch.",
+        ),
+        (
+            {"log_every": 0},
+            "log_every=0. It must be an integer of at least 1, which logs every step; "
+            "loggers=() logs nothing.",
+        ),
+        (
+            {"check_replicas_every": -1},
+            "check_replicas_every=-1. It must be an integer of at least 0, which "
+            "compares nothing.",
+        ),
+        (
+            {"callbacks": Callback()},
+            "callbacks=Callback(...). It must be a list of callbacks, of one too.",
+        ),
+        (
             {"num_microbatches": 0},
-            "num_microbatches=0. It must be at least 1, which does not split the batch",
+            "num_microbatches=0. It must be an integer of at least 1, which does not "
+            "split the batch.",
         ),
         (
             {"ema_decay": 1.0},

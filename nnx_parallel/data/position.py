@@ -28,13 +28,23 @@ class Position:
         self._first_step = first_step
         self._state = state
         self._data: Any = None
+        self._is_read = False
+
+    def pass_over(self, data: Any, num_steps: int) -> None:
+        """Notes that ``data`` was used up to ``num_steps``, before this process began.
+
+        The position is in this data unless a later fit had brought other data, which
+        began at ``num_steps`` or after.
+        """
+        if self._data is None and num_steps > self._first_step:
+            self._data = data
 
     def open(self, data: Any, step: int) -> tuple[int, Any]:
         """How many batches of ``data`` to skip at ``step``, and a state to restore."""
         if self._data is not None and self._data is not data:
             self._first_step, self._state = step, None
-        continues = self._data is data and is_one_shot(data)
-        self._data = data
+        continues = self._is_read and self._data is data and is_one_shot(data)
+        self._data, self._is_read = data, True
         return 0 if continues else step - self._first_step, self._state
 
     def advance(self, state: Any) -> None:
