@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -28,6 +30,24 @@ from nnx_parallel.step import (
     StepOptions,
     make_train_step,
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalGuard:
+    """What watches over an evaluation.
+
+    Attributes:
+        start_clock: Called where the next batch should end in time, or anew.
+        stop_clock: Called before a program is compiled.
+        stop_reason: Why this process wants it to end before the next batch, or
+            ``None``. With several processes it ends for all of them at once.
+        accept: Called with the reason if it ends early.
+    """
+
+    start_clock: Callable[[], None] = lambda: None
+    stop_clock: Callable[[], None] = lambda: None
+    stop_reason: Callable[[], str | None] = lambda: None
+    accept: Callable[[str], None] = lambda reason: None
 
 
 class Engine:
@@ -82,6 +102,10 @@ class Engine:
         self._state = state
         self._is_fresh = False
 
+    def start_from(self, state: TrainState) -> None:
+        """Takes other values to begin with: the run is as fresh as it was."""
+        self._state = state
+
     @cached_property
     def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
         """The compiled update; it donates the state."""
@@ -134,31 +158,35 @@ class Engine:
         data: Iterable[Batch],
         *,
         ema: bool = False,
-        start_clock: Callable[[], None] = lambda: None,
-        stop_clock: Callable[[], None] = lambda: None,
+        guard: EvalGuard | None = None,
     ) -> dict[str, float]:
-        """Mean loss and metrics over all rows.
+        """Mean loss and metrics over all rows; nothing if the guard has it end early.
 
         Args:
             data: Batches.
             ema: Use the moving average of the parameters.
-            start_clock: Called where the next batch should end in time, or anew.
-            stop_clock: Called before a program is compiled.
+            guard: What watches over it.
         """
+        guard = guard or EvalGuard()
+        stops: list[str] = []
+        watched = dataclasses.replace(guard, accept=stops.append)
         arrays = (self.params(ema=ema), self.state.variables, self.state.key)
         total: dict[str, Mean] | None = None
-        start_clock()
-        for index, batch in enumerate(self._batches(data)):
+        guard.start_clock()
+        for index, batch in enumerate(self._batches(data, watched)):
             leaves, structure = jax.tree.flatten(batch)
             program = ema, structure, *map(jax.typeof, leaves)
             if program not in self._eval_programs:
-                stop_clock()
+                guard.stop_clock()
             # Fetched before the next is dispatched: programs that do not depend on one
             # another must not run at once, for each waits for all devices.
             means = jax.device_get(self._eval_step(*arrays, index, batch))
             self._eval_programs.add(program)
-            start_clock()
+            guard.start_clock()
             total = means if total is None else _merge(total, means)
+        if stops:
+            guard.accept(stops[0])
+            return {}
         if total is None:
             raise DataError("There is no batch to evaluate on: the data is empty.")
         return {name: float(mean.value) for name, mean in total.items()}
@@ -201,16 +229,25 @@ class Engine:
             self._functions[function] = step
         return self._functions[function]
 
-    def _batches(self, data: Iterable[Batch]) -> Iterator[Batch]:
+    def _batches(
+        self, data: Iterable[Batch], guard: EvalGuard | None = None
+    ) -> Iterator[Batch]:
+        """The batches on the mesh, up to where the guard has them end."""
+        guard = guard or EvalGuard()
         place = partial(place_batch, layout=self.plan.layout)
-        if jax.process_count() == 1:
+        is_alone = jax.process_count() == 1
+        if is_alone:
             feed = Feed(data, place, uniform=False)
         else:
             # A remainder is gathered, which must not meet another thread's program.
-            lockstep = Lockstep("evaluation batch")
+            lockstep = Lockstep("evaluation batch", guard.stop_reason)
             feed = Feed(data, place, uniform=False, prefetch=0, lockstep=lockstep)
         with feed:
             for item in feed:
+                reason = guard.stop_reason() if is_alone else item.stop_reason
+                if reason is not None:
+                    guard.accept(reason)
+                    return
                 yield item.batch
 
 

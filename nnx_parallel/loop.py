@@ -16,14 +16,14 @@ from nnx_parallel.audit import audit
 from nnx_parallel.callbacks import Hooks
 from nnx_parallel.checkpoint import Storage
 from nnx_parallel.data import Feed
-from nnx_parallel.engine import Engine
+from nnx_parallel.engine import Engine, EvalGuard
 from nnx_parallel.memory import explaining_memory
 from nnx_parallel.profiling import Tracer
 from nnx_parallel.progress import Progress
 from nnx_parallel.recorder import Recorder
 from nnx_parallel.replicas import check_replicas
 from nnx_parallel.step import Batch
-from nnx_parallel.supervision import Supervision
+from nnx_parallel.supervision import SIGTERM, Supervision
 from nnx_parallel.throughput import Throughput, count_tokens
 
 _STEPS_TO_FIRST_METRICS = 4
@@ -83,7 +83,10 @@ class Loop:
                 self.progress.position.advance(item.state)
                 with self._explaining_memory():
                     recorder.push(step, metrics, item.wait_seconds)
-                saves, ends = self.storage.is_due(step), self._ends(step, num_steps)
+                saves = self.storage.is_due(step)
+                if self.storage.is_preempted:
+                    self.supervision.accept(SIGTERM)
+                ends = self._ends(step, num_steps)
                 if saves or ends or self._evaluates(step):
                     ends = self._pause(step, num_steps, saves=saves)
                 if ends:
@@ -144,32 +147,41 @@ class Loop:
         self.recorder.flush()
         self.supervision.watchdog.disarm()
         metrics = self.recorder.last_row()
+        self.progress.measured(step, metrics)
         wants_eval = saves and self.storage.ranks_by_eval
         if wants_eval or self._evaluates(step) or self._ends(step, num_steps):
-            metrics |= self._evaluate(step)
+            metrics |= self._evaluate(step, metrics)
         ends = self._ends(step, num_steps)
         if self.storage.options and (saves or ends):
             position = self.progress.position.to_json()
             self.storage.save(self.engine.state, step, position, metrics)
         self.recorder.restart_clock()
+        if not ends:
+            self.supervision.watchdog.arm(step)
         return ends
 
-    def _evaluate(self, step: int) -> dict[str, float]:
+    def _evaluate(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         # After a SIGTERM there are seconds left, which the checkpoint needs.
         if self.eval_data is None or self.supervision.is_terminated:
             return {}
         watchdog = self.supervision.watchdog
+        guard = EvalGuard(
+            start_clock=partial(watchdog.arm, step, "batch of the evaluation"),
+            stop_clock=watchdog.disarm,
+            stop_reason=self.supervision.termination,
+            accept=self.supervision.accept,
+        )
         try:
-            found = self.engine.evaluate(
-                self.eval_data,
-                start_clock=partial(watchdog.arm, step, "batch of the evaluation"),
-                stop_clock=watchdog.disarm,
-            )
+            found = self.engine.evaluate(self.eval_data, guard=guard)
         finally:
             watchdog.disarm()
+        if self.supervision.is_terminated:
+            return {}
+        named = {f"eval_{name}": value for name, value in found.items()}
+        self.progress.measured(step, metrics | named)
         self.recorder.record("eval", step, found)
         self.hooks.eval_end(step, found)
-        return {f"eval_{name}": value for name, value in found.items()}
+        return named
 
 
 def _step_flops(compiled: jax.stages.Compiled) -> float | None:

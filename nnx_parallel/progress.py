@@ -21,15 +21,21 @@ class Progress:
 
     def __init__(self, engine: Engine, storage: Storage) -> None:
         self.position = Position()
+        self._metrics: dict[int, dict[str, float]] = {}
         self._engine = engine
         self._storage = storage
+
+    def measured(self, step: int, metrics: dict[str, float]) -> None:
+        """Notes the metrics of a step, for a save that a hook may ask for."""
+        self._metrics = {step: metrics}
 
     def save(self) -> None:
         """Saves the present state under its step, and waits until it is on disk."""
         state = self._engine.state
         try:
-            position = self.position.to_json()
-            self._storage.save(state, int(state.step), position, {}, once=False)
+            step, position = int(state.step), self.position.to_json()
+            metrics = self._metrics.get(step, {})
+            self._storage.save(state, step, position, metrics, once=False)
         finally:
             self._storage.close()
 
@@ -40,14 +46,23 @@ class Progress:
         *,
         weights_only: bool,
     ) -> None:
-        """Replaces the state by a saved one."""
+        """Replaces the state by a saved one.
+
+        That of another run is what this one begins with: it still resumes from its own
+        checkpoints, as it does when the same program is started again.
+        """
         where = self._storage.options if directory is None else Checkpoint(directory)
         storage = Storage(where, {}, read_only=True)
         try:
             if weights_only:
-                self._engine.state = storage.restore_weights(self._engine.state, step)
+                state = storage.restore_weights(self._engine.state, step)
             else:
-                self._take(storage, step)
+                state, position = storage.restore(self._engine.plan.abstract, step)
+                self.position = Position.from_json(position)
+            if self._engine.is_fresh and storage.directory != self._storage.directory:
+                self._engine.start_from(state)
+            else:
+                self._engine.state = state
         finally:
             storage.close()
 
@@ -57,7 +72,10 @@ class Progress:
         Returns:
             What was done, or ``None`` for nothing.
         """
-        if not self._engine.is_fresh or not self._storage.resumes():
+        if not self._engine.is_fresh:
+            return None
+        self._storage.agree_on_steps()
+        if not self._storage.resumes():
             return None
         abstract = self._engine.plan.abstract
         state, position, notes = self._storage.restore_newest(abstract)
@@ -66,8 +84,3 @@ class Progress:
         self.position = Position.from_json(position)
         done = f"Resumed from step {int(state.step)} in '{self._storage.directory}'."
         return "\n".join([*notes, done])
-
-    def _take(self, storage: Storage, step: int | Literal["best"] | None) -> None:
-        state, position = storage.restore(self._engine.plan.abstract, step)
-        self._engine.state = state
-        self.position = Position.from_json(position)

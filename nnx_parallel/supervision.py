@@ -33,12 +33,18 @@ class Supervision:
     @property
     def stop_reason(self) -> str | None:
         """Why the fit ends after this step, or ``None``."""
-        return self._request() if self.lockstep is None else self._agreed
+        if self._agreed is None and self.lockstep is None:
+            return self._request()
+        return self._agreed
 
     @property
     def is_terminated(self) -> bool:
         """Whether it ends because of a SIGTERM, to this process or another."""
         return self.stop_reason == SIGTERM
+
+    def termination(self) -> str | None:
+        """`SIGTERM` if one has come to this process: the others may not know yet."""
+        return SIGTERM if self._termination.is_requested else None
 
     def accept(self, reason: str) -> None:
         """Notes that all processes have agreed to stop."""
@@ -58,7 +64,7 @@ class Supervision:
         self._termination.check()
 
     def _request(self) -> str | None:
-        return SIGTERM if self._termination.is_requested else self._hooks.stop_reason
+        return self.termination() or self._hooks.stop_reason
 
     def __enter__(self) -> Self:
         self._termination.__enter__()

@@ -142,6 +142,15 @@ def test_a_jobset_has_what_its_schema_requires(
     assert field == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
+def test_a_jobset_has_a_name_that_begins_with_a_letter(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ["--processes", "2", "--print", "jobset"]
+    assert main(["launch", *options, "08_processes.py"]) == 0
+    manifest = yaml.safe_load(capsys.readouterr().out)
+    assert manifest["metadata"]["name"] == "run-08-processes"
+
+
 def test_a_jobset_says_how_devices_are_simulated(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

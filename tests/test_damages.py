@@ -25,6 +25,7 @@ import pytest
 from flax import nnx
 
 from nnx_parallel import FSDP, Checkpoint, Trainer
+from nnx_parallel.checkpoint import directory
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.failures import is_passing
 from nnx_parallel.checkpoint.reading import read_error
@@ -249,6 +250,18 @@ def test_a_bad_moment_is_no_damage(
         restore_newest(checkpointer, wanted)
     assert not list(tmp_path.glob("damaged-*"))
     assert (tmp_path / "4").is_dir()
+
+
+def test_a_step_of_an_object_store_is_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "4").mkdir()
+    (tmp_path / "4" / "file").touch()
+    monkeypatch.setattr(directory, "is_url", lambda text: True)
+    aside = Path(directory.set_aside(str(tmp_path), 4))
+    assert aside.name.startswith("damaged-4-")
+    assert (aside / "file").is_file()
+    assert not (tmp_path / "4").exists()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from nnx_parallel import FSDP, Callback, Mean, Trainer
-from nnx_parallel.engine import Engine
+from nnx_parallel.engine import Engine, EvalGuard
 from nnx_parallel.errors import DataError
 from nnx_parallel.loggers import Logger
 from nnx_parallel.step import StepOptions
@@ -325,8 +325,10 @@ def test_no_clock_runs_while_an_evaluation_compiles() -> None:
         events: list[str] = []
         engine.evaluate(
             data,
-            start_clock=lambda: events.append("start"),
-            stop_clock=lambda: events.append("stop"),
+            guard=EvalGuard(
+                start_clock=lambda: events.append("start"),
+                stop_clock=lambda: events.append("stop"),
+            ),
         )
         return events
 

@@ -5,6 +5,7 @@ import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,13 +14,16 @@ import optax
 import pytest
 from flax import nnx
 
-from nnx_parallel import FSDP, Checkpoint, DataParallel, Trainer
-from nnx_parallel.checkpoint import Storage
+from nnx_parallel import FSDP, Callback, Checkpoint, DataParallel, Trainer
+from nnx_parallel.checkpoint import Storage, storage
+from nnx_parallel.checkpoint.options import Rules
 from nnx_parallel.data import Position
+from nnx_parallel.distributed import Watchdog
 from nnx_parallel.errors import (
     CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
+    DisagreementError,
 )
 from nnx_parallel.loop import Loop
 from tests.parity.runs import compiling, to_host
@@ -100,6 +104,155 @@ def test_a_fresh_trainer_resumes_by_itself(run: tuple, tmp_path: Path) -> None:
     np.testing.assert_array_equal(history["loss"], losses[3:])
     assert_same_bits(arrays(trainer), expected)
     assert 6 in saved_steps(directory)
+
+
+@pytest.mark.parametrize("stop", [4, 6])
+def test_a_run_of_two_fits_resumes_in_the_data_of_each(
+    stop: int, tmp_path: Path
+) -> None:
+    first, second = make_batches(8)[:4], make_batches(8)[4:]
+    whole = make_trainer()
+    whole.fit(first, 4)
+    expected = whole.fit(second, 8)["loss"]
+
+    stopped = make_trainer(Checkpoint(tmp_path, every=2))
+    stopped.fit(first, 4)
+    stopped.fit(second, stop)
+
+    resumed = make_trainer(Checkpoint(tmp_path, every=2))
+    assert resumed.fit(first, 4) == {}
+    losses = resumed.fit(second, 8)["loss"]
+    np.testing.assert_array_equal(losses, expected[stop - 4 :])
+
+
+def test_a_generator_that_goes_on_after_a_fit_is_skipped_when_resumed(
+    tmp_path: Path,
+) -> None:
+    batches = make_batches(6)
+    whole = make_trainer()
+    expected = whole.fit(batches, 6)["loss"]
+    make_trainer(Checkpoint(tmp_path)).fit(batches, 4)
+
+    resumed, stream = make_trainer(Checkpoint(tmp_path)), iter(batches)
+    resumed.fit(stream, 4)
+    with pytest.warns(UserWarning, match="its next 4 batches are skipped"):
+        losses = resumed.fit(stream, 6)["loss"]
+    np.testing.assert_array_equal(losses, expected[4:])
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_what_begins_with_another_run_resumes_from_its_own_checkpoints(
+    run: tuple, tmp_path: Path, *, weights_only: bool
+) -> None:
+    def tuned(steps: int) -> Trainer:
+        trainer = make_trainer(Checkpoint(tmp_path, every=2), ema_decay=0.9)
+        trainer.restore(2, directory=run[0], weights_only=weights_only)
+        trainer.fit(make_batches(6), steps)
+        return trainer
+
+    assert saved_steps(tmp_path) == set()
+    tuned(3)
+    resumed = tuned(6)
+
+    (tmp_path / "whole").mkdir()
+    whole = make_trainer(Checkpoint(tmp_path / "whole"), ema_decay=0.9)
+    whole.restore(2, directory=run[0], weights_only=weights_only)
+    whole.fit(make_batches(6), 6)
+    assert_same_bits(arrays(resumed), arrays(whole))
+
+
+class Interrupted:
+    """Batches of an evaluation; a SIGTERM comes with the second."""
+
+    def __init__(self) -> None:
+        self.num_taken = 0
+
+    def __iter__(self) -> Iterator[dict]:
+        for batch in make_batches(9):
+            self.num_taken += 1
+            if self.num_taken == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield batch
+
+
+def test_a_sigterm_ends_an_evaluation(tmp_path: Path) -> None:
+    data = Interrupted()
+    trainer = make_trainer(Checkpoint(tmp_path, every=100))
+    with pytest.raises(SystemExit) as ended:
+        trainer.fit(make_batches(4), 4, eval_data=data, eval_every=2)
+    assert ended.value.code == 0
+    assert saved_steps(tmp_path) == {2}
+    assert data.num_taken < 9
+
+
+def test_a_preemption_that_jax_tells_of_ends_the_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has heard a SIGTERM that came before the fit could."""
+    should_save = Rules.should_save
+
+    def told(self: Rules, step: Any, previous_steps: Any, *, context: Any) -> bool:
+        context = SimpleNamespace(reached_preemption=step.step == 2)
+        return should_save(self, step, previous_steps, context=context)
+
+    monkeypatch.setattr(Rules, "should_save", told)
+    trainer = make_trainer(Checkpoint(tmp_path, every=100))
+    with pytest.raises(SystemExit) as ended:
+        trainer.fit(make_batches(4), 4)
+    assert ended.value.code == 0
+    assert saved_steps(tmp_path) == {2}
+
+
+def test_the_clock_runs_again_after_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[Any] = []
+    monkeypatch.setattr(Watchdog, "arm", lambda self, step, *_: events.append(step))
+    monkeypatch.setattr(Watchdog, "disarm", lambda self: events.append("off"))
+    make_trainer(Checkpoint(tmp_path, every=1)).fit(make_batches(3), 3)
+    expected = [1, "off", 1, 2, "off", 2, 3, "off"]
+    assert events[: len(expected)] == expected
+    assert set(events[len(expected) :]) <= {"off"}
+
+
+def test_processes_that_see_different_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_trainer(Checkpoint(tmp_path, every=2)).fit(make_batches(4), 4)
+    seen = [[[2, 4], []], [[2], [3]]]
+    monkeypatch.setattr(storage, "exchange", lambda name, mine: seen)
+    message = (
+        f"Processes 0 and 1 see different checkpoints in '{tmp_path}': steps [2, 4] "
+        "and [2] (and [3], which are ruined). Give a directory that all machines share"
+    )
+    with pytest.raises(DisagreementError, match=re.escape(message)):
+        make_trainer(Checkpoint(tmp_path)).fit(make_batches(4), 4)
+
+
+def test_weights_of_the_own_directory_are_no_fresh_start(tmp_path: Path) -> None:
+    make_trainer(Checkpoint(tmp_path)).fit(make_batches(2), 2)
+    trainer = make_trainer(Checkpoint(tmp_path))
+    trainer.restore(directory=tmp_path, weights_only=True)
+    with pytest.raises(CheckpointError, match="stands at step 0 and would write"):
+        trainer.fit(make_batches(4), 4)
+
+
+def test_a_save_by_a_hook_knows_the_metrics(tmp_path: Path) -> None:
+    class Saving(Callback):
+        def on_eval_end(self, trainer: Any, step: int, metrics: Any) -> None:
+            trainer.save()
+
+    def make() -> Trainer:
+        options = Checkpoint(tmp_path, every=2, keep_best="eval_loss")
+        return make_trainer(options, callbacks=[Saving()])
+
+    trainer = make()
+    trainer.fit(make_batches(4), 4, eval_data=make_batches(1), eval_every=2)
+    found = trainer.evaluate(make_batches(1))["loss"]
+    best = make()
+    best.restore("best")
+    assert best.step in {2, 4}
+    assert best.evaluate(make_batches(1))["loss"] <= found
 
 
 def test_restore_goes_back_to_a_step(run: tuple) -> None:

@@ -91,7 +91,7 @@ class Checkpointer:
         self._has_failed = threading.Event()
         check_directory(str(options.directory), read_only=read_only)
         self._known_metrics: dict[int, Metrics] = {}
-        rules = Rules(options, self._known_metrics)
+        self._rules = rules = Rules(options, self._known_metrics)
         self._names = OnlyCheckpoints()
         with self._listing():
             self._orbax = open_directory(
@@ -133,6 +133,11 @@ class Checkpointer:
     def best_step(self) -> int | None:
         """The saved step that is best by ``keep_best``, or ``None``."""
         return next(iter(best_steps(self.options, self._metrics())), None)
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether `should_save` has found a preemption notice."""
+        return self._rules.is_preempted
 
     def should_save(self, step: int) -> bool:
         """Returns whether ``step`` is one to save: by ``every``, or a preemption.

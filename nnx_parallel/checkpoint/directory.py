@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import uuid
 from collections.abc import Iterable
 
 import jax
+from orbax.checkpoint import v1 as ocp
 
 from nnx_parallel.distributed import exchange
 from nnx_parallel.errors import (
@@ -125,6 +127,11 @@ def set_aside(directory: str, step: int) -> str:
     Returns:
         Where it is now.
     """
+    if is_url(directory):
+        base = ocp.path.Path(directory)
+        aside = base / f"damaged-{step}-{uuid.uuid4().hex[:8]}"
+        (base / str(step)).rename(aside)
+        return str(aside)
     path = os.path.join(directory, str(step))
     aside = tempfile.mkdtemp(prefix=f"damaged-{step}-", dir=directory)
     os.rename(path, aside)

@@ -117,15 +117,21 @@ class Rules:
     Args:
         options: What to keep.
         metrics: Metrics of the saved steps, which whoever saves keeps up to date.
+
+    Attributes:
+        is_preempted: Whether jax has told of a preemption: of a SIGTERM that has come
+            before a fit could note it.
     """
 
     def __init__(self, options: Checkpoint, metrics: Mapping[int, Metrics]) -> None:
+        self.is_preempted = False
         self._options = options
         self._metrics = metrics
 
     def should_save(self, step: Any, previous_steps: Any, *, context: Any) -> bool:
         """Returns whether to save now: every so often, and before a preemption."""
         del previous_steps
+        self.is_preempted |= context.reached_preemption
         return step.step % self._options.every == 0 or context.reached_preemption
 
     def should_preserve(

@@ -18,10 +18,12 @@ from nnx_parallel.checkpoint.directory import check_space, is_url
 from nnx_parallel.checkpoint.options import Checkpoint
 from nnx_parallel.checkpoint.recovery import restore_newest
 from nnx_parallel.checkpoint.training import Groups, from_groups, to_groups
+from nnx_parallel.distributed import exchange
 from nnx_parallel.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CheckpointSaveError,
+    DisagreementError,
 )
 from nnx_parallel.state import TrainState
 
@@ -80,9 +82,35 @@ class Storage:
         """The newest saved step, or ``None``."""
         return None if self.options is None else self._checkpointer().latest_step
 
+    @property
+    def is_preempted(self) -> bool:
+        """Whether jax has told of a preemption, at the same step on all processes."""
+        return self._open is not None and self._open.is_preempted
+
     def is_due(self, step: int) -> bool:
         """Whether ``step`` is one to save."""
         return self.options is not None and self._checkpointer().should_save(step)
+
+    def agree_on_steps(self) -> None:
+        """Checks that all processes see the same steps; all of them call it.
+
+        Raises:
+            DisagreementError: On all processes, if not. They would wait for one
+                another, or take parts of different steps for damage.
+        """
+        if self.options is None:
+            return
+        checkpointer = self._checkpointer()
+        mine = [checkpointer.steps, sorted(checkpointer.ruined_steps)]
+        found = exchange("steps in the directory", mine)
+        for process, theirs in enumerate(found):
+            if theirs != found[0]:
+                raise DisagreementError(
+                    f"Processes 0 and {process} see different checkpoints in "
+                    f"'{self.directory}': steps {_spell(*found[0])} and "
+                    f"{_spell(*theirs)}. Give a directory that all machines share; "
+                    "if it is one, its listing was late: start again."
+                )
 
     def resumes(self) -> bool:
         """Whether a fit starts from a saved state.
@@ -310,6 +338,10 @@ class Storage:
         if self._open is None:
             self._open = Checkpointer(self.options, read_only=self._read_only)
         return self._open
+
+
+def _spell(whole: list[int], ruined: list[int]) -> str:
+    return f"{whole}" + (f" (and {ruined}, which are ruined)" if ruined else "")
 
 
 def _abstract(groups: Groups) -> Groups:

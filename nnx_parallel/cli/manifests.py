@@ -139,10 +139,11 @@ def _command(job: Job) -> str:
 
 
 def _name(job: Job) -> str:
-    """A name that Slurm and Kubernetes take, from the script's."""
+    """A name that Slurm and Kubernetes take, from the script's: letters first."""
     stem = Path(job.command[0]).stem.lower()
     cleaned = "".join(c if c.isascii() and c.isalnum() else "-" for c in stem)
-    return cleaned.strip("-")[:40].rstrip("-") or "train"
+    name = cleaned.strip("-")[:40].rstrip("-") or "train"
+    return name if name[0].isalpha() else f"run-{name}"
 
 
 class _Dumper(yaml.SafeDumper):
