@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import numbers
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 from flax import nnx
@@ -56,9 +56,9 @@ def check_arguments(
                 f"{name}={count!r}. It must be an integer of at least {least}, which "
                 f"{meaning}."
             )
-    if not isinstance(callbacks, Sequence):
+    if not isinstance(callbacks, Iterable):
         raise ValueError(
-            f"callbacks={type(callbacks).__name__}(...). It must be a list of "
+            f"callbacks is a {type(callbacks).__name__}. It must be a list of "
             "callbacks, of one too."
         )
     if ema_decay is not None and not 0 <= ema_decay < 1:
@@ -132,18 +132,12 @@ def check_evaluation(eval_data: object, eval_every: int | None) -> None:
 
     Raises:
         DataError: If the data is an iterator, which one evaluation would use up.
-        ValueError: If it is asked for without data, or ever so many steps that mean
-            nothing.
+        ValueError: If ``eval_every`` is no number of steps.
     """
-    if eval_every is not None and (not _is_integer(eval_every) or eval_every < 1):
+    if eval_every is not None and (not _is_integer(eval_every) or eval_every < 0):
         raise ValueError(
-            f"eval_every={eval_every!r}. It must be an integer of at least 1; None "
-            "evaluates at the end alone."
-        )
-    if eval_every is not None and eval_data is None:
-        raise ValueError(
-            f"eval_every={eval_every}, but there is nothing to evaluate on. Pass "
-            "eval_data=..., or leave eval_every out."
+            f"eval_every={eval_every!r}. It must be an integer of at least 0; 0 and "
+            "None evaluate at the end alone."
         )
     if eval_data is not None and is_one_shot(eval_data):
         raise DataError(

@@ -23,7 +23,7 @@ from nnx_parallel.progress import Progress
 from nnx_parallel.recorder import Recorder
 from nnx_parallel.replicas import check_replicas
 from nnx_parallel.step import Batch
-from nnx_parallel.supervision import SIGTERM, Supervision
+from nnx_parallel.supervision import Supervision
 from nnx_parallel.throughput import Throughput, count_tokens
 
 _STEPS_TO_FIRST_METRICS = 4
@@ -85,7 +85,7 @@ class Loop:
                     recorder.push(step, metrics, item.wait_seconds)
                 saves = self.storage.is_due(step)
                 if self.storage.is_preempted:
-                    self.supervision.accept(SIGTERM)
+                    self.supervision.note_termination()
                 ends = self._ends(step, num_steps)
                 if saves or ends or self._evaluates(step):
                     ends = self._pause(step, num_steps, saves=saves)
@@ -93,7 +93,7 @@ class Loop:
                     break
 
     def _feed(self, data: Iterable[Batch], step: int, num_steps: int) -> Feed:
-        skip, state = self.progress.position.open(data, step)
+        skip, state = self.progress.position.open(data, step, num_steps)
         return Feed(
             data,
             self.engine.shard_batch,
@@ -175,7 +175,7 @@ class Loop:
             found = self.engine.evaluate(self.eval_data, guard=guard)
         finally:
             watchdog.disarm()
-        if self.supervision.is_terminated:
+        if not found:
             return {}
         named = {f"eval_{name}": value for name, value in found.items()}
         self.progress.measured(step, metrics | named)

@@ -180,7 +180,7 @@ def split_loss_output(output: Any, weight: float = 1.0) -> tuple[Mean, dict[str,
             "floating-point scalar or a Mean."
         )
     for name in metrics:
-        if name in RESERVED_METRICS or name.startswith(_EVAL_PREFIX):
+        if name in RESERVED_METRICS or str(name).startswith(_EVAL_PREFIX):
             raise LossError(
                 f"A metric is named {name!r}, which the run reports itself. Rename "
                 f"it; names that are taken: {list(RESERVED_METRICS)}, and all that "

@@ -24,7 +24,8 @@ class Precision:
             ``None`` leaves them as the model makes them.
         compute: dtype of parameters inside the loss; ``None`` leaves them as stored.
         reduction: dtype in which gradients are accumulated and normed.
-        inputs: dtype of the batch's floating-point arrays inside the loss. ``None``
+        inputs: dtype of the batch's floating-point arrays inside the loss, and inside
+            the function of a prediction. ``None``
             leaves them, for targets and weights would be rounded; then a layer that
             takes them should cast them, else it computes in their dtype.
 

@@ -46,6 +46,10 @@ class Supervision:
         """`SIGTERM` if one has come to this process: the others may not know yet."""
         return SIGTERM if self._termination.is_requested else None
 
+    def note_termination(self) -> None:
+        """Notes a SIGTERM that came before the fit, of which jax has told."""
+        self._termination.is_requested = True
+
     def accept(self, reason: str) -> None:
         """Notes that all processes have agreed to stop."""
         self._agreed = reason

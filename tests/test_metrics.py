@@ -133,10 +133,11 @@ TUPLE = " Return loss, or (loss, metrics) with metrics a dict of scalars or Mean
         *[
             (
                 (1.0, {name: 1.0}),
-                f"A metric is named {name!r}, which the step reports itself. Rename "
-                f"it; names that are taken: {list(RESERVED_METRICS)}.",
+                f"A metric is named {name!r}, which the run reports itself. Rename "
+                f"it; names that are taken: {list(RESERVED_METRICS)}, and all that "
+                "begin with 'eval_'.",
             )
-            for name in RESERVED_METRICS
+            for name in (*RESERVED_METRICS, "eval_loss")
         ],
     ],
 )

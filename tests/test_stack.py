@@ -217,6 +217,22 @@ def test_a_block_shares_nothing_with_what_is_outside() -> None:
             build()
 
 
+def test_blocks_may_share_a_constant() -> None:
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.table = nnx.Variable(jnp.arange(8.0))
+
+            def make_block(rngs: nnx.Rngs) -> nnx.Module:
+                block = nnx.Linear(8, 8, rngs=rngs)
+                block.table = self.table  # pyright: ignore[reportAttributeAccessIssue]
+                return block
+
+            self.blocks = Stack(make_block, 2, rngs=rngs)
+
+    stacked: Any = Model(nnx.Rngs(0)).blocks.layer
+    np.testing.assert_array_equal(stacked.table[...], np.tile(np.arange(8.0), (2, 1)))
+
+
 def test_a_stack_needs_a_layer_and_a_policy_that_exists() -> None:
     message = "A stack of 0 layers: it needs at least 1."
     with pytest.raises(StackError, match=re.escape(message)):

@@ -115,7 +115,7 @@ def test_metrics_are_means_over_the_batch_however_it_is_split() -> None:
         ),
         (
             lambda errors: (errors.mean(), {"loss": errors.mean()}),
-            "A metric is named 'loss', which the step reports itself.",
+            "A metric is named 'loss', which the run reports itself.",
         ),
         (
             lambda errors: (errors.mean(), {"errors": errors}),

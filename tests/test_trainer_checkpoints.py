@@ -106,23 +106,44 @@ def test_a_fresh_trainer_resumes_by_itself(run: tuple, tmp_path: Path) -> None:
     assert 6 in saved_steps(directory)
 
 
-@pytest.mark.parametrize("stop", [4, 6])
+class Stopping(Callback):
+    """Ends a fit at each of these steps."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+
+    def on_eval_end(self, trainer: Trainer, step: int, metrics: Any) -> None:
+        if step in self.steps:
+            trainer.stop("enough")
+
+
+@pytest.mark.parametrize(
+    ("asked", "done", "stop"), [(4, 4, 4), (4, 4, 6), (6, 4, 6), (5, 4, 6)]
+)
 def test_a_run_of_two_fits_resumes_in_the_data_of_each(
-    stop: int, tmp_path: Path
+    asked: int, done: int, stop: int, tmp_path: Path
 ) -> None:
-    first, second = make_batches(8)[:4], make_batches(8)[4:]
-    whole = make_trainer()
-    whole.fit(first, 4)
-    expected = whole.fit(second, 8)["loss"]
+    """The first of them may have ended early."""
+    first, second = make_batches(12)[:6], make_batches(12)[6:]
+    evaluates: dict[str, Any] = {"eval_data": first[:1], "eval_every": 1}
 
-    stopped = make_trainer(Checkpoint(tmp_path, every=2))
-    stopped.fit(first, 4)
-    stopped.fit(second, stop)
+    def make(directory: Path | None, *stops: int) -> Trainer:
+        checkpoint = directory and Checkpoint(directory, every=2)
+        return make_trainer(checkpoint, callbacks=[Stopping(*stops)])
 
-    resumed = make_trainer(Checkpoint(tmp_path, every=2))
-    assert resumed.fit(first, 4) == {}
-    losses = resumed.fit(second, 8)["loss"]
-    np.testing.assert_array_equal(losses, expected[stop - 4 :])
+    whole = make(None, done)
+    whole.fit(first, asked, **evaluates)
+    expected = whole.fit(second, 8, **evaluates)["loss"]
+
+    stopped = make(tmp_path, done, stop)
+    stopped.fit(first, asked, **evaluates)
+    if stop > done:
+        stopped.fit(second, 8, **evaluates)
+
+    resumed = make(tmp_path)
+    assert resumed.fit(first, asked, **evaluates) == {}
+    losses = resumed.fit(second, 8, **evaluates)["loss"]
+    np.testing.assert_array_equal(losses, expected[stop - done :])
 
 
 def test_a_generator_that_goes_on_after_a_fit_is_skipped_when_resumed(
@@ -473,4 +494,4 @@ def test_a_position_of_other_processes_is_skipped_to(tmp_path: Path) -> None:
     message = "saved by 2 processes and cannot be restored on 1. The batches used so"
     with pytest.warns(UserWarning, match=message):
         position = Position.from_json({"first_step": 0, "states": [{"a": 1}, {"a": 1}]})
-    assert position.open(make_batches(6), 4) == (4, None)
+    assert position.open(make_batches(6), 4, 6) == (4, None)

@@ -70,7 +70,7 @@ def make_trainer(**options: Any) -> Trainer:
         ),
         (
             {"callbacks": Callback()},
-            "callbacks=Callback(...). It must be a list of callbacks, of one too.",
+            "callbacks is a Callback. It must be a list of callbacks, of one too.",
         ),
         (
             {"num_microbatches": 0},

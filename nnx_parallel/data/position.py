@@ -22,25 +22,37 @@ class Position:
     Args:
         first_step: Step at which the present data began.
         state: Position of a resumable iterator, from ``Item.state``.
+        num_steps: Where the fit that reads the present data is to end; 0 if unknown.
     """
 
-    def __init__(self, first_step: int = 0, state: Any = None) -> None:
+    def __init__(
+        self, first_step: int = 0, state: Any = None, num_steps: int = 0
+    ) -> None:
         self._first_step = first_step
         self._state = state
+        self._num_steps = num_steps
         self._data: Any = None
         self._is_read = False
 
     def pass_over(self, data: Any, num_steps: int) -> None:
-        """Notes that ``data`` was used up to ``num_steps``, before this process began.
+        """Notes that a fit of ``data`` to ``num_steps`` was done before this process.
 
-        The position is in this data unless a later fit had brought other data, which
-        began at ``num_steps`` or after.
+        The position is in this data unless a later fit, to more steps, has moved it on:
+        to other data, or further in this one.
         """
-        if self._data is None and num_steps > self._first_step:
+        is_last = num_steps > self._first_step and num_steps >= self._num_steps
+        if self._data is None and is_last:
             self._data = data
 
-    def open(self, data: Any, step: int) -> tuple[int, Any]:
-        """How many batches of ``data`` to skip at ``step``, and a state to restore."""
+    def open(self, data: Any, step: int, num_steps: int) -> tuple[int, Any]:
+        """How many batches of ``data`` to skip at ``step``, and a state to restore.
+
+        Args:
+            data: The data of a fit.
+            step: Where it begins.
+            num_steps: Where it is to end.
+        """
+        self._num_steps = num_steps
         if self._data is not None and self._data is not data:
             self._first_step, self._state = step, None
         continues = self._is_read and self._data is data and is_one_shot(data)
@@ -54,7 +66,11 @@ class Position:
     def to_json(self) -> dict[str, Any]:
         """The position as JSON can hold it: of all processes, which all call this."""
         states = exchange("position in the data", self._state)
-        return {"first_step": self._first_step, "states": states}
+        return {
+            "first_step": self._first_step,
+            "num_steps": self._num_steps,
+            "states": states,
+        }
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Position:
@@ -68,15 +84,17 @@ class Position:
                 processes: batches are then skipped instead.
         """
         first_step, states = saved.get("first_step", 0), saved.get("states", [None])
-        if not isinstance(first_step, int) or not isinstance(states, list):
+        num_steps = saved.get("num_steps", 0)
+        numbers = isinstance(first_step, int) and isinstance(num_steps, int)
+        if not numbers or not isinstance(states, list):
             raise DataError(
                 f"The checkpoint's metadata gives the position in the data as "
-                f"{dict(saved)}. It must hold first_step, an integer, and states, a "
-                "list."
+                f"{dict(saved)}. It must hold first_step and num_steps, integers, and "
+                "states, a list."
             )
         count = jax.process_count()
         if len(states) == count:
-            return cls(first_step, states[jax.process_index()])
+            return cls(first_step, states[jax.process_index()], num_steps)
         if any(state is not None for state in states):
             warnings.warn(
                 f"The position in the data was saved by {len(states)} processes and "
@@ -85,4 +103,4 @@ class Position:
                 "same global batches.",
                 stacklevel=2,
             )
-        return cls(first_step)
+        return cls(first_step, num_steps=num_steps)

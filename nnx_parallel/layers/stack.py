@@ -161,12 +161,12 @@ class Stack(nnx.Module):
         )
 
 
-def _is_from_outside(leaf: object) -> bool:
-    """Whether a Variable was made before the present trace began."""
-    if not isinstance(leaf, nnx.Variable):
-        return False
+def _is_from_outside(variable: nnx.Variable) -> bool:
+    """Whether a Variable was made before the present trace began; but no constant."""
+    if type(variable) is nnx.Variable:
+        return False  # its copies stay equal
     try:
-        leaf.set_value(leaf.get_value())
+        variable.set_value(variable.get_value())
     except errors.TraceContextError:
         return True
     return False
@@ -181,8 +181,9 @@ def _check_unshared(make_block: Callable[[nnx.Rngs], nnx.Module]) -> None:
             block, is_leaf=lambda x: isinstance(x, nnx.Variable)
         )
         for path, leaf in leaves:
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
-            found.append((name, _is_from_outside(leaf)))
+            if isinstance(leaf, nnx.Variable):
+                name = jax.tree_util.keystr(path, simple=True, separator=".")
+                found.append((name, _is_from_outside(leaf)))
         return block
 
     once = dict(variables_of(nnx.eval_shape(build)))
