@@ -375,10 +375,16 @@ def test_a_name_does_not_leave_the_directory(saved: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "position", [{"first_step": "7"}, {"states": {"0": 1}}, {"first_step": [1]}]
+    "position",
+    [
+        {"first_step": "7"},
+        {"states": {"0": 1}},
+        {"first_step": [1]},
+        {"num_steps": "8"},
+    ],
 )
 def test_a_position_that_is_none(position: dict) -> None:
-    message = "It must hold first_step, an integer, and states, a list."
+    message = "It must hold first_step and num_steps, integers, and states, a list."
     with pytest.raises(DataError, match=re.escape(message)):
         Position.from_json(position)
 

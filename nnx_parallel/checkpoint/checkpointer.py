@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -31,7 +30,7 @@ from nnx_parallel.checkpoint.directory import (
     set_aside,
     unlisted_steps,
 )
-from nnx_parallel.checkpoint.failures import save_error, watch
+from nnx_parallel.checkpoint.failures import Watch, save_error
 from nnx_parallel.checkpoint.fingerprint import start_fingerprints
 from nnx_parallel.checkpoint.fingerprint_file import (
     PART,
@@ -88,7 +87,7 @@ class Checkpointer:
         self._read_only = read_only
         self._is_stale = False
         self._pending: tuple[int, ocp.AsyncResponse[bool]] | None = None
-        self._has_failed = threading.Event()
+        self._watch: Watch | None = None
         check_directory(str(options.directory), read_only=read_only)
         self._known_metrics: dict[int, Metrics] = {}
         self._rules = rules = Rules(options, self._known_metrics)
@@ -196,6 +195,7 @@ class Checkpointer:
         if self.options.keep_best is not None:
             self._metrics()  # Orbax asks while it saves
         self._known_metrics[step] = metrics
+        watch = Watch()
         try:
             response = self._orbax.save_checkpointables_async(
                 step,
@@ -208,10 +208,12 @@ class Checkpointer:
                 custom_metadata=header,
             )
         except Exception as error:
+            watch.end()
             raise save_error(step, directory, error) from error
         assert response is not None, "a forced save is never skipped"
         self._pending = step, response
-        self._has_failed = watch(response)
+        self._watch = watch
+        watch.follow(response)
         if not self.options.asynchronous:
             self.wait()
 
@@ -280,9 +282,11 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Waits until the save under way is on disk, or raises its failure."""
-        if self._pending is None:
+        if self._pending is None or self._watch is None:
             return
         step, response = self._pending
+        while not self._watch.wait(seconds=0.5):
+            self._check_own_part()
         try:
             response.result()
         except Exception as error:
@@ -294,9 +298,26 @@ class Checkpointer:
         self._pending = None
 
     def poll(self) -> None:
-        """Raises the failure of the save under way if it has failed; does not wait."""
-        if self._pending is not None and self._has_failed.is_set():
+        """Raises the failure of the save under way if it has failed; does not wait.
+
+        With several processes it may be raised on one of them alone.
+        """
+        if self._pending is None or self._watch is None:
+            return
+        if self._watch.has_failed:
             self.wait()
+        else:
+            self._check_own_part()
+
+    def _check_own_part(self) -> None:
+        """Raises what writing has failed of in this process, while others wait for it.
+
+        With one process nobody does: the save ends, and is told of as a whole.
+        """
+        assert self._pending is not None
+        assert self._watch is not None
+        if jax.process_count() > 1 and (error := self._watch.take_local_error()):
+            raise save_error(self._pending[0], str(self.options.directory), error)
 
     def set_aside(self, step: int) -> str:
         """Puts a damaged step out of the way, and returns where it is now.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import threading
@@ -18,22 +19,73 @@ _PASSING = re.compile(
     r"|EIO|ESTALE|EACCES|EMFILE|ENFILE|ENOMEM|ETIMEDOUT)\b"
 )
 
+_LOGGER = logging.getLogger("absl")
+_WRITER = "async_save"
+"""The thread in which Orbax writes, and logs what it fails of."""
+
 _SPARE_FILES = 64
 """Handles of files that a process in good order could still open."""
 
 
-def watch(response: ocp.AsyncResponse[bool]) -> threading.Event:
-    """An event that is set if the save fails, as soon as it does."""
-    has_failed = threading.Event()
+class Watch:
+    """Notices that a save fails, as soon as it does.
 
-    def wait() -> None:
-        try:
-            response.result()
-        except Exception:
-            has_failed.set()
+    With several processes Orbax tells of a failure only once all of them have met,
+    which those that did not fail never come to. What fails in this process it logs at
+    once, from the thread that writes: maybe before the save has come back from its
+    start, so that this is made before.
+    """
 
-    threading.Thread(target=wait, name="nnx_parallel.save", daemon=True).start()
-    return has_failed
+    def __init__(self) -> None:
+        self._has_failed = threading.Event()
+        self._has_ended = threading.Event()
+        self._log = _WriterLog()
+        _LOGGER.addHandler(self._log)
+
+    def follow(self, response: ocp.AsyncResponse[bool]) -> None:
+        """Waits for the save, in a thread of its own."""
+
+        def wait() -> None:
+            try:
+                response.result()
+            except Exception:
+                self._has_failed.set()
+            finally:
+                self.end()
+
+        threading.Thread(target=wait, name="nnx_parallel.save", daemon=True).start()
+
+    def end(self) -> None:
+        """Notices nothing from now on."""
+        _LOGGER.removeHandler(self._log)
+        self._has_ended.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the save has ended, well or not, within some seconds."""
+        return self._has_ended.wait(seconds)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the save has failed, and all processes have met."""
+        return self._has_failed.is_set()
+
+    def take_local_error(self) -> Exception | None:
+        """What writing has failed of in this process, once; ``None`` if it has not."""
+        error, self._log.error = self._log.error, None
+        return error
+
+
+class _WriterLog(logging.Handler):
+    """Keeps the error that Orbax's writing thread logs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.error: Exception | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info and record.exc_info[1]
+        if record.threadName == _WRITER and isinstance(error, Exception):
+            self.error = error
 
 
 def save_error(step: int, directory: str, error: Exception) -> CheckpointSaveError:

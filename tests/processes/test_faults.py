@@ -167,6 +167,16 @@ def test_a_fault_ends_all_processes(
     assert ended.seconds < 30  # start-up included: jax alone waits 98 to 301 s
 
 
+def test_a_save_that_fails_on_one_process_is_told_at_once(tmp_path: Path) -> None:
+    saved = {"directory": str(tmp_path / "run"), "every": 20}
+    ended = launch(break_process("disk", checkpoint=saved))
+    assert ended.code == 1, ended.text
+    failure = f"CheckpointSaveError: Saving step 20 in '{tmp_path}/run' failed: "
+    assert f"[1] nnx_parallel.errors.{failure}" in ended.text
+    assert f"[0] {LOST}{failure}" in ended.text
+    assert ended.seconds < 30
+
+
 def test_a_sigterm_to_one_process_saves_and_ends_all(tmp_path: Path) -> None:
     saved = {"directory": str(tmp_path / "run")}
     settings = break_process("term", steps=60, checkpoint=saved)

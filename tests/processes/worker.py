@@ -6,6 +6,7 @@
 import hashlib
 import json
 import os
+import resource
 import signal
 import sys
 import threading
@@ -129,6 +130,11 @@ class Fault(Callback):
 
     def __init__(self, settings: Settings) -> None:
         self._fault = active_fault(settings)
+
+    def on_fit_start(self, trainer: Any) -> None:
+        if self._fault.get("kind") == "disk":  # nothing longer can be written
+            limit = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (64, limit))
 
     def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
         if step != self._fault.get("step"):
