@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -41,13 +40,11 @@ class EvalGuard:
         stop_clock: Called before a program is compiled.
         stop_reason: Why this process wants it to end before the next batch, or
             ``None``. With several processes it ends for all of them at once.
-        accept: Called with the reason if it ends early.
     """
 
     start_clock: Callable[[], None] = lambda: None
     stop_clock: Callable[[], None] = lambda: None
     stop_reason: Callable[[], str | None] = lambda: None
-    accept: Callable[[str], None] = lambda reason: None
 
 
 class Engine:
@@ -168,12 +165,12 @@ class Engine:
             guard: What watches over it.
         """
         guard = guard or EvalGuard()
-        stops: list[str] = []
-        watched = dataclasses.replace(guard, accept=stops.append)
         arrays = (self.params(ema=ema), self.state.variables, self.state.key)
         total: dict[str, Mean] | None = None
         guard.start_clock()
-        for index, batch in enumerate(self._batches(data, watched)):
+        for index, batch in enumerate(self._batches(data, guard)):
+            if batch is None:
+                return {}
             leaves, structure = jax.tree.flatten(batch)
             program = ema, structure, *map(jax.typeof, leaves)
             if program not in self._eval_programs:
@@ -184,9 +181,6 @@ class Engine:
             self._eval_programs.add(program)
             guard.start_clock()
             total = means if total is None else _merge(total, means)
-        if stops:
-            guard.accept(stops[0])
-            return {}
         if total is None:
             raise DataError("There is no batch to evaluate on: the data is empty.")
         return {name: float(mean.value) for name, mean in total.items()}
@@ -232,7 +226,7 @@ class Engine:
     def _batches(
         self, data: Iterable[Batch], guard: EvalGuard | None = None
     ) -> Iterator[Batch]:
-        """The batches on the mesh, up to where the guard has them end."""
+        """The batches on the mesh; ``None`` where the guard has them end."""
         guard = guard or EvalGuard()
         place = partial(place_batch, layout=self.plan.layout)
         is_alone = jax.process_count() == 1
@@ -246,7 +240,7 @@ class Engine:
             for item in feed:
                 reason = guard.stop_reason() if is_alone else item.stop_reason
                 if reason is not None:
-                    guard.accept(reason)
+                    yield None
                     return
                 yield item.batch
 

@@ -169,7 +169,6 @@ class Loop:
             start_clock=partial(watchdog.arm, step, "batch of the evaluation"),
             stop_clock=watchdog.disarm,
             stop_reason=self.supervision.termination,
-            accept=self.supervision.accept,
         )
         try:
             found = self.engine.evaluate(self.eval_data, guard=guard)

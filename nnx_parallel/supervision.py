@@ -33,9 +33,7 @@ class Supervision:
     @property
     def stop_reason(self) -> str | None:
         """Why the fit ends after this step, or ``None``."""
-        if self._agreed is None and self.lockstep is None:
-            return self._request()
-        return self._agreed
+        return self._request() if self.lockstep is None else self._agreed
 
     @property
     def is_terminated(self) -> bool:
