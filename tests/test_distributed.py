@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from functools import partial
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from flax import nnx
 
 from nnx_parallel import FSDP, DataParallel, PolicyRules, Trainer, initialize
 from nnx_parallel.distributed import HUNG, Termination, Watchdog, agree, hash_code
+from nnx_parallel.distributed.addresses import connect, listen
 from nnx_parallel.distributed.hub import Hub
 from nnx_parallel.distributed.line import Line
 from nnx_parallel.distributed.start import Place, find_place
@@ -235,17 +236,30 @@ def test_a_time_that_means_nothing() -> None:
         Trainer(lambda rngs: None, None, None, step_timeout=0)  # pyright: ignore[reportArgumentType]
 
 
-def join_hub(hub: Hub, process: int) -> Connection:
-    connection = Client(("127.0.0.1", hub.port), authkey=b"key")
-    assert isinstance(connection, Connection)
+def can_listen(host: str) -> bool:
+    try:
+        listen(host).close()
+    except OSError:
+        return False
+    return True
+
+
+def join_hub(hub: Hub, process: int, host: str = "127.0.0.1") -> Connection:
+    connection = connect(host, hub.port, b"key")
     connection.send_bytes(json.dumps({"process": process}).encode())
     return connection
 
 
-def test_a_stranger_who_says_nothing_keeps_nobody_waiting() -> None:
-    hub = Hub("127.0.0.1", 2, b"key")
-    with socket.create_connection(("127.0.0.1", hub.port)):
-        peers = [join_hub(hub, process) for process in range(2)]
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize("is_open_to_all", [False, True])
+def test_a_stranger_who_says_nothing_keeps_nobody_waiting(
+    host: str, is_open_to_all: bool
+) -> None:
+    if not can_listen(host):
+        pytest.skip(f"this machine has no {host}")
+    hub = Hub("" if is_open_to_all else host, 2, b"key")
+    with socket.create_connection((host, hub.port)):
+        peers = [join_hub(hub, process, host) for process in range(2)]
         for process, peer in enumerate(peers):
             put = {"op": "put", "key": "x", "value": process}
             peer.send_bytes(json.dumps(put).encode())

@@ -6,7 +6,6 @@ import contextlib
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import IO
 
+from nnx_parallel.distributed.addresses import listen, with_port
 from nnx_parallel.distributed.faults import PEER_LOST
 from nnx_parallel.distributed.output import TAGGED
 from nnx_parallel.distributed.start import COORDINATOR, NUM_PROCESSES, PROCESS_ID
@@ -139,7 +139,7 @@ def _collect(
 @contextmanager
 def _processes(job: Job, restart: int) -> Iterator[list[subprocess.Popen[bytes]]]:
     """The processes, started; none is left behind."""
-    address = f"{job.host}:{_free_port(job.host)}"
+    address = with_port(job.host, _free_port(job.host))
     started: list[subprocess.Popen[bytes]] = []
     try:
         for index in range(job.num_processes):
@@ -273,8 +273,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 def _free_port(host: str) -> int:
     """A port that nobody has now; the coordinator takes it a moment later."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
+    with listen(host) as probe:
         return probe.getsockname()[1]
 
 

@@ -23,6 +23,7 @@ from multiprocessing.connection import (
 )
 from typing import Any
 
+from nnx_parallel.distributed.addresses import listen
 from nnx_parallel.distributed.faults import SILENT
 
 JOIN_SECONDS = 300.0
@@ -48,7 +49,7 @@ class Hub:
     def __init__(
         self, host: str, count: int, key: bytes, join_seconds: float = JOIN_SECONDS
     ) -> None:
-        self._server = socket.create_server((host, 0), backlog=count)
+        self._server = listen(host, backlog=count)
         self.port = int(self._server.getsockname()[1])
         self._count = count
         self._key = key

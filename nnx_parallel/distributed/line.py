@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import ipaddress
 import json
 import queue
 import secrets
@@ -11,9 +10,10 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable
 from functools import cache
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Connection
 from typing import Any
 
+from nnx_parallel.distributed.addresses import connect, is_loopback
 from nnx_parallel.distributed.faults import SILENT, end_by_loss, install
 from nnx_parallel.distributed.hub import JOIN_SECONDS, Hub
 from nnx_parallel.distributed.runtime import (
@@ -144,9 +144,7 @@ def join() -> Line | None:
     if process_count() == 1:
         return None
     hub, port, key = _meet()
-    host = coordinator_host()
-    connection = Client((host, port), authkey=key)
-    assert isinstance(connection, Connection)
+    connection = connect(coordinator_host(), port, key)
     connection.send_bytes(json.dumps({"process": process_index()}).encode())
     line = Line(
         connection, hub, lambda process, why: end_by_loss(process, why, line.drain)
@@ -174,13 +172,3 @@ def _meet() -> tuple[Hub | None, int, bytes]:
         ) from error
     port, key = found.split()
     return None, int(port), bytes.fromhex(key)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host is this machine, as no other can reach it."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

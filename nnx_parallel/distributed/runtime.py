@@ -9,6 +9,8 @@ from typing import Any
 
 from jax._src import distributed, xla_bridge
 
+from nnx_parallel.distributed.addresses import host_of
+
 
 def process_index() -> int:
     """This process's number."""
@@ -28,7 +30,7 @@ def coordinator() -> Any:
 def coordinator_host() -> str:
     """Host of process 0, as all processes reach it."""
     address = distributed.global_state.coordinator_address or "127.0.0.1:0"
-    return address.rpartition(":")[0].strip("[]")
+    return host_of(address)
 
 
 def has_backend() -> bool:

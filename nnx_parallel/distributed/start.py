@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import jax
 
-from nnx_parallel.distributed.line import is_loopback, join
+from nnx_parallel.distributed.addresses import host_of, is_loopback
+from nnx_parallel.distributed.line import join
 from nnx_parallel.distributed.output import TAGGED, tag_logging
 from nnx_parallel.distributed.runtime import has_backend, process_count
 from nnx_parallel.errors import ProcessError
@@ -107,7 +108,7 @@ def initialize(
         return
     _check_place(place)
     address = place.coordinator_address
-    bind = None if address is None or not is_loopback(_host(address)) else address
+    bind = None if address is None or not is_loopback(host_of(address)) else address
     jax.distributed.initialize(
         address,
         place.num_processes,
@@ -198,7 +199,3 @@ def _integer(environment: Mapping[str, str], name: str) -> int:
         raise ProcessError(
             f"{name}={environment[name]!r} in the environment. It must be an integer."
         ) from None
-
-
-def _host(address: str) -> str:
-    return address.rpartition(":")[0].strip("[]")
