@@ -13,7 +13,6 @@ from nnx_parallel.callbacks import Hooks
 from nnx_parallel.checkpoint import Storage
 from nnx_parallel.checks import check_evaluation, check_resumable
 from nnx_parallel.diagnosis import explain_non_finite
-from nnx_parallel.distributed import strip_addresses
 from nnx_parallel.engine import Engine
 from nnx_parallel.errors import NonFiniteLossError
 from nnx_parallel.loggers import Logger, LoggerGroup, default_loggers
@@ -106,17 +105,17 @@ class Fitting:
     def _run(
         self, loop: Loop, logger: LoggerGroup, data: Iterable[Batch], num_steps: int
     ) -> None:
+        self.storage.agree()
         resumed = self.progress.resume()
         self.storage.check_ahead(self._step)
         if self._step < num_steps:
-            self.storage.check_space(self.engine.plan.abstract)
+            self.storage.check_state(self.engine.plan.abstract)
         if self.fast_dev_run:
             num_steps = min(num_steps, self._step + 2)
             first = loop.eval_data and list(itertools.islice(loop.eval_data, 1))
             loop = dataclasses.replace(loop, eval_data=first)
         settings = self.storage.description | {
             "num_steps": num_steps,
-            "checkpoint": strip_addresses(repr(self.storage.options)),
             "evaluates": [loop.eval_data is not None, loop.eval_every],
         }
         if self.storage.options is not None and self._step == 0:

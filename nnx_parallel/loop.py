@@ -154,7 +154,9 @@ class Loop:
         ends = self._ends(step, num_steps)
         if self.storage.options and (saves or ends):
             position = self.progress.position.to_json()
-            self.storage.save(self.engine.state, step, position, metrics)
+            self.storage.save(
+                self.engine.state, step, position, metrics, may_skip=not ends
+            )
         self.recorder.restart_clock()
         if not ends:
             self.supervision.watchdog.arm(step)

@@ -326,6 +326,25 @@ def test_versions_that_are_too_new() -> None:
         check_versions({"jax": "0.13.0", "flax": "0.12.12"})
 
 
+class Holder(nnx.Module):
+    """A layer beside an array that holds nothing."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.unused = nnx.BatchStat(jnp.zeros((0, 3)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.linear(x)
+
+
+def test_an_empty_array_is_refused_before_training(tmp_path: Path) -> None:
+    trainer = make_trainer(model=Holder, checkpoint=tmp_path)
+    message = "Cannot save `unused` of group 'model': its shape (0, 3) holds no value."
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        trainer.fit([BATCH] * 2, 2)
+    assert trainer.step == 0
+
+
 def test_a_disk_without_room_for_a_checkpoint(tmp_path: Path) -> None:
     needed = 2**60
     message = f"A checkpoint of this run takes {needed:,} bytes, but only "

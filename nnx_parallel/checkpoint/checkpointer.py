@@ -297,6 +297,28 @@ class Checkpointer:
             raise save_error(step, str(self.options.directory), error) from error
         self._pending = None
 
+    def wait_together(self) -> bool:
+        """Waits until the save under way has ended on all processes, or failed on one.
+
+        All of them call it. Those that have not failed wait for the one that has: up to
+        20 minutes, after which Orbax gives it up.
+
+        Returns:
+            Whether it has ended on all, well or not: `wait` returns at once and says.
+        """
+        while True:
+            states = exchange("save under way", self._own_part())
+            if "failed" in states:
+                return False
+            if set(states) == {"ended"}:
+                return True
+
+    def _own_part(self) -> str:
+        """What this process knows of the save under way, within half a second."""
+        if self._watch is None or self._watch.wait(seconds=0.5):
+            return "ended"
+        return "failed" if self._watch.has_failed_here else "under way"
+
     def poll(self) -> None:
         """Raises the failure of the save under way if it has failed; does not wait.
 

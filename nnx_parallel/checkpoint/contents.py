@@ -66,6 +66,18 @@ def check_groups(groups: Groups) -> None:
                 raise CheckpointError(
                     f"Cannot save `{path}` of group {name!r}: {fault}"
                 )
+    check_shapes(groups)
+
+
+def check_shapes(groups: Groups | AbstractGroups) -> None:
+    """Raises ``CheckpointError`` unless every array, abstract or not, holds a value."""
+    for name, group in groups.items():
+        for path, array in group.items():
+            if 0 in array.shape:
+                raise CheckpointError(
+                    f"Cannot save `{path}` of group {name!r}: its shape {array.shape} "
+                    "holds no value. Leave empty arrays out."
+                )
 
 
 def check_shardings(groups: AbstractGroups) -> None:
@@ -268,8 +280,6 @@ def _abstract(
 def _fault(array: Any) -> str | None:
     if not isinstance(array, jax.Array):
         return f"found {type(array).__name__}; only jax.Array can be saved."
-    if array.size == 0:
-        return f"its shape {array.shape} holds no value. Leave empty arrays out."
     if array.is_deleted():
         return "it was donated. Save what the step returned, not what it was given."
     return None

@@ -39,6 +39,7 @@ class Watch:
     def __init__(self) -> None:
         self._has_failed = threading.Event()
         self._has_ended = threading.Event()
+        self._is_told = False
         self._log = _WriterLog()
         _LOGGER.addHandler(self._log)
 
@@ -69,9 +70,15 @@ class Watch:
         """Whether the save has failed, and all processes have met."""
         return self._has_failed.is_set()
 
+    @property
+    def has_failed_here(self) -> bool:
+        """Whether writing has failed in this process."""
+        return self._log.error is not None
+
     def take_local_error(self) -> Exception | None:
         """What writing has failed of in this process, once; ``None`` if it has not."""
-        error, self._log.error = self._log.error, None
+        error = None if self._is_told else self._log.error
+        self._is_told |= error is not None
         return error
 
 
@@ -91,7 +98,7 @@ class _WriterLog(logging.Handler):
 def save_error(step: int, directory: str, error: Exception) -> CheckpointSaveError:
     """The error to raise for one of Orbax while it saved."""
     return CheckpointSaveError(
-        f"Saving step {step} in '{directory}' failed: {root_cause(error)} No earlier "
+        f"Saving step {step} in '{directory}' failed: {root_cause(error)} No other "
         "checkpoint was deleted."
     )
 

@@ -14,11 +14,12 @@ from typing import Any, Literal, Self
 import jax
 
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
+from nnx_parallel.checkpoint.contents import check_shapes
 from nnx_parallel.checkpoint.directory import check_space, is_url
 from nnx_parallel.checkpoint.options import Checkpoint
 from nnx_parallel.checkpoint.recovery import restore_newest
 from nnx_parallel.checkpoint.training import Groups, from_groups, to_groups
-from nnx_parallel.distributed import exchange
+from nnx_parallel.distributed import agree, exchange, strip_addresses
 from nnx_parallel.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -91,13 +92,14 @@ class Storage:
         """Whether ``step`` is one to save."""
         return self.options is not None and self._checkpointer().should_save(step)
 
-    def agree_on_steps(self) -> None:
-        """Checks that all processes see the same steps; all of them call it.
+    def agree(self) -> None:
+        """Checks that all processes save alike and see the same steps; all call it.
 
         Raises:
             DisagreementError: On all processes, if not. They would wait for one
                 another, or take parts of different steps for damage.
         """
+        agree("checkpoints", {"checkpoint": strip_addresses(repr(self.options))})
         if self.options is None:
             return
         checkpointer = self._checkpointer()
@@ -139,6 +141,7 @@ class Storage:
         metrics: Mapping[str, float],
         *,
         once: bool = True,
+        may_skip: bool = False,
     ) -> None:
         """Saves a state under its step.
 
@@ -148,16 +151,28 @@ class Storage:
             position: Where the data stands, as JSON can hold it.
             metrics: Values at this step.
             once: Do nothing if this object has saved or restored the step itself.
+            may_skip: Save nothing, where training goes on after failures, as long as
+                the save before has failed on a process for which others wait.
 
         Raises:
             CheckpointError: If somebody else has saved this step or a later one.
 
         Warns:
-            UserWarning: If the metric of ``keep_best`` is not among ``metrics``.
+            UserWarning: If the metric of ``keep_best`` is not among ``metrics``, or the
+                step is not saved.
         """
         if once and self._last_saved == step:
             return
         checkpointer = self._checkpointer()
+        may_skip &= checkpointer.options.on_save_error == "warn"
+        if may_skip and jax.process_count() > 1 and not checkpointer.wait_together():
+            self.poll()
+            warnings.warn(
+                f"Step {step} is not saved: an earlier save has failed on a process, "
+                "and the others wait for it (20 minutes at most). Training goes on.",
+                stacklevel=2,
+            )
+            return
         with self._failing_as_told():
             checkpointer.wait()
         best = checkpointer.options.keep_best
@@ -195,14 +210,17 @@ class Storage:
                 raise
             warnings.warn(f"{error} Training goes on.", stacklevel=4)
 
-    def check_space(self, abstract: TrainState) -> None:
-        """Checks that a checkpoint of such a state fits on the disk.
+    def check_state(self, abstract: TrainState) -> None:
+        """Checks that such a state can be saved, and fits on the disk.
 
         Raises:
-            CheckpointDirectoryError: If it does not.
+            CheckpointError: If it holds an array without values.
+            CheckpointDirectoryError: If it does not fit.
         """
         if self.options is not None:
-            arrays = jax.tree.leaves(to_groups(abstract))
+            groups = to_groups(abstract)
+            check_shapes(groups)
+            arrays = jax.tree.leaves(groups)
             needed = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
             check_space(str(self.options.directory), needed)
 

@@ -177,6 +177,34 @@ def test_a_save_that_fails_on_one_process_is_told_at_once(tmp_path: Path) -> Non
     assert ended.seconds < 30
 
 
+def test_a_process_that_does_not_save_is_told_of(tmp_path: Path) -> None:
+    saved = {"directory": str(tmp_path / "run")}
+    ended = launch(break_process("unsaved", checkpoint=saved))
+    assert ended.code == 1, ended.text
+    message = "The processes disagree about the checkpoints:"
+    assert message in ended.text
+    assert (
+        f"checkpoint: process 0 has \"Checkpoint(directory='{tmp_path}/run'"
+        in ended.text
+    )
+    assert 'process 1 has "None"' in ended.text
+    assert not (tmp_path / "run").exists()
+    assert ended.seconds < 30
+
+
+def test_a_run_that_warns_of_a_failed_save_does_not_wait_for_it(tmp_path: Path) -> None:
+    saved = {"directory": str(tmp_path / "run"), "every": 5, "on_save_error": "warn"}
+    fault = {"kind": "disk", "process": 1, "raise_at": 17}
+    settings = {"model": "linear", "steps": 100, "checkpoint": saved, "fault": fault}
+    ended = launch(settings)
+    assert f"Saving step 5 in '{tmp_path}/run' failed: " in ended.text
+    for step in (10, 15):
+        lines = re.findall(rf"^\[(\d)\] .*Step {step} is not saved: ", ended.text, re.M)
+        assert sorted(lines) == ["0", "1"], ended.text
+    assert "this process has had enough" in ended.text
+    assert ended.seconds < 30
+
+
 def test_a_sigterm_to_one_process_saves_and_ends_all(tmp_path: Path) -> None:
     saved = {"directory": str(tmp_path / "run")}
     settings = break_process("term", steps=60, checkpoint=saved)

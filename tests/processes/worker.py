@@ -137,6 +137,8 @@ class Fault(Callback):
             resource.setrlimit(resource.RLIMIT_FSIZE, (64, limit))
 
     def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
+        if step == self._fault.get("raise_at"):  # a second one
+            raise ValueError("this process has had enough")
         if step != self._fault.get("step"):
             return
         kind = self._fault["kind"]
@@ -172,7 +174,8 @@ def make_trainer(settings: Settings, strategy: Strategy, **options: Any) -> Trai
     is_gpt = settings.model == "gpt"
     is_odd = active_fault(settings).get("kind") == "optimizer"
     checkpoint = None
-    if settings.checkpoint is not None:
+    saves = active_fault(settings).get("kind") != "unsaved"
+    if settings.checkpoint is not None and saves:
         checkpoint = Checkpoint(**settings.checkpoint)
     return Trainer(
         model=MODELS[settings.model],
