@@ -183,10 +183,8 @@ def test_a_process_that_does_not_save_is_told_of(tmp_path: Path) -> None:
     assert ended.code == 1, ended.text
     message = "The processes disagree about the checkpoints:"
     assert message in ended.text
-    assert (
-        f"checkpoint: process 0 has \"Checkpoint(directory='{tmp_path}/run'"
-        in ended.text
-    )
+    options = f"Checkpoint(directory='{tmp_path}/run'"
+    assert f'checkpoint: process 0 has "{options}' in ended.text
     assert 'process 1 has "None"' in ended.text
     assert not (tmp_path / "run").exists()
     assert ended.seconds < 30
