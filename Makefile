@@ -13,7 +13,7 @@ pytest := $(python) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 install := $(python) -m pip install -qq --disable-pip-version-check --no-input \
 	$(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
-.PHONY: help demo demo-clean setup test test-faults test-all lint docs clean
+.PHONY: help demo demo-clean setup test test-deep test-faults test-all lint docs clean
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -31,8 +31,11 @@ demo-clean:  ## forget the demo's run, so that the next starts afresh
 
 setup: $(VENV)/.dev  ## the library and all development tools, in an environment
 
-test: $(VENV)/.dev  ## the tests, without the slow ones and those of faults
-	$(pytest) -m "not slow and not faults" $(PYTEST_ARGS)
+test: $(VENV)/.dev  ## the tests, without the slow ones and those below; 10 minutes
+	$(pytest) -m "not slow and not faults and not deep" $(PYTEST_ARGS)
+
+test-deep: $(VENV)/.dev  ## pipelines and sequence parallelism in depth; 5 minutes
+	$(pytest) -m "deep and not slow" $(PYTEST_ARGS)
 
 test-faults: $(VENV)/.dev  ## processes that die, hang and are killed; 5 minutes
 	$(python) -m pytest -n 2 -m "faults and not slow" $(PYTEST_ARGS)

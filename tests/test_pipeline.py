@@ -26,6 +26,8 @@ from nnx_parallel.sharding.layout import ZeroKind
 from tests.parity.models import GPT_SIZES, Arrays, token_batch
 from tests.pipelines import assert_like_one_device, make_trainer
 
+pytestmark = pytest.mark.deep
+
 NUM_LAYERS = 4
 GPT_CONFIG = GPTConfig.tiny(**(GPT_SIZES | {"num_layers": NUM_LAYERS}))
 TOKENS = token_batch(np.random.default_rng(0))

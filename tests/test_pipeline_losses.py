@@ -29,6 +29,8 @@ from nnx_parallel.sharding import constrain
 from nnx_parallel.sharding.model import nest
 from tests.pipelines import assert_like_one_device, make_trainer
 
+pytestmark = pytest.mark.deep
+
 NUM_LAYERS = 4
 
 

@@ -1,7 +1,8 @@
 """Every schedule on every mesh trains to the numbers of one device.
 
-The loss is that of one device, weighted by token. ``make test`` runs each schedule on
-one mesh and each mesh with one schedule, ``make test-all`` the product with all models.
+The loss is that of one device, weighted by token. ``make test`` runs one of them, in
+three dimensions; ``make test-deep`` each schedule on one mesh and each mesh with one
+schedule, ``make test-all`` the product with all models.
 """
 
 import math
@@ -72,6 +73,7 @@ MESHES: dict[str, tuple[int, tuple[Strategy, ...]]] = {
 # Where the parts of a mesh split all arrays of the layers evenly.
 LAYER_PARTS = {"pp2": 2, "pp4": 4, "pp2_dp4": 2}
 PRODUCT = list(product(SCHEDULES, MESHES, DEEP_CASES))
+QUICK = ("1f1b", "pp2_fsdp2_tp2", "untied")
 
 
 def is_chosen(schedule: str, mesh: str, model: str) -> bool:
@@ -83,23 +85,19 @@ def is_chosen(schedule: str, mesh: str, model: str) -> bool:
 
 def parametrized() -> list:
     """The product; what is not chosen is slow. One worker runs what shares a run."""
-    return [
-        pytest.param(
-            *combination,
-            marks=[
-                pytest.mark.xdist_group(
-                    f"pipeline {combination[2]} {MESHES[combination[1]][0]}"
-                ),
-                *([] if is_chosen(*combination) else [pytest.mark.slow]),
-            ],
-        )
-        for combination in PRODUCT
-    ]
+    cases = []
+    for case in PRODUCT:
+        group = pytest.mark.xdist_group(f"pipeline {case[2]} {MESHES[case[1]][0]}")
+        depth = pytest.mark.deep if is_chosen(*case) else pytest.mark.slow
+        marks = [group] if case == QUICK else [group, depth]
+        cases.append(pytest.param(*case, marks=marks))
+    return cases
 
 
 def test_each_value_is_chosen() -> None:
     chosen = [combination for combination in PRODUCT if is_chosen(*combination)]
     assert len(chosen) == len({(c[0], c[1]) for c in chosen}) == 5
+    assert QUICK in chosen
     for factor, values in enumerate((SCHEDULES, MESHES, DEEP_CASES)):
         counts = [sum(c[factor] == value for c in chosen) for value in values]
         assert min(counts) >= 1

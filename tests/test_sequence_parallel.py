@@ -57,21 +57,24 @@ STRATEGIES: dict[str, Strategy] = {
 }
 
 
-QUICK = {
-    ("sequence", "gpt"),
+QUICK = {("sequence", "gpt")}
+DEEP = {
     ("bidirectional", "llama"),
     ("dp_fsdp_ring", "gpt"),
     ("pipeline_fsdp_ring", "llama"),
 }
-PARITY = [
-    pytest.param(
-        name, model, marks=[] if (name, model) in QUICK else [pytest.mark.slow]
-    )
-    for name, model in product(STRATEGIES, ["gpt", "llama"])
-]
 
 
-@pytest.mark.parametrize(("name", "model"), PARITY)
+def parametrized() -> list:
+    """The product: one case is quick, each kind of overlap deep, and the rest slow."""
+    cases = []
+    for case in product(STRATEGIES, ["gpt", "llama"]):
+        mark = pytest.mark.deep if case in DEEP else pytest.mark.slow
+        cases.append(pytest.param(*case, marks=[] if case in QUICK else [mark]))
+    return cases
+
+
+@pytest.mark.parametrize(("name", "model"), parametrized())
 def test_same_numbers_as_one_device(name: str, model: str):
     """Losses of 20 steps of AdamW and of SGD; each leaf of the first gradients."""
     strategy = STRATEGIES[name]
@@ -116,6 +119,7 @@ def growth(config: GPTConfig, strategy: Strategy) -> float:
     return (many - few) / 4 / ACTIVATION
 
 
+@pytest.mark.deep
 class TestMemory:
     """What a layer keeps for the backward pass.
 
@@ -159,6 +163,7 @@ class TestMemory:
         assert dots.report.flops - none.report.flops == attention
 
 
+@pytest.mark.deep
 class TestCommunication:
     def collectives(self, strategy: Strategy, count: int) -> dict[str, list[int]]:
         """Bytes by kind of what runs ``count`` times and is no parameter's gradient."""
