@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.checkpoint import Checkpoint, Checkpointer, fingerprint
+from nnx_parallel.checkpoint import Checkpoint, Checkpointer, fingerprint, gate
 from nnx_parallel.checkpoint.fingerprint_file import (
     PART,
     LateFingerprints,
@@ -158,7 +158,7 @@ def test_fingerprints_that_are_under_way_hold_no_array():
 def start_save(options: Checkpoint, values):
     """A save of Orbax's as the Checkpointer has it, with fingerprints of our own."""
     rules, names = Rules(options, {}), OnlyCheckpoints()
-    orbax = open_directory(options, rules, names, cleanup=True)
+    orbax = open_directory(options, rules, names, gate.Gate(), cleanup=True)
     parts = {**weights(), PART: LateFingerprints("digest", values)}
     response = orbax.save_checkpointables_async(1, parts, force=True)
     assert response is not None
@@ -255,6 +255,35 @@ def test_save_returns_before_the_files_are_written(options):
         assert not path_of(options, "1").exists()
         checkpointer.wait()
         assert path_of(options, "1").exists()
+
+
+def test_nothing_is_written_before_all_groups_are_copied(options, monkeypatch):
+    with Checkpointer(options) as checkpointer:
+        copy = checkpointer._orbax.save_checkpointables_async
+        found = []
+
+        def copy_and_look(*args, **more):
+            response = copy(*args, **more)
+            time.sleep(0.2)  # the writers have their threads by now
+            found.append(os.listdir(options.directory))
+            return response
+
+        monkeypatch.setattr(
+            checkpointer._orbax, "save_checkpointables_async", copy_and_look
+        )
+        checkpointer.save(1, weights(), {})
+        checkpointer.wait()
+        assert found == [[]]
+        assert path_of(options, "1").exists()
+
+
+def test_a_gate_that_stays_closed_holds_no_save_up_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr(gate, "_MOST_SECONDS", 0.05)
+    closed = gate.Gate()
+    with closed.closed():
+        (closed.path(str(tmp_path)) / f"1.{gate.UNFINISHED}").mkdir()
+        (closed.path(str(tmp_path)) / "other").mkdir()
+    assert len(os.listdir(tmp_path)) == 2
 
 
 def test_synchronous_save_is_on_disk_when_it_returns(tmp_path):

@@ -37,6 +37,7 @@ from nnx_parallel.checkpoint.fingerprint_file import (
     LateFingerprints,
     read_fingerprints,
 )
+from nnx_parallel.checkpoint.gate import Gate
 from nnx_parallel.checkpoint.opening import OnlyCheckpoints, open_directory
 from nnx_parallel.checkpoint.options import Checkpoint, Metrics, Rules, best_steps
 from nnx_parallel.checkpoint.reading import (
@@ -92,9 +93,10 @@ class Checkpointer:
         self._known_metrics: dict[int, Metrics] = {}
         self._rules = rules = Rules(options, self._known_metrics)
         self._names = OnlyCheckpoints()
+        self._gate = Gate()
         with self._listing():
             self._orbax = open_directory(
-                options, rules, self._names, cleanup=not read_only
+                options, rules, self._names, self._gate, cleanup=not read_only
             )
 
     @property
@@ -197,16 +199,14 @@ class Checkpointer:
         self._known_metrics[step] = metrics
         watch = Watch()
         try:
-            response = self._orbax.save_checkpointables_async(
-                step,
-                {
-                    **{name: dict(arrays) for name, arrays in groups.items() if arrays},
-                    PART: late,
-                },
-                force=True,
-                overwrite=overwrite,
-                custom_metadata=header,
-            )
+            with self._gate.closed():
+                response = self._orbax.save_checkpointables_async(
+                    step,
+                    {name: dict(x) for name, x in groups.items() if x} | {PART: late},
+                    force=True,
+                    overwrite=overwrite,
+                    custom_metadata=header,
+                )
         except Exception as error:
             watch.end()
             raise save_error(step, directory, error) from error

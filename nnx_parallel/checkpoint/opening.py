@@ -9,6 +9,7 @@ from orbax.checkpoint import v1 as ocp
 
 from nnx_parallel.checkpoint.directory import METADATA_FILE, is_url
 from nnx_parallel.checkpoint.fingerprint_file import FingerprintHandler
+from nnx_parallel.checkpoint.gate import Gate
 from nnx_parallel.checkpoint.options import Checkpoint, Rules
 
 
@@ -61,9 +62,21 @@ class OnlyCheckpoints:
 
 
 def open_directory(
-    options: Checkpoint, rules: Rules, names: OnlyCheckpoints, *, cleanup: bool
+    options: Checkpoint,
+    rules: Rules,
+    names: OnlyCheckpoints,
+    gate: Gate,
+    *,
+    cleanup: bool,
 ) -> ocp.training.Checkpointer:
     """Opens a directory; ``cleanup`` removes what a dead save has left.
+
+    Args:
+        options: Which directory.
+        rules: When to save, and what to keep.
+        names: How steps are named and found.
+        gate: Behind which local directories are made.
+        cleanup: Whether to remove what a dead save has left.
 
     Raises:
         OSError: If it cannot be read now.
@@ -79,11 +92,10 @@ def open_directory(
     context.array_options.saving.min_slice_bytes_for_replica_parallel = 2**20
     # Where a directory cannot be made in the background, writers wait for it, and the
     # interpreter for them: only where it is tried first.
-    context.async_options.create_directories_asynchronously = not is_url(
-        str(options.directory)
-    )
+    directory = str(options.directory)
+    context.async_options.create_directories_asynchronously = not is_url(directory)
     return ocp.training.Checkpointer(
-        str(options.directory),
+        directory if is_url(directory) else gate.path(directory),
         context=context,
         save_decision_policy=rules,
         preservation_policy=rules,

@@ -13,6 +13,7 @@ import jax
 from nnx_parallel.checkpoint import Checkpoint
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.contents import StoredCheckpoint
+from nnx_parallel.checkpoint.gate import UNFINISHED
 from nnx_parallel.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -119,10 +120,10 @@ def _leftovers(directory: Path) -> list[str]:
     """What is neither a step nor anything that a run writes beside them."""
     return [
         f"'{path.name}': left by a save that died; the next start removes it"
-        if "orbax-checkpoint-tmp" in path.name
+        if UNFINISHED in path.name
         else f"'{path.name}': set aside as damaged"
         for path in sorted(directory.iterdir())
-        if "orbax-checkpoint-tmp" in path.name or path.name.startswith("damaged-")
+        if UNFINISHED in path.name or path.name.startswith("damaged-")
     ]
 
 
