@@ -78,7 +78,8 @@ def initialize(
 
     Args:
         coordinator_address: ``host:port`` of process 0, where jax's coordinator
-            listens. On a loopback address nobody else can reach it.
+            listens; an IPv6 address in brackets. On a loopback address nobody else
+            can reach it.
         num_processes: How many processes there are.
         process_id: This one's number, from 0.
         local_device_ids: The devices of this machine that are this process's.
