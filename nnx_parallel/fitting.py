@@ -105,7 +105,7 @@ class Fitting:
     def _run(
         self, loop: Loop, logger: LoggerGroup, data: Iterable[Batch], num_steps: int
     ) -> None:
-        self.storage.agree()
+        self.storage.agree_on_options()
         resumed = self.progress.resume()
         self.storage.check_ahead(self._step)
         if self._step < num_steps:

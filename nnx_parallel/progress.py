@@ -74,6 +74,7 @@ class Progress:
         """
         if not self._engine.is_fresh:
             return None
+        self._storage.agree_on_steps()
         if not self._storage.resumes():
             return None
         abstract = self._engine.plan.abstract

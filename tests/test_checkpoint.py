@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from orbax.checkpoint import v1 as ocp
 
 from nnx_parallel.checkpoint import Checkpoint, Checkpointer, fingerprint, gate
 from nnx_parallel.checkpoint.fingerprint_file import (
@@ -258,32 +259,48 @@ def test_save_returns_before_the_files_are_written(options):
 
 
 def test_nothing_is_written_before_all_groups_are_copied(options, monkeypatch):
+    copy = ocp.training.Checkpointer.save_checkpointables_async
+    found = []
+
+    def copy_and_look(*args, **more):
+        response = copy(*args, **more)
+        time.sleep(0.2)  # the writers have their threads by now
+        found.append(os.listdir(options.directory))
+        return response
+
+    monkeypatch.setattr(
+        ocp.training.Checkpointer, "save_checkpointables_async", copy_and_look
+    )
     with Checkpointer(options) as checkpointer:
-        copy = checkpointer._orbax.save_checkpointables_async
-        found = []
-
-        def copy_and_look(*args, **more):
-            response = copy(*args, **more)
-            time.sleep(0.2)  # the writers have their threads by now
-            found.append(os.listdir(options.directory))
-            return response
-
-        monkeypatch.setattr(
-            checkpointer._orbax, "save_checkpointables_async", copy_and_look
-        )
         checkpointer.save(1, weights(), {})
         checkpointer.wait()
         assert found == [[]]
         assert path_of(options, "1").exists()
 
 
-def test_a_gate_that_stays_closed_holds_no_save_up_for_ever(tmp_path, monkeypatch):
-    monkeypatch.setattr(gate, "_MOST_SECONDS", 0.05)
-    closed = gate.Gate()
-    with closed.closed():
-        (closed.path(str(tmp_path)) / f"1.{gate.UNFINISHED}").mkdir()
-        (closed.path(str(tmp_path)) / "other").mkdir()
-    assert len(os.listdir(tmp_path)) == 2
+@pytest.mark.parametrize(
+    ("name", "waits"),
+    [
+        (f"1.{gate.UNFINISHED}", True),
+        (f"1.{gate.UNFINISHED}/model.{gate.UNFINISHED}", False),
+        ("other", False),
+    ],
+)
+def test_a_gate_holds_the_directory_of_a_step_up_for_a_while(
+    name, waits, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(gate, "_MOST_SECONDS", 0.3)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    shut = gate.Gate()
+    path = shut.path(str(tmp_path)) / name
+    with shut.closed():
+        start = time.monotonic()
+        path.mkdir()
+        assert (time.monotonic() - start >= 0.3) == waits
+    assert (tmp_path / name).is_dir()
+    start = time.monotonic()
+    (shut.path(str(tmp_path)) / f"2.{gate.UNFINISHED}").mkdir()  # it is open now
+    assert time.monotonic() - start < 0.3
 
 
 def test_synchronous_save_is_on_disk_when_it_returns(tmp_path):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from functools import partial
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -267,6 +268,26 @@ def test_a_stranger_who_says_nothing_keeps_nobody_waiting(
             assert peer.poll(30)
             assert json.loads(peer.recv_bytes())["values"] == [0, 1]
             peer.close()
+
+
+def test_a_default_timeout_of_sockets_changes_nothing() -> None:
+    hub = Hub("localhost", 1, b"key")
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(0.2)
+    try:
+        peer = join_hub(hub, 0, "localhost")
+        assert not peer.poll(0.5)
+        peer.send_bytes(json.dumps({"op": "put", "key": "x", "value": 1}).encode())
+        assert json.loads(peer.recv_bytes())["values"] == [1]
+        peer.close()
+    finally:
+        socket.setdefaulttimeout(before)
+
+
+def test_a_connection_needs_the_key() -> None:
+    hub = Hub("127.0.0.1", 1, b"another", join_seconds=1)
+    with pytest.raises(AuthenticationError):
+        join_hub(hub, 0)
 
 
 def test_who_does_not_join_is_named() -> None:

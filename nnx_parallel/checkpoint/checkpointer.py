@@ -281,27 +281,33 @@ class Checkpointer:
             return stored, load(f"{self.options.directory}/{step}", wanted)
 
     def wait(self) -> None:
-        """Waits until the save under way is on disk, or raises its failure."""
+        """Waits until the save under way is on disk, or raises its failure.
+
+        Each process raises a failure once, here or in `poll`. Where training goes on
+        after it (``on_save_error="warn"``), the save has ended on all of them then.
+        """
         if self._pending is None or self._watch is None:
             return
         step, response = self._pending
         while not self._watch.wait(seconds=0.5):
-            self._check_own_part()
+            if self.options.on_save_error == "raise":
+                self._check_own_part()
+        self._pending = None
         try:
             response.result()
         except Exception as error:
-            self._pending = None
             with contextlib.suppress(Exception):
                 self._orbax.wait()  # Orbax raises a failure once in each thread
             self._is_stale = True  # Orbax forgot the steps it would have deleted
+            if self._watch.is_told:
+                return
             raise save_error(step, str(self.options.directory), error) from error
-        self._pending = None
 
     def wait_together(self) -> bool:
         """Waits until the save under way has ended on all processes, or failed on one.
 
-        All of them call it. Those that have not failed wait for the one that has: up to
-        20 minutes, after which Orbax gives it up.
+        All of them call it. A save that has failed on one ends on none before Orbax
+        gives it up, 20 minutes after it began: that is not waited for.
 
         Returns:
             Whether it has ended on all, well or not: `wait` returns at once and says.
@@ -358,7 +364,8 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            self._orbax.close()
+            if self._pending is None:  # else the other processes are waited for
+                self._orbax.close()
 
     def __enter__(self) -> Self:
         return self

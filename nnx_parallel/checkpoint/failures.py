@@ -34,12 +34,15 @@ class Watch:
     which those that did not fail never come to. What fails in this process it logs at
     once, from the thread that writes: maybe before the save has come back from its
     start, so that this is made before.
+
+    Attributes:
+        is_told: Whether `take_local_error` has told of a failure.
     """
 
     def __init__(self) -> None:
         self._has_failed = threading.Event()
         self._has_ended = threading.Event()
-        self._is_told = False
+        self.is_told = False
         self._log = _WriterLog()
         _LOGGER.addHandler(self._log)
 
@@ -77,8 +80,8 @@ class Watch:
 
     def take_local_error(self) -> Exception | None:
         """What writing has failed of in this process, once; ``None`` if it has not."""
-        error = None if self._is_told else self._log.error
-        self._is_told |= error is not None
+        error = None if self.is_told else self._log.error
+        self.is_told |= error is not None
         return error
 
 

@@ -46,7 +46,8 @@ class Gate:
 
         class GatedPath(_Path):
             def mkdir(self, *args: Any, **options: Any) -> None:
-                if UNFINISHED in self.name:
+                is_step = UNFINISHED in self.name and UNFINISHED not in self.parent.name
+                if is_step:
                     is_open.wait(_MOST_SECONDS)
                 super().mkdir(*args, **options)
 

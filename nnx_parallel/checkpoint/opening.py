@@ -12,6 +12,9 @@ from nnx_parallel.checkpoint.fingerprint_file import FingerprintHandler
 from nnx_parallel.checkpoint.gate import Gate
 from nnx_parallel.checkpoint.options import Checkpoint, Rules
 
+GIVE_UP_SECONDS = 1200
+"""After which Orbax gives up a save that has not ended, or failed on one process."""
+
 
 class OnlyCheckpoints:
     """Names a step by its number, and lists only directories that are checkpoints.
@@ -82,6 +85,7 @@ def open_directory(
         OSError: If it cannot be read now.
     """
     context = ocp.Context()
+    context.async_options.timeout_secs = GIVE_UP_SECONDS
     registry = ocp.handlers.local_registry()
     registry.add(FingerprintHandler)
     context.checkpointables_options.registry = registry

@@ -92,14 +92,22 @@ class Storage:
         """Whether ``step`` is one to save."""
         return self.options is not None and self._checkpointer().should_save(step)
 
-    def agree(self) -> None:
-        """Checks that all processes save alike and see the same steps; all call it.
+    def agree_on_options(self) -> None:
+        """Checks that all processes save alike; all of them call it.
+
+        Raises:
+            DisagreementError: On all processes, if not. They would wait for one
+                another.
+        """
+        agree("checkpoints", {"checkpoint": strip_addresses(repr(self.options))})
+
+    def agree_on_steps(self) -> None:
+        """Checks that all processes see the same steps; all of them call it.
 
         Raises:
             DisagreementError: On all processes, if not. They would wait for one
                 another, or take parts of different steps for damage.
         """
-        agree("checkpoints", {"checkpoint": strip_addresses(repr(self.options))})
         if self.options is None:
             return
         checkpointer = self._checkpointer()
@@ -151,8 +159,8 @@ class Storage:
             position: Where the data stands, as JSON can hold it.
             metrics: Values at this step.
             once: Do nothing if this object has saved or restored the step itself.
-            may_skip: Save nothing, where training goes on after failures, as long as
-                the save before has failed on a process for which others wait.
+            may_skip: Save nothing, where training goes on after failures, until the
+                save before, which has failed on one of several processes, is given up.
 
         Raises:
             CheckpointError: If somebody else has saved this step or a later one.
@@ -164,15 +172,17 @@ class Storage:
         if once and self._last_saved == step:
             return
         checkpointer = self._checkpointer()
-        may_skip &= checkpointer.options.on_save_error == "warn"
-        if may_skip and jax.process_count() > 1 and not checkpointer.wait_together():
+        goes_on = checkpointer.options.on_save_error == "warn"
+        while goes_on and jax.process_count() > 1 and not checkpointer.wait_together():
             self.poll()
-            warnings.warn(
-                f"Step {step} is not saved: an earlier save has failed on a process, "
-                "and the others wait for it (20 minutes at most). Training goes on.",
-                stacklevel=2,
-            )
-            return
+            if may_skip:
+                warnings.warn(
+                    f"Step {step} is not saved: an earlier save has failed on a "
+                    "process, for which the others wait (20 minutes at most). Training "
+                    "goes on.",
+                    stacklevel=2,
+                )
+                return
         with self._failing_as_told():
             checkpointer.wait()
         best = checkpointer.options.keep_best

@@ -4,6 +4,7 @@ Each case is produced for real, with processes and signals.
 """
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -195,11 +196,25 @@ def test_a_run_that_warns_of_a_failed_save_does_not_wait_for_it(tmp_path: Path) 
     fault = {"kind": "disk", "process": 1, "raise_at": 17}
     settings = {"model": "linear", "steps": 100, "checkpoint": saved, "fault": fault}
     ended = launch(settings)
-    assert f"Saving step 5 in '{tmp_path}/run' failed: " in ended.text
+    told = rf"^\[(\d)\] .*Saving step 5 in '{tmp_path}/run' failed: "
+    assert re.findall(told, ended.text, re.M) == ["1"], ended.text
     for step in (10, 15):
         lines = re.findall(rf"^\[(\d)\] .*Step {step} is not saved: ", ended.text, re.M)
         assert sorted(lines) == ["0", "1"], ended.text
     assert "this process has had enough" in ended.text
+    assert ended.seconds < 30
+
+
+def test_the_end_of_a_fit_is_saved_after_a_save_that_failed(tmp_path: Path) -> None:
+    saved = {"directory": str(tmp_path / "run"), "every": 5, "on_save_error": "warn"}
+    fault = {"kind": "disk", "process": 1, "heal_at": 7}
+    settings = {"model": "linear", "steps": 8, "checkpoint": saved, "fault": fault}
+    ended = launch(settings | {"give_up_seconds": 3})
+    assert ended.code == 0, ended.text
+    told = re.findall(r"^\[(\d)\] .*Saving step 5 in ", ended.text, re.M)
+    assert sorted(told) == ["0", "1"], ended.text
+    steps = [name for name in os.listdir(tmp_path / "run") if name.isdigit()]
+    assert steps == ["8"]
     assert ended.seconds < 30
 
 

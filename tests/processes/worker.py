@@ -10,6 +10,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,7 @@ from nnx_parallel import (
     TensorParallel,
     Trainer,
 )
+from nnx_parallel.checkpoint import opening
 from nnx_parallel.sharding.arrays import flatten_pure
 
 STRATEGIES = {
@@ -70,6 +72,7 @@ class Settings:
         trainer: More options of the `Trainer`.
         fault: What happens, on which process, at which step, at the first start only.
         evaluates: Whether the run ends with an evaluation.
+        give_up_seconds: When a save that has failed on one process is given up.
     """
 
     strategies: list[str] = field(default_factory=lambda: ["fsdp"])
@@ -80,6 +83,7 @@ class Settings:
     trainer: dict[str, Any] = field(default_factory=dict)
     fault: dict[str, Any] = field(default_factory=dict)
     evaluates: bool = False
+    give_up_seconds: int = opening.GIVE_UP_SECONDS
 
 
 def global_batches(count: int) -> list[np.ndarray]:
@@ -133,10 +137,12 @@ class Fault(Callback):
 
     def on_fit_start(self, trainer: Any) -> None:
         if self._fault.get("kind") == "disk":  # nothing longer can be written
-            limit = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-            resource.setrlimit(resource.RLIMIT_FSIZE, (64, limit))
+            limit_files(64)
 
     def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
+        if step == self._fault.get("heal_at"):
+            time.sleep(2)  # what is written behind the steps has failed by now
+            limit_files(resource.getrlimit(resource.RLIMIT_FSIZE)[1])
         if step == self._fault.get("raise_at"):  # a second one
             raise ValueError("this process has had enough")
         if step != self._fault.get("step"):
@@ -154,6 +160,12 @@ class Fault(Callback):
             threading.Event().wait()
         if kind == "exit":
             sys.exit(0)
+
+
+def limit_files(num_bytes: int) -> None:
+    """Lets this process write no file that is longer."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limit))
 
 
 def active_fault(settings: Settings) -> dict[str, Any]:
@@ -224,6 +236,7 @@ def main() -> None:
     """Runs what the command line says."""
     nnx_parallel.initialize()
     settings = Settings(**json.loads(sys.argv[1]))
+    opening.GIVE_UP_SECONDS = settings.give_up_seconds
     found = run(settings)
     if settings.out is not None and jax.process_index() == 0:
         Path(settings.out).write_text(json.dumps(found))
