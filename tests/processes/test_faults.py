@@ -178,6 +178,18 @@ def test_a_save_that_fails_on_one_process_is_told_at_once(tmp_path: Path) -> Non
     assert ended.seconds < 30
 
 
+def test_a_kill_in_the_middle_of_a_save_ends_all_processes(tmp_path: Path) -> None:
+    saved = {"directory": str(tmp_path / "run"), "every": 4}
+    settings = break_process("kill", checkpoint=saved)
+    settings |= {"model": "wide", "fault": settings["fault"] | {"step": 9}}
+    ended = launch(settings)
+    assert ended.code == 128 + signal.SIGKILL, ended.text
+    assert "[0] " + LOST + "its connection closed without a word" in ended.text
+    left = sorted(path.name for path in (tmp_path / "run").glob("[0-9]*"))
+    assert left == ["4", "8.orbax-checkpoint-tmp"]
+    assert ended.seconds < 30
+
+
 def test_a_process_that_does_not_save_is_told_of(tmp_path: Path) -> None:
     saved = {"directory": str(tmp_path / "run")}
     ended = launch(break_process("unsaved", checkpoint=saved))
