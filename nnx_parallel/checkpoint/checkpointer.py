@@ -364,7 +364,7 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            if self._pending is None:  # else the other processes are waited for
+            if self._pending is None:  # else Orbax waits for the other processes
                 self._orbax.close()
 
     def __enter__(self) -> Self:
