@@ -35,6 +35,7 @@ from nnx_parallel.errors import (
     CheckpointReadError,
     CheckpointSaveError,
 )
+from tests.waiting import wait_until
 
 
 def shard_over(num_devices: int):
@@ -186,15 +187,21 @@ def test_a_save_whose_fingerprints_fail_is_no_checkpoint(options):
         raise RuntimeError("a device is gone")
 
     before = set(threading.enumerate())
+
+    def writers() -> list[threading.Thread]:
+        """Orbax's threads, without those that wait for more work."""
+        return [
+            thread
+            for thread in set(threading.enumerate()) - before
+            if not (thread.daemon or thread.name.startswith("metadata_store"))
+        ]
+
     orbax, response = start_save(options, fail)
     with pytest.raises(Exception, match="a device is gone"):
         response.result()
     with contextlib.suppress(Exception):
         orbax.close()  # tells it once more
-    for writer in set(threading.enumerate()) - before:
-        # Those that wait for more work stay.
-        if not (writer.daemon or writer.name.startswith("metadata_store")):
-            writer.join(60)
+    assert wait_until(lambda: not writers(), seconds=60)
     assert not path_of(options, "1").exists()
 
 

@@ -30,6 +30,7 @@ from nnx_parallel.data import (
     is_one_shot,
 )
 from nnx_parallel.errors import BatchShapeError, DataError, DataExhaustedError
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
 PREFETCHES = [0, 1, 2, 5]
@@ -46,13 +47,6 @@ def values(feed: Feed[Any]) -> list[float]:
 
 def feed_threads() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name == "nnx_parallel.prefetch"]
-
-
-def wait_until(is_true: Any, seconds: float = 5.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not is_true() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return is_true()
 
 
 class Counted:
