@@ -4,23 +4,29 @@ It stands at the root because pytest collects `nnx_parallel/` and `models/` for 
 examples too, and devices can only be chosen before jax first counts them.
 """
 
+import gc
 import os
+from collections.abc import Iterator
 
 import jax
 import pytest
 
 from nnx_parallel import simulate_devices
+from tests.cores import keep_to_own_cores
 from tests.sharing import share_compiled_programs
 
 # Tests that run the TPU compiler do so in child processes, and two of those at a time
 # otherwise meet at libtpu's lock file, where one aborts.
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
+keep_to_own_cores()
 simulate_devices(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Without the optimizations of machine code programs compile in two thirds of the time;
 # those before it (the partitioner, fusion) are made, so that the programs are the same.
 jax.config.update("jax_disable_most_optimizations", True)
+# No program says from which lines it comes, which lowering else looks up.
+jax.config.update("jax_traceback_in_locations_limit", 0)
 # No program is kept on disk; left on, jax hashes each one for the name of its file.
 jax.config.update("jax_enable_compilation_cache", False)
 share_compiled_programs()
@@ -32,6 +38,17 @@ def devices() -> list:
     devices = jax.devices()
     assert len(devices) == 8
     return devices
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _left_alone() -> Iterator[None]:
+    """What a file leaves alive, above all in jax's caches, is not looked through again.
+
+    A collection of all garbage else comes to take half a second.
+    """
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

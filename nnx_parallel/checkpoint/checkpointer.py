@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import jax
-from orbax.checkpoint import v1 as ocp
 
 from nnx_parallel.checkpoint.contents import (
     AbstractGroups,
@@ -30,7 +29,7 @@ from nnx_parallel.checkpoint.directory import (
     set_aside,
     unlisted_steps,
 )
-from nnx_parallel.checkpoint.failures import Watch, save_error
+from nnx_parallel.checkpoint.failures import save_error
 from nnx_parallel.checkpoint.fingerprint import start_fingerprints
 from nnx_parallel.checkpoint.fingerprint_file import (
     PART,
@@ -47,6 +46,7 @@ from nnx_parallel.checkpoint.reading import (
     read_together,
     unavailable_if_no_damage,
 )
+from nnx_parallel.checkpoint.under_way import SaveUnderWay
 from nnx_parallel.distributed import exchange
 from nnx_parallel.errors import (
     CheckpointDirectoryError,
@@ -87,8 +87,7 @@ class Checkpointer:
         self.options = options
         self._read_only = read_only
         self._is_stale = False
-        self._pending: tuple[int, ocp.AsyncResponse[bool]] | None = None
-        self._watch: Watch | None = None
+        self._under_way: SaveUnderWay | None = None
         check_directory(str(options.directory), read_only=read_only)
         self._known_metrics: dict[int, Metrics] = {}
         self._rules = rules = Rules(options, self._known_metrics)
@@ -197,7 +196,7 @@ class Checkpointer:
         if self.options.keep_best is not None:
             self._metrics()  # Orbax asks while it saves
         self._known_metrics[step] = metrics
-        watch = Watch()
+        under_way = SaveUnderWay(step, directory)
         try:
             with self._gate.closed():
                 response = self._orbax.save_checkpointables_async(
@@ -208,12 +207,11 @@ class Checkpointer:
                     custom_metadata=header,
                 )
         except Exception as error:
-            watch.end()
+            under_way.end()
             raise save_error(step, directory, error) from error
         assert response is not None, "a forced save is never skipped"
-        self._pending = step, response
-        self._watch = watch
-        watch.follow(response)
+        under_way.follow(response)
+        self._under_way = under_way
         if not self.options.asynchronous:
             self.wait()
 
@@ -286,22 +284,16 @@ class Checkpointer:
         Each process raises a failure once, here or in `poll`. Where training goes on
         after it (``on_save_error="warn"``), the save has ended on all of them then.
         """
-        if self._pending is None or self._watch is None:
+        if self._under_way is None:
             return
-        step, response = self._pending
-        while not self._watch.wait(seconds=0.5):
-            if self.options.on_save_error == "raise":
-                self._check_own_part()
-        self._pending = None
-        try:
-            response.result()
-        except Exception as error:
+        save = self._under_way
+        save.join(patiently=self.options.on_save_error == "warn")
+        self._under_way = None
+        if save.has_failed:
             with contextlib.suppress(Exception):
                 self._orbax.wait()  # Orbax raises a failure once in each thread
             self._is_stale = True  # Orbax forgot the steps it would have deleted
-            if self._watch.is_told:
-                return
-            raise save_error(step, str(self.options.directory), error) from error
+            save.check_whole()
 
     def wait_together(self) -> bool:
         """Waits until the save under way has ended on all processes, or failed on one.
@@ -313,39 +305,25 @@ class Checkpointer:
             Whether it has ended on all, well or not: `wait` returns at once and says.
         """
         while True:
-            states = exchange("save under way", self._own_part())
+            save = self._under_way
+            mine = "ended" if save is None else save.own_part(seconds=0.5)
+            states = exchange("save under way", mine)
             if "failed" in states:
                 return False
             if set(states) == {"ended"}:
                 return True
-
-    def _own_part(self) -> str:
-        """What this process knows of the save under way, within half a second."""
-        if self._watch is None or self._watch.wait(seconds=0.5):
-            return "ended"
-        return "failed" if self._watch.has_failed_here else "under way"
 
     def poll(self) -> None:
         """Raises the failure of the save under way if it has failed; does not wait.
 
         With several processes it may be raised on one of them alone.
         """
-        if self._pending is None or self._watch is None:
+        if self._under_way is None:
             return
-        if self._watch.has_failed:
+        if self._under_way.has_failed:
             self.wait()
         else:
-            self._check_own_part()
-
-    def _check_own_part(self) -> None:
-        """Raises what writing has failed of in this process, while others wait for it.
-
-        With one process nobody does: the save ends, and is told of as a whole.
-        """
-        assert self._pending is not None
-        assert self._watch is not None
-        if jax.process_count() > 1 and (error := self._watch.take_local_error()):
-            raise save_error(self._pending[0], str(self.options.directory), error)
+            self._under_way.check_own_part()
 
     def set_aside(self, step: int) -> str:
         """Puts a damaged step out of the way, and returns where it is now.
@@ -364,7 +342,7 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            if self._pending is None:  # else Orbax waits for the other processes
+            if self._under_way is None:  # else Orbax waits for the other processes
                 self._orbax.close()
 
     def __enter__(self) -> Self:

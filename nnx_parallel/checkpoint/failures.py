@@ -1,14 +1,10 @@
-"""Failures of Orbax: noticed when they happen, and told by what caused them."""
+"""Failures of Orbax, told by what caused them."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
-import threading
-
-from orbax.checkpoint import v1 as ocp
 
 from nnx_parallel.errors import CheckpointSaveError
 
@@ -19,83 +15,8 @@ _PASSING = re.compile(
     r"|EIO|ESTALE|EACCES|EMFILE|ENFILE|ENOMEM|ETIMEDOUT)\b"
 )
 
-_LOGGER = logging.getLogger("absl")
-_WRITER = "async_save"
-"""The thread in which Orbax writes, and logs what it fails of."""
-
 _SPARE_FILES = 64
 """Handles of files that a process in good order could still open."""
-
-
-class Watch:
-    """Notices that a save fails, as soon as it does.
-
-    With several processes Orbax tells of a failure only once all of them have met,
-    which those that did not fail never come to. What fails in this process it logs at
-    once, from the thread that writes: maybe before the save has come back from its
-    start, so that this is made before.
-
-    Attributes:
-        is_told: Whether `take_local_error` has told of a failure.
-    """
-
-    def __init__(self) -> None:
-        self._has_failed = threading.Event()
-        self._has_ended = threading.Event()
-        self.is_told = False
-        self._log = _WriterLog()
-        _LOGGER.addHandler(self._log)
-
-    def follow(self, response: ocp.AsyncResponse[bool]) -> None:
-        """Waits for the save, in a thread of its own."""
-
-        def wait() -> None:
-            try:
-                response.result()
-            except Exception:
-                self._has_failed.set()
-            finally:
-                self.end()
-
-        threading.Thread(target=wait, name="nnx_parallel.save", daemon=True).start()
-
-    def end(self) -> None:
-        """Notices nothing from now on."""
-        _LOGGER.removeHandler(self._log)
-        self._has_ended.set()
-
-    def wait(self, seconds: float) -> bool:
-        """Whether the save has ended, well or not, within some seconds."""
-        return self._has_ended.wait(seconds)
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the save has failed, and all processes have met."""
-        return self._has_failed.is_set()
-
-    @property
-    def has_failed_here(self) -> bool:
-        """Whether writing has failed in this process."""
-        return self._log.error is not None
-
-    def take_local_error(self) -> Exception | None:
-        """What writing has failed of in this process, once; ``None`` if it has not."""
-        error = None if self.is_told else self._log.error
-        self.is_told |= error is not None
-        return error
-
-
-class _WriterLog(logging.Handler):
-    """Keeps the error that Orbax's writing thread logs."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.ERROR)
-        self.error: Exception | None = None
-
-    def emit(self, record: logging.LogRecord) -> None:
-        error = record.exc_info and record.exc_info[1]
-        if record.threadName == _WRITER and isinstance(error, Exception):
-            self.error = error
 
 
 def save_error(step: int, directory: str, error: Exception) -> CheckpointSaveError:
