@@ -51,7 +51,7 @@ PIPELINES: dict[str, Strategy] = {
     "pp4_tp2": Composite(Pipeline(4), TensorParallel(2, overlap="ring")),
     "pp2_dp2_tp2": Composite(Pipeline(2), DataParallel(2), TensorParallel(2)),
 }
-QUICK = {"tp4_ring", "pp2_tp2"}
+CHOSEN = {"tp4_ring", "pp2_tp2"}
 
 
 @cache
@@ -65,7 +65,9 @@ def one_device(microbatches: int) -> Run:
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
-        pytest.param(*item, marks=[] if item[0] in QUICK else [pytest.mark.slow])
+        pytest.param(
+            *item, marks=pytest.mark.deep if item[0] in CHOSEN else pytest.mark.slow
+        )
         for item in (TENSOR | PIPELINES).items()
     ],
 )

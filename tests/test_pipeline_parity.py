@@ -73,7 +73,6 @@ MESHES: dict[str, tuple[int, tuple[Strategy, ...]]] = {
 # Where the parts of a mesh split all arrays of the layers evenly.
 LAYER_PARTS = {"pp2": 2, "pp4": 4, "pp2_dp4": 2}
 PRODUCT = list(product(SCHEDULES, MESHES, DEEP_CASES))
-QUICK = ("1f1b", "pp2_fsdp2_tp2", "untied")
 
 
 def is_chosen(schedule: str, mesh: str, model: str) -> bool:
@@ -89,15 +88,13 @@ def parametrized() -> list:
     for case in PRODUCT:
         group = pytest.mark.xdist_group(f"pipeline {case[2]} {MESHES[case[1]][0]}")
         depth = pytest.mark.deep if is_chosen(*case) else pytest.mark.slow
-        marks = [group] if case == QUICK else [group, depth]
-        cases.append(pytest.param(*case, marks=marks))
+        cases.append(pytest.param(*case, marks=[group, depth]))
     return cases
 
 
 def test_each_value_is_chosen() -> None:
     chosen = [combination for combination in PRODUCT if is_chosen(*combination)]
     assert len(chosen) == len({(c[0], c[1]) for c in chosen}) == 5
-    assert QUICK in chosen
     for factor, values in enumerate((SCHEDULES, MESHES, DEEP_CASES)):
         counts = [sum(c[factor] == value for c in chosen) for value in values]
         assert min(counts) >= 1

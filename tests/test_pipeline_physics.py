@@ -40,6 +40,8 @@ from tests.origins import origins
 from tests.steps import QUICKLY, lower_step, plan_step
 from tests.tpus import numbers_from
 
+pytestmark = pytest.mark.deep
+
 ROWS, MICROBATCHES = 8, 4  # rows of one microbatch; microbatches where any number does
 # The head has a third of the parameters that take part in products.
 CONFIG = GPTConfig.tiny(
@@ -81,7 +83,6 @@ def temporaries(*args, **kwargs) -> int:
     return memory.temp_size_in_bytes
 
 
-@pytest.mark.deep
 class TestZeroBubble:
     """The backward pass in two slots."""
 
@@ -147,7 +148,6 @@ MESHES = {
 }
 
 
-@pytest.mark.deep
 class TestSpread:
     """Every device does its share of the layers and of what comes after them."""
 
@@ -173,7 +173,6 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.deep
 class TestBranches:
     """All devices take the same branch: a collective in it meets all its peers."""
 
@@ -265,7 +264,6 @@ class TestMemory:
         assert many - some <= 32 * (tokens / 4 + 2 * 4)
         assert some - few <= 16 * (tokens / 4 + 2 * 4)
 
-    @pytest.mark.deep
     def test_gpipe_keeps_an_input_and_a_cotangent_of_every_microbatch(self):
         """Where 1F1B keeps 7 inputs and 1 cotangent."""
         gpipe = temporaries(self.CONFIG, Pipeline(4, GPipe(), stash="inputs"), 32)
@@ -273,7 +271,6 @@ class TestMemory:
         more = (32 - 7 + 32 - 1) * self.INPUT_BYTES
         assert gpipe - ours == pytest.approx(more, rel=0.1)
 
-    @pytest.mark.deep
     @pytest.mark.parametrize(
         "schedule",
         [OneFOneB(), GPipe(), ZeroBubble()],
@@ -294,7 +291,6 @@ class TestMemory:
         assert max(copied, default=0) < self.INPUT_BYTES
 
 
-@pytest.mark.deep
 class TestCompileTime:
     """The number of a program's instructions, which compile time follows."""
 

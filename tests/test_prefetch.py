@@ -115,10 +115,11 @@ def one_step(strategy: Strategy, remat: Remat, microbatches: int) -> tuple:
     [
         (fsdp("ring"), "none", 1),
         pytest.param(fsdp("bulk"), "full", 2, marks=pytest.mark.slow),
-        (
+        pytest.param(
             Composite(DataParallel(2), fsdp("bidirectional", 2), TensorParallel(2)),
             "dots",
             2,
+            marks=pytest.mark.deep,
         ),
     ],
     ids=["ring", "bulk", "composite"],
@@ -190,6 +191,7 @@ def test_two_layers_are_gathered_at_a_time(mode: Mode, remat: Remat):
     assert prefetched.report.flops == plain.report.flops
 
 
+@pytest.mark.deep
 def test_n_layers_are_gathered_2_n_plus_1_times():
     """One more than without: the last one backward is for no layer."""
     step = compile_gpt(replace(CONFIG, num_layers=6), fsdp("ring"), ROWS)
