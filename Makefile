@@ -9,7 +9,7 @@ PYTEST_ARGS ?=
 python := $(VENV)/bin/python
 # Groups of tests as collected: the dear ones stand in the middle, so that both workers
 # end together.
-pytest := $(python) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+pytest := $(python) -m pytest -n 2 --own-cores --dist loadgroup --no-loadscope-reorder
 install := $(python) -m pip install -qq --disable-pip-version-check --no-input \
 	$(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 

@@ -19,7 +19,6 @@ from tests.sharing import share_compiled_programs
 # otherwise meet at libtpu's lock file, where one aborts.
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
-keep_to_own_cores()
 simulate_devices(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Without the optimizations of machine code programs compile in two thirds of the time;
@@ -30,6 +29,19 @@ jax.config.update("jax_traceback_in_locations_limit", 0)
 # No program is kept on disk; left on, jax hashes each one for the name of its file.
 jax.config.update("jax_enable_compilation_cache", False)
 share_compiled_programs()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds our own option."""
+    parser.addoption(
+        "--own-cores", action="store_true", help="a core of its own for each worker"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Chooses the cores, before jax starts its threads."""
+    if config.getoption("own_cores"):
+        keep_to_own_cores()
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ _SPARE_FILES = 64
 """Handles of files that a process in good order could still open."""
 
 
-def save_error(step: int, directory: str, error: Exception) -> CheckpointSaveError:
+def save_error(step: int, directory: str, error: BaseException) -> CheckpointSaveError:
     """The error to raise for one of Orbax while it saved."""
     return CheckpointSaveError(
         f"Saving step {step} in '{directory}' failed: {root_cause(error)} No other "

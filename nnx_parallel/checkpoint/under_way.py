@@ -31,7 +31,7 @@ class SaveUnderWay:
     def __init__(self, step: int, directory: str) -> None:
         self._step = step
         self._directory = directory
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._has_ended = threading.Event()
         self._is_told = False
         self._log = _WriterLog()
@@ -43,12 +43,17 @@ class SaveUnderWay:
         def wait() -> None:
             try:
                 response.result()
-            except Exception as error:
+            except BaseException as error:  # it ended a thread of Orbax's
                 self._error = error
             finally:
                 self.end()
 
-        threading.Thread(target=wait, name="nnx_parallel.save", daemon=True).start()
+        follower = threading.Thread(target=wait, name="nnx_parallel.save", daemon=True)
+        try:
+            follower.start()
+        except RuntimeError:
+            self.end()
+            raise
 
     def end(self) -> None:
         """Notices nothing from now on."""
