@@ -29,7 +29,8 @@ from nnx_parallel.collectives import Mode
 MODES = get_args(Mode)
 ROWS, IN, OUT = 2, 6, 5
 ALL_MODES = pytest.mark.parametrize("mode", MODES)
-SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+DEEP = [pytest.param(size, marks=pytest.mark.deep) for size in (1, 2, 3, 8)]
+SIZES = pytest.mark.parametrize("size", [*DEEP, 4])
 LENGTHS = pytest.mark.parametrize("length", [1, 3])
 """Rows of a shard: the halves of an odd one differ, and those of 1 are one."""
 

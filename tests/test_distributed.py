@@ -392,6 +392,7 @@ trainer.fit([np.ones((8, 4), np.float32)] * 3, 3, eval_data=Rows(), eval_every=1
 """
 
 
+@pytest.mark.faults
 def test_an_evaluation_that_hangs_is_ended_and_one_that_compiles_is_not() -> None:
     done = subprocess.run(
         [sys.executable, "-c", HANGING_EVALUATION],
