@@ -31,7 +31,7 @@ demo-clean:  ## forget the demo's run, so that the next starts afresh
 
 setup: $(VENV)/.dev  ## the library and all development tools, in an environment
 
-test: $(VENV)/.dev  ## the tests, without the slow ones and those below; a quarter of an hour
+test: $(VENV)/.dev  ## the tests, without the slow ones and those below; about ten minutes
 	$(pytest) -m "not slow and not faults and not deep" $(PYTEST_ARGS)
 
 test-deep: $(VENV)/.dev  ## what goes beyond FSDP and tensor parallelism, in depth; 5 minutes
