@@ -1,4 +1,4 @@
-"""Programs of the same text share one executable, within a worker.
+"""Programs that are the same share one executable, within a worker.
 
 Tests build the same Trainer again and again, and jax's caches know functions by their
 identity. Nothing goes to disk: programs with collectives that come from there are not
@@ -6,6 +6,7 @@ safe on simulated devices.
 """
 
 import hashlib
+import io
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,10 +43,11 @@ def sharing(compile_program: Callable[..., Any]) -> Callable[..., Any]:
             return compile_program(
                 backend, module, executable_devices, options, host_callbacks, *args
             )
-        text = module.operation.get_asm(enable_debug_info=False)
+        bytecode = io.BytesIO()  # without lines of Python: conftest
+        module.operation.write_bytecode(bytecode)
         key = (
             id(backend),
-            hashlib.sha256(text.encode()).digest(),
+            hashlib.sha256(bytecode.getvalue()).digest(),
             tuple(device.id for device in executable_devices),
             options.SerializeAsString(),
         )
