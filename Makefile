@@ -34,7 +34,7 @@ setup: $(VENV)/.dev  ## the library and all development tools, in an environment
 test: $(VENV)/.dev  ## the tests, without the slow ones and those below; about ten minutes
 	$(pytest) -m "not slow and not faults and not deep" $(PYTEST_ARGS)
 
-test-deep: $(VENV)/.dev  ## what goes beyond FSDP and tensor parallelism, in depth; 5 minutes
+test-deep: $(VENV)/.dev  ## what goes beyond FSDP and tensor parallelism, in depth; 7 minutes
 	$(pytest) -m "deep and not slow" $(PYTEST_ARGS)
 
 test-faults: $(VENV)/.dev  ## processes that die, hang and are killed; 5 minutes
