@@ -31,7 +31,7 @@ demo-clean:  ## forget the demo's run, so that the next starts afresh
 
 setup: $(VENV)/.dev  ## the library and all development tools, in an environment
 
-test: $(VENV)/.dev  ## the tests, without the slow ones and those below; about ten minutes
+test: $(VENV)/.dev  ## the tests, without the slow ones and those below; 10 to 14 minutes
 	$(pytest) -m "not slow and not faults and not deep" $(PYTEST_ARGS)
 
 test-deep: $(VENV)/.dev  ## what goes beyond FSDP and tensor parallelism, in depth; 7 minutes

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from nnx_parallel.cli.launch import Job, launch
 from nnx_parallel.errors import MeshShapeError
 from tests.processes.running import ENVIRONMENT
+from tests.waiting import wait_until
 
 LEAVING = """
 import subprocess, sys
@@ -64,10 +64,7 @@ def lives(pid: int) -> bool:
 
 
 def ends(pid: int) -> bool:
-    deadline = time.monotonic() + 30
-    while lives(pid) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return not lives(pid)
+    return wait_until(lambda: not lives(pid), seconds=30)
 
 
 def number(process: subprocess.Popen[str], word: str) -> int:

@@ -306,7 +306,7 @@ class Checkpointer:
         """
         while True:
             save = self._under_way
-            mine = "ended" if save is None else save.own_part(seconds=0.5)
+            mine = "ended" if save is None else save.own_part()
             states = exchange("save under way", mine)
             if "failed" in states:
                 return False

@@ -63,7 +63,7 @@ class SaveUnderWay:
     @property
     def has_failed(self) -> bool:
         """Whether the save has ended, and not well."""
-        return self._has_ended.is_set() and self._error is not None
+        return self._error is not None
 
     def join(self, *, patiently: bool) -> None:
         """Waits until the save has ended, well or not.
@@ -78,14 +78,14 @@ class SaveUnderWay:
             if not patiently:
                 self.check_own_part()
 
-    def own_part(self, seconds: float) -> str:
-        """What this process knows of the save within some seconds.
+    def own_part(self) -> str:
+        """What this process knows of the save within half a second.
 
         Returns:
             ``"ended"``, well or not; ``"failed"`` here, where the others wait; or
             ``"under way"``.
         """
-        if self._has_ended.wait(seconds):
+        if self._has_ended.wait(0.5):
             return "ended"
         return "under way" if self._log.error is None else "failed"
 
