@@ -51,12 +51,12 @@ CHOSEN = PAIRS + [
 
 
 def parametrized() -> list:
-    """The product; what is not chosen is slow. One worker runs what shares a run."""
+    """The product; what is not chosen is slow. One worker runs what shares programs."""
     return [
         pytest.param(
             *combination,
             marks=[
-                pytest.mark.xdist_group(f"parity {combination[0]} {combination[2]}"),
+                pytest.mark.xdist_group(f"parity {combination[0]}"),
                 *([] if combination in CHOSEN else [pytest.mark.slow]),
             ],
         )
