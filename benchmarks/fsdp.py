@@ -28,6 +28,7 @@ from models import GPT, GPTConfig, next_token_loss
 from models.gpt import Block
 from nnx_parallel import FSDP, PathRules, Trainer, audit
 from nnx_parallel.audit.collectives import KINDS
+from nnx_parallel.layers import linear_cross_entropy
 
 ROWS, SEQ, WIDTH, LAYERS, VOCAB = 32, 128, 128, 4, 256
 TX = optax.adamw(1e-3)
@@ -74,10 +75,9 @@ def gpt_loss(model: GPT, batch: Mapping[str, jax.Array], place: Place) -> jax.Ar
         return place(x + place(block.mlp(place(block.mlp_norm(x))))), None
 
     x, _ = jax.lax.scan(run_block, x, nnx.to_pure_dict(blocks))
-    logits = place(model.embed.attend(place(model.norm(x))))
-    return jnp.mean(
-        optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
-    )
+    kernel, vocab_dim = model.head_kernel
+    hidden = place(model.norm(x))
+    return linear_cross_entropy(hidden, kernel, labels, vocab_dim=vocab_dim).value
 
 
 CASES = (

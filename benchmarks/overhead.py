@@ -1,9 +1,10 @@
 """What the Trainer's step costs over the same step written by hand.
 
-Three answers: the compiled programs are the same, opcode by opcode and byte by byte of
-scratch memory; their times are the same; and the host takes as long to dispatch one as
-the other. Beside them stands the step of Flax's guide, `nnx.jit` over `nnx.Optimizer`,
-which walks the model at every call.
+Four answers: the compiled programs are the same, opcode by opcode and byte by byte of
+scratch memory; their times are the same; the host takes as long to dispatch one as the
+other; and a fit, which feeds batches and logs every step, goes as fast as a bare loop
+over one batch that reads no metric. Beside them stands the step of Flax's guide,
+`nnx.jit` over `nnx.Optimizer`, which walks the model at every call.
 
 References:
     Flax, "Scale up on multiple devices", https://flax.readthedocs.io
@@ -11,7 +12,11 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,7 +26,8 @@ import optax
 from benchmarks.peers import copied, copy_state, make_gpt_step, make_nnx_jit_step
 from benchmarks.timing import Ratio, Runner, Table, interleave
 from models import GPT, GPTConfig, next_token_loss
-from nnx_parallel import FSDP, DataParallel, Strategy, Trainer, audit
+from nnx_parallel import FSDP, Callback, DataParallel, Strategy, Trainer, audit
+from nnx_parallel.loggers import JSONLinesLogger
 
 CONFIG = GPTConfig.tiny(num_layers=2, seq_len=32)
 TINY = GPTConfig.tiny(num_layers=1, seq_len=8, embed_dim=16, vocab_size=16)
@@ -39,6 +45,7 @@ def measure(rounds: int = 500) -> Table:
     for name, strategy in STRATEGIES.items():
         _compare_steps(table, name, strategy, rounds)
         _compare_dispatch(table, name, strategy)
+        _compare_fit(table, name, strategy)
     return table
 
 
@@ -53,10 +60,14 @@ def make_trainer(
 
 def make_batch(trainer: Trainer, config: GPTConfig) -> Any:
     """Random tokens, placed."""
+    return trainer.shard_batch(host_batch(config))
+
+
+def host_batch(config: GPTConfig) -> dict[str, np.ndarray]:
+    """Random tokens."""
     rng = np.random.default_rng(0)
     shape = (ROWS, config.seq_len + 1)
-    tokens = rng.integers(0, config.vocab_size, shape, dtype=np.int32)
-    return trainer.shard_batch({"tokens": tokens})
+    return {"tokens": rng.integers(0, config.vocab_size, shape, dtype=np.int32)}
 
 
 def _compare_steps(table: Table, name: str, strategy: Strategy, rounds: int) -> None:
@@ -124,3 +135,52 @@ def _compare_dispatch(table: Table, name: str, strategy: Strategy) -> None:
         table.add(f"{name}: dispatch {run}, us", 1e6 * float(np.median(values)))
     dispatch = Ratio.of(seconds["ours"], seconds["by hand"])
     table.add(f"{name}: dispatch, Trainer / by hand", dispatch)
+
+
+class _Clock(Callback):
+    """When the metrics of each step were known."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_step_end(
+        self, trainer: Any, step: int, metrics: Mapping[str, float]
+    ) -> None:
+        del trainer, step, metrics
+        self.times.append(time.perf_counter())
+
+
+def _compare_fit(
+    table: Table, name: str, strategy: Strategy, rounds: int = 40, num_steps: int = 50
+) -> None:
+    """A fit with all that it does besides the step, from its 6th step to its last."""
+    clock, warm_up = _Clock(), 5
+    with tempfile.TemporaryDirectory() as directory:
+        trainer = Trainer(
+            lambda rngs: GPT(CONFIG, rngs=rngs),
+            TX,
+            next_token_loss,
+            strategy=strategy,
+            loggers=(JSONLinesLogger(Path(directory) / "metrics.jsonl"),),
+            callbacks=(clock,),
+        )
+        batch = make_batch(trainer, CONFIG)
+        bare = Runner(trainer.train_step, copied(trainer.state), batch)
+
+        def fit() -> float:
+            clock.times.clear()
+            data = itertools.repeat(host_batch(CONFIG))
+            trainer.fit(data, trainer.step + warm_up + num_steps)
+            return clock.times[-1] - clock.times[warm_up - 1]
+
+        def loop() -> float:
+            bare()
+            start = time.perf_counter()
+            for _ in range(num_steps):
+                bare.state, _ = bare.step(bare.state, batch)
+            jax.block_until_ready(bare.state)
+            return time.perf_counter() - start
+
+        seconds = interleave({"fit": fit, "loop": loop}, rounds, warm_up=2)
+    over_loop = Ratio.of(seconds["fit"], seconds["loop"])
+    table.add(f"{name}: fit that logs every step / bare loop", over_loop)

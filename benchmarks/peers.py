@@ -1,8 +1,8 @@
 """Training steps as an expert writes them by hand, to measure the library against.
 
-They share the modules of `models.GPT` with what they are compared to, so that the
-mathematics is the same; placement, gathering, rematerialisation, the scan over layers,
-loss, metrics and update are written out here, over plain nested dicts.
+They share the modules of `models.GPT` and the chunked loss with what they are compared
+to, so that the mathematics is the same; placement, gathering, rematerialisation, the
+scan over layers, metrics and update are written out here, over plain nested dicts.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import numbers
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 from flax import nnx
@@ -30,6 +30,7 @@ def check_arguments(
     mesh: Mesh | None,
     ema_decay: float | None,
     callbacks: object,
+    seed: int,
     **counts: int,
 ) -> None:
     """Refuses arguments of a Trainer that contradict one another or mean nothing.
@@ -39,6 +40,7 @@ def check_arguments(
         mesh: The same.
         ema_decay: The same.
         callbacks: The same.
+        seed: The same.
         counts: Numbers of something, by the name of the argument.
 
     Raises:
@@ -56,6 +58,11 @@ def check_arguments(
                 f"{name}={count!r}. It must be an integer of at least {least}, which "
                 f"{meaning}."
             )
+    if not _is_integer(seed) or not -(2**31) <= seed < 2**31:
+        raise ValueError(
+            f"seed={seed!r}. It must be an integer of 32 bits: from {-(2**31)} to "
+            f"{2**31 - 1}."
+        )
     if not isinstance(callbacks, Iterable):
         raise ValueError(
             f"callbacks is a {type(callbacks).__name__}. It must be a list of "
@@ -127,20 +134,41 @@ def check_resumable(data: object) -> None:
         )
 
 
+def check_num_steps(num_steps: object) -> None:
+    """Refuses a length of a fit that is no number of steps.
+
+    Raises:
+        ValueError: If it is not an integer of at least 0.
+    """
+    if not _is_integer(num_steps) or num_steps < 0:  # pyright: ignore[reportOperatorIssue]
+        raise ValueError(
+            f"num_steps={num_steps!r}. It must be an integer of at least 0: all "
+            "updates of the run, those before included."
+        )
+
+
 def check_evaluation(eval_data: object, eval_every: int | None) -> None:
     """Refuses an evaluation in a fit that cannot be made as asked for.
 
     Raises:
-        DataError: If the data is an iterator, which one evaluation would use up.
-        ValueError: If ``eval_every`` is no number of steps.
+        DataError: If the data is an iterator, which one evaluation would use up, or an
+            empty list.
+        ValueError: If ``eval_every`` is no number of steps, or there is no data.
     """
     if eval_every is not None and (not _is_integer(eval_every) or eval_every < 0):
         raise ValueError(
             f"eval_every={eval_every!r}. It must be an integer of at least 0; 0 and "
             "None evaluate at the end alone."
         )
-    if eval_data is not None and is_one_shot(eval_data):
+    if eval_data is None and eval_every:
+        raise ValueError(
+            f"eval_every={eval_every} without eval_data, so that nothing would be "
+            "evaluated. Pass eval_data=, or leave eval_every out."
+        )
+    if isinstance(eval_data, Iterator):
         raise DataError(
             "eval_data is an iterator, which one evaluation would use up. Pass a list, "
             "or an object whose __iter__ starts anew."
         )
+    if isinstance(eval_data, list | tuple) and not eval_data:
+        raise DataError("eval_data is empty. Pass batches, or leave it out.")

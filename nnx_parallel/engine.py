@@ -30,6 +30,9 @@ from nnx_parallel.step import (
     make_train_step,
 )
 
+_NUM_FUNCTIONS = 8
+"""Functions of predictions whose programs are kept: one made anew each time adds up."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvalGuard:
@@ -219,6 +222,8 @@ class Engine:
 
     def _compiled(self, function: Callable[[Any, Batch], Any]) -> Callable:
         if function not in self._functions:
+            if len(self._functions) == _NUM_FUNCTIONS:
+                del self._functions[next(iter(self._functions))]
             step = make_predict_step(self.plan, function, self.options)
             self._functions[function] = step
         return self._functions[function]

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from nnx_parallel.agreements import agree_on_run
 from nnx_parallel.callbacks import Hooks
 from nnx_parallel.checkpoint import Storage
-from nnx_parallel.checks import check_evaluation, check_resumable
+from nnx_parallel.checks import check_evaluation, check_num_steps, check_resumable
+from nnx_parallel.data import check_data
 from nnx_parallel.diagnosis import explain_non_finite
 from nnx_parallel.engine import Engine
 from nnx_parallel.errors import NonFiniteLossError
@@ -65,7 +66,11 @@ class Fitting:
         eval_every: int | None,
     ) -> History:
         """Trains until ``num_steps`` updates are done in all; see `Trainer.fit`."""
+        check_num_steps(num_steps)
+        check_data(data)
         check_evaluation(eval_data, eval_every)
+        num_steps = int(num_steps)
+        eval_every = None if eval_every is None else int(eval_every)
         logger = LoggerGroup(self._make_loggers())
         recorder = Recorder(logger, self.hooks.step_end, log_every=self.log_every)
         if self.overfit_batches:
@@ -112,8 +117,9 @@ class Fitting:
             self.storage.check_state(self.engine.plan.abstract)
         if self.fast_dev_run:
             num_steps = min(num_steps, self._step + 2)
-            first = loop.eval_data and list(itertools.islice(loop.eval_data, 1))
-            loop = dataclasses.replace(loop, eval_data=first)
+            if loop.eval_data is not None:
+                first = list(itertools.islice(loop.eval_data, 1))
+                loop = dataclasses.replace(loop, eval_data=first)
         settings = self.storage.description | {
             "num_steps": num_steps,
             "evaluates": [loop.eval_data is not None, loop.eval_every],

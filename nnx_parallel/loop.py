@@ -61,18 +61,26 @@ class Loop:
         """Trains from the state's step until ``num_steps`` updates are done in all."""
         engine, recorder = self.engine, self.recorder
         step = first_step = int(engine.state.step)
-        with self._feed(data, step, num_steps) as feed, self.tracer:
+        with (
+            self._feed(data, step, num_steps) as feed,
+            self.tracer,
+            self.progress.counting(),
+        ):
             for item in feed:
                 if item.stop_reason is not None:
                     self.supervision.accept(item.stop_reason)
                     if step > first_step:
-                        self._pause(step, num_steps, saves=False)
+                        self._pause(step, num_steps, again=self._evaluates(step))
                     break
                 if recorder.throughput is None:
                     self._compile(item.batch)
-                with self.tracer.step(step), self._explaining_memory():
+                with (
+                    self.tracer.step(step, engine.state),
+                    self._explaining_memory(),
+                ):
                     engine.state, metrics = engine.train_step(engine.state, item.batch)
                 step += 1
+                self.progress.position.advance(item.state)
                 if step > first_step + _STEPS_TO_FIRST_METRICS:
                     engine.first_batch = None
                 self.supervision.watchdog.arm(step)
@@ -80,7 +88,6 @@ class Loop:
                 self.storage.poll()
                 if self.check_replicas_every and step % self.check_replicas_every == 0:
                     check_replicas(engine.state, step)
-                self.progress.position.advance(item.state)
                 with self._explaining_memory():
                     recorder.push(step, metrics, item.wait_seconds)
                 saves = self.storage.is_due(step)
@@ -135,10 +142,19 @@ class Loop:
     def _ends(self, step: int, num_steps: int) -> bool:
         return step == num_steps or self.supervision.stop_reason is not None
 
-    def _pause(self, step: int, num_steps: int, *, saves: bool) -> bool:
+    def _pause(
+        self, step: int, num_steps: int, *, saves: bool = False, again: bool = False
+    ) -> bool:
         """Evaluates and saves, once every step so far is known to be finite.
 
-        Hooks that run here may end the fit: then this step is evaluated and saved.
+        Hooks that run here may end the fit: then this step is evaluated and saved. If
+        the evaluation fails, what has been trained is saved before the error ends it.
+
+        Args:
+            step: Updates done.
+            num_steps: Where the fit is to end.
+            saves: Whether a save is due.
+            again: Whether this step has been evaluated already.
 
         Returns:
             Whether the fit ends here. A request that comes while this step is saved
@@ -146,21 +162,33 @@ class Loop:
         """
         self.recorder.flush()
         self.supervision.watchdog.disarm()
-        metrics = self.recorder.last_row()
+        metrics = self.progress.metrics_of(step) if again else self.recorder.last_row()
         self.progress.measured(step, metrics)
         wants_eval = saves and self.storage.ranks_by_eval
-        if wants_eval or self._evaluates(step) or self._ends(step, num_steps):
-            metrics |= self._evaluate(step, metrics)
+        is_due = wants_eval or self._evaluates(step) or self._ends(step, num_steps)
+        if is_due and not again:
+            try:
+                metrics |= self._evaluate(step, metrics)
+            except Exception:
+                if jax.process_count() == 1:  # one of several cannot save alone
+                    self._save(step, metrics)
+                raise
         ends = self._ends(step, num_steps)
-        if self.storage.options and (saves or ends):
-            position = self.progress.position.to_json()
-            self.storage.save(
-                self.engine.state, step, position, metrics, may_skip=not ends
-            )
+        if saves or ends:
+            self._save(step, metrics, may_skip=not ends)
         self.recorder.restart_clock()
         if not ends:
             self.supervision.watchdog.arm(step)
         return ends
+
+    def _save(
+        self, step: int, metrics: dict[str, float], *, may_skip: bool = False
+    ) -> None:
+        if self.storage.options:
+            position = self.progress.position.to_json()
+            self.storage.save(
+                self.engine.state, step, position, metrics, may_skip=may_skip
+            )
 
     def _evaluate(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         # After a SIGTERM there are seconds left, which the checkpoint needs.

@@ -14,6 +14,7 @@ from nnx_parallel.errors import LossError
 
 RESERVED_METRICS = (
     "step",
+    "time",
     "loss",
     "grad_norm",
     "learning_rate",

@@ -151,7 +151,6 @@ def _build_state(
             for path, x in flatten(variables).items()
         }
     )
-    needs_scale = plan.precision.compute == jnp.float16
     return TrainState(
         step=jnp.int32(0),
         params=params,
@@ -159,7 +158,7 @@ def _build_state(
         opt_state=plan.tx.init(params),
         key=jax.random.fold_in(jax.random.key(seed), _LOSS_STREAM),
         ema=_average(params) if plan.ema_decay is not None else None,
-        loss_scale=LossScale.create() if needs_scale else None,
+        loss_scale=LossScale.create() if plan.precision.needs_loss_scale else None,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 
@@ -55,14 +56,28 @@ class Precision:
                 )
             object.__setattr__(self, field, dtype)
 
+    def gradient_dtype(self, dtype: DTypeLike) -> np.dtype:
+        """The dtype in which gradients of ``dtype`` are accumulated: complex stays."""
+        is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+        return jnp.dtype(dtype if is_complex else self.reduction)
+
+    @property
+    def needs_loss_scale(self) -> bool:
+        """Whether the loss is computed in float16."""
+        compute = self.params if self.compute is None else self.compute
+        return compute == jnp.float16
+
     @classmethod
     def mixed_bfloat16(cls) -> Precision:
-        """float32 parameters and sums, bfloat16 products."""
+        """float32 parameters and accumulated gradients, bfloat16 products."""
         return cls(compute=jnp.bfloat16)
 
     @classmethod
     def mixed_float16(cls) -> Precision:
-        """float32 parameters and sums, float16 products: needs a loss scale."""
+        """float32 parameters and accumulated gradients, float16 products.
+
+        Needs a loss scale.
+        """
         return cls(compute=jnp.float16)
 
 

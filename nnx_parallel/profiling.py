@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import jax
 
@@ -50,12 +50,19 @@ class Tracer:
         self._is_tracing = False
 
     @contextlib.contextmanager
-    def step(self, step: int) -> Iterator[None]:
-        """Names a step in the trace; starts and stops the trace where it is due."""
+    def step(self, step: int, state: Any) -> Iterator[None]:
+        """Names a step in the trace; starts and stops the trace where it is due.
+
+        Args:
+            step: The step that begins.
+            state: What the step before has given, on its way or not: the trace ends
+                once that is there.
+        """
         if self._profile is None:
             yield
             return
         if self._is_tracing and step >= self._profile.stop:
+            jax.block_until_ready(state)
             self._stop()
         if not self._is_tracing and self._profile.start <= step < self._profile.stop:
             jax.profiler.start_trace(str(self.directory))
@@ -66,7 +73,6 @@ class Tracer:
     def _stop(self) -> None:
         if self._is_tracing:
             self._is_tracing = False
-            jax.effects_barrier()
             jax.profiler.stop_trace()
 
     def __enter__(self) -> Self:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Literal
 
 from nnx_parallel.checkpoint import Checkpoint, Storage
 from nnx_parallel.data import Position
 from nnx_parallel.engine import Engine
+from nnx_parallel.errors import CheckpointError
 from nnx_parallel.hyperparameters import warn_of_changes
 
 
@@ -24,10 +27,24 @@ class Progress:
         self._metrics: dict[int, dict[str, float]] = {}
         self._engine = engine
         self._storage = storage
+        self._is_counting = False
 
     def measured(self, step: int, metrics: dict[str, float]) -> None:
         """Notes the metrics of a step, for a save that a hook may ask for."""
         self._metrics = {step: metrics}
+
+    def metrics_of(self, step: int) -> dict[str, float]:
+        """What was noted of a step; nothing of any but the last one noted."""
+        return dict(self._metrics.get(step, {}))
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """While a fit counts steps from the state that it has found."""
+        self._is_counting = True
+        try:
+            yield
+        finally:
+            self._is_counting = False
 
     def save(self) -> None:
         """Saves the present state under its step, and waits until it is on disk."""
@@ -50,7 +67,17 @@ class Progress:
 
         That of another run is what this one begins with: it still resumes from its own
         checkpoints, as it does when the same program is started again.
+
+        Raises:
+            CheckpointError: If a fit is at work, whose count of steps a state of
+                another step would contradict.
         """
+        if self._is_counting and not weights_only:
+            raise CheckpointError(
+                "restore() in the middle of a fit, which counts its steps from the "
+                "state that it began with. Call trainer.stop(reason), and restore and "
+                "fit again after that; or restore weights_only=True."
+            )
         where = self._storage.options if directory is None else Checkpoint(directory)
         storage = Storage(where, {}, read_only=True)
         try:

@@ -251,7 +251,8 @@ def _accumulate(
         return (plan.constrain(grads, "gradient"), variables), means
 
     zeros = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, plan.precision.reduction), state.params
+        lambda x: jnp.zeros(x.shape, plan.precision.gradient_dtype(x.dtype)),
+        state.params,
     )
     start = (plan.constrain(zeros, "gradient"), state.variables)
     (grads, variables), means = jax.lax.scan(step, start, indexed)
@@ -270,7 +271,9 @@ def _update(
         ema = state.ema
         if ema is not None:
             decay = plan.ema_decay
-            ema = optax.incremental_update(params, ema, 1 - decay)  # pyright: ignore[reportOperatorIssue]
+            # Its share of a bfloat16 parameter is no bfloat16.
+            latest = jax.tree.map(lambda x, old: x.astype(old.dtype), params, ema)
+            ema = optax.incremental_update(latest, ema, 1 - decay)  # pyright: ignore[reportOperatorIssue]
         new = TrainState(
             step=state.step + 1,
             params=params,

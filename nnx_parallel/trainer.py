@@ -126,11 +126,13 @@ class Trainer:
             mesh,
             ema_decay,
             callbacks,
+            seed,
             num_microbatches=num_microbatches,
             log_every=log_every,
             overfit_batches=overfit_batches,
             check_replicas_every=check_replicas_every,
         )
+        num_microbatches, seed = int(num_microbatches), int(seed)
         check_model(model, loss)
         Watchdog(step_timeout)  # refuses a time that means nothing
         self.strategy = strategy or DataParallel()
@@ -360,5 +362,6 @@ class Trainer:
             CheckpointNotFoundError: If there is no such step.
             CheckpointMismatchError: If an array differs; each is listed, and nothing
                 has changed.
+            CheckpointError: If a hook of a fit restores more than weights.
         """
         self._progress.restore(step, directory, weights_only=weights_only)

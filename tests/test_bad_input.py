@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +20,7 @@ from nnx_parallel.errors import (
     CheckpointDirectoryError,
     CheckpointError,
     CheckpointSaveError,
+    DataError,
     DeviceMemoryError,
     LossError,
     ModelError,
@@ -155,7 +157,30 @@ def test_a_number_of_steps_between_evaluations_that_is_none() -> None:
         make_trainer().fit([BATCH], 1, eval_data=[BATCH], eval_every=-2)
 
 
-@pytest.mark.parametrize("name", ["eval_loss", "step_seconds", "mfu"])
+@pytest.mark.parametrize("num_steps", [7.5, 1e1, -1, None, True])
+def test_a_number_of_steps_that_is_none(num_steps: Any) -> None:
+    message = f"num_steps={num_steps}. It must be an integer of at least 0: all updates"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_trainer().fit([BATCH] * 8, num_steps)
+
+
+def test_evaluations_of_nothing() -> None:
+    with pytest.raises(ValueError, match="eval_every=2 without eval_data"):
+        make_trainer().fit([BATCH] * 2, 2, eval_every=2)
+    with pytest.raises(DataError, match="eval_data is empty"):
+        make_trainer().fit([BATCH] * 2, 2, eval_data=[])
+    batches = grain.MapDataset.source([BATCH]).to_iter_dataset()
+    with pytest.raises(DataError, match="eval_data is an iterator"):
+        make_trainer().fit([BATCH] * 2, 2, eval_data=iter(batches))
+
+
+@pytest.mark.parametrize("seed", [2**31, -(2**31) - 1, 0.5])
+def test_a_seed_that_is_none(seed: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"seed={seed}. It must be")):
+        make_trainer(seed=seed)
+
+
+@pytest.mark.parametrize("name", ["eval_loss", "step_seconds", "mfu", "time"])
 def test_a_metric_with_a_name_that_the_run_reports(name: str) -> None:
     def loss(model: Any, batch: Any) -> Any:
         return squares(model, batch), {name: 1.0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import json
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from nnx_parallel import FSDP
 from nnx_parallel.data import (
     Feed,
     check_batch,
@@ -28,6 +30,7 @@ from nnx_parallel.data import (
     decode_state,
     encode_state,
     is_one_shot,
+    place_batch,
 )
 from nnx_parallel.errors import BatchShapeError, DataError, DataExhaustedError
 from tests.waiting import wait_until
@@ -38,6 +41,16 @@ PREFETCHES = [0, 1, 2, 5]
 
 def make_batches(num_batches: int, num_rows: int = 4) -> list[dict[str, np.ndarray]]:
     return [{"x": np.full((num_rows, 2), i, np.float32)} for i in range(num_batches)]
+
+
+class Files:
+    """Batches whose number nobody knows before they end."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        yield from make_batches(self._count)
 
 
 def values(feed: Feed[Any]) -> list[float]:
@@ -280,10 +293,10 @@ def test_one_shot_is_what_cannot_be_read_twice() -> None:
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_data_that_ends_too_early_says_how_to_repeat(prefetch: int) -> None:
-    feed = Feed(make_batches(5), jax.device_put, limit=6, skip=2, prefetch=prefetch)
+    feed = Feed(Files(5), jax.device_put, limit=6, skip=2, prefetch=prefetch)
     message = (
-        "Data ended before step 6 of 8: list gave 5 batches here, 2 of them skipped to "
-        "resume. Every step needs a batch. To repeat the data, pass an object whose "
+        "Data ended before step 6 of 8: Files gave 5 batches here, 2 of them skipped "
+        "to resume. Every step needs a batch. To repeat the data, pass an object whose "
         "`__iter__` never ends (`while True: yield from ...`), "
         "`itertools.cycle(batches)`, or a Grain dataset with `.repeat()`."
     )
@@ -292,10 +305,38 @@ def test_data_that_ends_too_early_says_how_to_repeat(prefetch: int) -> None:
 
 
 def test_data_that_ends_within_the_skipped_batches_says_so() -> None:
-    feed = Feed(make_batches(2), jax.device_put, limit=6, skip=3)
-    message = "before step 4 of 9: list gave 2 batches here, 2 of them skipped"
+    feed = Feed(Files(2), jax.device_put, limit=6, skip=3)
+    message = "before step 4 of 9: Files gave 2 batches here, 2 of them skipped"
     with feed, pytest.raises(DataExhaustedError, match=re.escape(message)):
         list(feed)
+
+
+@pytest.mark.parametrize(
+    ("skip", "message"),
+    [
+        (2, "before step 6 of 8: list gave 5 batches here, 2 of them skipped"),
+        (7, "before step 8 of 13: list gave 5 batches here, 5 of them skipped"),
+    ],
+)
+def test_a_list_that_is_too_short_is_refused_at_once(skip: int, message: str) -> None:
+    with pytest.raises(DataExhaustedError, match=re.escape(message)):
+        Feed(make_batches(5), jax.device_put, limit=6, skip=skip)
+
+
+@pytest.mark.parametrize("prefetch", PREFETCHES)
+def test_data_may_write_to_its_batch_again(prefetch: int) -> None:
+    def one_buffer() -> Iterator[np.ndarray]:
+        buffer = np.zeros((8, 1024), np.float32)
+        for i in range(6):
+            buffer[:] = i
+            yield buffer
+        buffer[:] = -1
+
+    layout = FSDP().layout(FSDP().make_mesh())
+    place = functools.partial(place_batch, layout=layout)
+    with Feed(one_buffer(), place, prefetch=prefetch) as feed:
+        found = [np.unique(item.batch).tolist() for item in list(feed)]
+    assert found == [[i] for i in range(6)]
 
 
 def test_a_used_up_iterator_is_named_as_the_likely_cause() -> None:

@@ -18,6 +18,7 @@ from demo.corpus import (
 )
 from demo.train import STRATEGIES, Settings, run
 from models import GPTConfig
+from tests.parity.runs import compiling
 
 
 def as_bytes(text: bytes) -> np.ndarray:
@@ -159,6 +160,20 @@ def test_three_dimensions_train_to_the_same_losses(
         losses[name] = [r["loss"] for r in records if "loss" in r]
     assert len(losses["3d"]) == 6
     np.testing.assert_allclose(losses["3d"], losses["default"], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_whole_demo_clearly_beats_models_that_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], devices: list
+) -> None:
+    with compiling(optimized=True):
+        run(STRATEGIES["default"](), Settings(directory=str(tmp_path)))
+    output = capsys.readouterr().out
+    counted = re.findall(r"(?:unigram|bigram) +(\d+\.\d+)", output)
+    unigram, bigram = map(float, counted)
+    assert bigram < unigram
+    assert max(gpt_bits(output)) < 0.8 * bigram
+    assert "It continues `def `" in output
 
 
 def gpt_bits(output: str) -> list[float]:

@@ -167,10 +167,23 @@ def optimizer_arrays(trainer: Trainer) -> dict[str, jax.Array]:
     return {state_path(path): leaf for path, leaf in leaves}
 
 
+@pytest.fixture(
+    scope="module",
+    params=[
+        "params",
+        pytest.param("gradients", marks=pytest.mark.deep),
+        pytest.param("optimizer", marks=pytest.mark.deep),
+    ],
+)
+def strategy(request: pytest.FixtureRequest) -> FSDP:
+    """Each kind of ZeRO, splitting the smallest arrays too."""
+    return FSDP(shard=request.param, min_size=0)
+
+
 @pytest.fixture(scope="module")
-def split() -> Trainer:
+def split(strategy: FSDP) -> Trainer:
     """Two steps on eight devices."""
-    trainer = make_trainer(side_by_side)
+    trainer = make_trainer(side_by_side, strategy=strategy)
     train(trainer)
     return trainer
 
@@ -205,8 +218,8 @@ def test_every_optimizers_arrays_are_split(name: str, split: Trainer) -> None:
         assert parts == (8 if x.size >= WIDTH else 1), path
 
 
-def test_a_step_leaves_every_array_where_it_was(split: Trainer) -> None:
-    placed = make_trainer(side_by_side).state.opt_state
+def test_a_step_leaves_every_array_where_it_was(split: Trainer, strategy: FSDP) -> None:
+    placed = make_trainer(side_by_side, strategy=strategy).state.opt_state
     same = jax.tree.map(
         lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim),
         split.state.opt_state,
@@ -230,6 +243,22 @@ def test_factors_follow_the_dims_of_their_parameter() -> None:
     assert factors["v_row.head.kernel"] == ((WIDTH,), P())
     assert factors["v_col.head.kernel"] == ((VOCAB,), P("fsdp"))
     assert factors["v.head.kernel"] == ((1,), P())
+
+
+def test_state_that_stays_whole_is_reported() -> None:
+    optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=16)
+    found = Composite(FSDP(4, min_size=0), TensorParallel(2)).describe(
+        Model, optimizer=optimizer
+    )
+    assert [(path, size) for path, _, size, _ in found.replicated_optimizer] == [
+        ("0.v_row.head.kernel", 4 * WIDTH)
+    ]
+    assert (
+        "replicated: optimizer state 0.v_row.head.kernel (32,) 128 B "
+        "(has no dim that is split in head.kernel)"
+    ) in found.summary()
+    by_adam = FSDP(min_size=0).describe(Model, optimizer=optax.adam(1e-2))
+    assert by_adam.replicated_optimizer == ()
 
 
 @pytest.mark.parametrize("shard", ["gradients", "optimizer"])

@@ -1,8 +1,8 @@
 """Every strategy trains every model to the numbers of one device.
 
 ``make test`` runs every value and every pair of values of models, strategies and
-microbatches, and each strategy with one of two further models; ``make test-all`` their
-full product, with all of the compiler's optimizations.
+microbatches, and each strategy with one of two further models; ``make test-all`` the
+rest of their product too, with all of the compiler's optimizations.
 """
 
 from functools import cache
@@ -32,8 +32,8 @@ from tests.parity.models import CASES, GPT_SIZES, Arrays, token_loss
 from tests.parity.pairs import all_pairs, pairs_met
 from tests.parity.runs import (
     compiling,
+    described,
     measure,
-    promised_shardings,
     reference,
     to_host,
 )
@@ -82,9 +82,9 @@ def test_same_numbers_as_one_device(model: str, plan: str, microbatches: int) ->
 
     assert_same_numbers(run, expected)
 
-    promised = promised_shardings(case, strategy, devices)
-    assert_placed(run.start, promised)
-    assert_placed(run.end, promised)
+    description = described(case, strategy, devices)
+    assert_placed(run.start, description)
+    assert_placed(run.end, description)
     assert_parts(run.end.params, PLANS[plan].params_parts)
     assert_parts(run.end.opt_state, PLANS[plan].optimizer_parts)
     assert axes_in_use(run) >= set(strategy.axis_sizes) - {"data"}

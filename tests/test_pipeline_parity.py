@@ -34,7 +34,7 @@ from tests.parity.checks import (
     axes_in_use,
 )
 from tests.parity.models import DEEP_CASES
-from tests.parity.runs import compiling, measure, promised_shardings, reference
+from tests.parity.runs import compiling, described, measure, reference
 
 MICROBATCHES = {2: 4, 4: 8}
 """By stages: enough for every memory slot to be used again."""
@@ -113,8 +113,8 @@ def test_same_numbers_as_one_device(schedule: str, mesh: str, model: str) -> Non
         run = measure(case, strategy, devices, microbatches)
     assert_same_numbers(run, expected)
 
-    promised = promised_shardings(case, strategy, devices)
-    assert_placed(run.start, promised)
-    assert_placed(run.end, promised)
+    description = described(case, strategy, devices)
+    assert_placed(run.start, description)
+    assert_placed(run.end, description)
     assert_parts(run.end.params["blocks"], LAYER_PARTS.get(mesh))
     assert axes_in_use(run) >= set(strategy.axis_sizes) - {"data"}

@@ -1,5 +1,6 @@
 """What is kept, computed and summed in which dtype."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -182,6 +183,31 @@ def test_a_models_own_dtypes_stay_and_the_batch_is_not_rounded() -> None:
     trainer.fit([BATCH], 1)
     assert {str(x.dtype) for x in to_host(trainer.state.params)} == {"bfloat16"}
     assert seen == {"x": jnp.float32}
+
+
+def test_an_average_of_bfloat16_parameters_that_rest_is_their_value() -> None:
+    precision = Precision(params=jnp.bfloat16)
+    trainer = make_trainer(squares, precision, wrt=nnx.LoRAParam, ema_decay=0.99)
+    start = to_host(trainer.state.params)
+    trainer.state = dataclasses.replace(
+        trainer.state, ema=jax.tree.map(lambda x: 0 * x, trainer.state.ema)
+    )
+    batch = trainer.shard_batch({name: 0 * x for name, x in BATCH.items()})
+    for _ in range(4):
+        trainer.state, _ = trainer.train_step(trainer.state, batch)
+    for now, before, average in zip(
+        to_host(trainer.state.params), start, to_host(trainer.state.ema), strict=True
+    ):
+        np.testing.assert_array_equal(now, before)
+        expected = (1 - 0.99**4) * before.astype(np.float64)
+        np.testing.assert_allclose(average, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("field", ["params", "compute"])
+def test_float16_in_the_loss_has_a_scale(field: str) -> None:
+    trainer = make_trainer(squares, Precision(**{field: jnp.float16}))
+    assert trainer.state.loss_scale is not None
+    assert make_trainer(squares, Precision()).state.loss_scale is None
 
 
 def overflow_where_asked(model: Any, batch: Any) -> jax.Array:

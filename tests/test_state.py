@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 
-from nnx_parallel import FSDP, Mean, Trainer
+from nnx_parallel import FSDP, DataParallel, Mean, Trainer
 from nnx_parallel.errors import LossError, StateStructureError
 from nnx_parallel.sharding.arrays import flatten_pure
 from nnx_parallel.state import TrainState
@@ -63,6 +63,29 @@ def advance(trainer: Trainer, batch: dict | None = None) -> dict[str, float]:
 def _quick_compilation() -> Iterator[None]:
     with compiling(optimized=False):
         yield
+
+
+class Phase(nnx.Module):
+    """A complex map, of which the imaginary part is heard."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        del rngs
+        self.kernel = nnx.Param(jnp.full((4, 1), 1 + 2j, jnp.complex64))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return (x @ self.kernel[...]).imag
+
+
+def test_complex_gradients_are_accumulated_whole() -> None:
+    found = []
+    for microbatches in (1, 2):
+        trainer = make_trainer(
+            Phase, strategy=DataParallel(), num_microbatches=microbatches
+        )
+        advance(trainer)
+        found.append(np.asarray(trainer.state.params["kernel"]))
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-6)
+    assert (found[1].imag != 2).all()
 
 
 # What a loss returns

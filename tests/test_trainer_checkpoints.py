@@ -206,6 +206,51 @@ def test_a_sigterm_ends_an_evaluation(tmp_path: Path) -> None:
     assert data.num_taken < 9
 
 
+def test_an_evaluation_that_fails_loses_no_steps(tmp_path: Path) -> None:
+    class Broken:
+        def __iter__(self) -> Iterator[dict]:
+            raise OSError("the disk is gone")
+
+    trainer = make_trainer(Checkpoint(tmp_path, every=100))
+    with pytest.raises(OSError, match="the disk is gone"):
+        trainer.fit(make_batches(4), 4, eval_data=Broken(), eval_every=2)
+    assert saved_steps(tmp_path) == {2}
+    resumed = make_trainer(tmp_path)
+    resumed.fit(make_batches(4), 4)
+    expected = make_trainer()
+    expected.fit(make_batches(4), 4)
+    assert_same_bits(arrays(resumed), arrays(expected))
+
+
+def test_a_hook_restores_weights_alone(tmp_path: Path) -> None:
+    class RollBack(Callback):
+        def __init__(self, **options: Any) -> None:
+            self.options = options
+
+        def on_eval_end(self, trainer: Any, step: int, metrics: Any) -> None:
+            if step == 4:
+                trainer.restore(step=2, **self.options)
+
+    def fit(callback: Callback) -> Trainer:
+        trainer = make_trainer(Checkpoint(tmp_path, every=2), callbacks=(callback,))
+        trainer.fit(make_batches(6), 6, eval_data=make_batches(1), eval_every=2)
+        return trainer
+
+    message = "restore() in the middle of a fit, which counts its steps"
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        fit(RollBack())
+    assert saved_steps(tmp_path) == {2, 4}  # the fit is saved before the error ends it
+    assert fit(RollBack(weights_only=True)).step == 6
+
+
+def test_numpys_integers_are_counts(tmp_path: Path) -> None:
+    counts = {"num_microbatches": np.int64(2), "seed": np.int64(3)}
+    make_trainer(tmp_path, **counts).fit(make_batches(2), np.int64(2))  # pyright: ignore[reportArgumentType]
+    resumed = make_trainer(tmp_path, **counts)
+    resumed.fit(make_batches(4), 4)
+    assert resumed.step == 4
+
+
 def test_a_preemption_that_jax_tells_of_ends_the_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

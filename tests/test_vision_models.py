@@ -30,8 +30,8 @@ from tests.parity.models import CLASSES, Case, label_batch
 from tests.parity.runs import (
     Run,
     compiling,
+    described,
     measure,
-    promised_shardings,
     to_host,
 )
 from tests.parity.strategies import ONE_DEVICE, PLANS
@@ -75,8 +75,8 @@ def assert_parity(model: str, strategy: Strategy, devices: Sequence) -> None:
     with compiling(optimized=False):
         run = measure(CASES[model], strategy, devices, MICROBATCHES)
     assert_same_numbers(run, alone(model))
-    promised = promised_shardings(CASES[model], strategy, devices)
-    assert_placed(run.end, promised)
+    description = described(CASES[model], strategy, devices)
+    assert_placed(run.end, description)
     assert axes_in_use(run) >= set(strategy.axis_sizes) - {"data"}
 
 

@@ -7,6 +7,7 @@ from nnx_parallel.data.encoding import encode_state as encode_state
 from nnx_parallel.data.feed import Feed as Feed
 from nnx_parallel.data.feed import Item as Item
 from nnx_parallel.data.feed import Resumable as Resumable
+from nnx_parallel.data.feed import check_data as check_data
 from nnx_parallel.data.feed import is_one_shot as is_one_shot
 from nnx_parallel.data.lockstep import Lockstep as Lockstep
 from nnx_parallel.data.place import data_share as data_share

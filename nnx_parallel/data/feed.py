@@ -99,7 +99,8 @@ class Feed(Generic[T]):
     Raises:
         DataError: If a batch, or the data itself, is not made of usable arrays.
         BatchShapeError: If rows disagree, or a shape changes under ``uniform``.
-        DataExhaustedError: If the data ends before ``limit`` batches.
+        DataExhaustedError: If the data ends before ``limit`` batches; at once if it is
+            a list.
 
     Example:
         >>> batches = [{"x": np.full((4, 2), i, np.float32)} for i in range(3)]
@@ -125,7 +126,7 @@ class Feed(Generic[T]):
             raise ValueError(f"prefetch={prefetch}. It must be 0 or more.")
         stop = threading.Event()
         iterator, skip_now = _open(data, skip, state)
-        items = _Source(
+        source = _Source(
             iterator=iterator,
             place=place,
             limit=limit,
@@ -135,7 +136,10 @@ class Feed(Generic[T]):
             data=data,
             stop=stop,
             lockstep=lockstep,
-        ).items()
+        )
+        if lockstep is None:
+            source.check_length()
+        items = source.items()
         ahead = Prefetched(items, prefetch, stop) if prefetch else None
         self._items: Iterator[Item[T]] = items if ahead is None else ahead
         self._finalizer = weakref.finalize(self, ahead.close if ahead else stop.set)
@@ -176,8 +180,12 @@ def is_one_shot(data: object) -> bool:
     return isinstance(data, Iterator) and not isinstance(data, Resumable)
 
 
-def _open(data: Any, skip: int, state: Any) -> tuple[Iterator[Any], int]:
-    """Return an iterator, at its restored position if it can be, and what to skip."""
+def check_data(data: object) -> None:
+    """Refuses what is no iterable of batches.
+
+    Raises:
+        DataError: Says what it is instead.
+    """
     if isinstance(data, Mapping | str | bytes | np.ndarray | jax.Array):
         raise DataError(
             f"Data is one {type(data).__name__}. It must be an iterable of batches; "
@@ -189,7 +197,12 @@ def _open(data: Any, skip: int, state: Any) -> tuple[Iterator[Any], int]:
             "an iterable of batches, for instance a list, an object with `__iter__`, "
             "or a Grain dataset."
         )
-    iterator = iter(data)
+
+
+def _open(data: Any, skip: int, state: Any) -> tuple[Iterator[Any], int]:
+    """Return an iterator, at its restored position if it can be, and what to skip."""
+    check_data(data)
+    iterator: Iterator[Any] = iter(data)
     if state is not None and isinstance(iterator, Resumable):
         iterator.set_state(decode_state(state))
         return iterator, 0
@@ -230,6 +243,14 @@ class _Source(Generic[T]):
     data: Any
     stop: threading.Event
     lockstep: Lockstep | None
+
+    def check_length(self) -> None:
+        """Refuses a list that is too short before its first batch is used."""
+        if self.limit is None or not isinstance(self.data, list | tuple):
+            return
+        if len(self.data) < self.skip + self.limit:
+            skipped = min(self.skip, len(self.data))
+            raise self._exhausted(skipped, len(self.data) - skipped)
 
     def items(self) -> Iterator[Item[T]]:
         """Yield placed items; no frame keeps a placed batch alive between pulls."""

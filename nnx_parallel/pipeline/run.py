@@ -168,7 +168,7 @@ class PipelinedFunction:
     def _zero(self, path: Path, x: jax.Array) -> jax.Array:
         spec = self._plan.placements[path].gradient
         return jax.lax.with_sharding_constraint(
-            jnp.zeros(x.shape, self._plan.precision.reduction),
+            jnp.zeros(x.shape, self._plan.precision.gradient_dtype(x.dtype)),
             self._plan.layout.sharding(spec),
         )
 

@@ -13,9 +13,10 @@ from nnx_parallel.strategies.base import Strategy
 class DataParallel(Strategy):
     """Data parallelism: the axis ``data`` splits the batch, each device has a replica.
 
-    A step sends each gradient once, as an all-reduce: about twice its bytes per
-    device. Memory per device does not fall with the number of devices, except for
-    activations; use `FSDP` where that is too much.
+    Each microbatch sends each gradient as an all-reduce, about twice its bytes per
+    device; that of a tied table twice, from its two uses. Memory per device does not
+    fall with the number of devices, except for activations; use `FSDP` where that is
+    too much.
 
     Attributes:
         size: Number of replicas; ``None`` takes the devices that remain.

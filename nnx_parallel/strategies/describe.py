@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +75,27 @@ class Description:
         ]
         return tuple(sorted(whole, key=lambda row: -row.bytes_per_device))
 
+    @property
+    def replicated_optimizer(self) -> tuple[tuple[str, tuple[int, ...], int, str], ...]:
+        """Optimizer state that stays whole where a parameter's moments are split.
+
+        Path, shape, bytes per device and the reason, the largest first. Single numbers
+        are left out, and the state of `replicated` parameters.
+        """
+        placements = {r.info.path: r.placement for r in self.rows if r.info.is_param}
+        found = []
+        for path, shape, spec, size in self.optimizer_rows:
+            if any(spec) or math.prod(shape) == 1:
+                continue
+            owners = [p for p in placements if f".{path}".endswith(f".{p}")]
+            owner = max(owners, key=len, default=None)
+            if owner is None:
+                found.append((path, shape, size, "belongs to no parameter"))
+            elif any(placements[owner].optimizer):
+                reason = f"has no dim that is split in {owner}"
+                found.append((path, shape, size, reason))
+        return tuple(sorted(found, key=lambda row: -row[2]))
+
     def table(self) -> Table:
         """The rows as a rich table."""
         mesh = " * ".join(f"{a}={n}" for a, n in self.layout.mesh.shape.items())
@@ -101,7 +123,7 @@ class Description:
         return table
 
     def summary(self) -> str:
-        """Totals per device, and the largest parameters left replicated."""
+        """Totals per device, and the largest arrays left replicated."""
         totals = {"parameters": self.params_bytes, "gradients": self.gradients_bytes}
         if self.optimizer_rows:
             totals["optimizer state"] = self.optimizer_bytes
@@ -110,17 +132,36 @@ class Description:
         shown = ", ".join(f"{name} {_size(size)}" for name, size in totals.items())
         lines = [f"per device: {shown}"]
         if self.layout.mesh.size > 1:
-            lines += [
-                f"replicated: {row.info.path} {row.info.shape} "
-                f"{_size(row.bytes_per_device)} ({row.placement.reason})"
-                for row in self.replicated[:5]
-            ]
+            lines += _largest(
+                [
+                    (r.info.path, r.info.shape, r.bytes_per_device, r.placement.reason)
+                    for r in self.replicated
+                ]
+            )
+            lines += _largest(
+                [
+                    (f"optimizer state {path}", *others)
+                    for path, *others in self.replicated_optimizer
+                ]
+            )
         return "\n".join(lines)
 
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=180)
         console.print(self.table())
         return console.file.getvalue() + self.summary()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _largest(rows: Sequence[tuple], count: int = 5) -> list[str]:
+    """The first of some replicated arrays, and what the others add up to."""
+    lines = [
+        f"replicated: {path} {shape} {_size(size)} ({reason})"
+        for path, shape, size, reason in rows[:count]
+    ]
+    if rest := rows[count:]:
+        whole = _size(sum(size for _, _, size, _ in rest))
+        lines.append(f"replicated: {len(rest)} smaller ones, {whole} in all")
+    return lines
 
 
 def _short(spec: P | str) -> str:
@@ -182,7 +223,7 @@ def describe_model(
         rows.append(ArrayRow(info=info, placement=place, bytes_per_device=size))
         if path in trained:
             stored[path] = jax.ShapeDtypeStruct(info.shape, info.dtype)
-            dtype = precision.reduction if precision else info.dtype
+            dtype = precision.gradient_dtype(info.dtype) if precision else info.dtype
             gradients += array_bytes(layout, info.shape, dtype, place.gradient)
             dtype = jnp.promote_types(info.dtype, jnp.float32)
             average += array_bytes(layout, info.shape, dtype, place.stored)

@@ -2,7 +2,11 @@
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
+from nnx_parallel import TrainState
+from nnx_parallel.checkpoint.training import to_groups
+from nnx_parallel.strategies.describe import Description
 from tests.parity.models import Arrays
 from tests.parity.runs import Run
 
@@ -58,13 +62,24 @@ def assert_all_below(errors: dict[str, float], limit: float) -> None:
     assert above == {}
 
 
-def assert_placed(state: object, promised: object) -> None:
-    def is_placed(x: jax.Array, sharding: jax.sharding.Sharding) -> bool:
-        return x.sharding.is_equivalent_to(sharding, x.ndim)
-
-    placed = jax.tree_util.tree_map(is_placed, state, promised)
-    leaves = jax.tree_util.tree_leaves_with_path(placed)
-    assert [path for path, is_right in leaves if not is_right] == []
+def assert_placed(state: TrainState, description: Description) -> None:
+    """Every array lies where the description says; what it leaves out, on all."""
+    specs = {
+        "model": {r.info.path: r.placement.stored for r in description.rows},
+        "optimizer": {path: spec for path, _, spec, _ in description.optimizer_rows},
+    }
+    groups = to_groups(state)
+    for group, expected in specs.items():
+        assert groups[group].keys() == expected.keys()
+    misplaced = [
+        (group, path, x.sharding)
+        for group, arrays in groups.items()
+        for path, x in arrays.items()
+        if not x.sharding.is_equivalent_to(
+            description.layout.sharding(specs.get(group, {}).get(path, P())), x.ndim
+        )
+    ]
+    assert misplaced == []
 
 
 def assert_parts(tree: object, parts: int | None) -> None:

@@ -83,7 +83,7 @@ class ConvNet(nnx.Module):
 
 
 class AdaptedTransformer(nnx.Module):
-    """Stock attention whose MLP is adapted at low rank; the rest is frozen."""
+    """Stock attention, trained; MLP and head adapted at low rank; the rest frozen."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
@@ -227,7 +227,7 @@ CASES = {
         build=AdaptedTransformer,
         loss=token_loss,
         make_batch=token_batch,
-        wrt=nnx.LoRAParam,
+        wrt=nnx.Any(nnx.LoRAParam, nnx.All(nnx.Param, nnx.PathContains("attention"))),
         tensor_rules=(
             PathRules(
                 (r"attention\.(query|key|value)\.kernel", P(None, "tensor")),

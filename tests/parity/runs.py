@@ -15,9 +15,9 @@ from flax import nnx
 
 from nnx_parallel import Strategy, Trainer, TrainState
 from nnx_parallel.mesh import Device
-from nnx_parallel.planning import plan_state
 from nnx_parallel.sharding.arrays import flatten_pure
 from nnx_parallel.sharding.model import abstract_model
+from nnx_parallel.strategies.describe import Description, describe_model
 from tests.parity.models import CASES, DEEP_CASES, Arrays, Case
 from tests.parity.strategies import ONE_DEVICE
 
@@ -164,13 +164,11 @@ def compiling(*, optimized: bool) -> Iterator[None]:
         jax.config.update("jax_disable_most_optimizations", before)
 
 
-def promised_shardings(
-    case: Case, strategy: Strategy, devices: Sequence[Device]
-) -> TrainState:
-    """Where a strategy says that each array of the state lives."""
+def described(case: Case, strategy: Strategy, devices: Sequence[Device]) -> Description:
+    """What a strategy says of where each array lives."""
     layout = strategy.layout(strategy.make_mesh(devices))
     model = abstract_model(case.build, nnx.Rngs(0))
-    return plan_state(model, layout, OPTIMIZER, wrt=case.wrt).shardings
+    return describe_model(model, layout, OPTIMIZER, case.wrt)
 
 
 def copy(state: TrainState) -> TrainState:
