@@ -1,9 +1,9 @@
 """What the Trainer's step costs over the same step written by hand.
 
-Four answers: the compiled programs are the same, opcode by opcode and byte by byte of
-scratch memory; their times are the same; the host takes as long to dispatch one as the
-other; and a fit, which feeds batches and logs every step, goes as fast as a bare loop
-over one batch that reads no metric. Beside them stands the step of Flax's guide,
+Four questions: whether the compiled programs are the same, opcode by opcode and byte
+by byte of scratch memory; whether their times are; how long the host takes to dispatch
+one; and how long a fit takes, which feeds batches and logs every step, beside a bare
+loop over one batch that reads no metric. Beside them stands the step of Flax's guide,
 `nnx.jit` over `nnx.Optimizer`, which walks the model at every call.
 
 References:

@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from nnx_parallel.data import is_one_shot
+from nnx_parallel.data import check_data, is_one_shot
 from nnx_parallel.errors import DataError, LossError
 from nnx_parallel.mesh import Device
 from nnx_parallel.sharding.arrays import dotted, variables_of
@@ -151,8 +151,8 @@ def check_evaluation(eval_data: object, eval_every: int | None) -> None:
     """Refuses an evaluation in a fit that cannot be made as asked for.
 
     Raises:
-        DataError: If the data is an iterator, which one evaluation would use up, or an
-            empty list.
+        DataError: If the data is no iterable of batches, or empty, or an iterator,
+            which one evaluation would use up.
         ValueError: If ``eval_every`` is no number of steps, or there is no data.
     """
     if eval_every is not None and (not _is_integer(eval_every) or eval_every < 0):
@@ -165,10 +165,15 @@ def check_evaluation(eval_data: object, eval_every: int | None) -> None:
             f"eval_every={eval_every} without eval_data, so that nothing would be "
             "evaluated. Pass eval_data=, or leave eval_every out."
         )
+    if eval_data is None:
+        return
+    check_data(eval_data)
     if isinstance(eval_data, Iterator):
         raise DataError(
             "eval_data is an iterator, which one evaluation would use up. Pass a list, "
             "or an object whose __iter__ starts anew."
         )
-    if isinstance(eval_data, list | tuple) and not eval_data:
+    # Of several processes one alone may have none: they say so together, later.
+    is_empty = isinstance(eval_data, list | tuple) and not eval_data
+    if is_empty and jax.process_count() == 1:
         raise DataError("eval_data is empty. Pass batches, or leave it out.")

@@ -221,12 +221,13 @@ class Engine:
         return seen
 
     def _compiled(self, function: Callable[[Any, Batch], Any]) -> Callable:
-        if function not in self._functions:
-            if len(self._functions) == _NUM_FUNCTIONS:
-                del self._functions[next(iter(self._functions))]
+        step = self._functions.pop(function, None)
+        if step is None:
             step = make_predict_step(self.plan, function, self.options)
-            self._functions[function] = step
-        return self._functions[function]
+        self._functions[function] = step  # the last one used stands last
+        if len(self._functions) > _NUM_FUNCTIONS:
+            del self._functions[next(iter(self._functions))]
+        return step
 
     def _batches(
         self, data: Iterable[Batch], guard: EvalGuard | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import itertools
 import time
 from collections.abc import Iterable, Iterator
@@ -15,8 +17,9 @@ from nnx_parallel.agreements import agree_on_batch, agree_on_program
 from nnx_parallel.audit import audit
 from nnx_parallel.callbacks import Hooks
 from nnx_parallel.checkpoint import Storage
-from nnx_parallel.data import Feed
+from nnx_parallel.data import Feed, own_array
 from nnx_parallel.engine import Engine, EvalGuard
+from nnx_parallel.errors import CheckpointError
 from nnx_parallel.memory import explaining_memory
 from nnx_parallel.profiling import Tracer
 from nnx_parallel.progress import Progress
@@ -70,7 +73,7 @@ class Loop:
                 if item.stop_reason is not None:
                     self.supervision.accept(item.stop_reason)
                     if step > first_step:
-                        self._pause(step, num_steps, again=self._evaluates(step))
+                        self._pause(step, num_steps, saves=False)
                     break
                 if recorder.throughput is None:
                     self._compile(item.batch)
@@ -98,18 +101,24 @@ class Loop:
                     ends = self._pause(step, num_steps, saves=saves)
                 if ends:
                     break
+            self.tracer.stop(engine.state)
 
     def _feed(self, data: Iterable[Batch], step: int, num_steps: int) -> Feed:
+        before = copy.copy(self.progress.position)
         skip, state = self.progress.position.open(data, step, num_steps)
-        return Feed(
-            data,
-            self.engine.shard_batch,
-            limit=num_steps - step,
-            skip=skip,
-            state=state,
-            first_step=step,
-            lockstep=self.supervision.lockstep,
-        )
+        try:
+            return Feed(
+                data,
+                self.engine.shard_batch,
+                limit=num_steps - step,
+                skip=skip,
+                state=state,
+                first_step=step,
+                lockstep=self.supervision.lockstep,
+            )
+        except Exception:
+            self.progress.position = before  # data that is refused moves nothing
+            raise
 
     def _compile(self, batch: Batch) -> None:
         start = time.perf_counter()
@@ -142,19 +151,12 @@ class Loop:
     def _ends(self, step: int, num_steps: int) -> bool:
         return step == num_steps or self.supervision.stop_reason is not None
 
-    def _pause(
-        self, step: int, num_steps: int, *, saves: bool = False, again: bool = False
-    ) -> bool:
+    def _pause(self, step: int, num_steps: int, *, saves: bool) -> bool:
         """Evaluates and saves, once every step so far is known to be finite.
 
         Hooks that run here may end the fit: then this step is evaluated and saved. If
-        the evaluation fails, what has been trained is saved before the error ends it.
-
-        Args:
-            step: Updates done.
-            num_steps: Where the fit is to end.
-            saves: Whether a save is due.
-            again: Whether this step has been evaluated already.
+        the evaluation fails and there is one process, what has been trained is saved
+        before the error ends it. A step is evaluated once.
 
         Returns:
             Whether the fit ends here. A request that comes while this step is saved
@@ -162,38 +164,48 @@ class Loop:
         """
         self.recorder.flush()
         self.supervision.watchdog.disarm()
-        metrics = self.progress.metrics_of(step) if again else self.recorder.last_row()
-        self.progress.measured(step, metrics)
-        wants_eval = saves and self.storage.ranks_by_eval
-        is_due = wants_eval or self._evaluates(step) or self._ends(step, num_steps)
-        if is_due and not again:
-            try:
-                metrics |= self._evaluate(step, metrics)
-            except Exception:
-                if jax.process_count() == 1:  # one of several cannot save alone
-                    self._save(step, metrics)
-                raise
+        if not self.progress.is_evaluated(step):
+            self.progress.measured(step, self.recorder.last_row())
+            wants_eval = saves and self.storage.ranks_by_eval
+            if wants_eval or self._evaluates(step) or self._ends(step, num_steps):
+                with self._saving_if_it_fails(step):
+                    self._evaluate(step)
         ends = self._ends(step, num_steps)
         if saves or ends:
-            self._save(step, metrics, may_skip=not ends)
+            self._save(step, may_skip=not ends)
         self.recorder.restart_clock()
         if not ends:
             self.supervision.watchdog.arm(step)
         return ends
 
-    def _save(
-        self, step: int, metrics: dict[str, float], *, may_skip: bool = False
-    ) -> None:
+    def _save(self, step: int, *, may_skip: bool = False) -> None:
         if self.storage.options:
             position = self.progress.position.to_json()
+            metrics = self.progress.metrics_of(step)
             self.storage.save(
                 self.engine.state, step, position, metrics, may_skip=may_skip
             )
 
-    def _evaluate(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+    @contextlib.contextmanager
+    def _saving_if_it_fails(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if self.storage.options and jax.process_count() == 1:
+                try:
+                    self._save(step)
+                    error.add_note(
+                        f"Step {step} is saved. To evaluate it alone, restore it and "
+                        "call trainer.evaluate(...)."
+                    )
+                except CheckpointError as failure:
+                    error.add_note(f"Besides: {failure}")
+            raise
+
+    def _evaluate(self, step: int) -> None:
         # After a SIGTERM there are seconds left, which the checkpoint needs.
         if self.eval_data is None or self.supervision.is_terminated:
-            return {}
+            return
         watchdog = self.supervision.watchdog
         guard = EvalGuard(
             start_clock=partial(watchdog.arm, step, "batch of the evaluation"),
@@ -204,13 +216,10 @@ class Loop:
             found = self.engine.evaluate(self.eval_data, guard=guard)
         finally:
             watchdog.disarm()
-        if not found:
-            return {}
-        named = {f"eval_{name}": value for name, value in found.items()}
-        self.progress.measured(step, metrics | named)
-        self.recorder.record("eval", step, found)
-        self.hooks.eval_end(step, found)
-        return named
+        if found:
+            self.progress.evaluated(step, found)
+            self.recorder.record("eval", step, found)
+            self.hooks.eval_end(step, found)
 
 
 def _step_flops(compiled: jax.stages.Compiled) -> float | None:
@@ -226,7 +235,8 @@ def _step_flops(compiled: jax.stages.Compiled) -> float | None:
 
 def repeat_first(data: Iterable[Batch], count: int) -> Iterable[Batch]:
     """The first ``count`` batches, over and over; iterable anew."""
-    return _Repeat(list(itertools.islice(data, count)))
+    first = itertools.islice(data, count)
+    return _Repeat([jax.tree.map(own_array, batch) for batch in first])
 
 
 class _Repeat:

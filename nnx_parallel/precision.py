@@ -63,7 +63,7 @@ class Precision:
 
     @property
     def needs_loss_scale(self) -> bool:
-        """Whether the loss is computed in float16."""
+        """Whether these dtypes have the loss computed in float16."""
         compute = self.params if self.compute is None else self.compute
         return compute == jnp.float16
 

@@ -61,14 +61,19 @@ class Tracer:
         if self._profile is None:
             yield
             return
-        if self._is_tracing and step >= self._profile.stop:
-            jax.block_until_ready(state)
-            self._stop()
+        if step >= self._profile.stop:
+            self.stop(state)
         if not self._is_tracing and self._profile.start <= step < self._profile.stop:
             jax.profiler.start_trace(str(self.directory))
             self._is_tracing = True
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
             yield
+
+    def stop(self, state: Any) -> None:
+        """Ends the trace, if there is one, once the state is there."""
+        if self._is_tracing:
+            jax.block_until_ready(state)
+            self._stop()
 
     def _stop(self) -> None:
         if self._is_tracing:

@@ -27,11 +27,22 @@ class Progress:
         self._metrics: dict[int, dict[str, float]] = {}
         self._engine = engine
         self._storage = storage
-        self._is_counting = False
+        self._is_counting = self._is_evaluated = False
 
     def measured(self, step: int, metrics: dict[str, float]) -> None:
         """Notes the metrics of a step, for a save that a hook may ask for."""
-        self._metrics = {step: metrics}
+        self._metrics = {step: dict(metrics)}
+        self._is_evaluated = False
+
+    def evaluated(self, step: int, metrics: dict[str, float]) -> None:
+        """Notes an evaluation of the step, besides what was measured of it."""
+        named = {f"eval_{name}": value for name, value in metrics.items()}
+        self._metrics = {step: self.metrics_of(step) | named}
+        self._is_evaluated = True
+
+    def is_evaluated(self, step: int) -> bool:
+        """Whether this fit has evaluated the step."""
+        return self._is_evaluated and step in self._metrics
 
     def metrics_of(self, step: int) -> dict[str, float]:
         """What was noted of a step; nothing of any but the last one noted."""
@@ -40,7 +51,7 @@ class Progress:
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
         """While a fit counts steps from the state that it has found."""
-        self._is_counting = True
+        self._is_counting, self._is_evaluated = True, False
         try:
             yield
         finally:

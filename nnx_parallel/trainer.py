@@ -47,7 +47,7 @@ class Trainer:
         strategy: Where everything lives; by default `DataParallel` over all devices.
         num_microbatches: Parts into which each batch is split; their gradients are
             accumulated.
-        seed: Of the model's parameters and of every random stream.
+        seed: Of the model's parameters and of every random stream; 32 bits.
         wrt: Filter of the Variables that are trained.
         precision: The dtypes.
         remat: What is kept for the backward pass, where the model does not say.
@@ -282,6 +282,8 @@ class Trainer:
             SystemExit: With code 0 after a SIGTERM, once a checkpoint is saved.
             DisagreementError: If processes are about to run different programs.
             NonFiniteLossError: If a loss is not finite; names what went bad.
+            ValueError: If ``num_steps`` or ``eval_every`` is no number of steps.
+            DataError: If data is no iterable of batches, or ``eval_data`` an iterator.
             DataExhaustedError: If the data ends before ``num_steps``.
             BatchShapeError: If a batch does not divide, or changes its shape.
         """
@@ -319,7 +321,7 @@ class Trainer:
             data: Batches.
             function: ``function(model, batch)`` to a pytree of arrays with the rows
                 along dim 0; by default ``model(batch)``. It is compiled once for each
-                function object and shape.
+                function object and shape; the last 8 functions are remembered.
             ema: Use the moving average of the parameters.
 
         Returns:

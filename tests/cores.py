@@ -19,8 +19,11 @@ def keep_to_own_cores() -> None:
         return
     num_workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     cores = sorted(os.sched_getaffinity(0))
-    if len(cores) >= num_workers:
-        os.sched_setaffinity(0, cores[int(worker) % num_workers :: num_workers])
+    if len(cores) < num_workers:
+        return
+    own = cores[int(worker) % num_workers :: num_workers]
+    os.sched_setaffinity(0, own)
+    if len(own) == 1:
         _compile_fusions_first()
 
 
@@ -32,8 +35,9 @@ def _compile_fusions_first() -> None:
     the emitter would hand over many before any is compiled.
     """
     jax.devices()
+    priority = min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
     before = os.listdir("/proc/self/task")
     jax.jit(jnp.negative)(1.0).block_until_ready()  # which makes that pool
     for thread in before:
         with contextlib.suppress(ProcessLookupError):  # it has ended
-            os.setpriority(os.PRIO_PROCESS, int(thread), 10)
+            os.setpriority(os.PRIO_PROCESS, int(thread), priority)

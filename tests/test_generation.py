@@ -1,4 +1,4 @@
-"""A trained model generates the same tokens under every strategy."""
+"""A model generates the same tokens under every strategy."""
 
 from functools import cache
 from typing import Any

@@ -232,7 +232,7 @@ def test_factors_follow_the_dims_of_their_parameter() -> None:
     strategy = Composite(FSDP(4, min_size=0), TensorParallel(2))
     optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=16)
     rows = strategy.describe(Model, optimizer=optimizer).optimizer_rows
-    specs = {path: (shape, spec) for path, shape, spec, _ in rows}
+    specs = {row.path: (row.shape, row.spec) for row in rows}
     factors = {
         path.split(".", 1)[1]: found
         for path, found in specs.items()
@@ -250,12 +250,11 @@ def test_state_that_stays_whole_is_reported() -> None:
     found = Composite(FSDP(4, min_size=0), TensorParallel(2)).describe(
         Model, optimizer=optimizer
     )
-    assert [(path, size) for path, _, size, _ in found.replicated_optimizer] == [
-        ("0.v_row.head.kernel", 4 * WIDTH)
-    ]
+    (row,) = found.replicated_optimizer
+    assert (row.path, row.bytes_per_device) == ("0.v_row.head.kernel", 4 * WIDTH)
     assert (
         "replicated: optimizer state 0.v_row.head.kernel (32,) 128 B "
-        "(has no dim that is split in head.kernel)"
+        "(follows no split dim of head.kernel)"
     ) in found.summary()
     by_adam = FSDP(min_size=0).describe(Model, optimizer=optax.adam(1e-2))
     assert by_adam.replicated_optimizer == ()

@@ -23,6 +23,8 @@ from nnx_parallel.errors import (
     CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
+    DataError,
+    DataExhaustedError,
     DisagreementError,
 )
 from nnx_parallel.loop import Loop
@@ -219,6 +221,19 @@ def test_an_evaluation_that_fails_loses_no_steps(tmp_path: Path) -> None:
     resumed.fit(make_batches(4), 4)
     expected = make_trainer()
     expected.fit(make_batches(4), 4)
+    assert_same_bits(arrays(resumed), arrays(expected))
+
+
+def test_data_that_is_refused_does_not_move_the_position(tmp_path: Path) -> None:
+    make_trainer(tmp_path).fit(make_batches(2), 2)
+    resumed, expected = make_trainer(tmp_path), make_trainer()
+    batches = make_batches(4)
+    with pytest.raises(DataError, match="Data is one dict"):
+        resumed.fit(batches[0], 4)
+    with pytest.raises(DataExhaustedError, match="list gave 3 batches"):
+        resumed.fit(batches[:3], 4)
+    resumed.fit(batches, 4)
+    expected.fit(batches, 4)
     assert_same_bits(arrays(resumed), arrays(expected))
 
 

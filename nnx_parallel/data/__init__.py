@@ -11,5 +11,6 @@ from nnx_parallel.data.feed import check_data as check_data
 from nnx_parallel.data.feed import is_one_shot as is_one_shot
 from nnx_parallel.data.lockstep import Lockstep as Lockstep
 from nnx_parallel.data.place import data_share as data_share
+from nnx_parallel.data.place import own_array as own_array
 from nnx_parallel.data.place import place_batch as place_batch
 from nnx_parallel.data.position import Position as Position

@@ -100,7 +100,7 @@ class Feed(Generic[T]):
         DataError: If a batch, or the data itself, is not made of usable arrays.
         BatchShapeError: If rows disagree, or a shape changes under ``uniform``.
         DataExhaustedError: If the data ends before ``limit`` batches; at once if it is
-            a list.
+            a list or tuple and there is no ``lockstep``.
 
     Example:
         >>> batches = [{"x": np.full((4, 2), i, np.float32)} for i in range(3)]

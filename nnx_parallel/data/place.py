@@ -84,7 +84,7 @@ def place_batch(
         check_divisible(num_rows, num_microbatches, sizes)
     sharding = layout.sharding(layout.batch_spec(num_rows))
     if jax.process_count() == 1:
-        return jax.tree.map(lambda x: jax.device_put(_own(x), sharding), batch)
+        return jax.tree.map(lambda x: jax.device_put(own_array(x), sharding), batch)
     if count > 1 and num_rows % np.prod(list(sizes.values())) != 0:
         givers = [processes[0] for processes in _processes_by_part(layout)]
         shares = multihost_utils.process_allgather(batch)
@@ -93,12 +93,14 @@ def place_batch(
             shares,
         )
     return jax.tree.map(
-        lambda x: jax.make_array_from_process_local_data(sharding, _own(np.asarray(x))),
+        lambda x: jax.make_array_from_process_local_data(
+            sharding, own_array(np.asarray(x))
+        ),
         batch,
     )
 
 
-def _own(x: Any) -> Any:
+def own_array(x: Any) -> Any:
     """A copy of an array that its owner could write to, which jax may read later."""
     return x.copy() if isinstance(x, np.ndarray) and x.flags.writeable else x
 

@@ -41,7 +41,7 @@ def optimizer_specs(
     """
 
     def spec(path: tuple, leaf: Any) -> P:
-        owner = _owner(path, shapes)
+        owner = owner_of(path, shapes)
         if owner is None:
             return P()
         axes = dim_axes(placements[owner].optimizer, len(shapes[owner]))
@@ -55,7 +55,8 @@ def state_path(path: tuple) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def _owner(path: tuple, shapes: dict[Path, tuple[int, ...]]) -> Path | None:
+def owner_of(path: tuple, shapes: dict[Path, tuple[int, ...]]) -> Path | None:
+    """The parameter whose path ends that of an array of the state, if one does."""
     keys = tuple(getattr(entry, "key", None) for entry in path)
     for start in range(len(keys)):
         if keys[start:] in shapes:

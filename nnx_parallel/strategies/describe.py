@@ -7,7 +7,7 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,12 @@ from rich.table import Table
 from nnx_parallel.mesh import axes_across_processes
 from nnx_parallel.precision import Precision
 from nnx_parallel.sharding import Layout, Placement
-from nnx_parallel.sharding.arrays import ArrayInfo, array_info, variables_of
+from nnx_parallel.sharding.arrays import ArrayInfo, array_info, dotted, variables_of
 from nnx_parallel.sharding.model import Path, annotate, nest
 from nnx_parallel.sharding.optimizer import (
     as_transformation,
     optimizer_specs,
+    owner_of,
     state_path,
 )
 from nnx_parallel.sharding.specs import dim_axes, is_spec, shard_shape
@@ -44,6 +45,25 @@ class ArrayRow:
     bytes_per_device: int
 
 
+class OptimizerRow(NamedTuple):
+    """One array of the optimizer state.
+
+    Attributes:
+        path: Dotted path in the state.
+        shape: Its shape.
+        spec: Where it lives.
+        bytes_per_device: Of the array as stored.
+        why_whole: Why every device holds all of it, though the optimizer state of its
+            parameter is split; empty if that is not so.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    spec: P
+    bytes_per_device: int
+    why_whole: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Description:
     """Where every array of a model lives and why; printed as a table.
@@ -51,8 +71,8 @@ class Description:
     Attributes:
         layout: The layout that was described.
         rows: One entry for each array of the model.
-        optimizer_rows: Path, shape, spec and bytes per device of each array of the
-            optimizer state; empty unless an optimizer was given.
+        optimizer_rows: One entry for each array of the optimizer state; empty unless
+            an optimizer was given.
         params_bytes: Parameters on each device, as stored.
         gradients_bytes: Their gradients on each device.
         optimizer_bytes: Optimizer state on each device.
@@ -61,7 +81,7 @@ class Description:
 
     layout: Layout
     rows: tuple[ArrayRow, ...]
-    optimizer_rows: tuple[tuple[str, tuple[int, ...], P, int], ...]
+    optimizer_rows: tuple[OptimizerRow, ...]
     params_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
@@ -76,25 +96,14 @@ class Description:
         return tuple(sorted(whole, key=lambda row: -row.bytes_per_device))
 
     @property
-    def replicated_optimizer(self) -> tuple[tuple[str, tuple[int, ...], int, str], ...]:
-        """Optimizer state that stays whole where a parameter's moments are split.
+    def replicated_optimizer(self) -> tuple[OptimizerRow, ...]:
+        """Optimizer state that stays whole and need not, the largest first.
 
-        Path, shape, bytes per device and the reason, the largest first. Single numbers
-        are left out, and the state of `replicated` parameters.
+        Single numbers are left out, and what follows a parameter whose optimizer state
+        no rule splits: `replicated` and ``why`` tell of it.
         """
-        placements = {r.info.path: r.placement for r in self.rows if r.info.is_param}
-        found = []
-        for path, shape, spec, size in self.optimizer_rows:
-            if any(spec) or math.prod(shape) == 1:
-                continue
-            owners = [p for p in placements if f".{path}".endswith(f".{p}")]
-            owner = max(owners, key=len, default=None)
-            if owner is None:
-                found.append((path, shape, size, "belongs to no parameter"))
-            elif any(placements[owner].optimizer):
-                reason = f"has no dim that is split in {owner}"
-                found.append((path, shape, size, reason))
-        return tuple(sorted(found, key=lambda row: -row[2]))
+        whole = [row for row in self.optimizer_rows if row.why_whole]
+        return tuple(sorted(whole, key=lambda row: -row.bytes_per_device))
 
     def table(self) -> Table:
         """The rows as a rich table."""
@@ -140,8 +149,8 @@ class Description:
             )
             lines += _largest(
                 [
-                    (f"optimizer state {path}", *others)
-                    for path, *others in self.replicated_optimizer
+                    (f"optimizer state {path}", shape, size, why)
+                    for path, shape, _, size, why in self.replicated_optimizer
                 ]
             )
         return "\n".join(lines)
@@ -234,7 +243,7 @@ def describe_model(
         optimizer_rows=optimizer_rows,
         params_bytes=sum(r.bytes_per_device for r in rows if r.info.is_param),
         gradients_bytes=gradients,
-        optimizer_bytes=sum(row[-1] for row in optimizer_rows),
+        optimizer_bytes=sum(row.bytes_per_device for row in optimizer_rows),
         average_bytes=average if keeps_average else 0,
     )
 
@@ -244,26 +253,35 @@ def _optimizer_rows(
     layout: Layout,
     optimizer: object,
     values: dict[Path, jax.ShapeDtypeStruct],
-) -> tuple[tuple[str, tuple[int, ...], P, int], ...]:
+) -> tuple[OptimizerRow, ...]:
     if optimizer is None:
         return ()
     params = {path: v for path, v in variables_of(abstract) if path in values}
     tx = as_transformation(optimizer, abstract)
     state = jax.eval_shape(tx.init, nest(values))
-    specs = optimizer_specs(
-        state,
-        {path: tuple(value.shape) for path, value in values.items()},
-        {path: v.get_metadata()["placement"] for path, v in params.items()},
-        layout,
-    )
+    shapes = {path: tuple(value.shape) for path, value in values.items()}
+    placements = {path: v.get_metadata()["placement"] for path, v in params.items()}
+    specs = optimizer_specs(state, shapes, placements, layout)
+
+    def row(path: tuple, leaf: Any, spec: P) -> OptimizerRow:
+        shape, owner = tuple(leaf.shape), owner_of(path, shapes)
+        why_whole = ""
+        if not any(spec) and math.prod(shape) > 1:
+            if owner is None:
+                why_whole = "belongs to no parameter"
+            elif any(placements[owner].optimizer):
+                why_whole = f"follows no split dim of {dotted(owner)}"
+        return OptimizerRow(
+            path=state_path(path),
+            shape=shape,
+            spec=spec,
+            bytes_per_device=array_bytes(layout, shape, leaf.dtype, spec),
+            why_whole=why_whole,
+        )
+
     leaves = jax.tree_util.tree_leaves_with_path(state)
     flat_specs = jax.tree.leaves(specs, is_leaf=is_spec)
     return tuple(
-        (
-            state_path(path),
-            tuple(leaf.shape),
-            spec,
-            array_bytes(layout, tuple(leaf.shape), leaf.dtype, spec),
-        )
+        row(path, leaf, spec)
         for (path, leaf), spec in zip(leaves, flat_specs, strict=True)
     )

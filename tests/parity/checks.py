@@ -66,7 +66,7 @@ def assert_placed(state: TrainState, description: Description) -> None:
     """Every array lies where the description says; what it leaves out, on all."""
     specs = {
         "model": {r.info.path: r.placement.stored for r in description.rows},
-        "optimizer": {path: spec for path, _, spec, _ in description.optimizer_rows},
+        "optimizer": {row.path: row.spec for row in description.optimizer_rows},
     }
     groups = to_groups(state)
     for group, expected in specs.items():
