@@ -31,7 +31,7 @@ demo-clean:  ## forget the demo's run, so that the next starts afresh
 
 setup: $(VENV)/.dev  ## the library and all development tools, in an environment
 
-test: $(VENV)/.dev  ## the tests, without the slow ones and those below; 8 to 10 minutes
+test: $(VENV)/.dev  ## the tests, without the slow ones and those below; 7 to 10 minutes
 	$(pytest) -m "not slow and not faults and not deep" $(PYTEST_ARGS)
 
 test-deep: $(VENV)/.dev  ## what goes beyond the main matrix, in depth; 6 minutes
