@@ -50,11 +50,15 @@ def measure(rounds: int = 500) -> Table:
 
 
 def make_trainer(
-    config: GPTConfig, strategy: Strategy, loss: Callable = next_token_loss
+    config: GPTConfig,
+    strategy: Strategy,
+    loss: Callable = next_token_loss,
+    **options: Any,
 ) -> Trainer:
-    """A Trainer of a GPT."""
+    """A Trainer of a GPT, without loggers if the options name none."""
+    options = {"loggers": ()} | options
     return Trainer(
-        lambda rngs: GPT(config, rngs=rngs), TX, loss, strategy=strategy, loggers=()
+        lambda rngs: GPT(config, rngs=rngs), TX, loss, strategy=strategy, **options
     )
 
 
@@ -156,14 +160,8 @@ def _compare_fit(
     """A fit with all that it does besides the step, from its 6th step to its last."""
     clock, warm_up = _Clock(), 5
     with tempfile.TemporaryDirectory() as directory:
-        trainer = Trainer(
-            lambda rngs: GPT(CONFIG, rngs=rngs),
-            TX,
-            next_token_loss,
-            strategy=strategy,
-            loggers=(JSONLinesLogger(Path(directory) / "metrics.jsonl"),),
-            callbacks=(clock,),
-        )
+        logger = JSONLinesLogger(Path(directory) / "metrics.jsonl")
+        trainer = make_trainer(CONFIG, strategy, loggers=(logger,), callbacks=(clock,))
         batch = make_batch(trainer, CONFIG)
         bare = Runner(trainer.train_step, copied(trainer.state), batch)
 
