@@ -22,9 +22,9 @@ from benchmarks.timing import Ratio, Table, interleave
 from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import FSDP, Trainer
 from nnx_parallel.checkpoint import Storage, checkpointer
-from nnx_parallel.checkpoint.fingerprint import fingerprints, start_fingerprints
-from nnx_parallel.checkpoint.training import to_groups
-from nnx_parallel.replicas import check_replicas
+from nnx_parallel.checkpoint.checksum import fingerprints, start_fingerprints
+from nnx_parallel.checkpoint.train_state import to_groups
+from nnx_parallel.training.diagnostics import check_replicas
 
 CONFIG = GPTConfig.tiny(embed_dim=256, num_layers=4, num_heads=4, seq_len=128)
 SAVED = (

@@ -24,9 +24,9 @@ from benchmarks.schedule import read_schedule
 from benchmarks.timing import Table
 from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import FSDP, Precision, Strategy, TensorParallel
-from nnx_parallel.planning import plan_state
 from nnx_parallel.sharding.model import abstract_model
-from nnx_parallel.step import StepOptions, make_train_step
+from nnx_parallel.state import plan_state
+from nnx_parallel.training.step import StepOptions, make_train_step
 
 CHIPS, TOPOLOGY = 4, "v5p:2x2x1"
 ROWS = 8

@@ -22,13 +22,13 @@ from jax.sharding import PartitionSpec as P
 from models import GPT, next_token_loss
 from nnx_parallel import GPipe, Mean, TrainState
 from nnx_parallel.layers import Remat, default_remat, linear_cross_entropy
-from nnx_parallel.microbatches import split_rows
 from nnx_parallel.pipeline.edges import Given
 from nnx_parallel.pipeline.run import PipelinedFunction
 from nnx_parallel.precision import cast_floating
 from nnx_parallel.sharding import Layout, using
 from nnx_parallel.sharding.model import flatten, nest
 from nnx_parallel.state import StatePlan
+from nnx_parallel.training.step import split_rows
 
 State = dict[str, Any]
 Step = Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]

@@ -33,11 +33,10 @@ from nnx_parallel import (
     ZeroBubble,
     audit,
 )
-from nnx_parallel import pipeline as pipelines
-from nnx_parallel.planning import init_state, plan_state
+from nnx_parallel import schedules as pipelines
 from nnx_parallel.sharding.model import abstract_model
-from nnx_parallel.state import StatePlan
-from nnx_parallel.step import StepOptions, make_train_step
+from nnx_parallel.state import StatePlan, init_state, plan_state
+from nnx_parallel.training.step import StepOptions, make_train_step
 
 CONFIG = GPTConfig.tiny(num_layers=16, seq_len=32, embed_dim=64, vocab_size=512)
 ROWS = 8  # of a microbatch

@@ -14,17 +14,16 @@ from jax.sharding import PartitionSpec as P
 
 from models import GPT, next_token_loss
 from nnx_parallel import TrainState
-from nnx_parallel.keeping import Layers
-from nnx_parallel.microbatches import split_rows
-from nnx_parallel.pipeline.buffers import plan_buffers
-from nnx_parallel.pipeline.edges import Edges, Flight, Given
+from nnx_parallel.layers.residuals import Layers
+from nnx_parallel.pipeline.edges import Chunks, Edges, Flight, Given
 from nnx_parallel.pipeline.executor import Executor
-from nnx_parallel.pipeline.memory_slots import Chunks
 from nnx_parallel.pipeline.stage import Stage
-from nnx_parallel.pipeline.table import Table
+from nnx_parallel.schedules.buffers import plan_buffers
+from nnx_parallel.schedules.table import Table
 from nnx_parallel.sharding import using
 from nnx_parallel.sharding.model import flatten, nest
 from nnx_parallel.state import StatePlan
+from nnx_parallel.training.step import split_rows
 
 Run = Callable[[], float]
 

@@ -21,7 +21,7 @@ from nnx_parallel import (
     TensorParallel,
 )
 from nnx_parallel.mesh import MESH_AXES
-from nnx_parallel.strategies.describe import Description
+from nnx_parallel.visualize.describe import Description
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,62 +6,58 @@ the rest, on one CPU or a thousand chips, and gives the same numbers.
 """
 
 from nnx_parallel import errors, layers
-from nnx_parallel.audit import Report, audit
-from nnx_parallel.callbacks import Callback
-from nnx_parallel.checkpoint import Checkpoint
-from nnx_parallel.collectives import (
+from nnx_parallel.audit.report import Report, audit
+from nnx_parallel.checkpoint.options import Checkpoint
+from nnx_parallel.collectives.matmul import (
     all_gather_matmul,
     column_parallel_matmul,
     matmul_reduce_scatter,
     row_parallel_matmul,
 )
-from nnx_parallel.distributed import initialize, print_once
-from nnx_parallel.loggers import (
-    ConsoleLogger,
-    JSONLinesLogger,
-    Logger,
-    TensorBoardLogger,
-    WandbLogger,
-)
+from nnx_parallel.distributed.initialize import initialize
+from nnx_parallel.distributed.runtime import print_once
+from nnx_parallel.loggers.console import ConsoleLogger
+from nnx_parallel.loggers.json_lines import JSONLinesLogger
+from nnx_parallel.loggers.logger import Logger
+from nnx_parallel.loggers.services import TensorBoardLogger, WandbLogger
 from nnx_parallel.mesh import make_mesh, simulate_devices
 from nnx_parallel.metrics import Mean
-from nnx_parallel.optimizers import decay_mask, muon_dimension_numbers
-from nnx_parallel.pipeline import (
+from nnx_parallel.precision import Precision, cast_floating
+from nnx_parallel.schedules.schedules import (
     GPipe,
     Interleaved,
     OneFOneB,
     Schedule,
-    Table,
     ZeroBubble,
 )
-from nnx_parallel.precision import Precision, cast_floating
-from nnx_parallel.sharding import (
+from nnx_parallel.schedules.table import Table
+from nnx_parallel.sharding.constrain import active_mesh, annotate, constrain
+from nnx_parallel.sharding.jit import sharded_jit
+from nnx_parallel.sharding.rules import (
     ChainRules,
     FSDPRules,
     LogicalRules,
     PathRules,
     PolicyRules,
-    active_mesh,
-    annotate,
-    constrain,
+)
+from nnx_parallel.sharding.tree import (
     gather,
     named_tree_map,
     process_local_to_global,
     resolve_shardings,
     shard,
-    sharded_jit,
-    visualize,
 )
 from nnx_parallel.state import TrainState
-from nnx_parallel.strategies import (
-    FSDP,
-    Composite,
-    DataParallel,
-    Pipeline,
-    Strategy,
-    TensorParallel,
-)
-from nnx_parallel.trainer import Trainer
+from nnx_parallel.strategies.base import Strategy
+from nnx_parallel.strategies.composite import Composite
+from nnx_parallel.strategies.data_parallel import DataParallel
+from nnx_parallel.strategies.fsdp import FSDP
+from nnx_parallel.strategies.pipeline import Pipeline
+from nnx_parallel.strategies.tensor_parallel import TensorParallel
+from nnx_parallel.training.callbacks import Callback
+from nnx_parallel.training.optimizers import decay_mask, muon_dimension_numbers
+from nnx_parallel.training.trainer import Trainer
+from nnx_parallel.visualize.arrays import visualize
 
 __version__ = "0.1.0"
 

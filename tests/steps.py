@@ -15,10 +15,9 @@ from flax import nnx
 
 from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import Report, Strategy, audit
-from nnx_parallel.planning import plan_state
 from nnx_parallel.sharding.model import abstract_model
-from nnx_parallel.state import StatePlan
-from nnx_parallel.step import StepOptions, make_train_step
+from nnx_parallel.state import StatePlan, plan_state
+from nnx_parallel.training.step import StepOptions, make_train_step
 
 TX = optax.adamw(1e-3)
 

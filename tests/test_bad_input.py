@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 from nnx_parallel import FSDP, Callback, Checkpoint, DataParallel, Trainer
-from nnx_parallel.checkpoint.directory import check_space
+from nnx_parallel.checkpoint.options import check_space
 from nnx_parallel.errors import (
     BatchShapeError,
     CheckpointDirectoryError,
@@ -28,10 +28,10 @@ from nnx_parallel.errors import (
     VersionError,
 )
 from nnx_parallel.layers import cross_entropy, linear_cross_entropy
-from nnx_parallel.memory import explaining_memory
-from nnx_parallel.planning import plan_state
+from nnx_parallel.mesh import check_versions
 from nnx_parallel.sharding.model import abstract_model
-from nnx_parallel.versions import check_versions
+from nnx_parallel.state import plan_state
+from nnx_parallel.training.diagnostics import explaining_memory
 
 
 def squares(model: Any, batch: Any) -> jax.Array:

@@ -19,14 +19,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
 
-from nnx_parallel.checkpoint import Checkpoint, Checkpointer, fingerprint, gate
-from nnx_parallel.checkpoint.fingerprint_file import (
-    PART,
-    LateFingerprints,
-    read_fingerprints,
-)
-from nnx_parallel.checkpoint.opening import OnlyCheckpoints, open_directory
+from nnx_parallel.checkpoint import Checkpoint, Checkpointer, checksum, orbax_compat
+from nnx_parallel.checkpoint.checksum import PART, LateFingerprints, read_fingerprints
 from nnx_parallel.checkpoint.options import Rules
+from nnx_parallel.checkpoint.orbax_compat import OnlyCheckpoints, open_directory
 from nnx_parallel.errors import (
     CheckpointDirectoryError,
     CheckpointError,
@@ -148,9 +144,9 @@ def test_describes_what_was_saved_whatever_the_mesh(options):
 
 def test_fingerprints_that_are_under_way_hold_no_array():
     groups = weights()
-    expected = fingerprint.fingerprints(groups)
+    expected = checksum.fingerprints(groups)
     array = weakref.ref(*jax.tree.leaves(groups))
-    finish = fingerprint.start_fingerprints(groups, "test")
+    finish = checksum.start_fingerprints(groups, "test")
     del groups
     gc.collect()
     assert array() is None
@@ -160,7 +156,7 @@ def test_fingerprints_that_are_under_way_hold_no_array():
 def start_save(options: Checkpoint, values):
     """A save of Orbax's as the Checkpointer has it, with fingerprints of our own."""
     rules, names = Rules(options, {}), OnlyCheckpoints()
-    orbax = open_directory(options, rules, names, gate.Gate(), cleanup=True)
+    orbax = open_directory(options, rules, names, orbax_compat.Gate(), cleanup=True)
     parts = {**weights(), PART: LateFingerprints("digest", values)}
     response = orbax.save_checkpointables_async(1, parts, force=True)
     assert response is not None
@@ -288,17 +284,17 @@ def test_nothing_is_written_before_all_groups_are_copied(options, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "waits"),
     [
-        (f"1.{gate.UNFINISHED}", True),
-        (f"1.{gate.UNFINISHED}/model.{gate.UNFINISHED}", False),
+        (f"1.{orbax_compat.UNFINISHED}", True),
+        (f"1.{orbax_compat.UNFINISHED}/model.{orbax_compat.UNFINISHED}", False),
         ("other", False),
     ],
 )
 def test_a_gate_holds_the_directory_of_a_step_up_for_a_while(
     name, waits, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(gate, "_MOST_SECONDS", 1.0)
+    monkeypatch.setattr(orbax_compat, "_MOST_SECONDS", 1.0)
     (tmp_path / name).parent.mkdir(exist_ok=True)
-    shut = gate.Gate()
+    shut = orbax_compat.Gate()
     path = shut.path(str(tmp_path)) / name
     with shut.closed():
         start = time.monotonic()
@@ -306,7 +302,9 @@ def test_a_gate_holds_the_directory_of_a_step_up_for_a_while(
         assert (time.monotonic() - start > 0.9) == waits
     assert (tmp_path / name).is_dir()
     start = time.monotonic()
-    (shut.path(str(tmp_path)) / f"2.{gate.UNFINISHED}").mkdir()  # it is open now
+    (
+        shut.path(str(tmp_path)) / f"2.{orbax_compat.UNFINISHED}"
+    ).mkdir()
     assert time.monotonic() - start < 0.9
 
 

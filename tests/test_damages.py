@@ -25,11 +25,10 @@ import pytest
 from flax import nnx
 
 from nnx_parallel import FSDP, Checkpoint, Trainer
-from nnx_parallel.checkpoint import directory
+from nnx_parallel.checkpoint import options
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
-from nnx_parallel.checkpoint.failures import is_passing
-from nnx_parallel.checkpoint.reading import read_error
-from nnx_parallel.checkpoint.recovery import restore_newest
+from nnx_parallel.checkpoint.manager import restore_newest
+from nnx_parallel.checkpoint.orbax_compat import is_passing, read_error
 from nnx_parallel.data import Position
 from nnx_parallel.errors import (
     CheckpointDamagedError,
@@ -257,8 +256,8 @@ def test_a_step_of_an_object_store_is_set_aside(
 ) -> None:
     (tmp_path / "4").mkdir()
     (tmp_path / "4" / "file").touch()
-    monkeypatch.setattr(directory, "is_url", lambda text: True)
-    aside = Path(directory.set_aside(str(tmp_path), 4))
+    monkeypatch.setattr(options, "is_url", lambda text: True)
+    aside = Path(options.set_aside(str(tmp_path), 4))
     assert aside.name.startswith("damaged-4-")
     assert (aside / "file").is_file()
     assert not (tmp_path / "4").exists()

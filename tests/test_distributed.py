@@ -24,9 +24,8 @@ from flax import nnx
 from nnx_parallel import FSDP, DataParallel, PolicyRules, Trainer, initialize
 from nnx_parallel.distributed import HUNG, Termination, Watchdog, agree, hash_code
 from nnx_parallel.distributed.addresses import connect, listen
-from nnx_parallel.distributed.hub import Hub
-from nnx_parallel.distributed.line import Line
-from nnx_parallel.distributed.start import Place, find_place
+from nnx_parallel.distributed.initialize import Place, find_place
+from nnx_parallel.distributed.messages import Hub, Line
 from nnx_parallel.errors import ProcessError
 from tests.processes.running import ENVIRONMENT, ROOT
 
@@ -445,7 +444,7 @@ def test_nobody_else_reaches_a_launched_run(tmp_path: Path) -> None:
 
 
 def test_records_of_logging_are_tagged(caplog: pytest.LogCaptureFixture) -> None:
-    from nnx_parallel.distributed.output import tag, tag_logging
+    from nnx_parallel.distributed.runtime import tag, tag_logging
 
     factory = logging.getLogRecordFactory()
     try:

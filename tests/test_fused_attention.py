@@ -28,7 +28,7 @@ from nnx_parallel import (
 )
 from nnx_parallel.errors import AttentionKernelError
 from nnx_parallel.layers import Dense, Stack, attention
-from nnx_parallel.layers.fused_attention import (
+from nnx_parallel.layers.attention import (
     KERNELS,
     per_shard,
     splash_attention,

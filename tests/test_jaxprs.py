@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nnx_parallel.jaxprs import inline, run, trace
+from nnx_parallel.layers.jaxprs import inline, run, trace
 
 
 def test_inlining_keeps_constants_apart_from_inputs():

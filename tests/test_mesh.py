@@ -24,12 +24,7 @@ from nnx_parallel.errors import (
     ParallelError,
     UnknownAxisError,
 )
-from nnx_parallel.mesh import (
-    MESH_AXES,
-    check_mesh,
-    complete_axis_sizes,
-    slice_sizes,
-)
+from nnx_parallel.mesh import MESH_AXES, check_mesh, complete_axis_sizes, slice_sizes
 
 
 @pytest.mark.parametrize(

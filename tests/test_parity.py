@@ -20,7 +20,7 @@ from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import Mean, Trainer
 from nnx_parallel.layers import cross_entropy
 from nnx_parallel.metrics import as_mean
-from nnx_parallel.step import LossFn
+from nnx_parallel.training.step import LossFn
 from tests.parity.checks import (
     assert_gradients_close,
     assert_parts,

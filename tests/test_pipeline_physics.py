@@ -33,9 +33,9 @@ from nnx_parallel import (
     audit,
 )
 from nnx_parallel.audit.hlo import parse
-from nnx_parallel.pipeline.buffers import plan_buffers
-from nnx_parallel.planning import init_state
-from nnx_parallel.step import StepOptions, make_train_step
+from nnx_parallel.schedules.buffers import plan_buffers
+from nnx_parallel.state import init_state
+from nnx_parallel.training.step import StepOptions, make_train_step
 from tests.origins import origins
 from tests.steps import QUICKLY, lower_step, plan_step
 from tests.tpus import numbers_from

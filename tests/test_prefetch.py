@@ -29,12 +29,12 @@ from nnx_parallel import (
     Trainer,
 )
 from nnx_parallel.collectives import Mode, gather_hops, join_hops
-from nnx_parallel.jaxprs import derived, inline, needed, subjaxprs, walk
 from nnx_parallel.layers import Dense, Remat, Stack
+from nnx_parallel.layers.jaxprs import derived, inline, needed, subjaxprs, walk
 from nnx_parallel.mesh import make_mesh
 from nnx_parallel.sharding import using
 from nnx_parallel.sharding.model import annotate
-from nnx_parallel.step import StepOptions, make_train_step
+from nnx_parallel.training.step import StepOptions, make_train_step
 from tests.parity.checks import assert_gradients_close, assert_same_numbers
 from tests.parity.models import GPT_SIZES, WIDTH, gpt
 from tests.parity.runs import compiling, measure, to_host

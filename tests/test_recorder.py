@@ -12,8 +12,12 @@ import pytest
 
 from nnx_parallel.errors import NonFiniteLossError
 from nnx_parallel.loggers import Logger
-from nnx_parallel.recorder import Recorder
-from nnx_parallel.throughput import Throughput, count_tokens, peak_flops
+from nnx_parallel.training.recorder import (
+    Recorder,
+    Throughput,
+    count_tokens,
+    peak_flops,
+)
 
 
 class Memory(Logger):

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel import Callback, Trainer, make_mesh
 from nnx_parallel.errors import ReplicaError
-from nnx_parallel.replicas import check_replicas
+from nnx_parallel.training.diagnostics import check_replicas
 
 
 def corrupt(x: jax.Array, device: int) -> jax.Array:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nnx_parallel.errors import ScheduleError
-from nnx_parallel.pipeline import (
+from nnx_parallel.schedules.schedules import (
     GPipe,
     Interleaved,
     OneFOneB,

@@ -9,19 +9,10 @@ import pytest
 from numpy.typing import ArrayLike
 
 from nnx_parallel.errors import ScheduleError
-from nnx_parallel.pipeline import (
-    Buffers,
-    GPipe,
-    Interleaved,
-    OneFOneB,
-    Slot,
-    Slots,
-    Table,
-    ZeroBubble,
-    check_buffers,
-    plan_buffers,
-)
-from nnx_parallel.pipeline.slots import frozen_ints
+from nnx_parallel.schedules.buffers import Buffers, check_buffers, plan_buffers
+from nnx_parallel.schedules.schedules import GPipe, Interleaved, OneFOneB, ZeroBubble
+from nnx_parallel.schedules.slots import Slot, Slots, frozen_ints
+from nnx_parallel.schedules.table import Table
 
 
 def one_stage(*slots: Slot) -> Table:

@@ -7,18 +7,17 @@ import numpy as np
 import pytest
 
 from nnx_parallel.errors import ScheduleError
-from nnx_parallel.pipeline import (
+from nnx_parallel.schedules.buffers import plan_buffers
+from nnx_parallel.schedules.schedules import (
     Fixed,
     GPipe,
     Interleaved,
     OneFOneB,
     Schedule,
-    Slot,
-    Table,
     ZeroBubble,
-    plan_buffers,
 )
-from nnx_parallel.pipeline.slots import KINDS
+from nnx_parallel.schedules.slots import KINDS, Slot
+from nnx_parallel.schedules.table import Table
 
 STAGES = (1, 2, 3, 4, 8)
 MICROBATCHES = (1, 2, 3, 7, 8, 24, 64)

@@ -20,9 +20,7 @@ from nnx_parallel import (
     constrain,
     make_mesh,
 )
-from nnx_parallel.errors import (
-    IndivisibleDimError,
-)
+from nnx_parallel.errors import IndivisibleDimError
 from nnx_parallel.sharding import (
     active_mesh,
     shard,

@@ -16,10 +16,7 @@ from nnx_parallel import (
     TensorParallel,
     constrain,
 )
-from nnx_parallel.errors import (
-    SpecRankError,
-    UnknownAxisError,
-)
+from nnx_parallel.errors import SpecRankError, UnknownAxisError
 from nnx_parallel.sharding import Layout, using
 from tests.placing import FSDP_TP, place
 

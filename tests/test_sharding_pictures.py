@@ -14,12 +14,14 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 from nnx_parallel import FSDP, make_mesh
-from nnx_parallel.sharding import FSDPRules, shard, visualize
-from nnx_parallel.sharding.blocks import (
+from nnx_parallel.sharding.rules import FSDPRules
+from nnx_parallel.sharding.tree import shard
+from nnx_parallel.visualize.arrays import (
     device_colour,
     ids_text,
     ink_on,
     shard_map_of,
+    visualize,
 )
 
 SVG = "{http://www.w3.org/2000/svg}"

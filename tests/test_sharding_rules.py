@@ -29,8 +29,8 @@ from nnx_parallel.errors import (
 )
 from nnx_parallel.layers import Dense, named
 from nnx_parallel.sharding import ArrayInfo
-from nnx_parallel.sharding.arrays import array_info, variables_of
-from nnx_parallel.sharding.context import check_names
+from nnx_parallel.sharding.constrain import check_names
+from nnx_parallel.sharding.names import array_info, variables_of
 from tests.placing import FSDP_TP, place
 
 # Names

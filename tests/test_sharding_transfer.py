@@ -16,11 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel import FSDP, Composite, DataParallel, make_mesh
-from nnx_parallel.errors import (
-    IndivisibleDimError,
-    SpecRankError,
-    UnknownAxisError,
-)
+from nnx_parallel.errors import IndivisibleDimError, SpecRankError, UnknownAxisError
 from nnx_parallel.sharding import (
     FSDPRules,
     gather,

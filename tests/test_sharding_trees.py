@@ -38,7 +38,7 @@ from nnx_parallel.sharding import (
     resolve_shardings,
     using,
 )
-from nnx_parallel.sharding.trees import layout_of
+from nnx_parallel.sharding.tree import layout_of
 
 
 @pytest.fixture(scope="module")

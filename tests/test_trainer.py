@@ -12,10 +12,10 @@ import pytest
 from flax import nnx
 
 from nnx_parallel import FSDP, Callback, Mean, Trainer
-from nnx_parallel.engine import Engine, EvalGuard
 from nnx_parallel.errors import DataError
 from nnx_parallel.loggers import Logger
-from nnx_parallel.step import StepOptions
+from nnx_parallel.training.evaluation import Engine, EvalGuard
+from nnx_parallel.training.step import StepOptions
 from tests.parity.runs import compiling, to_host
 from tests.steps import plan_step
 

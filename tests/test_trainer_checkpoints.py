@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 from nnx_parallel import FSDP, Callback, Checkpoint, DataParallel, Trainer
-from nnx_parallel.checkpoint import Storage, storage
+from nnx_parallel.checkpoint import Storage, manager
 from nnx_parallel.checkpoint.options import Rules
 from nnx_parallel.data import Position
 from nnx_parallel.distributed import Watchdog
@@ -27,7 +27,7 @@ from nnx_parallel.errors import (
     DataExhaustedError,
     DisagreementError,
 )
-from nnx_parallel.loop import Loop
+from nnx_parallel.training.loop import Loop
 from tests.parity.runs import compiling, to_host
 
 
@@ -301,7 +301,7 @@ def test_processes_that_see_different_checkpoints(
 ) -> None:
     make_trainer(Checkpoint(tmp_path, every=2)).fit(make_batches(4), 4)
     seen = [[[2, 4], []], [[2], [3]]]
-    monkeypatch.setattr(storage, "exchange", lambda name, mine: seen)
+    monkeypatch.setattr(manager, "exchange", lambda name, mine: seen)
     message = (
         f"Processes 0 and 1 see different checkpoints in '{tmp_path}': steps [2, 4] "
         "and [2] (and [3], which are ruined). Give a directory that all machines share"

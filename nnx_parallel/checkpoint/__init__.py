@@ -10,5 +10,5 @@ from nnx_parallel.checkpoint.checkpointer import Checkpointer as Checkpointer
 from nnx_parallel.checkpoint.contents import AbstractGroups as AbstractGroups
 from nnx_parallel.checkpoint.contents import Groups as Groups
 from nnx_parallel.checkpoint.contents import StoredCheckpoint as StoredCheckpoint
+from nnx_parallel.checkpoint.manager import Storage as Storage
 from nnx_parallel.checkpoint.options import Checkpoint as Checkpoint
-from nnx_parallel.checkpoint.storage import Storage as Storage

@@ -10,6 +10,12 @@ from typing import Any, Self
 
 import jax
 
+from nnx_parallel.checkpoint.checksum import (
+    PART,
+    LateFingerprints,
+    read_fingerprints,
+    start_fingerprints,
+)
 from nnx_parallel.checkpoint.contents import (
     AbstractGroups,
     Groups,
@@ -22,32 +28,30 @@ from nnx_parallel.checkpoint.contents import (
     make_header,
     read_stored,
 )
-from nnx_parallel.checkpoint.directory import (
+from nnx_parallel.checkpoint.options import (
+    Checkpoint,
+    Metrics,
+    Rules,
+    best_steps,
     check_directory,
     check_step,
     check_writable,
     set_aside,
     unlisted_steps,
 )
-from nnx_parallel.checkpoint.failures import save_error
-from nnx_parallel.checkpoint.fingerprint import start_fingerprints
-from nnx_parallel.checkpoint.fingerprint_file import (
-    PART,
-    LateFingerprints,
-    read_fingerprints,
-)
-from nnx_parallel.checkpoint.gate import Gate
-from nnx_parallel.checkpoint.opening import OnlyCheckpoints, open_directory
-from nnx_parallel.checkpoint.options import Checkpoint, Metrics, Rules, best_steps
-from nnx_parallel.checkpoint.reading import (
+from nnx_parallel.checkpoint.orbax_compat import (
+    Gate,
+    OnlyCheckpoints,
+    SaveUnderWay,
     describe_group,
     load,
+    open_directory,
     read_error,
     read_together,
+    save_error,
     unavailable_if_no_damage,
 )
-from nnx_parallel.checkpoint.under_way import SaveUnderWay
-from nnx_parallel.distributed import exchange
+from nnx_parallel.distributed.agreement import exchange
 from nnx_parallel.errors import (
     CheckpointDirectoryError,
     CheckpointError,

@@ -15,8 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from nnx_parallel.checkpoint.fingerprint import Fingerprints, fingerprints
-from nnx_parallel.checkpoint.fingerprint_file import PART, digest
+from nnx_parallel.checkpoint.checksum import PART, Fingerprints, digest, fingerprints
 from nnx_parallel.errors import (
     CheckpointDamagedError,
     CheckpointError,

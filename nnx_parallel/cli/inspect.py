@@ -10,10 +10,10 @@ from pathlib import Path
 
 import jax
 
-from nnx_parallel.checkpoint import Checkpoint
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.contents import StoredCheckpoint
-from nnx_parallel.checkpoint.gate import UNFINISHED
+from nnx_parallel.checkpoint.options import Checkpoint
+from nnx_parallel.checkpoint.orbax_compat import UNFINISHED
 from nnx_parallel.errors import (
     CheckpointError,
     CheckpointNotFoundError,

@@ -18,8 +18,8 @@ from typing import IO
 
 from nnx_parallel.distributed.addresses import listen, with_port
 from nnx_parallel.distributed.faults import PEER_LOST
-from nnx_parallel.distributed.output import TAGGED
-from nnx_parallel.distributed.start import COORDINATOR, NUM_PROCESSES, PROCESS_ID
+from nnx_parallel.distributed.initialize import COORDINATOR, NUM_PROCESSES, PROCESS_ID
+from nnx_parallel.distributed.runtime import TAGGED
 from nnx_parallel.errors import MeshShapeError
 
 RESTART = "NNX_PARALLEL_RESTART"

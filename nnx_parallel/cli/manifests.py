@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from nnx_parallel.cli.launch import Job
-from nnx_parallel.distributed.start import (
+from nnx_parallel.distributed.initialize import (
     CLUSTER,
     COORDINATOR,
     NUM_PROCESSES,

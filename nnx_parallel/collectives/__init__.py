@@ -1,17 +1,15 @@
 """Products that communicate: the transfers run under the products they feed."""
 
-from nnx_parallel.collectives.global_products import (
+from nnx_parallel.collectives.matmul import all_gather_matmul as all_gather_matmul
+from nnx_parallel.collectives.matmul import (
     column_parallel_matmul as column_parallel_matmul,
 )
-from nnx_parallel.collectives.global_products import gather_hops as gather_hops
-from nnx_parallel.collectives.global_products import join_hops as join_hops
-from nnx_parallel.collectives.global_products import (
-    row_parallel_matmul as row_parallel_matmul,
-)
-from nnx_parallel.collectives.products import all_gather_matmul as all_gather_matmul
-from nnx_parallel.collectives.products import (
+from nnx_parallel.collectives.matmul import gather_hops as gather_hops
+from nnx_parallel.collectives.matmul import join_hops as join_hops
+from nnx_parallel.collectives.matmul import (
     matmul_reduce_scatter as matmul_reduce_scatter,
 )
+from nnx_parallel.collectives.matmul import row_parallel_matmul as row_parallel_matmul
 from nnx_parallel.collectives.ring import Mode as Mode
 from nnx_parallel.collectives.ring import Overlap as Overlap
 from nnx_parallel.collectives.ring import check_mode as check_mode

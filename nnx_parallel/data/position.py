@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-from nnx_parallel.data.feed import is_one_shot
-from nnx_parallel.distributed import exchange
+from nnx_parallel.data.prefetch import is_one_shot
+from nnx_parallel.distributed.agreement import exchange
 from nnx_parallel.errors import DataError
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from types import CodeType
 from typing import Any
 
-from nnx_parallel.distributed.line import join
+from nnx_parallel.distributed.messages import join
 from nnx_parallel.distributed.runtime import process_index
 from nnx_parallel.errors import DisagreementError
 

@@ -18,7 +18,7 @@ from types import TracebackType
 
 import jax
 
-from nnx_parallel.distributed.output import write_error
+from nnx_parallel.distributed.runtime import write_error
 
 FAILED = 1
 """Exit code of a process that ends with an error of its own."""

@@ -1,12 +1,12 @@
 """The few layers that know an axis; everything else is stock Flax NNX."""
 
+from nnx_parallel.layers.attention import Implementation as Implementation
 from nnx_parallel.layers.attention import attention as attention
 from nnx_parallel.layers.dense import Dense as Dense
 from nnx_parallel.layers.dense import Embed as Embed
 from nnx_parallel.layers.dense import named as named
-from nnx_parallel.layers.fused_attention import Implementation as Implementation
-from nnx_parallel.layers.linear_loss import linear_cross_entropy as linear_cross_entropy
 from nnx_parallel.layers.loss import cross_entropy as cross_entropy
+from nnx_parallel.layers.loss import linear_cross_entropy as linear_cross_entropy
 from nnx_parallel.layers.remat import Remat as Remat
 from nnx_parallel.layers.remat import active_remat as active_remat
 from nnx_parallel.layers.remat import apply_remat as apply_remat

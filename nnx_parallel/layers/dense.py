@@ -1,18 +1,249 @@
-"""Products with named dims: `Dense` and `Embed`."""
+"""Products with named dims: `Dense` and `Embed`.
+
+Products of named dims: the layout says where they gather, scatter and overlap.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.nn.initializers import Initializer
+from jax.sharding import NamedSharding
 
-from nnx_parallel.layers.matmul import matmul
-from nnx_parallel.sharding import constrain
-from nnx_parallel.sharding.context import check_names, constrain_param
+from nnx_parallel.collectives.matmul import column_parallel_matmul, row_parallel_matmul
+from nnx_parallel.layers.remat import OVERLAPPED
+from nnx_parallel.sharding.constrain import (
+    active_layout,
+    check_names,
+    constrain,
+    constrain_param,
+)
+from nnx_parallel.sharding.layout import Layout
+from nnx_parallel.sharding.specs import dim_axes, to_spec
+
+SEQ = 1
+"""The dim of ``(batch, seq, *features)`` that sequence parallelism splits."""
+
+
+def matmul(
+    x: jax.Array,
+    w: jax.Array,
+    in_names: Sequence[str | None],
+    out_names: Sequence[str | None],
+    *,
+    w_dims: Sequence[int] | None = None,
+) -> jax.Array:
+    """The product of an activation and a parameter, as the active layout runs it.
+
+    Where the layout splits ``seq`` of the input and a dim of the output over one axis,
+    the input is gathered; where it splits a contracted dim and ``seq`` of the output,
+    the sum over devices is scattered [1]. The forward pass keeps the input as it came,
+    split: it is gathered again for the backward pass. Under ``overlap`` both run as
+    rings beside the product (`all_gather_matmul`, `matmul_reduce_scatter`), whose sums
+    travel in the dtype of the product.
+
+    Args:
+        x: ``(*leading, *in_dims)``. Only two leading dims, ``batch`` and ``seq``, are
+            gathered or scattered.
+        w: The parameter.
+        in_names: Logical axes of the last dims of x, which are contracted.
+        out_names: Logical axes of the other dims of w.
+        w_dims: The dims of w to contract; by default its first.
+
+    Returns:
+        ``(*leading, *out_dims)``.
+
+    Example:
+        >>> matmul(jnp.ones((2, 8, 4)), jnp.ones((4, 6)), ("embed",), ("mlp",)).shape
+        (2, 8, 6)
+
+    References:
+        [1] Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+        Models", 2022, section 4.2, https://arxiv.org/abs/2205.05198
+    """
+    num = len(in_names)
+    x_dims = tuple(range(x.ndim - num, x.ndim))
+    contracting = x_dims, tuple(range(num)) if w_dims is None else tuple(w_dims)
+    layout = active_layout()
+    split = _find_split(layout, x, w, in_names, out_names, contracting)
+    if layout is None or split is None:
+        return _plain(contracting, x, w)
+    if layout.overlap is None:
+        return (_gathering if split.gathers else _scattering)(split, x, w)
+    return _overlapping(layout, split, x, w)
+
+
+Contracting = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Split:
+    """A product whose input or output is split along ``seq``.
+
+    Attributes:
+        gathers: Whether the input is split along ``seq``; else the output is.
+        axis: The mesh axis.
+        feature: The feature dim over the same axis, counted in the output's features if
+            it gathers, else in the contracted dims.
+        contracting: Dims of x and of w.
+        split: Where the side that is split along ``seq`` lives.
+        whole: Where it lives once gathered.
+        other: Where the other side lives.
+    """
+
+    gathers: bool
+    axis: str
+    feature: int
+    contracting: Contracting
+    split: NamedSharding
+    whole: NamedSharding
+    other: NamedSharding
+
+
+def _find_split(
+    layout: Layout | None,
+    x: jax.Array,
+    w: jax.Array,
+    in_names: Sequence[str | None],
+    out_names: Sequence[str | None],
+    contracting: Contracting,
+) -> _Split | None:
+    if layout is None or x.ndim != 2 + len(in_names):
+        return None
+    features = [n for d, n in enumerate(w.shape) if d not in contracting[1]]
+    out_shape = (*x.shape[:2], *features)
+    leading = ("batch", "seq")
+    in_axes = dim_axes(layout.activation_spec(x.shape, (*leading, *in_names)), x.ndim)
+    out_axes = dim_axes(
+        layout.activation_spec(out_shape, (*leading, *out_names)), len(out_shape)
+    )
+    for axis in layout.activation_axes.get("seq", ()):
+        for gathers, near, far in (
+            (True, in_axes, out_axes),
+            (False, out_axes, in_axes),
+        ):
+            feature = [d for d, axes in enumerate(far[2:]) if axes == (axis,)]
+            if axis in near[SEQ] and feature:
+                kept = tuple(a for a in near[SEQ] if a != axis)
+                whole = (near[0], kept, *near[2:])
+                specs = (to_spec(axes) for axes in (near, whole, far))
+                split, gathered, other = (layout.sharding(spec) for spec in specs)
+                return _Split(
+                    gathers=gathers,
+                    axis=axis,
+                    feature=feature[0],
+                    contracting=contracting,
+                    split=split,
+                    whole=gathered,
+                    other=other,
+                )
+    return None
+
+
+def _overlapping(
+    layout: Layout, found: _Split, x: jax.Array, w: jax.Array
+) -> jax.Array:
+    run = partial(
+        column_parallel_matmul if found.gathers else row_parallel_matmul,
+        axis=found.axis,
+        dim=SEQ,
+        contracting=found.contracting,
+        mode=layout.overlap or "ring",
+        sum_dtype=jnp.result_type(x, w),
+        mesh=layout.mesh,
+    )
+    if found.gathers:
+        kept = [d for d in range(w.ndim) if d not in found.contracting[1]]
+        y = run(x, w, w_dim=kept[found.feature])
+    else:
+        y = run(x, w, split=found.feature)
+    return checkpoint_name(y, OVERLAPPED)
+
+
+# What the partitioner runs: the gathered side is said, and that it is not to be kept.
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gathering(found: _Split, x: jax.Array, w: jax.Array) -> jax.Array:
+    return _gathering_forward(found, x, w)[0]
+
+
+def _gathering_forward(
+    found: _Split, x: jax.Array, w: jax.Array
+) -> tuple[jax.Array, tuple]:
+    y = _plain(found.contracting, _gathered(found, x), w)
+    return _place(y, found.other), (x, w)
+
+
+def _gathering_backward(
+    found: _Split, kept: tuple, dy: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, w = kept
+    dx = _transposed(found.contracting, dy, x, w)
+    dw = _weights(found.contracting, _gathered(found, x), dy, w)
+    return _place(dx, found.split), dw
+
+
+_gathering.defvjp(_gathering_forward, _gathering_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scattering(found: _Split, x: jax.Array, w: jax.Array) -> jax.Array:
+    return _scattering_forward(found, x, w)[0]
+
+
+def _scattering_forward(
+    found: _Split, x: jax.Array, w: jax.Array
+) -> tuple[jax.Array, tuple]:
+    return _place(_plain(found.contracting, x, w), found.split), (x, w)
+
+
+def _scattering_backward(
+    found: _Split, kept: tuple, dy: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, w = kept
+    dy = _gathered(found, dy)
+    dx = _transposed(found.contracting, dy, x, w)
+    return _place(dx, found.other), _weights(found.contracting, x, dy, w)
+
+
+_scattering.defvjp(_scattering_forward, _scattering_backward)
+
+
+def _gathered(found: _Split, x: jax.Array) -> jax.Array:
+    # Split first: it would else be made whole already where it comes from, and be kept.
+    return _place(_place(x, found.split), found.whole)
+
+
+def _place(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+
+def _plain(contracting: Contracting, x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.tensordot(x, w, axes=contracting)
+
+
+def _transposed(
+    contracting: Contracting, dy: jax.Array, x: jax.Array, w: jax.Array
+) -> jax.Array:
+    """The gradient of x."""
+    _, vjp = jax.vjp(lambda x: _plain(contracting, x, w), x)
+    return vjp(dy)[0]
+
+
+def _weights(
+    contracting: Contracting, x: jax.Array, dy: jax.Array, w: jax.Array
+) -> jax.Array:
+    """The gradient of w."""
+    _, vjp = jax.vjp(lambda w: _plain(contracting, x, w), w)
+    return vjp(dy)[0]
 
 
 def named(initializer: Initializer, *names: str | None) -> Initializer:

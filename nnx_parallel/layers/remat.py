@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 import jax
 
-from nnx_parallel.sharding import saves_all_but_gathers
+from nnx_parallel.sharding.constrain import saves_all_but_gathers
 
 Remat = Literal["none", "dots", "full"]
 """Recomputation in the backward pass [1].

@@ -11,12 +11,11 @@ import jax
 from flax import errors, nnx
 
 from nnx_parallel.errors import StackError
-from nnx_parallel.layers.prefetch import run_prefetched
 from nnx_parallel.layers.remat import Remat, active_remat, apply_remat, check_remat
-from nnx_parallel.layers.stack_call import StackCall
-from nnx_parallel.sharding import active_layout, use_params
-from nnx_parallel.sharding.arrays import dotted, is_inexact, variables_of
+from nnx_parallel.layers.scan import StackCall, run_prefetched
+from nnx_parallel.sharding.constrain import active_layout, use_params
 from nnx_parallel.sharding.model import nest
+from nnx_parallel.sharding.names import dotted, is_inexact, variables_of
 
 Runner = Callable[[StackCall], tuple[Any, dict, Any]]
 """Runs all layers of a call: the output, the other variables after it, the slots."""

@@ -9,10 +9,10 @@ import jax.extend.core as jex
 from flax import nnx
 
 from nnx_parallel.errors import PipelineError
-from nnx_parallel.jaxprs import subjaxprs, variables_in
-from nnx_parallel.layers import Stack
-from nnx_parallel.sharding import Layout
-from nnx_parallel.sharding.arrays import dotted
+from nnx_parallel.layers.jaxprs import subjaxprs, variables_in
+from nnx_parallel.layers.stack import Stack
+from nnx_parallel.sharding.layout import Layout
+from nnx_parallel.sharding.names import dotted
 
 
 def check_model(model: nnx.Module, layout: Layout) -> None:

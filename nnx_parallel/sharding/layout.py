@@ -10,17 +10,12 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.collectives import Mode, Overlap
+from nnx_parallel.collectives.ring import Mode, Overlap
 from nnx_parallel.errors import UnknownAxisError
 from nnx_parallel.mesh import MESH_AXES
-from nnx_parallel.pipeline.options import PipelineOptions
-from nnx_parallel.sharding.arrays import LOGICAL_AXES, ArrayInfo, suggest
-from nnx_parallel.sharding.rules import (
-    FSDPRules,
-    LogicalRules,
-    Rules,
-    first_match,
-)
+from nnx_parallel.schedules.schedules import PipelineOptions
+from nnx_parallel.sharding.names import LOGICAL_AXES, ArrayInfo, suggest
+from nnx_parallel.sharding.rules import FSDPRules, LogicalRules, Rules, first_match
 from nnx_parallel.sharding.specs import (
     DimAxes,
     check_spec,

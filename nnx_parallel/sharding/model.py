@@ -15,8 +15,8 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from nnx_parallel.errors import ModelError
-from nnx_parallel.sharding.arrays import array_info, dotted, variables_of
 from nnx_parallel.sharding.layout import Layout, Placement
+from nnx_parallel.sharding.names import array_info, dotted, variables_of
 from nnx_parallel.sharding.rules import PathRules, members
 
 Path = tuple[Hashable, ...]

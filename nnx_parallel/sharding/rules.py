@@ -18,13 +18,13 @@ from typing import Protocol, runtime_checkable
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.distributed import hash_code
+from nnx_parallel.distributed.agreement import hash_code
 from nnx_parallel.errors import (
     PlacementConflictError,
     UnknownAxisError,
     UnmatchedRuleError,
 )
-from nnx_parallel.sharding.arrays import ArrayInfo, suggest
+from nnx_parallel.sharding.names import ArrayInfo, suggest
 from nnx_parallel.sharding.specs import dim_axes
 
 MeshAxes = str | tuple[str, ...] | None

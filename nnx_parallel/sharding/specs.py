@@ -14,7 +14,7 @@ from nnx_parallel.errors import (
     SpecRankError,
     UnknownAxisError,
 )
-from nnx_parallel.sharding.arrays import suggest
+from nnx_parallel.sharding.names import suggest
 
 DimAxes = tuple[tuple[str, ...], ...]
 """The mesh axes of each dim of an array: ``((), ("tensor", "fsdp"))``."""

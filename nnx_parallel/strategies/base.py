@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from flax import nnx
 from jax.sharding import Mesh
 
-from nnx_parallel.collectives import Overlap
+from nnx_parallel.collectives.ring import Overlap
 from nnx_parallel.mesh import Device, check_mesh, make_mesh
-from nnx_parallel.pipeline.options import PipelineOptions
-from nnx_parallel.sharding import Layout, Rules, ZeroAxis
+from nnx_parallel.schedules.schedules import PipelineOptions
+from nnx_parallel.sharding.layout import Layout, ZeroAxis
 from nnx_parallel.sharding.model import (
     abstract_model,
     annotate,
@@ -21,8 +21,8 @@ from nnx_parallel.sharding.model import (
     placed_arrays,
     stored_shardings,
 )
-from nnx_parallel.sharding.rules import MeshAxes, logical_items, merge_logical
-from nnx_parallel.strategies.describe import Description, describe_model
+from nnx_parallel.sharding.rules import MeshAxes, Rules, logical_items, merge_logical
+from nnx_parallel.visualize.describe import Description, describe_model
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
-from nnx_parallel.collectives import Overlap
+from nnx_parallel.collectives.ring import Overlap
 from nnx_parallel.errors import PlacementConflictError
 from nnx_parallel.mesh import MESH_AXES
-from nnx_parallel.pipeline.options import PipelineOptions
-from nnx_parallel.sharding import Rules, ZeroAxis
-from nnx_parallel.sharding.rules import MeshAxes, logical_items
+from nnx_parallel.schedules.schedules import PipelineOptions
+from nnx_parallel.sharding.layout import ZeroAxis
+from nnx_parallel.sharding.rules import MeshAxes, Rules, logical_items
 from nnx_parallel.strategies.base import Strategy
 
 

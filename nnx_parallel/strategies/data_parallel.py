@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nnx_parallel.sharding import Rules
+from nnx_parallel.sharding.rules import Rules
 from nnx_parallel.strategies.base import Strategy
 
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import get_args
 
-from nnx_parallel.collectives import Mode
-from nnx_parallel.sharding import FSDPRules, Rules, ZeroAxis
-from nnx_parallel.sharding.layout import ZeroKind
+from nnx_parallel.collectives.ring import Mode
+from nnx_parallel.sharding.layout import ZeroAxis, ZeroKind
+from nnx_parallel.sharding.rules import FSDPRules, Rules
 from nnx_parallel.strategies.base import Strategy
 
 

@@ -6,9 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import get_args
 
-from nnx_parallel.pipeline.options import Gather, PipelineOptions, Stash
-from nnx_parallel.pipeline.schedules import Fixed, OneFOneB, Schedule
-from nnx_parallel.pipeline.table import Table
+from nnx_parallel.schedules.schedules import (
+    Fixed,
+    Gather,
+    OneFOneB,
+    PipelineOptions,
+    Schedule,
+    Stash,
+)
+from nnx_parallel.schedules.table import Table
 from nnx_parallel.sharding.rules import MeshAxes
 from nnx_parallel.strategies.base import Strategy
 

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import get_args
 
-from nnx_parallel.collectives import Overlap
-from nnx_parallel.sharding import Rules
-from nnx_parallel.sharding.rules import MeshAxes
+from nnx_parallel.collectives.ring import Overlap
+from nnx_parallel.sharding.rules import MeshAxes, Rules
 from nnx_parallel.strategies.base import Strategy
 
 

@@ -5,8 +5,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel import TrainState
-from nnx_parallel.checkpoint.training import to_groups
-from nnx_parallel.strategies.describe import Description
+from nnx_parallel.checkpoint.train_state import to_groups
+from nnx_parallel.visualize.describe import Description
 from tests.parity.models import Arrays
 from tests.parity.runs import Run
 

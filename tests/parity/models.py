@@ -24,7 +24,7 @@ from models import (
 )
 from nnx_parallel import LogicalRules, PathRules
 from nnx_parallel.sharding import Rules
-from nnx_parallel.step import LossFn
+from nnx_parallel.training.step import LossFn
 
 NUM_ROWS = 32  # 4 microbatches * 8 shards of the batch
 SEQ_LEN = 8

@@ -34,8 +34,8 @@ from nnx_parallel import (
     TensorParallel,
     Trainer,
 )
-from nnx_parallel.checkpoint import opening
-from nnx_parallel.sharding.arrays import flatten_pure
+from nnx_parallel.checkpoint import orbax_compat
+from nnx_parallel.sharding.names import flatten_pure
 
 STRATEGIES = {
     "fsdp": lambda: FSDP(min_size=0),
@@ -83,7 +83,7 @@ class Settings:
     trainer: dict[str, Any] = field(default_factory=dict)
     fault: dict[str, Any] = field(default_factory=dict)
     evaluates: bool = False
-    give_up_seconds: int = opening.GIVE_UP_SECONDS
+    give_up_seconds: int = orbax_compat.GIVE_UP_SECONDS
 
 
 def global_batches(count: int) -> list[np.ndarray]:
@@ -236,7 +236,7 @@ def main() -> None:
     """Runs what the command line says."""
     nnx_parallel.initialize()
     settings = Settings(**json.loads(sys.argv[1]))
-    opening.GIVE_UP_SECONDS = settings.give_up_seconds
+    orbax_compat.GIVE_UP_SECONDS = settings.give_up_seconds
     found = run(settings)
     if settings.out is not None and jax.process_index() == 0:
         Path(settings.out).write_text(json.dumps(found))

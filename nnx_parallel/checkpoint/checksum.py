@@ -1,0 +1,330 @@
+"""Fingerprints of arrays: one number each, the same on every mesh.
+
+A fingerprint is a sum modulo 2**32 over all elements, of a hash of the element's bits
+and its index in the global array. Each device hashes its own shard, and the host adds:
+exact integers, so that neither layout nor order matters, and no device waits for
+another. One changed element always changes it; what changes more escapes once in 2**32.
+
+The file of the fingerprints, which is written behind the training, as arrays are.
+
+Orbax writes its own metadata when a save begins, and the devices have not hashed
+anything then. So the fingerprints are a part of the checkpoint by themselves, which is
+complete once they are there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from orbax.checkpoint import v1 as ocp
+
+from nnx_parallel.distributed.agreement import later_exchange
+from nnx_parallel.sharding.specs import dim_axes
+
+Fingerprints = dict[str, dict[str, int]]
+
+_EXCHANGE_SECONDS = 900.0
+"""Orbax gives a save up after 1200 s: nothing is written after that."""
+
+
+def fingerprints(groups: Mapping[str, Mapping[str, Any]]) -> Fingerprints:
+    """The fingerprint of each array: an integer of 32 bits, by group and path.
+
+    With several processes all of them call it, with the same paths.
+
+    Example:
+        >>> x = jnp.arange(6.0)
+        >>> a = fingerprints({"g": {"x": x}})
+        >>> a == fingerprints({"g": {"x": jnp.arange(6.0)}})
+        True
+        >>> a == fingerprints({"g": {"x": x.at[2].set(2.0000002)}})
+        False
+    """
+    return start_fingerprints(groups, "fingerprints")()
+
+
+def start_fingerprints(
+    groups: Mapping[str, Mapping[str, Any]], name: str
+) -> Callable[[], Fingerprints]:
+    """Has the devices begin on the fingerprints, and waits for nothing.
+
+    Args:
+        groups: Arrays by group and path. They may be donated or dropped once this
+            returns.
+        name: Of the exchange between processes, as `exchange` has it.
+
+    Returns:
+        A function that waits for them, from any thread.
+    """
+    names = list(groups)
+    places = [(group, path) for group, found in groups.items() for path in found]
+    arrays = [groups[group][path] for group, path in places]
+    counted = [_counted(x) for x in arrays]
+    hashes = start_hashes(arrays)
+    exchange_shares = later_exchange(name, _EXCHANGE_SECONDS)
+
+    def finish() -> Fingerprints:
+        mine = [
+            sum(found[device] for device in devices)
+            for devices, found in zip(counted, hashes(), strict=True)
+        ]
+        total: Fingerprints = {group: {} for group in names}
+        for (group, path), *values in zip(places, *exchange_shares(mine), strict=True):
+            total[group][path] = sum(values) % 2**32
+        return total
+
+    return finish
+
+
+def device_hashes(arrays: Sequence[jax.Array]) -> list[dict[int, int]]:
+    """The hash of each shard that this process holds, by its device's id.
+
+    Shards that hold the same part of an array have the same hash. What the devices of a
+    mesh have hashed comes to the host in one piece.
+
+    Args:
+        arrays: Arrays on any meshes, or on single devices.
+
+    Returns:
+        For each array its hashes, of 32 bits.
+    """
+    return start_hashes(arrays)()
+
+
+def start_hashes(arrays: Sequence[jax.Array]) -> Callable[[], list[dict[int, int]]]:
+    """Has the devices begin on the hashes of `device_hashes`.
+
+    Returns:
+        A function that waits for them, from any thread.
+    """
+    count = len(arrays)
+    by_mesh: dict[Mesh | None, list[int]] = {}
+    for index, x in enumerate(arrays):
+        by_mesh.setdefault(_mesh(x), []).append(index)
+    started: list[tuple[list[int], jax.Array]] = []
+    for mesh, indices in by_mesh.items():
+        if mesh is None:
+            started += [([i], _hash_whole(_data(arrays[i]))) for i in indices]
+            continue
+        hashes = [
+            _hash_shards(mesh, _spec(arrays[i]))(_data(arrays[i])) for i in indices
+        ]
+        started.append((indices, _join(mesh)(hashes)))
+
+    def finish() -> list[dict[int, int]]:
+        found: list[dict[int, int]] = [{} for _ in range(count)]
+        for indices, hashes in started:
+            for shard in hashes.addressable_shards:
+                values = np.asarray(shard.data).ravel().tolist()
+                for index, value in zip(indices, values, strict=True):
+                    found[index][shard.device.id] = value
+        return found
+
+    return finish
+
+
+def _mesh(x: jax.Array) -> Mesh | None:
+    mesh = x.sharding.mesh if isinstance(x.sharding, NamedSharding) else None
+    assert not isinstance(mesh, AbstractMesh), "an array has devices"
+    return mesh
+
+
+def _spec(x: jax.Array) -> P:
+    assert isinstance(x.sharding, NamedSharding)
+    return x.sharding.spec
+
+
+def _counted(x: jax.Array) -> set[int]:
+    """Devices of this process whose shard counts: each part of an array once."""
+    if not isinstance(x.sharding, NamedSharding):
+        return {x.addressable_shards[0].device.id}  # its hash is that of the whole
+    return {s.device.id for s in x.addressable_shards if s.replica_id == 0}
+
+
+@lru_cache(maxsize=4096)
+def _hash_shards(mesh: Mesh, spec: P) -> Any:
+    """A compiled function from a global array to the hash of each device's shard.
+
+    Its result has the dims of the mesh, with one element on each device.
+    """
+    sizes = dict(mesh.shape)
+
+    def hash_shard(shard: jax.Array) -> jax.Array:
+        starts = []
+        for dim, axes in enumerate(dim_axes(spec, shard.ndim)):
+            place = jnp.uint32(0)
+            for axis in axes:
+                place = place * jnp.uint32(sizes[axis])
+                place += jax.lax.axis_index(axis).astype(jnp.uint32)
+            count = math.prod(sizes[axis] for axis in axes)
+            size = shard.shape[dim]
+            starts.append((place * jnp.uint32(size), size * count))
+        return _hash(shard, starts).reshape((1,) * len(sizes))
+
+    return jax.jit(
+        jax.shard_map(
+            hash_shard,
+            mesh=mesh,
+            in_specs=spec,
+            out_specs=P(*mesh.axis_names),
+            check_vma=False,
+        )
+    )
+
+
+@lru_cache(maxsize=64)
+def _join(mesh: Mesh) -> Any:
+    """A compiled function from the hashes of many arrays to one array of them.
+
+    Each stays on its device.
+    """
+    places = NamedSharding(mesh, P(*mesh.axis_names))
+    return jax.jit(partial(jnp.stack, axis=-1), out_shardings=places)
+
+
+@jax.jit
+def _hash_whole(x: jax.Array) -> jax.Array:
+    return _hash(x, [(jnp.uint32(0), size) for size in x.shape])
+
+
+def _hash(x: jax.Array, dims: list[tuple[jax.Array, int]]) -> jax.Array:
+    """Sum of the hashes of a shard whose dims start there, of so many in all."""
+    words = _words(x)
+    extra = words.shape[x.ndim :]
+    dims = [*dims, *((jnp.uint32(0), size) for size in extra)]
+    index = jnp.zeros(words.shape, jnp.uint32)
+    stride = 1
+    for dim in reversed(range(words.ndim)):
+        start, size = dims[dim]
+        place = jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim) + start
+        index += place * jnp.uint32(stride % 2**32)
+        stride *= size
+    return jnp.sum(_mix(words ^ _mix(index + jnp.uint32(0x9E3779B9))), dtype=jnp.uint32)
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """A bijection of 32 bits in which every bit of the input moves half the output."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def _words(x: jax.Array) -> jax.Array:
+    """The bits as uint32, with one more dim for types that are wider."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = jnp.stack([x.real, x.imag], axis=-1)
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint32)
+    if x.dtype.itemsize == 1 and jnp.iinfo(jnp.uint8).bits != _bits(x.dtype):
+        return x.astype(jnp.float32).view(jnp.uint32)  # narrower than a byte
+    if x.dtype.itemsize >= 4:
+        return jax.lax.bitcast_convert_type(x, jnp.uint32)
+    unsigned = {1: jnp.uint8, 2: jnp.uint16}[x.dtype.itemsize]
+    return jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
+
+
+def _bits(dtype: Any) -> int:
+    kind = jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo
+    return kind(dtype).bits
+
+
+def _data(x: jax.Array) -> jax.Array:
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(x) if is_key else x
+
+
+PART = "fingerprints"
+"""What the part is called, beside the groups of arrays."""
+
+_FILE = "fingerprints.json"
+
+
+@dataclass(frozen=True)
+class LateFingerprints:
+    """Fingerprints that the devices may still be at.
+
+    Attributes:
+        header_digest: Of the header with which they belong.
+        values: Waits for the devices, and with several processes for the others.
+    """
+
+    header_digest: str
+    values: Callable[[], Fingerprints]
+
+
+class FingerprintHandler(ocp.handlers.CheckpointableHandler[LateFingerprints, None]):
+    """Has Orbax write `LateFingerprints` in the background of a save."""
+
+    async def save(
+        self, directory: ocp.path.PathAwaitingCreation, checkpointable: LateFingerprints
+    ) -> Awaitable[None]:
+        """Does nothing that a fit would wait for."""
+        return self._write(directory, checkpointable)
+
+    async def _write(
+        self, directory: ocp.path.PathAwaitingCreation, late: LateFingerprints
+    ) -> None:
+        values = await asyncio.to_thread(late.values)
+        path = await directory.await_creation()
+        if jax.process_index() == 0:
+            content = {"header": late.header_digest, "values": values}
+            text = json.dumps(content | {"digest": digest(content)})
+            await asyncio.to_thread((path / _FILE).write_text, text)
+
+    async def load(
+        self, directory: ocp.path.Path, abstract_checkpointable: None = None
+    ) -> Awaitable[LateFingerprints]:
+        """Is not for reading: `read_fingerprints`."""
+        del abstract_checkpointable
+        raise NotImplementedError(f"'{directory}' is read by `read_fingerprints`.")
+
+    async def metadata(self, directory: ocp.path.Path) -> None:
+        """Says nothing: Orbax takes any error here for no metadata."""
+        del directory
+
+    def is_handleable(self, checkpointable: Any) -> bool:
+        """Whether this is for it."""
+        return isinstance(checkpointable, LateFingerprints)
+
+    def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool | None:
+        """Nothing is read by Orbax."""
+        del abstract_checkpointable
+        return None
+
+
+def read_fingerprints(step_directory: str, header_digest: str) -> Fingerprints:
+    """The fingerprints that were saved with a header.
+
+    Args:
+        step_directory: The directory of one checkpoint.
+        header_digest: Of its header.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If it is not what was saved.
+    """
+    text = (ocp.path.Path(step_directory) / PART / _FILE).read_text()
+    content = json.loads(text)
+    if not isinstance(content, dict) or content.get("digest") != digest(content):
+        raise ValueError("Its fingerprints are not what was saved.")
+    if content["header"] != header_digest:
+        raise ValueError("Its fingerprints were saved with another header.")
+    return content["values"]
+
+
+def digest(content: Mapping[str, Any]) -> str:
+    """SHA-256 of a JSON object, whatever its own ``"digest"`` says."""
+    rest = {name: value for name, value in content.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()

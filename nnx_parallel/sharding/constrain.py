@@ -1,0 +1,246 @@
+"""The active layout: how a model that mentions no mesh is placed on one.
+
+A step is traced inside ``using(layout)``. There `constrain` gives a named activation
+its place and `use_params` gathers parameters where they are used. Outside, both return
+their argument as it is, so that a model runs alone as plain NNX.
+
+Named places inside a function, bound by whoever compiles it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from nnx_parallel.errors import SpecRankError
+from nnx_parallel.sharding.layout import Layout, Placement
+from nnx_parallel.sharding.names import LOGICAL_AXES, suggest
+from nnx_parallel.sharding.tree import constrain_tree
+
+_active: ContextVar[Layout | None] = ContextVar("layout", default=None)
+
+
+@contextlib.contextmanager
+def using(layout: Layout | None) -> Iterator[None]:
+    """Makes ``layout`` the active one of this thread (``None``: none)."""
+    token = _active.set(layout)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def active_layout() -> Layout | None:
+    """The layout that the code being traced is placed by, if any."""
+    return _active.get()
+
+
+def constrain(x: Any, *names: Any) -> Any:
+    """Gives an activation the place that the strategy has for its dims.
+
+    Args:
+        x: An activation.
+        names: The logical axis of each of its dims, or ``None``. In their place one
+            placement may stand: rules or a spec, or a prefix tree of these; ``x`` may
+            then be any pytree, and what does not divide is an error.
+
+    Returns:
+        ``x``, split over the mesh axes of its names; the same object outside a
+        strategy. An axis that does not divide its dim is left out.
+
+    Note:
+        JAX remembers traces. A function under its own ``jax.jit``, or a body of
+        ``jax.lax.scan`` that is defined once at the top of a file, keeps what it was
+        traced with first: define such functions where they are used.
+
+    Raises:
+        SpecRankError: If there is not one name for each dim.
+        UnknownAxisError: If a name is neither a logical nor a mesh axis.
+
+    Example:
+        >>> constrain(jax.numpy.ones((8, 16)), "batch", "embed").shape
+        (8, 16)
+    """
+    if len(names) == 1 and not isinstance(names[0], str | None):
+        layout = _active.get()
+        return x if layout is None else constrain_tree(x, names[0], layout.mesh)
+    if len(names) != x.ndim:
+        raise SpecRankError(
+            f"constrain got {len(names)} names {names} for an array of shape "
+            f"{x.shape}. Give one name, or None, for each of its {x.ndim} dims."
+        )
+    layout = _active.get()
+    if layout is None:
+        return x
+    spec = layout.activation_spec(x.shape, names)
+    if layout.is_silent(names):
+        return x
+    return jax.lax.with_sharding_constraint(x, layout.sharding(spec))
+
+
+def constrain_param(x: jax.Array, *names: str | None) -> jax.Array:
+    """Gives a parameter, where it is used, the place of its names alone.
+
+    Unlike `constrain` it leaves out axes that split activations only.
+    """
+    layout = _active.get()
+    if layout is None:
+        return x
+    spec = layout.used_spec(x.shape, names)
+    if layout.is_silent(names):
+        return x
+    return jax.lax.with_sharding_constraint(x, layout.sharding(spec))
+
+
+def use_params(leaves: dict, placements: dict) -> dict:
+    """Parameters as the computation uses them: gathered from where they are stored.
+
+    Args:
+        leaves: Arrays by any key.
+        placements: `Placement` by the same keys; an array without one passes
+            unchanged.
+
+    Returns:
+        Arrays in their ``used`` specs. Their gradients are summed into the
+        ``gradient`` specs. Under `saves_all_but_gathers` they are gathered again for
+        the backward pass rather than kept.
+    """
+    layout = _active.get()
+    if layout is None:
+        return leaves
+    return {k: _use(x, placements.get(k), layout) for k, x in leaves.items()}
+
+
+def _use(x: jax.Array, placement: Placement | None, layout: Layout) -> jax.Array:
+    if placement is None or not placement.is_gathered:
+        return x
+    used, gradient = placement.used, placement.gradient
+    return _gather(x, layout.sharding(used), layout.sharding(gradient))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather(x: jax.Array, used: NamedSharding, gradient: NamedSharding) -> jax.Array:
+    """``x`` gathered; its gradient is summed straight into its shards.
+
+    The transpose of a constraint alone would sum the gradient whole on every device.
+    """
+    return jax.lax.with_sharding_constraint(x, used)
+
+
+def _gather_forward(
+    x: jax.Array, used: NamedSharding, gradient: NamedSharding
+) -> tuple[jax.Array, None]:
+    return _gather(x, used, gradient), None
+
+
+def _gather_backward(
+    used: NamedSharding, gradient: NamedSharding, _: None, grad: jax.Array
+) -> tuple[jax.Array]:
+    return (jax.lax.with_sharding_constraint(grad, gradient),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def saves_all_but_gathers(primitive: object, *_: Any, **params: Any) -> bool:
+    """A `jax.checkpoint` policy: keep every residual but gathered parameters.
+
+    They are gathered again in the backward pass, so that no device holds more of them
+    than the layer in work. A gathering is a sharding constraint, so none is kept: the
+    input of one is, which has the same values and, for a parameter, is the shard.
+    """
+    inner = params.get("call_jaxpr")
+    within = [primitive] if inner is None else [eqn.primitive for eqn in inner.eqns]
+    return any(str(p) != "sharding_constraint" for p in within)
+
+
+def check_names(names: tuple[str | None, ...]) -> None:
+    """Checks the names of a layer's dims when the layer is built.
+
+    Raises:
+        ValueError: If a name occurs twice.
+    """
+    known = [n for n in names if n is not None]
+    for name in known:
+        if known.count(name) > 1:
+            raise ValueError(
+                f"The dims {names} name {name!r} twice."
+                f"{suggest(name, [n for n in LOGICAL_AXES if n not in known])} Give "
+                "each dim of a parameter its own name, or None."
+            )
+
+
+_bound: ContextVar[tuple[Mapping[str, Any], set[str]] | None] = ContextVar(
+    "annotations", default=None
+)
+
+
+def active_mesh() -> Mesh | None:
+    """The mesh that the code being traced is placed on, if any.
+
+    Example:
+        >>> active_mesh() is None
+        True
+    """
+    layout = active_layout()
+    return None if layout is None else layout.mesh
+
+
+def annotate(tree: Any, name: str) -> Any:
+    """Gives an intermediate value a name that the caller may place.
+
+    Args:
+        tree: A pytree of arrays.
+        name: The name.
+
+    Returns:
+        The tree, constrained to what ``sharded_jit(..., annotations={name: ...})`` says
+        about the name; the same object where nothing is said.
+
+    Note:
+        JAX remembers the traces of inner ``jax.jit`` functions, and with them the
+        placement of the first caller on a mesh.
+
+    Example:
+        >>> x = {"hidden": [1.0, 2.0]}
+        >>> annotate(x, "hidden") is x
+        True
+    """
+    bound, mesh = _bound.get(), active_mesh()
+    if bound is None or mesh is None:
+        return tree
+    placements, met = bound
+    met.add(name)
+    if name not in placements:
+        return tree
+    return constrain_tree(tree, placements[name], mesh, name)
+
+
+@contextlib.contextmanager
+def bound_annotations(layout: Layout, placements: Mapping[str, Any]) -> Iterator[None]:
+    """Makes a layout active together with the places of its names.
+
+    Warns:
+        UserWarning: If a name is never met.
+    """
+    met: set[str] = set()
+    token = _bound.set((placements, met))
+    try:
+        with using(layout):
+            yield
+    finally:
+        _bound.reset(token)
+    idle = [name for name in placements if name not in met]
+    if idle:
+        warnings.warn(
+            f"Annotations {idle} are never met. Names that the function gives with "
+            f"annotate: {sorted(met)}.",
+            stacklevel=4,
+        )

@@ -1,0 +1,1 @@
+"""The Trainer: its step, its loop, its evaluation."""

@@ -1,0 +1,151 @@
+"""What an optimizer must be told of a model whose layers are stacked.
+
+A `Stack` keeps N kernels of shape (in, out) as one array (N, in, out). An optimizer
+that looks at ranks would take a bias for a matrix and a matrix for a tensor; these
+helpers say what one layer has.
+
+Hyperparameters of an optimizer, where ``optax.inject_hyperparams`` shows them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from optax.contrib import MuonDimensionNumbers
+
+from nnx_parallel.sharding.model import nest
+from nnx_parallel.sharding.names import array_info
+from nnx_parallel.sharding.optimizer import state_path
+from nnx_parallel.state import StatePlan, TrainState
+
+
+def decay_mask(model: nnx.Module, wrt: Any = nnx.Param) -> dict[str, Any]:
+    """Which parameters weight decay applies to: matrices, not biases or scales.
+
+    Args:
+        model: The model, abstract or not.
+        wrt: Filter of the Variables that are trained, as the Trainer has it.
+
+    Returns:
+        bool for each parameter, as the nested dict that Optax sees.
+
+    Example:
+        >>> import optax
+        >>> from nnx_parallel import decay_mask
+        >>> optimizer = lambda model: optax.adamw(3e-4, mask=decay_mask(model))
+    """
+    return nest(
+        {
+            path: _layer_ndim(path, variable) > 1 and path[-1] not in ("bias", "scale")
+            for path, variable in nnx.to_flat_state(nnx.state(model, wrt))
+        }
+    )
+
+
+def muon_dimension_numbers(model: nnx.Module, wrt: Any = nnx.Param) -> dict[str, Any]:
+    """Which dims of each kernel Muon reads as rows and columns of a matrix.
+
+    ``Dense`` knows its own in and out dims; another kernel counts if a layer of it has
+    rank 2. Embeddings, biases and scales are left to Muon's Adam branch.
+
+    Args:
+        model: The model, abstract or not.
+        wrt: Filter of the Variables that are trained, as the Trainer has it.
+
+    Returns:
+        ``optax.contrib.MuonDimensionNumbers`` or ``None`` for each parameter.
+
+    Example:
+        >>> import optax
+        >>> from nnx_parallel import muon_dimension_numbers
+        >>> optimizer = lambda model: optax.contrib.muon(
+        ...     0.02, muon_weight_dimension_numbers=muon_dimension_numbers(model)
+        ... )
+    """
+    return nest(
+        {
+            path: _muon_dims(path, variable)
+            for path, variable in nnx.to_flat_state(nnx.state(model, wrt))
+        }
+    )
+
+
+def _layer_ndim(path: tuple, variable: nnx.Variable) -> int:
+    info = array_info(path, variable)
+    return len(info.shape) - info.is_stacked
+
+
+def _muon_dims(path: tuple, variable: nnx.Variable) -> MuonDimensionNumbers | None:
+    info = array_info(path, variable)
+    first, ndim = int(info.is_stacked), len(info.shape)
+    num_in_dims = variable.get_metadata().get("num_in_dims")
+    if num_in_dims is None:
+        if ndim - first != 2 or path[-1] != "kernel":
+            return None
+        num_in_dims = 1
+    inputs = tuple(range(first, first + num_in_dims))
+    return MuonDimensionNumbers(inputs, tuple(range(first + num_in_dims, ndim)))
+
+
+def warn_of_changes(plan: StatePlan, restored: TrainState) -> None:
+    """Compares the hyperparameters of a restored state with those of the optimizer.
+
+    They belong to the optimizer's state, so that those of the checkpoint are used.
+    What a schedule sets changes by itself and is not compared.
+
+    Args:
+        plan: Holds the optimizer as the run has it now.
+        restored: The state from a checkpoint.
+
+    Warns:
+        UserWarning: If one differs, with both values.
+    """
+    saved = _constants(restored.opt_state)
+    if not saved:
+        return
+
+    def fresh() -> dict[str, jax.Array]:
+        zeros = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype), plan.abstract.params
+        )
+        return _constants(plan.tx.init(zeros))
+
+    # Compiled, for then the rest of the optimizer's state is never made.
+    now = jax.device_get(jax.jit(fresh)())
+    lines = [
+        f"{path.rpartition('.')[2]}: {float(value):.6g} in the checkpoint, "
+        f"{float(now[path]):.6g} in the optimizer now"
+        for path, value in saved.items()
+        if path in now and value.shape == () and float(value) != float(now[path])
+    ]
+    if lines:
+        warnings.warn(
+            f"Hyperparameters have changed since the checkpoint: {'; '.join(lines)}. "
+            "Those of the checkpoint are used, for they are part of the optimizer's "
+            "state: set them there, or restore(weights_only=True).",
+            stacklevel=6,
+        )
+
+
+def _constants(opt_state: Any) -> dict[str, Any]:
+    """Values under ``hyperparams`` that no schedule sets, by path."""
+    leaves = [
+        (state_path(path), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state)
+    ]
+    marker, scheduled = "hyperparams.", "hyperparams_states."
+    by_schedule = {
+        path.partition(scheduled)[0] + path.partition(scheduled)[2].partition(".")[0]
+        for path, _ in leaves
+        if scheduled in path
+    }
+    return {
+        path: leaf
+        for path, leaf in leaves
+        if marker in path
+        and path.partition(marker)[0] + path.partition(marker)[2] not in by_schedule
+    }

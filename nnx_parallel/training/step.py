@@ -1,0 +1,423 @@
+"""The compiled steps: one optimizer update, and one evaluation.
+
+A step is ``jax.jit`` over plain state; the model is walked once, when it is traced.
+
+Rows of a batch as microbatches, and back.
+
+Warnings of models that train in another way than they seem to.
+
+What an update says of itself: its learning rate, and what was too small to keep.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from nnx_parallel.layers.remat import Remat, apply_remat, default_remat
+from nnx_parallel.metrics import Mean, split_loss_output
+from nnx_parallel.pipeline.cut import Given
+from nnx_parallel.pipeline.run import PipelinedFunction
+from nnx_parallel.precision import cast_floating
+from nnx_parallel.sharding.constrain import using
+from nnx_parallel.sharding.model import flatten, nest
+from nnx_parallel.sharding.names import dotted
+from nnx_parallel.state import StatePlan, TrainState, values_of
+
+Batch = Any
+
+
+def split_rows(plan: StatePlan, batch: Batch, num_microbatches: int) -> Batch:
+    """A batch as microbatches along a new leading dim.
+
+    Microbatch m holds rows m, m + M, m + 2M, ...: whatever the number of devices, each
+    keeps its own rows, and none has to be sent.
+    """
+
+    def split(x: jax.Array) -> jax.Array:
+        rows = x.shape[0] // num_microbatches
+        return x.reshape(rows, num_microbatches, *x.shape[1:]).swapaxes(0, 1)
+
+    return constrain_rows(plan, jax.tree.map(split, batch), 1)
+
+
+def constrain_rows(plan: StatePlan, batch: Batch, dim: int) -> Batch:
+    """A batch split over the batch axes, its rows along one dim."""
+
+    def constrain(x: jax.Array) -> jax.Array:
+        spec = P(*(None,) * dim, *plan.layout.batch_spec(x.shape[dim]))
+        return jax.lax.with_sharding_constraint(x, plan.layout.sharding(spec))
+
+    return jax.tree.map(constrain, batch)
+
+
+def join_rows(outputs: Any) -> Any:
+    """The rows that `split_rows` has split, in their first order."""
+    return jax.tree.map(
+        lambda x: x.swapaxes(0, 1).reshape(x.shape[0] * x.shape[1], *x.shape[2:]),
+        outputs,
+    )
+
+
+def warn_of_modes(plan: StatePlan, remat: Remat) -> None:
+    """Warns of a model in evaluation mode, and of remat that acts on nothing."""
+    if plan.is_evaluating:
+        warnings.warn(
+            "The model came in evaluation mode and is trained so: without dropout, its "
+            "batch statistics frozen. Call model.train() before, if this is not meant.",
+            stacklevel=3,
+        )
+    if remat != "none" and not plan.stack_remats:
+        warnings.warn(
+            f"remat={remat!r} acts on the blocks of a Stack, and this model "
+            "has none: nothing is recomputed. Put its repeated blocks into a Stack, or "
+            "use nnx.remat inside the model.",
+            stacklevel=3,
+        )
+
+
+def warn_of_statistics(
+    plan: StatePlan, model: nnx.Module, given: dict, after: dict
+) -> None:
+    """Warns of BatchNorm's statistics that the loss has left as they were."""
+    still = [
+        dotted((*path, name))
+        for path, module in nnx.iter_modules(model)
+        # Whoever builds it with use_running_average=True wants it frozen.
+        if isinstance(module, nnx.BatchNorm) and not module.use_running_average
+        for name in ("mean", "var")
+        if after.get((*path, name)) is given.get((*path, name))
+    ]
+    if still and not plan.is_evaluating:
+        shown = ", ".join(f"`{path}`" for path in still[:4])
+        warnings.warn(
+            f"The loss leaves {len(still)} batch statistics as they are: {shown}. In "
+            "training mode BatchNorm updates them: call the model that the loss is "
+            "given, not a copy, and without use_running_average=True.",
+            stacklevel=2,
+        )
+
+
+def lost_updates(before: Any, updates: Any, after: Any) -> jax.Array | None:
+    """The share of updates that a parameter of 16 bits or fewer was too coarse for.
+
+    ``None`` if all parameters have more bits.
+    """
+    trees = zip(*map(jax.tree.leaves, (before, updates, after)), strict=True)
+    coarse = [leaves for leaves in trees if leaves[0].dtype.itemsize <= 2]
+    if not coarse:
+        return None
+    lost = sum(jnp.sum((u != 0) & (a == b), dtype=jnp.float32) for b, u, a in coarse)
+    moved = sum(jnp.sum(u != 0, dtype=jnp.float32) for _, u, _ in coarse)
+    return jnp.asarray(lost / jnp.maximum(moved, 1.0))
+
+
+def learning_rate(opt_state: optax.OptState) -> jax.Array | None:
+    """The learning rate of an optimizer under ``optax.inject_hyperparams``.
+
+    Elsewhere it is a constant in the compiled step that nobody can read: ``None``.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
+        keys = [getattr(entry, "name", getattr(entry, "key", None)) for entry in path]
+        if keys[-2:] == ["hyperparams", "learning_rate"]:
+            return leaf
+    return None
+
+
+Metrics = dict[str, jax.Array]
+LossOutput = jax.Array | Mean | tuple[jax.Array | Mean, Mapping[str, Any]]
+
+
+class LossFn(Protocol):
+    """A loss as users write it, for one device.
+
+    ``loss(model, batch)`` or, if it draws random numbers, ``loss(model, batch, rngs)``.
+    It returns a scalar or a `Mean`, or one of them with a dict of metrics.
+    """
+
+    def __call__(self, model: Any, batch: Any, /) -> LossOutput:
+        """Computes the loss of a batch."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """How a step is run.
+
+    Attributes:
+        num_microbatches: Parts of the batch whose gradients are accumulated.
+        remat: What the forward pass keeps, where the model does not say.
+    """
+
+    num_microbatches: int = 1
+    remat: Remat = "none"
+
+
+def takes_rngs(loss: Callable) -> bool:
+    """Whether a loss has a parameter named ``rngs``, for random streams."""
+    return "rngs" in inspect.signature(loss).parameters
+
+
+def make_train_step(
+    plan: StatePlan, loss: LossFn, options: StepOptions
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """The compiled update: ``(state, batch) -> (state, metrics)``.
+
+    The state is donated. Metrics are scalars on the device: ``loss``, ``grad_norm``,
+    ``learning_rate`` under ``optax.inject_hyperparams``, and the loss's own.
+
+    Args:
+        plan: The model's structure and the place of every array.
+        loss: The user's loss.
+        options: Microbatches and remat.
+    """
+    warn_of_modes(plan, options.remat)
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        with using(plan.layout), default_remat(options.remat):
+            grads, variables, means = _gradients(plan, loss, options, state, batch)
+            return _update(plan, state, grads, variables, means)
+
+    return jax.jit(train_step, donate_argnums=0, out_shardings=(plan.shardings, None))
+
+
+def call_loss(
+    plan: StatePlan, loss: LossFn, model: nnx.Module, batch: Batch, key: jax.Array
+) -> LossOutput:
+    """Calls a loss as its signature asks for, on floating input of the right dtype."""
+    batch = cast_floating(batch, plan.precision.inputs)
+    if takes_rngs(loss):
+        return loss(model, batch, rngs=nnx.Rngs(key))  # pyright: ignore[reportCallIssue]
+    return loss(model, batch)
+
+
+Means = dict[str, Mean]
+
+
+def _forward(
+    plan: StatePlan, loss: LossFn, options: StepOptions
+) -> Callable[[dict, dict, Batch, jax.Array], tuple[Means, dict]]:
+    """The loss as a function of arrays: means by name, and the variables after it."""
+    staged = plan.layout.pipeline is not None
+
+    def forward(
+        params: dict, variables: dict, batch: Batch, key: jax.Array
+    ) -> tuple[Means, dict]:
+        with jax.named_scope("forward"):
+            model = plan.merge(
+                params, variables, training=True, cast_stacked=not staged
+            )
+            given = values_of(model)
+            mean, metrics = split_loss_output(call_loss(plan, loss, model, batch, key))
+            after = values_of(model)
+            warn_of_statistics(plan, model, given, after)
+        after = plan.variables_after(variables, given, after)
+        return {"loss": mean, **metrics}, after
+
+    if plan.layout.pipeline is not None:
+        return forward  # it is cut, not differentiated as a whole
+    remats = {remat or options.remat for remat in plan.stack_remats}
+    if remats - {"none"} or (remats and plan.layout.prefetch):
+        # A checkpoint around the whole would have its policy take the place of those
+        # inside, and decide anew what a prefetched stack keeps. So what is gathered
+        # outside the stacks is kept.
+        return forward
+    return apply_remat(
+        forward, "none", gathers=plan.gathers_outside_stack, prevent_cse=True
+    )
+
+
+def _gradients(
+    plan: StatePlan,
+    loss: LossFn,
+    options: StepOptions,
+    state: TrainState,
+    batch: Batch,
+) -> tuple[dict, dict, Means]:
+    """Gradients of the batch's mean loss, summed over microbatches and devices."""
+    forward = _forward(plan, loss, options)
+    key = jax.random.fold_in(state.key, state.step)
+    if plan.layout.pipeline is not None:
+        microbatches = split_rows(plan, batch, options.num_microbatches)
+        grads, variables, means = _pipeline(plan, forward, state, microbatches, key)
+        return _finish(plan, state, grads), variables, means
+    if options.num_microbatches == 1:
+        batch = constrain_rows(plan, batch, 0)
+
+        def objective(params: dict) -> tuple[jax.Array, tuple[Means, dict]]:
+            means, variables = forward(params, state.variables, batch, key)
+            return _scaled(state, means["loss"].value), (means, variables)
+
+        grads, (means, variables) = jax.grad(objective, has_aux=True)(state.params)
+        return _finish(plan, state, grads), variables, means
+    grads, variables, means = _accumulate(
+        plan, forward, state, split_rows(plan, batch, options.num_microbatches), key
+    )
+    return _finish(plan, state, grads), variables, means
+
+
+def _pipeline(
+    plan: StatePlan,
+    forward: Callable[[dict, dict, Batch, jax.Array], tuple[Means, dict]],
+    state: TrainState,
+    microbatches: Batch,
+    key: jax.Array,
+) -> tuple[dict, dict, Means]:
+    """The gradients of `_accumulate`, by the strategy's schedule."""
+    assert plan.layout.pipeline is not None
+    given = Given.of(state.params, state.variables, microbatches, key)
+
+    def function(params: dict, variables: dict, batch: Batch, key: jax.Array) -> Any:
+        means, after = forward(nest(params), nest(variables), batch, key)
+        return means, flatten(after)
+
+    def objective(means: Means, weights: list) -> jax.Array:
+        return _scaled(state, _weighted(means["loss"], weights))
+
+    pipeline = plan.layout.pipeline
+    table = pipeline.schedule.table(
+        plan.layout.mesh.shape[pipeline.axis], len(given.keys)
+    )
+    pipelined = PipelinedFunction(plan, function, given, table)
+    grads, variables, means = pipelined.gradients(
+        objective, lambda means: [term.weight for term in means["loss"].terms]
+    )
+    means = jax.tree.map(lambda x: jnp.sum(x, axis=0), means)
+    return nest(grads), nest(variables), means
+
+
+def _weighted(loss: Mean, weights: list) -> jax.Array:
+    """Part of a mean over the whole batch, whose weights are known."""
+    terms = zip(loss.terms, weights, strict=True)
+    return sum(
+        (Mean(term.total, weight).value for term, weight in terms), jnp.float32(0)
+    )
+
+
+def _scaled(state: TrainState, loss: jax.Array) -> jax.Array:
+    return loss if state.loss_scale is None else loss * state.loss_scale.scale
+
+
+def _finish(plan: StatePlan, state: TrainState, grads: dict) -> dict:
+    grads = cast_floating(grads, plan.precision.reduction)
+    if (loss_scale := state.loss_scale) is not None:
+        grads = jax.tree.map(lambda g: g / loss_scale.scale, grads)
+    return plan.constrain(grads, "gradient")
+
+
+def _accumulate(
+    plan: StatePlan,
+    forward: Callable[[dict, dict, Batch, jax.Array], tuple[Means, dict]],
+    state: TrainState,
+    microbatches: Batch,
+    key: jax.Array,
+) -> tuple[dict, dict, Means]:
+    """Scans over microbatches; every term of the loss is divided by its whole weight.
+
+    The weights of the whole batch are needed before the first gradient. They depend on
+    the data alone, as a rule, so that summing them first costs no forward pass: the
+    compiler drops what the weights do not need.
+    """
+    indexed = (jnp.arange(jax.tree.leaves(microbatches)[0].shape[0]), microbatches)
+
+    def run(params: dict, variables: dict, item: Any) -> tuple[Means, dict]:
+        index, microbatch = item
+        return forward(params, variables, microbatch, jax.random.fold_in(key, index))
+
+    def weigh(variables: dict, item: Any) -> tuple[dict, Any]:
+        means, variables = run(state.params, variables, item)
+        return variables, [term.weight for term in means["loss"].terms]
+
+    _, weights = jax.lax.scan(weigh, state.variables, indexed)
+    weights = [jnp.sum(jnp.asarray(w, jnp.float32)) for w in weights]
+
+    def objective(params: dict, variables: dict, item: Any) -> Any:
+        means, variables = run(params, variables, item)
+        value = _weighted(means["loss"], weights)
+        return _scaled(state, value), (means, variables)
+
+    def step(carry: Any, item: Any) -> tuple[Any, Means]:
+        grads, variables = carry
+        new, (means, variables) = jax.grad(objective, has_aux=True)(
+            state.params, variables, item
+        )
+        new = plan.constrain(new, "gradient")
+        grads = jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, new)
+        return (plan.constrain(grads, "gradient"), variables), means
+
+    zeros = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, plan.precision.gradient_dtype(x.dtype)),
+        state.params,
+    )
+    start = (plan.constrain(zeros, "gradient"), state.variables)
+    (grads, variables), means = jax.lax.scan(step, start, indexed)
+    return grads, variables, jax.tree.map(lambda x: jnp.sum(x, axis=0), means)
+
+
+def _update(
+    plan: StatePlan, state: TrainState, grads: dict, variables: dict, means: Means
+) -> tuple[TrainState, Metrics]:
+    with jax.named_scope("optimizer"):
+        metrics = {name: mean.value for name, mean in means.items()}
+        metrics["grad_norm"] = optax.tree.norm(grads)
+        params, opt_state = _optimize(plan, state, grads, metrics)
+        if (rate := learning_rate(opt_state)) is not None:
+            metrics["learning_rate"] = rate
+        ema = state.ema
+        if ema is not None:
+            decay = plan.ema_decay
+            # Its share of a bfloat16 parameter is no bfloat16.
+            latest = jax.tree.map(lambda x, old: x.astype(old.dtype), params, ema)
+            ema = optax.incremental_update(latest, ema, 1 - decay)  # pyright: ignore[reportOperatorIssue]
+        new = TrainState(
+            step=state.step + 1,
+            params=params,
+            variables=variables,
+            opt_state=opt_state,
+            key=state.key,
+            ema=ema,  # pyright: ignore[reportArgumentType]
+            loss_scale=state.loss_scale,
+        )
+        if state.loss_scale is not None:
+            new = _skip_overflow(state, new, metrics)
+        return new, metrics
+
+
+def _optimize(
+    plan: StatePlan, state: TrainState, grads: dict, metrics: Metrics
+) -> tuple[dict, optax.OptState]:
+    """Parameters and optimizer state after one update, in the dtypes that they had."""
+    loss = metrics["loss"]
+    params = plan.constrain(state.params, "optimizer")
+    updates, opt_state = optax.with_extra_args_support(plan.tx).update(
+        plan.constrain(grads, "optimizer"), state.opt_state, params, value=loss
+    )
+    before, params = params, optax.apply_updates(params, updates)
+    if (lost := lost_updates(before, updates, params)) is not None:
+        metrics["lost_updates"] = lost
+    opt_state = jax.tree.map(
+        lambda new, old: new.astype(old.dtype), opt_state, state.opt_state
+    )
+    return plan.constrain(params, "stored"), opt_state  # pyright: ignore[reportArgumentType]
+
+
+def _skip_overflow(state: TrainState, new: TrainState, metrics: Metrics) -> TrainState:
+    """float16 only: a step whose gradients overflowed changes nothing but the scale."""
+    assert state.loss_scale is not None
+    is_finite = jnp.isfinite(metrics["grad_norm"])
+    metrics["loss_scale"] = state.loss_scale.scale
+    metrics["skipped"] = 1 - is_finite.astype(jnp.int32)
+    kept = jax.tree.map(lambda a, b: jnp.where(is_finite, a, b), new, state)
+    return dataclasses.replace(
+        kept, step=new.step, loss_scale=state.loss_scale.adjust(is_finite)
+    )

@@ -1,0 +1,370 @@
+"""The Trainer: a model, an optimizer, a loss, and a strategy for all the rest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+from flax import nnx
+from jax.sharding import Mesh
+
+from nnx_parallel.checkpoint.manager import Storage
+from nnx_parallel.checkpoint.options import Checkpoint
+from nnx_parallel.data.batches import data_share
+from nnx_parallel.distributed.agreement import strip_addresses
+from nnx_parallel.distributed.watchdog import Watchdog
+from nnx_parallel.layers.remat import Remat, check_remat
+from nnx_parallel.loggers.logger import Logger
+from nnx_parallel.mesh import Device
+from nnx_parallel.precision import Precision
+from nnx_parallel.sharding.model import ModelFn, abstract_model
+from nnx_parallel.state import TrainState, plan_state
+from nnx_parallel.strategies.base import Strategy
+from nnx_parallel.strategies.data_parallel import DataParallel
+from nnx_parallel.training.callbacks import Callback, Hooks
+from nnx_parallel.training.diagnostics import check_arguments, check_model
+from nnx_parallel.training.evaluation import Engine
+from nnx_parallel.training.loop import Fitting, Progress
+from nnx_parallel.training.profiling import Profile, Tracer
+from nnx_parallel.training.recorder import History
+from nnx_parallel.training.step import Batch, LossFn, Metrics, StepOptions
+from nnx_parallel.visualize.describe import Description, describe_model
+
+
+class Trainer:
+    """Trains an NNX model under a strategy: the step, the loop, the checkpoints.
+
+    Changing ``strategy`` and nothing else moves a run from one device to many; the
+    losses stay equal.
+
+    Args:
+        model: A function from ``nnx.Rngs`` to a model, which is then built already
+            sharded; or a built model, whose arrays are copied.
+        optimizer: An Optax transformation, or a function of the abstract model that
+            returns one (for masks and dimension numbers that depend on it).
+        loss: ``loss(model, batch)`` or ``loss(model, batch, rngs)``: a scalar or
+            `Mean`, or one with a dict of metrics.
+        strategy: Where everything lives; by default `DataParallel` over all devices.
+        num_microbatches: Parts into which each batch is split; their gradients are
+            accumulated.
+        seed: Of the model's parameters and of every random stream; 32 bits.
+        wrt: Filter of the Variables that are trained.
+        precision: The dtypes.
+        remat: What is kept for the backward pass, where the model does not say.
+        ema_decay: Keep an exponential moving average of the parameters.
+        checkpoint: A directory, or a `Checkpoint` with more to say; ``None`` saves
+            nothing. ``fit`` resumes from it by itself.
+        devices: The devices to use; by default all.
+        mesh: A mesh to use instead, with the strategy's axes, all Auto.
+        loggers: Where metrics go; by default the console, and ``metrics.jsonl`` in
+            the checkpoint's directory.
+        callbacks: Hooks of the fit.
+        log_every: Steps between logged metrics.
+        profile: ``(start, stop)``: trace these steps with ``jax.profiler``.
+        fast_dev_run: Two steps and one batch of evaluation, nothing written: to see
+            that all parts fit.
+        overfit_batches: Train on this many batches over and over.
+        global_batch_size: Rows of each training batch, all processes together; a batch
+            of another size is then an error.
+        step_timeout: Seconds after which a step, or a batch of the evaluation beside
+            it, that has not ended ends the process, with the stack of every thread;
+            ``None`` waits for ever. The wait for its data and ``on_step_end`` count,
+            compilation, the first batch, checkpoints and ``on_eval_end`` do not.
+        check_replicas_every: Steps after which copies of arrays on several devices are
+            compared bit by bit, by their hashes; 0 never does.
+
+    Raises:
+        MeshShapeError: If the strategy's sizes do not multiply to the devices.
+        ParallelError: Whatever else a strategy finds wrong with the model, by name.
+
+    Example:
+        >>> import numpy as np
+        >>> import optax
+        >>> def loss(model, batch):
+        ...     return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+        >>> trainer = Trainer(
+        ...     model=lambda rngs: nnx.Linear(4, 1, rngs=rngs),
+        ...     optimizer=optax.sgd(0.1),
+        ...     loss=loss,
+        ...     loggers=(),
+        ... )
+        >>> x = np.ones((16, 4), np.float32)
+        >>> history = trainer.fit([{"x": x, "y": x[:, :1]}] * 5, num_steps=5)
+        >>> bool(history["loss"][-1] < history["loss"][0])
+        True
+    """
+
+    def __init__(
+        self,
+        model: nnx.Module | ModelFn,
+        optimizer: Any,
+        loss: LossFn,
+        *,
+        strategy: Strategy | None = None,
+        num_microbatches: int = 1,
+        seed: int = 0,
+        wrt: Any = nnx.Param,
+        precision: Precision | None = None,
+        remat: Remat = "none",
+        ema_decay: float | None = None,
+        checkpoint: Checkpoint | str | os.PathLike | None = None,
+        devices: Sequence[Device] | None = None,
+        mesh: Mesh | None = None,
+        loggers: Sequence[Logger] | None = None,
+        callbacks: Sequence[Callback] = (),
+        log_every: int = 1,
+        profile: tuple[int, int] | None = None,
+        fast_dev_run: bool = False,
+        overfit_batches: int = 0,
+        global_batch_size: int | None = None,
+        step_timeout: float | None = None,
+        check_replicas_every: int = 0,
+    ) -> None:
+        check_remat(remat)
+        check_arguments(
+            devices,
+            mesh,
+            ema_decay,
+            callbacks,
+            seed,
+            num_microbatches=num_microbatches,
+            log_every=log_every,
+            overfit_batches=overfit_batches,
+            check_replicas_every=check_replicas_every,
+        )
+        num_microbatches, seed = int(num_microbatches), int(seed)
+        check_model(model, loss)
+        Watchdog(step_timeout)  # refuses a time that means nothing
+        self.strategy = strategy or DataParallel()
+        self.layout = self.strategy.layout(mesh or self.strategy.make_mesh(devices))
+        self._optimizer = optimizer
+        self._wrt = wrt
+        self._source = model
+        self._seed = seed
+        plan = plan_state(
+            abstract_model(self._source, nnx.Rngs(self._seed)),
+            self.layout,
+            optimizer,
+            wrt=wrt,
+            precision=precision,
+            ema_decay=ema_decay,
+        )
+        options = StepOptions(num_microbatches=num_microbatches, remat=remat)
+        self._engine = Engine(plan, model, loss, options, seed, global_batch_size)
+        checkpoint = None if fast_dev_run else checkpoint
+        strategy_text = strip_addresses(repr(self.strategy))
+        description = {"strategy": strategy_text, **self._engine.describe()}
+        self._storage = Storage(checkpoint, description)
+        self._progress = Progress(self._engine, self._storage)
+        self._hooks = Hooks(self, callbacks)
+        tracer = Tracer(
+            None if profile is None or fast_dev_run else Profile(*profile),
+            self._storage.local_directory,
+        )
+        self._fitting = Fitting(
+            engine=self._engine,
+            storage=self._storage,
+            progress=self._progress,
+            tracer=tracer,
+            hooks=self._hooks,
+            loss=loss,
+            loggers=loggers,
+            log_every=log_every,
+            fast_dev_run=fast_dev_run,
+            overfit_batches=overfit_batches,
+            step_timeout=step_timeout,
+            check_replicas_every=check_replicas_every,
+        )
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh."""
+        return self.layout.mesh
+
+    @property
+    def data_share(self) -> tuple[int, int]:
+        """``(index, count)``: the part of each batch's rows that this process gives.
+
+        With one process ``(0, 1)``. Processes that hold the same rows, as those of one
+        tensor-parallel group do, have the same index.
+        """
+        return data_share(self.layout)
+
+    @property
+    def state(self) -> TrainState:
+        """The training state, built on first use. A step donates and replaces it.
+
+        A loop of your own hands the new one back, for all else that the Trainer does:
+        ``trainer.state, metrics = trainer.train_step(trainer.state, batch)``.
+        """
+        return self._engine.state
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self._engine.state = state
+
+    @property
+    def step(self) -> int:
+        """Optimizer updates done."""
+        return int(self.state.step)
+
+    @property
+    def model(self) -> nnx.Module:
+        """The model with its present arrays, global and sharded, in evaluation mode.
+
+        The arrays are those of `state`: the next step donates them, and with them this
+        model. Ask again after it, or copy.
+        """
+        return self._engine.model(ema=False)
+
+    @property
+    def ema_model(self) -> nnx.Module:
+        """`model` with the moving average of the parameters.
+
+        Raises:
+            ValueError: If the Trainer keeps none.
+        """
+        return self._engine.model(ema=True)
+
+    @property
+    def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+        """The compiled step, for a loop of your own: ``(state, batch)`` to the same.
+
+        It is pure but for donating the state; take batches from `shard_batch`.
+        """
+        return self._engine.train_step
+
+    def shard_batch(self, batch: Batch) -> Batch:
+        """Puts a host batch on the mesh as `train_step` takes it.
+
+        Raises:
+            BatchShapeError: If its rows do not divide over devices and microbatches.
+        """
+        return self._engine.shard_batch(batch)
+
+    def describe(self) -> Description:
+        """Where every array lives and why, with bytes per device."""
+        model = abstract_model(self._source, nnx.Rngs(self._seed))
+        plan = self._engine.plan
+        return describe_model(
+            model,
+            self.layout,
+            self._optimizer,
+            self._wrt,
+            precision=plan.precision,
+            keeps_average=plan.ema_decay is not None,
+        )
+
+    def fit(
+        self,
+        data: Iterable[Batch],
+        num_steps: int,
+        *,
+        eval_data: Iterable[Batch] | None = None,
+        eval_every: int | None = None,
+    ) -> History:
+        """Trains until ``num_steps`` updates are done in all, those before included.
+
+        Starts from the newest checkpoint if there is one and nothing has been trained
+        yet. A checkpoint is saved as its options say, and at the end.
+
+        Args:
+            data: Batches: pytrees of NumPy arrays that hold this process's share of
+                the global batch (`data_share`): with one process the whole of it.
+            num_steps: Total number of updates of the run.
+            eval_data: Batches to evaluate on, iterated anew each time.
+            eval_every: Steps between evaluations; ``None`` evaluates at the end.
+
+        Returns:
+            Metrics by name, an entry for each step done in this call.
+
+        Raises:
+            SystemExit: With code 0 after a SIGTERM, once a checkpoint is saved.
+            DisagreementError: If processes are about to run different programs.
+            NonFiniteLossError: If a loss is not finite; names what went bad.
+            ValueError: If ``num_steps`` or ``eval_every`` is no number of steps.
+            DataError: If data is no iterable of batches, or ``eval_data`` an iterator.
+            DataExhaustedError: If the data ends before ``num_steps``.
+            BatchShapeError: If a batch does not divide, or changes its shape.
+        """
+        return self._fitting.run(data, num_steps, eval_data, eval_every)
+
+    def stop(self, reason: str) -> None:
+        """Ends the fit after the step in work, evaluated and saved as the last one."""
+        self._hooks.stop_reason = reason
+
+    def evaluate(self, data: Iterable[Batch], *, ema: bool = False) -> dict[str, float]:
+        """Mean loss and metrics over all rows, the model in evaluation mode.
+
+        A remainder that the devices do not divide runs unpadded. Plain scalars weigh
+        by rows, a `Mean` by its weight.
+
+        Args:
+            data: Batches, of any number of rows each.
+            ema: Use the moving average of the parameters.
+
+        Raises:
+            DataError: If there is no batch.
+        """
+        return self._engine.evaluate(data, ema=ema)
+
+    def predict(
+        self,
+        data: Iterable[Batch],
+        function: Callable[[Any, Batch], Any] | None = None,
+        *,
+        ema: bool = False,
+    ) -> Any:
+        """Outputs for all rows, the model in evaluation mode.
+
+        Args:
+            data: Batches.
+            function: ``function(model, batch)`` to a pytree of arrays with the rows
+                along dim 0; by default ``model(batch)``. It is compiled once for each
+                function object and shape; the last 8 functions are remembered.
+            ema: Use the moving average of the parameters.
+
+        Returns:
+            The outputs of all batches, concatenated, as NumPy arrays.
+
+        Raises:
+            DataError: If there is no batch.
+        """
+        return self._engine.predict(data, function, ema=ema)
+
+    def save(self) -> None:
+        """Saves the present state under its step, and waits until it is on disk.
+
+        Raises:
+            CheckpointNotFoundError: If the Trainer has no checkpoint directory.
+            CheckpointError: If this step or a later one is saved already.
+        """
+        self._progress.save()
+
+    def restore(
+        self,
+        step: int | Literal["best"] | None = None,
+        *,
+        directory: str | os.PathLike | None = None,
+        weights_only: bool = False,
+    ) -> None:
+        """Replaces the state by a saved one, whatever strategy has saved it.
+
+        A state from another directory is what a run begins with: once it has
+        checkpoints of its own, the same program resumes from these.
+
+        Args:
+            step: A saved step; ``"best"`` by ``Checkpoint(keep_best=...)``; ``None``
+                for the latest.
+            directory: Where from; by default the Trainer's own directory.
+            weights_only: Restore parameters and other variables alone; optimizer,
+                step and data stay as they are.
+
+        Raises:
+            CheckpointNotFoundError: If there is no such step.
+            CheckpointMismatchError: If an array differs; each is listed, and nothing
+                has changed.
+            CheckpointError: If a hook of a fit restores more than weights.
+        """
+        self._progress.restore(step, directory, weights_only=weights_only)
