@@ -25,7 +25,9 @@ ORDER = [
     "audit",
     "loggers",
     "distributed",
-    "visualize.schedules",  # to be drawn by `visualize`
+    "schedules.slots",
+    "schedules.simulate",
+    "visualize.schedules",  # until `visualize` draws them
     "schedules",
     "collectives",
     "sharding",
