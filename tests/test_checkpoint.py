@@ -302,9 +302,7 @@ def test_a_gate_holds_the_directory_of_a_step_up_for_a_while(
         assert (time.monotonic() - start > 0.9) == waits
     assert (tmp_path / name).is_dir()
     start = time.monotonic()
-    (
-        shut.path(str(tmp_path)) / f"2.{orbax_compat.UNFINISHED}"
-    ).mkdir()
+    (shut.path(str(tmp_path)) / f"2.{orbax_compat.UNFINISHED}").mkdir()
     assert time.monotonic() - start < 0.9
 
 

@@ -29,7 +29,7 @@ from nnx_parallel.checkpoint import options
 from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.manager import restore_newest
 from nnx_parallel.checkpoint.orbax_compat import is_passing, read_error
-from nnx_parallel.data import Position
+from nnx_parallel.data import DataState
 from nnx_parallel.errors import (
     CheckpointDamagedError,
     CheckpointNotFoundError,
@@ -385,7 +385,7 @@ def test_a_name_does_not_leave_the_directory(saved: Path, tmp_path: Path) -> Non
 def test_a_position_that_is_none(position: dict) -> None:
     message = "It must hold first_step and num_steps, integers, and states, a list."
     with pytest.raises(DataError, match=re.escape(message)):
-        Position.from_json(position)
+        DataState.from_json(position)
 
 
 def test_nothing_in_the_package_unpickles() -> None:

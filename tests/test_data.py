@@ -24,7 +24,7 @@ import pytest
 
 from nnx_parallel import FSDP
 from nnx_parallel.data import (
-    Feed,
+    PrefetchIterator,
     check_batch,
     check_divisible,
     decode_state,
@@ -53,7 +53,7 @@ class Files:
         yield from make_batches(self._count)
 
 
-def values(feed: Feed[Any]) -> list[float]:
+def values(feed: PrefetchIterator[Any]) -> list[float]:
     with feed:
         return [float(item.batch["x"][0, 0]) for item in feed]
 
@@ -107,7 +107,7 @@ def _no_thread_is_left() -> Iterator[None]:
 
 @pytest.mark.parametrize("prefetch", PREFETCHES)
 def test_batches_arrive_once_in_order_and_placed(prefetch: int) -> None:
-    feed = Feed(make_batches(7), jax.device_put, prefetch=prefetch)
+    feed = PrefetchIterator(make_batches(7), jax.device_put, prefetch=prefetch)
     with feed:
         items = list(feed)
     assert [float(item.batch["x"][0, 0]) for item in items] == list(range(7))
@@ -120,15 +120,19 @@ def test_batches_arrive_once_in_order_and_placed(prefetch: int) -> None:
 @pytest.mark.parametrize("prefetch", PREFETCHES)
 def test_two_feeds_of_one_generator_lose_no_batch(prefetch: int) -> None:
     generator = iter(Counted(10))
-    first = values(Feed(generator, jax.device_put, limit=4, prefetch=prefetch))
-    second = values(Feed(generator, jax.device_put, limit=5, prefetch=prefetch))
+    first = values(
+        PrefetchIterator(generator, jax.device_put, limit=4, prefetch=prefetch)
+    )
+    second = values(
+        PrefetchIterator(generator, jax.device_put, limit=5, prefetch=prefetch)
+    )
     assert first + second == list(range(9))
 
 
 @pytest.mark.parametrize("prefetch", PREFETCHES)
 def test_feed_reads_exactly_as_far_ahead_as_promised(prefetch: int) -> None:
     data = Counted(50)
-    with Feed(data, jax.device_put, limit=20, prefetch=prefetch) as feed:
+    with PrefetchIterator(data, jax.device_put, limit=20, prefetch=prefetch) as feed:
         for taken in range(1, 4):
             next(feed)
             assert wait_until(lambda ahead=taken + prefetch: data.pulled == ahead)
@@ -142,12 +146,12 @@ def test_the_copy_overlaps_with_the_step() -> None:
         return batch
 
     waits = []
-    with Feed(make_batches(6), slow_place, prefetch=2) as feed:
+    with PrefetchIterator(make_batches(6), slow_place, prefetch=2) as feed:
         for item in feed:
             waits.append(item.wait_seconds)
             time.sleep(0.15)
     assert sum(waits[1:]) < 0.05, waits
-    with Feed(make_batches(3), slow_place, prefetch=0) as feed:
+    with PrefetchIterator(make_batches(3), slow_place, prefetch=0) as feed:
         assert all(item.wait_seconds >= 0.05 for item in feed)
 
 
@@ -160,7 +164,7 @@ def test_an_error_in_the_data_arrives_in_its_place_with_its_traceback(
         raise FileNotFoundError("shard-3 is gone")
 
     seen = []
-    with Feed(broken_source(), jax.device_put, prefetch=prefetch) as feed:
+    with PrefetchIterator(broken_source(), jax.device_put, prefetch=prefetch) as feed:
         with pytest.raises(FileNotFoundError, match="shard-3 is gone") as caught:
             seen.extend(item.num_rows for item in feed)
         assert list(feed) == []
@@ -171,7 +175,7 @@ def test_an_error_in_the_data_arrives_in_its_place_with_its_traceback(
 
 def test_the_thread_ends_when_the_consumer_raises() -> None:
     def consume() -> None:
-        with Feed(itertools.cycle(make_batches(2)), jax.device_put) as feed:
+        with PrefetchIterator(itertools.cycle(make_batches(2)), jax.device_put) as feed:
             for _ in feed:
                 raise KeyError("in the consumer")
 
@@ -181,7 +185,7 @@ def test_the_thread_ends_when_the_consumer_raises() -> None:
 
 
 def test_the_thread_ends_when_the_feed_is_collected() -> None:
-    feed = Feed(itertools.cycle(make_batches(2)), jax.device_put)
+    feed = PrefetchIterator(itertools.cycle(make_batches(2)), jax.device_put)
     next(feed)
     assert feed_threads()
     del feed
@@ -193,8 +197,8 @@ def test_a_process_exits_although_its_feed_was_never_closed() -> None:
     script = """
 import itertools
 import jax, numpy as np
-from nnx_parallel.data import Feed
-feed = Feed(itertools.cycle([np.zeros(4)]), jax.device_put)
+from nnx_parallel.data import PrefetchIterator
+feed = PrefetchIterator(itertools.cycle([np.zeros(4)]), jax.device_put)
 next(feed)
 """
     done = subprocess.run(
@@ -214,7 +218,7 @@ def test_closing_over_data_that_blocks_warns_instead_of_hanging() -> None:
         yield from make_batches(1)
         release.wait()
 
-    feed = Feed(blocking(), jax.device_put)
+    feed = PrefetchIterator(blocking(), jax.device_put)
     next(feed)
     with pytest.warns(UserWarning, match=re.escape("did not return from `next`")):
         feed.close()
@@ -226,7 +230,7 @@ def test_close_ends_a_long_fast_forward_and_may_be_repeated() -> None:
         def __iter__(self) -> Iterator[Any]:
             return iter(itertools.cycle(make_batches(2)))
 
-    feed = Feed(Endless(), jax.device_put, skip=10**12)
+    feed = PrefetchIterator(Endless(), jax.device_put, skip=10**12)
     feed.close()
     feed.close()
     assert not feed_threads()
@@ -238,7 +242,7 @@ def test_taken_batches_are_not_kept_alive() -> None:
     shape = (7, 11, 13)
     data = (np.zeros(shape, np.float32) for _ in range(10))
     gc.collect()
-    with Feed(data, jax.device_put, limit=10, prefetch=2) as feed:
+    with PrefetchIterator(data, jax.device_put, limit=10, prefetch=2) as feed:
         for done in range(1, 11):
             next(feed)
             ahead = min(2, 10 - done)
@@ -253,12 +257,14 @@ def test_taken_batches_are_not_kept_alive() -> None:
 def test_resume_restores_the_position_of_the_batch_not_of_the_thread(
     prefetch: int,
 ) -> None:
-    with Feed(Seeded(), jax.device_put, limit=9, prefetch=prefetch) as feed:
+    with PrefetchIterator(Seeded(), jax.device_put, limit=9, prefetch=prefetch) as feed:
         items = list(feed)
     for done in (1, 4, 8):
         state = json.loads(json.dumps(items[done - 1].state))
         assert state["count"] == done
-        feed = Feed(Seeded(1), jax.device_put, limit=9 - done, skip=done, state=state)
+        feed = PrefetchIterator(
+            Seeded(1), jax.device_put, limit=9 - done, skip=done, state=state
+        )
         with feed:
             for item, expected in zip(feed, items[done:], strict=True):
                 np.testing.assert_array_equal(item.batch["x"], expected.batch["x"])
@@ -266,19 +272,21 @@ def test_resume_restores_the_position_of_the_batch_not_of_the_thread(
 
 
 def test_resume_fast_forwards_a_plain_iterable() -> None:
-    feed = Feed(make_batches(9), jax.device_put, limit=3, skip=5)
+    feed = PrefetchIterator(make_batches(9), jax.device_put, limit=3, skip=5)
     assert values(feed) == [5, 6, 7]
 
 
 def test_resume_of_a_one_shot_iterator_warns_and_skips() -> None:
     with pytest.warns(UserWarning, match=re.escape("its next 2 batches are skipped")):
-        feed = Feed(iter(make_batches(5)), jax.device_put, limit=2, skip=2)
+        feed = PrefetchIterator(iter(make_batches(5)), jax.device_put, limit=2, skip=2)
     assert values(feed) == [2, 3]
 
 
 def test_a_state_for_data_that_lost_its_position_warns_and_skips() -> None:
     with pytest.warns(UserWarning, match=re.escape("the data is now a list without")):
-        feed = Feed(make_batches(5), jax.device_put, limit=2, skip=2, state={"n": 2})
+        feed = PrefetchIterator(
+            make_batches(5), jax.device_put, limit=2, skip=2, state={"n": 2}
+        )
     assert values(feed) == [2, 3]
 
 
@@ -293,7 +301,9 @@ def test_one_shot_is_what_cannot_be_read_twice() -> None:
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_data_that_ends_too_early_says_how_to_repeat(prefetch: int) -> None:
-    feed = Feed(Files(5), jax.device_put, limit=6, skip=2, prefetch=prefetch)
+    feed = PrefetchIterator(
+        Files(5), jax.device_put, limit=6, skip=2, prefetch=prefetch
+    )
     message = (
         "Data ended before step 6 of 8: Files gave 5 batches here, 2 of them skipped "
         "to resume. Every step needs a batch. To repeat the data, pass an object whose "
@@ -305,7 +315,7 @@ def test_data_that_ends_too_early_says_how_to_repeat(prefetch: int) -> None:
 
 
 def test_data_that_ends_within_the_skipped_batches_says_so() -> None:
-    feed = Feed(Files(2), jax.device_put, limit=6, skip=3)
+    feed = PrefetchIterator(Files(2), jax.device_put, limit=6, skip=3)
     message = "before step 4 of 9: Files gave 2 batches here, 2 of them skipped"
     with feed, pytest.raises(DataExhaustedError, match=re.escape(message)):
         list(feed)
@@ -320,7 +330,7 @@ def test_data_that_ends_within_the_skipped_batches_says_so() -> None:
 )
 def test_a_list_that_is_too_short_is_refused_at_once(skip: int, message: str) -> None:
     with pytest.raises(DataExhaustedError, match=re.escape(message)):
-        Feed(make_batches(5), jax.device_put, limit=6, skip=skip)
+        PrefetchIterator(make_batches(5), jax.device_put, limit=6, skip=skip)
 
 
 @pytest.mark.parametrize("prefetch", PREFETCHES)
@@ -336,13 +346,13 @@ def test_data_may_write_to_its_batch_again(prefetch: int) -> None:
 
     layout = FSDP().layout(FSDP().make_mesh())
     place = functools.partial(place_batch, layout=layout)
-    with Feed(one_buffer(), place, prefetch=prefetch) as feed:
+    with PrefetchIterator(one_buffer(), place, prefetch=prefetch) as feed:
         found = [np.unique(item.batch).tolist() for item in list(feed)]
     assert found == [[i] for i in range(6)]
 
 
 def test_a_used_up_iterator_is_named_as_the_likely_cause() -> None:
-    feed = Feed(iter([]), jax.device_put, limit=1, first_step=10)
+    feed = PrefetchIterator(iter([]), jax.device_put, limit=1, first_step=10)
     message = "before step 11 of 11: list_iterator gave 0 batches here, 0 of them"
     with feed, pytest.raises(DataExhaustedError, match=re.escape(message)) as caught:
         list(feed)
@@ -360,13 +370,13 @@ DATA_ERRORS = {
 def test_what_is_no_iterable_of_batches_is_refused(name: str) -> None:
     data, message = DATA_ERRORS[name]
     with pytest.raises(DataError, match=re.escape(message)):
-        Feed(data, jax.device_put)
+        PrefetchIterator(data, jax.device_put)
 
 
 def test_a_negative_prefetch_is_refused() -> None:
     message = "prefetch=-1. It must be 0 or more."
     with pytest.raises(ValueError, match=re.escape(message)):
-        Feed([], jax.device_put, prefetch=-1)
+        PrefetchIterator([], jax.device_put, prefetch=-1)
 
 
 BATCH_ERRORS = {
@@ -413,7 +423,7 @@ def test_a_batch_of_every_usable_kind_passes() -> None:
         "keys": jax.random.split(jax.random.key(0), 4),
     }
     assert check_batch(batch) == 4
-    feed = Feed([batch, batch], jax.device_put)
+    feed = PrefetchIterator([batch, batch], jax.device_put)
     with feed:
         placed = [item.batch for item in feed]
     np.testing.assert_array_equal(placed[1]["int64"], batch["int64"])
@@ -432,17 +442,17 @@ CHANGES = {
 def test_a_batch_unlike_the_first_is_refused(name: str) -> None:
     other, message = CHANGES[name]
     data = [*make_batches(1), other]
-    with Feed(data, jax.device_put, first_step=10) as feed:
+    with PrefetchIterator(data, jax.device_put, first_step=10) as feed:
         next(feed)
         with pytest.raises(BatchShapeError, match=re.escape(message)):
             next(feed)
-    with Feed(data, jax.device_put, uniform=False) as feed:
+    with PrefetchIterator(data, jax.device_put, uniform=False) as feed:
         assert [item.num_rows for item in feed] == [4, len(next(iter(other.values())))]
 
 
 def test_float64_and_float32_are_the_same_to_jax() -> None:
     data = [{"x": np.zeros((4, 2))}, *make_batches(1)]
-    assert values(Feed(data, jax.device_put)) == [0, 0]
+    assert values(PrefetchIterator(data, jax.device_put)) == [0, 0]
 
 
 def test_rows_must_split_over_microbatches_and_axes() -> None:
@@ -512,10 +522,12 @@ def grain_dataset(kind: str) -> Any:
 @pytest.mark.parametrize("kind", ["MapDataset", "IterDataset", "DataLoader"])
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_grain_resumes_within_an_epoch(kind: str, prefetch: int) -> None:
-    with Feed(grain_dataset(kind), jax.device_put, limit=11, prefetch=prefetch) as feed:
+    with PrefetchIterator(
+        grain_dataset(kind), jax.device_put, limit=11, prefetch=prefetch
+    ) as feed:
         items = list(feed)
     state = json.loads(json.dumps(items[3].state))  # 32 rows: within the second epoch
-    with Feed(
+    with PrefetchIterator(
         grain_dataset(kind), jax.device_put, limit=7, skip=4, state=state
     ) as feed:
         resumed = list(feed)

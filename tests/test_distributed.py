@@ -22,7 +22,13 @@ import pytest
 from flax import nnx
 
 from nnx_parallel import FSDP, DataParallel, PolicyRules, Trainer, initialize
-from nnx_parallel.distributed import HUNG, Termination, Watchdog, agree, hash_code
+from nnx_parallel.distributed import (
+    HUNG,
+    Termination,
+    Watchdog,
+    check_consistent,
+    hash_code,
+)
 from nnx_parallel.distributed.addresses import connect, listen
 from nnx_parallel.distributed.initialize import Place, find_place
 from nnx_parallel.distributed.messages import Hub, Line
@@ -128,7 +134,7 @@ def test_a_number_that_is_none() -> None:
 
 
 def test_one_process_always_agrees() -> None:
-    agree("seed", {"seed": 1})
+    check_consistent("seed", {"seed": 1})
 
 
 def test_code_is_known_by_what_it_does() -> None:

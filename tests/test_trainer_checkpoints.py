@@ -17,7 +17,7 @@ from flax import nnx
 from nnx_parallel import FSDP, Callback, Checkpoint, DataParallel, Trainer
 from nnx_parallel.checkpoint import Storage, manager
 from nnx_parallel.checkpoint.options import Rules
-from nnx_parallel.data import Position
+from nnx_parallel.data import DataState
 from nnx_parallel.distributed import Watchdog
 from nnx_parallel.errors import (
     CheckpointError,
@@ -553,5 +553,7 @@ def test_a_position_of_other_processes_is_skipped_to(tmp_path: Path) -> None:
     np.testing.assert_array_equal(resumed, whole[3:4])
     message = "saved by 2 processes and cannot be restored on 1. The batches used so"
     with pytest.warns(UserWarning, match=message):
-        position = Position.from_json({"first_step": 0, "states": [{"a": 1}, {"a": 1}]})
+        position = DataState.from_json(
+            {"first_step": 0, "states": [{"a": 1}, {"a": 1}]}
+        )
     assert position.open(make_batches(6), 4, 6) == (4, None)

@@ -51,7 +51,7 @@ from nnx_parallel.checkpoint.orbax_compat import (
     save_error,
     unavailable_if_no_damage,
 )
-from nnx_parallel.distributed.agreement import exchange
+from nnx_parallel.distributed.agreement import allgather_object
 from nnx_parallel.errors import (
     CheckpointDirectoryError,
     CheckpointError,
@@ -311,7 +311,7 @@ class Checkpointer:
         while True:
             save = self._under_way
             mine = "ended" if save is None else save.own_part()
-            states = exchange("save under way", mine)
+            states = allgather_object("save under way", mine)
             if "failed" in states:
                 return False
             if set(states) == {"ended"}:
@@ -337,7 +337,7 @@ class Checkpointer:
         path = ""
         if jax.process_index() == 0:
             path = set_aside(str(self.options.directory), step)
-        path = exchange(f"set aside step {step}", path)[0]
+        path = allgather_object(f"set aside step {step}", path)[0]
         self._orbax.reload()
         return path
 

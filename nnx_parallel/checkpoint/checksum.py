@@ -30,7 +30,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
 
-from nnx_parallel.distributed.agreement import later_exchange
+from nnx_parallel.distributed.agreement import reserve_allgather
 from nnx_parallel.sharding.specs import dim_axes
 
 Fingerprints = dict[str, dict[str, int]]
@@ -73,7 +73,7 @@ def start_fingerprints(
     arrays = [groups[group][path] for group, path in places]
     counted = [_counted(x) for x in arrays]
     hashes = start_hashes(arrays)
-    exchange_shares = later_exchange(name, _EXCHANGE_SECONDS)
+    exchange_shares = reserve_allgather(name, _EXCHANGE_SECONDS)
 
     def finish() -> Fingerprints:
         mine = [

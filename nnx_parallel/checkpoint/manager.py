@@ -20,7 +20,11 @@ from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.contents import AbstractGroups, check_shapes
 from nnx_parallel.checkpoint.options import Checkpoint, check_space, is_url
 from nnx_parallel.checkpoint.train_state import Groups, from_groups, to_groups
-from nnx_parallel.distributed.agreement import agree, exchange, strip_addresses
+from nnx_parallel.distributed.agreement import (
+    allgather_object,
+    check_consistent,
+    strip_addresses,
+)
 from nnx_parallel.errors import (
     CheckpointDamagedError,
     CheckpointError,
@@ -94,7 +98,7 @@ def _try_once(
         found = checkpointer.restore(wanted, step)
     except CheckpointReadError as error:
         problem = str(error)
-    problems = exchange("damage", problem)
+    problems = allgather_object("damage", problem)
     if len(set(problems)) == 1:
         return found, problem
     bad = [
@@ -185,7 +189,9 @@ class Storage:
             DisagreementError: On all processes, if not. They would wait for one
                 another.
         """
-        agree("checkpoints", {"checkpoint": strip_addresses(repr(self.options))})
+        check_consistent(
+            "checkpoints", {"checkpoint": strip_addresses(repr(self.options))}
+        )
 
     def agree_on_steps(self) -> None:
         """Checks that all processes see the same steps; all of them call it.
@@ -198,7 +204,7 @@ class Storage:
             return
         checkpointer = self._checkpointer()
         mine = [checkpointer.steps, sorted(checkpointer.ruined_steps)]
-        found = exchange("steps in the directory", mine)
+        found = allgather_object("steps in the directory", mine)
         for process, theirs in enumerate(found):
             if theirs != found[0]:
                 raise DisagreementError(

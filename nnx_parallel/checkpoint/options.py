@@ -20,7 +20,7 @@ from typing import Any, Literal
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from nnx_parallel.distributed.agreement import exchange
+from nnx_parallel.distributed.agreement import allgather_object
 from nnx_parallel.errors import (
     CheckpointDirectoryError,
     CheckpointError,
@@ -72,7 +72,7 @@ def check_writable(directory: str) -> None:
             check_directory(directory, read_only=False)
         except CheckpointDirectoryError as error:
             problem = str(error)
-    problem = exchange("directory of a save", problem)[0]
+    problem = allgather_object("directory of a save", problem)[0]
     if problem:
         raise CheckpointDirectoryError(problem)
 

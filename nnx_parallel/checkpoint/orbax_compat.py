@@ -26,7 +26,7 @@ from orbax.checkpoint import v1 as ocp
 
 from nnx_parallel.checkpoint.checksum import FingerprintHandler
 from nnx_parallel.checkpoint.options import METADATA_FILE, Checkpoint, Rules, is_url
-from nnx_parallel.distributed.agreement import exchange
+from nnx_parallel.distributed.agreement import allgather_object
 from nnx_parallel.errors import (
     CheckpointReadError,
     CheckpointSaveError,
@@ -151,7 +151,7 @@ def read_together(read: Callable[[], T]) -> T:
         if jax.process_count() == 1:
             raise
         problem = str(error)
-    problems = exchange("read checkpoint", problem)
+    problems = allgather_object("read checkpoint", problem)
     bad = [f"On process {i}: {text}" for i, text in enumerate(problems) if text]
     if bad:
         raise CheckpointReadError("\n".join(bad))

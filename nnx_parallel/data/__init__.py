@@ -1,14 +1,14 @@
 """Batches: pulled, checked and placed ahead of the step that needs them."""
 
-from nnx_parallel.data.agreement import Lockstep as Lockstep
+from nnx_parallel.data.agreement import BatchAgreement as BatchAgreement
 from nnx_parallel.data.batches import check_batch as check_batch
 from nnx_parallel.data.batches import check_divisible as check_divisible
+from nnx_parallel.data.batches import copy_if_writeable as copy_if_writeable
 from nnx_parallel.data.batches import data_share as data_share
-from nnx_parallel.data.batches import own_array as own_array
 from nnx_parallel.data.batches import place_batch as place_batch
-from nnx_parallel.data.position import Position as Position
-from nnx_parallel.data.prefetch import Feed as Feed
-from nnx_parallel.data.prefetch import Item as Item
+from nnx_parallel.data.position import DataState as DataState
+from nnx_parallel.data.prefetch import PlacedBatch as PlacedBatch
+from nnx_parallel.data.prefetch import PrefetchIterator as PrefetchIterator
 from nnx_parallel.data.prefetch import Resumable as Resumable
 from nnx_parallel.data.prefetch import check_data as check_data
 from nnx_parallel.data.prefetch import decode_state as decode_state

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from nnx_parallel.data.batches import Signature
-from nnx_parallel.distributed.agreement import exchange
+from nnx_parallel.distributed.agreement import allgather_object
 from nnx_parallel.errors import BatchShapeError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class BatchStatus:
     """What all processes have found before a batch, the same on each.
 
     Attributes:
@@ -47,7 +47,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Lockstep:
+class BatchAgreement:
     """Meets the other processes before each batch, beside the devices.
 
     Args:
@@ -58,7 +58,9 @@ class Lockstep:
     name: str
     stop_reason: Callable[[], str | None] = lambda: None
 
-    def meet(self, signature: Signature | None, problem: str | None = None) -> Verdict:
+    def meet(
+        self, signature: Signature | None, problem: str | None = None
+    ) -> BatchStatus:
         """Waits for all processes to have a batch, or none.
 
         Args:
@@ -66,10 +68,10 @@ class Lockstep:
                 batch is none.
             problem: What is wrong with the batch, or ``None``.
         """
-        found = exchange(self.name, [signature, problem, self.stop_reason()])
+        found = allgather_object(self.name, [signature, problem, self.stop_reason()])
         reasons = [reason for *_, reason in found if reason is not None]
         dry = [i for i, (x, text, _) in enumerate(found) if x is None and text is None]
-        return Verdict(
+        return BatchStatus(
             ended=dry,
             all_ended=len(dry) == len(found),
             stop_reason=reasons[0] if reasons else None,

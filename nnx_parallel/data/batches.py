@@ -253,7 +253,9 @@ def place_batch(
         check_divisible(num_rows, num_microbatches, sizes)
     sharding = layout.sharding(layout.batch_spec(num_rows))
     if jax.process_count() == 1:
-        return jax.tree.map(lambda x: jax.device_put(own_array(x), sharding), batch)
+        return jax.tree.map(
+            lambda x: jax.device_put(copy_if_writeable(x), sharding), batch
+        )
     if count > 1 and num_rows % np.prod(list(sizes.values())) != 0:
         givers = [processes[0] for processes in _processes_by_part(layout)]
         shares = multihost_utils.process_allgather(batch)
@@ -263,13 +265,13 @@ def place_batch(
         )
     return jax.tree.map(
         lambda x: jax.make_array_from_process_local_data(
-            sharding, own_array(np.asarray(x))
+            sharding, copy_if_writeable(np.asarray(x))
         ),
         batch,
     )
 
 
-def own_array(x: Any) -> Any:
+def copy_if_writeable(x: Any) -> Any:
     """A copy of an array that its owner could write to, which jax may read later."""
     return x.copy() if isinstance(x, np.ndarray) and x.flags.writeable else x
 

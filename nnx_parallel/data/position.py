@@ -9,11 +9,11 @@ from typing import Any
 import jax
 
 from nnx_parallel.data.prefetch import is_one_shot
-from nnx_parallel.distributed.agreement import exchange
+from nnx_parallel.distributed.agreement import allgather_object
 from nnx_parallel.errors import DataError
 
 
-class Position:
+class DataState:
     """Where a run stands in its data, so that a resumed one sees the next batch.
 
     Batches are counted from the step at which a run began to read its present data. A
@@ -21,7 +21,7 @@ class Position:
 
     Args:
         first_step: Step at which the present data began.
-        state: Position of a resumable iterator, from ``Item.state``.
+        state: DataState of a resumable iterator, from ``PlacedBatch.state``.
         num_steps: Where the fit that reads the present data is to end; 0 if unknown.
     """
 
@@ -65,7 +65,7 @@ class Position:
 
     def to_json(self) -> dict[str, Any]:
         """The position as JSON can hold it: of all processes, which all call this."""
-        states = exchange("position in the data", self._state)
+        states = allgather_object("position in the data", self._state)
         return {
             "first_step": self._first_step,
             "num_steps": self._num_steps,
@@ -73,7 +73,7 @@ class Position:
         }
 
     @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> Position:
+    def from_json(cls, saved: Mapping[str, Any]) -> DataState:
         """The position that was saved; the start for an empty one.
 
         Raises:

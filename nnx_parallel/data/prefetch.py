@@ -26,7 +26,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 import jax
 import numpy as np
 
-from nnx_parallel.data.agreement import Lockstep, Verdict
+from nnx_parallel.data.agreement import BatchAgreement, BatchStatus
 from nnx_parallel.data.batches import (
     Signature,
     batch_signature,
@@ -200,7 +200,7 @@ class Resumable(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Item(Generic[T]):
+class PlacedBatch(Generic[T]):
     """One placed batch.
 
     Attributes:
@@ -220,7 +220,7 @@ class Item(Generic[T]):
     stop_reason: str | None = None
 
 
-class Feed(Generic[T]):
+class PrefetchIterator(Generic[T]):
     """Iterates over placed batches, which a thread prepares ahead of their use.
 
     At most ``prefetch`` batches are placed and not yet taken, and at most ``limit`` are
@@ -235,21 +235,21 @@ class Feed(Generic[T]):
             processes, since the step may do so at the same time.
         limit: How many batches are needed; ``None`` takes all there are.
         skip: Batches to drop first if there is no ``state`` to restore.
-        state: Position to restore, from ``Item.state``.
+        state: DataState to restore, from ``PlacedBatch.state``.
         prefetch: Batches placed ahead. 0 does all work in the caller's thread.
         uniform: Whether structure, shapes and dtypes must stay the same.
         first_step: Steps done before this feed, for messages; ``skip`` by default.
-        lockstep: Meets the other processes before each batch; ``None`` with one.
+        agreement: Meets the other processes before each batch; ``None`` with one.
 
     Raises:
         DataError: If a batch, or the data itself, is not made of usable arrays.
         BatchShapeError: If rows disagree, or a shape changes under ``uniform``.
         DataExhaustedError: If the data ends before ``limit`` batches; at once if it is
-            a list or tuple and there is no ``lockstep``.
+            a list or tuple and there is no ``agreement``.
 
     Example:
         >>> batches = [{"x": np.full((4, 2), i, np.float32)} for i in range(3)]
-        >>> with Feed(batches, jax.device_put, limit=2) as feed:
+        >>> with PrefetchIterator(batches, jax.device_put, limit=2) as feed:
         ...     [(item.num_rows, float(item.batch["x"][0, 0])) for item in feed]
         [(4, 0.0), (4, 1.0)]
     """
@@ -265,7 +265,7 @@ class Feed(Generic[T]):
         prefetch: int = 2,
         uniform: bool = True,
         first_step: int | None = None,
-        lockstep: Lockstep | None = None,
+        agreement: BatchAgreement | None = None,
     ) -> None:
         if prefetch < 0:
             raise ValueError(f"prefetch={prefetch}. It must be 0 or more.")
@@ -280,19 +280,19 @@ class Feed(Generic[T]):
             uniform=uniform,
             data=data,
             stop=stop,
-            lockstep=lockstep,
+            agreement=agreement,
         )
-        if lockstep is None:
+        if agreement is None:
             source.check_length()
         items = source.items()
         ahead = Prefetched(items, prefetch, stop) if prefetch else None
-        self._items: Iterator[Item[T]] = items if ahead is None else ahead
+        self._items: Iterator[PlacedBatch[T]] = items if ahead is None else ahead
         self._finalizer = weakref.finalize(self, ahead.close if ahead else stop.set)
 
-    def __iter__(self) -> Feed[T]:
+    def __iter__(self) -> PrefetchIterator[T]:
         return self
 
-    def __next__(self) -> Item[T]:
+    def __next__(self) -> PlacedBatch[T]:
         if not self._finalizer.alive:
             raise StopIteration
         start = time.perf_counter()
@@ -304,7 +304,7 @@ class Feed(Generic[T]):
         """Stop the thread and drop the batches that were placed ahead."""
         self._finalizer()
 
-    def __enter__(self) -> Feed[T]:
+    def __enter__(self) -> PrefetchIterator[T]:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -371,8 +371,8 @@ def _warn(text: str) -> None:
     warnings.warn(text, UserWarning, stacklevel=4)
 
 
-def _stop_item(reason: str) -> Item[Any]:
-    return Item(batch=None, num_rows=0, state=None, stop_reason=reason)
+def _stop_item(reason: str) -> PlacedBatch[Any]:
+    return PlacedBatch(batch=None, num_rows=0, state=None, stop_reason=reason)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -387,7 +387,7 @@ class _Source(Generic[T]):
     uniform: bool
     data: Any
     stop: threading.Event
-    lockstep: Lockstep | None
+    agreement: BatchAgreement | None
 
     def check_length(self) -> None:
         """Refuses a list that is too short before its first batch is used."""
@@ -397,7 +397,7 @@ class _Source(Generic[T]):
             skipped = min(self.skip, len(self.data))
             raise self._exhausted(skipped, len(self.data) - skipped)
 
-    def items(self) -> Iterator[Item[T]]:
+    def items(self) -> Iterator[PlacedBatch[T]]:
         """Yield placed items; no frame keeps a placed batch alive between pulls."""
         for done in range(self.skip):
             if self.stop.is_set():
@@ -409,13 +409,13 @@ class _Source(Generic[T]):
         while self.limit is None or count < self.limit:
             batch = next(self.iterator, _END)
             index = self.first_step + count
-            if self.lockstep is not None:
-                verdict = self._meet(self.lockstep, batch, index)
-                if verdict.stop_reason is not None:
-                    yield _stop_item(verdict.stop_reason)
+            if self.agreement is not None:
+                status = self._meet(self.agreement, batch, index)
+                if status.stop_reason is not None:
+                    yield _stop_item(status.stop_reason)
                     return
-                self._check_verdict(verdict, count)
-                verdict.check_batches(index)
+                self._check_status(status, count)
+                status.check_batches(index)
             if batch is _END:
                 if self.limit is None:
                     return
@@ -427,28 +427,28 @@ class _Source(Generic[T]):
             if self.uniform:
                 first = first or batch_signature(batch)
                 check_same(batch, first, index=index)
-            yield Item(batch=self.place(batch), num_rows=num_rows, state=state)
+            yield PlacedBatch(batch=self.place(batch), num_rows=num_rows, state=state)
             count += 1
 
-    def _meet(self, lockstep: Lockstep, batch: Any, index: int) -> Verdict:
+    def _meet(self, agreement: BatchAgreement, batch: Any, index: int) -> BatchStatus:
         """Meets the others, with what is wrong here, so that nobody waits for it."""
         if batch is _END:
-            return lockstep.meet(None)
+            return agreement.meet(None)
         try:
             check_batch(batch, index=index)
         except DataError as error:
-            verdict = lockstep.meet(None, str(error))
-            if verdict.stop_reason is None:
+            status = agreement.meet(None, str(error))
+            if status.stop_reason is None:
                 raise
-            return verdict
-        return lockstep.meet(batch_signature(batch))
+            return status
+        return agreement.meet(batch_signature(batch))
 
-    def _check_verdict(self, verdict: Verdict, count: int) -> None:
+    def _check_status(self, status: BatchStatus, count: int) -> None:
         """Raises on all processes alike if the data has not ended on all of them."""
-        if not verdict.ended or verdict.all_ended:
+        if not status.ended or status.all_ended:
             return
         raise DataExhaustedError(
-            f"Data of processes {verdict.ended} ended after {self.skip + count} "
+            f"Data of processes {status.ended} ended after {self.skip + count} "
             "batches; others have more. Every process must give its share of every "
             "batch: split the rows of each batch, or drop what does not divide."
         )

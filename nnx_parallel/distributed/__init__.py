@@ -1,9 +1,9 @@
-"""Many processes: how they start, agree, and end together when one is lost."""
+"""Several processes: how they start, compare values, and end together."""
 
-from nnx_parallel.distributed.agreement import agree as agree
-from nnx_parallel.distributed.agreement import exchange as exchange
+from nnx_parallel.distributed.agreement import allgather_object as allgather_object
+from nnx_parallel.distributed.agreement import check_consistent as check_consistent
 from nnx_parallel.distributed.agreement import hash_code as hash_code
-from nnx_parallel.distributed.agreement import later_exchange as later_exchange
+from nnx_parallel.distributed.agreement import reserve_allgather as reserve_allgather
 from nnx_parallel.distributed.agreement import strip_addresses as strip_addresses
 from nnx_parallel.distributed.agreement import versions as versions
 from nnx_parallel.distributed.faults import HUNG as HUNG

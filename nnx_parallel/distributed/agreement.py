@@ -20,7 +20,9 @@ EXCHANGE_SECONDS = 1800.0
 """How long processes wait for one another where nothing shorter is said."""
 
 
-def exchange(name: str, value: Any, timeout_seconds: float = EXCHANGE_SECONDS) -> list:
+def allgather_object(
+    name: str, value: Any, timeout_seconds: float = EXCHANGE_SECONDS
+) -> list:
     """Gives a value and returns those of all processes, by process.
 
     It runs beside the devices and may be called from any thread, as long as all
@@ -35,20 +37,20 @@ def exchange(name: str, value: Any, timeout_seconds: float = EXCHANGE_SECONDS) -
         ProcessError: If some did not take part in time.
 
     Example:
-        >>> exchange("seed", 3)
+        >>> allgather_object("seed", 3)
         [3]
     """
-    return later_exchange(name, timeout_seconds)(value)
+    return reserve_allgather(name, timeout_seconds)(value)
 
 
-def later_exchange(
+def reserve_allgather(
     name: str, timeout_seconds: float = EXCHANGE_SECONDS
 ) -> Callable[[Any], list]:
     """An exchange whose turn is taken now, and that is made later on another thread.
 
     Returns:
-        `exchange` without the name. If a process never calls it, those that do wait in
-        vain, but later exchanges of the name are not mixed up with this one.
+        `allgather_object` without the name. If a process never calls it, the others
+        time out, but later exchanges of the name are not mixed up with this one.
     """
     line = join()
     if line is None:
@@ -57,7 +59,7 @@ def later_exchange(
     return lambda value: line.exchange(key, value, timeout_seconds)
 
 
-def agree(what: str, fields: Mapping[str, Any]) -> None:
+def check_consistent(what: str, fields: Mapping[str, Any]) -> None:
     """Checks that all processes hold the same values.
 
     Args:
@@ -70,14 +72,14 @@ def agree(what: str, fields: Mapping[str, Any]) -> None:
     """
     fields = json.loads(json.dumps(fields))
     text = json.dumps(fields, sort_keys=True)
-    digests = exchange(
+    digests = allgather_object(
         f"digest of the {what}", hashlib.sha256(text.encode()).hexdigest()
     )
     if len(set(digests)) == 1:
         return
     # Whoever agrees with process 0 need not say more: fields may be many.
     differs = digests[process_index()] != digests[0] or process_index() == 0
-    found = exchange(f"fields of the {what}", fields if differs else None)
+    found = allgather_object(f"fields of the {what}", fields if differs else None)
     found = [found[0] if other is None else other for other in found]
     lines = [
         f"{name}: process 0 has {_spell(found[0].get(name))}, process {process} has "

@@ -29,7 +29,12 @@ from jax.sharding import Mesh, NamedSharding
 from nnx_parallel.checkpoint.checksum import device_hashes
 from nnx_parallel.checkpoint.manager import Storage
 from nnx_parallel.data.prefetch import check_data, is_one_shot
-from nnx_parallel.distributed.agreement import agree, exchange, hash_code, versions
+from nnx_parallel.distributed.agreement import (
+    allgather_object,
+    check_consistent,
+    hash_code,
+    versions,
+)
 from nnx_parallel.errors import (
     DataError,
     DeviceMemoryError,
@@ -237,7 +242,7 @@ def agree_on_run(
             for path, x in arrays
         },
     }
-    agree("run", fields)
+    check_consistent("run", fields)
 
 
 def agree_on_program(lowered: jax.stages.Lowered) -> None:
@@ -252,7 +257,7 @@ def agree_on_program(lowered: jax.stages.Lowered) -> None:
     if jax.process_count() == 1:
         return
     text = hashlib.sha256(lowered.as_text().encode()).hexdigest()[:12]
-    agree(
+    check_consistent(
         "compiled step (model, loss or optimizer differ in their code or constants)",
         {"program": text},
     )
@@ -274,7 +279,7 @@ def agree_on_batch(batch: Any) -> None:
     if jax.process_count() == 1:
         return
     leaves = jax.tree_util.tree_leaves_with_path(batch)
-    agree(
+    check_consistent(
         "first batch",
         {
             f"batch{jax.tree_util.keystr(path)}": f"{x.dtype}{list(x.shape)} (global)"
@@ -291,7 +296,9 @@ def _compare_rows(batch: Any) -> None:
         for shard in sorted(x.addressable_shards, key=lambda s: str(s.index)):
             rows.add(str(shard.index[:1]))
             digest.update(np.asarray(shard.data).tobytes())
-    found = exchange("rows of the first batch", [sorted(rows), digest.hexdigest()])
+    found = allgather_object(
+        "rows of the first batch", [sorted(rows), digest.hexdigest()]
+    )
     for process, (part, value) in enumerate(found):
         for other, (other_part, other_value) in enumerate(found[:process]):
             if part == other_part and value != other_value:
@@ -337,7 +344,7 @@ def check_replicas(state: Any, step: int) -> None:
         for (path, x), hashes in zip(leaves, found, strict=True)
     }
     lines: list[str] = []
-    for path, copies in _merge(exchange("replicas", mine)).items():
+    for path, copies in _merge(allgather_object("replicas", mine)).items():
         lines += [f"`{path}`{line}" for line in _odd_ones(copies)]
     if lines:
         raise ReplicaError(

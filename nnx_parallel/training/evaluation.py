@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nnx_parallel.data.agreement import Lockstep
+from nnx_parallel.data.agreement import BatchAgreement
 from nnx_parallel.data.batches import place_batch
-from nnx_parallel.data.prefetch import Feed
+from nnx_parallel.data.prefetch import PrefetchIterator
 from nnx_parallel.errors import DataError
 from nnx_parallel.layers.loss import LabelRange, observing_labels
 from nnx_parallel.metrics import Mean, split_loss_output
@@ -347,11 +347,13 @@ class Engine:
         place = partial(place_batch, layout=self.plan.layout)
         is_alone = jax.process_count() == 1
         if is_alone:
-            feed = Feed(data, place, uniform=False)
+            feed = PrefetchIterator(data, place, uniform=False)
         else:
             # A remainder is gathered, which must not meet another thread's program.
-            lockstep = Lockstep("evaluation batch", guard.stop_reason)
-            feed = Feed(data, place, uniform=False, prefetch=0, lockstep=lockstep)
+            agreement = BatchAgreement("evaluation batch", guard.stop_reason)
+            feed = PrefetchIterator(
+                data, place, uniform=False, prefetch=0, agreement=agreement
+            )
         with feed:
             for item in feed:
                 reason = guard.stop_reason() if is_alone else item.stop_reason

@@ -27,11 +27,11 @@ import jax
 from nnx_parallel.audit.report import audit
 from nnx_parallel.checkpoint.manager import Storage
 from nnx_parallel.checkpoint.options import Checkpoint
-from nnx_parallel.data.agreement import Lockstep
-from nnx_parallel.data.batches import own_array
-from nnx_parallel.data.position import Position
-from nnx_parallel.data.prefetch import Feed, check_data
-from nnx_parallel.distributed.agreement import exchange
+from nnx_parallel.data.agreement import BatchAgreement
+from nnx_parallel.data.batches import copy_if_writeable
+from nnx_parallel.data.position import DataState
+from nnx_parallel.data.prefetch import PrefetchIterator, check_data
+from nnx_parallel.distributed.agreement import allgather_object
 from nnx_parallel.distributed.watchdog import Termination, Watchdog
 from nnx_parallel.errors import CheckpointError, NonFiniteLossError
 from nnx_parallel.loggers.defaults import default_loggers
@@ -64,7 +64,7 @@ class Progress:
     """
 
     def __init__(self, engine: Engine, storage: Storage) -> None:
-        self.position = Position()
+        self.position = DataState()
         self._metrics: dict[int, dict[str, float]] = {}
         self._engine = engine
         self._storage = storage
@@ -137,7 +137,7 @@ class Progress:
                 state = storage.restore_weights(self._engine.state, step)
             else:
                 state, position = storage.restore(self._engine.plan.abstract, step)
-                self.position = Position.from_json(position)
+                self.position = DataState.from_json(position)
             if self._engine.is_fresh and storage.directory != self._storage.directory:
                 self._engine.start_from(state)
             else:
@@ -160,7 +160,7 @@ class Progress:
         state, position, notes = self._storage.restore_newest(abstract)
         warn_of_changes(self._engine.plan, state)
         self._engine.state = state
-        self.position = Position.from_json(position)
+        self.position = DataState.from_json(position)
         done = f"Resumed from step {int(state.step)} in '{self._storage.directory}'."
         return "\n".join([*notes, done])
 
@@ -183,12 +183,12 @@ class Supervision:
         self._termination = Termination()
         self._agreed: str | None = None
         alone = jax.process_count() == 1
-        self.lockstep = None if alone else Lockstep("batch", self._request)
+        self.agreement = None if alone else BatchAgreement("batch", self._request)
 
     @property
     def stop_reason(self) -> str | None:
         """Why the fit ends after this step, or ``None``."""
-        return self._request() if self.lockstep is None else self._agreed
+        return self._request() if self.agreement is None else self._agreed
 
     @property
     def is_terminated(self) -> bool:
@@ -212,8 +212,8 @@ class Supervision:
 
         All processes call it at the end of the fit.
         """
-        if self.lockstep is not None and self._agreed is None:
-            found = exchange("end of the fit", self._request())
+        if self.agreement is not None and self._agreed is None:
+            found = allgather_object("end of the fit", self._request())
             self._agreed = next((x for x in found if x is not None), None)
 
     def check(self) -> None:
@@ -306,18 +306,20 @@ class Loop:
                     break
             self.tracer.stop(engine.state)
 
-    def _feed(self, data: Iterable[Batch], step: int, num_steps: int) -> Feed:
+    def _feed(
+        self, data: Iterable[Batch], step: int, num_steps: int
+    ) -> PrefetchIterator:
         before = copy.copy(self.progress.position)
         skip, state = self.progress.position.open(data, step, num_steps)
         try:
-            return Feed(
+            return PrefetchIterator(
                 data,
                 self.engine.shard_batch,
                 limit=num_steps - step,
                 skip=skip,
                 state=state,
                 first_step=step,
-                lockstep=self.supervision.lockstep,
+                agreement=self.supervision.agreement,
             )
         except Exception:
             self.progress.position = before  # data that is refused moves nothing
@@ -439,7 +441,7 @@ def _step_flops(compiled: jax.stages.Compiled) -> float | None:
 def repeat_first(data: Iterable[Batch], count: int) -> Iterable[Batch]:
     """The first ``count`` batches, over and over; iterable anew."""
     first = itertools.islice(data, count)
-    return _Repeat([jax.tree.map(own_array, batch) for batch in first])
+    return _Repeat([jax.tree.map(copy_if_writeable, batch) for batch in first])
 
 
 class _Repeat:
