@@ -9,10 +9,11 @@ import pytest
 from numpy.typing import ArrayLike
 
 from nnx_parallel.errors import ScheduleError
-from nnx_parallel.schedules.buffers import Buffers, check_buffers, plan_buffers
+from nnx_parallel.schedules.buffers import Buffers, plan_buffers
 from nnx_parallel.schedules.schedules import GPipe, Interleaved, OneFOneB, ZeroBubble
 from nnx_parallel.schedules.slots import Slot, Slots, frozen_ints
 from nnx_parallel.schedules.table import Table
+from tests.buffer_replay import check_buffers, checked_buffers
 
 
 def one_stage(*slots: Slot) -> Table:
@@ -35,55 +36,55 @@ BACKWARD = [[6], [5], [4], [3]]
     [
         (
             lambda: Table.from_ticks(2, [[0, 1], [0, 2]], [[4, 5], [3, 4]]),
-            "forward of microbatch 0, chunk 0 on stage 1 stands at tick 0; it needs "
+            "forward of microbatch 0, chunk 0 on stage 1 is at tick 0; it needs "
             "tick 1 or later: stage 0 makes its input at tick 0.",
         ),
         (
             lambda: Table.from_ticks(2, replaced(FORWARD, 1, 2, 0), BACKWARD),
-            "forward of microbatch 0, chunk 1 on stage 0 stands at tick 1; it needs "
+            "forward of microbatch 0, chunk 1 on stage 0 is at tick 1; it needs "
             "tick 2 or later: stage 1, chunk 0, makes its input at tick 1.",
         ),
         (
             lambda: Table.from_ticks(2, [[0, 1], [1, 2]], [[5, 6], [0, 3]]),
-            "backward input of microbatch 0, chunk 0 on stage 1 stands at tick 0; it "
-            "needs tick 1 or later: its forward stands at tick 1.",
+            "backward input of microbatch 0, chunk 0 on stage 1 is at tick 0; it "
+            "needs tick 1 or later: its forward is at tick 1.",
         ),
         (
             lambda: Table.from_ticks(2, [[0, 1], [1, 2]], [[2, 3], [1, 3]]),
-            "backward input of microbatch 1, chunk 0 on stage 0 stands at tick 3; it "
+            "backward input of microbatch 1, chunk 0 on stage 0 is at tick 3; it "
             "needs tick 4 or later: stage 1 makes its cotangent at tick 3.",
         ),
         (
             lambda: Table.from_ticks(2, FORWARD, replaced(BACKWARD, 4, 1, 0)),
-            "backward input of microbatch 0, chunk 0 on stage 1 stands at tick 4; it "
+            "backward input of microbatch 0, chunk 0 on stage 1 is at tick 4; it "
             "needs tick 5 or later: stage 0, chunk 1, makes its cotangent at tick 4.",
         ),
         (
             lambda: Table.from_ticks(
                 2, [[0, 1], [1, 2]], [[3, 4], [2, 3]], [[3, 4], [2, 2]]
             ),
-            "backward weight of microbatch 1, chunk 0 on stage 1 stands at tick 2, "
+            "backward weight of microbatch 1, chunk 0 on stage 1 is at tick 2, "
             "where the stage already has microbatch 0, chunk 0. A stage has at most "
             "one backward weight slot in a tick.",
         ),
         (
             lambda: Table.from_ticks(1, [[0, 1]], [[1, 2]], [[1, 0]]),
-            "backward weight of microbatch 1, chunk 0 on stage 0 stands at tick 0; it "
-            "needs tick 2 or later: its backward input stands at tick 2.",
+            "backward weight of microbatch 1, chunk 0 on stage 0 is at tick 0; it "
+            "needs tick 2 or later: its backward input is at tick 2.",
         ),
         (
             lambda: Table.from_ticks(1, [[1, 0]], [[1, 2]]),
-            "forward of microbatch 1, chunk 0 on stage 0 stands at tick 0; it needs "
+            "forward of microbatch 1, chunk 0 on stage 0 is at tick 0; it needs "
             "tick 2 or later: microbatch 0 comes before it, at tick 1.",
         ),
         (
             lambda: Table.from_ticks(1, [[0, 1]], [[3, 2]]),
-            "backward input of microbatch 1, chunk 0 on stage 0 stands at tick 2; it "
+            "backward input of microbatch 1, chunk 0 on stage 0 is at tick 2; it "
             "needs tick 4 or later: microbatch 0 comes before it, at tick 3.",
         ),
         (
             lambda: Table.from_ticks(1, [[0, 1]], [[1, 2]], [[4, 3]]),
-            "backward weight of microbatch 1, chunk 0 on stage 0 stands at tick 3; it "
+            "backward weight of microbatch 1, chunk 0 on stage 0 is at tick 3; it "
             "needs tick 5 or later: microbatch 0 comes before it, at tick 4.",
         ),
         (
@@ -93,7 +94,7 @@ BACKWARD = [[6], [5], [4], [3]]
         ),
         (
             lambda: one_stage(*(Slot("forward", t, 0, t // 2) for t in range(3))),
-            "forward of microbatch 0, chunk 0 on stage 0 stands at ticks [0, 1]. Every "
+            "forward of microbatch 0, chunk 0 on stage 0 is at ticks [0, 1]. Every "
             "stage takes every microbatch exactly once",
         ),
         (
@@ -105,7 +106,7 @@ BACKWARD = [[6], [5], [4], [3]]
         ),
         (
             lambda: one_stage(Slot("forward", 0, 0, 0), Slot("forward", 0, 0, 1)),
-            "forward of microbatch 1, chunk 0 on stage 0 stands at tick 0, where the "
+            "forward of microbatch 1, chunk 0 on stage 0 is at tick 0, where the "
             "stage already has microbatch 0, chunk 0. A stage has at most one forward "
             "slot in a tick.",
         ),
@@ -137,7 +138,7 @@ BACKWARD = [[6], [5], [4], [3]]
         ),
         (
             lambda: replace(GPipe().table(2, 2), num_microbatches=1),
-            "forward of microbatch 1, chunk 0 on stage 0 stands at tick 1, but there "
+            "forward of microbatch 1, chunk 0 on stage 0 is at tick 1, but there "
             "are 1 microbatches and 1 chunks, counted from 0.",
         ),
         (
@@ -182,7 +183,7 @@ def test_a_table_that_breaks_a_rule(make: Callable[[], object], message: str) ->
     ids=lambda table: table.name,
 )
 def test_no_element_of_a_plan_can_be_changed(table: Table) -> None:
-    buffers = plan_buffers(table)
+    buffers = checked_buffers(table)
     unnoticed = []
     for name, array in vars(buffers).items():
         if isinstance(array, int):

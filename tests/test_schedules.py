@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from nnx_parallel.errors import ScheduleError
-from nnx_parallel.schedules.buffers import plan_buffers
 from nnx_parallel.schedules.schedules import (
     Fixed,
     GPipe,
@@ -18,6 +17,7 @@ from nnx_parallel.schedules.schedules import (
 )
 from nnx_parallel.schedules.slots import KINDS, Slot
 from nnx_parallel.schedules.table import Table
+from tests.buffer_replay import checked_buffers
 
 STAGES = (1, 2, 3, 4, 8)
 MICROBATCHES = (1, 2, 3, 7, 8, 24, 64)
@@ -143,7 +143,7 @@ def test_at_most_one_microbatch_per_other_stage_waits_for_its_weights(
     backlog = (inputs - weights).max()
     assert backlog == min(num_stages - 1, num_microbatches)
     # A slot is free from the next tick on, so one more is in use within a tick.
-    num_pending = plan_buffers(table).num_pending
+    num_pending = checked_buffers(table).num_pending
     assert num_pending == (min(num_stages, num_microbatches) if table.is_split else 0)
 
 
@@ -153,7 +153,7 @@ def test_buffers_replay(
     schedule: Schedule, num_stages: int, num_microbatches: int
 ) -> None:
     table = schedule.table(num_stages, num_microbatches)
-    buffers = plan_buffers(table)  # replays its own plan
+    buffers = checked_buffers(table)
     assert buffers.num_saved == table.simulate().peak_stage_inputs
     assert (buffers.receive_input >= 0).sum() == (
         (schedule.chunks * num_stages - 1) * num_microbatches
@@ -173,7 +173,7 @@ def test_buffers_of_evaluation_keep_no_more_than_what_is_on_its_way(
     schedule: Schedule,
 ) -> None:
     table = schedule.forward_table(4, 64)
-    buffers = plan_buffers(table)
+    buffers = checked_buffers(table)
     assert buffers.num_inputs == 1
     assert buffers.num_flights == 4
     assert buffers.num_pending == 0
@@ -183,7 +183,7 @@ def test_buffers_of_evaluation_keep_no_more_than_what_is_on_its_way(
 
 def test_bytes_are_those_of_the_slots() -> None:
     table = ZeroBubble().table(4, 16)
-    buffers = plan_buffers(table)
+    buffers = checked_buffers(table)
     expected = {
         "input_bytes": buffers.num_inputs,
         "saved_bytes": buffers.num_saved,
@@ -217,7 +217,7 @@ def test_a_table_of_your_own() -> None:
         table.backward_weight.microbatch,
         [[-1, -1], [-1, -1], [-1, 0], [-1, -1], [0, 1], [1, -1]],
     )
-    assert plan_buffers(table).num_pending == 2
+    assert checked_buffers(table).num_pending == 2
     schedule = Fixed(table)
     assert schedule.table(2, 2) is table
     assert schedule.forward_table(2, 5).num_microbatches == 5

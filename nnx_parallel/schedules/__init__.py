@@ -1,7 +1,6 @@
 """Pipeline schedules as data: tables of ticks, what they cost, what they keep."""
 
 from nnx_parallel.schedules.buffers import Buffers as Buffers
-from nnx_parallel.schedules.buffers import check_buffers as check_buffers
 from nnx_parallel.schedules.buffers import plan_buffers as plan_buffers
 from nnx_parallel.schedules.schedules import Fixed as Fixed
 from nnx_parallel.schedules.schedules import GPipe as GPipe

@@ -1,10 +1,9 @@
 """Schedules: in which order the stages of a pipeline take the microbatches.
 
 Each is a formula for the tick of every slot, in which microbatches move through the
-stages as wavefronts. They differ in how much waits and in how much is kept; see
+stages as wavefronts: a stage passes a microbatch on in each tick, so nothing queues
+between stages. They differ in how much waits and in how much is kept; see
 ``Table.simulate`` for the numbers and ``Table.draw`` for the picture.
-
-How a strategy wants the step pipelined.
 """
 
 from __future__ import annotations
@@ -146,12 +145,12 @@ class Interleaved(Schedule):
     def table(self, num_stages: int, num_microbatches: int) -> Table:
         """Forward at ``(g * V + c) * S + r + s`` where ``m = g * S + r``.
 
-        Backward of the last virtual stage stands with its forward, and goes back
+        Backward of the last virtual stage is in the tick of its forward, and goes back
         through the chunks in the same rhythm.
         """
         chunk, stage, microbatch = _index(num_stages, num_microbatches, self.chunks)
         forward = _forward_ticks(chunk, stage, microbatch)
-        # The way back is the way there, seen from the last virtual stage.
+        # The way back is the way forward, seen from the last virtual stage.
         ahead = self.chunks - 1 - chunk, num_stages - 1 - stage
         backward = len(chunk) - 1 + _forward_ticks(*ahead, microbatch)
         return Table.from_ticks(num_stages, forward, backward, name="Interleaved 1F1B")
@@ -182,6 +181,7 @@ class ZeroBubble(Schedule):
         """As ``OneFOneB``; weights at ``2 * (S - 1) + m`` on all stages."""
         _, stage, microbatch = _index(num_stages, num_microbatches)
         backward = 2 * (num_stages - 1) - stage + microbatch
+        # The same tick on all stages; 0 * stage broadcasts to (stages, microbatches).
         weight = 2 * (num_stages - 1) + microbatch + 0 * stage
         return Table.from_ticks(
             num_stages, microbatch + stage, backward, weight, name="Zero bubble"
@@ -239,7 +239,11 @@ def _index(
 
 
 def _forward_ticks(chunk: Ints, stage: Ints, microbatch: Ints) -> Ints:
-    """Groups of as many microbatches as stages, one chunk after the other."""
+    """Ticks of microbatches that go around in groups, one chunk after the other.
+
+    A group has as many microbatches as there are stages: the first of it comes back to
+    the first stage just as that one has sent off the last.
+    """
     num_stages, num_chunks = int(stage.max()) + 1, int(chunk.max()) + 1
     group, place = np.divmod(microbatch, num_stages)
     return (group * num_chunks + chunk) * num_stages + place + stage
@@ -251,7 +255,7 @@ Gather = Literal["microbatch", "step"]
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
-    """What `Pipeline` says, for the code that runs the step.
+    """Settings of `Pipeline`, for the code that runs the step.
 
     Attributes:
         axis: Mesh axis of the stages.

@@ -1,7 +1,4 @@
-"""What a table costs: time, bubble and memory, from the costs of its slots.
-
-Lifetimes: from which tick to which a stage keeps what it will need later.
-"""
+"""Costs of a table, on paper: time, bubble, and how long each value is kept."""
 
 from __future__ import annotations
 
@@ -16,11 +13,8 @@ from nnx_parallel.errors import ScheduleError
 from nnx_parallel.schedules.slots import Ints, Ticks
 
 
-@dataclass(frozen=True, eq=False)
-class Lifetimes:
-    """What one kind of buffer holds, each value from its first to its last tick.
-
-    A value occupies its last tick whole, so another may take its place in the next.
+class LiveRanges(NamedTuple):
+    """From which tick to which the values of one buffer are kept, both included.
 
     Attributes:
         start: First ticks, of shape (rows, microbatches); a row is a virtual stage,
@@ -41,53 +35,48 @@ class Lifetimes:
         change = np.zeros((self.stage.max() + 1, self.end.max() + 2), np.int64)
         stage = np.broadcast_to(self.stage[:, None], self.start.shape)
         np.add.at(change, (stage, self.start), 1)
+        # A value is read at some time within its last tick, so that another may take
+        # its memory in the next tick and no earlier.
         np.add.at(change, (stage, self.end + 1), -1)
         return int(change.cumsum(axis=1).max())
 
 
-@dataclass(frozen=True)
-class Kept:
-    """The lifetimes of everything that a table makes a pipeline keep.
+def live_ranges(ticks: Ticks) -> dict[str, LiveRanges]:
+    """Live ranges of everything that a pipeline keeps, by buffer.
 
-    Attributes:
-        inputs: A chunk's input, from its arrival to the forward slot.
-        saved: The same input, from the forward slot to the backward input slot.
-        cotangents: A chunk's output cotangent, from its arrival to the backward input
-            slot.
-        pending: What the weight gradient still needs, from the backward input slot to
-            the backward weight slot; nothing in a table that is not split.
-        flights: A microbatch, from its entry into the pipeline to its last slot in the
-            first virtual stage (the last forward slot in evaluation).
+    - ``inputs``: a chunk's input, from its arrival to the forward slot.
+    - ``saved``: the same input, from the forward slot to the backward input slot.
+    - ``cotangents``: a chunk's output cotangent, from its arrival to the backward
+      input slot.
+    - ``pending``: what the weight gradient still needs, from the backward input slot
+      to the backward weight slot; nothing in a table that is not split.
+    - ``flights``: an in-flight microbatch, from its entry into the pipeline to its
+      last slot in the first virtual stage (the last forward slot in evaluation).
     """
-
-    inputs: Lifetimes
-    saved: Lifetimes
-    cotangents: Lifetimes
-    pending: Lifetimes
-    flights: Lifetimes
-
-
-def find_lifetimes(ticks: Ticks) -> Kept:
-    """The lifetimes that follow from when each slot runs."""
     num_stages, forward, backward, weight = ticks
     stage = np.arange(len(forward), dtype=np.int32) % num_stages
-    first = stage[:1]
-    nothing = Lifetimes(forward[:0], forward[:0], stage[:0])
-    # The first virtual stage takes a new microbatch when it runs it.
+    # What a stage sends arrives one tick later. The first virtual stage receives
+    # nothing: it takes a new microbatch in the tick in which it runs it.
     arrival = np.concatenate([forward[:1], forward[:-1] + 1])
-    inputs = Lifetimes(arrival, forward, stage)
+    none = LiveRanges(forward[:0], forward[:0], stage[:0])
+    ranges = {
+        "inputs": LiveRanges(arrival, forward, stage),
+        "saved": none,
+        "cotangents": none,
+        "pending": none,
+        "flights": LiveRanges(forward[:1], forward[-1:], stage[:1]),
+    }
     if backward is None or weight is None:
-        flights = Lifetimes(forward[:1], forward[-1:], first)
-        return Kept(inputs, nothing, nothing, nothing, flights)
-    # The part after the stack makes the last cotangent in the tick of the forward.
+        return ranges
+    # Cotangents travel the other way. The part after the stack makes the last virtual
+    # stage's in the tick of its forward.
     made = np.concatenate([backward[1:] + 1, forward[-1:]])
-    return Kept(
-        inputs=inputs,
-        saved=Lifetimes(forward, backward, stage),
-        cotangents=Lifetimes(made, backward, stage),
-        pending=Lifetimes(backward, weight, stage) if ticks.is_split else nothing,
-        flights=Lifetimes(forward[:1], backward[:1], first),
-    )
+    ranges["saved"] = LiveRanges(forward, backward, stage)
+    ranges["cotangents"] = LiveRanges(made, backward, stage)
+    ranges["flights"] = LiveRanges(forward[:1], backward[:1], stage[:1])
+    if ticks.is_split:
+        ranges["pending"] = LiveRanges(backward, weight, stage)
+    return ranges
 
 
 class TimedSlot(NamedTuple):
@@ -102,8 +91,7 @@ class TimedSlot(NamedTuple):
     tick: int
 
 
-@dataclass(frozen=True, eq=False)
-class Timeline:
+class Timeline(NamedTuple):
     """When every tick and every slot starts.
 
     Attributes:
@@ -117,7 +105,7 @@ class Timeline:
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """What a table costs.
+    """Time and memory that a table costs.
 
     Attributes:
         total_time: In the units of the costs.
@@ -151,8 +139,7 @@ def simulate_ticks(
         ticks: When each slot runs.
         costs: Of ``forward``, ``backward_input`` and ``backward_weight``, for one
             microbatch in all of a stage's layers.
-        sizes: Bytes of one ``inputs``, ``saved``, ``cotangents``, ``pending``,
-            ``flights`` value.
+        sizes: Bytes of one value of each buffer of `live_ranges`.
 
     Raises:
         ScheduleError: If costs are negative, or all of the table's are zero.
@@ -165,15 +152,12 @@ def simulate_ticks(
     total_time = float(timeline.tick_start[-1])
     if not total_time:
         raise ScheduleError(f"Costs {paid} must not all be 0.")
-    kept = find_lifetimes(ticks)
-    work = ticks.forward.shape[1] * sum(paid.values())
+    peaks = {name: ranges.peak for name, ranges in live_ranges(ticks).items()}
     return Simulation(
         total_time=total_time,
-        efficiency=work / total_time,
-        peak_stage_inputs=kept.saved.peak,
-        peak_residual_bytes=sum(
-            getattr(kept, name).peak * size for name, size in sizes.items()
-        ),
+        efficiency=ticks.forward.shape[1] * sum(paid.values()) / total_time,
+        peak_stage_inputs=peaks["saved"],
+        peak_residual_bytes=sum(peaks[name] * size for name, size in sizes.items()),
         costs=paid,
         timeline=timeline,
     )
@@ -194,17 +178,19 @@ def _kinds(ticks: Ticks, costs: Mapping[str, float]) -> dict[str, tuple[float, I
 
 def _time(ticks: Ticks, kinds: Mapping[str, tuple[float, Ints]]) -> Timeline:
     num_ticks = max(int(at.max()) for _, at in kinds.values()) + 1
-    # A kind that any stage has in a tick takes its time on all of them.
     durations = np.zeros((len(kinds), num_ticks))
     for row, (cost, at) in enumerate(kinds.values()):
+        # Predicates of the compiled step are the same on all devices, so a kind of slot
+        # that any stage has in a tick takes its time on all of them.
         durations[row, at.ravel()] = cost / ticks.num_chunks
     tick_start = np.concatenate([[0.0], durations.sum(axis=0).cumsum()])
-    offsets = tick_start[:-1] + durations.cumsum(axis=0) - durations
+    # (kinds, ticks): within a tick the kinds run one after the other.
+    starts = tick_start[:-1] + durations.cumsum(axis=0) - durations
     slots = []
     for row, (kind, (_, at)) in enumerate(kinds.items()):
         for (virtual, microbatch), tick in np.ndenumerate(at):
             chunk, stage = divmod(virtual, ticks.num_stages)
-            start = float(offsets[row, tick])
+            start = float(starts[row, tick])
             end = start + float(durations[row, tick])
             slots.append(
                 TimedSlot(kind, stage, microbatch, chunk, start, end, int(tick))

@@ -1,19 +1,13 @@
 """Slots: which microbatch and chunk of layers a stage works on in a tick.
 
-The same facts stand in two forms. ``Slots`` is what the pipeline runs from: one row a
-tick, one column a stage. ``Ticks`` is what rules and lifetimes are written in: one row
-a *virtual stage*, in the order in which a microbatch passes through them, one column a
-microbatch. Chunk ``c`` of stage ``s`` is virtual stage ``c * num_stages + s``.
-
-The rules of a table: what makes a schedule one that a pipeline can follow.
-
-A rule says the earliest tick of every slot and why. One slot before its tick is an
-error that names it, the tick that it needs, and the slot that it waits for.
+A table is kept as ``Slots``, one row a tick and one column a stage: what the pipeline
+scans over. Rules, costs and live ranges are written in the inverse, ``Ticks``: one row
+a *virtual stage*, in the order in which a microbatch passes through them, and one
+column a microbatch. Chunk ``c`` of stage ``s`` is virtual stage ``c * num_stages + s``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -50,9 +44,7 @@ class Slot:
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """The kinds of slots that this one fills."""
-        if self.kind == "backward":
-            return ("backward_input", "backward_weight")
-        return (self.kind,)
+        return KINDS[1:] if self.kind == "backward" else (self.kind,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,16 +87,17 @@ class Slots:
         """In which ticks some stage has a slot: booleans of shape (ticks,)."""
         return np.any(self.active, axis=1)
 
+    # The equality that `dataclass` writes compares tuples, and arrays have no truth
+    # value. Tables must be equal and hash by content: strategies are static arguments.
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Slots)
-            and np.array_equal(self.microbatch, other.microbatch)
-            and np.array_equal(self.chunk, other.chunk)
-        )
+        return isinstance(other, Slots) and self._content == other._content
 
     def __hash__(self) -> int:
-        arrays = (self.microbatch, self.chunk)
-        return hash((self.chunk.shape, *(array.tobytes() for array in arrays)))
+        return hash(self._content)
+
+    @property
+    def _content(self) -> tuple[object, ...]:
+        return self.chunk.shape, self.microbatch.tobytes(), self.chunk.tobytes()
 
 
 class Ticks(NamedTuple):
@@ -129,19 +122,14 @@ class Ticks(NamedTuple):
 
     @property
     def is_split(self) -> bool:
-        """Whether some weight gradient is made later than its input's."""
+        """True if some weight gradient is made later than its input's."""
         if self.backward_input is None or self.backward_weight is None:
             return False
         return not np.array_equal(self.backward_input, self.backward_weight)
 
-    def name(self, kind: Kind, virtual: int, microbatch: int) -> str:
-        """A slot in words, for messages."""
-        chunk, stage = divmod(virtual, self.num_stages)
-        return name_slot(kind, stage, microbatch, chunk)
-
 
 def frozen_ints(values: ArrayLike) -> Ints:
-    """A copy as int32 that cannot be written to: tables are compared by content."""
+    """A read-only copy as int32: writing to a cell would change a table's hash."""
     array = np.array(values, np.int32)
     array.flags.writeable = False
     return array
@@ -153,164 +141,14 @@ def name_slot(kind: str, stage: int, microbatch: int, chunk: int) -> str:
     return f"{words} of microbatch {microbatch}, chunk {chunk} on stage {stage}"
 
 
-def lay_out(
-    slots: Iterable[Slot], num_stages: int, num_microbatches: int, num_chunks: int
-) -> dict[Kind, Slots]:
-    """Puts single slots into the cells of (ticks, stages), one array for each kind.
-
-    Raises:
-        ScheduleError: If a slot is outside of the pipeline, or its cell is taken.
-    """
-    slots = list(slots)
-    for slot in slots:
-        _check_inside(slot, num_stages, num_microbatches, num_chunks)
-    num_ticks = max((slot.tick for slot in slots), default=-1) + 1
-    shape = (2, num_ticks, num_stages)
-    cells: dict[Kind, Ints] = {kind: np.full(shape, -1, np.int32) for kind in KINDS}
-    for slot in slots:
-        for kind in slot.kinds:
-            cell = cells[kind][:, slot.tick, slot.stage]
-            if cell[0] >= 0:
-                mine = name_slot(kind, slot.stage, slot.microbatch, slot.chunk)
-                raise ScheduleError(
-                    f"{mine} stands at tick {slot.tick}, where the stage already has "
-                    f"microbatch {cell[0]}, chunk {cell[1]}. A stage has at most one "
-                    f"{kind.replace('_', ' ')} slot in a tick."
-                )
-            cell[:] = slot.microbatch, slot.chunk
-    return {kind: Slots(*arrays) for kind, arrays in cells.items()}
-
-
-def _check_inside(
-    slot: Slot, num_stages: int, num_microbatches: int, num_chunks: int
-) -> None:
-    for field, value, limit in (
-        ("stage", slot.stage, num_stages),
-        ("microbatch", slot.microbatch, num_microbatches),
-        ("chunk", slot.chunk, num_chunks),
-    ):
-        if not 0 <= value < limit:
-            raise ScheduleError(f"{slot} has {field} {value}. Valid: 0 to {limit - 1}.")
-    if slot.tick < 0:
-        raise ScheduleError(f"{slot} has tick {slot.tick}. Ticks count from 0.")
-
-
 def check_sizes(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> None:
     """Checks that there is something to schedule.
 
     Raises:
         ScheduleError: If a size is less than 1.
     """
-    sizes = {
-        "num_stages": num_stages,
-        "num_microbatches": num_microbatches,
-        "num_chunks": num_chunks,
-    }
-    for name, size in sizes.items():
+    names = ("num_stages", "num_microbatches", "num_chunks")
+    sizes = (num_stages, num_microbatches, num_chunks)
+    for name, size in zip(names, sizes, strict=True):
         if size < 1:
             raise ScheduleError(f"{name} is {size}. It must be at least 1.")
-
-
-def read_ticks(
-    kind: Kind, slots: Slots, num_microbatches: int, num_chunks: int
-) -> Ints:
-    """When each virtual stage has its slot of ``kind`` for each microbatch.
-
-    Raises:
-        ScheduleError: If a slot is not there exactly once.
-    """
-    tick, stage = np.nonzero(slots.active)
-    microbatch, chunk = slots.microbatch[tick, stage], slots.chunk[tick, stage]
-    outside = np.flatnonzero((microbatch >= num_microbatches) | (chunk >= num_chunks))
-    if outside.size:
-        at = outside[0]
-        name = name_slot(kind, int(stage[at]), int(microbatch[at]), int(chunk[at]))
-        raise ScheduleError(
-            f"{name} stands at tick {tick[at]}, but there are {num_microbatches} "
-            f"microbatches and {num_chunks} chunks, counted from 0."
-        )
-    num_stages = slots.active.shape[1]
-    virtual = chunk * num_stages + stage
-    count = np.zeros((num_chunks * num_stages, num_microbatches), np.int32)
-    np.add.at(count, (virtual, microbatch), 1)
-    if (count != 1).any():
-        wrong, lost = np.argwhere(count != 1)[0]
-        ticks = tick[(virtual == wrong) & (microbatch == lost)].tolist()
-        name = name_slot(kind, wrong % num_stages, lost, wrong // num_stages)
-        found = f"stands at ticks {ticks}" if ticks else "is missing"
-        raise ScheduleError(
-            f"{name} {found}. Every stage takes every microbatch exactly once for "
-            "each of its chunks."
-        )
-    result = np.empty_like(count)
-    result[virtual, microbatch] = tick
-    return result
-
-
-class _Rule(NamedTuple):
-    """The earliest tick of each slot of a kind, and why it is not earlier."""
-
-    kind: Kind
-    earliest: Ints
-    reason: Callable[[int, int, int], str]
-
-
-def check_ticks(ticks: Ticks) -> None:
-    """Checks that every slot comes after what it needs, and microbatches in order.
-
-    The order is that of random state, which one microbatch hands to the next, and that
-    in which gradients are summed.
-
-    Raises:
-        ScheduleError: If a slot comes too early; the message names what it waits for.
-    """
-    for rule in _rules(ticks):
-        actual = getattr(ticks, rule.kind)
-        early = actual < rule.earliest
-        if not early.any():
-            continue
-        first = np.where(early, actual, actual.max() + 1).argmin()
-        virtual, microbatch = (int(i) for i in np.unravel_index(first, actual.shape))
-        needed = int(rule.earliest[virtual, microbatch])
-        raise ScheduleError(
-            f"{ticks.name(rule.kind, virtual, microbatch)} stands at tick "
-            f"{actual[virtual, microbatch]}; it needs tick {needed} or later: "
-            f"{rule.reason(virtual, microbatch, needed)}."
-        )
-
-
-def _rules(ticks: Ticks) -> Iterator[_Rule]:
-    def stage(virtual: int, near: int) -> str:
-        chunk, index = divmod(virtual, ticks.num_stages)
-        differs = chunk != near // ticks.num_stages
-        return f"stage {index}, chunk {chunk}," if differs else f"stage {index}"
-
-    _, forward, backward, weight = ticks
-    yield _Rule(
-        "forward",
-        np.pad(forward[:-1] + 1, ((1, 0), (0, 0))),
-        lambda v, m, t: f"{stage(v - 1, v)} makes its input at tick {t - 1}",
-    )
-    if backward is not None and weight is not None:
-        yield _Rule(
-            "backward_input",
-            np.pad(forward[-1:], ((len(forward) - 1, 0), (0, 0))),
-            lambda v, m, t: f"its forward stands at tick {t}",
-        )
-        yield _Rule(
-            "backward_input",
-            np.pad(backward[1:] + 1, ((0, 1), (0, 0))),
-            lambda v, m, t: f"{stage(v + 1, v)} makes its cotangent at tick {t - 1}",
-        )
-        yield _Rule(
-            "backward_weight",
-            backward,
-            lambda v, m, t: f"its backward input stands at tick {t}",
-        )
-    for kind in KINDS:
-        if (own := getattr(ticks, kind)) is not None:
-            yield _Rule(
-                kind,
-                np.pad(own[:, :-1] + 1, ((0, 0), (1, 0))),
-                lambda v, m, t: f"microbatch {m - 1} comes before it, at tick {t - 1}",
-            )

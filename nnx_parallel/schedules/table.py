@@ -8,7 +8,7 @@ then its backward input slot, then its backward weight slot.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -20,14 +20,13 @@ from nnx_parallel.errors import ScheduleError
 from nnx_parallel.schedules.simulate import Simulation, simulate_ticks
 from nnx_parallel.schedules.slots import (
     KINDS,
+    Ints,
     Kind,
     Slot,
     Slots,
     Ticks,
     check_sizes,
-    check_ticks,
-    lay_out,
-    read_ticks,
+    name_slot,
 )
 from nnx_parallel.visualize.schedules import Drawing
 
@@ -36,8 +35,8 @@ from nnx_parallel.visualize.schedules import Drawing
 class Table:
     """A pipeline schedule: when each stage takes each microbatch, in lock step.
 
-    What a stage sends in one tick arrives in the next. The layers of chunk ``c`` on
-    stage ``s`` come at place ``c * num_stages + s`` of the stack. Tables are equal
+    What a stage sends in one tick arrives in the next. Of the stack's equal parts
+    stage ``s`` has number ``c * num_stages + s`` as its chunk ``c``. Tables are equal
     when their slots are; they are hashable.
 
     Attributes:
@@ -52,7 +51,8 @@ class Table:
         name: For titles; it does not count when tables are compared.
 
     Raises:
-        ScheduleError: If the slots break a rule of this class or of ``check_ticks``.
+        ScheduleError: If a slot is missing or there twice, comes before what it needs,
+            or microbatches of one kind are out of order.
     """
 
     num_stages: int
@@ -72,7 +72,7 @@ class Table:
                 f"The slots have shapes {shapes}. All must be (ticks, stages) = "
                 f"{wanted}."
             )
-        check_ticks(self.ticks)
+        _check_ticks(self.ticks)
 
     @classmethod
     def from_slots(
@@ -99,13 +99,15 @@ class Table:
             (2, False)
         """
         check_sizes(num_stages, num_microbatches, num_chunks)
-        cells = lay_out(slots, num_stages, num_microbatches, num_chunks)
+        slots = list(slots)
+        for slot in slots:
+            _check_inside(slot, num_stages, num_microbatches, num_chunks)
         return cls(
             num_stages=num_stages,
             num_microbatches=num_microbatches,
             num_chunks=num_chunks,
             name=name,
-            **cells,
+            **_lay_out(slots, num_stages),
         )
 
     @classmethod
@@ -133,16 +135,16 @@ class Table:
         if backward_weight is None:
             backward_weight = backward_input
         kinds = zip(KINDS, (forward, backward_input, backward_weight), strict=True)
-        given: dict[Kind, NDArray[Any]] = {
+        ticks: dict[Kind, NDArray[Any]] = {
             kind: np.array(at) for kind, at in kinds if at is not None
         }
-        rows, num_microbatches = _check_shapes(given, num_stages)
+        num_virtual, num_microbatches = _check_shapes(ticks, num_stages)
         slots = (
             Slot(kind, int(tick), row % num_stages, microbatch, row // num_stages)
-            for kind, at in given.items()
+            for kind, at in ticks.items()
             for (row, microbatch), tick in np.ndenumerate(at)
         )
-        num_chunks = rows // num_stages
+        num_chunks = num_virtual // num_stages
         return cls.from_slots(num_stages, num_microbatches, slots, num_chunks, name)
 
     @cached_property
@@ -150,10 +152,8 @@ class Table:
         """When each slot runs, by virtual stage and microbatch."""
         kinds = KINDS[:1] if self.is_forward_only else KINDS
         sizes = (self.num_microbatches, self.num_chunks)
-        return Ticks(
-            self.num_stages,
-            *(read_ticks(kind, getattr(self, kind), *sizes) for kind in kinds),
-        )
+        ticks = (_invert(kind, getattr(self, kind), *sizes) for kind in kinds)
+        return Ticks(self.num_stages, *ticks)
 
     @property
     def num_ticks(self) -> int:
@@ -162,7 +162,7 @@ class Table:
 
     @property
     def is_split(self) -> bool:
-        """Whether some weight slot comes later than its input slot.
+        """True if some weight slot comes later than its input slot.
 
         If none does, one joint backward pass makes both gradients.
         """
@@ -170,7 +170,7 @@ class Table:
 
     @property
     def is_forward_only(self) -> bool:
-        """Whether there are no backward slots: a table for evaluation."""
+        """True if there are no backward slots: a table for evaluation."""
         slots = (self.backward_input, self.backward_weight)
         return not any(each.active.any() for each in slots)
 
@@ -203,7 +203,7 @@ class Table:
             flight_bytes: Of what the parts around the stack keep for a microbatch.
 
         Example:
-            >>> from nnx_parallel.pipeline import OneFOneB
+            >>> from nnx_parallel import OneFOneB
             >>> table = OneFOneB().table(num_stages=4, num_microbatches=12)
             >>> f"{table.simulate().bubble:.1%}"
             '20.0%'
@@ -239,7 +239,7 @@ class Table:
             width: Of the SVG, in pixels.
 
         Example:
-            >>> from nnx_parallel.pipeline import OneFOneB
+            >>> from nnx_parallel import OneFOneB
             >>> print(OneFOneB().table(num_stages=2, num_microbatches=3).draw())
             1F1B: 2 stages, 3 microbatches · bubble 25.0% · peak memory 3 stage inputs
             stage 0  F0 F1 ·  F2 B0 ·  B1 B2
@@ -258,7 +258,7 @@ class Table:
 def _check_shapes(
     ticks: Mapping[Kind, NDArray[Any]], num_stages: int
 ) -> tuple[int, int]:
-    """Rows and microbatches of the ticks of all kinds."""
+    """Virtual stages and microbatches of the ticks of all kinds."""
     shapes = {kind: at.shape for kind, at in ticks.items()}
     shape = shapes["forward"]
     is_divided = len(shape) == 2 and num_stages > 0 and shape[0] % num_stages == 0
@@ -268,3 +268,130 @@ def _check_shapes(
             f"microbatches), with {num_stages} stages."
         )
     return shape
+
+
+def _check_inside(
+    slot: Slot, num_stages: int, num_microbatches: int, num_chunks: int
+) -> None:
+    for field_, value, limit in (
+        ("stage", slot.stage, num_stages),
+        ("microbatch", slot.microbatch, num_microbatches),
+        ("chunk", slot.chunk, num_chunks),
+    ):
+        if not 0 <= value < limit:
+            raise ScheduleError(
+                f"{slot} has {field_} {value}. Valid: 0 to {limit - 1}."
+            )
+    if slot.tick < 0:
+        raise ScheduleError(f"{slot} has tick {slot.tick}. Ticks count from 0.")
+
+
+def _lay_out(slots: list[Slot], num_stages: int) -> dict[Kind, Slots]:
+    """Single slots as one grid of (ticks, stages) for each kind."""
+    num_ticks = max((slot.tick for slot in slots), default=-1) + 1
+    shape = (2, num_ticks, num_stages)  # microbatch and chunk of each cell
+    cells: dict[Kind, Ints] = {kind: np.full(shape, -1, np.int32) for kind in KINDS}
+    for slot in slots:
+        for kind in slot.kinds:
+            cell = cells[kind][:, slot.tick, slot.stage]
+            if cell[0] >= 0:
+                name = name_slot(kind, slot.stage, slot.microbatch, slot.chunk)
+                raise ScheduleError(
+                    f"{name} is at tick {slot.tick}, where the stage already has "
+                    f"microbatch {cell[0]}, chunk {cell[1]}. A stage has at most one "
+                    f"{kind.replace('_', ' ')} slot in a tick."
+                )
+            cell[:] = slot.microbatch, slot.chunk
+    return {kind: Slots(*arrays) for kind, arrays in cells.items()}
+
+
+def _invert(kind: Kind, slots: Slots, num_microbatches: int, num_chunks: int) -> Ints:
+    """The tick of each virtual stage and microbatch; each must have exactly one."""
+    tick, stage = np.nonzero(slots.active)
+    microbatch, chunk = slots.microbatch[tick, stage], slots.chunk[tick, stage]
+    outside = np.flatnonzero((microbatch >= num_microbatches) | (chunk >= num_chunks))
+    if outside.size:
+        at = int(outside[0])
+        raise ScheduleError(
+            f"{name_slot(kind, *map(int, (stage[at], microbatch[at], chunk[at])))} is "
+            f"at tick {tick[at]}, but there are {num_microbatches} microbatches and "
+            f"{num_chunks} chunks, counted from 0."
+        )
+    num_stages = slots.active.shape[1]
+    virtual = chunk * num_stages + stage
+    count = np.zeros((num_chunks * num_stages, num_microbatches), np.int32)
+    np.add.at(count, (virtual, microbatch), 1)
+    if (count != 1).any():
+        wrong, lost = np.argwhere(count != 1)[0]
+        ticks = tick[(virtual == wrong) & (microbatch == lost)].tolist()
+        raise ScheduleError(
+            f"{name_slot(kind, wrong % num_stages, lost, wrong // num_stages)} is "
+            f"{f'at ticks {ticks}' if ticks else 'missing'}. Every stage takes every "
+            "microbatch exactly once for each of its chunks."
+        )
+    result = np.empty_like(count)
+    result[virtual, microbatch] = tick
+    return result
+
+
+def _check_ticks(ticks: Ticks) -> None:
+    """Checks that every slot comes after what it needs, and microbatches in order."""
+    for kind, earliest, reason in _rules(ticks):
+        actual = getattr(ticks, kind)
+        early = actual < earliest
+        if not early.any():
+            continue
+        # The first in time: later ones may be early only because of it.
+        first = int(np.where(early, actual, actual.max() + 1).argmin())
+        virtual, microbatch = divmod(first, actual.shape[1])
+        chunk, stage = divmod(virtual, ticks.num_stages)
+        needed = int(earliest[virtual, microbatch])
+        raise ScheduleError(
+            f"{name_slot(kind, stage, microbatch, chunk)} is at tick "
+            f"{actual[virtual, microbatch]}; it needs tick {needed} or later: "
+            f"{reason(virtual, microbatch, needed)}."
+        )
+
+
+def _rules(ticks: Ticks) -> Iterator[tuple[Kind, Ints, Callable[..., str]]]:
+    """The earliest tick of each slot of a kind, and the reason in words.
+
+    A reason is made from the slot's virtual stage and microbatch, and the tick.
+    """
+
+    def stage(virtual: int, near: int) -> str:
+        chunk, index = divmod(virtual, ticks.num_stages)
+        differs = chunk != near // ticks.num_stages
+        return f"stage {index}, chunk {chunk}," if differs else f"stage {index}"
+
+    _, forward, backward, weight = ticks
+    yield (
+        "forward",
+        np.pad(forward[:-1] + 1, ((1, 0), (0, 0))),
+        lambda v, m, t: f"{stage(v - 1, v)} makes its input at tick {t - 1}",
+    )
+    if backward is not None and weight is not None:
+        yield (
+            "backward_input",
+            np.pad(forward[-1:], ((len(forward) - 1, 0), (0, 0))),
+            lambda v, m, t: f"its forward is at tick {t}",
+        )
+        yield (
+            "backward_input",
+            np.pad(backward[1:] + 1, ((0, 1), (0, 0))),
+            lambda v, m, t: f"{stage(v + 1, v)} makes its cotangent at tick {t - 1}",
+        )
+        yield (
+            "backward_weight",
+            backward,
+            lambda v, m, t: f"its backward input is at tick {t}",
+        )
+    # One microbatch hands its random state to the next, and gradients are summed in
+    # this order: with another one the numbers would not be those of one device.
+    for kind in KINDS:
+        if (own := getattr(ticks, kind)) is not None:
+            yield (
+                kind,
+                np.pad(own[:, :-1] + 1, ((0, 0), (1, 0))),
+                lambda v, m, t: f"microbatch {m - 1} comes before it, at tick {t - 1}",
+            )
