@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nnx_parallel.audit.collectives import Collective, read_collective
-from nnx_parallel.audit.flops import count_flops
+from nnx_parallel.audit.cost import count_flops
 from nnx_parallel.audit.hlo import Computation, Instruction, Module, parse
-from nnx_parallel.audit.loops import Value, evaluate, read_loop
+from nnx_parallel.audit.loops import KnownValue, evaluate, read_loop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class _Schedule:
         return self.of(self.module.entry, 1, ())
 
     def of(
-        self, name: str, count: int, arguments: tuple[Value, ...]
+        self, name: str, count: int, arguments: tuple[KnownValue, ...]
     ) -> Iterator[Transfer]:
         computation = self.module.computations[name]
         values = evaluate(self.module, computation, arguments)

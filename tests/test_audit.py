@@ -131,7 +131,7 @@ class TestConvolution:
 
 
 class TestControlFlow:
-    def test_conditional_counts_its_dearest_branch(self):
+    def test_conditional_counts_its_most_expensive_branch(self):
         def f(index, x):
             return lax.switch(
                 index, [lambda x: x, lambda x: x @ x @ x, jnp.matrix_transpose], x
@@ -170,7 +170,7 @@ class TestControlFlow:
 
     def test_a_scope_without_a_conditional_is_an_error(self):
         message = (
-            "taken= names the scopes ['forward'], but conditionals stand under []. Put "
+            "taken= names the scopes ['forward'], but the conditionals are in []. Put "
             "jax.named_scope directly around the jax.lax.cond."
         )
         compiled = jax.jit(jnp.tanh).lower(ones(4)).compile()

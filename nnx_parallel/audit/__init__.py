@@ -1,4 +1,4 @@
-"""What a compiled step holds: FLOPs, collectives with their bytes, and memory.
+"""The audit of a compiled step: FLOPs, collectives with their bytes, and memory.
 
 `audit` reads the program that XLA will run, on any backend, without running it. Tests
 use it to prove that a strategy communicates what theory says and no more; the metrics
@@ -7,6 +7,6 @@ divide its FLOPs by time.
 
 from nnx_parallel.audit.collectives import KINDS as KINDS
 from nnx_parallel.audit.collectives import Collective as Collective
+from nnx_parallel.audit.cost import Conditional as Conditional
 from nnx_parallel.audit.report import Report as Report
 from nnx_parallel.audit.report import audit as audit
-from nnx_parallel.audit.walk import Conditional as Conditional

@@ -1,14 +1,13 @@
-"""Collectives in a compiled program: what moves, how much, and among whom."""
+"""Collectives in a compiled program: kind, bytes, and the devices that take part."""
 
 import json
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from nnx_parallel.audit.hlo import Computation, Instruction, Shape
+from nnx_parallel.audit.hlo import Computation, Instruction
 
 KINDS = (
     "all-gather",
@@ -20,7 +19,7 @@ KINDS = (
     "reduce-scatter",
 )
 
-Groups = tuple[tuple[int, ...], ...]
+ReplicaGroups = tuple[tuple[int, ...], ...]
 
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\]([^{]*)\{([^}]*)\}")
@@ -37,16 +36,16 @@ class Collective:
     Attributes:
         kind: One of `KINDS`. An asynchronous start and its done are one collective.
         bytes_each: Bytes per device and execution of the larger side: the output of an
-            all-gather, the input of all others; several operands are summed. It is the
-            size of the data, not of the traffic, which depends on the algorithm.
+            all-gather, the input of all others; several operands are summed. The size
+            of the data, not the communication volume, which depends on the algorithm.
         count: Executions per run of the program, loops multiplied out.
         dtypes: The element types that move.
         group_size: Devices that take part together; of a collective-permute, those
             that its pairs connect.
-        groups: Their positions in the program's device order, or `None` where the
-            notation is not read.
+        groups: Their positions in the program's device order, or `None` for a notation
+            that is not understood.
         source: The JAX operation that it came from, as the compiler recorded it.
-        asynchronous: Whether it is started and awaited apart, so that other work can
+        asynchronous: True if it is started and awaited apart, so that other work can
             run in between.
     """
 
@@ -55,7 +54,7 @@ class Collective:
     count: int
     dtypes: tuple[str, ...]
     group_size: int
-    groups: Groups | None
+    groups: ReplicaGroups | None
     source: str
     asynchronous: bool
 
@@ -68,16 +67,10 @@ class Collective:
 def read_collective(
     computation: Computation, instruction: Instruction, num_devices: int
 ) -> Collective | None:
-    """Reads an instruction as a collective.
+    """The collective that an instruction is, executed once.
 
-    Args:
-        computation: The one that holds it.
-        instruction: Any instruction.
-        num_devices: Devices that run the program, the group where none is written.
-
-    Returns:
-        The collective, executed once; `None` if it is none, if each of its groups is
-        one device, or if it only continues one that was started before.
+    `None` if it is none, if each of its groups is one device, or if it only continues
+    one that was started before. Where no group is written, `num_devices` form one.
     """
     opcode = instruction.opcode.removesuffix("-start")
     if opcode not in KINDS or _is_continuation(computation, instruction):
@@ -85,7 +78,9 @@ def read_collective(
     group_size, groups = _read_groups(instruction, num_devices)
     if group_size == 1:
         return None
-    moved = _moved(computation, instruction)
+    moved = computation.operand_shapes(instruction)
+    if opcode.startswith("ragged"):
+        moved = moved[:1]  # then come the output, the offsets and the sizes
     kind = "reduce-scatter" if _is_scattered(computation, instruction) else opcode
     return Collective(
         kind=kind,
@@ -101,17 +96,10 @@ def read_collective(
     )
 
 
-def _moved(computation: Computation, instruction: Instruction) -> Sequence[Shape]:
-    shapes = computation.operand_shapes(instruction)
-    return shapes[:1] if instruction.opcode.startswith("ragged") else shapes
-
-
 def _is_continuation(computation: Computation, instruction: Instruction) -> bool:
-    """Whether a TPU repeats here, in a fusion, a collective that it started before.
-
-    The TPU compiler spreads a collective over several fusions and writes it in each;
-    in the first an `AsyncCollectiveStart` reads it.
-    """
+    """Whether a TPU repeats here, in a fusion, a collective that it started before."""
+    # The TPU compiler spreads a collective over several fusions and writes it in each;
+    # in the first an `AsyncCollectiveStart` reads it.
     return _ASYNC_FUSION in instruction.attributes and not any(
         user.attribute("custom_call_target") == "AsyncCollectiveStart"
         for user in computation.users[instruction.name]
@@ -119,7 +107,7 @@ def _is_continuation(computation: Computation, instruction: Instruction) -> bool
 
 
 def _is_scattered(computation: Computation, instruction: Instruction) -> bool:
-    """Whether this is a TPU's reduce-scatter: an all-reduce fused with a slice."""
+    # The TPU compiler's reduce-scatter is an all-reduce fused with a slice.
     root = computation.instructions[computation.root]
     is_sliced = root.opcode == "dynamic-slice" and root.operands[0] == instruction.name
     return instruction.opcode == "all-reduce" and is_sliced
@@ -127,7 +115,7 @@ def _is_scattered(computation: Computation, instruction: Instruction) -> bool:
 
 def _read_groups(
     instruction: Instruction, num_devices: int
-) -> tuple[int, Groups | None]:
+) -> tuple[int, ReplicaGroups | None]:
     attributes = instruction.attributes
     if found := _IOTA.search(attributes):
         groups = _iota_groups(*(_ints(part) for part in found.groups("")))
@@ -146,15 +134,17 @@ def _read_groups(
 
 def _iota_groups(
     shape: tuple[int, ...], dims: tuple[int, ...], order: tuple[int, ...]
-) -> Groups:
+) -> ReplicaGroups:
     """`[2,4]<=[4,2]T(1,0)`: count in shape (4, 2), transpose, reshape to (2, 4)."""
     ids = np.arange(math.prod(dims)).reshape(dims)
     ids = ids.transpose(order) if order else ids
     return _rows(ids.reshape(-1, shape[-1]))
 
 
-def _mesh_groups(mesh: str, devices: str, names: str) -> tuple[int, Groups | None]:
-    """`mesh['x'=4,'y'=2] {'y'}`: those that differ only in their place along y."""
+def _mesh_groups(
+    mesh: str, devices: str, names: str
+) -> tuple[int, ReplicaGroups | None]:
+    """`mesh['x'=4,'y'=2] {'y'}`: devices that differ only in their index along y."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
     axes = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", names)
     group_size = math.prod(int(size) if size else sizes[name] for name, _, size in axes)
@@ -163,10 +153,11 @@ def _mesh_groups(mesh: str, devices: str, names: str) -> tuple[int, Groups | Non
     inner = [list(sizes).index(name) for name, _, _ in axes]
     outer = [dim for dim in range(len(sizes)) if dim not in inner]
     ids = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
+    # (*outer, *inner) -> (groups, devices of a group)
     return group_size, _rows(ids.transpose(outer + inner).reshape(-1, group_size))
 
 
-def _connected(pairs: Groups) -> Groups:
+def _connected(pairs: ReplicaGroups) -> ReplicaGroups:
     """Joins pairs that share a device: a ring is one group."""
     groups: list[set[int]] = []
     for pair in pairs:
@@ -175,7 +166,7 @@ def _connected(pairs: Groups) -> Groups:
     return tuple(tuple(sorted(group)) for group in groups)
 
 
-def _rows(ids: np.ndarray) -> Groups:
+def _rows(ids: np.ndarray) -> ReplicaGroups:
     return tuple(tuple(row) for row in ids.tolist())
 
 

@@ -1,9 +1,9 @@
-"""A reader for optimised HLO text, the last form of a program that XLA shows.
+"""A reader for optimised HLO text, the last form of a program that XLA prints.
 
 The text is a list of computations, each a list of instructions in an order in which
-they could run. Every backend prints the same grammar, so one small reader serves CPU,
-GPU and TPU. It keeps names, shapes, opcodes and operands; attributes stay text, which
-those who need one search with `Instruction.attribute`.
+they could run. Every backend prints the same grammar, so one reader serves CPU, GPU and
+TPU. It parses names, shapes, opcodes and operands; attributes stay text, in which
+`Instruction.attribute` searches.
 """
 
 import math
@@ -21,7 +21,6 @@ _COMMENT = re.compile(r"/\*.*?\*/")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _CALLED = re.compile(r"(?:^|, )(?:calls|to_apply)=%?([\w.\-$]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_PARENTHESIS = re.compile(r"[()]")
 _SEPARATOR = re.compile(r"[()\[\]{},]")
 
 
@@ -39,7 +38,7 @@ class Shape:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the elements, layout padding left out; a token has none."""
+        """Bytes of the elements, without the padding of a layout; 0 for a token."""
         return math.ceil(self.num_elements * _num_bits(self.dtype) / 8)
 
 
@@ -48,12 +47,12 @@ class Instruction:
     """One line of a computation.
 
     Attributes:
-        name: Its name, unique in its computation.
-        opcode: What it does, such as `"dot"`.
-        shapes: The arrays it yields; a tuple's leaves in order.
+        name: Unique in its computation.
+        opcode: The operation, such as `"dot"`.
+        shapes: The arrays it yields; the leaves of a tuple in order.
         operands: Names of its operands; of a constant or parameter, the text in
             parentheses.
-        attributes: The text behind the operands.
+        attributes: The text after the operands.
     """
 
     name: str
@@ -70,16 +69,16 @@ class Instruction:
 
     @property
     def called(self) -> str | None:
-        """The computation it calls, for a fusion, a call or an asynchronous start."""
+        """The computation that a fusion, a call or an asynchronous start calls."""
         found = _CALLED.search(self.attributes)
         return found.group(1) if found else None
 
     @property
     def branches(self) -> tuple[str, ...]:
         """The computations among which a conditional chooses."""
-        found = _BRANCHES.search(self.attributes)
-        if found:
-            return tuple(_operand_name(name) for name in found.group(1).split(","))
+        if found := _BRANCHES.search(self.attributes):
+            return tuple(map(_operand_name, found.group(1).split(",")))
+        # A conditional on a boolean names its two branches apart.
         both = self.attribute("true_computation"), self.attribute("false_computation")
         return tuple(name for name in both if name is not None)
 
@@ -90,7 +89,7 @@ class Instruction:
         return found.group(1).strip('%{}"') if found else None
 
     def int_list(self, key: str) -> tuple[int, ...]:
-        """The numbers of `key={1,2}`; none where the attribute is absent."""
+        """The numbers of `key={1,2}`; empty where the attribute is absent."""
         return tuple(int(n) for n in re.findall(r"-?\d+", self.attribute(key) or ""))
 
 
@@ -99,7 +98,7 @@ class Computation:
     """A named list of instructions, one of which is the result.
 
     Attributes:
-        name: Its name, unique in the module.
+        name: Unique in the module.
         instructions: By name, in program order.
         root: Name of the instruction whose value is the result.
     """
@@ -125,13 +124,7 @@ class Computation:
 
 @dataclass(frozen=True, kw_only=True)
 class Module:
-    """A compiled program.
-
-    Attributes:
-        computations: By name.
-        entry: Name of the computation that runs first.
-        num_devices: Devices that run the program together.
-    """
+    """A compiled program: computations by name, the first to run, the device count."""
 
     computations: Mapping[str, Computation]
     entry: str
@@ -139,13 +132,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Reads the text of an optimised HLO module.
-
-    Args:
-        text: What `compiled.as_text()` returned.
-
-    Returns:
-        Its computations.
+    """Parses optimised HLO, the text that `compiled.as_text()` returns.
 
     Raises:
         ValueError: If the text has no entry computation.
@@ -176,7 +163,9 @@ def _split_computations(text: str) -> Iterator[tuple[str, bool, list[str]]]:
             yield header.group(2), bool(header.group(1)), lines
             header, lines = None, []
         elif lines and not _INSTRUCTION.match(line):
-            lines[-1] += line  # a kernel's metadata goes over several lines
+            # The TPU compiler prints a Pallas kernel's metadata over several lines, one
+            # of which begins with a brace.
+            lines[-1] += line
         else:
             lines.append(line)
 
@@ -195,41 +184,32 @@ def _parse_computation(name: str, lines: list[str]) -> Computation:
 
 
 def _parse_instruction(name: str, text: str) -> Instruction:
-    end = _closing(text, 0) if text.startswith("(") else text.index(" ")
+    # `f32[8]{0} add(%a, %b), metadata=...`, or `(f32[8]{0}, s32[]) while(%state), ...`
+    end = _parenthesised(text, 0)[1] if text.startswith("(") else text.index(" ")
     opcode = _OPCODE.match(text, end)
     assert opcode, f"no opcode in {text[:200]!r}"
-    close = _closing(text, opcode.end() - 1)
+    operands, close = _parenthesised(text, opcode.end() - 1)
     return Instruction(
         name=name,
         opcode=opcode.group(1),
         shapes=_parse_shapes(text[:end]),
-        operands=tuple(_operands(text[opcode.end() : close - 1])),
+        operands=tuple(_operand_name(each) for each in operands if each.strip()),
         attributes=text[close:].lstrip(", "),
     )
 
 
-def _closing(text: str, start: int) -> int:
-    """The position behind the parenthesis that closes the one at `start`."""
-    depth = 0
-    for found in _PARENTHESIS.finditer(text, start):
-        depth += 1 if found.group() == "(" else -1
+def _parenthesised(text: str, start: int) -> tuple[list[str], int]:
+    """What stands between commas in the parentheses at `start`, and where they end."""
+    parts, depth = [], 0
+    for found in _SEPARATOR.finditer(text, start):
+        bracket = found.group()
+        if depth == 1 and bracket in ",)":
+            parts.append(text[start + 1 : found.start()])
+            start = found.start()
+        depth += (bracket in "([{") - (bracket in ")]}")
         if depth == 0:
-            return found.end()
-    return len(text)
-
-
-def _operands(text: str) -> Iterator[str]:
-    depth, start = 0, 0
-    for found in _SEPARATOR.finditer(text):
-        if found.group() in "([{":
-            depth += 1
-        elif found.group() in ")]}":
-            depth -= 1
-        elif depth == 0:
-            yield _operand_name(text[start : found.start()])
-            start = found.end()
-    if text.strip():
-        yield _operand_name(text[start:])
+            return parts, found.end()
+    return parts, len(text)
 
 
 def _operand_name(text: str) -> str:
@@ -240,6 +220,7 @@ def _operand_name(text: str) -> str:
 
 def _parse_shapes(text: str) -> tuple[Shape, ...]:
     return tuple(
+        # A dim of dynamic size is printed `<=8`.
         Shape(dtype=dtype, dims=tuple(int(n) for n in re.findall(r"\d+", dims)))
         for dtype, dims in _SHAPE.findall(text)
     )
@@ -248,5 +229,5 @@ def _parse_shapes(text: str) -> tuple[Shape, ...]:
 def _num_bits(dtype: str) -> int:
     if dtype == "pred":
         return 8
-    digits = re.match(r"[a-z]+(\d+)", dtype)
+    digits = re.match(r"[a-z]+(\d+)", dtype)  # none in `token`
     return int(digits.group(1)) if digits else 0

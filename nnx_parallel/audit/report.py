@@ -1,14 +1,14 @@
-"""The audit's answer, to read as a table or to assert on in a test."""
+"""`audit` and its `Report`, to read as a table or to assert on in a test."""
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from nnx_parallel.audit.collectives import KINDS, Collective
+from nnx_parallel.audit.cost import Conditional, measure
 from nnx_parallel.audit.hlo import parse
-from nnx_parallel.audit.walk import Conditional, measure
 
 if TYPE_CHECKING:
     import jax
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What one run of a compiled program does on one device.
+    """Computation, communication and memory of one run of a program on one device.
 
     Attributes:
         flops: Floating-point operations of dots and convolutions, and of Pallas kernels
             that state theirs; a multiplication and an addition count two.
         collectives: Every collective instruction among more than one device.
-        conditionals: Every conditional. The dearest branch, by FLOPs and then by bytes
-            in collectives, is what the other attributes count.
+        conditionals: Every conditional. The other attributes count its most expensive
+            branch, by FLOPs and then by bytes in collectives.
         unknown_loops: Loops whose trip count depends on data; their bodies are counted
             once.
         custom_calls: Executions, by target, of kernels whose FLOPs are not known and
@@ -47,13 +47,10 @@ class Report:
     output_bytes: int | None
 
     def count(self, kind: str | None = None) -> int:
-        """Executions of the collectives of a kind, or of all.
+        """Executions per run of the collectives of a kind, or of all.
 
         Args:
             kind: One of `KINDS`, such as `"all-gather"`.
-
-        Returns:
-            Executions per run of the program, loops multiplied out.
 
         Raises:
             ValueError: If there is no such kind.
@@ -61,13 +58,12 @@ class Report:
         return sum(each.count for each in self._of_kind(kind))
 
     def bytes(self, kind: str | None = None) -> int:
-        """Bytes of the collectives of a kind, or of all; see `Collective.bytes_each`.
+        """Bytes per device and run of the collectives of a kind, or of all.
+
+        Those of the data, as in `Collective.bytes_each`, loops multiplied out.
 
         Args:
             kind: One of `KINDS`, such as `"all-gather"`.
-
-        Returns:
-            Bytes per device and run of the program, loops multiplied out.
 
         Raises:
             ValueError: If there is no such kind.
@@ -75,7 +71,7 @@ class Report:
         return sum(each.bytes for each in self._of_kind(kind))
 
     def table(self) -> str:
-        """A summary: totals, then one line for all collectives that are alike."""
+        """Totals, then a line for each group of equal collectives."""
         alike = Counter()
         for each in self.collectives:
             alike[replace(each, count=1, groups=None)] += each.count
@@ -104,25 +100,22 @@ class Report:
             )
         return tuple(c for c in self.collectives if kind in (None, c.kind))
 
-    def _totals(self) -> list[str]:
+    def _totals(self) -> Iterator[str]:
         memory = {
             "temporaries": self.temporary_bytes,
             "arguments": self.argument_bytes,
             "outputs": self.output_bytes,
         }
-        lines = [f"FLOPs per device: {_readable(self.flops, '')}"]
-        lines += [
-            f"{k}: {_readable(n, 'B')}" for k, n in memory.items() if n is not None
-        ]
-        lines += [
-            f"loop of unknown length, counted once: {s}" for s in self.unknown_loops
-        ]
-        lines += [
-            f"conditional, dearest branch counted: {each.source}"
-            for each in self.conditionals
-        ]
-        calls = ", ".join(f"{k} x {n}" for k, n in self.custom_calls.items())
-        return [*lines, f"kernels not looked into: {calls}"] if calls else lines
+        yield f"FLOPs per device: {_readable(self.flops, '')}"
+        for name, size in memory.items():
+            if size is not None:
+                yield f"{name}: {_readable(size, 'B')}"
+        for source in self.unknown_loops:
+            yield f"loop of unknown length, counted once: {source}"
+        for each in self.conditionals:
+            yield f"conditional, most expensive branch counted: {each.source}"
+        if calls := ", ".join(f"{k} x {n}" for k, n in self.custom_calls.items()):
+            yield f"kernels of unknown FLOPs: {calls}"
 
 
 def audit(
@@ -138,9 +131,9 @@ def audit(
     Args:
         compiled: `jax.jit(f).lower(...).compile()`, or the text of optimised HLO, for
             any backend.
-        taken: Share of the executions in which a conditional takes its dearest branch,
-            by the `jax.named_scope` directly around it. FLOPs are then those of the
-            mean; collectives stay those of the dearest branch.
+        taken: Share of the executions in which a conditional takes its most expensive
+            branch, by the `jax.named_scope` directly around it. FLOPs are then those of
+            the mean; collectives stay those of the most expensive branch.
 
     Returns:
         FLOPs, collectives, memory and opcodes, per device.
@@ -164,13 +157,14 @@ def audit(
     module = parse(text or "")
     taken = taken or {}
     cost = measure(module, taken)
-    _check_scopes(taken, cost.conditionals)
+    scopes = {each.scope for each in cost.conditionals}
+    if missing := taken.keys() - scopes:
+        raise ValueError(
+            f"taken= names the scopes {sorted(missing)}, but the conditionals are in "
+            f"{sorted(scopes)}. Put jax.named_scope directly around the jax.lax.cond."
+        )
     return Report(
-        flops=cost.flops,
-        collectives=cost.collectives,
-        conditionals=cost.conditionals,
-        unknown_loops=cost.unknown_loops,
-        custom_calls=cost.custom_calls,
+        **vars(cost),
         opcodes=Counter(
             instruction.opcode
             for computation in module.computations.values()
@@ -180,17 +174,6 @@ def audit(
         argument_bytes=getattr(memory, "argument_size_in_bytes", None),
         output_bytes=getattr(memory, "output_size_in_bytes", None),
     )
-
-
-def _check_scopes(
-    taken: Mapping[str, float], conditionals: tuple[Conditional, ...]
-) -> None:
-    scopes = {each.scope for each in conditionals}
-    if missing := taken.keys() - scopes:
-        raise ValueError(
-            f"taken= names the scopes {sorted(missing)}, but conditionals stand under "
-            f"{sorted(scopes)}. Put jax.named_scope directly around the jax.lax.cond."
-        )
 
 
 def _readable(number: float, unit: str) -> str:
@@ -203,9 +186,4 @@ def _readable(number: float, unit: str) -> str:
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) for cell, width in zip(row, widths, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

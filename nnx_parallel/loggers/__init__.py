@@ -1,9 +1,9 @@
-"""Where the numbers of a run go: terminal, JSON lines, TensorBoard, W&B."""
+"""Loggers of metrics: terminal, JSON lines, TensorBoard, Weights & Biases."""
 
 from nnx_parallel.loggers.console import ConsoleLogger as ConsoleLogger
-from nnx_parallel.loggers.defaults import default_loggers as default_loggers
 from nnx_parallel.loggers.json_lines import JSONLinesLogger as JSONLinesLogger
 from nnx_parallel.loggers.logger import Logger as Logger
 from nnx_parallel.loggers.logger import LoggerGroup as LoggerGroup
+from nnx_parallel.loggers.logger import default_loggers as default_loggers
 from nnx_parallel.loggers.services import TensorBoardLogger as TensorBoardLogger
 from nnx_parallel.loggers.services import WandbLogger as WandbLogger

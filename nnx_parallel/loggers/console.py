@@ -1,4 +1,4 @@
-"""A run's progress on the terminal: one line that changes, or plain lines in a file."""
+"""Progress on the terminal: a line redrawn in place, or plain lines in a file."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Mapping
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Column, Table
 from rich.text import Text
 
 _MAX_BAR_WIDTH = 30
@@ -26,7 +28,7 @@ class ConsoleLogger:
 
     Args:
         every: Steps from one plain line to the next.
-        console: Where to write; standard output by default.
+        console: Console to write to; standard output by default.
 
     Example:
         >>> import sys
@@ -45,19 +47,17 @@ class ConsoleLogger:
         self.every = every
         self._console = console
         self._live: Live | None = None
-        self._progress = _Progress(0, 0)
+        self._line = _StatusLine(0, 0)
         self._next_line = 0
 
     def start(self, *, first_step: int, num_steps: int) -> None:
-        """Begin to draw, if this is a terminal."""
+        """Start drawing, if this is a terminal."""
         self.finish()
         self._console = self._console or Console()
-        self._progress = _Progress(first_step, num_steps)
+        self._line = _StatusLine(first_step, num_steps)
         self._next_line = first_step + 1
         if self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._live = Live(
-                self._progress, console=self._console, refresh_per_second=8
-            )
+            self._live = Live(self._line, console=self._console, refresh_per_second=8)
             self._live.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -65,48 +65,47 @@ class ConsoleLogger:
         evaluation = {k: v for k, v in metrics.items() if k.startswith("eval_")}
         training = {k: v for k, v in metrics.items() if k not in evaluation}
         if training:
-            self._progress.update(step, training)
+            self._line.update(step, training)
             if self._live is None and self._is_due(step):
-                self._print(self._progress.plain())
+                self._print(self._line.plain())
         if evaluation:
             fields = [f"{name} {_number(value)}" for name, value in evaluation.items()]
-            self._print([self._progress.position(step), *fields])
+            self._print([self._line.position(step), *fields])
 
     def message(self, text: str) -> None:
         """Print the text on a line of its own."""
         self._print([text])
 
     def finish(self) -> None:
-        """Leave the line as it is, with the time that the run took, if it did steps."""
+        """Stop drawing. The line stays, with the run's time, if there were steps."""
         if self._live is not None:
-            self._progress.finish()
-            self._live.transient = not self._progress.has_steps
+            self._line.finish()
+            self._live.transient = not self._line.has_steps
             self._live.stop()
             self._live = None
 
     def _is_due(self, step: int) -> bool:
-        if step < self._next_line and step < self._progress.num_steps:
+        if step < self._next_line and step < self._line.num_steps:
             return False
         self._next_line = (step // self.every + 1) * self.every
         return True
 
     def _print(self, fields: list[str]) -> None:
         console = self._console = self._console or Console()
-        separator = " | " if console.options.ascii_only else " · "
-        text = Text(separator.join(fields))
-        console.print(text, soft_wrap=True)
+        # A Text, since brackets in a plain string would be read as markup.
+        console.print(Text(_separator(console.options).join(fields)), soft_wrap=True)
 
 
-class _Progress:
-    """The state of the line, and how it is drawn in the width there is."""
+class _StatusLine:
+    """The position, metrics and clock of a run, drawn to fit the terminal's width."""
 
     def __init__(self, first_step: int, num_steps: int) -> None:
         self.num_steps = num_steps
         self._step = first_step
         self._metrics: dict[str, float] = {}
-        self._began = time.monotonic()
-        self._first: tuple[int, float] | None = None  # excludes compilation
-        self._latest = self._began
+        self._began = self._latest = time.monotonic()
+        # The first step includes compilation: speed is measured from its end on.
+        self._first: tuple[int, float] | None = None
         self._ended: float | None = None
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -130,7 +129,7 @@ class _Progress:
         return [self.position(self._step), *self._fields()]
 
     def _fields(self) -> list[str]:
-        """The fields, the most important first."""
+        """The fields, the most important first, and then the clock."""
         units = {
             "loss": lambda value: f"loss {_number(value):>6}",
             "tokens_per_second": lambda value: f"{_count(value):>5} tok/s",
@@ -158,30 +157,31 @@ class _Progress:
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> RenderResult:
-        separator = " | " if options.ascii_only else " · "
+        separator, fields = _separator(options), self._fields()
+        position = self.position(self._step)
         fraction = min(1.0, self._step / self.num_steps) if self.num_steps else 1.0
-        start = f"{self.position(self._step)} "
-        percent = f" {int(100 * fraction):>3}% "
-        fields = self._fields()
-        used = len(start) + len(percent) + 1
-        while len(fields) > 1 and used + len(
-            separator.join(fields)
-        ) + _MIN_BAR_WIDTH > (options.max_width):
+        free = options.max_width - len(f"{position}  100% ") - 1
+        while len(fields) > 1 and free - len(separator.join(fields)) < _MIN_BAR_WIDTH:
+            # Of the last three the clock goes before the loss.
             fields.pop(-2 if len(fields) > 2 else -1)
-        room = options.max_width - used - len(separator.join(fields))
-        width = max(0, min(_MAX_BAR_WIDTH, room))
-        line = Text(start, no_wrap=True, overflow="crop", end="")
-        line.append_text(_bar(fraction, width, options.ascii_only))
-        line.append(percent, style="bold")
-        yield line.append(separator.join(fields))
+        text = separator.join(fields)
+        width = min(_MAX_BAR_WIDTH, free - len(text))
+        bar = ProgressBar(
+            total=self.num_steps,
+            completed=self._step,
+            width=width,
+            style="bright_black",
+            complete_style="green",
+            finished_style="green",
+        )
+        percent = Text(f"{int(100 * fraction):>3}%", style="bold")
+        line = Table.grid(*(Column(no_wrap=True) for _ in range(4)), padding=(0, 1))
+        line.add_row(position, bar if width > 0 else "", percent, text)
+        yield line
 
 
-def _bar(fraction: float, width: int, ascii_only: bool) -> Text:
-    full, half = ("-", " ") if ascii_only else ("━", "╸")
-    halves = int(fraction * width * 2)
-    done = full * (halves // 2) + half * (halves % 2)
-    rest = (" " if ascii_only else full) * (width - len(done))
-    return Text.assemble((done, "green"), (rest, "bright_black"))
+def _separator(options: ConsoleOptions) -> str:
+    return " | " if options.ascii_only else " · "
 
 
 def _number(value: float) -> str:

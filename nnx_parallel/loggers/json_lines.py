@@ -1,4 +1,4 @@
-"""The numbers of a run as lines of JSON, which outlive a crash and a resume."""
+"""Metrics as lines of JSON, which outlive a crash and a resume."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class JSONLinesLogger:
     them.
 
     On resume, lines of later steps than the checkpoint's, written by a run that died,
-    are cut in one atomic replacement, and so is a last line torn by a crash. A run that
-    starts from step 0 moves an older run's file to ``<stem>.1<suffix>`` (or 2, ...).
+    are removed in one atomic replacement, and so is a last line torn by a crash. A run
+    that starts from step 0 renames an older file to ``<stem>.1<suffix>`` (or 2, ...).
 
     Args:
-        path: The file, often ``metrics.jsonl``; its directory is made if need be.
+        path: The file, often ``metrics.jsonl``; its directory is created if needed.
 
     Raises:
-        LogFileError: On ``start``, if the file holds lines of something else.
+        LogFileError: On ``start``, if the file has lines of another program.
 
     Example:
         >>> import tempfile
@@ -49,12 +49,13 @@ class JSONLinesLogger:
         self._step = 0
 
     def start(self, *, first_step: int, num_steps: int) -> None:
-        """Cut what a dead run wrote after ``first_step``, and open the file."""
+        """Remove what a dead run wrote after ``first_step``, and open the file."""
         del num_steps
         self.finish()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             _cut_lines(self.path, first_step)
+        # Line buffered: a killed process loses no step that was logged.
         self._file = self.path.open("a", encoding="utf-8", buffering=1)
         self._step = first_step
 
@@ -90,7 +91,7 @@ def _json_number(value: float) -> int | float | str:
 
 
 def _cut_lines(path: Path, last_step: int) -> None:
-    """Keep the lines up to a step; a run's whole file is moved away at step 0."""
+    """Keep the lines up to a step; at step 0 rename the file of an earlier run."""
     lines = path.read_bytes().splitlines(keepends=True)
     kept = [
         line
@@ -104,6 +105,7 @@ def _cut_lines(path: Path, last_step: int) -> None:
 
 
 def _replace(path: Path, lines: list[bytes]) -> None:
+    # Written beside it and renamed over it: a crash leaves the old file or the new one.
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     with os.fdopen(descriptor, "wb") as file:
         file.writelines(lines)

@@ -1,16 +1,20 @@
-"""What a logger is, and the one place that decides which process logs."""
+"""The interface of a logger, and the one place that decides which process logs."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Protocol
 
 import jax
 
+from nnx_parallel.loggers.console import ConsoleLogger
+from nnx_parallel.loggers.json_lines import JSONLinesLogger
+
 
 class Logger(Protocol):
-    """What the trainer tells the numbers to.
+    """Receives the metrics and messages of a run.
 
     Metrics are scalars on the host, such as ``loss``, ``grad_norm``, ``learning_rate``,
     ``step_seconds``, ``tokens_per_second``, ``mfu``, ``eval_loss``. Steps count from 1:
@@ -38,13 +42,14 @@ class LoggerGroup:
     """Several loggers as one, silent on every process but the first.
 
     Args:
-        loggers: The loggers; they may be touched on process 0 only.
+        loggers: The loggers; nothing is called on them but on process 0.
     """
 
     def __init__(self, loggers: Iterable[Logger]) -> None:
         self._loggers = tuple(loggers)
 
     def _active(self) -> tuple[Logger, ...]:
+        # Asked at each call: a group may be made before processes are joined.
         return self._loggers if jax.process_index() == 0 else ()
 
     def start(self, *, first_step: int, num_steps: int) -> None:
@@ -67,3 +72,11 @@ class LoggerGroup:
         with contextlib.ExitStack() as stack:
             for logger in reversed(self._active()):
                 stack.callback(logger.finish)
+
+
+def default_loggers(directory: Path | None) -> list[Logger]:
+    """The console, and ``metrics.jsonl`` in the run's directory if it has one."""
+    loggers: list[Logger] = [ConsoleLogger()]
+    if directory is not None:
+        loggers.append(JSONLinesLogger(directory / "metrics.jsonl"))
+    return loggers

@@ -1,4 +1,4 @@
-"""Loggers that hand the numbers to a library of an optional extra."""
+"""Loggers that need a library of an optional extra."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 class TensorBoardLogger:
     """Writes TensorBoard event files, through tensorboardX.
 
-    On resume, TensorBoard is told to drop the points that a dead run left after the
-    checkpoint's step.
+    On resume, TensorBoard drops the points that a dead run left after the step of the
+    checkpoint.
 
     Args:
-        directory: Where the event files go; one directory a run.
+        directory: Where the event files go; one directory for each run.
 
     Raises:
         ImportError: If tensorboardX is not installed.
@@ -77,6 +77,7 @@ class WandbLogger:
         del first_step, num_steps
         self.finish()
         self._run = self._module.init(**self.init_kwargs)
+        # wandb's own step must not go back, as a resumed run's does.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
@@ -90,7 +91,7 @@ class WandbLogger:
         self._module.termlog(text)
 
     def finish(self) -> None:
-        """Upload what is left and end the run."""
+        """Upload the rest and end the run."""
         if self._run is not None:
             self._run.finish()
             self._run = None

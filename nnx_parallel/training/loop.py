@@ -34,8 +34,7 @@ from nnx_parallel.data.prefetch import PrefetchIterator, check_data
 from nnx_parallel.distributed.agreement import allgather_object
 from nnx_parallel.distributed.watchdog import Termination, Watchdog
 from nnx_parallel.errors import CheckpointError, NonFiniteLossError
-from nnx_parallel.loggers.defaults import default_loggers
-from nnx_parallel.loggers.logger import Logger, LoggerGroup
+from nnx_parallel.loggers.logger import Logger, LoggerGroup, default_loggers
 from nnx_parallel.training.callbacks import Hooks
 from nnx_parallel.training.diagnostics import (
     agree_on_batch,
