@@ -117,6 +117,24 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert set(nnx_parallel.__all__) - modules <= documented
 
 
+NOTES = DOCS / "library-notes.md"
+
+
+def test_the_library_notes_name_files_that_exist() -> None:
+    for name in re.findall(r"`([a-z_.]+\.[a-z_]+)`", NOTES.read_text()):
+        package, _, module = name.partition(".")
+        if (ROOT / "nnx_parallel" / package).is_dir():
+            assert (ROOT / "nnx_parallel" / package / f"{module}.py").exists(), name
+
+
+def test_comments_point_to_headings_of_the_library_notes() -> None:
+    headings = set(re.findall(r"^## (.*)$", NOTES.read_text(), re.MULTILINE))
+    for file in (ROOT / "nnx_parallel").rglob("*.py"):
+        text = re.sub(r"\n *# ", " ", file.read_text())
+        for heading in re.findall(r'library-notes\.md, "([^"]*)"', text):
+            assert heading in headings, (file.name, heading)
+
+
 def test_every_page_is_reached_from_home() -> None:
     listed = "".join(text for _, text in blocks(DOCS / "index.md")).split()
     pages = {page.stem for page in PAGES} - {"index"}
