@@ -1,8 +1,8 @@
 """Distributed training for Flax NNX: write a model once, choose a strategy.
 
-A person who trains models writes an NNX model and its loss for one device. A
-`Strategy` says where parameters, optimizer state and batch live; `Trainer.fit` does
-the rest, on one CPU or a thousand chips, and gives the same numbers.
+Write an NNX model and its loss for one device. A `Strategy` decides where parameters,
+optimizer state and batch live; `Trainer.fit` does the rest, on one CPU or a thousand
+chips, with the same numbers.
 """
 
 from nnx_parallel import errors, layers

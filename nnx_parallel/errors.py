@@ -1,7 +1,7 @@
-"""Named errors: what was found, the rule it breaks, and the values that are valid.
+"""Named errors: what was found, the rule that it breaks, and the valid values.
 
-Each refines a built-in, so that ``except ValueError`` keeps working, and is empty but
-for the docstring that teaches the rule. The message is written where the check stands.
+Each refines a built-in, so that ``except ValueError`` keeps working, and holds nothing
+but a docstring that teaches the rule. The message is written at the check.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class DeviceMemoryError(ParallelError, MemoryError):
 
 
 class DeviceCountError(ParallelError, RuntimeError):
-    """The number of simulated devices is chosen before JAX first counts them."""
+    """The number of simulated devices is set before JAX first counts its devices."""
 
 
 class MeshShapeError(ParallelError, ValueError):
@@ -34,7 +34,7 @@ class MeshAxisTypeError(ParallelError, ValueError):
     """Every mesh axis must be ``AxisType.Auto``.
 
     ``jax.make_mesh`` makes Explicit axes by default, under which a plain model raises
-    on ambiguous products.
+    on ambiguous matmuls.
     """
 
 
@@ -43,7 +43,7 @@ class UnknownAxisError(ParallelError, ValueError):
 
 
 class IndivisibleDimError(ParallelError, ValueError):
-    """A mesh axis must divide the dim that it shards."""
+    """The size of a mesh axis must divide the dim that it shards."""
 
 
 class SpecRankError(ParallelError, ValueError):
@@ -51,29 +51,29 @@ class SpecRankError(ParallelError, ValueError):
 
 
 class CollectiveProductError(ParallelError, ValueError):
-    """A collective product contracts dims of equal size and splits one that it keeps.
+    """A collective matmul contracts dims of equal size and shards one that it keeps.
 
-    What it gathers, scatters or splits over the axis is a kept dim; what it contracts
-    has the same sizes in x and in w.
+    The dim that it gathers, scatters or shards over the axis is not contracted; the
+    dims that it contracts have the same sizes in x and in w.
     """
 
 
 class AttentionKernelError(ParallelError, ValueError):
     """A fused attention kernel runs on one platform, for some shapes and dtypes.
 
-    cuDNN's takes float16 and bfloat16 on NVIDIA GPUs, Splash sequences of a multiple of
-    128 on TPUs.
+    cuDNN's takes float16 and bfloat16 on NVIDIA GPUs; Splash takes sequences of a
+    multiple of 128 on TPUs.
     """
 
 
 class PlacementConflictError(ParallelError, ValueError):
-    """Two claims must not meet on one dim, nor one mesh axis shard two dims."""
+    """A dim has at most one claim, and a mesh axis shards at most one of its dims."""
 
 
 class PlacementTreeError(ParallelError, ValueError):
     """A tree of rules, specs and shardings must be a prefix of the tree it places.
 
-    What stands at a node holds for everything below it; ``None`` leaves it alone.
+    The value at a node holds for everything below it; ``None`` leaves it alone.
     """
 
 
@@ -82,7 +82,7 @@ class UnmatchedRuleError(ParallelError, ValueError):
 
 
 class ModelError(ParallelError, ValueError):
-    """The arrays of a model must stand in NNX Variables, so that all of them are kept.
+    """The arrays of a model must be in NNX Variables, so that all of them are saved.
 
     A parameter is an ``nnx.Param``; a table or another constant an ``nnx.Variable``.
     """
@@ -97,26 +97,26 @@ class StateStructureError(ParallelError, ValueError):
 
 
 class LossError(ParallelError, ValueError):
-    """A loss returns a scalar or a ``Mean``, and perhaps a dict of metrics with it."""
+    """A loss returns a scalar or a ``Mean``, and optionally a dict of metrics."""
 
 
 class NonFiniteLossError(ParallelError, ArithmeticError):
     """The loss of every step must be finite; training stops at the first that is not.
 
-    Only float16's loss scaling skips a step by itself.
+    Only float16's loss scaling skips a step on its own.
     """
 
 
 class DataError(ParallelError, ValueError):
     """Training data is an iterable of pytrees of numeric arrays that JAX can hold.
 
-    Integers must fit the 32 bits that JAX keeps by default, and the position of a
-    resumable iterator must be made of what JSON can hold.
+    Integers must fit the 32 bits that JAX keeps by default, and JSON must be able to
+    hold the state of a resumable iterator.
     """
 
 
 class BatchShapeError(DataError):
-    """Dim 0 of every array in a batch is the rows, and shapes stay the same in a run.
+    """Dim 0 of every array in a batch holds the rows; shapes stay the same in a run.
 
     The number of rows must be a multiple of ``num_microbatches`` times the sizes of the
     mesh axes that shard the batch.
@@ -130,66 +130,67 @@ class DataExhaustedError(DataError):
 class LogFileError(ParallelError, ValueError):
     """A JSON lines logger appends only to files whose every line it could have written.
 
-    It cuts the lines of a run that died, and must not cut another program's file.
+    It removes the lines of a run that died, and must not touch another program's file.
     """
 
 
 class CheckpointError(ParallelError, ValueError):
     """Checkpoints hold groups of ``jax.Array`` by path and metadata that JSON can hold.
 
-    Their steps ascend: a step is saved once, and none is saved before the latest.
+    Steps ascend: each is saved once, and none after a later one.
     """
 
 
 class CheckpointDirectoryError(ParallelError, OSError):
-    """Checkpoints need a directory that exists or can be made, and can be written."""
+    """Checkpoints need a directory that exists or can be created, and is writable."""
 
 
 class CheckpointSaveError(ParallelError, RuntimeError):
-    """A save failed after it had begun; the checkpoints before it are whole.
+    """A save failed after it had started; the checkpoints before it are intact.
 
-    A failure in the background is raised by the next call, under its own step.
+    A failure in the background is raised by the next call and names its own step.
     """
 
 
 class CheckpointReadError(ParallelError, RuntimeError):
-    """A checkpoint must be whole and written by this library."""
+    """A checkpoint must be complete and written by this library."""
 
 
 class CheckpointUnavailableError(ParallelError, OSError):
-    """A checkpoint is read with memory, file handles and a disk that answers.
+    """Reading a checkpoint needs memory, file handles and a disk that responds.
 
-    Where they fail nothing is known of the checkpoint: it does not count as damaged.
+    Where these fail nothing is known about the checkpoint; it is not called corrupt.
     """
 
 
 class CheckpointDamagedError(CheckpointReadError):
-    """The arrays of a checkpoint must have the fingerprints that were saved with them.
+    """The arrays of a checkpoint must have the checksums that were saved with them.
 
-    Whoever changes them in place makes a file that reads well and holds other values.
+    A file with flipped bits, or edited in place, may read without an error and hold
+    other values.
     """
 
 
 class CheckpointNotFoundError(ParallelError, FileNotFoundError):
-    """A step must have been saved, and kept, to be read."""
+    """A step can be read only if it was saved and not deleted since."""
 
 
 class CheckpointMismatchError(ParallelError, ValueError):
-    """The arrays of a restored group must be those saved: paths, shapes and dtypes.
+    """Restored arrays must match the saved ones in path, shape and dtype.
 
     Their shardings may differ in any way.
     """
 
 
 class ProcessError(ParallelError, RuntimeError):
-    """The processes of a run start together, and each takes part in every step."""
+    """The processes of a run start together, and all take part in every step."""
 
 
 class DisagreementError(ParallelError, ValueError):
     """All processes of a run must run the same program on shares of the same shapes.
 
-    JAX does not compare them: two programs that differ wait for one another for ever,
-    or go on with different numbers.
+    JAX does not compare them: programs that differ deadlock, or silently continue with
+    different numbers.
     """
 
 
@@ -200,14 +201,14 @@ class ReplicaError(ParallelError, RuntimeError):
 class ScheduleError(ParallelError, ValueError):
     """A pipeline schedule is a table that neighbouring stages can follow tick by tick.
 
-    Every stage takes every microbatch once, in order, and no slot comes before what
-    it needs: what a stage sends in one tick arrives in the next.
+    Every stage takes every microbatch once, in order, and no slot comes before its
+    inputs: an activation sent in one tick arrives in the next.
     """
 
 
 class PipelineError(ParallelError, ValueError):
     """A pipeline spreads the layers of one ``Stack``, called once, over its stages.
 
-    The layers divide by stages times chunks. The call stands in the loss itself, inside
-    no transform, and nothing but the blocks uses the layers' parameters and variables.
+    Stages times chunks divide the number of layers. The loss calls the stack directly,
+    inside no transform, and only the blocks use the layers' parameters and variables.
     """
