@@ -21,6 +21,7 @@ KINDS = (
 
 ReplicaGroups = tuple[tuple[int, ...], ...]
 
+# XLA writes the groups of a collective in three notations.
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\]([^{]*)\{([^}]*)\}")
 _LISTED = re.compile(
@@ -76,7 +77,7 @@ def read_collective(
     if opcode not in KINDS or _is_continuation(computation, instruction):
         return None
     group_size, groups = _read_groups(instruction, num_devices)
-    if group_size == 1:
+    if group_size == 1:  # sends nothing
         return None
     moved = computation.operand_shapes(instruction)
     if opcode.startswith("ragged"):
@@ -125,9 +126,11 @@ def _read_groups(
         found = _LISTED.search(attributes)
         text = found.group(1) if found else ""
         groups = tuple(_ints(group) for group in re.findall(r"\{([\d,]+)\}", text))
+    # A permutation lists pairs: those that form a ring or a chain are one group.
     if instruction.opcode.startswith("collective-permute"):
         groups = _connected(groups)
         return max(map(len, groups), default=1), groups
+    # An empty list means one group of all devices.
     groups = groups or (tuple(range(num_devices)),)
     return max(map(len, groups)), groups
 
@@ -148,6 +151,7 @@ def _mesh_groups(
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
     axes = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", names)
     group_size = math.prod(int(size) if size else sizes[name] for name, _, size in axes)
+    # An explicit order of devices, or a part of an axis, gives the size alone.
     if devices.strip() or any(size for _, _, size in axes):
         return group_size, None
     inner = [list(sizes).index(name) for name, _, _ in axes]

@@ -10,9 +10,9 @@ what its author estimated.
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from typing import TypeVar
 
 import numpy as np
 
@@ -51,6 +51,9 @@ class Conditional:
         return self.source.rpartition("/")[0].rpartition("/")[2]
 
 
+_Counted = TypeVar("_Counted", Collective, Conditional)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cost:
     """The share of a `Report` that a piece of a program contributes, on one device."""
@@ -61,31 +64,23 @@ class Cost:
     unknown_loops: tuple[str, ...] = ()
     custom_calls: Counter[str] = field(default_factory=Counter)
 
-    @classmethod
-    def total(cls, costs: Iterable["Cost"]) -> "Cost":
-        """The sum of several costs."""
-        costs = tuple(costs)
-        return cls(
-            flops=sum(cost.flops for cost in costs),
-            collectives=tuple(chain.from_iterable(c.collectives for c in costs)),
-            conditionals=tuple(chain.from_iterable(c.conditionals for c in costs)),
-            unknown_loops=tuple(chain.from_iterable(c.unknown_loops for c in costs)),
-            custom_calls=sum((cost.custom_calls for cost in costs), Counter()),
-        )
+    def __add__(self, other: "Cost") -> "Cost":
+        """The cost of doing both; all fields are sums."""
+        return Cost(**{k: v + getattr(other, k) for k, v in vars(self).items()})
 
     def times(self, count: int) -> "Cost":
         """The cost of doing the same several times."""
-        return Cost(
+        return replace(
+            self,
             flops=self.flops * count,
-            collectives=tuple(
-                replace(each, count=each.count * count) for each in self.collectives
-            ),
-            conditionals=tuple(
-                replace(each, count=each.count * count) for each in self.conditionals
-            ),
-            unknown_loops=self.unknown_loops,
+            collectives=tuple(_repeat(each, count) for each in self.collectives),
+            conditionals=tuple(_repeat(each, count) for each in self.conditionals),
             custom_calls=Counter({k: n * count for k, n in self.custom_calls.items()}),
         )
+
+
+def _repeat(part: _Counted, count: int) -> _Counted:
+    return replace(part, count=part.count * count)
 
 
 def measure(module: Module, taken: Mapping[str, float]) -> Cost:
@@ -101,35 +96,36 @@ class _Walk:
     def computation(self, name: str, arguments: tuple[KnownValue, ...]) -> Cost:
         computation = self.module.computations[name]
         values = evaluate(self.module, computation, arguments)
-        return Cost.total(
-            cost
+        costs = (
+            self._instruction(computation, instruction, values)
             for instruction in computation.instructions.values()
-            for cost in self._instruction(computation, instruction, values)
         )
+        return sum(filter(None, costs), start=Cost())
 
     def _instruction(
         self,
         computation: Computation,
         instruction: Instruction,
         values: dict[str, KnownValue],
-    ) -> Iterator[Cost]:
+    ) -> Cost | None:
         operands = tuple(values.get(name) for name in instruction.operands)
         collective = read_collective(computation, instruction, self.module.num_devices)
         flops = count_flops(computation, instruction)
         if collective:
-            yield Cost(collectives=(collective,))
-        elif flops:
-            yield Cost(flops=flops)
-        elif instruction.opcode == "while":
-            yield self._loop(instruction, operands[0])
-        elif instruction.opcode == "conditional":
-            yield self._conditional(instruction, operands[1:])
-        elif instruction.opcode == "custom-call":
-            target = instruction.attribute("custom_call_target") or ""
-            if target not in _BOOKKEEPING:
-                yield Cost(custom_calls=Counter({target: 1}))
-        elif instruction.opcode in ("fusion", "call", "async-start"):
-            yield self._call(instruction, operands)
+            return Cost(collectives=(collective,))
+        if flops:
+            return Cost(flops=flops)
+        match instruction.opcode:
+            case "while":
+                return self._loop(instruction, operands[0])
+            case "conditional":
+                return self._conditional(instruction, operands[1:])
+            case "custom-call":
+                target = instruction.attribute("custom_call_target") or ""
+                return Cost(custom_calls=Counter({target} - _BOOKKEEPING))
+            case "fusion" | "call" | "async-start":
+                return self._call(instruction, operands)
+        return None
 
     def _call(self, instruction: Instruction, operands: tuple[KnownValue, ...]) -> Cost:
         assert instruction.called, f"{instruction.name} calls nothing"
@@ -150,15 +146,14 @@ class _Walk:
     def _loop(self, instruction: Instruction, initial: KnownValue) -> Cost:
         loop = read_loop(self.module, instruction, initial)
         trips = 1 if loop.trip_count is None else loop.trip_count
-        # The condition runs once more than the body: the time that it fails.
-        parts = [
-            self.computation(name, (loop.invariants,)).times(times)
-            for key, times in (("body", trips), ("condition", trips + 1))
-            if (name := instruction.attribute(key))
-        ]
+        body, condition = (
+            self.computation(instruction.attribute(key) or "", (loop.invariants,))
+            for key in ("body", "condition")
+        )
+        cost = body.times(trips) + condition.times(trips + 1)  # fails the last time
         if loop.trip_count is None:
-            parts.append(Cost(unknown_loops=(instruction.source or instruction.name,)))
-        return Cost.total(parts)
+            cost += Cost(unknown_loops=(instruction.source or instruction.name,))
+        return cost
 
     def _conditional(
         self, instruction: Instruction, arguments: tuple[KnownValue, ...]
@@ -179,11 +174,7 @@ class _Walk:
         share = self.taken.get(conditional.scope, 1.0)
         cheapest = min(conditional.branch_flops)
         flops = share * most_expensive.flops + (1 - share) * cheapest
-        return replace(
-            most_expensive,
-            flops=flops,
-            conditionals=(*most_expensive.conditionals, conditional),
-        )
+        return replace(most_expensive, flops=flops) + Cost(conditionals=(conditional,))
 
 
 def count_flops(computation: Computation, instruction: Instruction) -> float:

@@ -112,6 +112,7 @@ class Computation:
         defined = (self.instructions.get(name) for name in instruction.operands)
         return tuple(shape for each in defined if each for shape in each.shapes)
 
+    # Asked for each collective of a TPU's program: the scan over all is done once.
     @cached_property
     def users(self) -> Mapping[str, tuple[Instruction, ...]]:
         """For each instruction's name, the instructions that read it."""
@@ -147,7 +148,7 @@ def parse(text: str) -> Module:
             "reads optimised HLO: pass `jax.jit(f).lower(...).compile()` or the "
             "`as_text()` of that, not the text of a lowered or traced function."
         )
-    header = text[: text.find("\n")]
+    header = text[: text.find("\n")]  # `HloModule jit_step, ..., num_partitions=8, ...`
     sizes = re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)
     return Module(
         computations=computations, entry=entry, num_devices=math.prod(map(int, sizes))

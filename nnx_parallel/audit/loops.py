@@ -19,7 +19,7 @@ from nnx_parallel.audit.hlo import Computation, Instruction, Module, Shape
 KnownValue: TypeAlias = "int | tuple[KnownValue, ...] | None"
 
 _KNOWN_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_MAX_TRIPS = 2**40
+_MAX_TRIPS = 2**40  # beyond it a condition is taken to hold forever
 _SAME = {"copy", "bitcast", "convert", "reshape", "opt-barrier"}
 # Nothing but what is linear, so that a few iterations foretell the others.
 _ARITHMETIC: Mapping[str, Callable[..., int]] = {
@@ -47,6 +47,7 @@ def evaluate(
     """
     values: dict[str, KnownValue] = {}
     for name, instruction in computation.instructions.items():
+        # Tuples too: a loop's state is one, with its counter among the arrays.
         if any(map(_is_integer_scalar, instruction.shapes)):
             values[name] = _evaluate(module, instruction, values, arguments)
     return values
@@ -82,6 +83,7 @@ def read_loop(
         state = tuple(p and p[0] + trips * p[1] for p in progressions)
         return _call(module, instruction.attribute("condition"), (state,))
 
+    # As XLA states it on CPU and GPU.
     known = _KNOWN_TRIP_COUNT.search(instruction.attributes)
     return WhileLoop(
         trip_count=int(known.group(1)) if known else _first_failure(goes_on),
@@ -139,6 +141,7 @@ def _evaluate(
         case opcode if opcode in _SAME:
             return operands[0]
     key = instruction.attribute("direction") or instruction.opcode
+    # Comparisons yield booleans, on which only logic is evaluated.
     if key in _ARITHMETIC and all(map(_is_int, operands)):
         return _ARITHMETIC[key](*operands)
     if key in _LOGIC and all(isinstance(value, bool) for value in operands):

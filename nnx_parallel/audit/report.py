@@ -72,6 +72,7 @@ class Report:
 
     def table(self) -> str:
         """Totals, then a line for each group of equal collectives."""
+        # Layers outside of a loop send the same: their groups and counts are merged.
         alike = Counter()
         for each in self.collectives:
             alike[replace(each, count=1, groups=None)] += each.count
@@ -152,6 +153,7 @@ def audit(
         >>> report.count("all-gather")
         0
     """
+    # `cost_analysis` counts the body of a loop once, and knows no collectives.
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     memory = None if isinstance(compiled, str) else compiled.memory_analysis()
     module = parse(text or "")
@@ -164,7 +166,7 @@ def audit(
             f"{sorted(scopes)}. Put jax.named_scope directly around the jax.lax.cond."
         )
     return Report(
-        **vars(cost),
+        **vars(cost),  # whose fields have the same names
         opcodes=Counter(
             instruction.opcode
             for computation in module.computations.values()
@@ -178,6 +180,7 @@ def audit(
 
 def _readable(number: float, unit: str) -> str:
     """1,500 as `1.50 k`."""
+    # Decimal, as bandwidths and FLOPs per second are given; memory elsewhere is in KiB.
     thousands = max(0, math.floor(math.log10(number) / 3)) if number else 0
     digits = 2 if thousands else 0
     scaled = number / 1000**thousands

@@ -53,6 +53,7 @@ class ConsoleLogger:
     def start(self, *, first_step: int, num_steps: int) -> None:
         """Start drawing, if this is a terminal."""
         self.finish()
+        # Not earlier: standard output may be replaced between `__init__` and the fit.
         self._console = self._console or Console()
         self._line = _StatusLine(first_step, num_steps)
         self._next_line = first_step + 1
@@ -64,7 +65,7 @@ class ConsoleLogger:
         """Update the line; print a plain one if it is due."""
         evaluation = {k: v for k, v in metrics.items() if k.startswith("eval_")}
         training = {k: v for k, v in metrics.items() if k not in evaluation}
-        if training:
+        if training:  # an evaluation alone must not make a plain line due
             self._line.update(step, training)
             if self._live is None and self._is_due(step):
                 self._print(self._line.plain())
@@ -80,6 +81,7 @@ class ConsoleLogger:
         """Stop drawing. The line stays, with the run's time, if there were steps."""
         if self._live is not None:
             self._line.finish()
+            # A fit that fails before its first step leaves no line.
             self._live.transient = not self._line.has_steps
             self._live.stop()
             self._live = None
@@ -110,6 +112,7 @@ class _StatusLine:
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         self._step = step
+        # A new dict: the thread that redraws the line may be reading the old one.
         self._metrics = {**self._metrics, **metrics}
         self._latest = time.monotonic()
         self._first = self._first or (step, self._latest)
@@ -149,8 +152,9 @@ class _StatusLine:
             return f"compiling {_clock(time.monotonic() - self._began)}"
         first_step, first_time = self._first
         steps, seconds = self._step - first_step, self._latest - first_time
-        if not steps:
+        if not steps:  # one step has no speed
             return ""
+        # The clock counts down between steps too.
         due = self._latest + seconds / steps * (self.num_steps - self._step)
         return f"{_clock(max(0.0, due - time.monotonic()))} left"
 

@@ -82,7 +82,7 @@ class JSONLinesLogger:
 
 
 def _json_number(value: float) -> int | float | str:
-    if isinstance(value, int):
+    if isinstance(value, int):  # counts stay whole numbers
         return value
     number = float(value)
     if math.isfinite(number):
@@ -96,6 +96,7 @@ def _cut_lines(path: Path, last_step: int) -> None:
     kept = [
         line
         for number, line in enumerate(lines, start=1)
+        # Without an end the line was torn by a crash, and need not be JSON.
         if line.endswith(b"\n") and _line_step(path, number, line) <= last_step
     ]
     if last_step == 0 and lines:
@@ -111,6 +112,7 @@ def _replace(path: Path, lines: list[bytes]) -> None:
         file.writelines(lines)
         file.flush()
         os.fsync(descriptor)
+    # `mkstemp` lets no one but the owner read.
     os.chmod(temporary, path.stat().st_mode)
     os.replace(temporary, path)
 

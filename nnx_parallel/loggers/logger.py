@@ -70,7 +70,7 @@ class LoggerGroup:
     def finish(self) -> None:
         """Finish every logger, even if one of them raises."""
         with contextlib.ExitStack() as stack:
-            for logger in reversed(self._active()):
+            for logger in reversed(self._active()):  # a stack runs them in their order
                 stack.callback(logger.finish)
 
 

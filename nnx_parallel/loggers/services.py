@@ -24,6 +24,7 @@ class TensorBoardLogger:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
+        # Here rather than in `start`: a missing library is an error before the fit.
         self._module = _import_extra("tensorboardX", "tensorboard", type(self).__name__)
         self._writer: Any = None
         self._step = 0
@@ -34,7 +35,8 @@ class TensorBoardLogger:
         self.finish()
         self._step = first_step
         self._writer = self._module.SummaryWriter(
-            str(self.directory), purge_step=first_step + 1
+            str(self.directory),
+            purge_step=first_step + 1,  # the first step to drop
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
