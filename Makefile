@@ -1,4 +1,4 @@
-# Needs git, make and Python 3.11 or newer; everything else goes into $(VENV).
+# Needs git, make and Python 3.11 or newer; installs everything else into $(VENV).
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -7,7 +7,7 @@ STRATEGY ?=
 PYTEST_ARGS ?=
 
 python := $(VENV)/bin/python
-# Groups of tests as collected: the dear ones stand in the middle, so that both workers
+# Groups of tests run as collected: the longest are in the middle, so that both workers
 # end together.
 pytest := $(python) -m pytest -n 2 --own-cores --dist loadgroup --no-loadscope-reorder
 install := $(python) -m pip install -qq --disable-pip-version-check --no-input \
@@ -23,18 +23,18 @@ help:  ## this list
 	@echo "Settable: PYTHON=$(PYTHON) VENV=$(VENV) CONSTRAINTS=$(CONSTRAINTS)" \
 		"STRATEGY='$(STRATEGY)' PYTEST_ARGS='$(PYTEST_ARGS)'"
 
-demo: $(VENV)/.base  ## train a small model; STRATEGY='...' picks how it is spread
+demo: $(VENV)/.base  ## train a small model; STRATEGY='...' chooses how it is sharded
 	$(python) -m demo$(if $(STRATEGY), --strategy '$(STRATEGY)')
 
-demo-clean:  ## forget the demo's run, so that the next starts afresh
+demo-clean:  ## delete the demo's run, so that the next starts from step 0
 	rm -rf runs/demo
 
-setup: $(VENV)/.dev  ## the library and all development tools, in an environment
+setup: $(VENV)/.dev  ## install the library and all development tools
 
-test: $(VENV)/.dev  ## the tests, without the slow ones and those below; 7 to 10 minutes
+test: $(VENV)/.dev  ## the tests, except the slow ones and those below; 7 to 10 minutes
 	$(pytest) -m "not slow and not faults and not deep" $(PYTEST_ARGS)
 
-test-deep: $(VENV)/.dev  ## what goes beyond the main matrix, in depth; 6 minutes
+test-deep: $(VENV)/.dev  ## beyond the main matrix, in depth; 6 minutes
 	$(pytest) -m "deep and not slow" $(PYTEST_ARGS)
 
 test-faults: $(VENV)/.dev  ## processes that die, hang and are killed; 5 minutes
@@ -48,7 +48,7 @@ lint: $(VENV)/.dev  ## style, format, types
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/pyright --pythonpath $(python)
 
-docs: $(VENV)/.docs  ## the site, in docs/_build/html; every tutorial is run
+docs: $(VENV)/.docs  ## build the site in docs/_build/html; runs every tutorial
 	$(python) -m sphinx -q -W --keep-going -d docs/_build/doctrees docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
@@ -56,7 +56,7 @@ clean:  ## remove caches and builds; environments and runs/ stay
 	rm -rf build dist docs/_build docs/tutorials .pytest_cache .ruff_cache
 	find . -name '.?*' -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
-# Each stamp is as old as the last install that satisfied pyproject.toml.
+# Each stamp dates the last install that satisfied pyproject.toml.
 $(VENV)/.base: pyproject.toml $(CONSTRAINTS) | $(VENV)/.python
 	@echo "Installing nnx_parallel and its dependencies into $(VENV) ..."
 	@$(install) -e .
@@ -68,7 +68,7 @@ $(VENV)/.dev: pyproject.toml $(CONSTRAINTS) | $(VENV)/.python
 	@touch $(VENV)/.base $@
 
 $(VENV)/.docs: pyproject.toml $(CONSTRAINTS) | $(VENV)/.python
-	@echo "Installing nnx_parallel and what builds its site into $(VENV) ..."
+	@echo "Installing nnx_parallel and the tools for its site into $(VENV) ..."
 	@$(install) -e '.[docs]'
 	@touch $(VENV)/.base $@
 
@@ -79,7 +79,7 @@ $(VENV)/.python:
 		echo "'$(PYTHON)' is $$($(PYTHON) --version 2>&1), but Python 3.11 or newer is needed." >&2; \
 		echo "Name one: make PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
-		echo "'$(PYTHON)' cannot make virtual environments: it lacks venv or ensurepip." >&2; \
+		echo "'$(PYTHON)' cannot make virtual environments: venv or ensurepip is missing." >&2; \
 		echo "On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@$(python) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@touch $@

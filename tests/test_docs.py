@@ -1,4 +1,4 @@
-"""The site's pages: their code runs and prints what stands below it."""
+"""The site's pages: their code runs and prints the output shown."""
 
 import os
 import re
@@ -104,7 +104,8 @@ def test_every_command_is_one_that_runs_or_needs_more_than_this_machine() -> Non
 def test_every_block_is_of_a_known_kind() -> None:
     known = {"python", "text", "console", "{toctree}", "{include} ../CONTRIBUTING.md"}
     known |= {"bash", "yaml"}  # what a command above them has printed
-    known |= {"{include} ../CHANGELOG.md", "{raw} html", "{error-list}"}
+    known |= {"{include} ../CHANGELOG.md", "{include} ../README.md"}
+    known |= {"{raw} html", "{error-list}"}
     known |= {"{worked-examples}", "{benchmark-results}"}
     for page in PAGES:
         assert {kind for kind, _ in blocks(page)} <= known, page.name

@@ -7,6 +7,7 @@ from tests.pages import FENCE, blocks, run_page
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+PACKAGE = ROOT / "nnx_parallel"
 
 
 def test_blocks_are_of_known_kinds() -> None:
@@ -28,6 +29,18 @@ def test_files_that_it_names_are_there() -> None:
     paths = re.findall(r"`([\w/]+\.(?:py|md)|[\w]+/)`", prose)
     assert paths
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_the_map_shows_every_room_of_the_package() -> None:
+    """The folders and loose modules, one line each; files that it names exist."""
+    drawn = re.split(r"<!-- (?:end of )?map -->", README.read_text())[1]
+    rooms = set(re.findall(r"^ {6}(\w+)/ ", drawn, re.MULTILINE))
+    assert rooms == {init.parent.name for init in PACKAGE.glob("*/__init__.py")}
+    loose = re.findall(r"^ {6}((?:\w+, )*\w+)  ", drawn, re.MULTILINE)
+    modules = {file.stem for file in PACKAGE.glob("*.py")} - {"__init__", "__main__"}
+    assert set(", ".join(loose).split(", ")) == modules
+    for name in re.findall(r"[\w/]+\.py", drawn):
+        assert (PACKAGE / name).exists(), name
 
 
 def test_python_blocks_run_and_print_what_stands_below_them(tmp_path: Path) -> None:
