@@ -21,14 +21,14 @@ from jax.sharding import PartitionSpec as P
 
 from models import GPT, next_token_loss
 from nnx_parallel import GPipe, Mean, TrainState
+from nnx_parallel.data.batches import split_rows
 from nnx_parallel.layers import Remat, default_remat, linear_cross_entropy
 from nnx_parallel.pipeline.edges import Given
-from nnx_parallel.pipeline.run import PipelinedFunction
+from nnx_parallel.pipeline.run import PipelinedFunction, PipelineSchedule
 from nnx_parallel.precision import cast_floating
-from nnx_parallel.sharding import Layout, using
+from nnx_parallel.sharding import Claims, Layout, using
 from nnx_parallel.sharding.model import flatten, nest
 from nnx_parallel.state import StatePlan
-from nnx_parallel.training.step import split_rows
 
 State = dict[str, Any]
 Step = Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
@@ -155,7 +155,7 @@ def make_gpt_step(
         x = nnx.merge(norm_def, params["norm"])(x)
         mesh = whole.mesh
         assert isinstance(mesh, jax.sharding.Mesh)
-        with using(Layout(mesh=mesh, batch_axes=mesh.axis_names)):
+        with using(Layout(mesh=mesh, claims=Claims(batch=mesh.axis_names))):
             mean = linear_cross_entropy(x, table, labels, vocab_dim=0)
         return jnp.asarray(mean.total)
 
@@ -215,8 +215,8 @@ def make_gpipe_step(
     the scan over ticks is the way back. It keeps what the scan's body keeps for every
     tick, whatever the number of microbatches in flight could be.
     """
-    pipeline = plan.layout.pipeline
-    assert pipeline is not None
+    pipeline = plan.layout.claims.execution
+    assert isinstance(pipeline, PipelineSchedule)
     num_stages = plan.layout.mesh.shape[pipeline.axis]
 
     def run(params: dict, variables: dict, batch: Any, key: jax.Array) -> Any:
@@ -230,11 +230,11 @@ def make_gpipe_step(
         given = Given(
             params=cast_floating(flatten(params), plan.precision.compute),
             variables=flatten(state.variables),
-            batch=split_rows(plan, batch, num_microbatches),
+            batch=split_rows(plan.layout, batch, num_microbatches),
             keys=keys(jnp.arange(num_microbatches)),
         )
         table = GPipe().forward_table(num_stages, num_microbatches)
-        mean = PipelinedFunction(plan, run, given, table).outputs()
+        mean = PipelinedFunction(plan, pipeline, run, given, table).outputs()
         return jnp.sum(mean.total) / jnp.sum(mean.weight)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict]:

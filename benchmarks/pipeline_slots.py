@@ -14,16 +14,17 @@ from jax.sharding import PartitionSpec as P
 
 from models import GPT, next_token_loss
 from nnx_parallel import TrainState
+from nnx_parallel.data.batches import split_rows
 from nnx_parallel.layers.residuals import Layers
 from nnx_parallel.pipeline.edges import Chunks, Edges, Flight, Given
 from nnx_parallel.pipeline.executor import Executor
+from nnx_parallel.pipeline.run import PipelineSchedule
 from nnx_parallel.pipeline.stage import Stage
 from nnx_parallel.schedules.buffers import plan_buffers
 from nnx_parallel.schedules.table import Table
 from nnx_parallel.sharding import using
 from nnx_parallel.sharding.model import flatten, nest
 from nnx_parallel.state import StatePlan
-from nnx_parallel.training.step import split_rows
 
 Run = Callable[[], float]
 
@@ -52,27 +53,28 @@ def _edges(plan: StatePlan, state: TrainState, batch: Any, table: Table) -> Edge
         return next_token_loss(model, batch), {}
 
     count = table.num_microbatches
-    split = jax.jit(partial(split_rows, plan, num_microbatches=count))
+    split = jax.jit(partial(split_rows, plan.layout, num_microbatches=count))
     given = Given(
         params=flatten(state.params),
         variables=flatten(state.variables),
         batch=split(batch),
         keys=jax.random.split(state.key, count),
     )
-    return Edges(function, given, plan.layout, plan_buffers(table))
+    return Edges(function, given, plan.layout, plan_buffers(table), "pipe")
 
 
 def _stage_runs(
     plan: StatePlan, params: dict, edges: Edges, table: Table
 ) -> dict[str, Run]:
-    assert plan.layout.pipeline is not None
+    pipeline = plan.layout.claims.execution
+    assert isinstance(pipeline, PipelineSchedule)
     stage = Stage(
         edges.cut.recorded,
         edges.cut.differentiated,
         plan.precision.compute,
-        plan.layout.pipeline.stash,
+        pipeline.stash,
     )
-    mesh, axis = plan.layout.mesh, plan.layout.pipeline.axis
+    mesh, axis = plan.layout.mesh, pipeline.axis
     manual = Executor(stage, table, plan_buffers(table), mesh, axis).manual
     trained = {key: params[path] for key, path in edges.cut.stack_params.items()}
     layers = Layers(trained, {}, {})

@@ -86,7 +86,7 @@ def run(strategy: Strategy, settings: Settings) -> None:
         loss=bits_per_byte,
         strategy=strategy,
         # A pipeline needs several microbatches at once; the losses stay the same.
-        num_microbatches=1 if strategy.pipeline is None else 4,
+        num_microbatches=1 if strategy.claims().execution is None else 4,
         checkpoint=Checkpoint(settings.directory, every=settings.pause_every),
         seed=0,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -75,6 +75,12 @@ class Mean:
     def value(self) -> jax.Array:
         """The mean: the sum over terms of total / weight; 0 where a weight is 0."""
         return sum((_divide(t.total, t.weight) for t in self.terms), jnp.float32(0))
+
+    def over(self, weights: Sequence[jax.Array]) -> jax.Array:
+        """Part of a mean over more data, whose weights are known, one for each term."""
+        terms = zip(self.terms, weights, strict=True)
+        parts = (Mean(term.total, weight).value for term, weight in terms)
+        return sum(parts, jnp.float32(0))
 
     def merge(self, other: Mean) -> Mean:
         """The mean over both batches: totals and weights add, term by term."""

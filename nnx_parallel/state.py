@@ -10,6 +10,7 @@ From an abstract model to the plan of its training state, and to the state itsel
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,9 +25,8 @@ from jax.sharding import PartitionSpec as P
 from nnx_parallel.errors import StateStructureError
 from nnx_parallel.layers.remat import Remat
 from nnx_parallel.layers.stack import Stack
-from nnx_parallel.pipeline.check import check_model
 from nnx_parallel.precision import Precision, cast_floating
-from nnx_parallel.sharding.constrain import use_params
+from nnx_parallel.sharding.constrain import use_params, using
 from nnx_parallel.sharding.layout import Layout, Placement
 from nnx_parallel.sharding.model import (
     ModelFn,
@@ -104,6 +104,10 @@ class TrainState:
     key: jax.Array
     ema: dict[str, Any] | None = None
     loss_scale: LossScale | None = None
+
+    def scaled(self, loss: jax.Array) -> jax.Array:
+        """A loss times the loss scale, if there is one."""
+        return loss if self.loss_scale is None else loss * self.loss_scale.scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +200,13 @@ class StatePlan:
         }
         graphdef = self.graphdef if training else self.eval_graphdef
         return nnx.merge(graphdef, nest(use_params(flat, gathered)))
+
+    def evaluate(
+        self, function: Callable[..., Any], params: dict, variables: dict, *args: Any
+    ) -> Any:
+        """A function of the model in evaluation mode, on the whole mesh."""
+        with using(self.layout):
+            return function(self.merge(params, variables, training=False), *args)
 
     def variables_after(
         self, variables: dict, given: dict[Path, Any], after: dict[Path, Any]
@@ -293,7 +304,6 @@ def plan_state(
     """
     precision = precision or Precision()
     tx = as_transformation(optimizer, model)
-    check_model(model, layout)
     placements = annotate(model, layout)
     _decide_modes(model)
     graphdef, trained, others = nnx.split(model, wrt, ...)

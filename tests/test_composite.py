@@ -1,7 +1,6 @@
 """Several strategies as one, whatever the order in which they are written."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
@@ -21,6 +20,7 @@ from nnx_parallel import (
 )
 from nnx_parallel.errors import PlacementConflictError
 from nnx_parallel.layers import Dense
+from nnx_parallel.sharding.claims import Claims
 from nnx_parallel.sharding.rules import MeshAxes
 
 PARTS = DataParallel(2), FSDP(2), TensorParallel(2)
@@ -30,13 +30,8 @@ PARTS = DataParallel(2), FSDP(2), TensorParallel(2)
 class Experts(Strategy):
     """A technique of a user's own, which wants ``mlp`` on an axis of its own."""
 
-    @property
-    def axis_sizes(self) -> Mapping[str, int | None]:
-        return {"expert": 2}
-
-    @property
-    def logical_axes(self) -> Mapping[str, MeshAxes]:
-        return {"mlp": "expert"}
+    def claims(self) -> Claims:
+        return Claims(axis_sizes={"expert": 2}, logical={"mlp": "expert"})
 
 
 def test_the_order_of_the_parts_means_nothing() -> None:
@@ -63,7 +58,7 @@ def test_composites_flatten_with_their_rules() -> None:
     right = Composite(PARTS[1], rules=(first,))
     assert Composite(left, right) == Composite(right, left)
     assert Composite(left, right).parts == PARTS
-    assert set(Composite(left, right).user_rules) == {first, second}
+    assert set(Composite(left, right).claims().rules) == {first, second}
 
 
 def test_rules_of_a_part_and_of_the_whole_both_count() -> None:

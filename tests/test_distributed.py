@@ -27,12 +27,12 @@ from nnx_parallel.distributed import (
     Termination,
     Watchdog,
     check_consistent,
-    hash_code,
 )
 from nnx_parallel.distributed.addresses import connect, listen
 from nnx_parallel.distributed.initialize import Place, find_place
 from nnx_parallel.distributed.messages import Hub, Line
 from nnx_parallel.errors import ProcessError
+from nnx_parallel.sharding.rules import hash_code
 from tests.processes.running import ENVIRONMENT, ROOT
 
 SBATCH = {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NODELIST": "n[0-3]"}
@@ -150,7 +150,7 @@ def test_code_is_known_by_what_it_does() -> None:
 
 
 SETS = """
-from nnx_parallel.distributed import hash_code
+from nnx_parallel.sharding.rules import hash_code
 print(hash_code(lambda x: x in {"mlp", "heads", "vocab", ("a", "b", "c")}))
 print(hash_code(lambda x: (lambda y: y in {"one", "two", "three"})(x)))
 """

@@ -26,7 +26,7 @@ from models import (
 from models.gpt import Attention, Block
 from nnx_parallel.audit import audit
 from nnx_parallel.metrics import Mean
-from nnx_parallel.sharding import FSDPRules, Layout, ZeroAxis, using
+from nnx_parallel.sharding import Claims, FSDPRules, Layout, ZeroAxis, using
 from nnx_parallel.sharding.names import array_info, variables_of
 
 SMALL = {"vocab_size": 64, "seq_len": 16, "num_layers": 2, "embed_dim": 32}
@@ -456,9 +456,11 @@ def test_generation_on_a_mesh_equals_one_device(
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
     layout = Layout(
         mesh=mesh,
-        batch_axes=("fsdp",),
-        logical_axes=dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), ("tensor",)),
-        zero_axes=(ZeroAxis(rules=FSDPRules(min_size=0)),) if shards_params else (),
+        claims=Claims(
+            batch=("fsdp",),
+            logical=dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), "tensor"),
+            zero=(ZeroAxis(rules=FSDPRules(min_size=0)),) if shards_params else (),
+        ),
     )
     prompt = random_tokens(4, 5)
     expected = greedily(with_decided_logits(config), prompt, max_new_tokens=6)

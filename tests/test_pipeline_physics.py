@@ -33,6 +33,7 @@ from nnx_parallel import (
     audit,
 )
 from nnx_parallel.audit.hlo import parse
+from nnx_parallel.pipeline.run import PipelineSchedule
 from nnx_parallel.schedules.buffers import plan_buffers
 from nnx_parallel.state import init_state
 from nnx_parallel.training.step import StepOptions, make_train_step
@@ -154,8 +155,8 @@ class TestSpread:
     @pytest.mark.parametrize("strategy", MESHES.values(), ids=MESHES.keys())
     def test_no_device_computes_what_others_do(self, strategy):
         assert 3 * CONFIG.vocab_size * CONFIG.embed_dim == CONFIG.num_product_params
-        pipeline, num_stages = strategy.pipeline, strategy.axis_sizes["pipe"]
-        assert pipeline is not None
+        pipeline, num_stages = strategy.claims().execution, strategy.axis_sizes["pipe"]
+        assert isinstance(pipeline, PipelineSchedule)
         # A stage that keeps its input alone computes what full remat does.
         kept = "none" if pipeline.stash == "inputs" else "full"
         step = compiled(replace(CONFIG, remat=kept), strategy, MICROBATCHES)

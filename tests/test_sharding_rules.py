@@ -49,7 +49,7 @@ def test_two_logical_rules_that_disagree() -> None:
     with pytest.raises(PlacementConflictError, match=re.escape(message)):
         TensorParallel(rules=rules).layout()
     same = (LogicalRules({"mlp": "tensor"}), LogicalRules({"mlp": ("tensor",)}))
-    assert TensorParallel(rules=same).layout().logical_axes["mlp"] == ("tensor",)
+    assert TensorParallel(rules=same).layout().claims.logical["mlp"] == ("tensor",)
 
 
 def test_a_rule_for_an_axis_that_the_mesh_lacks() -> None:

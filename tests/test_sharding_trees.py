@@ -228,7 +228,7 @@ def test_a_leaf_that_is_no_array(mesh: Mesh) -> None:
 
 
 def test_a_mesh_may_be_given_by_a_strategy() -> None:
-    assert layout_of(FSDP(8)).batch_axes == ("fsdp",)
+    assert layout_of(FSDP(8)).claims.batch == ("fsdp",)
     assert resolve_shardings(abstract(64, 64), FSDPRules(), FSDP(8)).spec == P("fsdp")
     message = "mesh is a NoneType. Pass a jax.sharding.Mesh, for example nnx_parallel."
     with pytest.raises(TypeError, match=re.escape(message)):

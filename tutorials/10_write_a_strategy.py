@@ -10,7 +10,6 @@
 # model. `VocabParallel` splits these two along the vocabulary, and nothing else.
 
 # %%
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
@@ -28,6 +27,7 @@ from nnx_parallel import (
     simulate_devices,
     visualize,
 )
+from nnx_parallel.sharding import Claims
 
 simulate_devices(8)
 
@@ -49,13 +49,8 @@ class VocabParallel(Strategy):
         if self.size is not None and self.size < 1:
             raise ValueError(f"VocabParallel({self.size}): it needs at least 1 part.")
 
-    @property
-    def axis_sizes(self) -> Mapping[str, int | None]:
-        return {"words": self.size}
-
-    @property
-    def logical_axes(self) -> Mapping[str, str]:
-        return {"vocab": "words"}
+    def claims(self) -> Claims:
+        return Claims(axis_sizes={"words": self.size}, logical={"vocab": "words"})
 
 
 # %% [markdown]

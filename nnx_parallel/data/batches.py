@@ -4,6 +4,8 @@ JAX wraps integers beyond 32 bits silently and compiles anew for every shape: bo
 refused here, with the leaf's path and the numbers.
 
 Host batches to global arrays, rows split over the batch's mesh axes.
+
+Rows of a batch as microbatches, and back.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.errors import BatchShapeError, DataError, MeshShapeError
 from nnx_parallel.sharding.layout import Layout
@@ -248,7 +251,7 @@ def place_batch(
     num_rows = num_local * count
     if global_batch_size is not None and num_rows != global_batch_size:
         raise _size_error(num_local, index, count, global_batch_size)
-    sizes = {axis: layout.mesh.shape[axis] for axis in layout.batch_axes}
+    sizes = {axis: layout.mesh.shape[axis] for axis in layout.claims.batch}
     if num_microbatches is not None:
         check_divisible(num_rows, num_microbatches, sizes)
     sharding = layout.sharding(layout.batch_spec(num_rows))
@@ -297,4 +300,36 @@ def _size_error(num_local: int, index: int, count: int, wanted: int) -> BatchSha
         f"share {index} of {count}: together {num_local * count} "
         f"rows, but global_batch_size={wanted}."
         f"{whose if num_local == wanted else ''} Rows to give here: {rule}."
+    )
+
+
+def split_rows(layout: Layout, batch: Any, num_microbatches: int) -> Any:
+    """A batch as microbatches along a new leading dim.
+
+    Microbatch m holds rows m, m + M, m + 2M, ...: whatever the number of devices, each
+    keeps its own rows, and none has to be sent.
+    """
+
+    def split(x: jax.Array) -> jax.Array:
+        rows = x.shape[0] // num_microbatches
+        return x.reshape(rows, num_microbatches, *x.shape[1:]).swapaxes(0, 1)
+
+    return constrain_rows(layout, jax.tree.map(split, batch), 1)
+
+
+def constrain_rows(layout: Layout, batch: Any, dim: int) -> Any:
+    """A batch split over the batch axes, its rows along one dim."""
+
+    def constrain(x: jax.Array) -> jax.Array:
+        spec = P(*(None,) * dim, *layout.batch_spec(x.shape[dim]))
+        return jax.lax.with_sharding_constraint(x, layout.sharding(spec))
+
+    return jax.tree.map(constrain, batch)
+
+
+def join_rows(outputs: Any) -> Any:
+    """The rows that `split_rows` has split, in their first order."""
+    return jax.tree.map(
+        lambda x: x.swapaxes(0, 1).reshape(x.shape[0] * x.shape[1], *x.shape[2:]),
+        outputs,
     )

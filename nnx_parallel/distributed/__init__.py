@@ -2,7 +2,6 @@
 
 from nnx_parallel.distributed.agreement import allgather_object as allgather_object
 from nnx_parallel.distributed.agreement import check_consistent as check_consistent
-from nnx_parallel.distributed.agreement import hash_code as hash_code
 from nnx_parallel.distributed.agreement import reserve_allgather as reserve_allgather
 from nnx_parallel.distributed.agreement import strip_addresses as strip_addresses
 from nnx_parallel.distributed.agreement import versions as versions

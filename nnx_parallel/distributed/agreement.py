@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib.metadata
 import json
 import platform
 import re
 from collections.abc import Callable, Mapping
-from types import CodeType
 from typing import Any
 
 from nnx_parallel.distributed.messages import join
@@ -105,22 +103,6 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **found}
 
 
-def hash_code(function: Callable) -> str:
-    """A short name for what a function does, equal for equal code.
-
-    Example:
-        >>> hash_code(lambda x: x + 1) == hash_code(lambda x: x + 2)
-        False
-    """
-    inner = _unwrap(function)
-    code = getattr(inner, "__code__", None)
-    name = getattr(inner, "__qualname__", type(inner).__name__)
-    if code is None:
-        return name
-    digest = hashlib.sha256(repr(_code(code)).encode()).hexdigest()[:12]
-    return f"{name} {digest}"
-
-
 def strip_addresses(text: str) -> str:
     """A ``repr`` without the addresses of objects, which no two processes share.
 
@@ -129,36 +111,6 @@ def strip_addresses(text: str) -> str:
         '<function f>'
     """
     return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
-
-
-def _unwrap(function: Callable) -> Any:
-    """The function within partials and decorators."""
-    while True:
-        if isinstance(function, functools.partial):
-            function = function.func
-        elif hasattr(function, "__wrapped__"):
-            function = function.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
-        elif not hasattr(function, "__code__") and hasattr(
-            type(function).__call__, "__code__"
-        ):
-            return type(function).__call__
-        else:
-            return function
-
-
-def _code(code: CodeType) -> tuple:
-    return code.co_code.hex(), [_constant(c) for c in code.co_consts], code.co_names
-
-
-def _constant(value: Any) -> Any:
-    """A constant of a function, written alike in every process."""
-    if isinstance(value, CodeType):
-        return _code(value)
-    if isinstance(value, tuple):
-        return tuple(map(_constant, value))
-    if isinstance(value, frozenset):  # their order depends on the process's hash seed
-        return "frozenset", sorted(repr(_constant(x)) for x in value)
-    return repr(value)
 
 
 def _spell(value: Any) -> str:

@@ -75,7 +75,7 @@ def matmul(
     split = _find_split(layout, x, w, in_names, out_names, contracting)
     if layout is None or split is None:
         return _plain(contracting, x, w)
-    if layout.overlap is None:
+    if layout.claims.overlap is None:
         return (_gathering if split.gathers else _scattering)(split, x, w)
     return _overlapping(layout, split, x, w)
 
@@ -124,7 +124,7 @@ def _find_split(
     out_axes = dim_axes(
         layout.activation_spec(out_shape, (*leading, *out_names)), len(out_shape)
     )
-    for axis in layout.activation_axes.get("seq", ()):
+    for axis in layout.activation_axes("seq"):
         for gathers, near, far in (
             (True, in_axes, out_axes),
             (False, out_axes, in_axes),
@@ -155,7 +155,7 @@ def _overlapping(
         axis=found.axis,
         dim=SEQ,
         contracting=found.contracting,
-        mode=layout.overlap or "ring",
+        mode=layout.claims.overlap or "ring",
         sum_dtype=jnp.result_type(x, w),
         mesh=layout.mesh,
     )

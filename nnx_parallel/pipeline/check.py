@@ -11,23 +11,21 @@ from flax import nnx
 from nnx_parallel.errors import PipelineError
 from nnx_parallel.layers.jaxprs import subjaxprs, variables_in
 from nnx_parallel.layers.stack import Stack
-from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.names import dotted
 
 
-def check_model(model: nnx.Module, layout: Layout) -> None:
+def check_stages(model: nnx.Module, num_stages: int, num_chunks: int) -> None:
     """Checks that a model's one `Stack` divides into stages.
 
     Args:
         model: The model, concrete or abstract.
-        layout: The layout; without a pipeline everything passes.
+        num_stages: Stages of the pipeline.
+        num_chunks: Chunks of layers that each stage holds.
 
     Raises:
         PipelineError: If the model has no stack or several, or its number of layers
             is no multiple of stages times chunks.
     """
-    if layout.pipeline is None:
-        return
     stacks = {
         dotted(path): module
         for path, module in nnx.iter_modules(model)
@@ -42,8 +40,6 @@ def check_model(model: nnx.Module, layout: Layout) -> None:
             "use FSDP or TensorParallel, which need none."
         )
     (path, stack), *_ = stacks.items()
-    num_stages = layout.mesh.shape[layout.pipeline.axis]
-    num_chunks = layout.pipeline.schedule.chunks
     count, parts = stack.num_layers, num_stages * num_chunks
     if count % parts:
         valid = [n for n in range(1, count + 1) if count % (n * num_chunks) == 0]

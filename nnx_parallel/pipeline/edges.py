@@ -24,6 +24,7 @@ from nnx_parallel.pipeline.cut import Arrays, Cut, Function, Given, cut
 from nnx_parallel.schedules.buffers import Buffers
 from nnx_parallel.sharding.constrain import using
 from nnx_parallel.sharding.layout import Layout
+from nnx_parallel.sharding.rules import as_tuple
 
 
 def zeros_like(tree: Any) -> Any:
@@ -144,13 +145,20 @@ class Edges:
         given: What it is run on.
         layout: The layout of the step.
         buffers: Memory slots of the schedule.
+        axis: Mesh axis of the stages.
     """
 
     def __init__(
-        self, function: Function, given: Given, layout: Layout, buffers: Buffers
+        self,
+        function: Function,
+        given: Given,
+        layout: Layout,
+        buffers: Buffers,
+        axis: str,
     ) -> None:
         batch, key = jax.eval_shape(given.take, jnp.int32(0))
-        self._layout = spread_over_stages(layout, jax.tree.leaves(batch)[0].shape[0])
+        num_rows = jax.tree.leaves(batch)[0].shape[0]
+        self._layout = spread_over_stages(layout, axis, num_rows)
         with using(self._layout):
             self.cut: Cut = cut(function, given.params, given.variables, batch, key)
         self._given = given
@@ -285,17 +293,19 @@ class Edges:
         return [jnp.sum(jnp.asarray(w, jnp.float32), axis=0) for w in weights]
 
 
-def spread_over_stages(layout: Layout, num_rows: int) -> Layout:
+def spread_over_stages(layout: Layout, axis: str, num_rows: int) -> Layout:
     """The layout of the parts around the stack: over the axis of stages too.
 
     It splits the rows, or the sequence where it does not divide the rows.
     """
-    assert layout.pipeline is not None
-    axis = layout.pipeline.axis
-    spread = dataclasses.replace(layout, batch_axes=(*layout.batch_axes, axis))
-    shards = math.prod(layout.mesh.shape[name] for name in spread.batch_axes)
-    if num_rows % shards == 0:
-        return spread
-    seq = (axis, *layout.logical_axes.get("seq", ()))
-    logical_axes = {**layout.logical_axes, "seq": seq}
-    return dataclasses.replace(layout, logical_axes=logical_axes)
+    claims = layout.claims
+    # The axis comes last whatever the mesh's order: each device then takes a part of
+    # the rows that it holds already, and none are sent.
+    batch = (*claims.batch, axis)
+    if num_rows % math.prod(layout.mesh.shape[name] for name in batch) == 0:
+        spread = dataclasses.replace(claims, batch=batch)
+    else:
+        seq = (axis, *as_tuple(claims.logical.get("seq")))
+        logical = {**claims.logical, "seq": seq}
+        spread = dataclasses.replace(claims, logical=logical)
+    return dataclasses.replace(layout, claims=spread)

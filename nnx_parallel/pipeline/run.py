@@ -9,30 +9,40 @@ every step sends them there, and their gradients back, a stage's worth of each.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from nnx_parallel.data.batches import split_rows
 from nnx_parallel.errors import PipelineError, ScheduleError
 from nnx_parallel.layers.residuals import Layers
+from nnx_parallel.metrics import Mean
 from nnx_parallel.pipeline.check import check_layer
-from nnx_parallel.pipeline.cut import Arrays, Function, Given
+from nnx_parallel.pipeline.cut import Arrays, Function, Given, calls_stack
 from nnx_parallel.pipeline.edges import Edges, make_slots, run_if, write_slot
 from nnx_parallel.pipeline.executor import Executor, Row, TrainingTick, make_rows
-from nnx_parallel.pipeline.stage import Stage
+from nnx_parallel.pipeline.stage import Stage, Stash
 from nnx_parallel.precision import cast_floating
 from nnx_parallel.schedules.buffers import plan_buffers
+from nnx_parallel.schedules.schedules import Schedule
 from nnx_parallel.schedules.table import Table
+from nnx_parallel.sharding.claims import Execution
 from nnx_parallel.sharding.constrain import using
-from nnx_parallel.sharding.model import Path
+from nnx_parallel.sharding.layout import Layout
+from nnx_parallel.sharding.model import Path, flatten, nest
 from nnx_parallel.sharding.names import dotted
-from nnx_parallel.state import StatePlan
+from nnx_parallel.state import StatePlan, TrainState
+
+Gather = Literal["microbatch", "step"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,11 +145,94 @@ def _move(x: jax.Array, rounds: Rounds, axis: str) -> jax.Array:
     return moved
 
 
+@dataclass(frozen=True, kw_only=True)
+class PipelineSchedule(Execution):
+    """The step as stages that pass microbatches on.
+
+    Attributes:
+        axis: Mesh axis of the stages.
+        schedule: Makes the table.
+        stash: What a stage keeps of a microbatch between its slots.
+        gather: How often weights that FSDP shards are gathered.
+    """
+
+    cuts_loss: ClassVar[bool] = True
+
+    axis: str
+    schedule: Schedule
+    stash: Stash
+    gather: Gather
+
+    def gradients(
+        self,
+        plan: StatePlan,
+        forward: Callable[[dict, dict, Any, jax.Array], tuple[dict[str, Mean], dict]],
+        state: TrainState,
+        batch: Any,
+        key: jax.Array,
+        num_microbatches: int,
+    ) -> tuple[dict, dict, dict[str, Mean]]:
+        """Gradients of the batch's mean loss, in the schedule's order."""
+        microbatches = split_rows(plan.layout, batch, num_microbatches)
+        given = Given.of(state.params, state.variables, microbatches, key)
+
+        def function(params: Arrays, variables: Arrays, batch: Any, key: Any) -> Any:
+            means, after = forward(nest(params), nest(variables), batch, key)
+            return means, flatten(after)
+
+        table = self.schedule.table(plan.layout.mesh.shape[self.axis], num_microbatches)
+        pipelined = PipelinedFunction(plan, self, function, given, table)
+        grads, variables, means = pipelined.gradients(
+            lambda means, weights: state.scaled(means["loss"].over(weights)),
+            lambda means: [term.weight for term in means["loss"].terms],
+        )
+        means = jax.tree.map(lambda x: jnp.sum(x, axis=0), means)
+        return nest(grads), nest(variables), means
+
+    def outputs(
+        self,
+        plan: StatePlan,
+        function: Callable[[nnx.Module, Any, jax.Array], Any],
+        arrays: tuple[dict, dict],
+        batch: Any,
+        key: jax.Array,
+        num_microbatches: int,
+        *,
+        join: Callable[[Any], Any],
+        needs_stack: bool,
+    ) -> Any:
+        """Outputs by the forward half of the schedule, microbatch by microbatch."""
+        whole = partial(plan.evaluate, function)
+        if not needs_stack and not calls_stack(whole, *arrays, batch, key):
+            return whole(*arrays, batch, key)
+        num_rows = jax.tree.leaves(batch)[0].shape[0]
+        count = _dividing_microbatches(plan.layout, num_rows, num_microbatches)
+        given = Given.of(*arrays, split_rows(plan.layout, batch, count), key)
+
+        def run(params: Arrays, variables: Arrays, batch: Any, key: Any) -> Any:
+            model = plan.merge(
+                nest(params), nest(variables), training=False, cast_stacked=False
+            )
+            return function(model, batch, key), {}
+
+        num_stages = plan.layout.mesh.shape[self.axis]
+        table = self.schedule.forward_table(num_stages, count)
+        return join(PipelinedFunction(plan, self, run, given, table).outputs())
+
+
+def _dividing_microbatches(layout: Layout, num_rows: int, wanted: int) -> int:
+    """At most so many microbatches that each keeps the split of the rows."""
+    shards = math.prod(layout.mesh.shape[a] for a in layout.claims.batch)
+    rows = num_rows // shards if num_rows % shards == 0 else num_rows
+    return max(count for count in range(1, wanted + 1) if rows % count == 0)
+
+
 class PipelinedFunction:
     """A function of a model, cut at its stack and bound to a schedule.
 
     Args:
         plan: The model's structure and the place of every array.
+        pipeline: Axis of the stages, and what is kept and gathered.
         function: The function; it calls one `Stack` once.
         given: What it is run on.
         table: The schedule.
@@ -149,31 +242,34 @@ class PipelinedFunction:
     """
 
     def __init__(
-        self, plan: StatePlan, function: Function, given: Given, table: Table
+        self,
+        plan: StatePlan,
+        pipeline: PipelineSchedule,
+        function: Function,
+        given: Given,
+        table: Table,
     ) -> None:
-        options = plan.layout.pipeline
-        assert options is not None
         self._plan = plan
-        self._options = options
+        self._options = pipeline
         self._given = given
         self._table = table
-        _check_sizes(plan, given, table)
+        _check_sizes(plan, pipeline, given, table)
         self._rounds = plan_rounds(table.num_stages, table.num_chunks)
         buffers = plan_buffers(table)
         self._rows: Row = make_rows(table, buffers)
-        self._edges = Edges(function, given, plan.layout, buffers)
+        self._edges = Edges(function, given, plan.layout, buffers, pipeline.axis)
         cut = self._edges.cut
         self._inside = cut.stack_params | cut.stack_others
-        stash = "inputs" if table.is_forward_only else options.stash
+        stash = "inputs" if table.is_forward_only else pipeline.stash
         stage = Stage(cut.recorded, cut.differentiated, plan.precision.compute, stash)
         mesh = plan.layout.mesh
         with using(plan.layout):
             jaxpr, self._state_keys = stage.trace_layer(
                 self._split(frozenset(cut.stack_others)), self._edges.entering
             )
-        check_layer(jaxpr, mesh, options.axis)
+        check_layer(jaxpr, mesh, pipeline.axis)
         self._check_state(cut.shared)
-        self._executor = Executor(stage, table, buffers, mesh, options.axis)
+        self._executor = Executor(stage, table, buffers, mesh, pipeline.axis)
 
     def _check_state(self, shared: frozenset[Path]) -> None:
         """Variables that the layers change change on their stage alone."""
@@ -326,10 +422,10 @@ class PipelinedFunction:
         return reorder(tree, rounds, self._plan.layout.mesh, self._options.axis)
 
 
-def _check_sizes(plan: StatePlan, given: Given, table: Table) -> None:
+def _check_sizes(
+    plan: StatePlan, options: PipelineSchedule, given: Given, table: Table
+) -> None:
     """A schedule of the user's own may have made any table."""
-    options = plan.layout.pipeline
-    assert options is not None
     found = (table.num_stages, table.num_microbatches, table.num_chunks)
     wanted = (
         plan.layout.mesh.shape[options.axis],

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.extend.core as jex
@@ -27,8 +27,9 @@ from nnx_parallel.layers.remat import apply_remat
 from nnx_parallel.layers.residuals import KeepingForward, Layers, keeping_forward
 from nnx_parallel.pipeline.cut import RecordedCall
 from nnx_parallel.precision import cast_floating
-from nnx_parallel.schedules.schedules import Stash
 from nnx_parallel.sharding.names import dotted
+
+Stash = Literal["policy", "inputs"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
@@ -247,24 +246,3 @@ def _forward_ticks(chunk: Ints, stage: Ints, microbatch: Ints) -> Ints:
     num_stages, num_chunks = int(stage.max()) + 1, int(chunk.max()) + 1
     group, place = np.divmod(microbatch, num_stages)
     return (group * num_chunks + chunk) * num_stages + place + stage
-
-
-Stash = Literal["policy", "inputs"]
-Gather = Literal["microbatch", "step"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineOptions:
-    """Settings of `Pipeline`, for the code that runs the step.
-
-    Attributes:
-        axis: Mesh axis of the stages.
-        schedule: Makes the table.
-        stash: What a stage keeps of a microbatch between its slots.
-        gather: How often weights that FSDP shards are gathered.
-    """
-
-    axis: str
-    schedule: Schedule
-    stash: Stash
-    gather: Gather

@@ -1,21 +1,20 @@
-"""Layout: a strategy's answers over one mesh, and the four specs of every array."""
+"""Layout: claims on a mesh, and the four specs of every array."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.collectives.ring import Mode, Overlap
+from nnx_parallel.collectives.ring import Mode
 from nnx_parallel.errors import UnknownAxisError
 from nnx_parallel.mesh import MESH_AXES
-from nnx_parallel.schedules.schedules import PipelineOptions
+from nnx_parallel.sharding.claims import Claims, ZeroKind
 from nnx_parallel.sharding.names import LOGICAL_AXES, ArrayInfo, suggest
-from nnx_parallel.sharding.rules import FSDPRules, LogicalRules, Rules, first_match
+from nnx_parallel.sharding.rules import LogicalRules, as_tuple, first_match
 from nnx_parallel.sharding.specs import (
     DimAxes,
     check_spec,
@@ -24,8 +23,6 @@ from nnx_parallel.sharding.specs import (
     to_spec,
     without_axes,
 )
-
-ZeroKind = Literal["params", "gradients", "optimizer"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,60 +65,24 @@ class Placement:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZeroAxis:
-    """A mesh axis that splits training state which the computation uses whole [1].
-
-    Attributes:
-        rules: The axis and how it chooses a dim.
-        shard: What it splits: ``params`` (ZeRO-3: parameters, gradients and optimizer
-            state), ``gradients`` (ZeRO-2: the last two) or ``optimizer`` (ZeRO-1).
-        prefetch: How a `Stack` gathers a layer's parameters while the one before it
-            runs: in one collective (``bulk``), or hop by hop; ``None``: each layer
-            gathers its own.
-
-    References:
-        [1] Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
-        Parameter Models", 2020, section 5, https://arxiv.org/abs/1910.02054
-    """
-
-    rules: FSDPRules
-    shard: ZeroKind = "params"
-    prefetch: Mode | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where everything lives on one mesh: what a strategy says, resolved.
+    """Claims on a mesh: where everything lives.
 
     Attributes:
         mesh: The mesh, all of its axes Auto.
-        batch_axes: Mesh axes that split the batch, in the mesh's order.
-        logical_axes: Mesh axes by logical name, the user's `LogicalRules` applied.
-        zero_axes: Axes that split training state which is gathered at use.
-        rules: The user's explicit rules.
-        pipeline: How the step is pipelined, or ``None``.
-        activation_axes: Mesh axes by logical name for activations alone. They yield:
-            another dim of the same activation that claims the axis has it.
-        overlap: How products that gather their input or scatter their output run:
-            ``ring`` or ``bidirectional``; ``None``: as the partitioner has it.
+        claims: A strategy's `Claims.on` this mesh; by default none.
 
     Raises:
         UnknownAxisError: If a logical name is given to an axis that the mesh lacks.
     """
 
     mesh: Mesh
-    batch_axes: tuple[str, ...] = ()
-    logical_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    zero_axes: tuple[ZeroAxis, ...] = ()
-    rules: tuple[Rules, ...] = ()
-    pipeline: PipelineOptions | None = None
-    activation_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    overlap: Overlap | None = None
+    claims: Claims = field(default_factory=Claims)
 
     def __post_init__(self) -> None:
-        named = (*self.logical_axes.items(), *self.activation_axes.items())
-        for name, axes in named:
-            for axis in axes:
+        claims = self.claims
+        for name, axes in (*claims.logical.items(), *claims.activations.items()):
+            for axis in as_tuple(axes):
                 if axis not in self.mesh.shape:
                     raise UnknownAxisError(
                         f"Dims named {name!r} are given to the mesh axis {axis!r}, "
@@ -133,11 +94,12 @@ class Layout:
     @property
     def prefetch(self) -> Mode | None:
         """How a stack gathers its next layer's parameters, or ``None``."""
-        return next((z.prefetch for z in self.zero_axes if z.prefetch), None)
+        return next((z.prefetch for z in self.claims.zero if z.prefetch), None)
 
     def is_silent(self, names: Sequence) -> bool:
         """Whether it says nothing about an array's names: a mesh alone does not."""
-        has_claims = self.logical_axes or self.batch_axes or self.activation_axes
+        claims = self.claims
+        has_claims = claims.logical or claims.batch or claims.activations
         return not has_claims and self.mesh.shape.keys().isdisjoint(names)
 
     def sharding(self, spec: P) -> NamedSharding:
@@ -157,7 +119,7 @@ class Layout:
                 gives to it.
             PlacementConflictError: If claims collide.
         """
-        rules = tuple(r for r in self.rules if not isinstance(r, LogicalRules))
+        rules = tuple(r for r in self.claims.rules if not isinstance(r, LogicalRules))
         explicit = first_match(rules, info, self.mesh)
         if explicit is not None:
             spec, reason = explicit
@@ -172,7 +134,7 @@ class Layout:
         if info.names is None:
             return ((),) * len(info.shape), ""
         axes = tuple(self.axes_of(name, info.path) for name in info.names)
-        if info.is_stacked and "layers" not in self.logical_axes:
+        if info.is_stacked and "layers" not in self.claims.logical:
             axes = ((), *axes[1:])
         check_spec(info.path, info.shape, to_spec(axes), self.mesh)
         found = [
@@ -194,10 +156,10 @@ class Layout:
             return ()
         if not isinstance(name, str):
             return tuple(axis for part in name for axis in self.axes_of(part, path))
-        if name in self.logical_axes:
-            return self.logical_axes[name]
+        if name in self.claims.logical:
+            return as_tuple(self.claims.logical[name])
         if name == "batch":
-            return self.batch_axes
+            return self.claims.batch
         if name in self.mesh.shape:
             return (name,)
         if name in LOGICAL_AXES or name in MESH_AXES:
@@ -215,7 +177,7 @@ class Layout:
         self, info: ArrayInfo, axes: DimAxes, reason: str
     ) -> tuple[DimAxes, str]:
         reasons = [reason] if reason else []
-        for zero in self.zero_axes if info.is_param else ():
+        for zero in self.claims.zero if info.is_param else ():
             if any(zero.rules.axis in dim for dim in axes):
                 continue
             taken = tuple(bool(dim) for dim in axes)
@@ -229,7 +191,7 @@ class Layout:
 
     def _placement(self, info: ArrayInfo, axes: DimAxes, reason: str) -> Placement:
         def spec(*kept: ZeroKind) -> P:
-            dropped = [z.rules.axis for z in self.zero_axes if z.shard not in kept]
+            dropped = [z.rules.axis for z in self.claims.zero if z.shard not in kept]
             return to_spec(without_axes(axes, dropped))
 
         return Placement(
@@ -243,14 +205,18 @@ class Layout:
 
     def batch_spec(self, num_rows: int) -> P:
         """Spec of a batch's dim 0: as many of the batch axes as divide the rows."""
-        kept = dividing_prefix(num_rows, self.batch_axes, self.mesh.shape)
+        kept = dividing_prefix(num_rows, self.claims.batch, self.mesh.shape)
         return P(kept) if kept else P()
+
+    def activation_axes(self, name: str) -> tuple[str, ...]:
+        """Mesh axes of a logical name for activations alone."""
+        return as_tuple(self.claims.activations.get(name))
 
     def activation_spec(self, shape: Sequence[int], names: Sequence) -> P:
         """Spec of an activation; axes that do not divide their dim are left out."""
         axes, used = self._claims(shape, names)
         for dim, (size, name) in enumerate(zip(shape, names, strict=True)):
-            more = self.activation_axes.get(name, ()) if isinstance(name, str) else ()
+            more = self.activation_axes(name) if isinstance(name, str) else ()
             free = [axis for axis in more if axis not in used]
             kept = dividing_prefix(size, (*axes[dim], *free), self.mesh.shape)
             used.update(kept)

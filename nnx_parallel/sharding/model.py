@@ -109,7 +109,7 @@ def annotate(model: nnx.Module, layout: Layout) -> dict[Path, Placement]:
 
 def _warn_unmatched(placements: dict[Path, Placement], layout: Layout) -> None:
     reasons = {placement.reason for placement in placements.values()}
-    rules = [member for rule in layout.rules for member in members(rule)]
+    rules = [member for rule in layout.claims.rules for member in members(rule)]
     pairs = [p for rule in rules if isinstance(rule, PathRules) for p in rule.pairs]
     idle = [regex for regex, _ in pairs if f"path rule {regex!r}" not in reasons]
     if idle:

@@ -10,15 +10,17 @@ that answers decides.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from types import CodeType
+from typing import Any, Protocol, runtime_checkable
 
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.distributed.agreement import hash_code
 from nnx_parallel.errors import (
     PlacementConflictError,
     UnknownAxisError,
@@ -258,12 +260,12 @@ def merge_logical(
     """
     decided: dict[str, tuple[str, ...]] = {}
     for name, axes in logical_items(rules):
-        if decided.setdefault(name, _as_tuple(axes)) != _as_tuple(axes):
+        if decided.setdefault(name, as_tuple(axes)) != as_tuple(axes):
             raise PlacementConflictError(
                 f"Two LogicalRules give dims named {name!r} to {decided[name]} and to "
-                f"{_as_tuple(axes)}. Keep one."
+                f"{as_tuple(axes)}. Keep one."
             )
-    return {name: _as_tuple(axes) for name, axes in defaults.items()} | decided
+    return {name: as_tuple(axes) for name, axes in defaults.items()} | decided
 
 
 def logical_items(rules: tuple[Rules, ...]) -> list[tuple[str, MeshAxes]]:
@@ -271,5 +273,52 @@ def logical_items(rules: tuple[Rules, ...]) -> list[tuple[str, MeshAxes]]:
     return [item for r in rules if isinstance(r, LogicalRules) for item in r.items]
 
 
-def _as_tuple(axes: MeshAxes) -> tuple[str, ...]:
+def as_tuple(axes: MeshAxes) -> tuple[str, ...]:
+    """Mesh axes in any of their spellings as a tuple."""
     return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def hash_code(function: Callable) -> str:
+    """A short name for what a function does, equal for equal code.
+
+    Example:
+        >>> hash_code(lambda x: x + 1) == hash_code(lambda x: x + 2)
+        False
+    """
+    inner = _unwrap(function)
+    code = getattr(inner, "__code__", None)
+    name = getattr(inner, "__qualname__", type(inner).__name__)
+    if code is None:
+        return name
+    digest = hashlib.sha256(repr(_code(code)).encode()).hexdigest()[:12]
+    return f"{name} {digest}"
+
+
+def _unwrap(function: Callable) -> Any:
+    """The function within partials and decorators."""
+    while True:
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif hasattr(function, "__wrapped__"):
+            function = function.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
+        elif not hasattr(function, "__code__") and hasattr(
+            type(function).__call__, "__code__"
+        ):
+            return type(function).__call__
+        else:
+            return function
+
+
+def _code(code: CodeType) -> tuple:
+    return code.co_code.hex(), [_constant(c) for c in code.co_consts], code.co_names
+
+
+def _constant(value: Any) -> Any:
+    """A constant of a function, written alike in every process."""
+    if isinstance(value, CodeType):
+        return _code(value)
+    if isinstance(value, tuple):
+        return tuple(map(_constant, value))
+    if isinstance(value, frozenset):  # their order depends on the process's hash seed
+        return "frozenset", sorted(repr(_constant(x)) for x in value)
+    return repr(value)

@@ -442,7 +442,7 @@ def process_local_to_global(
     """
     layout = layout_of(mesh)
     if axes is None:
-        axes = layout.batch_axes or layout.mesh.axis_names
+        axes = layout.claims.batch or layout.mesh.axis_names
     names = axes if isinstance(axes, str) else tuple(axes)
     spec = P(*[None] * dim, names)
     leaves, treedef = jax.tree.flatten(batch)

@@ -1,4 +1,4 @@
-"""What every strategy answers, and the verbs that follow from its answers."""
+"""Strategy: its claims, and the verbs that follow from them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from flax import nnx
 from jax.sharding import Mesh
 
-from nnx_parallel.collectives.ring import Overlap
 from nnx_parallel.mesh import Device, check_mesh, make_mesh
-from nnx_parallel.schedules.schedules import PipelineOptions
-from nnx_parallel.sharding.layout import Layout, ZeroAxis
+from nnx_parallel.sharding.claims import Claims
+from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.model import (
     abstract_model,
     annotate,
@@ -21,7 +20,6 @@ from nnx_parallel.sharding.model import (
     placed_arrays,
     stored_shardings,
 )
-from nnx_parallel.sharding.rules import MeshAxes, Rules, logical_items, merge_logical
 from nnx_parallel.visualize.describe import Description, describe_model
 
 
@@ -29,9 +27,9 @@ from nnx_parallel.visualize.describe import Description, describe_model
 class Strategy(abc.ABC):
     """Where parameters, optimizer state and batch live, and how the step is run.
 
-    A technique of your own subclasses this and answers what it needs to; every answer
-    but `axis_sizes` has a default that changes nothing. Strategies are values: they
-    hold no arrays and no mesh, compare by their fields, and combine in a `Composite`.
+    A technique of your own subclasses this and answers once, in `claims`. Strategies
+    are values: they hold no arrays and no mesh, compare by their fields, and combine in
+    a `Composite`.
     """
 
     def __repr__(self) -> str:
@@ -43,45 +41,22 @@ class Strategy(abc.ABC):
         ]
         return f"{type(self).__name__}({', '.join(changed)})"
 
-    @property
     @abc.abstractmethod
+    def claims(self) -> Claims:
+        """My mesh axes, and what they split."""
+
+    def check(self, model: nnx.Module, mesh: Mesh) -> None:  # noqa: B027
+        """Refuses a model that I cannot run, before anything is compiled.
+
+        Args:
+            model: The model, concrete or abstract.
+            mesh: The mesh, with my axes.
+        """
+
+    @property
     def axis_sizes(self) -> Mapping[str, int | None]:
         """Size of each of my mesh axes; ``None`` takes the devices that remain."""
-
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        """My mesh axes that split the batch."""
-        return ()
-
-    @property
-    def logical_axes(self) -> Mapping[str, MeshAxes]:
-        """Mesh axes by logical name, for parameters and activations alike."""
-        return {}
-
-    @property
-    def activation_axes(self) -> Mapping[str, MeshAxes]:
-        """Mesh axes by logical name for activations alone; other claims come first."""
-        return {}
-
-    @property
-    def overlap_mode(self) -> Overlap | None:
-        """How products that gather their input or scatter their output overlap."""
-        return None
-
-    @property
-    def zero_axes(self) -> tuple[ZeroAxis, ...]:
-        """My axes that split training state which is gathered at use."""
-        return ()
-
-    @property
-    def user_rules(self) -> tuple[Rules, ...]:
-        """Explicit rules of the user; they come before names and choices."""
-        return ()
-
-    @property
-    def pipeline(self) -> PipelineOptions | None:
-        """How I pipeline the step; ``None``: not at all."""
-        return None
+        return self.claims().axis_sizes
 
     def make_mesh(self, devices: Sequence[Device] | None = None) -> Mesh:
         """A mesh over all ``devices`` (by default all there are) with my axes.
@@ -92,7 +67,7 @@ class Strategy(abc.ABC):
         return make_mesh(self.axis_sizes, devices)
 
     def layout(self, mesh: Mesh | None = None) -> Layout:
-        """My answers over one mesh, by default over all devices.
+        """My claims on one mesh, by default over all devices.
 
         Raises:
             MeshShapeError: If the mesh has other sizes than I state.
@@ -100,23 +75,9 @@ class Strategy(abc.ABC):
             MeshAxisTypeError: If an axis of the mesh is not Auto.
         """
         mesh = self.make_mesh() if mesh is None else mesh
-        check_mesh(mesh, self.axis_sizes)
-        return Layout(
-            mesh=mesh,
-            batch_axes=tuple(a for a in mesh.axis_names if a in self.batch_axes),
-            logical_axes=merge_logical(self.user_rules, self.logical_axes),
-            zero_axes=self.zero_axes,
-            rules=self.user_rules,
-            pipeline=self.pipeline,
-            activation_axes=self._activation_axes(),
-            overlap=self.overlap_mode,
-        )
-
-    def _activation_axes(self) -> Mapping[str, tuple[str, ...]]:
-        """Mine, but for names that the user has decided."""
-        decided = {name for name, _ in logical_items(self.user_rules)}
-        mine = merge_logical((), self.activation_axes)
-        return {name: axes for name, axes in mine.items() if name not in decided}
+        claims = self.claims()
+        check_mesh(mesh, claims.axis_sizes)
+        return Layout(mesh=mesh, claims=claims.on(mesh))
 
     def init(
         self,

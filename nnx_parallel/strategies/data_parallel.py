@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
+from nnx_parallel.sharding.claims import Claims
 from nnx_parallel.sharding.rules import Rules
 from nnx_parallel.strategies.base import Strategy
 
@@ -30,17 +30,6 @@ class DataParallel(Strategy):
     size: int | None = None
     rules: tuple[Rules, ...] = ()
 
-    @property
-    def axis_sizes(self) -> Mapping[str, int | None]:
-        """``data``."""
-        return {"data": self.size}
-
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        """``data``."""
-        return ("data",)
-
-    @property
-    def user_rules(self) -> tuple[Rules, ...]:
-        """The rules given."""
-        return self.rules
+    def claims(self) -> Claims:
+        """``data`` splits the batch."""
+        return Claims(axis_sizes={"data": self.size}, batch=("data",), rules=self.rules)

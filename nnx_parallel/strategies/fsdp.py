@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import get_args
 
 from nnx_parallel.collectives.ring import Mode
-from nnx_parallel.sharding.layout import ZeroAxis, ZeroKind
+from nnx_parallel.sharding.claims import Claims, ZeroAxis, ZeroKind
 from nnx_parallel.sharding.rules import FSDPRules, Rules
 from nnx_parallel.strategies.base import Strategy
 
@@ -88,23 +87,12 @@ class FSDP(Strategy):
                 "out, or take shard='params'."
             )
 
-    @property
-    def axis_sizes(self) -> Mapping[str, int | None]:
-        """``fsdp``."""
-        return {"fsdp": self.size}
-
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        """``fsdp``: each shard of the state sees its own rows."""
-        return ("fsdp",)
-
-    @property
-    def zero_axes(self) -> tuple[ZeroAxis, ...]:
-        """``fsdp``, over what ``shard`` says."""
-        rules = FSDPRules(axis="fsdp", min_size=self.min_size)
-        return (ZeroAxis(rules=rules, shard=self.shard, prefetch=self.prefetch),)
-
-    @property
-    def user_rules(self) -> tuple[Rules, ...]:
-        """The rules given."""
-        return self.rules
+    def claims(self) -> Claims:
+        """``fsdp`` splits the batch, and the training state that ``shard`` says."""
+        choice = FSDPRules(axis="fsdp", min_size=self.min_size)
+        return Claims(
+            axis_sizes={"fsdp": self.size},
+            batch=("fsdp",),
+            zero=(ZeroAxis(rules=choice, shard=self.shard, prefetch=self.prefetch),),
+            rules=self.rules,
+        )

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import get_args
 
-from nnx_parallel.schedules.schedules import (
-    Fixed,
-    Gather,
-    OneFOneB,
-    PipelineOptions,
-    Schedule,
-    Stash,
-)
+from flax import nnx
+from jax.sharding import Mesh
+
+from nnx_parallel.pipeline.check import check_stages
+from nnx_parallel.pipeline.run import Gather, PipelineSchedule
+from nnx_parallel.pipeline.stage import Stash
+from nnx_parallel.schedules.schedules import Fixed, OneFOneB, Schedule
 from nnx_parallel.schedules.table import Table
-from nnx_parallel.sharding.rules import MeshAxes
+from nnx_parallel.sharding.claims import Claims
 from nnx_parallel.strategies.base import Strategy
 
 
@@ -82,23 +80,26 @@ class Pipeline(Strategy):
                     f"{list(get_args(kind))}."
                 )
 
-    @property
-    def axis_sizes(self) -> Mapping[str, int | None]:
-        """``pipe``."""
-        return {"pipe": self.size}
-
-    @property
-    def logical_axes(self) -> Mapping[str, MeshAxes]:
-        """Layers are spread over ``pipe``."""
-        return {"layers": "pipe"}
-
-    @property
-    def pipeline(self) -> PipelineOptions:
-        """The schedule and what is kept."""
+    def claims(self) -> Claims:
+        """``pipe`` splits the layers, and a schedule runs them."""
         assert isinstance(self.schedule, Schedule)
-        return PipelineOptions(
-            axis="pipe",
-            schedule=self.schedule,
-            stash=self.stash,
-            gather=self.gather,
+        return Claims(
+            axis_sizes={"pipe": self.size},
+            logical={"layers": "pipe"},
+            execution=PipelineSchedule(
+                axis="pipe",
+                schedule=self.schedule,
+                stash=self.stash,
+                gather=self.gather,
+            ),
         )
+
+    def check(self, model: nnx.Module, mesh: Mesh) -> None:
+        """Refuses a model whose one `Stack` does not divide into stages.
+
+        Raises:
+            PipelineError: If the model has no stack or several, or its number of layers
+                is no multiple of stages times chunks.
+        """
+        assert isinstance(self.schedule, Schedule)
+        check_stages(model, mesh.shape["pipe"], self.schedule.chunks)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import get_args
 
 from nnx_parallel.collectives.ring import Overlap
-from nnx_parallel.sharding.rules import MeshAxes, Rules
+from nnx_parallel.sharding.claims import Claims
+from nnx_parallel.sharding.rules import Rules
 from nnx_parallel.strategies.base import Strategy
 
 
@@ -49,7 +49,7 @@ class TensorParallel(Strategy):
         ValueError: If ``overlap`` is none of these.
 
     Example:
-        >>> TensorParallel(4).logical_axes["heads"]
+        >>> TensorParallel(4).claims().logical["heads"]
         'tensor'
 
     References:
@@ -76,27 +76,12 @@ class TensorParallel(Strategy):
                 "places, with sequence=True to split activations along seq."
             )
 
-    @property
-    def axis_sizes(self) -> Mapping[str, int | None]:
-        """``tensor``."""
-        return {"tensor": self.size}
-
-    @property
-    def logical_axes(self) -> Mapping[str, MeshAxes]:
-        """``heads``, ``kv_heads``, ``mlp`` and ``vocab``."""
-        return dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), "tensor")
-
-    @property
-    def activation_axes(self) -> Mapping[str, MeshAxes]:
-        """``seq`` under sequence parallelism."""
-        return {"seq": "tensor"} if self.sequence or self.overlap else {}
-
-    @property
-    def overlap_mode(self) -> Overlap | None:
-        """The mode given."""
-        return self.overlap
-
-    @property
-    def user_rules(self) -> tuple[Rules, ...]:
-        """The rules given."""
-        return self.rules
+    def claims(self) -> Claims:
+        """``tensor`` splits heads, hidden units and vocabulary, perhaps ``seq``."""
+        return Claims(
+            axis_sizes={"tensor": self.size},
+            logical=dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), "tensor"),
+            activations={"seq": "tensor"} if self.sequence or self.overlap else {},
+            overlap=self.overlap,
+            rules=self.rules,
+        )

@@ -32,7 +32,6 @@ from nnx_parallel.data.prefetch import check_data, is_one_shot
 from nnx_parallel.distributed.agreement import (
     allgather_object,
     check_consistent,
-    hash_code,
     versions,
 )
 from nnx_parallel.errors import (
@@ -45,6 +44,7 @@ from nnx_parallel.errors import (
 from nnx_parallel.mesh import Device
 from nnx_parallel.sharding.names import dotted, variables_of
 from nnx_parallel.sharding.optimizer import state_path
+from nnx_parallel.sharding.rules import hash_code
 from nnx_parallel.state import StatePlan
 from nnx_parallel.training.evaluation import Engine
 

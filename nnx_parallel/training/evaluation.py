@@ -7,7 +7,6 @@ A training state and the compiled programs that act on it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -19,16 +18,13 @@ import numpy as np
 from flax import nnx
 
 from nnx_parallel.data.agreement import BatchAgreement
-from nnx_parallel.data.batches import place_batch
+from nnx_parallel.data.batches import join_rows, place_batch
 from nnx_parallel.data.prefetch import PrefetchIterator
 from nnx_parallel.errors import DataError
 from nnx_parallel.layers.loss import LabelRange, observing_labels
 from nnx_parallel.metrics import Mean, split_loss_output
-from nnx_parallel.pipeline.cut import Given, calls_stack
-from nnx_parallel.pipeline.run import PipelinedFunction
 from nnx_parallel.precision import cast_floating
-from nnx_parallel.sharding.constrain import using
-from nnx_parallel.sharding.model import ModelFn, nest
+from nnx_parallel.sharding.model import ModelFn
 from nnx_parallel.sharding.names import flatten_pure, is_inexact
 from nnx_parallel.sharding.tree import gather
 from nnx_parallel.state import StatePlan, TrainState, init_state
@@ -38,9 +34,8 @@ from nnx_parallel.training.step import (
     Metrics,
     StepOptions,
     call_loss,
-    join_rows,
+    execution_of,
     make_train_step,
-    split_rows,
 )
 
 
@@ -64,15 +59,16 @@ def make_eval_step(
     def eval_step(
         params: dict, variables: dict, key: jax.Array, index: int, batch: Batch
     ) -> dict[str, Mean]:
-        key = jax.random.fold_in(key, index)
-        if plan.layout.pipeline is None:
-            with using(plan.layout):
-                model = plan.merge(params, variables, training=False)
-                return means_of(model, batch, key)
-        means = _pipelined_outputs(
-            plan, means_of, params, variables, batch, key, options.num_microbatches
+        return execution_of(plan).outputs(
+            plan,
+            means_of,
+            (params, variables),
+            batch,
+            jax.random.fold_in(key, index),
+            options.num_microbatches,
+            join=lambda means: jax.tree.map(lambda x: jnp.sum(x, axis=0), means),
+            needs_stack=True,
         )
-        return jax.tree.map(lambda x: jnp.sum(x, axis=0), means)
 
     return jax.jit(eval_step)
 
@@ -88,56 +84,19 @@ def make_predict_step(
     def call(model: nnx.Module, batch: Batch, key: jax.Array) -> Any:
         return function(model, batch)
 
-    def run(params: dict, variables: dict, batch: Batch) -> Any:
-        with using(plan.layout):
-            return function(plan.merge(params, variables, training=False), batch)
-
     def predict_step(params: dict, variables: dict, batch: Batch) -> Any:
-        batch = cast_floating(batch, plan.precision.inputs)
-        args = (params, variables, batch)
-        if plan.layout.pipeline is None or not calls_stack(run, *args):
-            return run(*args)
-        key = jax.random.key(0)
-        outputs = _pipelined_outputs(
-            plan, call, params, variables, batch, key, options.num_microbatches
+        return execution_of(plan).outputs(
+            plan,
+            call,
+            (params, variables),
+            cast_floating(batch, plan.precision.inputs),
+            jax.random.key(0),
+            options.num_microbatches,
+            join=join_rows,
+            needs_stack=False,
         )
-        return join_rows(outputs)
 
     return jax.jit(predict_step)
-
-
-def _pipelined_outputs(
-    plan: StatePlan,
-    function: Callable[[nnx.Module, Batch, jax.Array], Any],
-    params: dict,
-    variables: dict,
-    batch: Batch,
-    key: jax.Array,
-    num_microbatches: int,
-) -> Any:
-    """What a function of the model in evaluation mode gives for each microbatch."""
-    pipeline = plan.layout.pipeline
-    assert pipeline is not None
-    num_rows = jax.tree.leaves(batch)[0].shape[0]
-    count = _dividing_microbatches(plan, num_rows, num_microbatches)
-    given = Given.of(params, variables, split_rows(plan, batch, count), key)
-
-    def run(params: dict, variables: dict, batch: Batch, key: jax.Array) -> Any:
-        model = plan.merge(
-            nest(params), nest(variables), training=False, cast_stacked=False
-        )
-        return function(model, batch, key), {}
-
-    num_stages = plan.layout.mesh.shape[pipeline.axis]
-    table = pipeline.schedule.forward_table(num_stages, count)
-    return PipelinedFunction(plan, run, given, table).outputs()
-
-
-def _dividing_microbatches(plan: StatePlan, num_rows: int, wanted: int) -> int:
-    """At most so many microbatches that each keeps the split of the rows."""
-    shards = math.prod(plan.layout.mesh.shape[a] for a in plan.layout.batch_axes)
-    rows = num_rows // shards if num_rows % shards == 0 else num_rows
-    return max(count for count in range(1, wanted + 1) if rows % count == 0)
 
 
 _NUM_FUNCTIONS = 8
@@ -322,7 +281,7 @@ class Engine:
 
     def label_ranges(self) -> list[LabelRange]:
         """The labels that our losses find in the fit's first batch, if it is known."""
-        if self.first_batch is None or self.plan.layout.pipeline is not None:
+        if self.first_batch is None or execution_of(self.plan).cuts_loss:
             return []
         arrays = (self.state.params, self.state.variables, self.state.key)
         with observing_labels() as seen:

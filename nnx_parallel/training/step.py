@@ -1,9 +1,6 @@
 """The compiled steps: one optimizer update, and one evaluation.
 
 A step is ``jax.jit`` over plain state; the model is walked once, when it is traced.
-
-Rows of a batch as microbatches, and back.
-
 Warnings of models that train in another way than they seem to.
 
 What an update says of itself: its learning rate, and what was too small to keep.
@@ -22,51 +19,17 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.layers.remat import Remat, apply_remat, default_remat
+from nnx_parallel.data.batches import constrain_rows, split_rows
+from nnx_parallel.layers.remat import Remat, active_remat, apply_remat, default_remat
 from nnx_parallel.metrics import Mean, split_loss_output
-from nnx_parallel.pipeline.cut import Given
-from nnx_parallel.pipeline.run import PipelinedFunction
 from nnx_parallel.precision import cast_floating
+from nnx_parallel.sharding.claims import Execution
 from nnx_parallel.sharding.constrain import using
-from nnx_parallel.sharding.model import flatten, nest
 from nnx_parallel.sharding.names import dotted
 from nnx_parallel.state import StatePlan, TrainState, values_of
 
 Batch = Any
-
-
-def split_rows(plan: StatePlan, batch: Batch, num_microbatches: int) -> Batch:
-    """A batch as microbatches along a new leading dim.
-
-    Microbatch m holds rows m, m + M, m + 2M, ...: whatever the number of devices, each
-    keeps its own rows, and none has to be sent.
-    """
-
-    def split(x: jax.Array) -> jax.Array:
-        rows = x.shape[0] // num_microbatches
-        return x.reshape(rows, num_microbatches, *x.shape[1:]).swapaxes(0, 1)
-
-    return constrain_rows(plan, jax.tree.map(split, batch), 1)
-
-
-def constrain_rows(plan: StatePlan, batch: Batch, dim: int) -> Batch:
-    """A batch split over the batch axes, its rows along one dim."""
-
-    def constrain(x: jax.Array) -> jax.Array:
-        spec = P(*(None,) * dim, *plan.layout.batch_spec(x.shape[dim]))
-        return jax.lax.with_sharding_constraint(x, plan.layout.sharding(spec))
-
-    return jax.tree.map(constrain, batch)
-
-
-def join_rows(outputs: Any) -> Any:
-    """The rows that `split_rows` has split, in their first order."""
-    return jax.tree.map(
-        lambda x: x.swapaxes(0, 1).reshape(x.shape[0] * x.shape[1], *x.shape[2:]),
-        outputs,
-    )
 
 
 def warn_of_modes(plan: StatePlan, remat: Remat) -> None:
@@ -185,7 +148,11 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         with using(plan.layout), default_remat(options.remat):
-            grads, variables, means = _gradients(plan, loss, options, state, batch)
+            key = jax.random.fold_in(state.key, state.step)
+            grads, variables, means = execution_of(plan).gradients(
+                plan, _forward(plan, loss), state, batch, key, options.num_microbatches
+            )
+            grads = _finish(plan, state, grads)
             return _update(plan, state, grads, variables, means)
 
     return jax.jit(train_step, donate_argnums=0, out_shardings=(plan.shardings, None))
@@ -204,29 +171,60 @@ def call_loss(
 Means = dict[str, Mean]
 
 
-def _forward(
-    plan: StatePlan, loss: LossFn, options: StepOptions
-) -> Callable[[dict, dict, Batch, jax.Array], tuple[Means, dict]]:
-    """The loss as a function of arrays: means by name, and the variables after it."""
-    staged = plan.layout.pipeline is not None
+Forward = Callable[[dict, dict, Batch, jax.Array], tuple[Means, dict]]
 
-    def forward(
-        params: dict, variables: dict, batch: Batch, key: jax.Array
-    ) -> tuple[Means, dict]:
-        with jax.named_scope("forward"):
-            model = plan.merge(
-                params, variables, training=True, cast_stacked=not staged
-            )
-            given = values_of(model)
-            mean, metrics = split_loss_output(call_loss(plan, loss, model, batch, key))
-            after = values_of(model)
-            warn_of_statistics(plan, model, given, after)
-        after = plan.variables_after(variables, given, after)
-        return {"loss": mean, **metrics}, after
 
-    if plan.layout.pipeline is not None:
-        return forward  # it is cut, not differentiated as a whole
-    remats = {remat or options.remat for remat in plan.stack_remats}
+@dataclass(frozen=True)
+class AccumulateMicrobatches(Execution):
+    """The whole mesh runs one microbatch after the other; gradients are summed."""
+
+    def gradients(
+        self,
+        plan: StatePlan,
+        forward: Forward,
+        state: TrainState,
+        batch: Batch,
+        key: jax.Array,
+        num_microbatches: int,
+    ) -> tuple[dict, dict, Means]:
+        """Gradients of the batch's mean loss."""
+        forward = _without_gathers(plan, forward)
+        if num_microbatches > 1:
+            microbatches = split_rows(plan.layout, batch, num_microbatches)
+            return _accumulate(plan, forward, state, microbatches, key)
+        batch = constrain_rows(plan.layout, batch, 0)
+
+        def objective(params: dict) -> tuple[jax.Array, tuple[Means, dict]]:
+            means, variables = forward(params, state.variables, batch, key)
+            return state.scaled(means["loss"].value), (means, variables)
+
+        grads, (means, variables) = jax.grad(objective, has_aux=True)(state.params)
+        return grads, variables, means
+
+    def outputs(
+        self,
+        plan: StatePlan,
+        function: Callable[[nnx.Module, Batch, jax.Array], Any],
+        arrays: tuple[dict, dict],
+        batch: Batch,
+        key: jax.Array,
+        num_microbatches: int,
+        *,
+        join: Callable[[Any], Any],
+        needs_stack: bool,
+    ) -> Any:
+        """Outputs of the whole batch at once."""
+        return plan.evaluate(function, *arrays, batch, key)
+
+
+def execution_of(plan: StatePlan) -> Execution:
+    """How the strategy runs a step."""
+    return plan.layout.claims.execution or AccumulateMicrobatches()
+
+
+def _without_gathers(plan: StatePlan, forward: Forward) -> Forward:
+    """The forward pass that keeps no parameter gathered outside the stacks."""
+    remats = {remat or active_remat() for remat in plan.stack_remats}
     if remats - {"none"} or (remats and plan.layout.prefetch):
         # A checkpoint around the whole would have its policy take the place of those
         # inside, and decide anew what a prefetched stack keeps. So what is gathered
@@ -237,75 +235,25 @@ def _forward(
     )
 
 
-def _gradients(
-    plan: StatePlan,
-    loss: LossFn,
-    options: StepOptions,
-    state: TrainState,
-    batch: Batch,
-) -> tuple[dict, dict, Means]:
-    """Gradients of the batch's mean loss, summed over microbatches and devices."""
-    forward = _forward(plan, loss, options)
-    key = jax.random.fold_in(state.key, state.step)
-    if plan.layout.pipeline is not None:
-        microbatches = split_rows(plan, batch, options.num_microbatches)
-        grads, variables, means = _pipeline(plan, forward, state, microbatches, key)
-        return _finish(plan, state, grads), variables, means
-    if options.num_microbatches == 1:
-        batch = constrain_rows(plan, batch, 0)
+def _forward(plan: StatePlan, loss: LossFn) -> Forward:
+    """The loss as a function of arrays: means by name, and the variables after it."""
+    cast_stacked = not execution_of(plan).cuts_loss
 
-        def objective(params: dict) -> tuple[jax.Array, tuple[Means, dict]]:
-            means, variables = forward(params, state.variables, batch, key)
-            return _scaled(state, means["loss"].value), (means, variables)
+    def forward(
+        params: dict, variables: dict, batch: Batch, key: jax.Array
+    ) -> tuple[Means, dict]:
+        with jax.named_scope("forward"):
+            model = plan.merge(
+                params, variables, training=True, cast_stacked=cast_stacked
+            )
+            given = values_of(model)
+            mean, metrics = split_loss_output(call_loss(plan, loss, model, batch, key))
+            after = values_of(model)
+            warn_of_statistics(plan, model, given, after)
+        after = plan.variables_after(variables, given, after)
+        return {"loss": mean, **metrics}, after
 
-        grads, (means, variables) = jax.grad(objective, has_aux=True)(state.params)
-        return _finish(plan, state, grads), variables, means
-    grads, variables, means = _accumulate(
-        plan, forward, state, split_rows(plan, batch, options.num_microbatches), key
-    )
-    return _finish(plan, state, grads), variables, means
-
-
-def _pipeline(
-    plan: StatePlan,
-    forward: Callable[[dict, dict, Batch, jax.Array], tuple[Means, dict]],
-    state: TrainState,
-    microbatches: Batch,
-    key: jax.Array,
-) -> tuple[dict, dict, Means]:
-    """The gradients of `_accumulate`, by the strategy's schedule."""
-    assert plan.layout.pipeline is not None
-    given = Given.of(state.params, state.variables, microbatches, key)
-
-    def function(params: dict, variables: dict, batch: Batch, key: jax.Array) -> Any:
-        means, after = forward(nest(params), nest(variables), batch, key)
-        return means, flatten(after)
-
-    def objective(means: Means, weights: list) -> jax.Array:
-        return _scaled(state, _weighted(means["loss"], weights))
-
-    pipeline = plan.layout.pipeline
-    table = pipeline.schedule.table(
-        plan.layout.mesh.shape[pipeline.axis], len(given.keys)
-    )
-    pipelined = PipelinedFunction(plan, function, given, table)
-    grads, variables, means = pipelined.gradients(
-        objective, lambda means: [term.weight for term in means["loss"].terms]
-    )
-    means = jax.tree.map(lambda x: jnp.sum(x, axis=0), means)
-    return nest(grads), nest(variables), means
-
-
-def _weighted(loss: Mean, weights: list) -> jax.Array:
-    """Part of a mean over the whole batch, whose weights are known."""
-    terms = zip(loss.terms, weights, strict=True)
-    return sum(
-        (Mean(term.total, weight).value for term, weight in terms), jnp.float32(0)
-    )
-
-
-def _scaled(state: TrainState, loss: jax.Array) -> jax.Array:
-    return loss if state.loss_scale is None else loss * state.loss_scale.scale
+    return forward
 
 
 def _finish(plan: StatePlan, state: TrainState, grads: dict) -> dict:
@@ -317,7 +265,7 @@ def _finish(plan: StatePlan, state: TrainState, grads: dict) -> dict:
 
 def _accumulate(
     plan: StatePlan,
-    forward: Callable[[dict, dict, Batch, jax.Array], tuple[Means, dict]],
+    forward: Forward,
     state: TrainState,
     microbatches: Batch,
     key: jax.Array,
@@ -343,8 +291,8 @@ def _accumulate(
 
     def objective(params: dict, variables: dict, item: Any) -> Any:
         means, variables = run(params, variables, item)
-        value = _weighted(means["loss"], weights)
-        return _scaled(state, value), (means, variables)
+        value = means["loss"].over(weights)
+        return state.scaled(value), (means, variables)
 
     def step(carry: Any, item: Any) -> tuple[Any, Means]:
         grads, variables = carry

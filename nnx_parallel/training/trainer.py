@@ -142,8 +142,10 @@ class Trainer:
         self._wrt = wrt
         self._source = model
         self._seed = seed
+        abstract = abstract_model(self._source, nnx.Rngs(self._seed))
+        self.strategy.check(abstract, self.layout.mesh)
         plan = plan_state(
-            abstract_model(self._source, nnx.Rngs(self._seed)),
+            abstract,
             self.layout,
             optimizer,
             wrt=wrt,
