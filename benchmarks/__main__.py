@@ -16,7 +16,7 @@ NAMES = {
     "overlap": "bytes that a TPU's schedule hides behind products; compiled, not run",
     "fsdp": "FSDP against hand-placed activations, and against shardings alone",
     "faults": "a run killed at random moments; --rounds says how often",
-    "integrity": "what fingerprints, checks and asynchronous saves cost",
+    "integrity": "what checksums, checks and asynchronous saves cost",
     "pipeline": "pipeline schedules: simulated, compiled and measured",
     "peers": "the step of others: by hand, nnx.jit, scalax (needs the extra `bench`)",
     "scaling": "CPU time and bytes over 1, 2, 4 and 8 devices",

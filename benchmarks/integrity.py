@@ -1,4 +1,4 @@
-"""What fingerprints, checks and asynchronous saves cost, beside the steps.
+"""What checksums, checks and asynchronous saves cost, beside the steps.
 
 Each figure compares runs in turn, one after another in every round.
 """
@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.timing import Ratio, Table, interleave
 from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import FSDP, Trainer
-from nnx_parallel.checkpoint import Storage, checkpointer
-from nnx_parallel.checkpoint.checksum import fingerprints, start_fingerprints
+from nnx_parallel.checkpoint import CheckpointManager, manager
+from nnx_parallel.checkpoint.checksum import checksums, start_checksums
 from nnx_parallel.checkpoint.train_state import to_groups
 from nnx_parallel.training.diagnostics import check_replicas
 
@@ -50,7 +50,7 @@ def measure(rounds: int = 20) -> Table:
     runs = {
         "step": lambda: _timed(lambda: _step(trainer, batch)),
         "step again": lambda: _timed(lambda: _step(trainer, batch)),
-        "fingerprints": lambda: _timed(lambda: fingerprints(to_groups(trainer.state))),
+        "checksums": lambda: _timed(lambda: checksums(to_groups(trainer.state))),
         "replicas": lambda: _timed(lambda: check_replicas(trainer.state, 1)),
     }
     seconds = interleave(runs, rounds)
@@ -58,7 +58,7 @@ def measure(rounds: int = 20) -> Table:
     table.add("a step, ms", 1e3 * step)
     same = Ratio.of(seconds["step again"], seconds["step"])
     table.add("step / step (A/A)", same)
-    for name in ("fingerprints", "replicas"):
+    for name in ("checksums", "replicas"):
         taken = float(np.median(seconds[name]))
         table.add(f"{name}, ms", 1e3 * taken)
         share = 100 * taken / (EVERY * step)
@@ -89,14 +89,14 @@ def _measure_saves(table: Table, config: GPTConfig, rounds: int) -> None:
     kinds = {
         "as on an accelerator": (
             lambda: _wait(trainer, seconds),
-            lambda groups, name: start_fingerprints(few, name),
+            lambda groups, name: start_checksums(few, name),
         ),
-        "on the same cores": (lambda: _step(trainer, batch), start_fingerprints),
+        "on the same cores": (lambda: _step(trainer, batch), start_checksums),
     }
     for step, start in kinds.values():
         _save_beside(trainer, step, start)  # compiles what it needs
-    hashing = _timed(lambda: fingerprints(to_groups(trainer.state)))
-    table.add(f"{save}: its fingerprints on these cores, ms", 1e3 * hashing)
+    hashing = _timed(lambda: checksums(to_groups(trainer.state)))
+    table.add(f"{save}: its checksums on these cores, ms", 1e3 * hashing)
     found = {kind: [] for kind in kinds}
     for _ in range(rounds):
         for kind, (step, start) in kinds.items():
@@ -120,20 +120,20 @@ def _save_beside(
 ) -> tuple[float, ...]:
     """Seconds that a save takes, that the fit waits for it, and that steps lose."""
     with (
-        mock.patch.object(checkpointer, "start_fingerprints", start),
+        mock.patch.object(manager, "start_checksums", start),
         tempfile.TemporaryDirectory() as name,
-        Storage(name, {}) as storage,
+        CheckpointManager(name) as checkpoints,
     ):
-        assert storage.latest_step is None  # opens the directory
+        assert checkpoints.latest_step is None  # opens the directory
         alone = _median([_timed(step) for _ in range(4)])
         is_saved = (Path(name) / "1").exists
         began, asked = time.time(), time.perf_counter()
-        storage.save(trainer.state, 1, {}, {})
+        checkpoints.save(trainer.state, 1, {}, {})
         blocked = time.perf_counter() - asked
         beside = []
         while not is_saved():
             beside.append(_timed(step))
-            storage.poll()
+            checkpoints.poll()
         # A step may end long after the save: the rename has left its time.
         whole = (Path(name) / "1").stat().st_ctime - began
         return whole, blocked, blocked + sum(beside) - len(beside) * alone

@@ -19,10 +19,18 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
 
-from nnx_parallel.checkpoint import Checkpoint, Checkpointer, checksum, orbax_compat
-from nnx_parallel.checkpoint.checksum import PART, LateFingerprints, read_fingerprints
-from nnx_parallel.checkpoint.options import Rules
-from nnx_parallel.checkpoint.orbax_compat import OnlyCheckpoints, open_directory
+from nnx_parallel.checkpoint import (
+    Checkpoint,
+    CheckpointManager,
+    checksum,
+    orbax_compat,
+)
+from nnx_parallel.checkpoint.checksum import PART, PendingChecksums, read_checksums
+from nnx_parallel.checkpoint.orbax_compat import (
+    PreemptionPolicy,
+    StepNames,
+    open_directory,
+)
 from nnx_parallel.errors import (
     CheckpointDirectoryError,
     CheckpointError,
@@ -113,10 +121,10 @@ def path_of(options: Checkpoint, *parts: str) -> Path:
 def test_restores_bit_for_bit_on_any_number_of_devices(options, num_devices):
     groups = everything()
     meta = {"data": {"position": [3, 4]}, "version": "1", "x": 0.1}
-    with Checkpointer(options) as checkpointer:
-        checkpointer.save(10, groups, meta)
+    with CheckpointManager(options) as manager:
+        manager.save_groups(10, groups, meta)
         wanted = abstract(groups, num_devices)
-        restored, restored_meta = checkpointer.restore(wanted)
+        restored, restored_meta = manager.restore_groups(wanted)
     assert_same(restored, groups)
     assert restored_meta == meta
     assert jax.tree.all(
@@ -130,10 +138,10 @@ def test_restores_bit_for_bit_on_any_number_of_devices(options, num_devices):
 
 def test_describes_what_was_saved_whatever_the_mesh(options):
     groups = everything()
-    with Checkpointer(options) as checkpointer:
-        checkpointer.save(1, groups, {"seed": 0}, metrics={"eval_loss": 2.0})
-        checkpointer.save(2, place(groups, num_devices=2), {})
-        first, second = checkpointer.describe(1), checkpointer.describe()
+    with CheckpointManager(options) as manager:
+        manager.save_groups(1, groups, {"seed": 0}, metrics={"eval_loss": 2.0})
+        manager.save_groups(2, place(groups, num_devices=2), {})
+        first, second = manager.describe(1), manager.describe()
     assert (first.step, first.meta, first.metrics) == (1, {"seed": 0}, {"eval_loss": 2})
     assert (second.step, second.metrics) == (2, {})
     assert first.groups == second.groups
@@ -142,11 +150,11 @@ def test_describes_what_was_saved_whatever_the_mesh(options):
     )
 
 
-def test_fingerprints_that_are_under_way_hold_no_array():
+def test_checksums_in_progress_hold_no_array():
     groups = weights()
-    expected = checksum.fingerprints(groups)
+    expected = checksum.checksums(groups)
     array = weakref.ref(*jax.tree.leaves(groups))
-    finish = checksum.start_fingerprints(groups, "test")
+    finish = checksum.start_checksums(groups, "test")
     del groups
     gc.collect()
     assert array() is None
@@ -154,16 +162,22 @@ def test_fingerprints_that_are_under_way_hold_no_array():
 
 
 def start_save(options: Checkpoint, values):
-    """A save of Orbax's as the Checkpointer has it, with fingerprints of our own."""
-    rules, names = Rules(options, {}), OnlyCheckpoints()
-    orbax = open_directory(options, rules, names, orbax_compat.Gate(), cleanup=True)
-    parts = {**weights(), PART: LateFingerprints("digest", values)}
+    """A save of Orbax's as the CheckpointManager has it, with checksums of our own."""
+    orbax = open_directory(
+        options,
+        names=StepNames(),
+        preemption=PreemptionPolicy(),
+        metrics={},
+        gate=orbax_compat.Gate(),
+        cleanup=True,
+    )
+    parts = {**weights(), PART: PendingChecksums("digest", values)}
     response = orbax.save_checkpointables_async(1, parts, force=True)
     assert response is not None
     return orbax, response
 
 
-def test_a_save_does_not_wait_for_the_fingerprints(options):
+def test_a_save_does_not_wait_for_the_checksums(options):
     may_finish = threading.Event()
 
     def values():
@@ -174,11 +188,11 @@ def test_a_save_does_not_wait_for_the_fingerprints(options):
     assert not path_of(options, "1").exists()  # here a fit goes on
     may_finish.set()
     response.result()
-    assert read_fingerprints(str(path_of(options, "1")), "digest") == values()
+    assert read_checksums(str(path_of(options, "1")), "digest") == values()
     orbax.close()
 
 
-def test_a_save_whose_fingerprints_fail_is_no_checkpoint(options):
+def test_a_save_whose_checksums_fail_is_no_checkpoint(options):
     def fail():
         raise RuntimeError("a device is gone")
 
@@ -210,26 +224,26 @@ def bytes_read() -> int:
 def test_neither_describe_nor_a_mismatch_reads_arrays(options):
     noise = jax.random.normal(jax.random.key(0), (8, 1 << 18))
     groups = place({"params": {"w": noise}})
-    with Checkpointer(options) as checkpointer:
-        checkpointer.save(1, groups, {})
-        checkpointer.wait()
+    with CheckpointManager(options) as manager:
+        manager.save_groups(1, groups, {})
+        manager.wait()
         before = bytes_read()
-        checkpointer.describe()
+        manager.describe()
         wrong = {"params": {"v": noise, "w": noise}}
         with pytest.raises(CheckpointMismatchError):
-            checkpointer.restore(abstract(wrong))
+            manager.restore_groups(abstract(wrong))
         assert bytes_read() - before < noise.nbytes / 50
-        checkpointer.restore(abstract(groups))
+        manager.restore_groups(abstract(groups))
         assert bytes_read() - before > noise.nbytes / 2
 
 
 def test_restores_some_groups(options):
     groups = everything()
-    with Checkpointer(options) as checkpointer:
-        checkpointer.save(1, groups, {})
+    with CheckpointManager(options) as manager:
+        manager.save_groups(1, groups, {})
         wanted = abstract({name: groups[name] for name in ("params", "ema")}, 4)
-        restored, _ = checkpointer.restore(wanted, step=1)
-        assert checkpointer.restore({"ema": {}}) == ({"ema": {}}, {})
+        restored, _ = manager.restore_groups(wanted, step=1)
+        assert manager.restore_groups({"ema": {}}) == ({"ema": {}}, {})
     assert_same(restored, {"params": groups["params"], "ema": {}})
 
 
@@ -241,23 +255,23 @@ def test_arrays_may_be_donated_as_soon_as_save_returns(options, num_devices):
     state = {f"w{i}": jnp.arange(1 << 18, dtype=jnp.float32) + i for i in range(4)}
     state = place({"params": state}, num_devices)
     wanted = jax.tree.map(np.array, state)
-    with Checkpointer(options) as checkpointer:
-        checkpointer.save(1, state, {})
+    with CheckpointManager(options) as manager:
+        manager.save_groups(1, state, {})
         target = abstract(state, num_devices)
         for _ in range(3):
             state = overwrite(state)
         jax.block_until_ready(state)
-        restored, _ = checkpointer.restore(target)
+        restored, _ = manager.restore_groups(target)
     assert_same(restored, wanted)
 
 
 def test_save_returns_before_the_files_are_written(options):
     groups = {"params": {"w": jax.random.normal(jax.random.key(0), (8, 1 << 20))}}
     groups = jax.block_until_ready(place(groups))
-    with Checkpointer(options) as checkpointer:
-        checkpointer.save(1, groups, {})
+    with CheckpointManager(options) as manager:
+        manager.save_groups(1, groups, {})
         assert not path_of(options, "1").exists()
-        checkpointer.wait()
+        manager.wait()
         assert path_of(options, "1").exists()
 
 
@@ -274,9 +288,9 @@ def test_nothing_is_written_before_all_groups_are_copied(options, monkeypatch):
     monkeypatch.setattr(
         ocp.training.Checkpointer, "save_checkpointables_async", copy_and_look
     )
-    with Checkpointer(options) as checkpointer:
-        checkpointer.save(1, weights(), {})
-        checkpointer.wait()
+    with CheckpointManager(options) as manager:
+        manager.save_groups(1, weights(), {})
+        manager.wait()
         assert found == [[]]
         assert path_of(options, "1").exists()
 
@@ -308,20 +322,20 @@ def test_a_gate_holds_the_directory_of_a_step_up_for_a_while(
 
 def test_synchronous_save_is_on_disk_when_it_returns(tmp_path):
     options = Checkpoint(tmp_path, asynchronous=False)
-    with Checkpointer(options) as checkpointer:
-        checkpointer.save(1, weights(), {})
+    with CheckpointManager(options) as manager:
+        manager.save_groups(1, weights(), {})
         assert path_of(options, "1").exists()
 
 
 def test_saves_in_quick_succession_are_all_kept(tmp_path):
-    with Checkpointer(Checkpoint(tmp_path, keep_last=None)) as checkpointer:
+    with CheckpointManager(Checkpoint(tmp_path, keep_last=None)) as manager:
         for step in range(1, 6):
-            checkpointer.save(step, weights(step), {"step": step})
-        for step in checkpointer.steps:
-            restored, meta = checkpointer.restore(abstract(weights()), step)
+            manager.save_groups(step, weights(step), {"step": step})
+        for step in manager.steps:
+            restored, meta = manager.restore_groups(abstract(weights()), step)
             assert_same(restored, weights(step))
             assert meta == {"step": step}
-        assert checkpointer.steps == [1, 2, 3, 4, 5]
+        assert manager.steps == [1, 2, 3, 4, 5]
 
 
 LOSSES = {1: 5.0, 2: 1.0, 3: None, 4: 3.0, 5: float("nan"), 6: 1.0, 7: 9.0, 8: 4.0}
@@ -343,49 +357,49 @@ LOSSES = {1: 5.0, 2: 1.0, 3: None, 4: 3.0, 5: float("nan"), 6: 1.0, 7: 9.0, 8: 4
 @pytest.mark.parametrize("is_restarted", [False, True])
 def test_retention(tmp_path, rules, kept, best, is_restarted):
     options = Checkpoint(tmp_path, **rules)
-    checkpointer = Checkpointer(options)
+    manager = CheckpointManager(options)
     for step, loss in LOSSES.items():
         metrics = None if loss is None else {"loss": loss, "accuracy": 0.5}
-        checkpointer.save(step, weights(step), {}, metrics=metrics)
+        manager.save_groups(step, weights(step), {}, metrics=metrics)
         if is_restarted:
-            checkpointer.close()
-            checkpointer = Checkpointer(options)
-    assert checkpointer.steps == kept
-    assert checkpointer.best_step == best
+            manager.close()
+            manager = CheckpointManager(options)
+    assert manager.steps == kept
+    assert manager.best_step == best
     assert sorted(int(path.name) for path in tmp_path.iterdir()) == kept
-    checkpointer.close()
+    manager.close()
 
 
 def test_steps_ascend_and_are_saved_once(options):
-    with Checkpointer(options) as checkpointer:
-        checkpointer.save(20, weights(1), {})
+    with CheckpointManager(options) as manager:
+        manager.save_groups(20, weights(1), {})
         where = f"'{options.directory}'"
         message = (
             f"Step 20 is already saved in {where}. Pass overwrite=True to replace it, "
             "or save a later step."
         )
         with pytest.raises(CheckpointError, match=re.escape(message)):
-            checkpointer.save(20, weights(2), {})
+            manager.save_groups(20, weights(2), {})
         message = (
             f"Cannot save step 10 in {where} after step 20: steps must ascend. Save "
             "step 21 or later, or use another directory."
         )
         with pytest.raises(CheckpointError, match=re.escape(message)):
-            checkpointer.save(10, weights(2), {}, overwrite=True)
-        checkpointer.save(20, weights(3), {}, overwrite=True)
-        restored, _ = checkpointer.restore(abstract(weights()))
+            manager.save_groups(10, weights(2), {}, overwrite=True)
+        manager.save_groups(20, weights(3), {}, overwrite=True)
+        restored, _ = manager.restore_groups(abstract(weights()))
     assert_same(restored, weights(3))
 
 
 def test_should_save_every_so_many_steps(tmp_path):
-    with Checkpointer(Checkpoint(tmp_path, every=3)) as checkpointer:
-        assert [step for step in range(1, 10) if checkpointer.should_save(step)] == [
+    with CheckpointManager(Checkpoint(tmp_path, every=3)) as manager:
+        assert [step for step in range(1, 10) if manager.is_due(step)] == [
             3,
             6,
             9,
         ]
-        checkpointer.save(6, weights(), {})
-        assert [step for step in range(1, 10) if checkpointer.should_save(step)] == [9]
+        manager.save_groups(6, weights(), {})
+        assert [step for step in range(1, 10) if manager.is_due(step)] == [9]
 
 
 def block(options: Checkpoint, step: int) -> None:
@@ -400,36 +414,36 @@ LARGE = 1 << 19
 def test_failure_in_the_background_is_raised_under_its_own_step(tmp_path):
     options = Checkpoint(tmp_path / "run", keep_last=1)
     groups = jax.block_until_ready(weights(num_rows=LARGE))
-    with Checkpointer(options) as checkpointer:
-        checkpointer.save(10, weights(1), {})
-        checkpointer.wait()
-        checkpointer.save(20, groups, {})
+    with CheckpointManager(options) as manager:
+        manager.save_groups(10, weights(1), {})
+        manager.wait()
+        manager.save_groups(20, groups, {})
         block(options, 20)
         message = f"Saving step 20 in '{options.directory}' failed: "
         with pytest.raises(CheckpointSaveError, match=re.escape(message)):
-            checkpointer.save(30, groups, {})
-        assert checkpointer.steps == [10]
-        assert_same(checkpointer.restore(abstract(weights()))[0], weights(1))
-        checkpointer.save(30, weights(3), {})
-        assert checkpointer.steps == [30]
+            manager.save_groups(30, groups, {})
+        assert manager.steps == [10]
+        assert_same(manager.restore_groups(abstract(weights()))[0], weights(1))
+        manager.save_groups(30, weights(3), {})
+        assert manager.steps == [30]
 
 
 def test_failure_of_the_last_save_is_raised_by_close(options):
     groups = jax.block_until_ready(weights(num_rows=LARGE))
-    checkpointer = Checkpointer(options)
-    checkpointer.save(20, groups, {})
+    manager = CheckpointManager(options)
+    manager.save_groups(20, groups, {})
     block(options, 20)
     with pytest.raises(CheckpointSaveError, match="Saving step 20 in"):
-        checkpointer.close()
-    checkpointer.close()
+        manager.close()
+    manager.close()
 
 
 def test_failure_of_a_save_does_not_hide_the_error_that_ended_the_run(options):
     groups = jax.block_until_ready(weights(num_rows=LARGE))
 
     def run() -> None:
-        with Checkpointer(options) as checkpointer:
-            checkpointer.save(20, groups, {})
+        with CheckpointManager(options) as manager:
+            manager.save_groups(20, groups, {})
             block(options, 20)
             raise ArithmeticError("loss is nan")
 
@@ -467,46 +481,46 @@ Checkpoint 1 in '{options.directory}' differs from what is asked for:
   variables: `same` is float32[8] in the checkpoint and bfloat16[8] here
 Build the same model and optimizer, or restore other groups. Saved groups: \
 ['params', 'variables']."""
-    with Checkpointer(options) as checkpointer:
-        checkpointer.save(1, saved, {})
+    with CheckpointManager(options) as manager:
+        manager.save_groups(1, saved, {})
         with pytest.raises(CheckpointMismatchError, match=re.escape(message)):
-            checkpointer.restore(abstract(wanted))
+            manager.restore_groups(abstract(wanted))
 
 
 def test_restore_needs_a_sharding(options):
     bare = {"params": {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}}
     message = "Cannot restore `w` of group 'params': it has no sharding."
-    with Checkpointer(options) as checkpointer:
-        checkpointer.save(1, place({"params": {"w": jnp.ones((8, 4))}}), {})
+    with CheckpointManager(options) as manager:
+        manager.save_groups(1, place({"params": {"w": jnp.ones((8, 4))}}), {})
         with pytest.raises(CheckpointError, match=re.escape(message)):
-            checkpointer.restore(bare)
+            manager.restore_groups(bare)
 
 
 def test_missing_steps_are_named(options):
     where = f"'{options.directory}'"
-    with Checkpointer(options) as checkpointer:
+    with CheckpointManager(options) as manager:
         message = f"No checkpoint in {where}. Save one first."
         with pytest.raises(CheckpointNotFoundError, match=re.escape(message)):
-            checkpointer.describe()
-        assert (checkpointer.latest_step, checkpointer.best_step) == (None, None)
-        checkpointer.save(500, weights(), {})
+            manager.describe()
+        assert (manager.latest_step, manager.best_step) == (None, None)
+        manager.save_groups(500, weights(), {})
         message = (
             f"No checkpoint for step 2000 in {where}. Saved steps: [500]. Pass "
             "step=None for the latest, or resume=False to start from step 0."
         )
         with pytest.raises(CheckpointNotFoundError, match=re.escape(message)):
-            checkpointer.restore({}, step=2000)
+            manager.restore_groups({}, step=2000)
 
 
 @pytest.mark.parametrize("victim", ["params", "params/d"])
 def test_damaged_files_are_a_read_error(options, victim):
-    with Checkpointer(options) as checkpointer:
-        checkpointer.save(1, weights(), {})
-        checkpointer.wait()
+    with CheckpointManager(options) as manager:
+        manager.save_groups(1, weights(), {})
+        manager.wait()
         shutil.rmtree(path_of(options, "1", victim))
         message = f"Cannot read checkpoint 1 in '{options.directory}': "
         with pytest.raises(CheckpointReadError, match=re.escape(message)):
-            checkpointer.restore(abstract(weights()))
+            manager.restore_groups(abstract(weights()))
 
 
 def test_what_cannot_be_saved_is_refused_at_once(options):
@@ -523,11 +537,11 @@ def test_what_cannot_be_saved_is_refused_at_once(options):
         ({"a/b": {"w": array}}, {}, "Cannot save a group named 'a/b'"),
         ({"params": {"w": array}}, {"x": array}, "Cannot save the metadata: Object of"),
     ]
-    with Checkpointer(options) as checkpointer:
+    with CheckpointManager(options) as manager:
         for groups, meta, message in refused:
             with pytest.raises(CheckpointError, match=re.escape(message)):
-                checkpointer.save(1, groups, meta)
-        assert checkpointer.steps == []
+                manager.save_groups(1, groups, meta)
+        assert manager.steps == []
 
 
 @pytest.mark.parametrize(
@@ -554,20 +568,20 @@ def test_directory_that_cannot_be_written(tmp_path):
     for directory in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/run")):
         message = f"Cannot write checkpoints to '{directory}': "
         with pytest.raises(CheckpointDirectoryError, match=re.escape(message)):
-            Checkpointer(Checkpoint(directory))
+            _ = CheckpointManager(Checkpoint(directory)).steps
 
 
 def test_files_of_others_are_left_alone(tmp_path):
     for name in ("100", "7", "notes", "3.txt.d"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine").write_text(name)
-    with Checkpointer(Checkpoint(tmp_path, keep_last=1)) as checkpointer:
+    with CheckpointManager(Checkpoint(tmp_path, keep_last=1)) as manager:
         for step in (1, 2, 8):
-            checkpointer.save(step, weights(), {})
-        assert checkpointer.steps == [8]
+            manager.save_groups(step, weights(), {})
+        assert manager.steps == [8]
         message = "'100' is there and is not a checkpoint. Move it away"
         with pytest.raises(CheckpointError, match=re.escape(message)):
-            checkpointer.save(100, weights(), {})
+            manager.save_groups(100, weights(), {})
     assert {file.read_text() for file in tmp_path.glob("*/mine")} == {
         "100",
         "7",
@@ -578,16 +592,16 @@ def test_files_of_others_are_left_alone(tmp_path):
 
 def test_read_only_touches_nothing(options, tmp_path):
     with pytest.raises(CheckpointNotFoundError, match="No directory"):
-        Checkpointer(options, read_only=True)
-    with Checkpointer(options) as checkpointer:
-        checkpointer.save(1, weights(1), {"seed": 3})
+        _ = CheckpointManager(options, read_only=True).steps
+    with CheckpointManager(options) as manager:
+        manager.save_groups(1, weights(1), {"seed": 3})
     unfinished = path_of(options, "2.orbax-checkpoint-tmp")
     unfinished.mkdir()
-    with Checkpointer(options, read_only=True) as checkpointer:
-        restored, meta = checkpointer.restore(abstract(weights()))
-        assert not checkpointer.should_save(1000)
+    with CheckpointManager(options, read_only=True) as manager:
+        restored, meta = manager.restore_groups(abstract(weights()))
+        assert not manager.is_due(1000)
         with pytest.raises(CheckpointError, match="opened with read_only=True"):
-            checkpointer.save(2, weights(), {})
+            manager.save_groups(2, weights(), {})
     assert_same(restored, weights(1))
     assert meta == {"seed": 3}
     assert unfinished.exists()
@@ -596,13 +610,13 @@ def test_read_only_touches_nothing(options, tmp_path):
 
 SAVE_FOR_EVER = """
 import sys, jax, jax.numpy as jnp, numpy as np
-from nnx_parallel.checkpoint import Checkpoint, Checkpointer
+from nnx_parallel.checkpoint import Checkpoint, CheckpointManager
 jax.config.update("jax_platforms", "cpu")
 noise = jnp.asarray(np.random.default_rng(0).standard_normal(1 << 22, np.float32))
-with Checkpointer(Checkpoint(sys.argv[1], keep_last=2)) as checkpointer:
+with CheckpointManager(Checkpoint(sys.argv[1], keep_last=2)) as manager:
     for step in range(1, 1000):
         w = noise.at[0].set(step)
-        checkpointer.save(step, {"params": {"w": w}}, {"step": step})
+        manager.save_groups(step, {"params": {"w": w}}, {"step": step})
         if step > 1:
             print(step, flush=True)
 """
@@ -622,14 +636,14 @@ def test_killed_in_the_middle_of_a_save(options):
     child.communicate()
     assert list(path_of(options).glob("*tmp*")), "the kill came between two saves"
 
-    with Checkpointer(options) as checkpointer:
-        latest = checkpointer.latest_step
+    with CheckpointManager(options) as manager:
+        latest = manager.latest_step
         assert latest is not None
         target = {"params": {"w": jnp.zeros(1 << 22)}}
-        restored, meta = checkpointer.restore(abstract(target))
+        restored, meta = manager.restore_groups(abstract(target))
         assert meta == {"step": latest}
         noise = np.random.default_rng(0).standard_normal(1 << 22, np.float32)
         noise[0] = latest
         assert_same(restored, {"params": {"w": jnp.asarray(noise)}})
-        checkpointer.save(latest + 1, weights(), {})
+        manager.save_groups(latest + 1, weights(), {})
     assert not list(path_of(options).glob("*tmp*"))

@@ -14,7 +14,7 @@ import yaml
 from flax import nnx
 
 from nnx_parallel import Checkpoint, Trainer
-from nnx_parallel.checkpoint.checkpointer import Checkpointer
+from nnx_parallel.checkpoint.manager import CheckpointManager
 from nnx_parallel.cli import main
 from nnx_parallel.cli.inspect import _judge  # pyright: ignore[reportPrivateUsage]
 from nnx_parallel.cli.launch import Job
@@ -210,7 +210,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_inspect_lists_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(run), "--verify"]) == 0
     text = capsys.readouterr().out
-    assert text.count("whole: every array has its fingerprint") == 2
+    assert text.count("whole: every array has its checksum") == 2
     for line in (
         "strategy: DataParallel()",
         "model: Linear",
@@ -232,7 +232,7 @@ def test_inspect_names_what_is_damaged(
     assert main(["inspect", str(directory)]) == 1
     assert "DAMAGED: it has no metadata left" in capsys.readouterr().out
     assert main(["inspect", str(directory), "--verify"]) == 1
-    assert "model: `kernel` has fingerprint" in capsys.readouterr().out
+    assert "model: `kernel` has checksum" in capsys.readouterr().out
 
 
 def test_inspect_needs_no_accelerator(run: Path) -> None:
@@ -249,12 +249,12 @@ def test_inspect_needs_no_accelerator(run: Path) -> None:
 def test_a_step_that_vanishes_is_not_damaged(run: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     shutil.copytree(run, directory)
-    with Checkpointer(Checkpoint(directory), read_only=True) as checkpointer:
-        assert checkpointer.steps == [2, 4]
+    with CheckpointManager(Checkpoint(directory), read_only=True) as manager:
+        assert manager.steps == [2, 4]
         shutil.rmtree(directory / "2")
-        _, verdict = _judge(checkpointer, 2, verify=True)
+        _, verdict = _judge(manager, 2, verify=True)
         assert verdict == "gone: the run has deleted it meanwhile"
-        _, verdict = _judge(checkpointer, 4, verify=True)
+        _, verdict = _judge(manager, 4, verify=True)
         assert verdict.startswith("whole")
 
 

@@ -26,9 +26,9 @@ from flax import nnx
 
 from nnx_parallel import FSDP, Checkpoint, Trainer
 from nnx_parallel.checkpoint import options
-from nnx_parallel.checkpoint.checkpointer import Checkpointer
-from nnx_parallel.checkpoint.manager import restore_newest
-from nnx_parallel.checkpoint.orbax_compat import is_passing, read_error
+from nnx_parallel.checkpoint.manager import CheckpointManager
+from nnx_parallel.checkpoint.orbax_compat import is_transient, read_error
+from nnx_parallel.checkpoint.recovery import restore_newest
 from nnx_parallel.data import DataState
 from nnx_parallel.errors import (
     CheckpointDamagedError,
@@ -82,8 +82,8 @@ def _collected() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("saved")
-    with Checkpointer(Checkpoint(directory)) as checkpointer:
-        checkpointer.save(7, make_groups(), META, metrics={"loss": 0.5})
+    with CheckpointManager(Checkpoint(directory)) as manager:
+        manager.save_groups(7, make_groups(), META, metrics={"loss": 0.5})
     return directory
 
 
@@ -132,8 +132,8 @@ def test_no_damage_restores_other_values(saved: Path, tmp_path: Path) -> None:
         shutil.copytree(saved, directory)
         damage(directory / "7", name, how)
         try:
-            with Checkpointer(Checkpoint(directory), read_only=True) as checkpointer:
-                found, meta = checkpointer.restore(wanted)
+            with CheckpointManager(Checkpoint(directory), read_only=True) as manager:
+                found, meta = manager.restore_groups(wanted)
         except (CheckpointReadError, CheckpointNotFoundError) as error:
             outcomes[type(error).__name__] += 1
         else:
@@ -181,10 +181,10 @@ def test_a_damaged_newest_step_is_named_array_by_array(tmp_path: Path) -> None:
         train(tmp_path, 6)
     text = str(caught.value)
     assert f"Checkpoint 4 in '{tmp_path}' is damaged: " in text
-    assert re.search(r"model: `kernel` has fingerprint \w{8}, saved was \w{8}", text)
-    assert re.search(r"optimizer: `0.mu.kernel` has fingerprint", text)
+    assert re.search(r"model: `kernel` has checksum \w{8}, saved was \w{8}", text)
+    assert re.search(r"optimizer: `0.mu.kernel` has checksum", text)
     assert "progress" not in text
-    assert "Other steps: [2]. Checkpoint(..., on_damage='previous') sets" in text
+    assert "Other steps: [2]. Checkpoint(..., on_damage='previous') quarantines" in text
 
 
 @pytest.mark.parametrize(
@@ -218,8 +218,8 @@ def test_a_bad_moment_is_no_damage(
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     first_free = os.dup(0)
     os.close(first_free)
-    with Checkpointer(Checkpoint(tmp_path, on_damage="previous")) as checkpointer:
-        stored = checkpointer.describe(4)
+    with CheckpointManager(Checkpoint(tmp_path, on_damage="previous")) as manager:
+        stored = manager.describe(4)
         where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         wanted = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
@@ -230,8 +230,8 @@ def test_a_bad_moment_is_no_damage(
         def restore(max_files: int) -> None:
             try:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, before[1]))
-                checkpointer.reload()
-                checkpointer.restore(wanted, 4)
+                manager.reload()
+                manager.restore_groups(wanted, 4)
             except CheckpointUnavailableError as error:
                 told.append(str(error))
             finally:
@@ -246,20 +246,20 @@ def test_a_bad_moment_is_no_damage(
                 restore(first_free + spare)
         assert len(told) > 1
         assert all("That is no damage, and nothing has changed" in x for x in told)
-        restore_newest(checkpointer, wanted)
+        restore_newest(manager, wanted)
     assert not list(tmp_path.glob("damaged-*"))
     assert (tmp_path / "4").is_dir()
 
 
-def test_a_step_of_an_object_store_is_set_aside(
+def test_a_step_of_an_object_store_goes_into_quarantine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "4").mkdir()
     (tmp_path / "4" / "file").touch()
     monkeypatch.setattr(options, "is_url", lambda text: True)
-    aside = Path(options.set_aside(str(tmp_path), 4))
-    assert aside.name.startswith("damaged-4-")
-    assert (aside / "file").is_file()
+    moved = Path(options.quarantine(str(tmp_path), 4))
+    assert moved.name.startswith("damaged-4-")
+    assert (moved / "file").is_file()
     assert not (tmp_path / "4").exists()
 
 
@@ -282,7 +282,7 @@ def test_what_passes_by_itself_is_told_from_damage(
 ) -> None:
     outer = ValueError("wrapped")
     outer.__cause__ = error
-    assert is_passing(outer) == passes
+    assert is_transient(outer) == passes
 
 
 def test_any_error_passes_while_hardly_a_file_can_be_opened() -> None:
@@ -301,21 +301,21 @@ def test_any_error_passes_while_hardly_a_file_can_be_opened() -> None:
 def test_if_none_is_whole_nothing_is_trained(tmp_path: Path) -> None:
     train(tmp_path, 2)
     shutil.rmtree(tmp_path / "2" / "model")
-    message = "No step in the directory is whole. Choose another directory"
+    message = "No step in the directory is intact. Choose another directory"
     with pytest.raises(CheckpointDamagedError, match=re.escape(message)):
         train(tmp_path, 4, on_damage="previous")
 
 
-def test_the_fingerprints_of_another_save_are_refused(tmp_path: Path) -> None:
-    with Checkpointer(Checkpoint(tmp_path)) as checkpointer:
-        checkpointer.save(1, make_groups(), META)
-        checkpointer.save(2, make_groups(), META | {"seed": 4})
-        checkpointer.wait()
+def test_the_checksums_of_another_save_are_refused(tmp_path: Path) -> None:
+    with CheckpointManager(Checkpoint(tmp_path)) as manager:
+        manager.save_groups(1, make_groups(), META)
+        manager.save_groups(2, make_groups(), META | {"seed": 4})
+        manager.wait()
         file = Path("fingerprints") / "fingerprints.json"
         shutil.copy(tmp_path / "1" / file, tmp_path / "2" / file)
-        message = "Its fingerprints were saved with another header."
+        message = "Its checksums were saved with another header."
         with pytest.raises(CheckpointReadError, match=re.escape(message)):
-            checkpointer.describe(2)
+            manager.describe(2)
 
 
 class Hostile:
@@ -335,10 +335,10 @@ def test_loading_executes_nothing(
         (directory / file.relative_to(saved)).write_bytes(program)
         options = Checkpoint(directory)
         with (
-            Checkpointer(options, read_only=True) as checkpointer,
+            CheckpointManager(options, read_only=True) as manager,
             contextlib.suppress(CheckpointReadError, CheckpointNotFoundError),
         ):
-            found, _ = checkpointer.restore(abstract(make_groups()))
+            found, _ = manager.restore_groups(abstract(make_groups()))
             assert bits(found) == bits(make_groups())
     assert not (tmp_path / "executed").exists()
 
@@ -367,10 +367,10 @@ def test_a_name_does_not_leave_the_directory(saved: Path, tmp_path: Path) -> Non
     message = "A group is named '../../outside', which is no identifier."
     options = Checkpoint(directory)
     with (
-        Checkpointer(options, read_only=True) as checkpointer,
+        CheckpointManager(options, read_only=True) as manager,
         pytest.raises(CheckpointReadError, match=re.escape(message)),
     ):
-        checkpointer.describe()
+        manager.describe()
 
 
 @pytest.mark.parametrize(

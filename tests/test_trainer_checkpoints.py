@@ -15,8 +15,8 @@ import pytest
 from flax import nnx
 
 from nnx_parallel import FSDP, Callback, Checkpoint, DataParallel, Trainer
-from nnx_parallel.checkpoint import Storage, manager
-from nnx_parallel.checkpoint.options import Rules
+from nnx_parallel.checkpoint import CheckpointManager, recovery
+from nnx_parallel.checkpoint.orbax_compat import PreemptionPolicy
 from nnx_parallel.data import DataState
 from nnx_parallel.distributed import Watchdog
 from nnx_parallel.errors import (
@@ -270,13 +270,15 @@ def test_a_preemption_that_jax_tells_of_ends_the_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has heard a SIGTERM that came before the fit could."""
-    should_save = Rules.should_save
+    should_save = PreemptionPolicy.should_save
 
-    def told(self: Rules, step: Any, previous_steps: Any, *, context: Any) -> bool:
+    def told(
+        self: PreemptionPolicy, step: Any, previous_steps: Any, *, context: Any
+    ) -> bool:
         context = SimpleNamespace(reached_preemption=step.step == 2)
         return should_save(self, step, previous_steps, context=context)
 
-    monkeypatch.setattr(Rules, "should_save", told)
+    monkeypatch.setattr(PreemptionPolicy, "should_save", told)
     trainer = make_trainer(Checkpoint(tmp_path, every=100))
     with pytest.raises(SystemExit) as ended:
         trainer.fit(make_batches(4), 4)
@@ -301,10 +303,10 @@ def test_processes_that_see_different_checkpoints(
 ) -> None:
     make_trainer(Checkpoint(tmp_path, every=2)).fit(make_batches(4), 4)
     seen = [[[2, 4], []], [[2], [3]]]
-    monkeypatch.setattr(manager, "exchange", lambda name, mine: seen)
+    monkeypatch.setattr(recovery, "exchange", lambda name, mine: seen)
     message = (
         f"Processes 0 and 1 see different checkpoints in '{tmp_path}': steps [2, 4] "
-        "and [2] (and [3], which are ruined). Give a directory that all machines share"
+        "and [2] (and [3], which are corrupt). Give a directory that all machines share"
     )
     with pytest.raises(DisagreementError, match=re.escape(message)):
         make_trainer(Checkpoint(tmp_path)).fit(make_batches(4), 4)
@@ -314,7 +316,7 @@ def test_weights_of_the_own_directory_are_no_fresh_start(tmp_path: Path) -> None
     make_trainer(Checkpoint(tmp_path)).fit(make_batches(2), 2)
     trainer = make_trainer(Checkpoint(tmp_path))
     trainer.restore(directory=tmp_path, weights_only=True)
-    with pytest.raises(CheckpointError, match="stands at step 0 and would write"):
+    with pytest.raises(CheckpointError, match="is at step 0 and would write"):
         trainer.fit(make_batches(4), 4)
 
 
@@ -427,36 +429,38 @@ def test_a_resumed_fit_counts_its_data_from_the_start_of_the_run(
     assert seen == [0, 1, 2, 3]
 
 
-def save_and_wait(storage: Storage, trainer: Trainer, step: int) -> None:
-    storage.save(trainer.state, step, {}, {})
-    storage.wait()
+def save_and_wait(manager: CheckpointManager, trainer: Trainer, step: int) -> None:
+    manager.save(trainer.state, step, {}, {})
+    manager.wait()
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_last_words_speak_of_what_is_there(asynchronous: bool, tmp_path: Path) -> None:
+def test_the_exit_message_names_what_is_saved(
+    asynchronous: bool, tmp_path: Path
+) -> None:
     options = Checkpoint(
         tmp_path / "run", on_save_error="warn", asynchronous=asynchronous
     )
-    storage = Storage(options, {})
+    manager = CheckpointManager(options)
     trainer = make_trainer(checkpoint=options)
-    save_and_wait(storage, trainer, 3)
-    assert "Saved step 3 in" in storage.last_words(5)
+    save_and_wait(manager, trainer, 3)
+    assert "Saved step 3 in" in manager.exit_message(5)
     (tmp_path / "run").rename(tmp_path / "away")
     (tmp_path / "run").write_text("no directory")
     with pytest.warns(UserWarning, match="Saving step 5 .* Training goes on"):
-        save_and_wait(storage, trainer, 5)
+        save_and_wait(manager, trainer, 5)
     (tmp_path / "run").unlink()
     (tmp_path / "away").rename(tmp_path / "run")
-    assert "Saved step 3 in" in storage.last_words(5)
-    save_and_wait(storage, trainer, 5)  # not taken for saved: it is tried again
-    assert "Saved step 5 in" in storage.last_words(5)
-    storage.close()
+    assert "Saved step 3 in" in manager.exit_message(5)
+    save_and_wait(manager, trainer, 5)  # not taken for saved: it is tried again
+    assert "Saved step 5 in" in manager.exit_message(5)
+    manager.close()
 
 
 def test_a_run_that_saved_nothing_says_so(tmp_path: Path) -> None:
-    storage = Storage(tmp_path / "run", {})
-    assert storage.last_words(0).startswith("Nothing is saved in")
-    storage.close()
+    manager = CheckpointManager(tmp_path / "run")
+    assert manager.exit_message(0).startswith("Nothing is saved in")
+    manager.close()
 
 
 def test_a_sigterm_between_two_looks_is_not_lost(
@@ -492,7 +496,7 @@ def test_a_branch_does_not_write_over_the_run_it_left(tmp_path: Path) -> None:
     branch = make_trainer(checkpoint=options)
     branch.restore(2)
     message = (
-        f"'{tmp_path / 'run'}' holds a checkpoint of step 4, but this run stands at "
+        f"'{tmp_path / 'run'}' holds a checkpoint of step 4, but this run is at "
         "step 2 and would write into the same directory."
     )
     with pytest.raises(CheckpointError, match=re.escape(message)):

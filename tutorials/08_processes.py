@@ -203,14 +203,14 @@ assert launch("taken", "SIGTERM") == 0
 
 # %% [markdown]
 # What was saved can be checked without a run: `inspect --verify` reads every array and compares
-# its fingerprint.
+# its checksum.
 
 # %%
 code, text = run("inspect", directory / "taken", "--verify")
 steps = [line for line in text.splitlines() if line.startswith("  step  ")]
 print("\n".join(steps))
 assert code == 0
-assert all("whole: every array has its fingerprint" in line for line in steps)
+assert all("whole: every array has its checksum" in line for line in steps)
 assert int(steps[-1].split()[1]) == len(losses("taken"))
 np.testing.assert_array_equal(losses("taken"), losses("two")[: len(losses("taken"))])
 

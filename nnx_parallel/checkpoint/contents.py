@@ -1,7 +1,11 @@
-"""What a checkpoint holds: what may be saved, and how it differs from what is wanted.
+"""Contents of a checkpoint: groups of arrays and a header, and how they may differ.
 
-Orbax knows arrays by shape and dtype. Which groups are empty, which arrays are random
-keys (stored as their words), and the user's metadata stand in a header beside them.
+A group is a flat dict, ``{"blocks.mlp.up.kernel": array, ...}``, of global shapes: any
+strategy on any number of devices reads what another wrote. Orbax knows an array by
+shape and dtype. It refuses empty groups, and shows random keys as their ``uint32``
+words; so a header records which groups are empty and which arrays are keys, together
+with the user's metadata. The header goes to disk as Orbax's ``custom_metadata``, which
+is JSON; a dict saved as a part of its own would become a tree of arrays.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from nnx_parallel.checkpoint.checksum import PART, Fingerprints, digest, fingerprints
+from nnx_parallel.checkpoint.checksum import PART, Checksums, checksums, digest
 from nnx_parallel.errors import (
     CheckpointDamagedError,
     CheckpointError,
@@ -27,26 +31,26 @@ AbstractGroups = Mapping[str, Mapping[str, jax.ShapeDtypeStruct]]
 
 _FORMAT = 3  # grows when a change would make an older reader misread the files
 
-_TAKEN = ("metrics", PART)  # names of parts that are no groups
+_RESERVED = ("metrics", PART)  # names of parts that are no groups
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredCheckpoint:
-    """What one checkpoint holds, without its arrays.
+    """The contents of one checkpoint, without its arrays.
 
     Attributes:
         step: The step it was saved under.
         groups: Global shape and dtype of each array, by group and path.
         meta: The metadata saved with it.
         metrics: The metrics saved with it; empty if there were none.
-        fingerprints: The fingerprint of each array, by group and path.
+        checksums: The checksum of each array, by group and path.
     """
 
     step: int
     groups: dict[str, dict[str, jax.ShapeDtypeStruct]]
     meta: dict[str, Any]
     metrics: dict[str, float]
-    fingerprints: Fingerprints
+    checksums: Checksums
 
 
 def check_groups(groups: Groups) -> None:
@@ -54,10 +58,10 @@ def check_groups(groups: Groups) -> None:
     if not any(groups.values()):
         raise CheckpointError("Nothing to save: no group holds an array.")
     for name, group in groups.items():
-        if not name.isidentifier() or name in _TAKEN:
+        if not name.isidentifier() or name in _RESERVED:
             raise CheckpointError(
                 f"Cannot save a group named {name!r}: a name must be a Python "
-                f"identifier other than {', '.join(map(repr, _TAKEN))}."
+                f"identifier other than {', '.join(map(repr, _RESERVED))}."
             )
         for path, array in group.items():
             fault = _fault(array)
@@ -69,7 +73,10 @@ def check_groups(groups: Groups) -> None:
 
 
 def check_shapes(groups: Groups | AbstractGroups) -> None:
-    """Raises ``CheckpointError`` unless every array, abstract or not, holds a value."""
+    """Raises ``CheckpointError`` if an array, abstract or not, has no elements.
+
+    Orbax refuses such arrays, in the middle of a save.
+    """
     for name, group in groups.items():
         for path, array in group.items():
             if 0 in array.shape:
@@ -80,7 +87,10 @@ def check_shapes(groups: Groups | AbstractGroups) -> None:
 
 
 def check_shardings(groups: AbstractGroups) -> None:
-    """Raises ``CheckpointError`` unless every leaf says where it shall live."""
+    """Raises ``CheckpointError`` unless every leaf has a sharding.
+
+    Without one Orbax restores the saved layout, silently.
+    """
     for name, group in groups.items():
         for path, array in group.items():
             if getattr(array, "sharding", None) is None:
@@ -94,7 +104,7 @@ def check_shardings(groups: AbstractGroups) -> None:
 def make_header(
     groups: Groups, meta: Mapping[str, Any], metrics: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Returns what is saved beside the arrays, as JSON."""
+    """The header that is saved with the arrays, as JSON can hold it."""
     keys = {
         name: {
             path: str(jax.random.key_impl(array))
@@ -125,18 +135,18 @@ def make_header(
     return header | {"digest": digest(header)}
 
 
-def check_fingerprints(stored: StoredCheckpoint, read: Groups, where: str) -> None:
-    """Compares what was read with what was saved, array by array.
+def check_checksums(stored: StoredCheckpoint, read: Groups, where: str) -> None:
+    """Compares the arrays that were read with those that were saved.
 
     Raises:
-        CheckpointDamagedError: If an array has another fingerprint.
+        CheckpointDamagedError: If an array has another checksum.
     """
     lines = [
-        f"{name}: `{path}` has fingerprint {value:08x}, saved was "
-        f"{stored.fingerprints[name][path]:08x}"
-        for name, group in fingerprints(read).items()
+        f"{name}: `{path}` has checksum {value:08x}, saved was "
+        f"{stored.checksums[name][path]:08x}"
+        for name, group in checksums(read).items()
         for path, value in group.items()
-        if stored.fingerprints[name][path] != value
+        if stored.checksums[name][path] != value
     ]
     if lines:
         raise CheckpointDamagedError(
@@ -146,17 +156,18 @@ def check_fingerprints(stored: StoredCheckpoint, read: Groups, where: str) -> No
 
 
 def check_header(header: Any) -> dict[str, Any]:
-    """Returns what `make_header` made.
+    """Returns the header if `make_header` made it.
 
     Raises:
-        ValueError: If this is something else.
+        ValueError: If it did not, or the header has changed since.
     """
     if not isinstance(header, dict) or header.get("format") != _FORMAT:
         raise ValueError(f"Its header is not of format {_FORMAT}.")
     if header.get("digest") != digest(header):
         raise ValueError("Its header is not what was saved.")
     for name in header["sizes"]:
-        if not name.isidentifier():  # it is a file's name too, and stays in place
+        # The name becomes a path: `../../outside` must not leave the directory.
+        if not name.isidentifier():
             raise ValueError(f"A group is named {name!r}, which is no identifier.")
     return header
 
@@ -165,12 +176,18 @@ def read_stored(
     step: int,
     header: Mapping[str, Any],
     found: Mapping[str, Any],
-    fingerprints: Fingerprints,
+    checksums: Checksums,
 ) -> StoredCheckpoint:
-    """Joins the header with what Orbax says of the arrays in each group.
+    """Joins the header with Orbax's metadata of the arrays in each group.
+
+    Args:
+        step: The step.
+        header: As `check_header` returns it.
+        found: Orbax's metadata, by group and path.
+        checksums: As saved, by group and path.
 
     Raises:
-        ValueError: If arrays are gone.
+        ValueError: If arrays are missing or are not those of the header.
     """
     groups = {}
     for name, size in header["sizes"].items():
@@ -190,14 +207,14 @@ def read_stored(
                     f"`{path}` of group {name!r} was saved as {saved}; its files hold "
                     f"{found_here}."
                 )
-    if _paths(fingerprints) != _paths(header["arrays"]):
-        raise ValueError("Its fingerprints are of other arrays.")
+    if _paths(checksums) != _paths(header["arrays"]):
+        raise ValueError("Its checksums are of other arrays.")
     return StoredCheckpoint(
         step=step,
         groups=groups,
         meta=header["meta"],
         metrics=header["metrics"],
-        fingerprints=fingerprints,
+        checksums=checksums,
     )
 
 
@@ -208,7 +225,10 @@ def _paths(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, set[str]]:
 def check_match(
     stored: StoredCheckpoint, wanted: AbstractGroups, directory: str
 ) -> None:
-    """Compares what is asked for with what a checkpoint in ``directory`` holds.
+    """Compares the arrays asked for with those of a checkpoint in ``directory``.
+
+    Orbax by itself casts another dtype silently, and names no array whose shape
+    differs.
 
     Raises:
         CheckpointMismatchError: With one line for each array that differs in path,

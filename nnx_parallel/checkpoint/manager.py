@@ -1,154 +1,157 @@
-"""The newest checkpoint that is whole, and what is said of those that are not.
-
-The checkpoints of one Trainer: what a run saves, and how it finds its way back.
-"""
+"""The checkpoints of one directory: saved asynchronously, listed, restored anywhere."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
 
 import jax
+from orbax.checkpoint import v1 as ocp
 
-from nnx_parallel.checkpoint.checkpointer import Checkpointer
-from nnx_parallel.checkpoint.contents import AbstractGroups, check_shapes
-from nnx_parallel.checkpoint.options import Checkpoint, check_space, is_url
-from nnx_parallel.checkpoint.train_state import Groups, from_groups, to_groups
-from nnx_parallel.distributed.agreement import (
-    allgather_object,
-    check_consistent,
-    strip_addresses,
+from nnx_parallel.checkpoint.async_save import (
+    AsyncSave,
+    save_error,
+    wait_on_all_processes,
 )
+from nnx_parallel.checkpoint.checksum import (
+    PART,
+    PendingChecksums,
+    read_checksums,
+    start_checksums,
+)
+from nnx_parallel.checkpoint.contents import (
+    AbstractGroups,
+    Groups,
+    StoredCheckpoint,
+    check_checksums,
+    check_groups,
+    check_header,
+    check_match,
+    check_shardings,
+    make_header,
+    read_stored,
+)
+from nnx_parallel.checkpoint.options import (
+    Checkpoint,
+    Metrics,
+    best_steps,
+    check_directory,
+    check_step,
+    check_writable,
+    is_url,
+    quarantine,
+    unlisted_steps,
+)
+from nnx_parallel.checkpoint.orbax_compat import (
+    Gate,
+    PreemptionPolicy,
+    StepNames,
+    describe_group,
+    load,
+    open_directory,
+    read_error,
+    unavailable_if_intact,
+)
+from nnx_parallel.checkpoint.train_state import from_groups, to_groups
+from nnx_parallel.distributed.agreement import allgather_object
 from nnx_parallel.errors import (
-    CheckpointDamagedError,
+    CheckpointDirectoryError,
     CheckpointError,
     CheckpointNotFoundError,
     CheckpointReadError,
     CheckpointSaveError,
-    DisagreementError,
 )
 from nnx_parallel.state import TrainState
 
 Restored = tuple[dict[str, dict[str, jax.Array]], dict[str, Any]]
+T = TypeVar("T")
 
 
-def restore_newest(
-    checkpointer: Checkpointer, wanted: AbstractGroups
-) -> tuple[Restored, list[str]]:
-    """Restores the latest step; or the latest whole one, if the options say so.
+class CheckpointManager:
+    """Saves, lists and restores the checkpoints of one directory.
 
-    Args:
-        checkpointer: The directory.
-        wanted: As `Checkpointer.restore`.
-
-    Returns:
-        What was restored, and a line for each damaged step that was set aside.
-
-    Raises:
-        CheckpointDamagedError: If the latest step is damaged and ``on_damage`` is
-            ``"error"``, or no step is whole.
-        CheckpointMismatchError: If the run differs from that which was saved: this is
-            no damage.
-    """
-    problems: dict[int, str] = {}
-    ruined = checkpointer.ruined_steps
-    for step in sorted([*ruined, *checkpointer.steps], reverse=True):
-        if step in ruined:
-            where = f"'{checkpointer.options.directory}'"
-            found, problem = None, f"Checkpoint {step} in {where} {ruined[step]}."
-        else:
-            found, problem = _try(checkpointer, wanted, step)
-        if found is not None:
-            return found, _set_aside(checkpointer, problems, step)
-        problems[step] = problem
-        if checkpointer.options.on_damage == "error":
-            break
-    others = sorted(set(checkpointer.steps) - problems.keys())
-    way_out = (
-        f"Other steps: {others}. Checkpoint(..., on_damage='previous') sets the "
-        "damaged one aside and resumes from the newest of them that is whole."
-        if others
-        else "No step in the directory is whole. Choose another directory to start "
-        "afresh."
-    )
-    raise CheckpointDamagedError("\n".join(problems.values()) + "\n" + way_out)
-
-
-def _try(
-    checkpointer: Checkpointer, wanted: AbstractGroups, step: int
-) -> tuple[Restored | None, str]:
-    """A restored step, or what is wrong with it on any process, twice over."""
-    found, problem = _try_once(checkpointer, wanted, step)
-    if problem and checkpointer.options.on_damage == "previous":
-        found, problem = _try_once(checkpointer, wanted, step)
-    return found, problem
-
-
-def _try_once(
-    checkpointer: Checkpointer, wanted: AbstractGroups, step: int
-) -> tuple[Restored | None, str]:
-    found, problem = None, ""
-    try:
-        found = checkpointer.restore(wanted, step)
-    except CheckpointReadError as error:
-        problem = str(error)
-    problems = allgather_object("damage", problem)
-    if len(set(problems)) == 1:
-        return found, problem
-    bad = [
-        f"On process {process}: {text}" if len(problems) > 1 else text
-        for process, text in enumerate(problems)
-        if text
-    ]
-    return (None, "\n".join(bad)) if bad else (found, "")
-
-
-def _set_aside(
-    checkpointer: Checkpointer, problems: dict[int, str], step: int
-) -> list[str]:
-    return [
-        f"{text}\nStep {damaged} is set aside as '{checkpointer.set_aside(damaged)}'; "
-        f"the run goes on from step {step}."
-        for damaged, text in problems.items()
-    ]
-
-
-class Storage:
-    """Saves and restores the training state of one run; does nothing without options.
-
-    The directory is opened at the first use and stays open until `close`.
+    The directory is opened at the first use and stays open until `close`. Use it as a
+    context manager: a process that ends without `close` loses the save in progress, and
+    its error. One job at a time may write to a directory; any number may read with
+    ``read_only=True``. All processes make the same calls in the same order, from the
+    main thread. Reading waits for the save in progress first.
 
     Args:
-        options: A directory, a `Checkpoint`, or ``None``.
-        description: Of the run: what goes to disk beside the arrays.
-        read_only: Never write, make or clean up anything.
+        options: Where and how often to save, and what to keep; or the directory alone.
+            With ``None`` no step is due, and saving and restoring are errors.
+        description: Of the run; saved as metadata with each state.
+        read_only: Never write, make or clean up anything; for looking into the
+            directory of a run that may be alive.
+
+    Attributes:
+        options: As given; a directory as a `Checkpoint`.
+        description: As given.
+        last_saved: The step that this object has saved or resumed from, which `save`
+            need not save again.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     with CheckpointManager(directory) as manager:
+        ...         manager.save_groups(1, {"params": {"w": jnp.ones(2)}}, {"seed": 0})
+        ...         print(manager.describe().groups)
+        {'params': {'w': ShapeDtypeStruct(shape=(2,), dtype=float32)}}
     """
 
     def __init__(
         self,
         options: Checkpoint | str | os.PathLike | None,
-        description: Mapping[str, Any],
+        description: Mapping[str, Any] | None = None,
         *,
         read_only: bool = False,
     ) -> None:
         if options is not None and not isinstance(options, Checkpoint):
             options = Checkpoint(options)
         self.options = options
-        self._description = dict(description)
+        self.description = dict(description or {})
+        self.last_saved: int | None = None
         self._read_only = read_only
-        self._open: Checkpointer | None = None
-        self._last_saved: int | None = None
+        self._forget()
 
-    @property
-    def description(self) -> dict[str, Any]:
-        """What is said of the run beside the arrays."""
-        return dict(self._description)
+    def _forget(self) -> None:
+        """The state of a directory that has not been opened."""
+        self._orbax: ocp.training.Checkpointer | None = None
+        self._save: AsyncSave | None = None
+        self._is_stale = False  # the listing, against the directory
+        self._known_metrics: dict[int, Metrics] = {}
+        self._names, self._preemption = StepNames(), PreemptionPolicy()
+        self._gate = Gate()
+
+    def _open(self) -> ocp.training.Checkpointer:
+        """Opens the directory, unless it is open.
+
+        Raises:
+            CheckpointDirectoryError: If the directory cannot be made or written.
+            CheckpointNotFoundError: If ``read_only`` and there is no such directory, or
+                the options are ``None``.
+        """
+        if self.options is None:
+            raise CheckpointNotFoundError(
+                "This Trainer has no checkpoint directory. Pass checkpoint='runs/name'."
+            )
+        if self._orbax is None:
+            check_directory(str(self.directory), read_only=self._read_only)
+            with self._listing():
+                self._orbax = open_directory(
+                    self.options,
+                    names=self._names,
+                    preemption=self._preemption,
+                    metrics=self._known_metrics,
+                    gate=self._gate,
+                    cleanup=not self._read_only,
+                )
+        return self._orbax
 
     @property
     def directory(self) -> str | None:
@@ -157,88 +160,76 @@ class Storage:
 
     @property
     def local_directory(self) -> Path | None:
-        """The same where it is a path of this machine: other files can go there."""
+        """The directory if it is a path of this machine: other files can go there."""
         if self.directory is None or is_url(self.directory):
             return None
         return Path(self.directory)
 
     @property
     def ranks_by_eval(self) -> bool:
-        """Whether the best checkpoint is the best by an evaluation."""
+        """True if the best checkpoint is the best by an evaluation."""
         best = self.options and self.options.keep_best
         return bool(best) and best.startswith("eval_")
 
     @property
+    def steps(self) -> list[int]:
+        """The saved steps, ascending."""
+        orbax = self._open()
+        self._join_save()
+        if self._is_stale:
+            with self._listing():
+                orbax.reload()
+            self._is_stale = False
+        return sorted(found.step for found in orbax.checkpoints)
+
+    @property
     def latest_step(self) -> int | None:
         """The newest saved step, or ``None``."""
-        return None if self.options is None else self._checkpointer().latest_step
+        return None if self.options is None else max(self.steps, default=None)
+
+    @property
+    def best_step(self) -> int | None:
+        """The saved step that is best by ``keep_best``, or ``None``."""
+        metrics = self._metrics()
+        return next(iter(best_steps(self._options, metrics)), None)
+
+    @property
+    def corrupt_steps(self) -> dict[int, str]:
+        """Steps of which too little is left to be listed, each with its problem."""
+        steps = self.steps
+        unlisted = unlisted_steps(str(self.directory), steps)
+        rejected = {
+            step: f"has metadata that cannot be parsed ({why})"
+            for step, why in self._names.rejected.items()
+            if step not in steps
+        }
+        return dict.fromkeys(unlisted, "has no metadata left") | rejected
+
+    def reload(self) -> None:
+        """Has the next use list the steps again, if another program writes them."""
+        self._is_stale = True
 
     @property
     def is_preempted(self) -> bool:
-        """Whether jax has told of a preemption, at the same step on all processes."""
-        return self._open is not None and self._open.is_preempted
+        """True if jax has announced a preemption, at the same step on all processes."""
+        return self._preemption.has_notice
 
     def is_due(self, step: int) -> bool:
-        """Whether ``step`` is one to save."""
-        return self.options is not None and self._checkpointer().should_save(step)
+        """True if ``step`` is one to save: by ``every``, or before a preemption.
 
-    def agree_on_options(self) -> None:
-        """Checks that all processes save alike; all of them call it.
-
-        Raises:
-            DisagreementError: On all processes, if not. They would wait for one
-                another.
+        All processes call it once a step: jax announces a preemption (SIGTERM under
+        ``jax.distributed``) at a step on which all of them agree by these calls.
         """
-        check_consistent(
-            "checkpoints", {"checkpoint": strip_addresses(repr(self.options))}
-        )
-
-    def agree_on_steps(self) -> None:
-        """Checks that all processes see the same steps; all of them call it.
-
-        Raises:
-            DisagreementError: On all processes, if not. They would wait for one
-                another, or take parts of different steps for damage.
-        """
-        if self.options is None:
-            return
-        checkpointer = self._checkpointer()
-        mine = [checkpointer.steps, sorted(checkpointer.ruined_steps)]
-        found = allgather_object("steps in the directory", mine)
-        for process, theirs in enumerate(found):
-            if theirs != found[0]:
-                raise DisagreementError(
-                    f"Processes 0 and {process} see different checkpoints in "
-                    f"'{self.directory}': steps {_spell(*found[0])} and "
-                    f"{_spell(*theirs)}. Give a directory that all machines share; "
-                    "if it is one, its listing was late: start again."
-                )
-
-    def resumes(self) -> bool:
-        """Whether a fit starts from a saved state.
-
-        Raises:
-            CheckpointError: If there is one but ``resume=False``: a fresh run would
-                write into the directory of another.
-        """
-        if self.options is None:
+        if self.options is None or self._read_only:
             return False
-        if self.latest_step is None and not self._checkpointer().ruined_steps:
-            return False
-        if not self.options.resume:
-            raise CheckpointError(
-                f"'{self.directory}' holds checkpoints of steps "
-                f"{self._checkpointer().steps}, but resume=False asks for a fresh run. "
-                "Choose another directory, remove this one, or leave resume=True."
-            )
-        return True
+        return self._open().should_save(step)
 
     def save(
         self,
         state: TrainState,
         step: int,
         position: Mapping[str, Any],
-        metrics: Mapping[str, float],
+        metrics: Metrics,
         *,
         once: bool = True,
         may_skip: bool = False,
@@ -248,116 +239,226 @@ class Storage:
         Args:
             state: The state; its arrays may be donated once this returns.
             step: Its step.
-            position: Where the data stands, as JSON can hold it.
+            position: The position in the data, as JSON can hold it.
             metrics: Values at this step.
             once: Do nothing if this object has saved or restored the step itself.
-            may_skip: Save nothing, where training goes on after failures, until the
-                save before, which has failed on one of several processes, is given up.
+            may_skip: Save nothing, with ``on_save_error="warn"``, while an earlier
+                save that failed on one of several processes has not been given up.
 
         Raises:
-            CheckpointError: If somebody else has saved this step or a later one.
+            CheckpointError: If another program has saved this step or a later one.
 
         Warns:
             UserWarning: If the metric of ``keep_best`` is not among ``metrics``, or the
                 step is not saved.
         """
-        if once and self._last_saved == step:
+        if once and self.last_saved == step:
             return
-        checkpointer = self._checkpointer()
-        goes_on = checkpointer.options.on_save_error == "warn"
-        while goes_on and jax.process_count() > 1 and not checkpointer.wait_together():
-            self.poll()
-            if may_skip:
-                warnings.warn(
-                    f"Step {step} is not saved: an earlier save has failed on a "
-                    "process, for which the others wait (20 minutes at most). Training "
-                    "goes on.",
-                    stacklevel=2,
-                )
-                return
-        with self._failing_as_told():
-            checkpointer.wait()
-        best = checkpointer.options.keep_best
+        self._open()
+        if self._options.on_save_error == "warn" and jax.process_count() > 1:
+            while not wait_on_all_processes(self._save):
+                self.poll()
+                if may_skip:
+                    warnings.warn(
+                        f"Step {step} is not saved: an earlier save has failed on a "
+                        "process, for which the others wait (20 minutes at most). "
+                        "Training goes on.",
+                        stacklevel=2,
+                    )
+                    return
+        self.wait()
+        best = self._options.keep_best
         if metrics and best is not None and best not in metrics:
             warnings.warn(
                 f"keep_best={best!r} is not among the metrics of step {step}, which "
                 f"therefore never counts as best. Metrics: {sorted(metrics)}.",
                 stacklevel=2,
             )
-        meta = {**self._description, "position": dict(position)}
-        with self._failing_as_told():
-            checkpointer.save(step, to_groups(state), meta, metrics=metrics)
-            self._last_saved = step
+        meta = {**self.description, "position": dict(position)}
+        with self._reporting_failures():
+            self.save_groups(step, to_groups(state), meta, metrics=metrics)
+            self.last_saved = step
 
-    def poll(self) -> None:
-        """Tells of a save that has failed in the background, under its own step.
+    def save_groups(
+        self,
+        step: int,
+        groups: Groups,
+        meta: Mapping[str, Any],
+        *,
+        metrics: Metrics | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        """Saves ``groups`` and ``meta`` under ``step``.
+
+        When it returns, the arrays have been copied and may be donated; the files are
+        written in the background, unless ``asynchronous=False``. Each process writes
+        its own shards. A save in progress is waited for first.
+
+        Args:
+            step: Updates done so far; later than every saved step.
+            groups: Arrays by group and path; groups may be empty, arrays may not. Two
+                names are reserved: ``metrics`` and ``fingerprints``.
+            meta: Values that JSON can hold (which makes tuples lists and keys strings).
+            metrics: Values at this step, for ``keep_best``.
+            overwrite: Replace the latest step, if it is ``step``. The old one is
+                deleted before the new one is written.
 
         Raises:
-            CheckpointSaveError: If it has, and ``on_save_error`` is ``"raise"``.
+            CheckpointError: If the step is not later, or an argument cannot be saved.
+            CheckpointSaveError: If this save could not begin, or an earlier one
+                failed in the background: then this one was not tried.
+        """
+        orbax, directory = self._open(), str(self.directory)
+        # Orbax replaces its inner checkpointer before it waits for the save before.
+        self._join_save()
+        if self._read_only:
+            raise CheckpointError(
+                f"Cannot save in '{directory}': opened with read_only=True."
+            )
+        check_step(directory, step, self.latest_step, overwrite=overwrite)
+        check_groups(groups)
+        try:
+            check_writable(directory)
+        except CheckpointDirectoryError as error:
+            raise save_error(step, directory, error) from error
+        metrics = {name: float(x) for name, x in (metrics or {}).items()}
+        header = make_header(groups, meta, metrics)
+        pending = start_checksums(groups, "saved checksums")
+        checksums = PendingChecksums(header["digest"], pending)
+        if self._options.keep_best is not None:
+            self._metrics()  # `BestPolicy` is asked while Orbax saves
+        self._known_metrics[step] = metrics
+        save = AsyncSave(step, directory)
+        try:
+            with self._gate.closed():
+                response = orbax.save_checkpointables_async(
+                    step,
+                    {name: dict(x) for name, x in groups.items() if x}
+                    | {PART: checksums},
+                    force=True,
+                    overwrite=overwrite,
+                    custom_metadata=header,
+                )
+        except Exception as error:
+            save.end()
+            raise save_error(step, directory, error) from error
+        assert response is not None, "a forced save is never skipped"
+        save.follow(response)
+        self._save = save
+        if not self._options.asynchronous:
+            self._join_save()
+
+    def wait(self) -> None:
+        """Waits until the save in progress is on disk.
+
+        Each process reports a failure once, here or in `poll`. If training goes on
+        after it (``on_save_error="warn"``), the save has then ended on all of them.
+
+        Raises:
+            CheckpointSaveError: If it failed, and ``on_save_error`` is ``"raise"``.
 
         Warns:
-            UserWarning: If it has, and ``on_save_error`` is ``"warn"``.
+            UserWarning: If it failed, and ``on_save_error`` is ``"warn"``.
         """
-        if self._open is not None:
-            with self._failing_as_told():
-                self._open.poll()
+        with self._reporting_failures():
+            self._join_save()
+
+    def poll(self) -> None:
+        """Reports the failure of the save in progress, as `wait`; does not wait.
+
+        With several processes it may be reported on one of them alone.
+        """
+        if self._save is None:
+            return
+        with self._reporting_failures():
+            if self._save.has_failed:
+                self._join_save()
+            else:
+                self._save.check_own_part()
+
+    def _join_save(self) -> None:
+        save = self._save
+        if save is None:
+            return
+        save.join(patiently=self._options.on_save_error == "warn")
+        self._save = None
+        if save.has_failed:
+            with contextlib.suppress(Exception):
+                self._open().wait()  # Orbax raises a failure once in each thread
+            self._is_stale = True  # Orbax forgot the steps it would have deleted
+            save.check_whole()
 
     @contextlib.contextmanager
-    def _failing_as_told(self) -> Iterator[None]:
+    def _reporting_failures(self) -> Iterator[None]:
         try:
             yield
         except CheckpointSaveError as error:
-            self._last_saved = None
-            if self.options is None or self.options.on_save_error == "raise":
+            self.last_saved = None
+            if self._options.on_save_error == "raise":
                 raise
             warnings.warn(f"{error} Training goes on.", stacklevel=4)
 
-    def check_state(self, abstract: TrainState) -> None:
-        """Checks that such a state can be saved, and fits on the disk.
-
-        Raises:
-            CheckpointError: If it holds an array without values.
-            CheckpointDirectoryError: If it does not fit.
-        """
-        if self.options is not None:
-            groups = to_groups(abstract)
-            check_shapes(groups)
-            arrays = jax.tree.leaves(groups)
-            needed = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
-            check_space(str(self.options.directory), needed)
-
-    def restore_newest(
-        self, abstract: TrainState
-    ) -> tuple[TrainState, dict[str, Any], list[str]]:
-        """The newest state that is whole, the data's position, and what was damaged.
+    def describe(self, step: int | None = None) -> StoredCheckpoint:
+        """Returns the contents of a checkpoint; reads no arrays.
 
         Args:
-            abstract: The state as shapes with shardings.
+            step: A saved step; ``None`` for the latest.
 
         Raises:
-            CheckpointDamagedError: If the latest is damaged and ``on_damage`` is
-                ``"error"``, or none is whole.
-            CheckpointMismatchError: If an array differs, before any is read.
+            CheckpointNotFoundError: If there is no such step.
+            CheckpointReadError: If its files are corrupt or not this library's.
+            CheckpointUnavailableError: If they cannot be read now.
         """
-        checkpointer = self._checkpointer()
-        (groups, meta), notes = restore_newest(checkpointer, to_groups(abstract))
-        state = from_groups(abstract, groups)
-        self._last_saved = int(state.step)
-        return state, meta.get("position", {}), notes
+        step = self._existing(step)
+        directory = f"{self.directory}/{step}"
+        with self._reading(step):
+            found = self._open().checkpointables_metadata(step)
+            header = check_header(found.custom_metadata)
+            groups = {
+                name: found.metadata.get(name) or describe_group(directory, name)
+                for name, size in header["sizes"].items()
+                if size
+            }
+            checksums = read_checksums(directory, header["digest"])
+            return read_stored(step, header, groups, checksums)
 
-    def check_ahead(self, step: int) -> None:
-        """Checks that a run at ``step`` would not meet checkpoints of another.
+    def restore_groups(
+        self, abstract_groups: AbstractGroups, step: int | None = None
+    ) -> Restored:
+        """Returns the arrays of some groups, placed as asked, and the metadata.
+
+        Each device reads its own shards; no array is ever whole on one that holds
+        only a part. Values are those saved, bit for bit.
+
+        Args:
+            abstract_groups: Shape, dtype and sharding of each array, for all groups
+                or some (``{"params": ...}`` reads the weights alone).
+            step: A saved step; ``None`` for the latest.
 
         Raises:
-            CheckpointError: If the directory holds a later step.
+            CheckpointError: If an array has no sharding.
+            CheckpointMismatchError: If paths, shapes or dtypes differ from those
+                saved, before any array is read.
+            CheckpointDamagedError: If an array is not the one that was saved.
+            CheckpointNotFoundError, CheckpointReadError, CheckpointUnavailableError: As
+                `describe`. Corruption that one process finds is an error on all.
         """
-        latest = self.latest_step
-        if latest is not None and latest > step:
-            raise CheckpointError(
-                f"'{self.directory}' holds a checkpoint of step {latest}, but this run "
-                f"stands at step {step} and would write into the same directory. "
-                "Choose another directory for it, or restore() the latest step."
-            )
+        step = self._existing(step)
+        stored, read = _on_all_processes(lambda: self._load(abstract_groups, step))
+        where = f"Checkpoint {stored.step} in '{self.directory}'"
+        with unavailable_if_intact(where):
+            check_checksums(stored, read, where)
+        return {name: read.get(name, {}) for name in abstract_groups}, stored.meta
+
+    def _load(
+        self, abstract_groups: AbstractGroups, step: int
+    ) -> tuple[StoredCheckpoint, dict[str, Any]]:
+        stored = self.describe(step)
+        check_shardings(abstract_groups)
+        check_match(stored, abstract_groups, str(self.directory))
+        wanted = {name: dict(group) for name, group in abstract_groups.items() if group}
+        with self._reading(step):
+            return stored, load(f"{self.directory}/{step}", wanted)
 
     def restore(
         self, abstract: TrainState, step: int | Literal["best"] | None = None
@@ -372,8 +473,7 @@ class Storage:
             CheckpointNotFoundError: If there is no such step.
             CheckpointMismatchError: If an array differs, before any is read.
         """
-        step = self._resolve(step)
-        groups, meta = self._checkpointer().restore(to_groups(abstract), step)
+        groups, meta = self.restore_groups(to_groups(abstract), self._resolve(step))
         return from_groups(abstract, groups), meta.get("position", {})
 
     def restore_weights(
@@ -387,18 +487,35 @@ class Storage:
             CheckpointNotFoundError: If there is no such step.
             CheckpointMismatchError: If an array differs, before any is read.
         """
-        wanted = _abstract({"model": to_groups(state)["model"]})
-        found, _ = self._checkpointer().restore(wanted, self._resolve(step))
+        wanted = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+            {"model": to_groups(state)["model"]},
+        )
+        found, _ = self.restore_groups(wanted, self._resolve(step))
         restored = from_groups(state, found)
         if state.ema is None:
             return restored
+        # A copy: the average and the parameters are donated separately.
         ema = jax.tree.map(
             lambda x, old: x.astype(old.dtype, copy=True), restored.params, state.ema
         )
         return dataclasses.replace(restored, ema=ema)
 
-    def last_words(self, step: int) -> str:
-        """What a run says that ends before its time."""
+    def quarantine(self, step: int) -> str:
+        """Renames a corrupt step so that it is not read again; all processes call it.
+
+        Returns:
+            Its new path.
+        """
+        path = ""
+        if jax.process_index() == 0:
+            path = quarantine(str(self.directory), step)
+        path = allgather_object(f"quarantine step {step}", path)[0]
+        self._open().reload()
+        return path
+
+    def exit_message(self, step: int) -> str:
+        """The last message of a run that ends early, at ``step``."""
         if self.options is None:
             return "Nothing is saved: this Trainer has no checkpoint directory."
         found = self.latest_step
@@ -411,60 +528,116 @@ class Storage:
         )
 
     def abandon_if_shared(self) -> None:
-        """Lets go of the directory without waiting for a save of several processes.
+        """Drops the directory without waiting for a save of several processes.
 
-        Its other processes may never come: what they write stays unfinished and is
-        cleaned up by the next start.
+        The other processes may never take part: the files of the save stay unfinished,
+        and the next start deletes them.
         """
         if jax.process_count() > 1:
-            self._open = None
-
-    def wait(self) -> None:
-        """Waits until the save under way is on disk."""
-        if self._open is not None:
-            with self._failing_as_told():
-                self._open.wait()
-
-    def _resolve(self, step: int | Literal["best"] | None) -> int | None:
-        if step != "best":
-            return step
-        found = self._checkpointer().best_step
-        if found is None:
-            raise CheckpointNotFoundError(
-                f"No best checkpoint in '{self.directory}': none was saved with the "
-                "metric of Checkpoint(keep_best=...). Saved steps: "
-                f"{self._checkpointer().steps}."
-            )
-        return found
+            self._forget()
 
     def close(self) -> None:
-        """Waits for the save under way and lets go of the directory."""
-        if self._open is not None:
-            opened, self._open = self._open, None
-            with self._failing_as_told():
-                opened.close()
+        """Waits as `wait` does, and closes the directory in any case."""
+        if self._orbax is None:
+            return
+        try:
+            self.wait()
+        finally:
+            if self._save is None:  # else Orbax waits for the other processes
+                self._orbax.close()
+            self._forget()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except CheckpointSaveError as failure:
+            if error is None:
+                raise
+            error.add_note(f"Besides: {failure}")
 
-    def _checkpointer(self) -> Checkpointer:
-        if self.options is None:
+    @property
+    def _options(self) -> Checkpoint:
+        assert self.options is not None, "the directory is open"
+        return self.options
+
+    def _metrics(self) -> dict[int, Metrics]:
+        """The metrics of each saved step; none of one that cannot be read."""
+        steps = self.steps
+        for step in steps:
+            if step not in self._known_metrics:
+                with contextlib.suppress(CheckpointReadError), self._reading(step):
+                    found = self._open().checkpointables_metadata(step)
+                    header = check_header(found.custom_metadata)
+                    self._known_metrics[step] = header["metrics"]
+        return {step: self._known_metrics.get(step, {}) for step in steps}
+
+    def _resolve(self, step: int | Literal["best"] | None) -> int | None:
+        if step != "best":
+            return step
+        found = self.best_step
+        if found is None:
             raise CheckpointNotFoundError(
-                "This Trainer has no checkpoint directory. Pass checkpoint='runs/name'."
+                f"No best checkpoint in '{self.directory}': none was saved with the "
+                "metric of Checkpoint(keep_best=...). Saved steps: "
+                f"{self.steps}."
             )
-        if self._open is None:
-            self._open = Checkpointer(self.options, read_only=self._read_only)
-        return self._open
+        return found
+
+    def _existing(self, step: int | None) -> int:
+        steps = self.steps
+        if step is None and steps:
+            return steps[-1]
+        if step is None:
+            raise CheckpointNotFoundError(
+                f"No checkpoint in '{self.directory}'. Save one first."
+            )
+        if step not in steps:
+            raise CheckpointNotFoundError(
+                f"No checkpoint for step {step} in '{self.directory}'. Saved "
+                f"steps: {steps}. Pass step=None for the latest, or resume=False to "
+                "start from step 0."
+            )
+        return step
+
+    def _listing(self) -> contextlib.AbstractContextManager[None]:
+        return unavailable_if_intact(f"the steps in '{self.directory}'")
+
+    @contextlib.contextmanager
+    def _reading(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            where = f"checkpoint {step} in '{self.directory}'"
+            raise read_error(where, self.steps, error) from error
 
 
-def _spell(whole: list[int], ruined: list[int]) -> str:
-    return f"{whole}" + (f" (and {ruined}, which are ruined)" if ruined else "")
+def _on_all_processes(read: Callable[[], T]) -> T:
+    """What ``read`` returns, or an error on all processes if it fails on one.
 
+    ``read`` waits for no other process, so that all of them come to the exchange; what
+    follows it may use collectives.
 
-def _abstract(groups: Groups) -> Groups:
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), groups
-    )
+    Raises:
+        CheckpointReadError: On all processes, if one finds corruption.
+    """
+    found: list[T] = []
+    problem = ""
+    try:
+        found.append(read())
+    except CheckpointReadError as error:
+        if jax.process_count() == 1:
+            raise
+        problem = str(error)
+    problems = allgather_object("read checkpoint", problem)
+    bad = [f"On process {i}: {text}" for i, text in enumerate(problems) if text]
+    if bad:
+        raise CheckpointReadError("\n".join(bad))
+    return found[0]

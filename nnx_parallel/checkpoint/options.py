@@ -1,9 +1,7 @@
-"""Where checkpoints go, how often, and which are kept.
+"""Where checkpoints go, how often, and which are kept; checks of their directory.
 
-The directory of a run's checkpoints: what stands there, and what can be written.
-
-A URL (``gs://...``) is mostly left to Orbax: it has no free space to ask for, object
-stores write in place, and there is nothing to try first.
+A URL (``gs://...``) is mostly left to Orbax: an object store has no free space to ask
+for, and no file to create and delete for a trial.
 """
 
 from __future__ import annotations
@@ -14,8 +12,8 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from typing import Literal
 
 import jax
 from orbax.checkpoint import v1 as ocp
@@ -28,11 +26,11 @@ from nnx_parallel.errors import (
 )
 
 METADATA_FILE = "_CHECKPOINT_METADATA"
-"""Orbax's own, in the directory of a step; a checkpoint without it is not listed."""
+"""Orbax's own, in the directory of a step; a step without it is not listed."""
 
 
 def check_directory(directory: str, *, read_only: bool) -> None:
-    """Makes the directory and tries to write there, or to read only asks if it is.
+    """Makes the directory and writes a file there; or checks that it can be read.
 
     A URL is left to Orbax.
 
@@ -58,10 +56,9 @@ def check_directory(directory: str, *, read_only: bool) -> None:
 
 
 def check_writable(directory: str) -> None:
-    """Tries to write before a save: Orbax makes its directory in the background.
+    """Tries to write before a save, whose directory Orbax makes in the background.
 
-    With several processes all of them call it, and hear what process 0, which makes it,
-    has found.
+    All processes call it, and raise what process 0 finds: it makes the directory.
 
     Raises:
         CheckpointDirectoryError: If it cannot be written.
@@ -80,13 +77,16 @@ def check_writable(directory: str) -> None:
 def check_step(
     directory: str, step: int, latest: int | None, *, overwrite: bool
 ) -> None:
-    """Checks that a checkpoint of ``step`` may be saved beside those that are there.
+    """Checks that a checkpoint of ``step`` may be saved next to the existing ones.
+
+    Orbax by itself skips an older step silently, and meets a directory that is in its
+    way only when all is written.
 
     Args:
         directory: Where the checkpoints are.
         step: Updates done so far.
         latest: The newest step that is saved.
-        overwrite: Whether it may be saved again.
+        overwrite: Whether ``latest`` may be replaced.
 
     Raises:
         CheckpointError: If ``step`` is not later, or its place is taken.
@@ -110,7 +110,7 @@ def check_step(
 
 
 def check_space(directory: str, needed_bytes: int) -> None:
-    """Checks that a checkpoint would fit on the disk; a URL is left to itself.
+    """Checks that a checkpoint would fit on the disk; a URL has no limit to ask for.
 
     Raises:
         CheckpointDirectoryError: If it would not.
@@ -126,42 +126,42 @@ def check_space(directory: str, needed_bytes: int) -> None:
         )
 
 
-def set_aside(directory: str, step: int) -> str:
-    """Renames a damaged step, so that it is neither read nor in the way.
+def quarantine(directory: str, step: int) -> str:
+    """Renames a corrupt step, so that it is neither read nor in the way.
 
     Returns:
-        Where it is now.
+        Its new path.
     """
     if is_url(directory):
         base = ocp.path.Path(directory)
-        aside = base / f"damaged-{step}-{uuid.uuid4().hex[:8]}"
-        (base / str(step)).rename(aside)
-        return str(aside)
-    path = os.path.join(directory, str(step))
-    aside = tempfile.mkdtemp(prefix=f"damaged-{step}-", dir=directory)
-    os.rename(path, aside)
-    return aside
+        moved = base / f"damaged-{step}-{uuid.uuid4().hex[:8]}"
+        (base / str(step)).rename(moved)
+        return str(moved)
+    # The rename replaces an empty directory: two processes never choose one name.
+    moved = tempfile.mkdtemp(prefix=f"damaged-{step}-", dir=directory)
+    os.rename(os.path.join(directory, str(step)), moved)
+    return moved
 
 
 def unlisted_steps(directory: str, listed: Iterable[int]) -> list[int]:
-    """Steps whose directories hold what is left of a checkpoint, ascending.
+    """Steps whose directories hold the remains of a checkpoint, ascending.
 
-    Orbax does not list them, for their own metadata is gone. A directory that holds
-    nothing of the kind is somebody else's, and so is a URL's.
+    Orbax does not list them: their own metadata is gone. A directory without such
+    remains belongs to another program. Those of a URL are not searched.
     """
     if is_url(directory) or not os.path.isdir(directory):
         return []
     left = []
     for name in os.listdir(directory):
         path = os.path.join(directory, name)
-        parts = [os.path.join(path, part) for part in (METADATA_FILE, "model")]
-        if name.isdigit() and any(map(os.path.exists, parts)):
+        remains = [os.path.join(path, part) for part in (METADATA_FILE, "model")]
+        if name.isdigit() and any(map(os.path.exists, remains)):
             left.append(int(name))
     return sorted(set(left) - set(listed))
 
 
 def is_url(path: str) -> bool:
-    """Whether a directory is an object store's, such as ``gs://...``."""
+    """True for a directory of an object store, such as ``gs://...``."""
     return "://" in path
 
 
@@ -185,17 +185,18 @@ class Checkpoint:
             is left as it is.
         every: Steps between saves.
         keep_last: How many of the newest are kept; ``None`` keeps all.
-        keep_every: Saved steps that this divides are kept for ever.
+        keep_every: Saved steps that this divides are never deleted.
         keep_best: Name of the metric by which the best are kept. Checkpoints without
             it, or with a value that is not finite, never count as best.
         best_mode: Whether the smallest or the largest value is the best.
         num_best: How many of the best are kept.
         asynchronous: Whether a save returns before its files are written.
         resume: Whether a fit continues from the latest checkpoint.
-        on_damage: What a fit does if the latest is damaged: ``"error"``, or go back
-            to the ``"previous"`` one that is whole; the damaged one is set aside.
-        on_save_error: Whether a save that fails ends the fit (``"raise"``) or is told
-            as a warning (``"warn"``), and training goes on.
+        on_damage: Whether a fit whose latest checkpoint is corrupt raises an
+            ``"error"``, or quarantines it and continues from the newest
+            ``"previous"`` one that is intact.
+        on_save_error: Whether a save that fails ends the fit (``"raise"``) or is a
+            warning (``"warn"``), and training goes on.
 
     Raises:
         CheckpointError: If a number is below 1 or a choice is unknown.
@@ -251,53 +252,6 @@ def best_steps(options: Checkpoint, metrics: Mapping[int, Metrics]) -> list[int]
     }
     scores = {step: score for step, score in scores.items() if math.isfinite(score)}
     return sorted(scores, key=lambda step: (scores[step], -step))
-
-
-def kept_steps(options: Checkpoint, metrics: Mapping[int, Metrics]) -> set[int]:
-    """Returns the steps to keep, given the metrics of all that are there."""
-    steps = sorted(metrics)
-    if options.keep_last is None:
-        return set(steps)
-    kept = set(steps[-options.keep_last :])
-    kept.update(best_steps(options, metrics)[: options.num_best])
-    if options.keep_every is not None:
-        kept.update(step for step in steps if step % options.keep_every == 0)
-    return kept
-
-
-class Rules:
-    """The options' answers, in the form in which Orbax asks for them.
-
-    Args:
-        options: What to keep.
-        metrics: Metrics of the saved steps, which whoever saves keeps up to date.
-
-    Attributes:
-        is_preempted: Whether jax has told of a preemption: of a SIGTERM that has come
-            before a fit could note it.
-    """
-
-    def __init__(self, options: Checkpoint, metrics: Mapping[int, Metrics]) -> None:
-        self.is_preempted = False
-        self._options = options
-        self._metrics = metrics
-
-    def should_save(self, step: Any, previous_steps: Any, *, context: Any) -> bool:
-        """Returns whether to save now: every so often, and before a preemption."""
-        del previous_steps
-        self.is_preempted |= context.reached_preemption
-        return step.step % self._options.every == 0 or context.reached_preemption
-
-    def should_preserve(
-        self, checkpoints: Sequence[Any], *, context: Any
-    ) -> Sequence[bool]:
-        """Returns whether to keep each checkpoint."""
-        del context
-        metrics = {
-            found.step: self._metrics.get(found.step, {}) for found in checkpoints
-        }
-        kept = kept_steps(self._options, metrics)
-        return [found.step in kept for found in checkpoints]
 
 
 def _absolute(directory: str | os.PathLike[str]) -> str:

@@ -6,23 +6,22 @@ On disk the layout depends on no strategy: flat dicts of dotted path to array.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
+from nnx_parallel.checkpoint.contents import Groups
 from nnx_parallel.sharding.names import flatten_pure
 from nnx_parallel.sharding.optimizer import state_path
 from nnx_parallel.state import TrainState
 
-Groups = dict[str, dict[str, Any]]
 
-
-def to_groups(state: TrainState) -> Groups:
-    """The arrays of a state by group and dotted path.
+def to_groups(state: TrainState) -> dict[str, dict[str, Any]]:
+    """The arrays of a state, concrete or abstract, by group and dotted path.
 
     All arrays of the model form one group, whichever of them this run trains, so that
-    a run which trains others finds them. Also of an abstract state, for
-    `Checkpointer.restore`.
+    a run which trains others finds them.
     """
     groups = {
         "model": flatten_pure(state.params) | flatten_pure(state.variables),
@@ -33,7 +32,7 @@ def to_groups(state: TrainState) -> Groups:
 
 
 def from_groups(abstract: TrainState, groups: Groups) -> TrainState:
-    """The state with the arrays of some groups; all else as in ``abstract``."""
+    """The state with the arrays of some groups; the rest as in ``abstract``."""
     trees: dict[str, Any] = {}
     if "model" in groups:
         for name in ("params", "variables"):
@@ -56,5 +55,5 @@ def _by_path(tree: Any) -> dict[str, Any]:
     return {state_path(path): leaf for path, leaf in leaves}
 
 
-def _fill(tree: Any, flat: dict[str, Any]) -> Any:
+def _fill(tree: Any, flat: Mapping[str, Any]) -> Any:
     return jax.tree_util.tree_map_with_path(lambda p, _: flat[state_path(p)], tree)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import jax
 
-from nnx_parallel.checkpoint.checkpointer import Checkpointer
 from nnx_parallel.checkpoint.contents import StoredCheckpoint
+from nnx_parallel.checkpoint.manager import CheckpointManager
 from nnx_parallel.checkpoint.options import Checkpoint
 from nnx_parallel.checkpoint.orbax_compat import UNFINISHED
 from nnx_parallel.errors import (
@@ -27,7 +27,7 @@ def inspect(directory: str, *, verify: bool) -> int:
 
     Args:
         directory: A run's checkpoint directory.
-        verify: Read every array of every step and compare its fingerprint.
+        verify: Read every array of every step and compare its checksum.
 
     Returns:
         0 if all is well, 1 if a step is damaged or cannot be read, 2 if there is
@@ -37,15 +37,15 @@ def inspect(directory: str, *, verify: bool) -> int:
     jax.config.update("jax_platforms", "cpu")
     try:
         options = Checkpoint(directory, keep_last=None)
-        with Checkpointer(options, read_only=True) as checkpointer:
-            return _show(checkpointer, Path(options.directory), verify=verify)
+        with CheckpointManager(options, read_only=True) as manager:
+            return _show(manager, Path(options.directory), verify=verify)
     except (CheckpointNotFoundError, CheckpointError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
 
 
-def _show(checkpointer: Checkpointer, directory: Path, *, verify: bool) -> int:
-    steps = sorted({*checkpointer.steps, *checkpointer.ruined_steps})
+def _show(manager: CheckpointManager, directory: Path, *, verify: bool) -> int:
+    steps = sorted({*manager.steps, *manager.corrupt_steps})
     if not steps:
         sys.stderr.write(f"No checkpoint in '{directory}'.\n")
         return 2
@@ -53,7 +53,7 @@ def _show(checkpointer: Checkpointer, directory: Path, *, verify: bool) -> int:
     num_damaged = 0
     _write(str(directory))
     for step in steps:
-        stored, verdict = _judge(checkpointer, step, verify=verify)
+        stored, verdict = _judge(manager, step, verify=verify)
         newest = stored or newest
         num_damaged += verdict.startswith(("DAMAGED", "NOT READ"))
         _write(f"  step {step:>9,}  {_size(directory / str(step)):>9}  {verdict}")
@@ -66,28 +66,28 @@ def _show(checkpointer: Checkpointer, directory: Path, *, verify: bool) -> int:
 
 
 def _judge(
-    checkpointer: Checkpointer, step: int, *, verify: bool
+    manager: CheckpointManager, step: int, *, verify: bool
 ) -> tuple[StoredCheckpoint | None, str]:
-    """What a step holds, and a word on whether it is whole."""
-    ruined = checkpointer.ruined_steps
-    if step in ruined:
-        return None, f"DAMAGED: it {ruined[step]}"
+    """The contents of a step, and a verdict on whether it is intact."""
+    corrupt = manager.corrupt_steps
+    if step in corrupt:
+        return None, f"DAMAGED: it {corrupt[step]}"
     stored = None
     try:
-        stored = checkpointer.describe(step)
+        stored = manager.describe(step)
         if not verify:
             return stored, "listed (--verify reads its arrays)"
         # One group at a time: optimizer and parameters need not fit together.
         for name, group in stored.groups.items():
-            checkpointer.restore({name: _on_one_device(group)}, step)
+            manager.restore_groups({name: _on_one_device(group)}, step)
     except CheckpointUnavailableError as error:
         return stored, f"NOT READ: {error}"
     except ParallelError as error:
-        checkpointer.reload()
-        if step not in {*checkpointer.steps, *checkpointer.ruined_steps}:
+        manager.reload()
+        if step not in {*manager.steps, *manager.corrupt_steps}:
             return None, "gone: the run has deleted it meanwhile"
         return stored, "DAMAGED: " + str(error).replace("\n", "\n    ")
-    return stored, "whole: every array has its fingerprint"
+    return stored, "whole: every array has its checksum"
 
 
 def _on_one_device(
@@ -112,16 +112,16 @@ def _describe(stored: StoredCheckpoint) -> Iterator[str]:
         width = max((len(path) for path in group), default=0)
         for path, x in group.items():
             shape = ",".join(map(str, x.shape))
-            number = stored.fingerprints[name][path]
+            number = stored.checksums[name][path]
             yield f"    {path:<{width}}  {x.dtype}[{shape}]  {number:08x}"
 
 
 def _leftovers(directory: Path) -> list[str]:
-    """What is neither a step nor anything that a run writes beside them."""
+    """Directories of unfinished saves, and of steps in quarantine."""
     return [
         f"'{path.name}': left by a save that died; the next start removes it"
         if UNFINISHED in path.name
-        else f"'{path.name}': set aside as damaged"
+        else f"'{path.name}': in quarantine, as corrupt"
         for path in sorted(directory.iterdir())
         if UNFINISHED in path.name or path.name.startswith("damaged-")
     ]

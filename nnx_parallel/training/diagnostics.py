@@ -27,7 +27,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from nnx_parallel.checkpoint.checksum import device_hashes
-from nnx_parallel.checkpoint.manager import Storage
+from nnx_parallel.checkpoint.manager import CheckpointManager
 from nnx_parallel.data.prefetch import check_data, is_one_shot
 from nnx_parallel.distributed.agreement import (
     allgather_object,
@@ -453,7 +453,7 @@ def _shard_bytes(tree: Any) -> int:
     )
 
 
-def explain_non_finite(engine: Engine, storage: Storage) -> str:
+def explain_non_finite(engine: Engine, storage: CheckpointManager) -> str:
     """What the state holds that is not finite, and the way back."""
     step = int(engine.state.step)
     bad = engine.non_finite_arrays()

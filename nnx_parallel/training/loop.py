@@ -25,8 +25,14 @@ from typing import Literal, Self
 import jax
 
 from nnx_parallel.audit.report import audit
-from nnx_parallel.checkpoint.manager import Storage
+from nnx_parallel.checkpoint.manager import CheckpointManager
 from nnx_parallel.checkpoint.options import Checkpoint
+from nnx_parallel.checkpoint.recovery import (
+    check_ahead,
+    check_options,
+    check_state,
+    resume,
+)
 from nnx_parallel.data.agreement import BatchAgreement
 from nnx_parallel.data.batches import copy_if_writeable
 from nnx_parallel.data.position import DataState
@@ -62,7 +68,7 @@ class Progress:
         storage: Where it is saved.
     """
 
-    def __init__(self, engine: Engine, storage: Storage) -> None:
+    def __init__(self, engine: Engine, storage: CheckpointManager) -> None:
         self.position = DataState()
         self._metrics: dict[int, dict[str, float]] = {}
         self._engine = engine
@@ -130,7 +136,7 @@ class Progress:
                 "fit again after that; or restore weights_only=True."
             )
         where = self._storage.options if directory is None else Checkpoint(directory)
-        storage = Storage(where, {}, read_only=True)
+        storage = CheckpointManager(where, read_only=True)
         try:
             if weights_only:
                 state = storage.restore_weights(self._engine.state, step)
@@ -152,11 +158,10 @@ class Progress:
         """
         if not self._engine.is_fresh:
             return None
-        self._storage.agree_on_steps()
-        if not self._storage.resumes():
+        found = resume(self._storage, self._engine.plan.abstract)
+        if found is None:
             return None
-        abstract = self._engine.plan.abstract
-        state, position, notes = self._storage.restore_newest(abstract)
+        state, position, notes = found
         warn_of_changes(self._engine.plan, state)
         self._engine.state = state
         self.position = DataState.from_json(position)
@@ -252,7 +257,7 @@ class Loop:
     """
 
     engine: Engine
-    storage: Storage
+    storage: CheckpointManager
     progress: Progress
     recorder: Recorder
     tracer: Tracer
@@ -472,7 +477,7 @@ class Fitting:
     """
 
     engine: Engine
-    storage: Storage
+    storage: CheckpointManager
     progress: Progress
     tracer: Tracer
     hooks: Hooks
@@ -536,11 +541,11 @@ class Fitting:
     def _run(
         self, loop: Loop, logger: LoggerGroup, data: Iterable[Batch], num_steps: int
     ) -> None:
-        self.storage.agree_on_options()
+        check_options(self.storage)
         resumed = self.progress.resume()
-        self.storage.check_ahead(self._step)
+        check_ahead(self.storage, self._step)
         if self._step < num_steps:
-            self.storage.check_state(self.engine.plan.abstract)
+            check_state(self.storage, self.engine.plan.abstract)
         if self.fast_dev_run:
             num_steps = min(num_steps, self._step + 2)
             if loop.eval_data is not None:
@@ -568,7 +573,7 @@ class Fitting:
         if reason is not None:
             logger.message(f"Stopped at step {self._step}: {reason}")
         if loop.supervision.is_terminated:
-            logger.message(self.storage.last_words(self._step))
+            logger.message(self.storage.exit_message(self._step))
 
     @property
     def _step(self) -> int:

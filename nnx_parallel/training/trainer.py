@@ -9,7 +9,7 @@ from typing import Any, Literal
 from flax import nnx
 from jax.sharding import Mesh
 
-from nnx_parallel.checkpoint.manager import Storage
+from nnx_parallel.checkpoint.manager import CheckpointManager
 from nnx_parallel.checkpoint.options import Checkpoint
 from nnx_parallel.data.batches import data_share
 from nnx_parallel.distributed.agreement import strip_addresses
@@ -157,7 +157,7 @@ class Trainer:
         checkpoint = None if fast_dev_run else checkpoint
         strategy_text = strip_addresses(repr(self.strategy))
         description = {"strategy": strategy_text, **self._engine.describe()}
-        self._storage = Storage(checkpoint, description)
+        self._storage = CheckpointManager(checkpoint, description)
         self._progress = Progress(self._engine, self._storage)
         self._hooks = Hooks(self, callbacks)
         tracer = Tracer(

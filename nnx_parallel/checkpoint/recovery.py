@@ -1,0 +1,195 @@
+"""How a run finds its way back: which checkpoint it resumes from, past corrupt ones."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+
+from nnx_parallel.checkpoint.contents import AbstractGroups, check_shapes
+from nnx_parallel.checkpoint.manager import CheckpointManager, Restored
+from nnx_parallel.checkpoint.options import check_space
+from nnx_parallel.checkpoint.train_state import from_groups, to_groups
+from nnx_parallel.distributed.agreement import (
+    allgather_object,
+    check_consistent,
+    strip_addresses,
+)
+from nnx_parallel.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointReadError,
+    DisagreementError,
+)
+from nnx_parallel.state import TrainState
+
+
+def check_options(manager: CheckpointManager) -> None:
+    """Checks that all processes have the same options; all of them call it.
+
+    Raises:
+        DisagreementError: On all processes, if not. They would wait for one another.
+    """
+    check_consistent(
+        "checkpoints", {"checkpoint": strip_addresses(repr(manager.options))}
+    )
+
+
+def resume(
+    manager: CheckpointManager, abstract: TrainState
+) -> tuple[TrainState, dict[str, Any], list[str]] | None:
+    """The newest intact state, the data's position, and a line per corrupt step.
+
+    All processes call it.
+
+    Args:
+        manager: The checkpoints.
+        abstract: The state as shapes with shardings.
+
+    Returns:
+        ``None`` if there is no checkpoint, or no directory.
+
+    Raises:
+        CheckpointError: If there is a checkpoint but ``resume=False``: a fresh run
+            would write into the directory of another.
+        CheckpointDamagedError: If the latest is corrupt and ``on_damage`` is
+            ``"error"``, or none is intact.
+        CheckpointMismatchError: If an array differs, before any is read.
+        DisagreementError: If the processes see different steps.
+    """
+    if manager.options is None:
+        return None
+    _check_same_steps(manager)
+    if not manager.steps and not manager.corrupt_steps:
+        return None
+    if not manager.options.resume:
+        raise CheckpointError(
+            f"'{manager.directory}' holds checkpoints of steps {manager.steps}, but "
+            "resume=False asks for a fresh run. Choose another directory, remove this "
+            "one, or leave resume=True."
+        )
+    (groups, meta), notes = restore_newest(manager, to_groups(abstract))
+    state = from_groups(abstract, groups)
+    manager.last_saved = int(state.step)
+    return state, meta.get("position", {}), notes
+
+
+def _check_same_steps(manager: CheckpointManager) -> None:
+    """Checks that all processes see the same steps.
+
+    Otherwise they would wait for one another, or take parts of different steps for
+    corruption.
+    """
+    found = allgather_object(
+        "steps in the directory", [manager.steps, sorted(manager.corrupt_steps)]
+    )
+    for process, theirs in enumerate(found):
+        if theirs != found[0]:
+            raise DisagreementError(
+                f"Processes 0 and {process} see different checkpoints in "
+                f"'{manager.directory}': steps {_spell(*found[0])} and "
+                f"{_spell(*theirs)}. Give a directory that all machines share; "
+                "if it is one, its listing was late: start again."
+            )
+
+
+def _spell(intact: list[int], corrupt: list[int]) -> str:
+    return f"{intact}" + (f" (and {corrupt}, which are corrupt)" if corrupt else "")
+
+
+def restore_newest(
+    manager: CheckpointManager, wanted: AbstractGroups
+) -> tuple[Restored, list[str]]:
+    """Restores the latest step; or the latest intact one, if the options say so.
+
+    Args:
+        manager: The checkpoints.
+        wanted: As `CheckpointManager.restore_groups`.
+
+    Returns:
+        The arrays and metadata, and a line for each corrupt step, now in quarantine.
+
+    Raises:
+        CheckpointDamagedError: If the latest step is corrupt and ``on_damage`` is
+            ``"error"``, or no step is intact.
+        CheckpointMismatchError: If the run differs from the one that was saved: that
+            is no corruption.
+    """
+    assert manager.options is not None
+    problems: dict[int, str] = {}
+    corrupt = manager.corrupt_steps
+    for step in sorted([*corrupt, *manager.steps], reverse=True):
+        if step in corrupt:
+            found = f"Checkpoint {step} in '{manager.directory}' {corrupt[step]}."
+        else:
+            found = _try(manager, wanted, step)
+        if not isinstance(found, str):
+            # Only now: without an intact step nothing is moved.
+            return found, [
+                f"{problem}\nStep {bad} is in quarantine as "
+                f"'{manager.quarantine(bad)}'; the run goes on from step {step}."
+                for bad, problem in problems.items()
+            ]
+        problems[step] = found
+        if manager.options.on_damage == "error":
+            break
+    others = sorted(set(manager.steps) - problems.keys())
+    way_out = (
+        f"Other steps: {others}. Checkpoint(..., on_damage='previous') quarantines the "
+        "damaged one and resumes from the newest of them that is intact."
+        if others
+        else "No step in the directory is intact. Choose another directory to start "
+        "afresh."
+    )
+    raise CheckpointDamagedError("\n".join(problems.values()) + "\n" + way_out)
+
+
+def _try(
+    manager: CheckpointManager, wanted: AbstractGroups, step: int
+) -> Restored | str:
+    """A restored step, or its problem, the same on all processes.
+
+    Before a step goes into quarantine it is read twice: an object store may have given
+    an old or a torn file once.
+    """
+    assert manager.options is not None
+    try:
+        return manager.restore_groups(wanted, step)
+    except CheckpointReadError as error:
+        if manager.options.on_damage == "error":
+            return str(error)
+    try:
+        return manager.restore_groups(wanted, step)
+    except CheckpointReadError as error:
+        return str(error)
+
+
+def check_ahead(manager: CheckpointManager, step: int) -> None:
+    """Checks that a run at ``step`` would not meet checkpoints of another.
+
+    Raises:
+        CheckpointError: If the directory holds a later step.
+    """
+    latest = manager.latest_step
+    if latest is not None and latest > step:
+        raise CheckpointError(
+            f"'{manager.directory}' holds a checkpoint of step {latest}, but this run "
+            f"is at step {step} and would write into the same directory. "
+            "Choose another directory for it, or restore() the latest step."
+        )
+
+
+def check_state(manager: CheckpointManager, abstract: TrainState) -> None:
+    """Checks that such a state can be saved, and fits on the disk.
+
+    Raises:
+        CheckpointError: If it holds an array without elements.
+        CheckpointDirectoryError: If it does not fit.
+    """
+    if manager.options is not None:
+        groups = to_groups(abstract)
+        check_shapes(groups)
+        arrays = jax.tree.leaves(groups)
+        needed = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
+        check_space(str(manager.directory), needed)
