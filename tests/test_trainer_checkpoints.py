@@ -303,7 +303,7 @@ def test_processes_that_see_different_checkpoints(
 ) -> None:
     make_trainer(Checkpoint(tmp_path, every=2)).fit(make_batches(4), 4)
     seen = [[[2, 4], []], [[2], [3]]]
-    monkeypatch.setattr(recovery, "exchange", lambda name, mine: seen)
+    monkeypatch.setattr(recovery, "allgather_object", lambda name, mine: seen)
     message = (
         f"Processes 0 and 1 see different checkpoints in '{tmp_path}': steps [2, 4] "
         "and [2] (and [3], which are corrupt). Give a directory that all machines share"
