@@ -1,4 +1,4 @@
-"""A Sphinx extension: pages of the site that are made from files outside of it."""
+"""A Sphinx extension: directives that generate pages from files outside of the site."""
 
 from pathlib import Path
 
@@ -68,7 +68,7 @@ class BenchmarkResults(SphinxDirective):
 
 
 def _depend_on(directive: SphinxDirective, *files: Path) -> None:
-    """Has the page made again when one of the files changes."""
+    """Rebuilds the page when one of the files changes."""
     for file in files:
         directive.env.note_dependency(str(file))
 

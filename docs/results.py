@@ -1,4 +1,4 @@
-"""Results of the benchmarks as Markdown, with a plot of the ratios among them."""
+"""Results of the benchmarks as Markdown, with a plot of their ratios."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _shown(figure: Any) -> str:
 
 
 def _plot(name: str, ratios: dict[str, Any]) -> None:
-    """Medians and their intervals, one line for each, on a light ground of its own."""
+    """Medians and their intervals, one line each, on a light background."""
     import matplotlib as mpl
 
     mpl.use("svg")

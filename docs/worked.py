@@ -26,12 +26,12 @@ from nnx_parallel.visualize.describe import Description
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """A model and how it is spread.
+    """A model and its strategy.
 
     Attributes:
-        name: Of the model.
-        build: Builds it.
-        strategy: With all its sizes.
+        name: Name of the model.
+        build: Builds the model.
+        strategy: The strategy, with all its sizes.
         why: The reason for the choice.
     """
 
@@ -42,7 +42,7 @@ class Example:
 
     @property
     def code(self) -> str:
-        """The strategy as one writes it."""
+        """The strategy as Python code."""
         return repr(self.strategy).replace("size=", "").replace("'", '"')
 
     @property
@@ -52,7 +52,7 @@ class Example:
         return {axis: sizes[axis] for axis in sorted(sizes, key=MESH_AXES.index)}
 
     def describe(self) -> Description:
-        """Where everything lives under AdamW, over devices that need not be there."""
+        """The sharding of model and AdamW's state over an abstract mesh."""
         sizes = self.axis_sizes
         mesh = AbstractMesh(
             tuple(sizes.values()),
@@ -84,13 +84,13 @@ EXAMPLES = (
         name="ResNet-50",
         build=lambda rngs: ResNet(ResNetConfig.resnet50(), rngs=rngs),
         strategy=DataParallel(8),
-        why="The state is small beside the activations: nothing is gained by sharding.",
+        why="The state is small compared with the activations: sharding gains nothing.",
     ),
     Example(
         name="GPT-2 Medium",
         build=gpt(MEDIUM),
         strategy=FSDP(8, shard="gradients"),
-        why="It fits whole; ZeRO-2 frees memory for a larger batch.",
+        why="All of it fits on a device; ZeRO-2 frees memory for a larger batch.",
     ),
     Example(
         name="ViT-g/14",
@@ -102,19 +102,19 @@ EXAMPLES = (
         name="Llama 3 8B",
         build=gpt(GPTConfig.llama3_8b()),
         strategy=Composite(DataParallel(8), FSDP(8)),
-        why="Shards within a machine; between machines gradients alone.",
+        why="Shards within a machine; between machines only gradients are sent.",
     ),
     Example(
         name="Llama 3 70B",
         build=gpt(GPTConfig.llama3_70b()),
         strategy=Composite(FSDP(32), TensorParallel(8)),
-        why="Long rows leave less than one a device: a machine shares each product.",
+        why="A device gets less than one long row: a machine shards each matmul.",
     ),
     Example(
         name="GPT-3 175B",
         build=gpt(GPT3),
         strategy=Composite(Pipeline(8), FSDP(16), TensorParallel(8)),
-        why="Stages of 128 devices: parameters are gathered by 16, not by 128 of them.",
+        why="Stages of 128 devices: all-gathers span 16 of them instead of all 128.",
     ),
 )
 
@@ -127,8 +127,8 @@ def table() -> list[str]:
         "|---|---|--:|--:|--:|--:|--:|",
     ]
     for example in EXAMPLES:
-        told, devices = example.describe(), math.prod(example.axis_sizes.values())
-        sizes = (told.params_bytes, told.gradients_bytes, told.optimizer_bytes)
+        found, devices = example.describe(), math.prod(example.axis_sizes.values())
+        sizes = (found.params_bytes, found.gradients_bytes, found.optimizer_bytes)
         shown = " | ".join(f"{size / 1e9:.3g}" for size in (*sizes, sum(sizes)))
         lines.append(
             f"| {example.name}, {example.num_params() / 1e6:,.1f} M | "
