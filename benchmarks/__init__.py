@@ -1,1 +1,1 @@
-"""Measurements behind the claims: each is run by name and prints its own table."""
+"""Benchmarks behind the claims: each runs by name and prints its own table."""

@@ -1,4 +1,4 @@
-"""``python -m benchmarks NAME`` measures on 8 simulated devices; no NAME lists them.
+"""``python -m benchmarks NAME`` measures on 8 simulated devices; without NAME, a list.
 
 The table goes to standard output, and with ``--json PATH`` to a file too, together with
 the command, the hardware and the versions.
@@ -11,24 +11,24 @@ import sys
 import jax
 
 NAMES = {
-    "overhead": "Trainer's step against the same step written by hand",
+    "overhead": "the Trainer's step against the same step written by hand",
     "sharded_jit": "sharded_jit against jax.jit with the same shardings",
-    "overlap": "bytes that a TPU's schedule hides behind products; compiled, not run",
-    "fsdp": "FSDP against hand-placed activations, and against shardings alone",
-    "faults": "a run killed at random moments; --rounds says how often",
-    "integrity": "what checksums, checks and asynchronous saves cost",
+    "overlap": "bytes that a TPU's schedule overlaps with matmuls; compiled, not run",
+    "fsdp": "FSDP against activations constrained by hand, and against none",
+    "faults": "a run killed at random moments, --rounds times",
+    "integrity": "the cost of checksums, checks and asynchronous saves",
     "pipeline": "pipeline schedules: simulated, compiled and measured",
-    "peers": "the step of others: by hand, nnx.jit, scalax (needs the extra `bench`)",
+    "peers": "steps by hand, with nnx.jit and scalax (needs the extra `bench`)",
     "scaling": "CPU time and bytes over 1, 2, 4 and 8 devices",
-    "gpu": "a GPT on one GPU beside PyTorch (needs both on it; --tiny needs neither)",
+    "gpu": "a GPT on one GPU against PyTorch (needs both; --tiny needs neither)",
 }
 
 MODULES = {"peers": "compare"}
-"""Where a benchmark's module has another name: `benchmarks.peers` holds the steps."""
+"""Modules with other names than their benchmarks: `benchmarks.peers` has the steps."""
 
 
 def main() -> int:
-    """Runs the benchmark that is named."""
+    """Runs the named benchmark."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="\n".join(f"{name}: {what}" for name, what in NAMES.items()),

@@ -1,8 +1,8 @@
 """One training step written five ways: ours, by hand, `nnx.jit`, scalax, and an A/A.
 
-The same GPT, batch, optimizer and starting parameters, FSDP over 8 devices. Beside
-the times stand bytes per device, collectives, and the lines that a user writes: those
-of the function that makes the step, without blank lines, comments and docstrings.
+The same GPT, batch, optimizer and initial parameters, FSDP over 8 devices. The table
+has times, bytes per device, collectives, and the lines that a user writes: those of the
+function that makes the step, without blank lines, comments and docstrings.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from nnx_parallel import FSDP, Trainer, audit
 from nnx_parallel.audit.collectives import KINDS
 
 CODE: dict[str, tuple[Callable, ...]] = {}
-"""What a user of each way writes beside the model and its loss."""
+"""The code of each variant, in addition to the model and its loss."""
 
 
 def measure(rounds: int = 100) -> Table:
-    """Times as ratios to the step by hand, and what can be counted without a clock."""
+    """Times as ratios to the step by hand, and what is counted without a clock."""
     table = Table(f"One step, several ways: a GPT of {CONFIG.num_params:,} parameters")
     trainer = ours()
     batch, model = make_batch(trainer, CONFIG), trainer.model

@@ -1,8 +1,8 @@
 """``python -m benchmarks.faults [N]`` kills a run N times at random, and compares.
 
-Each time a process trains on from the newest checkpoint, saving every 5 steps in the
-background, until a SIGKILL meets it at a random step and a random moment after it. In
-the end every parameter is to have the bits of a run that nobody killed.
+Each time a process resumes from the newest checkpoint and saves every 5 steps in the
+background, until a SIGKILL at a random moment after a random step. At the end every
+parameter must be bit for bit that of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _START_SECONDS = 120
 
 
 def measure(rounds: int = 50) -> Table:
-    """Kills a run so often.
+    """Kills a run a number of times.
 
     Args:
-        rounds: How often.
+        rounds: Number of kills.
     """
     table = Table(
         f"SIGKILL at {rounds} random moments of a run that saves all the time"
@@ -42,11 +42,11 @@ def measure(rounds: int = 50) -> Table:
 
 
 def soak(num_kills: int, seed: int) -> dict[str, Any]:
-    """Kills a run at random moments, to its end, and compares it with a whole one.
+    """Kills a run at random moments until it ends, and compares it with another.
 
     Args:
-        num_kills: How often.
-        seed: Of the moments.
+        num_kills: Number of kills.
+        seed: Seed of the moments.
 
     Returns:
         Figures by name; ``equal`` says whether the digests are.
@@ -101,7 +101,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _kill(settings: dict[str, Any], run: Path, draw: random.Random) -> bool:
-    """Kills a process a while after it has begun; whether a save was under way."""
+    """Kills a process some time after its start; True if a save was in progress."""
     log = run / "metrics.jsonl"
     before = _num_lines(log)
     process = _start(settings)

@@ -1,10 +1,11 @@
-"""FSDP is real: parameters are gathered at use, and activations stay on their rows.
+"""FSDP gathers parameters at use, and activations stay sharded by rows.
 
-To store parameters in shards is not enough. The partitioner may follow their layout
-into the activations, which then travel instead of the weights. Two models: a GPT whose
-embedding is split by columns, which tempts it, and a transformer of stock layers
-without names or constraints. Each runs under `FSDP`; with its activations placed by
-hand after every operation of the residual stream; and with parameter shardings alone.
+Sharding the parameters is not enough. The partitioner may propagate their sharding to
+the activations, which are then communicated instead of the weights. Two models: a GPT
+whose embedding is sharded by columns, where this happens, and a transformer of stock
+layers without names or constraints. Each runs under `FSDP`; with activations
+constrained by hand after every operation of the residual stream; and with parameter
+shardings alone.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def measure(rounds: int = 20) -> Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model, its loss, and the same loss with a hand that places activations."""
+    """A model, its loss, and the same loss with constrained activations."""
 
     name: str
     build: Callable[[nnx.Rngs], nnx.Module]
@@ -59,7 +60,7 @@ class Case:
 
 
 def gpt_loss(model: GPT, batch: Mapping[str, jax.Array], place: Place) -> jax.Array:
-    """`next_token_loss`, each step of the residual stream written out and placed."""
+    """`next_token_loss`, the residual stream written out and constrained by hand."""
     tokens, labels = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
     assert model.positions is not None
     positions = jnp.arange(tokens.shape[1])[None]
@@ -129,7 +130,7 @@ def _measure(table: Table, case: Case, rounds: int) -> None:
 
 
 def _peer(case: Case, trainer: Trainer, place: Place) -> tuple[Any, Any]:
-    """A step without gathering, from the same state in the same places."""
+    """A step without gathering, from the same state with the same shardings."""
     graphdef, _ = nnx.split(trainer.model)
     variables = copied(trainer.state.variables)
 

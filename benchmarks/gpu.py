@@ -1,22 +1,22 @@
 """A GPT on one GPU: this library's step against PyTorch's, compiled, in one run.
 
 Both train the same shape on the same tokens with the same number of rows: float32
-parameters and AdamW state, products and activations in bfloat16. PyTorch has what its
-users reach for: `torch.compile` over model and loss, `scaled_dot_product_attention`
+parameters and AdamW state, matmuls and activations in bfloat16. PyTorch has what its
+users use: `torch.compile` over model and loss, `scaled_dot_product_attention`
 with FlashAttention and, from Hopper on, with cuDNN's kernel, and the fused AdamW. Ours
-is a Trainer's step as it comes, which computes the norm of the gradient on top.
+is a Trainer's step with its defaults, which also computes the norm of the gradient.
 
-Both frameworks take a GPU's memory for themselves, so that two at once would each run
-in what the other leaves. Each therefore has a process of its own and the whole device,
-one after the other; a round runs every way once, and every other round backwards, so
-that what a GPU does as it gets warm meets all alike. Compiled programs are kept between
-rounds. The number of rows is the largest power of two, up to a limit, that fits for
-all: who can hold more has no gain from it here, only less memory to show.
+Both frameworks preallocate a GPU's memory, so that two at once would compete for it.
+Each therefore runs in a process of its own, with the device to itself; a round runs
+every variant once, every other round in reverse order, so that a GPU that warms up
+affects all equally. Compiled programs are cached between rounds. The number of rows is
+the largest power of two, up to a limit, that fits for all: a variant that could hold
+more shows that only in its memory.
 
-A time is that of some steps sent off at once and waited for together, as in training:
-what Python costs counts if it keeps the device waiting. FLOPs are ``6 N + 12 L E T`` a
-token, which no way can change. Their share is of a product of two bfloat16 matrices of
-8192 x 8192, measured in the same processes; the faster framework's is taken.
+A time is that of several steps dispatched at once and waited for together, as in
+training: Python's cost counts if the device waits for it. FLOPs are ``6 N + 12 L E T``
+a token for all variants. Their share is relative to a matmul of two bfloat16 matrices
+of 8192 x 8192, measured in the same processes; the faster framework's is taken.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def measure(rounds: int = 5, tiny: bool = False) -> Table:
     """Tokens and FLOPs per second, memory, and ratios to PyTorch.
 
     Args:
-        rounds: How often every way is run anew; each time makes several measurements.
-        tiny: Run a tiny model on CPU instead, to see that all works; PyTorch is left
-            out if it is not there, and so is its compiler.
+        rounds: Times that every variant is run; each time makes several measurements.
+        tiny: Run a tiny model on CPU instead, as a smoke test; PyTorch is left out if
+            it is not installed, and so is its compiler.
 
     Raises:
         SystemExit: If there is no GPU, or no PyTorch that sees it.
@@ -86,7 +86,7 @@ def _devices(tiny: bool) -> dict[str, str]:
     """The kind of device that each framework would use, by framework.
 
     Raises:
-        SystemExit: If one of them has no GPU and the run is no tiny one.
+        SystemExit: If one of them has no GPU and the run is not tiny.
     """
     has_torch = importlib.util.find_spec("torch") is not None
     if tiny:
@@ -101,17 +101,17 @@ def _devices(tiny: bool) -> dict[str, str]:
     if all(found.values()):
         return found
     said = "is not installed" if not has_torch else "sees none"
-    told = {"jax": found["jax"] or "sees none", "torch": found["torch"] or said}
+    versions = {"jax": found["jax"] or "sees none", "torch": found["torch"] or said}
     raise SystemExit(
         "python -m benchmarks gpu needs a GPU that jax and torch both see: "
-        f"jax {told['jax']}, torch {told['torch']}. Install jax for CUDA "
-        "(`pip install 'jax[cuda13]'`) and `torch` beside the library, or try the "
-        "whole way on CPU with --tiny."
+        f"jax {versions['jax']}, torch {versions['torch']}. Install jax for CUDA "
+        "(`pip install 'jax[cuda13]'`) and `torch` next to the library, or run a "
+        "smoke test on CPU with --tiny."
     )
 
 
 def _is_hopper() -> bool:
-    """Whether the GPU is one on which PyTorch takes cuDNN's attention by itself."""
+    """True if PyTorch uses cuDNN's attention on this GPU by default."""
     code = "import torch; print(torch.cuda.get_device_capability() >= (9, 0))"
     return _ask(code) == "True"
 
@@ -125,13 +125,13 @@ def _ask(code: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What one process measured.
+    """Measurements of one process.
 
     Attributes:
-        seconds: Of a step, several times.
-        product_flops: FLOP/s of the large product.
-        losses: Of the first step and the last.
-        peak_bytes: The most memory held at once, where the platform tells.
+        seconds: Times of a step, several of them.
+        product_flops: FLOP/s of the large matmul.
+        losses: Losses of the first step and the last.
+        peak_bytes: Peak memory, where the platform reports it.
     """
 
     seconds: tuple[float, ...]
@@ -144,7 +144,7 @@ Round = Mapping[str, Found]
 
 
 def _fit(task: Task, ways: Sequence[str], cache: str) -> tuple[int, Round]:
-    """The most rows that fit for all, a power of two, and the round that shows it."""
+    """The most rows that fit for all variants, a power of two, and that round."""
     while task.rows:
         found: dict[str, Found] = {}
         for way in ways:
@@ -173,7 +173,7 @@ def _rounds(
 
 
 def _run(way: str, task: Task, cache: str) -> Found | None:
-    """One process from start to end; ``None`` if its memory does not suffice."""
+    """Runs one process; ``None`` if it ran out of memory."""
     command = [sys.executable, "-m", "benchmarks.gpu_child", way, task.to_json()]
     done = subprocess.run(
         command,
@@ -189,7 +189,7 @@ def _run(way: str, task: Task, cache: str) -> Found | None:
 
 
 def _environment(way: str, task: Task, cache: str) -> dict[str, str]:
-    """Room for each on the device, and a place for what it compiles."""
+    """Memory fractions, and a directory for compiled programs."""
     if task.is_tiny and way == "ours":
         return os.environ | {"JAX_PLATFORMS": "cpu"}
     if _framework(way) == "torch":

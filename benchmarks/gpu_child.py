@@ -1,7 +1,7 @@
 """``python -m benchmarks.gpu_child WAY TASK``: one framework, alone on the device.
 
-The last line of its output is what it measured, as JSON; ``null`` if the device has not
-enough memory.
+The last line of its output is its measurements, as JSON; ``null`` if the device ran
+out of memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.gpu_task import Side, Task
 
 
 def work(side: Side, task: Task) -> dict[str, Any]:
-    """Warms up and measures: the fields of `benchmarks.gpu.Found`."""
+    """Warms up and measures; returns the fields of `benchmarks.gpu.Found`."""
     warm_up, num_steps, num_times = (1, 2, 2) if task.is_tiny else (10, 10, 5)
     first = side.train(1)  # compiles
     side.train(warm_up)
@@ -49,7 +49,7 @@ def _seconds(call: Callable[[], None]) -> float:
 
 
 def make_side(way: str, task: Task) -> Side:
-    """The framework of a way, its state on the device."""
+    """The framework of a variant, its state on the device."""
     if way == "ours":
         from benchmarks.gpu_ours import Ours
 
@@ -60,13 +60,13 @@ def make_side(way: str, task: Task) -> Side:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether XLA's or PyTorch's error says that the device's memory is used up."""
+    """True if the error of XLA or PyTorch means that the device is out of memory."""
     said = str(error).lower()
     return "resource_exhausted" in said or "out of memory" in said
 
 
 def main() -> None:
-    """Measures what the command line says."""
+    """Measures the variant of the command line."""
     way, given = sys.argv[1:]
     task = Task(**json.loads(given))
     try:

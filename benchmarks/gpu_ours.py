@@ -19,7 +19,7 @@ class Ours:
     """A Trainer on one device, with its compiled step.
 
     Args:
-        task: What to train.
+        task: The task to train.
     """
 
     def __init__(self, task: Task) -> None:
@@ -37,7 +37,7 @@ class Ours:
         self._size = task.product_size
 
     def train(self, num_steps: int) -> float:
-        """Sends the steps off, and waits for the last."""
+        """Dispatches the steps, and waits for the last."""
         loss = jnp.zeros(())
         for _ in range(num_steps):
             self._state, metrics = self._step(self._state, self._batch)
@@ -46,7 +46,7 @@ class Ours:
         return float(loss)
 
     def multiply(self, count: int) -> None:
-        """Products of the same two matrices, one held at a time."""
+        """Multiplies the same two matrices, one result held at a time."""
         product = None
         for _ in range(count):
             product = _product(*self._matrices)
@@ -59,6 +59,6 @@ class Ours:
         return tuple(jax.random.normal(key, shape, jnp.bfloat16) for key in keys)
 
     def peak_bytes(self) -> int | None:
-        """Of XLA's allocator."""
+        """Peak memory of XLA's allocator."""
         stats = jax.devices()[0].memory_stats()
         return None if stats is None else stats["peak_bytes_in_use"]

@@ -1,4 +1,4 @@
-"""What is trained on a GPU, and what each framework must be able to do for it."""
+"""The task trained on a GPU, and the interface of each framework."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ WAYS = ("ours", "torch flash", "torch cuDNN")
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What to train, and how much of it.
+    """A model and a batch to train.
 
     Attributes:
         config: Shape of the model, as keywords of `GPTConfig`.
-        rows: Sequences of a step.
-        is_tiny: On CPU, with hardly any work.
+        rows: Sequences per step.
+        is_tiny: True for a smoke test on CPU.
     """
 
     config: dict[str, Any]
@@ -33,16 +33,16 @@ class Task:
         return cls(config=asdict(config), rows=rows, is_tiny=is_tiny)
 
     def with_rows(self, rows: int) -> Task:
-        """The same with another number of rows."""
+        """The same task with another number of rows."""
         return replace(self, rows=rows)
 
     def to_json(self) -> str:
-        """For the command line."""
+        """The task for the command line."""
         return json.dumps(asdict(self))
 
     @property
     def model(self) -> GPTConfig:
-        """The shape."""
+        """Shape of the model."""
         return GPTConfig(**self.config)
 
     @property
@@ -57,7 +57,7 @@ class Task:
 
     @property
     def product_size(self) -> int:
-        """Rows and columns of the large product."""
+        """Rows and columns of the large matmul."""
         return 256 if self.is_tiny else 8192
 
     def tokens(self) -> np.ndarray:
@@ -71,13 +71,13 @@ class Side(Protocol):
     """A framework with a model, its optimizer and a batch on the device."""
 
     def train(self, num_steps: int) -> float:
-        """Trains so many steps, waits for them, and returns the last loss."""
+        """Trains a number of steps, waits for them, and returns the last loss."""
         ...
 
     def multiply(self, count: int) -> None:
-        """Multiplies two large matrices so often, and waits."""
+        """Multiplies two large matrices a number of times, and waits."""
         ...
 
     def peak_bytes(self) -> int | None:
-        """The most memory that was held at once, if that is known."""
+        """Peak memory, if known."""
         ...

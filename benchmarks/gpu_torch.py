@@ -2,7 +2,7 @@
 
 The shape is that of `models.GPT` with GPT-2's parts: biases everywhere but at the tied
 head, GELU in its tanh form, epsilon 1e-5. Queries, keys and values come from one
-product, as PyTorch's users write it.
+matmul, as PyTorch's users write it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KERNELS = {
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream."""
+    """Attention and MLP, each after a norm and added to the residual stream."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Block(nn.Module):
         self.down = nn.Linear(hidden, embed)
 
     def forward(self, x: Any) -> Any:
-        """(batch, seq, embed) to the same."""
+        """(batch, seq, embed) -> (batch, seq, embed)."""
         batch, seq, embed = x.shape
         qkv = self.qkv(self.attention_norm(x))
         qkv = qkv.view(batch, seq, 3, self.num_heads, embed // self.num_heads)
@@ -55,12 +55,12 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens to the mean cross-entropy of each given those before it.
+    """Maps tokens to the mean cross-entropy of each given those before it.
 
     Args:
-        config: The shape.
-        dtype: Of activations: without it autocast would keep them in float32 between
-            blocks.
+        config: Shape of the model.
+        dtype: dtype of the activations, which autocast alone would keep in float32
+            between blocks.
     """
 
     def __init__(self, config: GPTConfig, dtype: Any) -> None:
@@ -79,7 +79,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens: Any) -> Any:
-        """Int (batch, seq + 1) to a scalar."""
+        """Loss of tokens, int (batch, seq + 1)."""
         inputs, labels = tokens[:, :-1], tokens[:, 1:]
         positions = torch.arange(inputs.shape[1], device=tokens.device)
         x = (self.embed(inputs) + self.positions(positions)).to(self.dtype)
@@ -93,8 +93,8 @@ class Torch:
     """A compiled model, the fused AdamW, and a batch.
 
     Args:
-        task: What to train.
-        way: Which kernel attention has.
+        task: The task to train.
+        way: The attention kernel.
     """
 
     def __init__(self, task: Task, way: str) -> None:
@@ -113,7 +113,7 @@ class Torch:
         self._size = task.product_size
 
     def train(self, num_steps: int) -> float:
-        """Sends the steps off, and waits for the last."""
+        """Dispatches the steps, and waits for the last."""
         loss: Any = math.nan
         with sdpa_kernel(self._kernel):
             for _ in range(num_steps):
@@ -126,7 +126,7 @@ class Torch:
         return float(loss)
 
     def multiply(self, count: int) -> None:
-        """Products of the same two matrices, one held at a time."""
+        """Multiplies the same two matrices, one result held at a time."""
         for _ in range(count):
             torch.mm(*self._matrices)
         self._wait()
@@ -138,7 +138,7 @@ class Torch:
         return torch.randn(shape, **options), torch.randn(shape, **options)
 
     def peak_bytes(self) -> int | None:
-        """Of PyTorch's allocator."""
+        """Peak memory of PyTorch's allocator."""
         if self._device.type == "cpu":
             return None
         return torch.cuda.max_memory_allocated()

@@ -1,6 +1,6 @@
-"""What checksums, checks and asynchronous saves cost, beside the steps.
+"""The cost of checksums, checks and asynchronous saves, relative to the steps.
 
-Each figure compares runs in turn, one after another in every round.
+Each figure compares runs that alternate within every round.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ EVERY = 1000
 
 
 def measure(rounds: int = 20) -> Table:
-    """Compares steps with the checks, and with the saves that go on beside them.
+    """Compares steps with the checks, and with saves in the background.
 
     Args:
         rounds: Interleaved rounds; saves get a quarter of them.
     """
-    table = Table("Integrity: what it costs beside the steps")
+    table = Table("Integrity: cost relative to the steps")
     trainer, batch = _make_trainer(CONFIG)
     size = sum(x.nbytes for x in jax.tree.leaves(to_groups(trainer.state)))
     table.add("training state, MB", size / 1e6)
@@ -69,13 +69,13 @@ def measure(rounds: int = 20) -> Table:
 
 
 def _measure_saves(table: Table, config: GPTConfig, rounds: int) -> None:
-    """How much longer steps take while a save is written, over the save's duration.
+    """Delay of the steps during a save, as a share of the save's duration.
 
     An accelerator leaves the host's cores free while it computes. Simulated devices
-    compute on the very cores that compress and write the checkpoint, so that both kinds
-    of steps are measured: these, and ones in which the host waits for as long. With the
-    latter, what is hashed are as many arrays of few elements: programs are dispatched,
-    but the cores do nothing for the devices.
+    compute on the same cores that compress and write the checkpoint, so two kinds of
+    steps are measured: these, and ones in which the host only waits for as long. With
+    the latter, the hashed arrays are as many but have few elements: programs are
+    dispatched, but use no cores.
     """
     trainer, batch = _make_trainer(config)
     _step(trainer, batch)
@@ -94,20 +94,20 @@ def _measure_saves(table: Table, config: GPTConfig, rounds: int) -> None:
         "on the same cores": (lambda: _step(trainer, batch), start_checksums),
     }
     for step, start in kinds.values():
-        _save_beside(trainer, step, start)  # compiles what it needs
+        _save_during_steps(trainer, step, start)  # compiles what it needs
     hashing = _timed(lambda: checksums(to_groups(trainer.state)))
     table.add(f"{save}: its checksums on these cores, ms", 1e3 * hashing)
     found = {kind: [] for kind in kinds}
     for _ in range(rounds):
         for kind, (step, start) in kinds.items():
-            found[kind].append(_save_beside(trainer, step, start))
+            found[kind].append(_save_during_steps(trainer, step, start))
     for kind, measured in found.items():
         columns = zip(*measured, strict=True)
         saves, blocks, delays = (_median(list(column)) for column in columns)
         what = f"{save}, steps {kind}"
         table.add(f"{what}: until it is on disk, ms", 1e3 * saves)
         table.add(f"{what}: of it the fit waits, ms", 1e3 * blocks)
-        table.add(f"{what}: all delay of the steps beside it, ms", 1e3 * delays)
+        table.add(f"{what}: total delay of the steps, ms", 1e3 * delays)
         shares = [100 * delay / whole for whole, _, delay in measured]
         table.add(
             f"{what}: delay, % of the save's duration",
@@ -115,10 +115,10 @@ def _measure_saves(table: Table, config: GPTConfig, rounds: int) -> None:
         )
 
 
-def _save_beside(
+def _save_during_steps(
     trainer: Trainer, step: Callable[[], Any], start: Callable[..., Any]
 ) -> tuple[float, ...]:
-    """Seconds that a save takes, that the fit waits for it, and that steps lose."""
+    """Seconds of a save, of the fit's wait for it, and of delay of the steps."""
     with (
         mock.patch.object(manager, "start_checksums", start),
         tempfile.TemporaryDirectory() as name,
@@ -146,7 +146,7 @@ def _over_all(x: jax.Array) -> NamedSharding:
 
 
 def _wait(trainer: Trainer, seconds: float) -> None:
-    """A step as the host sees it whose devices compute elsewhere."""
+    """A step on an accelerator, as the host sees it."""
     jax.block_until_ready(trainer.state)
     time.sleep(seconds)
 

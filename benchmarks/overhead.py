@@ -1,10 +1,10 @@
-"""What the Trainer's step costs over the same step written by hand.
+"""The cost of the Trainer's step over the same step written by hand.
 
-Four questions: whether the compiled programs are the same, opcode by opcode and byte
-by byte of scratch memory; whether their times are; how long the host takes to dispatch
-one; and how long a fit takes, which feeds batches and logs every step, beside a bare
-loop over one batch that reads no metric. Beside them stands the step of Flax's guide,
-`nnx.jit` over `nnx.Optimizer`, which walks the model at every call.
+Four questions: are the compiled programs the same, opcode by opcode and in bytes of
+scratch memory; are their times; how long does the host take to dispatch one; and how
+long does a fit take, which loads batches and logs every step, compared with a bare loop
+over one batch that reads no metric. Also measured: the step of Flax's guide, `nnx.jit`
+over `nnx.Optimizer`, which traverses the model at every call.
 
 References:
     Flax, "Scale up on multiple devices", https://flax.readthedocs.io
@@ -63,7 +63,7 @@ def make_trainer(
 
 
 def make_batch(trainer: Trainer, config: GPTConfig) -> Any:
-    """Random tokens, placed."""
+    """Random tokens, on the devices."""
     return trainer.shard_batch(host_batch(config))
 
 
@@ -123,7 +123,7 @@ def _add_audits(table: Table, name: str, *compiled: jax.stages.Compiled) -> None
 
 
 def _compare_dispatch(table: Table, name: str, strategy: Strategy) -> None:
-    """The host's part alone: a model so small that the devices have little to do."""
+    """The host's part alone: with a small model the devices have little to do."""
     trainer = make_trainer(TINY, strategy)
     batch, model = make_batch(trainer, TINY), trainer.model
     assert isinstance(model, GPT)
@@ -142,7 +142,7 @@ def _compare_dispatch(table: Table, name: str, strategy: Strategy) -> None:
 
 
 class _Clock(Callback):
-    """When the metrics of each step were known."""
+    """The time at which the metrics of each step arrived."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -157,7 +157,7 @@ class _Clock(Callback):
 def _compare_fit(
     table: Table, name: str, strategy: Strategy, rounds: int = 40, num_steps: int = 50
 ) -> None:
-    """A fit with all that it does besides the step, from its 6th step to its last."""
+    """A fit from its 6th step to its last, with everything that it does per step."""
     clock, warm_up = _Clock(), 5
     with tempfile.TemporaryDirectory() as directory:
         logger = JSONLinesLogger(Path(directory) / "metrics.jsonl")

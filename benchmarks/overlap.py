@@ -1,8 +1,9 @@
-"""What waits for communication: bytes that no product hides, as a TPU schedules them.
+"""Exposed communication: bytes that no matmul overlaps, as a TPU schedules them.
 
-The training step of a GPT is compiled for four v5p chips, without any, and its schedule
-read. Tensor parallelism as the partitioner has it (``bulk``: sequence parallelism), as
-rings beside the products; FSDP whose layers gather when they run, and one ahead.
+The training step of a GPT is compiled for four v5p chips, without TPUs, and its
+schedule is read. Tensor parallelism with the partitioner's collectives (``bulk``:
+sequence parallelism) and with rings that overlap the matmuls; FSDP that gathers each
+layer when it runs, and one layer ahead.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ UNAVAILABLE = (
 
 
 class CompilerMissingError(Exception):
-    """The TPU compiler is not installed, or cannot print what it compiled."""
+    """The TPU compiler is not installed, or cannot print its program."""
 
 
 def measure(rounds: int = 1) -> Table:
@@ -122,7 +123,7 @@ def schedule_of(name: str, **overrides: Any) -> dict[str, float]:
 
 
 def compile_and_read(strategy: Strategy, config: GPTConfig) -> dict[str, float]:
-    """Compiles the step for TPUs that are not there, and adds up its schedule."""
+    """Compiles the step for abstract TPUs, and adds up its schedule."""
     from jax.experimental import topologies
 
     topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY)

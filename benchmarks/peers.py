@@ -1,8 +1,8 @@
 """Training steps as an expert writes them by hand, to measure the library against.
 
-They share the modules of `models.GPT` and the chunked loss with what they are compared
-to, so that the mathematics is the same; placement, gathering, rematerialisation, the
-scan over layers, metrics and update are written out here, over plain nested dicts.
+They share the modules of `models.GPT` and the chunked loss with the library's step, so
+that the mathematics is the same; shardings, gathering, rematerialisation, the scan over
+layers, metrics and update are written out here, over plain nested dicts.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ Step = Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
 
 
 def copy_state(state: TrainState) -> State:
-    """The arrays of a Trainer's state in their places, as the peers' nested dict."""
+    """Copies of a Trainer's state, sharded alike, as the peers' nested dict."""
     names = ("params", "opt_state", "step", "key")
     return {name: copied(getattr(state, name)) for name in names}
 
 
 def copied(tree: Any) -> Any:
-    """The same arrays in the same places, free to be donated."""
+    """Copies with the same shardings, free to be donated."""
     shardings = jax.tree.map(lambda x: x.sharding, tree)
     return jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=shardings)(tree)
 
@@ -87,7 +87,7 @@ def nnx_jit(model: GPT, tx: optax.GradientTransformation) -> tuple[Any, nnx.Opti
 def make_nnx_jit_step(
     model: GPT, tx: optax.GradientTransformation
 ) -> tuple[Step, tuple[GPT, nnx.Optimizer]]:
-    """The step of `nnx_jit`, and its state: a copy of the model in the same places."""
+    """The step of `nnx_jit`, and its state: a copy of the model, sharded alike."""
     graphdef, state = nnx.split(model)
     model = nnx.merge(graphdef, copied(state))
     train_step, optimizer = nnx_jit(model, tx)
@@ -112,14 +112,14 @@ def make_gpt_step(
     layer inside the scan, and gathered again for the backward pass.
 
     Args:
-        model: Its structure; arrays may be abstract.
+        model: Structure of the model; arrays may be abstract.
         tx: The optimizer.
         state: The first state, for its shardings.
-        keeps_gathered: Keep gathered parameters for the backward pass instead.
+        keeps_gathered: Save gathered parameters for the backward pass instead.
     """
     block_def, norm_def = (nnx.split(m)[0] for m in (model.blocks.layer, model.norm))
     shardings = jax.tree.map(lambda x: x.sharding, state)
-    whole = NamedSharding(shardings["step"].mesh, P())
+    replicated = NamedSharding(shardings["step"].mesh, P())
     placed = dict(shardings["params"])
     placed_blocks = placed.pop("blocks")["layer"]
     placed_layer = jax.tree.map(_of_layer, placed_blocks)
@@ -131,9 +131,9 @@ def make_gpt_step(
         return jax.checkpoint(function, policy=_is_kept, **options)
 
     def look_up(table: jax.Array, rows: jax.Array) -> jax.Array:
-        # Its gradient is summed whole and cut afterwards: else the shards of the table
-        # would pull the activations apart.
-        table = jax.lax.with_sharding_constraint(table, whole)
+        # Its gradient is all-reduced and sliced afterwards: else the partitioner would
+        # reshard the activations along the shards of the table.
+        table = jax.lax.with_sharding_constraint(table, replicated)
         rows = jnp.where(rows < 0, table.shape[0], rows)
         return jnp.take(table, rows, axis=0, mode="fill")
 
@@ -153,7 +153,7 @@ def make_gpt_step(
         x = look_up(table, tokens) + look_up(position_table, positions)
         x, _ = jax.lax.scan(remat(run_block, prevent_cse=False), x, blocks)
         x = nnx.merge(norm_def, params["norm"])(x)
-        mesh = whole.mesh
+        mesh = replicated.mesh
         assert isinstance(mesh, jax.sharding.Mesh)
         with using(Layout(mesh=mesh, claims=Claims(batch=mesh.axis_names))):
             mean = linear_cross_entropy(x, table, labels, vocab_dim=0)
@@ -174,12 +174,12 @@ def _of_layer(sharding: NamedSharding) -> NamedSharding:
 
 
 def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Every residual but what `gather` returns."""
+    """Every residual except the results of `gather`."""
     return "sharding_constraint" not in str(params.get("call_jaxpr", primitive))
 
 
 def gathered(params: State, shardings: State) -> State:
-    """Parameters whole on every device; their gradients are summed into shards."""
+    """Parameters gathered on every device; their gradients are reduce-scattered."""
     return jax.tree.map(
         lambda x, s: gather(x, s) if _is_sharded(s) else x, params, shardings
     )
@@ -187,9 +187,9 @@ def gathered(params: State, shardings: State) -> State:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def gather(x: jax.Array, stored: NamedSharding) -> jax.Array:
-    """An array whole on every device."""
-    whole = NamedSharding(stored.mesh, P())
-    return jax.lax.with_sharding_constraint(x, whole)
+    """An array gathered on every device."""
+    replicated = NamedSharding(stored.mesh, P())
+    return jax.lax.with_sharding_constraint(x, replicated)
 
 
 def _gather_forward(x: jax.Array, stored: NamedSharding) -> tuple[jax.Array, None]:
@@ -212,8 +212,8 @@ def make_gpipe_step(
     """GPipe by autodiff: the gradient of a pipeline that only goes forward.
 
     The stages run the same layers in the same forward ticks as ours, and `jax.grad` of
-    the scan over ticks is the way back. It keeps what the scan's body keeps for every
-    tick, whatever the number of microbatches in flight could be.
+    the scan over ticks is the backward pass. It saves the residuals of every tick,
+    although fewer microbatches could be in flight.
     """
     pipeline = plan.layout.claims.execution
     assert isinstance(pipeline, PipelineSchedule)

@@ -1,10 +1,10 @@
-"""Pipeline schedules: what the table foretells, what is compiled, what is measured.
+"""Pipeline schedules: simulated, compiled and measured.
 
 The simulated devices share the cores of one machine, and each runs every slot that any
-stage has in a tick, its own or masked. So a tick takes the sum over stages of what it
-would take on devices of their own, where it takes the time of one: both are the number
-of ticks with a slot, times the slot's cost. What is measured here tells schedules apart
-by their ticks, as on real devices, but not by what overlaps communication.
+stage has in a tick, its own or masked. So a tick takes the sum over stages of the time
+that it would take on real devices: both are proportional to the number of ticks with a
+slot, times the slot's cost. The measurement distinguishes schedules by their ticks, as
+real devices do, but not by the communication that they overlap.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ class Made:
     """A step, compiled and with its state.
 
     Attributes:
-        plan: Structure and place of every array.
+        plan: Structure and sharding of every array.
         table: The schedule.
-        state: The present state.
-        batch: The batch of every step, placed.
+        state: The current state.
+        batch: The batch of every step, on the devices.
         compiled: The step.
     """
 
@@ -188,7 +188,7 @@ def _taken(table: pipelines.Table) -> dict[str, float]:
 
 
 def _predictions(figures: Table, num_stages: int, count: int, rounds: int) -> Grid:
-    """The simulator's time, from slots timed alone, against that of the step."""
+    """The simulator's time, from the times of the slots, over that of the step."""
     grid = Grid(
         title=f"Simulator against measurement: {num_stages} stages, {count} "
         "microbatches, slots timed alone in the same rounds"

@@ -1,4 +1,4 @@
-"""The slots of a pipeline and the parts around its stack, each as a call of its own."""
+"""The slots of a pipeline and the parts around its stack, each as a separate call."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What sharding costs over the work itself: 1, 2, 4 and 8 simulated devices.
+"""The cost of sharding relative to the work: 1, 2, 4 and 8 simulated devices.
 
 Simulated devices share the cores of one machine, so that more of them are not faster.
-The honest figure is the CPU time of all threads: the work is the same in strong scaling
-and grows with the devices in weak scaling; what comes on top is what sharding costs.
+The figure that counts is the CPU time of all threads: the work is constant in strong
+scaling and grows with the devices in weak scaling; the rest is the cost of sharding.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def measure(rounds: int = 20) -> Table:
     for name, make in {"data parallel": DataParallel, "FSDP": FSDP}.items():
         strong = {n: _Run(make(n), n, ROWS) for n in SIZES}
         for n, run in strong.items():
-            whole = strong[1].held_bytes / n
+            share = strong[1].held_bytes / n
             table.add(f"{name}: {n} devices, bytes each", run.held_bytes)
-            table.add(f"{name}: {n} devices, bytes each * N", run.held_bytes / whole)
+            table.add(f"{name}: {n} devices, bytes each * N", run.held_bytes / share)
         _compare(table, f"{name}, strong", strong, dict.fromkeys(SIZES, 1.0), rounds)
         weak = {n: _Run(make(n), n, 4 * n) for n in SIZES}
         _compare(table, f"{name}, weak", weak, {n: float(n) for n in SIZES}, rounds)
@@ -39,7 +39,7 @@ def measure(rounds: int = 20) -> Table:
 
 
 class _Run:
-    """A step on some devices, timed by the CPU of the whole process."""
+    """A step on some devices, timed by the CPU time of the process."""
 
     def __init__(self, strategy: Strategy, num_devices: int, rows: int) -> None:
         trainer = Trainer(

@@ -1,7 +1,8 @@
-"""What a scheduled program sends, and what of it waits behind a product.
+"""The communication of a scheduled program, and how much of it matmuls overlap.
 
 A TPU's optimised HLO is printed in the order in which it runs. A collective is hidden
-if it is started and awaited apart and a product runs in between; else it is exposed.
+if it is asynchronous and a matmul runs between its start and its end; else it is
+exposed.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ class Transfer:
 
     Attributes:
         kind: One of the audit's kinds.
-        bytes: What a device sends for it, all executions together, by the best ring.
-        is_hidden: Whether a product runs between its start and its end.
+        bytes: Bytes that a device sends for it in all executions, by the best ring.
+        is_hidden: True if a matmul runs between its start and its end.
         source: The JAX operation that it came from.
     """
 
@@ -86,7 +87,7 @@ class _Schedule:
         return next(filter(None, all_inside), None)
 
     def _is_hidden(self, computation: Computation, start: Instruction) -> bool:
-        """Whether a product stands before the first that awaits it."""
+        """True if a matmul comes before the first instruction that awaits it."""
         if not start.opcode.endswith("-start"):
             return False
         order = list(computation.instructions.values())
@@ -95,11 +96,11 @@ class _Schedule:
         for instruction in order[first:]:
             if instruction.opcode == awaits and start.name in instruction.operands:
                 return False
-            if self._has_product(computation, instruction):
+            if self._has_matmul(computation, instruction):
                 return True
         return False
 
-    def _has_product(self, computation: Computation, instruction: Instruction) -> bool:
+    def _has_matmul(self, computation: Computation, instruction: Instruction) -> bool:
         if count_flops(computation, instruction):
             return True
         if instruction.opcode == "while":
@@ -108,13 +109,13 @@ class _Schedule:
             inner = self.module.computations[instruction.called or ""]
         else:
             return False
-        return any(self._has_product(inner, i) for i in inner.instructions.values())
+        return any(self._has_matmul(inner, i) for i in inner.instructions.values())
 
 
 def sent_bytes(collective: Collective) -> float:
     """Bytes that each device of the group sends, by a ring that sends the least."""
-    size, whole = collective.group_size, collective.bytes_each
+    size, total = collective.group_size, collective.bytes_each
     share = (size - 1) / size
     if collective.kind == "collective-permute":
-        return whole
-    return whole * (2 * share if collective.kind == "all-reduce" else share)
+        return total
+    return total * (2 * share if collective.kind == "all-reduce" else share)

@@ -1,9 +1,9 @@
-"""What `sharded_jit` costs over `jax.jit` with the same shardings written out.
+"""The cost of `sharded_jit` over `jax.jit` with the same shardings written out.
 
 Three answers, on a training step of an MLP and of a transformer: the compiled programs
-are the same text, but for names; the function is traced as often; the host dispatches
-one as fast as the other. Beside the last stands what two `jax.jit` of one function
-differ by.
+are the same text, except for names; the function is traced equally often; the host
+dispatches both equally fast. The last is also measured for two `jax.jit` of one
+function.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ Step = Callable[[Any, Any], tuple[Any, jax.Array]]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A step, and what it is called with.
+    """A step and its arguments.
 
     Attributes:
-        step: ``(params, batch)`` to new parameters and the loss.
-        params: Its parameters, on the host.
-        batch: Its batch, on the host.
+        step: ``(params, batch) -> (new parameters, loss)``.
+        params: The parameters, on the host.
+        batch: The batch, on the host.
     """
 
     step: Step
@@ -133,7 +133,7 @@ def by_hand(step: Step, params: Any, mesh: Mesh) -> Any:
 
 
 def program_text(compiled: jax.stages.Compiled) -> str:
-    """A compiled program's text, without what names its sources."""
+    """Text of a compiled program, without metadata about its sources."""
     text = (compiled.as_text() or "").partition(",")[2]  # all but the module's name
     text = re.sub(r", metadata=\{[^}]*\}", "", text)
     text = re.sub(

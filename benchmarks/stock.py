@@ -13,12 +13,12 @@ Place = Callable[[jax.Array], jax.Array]
 
 
 def anywhere(x: jax.Array) -> jax.Array:
-    """Leaves an activation where the compiler puts it."""
+    """Leaves the sharding of an activation to the compiler."""
     return x
 
 
 class StockBlock(nnx.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream."""
+    """Attention and MLP, each after a norm and added to the residual stream."""
 
     def __init__(self, width: int, num_heads: int, rngs: nnx.Rngs) -> None:
         self.attention_norm = nnx.LayerNorm(width, rngs=rngs)
@@ -30,21 +30,21 @@ class StockBlock(nnx.Module):
         self.down = nnx.Linear(4 * width, width, rngs=rngs)
 
     def __call__(self, x: jax.Array, mask: jax.Array, place: Place) -> jax.Array:
-        """(batch, seq, width) to the same."""
+        """(batch, seq, width) -> (batch, seq, width)."""
         x = place(x + self.attention(place(self.attention_norm(x)), mask=mask))
         hidden = nnx.gelu(place(self.up(place(self.mlp_norm(x)))))
         return place(x + self.down(hidden))
 
 
 class StockTransformer(nnx.Module):
-    """Tokens to logits.
+    """Maps tokens to logits.
 
     Args:
         vocab_size: Number of tokens.
-        width: Of the residual stream.
+        width: Width of the residual stream.
         num_layers: Number of blocks.
-        num_heads: Heads of attention.
-        rngs: Keys of the parameters.
+        num_heads: Attention heads.
+        rngs: Keys for the parameters.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class StockTransformer(nnx.Module):
 
         Args:
             tokens: int (batch, seq).
-            place: Constrains an activation, where one does that by hand.
+            place: Constrains an activation, where that is done by hand.
         """
         mask = nnx.make_causal_mask(tokens)
         x = place(self.embed(tokens))

@@ -1,8 +1,8 @@
-"""Timing on a busy machine: steps in turn, and ratios within a round.
+"""Timing on a busy machine: alternating steps, and ratios within a round.
 
-What else the machine does meets neighbouring steps alike, so that the ratio of two
-steps of one round says more than that of two averages. Two copies of one program, timed
-the same way, show how far the ratio can be trusted.
+Other load on the machine affects neighbouring steps equally, so that the ratio of two
+steps of one round is more reliable than that of two averages. Two copies of one
+program, timed the same way, show the noise of the ratio.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Step = Callable[[Any, Any], tuple[Any, Any]]
 
 @dataclass
 class Runner:
-    """A step with its state: each call is one step, from an idle device to the next.
+    """A step with its state: each call runs one step on idle devices and waits for it.
 
     Attributes:
-        step: ``(state, batch)`` to a new state and metrics; it may donate the state.
-        state: The present state.
+        step: ``(state, batch) -> (new state, metrics)``; it may donate the state.
+        state: The current state.
         batch: The batch of every step.
     """
 
@@ -42,14 +42,14 @@ class Runner:
     batch: Any
 
     def __call__(self) -> float:
-        """Runs a step to its end: seconds."""
+        """Runs a step and waits for it: seconds."""
         start = time.perf_counter()
         self.state, metrics = self.step(self.state, self.batch)
         jax.block_until_ready((self.state, metrics))
         return time.perf_counter() - start
 
     def dispatch(self) -> float:
-        """Runs a step: seconds until the call returns, the step still on its way."""
+        """Dispatches a step: seconds until the call returns, not until it has run."""
         start = time.perf_counter()
         self.state, metrics = self.step(self.state, self.batch)
         seconds = time.perf_counter() - start
@@ -98,7 +98,7 @@ class Ratio:
 
     @classmethod
     def of(cls, times: np.ndarray, reference: np.ndarray) -> Ratio:
-        """The ratio of times taken in the same rounds."""
+        """The ratio of times from the same rounds."""
         ratios = np.sort(times / reference)
         half_width = 0.98 * math.sqrt(len(ratios))
         low = max(0, math.floor(len(ratios) / 2 - half_width))
@@ -120,10 +120,10 @@ class Table:
     """Figures by row and column, to print and to write.
 
     Attributes:
-        title: What was measured.
-        rows: Each with the name of what it measures and its figure.
-        hardware: What other processes measured on, if not the devices of this one.
-        packages: More packages whose versions matter.
+        title: The measured quantity.
+        rows: Name and figure of each measurement.
+        hardware: Devices of other processes, if those measured.
+        packages: Further packages whose versions matter.
     """
 
     title: str
@@ -132,7 +132,7 @@ class Table:
     packages: tuple[str, ...] = ()
 
     def add(self, name: str, figure: Any) -> None:
-        """Adds a row, and prints it at once: a benchmark takes minutes."""
+        """Adds a row, and prints it immediately: a benchmark takes minutes."""
         self.rows.append((name, figure))
         print(f"  {name}: {figure}", file=sys.stderr, flush=True)
 
@@ -167,8 +167,8 @@ def circumstances(
     """Command, hardware, load and versions.
 
     Args:
-        hardware: The devices, if not those that jax has in this process.
-        packages: More packages whose versions matter.
+        hardware: The devices, if not those of JAX in this process.
+        packages: Further packages whose versions matter.
     """
     arguments = shlex.join(sys.argv[1:])
     if hardware is None:

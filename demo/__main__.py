@@ -1,4 +1,4 @@
-"""``python -m demo``: train, resume, restore elsewhere, sample."""
+"""``python -m demo``: train, resume, restore on other devices, sample."""
 
 import argparse
 import sys

@@ -1,7 +1,7 @@
-"""Text that every machine has: the source of Python's own standard library, as bytes.
+"""Text that every machine has: the source of Python's standard library, as bytes.
 
-Whole files are held out for validation. Which ones follows from their names alone, so
-that every run on one version of Python reads the same bytes in the same order.
+Entire files are held out for validation, chosen by their names alone, so that every run
+on one version of Python reads the same bytes in the same order.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ class Corpus:
     """Files to train on and files held out.
 
     Attributes:
-        name: Whose source it is.
+        name: Name of the project.
         train_files: Files to train on, in order of their names.
         valid_files: The others.
     """
@@ -49,11 +49,11 @@ class Corpus:
 
 
 def standard_library(root: Path | None = None, *, hold_out: int = 20) -> Corpus:
-    """The standard library of the Python that runs this.
+    """The standard library of the running Python.
 
     Args:
         root: Another directory with Python files.
-        hold_out: About one file in so many is held out.
+        hold_out: About one in this many files is held out.
 
     Raises:
         FileNotFoundError: If there are too few files to hold any out.
@@ -76,13 +76,13 @@ def standard_library(root: Path | None = None, *, hold_out: int = 20) -> Corpus:
 
 @dataclass(frozen=True, kw_only=True)
 class RandomWindows:
-    """Batches of windows at random places, without end; the same from each start.
+    """Endless batches of windows at random positions; the same on every iteration.
 
     Attributes:
         text: uint8 ``(length,)``.
         global_batch_size: Windows in a batch.
         seq_len: Bytes to predict in a window, which has one more.
-        seed: Of the places.
+        seed: Seed of the positions.
     """
 
     text: np.ndarray

@@ -1,4 +1,4 @@
-"""What the demo prints around the run: short facts, in two columns."""
+"""The demo's output around the run: short facts, in two columns."""
 
 import textwrap
 
@@ -17,23 +17,23 @@ _NEXT = {
 
 
 def show_start(corpus: Corpus, trainer: Trainer) -> None:
-    """What is trained, on what, and where it lives."""
+    """The model, the data, the devices, and the sharding."""
     num_files, num_held_out = len(corpus.train_files), len(corpus.valid_files)
     mesh = " * ".join(f"{axis}={size}" for axis, size in trainer.mesh.shape.items())
     _show("text", f"{corpus.name}: {num_files} files, {num_held_out} more held out")
     description = trainer.describe()
     params = [row.info for row in description.rows if row.info.is_param]
     num_params = sum(info.size for info in params)
-    kept, whole = description.params_bytes / 2**20, 4 * num_params / 2**20  # float32
+    kept, total = description.params_bytes / 2**20, 4 * num_params / 2**20  # float32
     _show("model", f"GPT over bytes, {num_params:,} parameters")
     _show("devices", f"{trainer.mesh.size} simulated, mesh {mesh}")
-    _show("memory", f"{kept:.2f} of {whole:.2f} MiB of parameters on each")
+    _show("memory", f"{kept:.2f} of {total:.2f} MiB of parameters on each")
     _show("loss", "bits per byte")
     print()
 
 
 def show_bits(corpus: Corpus, held_out: list[np.ndarray], bits: float) -> None:
-    """The loss on held-out files beside those of models that only count."""
+    """The loss on held-out files, compared with models that only count bytes."""
     print("\nBits per byte of the held-out files, fewer are better:\n")
     _show("unigram", f"{unigram_bits(corpus.train, held_out):.4f}  counts bytes")
     _show("bigram", f"{bigram_bits(corpus.train, held_out):.4f}  counts pairs")
@@ -41,7 +41,7 @@ def show_bits(corpus: Corpus, held_out: list[np.ndarray], bits: float) -> None:
 
 
 def show_restored(restored: Trainer, bits: float, before: float) -> None:
-    """The loss after the checkpoint has been restored elsewhere."""
+    """The loss after the checkpoint was restored on other devices."""
     difference = f"the same to {max(abs(bits - before), 1e-7):.0e}"
     print(
         f"\nStep {restored.step} restored on {restored.mesh.size} devices under "
@@ -51,7 +51,7 @@ def show_restored(restored: Trainer, bits: float, before: float) -> None:
 
 
 def show_sample(text: bytes) -> None:
-    """What the model writes, and what to read next."""
+    """A sample of the model's text, and what to read next."""
     whole_lines = text.decode("ascii", "replace").rpartition("\n")[0]
     shown = "".join(c if c.isprintable() or c == "\n" else "?" for c in whole_lines)
     print("\nIt continues `def `:\n")

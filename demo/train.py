@@ -1,6 +1,6 @@
-"""The demo: a GPT over bytes learns Python's standard library, spread over devices.
+"""The demo: a GPT over bytes learns Python's standard library, on many devices.
 
-Read `run` first. All that is distributed about it is its ``strategy``.
+Read `run` first. Its ``strategy`` is the only part about distribution.
 """
 
 import math
@@ -46,12 +46,12 @@ class Settings:
     Attributes:
         directory: Where checkpoints and metrics go.
         model: Shape of the model.
-        num_steps: Updates in all.
+        num_steps: Total number of updates.
         pause_every: Steps between evaluations, and between checkpoints.
         global_batch_size: Windows of text in a batch.
         seq_len: Bytes to predict in a window.
         num_valid_batches: Batches taken from the held-out files.
-        sample_len: Bytes to write in the end.
+        sample_len: Bytes to sample at the end.
     """
 
     directory: str = "runs/demo"
@@ -69,7 +69,7 @@ class Settings:
 
 
 def run(strategy: Strategy, settings: Settings) -> None:
-    """Trains or resumes, restores the result on half the devices, and lets it write."""
+    """Trains or resumes, restores on half of the devices, and samples text."""
     corpus = standard_library()
     sizes = {
         "global_batch_size": settings.global_batch_size,

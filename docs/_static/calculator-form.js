@@ -86,7 +86,7 @@
         + `${code(smallest.plan)}, in ${smallest.plan.microbatches} microbatches, with `
         + `${gigabytes(smallest.memory)} a device: take more devices, or fewer rows.`;
     } else {
-      verdict.textContent = "No way of spreading divides: make the rows a multiple of the "
+      verdict.textContent = "No strategy divides: make the rows a multiple of the "
         + "devices, and the sizes of the model multiples of small powers of two.";
     }
   }
