@@ -30,10 +30,10 @@ RESERVED_METRICS = (
     "mfu",
     "device_memory_bytes",
 )
-"""What a run reports itself, so that a loss cannot give it another meaning."""
+"""Names that a run reports itself: a loss cannot give them another meaning."""
 
 _EVAL_PREFIX = "eval_"
-"""Begins the names of what an evaluation has found."""
+"""Prefix of the metrics of an evaluation."""
 
 
 @jax.tree_util.register_dataclass
@@ -95,15 +95,13 @@ class Mean:
                 f"Cannot add a {type(other).__name__} to a Mean: the sum would not say "
                 "what it is a mean of. Give it a weight: Mean(value * weight, weight)."
             )
-        terms = list(self.terms)
+        # Keyed by identity: weights are traced, so that equal ones cannot be told.
+        terms = {id(term.weight): term for term in self.terms}
         for term in other.terms:
-            same = [i for i, t in enumerate(terms) if t.weight is term.weight]
-            if same:
-                (i,) = same
-                terms[i] = Mean(_add(terms[i].total, term.total), term.weight)
-            else:
-                terms.append(term)
-        return _from_terms(terms)
+            if same := terms.get(id(term.weight)):
+                term = Mean(_add(same.total, term.total), term.weight)
+            terms[id(term.weight)] = term
+        return _from_terms(terms.values())
 
     def __radd__(self, other: Mean | int) -> Mean:
         return self if isinstance(other, int) and other == 0 else self + other  # pyright: ignore[reportOperatorIssue]
@@ -169,10 +167,10 @@ def _check_scalar(value: Any, name: str) -> None:
 
 
 def split_loss_output(output: Any, weight: float = 1.0) -> tuple[Mean, dict[str, Mean]]:
-    """Checks what a loss returned and gives loss and metrics as means.
+    """The loss and the metrics that a loss function returned, checked, as means.
 
     Args:
-        output: What the loss returned.
+        output: Its return value.
         weight: How much a plain scalar counts.
 
     Raises:

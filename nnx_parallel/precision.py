@@ -1,4 +1,4 @@
-"""Which dtype holds the parameters, runs the computation, and sums the gradients."""
+"""The dtypes of parameters, computation and gradients."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ class Precision:
         compute: dtype of parameters inside the loss; ``None`` leaves them as stored.
         reduction: dtype in which gradients are accumulated and normed.
         inputs: dtype of the batch's floating-point arrays inside the loss, and inside
-            the function of a prediction. ``None``
-            leaves them, for targets and weights would be rounded; then a layer that
-            takes them should cast them, else it computes in their dtype.
+            the function of a prediction. ``None`` leaves them, for targets and weights
+            would be rounded; a layer that does not cast them computes in their dtype.
 
     Example:
         >>> Precision.mixed_bfloat16().compute
@@ -48,6 +47,7 @@ class Precision:
         for field in ("params", "compute", "reduction", "inputs"):
             if getattr(self, field) is None and field != "reduction":
                 continue
+            # NumPy's objects, so that equal dtypes compare equal however written.
             dtype = jnp.dtype(getattr(self, field))
             if not jnp.issubdtype(dtype, jnp.floating):
                 raise ValueError(
@@ -57,7 +57,8 @@ class Precision:
             object.__setattr__(self, field, dtype)
 
     def gradient_dtype(self, dtype: DTypeLike) -> np.dtype:
-        """The dtype in which gradients of ``dtype`` are accumulated: complex stays."""
+        """The dtype in which gradients of ``dtype`` are accumulated."""
+        # A complex gradient cast to float32 would lose its imaginary part.
         is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
         return jnp.dtype(dtype if is_complex else self.reduction)
 
@@ -74,17 +75,14 @@ class Precision:
 
     @classmethod
     def mixed_float16(cls) -> Precision:
-        """float32 parameters and accumulated gradients, float16 products.
-
-        Needs a loss scale.
-        """
+        """float32 parameters and gradient sums, float16 products, a loss scale."""
         return cls(compute=jnp.float16)
 
 
 def cast_floating(tree: Any, dtype: DTypeLike | None) -> Any:
     """Casts the floating-point arrays of a pytree; other leaves stay the same objects.
 
-    With ``None`` for the dtype all do.
+    With ``None`` for the dtype all leaves do.
 
     Example:
         >>> tree = cast_floating({"x": jnp.ones(2), "n": 3}, jnp.bfloat16)

@@ -300,8 +300,12 @@ def plan_state(
         ema_decay: Decay of a moving average of the parameters, or ``None``.
 
     Raises:
-        ValueError: If ``wrt`` selects nothing.
+        ValueError: If ``wrt`` selects nothing, or ``ema_decay`` averages nothing.
     """
+    if ema_decay is not None and not 0 <= ema_decay < 1:
+        raise ValueError(
+            f"ema_decay={ema_decay}. It must be at least 0 and below 1, such as 0.999."
+        )
     precision = precision or Precision()
     tx = as_transformation(optimizer, model)
     placements = annotate(model, layout)

@@ -186,7 +186,7 @@ def test_a_strategy_is_written_without_addresses() -> None:
 
     for strategy in (FSDP(rules=(PolicyRules(policy),)), Mine(choose=policy)):
         trainer = Trainer(linear, optax.sgd(0.1), loss, strategy=strategy)
-        text = trainer._storage.description["strategy"]  # pyright: ignore[reportPrivateUsage]
+        text = trainer._run.checkpoints.description["strategy"]  # pyright: ignore[reportPrivateUsage]
         assert "policy" in text
         assert " at 0x" not in text
     assert repr(PolicyRules(policy)) == f"PolicyRules({hash_code(policy)})"

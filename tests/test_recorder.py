@@ -66,7 +66,7 @@ def test_columns_are_aligned() -> None:
     recorder.push(1, metrics(loss=4.0), 0.5)
     recorder.push(2, metrics(loss=3.0, extra=7.0), 0.25)
     recorder.flush()
-    recorder.record("eval", 2, {"loss": 5.0})
+    recorder.record_eval(2, {"loss": 5.0})
     history = recorder.history()
     np.testing.assert_array_equal(history["step"], [1, 2])
     np.testing.assert_array_equal(history["loss"], [4.0, 3.0])

@@ -12,9 +12,11 @@ import pytest
 from flax import nnx
 
 from nnx_parallel import FSDP, Callback, Mean, Trainer
+from nnx_parallel.distributed import Watchdog
 from nnx_parallel.errors import DataError
 from nnx_parallel.loggers import Logger
-from nnx_parallel.training.evaluation import Engine, EvalGuard
+from nnx_parallel.state import init_state
+from nnx_parallel.training.evaluation import Programs
 from nnx_parallel.training.step import StepOptions
 from tests.parity.runs import compiling, to_host
 from tests.steps import plan_step
@@ -318,19 +320,25 @@ def test_nothing_to_evaluate_on(verb: str) -> None:
 
 def test_no_clock_runs_while_an_evaluation_compiles() -> None:
     """It is stopped before batches of a new shape; else each batch starts it anew."""
-    engine = Engine(plan_step(Net, FSDP()), Net, squares, StepOptions(), seed=0)
+    plan = plan_step(Net, FSDP())
+    programs = Programs(plan=plan, loss=squares, options=StepOptions())
+    state = init_state(plan, Net, nnx.Rngs(0), 0)
     data = [make_batch(0), make_batch(1), make_batch(2, rows=7), make_batch(3)]
 
+    class Clock(Watchdog):
+        def __init__(self) -> None:
+            self.events: list[str] = []
+
+        def arm(self, step: int, awaited: str = "step") -> None:
+            self.events.append("start")
+
+        def disarm(self) -> None:
+            self.events.append("stop")
+
     def evaluate() -> list[str]:
-        events: list[str] = []
-        engine.evaluate(
-            data,
-            guard=EvalGuard(
-                start_clock=lambda: events.append("start"),
-                stop_clock=lambda: events.append("stop"),
-            ),
-        )
-        return events
+        clock = Clock()
+        programs.evaluate(state, data, watchdog=clock)
+        return clock.events
 
     assert evaluate() == ["start", "stop", *["start"] * 2, "stop", *["start"] * 2]
     assert evaluate() == ["start"] * 5

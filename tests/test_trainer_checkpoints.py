@@ -468,8 +468,8 @@ def test_a_sigterm_between_two_looks_is_not_lost(
 ) -> None:
     ends, seen = Loop._ends, []  # pyright: ignore[reportPrivateUsage]
 
-    def look(self: Loop, step: int, num_steps: int) -> bool:
-        found = ends(self, step, num_steps)
+    def look(self: Loop, step: int) -> bool:
+        found = ends(self, step)
         if step == 2 and not seen:
             seen.append(step)
             os.kill(os.getpid(), signal.SIGTERM)

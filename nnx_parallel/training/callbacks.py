@@ -1,8 +1,8 @@
-"""What a user may do during a fit."""
+"""Hooks of a fit."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -34,38 +34,3 @@ class Callback:
 
     def on_fit_end(self, trainer: Any, history: Mapping[str, Any]) -> None:
         """After the last step, checkpoint included."""
-
-
-class Hooks:
-    """The callbacks of one trainer, called in order.
-
-    Args:
-        trainer: What they are called with.
-        callbacks: The user's callbacks.
-    """
-
-    def __init__(self, trainer: Any, callbacks: Sequence[Callback]) -> None:
-        self._trainer = trainer
-        self._callbacks = tuple(callbacks)
-        self.stop_reason: str | None = None
-
-    def fit_start(self) -> None:
-        """Forgets an earlier stop and calls ``on_fit_start``."""
-        self.stop_reason = None
-        for callback in self._callbacks:
-            callback.on_fit_start(self._trainer)
-
-    def step_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Calls ``on_step_end``."""
-        for callback in self._callbacks:
-            callback.on_step_end(self._trainer, step, metrics)
-
-    def eval_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Calls ``on_eval_end``."""
-        for callback in self._callbacks:
-            callback.on_eval_end(self._trainer, step, metrics)
-
-    def fit_end(self, history: Mapping[str, Any]) -> None:
-        """Calls ``on_fit_end``."""
-        for callback in self._callbacks:
-            callback.on_fit_end(self._trainer, history)

@@ -1,12 +1,7 @@
-"""What a Trainer is asked for, checked before anything is built.
+"""Checks before a run and during it, and errors that say what to change.
 
-What processes compare before the first step of a fit.
-
-Copies of an array that should be equal, compared: silent corruption has a name.
-
-A device without enough memory: what lies on it, and which knob helps.
-
-What went wrong, from the state that a run has left.
+Arguments; processes about to train apart; replicas that differ; a device without
+memory; numbers that are not finite.
 """
 
 from __future__ import annotations
@@ -18,94 +13,69 @@ import math
 import numbers
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TypeGuard
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from nnx_parallel.checkpoint.checksum import device_hashes
-from nnx_parallel.checkpoint.manager import CheckpointManager
-from nnx_parallel.data.prefetch import check_data, is_one_shot
 from nnx_parallel.distributed.agreement import (
     allgather_object,
     check_consistent,
     versions,
 )
 from nnx_parallel.errors import (
-    DataError,
     DeviceMemoryError,
     DisagreementError,
     LossError,
     ReplicaError,
 )
-from nnx_parallel.mesh import Device
-from nnx_parallel.sharding.names import dotted, variables_of
+from nnx_parallel.layers.loss import LabelRange
+from nnx_parallel.sharding.names import dotted, flatten_pure, is_inexact, variables_of
 from nnx_parallel.sharding.optimizer import state_path
 from nnx_parallel.sharding.rules import hash_code
-from nnx_parallel.state import StatePlan
-from nnx_parallel.training.evaluation import Engine
-
-_LEAST = {
-    "num_microbatches": (1, "does not split the batch"),
-    "log_every": (1, "logs every step; loggers=() logs nothing"),
-    "overfit_batches": (0, "takes all batches"),
-    "check_replicas_every": (0, "compares nothing"),
-}
+from nnx_parallel.state import StatePlan, TrainState
 
 
-def check_arguments(
-    devices: Sequence[Device] | None,
-    mesh: Mesh | None,
-    ema_decay: float | None,
-    callbacks: object,
-    seed: int,
-    **counts: int,
-) -> None:
-    """Refuses arguments of a Trainer that contradict one another or mean nothing.
+def check_count(name: str, value: object, least: int, meaning: str) -> int:
+    """Checks an argument that counts something.
 
     Args:
-        devices: As the Trainer's.
-        mesh: The same.
-        ema_decay: The same.
-        callbacks: The same.
-        seed: The same.
-        counts: Numbers of something, by the name of the argument.
+        name: Of the argument.
+        value: What was given.
+        least: The least number that means something.
+        meaning: The end of the message: what that number does.
 
     Raises:
-        ValueError: Says which, and what is valid.
+        ValueError: If it is not an integer of at least ``least``.
     """
-    if devices is not None and mesh is not None:
+    if not _is_integer(value) or value < least:
         raise ValueError(
-            "Trainer got devices= and mesh=. A mesh names its devices already: pass "
-            "one of the two."
+            f"{name}={value!r}. It must be an integer of at least {least}{meaning}."
         )
-    for name, count in counts.items():
-        least, meaning = _LEAST[name]
-        if not _is_integer(count) or count < least:
-            raise ValueError(
-                f"{name}={count!r}. It must be an integer of at least {least}, which "
-                f"{meaning}."
-            )
+    return int(value)
+
+
+def check_seed(seed: object) -> int:
+    """Checks a seed.
+
+    Raises:
+        ValueError: If it is not an integer of 32 bits.
+    """
     if not _is_integer(seed) or not -(2**31) <= seed < 2**31:
         raise ValueError(
             f"seed={seed!r}. It must be an integer of 32 bits: from {-(2**31)} to "
             f"{2**31 - 1}."
         )
-    if not isinstance(callbacks, Iterable):
-        raise ValueError(
-            f"callbacks is a {type(callbacks).__name__}. It must be a list of "
-            "callbacks, of one too."
-        )
-    if ema_decay is not None and not 0 <= ema_decay < 1:
-        raise ValueError(
-            f"ema_decay={ema_decay}. It must be at least 0 and below 1, such as 0.999."
-        )
+    return int(seed)
 
 
-def _is_integer(value: object) -> bool:
+def _is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
@@ -136,7 +106,7 @@ def check_model(model: object, loss: Callable) -> None:
 
 
 def _held_by(function: Callable) -> list[tuple[str, object]]:
-    """What a function takes from around it, by name."""
+    """Globals and closed-over values that a function uses, by name."""
     inner = inspect.unwrap(getattr(function, "func", function))
     if not inspect.isfunction(inner):
         return []
@@ -146,68 +116,6 @@ def _held_by(function: Callable) -> list[tuple[str, object]]:
         with contextlib.suppress(ValueError):  # it gets its value further down
             found.append((name, cell.cell_contents))
     return found
-
-
-def check_resumable(data: object) -> None:
-    """Warns of data that a resumed run could not find its place in.
-
-    Warns:
-        UserWarning: If it is a generator or another plain iterator.
-    """
-    if is_one_shot(data):
-        warnings.warn(
-            f"The run saves checkpoints, but its data is a one-shot iterator "
-            f"({type(data).__name__}), whose position cannot be saved: a resumed run "
-            "skips as many batches as were used, which is right only if the iterator "
-            "then starts at its beginning. Pass an object whose `__iter__` starts "
-            "again, or a Grain dataset.",
-            stacklevel=5,
-        )
-
-
-def check_num_steps(num_steps: object) -> None:
-    """Refuses a length of a fit that is no number of steps.
-
-    Raises:
-        ValueError: If it is not an integer of at least 0.
-    """
-    if not _is_integer(num_steps) or num_steps < 0:  # pyright: ignore[reportOperatorIssue]
-        raise ValueError(
-            f"num_steps={num_steps!r}. It must be an integer of at least 0: all "
-            "updates of the run, those before included."
-        )
-
-
-def check_evaluation(eval_data: object, eval_every: int | None) -> None:
-    """Refuses an evaluation in a fit that cannot be made as asked for.
-
-    Raises:
-        DataError: If the data is no iterable of batches, or empty, or an iterator,
-            which one evaluation would use up.
-        ValueError: If ``eval_every`` is no number of steps, or there is no data.
-    """
-    if eval_every is not None and (not _is_integer(eval_every) or eval_every < 0):
-        raise ValueError(
-            f"eval_every={eval_every!r}. It must be an integer of at least 0; 0 and "
-            "None evaluate at the end alone."
-        )
-    if eval_data is None and eval_every:
-        raise ValueError(
-            f"eval_every={eval_every} without eval_data, so that nothing would be "
-            "evaluated. Pass eval_data=, or leave eval_every out."
-        )
-    if eval_data is None:
-        return
-    check_data(eval_data)
-    if isinstance(eval_data, Iterator):
-        raise DataError(
-            "eval_data is an iterator, which one evaluation would use up. Pass a list, "
-            "or an object whose __iter__ starts anew."
-        )
-    # Of several processes one alone may have none: they say so together, later.
-    is_empty = isinstance(eval_data, list | tuple) and not eval_data
-    if is_empty and jax.process_count() == 1:
-        raise DataError("eval_data is empty. Pass batches, or leave it out.")
 
 
 def agree_on_run(
@@ -278,14 +186,11 @@ def agree_on_batch(batch: Any) -> None:
     """
     if jax.process_count() == 1:
         return
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    check_consistent(
-        "first batch",
-        {
-            f"batch{jax.tree_util.keystr(path)}": f"{x.dtype}{list(x.shape)} (global)"
-            for path, x in leaves
-        },
-    )
+    fields = {
+        f"batch{jax.tree_util.keystr(path)}": f"{x.dtype}{list(x.shape)} (global)"
+        for path, x in jax.tree_util.tree_leaves_with_path(batch)
+    }
+    check_consistent("first batch", fields)
     _compare_rows(batch)
 
 
@@ -293,6 +198,7 @@ def _compare_rows(batch: Any) -> None:
     digest = hashlib.sha256()
     rows: set[str] = set()
     for x in jax.tree.leaves(batch):
+        # In the order of rows: that of devices is another on each process.
         for shard in sorted(x.addressable_shards, key=lambda s: str(s.index)):
             rows.add(str(shard.index[:1]))
             digest.update(np.asarray(shard.data).tobytes())
@@ -307,6 +213,7 @@ def _compare_rows(batch: Any) -> None:
                     "but gave different rows. Processes whose trainer.data_share is "
                     "equal must read the same data in the same order."
                 )
+            # No error, for batches may be alike; said once, not for each pair.
             if part != other_part and value == other_value and process == 1:
                 warnings.warn(
                     f"Processes {other} and {process} gave the same rows as different "
@@ -314,9 +221,6 @@ def _compare_rows(batch: Any) -> None:
                     "that trainer.data_share = (index, count) names.",
                     stacklevel=2,
                 )
-
-
-Hashes = dict[str, dict[str, list[tuple[str, int]]]]
 
 
 def check_replicas(state: Any, step: int) -> None:
@@ -338,14 +242,24 @@ def check_replicas(state: Any, step: int) -> None:
         for path, x in jax.tree_util.tree_leaves_with_path(state)
         if isinstance(x.sharding, NamedSharding)
     ]
-    found = device_hashes([x for _, x in leaves])
+    hashes = device_hashes([x for _, x in leaves])
     mine = {
-        path: _by_part(x, hashes)
-        for (path, x), hashes in zip(leaves, found, strict=True)
+        path: [
+            (_part(shard), _device(shard), found[shard.device.id]) for shard in shards
+        ]
+        for (path, x), found in zip(leaves, hashes, strict=True)
+        if (shards := x.addressable_shards)
     }
-    lines: list[str] = []
-    for path, copies in _merge(allgather_object("replicas", mine)).items():
-        lines += [f"`{path}`{line}" for line in _odd_ones(copies)]
+    copies: dict[str, dict[str, int]] = {}
+    for found in allgather_object("replicas", mine):
+        for path, shards in found.items():
+            for part, device, value in shards:
+                copies.setdefault(f"`{path}`{part}", {})[device] = value
+    lines = [
+        f"{place}: {_odd_ones(hashes)}"
+        for place, hashes in copies.items()
+        if len(set(hashes.values())) > 1
+    ]
     if lines:
         raise ReplicaError(
             f"Copies of {len(lines)} arrays differ at step {step}:\n  "
@@ -357,39 +271,21 @@ def check_replicas(state: Any, step: int) -> None:
         )
 
 
-def _by_part(x: jax.Array, hashes: dict[int, int]) -> dict[str, list[tuple[str, int]]]:
-    """Devices of this process and their hashes, by the part of the array they hold."""
-    parts: dict[str, list[tuple[str, int]]] = {}
-    for shard in x.addressable_shards:
-        name = f"{shard.device} (process {shard.device.process_index})"
-        part = str([(s.start, s.stop) for s in shard.index])
-        parts.setdefault(part, []).append((name, hashes[shard.device.id]))
-    return parts
+def _part(shard: jax.Shard) -> str:
+    return str([(s.start, s.stop) for s in shard.index])
 
 
-def _merge(shares: list[Hashes]) -> Hashes:
-    merged: Hashes = {}
-    for share in shares:
-        for path, parts in share.items():
-            for part, copies in parts.items():
-                merged.setdefault(path, {}).setdefault(part, []).extend(copies)
-    return merged
+def _device(shard: jax.Shard) -> str:
+    return f"{shard.device} (process {shard.device.process_index})"
 
 
-def _odd_ones(parts: dict[str, list[tuple[str, int]]]) -> list[str]:
-    lines = []
-    for part, copies in parts.items():
-        counts = Counter(value for _, value in copies)
-        if len(counts) == 1:
-            continue
-        common, count = counts.most_common(1)[0]
-        odd = [name for name, value in copies if value != common]
-        if 2 * count > len(copies):
-            lines.append(f"{part}: {', '.join(odd)} differ from {count} others")
-        else:
-            names = ", ".join(name for name, _ in copies)
-            lines.append(f"{part}: {names} do not agree")
-    return lines
+def _odd_ones(hashes: dict[str, int]) -> str:
+    """The devices whose hash is not that of the majority."""
+    common, count = Counter(hashes.values()).most_common(1)[0]
+    if 2 * count <= len(hashes):
+        return f"{', '.join(hashes)} do not agree"
+    odd = [device for device, value in hashes.items() if value != common]
+    return f"{', '.join(odd)} differ from {count} others"
 
 
 @contextlib.contextmanager
@@ -418,20 +314,22 @@ def explaining_memory(
 
 
 def _advice(plan: StatePlan, num_microbatches: int, temporary: int | None) -> str:
-    state = plan.abstract
+    state, num_devices = plan.abstract, plan.layout.mesh.size
     params, optimizer = _shard_bytes(state.params), _shard_bytes(state.opt_state)
-    whole = _bytes(state.params) + _bytes(state.opt_state)
-    num_devices = plan.layout.mesh.size
+    whole = sum(
+        x.size * x.dtype.itemsize
+        for x in jax.tree.leaves((state.params, state.opt_state))
+    )
     lines = [
         f"On each device: parameters {params:,} bytes, as many or more for gradients, "
         f"optimizer state {optimizer:,} bytes."
     ]
     if temporary is not None:
         lines.append(f"Gradients and activations of the step: {temporary:,} bytes.")
-    twice = 2 * num_microbatches
     half = "" if temporary is None else f", by up to {temporary // 2:,} bytes"
     lines.append(
-        f"Less for activations: num_microbatches={twice}{half}; or remat='full'."
+        f"Less for activations: num_microbatches={2 * num_microbatches}{half}; or "
+        "remat='full'."
     )
     saved = params + optimizer - whole // num_devices
     if saved > 0:
@@ -442,10 +340,6 @@ def _advice(plan: StatePlan, num_microbatches: int, temporary: int | None) -> st
     return "\n".join(lines)
 
 
-def _bytes(tree: Any) -> int:
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
 def _shard_bytes(tree: Any) -> int:
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
@@ -453,21 +347,29 @@ def _shard_bytes(tree: Any) -> int:
     )
 
 
-def explain_non_finite(engine: Engine, storage: CheckpointManager) -> str:
-    """What the state holds that is not finite, and the way back."""
-    step = int(engine.state.step)
-    bad = engine.non_finite_arrays()
-    saved = storage.latest_step
-    way_back = "no checkpoint" if saved is None else f"a checkpoint of step {saved}"
+def explain_non_finite(
+    state: TrainState, saved_step: int | None, labels: list[LabelRange]
+) -> str:
+    """Says which arrays of the state are not finite, and the way back.
+
+    Args:
+        state: The newest state.
+        saved_step: The newest checkpoint, or ``None``.
+        labels: Of the first batch, where they are known.
+    """
+    step = int(state.step)
+    way_back = (
+        "no checkpoint" if saved_step is None else f"a checkpoint of step {saved_step}"
+    )
     kept = f"Nothing was saved from the bad step on; there is {way_back}."
-    wrong = [found for found in engine.label_ranges() if not found.is_valid]
-    if wrong:
+    if wrong := [found for found in labels if not found.is_valid]:
         found = wrong[0]
         return (
             f"The first batch has labels from {found.lowest} to {found.highest}, but "
             f"the logits have {found.num_classes} classes: valid labels are 0 to "
             f"{found.num_classes - 1}. Give labels to leave out a weight of 0. {kept}"
         )
+    bad = _non_finite_arrays(state)
     if not bad:
         return (
             f"All arrays are finite at step {step}, the last one done. {kept} "
@@ -479,3 +381,11 @@ def explain_non_finite(engine: Engine, storage: CheckpointManager) -> str:
         f"arrays). {kept} Lower the learning rate, clip with "
         "optax.clip_by_global_norm, or look at the batches of these steps."
     )
+
+
+def _non_finite_arrays(state: TrainState) -> list[str]:
+    """Paths of the parameters and variables that hold a NaN or an infinity."""
+    arrays = flatten_pure(state.params) | flatten_pure(state.variables)
+    floating = {path: x for path, x in arrays.items() if is_inexact(x)}
+    is_finite = jax.jit(partial(jax.tree.map, lambda x: jnp.isfinite(x).all()))
+    return [path for path, ok in is_finite(floating).items() if not ok]

@@ -1,15 +1,13 @@
-"""The compiled evaluation and prediction.
+"""Evaluation and prediction: their compiled steps, and the passes over the data.
 
 Under a pipeline both run the forward half of the schedule, on microbatches.
-
-A training state and the compiled programs that act on it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import jax
@@ -20,14 +18,13 @@ from flax import nnx
 from nnx_parallel.data.agreement import BatchAgreement
 from nnx_parallel.data.batches import join_rows, place_batch
 from nnx_parallel.data.prefetch import PrefetchIterator
+from nnx_parallel.distributed.watchdog import Watchdog
 from nnx_parallel.errors import DataError
 from nnx_parallel.layers.loss import LabelRange, observing_labels
 from nnx_parallel.metrics import Mean, split_loss_output
 from nnx_parallel.precision import cast_floating
-from nnx_parallel.sharding.model import ModelFn
-from nnx_parallel.sharding.names import flatten_pure, is_inexact
 from nnx_parallel.sharding.tree import gather
-from nnx_parallel.state import StatePlan, TrainState, init_state
+from nnx_parallel.state import StatePlan, TrainState
 from nnx_parallel.training.step import (
     Batch,
     LossFn,
@@ -100,158 +97,93 @@ def make_predict_step(
 
 
 _NUM_FUNCTIONS = 8
-"""Functions of predictions whose programs are kept: one made anew each time adds up."""
+"""Functions of predictions whose programs are kept: one made for each call adds up."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvalGuard:
-    """What watches over an evaluation.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Programs:
+    """The compiled programs of a run; each is traced at its first call.
 
     Attributes:
-        start_clock: Called where the next batch should end in time, or anew.
-        stop_clock: Called before a program is compiled.
-        stop_reason: Why this process wants it to end before the next batch, or
-            ``None``. With several processes it ends for all of them at once.
-    """
-
-    start_clock: Callable[[], None] = lambda: None
-    stop_clock: Callable[[], None] = lambda: None
-    stop_reason: Callable[[], str | None] = lambda: None
-
-
-class Engine:
-    """Holds the state of a run and the programs compiled for it.
-
-    Args:
         plan: The model's structure and the place of every array.
-        source: The model, or the function that builds it.
         loss: The user's loss.
         options: How a step is run.
-        seed: Of the model and of every random stream.
         global_batch_size: Rows of every training batch, to be checked, or ``None``.
     """
 
-    def __init__(
-        self,
-        plan: StatePlan,
-        source: nnx.Module | ModelFn,
-        loss: LossFn,
-        options: StepOptions,
-        seed: int,
-        global_batch_size: int | None = None,
-    ) -> None:
-        self.plan = plan
-        self._global_batch_size = global_batch_size
-        self.options = options
-        self._source = source
-        self._loss = loss
-        self._seed = seed
-        self._state: TrainState | None = None
-        self._is_fresh = True
-        self._functions: dict[Callable, Callable] = {}
-        self._eval_programs: set[tuple] = set()
-        self.first_batch: Batch | None = None
-        self.temporary_bytes: int | None = None
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether the state is the first one: neither trained nor restored."""
-        return self._is_fresh
-
-    @property
-    def state(self) -> TrainState:
-        """The training state, built on first use."""
-        if self._state is None:
-            rngs = nnx.Rngs(self._seed)
-            self._state = init_state(self.plan, self._source, rngs, self._seed)
-        return self._state
-
-    @state.setter
-    def state(self, state: TrainState) -> None:
-        self._state = state
-        self._is_fresh = False
-
-    def start_from(self, state: TrainState) -> None:
-        """Takes other values to begin with: the run is as fresh as it was."""
-        self._state = state
+    plan: StatePlan
+    loss: LossFn
+    options: StepOptions
+    global_batch_size: int | None = None
 
     @cached_property
     def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
         """The compiled update; it donates the state."""
-        return make_train_step(self.plan, self._loss, self.options)
+        return make_train_step(self.plan, self.loss, self.options)
 
     @cached_property
     def _eval_step(self) -> Callable[..., dict[str, Mean]]:
-        return make_eval_step(self.plan, self._loss, self.options)
+        return make_eval_step(self.plan, self.loss, self.options)
+
+    @cached_property
+    def _predict_step(self) -> Callable[[Callable], Callable[..., Any]]:
+        make = partial(make_predict_step, self.plan, options=self.options)
+        return lru_cache(_NUM_FUNCTIONS)(make)
+
+    @cached_property
+    def _compiled_evals(self) -> set[tuple]:
+        return set()
 
     def shard_batch(self, batch: Batch) -> Batch:
-        """Puts a batch on the mesh, checked to divide evenly."""
+        """Puts a training batch on the mesh, checked to divide evenly."""
         return place_batch(
             batch,
             self.plan.layout,
             num_microbatches=self.options.num_microbatches,
-            global_batch_size=self._global_batch_size,
+            global_batch_size=self.global_batch_size,
         )
-
-    def params(self, *, ema: bool) -> dict[str, Any]:
-        """The parameters or their moving average.
-
-        Raises:
-            ValueError: If there is no average.
-        """
-        if not ema:
-            return self.state.params
-        if self.state.ema is None:
-            raise ValueError("This Trainer keeps no average. Pass ema_decay=0.999.")
-        return self.state.ema
-
-    def model(self, *, ema: bool) -> nnx.Module:
-        """The model with the present arrays, in evaluation mode."""
-        arrays = self.params(ema=ema), self.state.variables
-        return nnx.merge(self.plan.eval_graphdef, *arrays)
-
-    def describe(self) -> dict[str, Any]:
-        """What a checkpoint says of the run, as JSON can hold it."""
-        params = jax.tree.leaves(self.plan.abstract.params)
-        return {
-            "mesh": dict(self.plan.layout.mesh.shape),
-            "model": self.plan.model_name,
-            "optimizer": _optimizer_names(self.plan.abstract.opt_state),
-            "num_params": sum(x.size for x in params),
-            "num_microbatches": self.options.num_microbatches,
-            "seed": self._seed,
-        }
 
     def evaluate(
         self,
+        state: TrainState,
         data: Iterable[Batch],
         *,
         ema: bool = False,
-        guard: EvalGuard | None = None,
+        watchdog: Watchdog | None = None,
+        stop_reason: Callable[[], str | None] = lambda: None,
     ) -> dict[str, float]:
-        """Mean loss and metrics over all rows; nothing if the guard has it end early.
+        """Mean loss and metrics over all rows.
 
         Args:
+            state: The state whose model is evaluated.
             data: Batches.
             ema: Use the moving average of the parameters.
-            guard: What watches over it.
+            watchdog: Ends the process if a batch takes too long; compilation does not
+                count.
+            stop_reason: Why this process wants to stop before the next batch, or
+                ``None``. With several processes all of them then stop there.
+
+        Returns:
+            Values by name; nothing if it was stopped.
         """
-        guard = guard or EvalGuard()
-        arrays = (self.params(ema=ema), self.state.variables, self.state.key)
+        watchdog = watchdog or Watchdog(None)
+        rearm = partial(watchdog.arm, int(state.step), "batch of the evaluation")
+        arrays = (params_of(state, ema=ema), state.variables, state.key)
         total: dict[str, Mean] | None = None
-        guard.start_clock()
-        for index, batch in enumerate(self._batches(data, guard)):
+        rearm()
+        for index, batch in enumerate(self._batches(data, stop_reason)):
             if batch is None:
                 return {}
             leaves, structure = jax.tree.flatten(batch)
             program = ema, structure, *map(jax.typeof, leaves)
-            if program not in self._eval_programs:
-                guard.stop_clock()
+            if program not in self._compiled_evals:
+                watchdog.disarm()
             # Fetched before the next is dispatched: programs that do not depend on one
-            # another must not run at once, for each waits for all devices.
+            # another must not run at once, for each waits for all devices. Simulated
+            # devices share one pool of threads, and deadlock.
             means = jax.device_get(self._eval_step(*arrays, index, batch))
-            self._eval_programs.add(program)
-            guard.start_clock()
+            self._compiled_evals.add(program)
+            rearm()
             total = means if total is None else _merge(total, means)
         if total is None:
             raise DataError("There is no batch to evaluate on: the data is empty.")
@@ -259,80 +191,70 @@ class Engine:
 
     def predict(
         self,
+        state: TrainState,
         data: Iterable[Batch],
         function: Callable[[Any, Batch], Any] | None = None,
         *,
         ema: bool = False,
     ) -> Any:
         """Outputs of ``function`` for all rows, as NumPy arrays."""
-        run = self._compiled(function or _call_model)
-        arrays = (self.params(ema=ema), self.state.variables)
+        run = self._predict_step(function or _call_model)
+        arrays = (params_of(state, ema=ema), state.variables)
         parts = [gather(run(*arrays, batch)) for batch in self._batches(data)]
         if not parts:
             raise DataError("There is no batch to predict on: the data is empty.")
         return jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
 
-    def non_finite_arrays(self) -> list[str]:
-        """Paths of the parameters and variables that hold a NaN or an infinity."""
-        arrays = flatten_pure(self.state.params) | flatten_pure(self.state.variables)
-        floating = {path: x for path, x in arrays.items() if is_inexact(x)}
-        is_finite = jax.jit(partial(jax.tree.map, lambda x: jnp.isfinite(x).all()))
-        return [path for path, ok in is_finite(floating).items() if not ok]
-
-    def label_ranges(self) -> list[LabelRange]:
-        """The labels that our losses find in the fit's first batch, if it is known."""
-        if self.first_batch is None or execution_of(self.plan).cuts_loss:
+    def label_ranges(self, state: TrainState, batch: Batch) -> list[LabelRange]:
+        """The labels that our losses find in a batch on the mesh, where they can."""
+        if execution_of(self.plan).cuts_loss:
             return []
-        arrays = (self.state.params, self.state.variables, self.state.key)
         with observing_labels() as seen:
-            step = make_eval_step(self.plan, self._loss, self.options)
-            jax.block_until_ready(step(*arrays, 0, self.first_batch))
+            # Compiled once more: the losses report their labels only if traced here.
+            step = make_eval_step(self.plan, self.loss, self.options)
+            jax.block_until_ready(
+                step(state.params, state.variables, state.key, 0, batch)
+            )
         return seen
 
-    def _compiled(self, function: Callable[[Any, Batch], Any]) -> Callable:
-        step = self._functions.pop(function, None)
-        if step is None:
-            step = make_predict_step(self.plan, function, self.options)
-        self._functions[function] = step  # the last one used stands last
-        if len(self._functions) > _NUM_FUNCTIONS:
-            del self._functions[next(iter(self._functions))]
-        return step
-
     def _batches(
-        self, data: Iterable[Batch], guard: EvalGuard | None = None
+        self,
+        data: Iterable[Batch],
+        stop_reason: Callable[[], str | None] = lambda: None,
     ) -> Iterator[Batch]:
-        """The batches on the mesh; ``None`` where the guard has them end."""
-        guard = guard or EvalGuard()
+        """The batches on the mesh; in place of one before which to stop, ``None``."""
         place = partial(place_batch, layout=self.plan.layout)
         is_alone = jax.process_count() == 1
-        if is_alone:
-            feed = PrefetchIterator(data, place, uniform=False)
-        else:
-            # A remainder is gathered, which must not meet another thread's program.
-            agreement = BatchAgreement("evaluation batch", guard.stop_reason)
-            feed = PrefetchIterator(
-                data, place, uniform=False, prefetch=0, agreement=agreement
-            )
-        with feed:
-            for item in feed:
-                reason = guard.stop_reason() if is_alone else item.stop_reason
-                if reason is not None:
+        # With several processes nothing is read ahead: rows that do not divide are
+        # gathered by a collective, which must not meet one of another thread.
+        batches = PrefetchIterator(
+            data,
+            place,
+            uniform=False,
+            prefetch=2 if is_alone else 0,
+            agreement=None
+            if is_alone
+            else BatchAgreement("evaluation batch", stop_reason),
+        )
+        with batches:
+            for item in batches:
+                if (stop_reason() if is_alone else item.stop_reason) is not None:
                     yield None
                     return
                 yield item.batch
 
 
-def _optimizer_names(opt_state: Any) -> str:
-    """The kinds of an optimizer's states, outermost first: what Optax lets be seen."""
-    names: dict[str, None] = {}
+def params_of(state: TrainState, *, ema: bool) -> dict[str, Any]:
+    """The parameters or their moving average.
 
-    def visit(node: Any) -> bool:
-        if hasattr(node, "_fields"):
-            names[type(node).__name__] = None
-        return False
-
-    jax.tree.leaves(opt_state, is_leaf=visit)
-    return ", ".join(name for name in names if name != "EmptyState")
+    Raises:
+        ValueError: If there is no average.
+    """
+    if not ema:
+        return state.params
+    if state.ema is None:
+        raise ValueError("This Trainer keeps no average. Pass ema_decay=0.999.")
+    return state.ema
 
 
 def _call_model(model: Any, batch: Batch) -> Any:

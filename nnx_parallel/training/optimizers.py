@@ -1,10 +1,8 @@
-"""What an optimizer must be told of a model whose layers are stacked.
+"""Masks for optimizers of stacked layers, and hyperparameters that can be read.
 
 A `Stack` keeps N kernels of shape (in, out) as one array (N, in, out). An optimizer
 that looks at ranks would take a bias for a matrix and a matrix for a tensor; these
-helpers say what one layer has.
-
-Hyperparameters of an optimizer, where ``optax.inject_hyperparams`` shows them.
+helpers give the rank within one layer.
 """
 
 from __future__ import annotations
@@ -87,6 +85,7 @@ def _muon_dims(path: tuple, variable: nnx.Variable) -> MuonDimensionNumbers | No
         if ndim - first != 2 or path[-1] != "kernel":
             return None
         num_in_dims = 1
+    # (layers, *in, *out), or without the first.
     inputs = tuple(range(first, first + num_in_dims))
     return MuonDimensionNumbers(inputs, tuple(range(first + num_in_dims, ndim)))
 
@@ -95,7 +94,7 @@ def warn_of_changes(plan: StatePlan, restored: TrainState) -> None:
     """Compares the hyperparameters of a restored state with those of the optimizer.
 
     They belong to the optimizer's state, so that those of the checkpoint are used.
-    What a schedule sets changes by itself and is not compared.
+    Those that a schedule sets change by themselves and are not compared.
 
     Args:
         plan: Holds the optimizer as the run has it now.
@@ -127,25 +126,20 @@ def warn_of_changes(plan: StatePlan, restored: TrainState) -> None:
             f"Hyperparameters have changed since the checkpoint: {'; '.join(lines)}. "
             "Those of the checkpoint are used, for they are part of the optimizer's "
             "state: set them there, or restore(weights_only=True).",
-            stacklevel=6,
+            stacklevel=6,  # the call of `Trainer.fit`
         )
 
 
 def _constants(opt_state: Any) -> dict[str, Any]:
     """Values under ``hyperparams`` that no schedule sets, by path."""
-    leaves = [
-        (state_path(path), leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state)
-    ]
-    marker, scheduled = "hyperparams.", "hyperparams_states."
-    by_schedule = {
-        path.partition(scheduled)[0] + path.partition(scheduled)[2].partition(".")[0]
-        for path, _ in leaves
-        if scheduled in path
-    }
-    return {
-        path: leaf
-        for path, leaf in leaves
-        if marker in path
-        and path.partition(marker)[0] + path.partition(marker)[2] not in by_schedule
-    }
+    constants, scheduled = {}, set()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
+        name = state_path(path)
+        # `inject_hyperparams` keeps `hyperparams.NAME`, and beside it the state of a
+        # schedule as `hyperparams_states.NAME.count`.
+        owner, is_state, rest = name.partition("hyperparams_states.")
+        if is_state:
+            scheduled.add(f"{owner}hyperparams.{rest.partition('.')[0]}")
+        elif "hyperparams." in name:
+            constants[name] = leaf
+    return {name: leaf for name, leaf in constants.items() if name not in scheduled}

@@ -6,15 +6,14 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import jax
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Which steps are traced.
+    """The steps that are traced.
 
     Attributes:
         start: First step to trace, counted from 0 like ``range``.
@@ -35,7 +34,7 @@ class Profile:
             )
 
 
-class Tracer:
+class Tracer(contextlib.AbstractContextManager):
     """Writes one `jax.profiler` trace over the steps of a profile.
 
     Args:
@@ -46,7 +45,7 @@ class Tracer:
 
     def __init__(self, profile: Profile | None, directory: Path | None) -> None:
         self._profile = profile
-        self.directory = (directory or Path()) / "profile"
+        self._directory = (directory or Path()) / "profile"
         self._is_tracing = False
 
     @contextlib.contextmanager
@@ -55,8 +54,7 @@ class Tracer:
 
         Args:
             step: The step that begins.
-            state: What the step before has given, on its way or not: the trace ends
-                once that is there.
+            state: Result of the step before, finished or not.
         """
         if self._profile is None:
             yield
@@ -64,29 +62,18 @@ class Tracer:
         if step >= self._profile.stop:
             self.stop(state)
         if not self._is_tracing and self._profile.start <= step < self._profile.stop:
-            jax.profiler.start_trace(str(self.directory))
+            jax.profiler.start_trace(str(self._directory))
             self._is_tracing = True
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
             yield
 
-    def stop(self, state: Any) -> None:
+    def stop(self, state: Any = None) -> None:
         """Ends the trace, if there is one, once the state is there."""
         if self._is_tracing:
+            # Steps are dispatched ahead: without it their work would not be in it.
             jax.block_until_ready(state)
-            self._stop()
-
-    def _stop(self) -> None:
-        if self._is_tracing:
             self._is_tracing = False
             jax.profiler.stop_trace()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._stop()
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()

@@ -1,7 +1,4 @@
-"""Metrics of a run: fetched behind the step, checked, kept and logged.
-
-Speed of a run: steps, tokens and FLOPs per second, and the share of the peak.
-"""
+"""Metrics of a run, fetched behind the step, checked, kept, logged; and its speed."""
 
 from __future__ import annotations
 
@@ -11,12 +8,13 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nnx_parallel.audit.report import audit
 from nnx_parallel.errors import NonFiniteLossError
 from nnx_parallel.loggers.logger import Logger
 from nnx_parallel.mesh import Device
@@ -72,6 +70,21 @@ class Throughput:
     flops_per_device: float | None
     device: Device
 
+    @classmethod
+    def of(cls, compiled: jax.stages.Compiled, batch: Any, device: Device) -> Self:
+        """Throughput of a compiled step on a global batch."""
+        try:
+            flops = audit(compiled).flops
+        except (jax.errors.JaxRuntimeError, ValueError, KeyError, IndexError):
+            # libtpu may be newer than jaxlib, which then cannot print its programs.
+            flops = None
+        return cls(
+            num_rows=jax.tree.leaves(batch)[0].shape[0],
+            num_tokens=count_tokens(batch),
+            flops_per_device=flops,
+            device=device,
+        )
+
     def rates(self, step_seconds: float) -> dict[str, float]:
         """Metrics of a step that took ``step_seconds``.
 
@@ -95,30 +108,26 @@ class Throughput:
         return rates
 
 
-_MOST_UPDATES = 0.5
-
 History = dict[str, np.ndarray]
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Pending:
-    step: int
-    metrics: Mapping[str, jax.Array]
-    wait_seconds: float
+_MOST_LOST = 0.5
+"""Share of lost updates from which a run is warned."""
 
 
 class Recorder:
     """Collects the metrics of each step without making the step wait.
 
-    Metrics stay on the device while the next steps are dispatched; at most
-    ``max_behind`` steps are in flight. Reading one that has arrived costs a copy that
-    has already happened. Times are means over the last 8 steps, since steps in flight
-    complete unevenly.
+    Metrics stay on the device while the next steps are dispatched. Times are means over
+    the last 8 steps, since steps in flight complete unevenly.
 
     Args:
         logger: Where they go.
         on_step: Called with the step and its metrics once these are known.
+        log_every: Steps between logged metrics.
         max_behind: Steps that may be in flight.
+
+    Attributes:
+        throughput: What one step does, once it is compiled.
     """
 
     def __init__(
@@ -134,12 +143,11 @@ class Recorder:
         self._on_step = on_step
         self._log_every = log_every
         self._max_behind = max_behind
-        self._pending: deque[_Pending] = deque()
+        self._in_flight: deque[tuple[int, Mapping[str, jax.Array], float]] = deque()
         self._rows: list[dict[str, float]] = []
-        self._beside: dict[str, list[dict[str, float]]] = {}
+        self._evals: list[dict[str, float]] = []
         self._last_time: float | None = None
         self._durations: deque[float] = deque(maxlen=8)
-        self._last_finite: tuple[int, float] | None = None
         self._extra: dict[str, float] = {}
         self._has_warned = False
 
@@ -149,19 +157,19 @@ class Recorder:
         """Takes the metrics of a step that has been dispatched.
 
         Raises:
-            NonFiniteLossError: If an earlier step's loss has come out not finite.
+            NonFiniteLossError: If the loss or gradient of an earlier step is not
+                finite.
         """
         for value in metrics.values():
+            # Begun now, so that reading it later waits for the step alone.
             value.copy_to_host_async()
-        self._pending.append(
-            _Pending(step=step, metrics=metrics, wait_seconds=wait_seconds)
-        )
-        while len(self._pending) > self._max_behind:
+        self._in_flight.append((step, metrics, wait_seconds))
+        while len(self._in_flight) > self._max_behind:
             self._take()
 
     def flush(self) -> None:
         """Waits for all steps in flight."""
-        while self._pending:
+        while self._in_flight:
             self._take()
 
     def restart_clock(self) -> None:
@@ -169,17 +177,17 @@ class Recorder:
         self._last_time = time.perf_counter()
 
     def last_row(self) -> dict[str, float]:
-        """The metrics of the newest step that is known."""
+        """The metrics of the newest step that is known, itself as ``"step"``."""
         return dict(self._rows[-1]) if self._rows else {}
 
     def add_once(self, **metrics: float) -> None:
-        """Metrics that belong to the next step alone, such as the compile time."""
+        """Adds metrics to the next step alone, such as the compile time."""
         self._extra |= metrics
 
-    def record(self, prefix: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Keeps and logs metrics measured beside the steps, named ``prefix_name``."""
-        named = {f"{prefix}_{name}": value for name, value in metrics.items()}
-        self._beside.setdefault(prefix, []).append({f"{prefix}_step": step, **named})
+    def record_eval(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Keeps and logs the metrics of an evaluation, named ``eval_name``."""
+        named = {f"eval_{name}": value for name, value in metrics.items()}
+        self._evals.append({"eval_step": step, **named})
         self._logger.log(step, named)
 
     def history(self) -> History:
@@ -187,22 +195,20 @@ class Recorder:
 
         ``step`` numbers the entries; ``eval_step`` those of the evaluations.
         """
-        columns = _columns(self._rows)
-        for rows in self._beside.values():
-            columns |= _columns(rows)
-        return columns
+        return _columns(self._rows) | _columns(self._evals)
 
     def _take(self) -> None:
-        item = self._pending.popleft()
-        row = {name: float(value) for name, value in item.metrics.items()}
-        row |= self._timing(item.wait_seconds) | self._extra
+        step, metrics, wait_seconds = self._in_flight.popleft()
+        row = {name: float(value) for name, value in metrics.items()}
+        # The clock is read behind `float`, which waits until the step is done.
+        row |= self._timing(wait_seconds) | self._extra
         self._extra = {}
-        self._check_finite(item.step, row)
-        self._check_resolution(item.step, row)
-        self._rows.append({"step": item.step, **row})
-        if item.step % self._log_every == 0:
-            self._logger.log(item.step, row)
-        self._on_step(item.step, row)
+        self._check_finite(step, row)
+        self._check_resolution(step, row)
+        self._rows.append({"step": step, **row})
+        if step % self._log_every == 0:
+            self._logger.log(step, row)
+        self._on_step(step, row)
 
     def _timing(self, wait_seconds: float) -> dict[str, float]:
         now = time.perf_counter()
@@ -215,16 +221,15 @@ class Recorder:
         return rates
 
     def _check_finite(self, step: int, row: dict[str, float]) -> None:
-        if all(math.isfinite(row[name]) for name in ("loss", "grad_norm")):
-            self._last_finite = (step, row["loss"])
+        if _is_finite(row):
             return
         if row.get("skipped") and row["loss_scale"] > 1:
             return  # float16: the next step runs at half the scale, down to 1
-        last = self._last_finite
+        last = next(filter(_is_finite, reversed(self._rows)), None)
         before = (
-            f"Last finite loss: {last[1]:.6g} at step {last[0]}."
-            if last
-            else "No step of this fit before it was finite."
+            "No step of this fit before it was finite."
+            if last is None
+            else f"Last finite loss: {last['loss']:.6g} at step {last['step']}."
         )
         raise NonFiniteLossError(
             f"Step {step}: loss {row['loss']}, gradient norm {row['grad_norm']}. "
@@ -232,7 +237,7 @@ class Recorder:
         )
 
     def _check_resolution(self, step: int, row: dict[str, float]) -> None:
-        if row.get("lost_updates", 0.0) < _MOST_UPDATES or self._has_warned:
+        if row.get("lost_updates", 0.0) < _MOST_LOST or self._has_warned:
             return
         self._has_warned = True
         warnings.warn(
@@ -241,6 +246,11 @@ class Recorder:
             "and compute in bfloat16: precision=Precision.mixed_bfloat16().",
             stacklevel=2,
         )
+
+
+def _is_finite(row: dict[str, float]) -> bool:
+    # The gradient overflows first: the loss is finite for one step more.
+    return math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])
 
 
 def _columns(rows: list[dict[str, float]]) -> History:

@@ -21,13 +21,20 @@ import optax
 from flax import nnx
 
 from nnx_parallel.data.batches import constrain_rows, split_rows
-from nnx_parallel.layers.remat import Remat, active_remat, apply_remat, default_remat
+from nnx_parallel.layers.remat import (
+    Remat,
+    active_remat,
+    apply_remat,
+    check_remat,
+    default_remat,
+)
 from nnx_parallel.metrics import Mean, split_loss_output
 from nnx_parallel.precision import cast_floating
 from nnx_parallel.sharding.claims import Execution
 from nnx_parallel.sharding.constrain import using
 from nnx_parallel.sharding.names import dotted
 from nnx_parallel.state import StatePlan, TrainState, values_of
+from nnx_parallel.training.diagnostics import check_count
 
 Batch = Any
 
@@ -124,6 +131,12 @@ class StepOptions:
 
     num_microbatches: int = 1
     remat: Remat = "none"
+
+    def __post_init__(self) -> None:
+        check_remat(self.remat)
+        least = ", which does not split the batch"
+        count = check_count("num_microbatches", self.num_microbatches, 1, least)
+        object.__setattr__(self, "num_microbatches", count)
 
 
 def takes_rngs(loss: Callable) -> bool:

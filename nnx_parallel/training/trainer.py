@@ -12,22 +12,21 @@ from jax.sharding import Mesh
 from nnx_parallel.checkpoint.manager import CheckpointManager
 from nnx_parallel.checkpoint.options import Checkpoint
 from nnx_parallel.data.batches import data_share
-from nnx_parallel.distributed.agreement import strip_addresses
-from nnx_parallel.distributed.watchdog import Watchdog
-from nnx_parallel.layers.remat import Remat, check_remat
+from nnx_parallel.layers.remat import Remat
 from nnx_parallel.loggers.logger import Logger
 from nnx_parallel.mesh import Device
 from nnx_parallel.precision import Precision
 from nnx_parallel.sharding.model import ModelFn, abstract_model
-from nnx_parallel.state import TrainState, plan_state
+from nnx_parallel.state import TrainState, init_state, plan_state
 from nnx_parallel.strategies.base import Strategy
 from nnx_parallel.strategies.data_parallel import DataParallel
-from nnx_parallel.training.callbacks import Callback, Hooks
-from nnx_parallel.training.diagnostics import check_arguments, check_model
-from nnx_parallel.training.evaluation import Engine
-from nnx_parallel.training.loop import Fitting, Progress
-from nnx_parallel.training.profiling import Profile, Tracer
+from nnx_parallel.training.callbacks import Callback
+from nnx_parallel.training.diagnostics import check_model, check_seed
+from nnx_parallel.training.evaluation import Programs, params_of
+from nnx_parallel.training.loop import Loop, Settings
+from nnx_parallel.training.profiling import Profile
 from nnx_parallel.training.recorder import History
+from nnx_parallel.training.run_state import RunState, describe_run
 from nnx_parallel.training.step import Batch, LossFn, Metrics, StepOptions
 from nnx_parallel.visualize.describe import Description, describe_model
 
@@ -121,28 +120,28 @@ class Trainer:
         step_timeout: float | None = None,
         check_replicas_every: int = 0,
     ) -> None:
-        check_remat(remat)
-        check_arguments(
-            devices,
-            mesh,
-            ema_decay,
-            callbacks,
-            seed,
-            num_microbatches=num_microbatches,
+        if devices is not None and mesh is not None:
+            raise ValueError(
+                "Trainer got devices= and mesh=. A mesh names its devices already: "
+                "pass one of the two."
+            )
+        check_model(model, loss)
+        self._source, self._optimizer, self._wrt = model, optimizer, wrt
+        self._seed = check_seed(seed)
+        self._settings = Settings(
+            loggers=loggers,
+            callbacks=callbacks,
             log_every=log_every,
+            profile=None if profile is None or fast_dev_run else Profile(*profile),
+            fast_dev_run=fast_dev_run,
             overfit_batches=overfit_batches,
+            step_timeout=step_timeout,
             check_replicas_every=check_replicas_every,
         )
-        num_microbatches, seed = int(num_microbatches), int(seed)
-        check_model(model, loss)
-        Watchdog(step_timeout)  # refuses a time that means nothing
+        options = StepOptions(num_microbatches=num_microbatches, remat=remat)
         self.strategy = strategy or DataParallel()
         self.layout = self.strategy.layout(mesh or self.strategy.make_mesh(devices))
-        self._optimizer = optimizer
-        self._wrt = wrt
-        self._source = model
-        self._seed = seed
-        abstract = abstract_model(self._source, nnx.Rngs(self._seed))
+        abstract = self._abstract_model()
         self.strategy.check(abstract, self.layout.mesh)
         plan = plan_state(
             abstract,
@@ -152,32 +151,27 @@ class Trainer:
             precision=precision,
             ema_decay=ema_decay,
         )
-        options = StepOptions(num_microbatches=num_microbatches, remat=remat)
-        self._engine = Engine(plan, model, loss, options, seed, global_batch_size)
-        checkpoint = None if fast_dev_run else checkpoint
-        strategy_text = strip_addresses(repr(self.strategy))
-        description = {"strategy": strategy_text, **self._engine.describe()}
-        self._storage = CheckpointManager(checkpoint, description)
-        self._progress = Progress(self._engine, self._storage)
-        self._hooks = Hooks(self, callbacks)
-        tracer = Tracer(
-            None if profile is None or fast_dev_run else Profile(*profile),
-            self._storage.local_directory,
+        self._programs = Programs(
+            plan=plan, loss=loss, options=options, global_batch_size=global_batch_size
         )
-        self._fitting = Fitting(
-            engine=self._engine,
-            storage=self._storage,
-            progress=self._progress,
-            tracer=tracer,
-            hooks=self._hooks,
-            loss=loss,
-            loggers=loggers,
-            log_every=log_every,
-            fast_dev_run=fast_dev_run,
-            overfit_batches=overfit_batches,
-            step_timeout=step_timeout,
-            check_replicas_every=check_replicas_every,
+        description = describe_run(
+            plan,
+            strategy=self.strategy,
+            num_microbatches=options.num_microbatches,
+            seed=self._seed,
         )
+        checkpoints = CheckpointManager(
+            None if fast_dev_run else checkpoint, description
+        )
+        self._run = RunState(plan, self._init_state, checkpoints)
+        self._loop: Loop | None = None
+
+    def _abstract_model(self) -> nnx.Module:
+        return abstract_model(self._source, nnx.Rngs(self._seed))
+
+    def _init_state(self) -> TrainState:
+        rngs = nnx.Rngs(self._seed)
+        return init_state(self._programs.plan, self._source, rngs, self._seed)
 
     @property
     def mesh(self) -> Mesh:
@@ -200,16 +194,16 @@ class Trainer:
         A loop of your own hands the new one back, for all else that the Trainer does:
         ``trainer.state, metrics = trainer.train_step(trainer.state, batch)``.
         """
-        return self._engine.state
+        return self._run.state
 
     @state.setter
     def state(self, state: TrainState) -> None:
-        self._engine.state = state
+        self._run.state = state
 
     @property
     def step(self) -> int:
         """Optimizer updates done."""
-        return int(self.state.step)
+        return self._run.step
 
     @property
     def model(self) -> nnx.Module:
@@ -218,7 +212,7 @@ class Trainer:
         The arrays are those of `state`: the next step donates them, and with them this
         model. Ask again after it, or copy.
         """
-        return self._engine.model(ema=False)
+        return self._model(ema=False)
 
     @property
     def ema_model(self) -> nnx.Module:
@@ -227,7 +221,11 @@ class Trainer:
         Raises:
             ValueError: If the Trainer keeps none.
         """
-        return self._engine.model(ema=True)
+        return self._model(ema=True)
+
+    def _model(self, *, ema: bool) -> nnx.Module:
+        arrays = params_of(self.state, ema=ema), self.state.variables
+        return nnx.merge(self._programs.plan.eval_graphdef, *arrays)
 
     @property
     def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
@@ -235,7 +233,7 @@ class Trainer:
 
         It is pure but for donating the state; take batches from `shard_batch`.
         """
-        return self._engine.train_step
+        return self._programs.train_step
 
     def shard_batch(self, batch: Batch) -> Batch:
         """Puts a host batch on the mesh as `train_step` takes it.
@@ -243,14 +241,13 @@ class Trainer:
         Raises:
             BatchShapeError: If its rows do not divide over devices and microbatches.
         """
-        return self._engine.shard_batch(batch)
+        return self._programs.shard_batch(batch)
 
     def describe(self) -> Description:
         """Where every array lives and why, with bytes per device."""
-        model = abstract_model(self._source, nnx.Rngs(self._seed))
-        plan = self._engine.plan
+        plan = self._programs.plan
         return describe_model(
-            model,
+            self._abstract_model(),
             self.layout,
             self._optimizer,
             self._wrt,
@@ -290,11 +287,22 @@ class Trainer:
             DataExhaustedError: If the data ends before ``num_steps``.
             BatchShapeError: If a batch does not divide, or changes its shape.
         """
-        return self._fitting.run(data, num_steps, eval_data, eval_every)
+        self._loop = Loop(
+            trainer=self,
+            settings=self._settings,
+            run=self._run,
+            programs=self._programs,
+            data=data,
+            num_steps=num_steps,
+            eval_data=eval_data,
+            eval_every=eval_every,
+        )
+        return self._loop.fit()
 
     def stop(self, reason: str) -> None:
         """Ends the fit after the step in work, evaluated and saved as the last one."""
-        self._hooks.stop_reason = reason
+        if self._loop is not None:
+            self._loop.stop(reason)
 
     def evaluate(self, data: Iterable[Batch], *, ema: bool = False) -> dict[str, float]:
         """Mean loss and metrics over all rows, the model in evaluation mode.
@@ -309,7 +317,7 @@ class Trainer:
         Raises:
             DataError: If there is no batch.
         """
-        return self._engine.evaluate(data, ema=ema)
+        return self._programs.evaluate(self.state, data, ema=ema)
 
     def predict(
         self,
@@ -333,7 +341,7 @@ class Trainer:
         Raises:
             DataError: If there is no batch.
         """
-        return self._engine.predict(data, function, ema=ema)
+        return self._programs.predict(self.state, data, function, ema=ema)
 
     def save(self) -> None:
         """Saves the present state under its step, and waits until it is on disk.
@@ -342,7 +350,8 @@ class Trainer:
             CheckpointNotFoundError: If the Trainer has no checkpoint directory.
             CheckpointError: If this step or a later one is saved already.
         """
-        self._progress.save()
+        with self._run.checkpoints:  # which waits in the end
+            self._run.save(once=False)
 
     def restore(
         self,
@@ -369,4 +378,4 @@ class Trainer:
                 has changed.
             CheckpointError: If a hook of a fit restores more than weights.
         """
-        self._progress.restore(step, directory, weights_only=weights_only)
+        self._run.restore(step, directory, weights_only=weights_only)
