@@ -2,7 +2,7 @@
 
 import sys
 
-from nnx_parallel.cli.parse import main
+from nnx_parallel.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -28,9 +28,9 @@ from nnx_parallel.distributed import (
     Watchdog,
     check_consistent,
 )
-from nnx_parallel.distributed.addresses import connect, listen
-from nnx_parallel.distributed.initialize import Place, find_place
-from nnx_parallel.distributed.messages import Hub, Line
+from nnx_parallel.distributed.initialize import ProcessSpec, find_process
+from nnx_parallel.distributed.messages import Client, Server, connect
+from nnx_parallel.distributed.runtime import listen
 from nnx_parallel.errors import ProcessError
 from nnx_parallel.sharding.rules import hash_code
 from tests.processes.running import ENVIRONMENT, ROOT
@@ -51,12 +51,12 @@ STEP = SBATCH | {
         ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}, None),  # a shell on the node
         (SBATCH, None),
         (SBATCH | {"SLURM_NTASKS": "4"}, None),
-        (STEP, Place()),
+        (STEP, ProcessSpec()),
         ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, Place()),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, ProcessSpec()),
         ({"TPU_WORKER_HOSTNAMES": "localhost"}, None),
-        ({"TPU_WORKER_HOSTNAMES": "a,b"}, Place()),
-        ({"NNX_PARALLEL_CLUSTER": "tpu"}, Place()),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, ProcessSpec()),
+        ({"NNX_PARALLEL_CLUSTER": "tpu"}, ProcessSpec()),
         (
             {
                 "NNX_PARALLEL_COORDINATOR": "h:1",
@@ -64,19 +64,19 @@ STEP = SBATCH | {
                 "NNX_PARALLEL_PROCESS_ID": "2",
                 "SLURM_JOB_ID": "1",
             },
-            Place(coordinator_address="h:1", num_processes=3, process_id=2),
+            ProcessSpec(coordinator_address="h:1", num_processes=3, process_id=2),
         ),
     ],
 )
 def test_a_process_finds_its_place(
-    environment: dict[str, str], place: Place | None
+    environment: dict[str, str], place: ProcessSpec | None
 ) -> None:
-    assert find_place(Place(), environment) == place
+    assert find_process(ProcessSpec(), environment) == place
 
 
 def test_what_is_told_comes_before_what_is_found() -> None:
-    told = Place(coordinator_address="h:1", num_processes=2, process_id=0)
-    assert find_place(told, {"SLURM_JOB_ID": "1"}) == told
+    told = ProcessSpec(coordinator_address="h:1", num_processes=2, process_id=0)
+    assert find_process(told, {"SLURM_JOB_ID": "1"}) == told
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_number_that_is_none() -> None:
     }
     message = "JAX_NUM_PROCESSES='two' in the environment. It must be an integer."
     with pytest.raises(ProcessError, match=re.escape(message)):
-        find_place(Place(), environment)
+        find_process(ProcessSpec(), environment)
 
 
 def test_one_process_always_agrees() -> None:
@@ -250,8 +250,8 @@ def can_listen(host: str) -> bool:
     return True
 
 
-def join_hub(hub: Hub, process: int, host: str = "127.0.0.1") -> Connection:
-    connection = connect(host, hub.port, b"key")
+def join_server(server: Server, process: int, host: str = "127.0.0.1") -> Connection:
+    connection = connect(host, server.port, b"key")
     connection.send_bytes(json.dumps({"process": process}).encode())
     return connection
 
@@ -263,9 +263,9 @@ def test_a_stranger_who_says_nothing_keeps_nobody_waiting(
 ) -> None:
     if not can_listen(host):
         pytest.skip(f"this machine has no {host}")
-    hub = Hub("" if is_open_to_all else host, 2, b"key")
-    with socket.create_connection((host, hub.port)):
-        peers = [join_hub(hub, process, host) for process in range(2)]
+    server = Server("" if is_open_to_all else host, 2, b"key")
+    with socket.create_connection((host, server.port)):
+        peers = [join_server(server, process, host) for process in range(2)]
         for process, peer in enumerate(peers):
             put = {"op": "put", "key": "x", "value": process}
             peer.send_bytes(json.dumps(put).encode())
@@ -276,11 +276,11 @@ def test_a_stranger_who_says_nothing_keeps_nobody_waiting(
 
 
 def test_a_default_timeout_of_sockets_changes_nothing() -> None:
-    hub = Hub("localhost", 1, b"key")
+    server = Server("localhost", 1, b"key")
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(0.2)
     try:
-        peer = join_hub(hub, 0, "localhost")
+        peer = join_server(server, 0, "localhost")
         assert not peer.poll(0.5)
         peer.send_bytes(json.dumps({"op": "put", "key": "x", "value": 1}).encode())
         assert json.loads(peer.recv_bytes())["values"] == [1]
@@ -290,14 +290,14 @@ def test_a_default_timeout_of_sockets_changes_nothing() -> None:
 
 
 def test_a_connection_needs_the_key() -> None:
-    hub = Hub("127.0.0.1", 1, b"another", join_seconds=1)
+    server = Server("127.0.0.1", 1, b"another", join_seconds=1)
     with pytest.raises(AuthenticationError):
-        join_hub(hub, 0)
+        join_server(server, 0)
 
 
 def test_who_does_not_join_is_named() -> None:
-    hub = Hub("127.0.0.1", 3, b"key", join_seconds=1)
-    with join_hub(hub, 1) as peer:
+    server = Server("127.0.0.1", 3, b"key", join_seconds=1)
+    with join_server(server, 1) as peer:
         assert peer.poll(30)
         assert json.loads(peer.recv_bytes()) == {
             "op": "lost",
@@ -307,14 +307,18 @@ def test_who_does_not_join_is_named() -> None:
 
 
 def test_an_exchange_that_one_process_never_makes_shifts_no_other() -> None:
-    hub = Hub("127.0.0.1", 2, b"key")
-    lines = [Line(join_hub(hub, i), None, lambda process, why: None) for i in range(2)]
-    first, second, third = ([line.reserve("x") for line in lines] for _ in range(3))
+    server = Server("127.0.0.1", 2, b"key")
+    clients = [
+        Client(join_server(server, i), None, lambda *lost: None) for i in range(2)
+    ]
+    first, second, third = (
+        [client.reserve("x") for client in clients] for _ in range(3)
+    )
     results: dict[tuple[str, int], list] = {}
 
     def give(turn: str, process: int, keys: list[str]) -> None:
         value = f"{turn} of {process}"
-        results[turn, process] = lines[process].exchange(keys[process], value, 30)
+        results[turn, process] = clients[process].allgather(keys[process], value, 30)
 
     # The first is made by nobody, the others in another order on each.
     turns = [("second", 0, second), ("third", 1, third), ("second", 1, second)]
@@ -330,8 +334,8 @@ def test_an_exchange_that_one_process_never_makes_shifts_no_other() -> None:
         for turn in ("second", "third")
         for process in range(2)
     }
-    for line in lines:
-        line.leave()
+    for client in clients:
+        client.end()
 
 
 BROKEN = """

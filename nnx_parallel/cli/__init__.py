@@ -1,3 +1,86 @@
-"""``python -m nnx_parallel``: `launch` processes, `inspect` checkpoints."""
+"""Command line: ``python -m nnx_parallel``, with ``launch`` and ``inspect``."""
 
-from nnx_parallel.cli.parse import main as main
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from nnx_parallel.cli.inspect import inspect
+from nnx_parallel.cli.launch import Job, launch
+from nnx_parallel.cli.manifests import MANIFESTS
+from nnx_parallel.errors import ParallelError
+
+_DESCRIPTION = "Starts the processes of a run, or lists its checkpoints."
+_DIRECTORY = "a run's checkpoint directory"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs ``launch`` or ``inspect``.
+
+    Args:
+        arguments: The command line without the program's name; by default the
+            process's own.
+
+    Returns:
+        The exit code; 2 if the run cannot be started.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m nnx_parallel", description=_DESCRIPTION
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_launch(commands.add_parser("launch", help="start the processes of a run"))
+    _add_inspect(commands.add_parser("inspect", help="list a run's checkpoints"))
+    options = parser.parse_args(arguments)
+    if options.command == "inspect":
+        return inspect(options.directory, verify=options.verify)
+    if options.processes < 1 or options.max_restarts < 0:
+        parser.error("--processes is at least 1 and --max-restarts at least 0")
+    job = Job(
+        command=(options.script, *options.arguments),
+        num_processes=options.processes,
+        devices_per_process=options.devices_per_process,
+        max_restarts=options.max_restarts,
+        cpu=options.cpu,
+        host=options.host,
+    )
+    if options.print:
+        sys.stdout.write(MANIFESTS[options.print](job))
+        return 0
+    try:
+        return launch(job)
+    except ParallelError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+
+
+def _add_launch(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Starts the processes of a run on this machine; the script calls "
+        "nnx_parallel.initialize(). When one fails, all are stopped, and started "
+        "again up to --max-restarts times."
+    )
+    parser.add_argument("--processes", type=int, required=True, metavar="N")
+    parser.add_argument("--devices-per-process", type=int, metavar="K")
+    parser.add_argument("--max-restarts", type=int, default=0, metavar="R")
+    parser.add_argument("--cpu", action="store_true", help="simulate devices on CPU")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address of the coordinator (default: %(default)s, for this machine only)",
+    )
+    parser.add_argument(
+        "--print",
+        choices=MANIFESTS,
+        help="write a script or manifest for a cluster's scheduler instead",
+    )
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+
+
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    parser.description = f"Lists what {_DIRECTORY} holds. It writes nothing."
+    parser.add_argument("directory", help=_DIRECTORY)
+    parser.add_argument(
+        "--verify", action="store_true", help="read every array and check it"
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,10 +19,11 @@ from nnx_parallel.errors import (
     CheckpointUnavailableError,
     ParallelError,
 )
+from nnx_parallel.visualize.arrays import shown_bytes
 
 
 def inspect(directory: str, *, verify: bool) -> int:
-    """Prints the steps of a directory, and of the newest what it holds.
+    """Prints the steps of a directory, and the contents of the newest.
 
     Args:
         directory: A run's checkpoint directory.
@@ -33,7 +33,7 @@ def inspect(directory: str, *, verify: bool) -> int:
         0 if all is well, 1 if a step is damaged or cannot be read, 2 if there is
         nothing to look at.
     """
-    # An accelerator may be busy with the very run that is looked at.
+    # The accelerator may be busy with the very run that is inspected.
     jax.config.update("jax_platforms", "cpu")
     try:
         options = Checkpoint(directory, keep_last=None)
@@ -56,7 +56,9 @@ def _show(manager: CheckpointManager, directory: Path, *, verify: bool) -> int:
         stored, verdict = _judge(manager, step, verify=verify)
         newest = stored or newest
         num_damaged += verdict.startswith(("DAMAGED", "NOT READ"))
-        _write(f"  step {step:>9,}  {_size(directory / str(step)):>9}  {verdict}")
+        files = (path for path in (directory / str(step)).rglob("*") if path.is_file())
+        size = shown_bytes(sum(path.stat().st_size for path in files))
+        _write(f"  step {step:>9,}  {size:>9}  {verdict}")
     for line in _leftovers(directory):
         _write(f"  {line}")
     if newest is not None:
@@ -77,12 +79,13 @@ def _judge(
         stored = manager.describe(step)
         if not verify:
             return stored, "listed (--verify reads its arrays)"
-        # One group at a time: optimizer and parameters need not fit together.
+        # One group at a time: the host need not hold optimizer and parameters together.
         for name, group in stored.groups.items():
             manager.restore_groups({name: _on_one_device(group)}, step)
     except CheckpointUnavailableError as error:
         return stored, f"NOT READ: {error}"
     except ParallelError as error:
+        # A run that trains on deletes old steps while they are read.
         manager.reload()
         if step not in {*manager.steps, *manager.corrupt_steps}:
             return None, "gone: the run has deleted it meanwhile"
@@ -107,8 +110,8 @@ def _describe(stored: StoredCheckpoint) -> Iterator[str]:
     for name, value in stored.metrics.items():
         yield f"  {name}: {value:.6g}"
     for name, group in stored.groups.items():
-        size = sum(_num_bytes(x) for x in group.values())
-        yield f"  {name}: {len(group)} arrays, {_human(size)}"
+        size = sum(math.prod(x.shape) * x.dtype.itemsize for x in group.values())
+        yield f"  {name}: {len(group)} arrays, {shown_bytes(size)}"
         width = max((len(path) for path in group), default=0)
         for path, x in group.items():
             shape = ",".join(map(str, x.shape))
@@ -125,23 +128,6 @@ def _leftovers(directory: Path) -> list[str]:
         for path in sorted(directory.iterdir())
         if UNFINISHED in path.name or path.name.startswith("damaged-")
     ]
-
-
-def _num_bytes(x: jax.ShapeDtypeStruct) -> int:
-    return math.prod(x.shape) * x.dtype.itemsize
-
-
-def _size(path: Path) -> str:
-    files = (f for f in path.rglob("*") if f.is_file())
-    return _human(sum(os.path.getsize(f) for f in files))
-
-
-def _human(size: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
 
 
 def _write(line: str) -> None:

@@ -1,4 +1,4 @@
-"""Starts a run's processes on one machine, and ends them together."""
+"""Launcher: starts the processes of a run on one machine, and ends them together."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
-from nnx_parallel.distributed.addresses import listen, with_port
 from nnx_parallel.distributed.faults import PEER_LOST
 from nnx_parallel.distributed.initialize import COORDINATOR, NUM_PROCESSES, PROCESS_ID
-from nnx_parallel.distributed.runtime import TAGGED
+from nnx_parallel.distributed.runtime import TAGGED, listen
 from nnx_parallel.errors import MeshShapeError
 
 RESTART = "NNX_PARALLEL_RESTART"
@@ -32,12 +31,12 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to launch.
+    """Command of a run, and how many processes run it.
 
     Attributes:
         command: The script and its arguments.
-        num_processes: How many processes.
-        devices_per_process: Devices of each; ``None`` leaves them to jax.
+        num_processes: Number of processes.
+        devices_per_process: Devices of each; ``None`` leaves them to JAX.
         max_restarts: How often all processes are started again after a failure.
         cpu: Simulate the devices on CPU.
         host: Address of the coordinator, in process 0.
@@ -52,7 +51,7 @@ class Job:
 
     @property
     def cpu_variables(self) -> dict[str, str]:
-        """Environment of a process that simulates its devices; else nothing."""
+        """Variables of a process that simulates its devices; empty otherwise."""
         if not self.cpu:
             return {}
         count = self.devices_per_process or 1
@@ -67,12 +66,12 @@ class Job:
 def launch(job: Job) -> int:
     """Runs the processes to their end, restarted after failures as the job allows.
 
-    Lines of their output appear as ``[0] ...``. SIGINT, SIGTERM and SIGHUP go on
-    to every process, and then nothing is restarted. What a process leaves behind, such
-    as the children that load its data, is killed when all have ended.
+    Lines of their output appear as ``[0] ...``. SIGINT, SIGTERM and SIGHUP are
+    forwarded to every process, and then nothing is restarted. Children that a process
+    leaves behind, of a data loader for instance, are killed when all have ended.
 
     Args:
-        job: What to launch.
+        job: The command and its processes.
 
     Returns:
         0, or the exit code of the first process to fail (128 + n after signal n).
@@ -97,7 +96,7 @@ def _run_once(job: Job, restart: int, signals: _Signals) -> int:
     with _processes(job, restart) as processes:
         signals.attach(processes)
         threads = [
-            threading.Thread(target=_await, args=(i, process, ended), daemon=True)
+            threading.Thread(target=_watch, args=(i, process, ended), daemon=True)
             for i, process in enumerate(processes)
         ]
         for thread in threads:
@@ -109,7 +108,7 @@ def _collect(
     processes: Sequence[subprocess.Popen[bytes]],
     ended: queue.SimpleQueue[tuple[int, int]],
 ) -> int:
-    """Waits for all; after the first failure the rest have a moment to end."""
+    """Waits for all processes; returns the exit code of the first to fail."""
     failures: list[tuple[int, int]] = []
     deadline: float | None = None
     num_running = len(processes)
@@ -118,6 +117,7 @@ def _collect(
         try:
             index, code = ended.get(timeout=wait)
         except queue.Empty:
+            # They end by themselves within seconds: these ignore signals, or hang in C.
             deadline = None
             for process in processes:
                 _kill_group(process)
@@ -128,7 +128,7 @@ def _collect(
             deadline = deadline or time.monotonic() + _GRACE_SECONDS
     if not failures:
         return 0
-    # Who ends because another is lost has not failed first, however close they are.
+    # A process that ends because another is lost may be reaped before that other one.
     own = [failure for failure in failures if failure[1] != PEER_LOST]
     index, code = (own or failures)[0]
     how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
@@ -138,18 +138,23 @@ def _collect(
 
 @contextmanager
 def _processes(job: Job, restart: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """The processes, started; none is left behind."""
-    address = with_port(job.host, _free_port(job.host))
+    """Starts the processes; on exit none is left, and no child of theirs."""
+    with listen(job.host) as probe:  # the coordinator takes the port a moment later
+        port = probe.getsockname()[1]
+    host = job.host.strip("[]")
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     started: list[subprocess.Popen[bytes]] = []
     try:
         for index in range(job.num_processes):
             process = subprocess.Popen(
                 [sys.executable, *job.command],
                 env=_environment(job, address, index, restart),
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL,  # not shared out between processes
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                start_new_session=True,  # a terminal's Ctrl-C comes through us, once
+                # A group of its own: a terminal's Ctrl-C comes once, from the
+                # launcher, and children can be killed with it.
+                start_new_session=True,
             )
             started.append(process)
         yield started
@@ -166,6 +171,7 @@ def _environment(job: Job, address: str, index: int, restart: int) -> dict[str, 
         PROCESS_ID: str(index),
         RESTART: str(restart),
         TAGGED: str(os.getpid()),
+        # A pipe is no terminal: Python would hold lines back, and lose them in a kill.
         "PYTHONUNBUFFERED": "1",
         **job.cpu_variables,
     }
@@ -176,7 +182,7 @@ def _environment(job: Job, address: str, index: int, restart: int) -> dict[str, 
 
 
 def _devices(job: Job, count: int) -> list[list[str]]:
-    """The names of each process's devices, of those that the launcher may use."""
+    """Names of each process's devices, of those that the launcher may use."""
     needed = job.num_processes * count
     given = os.environ.get(_VISIBLE)
     names = [str(i) for i in range(needed)]
@@ -191,20 +197,16 @@ def _devices(job: Job, count: int) -> list[list[str]]:
     return [names[i * count : (i + 1) * count] for i in range(job.num_processes)]
 
 
-def _await(
+def _watch(
     index: int,
     process: subprocess.Popen[bytes],
     ended: queue.SimpleQueue[tuple[int, int]],
 ) -> None:
-    """Passes a process's output on, line by line, and reports its end."""
-    assert process.stdout is not None
-    assert process.stderr is not None
+    """Copies a process's output, line by line, and reports its end."""
+    streams = ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
     readers = [
-        threading.Thread(target=_copy, args=(index, source, target), daemon=True)
-        for source, target in (
-            (process.stdout, sys.stdout),
-            (process.stderr, sys.stderr),
-        )
+        threading.Thread(target=_copy, args=(index, *pair), daemon=True)
+        for pair in streams
     ]
     for reader in readers:
         reader.start()
@@ -217,7 +219,8 @@ def _await(
 _writing = threading.Lock()
 
 
-def _copy(index: int, source: IO[bytes], target: IO[str]) -> None:
+def _copy(index: int, source: IO[bytes] | None, target: IO[str]) -> None:
+    assert source is not None
     with source:
         for line in source:
             text = line.decode(errors="replace").rstrip("\n")
@@ -227,29 +230,32 @@ def _copy(index: int, source: IO[bytes], target: IO[str]) -> None:
 
 
 class _Signals:
-    """Passes the signals of a launcher on to the processes while it is open."""
+    """Context that forwards the launcher's signals to the processes.
+
+    Attributes:
+        received: The signals so far.
+    """
 
     def __init__(self) -> None:
         self.received: list[int] = []
         self._processes: Sequence[subprocess.Popen[bytes]] = ()
-        self._before: dict[signal.Signals, object] = {}
+        self._previous: dict[signal.Signals, Any] = {}
 
     def attach(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
-        """Says who shall have them, those that have come already too."""
+        """Sets the receivers, which get the signals so far too."""
         self._processes = processes
         for number in self.received:
             self._forward(number)
 
     def __enter__(self) -> _Signals:
         for number in _SIGNALS:
-            if signal.getsignal(number) == signal.SIG_IGN:
-                continue  # as under nohup
-            self._before[number] = signal.signal(number, self._handle)
+            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)  # pyright: ignore[reportArgumentType]
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.received.append(number)
@@ -257,24 +263,13 @@ class _Signals:
 
     def _forward(self, number: int) -> None:
         for process in self._processes:
-            _signal(process, number)
-
-
-def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-    if process.poll() is None:
-        process.send_signal(number)
+            process.send_signal(number)  # does nothing if it has ended
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kills a process and its children, those that have outlived it too."""
+    """Kills a process and its children, also those that have outlived it."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def _free_port(host: str) -> int:
-    """A port that nobody has now; the coordinator takes it a moment later."""
-    with listen(host) as probe:
-        return probe.getsockname()[1]
 
 
 def _say(text: str) -> None:

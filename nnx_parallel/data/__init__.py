@@ -1,4 +1,4 @@
-"""Batches: pulled, checked and placed ahead of the step that needs them."""
+"""Batches: read, checked and placed ahead of the step that needs them."""
 
 from nnx_parallel.data.agreement import BatchAgreement as BatchAgreement
 from nnx_parallel.data.batches import check_batch as check_batch
@@ -7,10 +7,10 @@ from nnx_parallel.data.batches import copy_if_writeable as copy_if_writeable
 from nnx_parallel.data.batches import data_share as data_share
 from nnx_parallel.data.batches import place_batch as place_batch
 from nnx_parallel.data.position import DataState as DataState
+from nnx_parallel.data.position import Resumable as Resumable
+from nnx_parallel.data.position import decode_state as decode_state
+from nnx_parallel.data.position import encode_state as encode_state
+from nnx_parallel.data.position import is_one_shot as is_one_shot
 from nnx_parallel.data.prefetch import PlacedBatch as PlacedBatch
 from nnx_parallel.data.prefetch import PrefetchIterator as PrefetchIterator
-from nnx_parallel.data.prefetch import Resumable as Resumable
 from nnx_parallel.data.prefetch import check_data as check_data
-from nnx_parallel.data.prefetch import decode_state as decode_state
-from nnx_parallel.data.prefetch import encode_state as encode_state
-from nnx_parallel.data.prefetch import is_one_shot as is_one_shot

@@ -1,22 +1,20 @@
-"""Checks of host batches, made before anything is sent to a device.
+"""Batches: checks on the host, global arrays split over the rows, microbatches.
 
-JAX wraps integers beyond 32 bits silently and compiles anew for every shape: both are
+JAX silently wraps integers beyond 32 bits, and compiles again for every shape: both are
 refused here, with the leaf's path and the numbers.
-
-Host batches to global arrays, rows split over the batch's mesh axes.
-
-Rows of a batch as microbatches, and back.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 
@@ -24,10 +22,11 @@ from nnx_parallel.errors import BatchShapeError, DataError, MeshShapeError
 from nnx_parallel.sharding.layout import Layout
 
 Signature = dict[str, tuple[tuple[int, ...], str]]
+"""Shape and dtype of each array of a batch, by its path."""
 
 
 def check_batch(batch: Any, *, index: int = 0) -> int:
-    """Return the number of rows of a batch whose leaves JAX can hold.
+    """Checks a batch and returns its number of rows.
 
     Args:
         batch: A pytree of NumPy or JAX arrays whose dim 0 is the rows.
@@ -65,7 +64,7 @@ def check_batch(batch: Any, *, index: int = 0) -> int:
 
 
 def batch_signature(batch: Any) -> Signature:
-    """Return the shape and dtype, as JAX will hold it, of each array by its path.
+    """Returns the shape and dtype, as JAX will hold it, of each array by its path.
 
     Example:
         >>> batch_signature({"x": np.zeros((4, 2))})
@@ -78,7 +77,7 @@ def batch_signature(batch: Any) -> Signature:
 
 
 def check_same(batch: Any, first: Signature, *, index: int) -> None:
-    """Check that a batch has the structure, shapes and dtypes of the first one.
+    """Checks that a batch has the structure, shapes and dtypes of the first one.
 
     Args:
         batch: The batch to check.
@@ -109,7 +108,7 @@ def check_same(batch: Any, first: Signature, *, index: int) -> None:
 def check_divisible(
     num_rows: int, num_microbatches: int, axis_sizes: Mapping[str, int]
 ) -> None:
-    """Check that rows split evenly over microbatches and the batch's mesh axes.
+    """Checks that rows split evenly over microbatches and the batch's mesh axes.
 
     Args:
         num_rows: Rows of the global batch.
@@ -147,7 +146,8 @@ def _check_leaf(name: str, leaf: Any, index: int) -> None:
             f"{name} of batch {index} has type {type(leaf).__name__}. Leaves must be "
             "NumPy or JAX arrays: convert it with `np.asarray`, dim 0 being the rows."
         )
-    if not _is_numeric(leaf.dtype):
+    kinds = (np.number, np.bool_, jax.dtypes.extended)  # extended: typed random keys
+    if not any(jnp.issubdtype(leaf.dtype, kind) for kind in kinds):
         raise DataError(
             f"{name} of batch {index} has dtype {leaf.dtype}. Leaves must hold "
             "booleans or numbers: encode it, or leave it out of the batch."
@@ -162,12 +162,8 @@ def _check_leaf(name: str, leaf: Any, index: int) -> None:
         _check_fits(name, leaf, index)
 
 
-def _is_numeric(dtype: Any) -> bool:
-    kinds = (np.number, np.bool_, jax.dtypes.extended)  # extended: typed random keys
-    return any(jnp.issubdtype(dtype, kind) for kind in kinds)
-
-
 def _check_fits(name: str, leaf: np.ndarray, index: int) -> None:
+    # `jax.device_put(np.array([2**40]))` gives 0, without an error or a warning.
     narrow = _narrow(leaf.dtype)
     if leaf.dtype.kind not in "iu" or narrow == leaf.dtype.name or leaf.size == 0:
         return
@@ -186,7 +182,7 @@ def _narrow(dtype: Any) -> str:
 
 
 def data_share(layout: Layout) -> tuple[int, int]:
-    """Which part of the rows of each batch this process gives: ``(index, count)``.
+    """Part of the rows of each batch that this process gives, as ``(index, count)``.
 
     Processes that split no rows between them, as under tensor parallelism across
     machines, give the same part.
@@ -195,20 +191,22 @@ def data_share(layout: Layout) -> tuple[int, int]:
         MeshShapeError: If two processes have some of their rows in common, not all.
     """
     parts = _processes_by_part(layout)
-    mine = jax.process_index()
-    return next(i for i, p in enumerate(parts) if mine in p), len(parts)
+    process = jax.process_index()
+    return next(i for i, part in enumerate(parts) if process in part), len(parts)
 
 
 def _processes_by_part(layout: Layout) -> list[list[int]]:
     """The processes that give each part of the rows, parts in the order of rows."""
     if jax.process_count() == 1:
         return [[0]]
+    # JAX is asked, rather than the order of the mesh: one row for each device is the
+    # finest split that any batch can have.
     num_parts = layout.mesh.size
     sharding = layout.sharding(layout.batch_spec(num_parts))
     rows: dict[int, set[int]] = {}
     for device, index in sharding.devices_indices_map((num_parts,)).items():
-        mine = rows.setdefault(device.process_index, set())
-        mine.update(range(num_parts)[index[0]])
+        held = rows.setdefault(device.process_index, set())
+        held.update(range(num_parts)[index[0]])
     parts: dict[tuple[int, ...], list[int]] = {}
     for process in sorted(rows):
         parts.setdefault(tuple(sorted(rows[process])), []).append(process)
@@ -254,18 +252,23 @@ def place_batch(
     sizes = {axis: layout.mesh.shape[axis] for axis in layout.claims.batch}
     if num_microbatches is not None:
         check_divisible(num_rows, num_microbatches, sizes)
+    # (share, ...) in this process -> (batch, ...) over the mesh
     sharding = layout.sharding(layout.batch_spec(num_rows))
     if jax.process_count() == 1:
         return jax.tree.map(
             lambda x: jax.device_put(copy_if_writeable(x), sharding), batch
         )
-    if count > 1 and num_rows % np.prod(list(sizes.values())) != 0:
+    if count > 1 and num_rows % math.prod(sizes.values()) != 0:
+        # A device may need rows of another process: all of them get the whole batch.
+        # This runs a collective, and so never on a prefetching thread.
         givers = [processes[0] for processes in _processes_by_part(layout)]
-        shares = multihost_utils.process_allgather(batch)
+        shares = multihost_utils.process_allgather(batch)  # (process, share, ...)
         return jax.tree.map(
             lambda x: _replicate(np.concatenate([x[p] for p in givers]), sharding),
             shares,
         )
+    # `jax.device_put` onto a mesh of several processes runs a collective too, to check
+    # that the values are equal. This does not.
     return jax.tree.map(
         lambda x: jax.make_array_from_process_local_data(
             sharding, copy_if_writeable(np.asarray(x))
@@ -275,7 +278,12 @@ def place_batch(
 
 
 def copy_if_writeable(x: Any) -> Any:
-    """A copy of an array that its owner could write to, which jax may read later."""
+    """Copies a NumPy array whose owner could still write to it.
+
+    JAX may read the buffer after `jax.device_put` has returned, and on CPU keeps it as
+    its own (https://github.com/jax-ml/jax/issues/37830): a loader that fills one buffer
+    again and again would change batches that are placed already.
+    """
     return x.copy() if isinstance(x, np.ndarray) and x.flags.writeable else x
 
 
@@ -289,47 +297,39 @@ def _size_error(num_local: int, index: int, count: int, wanted: int) -> BatchSha
             f"Batch of {num_local} rows, but global_batch_size={wanted}. Make the two "
             "equal, or leave global_batch_size out."
         )
-    whose = " That is the global batch: give each process its share of it."
-    rule = (
-        f"{wanted // count}"
-        if wanted % count == 0
-        else f"none: {wanted} rows do not divide by {count}"
-    )
+    hint = " That is the global batch: give each process its share of it."
+    rows = f"none: {wanted} rows do not divide by {count}"
+    if wanted % count == 0:
+        rows = f"{wanted // count}"
     return BatchShapeError(
         f"Batch of {num_local} rows on process {jax.process_index()}, which gives "
         f"share {index} of {count}: together {num_local * count} "
         f"rows, but global_batch_size={wanted}."
-        f"{whose if num_local == wanted else ''} Rows to give here: {rule}."
+        f"{hint if num_local == wanted else ''} Rows to give here: {rows}."
     )
 
 
 def split_rows(layout: Layout, batch: Any, num_microbatches: int) -> Any:
-    """A batch as microbatches along a new leading dim.
+    """Splits the rows of a batch into microbatches, along a new leading dim.
 
-    Microbatch m holds rows m, m + M, m + 2M, ...: whatever the number of devices, each
-    keeps its own rows, and none has to be sent.
+    Microbatch m holds rows m, m + M, m + 2M, ...: each device keeps its own rows, for
+    any number of devices, and none has to be sent.
     """
-
-    def split(x: jax.Array) -> jax.Array:
-        rows = x.shape[0] // num_microbatches
-        return x.reshape(rows, num_microbatches, *x.shape[1:]).swapaxes(0, 1)
-
+    # (batch, ...) -> (microbatches, rows, ...)
+    split = partial(rearrange, pattern="(rows m) ... -> m rows ...", m=num_microbatches)
     return constrain_rows(layout, jax.tree.map(split, batch), 1)
 
 
+def join_rows(outputs: Any) -> Any:
+    """Joins the rows that `split_rows` has split, in their first order."""
+    return jax.tree.map(lambda x: rearrange(x, "m rows ... -> (rows m) ..."), outputs)
+
+
 def constrain_rows(layout: Layout, batch: Any, dim: int) -> Any:
-    """A batch split over the batch axes, its rows along one dim."""
+    """Constrains a batch to be split over the batch axes, its rows along one dim."""
 
     def constrain(x: jax.Array) -> jax.Array:
         spec = P(*(None,) * dim, *layout.batch_spec(x.shape[dim]))
         return jax.lax.with_sharding_constraint(x, layout.sharding(spec))
 
     return jax.tree.map(constrain, batch)
-
-
-def join_rows(outputs: Any) -> Any:
-    """The rows that `split_rows` has split, in their first order."""
-    return jax.tree.map(
-        lambda x: x.swapaxes(0, 1).reshape(x.shape[0] * x.shape[1], *x.shape[2:]),
-        outputs,
-    )

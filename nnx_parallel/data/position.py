@@ -1,28 +1,58 @@
-"""Where a run stands in its data."""
+"""Position of a run in its data, so that a resumed run sees the next batch."""
 
 from __future__ import annotations
 
+import base64
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import jax
+import numpy as np
 
-from nnx_parallel.data.prefetch import is_one_shot
 from nnx_parallel.distributed.agreement import allgather_object
 from nnx_parallel.errors import DataError
 
+_MARKERS = ({"bytes"}, {"dict"})
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """An iterator that can tell its position and return to it."""
+
+    def get_state(self) -> Any:
+        """Returns the position: ``bytes``, or what JSON can hold."""
+        ...
+
+    def set_state(self, state: Any) -> None:
+        """Moves to a position that ``get_state`` returned."""
+        ...
+
+
+def is_one_shot(data: object) -> bool:
+    """True if reading the data uses it up and its position cannot be restored.
+
+    This holds for generators and other plain iterators. Such an object is where its
+    last reader left it: a second reader in the same process must not skip again.
+
+    Example:
+        >>> batches = [np.zeros(4)]
+        >>> is_one_shot(batches), is_one_shot(iter(batches))
+        (False, True)
+    """
+    return isinstance(data, Iterator) and not isinstance(data, Resumable)
+
 
 class DataState:
-    """Where a run stands in its data, so that a resumed one sees the next batch.
+    """Position in the data of a run.
 
     Batches are counted from the step at which a run began to read its present data. A
-    later fit in the same process may bring other data: that begins at its start.
+    later fit in the same process may bring other data, which begins at its start.
 
     Args:
         first_step: Step at which the present data began.
-        state: DataState of a resumable iterator, from ``PlacedBatch.state``.
-        num_steps: Where the fit that reads the present data is to end; 0 if unknown.
+        state: Position of a resumable iterator, from `PlacedBatch.state`.
+        num_steps: Last step of the fit that reads the present data; 0 if unknown.
     """
 
     def __init__(
@@ -35,9 +65,9 @@ class DataState:
         self._is_read = False
 
     def pass_over(self, data: Any, num_steps: int) -> None:
-        """Notes that a fit of ``data`` to ``num_steps`` was done before this process.
+        """Records that a fit of ``data`` to ``num_steps`` was done before this process.
 
-        The position is in this data unless a later fit, to more steps, has moved it on:
+        The position is in this data unless a later fit, to more steps, has moved it:
         to other data, or further in this one.
         """
         is_last = num_steps > self._first_step and num_steps >= self._num_steps
@@ -45,12 +75,12 @@ class DataState:
             self._data = data
 
     def open(self, data: Any, step: int, num_steps: int) -> tuple[int, Any]:
-        """How many batches of ``data`` to skip at ``step``, and a state to restore.
+        """Returns how many batches of ``data`` to skip, and a state to restore.
 
         Args:
             data: The data of a fit.
-            step: Where it begins.
-            num_steps: Where it is to end.
+            step: First step of the fit.
+            num_steps: Last step of the fit.
         """
         self._num_steps = num_steps
         if self._data is not None and self._data is not data:
@@ -60,11 +90,12 @@ class DataState:
         return 0 if continues else step - self._first_step, self._state
 
     def advance(self, state: Any) -> None:
-        """Notes the position after a batch that a step has used."""
+        """Records the position after a batch that a step has used."""
         self._state = state
 
     def to_json(self) -> dict[str, Any]:
-        """The position as JSON can hold it: of all processes, which all call this."""
+        """The position as JSON can hold it. All processes must call it."""
+        # Each process reads files of its own: the positions differ, and all are saved.
         states = allgather_object("position in the data", self._state)
         return {
             "first_step": self._first_step,
@@ -74,10 +105,10 @@ class DataState:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> DataState:
-        """The position that was saved; the start for an empty one.
+        """The position that was saved; the start if ``saved`` is empty.
 
         Raises:
-            DataError: If it is not what `to_json` makes.
+            DataError: If `to_json` cannot have made it.
 
         Warns:
             UserWarning: If an iterator's position was saved by another number of
@@ -92,15 +123,64 @@ class DataState:
                 f"{dict(saved)}. It must hold first_step and num_steps, integers, and "
                 "states, a list."
             )
-        count = jax.process_count()
-        if len(states) == count:
+        if len(states) == jax.process_count():
             return cls(first_step, states[jax.process_index()], num_steps)
         if any(state is not None for state in states):
             warnings.warn(
                 f"The position in the data was saved by {len(states)} processes and "
-                f"cannot be restored on {count}. The batches used so far are skipped "
-                "instead, which is right if each process still gives its share of the "
-                "same global batches.",
+                f"cannot be restored on {jax.process_count()}. The batches used so far "
+                "are skipped instead, which is right if each process still gives its "
+                "share of the same global batches.",
                 stacklevel=2,
             )
         return cls(first_step, num_steps=num_steps)
+
+
+def encode_state(state: Any) -> Any:
+    """Returns a position as JSON can hold it; `decode_state` reverses it.
+
+    ``bytes`` become ``{"bytes": base64}``, NumPy numbers Python's. Tuples and arrays
+    become lists, and stay so.
+
+    Raises:
+        DataError: If JSON cannot hold a value, or a key is not a string.
+
+    Example:
+        >>> encode_state({"next_index": np.int64(3), "rng": b"abc"})
+        {'next_index': 3, 'rng': {'bytes': 'YWJj'}}
+    """
+    if isinstance(state, bytes):
+        return {"bytes": base64.b64encode(state).decode("ascii")}
+    if isinstance(state, np.generic | np.ndarray):
+        return encode_state(state.tolist())
+    if isinstance(state, list | tuple):
+        return [encode_state(value) for value in state]
+    if isinstance(state, Mapping) and all(isinstance(key, str) for key in state):
+        encoded = {key: encode_state(value) for key, value in state.items()}
+        # A dict of the user's that looks like one of our markers is wrapped in one.
+        return {"dict": encoded} if encoded.keys() in _MARKERS else encoded
+    if state is None or isinstance(state, bool | int | float | str):
+        return state
+    raise DataError(
+        f"`get_state` returned {state!r} of type {type(state).__name__} in its state. "
+        "A position must be made of numbers, strings, bytes, None, lists, and dicts "
+        "whose keys are strings."
+    )
+
+
+def decode_state(encoded: Any) -> Any:
+    """Returns the position that `encode_state` encoded.
+
+    Example:
+        >>> decode_state({"next_index": 3, "rng": {"bytes": "YWJj"}})
+        {'next_index': 3, 'rng': b'abc'}
+    """
+    if isinstance(encoded, list):
+        return [decode_state(value) for value in encoded]
+    if not isinstance(encoded, dict):
+        return encoded
+    if encoded.keys() == {"bytes"}:
+        return base64.b64decode(encoded["bytes"])
+    if encoded.keys() == {"dict"}:
+        encoded = encoded["dict"]
+    return {key: decode_state(value) for key, value in encoded.items()}

@@ -7,8 +7,8 @@ from nnx_parallel.distributed.agreement import strip_addresses as strip_addresse
 from nnx_parallel.distributed.agreement import versions as versions
 from nnx_parallel.distributed.faults import HUNG as HUNG
 from nnx_parallel.distributed.faults import PEER_LOST as PEER_LOST
+from nnx_parallel.distributed.faults import Termination as Termination
+from nnx_parallel.distributed.faults import Watchdog as Watchdog
 from nnx_parallel.distributed.initialize import initialize as initialize
 from nnx_parallel.distributed.messages import join as join
 from nnx_parallel.distributed.runtime import print_once as print_once
-from nnx_parallel.distributed.watchdog import Termination as Termination
-from nnx_parallel.distributed.watchdog import Watchdog as Watchdog

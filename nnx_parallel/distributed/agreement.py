@@ -1,4 +1,8 @@
-"""Processes compare what must be the same before it can do harm."""
+"""Comparison of values between processes, before a difference can do harm.
+
+Processes that compile different programs, or hold batches of different shapes, do not
+fail: they wait for one another in collectives that never match.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +19,23 @@ from nnx_parallel.distributed.runtime import process_index
 from nnx_parallel.errors import DisagreementError
 
 EXCHANGE_SECONDS = 1800.0
-"""How long processes wait for one another where nothing shorter is said."""
+"""Default time to wait for other processes: one may compile or restore meanwhile."""
+
+_MAX_LINES = 20
+_MAX_CHARACTERS = 200
 
 
 def allgather_object(
     name: str, value: Any, timeout_seconds: float = EXCHANGE_SECONDS
 ) -> list:
-    """Gives a value and returns those of all processes, by process.
+    """Sends a value to all processes and returns those of all, by process.
 
-    It runs beside the devices and may be called from any thread, as long as all
-    processes exchange one name in the same order.
+    It uses no device, so that it may run while a step does, on any thread. All
+    processes must gather one name in the same order.
 
     Args:
-        name: Of what is exchanged.
-        value: What JSON can hold.
+        name: Name of the exchange, for messages.
+        value: Anything that JSON can hold.
         timeout_seconds: How long to wait for the others.
 
     Raises:
@@ -44,50 +51,50 @@ def allgather_object(
 def reserve_allgather(
     name: str, timeout_seconds: float = EXCHANGE_SECONDS
 ) -> Callable[[Any], list]:
-    """An exchange whose turn is taken now, and that is made later on another thread.
+    """Reserves the next exchange of a name, to be made later on another thread.
 
     Returns:
         `allgather_object` without the name. If a process never calls it, the others
         time out, but later exchanges of the name are not mixed up with this one.
     """
-    line = join()
-    if line is None:
+    client = join()
+    if client is None:
         return lambda value: [value]
-    key = line.reserve(name)
-    return lambda value: line.exchange(key, value, timeout_seconds)
+    key = client.reserve(name)
+    return lambda value: client.allgather(key, value, timeout_seconds)
 
 
 def check_consistent(what: str, fields: Mapping[str, Any]) -> None:
     """Checks that all processes hold the same values.
 
     Args:
-        what: What the fields describe.
+        what: Description of the fields, for messages.
         fields: Values that JSON can hold, by name.
 
     Raises:
         DisagreementError: On all processes, if one differs from process 0. It names
             the process, the field and both values.
     """
-    fields = json.loads(json.dumps(fields))
+    fields = json.loads(json.dumps(fields))  # tuples become lists, as in what arrives
     text = json.dumps(fields, sort_keys=True)
-    digests = allgather_object(
-        f"digest of the {what}", hashlib.sha256(text.encode()).hexdigest()
-    )
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    digests = allgather_object(f"digest of the {what}", digest)
     if len(set(digests)) == 1:
         return
-    # Whoever agrees with process 0 need not say more: fields may be many.
+    # Fields may be megabytes (a program): only processes that differ send theirs.
     differs = digests[process_index()] != digests[0] or process_index() == 0
     found = allgather_object(f"fields of the {what}", fields if differs else None)
     found = [found[0] if other is None else other for other in found]
     lines = [
-        f"{name}: process 0 has {_spell(found[0].get(name))}, process {process} has "
-        f"{_spell(other.get(name))}"
+        f"{name}: process 0 has {_format(found[0].get(name))}, process {process} has "
+        f"{_format(other.get(name))}"
         for process, other in enumerate(found)
         for name in dict.fromkeys((*found[0], *other))
         if other.get(name) != found[0].get(name)
     ]
     if lines:
-        shown = lines[:20] + [f"... and {len(lines) - 20} more"] * (len(lines) > 20)
+        num_more = len(lines) - _MAX_LINES
+        shown = lines[:_MAX_LINES] + [f"... and {num_more} more"] * (num_more > 0)
         raise DisagreementError(
             f"The processes disagree about the {what}:\n  "
             + "\n  ".join(shown)
@@ -97,14 +104,14 @@ def check_consistent(what: str, fields: Mapping[str, Any]) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the libraries that decide about numbers."""
+    """Versions of Python and of the libraries that determine the numerics."""
     names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
     found = {name: importlib.metadata.version(name) for name in names}
     return {"python": platform.python_version(), **found}
 
 
 def strip_addresses(text: str) -> str:
-    """A ``repr`` without the addresses of objects, which no two processes share.
+    """Removes from a ``repr`` the addresses of objects, which differ by process.
 
     Example:
         >>> strip_addresses("<function f at 0x7f3c>")
@@ -113,6 +120,6 @@ def strip_addresses(text: str) -> str:
     return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
 
 
-def _spell(value: Any) -> str:
+def _format(value: Any) -> str:
     text = json.dumps(value)
-    return text if len(text) <= 200 else text[:200] + "..."
+    return text if len(text) <= _MAX_CHARACTERS else text[:_MAX_CHARACTERS] + "..."

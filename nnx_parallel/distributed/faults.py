@@ -1,20 +1,24 @@
-"""How a process ends when something is wrong: at once, with a reason and a code.
+"""How a process ends when something is wrong: at once, with a reason and an exit code.
 
-``sys.exit`` would wait for the others in jax's shutdown barrier, for minutes, while
-they wait for this process in a collective.
+Every such end is `os._exit`. ``sys.exit`` would run JAX's exit handler, which waits in
+a shutdown barrier for the other processes (up to 300 s), while these wait for this one
+in a collective.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable
 from functools import partial
-from types import TracebackType
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 import jax
 
@@ -29,43 +33,50 @@ PEER_LOST = 75
 HUNG = 76
 """Exit code of a process whose step or evaluation did not end in time."""
 
-SILENT = "its connection closed without a word (killed, or out of memory)"
-"""What is known of a process that did not say why it ended."""
+CLOSED = "its connection closed without an exit message (killed, or out of memory)"
+"""Reason of a loss where the lost process sent no exit message."""
 
-_WAIT_FOR_REASON_SECONDS = 5.0
-_WAIT_FOR_ENDING_SECONDS = 10.0
+_REASON_SECONDS = 5.0
+_ENDING_SECONDS = 10.0
+_WATCHDOG_GRACE_SECONDS = 5.0
 _RESUME = (
     "All processes end. Start the same command again: it resumes from the last "
     "checkpoint. `python -m nnx_parallel launch --max-restarts` does so by itself."
 )
 
+# Taken by the first thread that ends the process, and never released: one reason is
+# printed, not those that follow from it.
 _ending = threading.Lock()
+_notify: Callable[[str], None] | None = None  # set by `install`
 
 
-def install(tell: Callable[[str], None]) -> None:
-    """Makes an exception that nobody catches end the process at once.
+def install(notify: Callable[[str], None]) -> None:
+    """Makes an uncaught exception end the process at once.
 
     Args:
-        tell: Called with the reason first, to tell the other processes.
+        notify: Sends the exit message to the other processes.
     """
+    global _notify
+    _notify = notify
+    sys.excepthook = _end_by_exception
 
-    def end(
-        kind: type[BaseException],
-        error: BaseException,
-        trace: TracebackType | None,
-    ) -> None:
-        if issubclass(kind, jax.errors.JaxRuntimeError):
-            # Most likely another process was lost; whoever hears so ends this one.
-            threading.Event().wait(_WAIT_FOR_REASON_SECONDS)
-        _ending.acquire(timeout=_WAIT_FOR_ENDING_SECONDS)
-        interrupted = issubclass(kind, KeyboardInterrupt)
-        _end(
-            "".join(traceback.format_exception(kind, error, trace)),
-            partial(tell, _first_line(error)),
-            128 + signal.SIGINT if interrupted else FAILED,
-        )
 
-    sys.excepthook = end
+def _end_by_exception(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    if issubclass(kind, jax.errors.JaxRuntimeError):
+        # Most likely a collective failed because another process is gone. Which one
+        # and why arrives on another thread, and ends this process from there.
+        threading.Event().wait(_REASON_SECONDS)
+    _ending.acquire(timeout=_ENDING_SECONDS)
+    text = str(error).strip().splitlines()
+    reason = f"{kind.__name__}: {text[0]}" if text else kind.__name__
+    interrupted = issubclass(kind, KeyboardInterrupt)
+    _end(
+        "".join(traceback.format_exception(kind, error, trace)),
+        partial(_send_exit_message, reason),
+        128 + signal.SIGINT if interrupted else FAILED,  # as shells spell a signal
+    )
 
 
 def end_by_loss(process: int, reason: str, drain: Callable[[], None]) -> None:
@@ -73,39 +84,155 @@ def end_by_loss(process: int, reason: str, drain: Callable[[], None]) -> None:
 
     Args:
         process: The lost process.
-        reason: What is known.
-        drain: Waits until the others have heard of it.
+        reason: Why it was lost.
+        drain: Waits until the other processes have received the reason.
     """
     if not _ending.acquire(blocking=False):
         return  # this process is ending already, for a reason of its own
-    hint = "" if reason == SILENT else " Its own output says more."
+    hint = "" if reason == CLOSED else " Its own output says more."
     text = f"Process {process} is lost: {reason.rstrip('.')}.{hint} {_RESUME}"
     _end(text, drain, PEER_LOST)
 
 
-def end_hung(reason: str, tell: Callable[[str], None]) -> None:
-    """Ends this process because its step or evaluation does not end.
-
-    Args:
-        reason: What is known.
-        tell: Tells the other processes.
-    """
-    if not _ending.acquire(blocking=False):
-        return
-    _end(f"{reason} {_RESUME}", partial(tell, reason.rstrip(".")), HUNG)
+def _send_exit_message(reason: str) -> None:
+    if _notify is not None:
+        _notify(reason)
 
 
-def _end(text: str, tell: Callable[[], None], code: int) -> None:
-    """Says why, tells the others, and ends: also if nobody reads what is written."""
+def _end(text: str, notify: Callable[[], None], code: int) -> None:
     try:
+        # A closed pipe or a lost connection must not keep the process from ending.
         with contextlib.suppress(Exception):
             write_error(text)
         with contextlib.suppress(Exception):
-            tell()
+            notify()
     finally:
         os._exit(code)
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+class Watchdog:
+    """Ends the process if something takes too long, with the stack of every thread.
+
+    JAX's heartbeat does not notice a process that is alive but stuck:
+    https://github.com/jax-ml/jax/issues/38503
+
+    Args:
+        timeout_seconds: Longest duration of a step, or of a batch of an evaluation;
+            ``None`` watches nothing.
+
+    Raises:
+        ValueError: If the time is not positive.
+    """
+
+    def __init__(self, timeout_seconds: float | None) -> None:
+        if timeout_seconds is not None and timeout_seconds <= 0:
+            raise ValueError(
+                f"step_timeout={timeout_seconds}. It must be a positive number of "
+                "seconds, or None to watch nothing."
+            )
+        self._timeout = timeout_seconds
+        self._timer: threading.Timer | None = None
+
+    def arm(self, step: int, awaited: str = "step") -> None:
+        """Restarts the clock.
+
+        Args:
+            step: The last step that was dispatched.
+            awaited: What must end in time, for the message.
+        """
+        if self._timeout is None:
+            return
+        self.disarm()
+        self._timer = threading.Timer(self._timeout, self._end, (step, awaited))
+        self._timer.daemon = True
+        self._timer.start()
+        # The timer needs the interpreter's lock. A C call that never returns it stops
+        # every Python thread: then the interpreter's own clock ends the process.
+        faulthandler.dump_traceback_later(
+            self._timeout + _WATCHDOG_GRACE_SECONDS,
+            exit=True,
+            file=sys.__stderr__ or sys.stderr,
+        )
+
+    def disarm(self) -> None:
+        """Stops the clock: for compilation and for a checkpoint."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            faulthandler.cancel_dump_traceback_later()
+
+    def _end(self, step: int, awaited: str) -> None:
+        faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
+        reason = (
+            f"No {awaited} has ended for {self._timeout:g} s (step_timeout) after step "
+            f"{step} was dispatched; the stack of every thread is above"
+        )
+        if _ending.acquire(blocking=False):
+            _end(f"{reason}. {_RESUME}", partial(_send_exit_message, reason), HUNG)
+
+
+class Termination:
+    """Context that records a SIGTERM instead of ending the process.
+
+    Schedulers and clouds send SIGTERM some seconds before they take a machine: enough
+    to save. A handler installed earlier is called after the request was recorded, and
+    is restored on exit.
+
+    Attributes:
+        is_requested: Whether the signal has come.
+    """
+
+    def __init__(self) -> None:
+        self.is_requested = False
+        self._previous: Any = None
+        self._is_open = False
+        self._has_warned = False
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is not threading.main_thread():
+            return self  # Python lets only the main thread handle signals
+        previous = signal.getsignal(signal.SIGTERM)
+        if callable(previous):
+            warnings.warn(
+                f"A handler of SIGTERM, {_name(previous)}, was installed before the "
+                "fit. During the fit a SIGTERM saves a checkpoint and ends the run; "
+                "your handler is called as well, as soon as the signal has come. If it "
+                "exits by itself, nothing is saved.",
+                stacklevel=3,
+            )
+        self._previous = previous
+        signal.signal(signal.SIGTERM, self._record)
+        self._is_open = True
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        # A handler that was installed over this one stays.
+        if self._is_open and signal.getsignal(signal.SIGTERM) == self._record:
+            # `None` is a handler installed from C, which Python cannot restore.
+            previous = signal.SIG_DFL if self._previous is None else self._previous
+            signal.signal(signal.SIGTERM, previous)
+        self._is_open = False
+
+    def check(self) -> None:
+        """Warns, once, if another handler of SIGTERM has replaced this one."""
+        if self._has_warned or not self._is_open:
+            return
+        found = signal.getsignal(signal.SIGTERM)
+        if found != self._record:
+            self._has_warned = True
+            warnings.warn(
+                f"A handler of SIGTERM, {_name(found)}, was installed during the fit. "
+                "It swallows the notice of a preemption: the run will not save before "
+                "it is ended. Install it before the fit, which then calls both.",
+                stacklevel=2,
+            )
+
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        # Nothing is saved here: a handler interrupts any line, a save in progress too.
+        self.is_requested = True
+        if callable(self._previous):
+            self._previous(number, frame)
+
+
+def _name(handler: Any) -> str:
+    return f"`{getattr(handler, '__qualname__', repr(handler))}`"

@@ -1,10 +1,11 @@
-"""The place where the processes meet: a thread of process 0, beside the devices.
+"""Messages between processes, apart from the devices: small values, and losses.
 
-It collects one value from each process and hands all of them back, and it knows at once
-when a process is gone: the operating system closes a dead process's connection, however
-it died. Messages are JSON; strangers lack the key that process 0 has drawn.
+A thread of process 0 collects one value from each process and returns all of them to
+each. It notices every death at once, because the operating system closes the socket of
+a process however it dies. Messages are JSON over TCP; a connection must know a key that
+process 0 publishes in JAX's key-value store.
 
-A process's line to the others, beside the devices: words instead of arrays.
+TABLE
 """
 
 from __future__ import annotations
@@ -15,13 +16,11 @@ import json
 import queue
 import secrets
 import socket
-import struct
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
-from multiprocessing import AuthenticationError
 from multiprocessing.connection import (
     Connection,
     answer_challenge,
@@ -30,11 +29,13 @@ from multiprocessing.connection import (
 )
 from typing import Any
 
-from nnx_parallel.distributed.addresses import connect, is_loopback, listen
-from nnx_parallel.distributed.faults import SILENT, end_by_loss, install
+from nnx_parallel.distributed.faults import CLOSED, end_by_loss, install
 from nnx_parallel.distributed.runtime import (
-    coordinator,
-    coordinator_host,
+    coordination_client,
+    coordinator_address,
+    host_of,
+    is_loopback,
+    listen,
     process_count,
     process_index,
 )
@@ -43,324 +44,300 @@ from nnx_parallel.errors import ProcessError
 JOIN_SECONDS = 300.0
 """How long processes wait for one another at the start."""
 
-_LINGER_SECONDS = 2.0
-_GREETING_SECONDS = 60
-_LOOK_SECONDS = 0.05
-_NOT_OURS = (ValueError, KeyError, TypeError)
+_CONNECT_SECONDS = 20.0  # per address of a host: another of them may answer
+_DRAIN_SECONDS = 2.0
+_POLL_SECONDS = 0.05
+_KEY = "nnx_parallel/server"
 
 
-class Hub:
-    """Serves the processes of a run.
+class Server:
+    """Exchanges values between the processes of a run; lives on process 0.
 
     Args:
         host: Interface to listen on; empty for all.
         count: Number of processes.
-        key: What a connection must know.
-        join_seconds: How long to wait for all processes; then those that have come
-            are told who is missing.
+        key: Secret that a connection must know.
+        join_seconds: How long to wait for all processes; after that, those that have
+            joined are told which are missing.
+
+    Attributes:
+        port: Port on which it listens until all processes have joined.
+        joined: Set when they have, or the time to do so is over.
+        drained: Set when all processes but this one have ended.
     """
 
     def __init__(
         self, host: str, count: int, key: bytes, join_seconds: float = JOIN_SECONDS
     ) -> None:
-        self._server = listen(host, backlog=count)
-        self.port = int(self._server.getsockname()[1])
+        self._socket = listen(host, backlog=count)
+        self.port = int(self._socket.getsockname()[1])
         self._count = count
         self._key = key
         self._join_seconds = join_seconds
-        self._greeted: queue.SimpleQueue[tuple[Connection, int]] = queue.SimpleQueue()
-        self._connections: dict[Connection, int] = {}
-        self._rounds: dict[str, dict[int, Any]] = {}
-        self._left: set[int] = set()
-        self._is_over = False
-        self._gathered = threading.Event()
-        self._drained = threading.Event()
-        threading.Thread(target=self._run, name="nnx_parallel.hub", daemon=True).start()
-
-    def wait_for_all(self) -> None:
-        """Waits until every process has joined, or the time to do so is over.
-
-        Process 0 must not end before: an interpreter that does starts no thread to
-        greet those that come later.
-        """
-        self._gathered.wait()
-
-    def drain(self) -> None:
-        """Waits until the others have heard of a loss and gone, but not for long."""
-        self._drained.wait(_LINGER_SECONDS)
+        self._clients: dict[Connection, int] = {}  # process by connection
+        self._exchanges: dict[str, dict[int, Any]] = {}  # incomplete ones, by key
+        self._finished: set[int] = set()  # processes that announced their end
+        self._has_lost = False
+        self.joined = threading.Event()
+        self.drained = threading.Event()
+        _start("nnx_parallel.server", self._run)
 
     def _run(self) -> None:
         try:
-            self._gather()
+            self._accept_all()
         finally:
-            self._gathered.set()
-        while self._connections:
-            for ready in wait(list(self._connections)):
+            self.joined.set()
+        while self._clients:
+            for ready in wait(list(self._clients)):
                 assert isinstance(ready, Connection)
                 self._serve(ready)
-        self._drained.set()
+        self.drained.set()
 
-    def _gather(self) -> None:
-        """Takes in the processes; strangers that say nothing keep nobody waiting."""
+    def _accept_all(self) -> None:
         deadline = time.monotonic() + self._join_seconds
-        self._server.settimeout(_LOOK_SECONDS)
-        while len(self._connections) < self._count and time.monotonic() < deadline:
-            with contextlib.suppress(OSError):  # mostly: nobody has come just now
-                peer, _ = self._server.accept()
-                threading.Thread(target=self._greet, args=(peer,), daemon=True).start()
-            while not self._greeted.empty():
-                connection, process = self._greeted.get()
-                self._connections[connection] = process
-        self._server.close()
-        missing = sorted({*range(self._count)} - {*self._connections.values()})
+        self._socket.settimeout(_POLL_SECONDS)
+        while len(self._clients) < self._count and time.monotonic() < deadline:
+            with contextlib.suppress(OSError):  # mostly the timeout
+                peer, _ = self._socket.accept()
+                # A thread for each: a stranger that connects and sends nothing, as
+                # port scanners do, delays no process.
+                _start("nnx_parallel.greeting", self._authenticate, peer)
+        self._socket.close()
+        missing = sorted({*range(self._count)} - {*self._clients.values()})
         if missing:
-            self._lose(
+            self._report_loss(
                 missing[0],
                 f"it did not join within {self._join_seconds:.0f} s. Processes that "
                 f"are missing: {missing}",
             )
 
-    def _greet(self, peer: socket.socket) -> None:
-        peer.settimeout(None)
-        connection = Connection(peer.detach())
-        try:
-            _set_timeout(connection, _GREETING_SECONDS)
-            deliver_challenge(connection, self._key)
-            answer_challenge(connection, self._key)
-            process = int(_read(connection)["process"])
-            _set_timeout(connection, 0)
-        except (AuthenticationError, AssertionError, OSError, EOFError, *_NOT_OURS):
-            connection.close()  # a stranger, or a process gone before it has begun
-            return
-        self._greeted.put((connection, process))
+    def _authenticate(self, peer: socket.socket) -> None:
+        with contextlib.suppress(Exception):  # of a stranger, or a process that died
+            steps = (deliver_challenge, answer_challenge)
+            connection = _handshake(peer, self._key, steps)
+            self._clients[connection] = int(_receive(connection)["process"])
 
     def _serve(self, connection: Connection) -> None:
-        process = self._connections[connection]
+        process = self._clients[connection]
         try:
-            message = _read(connection)
+            message = _receive(connection)
         except (EOFError, OSError, ValueError):
-            del self._connections[connection]
-            if self._connections.keys() and set(self._connections.values()) <= {0}:
-                self._drained.set()
-            if process not in self._left:
-                self._lose(process, SILENT)
+            del self._clients[connection]
+            if set(self._clients.values()) == {0}:
+                self.drained.set()
+            if process not in self._finished:
+                self._report_loss(process, CLOSED)
             return
-        if message["op"] == "put":
-            self._put(process, message["key"], message["value"])
-        elif message["op"] == "missing":
-            found = self._rounds.get(message["key"], {})
-            missing = [p for p in range(self._count) if p not in found]
-            _send(connection, _encode({"op": "missing", "processes": missing}))
-        elif message["op"] == "fail":
-            self._left.add(process)
-            self._lose(process, message["reason"])
-        elif message["op"] == "bye":
-            self._left.add(process)
-            self._check_left()
+        match message:
+            case {"op": "put", "key": key, "value": value}:
+                self._put(process, key, value)
+            case {"op": "missing", "key": key}:
+                found = self._exchanges.get(key, {})
+                missing = [p for p in range(self._count) if p not in found]
+                _send(connection, {"op": "missing", "key": key, "processes": missing})
+            case {"op": "end", "reason": reason}:
+                self._finished.add(process)
+                if reason is not None:
+                    self._report_loss(process, reason)
+                self._check_finished()
 
     def _put(self, process: int, key: str, value: Any) -> None:
-        found = self._rounds.setdefault(key, {})
+        found = self._exchanges.setdefault(key, {})
         found[process] = value
         if len(found) == self._count:
-            del self._rounds[key]
+            del self._exchanges[key]
             values = [found[p] for p in range(self._count)]
             if all(other == values[0] for other in values):
-                values = values[:1]  # alike in every step, as a rule: kept short
-            self._tell({"op": "all", "key": key, "values": values})
-        self._check_left()
+                # The rule, in every step: bytes stay linear in the processes.
+                values = values[:1]
+            self._broadcast({"op": "all", "key": key, "values": values})
+        self._check_finished()
 
-    def _check_left(self) -> None:
-        """Nobody waits for a process that has ended in good order, but too early."""
-        for found in self._rounds.values():
-            for process in self._left - found.keys():
-                # It hears so too: jax would have it wait for the others, and abort.
-                self._lose(process, "it ended while others go on", told=True)
+    def _check_finished(self) -> None:
+        """Reports a process that finished while others wait for its value."""
+        for found in self._exchanges.values():
+            for process in self._finished - found.keys():
+                self._report_loss(process, "it ended while others go on")
                 return
 
-    def _lose(self, process: int, reason: str, *, told: bool = False) -> None:
-        if not self._is_over:
-            self._is_over = True
-            lost = {"op": "lost", "process": process, "reason": reason}
-            self._tell(lost, besides=None if told else process)
+    def _report_loss(self, process: int, reason: str) -> None:
+        if not self._has_lost:  # the first loss is the cause of the others
+            self._has_lost = True
+            # The lost process too, if it can read: one that called `sys.exit` waits in
+            # JAX's shutdown barrier. One that is ending ignores it.
+            self._broadcast({"op": "lost", "process": process, "reason": reason})
 
-    def _tell(self, message: dict[str, Any], besides: int | None = None) -> None:
-        encoded = _encode(message)
-        for connection, process in list(self._connections.items()):
-            if process != besides:
-                _send(connection, encoded)
-
-
-def _set_timeout(connection: Connection, seconds: int) -> None:
-    """Limits how long a read may wait; 0 lets it wait for ever."""
-    with socket.fromfd(connection.fileno(), socket.AF_INET, socket.SOCK_STREAM) as peer:
-        limit = struct.pack("ll", seconds, 0)
-        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        peer.setblocking(True)
+    def _broadcast(self, message: dict[str, Any]) -> None:
+        for connection in list(self._clients):
+            _send(connection, message)
 
 
-def _read(connection: Connection) -> dict[str, Any]:
-    message = json.loads(connection.recv_bytes())
-    if not isinstance(message, dict):
-        raise ValueError(f"Not a message: {message!r}.")
-    return message
-
-
-def _encode(message: dict[str, Any]) -> bytes:
-    return json.dumps(message).encode()
-
-
-def _send(connection: Connection, encoded: bytes) -> None:
-    try:
-        connection.send_bytes(encoded)
-    except OSError:
-        return  # it is gone, and the next read will say so
-
-
-_KEY = "nnx_parallel/line"
-
-
-class Line:
-    """One process's connection to the `Hub`.
+class Client:
+    """One process's connection to the `Server`.
 
     Args:
-        connection: The connection, already greeted.
-        hub: The hub, on process 0.
-        on_lost: Called on a thread of its own with the number of a lost process and
-            the reason; it ends this process.
+        connection: An authenticated connection.
+        server: The server, on process 0.
+        on_lost: Called on a thread of its own with a lost process, the reason, and
+            `drain`; it ends this process.
     """
 
     def __init__(
         self,
         connection: Connection,
-        hub: Hub | None,
-        on_lost: Callable[[int, str], None],
+        server: Server | None,
+        on_lost: Callable[[int, str, Callable[[], None]], None] = end_by_loss,
     ) -> None:
         self._connection = connection
-        self._hub = hub
+        self._server = server
         self._on_lost = on_lost
         self._sending = threading.Lock()
         self._counts: defaultdict[str, int] = defaultdict(int)
-        self._answers: dict[str, queue.SimpleQueue[list[Any]]] = {}
-        self._missing: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
-        self._is_leaving = False
-        threading.Thread(
-            target=self._listen, name="nnx_parallel.line", daemon=True
-        ).start()
+        self._replies: dict[str, queue.SimpleQueue[dict[str, Any]]] = {}
+        self._has_ended = False
+        _start("nnx_parallel.client", self._listen)
 
     def reserve(self, name: str) -> str:
-        """The key of the next exchange of a name: all reserve in the same order."""
+        """Key of the next exchange of a name: all processes reserve in one order."""
         self._counts[name] += 1
         return f"{name} {self._counts[name]}"
 
-    def exchange(self, key: str, value: Any, timeout_seconds: float) -> list[Any]:
-        """Gives a value and returns those of all processes, by process.
+    def allgather(self, key: str, value: Any, timeout_seconds: float) -> list[Any]:
+        """Sends a value and returns those of all processes, by process.
 
         Args:
-            key: Of `reserve`. Different ones may go on at once, on any threads.
-            value: What JSON can hold.
+            key: From `reserve`. Exchanges of several keys may run at once, on any
+                threads.
+            value: Anything that JSON can hold.
             timeout_seconds: How long to wait for the others.
 
         Raises:
             ProcessError: If some did not take part in time; it names them.
         """
-        answer = self._answers.setdefault(key, queue.SimpleQueue())
+        # The reply may have arrived already; `setdefault` is atomic.
+        replies = self._replies.setdefault(key, queue.SimpleQueue())
         self._send({"op": "put", "key": key, "value": value})
         try:
-            values = answer.get(timeout=timeout_seconds)
-            return values * process_count() if len(values) == 1 else values
+            reply = replies.get(timeout=timeout_seconds)
         except queue.Empty:
             self._send({"op": "missing", "key": key})
-            missing = self._missing.get(timeout=timeout_seconds)
+            reply = replies.get(timeout=timeout_seconds)
+        finally:
+            self._replies.pop(key, None)
+        if reply["op"] == "missing":
             name, _, _ = key.rpartition(" ")
             raise ProcessError(
-                f"Processes {missing} did not take part in '{name}' within "
+                f"Processes {reply['processes']} did not take part in '{name}' within "
                 f"{timeout_seconds:.0f} s. All processes run the same script; look at "
                 "what these wait for."
-            ) from None
-        finally:
-            self._answers.pop(key, None)
+            )
+        values = reply["values"]
+        return values * process_count() if len(values) == 1 else values
 
-    def fail(self, reason: str) -> None:
-        """Tells the others why this process ends; on process 0 lets them go first."""
-        self._is_leaving = True
-        self._send({"op": "fail", "reason": reason})
-        if self._hub is not None:
-            self._hub.drain()
+    def end(self, reason: str | None = None) -> None:
+        """Announces that this process ends: with an exit message, if by an error."""
+        self._has_ended = True
+        self._send({"op": "end", "reason": reason})
+        if reason is not None:
+            self.drain()
 
     def drain(self) -> None:
-        """On process 0: waits a moment for the others to have heard of a loss."""
-        if self._hub is not None:
-            self._hub.drain()
-
-    def leave(self) -> None:
-        """Says that this process ends in good order."""
-        self._is_leaving = True
-        self._send({"op": "bye"})
+        """On process 0, waits a moment for the others to receive a loss and end."""
+        # With process 0 JAX's coordination service ends, and its clients abort the
+        # other processes before they can print a line.
+        if self._server is not None:
+            self._server.drained.wait(_DRAIN_SECONDS)
 
     def _send(self, message: dict[str, Any]) -> None:
-        try:
-            with self._sending:
-                self._connection.send_bytes(json.dumps(message).encode())
-        except OSError:
-            return  # process 0 is gone: the listening thread ends this one
+        with self._sending:  # any thread may send
+            _send(self._connection, message)
 
     def _listen(self) -> None:
         while True:
             try:
-                message = json.loads(self._connection.recv_bytes())
+                message = _receive(self._connection)
             except (EOFError, OSError):
-                if not self._is_leaving:
-                    self._on_lost(0, SILENT)
+                if not self._has_ended:
+                    self._on_lost(0, CLOSED, self.drain)
                 return
-            if message["op"] == "all":
+            if message["op"] == "lost":
+                self._on_lost(message["process"], message["reason"], self.drain)
+            else:
                 key = message["key"]
-                self._answers.setdefault(key, queue.SimpleQueue()).put(
-                    message["values"]
-                )
-            elif message["op"] == "missing":
-                self._missing.put(message["processes"])
-            elif message["op"] == "lost":
-                self._on_lost(message["process"], message["reason"])
+                self._replies.setdefault(key, queue.SimpleQueue()).put(message)
 
 
 @cache
-def join() -> Line | None:
-    """This process's line, opened on first use; ``None`` with one process.
+def join() -> Client | None:
+    """This process's client, connected on first use; ``None`` with one process.
 
-    From then on the process ends when another is lost, and tells the others when it
+    From then on this process ends when another is lost, and tells the others when it
     ends with an error of its own. All processes must call it.
 
     Raises:
-        ProcessError: If process 0 does not open its hub.
+        ProcessError: If process 0 does not start its server.
     """
     if process_count() == 1:
         return None
-    hub, port, key = _meet()
-    connection = connect(coordinator_host(), port, key)
-    connection.send_bytes(json.dumps({"process": process_index()}).encode())
-    line = Line(
-        connection, hub, lambda process, why: end_by_loss(process, why, line.drain)
-    )
-    install(line.fail)
-    atexit.register(line.leave)
-    if hub is not None:
-        hub.wait_for_all()
-    return line
-
-
-def _meet() -> tuple[Hub | None, int, bytes]:
+    store, host = coordination_client(), host_of(coordinator_address())
+    server: Server | None = None
     if process_index() == 0:
-        key = secrets.token_bytes(32)
-        host = coordinator_host()
-        hub = Hub(host if is_loopback(host) else "", process_count(), key)
-        coordinator().key_value_set(_KEY, f"{hub.port} {key.hex()}")
-        return hub, hub.port, key
+        secret = secrets.token_bytes(32)
+        # A run on one machine stays unreachable from others.
+        server = Server(host if is_loopback(host) else "", process_count(), secret)
+        store.key_value_set(_KEY, f"{server.port} {secret.hex()}")
     try:
-        found = coordinator().blocking_key_value_get(_KEY, int(JOIN_SECONDS * 1000))
+        found = store.blocking_key_value_get(_KEY, int(JOIN_SECONDS * 1000))
     except Exception as error:
         raise ProcessError(
-            f"Process 0 did not open its hub within {JOIN_SECONDS:.0f} s: {error}. "
+            f"Process 0 did not start its server within {JOIN_SECONDS:.0f} s: {error}. "
             "All processes must call nnx_parallel.initialize()."
         ) from error
     port, key = found.split()
-    return None, int(port), bytes.fromhex(key)
+    connection = connect(host, int(port), bytes.fromhex(key))
+    _send(connection, {"process": process_index()})
+    client = Client(connection, server)
+    install(client.end)
+    atexit.register(client.end)
+    if server is not None:
+        # An interpreter that shuts down starts no thread to authenticate late comers.
+        server.joined.wait()
+    return client
+
+
+def connect(host: str, port: int, key: bytes) -> Connection:
+    """A connection on which both sides have proved that they know the key.
+
+    Raises:
+        OSError: If none of the host's addresses answers.
+    """
+    # `multiprocessing.connection.Client` would try IPv4 alone.
+    peer = socket.create_connection((host, port), timeout=_CONNECT_SECONDS)
+    return _handshake(peer, key, (answer_challenge, deliver_challenge))
+
+
+def _handshake(
+    peer: socket.socket,
+    key: bytes,
+    steps: Sequence[Callable[[Connection, bytes], None]],
+) -> Connection:
+    # `Connection` reads the descriptor itself, which must block: a timeout of the
+    # socket, or `socket.setdefaulttimeout`, leaves it non-blocking.
+    peer.settimeout(None)
+    connection = Connection(peer.detach())  # closed with its last reference
+    for step in steps:
+        step(connection, key)
+    return connection
+
+
+def _start(name: str, target: Callable[..., None], *args: Any) -> None:
+    threading.Thread(target=target, args=args, name=name, daemon=True).start()
+
+
+def _send(connection: Connection, message: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # closed: the next read of it reports the loss
+        connection.send_bytes(json.dumps(message).encode())
+
+
+def _receive(connection: Connection) -> dict[str, Any]:
+    return json.loads(connection.recv_bytes())

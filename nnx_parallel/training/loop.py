@@ -18,9 +18,10 @@ import jax
 from nnx_parallel.checkpoint.recovery import check_ahead, check_options, check_state
 from nnx_parallel.data.agreement import BatchAgreement
 from nnx_parallel.data.batches import copy_if_writeable
-from nnx_parallel.data.prefetch import PrefetchIterator, check_data, is_one_shot
+from nnx_parallel.data.position import is_one_shot
+from nnx_parallel.data.prefetch import PrefetchIterator, check_data
 from nnx_parallel.distributed.agreement import allgather_object
-from nnx_parallel.distributed.watchdog import Termination, Watchdog
+from nnx_parallel.distributed.faults import Termination, Watchdog
 from nnx_parallel.errors import CheckpointError, DataError, NonFiniteLossError
 from nnx_parallel.loggers.logger import Logger, LoggerGroup, default_loggers
 from nnx_parallel.training.callbacks import Callback

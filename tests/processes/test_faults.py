@@ -66,15 +66,15 @@ def break_process(kind: str, steps: int = 40, process: int = 1, **more: Any) -> 
             break_process("kill"),
             128 + signal.SIGKILL,
             [
-                "[0] " + LOST + "its connection closed without a word (killed, or out "
-                "of memory). All processes end. Start the same command again",
+                "[0] " + LOST + "its connection closed without an exit message "
+                "(killed, or out of memory). All processes end. Start the same command",
                 "[launch] Process 1 failed first, by signal SIGKILL.",
             ],
         ),
         (
             break_process("kill", process=0),
             128 + signal.SIGKILL,
-            ["[1] Process 0 is lost: its connection closed without a word"],
+            ["[1] Process 0 is lost: its connection closed without an exit message"],
         ),
         (
             break_process("exit"),
@@ -184,7 +184,7 @@ def test_a_kill_in_the_middle_of_a_save_ends_all_processes(tmp_path: Path) -> No
     settings |= {"model": "wide", "fault": settings["fault"] | {"step": 9}}
     ended = launch(settings)
     assert ended.code == 128 + signal.SIGKILL, ended.text
-    assert "[0] " + LOST + "its connection closed without a word" in ended.text
+    assert "[0] " + LOST + "its connection closed without an exit message" in ended.text
     left = sorted(path.name for path in (tmp_path / "run").glob("[0-9]*"))
     assert left == ["4", "8.orbax-checkpoint-tmp"]
     assert ended.seconds < 30
