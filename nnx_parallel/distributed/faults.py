@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import re
 import signal
 import sys
 import threading
@@ -39,6 +40,8 @@ CLOSED = "its connection closed without an exit message (killed, or out of memor
 _REASON_SECONDS = 5.0
 _ENDING_SECONDS = 10.0
 _WATCHDOG_GRACE_SECONDS = 5.0
+# jax 0.12 raises the status of a failed collective as a `ValueError`.
+_STATUS = re.compile(r"(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED): ")
 _RESUME = (
     "All processes end. Start the same command again: it resumes from the last "
     "checkpoint. `python -m nnx_parallel launch --max-restarts` does so by itself."
@@ -64,7 +67,7 @@ def install(notify: Callable[[str], None]) -> None:
 def _end_by_exception(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    if issubclass(kind, jax.errors.JaxRuntimeError):
+    if issubclass(kind, jax.errors.JaxRuntimeError) or _STATUS.match(str(error)):
         # Most likely a collective failed because another process is gone. Which one
         # and why arrives on another thread, and ends this process from there.
         threading.Event().wait(_REASON_SECONDS)

@@ -5,7 +5,23 @@ each. It notices every death at once, because the operating system closes the so
 a process however it dies. Messages are JSON over TCP; a connection must know a key that
 process 0 publishes in JAX's key-value store.
 
-TABLE
+JAX's coordination service alone (heartbeat 10 s, the reason in its key-value store,
+`os._exit` in ``sys.excepthook``) ends everything in time too, but often in C++, before
+Python can print why. Two processes on CPU, jax 0.12.0.1 and 0.10.2, seconds from the
+fault to the last end:
+
+    fault                     JAX's service              this module
+    killed in a collective    1.1, an error of Gloo      0.1, printed
+    killed while idle         9 to 10, aborts            0.1, printed
+    process 0 killed          0.1 to 0.3, aborts         0.1 to 0.2, printed
+    an exception              1.0, printed               0.1, printed
+    ``sys.exit`` too early    5 to 6, aborts             EXIT, printed
+    a hang, watchdog of 2 s   3.0, printed               HANG, printed
+    a machine vanishes        9 to 10, aborts            the same: its heartbeat
+    exchange of a value       1.4 to 3 ms                0.2 to 0.5 ms
+
+A ``missed_heartbeat_callback`` in Python aborts with ``std::bad_cast``. With
+``jax_enable_recoverability`` only the death of process 0 still aborts.
 """
 
 from __future__ import annotations
