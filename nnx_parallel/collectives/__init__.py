@@ -4,8 +4,6 @@ from nnx_parallel.collectives.matmul import all_gather_matmul as all_gather_matm
 from nnx_parallel.collectives.matmul import (
     column_parallel_matmul as column_parallel_matmul,
 )
-from nnx_parallel.collectives.matmul import gather_hops as gather_hops
-from nnx_parallel.collectives.matmul import join_hops as join_hops
 from nnx_parallel.collectives.matmul import (
     matmul_reduce_scatter as matmul_reduce_scatter,
 )
@@ -13,3 +11,5 @@ from nnx_parallel.collectives.matmul import row_parallel_matmul as row_parallel_
 from nnx_parallel.collectives.ring import Mode as Mode
 from nnx_parallel.collectives.ring import Overlap as Overlap
 from nnx_parallel.collectives.ring import check_mode as check_mode
+from nnx_parallel.collectives.ring import gather_hops as gather_hops
+from nnx_parallel.collectives.ring import join_hops as join_hops

@@ -1,31 +1,34 @@
-"""Products of shards that gather their input or scatter their output.
+"""Products of two arrays that gather one of them or scatter their sum on the way.
 
-For code inside a region that is manual over the axis (``jax.shard_map``). The backward
-pass of each is the other: it overlaps as well, and keeps no gathered array in between.
-
-The same products of global arrays: each opens a region manual over one axis.
-
-Other mesh axes stay automatic, so that a batch split over ``data`` or weights over
-``pipe`` need no word. Inside a region that is manual over other axes they nest.
+``all_gather_matmul`` and ``matmul_reduce_scatter`` are for code that is manual over the
+axis (``jax.shard_map``). The backward pass of each is the other: it overlaps as well,
+and keeps no gathered array in between. ``column_parallel_matmul`` and
+``row_parallel_matmul`` are the same of global arrays, in a region manual over that one
+axis: other mesh axes stay automatic, so that a batch split over ``data`` or weights
+over ``pipe`` need nothing said. Inside a region that is manual over other axes they
+nest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from numpy.lib.array_utils import normalize_axis_tuple
 
-from nnx_parallel.collectives.ring import Mode, Ring, check_mode
-from nnx_parallel.errors import (
-    CollectiveProductError,
-    IndivisibleDimError,
-    UnknownAxisError,
+from nnx_parallel.collectives.ring import (
+    Mode,
+    Ring,
+    check_divides,
+    on_shards,
+    region_mesh_of,
 )
+from nnx_parallel.errors import CollectiveProductError, UnknownAxisError
 
 Contracting = int | tuple[Sequence[int], Sequence[int]]
 """As the ``axes`` of ``jnp.tensordot``: a number of dims, or those of x and of w."""
@@ -39,7 +42,7 @@ def all_gather_matmul(
     dim: int,
     contracting: Contracting = 1,
     mode: Mode = "ring",
-    sum_dtype: jax.typing.DTypeLike | None = None,
+    sum_dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """``all_gather(x) @ w``: each shard is multiplied while the next one travels [1].
 
@@ -89,7 +92,7 @@ def all_gather_matmul(
         Models", 2022, section 4.2, https://arxiv.org/abs/2205.05198
     """
     x, w, plan = _prepare(x_shard, w_shard, axis, dim, contracting, mode, sum_dtype)
-    return _gathering(plan, x, w)
+    return _gathering(*plan)(x, w)
 
 
 def matmul_reduce_scatter(
@@ -100,7 +103,7 @@ def matmul_reduce_scatter(
     dim: int,
     contracting: Contracting = 1,
     mode: Mode = "ring",
-    sum_dtype: jax.typing.DTypeLike | None = None,
+    sum_dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """``reduce_scatter(x @ w)``: sums travel while the next shard is multiplied [1].
 
@@ -114,11 +117,9 @@ def matmul_reduce_scatter(
         w_shard: This device's part of the contracted dims.
         axis: The manual mesh axis.
         dim: The dim of ``x_shard`` that the output is split along, one that is kept.
-        contracting: How many last dims of x are contracted with the first of w, or
-            both's dims, as in ``jnp.tensordot``.
+        contracting: As in `all_gather_matmul`.
         mode: How sums travel.
-        sum_dtype: dtype in which partial sums travel. By default at least float32;
-            bfloat16 halves their bytes and rounds every hop.
+        sum_dtype: dtype in which partial sums travel, as in `all_gather_matmul`.
 
     Returns:
         This device's shard along ``dim``: the kept dims of x, then those of w.
@@ -142,101 +143,77 @@ def matmul_reduce_scatter(
         (16, 4)
 
     References:
-        [1] Wang et al., "Overlap Communication with Dependent Computation via
-        Decomposition in Large Deep Learning Models", ASPLOS 2023, section 3,
-        https://doi.org/10.1145/3567955.3567959
-        [2] Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-        Models", 2022, section 4.2, https://arxiv.org/abs/2205.05198
+        [1], [2] As of `all_gather_matmul`.
     """
     x, w, plan = _prepare(x_shard, w_shard, axis, dim, contracting, mode, sum_dtype)
-    length, size = x.shape[plan.ring.dim], plan.ring.size
-    if length % size:
-        raise IndivisibleDimError(
-            f"Cannot scatter dim {dim} of a product over the mesh axis {axis!r}: it "
-            f"has size {length}, which {size} devices do not divide. Pad it to "
-            f"{-(-length // size) * size}."
-        )
-    return _scattering(plan, x, w)
+    size = jax.lax.axis_size(axis)
+    check_divides(axis, size, ("x", x_shard, dim % x_shard.ndim))
+    return _scattering(*plan)(x, w)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """What of a product is no array.
+def _gathering(ring: Ring, num: int, sum_dtype: DTypeLike) -> Callable:
+    """``all_gather(x) @ w``, from the first ``num`` dims of w and the last of x.
 
-    Attributes:
-        ring: Who takes part, and the dim of x.
-        num: Number of contracted dims, the last of x and the first of w.
-        sum_dtype: dtype of partial sums on their way.
+    The gradient is written out: JAX's transpose of a ring keeps all that passed by, and
+    has the hops wait for products.
     """
 
-    ring: Ring
-    num: int
-    sum_dtype: jax.typing.DTypeLike
+    @jax.custom_vjp
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        # (*kept, *contracted) by (*contracted, *others)
+        return ring.gather_through(x, lambda x: jnp.tensordot(x, w, num))[0]
 
-    def product(
-        self, x: jax.Array, w: jax.Array, dtype: jax.typing.DTypeLike | None = None
-    ) -> jax.Array:
-        return jnp.tensordot(x, w, axes=self.num, preferred_element_type=dtype)
+    def forward(x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple]:
+        return product(x, w), (x, w)
 
-    def transposed(
-        self, dy: jax.Array, w: jax.Array, dtype: jax.typing.DTypeLike | None = None
-    ) -> jax.Array:
-        """``dy`` by the transpose of ``w``: the gradient of x before it is summed."""
-        kept = w.ndim - self.num
-        axes = [*range(dy.ndim - kept, dy.ndim)], [*range(self.num, w.ndim)]
-        return jnp.tensordot(dy, w, axes=axes, preferred_element_type=dtype)
+    def backward(saved: tuple, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x, w = saved
+        dx, whole = ring.scatter_sum_and_gather(
+            lambda dy: _x_gradient(dy, w, num, sum_dtype), dy, x
+        )
+        # One product of the whole x, not one a hop: other axes that split the batch
+        # then sum the gradient of w once.
+        return dx.astype(x.dtype), _w_gradient(whole, dy, num).astype(w.dtype)
 
-    def weights(self, x: jax.Array, dy: jax.Array) -> jax.Array:
-        """The gradient of w."""
-        rows = [*range(x.ndim - self.num)]
-        return jnp.tensordot(x, dy, axes=(rows, rows))
+    product.defvjp(forward, backward)
+    return product
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gathering(plan: _Plan, x: jax.Array, w: jax.Array) -> jax.Array:
-    return plan.ring.gather_through(x, lambda piece: plan.product(piece, w))[0]
+def _scattering(ring: Ring, num: int, sum_dtype: DTypeLike) -> Callable:
+    """``reduce_scatter(x @ w)``, from the first ``num`` dims of w and the last of x."""
+
+    @jax.custom_vjp
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        def partial_sum(x: jax.Array) -> jax.Array:
+            return jnp.tensordot(x, w, num, preferred_element_type=sum_dtype)
+
+        return ring.scatter_sum(partial_sum, x).astype(jnp.result_type(x, w))
+
+    def forward(x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple]:
+        return product(x, w), (x, w)
+
+    def backward(saved: tuple, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x, w = saved
+        dx, dy = ring.gather_through(dy, lambda dy: _x_gradient(dy, w, num))
+        return dx.astype(x.dtype), _w_gradient(x, dy, num).astype(w.dtype)
+
+    product.defvjp(forward, backward)
+    return product
 
 
-def _gathering_forward(
-    plan: _Plan, x: jax.Array, w: jax.Array
-) -> tuple[jax.Array, tuple]:
-    return _gathering(plan, x, w), (x, w)
+def _x_gradient(
+    dy: jax.Array, w: jax.Array, num: int, dtype: DTypeLike | None = None
+) -> jax.Array:
+    """``(*kept, *others)`` by ``(*contracted, *others)``, before it is summed."""
+    others = w.ndim - num
+    axes = [*range(dy.ndim - others, dy.ndim)], [*range(num, w.ndim)]
+    return jnp.tensordot(dy, w, axes=axes, preferred_element_type=dtype)
 
 
-def _gathering_backward(
-    plan: _Plan, kept: tuple, dy: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    x, w = kept
-    dx, whole = plan.ring.scatter_sum_and_gather(
-        lambda piece: plan.transposed(piece, w, plan.sum_dtype), dy, x
-    )
-    return dx.astype(x.dtype), plan.weights(whole, dy).astype(w.dtype)
-
-
-_gathering.defvjp(_gathering_forward, _gathering_backward)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scattering(plan: _Plan, x: jax.Array, w: jax.Array) -> jax.Array:
-    y = plan.ring.scatter_sum(lambda piece: plan.product(piece, w, plan.sum_dtype), x)
-    return y.astype(jnp.result_type(x, w))
-
-
-def _scattering_forward(
-    plan: _Plan, x: jax.Array, w: jax.Array
-) -> tuple[jax.Array, tuple]:
-    return _scattering(plan, x, w), (x, w)
-
-
-def _scattering_backward(
-    plan: _Plan, kept: tuple, dy: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    x, w = kept
-    dx, dy = plan.ring.gather_through(dy, lambda piece: plan.transposed(piece, w))
-    return dx.astype(x.dtype), plan.weights(x, dy).astype(w.dtype)
-
-
-_scattering.defvjp(_scattering_forward, _scattering_backward)
+def _w_gradient(x: jax.Array, dy: jax.Array, num: int) -> jax.Array:
+    """``(*kept, *contracted)`` by ``(*kept, *others)``."""
+    kept = [*range(x.ndim - num)]
+    return jnp.tensordot(x, dy, axes=(kept, kept))
 
 
 def _prepare(
@@ -246,60 +223,9 @@ def _prepare(
     dim: int,
     contracting: Contracting,
     mode: Mode,
-    sum_dtype: jax.typing.DTypeLike | None,
-) -> tuple[jax.Array, jax.Array, _Plan]:
-    """Contracted dims last in x and first in w, and all else in a plan."""
-    check_mode(mode)
-    _check_manual(axis)
-    x_dims, w_dims = contracted_dims(x.shape, w.shape, contracting)
-    kept = [d for d in range(x.ndim) if d not in x_dims]
-    if not -x.ndim <= dim < x.ndim or dim % x.ndim not in kept:
-        raise CollectiveProductError(
-            f"dim={dim} of x with shape {x.shape}, whose dims {sorted(x_dims)} are "
-            f"contracted. Choose a dim that is kept: one of {kept}."
-        )
-    others = [d for d in range(w.ndim) if d not in w_dims]
-    if sum_dtype is None:
-        sum_dtype = jnp.promote_types(jnp.result_type(x, w), jnp.float32)
-    ring = Ring(axis=axis, dim=kept.index(dim % x.ndim), mode=mode)
-    plan = _Plan(ring=ring, num=len(x_dims), sum_dtype=jnp.dtype(sum_dtype))
-    x = jnp.transpose(x, (*kept, *x_dims))
-    w = jnp.transpose(w, (*w_dims, *others))
-    x, w = _varying(x, w, axis)
-    return x, w, plan
-
-
-def contracted_dims(
-    x_shape: Sequence[int], w_shape: Sequence[int], contracting: Contracting
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The dims of x and of w that are contracted, counted from the front.
-
-    Raises:
-        CollectiveProductError: If they do not exist, repeat, or differ in size.
-    """
-    x_ndim, w_ndim = len(x_shape), len(w_shape)
-    if isinstance(contracting, int):
-        x_dims = tuple(range(x_ndim - contracting, x_ndim))
-        w_dims = tuple(range(contracting))
-    else:
-        x_dims, w_dims = (tuple(dims) for dims in contracting)
-    is_inside = all(-x_ndim <= d < x_ndim for d in x_dims) and all(
-        -w_ndim <= d < w_ndim for d in w_dims
-    )
-    x_dims = tuple(d % max(x_ndim, 1) for d in x_dims)
-    w_dims = tuple(d % max(w_ndim, 1) for d in w_dims)
-    are_distinct = len({*x_dims}) == len(x_dims) == len(w_dims) == len({*w_dims})
-    sizes = [x_shape[d] for d in x_dims] if is_inside else []
-    if not is_inside or not are_distinct or sizes != [w_shape[d] for d in w_dims]:
-        raise CollectiveProductError(
-            f"contracting={contracting!r} does not fit x of shape {tuple(x_shape)} and "
-            f"w of shape {tuple(w_shape)}. Give the number of last dims of x and first "
-            "dims of w, or a pair of lists of dims; their sizes must be equal in pairs."
-        )
-    return x_dims, w_dims
-
-
-def _check_manual(axis: str) -> None:
+    sum_dtype: DTypeLike | None,
+) -> tuple[jax.Array, jax.Array, tuple[Ring, int, DTypeLike]]:
+    """Arrays ``(*kept, *contracted)`` and ``(*contracted, *others)``, and the plan."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if axis not in manual:
         raise UnknownAxisError(
@@ -308,25 +234,74 @@ def _check_manual(axis: str) -> None:
             "), or use column_parallel_matmul and row_parallel_matmul, which open such "
             "a region."
         )
+    dims = _find_dims(x, w, contracting)
+    kept = dims.x_kept.index(_kept_dim("x", x, dims.x_kept, "dim", dim))
+    if sum_dtype is None:
+        sum_dtype = jnp.promote_types(jnp.result_type(x, w), jnp.float32)
+    ring = Ring(axis=axis, dim=kept, mode=mode)
+    x = jnp.transpose(x, (*dims.x_kept, *dims.x))
+    w = jnp.transpose(w, (*dims.w, *dims.w_kept))
+    # Where JAX tracks along which axes values differ (`check_vma`), a gradient must
+    # differ as its array does; that of this cast is the sum over the axes that it adds.
+    varied = [jax.typeof(a).manual_axis_type.varying for a in (x, w)]
+    every = varied[0] | varied[1] | {axis}
+    for_x, for_w = (tuple(sorted(every - own)) for own in varied)
+    x = jax.lax.pcast(x, for_x, to="varying") if for_x else x
+    w = jax.lax.pcast(w, for_w, to="varying") if for_w else w
+    return x, w, (ring, len(dims.x), jnp.dtype(sum_dtype))
 
 
-def _varying(x: jax.Array, w: jax.Array, axis: str) -> tuple[jax.Array, jax.Array]:
-    """Both as values that differ along the same manual axes.
+class _Dims(NamedTuple):
+    """The dims of a product, counted from the front.
 
-    Where JAX keeps track of that (``check_vma``), gradients must differ as their
-    arrays do; that of a cast is the sum over the axes that it adds.
+    Attributes:
+        x: Contracted dims of x.
+        w: Contracted dims of w, in the same order.
+        x_kept: The other dims of x.
+        w_kept: The other dims of w.
     """
-    every = _axes_varied(x) | _axes_varied(w) | {axis}
-    return _vary(x, every), _vary(w, every)
+
+    x: tuple[int, ...]
+    w: tuple[int, ...]
+    x_kept: list[int]
+    w_kept: list[int]
 
 
-def _vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
-    added = tuple(sorted(axes - _axes_varied(x)))
-    return jax.lax.pcast(x, added, to="varying") if added else x
+def _find_dims(x: jax.Array, w: jax.Array, contracting: Contracting) -> _Dims:
+    axes = contracting
+    if isinstance(axes, int):
+        axes = range(x.ndim - axes, x.ndim), range(axes)
+    x_dims = w_dims = ()
+    try:
+        x_dims = normalize_axis_tuple(tuple(axes[0]), x.ndim)
+        w_dims = normalize_axis_tuple(tuple(axes[1]), w.ndim)
+        fits = [x.shape[d] for d in x_dims] == [w.shape[d] for d in w_dims]
+    except ValueError:  # a dim that does not exist, or that repeats
+        fits = False
+    if not fits:
+        raise CollectiveProductError(
+            f"contracting={contracting!r} does not fit x of shape {x.shape} and "
+            f"w of shape {w.shape}. Give the number of last dims of x and first "
+            "dims of w, or a pair of lists of dims; their sizes must be equal in pairs."
+        )
+    x_kept, w_kept = (
+        [d for d in range(a.ndim) if d not in dims]
+        for a, dims in ((x, x_dims), (w, w_dims))
+    )
+    return _Dims(x_dims, w_dims, x_kept, w_kept)
 
 
-def _axes_varied(x: jax.Array) -> frozenset[str]:
-    return jax.typeof(x).manual_axis_type.varying
+def _kept_dim(
+    name: str, array: jax.Array, kept: list[int], label: str, dim: int
+) -> int:
+    """``dim`` counted from the front, once it is known to be kept."""
+    if not -array.ndim <= dim < array.ndim or dim % array.ndim not in kept:
+        contracted = [d for d in range(array.ndim) if d not in kept]
+        raise CollectiveProductError(
+            f"{label}={dim} of {name} with shape {array.shape}, whose dims "
+            f"{contracted} are contracted. Choose a dim that is kept: one of {kept}."
+        )
+    return dim % array.ndim
 
 
 def column_parallel_matmul(
@@ -338,12 +313,10 @@ def column_parallel_matmul(
     w_dim: int,
     contracting: Contracting = 1,
     mode: Mode = "ring",
-    sum_dtype: jax.typing.DTypeLike | None = None,
+    sum_dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
 ) -> jax.Array:
-    """``x @ w`` from x split along ``dim`` to an output split along w's ``w_dim``.
-
-    `all_gather_matmul` on the shards: x is gathered on its way.
+    """`all_gather_matmul` of global arrays: ``x @ w``, split along w's ``w_dim``.
 
     Args:
         x: Global; split over the axis along ``dim``, or brought there.
@@ -351,9 +324,9 @@ def column_parallel_matmul(
         axis: The mesh axis.
         dim: A dim of x that is kept.
         w_dim: A dim of w that is kept.
-        contracting: As in `all_gather_matmul`.
-        mode: As in `all_gather_matmul`.
-        sum_dtype: As in `all_gather_matmul`.
+        contracting: As in `all_gather_matmul`, like ``mode`` and ``sum_dtype``.
+        mode: How shards of x travel.
+        sum_dtype: dtype in which the sums of its gradient travel.
         mesh: The mesh; in a region that is manual over other axes, that of the region.
 
     Returns:
@@ -364,6 +337,7 @@ def column_parallel_matmul(
             manual over it already.
         IndivisibleDimError: If the axis does not divide a dim that it splits.
         CollectiveProductError: If dims do not fit.
+        ValueError: If there is no such mode.
 
     Example:
         >>> import jax.numpy as jnp
@@ -373,22 +347,14 @@ def column_parallel_matmul(
         >>> column_parallel_matmul(x, w, "tensor", dim=1, w_dim=1, mesh=mesh).shape
         (2, 16, 8)
     """
-    x_dims, w_dims = contracted_dims(x.shape, w.shape, contracting)
-    dim, kept_x = _kept_dim("x", x, x_dims, "dim", dim)
-    w_dim, kept_w = _kept_dim("w", w, w_dims, "w_dim", w_dim)
-    out_dim = len(kept_x) + kept_w.index(w_dim)
-    function = partial(
-        all_gather_matmul,
-        axis=axis,
-        dim=dim,
-        contracting=(x_dims, w_dims),
-        mode=mode,
-        sum_dtype=sum_dtype,
-    )
-    mesh_ = _mesh_of(axis, mesh)
-    _check_divides(mesh_, axis, ("x", x, dim), ("w", w, w_dim))
-    specs = (_on(axis, dim), _on(axis, w_dim))
-    return _over(function, mesh_, axis, specs, _on(axis, out_dim), mode)(x, w)
+    dims = _find_dims(x, w, contracting)
+    dim = _kept_dim("x", x, dims.x_kept, "dim", dim)
+    w_dim = _kept_dim("w", w, dims.w_kept, "w_dim", w_dim)
+    out_dim = len(dims.x_kept) + dims.w_kept.index(w_dim)
+    settings = {"contracting": contracting, "mode": mode, "sum_dtype": sum_dtype}
+    product = partial(all_gather_matmul, axis=axis, dim=dim, **settings)
+    region_mesh = region_mesh_of(axis, mesh, ("x", x, dim), ("w", w, w_dim))
+    return on_shards(product, region_mesh, axis, (dim, w_dim), out_dim)(x, w)
 
 
 def row_parallel_matmul(
@@ -400,32 +366,30 @@ def row_parallel_matmul(
     contracting: Contracting = 1,
     split: int = 0,
     mode: Mode = "ring",
-    sum_dtype: jax.typing.DTypeLike | None = None,
+    sum_dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
 ) -> jax.Array:
-    """``x @ w`` from a contracted dim that is split to an output split along ``dim``.
-
-    `matmul_reduce_scatter` on the shards: the sum over devices is scattered.
+    """`matmul_reduce_scatter` of global arrays: ``x @ w``, split along x's ``dim``.
 
     Args:
         x: Global; split over the axis along one contracted dim, or brought there.
         w: Global; split over the axis along the same, or brought there.
         axis: The mesh axis.
         dim: A dim of x that is kept.
-        contracting: As in `matmul_reduce_scatter`.
+        contracting: As in `all_gather_matmul`, like ``mode`` and ``sum_dtype``.
         split: Which of the contracted dims is split.
-        mode: As in `matmul_reduce_scatter`.
-        sum_dtype: As in `matmul_reduce_scatter`.
-        mesh: The mesh; in a region that is manual over other axes, that of the region.
+        mode: How sums travel.
+        sum_dtype: dtype in which they travel.
+        mesh: As in `column_parallel_matmul`.
 
     Returns:
-        The kept dims of x, then those of w: global, split where ``dim`` went.
+        The kept dims of x, then those of w: global, split along ``dim``.
 
     Raises:
-        UnknownAxisError: If there is no mesh, or none with the axis, or the code is
-            manual over it already.
+        UnknownAxisError: As `column_parallel_matmul`, like the other errors.
         IndivisibleDimError: If the axis does not divide a dim that it splits.
         CollectiveProductError: If dims do not fit.
+        ValueError: If there is no such mode.
 
     Example:
         >>> import jax.numpy as jnp
@@ -435,160 +399,16 @@ def row_parallel_matmul(
         >>> row_parallel_matmul(x, w, "tensor", dim=1, mesh=mesh).shape
         (2, 16, 4)
     """
-    x_dims, w_dims = contracted_dims(x.shape, w.shape, contracting)
-    dim, kept_x = _kept_dim("x", x, x_dims, "dim", dim)
-    if not 0 <= split < len(x_dims):
+    dims = _find_dims(x, w, contracting)
+    dim = _kept_dim("x", x, dims.x_kept, "dim", dim)
+    if not 0 <= split < len(dims.x):
         raise CollectiveProductError(
-            f"split={split}, but {len(x_dims)} dims are contracted. Choose one of "
-            f"{list(range(len(x_dims)))}."
+            f"split={split}, but {len(dims.x)} dims are contracted. Choose one of "
+            f"{list(range(len(dims.x)))}."
         )
-    function = partial(
-        matmul_reduce_scatter,
-        axis=axis,
-        dim=dim,
-        contracting=(x_dims, w_dims),
-        mode=mode,
-        sum_dtype=sum_dtype,
-    )
-    mesh_ = _mesh_of(axis, mesh)
-    _check_divides(mesh_, axis, ("x", x, dim), ("x", x, x_dims[split]))
-    specs = (_on(axis, x_dims[split]), _on(axis, w_dims[split]))
-    out_spec = _on(axis, kept_x.index(dim))
-    return _over(function, mesh_, axis, specs, out_spec, mode)(x, w)
-
-
-def gather_hops(
-    x: jax.Array,
-    axis: str,
-    *,
-    dim: int,
-    mode: Mode = "ring",
-    mesh: Mesh | None = None,
-) -> list[jax.Array]:
-    """The hops of an all-gather, which a compiler can run beside other work.
-
-    A device sends ``(n - 1) / n`` of the array's bytes.
-
-    Args:
-        x: Global; split over the axis along ``dim``, or brought there.
-        axis: The mesh axis, of size n.
-        dim: A dim of x.
-        mode: ``ring`` or ``bidirectional``.
-        mesh: The mesh; in a region that is manual over other axes, that of the region.
-
-    Returns:
-        What each device has seen after each hop, for `join_hops`: global arrays split
-        over the axis along ``dim``, together n times x.
-
-    Raises:
-        UnknownAxisError: If there is no mesh, or none with the axis, or the code is
-            manual over it already.
-        IndivisibleDimError: If the axis does not divide the dim.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from nnx_parallel import make_mesh
-        >>> mesh = make_mesh({"data": 2, "fsdp": 4})
-        >>> hops = gather_hops(jnp.ones((6, 8)), "fsdp", dim=1, mesh=mesh)
-        >>> len(hops), join_hops(hops, "fsdp", dim=1, mesh=mesh).shape
-        (4, (6, 8))
-    """
-    mesh_ = _mesh_of(axis, mesh)
-    _check_divides(mesh_, axis, ("x", x, dim))
-    ring = Ring(axis=axis, dim=dim, mode=mode)
-    spec = _on(axis, dim)
-    return _over(ring.hops, mesh_, axis, (spec,), spec, mode)(x)
-
-
-def join_hops(
-    hops: list[jax.Array],
-    axis: str,
-    *,
-    dim: int,
-    mode: Mode = "ring",
-    mesh: Mesh | None = None,
-) -> jax.Array:
-    """The gathered array from what `gather_hops` gave; it sends nothing.
-
-    Args:
-        hops: What `gather_hops` returned.
-        axis: As there.
-        dim: As there.
-        mode: As there.
-        mesh: As there.
-
-    Returns:
-        x, whole on all of the axis's devices.
-    """
-    ring = Ring(axis=axis, dim=dim, mode=mode)
-    join = _over(ring.join, _mesh_of(axis, mesh), axis, (_on(axis, dim),), P(), mode)
-    return join(hops)
-
-
-def _over(
-    function: Callable,
-    mesh: Mesh | AbstractMesh,
-    axis: str,
-    in_specs: tuple[P, ...],
-    out_spec: P,
-    mode: Mode,
-) -> Callable:
-    check_mode(mode)
-    region = jax.shard_map(
-        function,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_spec,
-        axis_names={axis},
-        check_vma=False,
-    )
-    # Outside a trace JAX runs no region that leaves axes automatic.
-    return jax.jit(region, inline=True)
-
-
-def _on(axis: str, dim: int) -> P:
-    return P(*[None] * dim, axis)
-
-
-def _kept_dim(
-    name: str, array: jax.Array, contracted: tuple[int, ...], label: str, dim: int
-) -> tuple[int, list[int]]:
-    kept = [d for d in range(array.ndim) if d not in contracted]
-    if not -array.ndim <= dim < array.ndim or dim % array.ndim not in kept:
-        raise CollectiveProductError(
-            f"{label}={dim} of {name} with shape {array.shape}, whose dims "
-            f"{sorted(contracted)} are contracted. Choose a dim that is kept: one of "
-            f"{kept}."
-        )
-    return dim % array.ndim, kept
-
-
-def _mesh_of(axis: str, mesh: Mesh | None) -> Mesh | AbstractMesh:
-    """The mesh to open a region over: the enclosing region's, else the one given."""
-    context = jax.sharding.get_abstract_mesh()
-    found = context if context.manual_axes or mesh is None else mesh
-    if axis in context.manual_axes:
-        raise UnknownAxisError(
-            f"The code is manual over {axis!r} already. Call all_gather_matmul, "
-            "matmul_reduce_scatter or jax.lax.all_gather on the shards."
-        )
-    if axis not in found.shape:
-        raise UnknownAxisError(
-            f"No mesh axis {axis!r} here. Axes: {list(found.axis_names)}. Pass mesh= "
-            "with the axis, or call under jax.set_mesh(mesh)."
-        )
-    return found
-
-
-def _check_divides(
-    mesh: Mesh | AbstractMesh, axis: str, *splits: tuple[str, jax.Array, int]
-) -> None:
-    for name, array, dim in splits:
-        size = mesh.shape[axis]
-        if array.shape[dim] % size:
-            raise IndivisibleDimError(
-                f"Cannot split dim {dim} of {name} with shape {array.shape} over the "
-                f"mesh axis {axis!r} of size {size}: it does not divide "
-                f"{array.shape[dim]}. Pad the dim to "
-                f"{-(-array.shape[dim] // size) * size}."
-            )
+    out_dim = dims.x_kept.index(dim)
+    settings = {"contracting": contracting, "mode": mode, "sum_dtype": sum_dtype}
+    product = partial(matmul_reduce_scatter, axis=axis, dim=dim, **settings)
+    x_dim, w_dim = dims.x[split], dims.w[split]
+    region_mesh = region_mesh_of(axis, mesh, ("x", x, dim), ("x", x, x_dim))
+    return on_shards(product, region_mesh, axis, (x_dim, w_dim), out_dim)(x, w)

@@ -28,8 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from nnx_parallel.collectives.matmul import gather_hops, join_hops
-from nnx_parallel.collectives.ring import Mode
+from nnx_parallel.collectives.ring import Mode, gather_hops, join_hops
 from nnx_parallel.layers.remat import Remat, apply_remat
 from nnx_parallel.layers.residuals import KeepingForward, Layers, keeping_forward
 from nnx_parallel.sharding.constrain import active_layout
