@@ -1,6 +1,6 @@
-"""Products with named dims: `Dense` and `Embed`.
+"""Products of named dims: `Dense`, `Embed`, and the `matmul` that both call.
 
-Products of named dims: the layout says where they gather, scatter and overlap.
+The layout says where a product gathers its input, scatters its output, and overlaps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nnx_parallel.sharding.constrain import (
     constrain_param,
 )
 from nnx_parallel.sharding.layout import Layout
-from nnx_parallel.sharding.specs import dim_axes, to_spec
+from nnx_parallel.sharding.specs import DimAxes, dim_axes, to_spec
 
 SEQ = 1
 """The dim of ``(batch, seq, *features)`` that sequence parallelism splits."""
@@ -46,7 +46,7 @@ def matmul(
     the input is gathered; where it splits a contracted dim and ``seq`` of the output,
     the sum over devices is scattered [1]. The forward pass keeps the input as it came,
     split: it is gathered again for the backward pass. Under ``overlap`` both run as
-    rings beside the product (`all_gather_matmul`, `matmul_reduce_scatter`), whose sums
+    rings during the product (`all_gather_matmul`, `matmul_reduce_scatter`), whose sums
     travel in the dtype of the product.
 
     Args:
@@ -74,13 +74,10 @@ def matmul(
     layout = active_layout()
     split = _find_split(layout, x, w, in_names, out_names, contracting)
     if layout is None or split is None:
-        return _plain(contracting, x, w)
+        return jnp.tensordot(x, w, axes=contracting)
     if layout.claims.overlap is None:
-        return (_gathering if split.gathers else _scattering)(split, x, w)
+        return _partitioned(split, x, w)
     return _overlapping(layout, split, x, w)
-
-
-Contracting = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,23 +85,30 @@ class _Split:
     """A product whose input or output is split along ``seq``.
 
     Attributes:
-        gathers: Whether the input is split along ``seq``; else the output is.
-        axis: The mesh axis.
+        gathers: True if the input is split along ``seq``, False if the output is.
+        axis: The mesh axis that splits it.
         feature: The feature dim over the same axis, counted in the output's features if
             it gathers, else in the contracted dims.
         contracting: Dims of x and of w.
-        split: Where the side that is split along ``seq`` lives.
-        whole: Where it lives once gathered.
-        other: Where the other side lives.
+        input: Sharding of the input.
+        output: Sharding of the output.
+        whole: Sharding of the side that is split along ``seq`` once it is gathered.
     """
 
     gathers: bool
     axis: str
     feature: int
-    contracting: Contracting
-    split: NamedSharding
+    contracting: tuple[tuple[int, ...], tuple[int, ...]]
+    input: NamedSharding
+    output: NamedSharding
     whole: NamedSharding
-    other: NamedSharding
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """The side that is split along ``seq``, whole."""
+        # Split first: with a constraint to the whole layout alone, the partitioner
+        # makes the value whole where it comes from, and keeps it.
+        x = _place(x, self.input if self.gathers else self.output)
+        return _place(x, self.whole)
 
 
 def _find_split(
@@ -113,137 +117,92 @@ def _find_split(
     w: jax.Array,
     in_names: Sequence[str | None],
     out_names: Sequence[str | None],
-    contracting: Contracting,
+    contracting: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> _Split | None:
+    """How the layout splits a product along ``seq``, or ``None``."""
     if layout is None or x.ndim != 2 + len(in_names):
         return None
     features = [n for d, n in enumerate(w.shape) if d not in contracting[1]]
-    out_shape = (*x.shape[:2], *features)
-    leading = ("batch", "seq")
-    in_axes = dim_axes(layout.activation_spec(x.shape, (*leading, *in_names)), x.ndim)
-    out_axes = dim_axes(
-        layout.activation_spec(out_shape, (*leading, *out_names)), len(out_shape)
-    )
+
+    def axes_of(shape: tuple[int, ...], names: Sequence[str | None]) -> DimAxes:
+        spec = layout.activation_spec(shape, ("batch", "seq", *names))
+        return dim_axes(spec, len(shape))
+
+    in_axes = axes_of(x.shape, in_names)
+    out_axes = axes_of((*x.shape[:2], *features), out_names)
     for axis in layout.activation_axes("seq"):
-        for gathers, near, far in (
-            (True, in_axes, out_axes),
-            (False, out_axes, in_axes),
-        ):
-            feature = [d for d, axes in enumerate(far[2:]) if axes == (axis,)]
-            if axis in near[SEQ] and feature:
-                kept = tuple(a for a in near[SEQ] if a != axis)
-                whole = (near[0], kept, *near[2:])
-                specs = (to_spec(axes) for axes in (near, whole, far))
-                split, gathered, other = (layout.sharding(spec) for spec in specs)
-                return _Split(
-                    gathers=gathers,
-                    axis=axis,
-                    feature=feature[0],
-                    contracting=contracting,
-                    split=split,
-                    whole=gathered,
-                    other=other,
-                )
+        for gathers in (True, False):
+            near, far = (in_axes, out_axes) if gathers else (out_axes, in_axes)
+            over_axis = [d for d, axes in enumerate(far[2:]) if axes == (axis,)]
+            if axis not in near[SEQ] or not over_axis:
+                continue
+            kept = tuple(a for a in near[SEQ] if a != axis)
+            whole = (near[0], kept, *near[2:])
+            return _Split(
+                gathers=gathers,
+                axis=axis,
+                feature=over_axis[0],
+                contracting=contracting,
+                input=layout.sharding(to_spec(in_axes)),
+                output=layout.sharding(to_spec(out_axes)),
+                whole=layout.sharding(to_spec(whole)),
+            )
     return None
 
 
 def _overlapping(
-    layout: Layout, found: _Split, x: jax.Array, w: jax.Array
+    layout: Layout, split: _Split, x: jax.Array, w: jax.Array
 ) -> jax.Array:
     run = partial(
-        column_parallel_matmul if found.gathers else row_parallel_matmul,
-        axis=found.axis,
+        column_parallel_matmul if split.gathers else row_parallel_matmul,
+        axis=split.axis,
         dim=SEQ,
-        contracting=found.contracting,
+        contracting=split.contracting,
         mode=layout.claims.overlap or "ring",
         sum_dtype=jnp.result_type(x, w),
         mesh=layout.mesh,
     )
-    if found.gathers:
-        kept = [d for d in range(w.ndim) if d not in found.contracting[1]]
-        y = run(x, w, w_dim=kept[found.feature])
+    if split.gathers:
+        kept = [d for d in range(w.ndim) if d not in split.contracting[1]]
+        y = run(x, w, w_dim=kept[split.feature])
     else:
-        y = run(x, w, split=found.feature)
+        y = run(x, w, split=split.feature)
     return checkpoint_name(y, OVERLAPPED)
 
 
-# What the partitioner runs: the gathered side is said, and that it is not to be kept.
-
-
+# The product as the partitioner runs it. The gradient is written out because JAX's own
+# would keep the gathered input for the backward pass.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gathering(found: _Split, x: jax.Array, w: jax.Array) -> jax.Array:
-    return _gathering_forward(found, x, w)[0]
+def _partitioned(split: _Split, x: jax.Array, w: jax.Array) -> jax.Array:
+    return _partitioned_forward(split, x, w)[0]
 
 
-def _gathering_forward(
-    found: _Split, x: jax.Array, w: jax.Array
+def _partitioned_forward(
+    split: _Split, x: jax.Array, w: jax.Array
 ) -> tuple[jax.Array, tuple]:
-    y = _plain(found.contracting, _gathered(found, x), w)
-    return _place(y, found.other), (x, w)
+    gathered = split.gather(x) if split.gathers else x
+    y = jnp.tensordot(gathered, w, axes=split.contracting)
+    return _place(y, split.output), (x, w)
 
 
-def _gathering_backward(
-    found: _Split, kept: tuple, dy: jax.Array
+def _partitioned_backward(
+    split: _Split, saved: tuple, dy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    x, w = kept
-    dx = _transposed(found.contracting, dy, x, w)
-    dw = _weights(found.contracting, _gathered(found, x), dy, w)
-    return _place(dx, found.split), dw
+    x, w = saved
+    if split.gathers:
+        x = split.gather(x)
+    else:
+        dy = split.gather(dy)
+    _, vjp = jax.vjp(partial(jnp.tensordot, axes=split.contracting), x, w)
+    dx, dw = vjp(dy)
+    return _place(dx, split.input), dw
 
 
-_gathering.defvjp(_gathering_forward, _gathering_backward)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scattering(found: _Split, x: jax.Array, w: jax.Array) -> jax.Array:
-    return _scattering_forward(found, x, w)[0]
-
-
-def _scattering_forward(
-    found: _Split, x: jax.Array, w: jax.Array
-) -> tuple[jax.Array, tuple]:
-    return _place(_plain(found.contracting, x, w), found.split), (x, w)
-
-
-def _scattering_backward(
-    found: _Split, kept: tuple, dy: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    x, w = kept
-    dy = _gathered(found, dy)
-    dx = _transposed(found.contracting, dy, x, w)
-    return _place(dx, found.other), _weights(found.contracting, x, dy, w)
-
-
-_scattering.defvjp(_scattering_forward, _scattering_backward)
-
-
-def _gathered(found: _Split, x: jax.Array) -> jax.Array:
-    # Split first: it would else be made whole already where it comes from, and be kept.
-    return _place(_place(x, found.split), found.whole)
+_partitioned.defvjp(_partitioned_forward, _partitioned_backward)
 
 
 def _place(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, sharding)
-
-
-def _plain(contracting: Contracting, x: jax.Array, w: jax.Array) -> jax.Array:
-    return jnp.tensordot(x, w, axes=contracting)
-
-
-def _transposed(
-    contracting: Contracting, dy: jax.Array, x: jax.Array, w: jax.Array
-) -> jax.Array:
-    """The gradient of x."""
-    _, vjp = jax.vjp(lambda x: _plain(contracting, x, w), x)
-    return vjp(dy)[0]
-
-
-def _weights(
-    contracting: Contracting, x: jax.Array, dy: jax.Array, w: jax.Array
-) -> jax.Array:
-    """The gradient of w."""
-    _, vjp = jax.vjp(lambda w: _plain(contracting, x, w), w)
-    return vjp(dy)[0]
 
 
 def named(initializer: Initializer, *names: str | None) -> Initializer:
