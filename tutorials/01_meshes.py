@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 1. Meshes, axes, and what a sharding is
 #
-# A *mesh* names devices by coordinates. A *spec* says which mesh axis splits which dim of
-# an array. Mesh and spec together are a *sharding*: it tells for every device which block
-# of the array it holds. There is nothing else to it; all that follows is built on this.
+# A *mesh* gives every device coordinates along named axes. A *spec* assigns mesh axes to the
+# dims of an array. Together they are a *sharding*: it determines for every device which block of
+# the array it holds. Everything else in these tutorials builds on this.
 
 # %%
 import jax
@@ -19,14 +19,14 @@ from nnx_parallel import (
     visualize,
 )
 
-simulate_devices(8)  # one CPU plays eight devices; leave it out on accelerators
+simulate_devices(8)  # eight devices on one CPU; leave it out on accelerators
 assert jax.device_count() == 8
 
 # %% [markdown]
 # ## A mesh
 #
-# Eight devices, laid out as 4 by 2. The axes have names, and the names are all that the
-# rest of the code will mention.
+# Eight devices, laid out as 4 by 2. The axes have names; the rest of the code mentions only
+# these.
 
 # %%
 mesh = make_mesh({"data": 4, "tensor": 2})
@@ -38,8 +38,8 @@ assert ids[2, 1] == 5
 # %% [markdown]
 # ## A sharding, and its picture
 #
-# The spec has an entry for each dim. `P("data", "tensor")` splits dim 0 in four and dim 1
-# in two: eight blocks, one for each device.
+# The spec has an entry per dim. `P("data", "tensor")` splits dim 0 in four and dim 1 in two:
+# eight blocks, one per device.
 
 # %%
 x = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)  # 8 KiB
@@ -47,8 +47,8 @@ both = shard(x, P("data", "tensor"), mesh)
 visualize(both)
 
 # %% [markdown]
-# A number in a block is the device that holds it. The array still is one array: its shape
-# is the global one, and so are its values.
+# The number in a block is the device that holds it. The array is still one array, with its
+# global shape and values.
 
 # %%
 block = both.addressable_shards[5]
@@ -58,17 +58,18 @@ np.testing.assert_array_equal(block.data, x[32:48, 16:32])  # data=2, tensor=1
 np.testing.assert_array_equal(both, x)
 
 # %% [markdown]
-# ## What is not split is copied
+# ## Replication
 #
-# A mesh axis that the spec leaves out holds copies. `P("data")` splits the rows in four,
-# and the two devices of each pair hold the same block. `P()` copies all of it.
+# Along a mesh axis that the spec leaves out, the array is replicated. `P("data")` splits the
+# rows in four, and the two devices of each pair hold the same block. `P()` replicates the
+# array on every device.
 
 # %%
 rows = shard(x, P("data"), mesh)
 visualize(rows)
 
 # %%
-whole = shard(x, P(), mesh)
+replicated = shard(x, P(), mesh)
 one_dim = shard(
     x, P(("data", "tensor")), mesh
 )  # both axes over dim 0: 8 blocks of 8 rows
@@ -82,35 +83,35 @@ for name, array in {
     "both": both,
     "one_dim": one_dim,
     "rows": rows,
-    "whole": whole,
+    "replicated": replicated,
 }.items():
     print(
-        f"{name:8} {array.sharding.spec!s:30} {bytes_per_device(array):5} bytes per device"
+        f"{name:10} {array.sharding.spec!s:30} {bytes_per_device(array):5} bytes per device"
     )
 
 assert bytes_per_device(both) == bytes_per_device(one_dim) == x.nbytes // 8
 assert bytes_per_device(rows) == x.nbytes // 4
-assert bytes_per_device(whole) == x.nbytes
+assert bytes_per_device(replicated) == x.nbytes
 
 # %% [markdown]
-# ## Computation follows
+# ## Computation follows the shardings
 #
-# A program is written for whole arrays. The compiler splits it as the shardings say, and
-# adds communication exactly where a device needs what another one has. `audit` counts it.
+# A program is written for global arrays. The compiler partitions it by the shardings, and adds
+# communication where a device needs data of another one. `audit` counts it.
 #
-# Split the rows of `x` in the product `x @ w`, and each device has all it needs: the rows of
-# the result are split like those of `x`, and nothing is sent.
+# Shard the rows of `x` in the matmul `x @ w`, and each device has all it needs: the rows of the
+# result are sharded like those of `x`, and there is no communication.
 
 # %%
 w = np.ones((32, 16), np.float32)
 
 
 def collectives(in_shardings, out_sharding):
-    def product(x, w):
+    def matmul(x, w):
         return x @ w  # (64, 32) @ (32, 16) -> (64, 16)
 
     step = sharded_jit(
-        product, mesh, in_shardings=in_shardings, out_shardings=out_sharding
+        matmul, mesh, in_shardings=in_shardings, out_shardings=out_sharding
     )
     np.testing.assert_allclose(step(x, w), x @ w, rtol=1e-6)
     report = audit(step.lower(x, w).compile())
@@ -122,8 +123,8 @@ print(rows_split)
 assert rows_split == {}
 
 # %% [markdown]
-# Split the dim that is summed over, and each device has a part of every sum. One
-# all-reduce adds the parts: the bytes of the whole result.
+# Shard the contracted dim, and each device has a partial sum of every element. One all-reduce
+# adds them: the bytes of the unsharded result.
 
 # %%
 sum_split = collectives((P(None, "tensor"), P("tensor")), P())
@@ -131,7 +132,7 @@ print(sum_split)
 assert sum_split == {"all-reduce": 64 * 16 * 4}
 
 # %% [markdown]
-# Ask for the rows whole that were computed in parts, and they are gathered.
+# Request a replicated result of a computation on sharded rows, and it is all-gathered.
 
 # %%
 gathered = collectives((P("data"), P()), P())
@@ -139,15 +140,15 @@ print(gathered)
 assert gathered == {"all-gather": 64 * 16 * 4}
 
 # %% [markdown]
-# These two, and the reduce-scatter, which adds and keeps a part, are nearly all that
-# distributed training sends. A strategy is a choice of shardings; what it costs follows
-# from it. The rest of these tutorials is about good choices.
+# These two and the reduce-scatter, which adds and keeps one shard, are nearly all the
+# communication of distributed training. A strategy is a choice of shardings, which determines
+# its cost. The rest of these tutorials is about good choices.
 #
 # ## Exercise
 #
-# Put `x` on the mesh so that each device holds 8 rows and all 32 columns, multiply it by a
-# `w` that is split along its columns over `tensor`, and ask for `P("data", "tensor")`.
-# Guess which collective there is, and its bytes, before you look.
+# Shard `x` so that each device holds 8 rows and all 32 columns, multiply it by a `w` whose
+# columns are sharded over `tensor`, and request the result as `P("data", "tensor")`. Predict
+# the collective and its bytes before you look.
 
 # %%
 answer = collectives((P(("data", "tensor")), P(None, "tensor")), P("data", "tensor"))

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 2. Data parallel, on real images
 #
-# The oldest strategy: every device has a copy of the model, each takes a part of the batch,
-# and the gradients are averaged. The point of this page: it computes *the same thing* as
-# one device would. We train on scikit-learn's handwritten digits and look.
+# The oldest strategy: every device has a replica of the model, each processes a part of the
+# batch, and the gradients are averaged. The point of this page: it computes *the same numbers*
+# as one device. We check that on scikit-learn's handwritten digits.
 
 # %%
 import jax
@@ -20,7 +20,7 @@ simulate_devices(8)
 # ## Data
 #
 # 1,797 images of 8 by 8 pixels. A batch is a dict of NumPy arrays with all 256 rows of a
-# step; which device gets which rows is not our business.
+# step; the library distributes the rows.
 
 # %%
 digits = load_digits()
@@ -43,13 +43,13 @@ held_out = [{"image": images[test], "label": digits.target[test]}]
 # %% [markdown]
 # ## Model and loss
 #
-# Plain Flax NNX. Nothing here knows that there is more than one device.
+# Plain Flax NNX. Nothing here depends on the number of devices.
 
 
 # %%
 class CNN(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
-        # No bias: the norm behind it would take it out again.
+        # No bias: the norm after it would subtract it again.
         self.conv = nnx.Conv(1, 32, (3, 3), use_bias=False, rngs=rngs)
         self.norm = nnx.BatchNorm(32, rngs=rngs)
         self.head = nnx.Linear(4 * 4 * 32, 10, rngs=rngs)
@@ -88,8 +88,8 @@ assert accuracy > 0.95
 # %% [markdown]
 # ## The same on one device
 #
-# Same seed, same batches. The losses of 120 steps lie on top of each other: what differs is
-# the order in which floating-point numbers are added.
+# Same seed, same batches. The losses of 120 steps agree up to the order in which
+# floating-point numbers are added.
 
 # %%
 one = make_trainer(DataParallel(), devices=jax.devices()[:1])
@@ -100,26 +100,26 @@ print(f"and over 120:                              {difference.max():.1e}")
 assert difference[:20].max() < 1e-4
 
 # %% [markdown]
-# Even `BatchNorm` agrees, and that is not a matter of course: its mean and variance are
-# those of all 256 rows, although each device sees 32. In frameworks that run a copy of the
-# program on each device they would be those of 32, unless one asks for a synchronized norm.
+# Even `BatchNorm` agrees, which is not obvious: its mean and variance are those of all 256
+# rows, although each device holds 32. In frameworks that run a copy of the program on each
+# device they would be those of 32 rows, unless the norm is synchronized explicitly.
 
 # %%
 means = [np.asarray(trainer.model.norm.mean) for trainer in (eight, one)]
 np.testing.assert_allclose(*means, atol=1e-3)
 
 # %% [markdown]
-# ## Where everything is
+# ## Where the arrays live
 #
-# The batch is split along its rows; a device gets 32 images.
+# The batch is sharded by rows; a device gets 32 images.
 
 # %%
 batch = eight.shard_batch(next(batches(1)))
 visualize(batch["label"])
 
 # %% [markdown]
-# The parameters are copied, and so is the optimizer state. That is the price: memory per
-# device does not fall when there are more of them.
+# The parameters are replicated, and so is the optimizer state. That is the price: memory per
+# device does not fall with more devices.
 
 # %%
 kernel = eight.model.head.kernel
@@ -127,12 +127,12 @@ assert kernel.sharding.is_fully_replicated
 print(eight.describe().summary())
 
 # %% [markdown]
-# ## What is sent
+# ## Communication
 #
-# The gradient of a mean over rows is the mean of the gradients of the rows' parts. So each
-# device can work on its own until the gradients are there. Then one all-reduce adds them:
-# as many bytes as there are parameters, however large the batch. (The statistics of the
-# norm are all-reduced too, and are small.)
+# The gradient of a mean over rows is the mean of the gradients of the devices' rows. So each
+# device works independently until its gradients are computed. Then one all-reduce adds them: as
+# many bytes as the parameters, whatever the batch size. (The statistics of the norm are
+# all-reduced too, and are small.)
 
 # %%
 report = audit(eight.train_step.lower(eight.state, batch).compile())
@@ -144,11 +144,11 @@ assert {each.kind for each in report.collectives} == {"all-reduce"}
 assert param_bytes <= report.bytes("all-reduce") < param_bytes + 2_000
 
 # %% [markdown]
-# That is why a larger batch hides the cost of communication: compute grows with the rows,
-# what is sent does not.
+# So a larger batch hides the cost of communication: compute grows with the rows, the
+# communication volume does not.
 #
 # ## Exercise
 #
 # Compute the gradient by hand on each eighth of a batch, average the eight, and compare it
-# with the gradient of the whole batch. Take the `BatchNorm` out first. Then put it back in,
-# and explain the difference.
+# with the gradient of the full batch. Remove the `BatchNorm` first. Then put it back, and explain
+# the difference.

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 3. FSDP and ZeRO: where the bytes go
 #
-# In data parallelism every device keeps a copy of everything. With AdamW in float32 that is
-# 16 bytes for each parameter: 4 for itself, 4 for its gradient, 8 for the optimizer's two
-# moments. Sharding takes the copies away, one kind after the other. We count.
+# In data parallelism every device holds a replica of everything. With AdamW in float32 that is
+# 16 bytes per parameter: 4 for itself, 4 for its gradient, 8 for the optimizer's two moments.
+# Sharding removes the replicas, one kind after the other. We count.
 
 # %%
 import jax
@@ -19,19 +19,19 @@ config = GPTConfig.tiny(num_layers=4, embed_dim=128, seq_len=64)
 print(f"{config.num_params:,} parameters")
 
 # %% [markdown]
-# ## Four answers to one question
+# ## Four strategies
 #
-# How much of each does a device hold?
+# How much of each does a device hold, of N?
 #
 # | | parameters | gradients | optimizer state |
 # |---|---|---|---|
-# | `DataParallel()` | whole | whole | whole |
-# | `FSDP(shard="optimizer")`, ZeRO-1 | whole | whole | 1/N |
-# | `FSDP(shard="gradients")`, ZeRO-2 | whole | 1/N | 1/N |
+# | `DataParallel()` | all | all | all |
+# | `FSDP(shard="optimizer")`, ZeRO-1 | all | all | 1/N |
+# | `FSDP(shard="gradients")`, ZeRO-2 | all | 1/N | 1/N |
 # | `FSDP()`, ZeRO-3 | 1/N | 1/N | 1/N |
 #
-# Whatever is kept in parts must be put together before it is used. We give the same run to
-# all four.
+# Whatever is sharded must be gathered before it is used. We train the same model under all
+# four.
 
 # %%
 strategies = {
@@ -61,12 +61,12 @@ for name, values in losses.items():
     np.testing.assert_allclose(values, losses["data parallel"], rtol=1e-5)
 
 # %% [markdown]
-# The losses are the same: where bytes lie is no part of the mathematics.
+# The losses are the same: shardings do not change the mathematics.
 #
 # ## Bytes per device
 #
-# `describe` says what a strategy promises. We check it against the arrays that are really
-# there after five steps.
+# `describe` states the shardings of a strategy. We compare its bytes with the arrays after five
+# steps.
 
 
 # %%
@@ -76,25 +76,25 @@ def held_by_one_device(tree):
 
 print(f"{'':14}{'parameters':>12}{'gradients':>12}{'optimizer':>12}  bytes per device")
 for name, trainer in trainers.items():
-    told = trainer.describe()
-    sizes = (told.params_bytes, told.gradients_bytes, told.optimizer_bytes)
+    table = trainer.describe()
+    sizes = (table.params_bytes, table.gradients_bytes, table.optimizer_bytes)
     print(f"{name:14}" + "".join(f"{size:12,}" for size in sizes))
-    assert held_by_one_device(trainer.state.params) == told.params_bytes
-    assert held_by_one_device(trainer.state.opt_state) == told.optimizer_bytes
+    assert held_by_one_device(trainer.state.params) == table.params_bytes
+    assert held_by_one_device(trainer.state.opt_state) == table.optimizer_bytes
 
 # %% [markdown]
-# Of 8 devices each keeps about an eighth. "About", for small arrays (biases, norms) stay whole:
-# to gather them would cost a message and save next to nothing. Nothing is left whole in
-# silence; the description lists it.
+# Each of 8 devices holds about an eighth. "About", because small arrays (biases, norms) stay
+# replicated: gathering them would cost a message and save next to nothing. Nothing is silently
+# replicated; the description lists it.
 
 # %%
 zero3 = trainers["ZeRO-3"].describe()
-whole = sum(row.bytes_per_device for row in zero3.replicated)
-assert (zero3.params_bytes - whole) * 8 == 4 * config.num_params - whole
+replicated = sum(row.bytes_per_device for row in zero3.replicated)
+assert (zero3.params_bytes - replicated) * 8 == 4 * config.num_params - replicated
 print(zero3.summary())
 
 # %% [markdown]
-# Here is the state itself. Each block has the number of the device that holds it.
+# Here is the state itself. Each block shows the number of the device that holds it.
 
 # %%
 params = trainers["ZeRO-3"].state.params
@@ -103,13 +103,15 @@ visualize(
 )
 
 # %% [markdown]
-# `FSDP` takes the largest dim that divides. It never takes the leading `layers` dim, over
-# which the model is scanned: then one device would hold whole layers, and the others wait.
+# `FSDP` shards the largest dim that its axis divides. It never takes the leading `layers` dim,
+# over which the model is scanned: then one device would hold complete layers, and the others
+# would wait for them.
 #
-# ## What it costs
+# ## Communication volume
 #
-# A parameter that is kept in parts is all-gathered just before it is used: once forward, and
-# once more backward, for the gathered copy is dropped in between. Compare what a step sends.
+# A sharded parameter is all-gathered just before it is used: once in the forward pass, and once
+# more in the backward pass, since the gathered copy is dropped in between. Compare the
+# collectives of a step.
 
 # %%
 reports = {}
@@ -129,27 +131,27 @@ gathered = {
     name: report.bytes("all-gather") / param_bytes for name, report in reports.items()
 }
 assert gathered["data parallel"] == 0
-split = 1 - whole / param_bytes  # the share that is not too small to be split
-assert gathered["ZeRO-1"] == gathered["ZeRO-2"] == split  # what was updated, once
-assert 1.9 * split < gathered["ZeRO-3"] <= 2 * split  # forward and backward
+sharded = 1 - replicated / param_bytes  # the share in arrays that are large enough
+assert gathered["ZeRO-1"] == gathered["ZeRO-2"] == sharded  # updated parameters, once
+assert 1.9 * sharded < gathered["ZeRO-3"] <= 2 * sharded  # forward and backward
 
 # %% [markdown]
 # Data parallelism all-reduces the gradients. ZeRO-1 and 2 gather the parameters after each
-# has been updated on its device. ZeRO-3 gathers them twice.
+# shard has been updated on its device. ZeRO-3 gathers them twice.
 #
-# An all-reduce is a reduce-scatter and an all-gather, so it moves twice the bytes. Where
-# gradients are sharded an accelerator only reduces and scatters them: ZeRO-2 then moves exactly
-# as much as data parallelism, and ZeRO-3 one and a half times that. So does ZeRO-1, whose
-# gradients are whole. (XLA for CPU writes every sum as an all-reduce and takes a slice, which is
-# what we see counted here. In mixed precision gradients and gathered parameters are half as
-# large, but not what ZeRO-1 and 2 gather: what was updated is float32.)
+# An all-reduce is a reduce-scatter and an all-gather, so it sends twice the bytes of either.
+# Sharded gradients only need the reduce-scatter on an accelerator: ZeRO-2 then sends as much as
+# data parallelism, and ZeRO-3 one and a half times that. So does ZeRO-1, whose gradients are
+# replicated. (XLA for CPU compiles every sum to an all-reduce and a slice, which is what is
+# counted here. In mixed precision gradients and gathered parameters are half as large, except
+# those that ZeRO-1 and 2 gather: updated parameters are float32.)
 # A tied embedding is used twice, so its gradient is summed twice: hence a little over 1.
 #
 # ## One layer at a time
 #
-# To gather all parameters at once would undo the saving. Here a layer's parameters are
-# gathered inside the scan over layers, and the compiler's scratch memory shows it: ZeRO-3
-# needs hardly more than the others, although it puts every parameter together twice.
+# Gathering all parameters at once would undo the saving. Here a layer's parameters are gathered
+# inside the scan over layers, and the compiler's scratch memory shows it: ZeRO-3 needs hardly
+# more than the others, although it gathers every parameter twice.
 
 # %%
 for name, report in reports.items():
@@ -160,10 +162,11 @@ assert extra < param_bytes / 2
 # %% [markdown]
 # ## Which one?
 #
-# The first that fits. ZeRO-2 keeps a third here, and in float32 sends no more bytes; ZeRO-3 is for
-# models whose parameters do not fit. [Choose a strategy](../choose.md) does the arithmetic.
+# The first that fits. ZeRO-2 needs a third of the memory here, and in float32 sends no more bytes;
+# ZeRO-3 is for models whose parameters do not fit. [Choose a strategy](../choose.md) does the
+# arithmetic.
 #
 # ## Exercise
 #
-# `FSDP(min_size=0)` splits the small arrays too. How many bytes does it save here, and how many
-# collectives more does a step make? `report.count("all-gather")` tells.
+# `FSDP(min_size=0)` shards the small arrays too. How many bytes does it save here, and how many
+# more collectives does a step have? Use `report.count("all-gather")`.

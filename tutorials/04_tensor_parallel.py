@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 4. Tensor and sequence parallelism
 #
-# Data parallelism splits rows. Tensor parallelism splits *products*: each device has a part of
-# every weight matrix and computes a part of every layer. The art is to send little. Two
-# products in a row need to communicate once, if the first is split by columns and the
-# second by rows.
+# Data parallelism shards rows. Tensor parallelism shards *matmuls*: each device has a part of
+# every weight matrix and computes a part of every layer. The aim is little communication. Two
+# consecutive matmuls communicate once, if the first is sharded by columns and the second by
+# rows.
 
 # %%
 import jax
@@ -31,10 +31,10 @@ simulate_devices(8)
 # %% [markdown]
 # ## By columns, then by rows
 #
-# An MLP is `gelu(x @ up) @ down`. With `up` split by columns a device computes some of the
-# hidden units, whole. The nonlinearity needs nothing from elsewhere. With `down` split by
-# rows, the device multiplies just the units that it has, and gets a part of each sum. One
-# all-reduce adds the parts.
+# An MLP is `gelu(x @ up) @ down`. With `up` sharded by columns, a device computes complete values
+# of some hidden units, and the nonlinearity needs no communication. With `down` sharded by rows,
+# the device multiplies just its own units, which gives a partial sum of each output. One
+# all-reduce adds the partial sums.
 
 # %%
 mesh = make_mesh({"tensor": 4}, jax.devices()[:4])
@@ -64,17 +64,17 @@ columns_columns = sent(P(None, "tensor"), P(None, "tensor"))
 print("columns, rows:   ", columns_rows)
 print("columns, columns:", columns_columns)
 assert columns_rows == {"all-reduce": x.nbytes}  # once, the size of the output
-assert sum(columns_columns.values()) > 4 * x.nbytes  # the hidden layer travels
+assert sum(columns_columns.values()) > 4 * x.nbytes  # the hidden layer is gathered
 
 # %% [markdown]
 # ## In a transformer
 #
-# The same pattern twice in each block: query, key and value by columns (that is, by heads),
-# the output projection by rows; and the MLP. So a block sends its activations twice forward
-# and, for the gradients, twice backward.
+# The same pattern twice in each block: query, key and value by columns (that is, by heads), the
+# output projection by rows; and the MLP. So a block all-reduces its activations twice in the
+# forward pass and, for the gradients, twice in the backward pass.
 #
-# The model says what its dims *mean*: `heads`, `mlp`, `vocab`, `embed`. `TensorParallel`
-# splits the first three. Nothing in the model mentions a mesh.
+# The model names its dims: `heads`, `mlp`, `vocab`, `embed`. `TensorParallel` shards the first
+# three. Nothing in the model mentions a mesh.
 
 # %%
 config = GPTConfig.tiny(num_layers=3, embed_dim=64, num_heads=8, seq_len=32)
@@ -98,9 +98,10 @@ mlp_params = tensor.state.params["blocks"]["layer"]["mlp"]
 visualize({name: layer["kernel"] for name, layer in mlp_params.items()})
 
 # %% [markdown]
-# `up` is split along its last dim, `down` along the one before it. Dim 0 is the layers.
+# `up` is sharded along its last dim, `down` along the one before it. Dim 0 is the layers.
 #
-# Count the collectives of a step. The loop over layers runs three times, forward and backward.
+# Count the collectives of a step. The loop over layers has three iterations, forward and
+# backward.
 
 # %%
 
@@ -120,15 +121,15 @@ assert [c.kind for c in forward] == ["all-reduce", "all-reduce"]
 assert all(c.bytes_each == activation_bytes for c in forward)
 
 # %% [markdown]
-# What is sent grows with the *batch*, not with the parameters, and each layer has to wait for
-# it. So keep the axis where links are fast, inside one machine, and small.
+# The communication volume grows with the *batch*, not with the parameters, and each layer waits
+# for it. So keep the axis small and where links are fast, within one machine.
 #
 # ## Sequence parallelism
 #
-# Between the products (norms, residuals, dropout) every device holds the same activations
-# and computes the same thing. `sequence=True` splits those along `seq`. The all-reduce comes
-# apart into its halves: a reduce-scatter after the products, an all-gather before the
-# next. The bytes on the wire are the same, and each device keeps a quarter.
+# Between the matmuls (norms, residuals, dropout) every device holds the same activations and
+# computes the same numbers. `sequence=True` shards those along `seq`. The all-reduce becomes its
+# two halves: a reduce-scatter after the matmuls, an all-gather before the next. The
+# communication volume is the same, and each device saves a quarter of the activations.
 
 # %%
 sequence = make_trainer(TensorParallel(4, sequence=True), four)
@@ -145,12 +146,11 @@ assert sequence_report.count("all-gather") > report.count("all-gather")
 assert sequence_report.temporary_bytes < report.temporary_bytes
 
 # %% [markdown]
-# ## Overlapped
+# ## Overlap
 #
-# A product has to wait for the whole all-gather before it. Or has it? The shard that is
-# already here can be multiplied while the next one travels. `overlap="ring"` sends shards
-# around a ring, one hop at a time (`collective-permute`), with a part of the product beside
-# each hop.
+# A matmul waits for the all-gather before it. It need not: the local shard can be multiplied while
+# the next one arrives. `overlap="ring"` sends shards around a ring, one hop at a time
+# (`collective-permute`), and computes a part of the matmul during each hop.
 
 # %%
 ring = make_trainer(TensorParallel(4, overlap="ring"), four)
@@ -160,9 +160,9 @@ assert ring_report.count("collective-permute") > 0
 assert ring_report.count("all-gather") < sequence_report.count("all-gather")
 
 # %% [markdown]
-# On simulated devices this gains nothing, for a CPU does not send anything. Measured with
-# the TPU compiler for 4 chips, 95 % of the ring's bytes run beside products; none did
-# before (`python -m benchmarks overlap`).
+# On simulated devices this gains nothing, since they share one memory. With the TPU compiler for 4
+# chips, 95 % of the ring's bytes overlap with matmuls; without the ring none do
+# (`python -m benchmarks overlap`).
 #
 # ## The same numbers
 
@@ -183,6 +183,6 @@ assert jnp.isfinite(losses["ring"]).all()
 # %% [markdown]
 # ## Exercise
 #
-# Llama has fewer key heads than query heads: `GPTConfig.tiny_llama()` has 4 and 2. What does
-# `TensorParallel(4)` say to it? Find the rule that keeps `kv_heads` whole, and see in
-# `describe()` what that costs: `TensorParallel(4, rules=(LogicalRules({"kv_heads": None}),))`.
+# Llama has fewer key heads than query heads: `GPTConfig.tiny_llama()` has 4 query heads and 2 key
+# heads. Which error does `TensorParallel(4)` raise? Replicate `kv_heads` by a rule, and see the
+# cost in `describe()`: `TensorParallel(4, rules=(LogicalRules({"kv_heads": None}),))`.

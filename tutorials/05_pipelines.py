@@ -2,9 +2,9 @@
 # # 5. Pipelines: schedules, bubbles, and a picture of each
 #
 # A pipeline puts the first layers on one device and the last ones on another. Only the
-# activations between them travel, so it is the strategy for slow links. Its price is
-# waiting: a stage has nothing to do before the first microbatch reaches it. That waiting is
-# the *bubble*, and schedules are ways to shrink it.
+# activations between them are sent, so it is the strategy for slow links. Its price is idle
+# time: a stage has nothing to do before the first microbatch reaches it. That idle time is the
+# *bubble*, and schedules are ways to shrink it.
 
 # %%
 import jax
@@ -29,8 +29,8 @@ simulate_devices(8)
 # %% [markdown]
 # ## GPipe
 #
-# Cut the batch into microbatches. While stage 1 works on microbatch 0, stage 0 takes
-# microbatch 1. In the picture time goes to the right, and a cell has the number of its
+# Split the batch into microbatches. While stage 1 processes microbatch 0, stage 0 takes
+# microbatch 1. In the picture time goes to the right, and a cell shows the number of its
 # microbatch; blue is forward, orange is backward.
 
 # %%
@@ -39,8 +39,8 @@ gpipe = GPipe().table(num_stages=S, num_microbatches=M)
 gpipe.draw()
 
 # %% [markdown]
-# The empty corners are the bubble. A stage waits for `S - 1` slots on the way in and on the way
-# out, and works in `M`. So its efficiency is `M / (M + S - 1)`.
+# The empty corners are the bubble. A stage is idle for `S - 1` slots of each direction, and works
+# in `M`. So its efficiency is `M / (M + S - 1)`.
 
 # %%
 cost = gpipe.simulate()
@@ -48,8 +48,8 @@ print(f"efficiency {cost.efficiency:.1%}, bubble {cost.bubble:.1%}")
 assert np.isclose(cost.efficiency, M / (M + S - 1))
 
 # %% [markdown]
-# More microbatches, less bubble. But GPipe keeps all of them until the backward passes begin:
-# the memory grows with `M`.
+# More microbatches, less bubble. But GPipe saves the inputs of all of them until the backward
+# passes begin: memory grows with `M`.
 
 # %%
 for microbatches in (4, 8, 16, 32, 64):
@@ -62,10 +62,10 @@ for microbatches in (4, 8, 16, 32, 64):
 # %% [markdown]
 # ## 1F1B
 #
-# One forward, one backward. A microbatch goes back as soon as it can, and what was kept for it
-# is free again. The bubble is the same; the memory no longer depends on `M`. Papers count `S`
+# One forward, one backward. The backward pass of a microbatch starts as early as possible, which
+# frees its saved input. The bubble is the same; memory no longer depends on `M`. Papers count `S`
 # inputs on the first stage. Here it is `2 S - 1`: stages run in lock step, a forward and a
-# backward in each tick, so that a microbatch spends a tick in each stage on its way back too.
+# backward slot in each tick, so that a microbatch spends a tick in each stage in both passes.
 
 # %%
 one_f_one_b = OneFOneB().table(S, M)
@@ -81,8 +81,8 @@ assert set(kept.values()) == {2 * S - 1}
 # ## Interleaved
 #
 # Give a stage several *chunks* of layers instead of one: layers 0, 4, 8 and so on go to
-# stage 0. A microbatch then goes several times around, and a stage has work after a `V`-th
-# of the time: `M / (M + (S - 1) / V)`. It sends `V` times as often.
+# stage 0. A microbatch then passes every stage `V` times, and a stage has work after a `V`-th of
+# the time: `M / (M + (S - 1) / V)`. Activations are sent `V` times as often.
 
 # %%
 V = 2
@@ -95,10 +95,10 @@ assert np.isclose(interleaved.simulate().efficiency, M / (M + (S - 1) / V))
 # %% [markdown]
 # ## Zero bubble
 #
-# The backward pass computes two things: the gradient of a stage's *input*, for which the stage
-# before waits, and the gradient of its *weights*, for which nobody waits. Do the first at
-# once, and fill holes with the second (green). This is the schedule ZB-H1 of the paper that
-# gave the name: its bubble is smaller, not zero.
+# The backward pass computes two gradients: that of a stage's *input*, for which the previous stage
+# waits, and that of its *weights*, which is needed only for the update. Compute the first
+# immediately, and fill idle slots with the second (green). This is the schedule ZB-H1 of the
+# paper that introduced the name: its bubble is smaller, not zero.
 
 # %%
 zero_bubble = ZeroBubble().table(S, M)
@@ -115,8 +115,8 @@ for table in (gpipe, one_f_one_b, interleaved, zero_bubble):
 # %% [markdown]
 # ## Run them
 #
-# The loss is the one for a single device; the library finds the model's `Stack` of layers in
-# it and cuts there. Every schedule gives the losses of one device.
+# The loss is the one for a single device; the library finds the call of the model's `Stack` of
+# layers in it and cuts there. Every schedule gives the losses of one device.
 
 # %%
 config = GPTConfig.tiny(
@@ -147,11 +147,11 @@ for schedule in (GPipe(), Interleaved(chunks=V), ZeroBubble(), OneFOneB()):
     np.testing.assert_allclose(losses, one, rtol=1e-5)
 
 # %% [markdown]
-# ## What travels
+# ## Communication
 #
-# From stage to stage, a microbatch's activations: `collective-permute`s to the neighbour, one
-# in each tick, forward and backward. (The small ones beside them carry random keys and
-# numbers of microbatches.) A stage holds a quarter of the layers.
+# A microbatch's activations go from stage to stage: `collective-permute`s to the neighbour, one in
+# each tick, forward and backward. (Small ones carry random keys and the numbers of
+# microbatches.) A stage holds a quarter of the layers.
 
 # %%
 batch = trainer.shard_batch(batches[0])
@@ -168,6 +168,6 @@ assert kernel.addressable_shards[0].data.shape[0] == 2  # layers on each stage
 # %% [markdown]
 # ## Exercise
 #
-# A `Table` of your own runs like the others. Write GPipe with the microbatches in reverse order
-# on the way back, by giving `Table.from_ticks` the tick of every slot (row: stage, column:
-# microbatch), and draw it. What does it keep?
+# A `Table` of your own runs like the others. Write GPipe with the microbatches in reverse order in
+# the backward pass, by passing `Table.from_ticks` the tick of every slot (row: stage, column:
+# microbatch), and draw it. How many inputs does it save?

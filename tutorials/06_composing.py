@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 6. Composing: 3D parallelism
 #
-# Each strategy owns one axis of the mesh. `Composite` puts them together: the axes multiply, the
-# claims on each array add up. Large models are trained with three: stages over the slowest
-# links, shards of the state over the middle ones, parts of each product over the fastest.
+# Each strategy owns one axis of the mesh. `Composite` combines them: the axes multiply, the claims
+# on each array merge. Large models are trained with three: stages over the slowest links, shards
+# of the state over faster ones, parts of each matmul over the fastest.
 
 # %%
 import jax
@@ -31,7 +31,7 @@ mesh = strategy.make_mesh()
 print(dict(mesh.shape))
 
 # %% [markdown]
-# The order of the arguments means nothing. The mesh puts the axis that talks most often
+# The order of the arguments does not matter. The mesh puts the axis that communicates most often
 # (`tensor`) innermost, where the devices are neighbours, and `pipe` outermost.
 
 # %%
@@ -39,8 +39,8 @@ assert Composite(TensorParallel(2), Pipeline(2), FSDP(2)).make_mesh() == mesh
 assert tuple(mesh.shape) == ("pipe", "fsdp", "tensor")
 
 # %% [markdown]
-# One size may be left out and takes the devices that remain. So the same line serves 8 devices
-# and 800.
+# One size may be left out and takes the remaining devices. So the same line works for 8 devices
+# and for 800.
 
 # %%
 assert Composite(Pipeline(2), FSDP(), TensorParallel(2)).make_mesh().shape == mesh.shape
@@ -48,8 +48,8 @@ assert Composite(Pipeline(2), FSDP(), TensorParallel(2)).make_mesh().shape == me
 # %% [markdown]
 # ## Three claims on one array
 #
-# The kernel of an MLP has dims `(layers, embed, mlp)`. The pipeline takes `layers`, tensor
-# parallelism `mlp`, and FSDP what is left: `embed`. Each device has an eighth.
+# The kernel of an MLP has dims `(layers, embed, mlp)`. The pipeline shards `layers`, tensor
+# parallelism `mlp`, and FSDP the free dim `embed`. Each device holds an eighth.
 
 # %%
 config = GPTConfig.tiny(
@@ -76,7 +76,7 @@ assert kernel.addressable_shards[0].data.size * 8 == kernel.size
 visualize(kernel)
 
 # %% [markdown]
-# `describe` gives the reason for each part of each place.
+# `describe` gives the reason for each sharding.
 
 # %%
 for row in trainer.describe().rows:
@@ -86,7 +86,7 @@ for row in trainer.describe().rows:
 # %% [markdown]
 # ## The same numbers
 #
-# Five ways to spread one run over eight devices. Not a word changes but the strategy's.
+# Five strategies for one run on eight devices. Only the strategy changes.
 
 # %%
 rng = np.random.default_rng(0)
@@ -106,10 +106,10 @@ for each in trainers:
     np.testing.assert_allclose(losses, one, rtol=1e-5)
 
 # %% [markdown]
-# ## Who talks to whom
+# ## Which devices communicate
 #
-# Devices 0 to 7 of this mesh: `tensor` joins 0 and 1, `fsdp` 0 and 2, `pipe` 0 and 4. The groups
-# of the collectives say which axis a message travels along. Count the messages of one step.
+# In this mesh of devices 0 to 7, `tensor` joins 0 and 1, `fsdp` 0 and 2, `pipe` 0 and 4. The groups
+# of a collective show its axis. Count the collectives of one step.
 
 # %%
 batch = trainer.shard_batch(batches[0])
@@ -117,14 +117,13 @@ report = audit(trainer.train_step.lower(trainer.state, batch).compile())
 for kind in sorted({c.kind for c in report.collectives}):
     print(f"{kind:20} {report.count(kind):4} times, {report.bytes(kind):10,} bytes")
 assert report.count("all-gather") > 0  # fsdp: parameters, where they are used
-assert report.count("all-reduce") > 0  # tensor: sums of products; and gradients
+assert report.count("all-reduce") > 0  # tensor: partial sums of matmuls; and gradients
 assert report.count("collective-permute") > 0  # pipe: to the next stage
 
 # %% [markdown]
-# ## Claims that cannot both hold
+# ## Conflicting claims
 #
-# Two parts that claim the same axis contradict each other, and are told so before anything is
-# compiled.
+# Two parts that claim the same axis are an error, before anything is compiled.
 
 # %%
 try:
@@ -141,9 +140,10 @@ else:
 # - `Pipeline`: as many stages as needed to fit, with several times as many microbatches.
 # - `FSDP`: the rest. `DataParallel` outside of it where a group already fits.
 #
-# [Choose a strategy](../choose.md) works it out for a model and its machines.
+# [Choose a strategy](../choose.md) computes them for a model and its machines.
 #
 # ## Exercise
 #
-# Print `trainer.describe().params_bytes` for the five strategies. Which keeps most, which least?
-# On two machines with four devices each, which of the five sends least between the machines?
+# Print `trainer.describe().params_bytes` for the five strategies. Which needs most memory, which
+# least? On two machines with four devices each, which of the five sends the fewest bytes between
+# the machines?

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 7. Checkpoints: save here, restore there
 #
-# A checkpoint that remembers how many devices wrote it is a trap: the cluster you resume on
-# is never the one you saved on. Here a checkpoint knows nothing of the strategy. We save under
+# A checkpoint that depends on the devices that wrote it is a trap: the cluster you resume on is
+# never the one you saved on. Here a checkpoint does not depend on the strategy. We save under
 # FSDP on 8 devices, and restore under tensor parallelism on 2.
 
 # %%
@@ -47,25 +47,25 @@ def make_trainer(strategy, checkpoint, num_devices=8):
 # %% [markdown]
 # ## Killed and resumed
 #
-# First a run of 8 steps that nothing disturbs. It is what the others must equal.
+# First an uninterrupted run of 8 steps, as the reference.
 
 # %%
-whole = make_trainer(FSDP(), None)
-undisturbed = whole.fit(batches, num_steps=8)["loss"]
+reference = make_trainer(FSDP(), None)
+expected = reference.fit(batches, num_steps=8)["loss"]
 
 # %% [markdown]
-# Then a run that ends after 5 steps, and a fresh one with the same arguments. It finds the
-# checkpoint by itself, and skips the batches that were seen.
+# Then a run that ends after 5 steps, and a new one with the same arguments. It finds the
+# checkpoint automatically, and skips the batches already seen.
 
 # %%
 first = make_trainer(FSDP(), runs / "resumed").fit(batches, num_steps=5)["loss"]
 again = make_trainer(FSDP(), runs / "resumed")
 second = again.fit(batches, num_steps=8)["loss"]
 print(len(first), "steps, then", len(second))
-np.testing.assert_array_equal(np.concatenate([first, second]), undisturbed)
+np.testing.assert_array_equal(np.concatenate([first, second]), expected)
 
 # %% [markdown]
-# Not close: equal, bit for bit. So are all parameters.
+# Not close: bit for bit equal. So are all parameters.
 
 # %%
 
@@ -77,21 +77,21 @@ def same(a, b):
     )
 
 
-assert same(again.state.params, whole.state.params)
-assert same(again.state.opt_state, whole.state.opt_state)
+assert same(again.state.params, reference.state.params)
+assert same(again.state.opt_state, reference.state.opt_state)
 
 # %% [markdown]
-# ## Restored elsewhere
+# ## Restored on other devices
 #
-# The same directory, another strategy, fewer devices. Each process reads the blocks that its
-# devices need, straight into place.
+# The same directory, another strategy, fewer devices. Each process reads just the shards that
+# its devices need.
 
 # %%
 elsewhere = make_trainer(TensorParallel(2), runs / "resumed", num_devices=2)
 elsewhere.restore()
 print("step", elsewhere.step)
 assert elsewhere.step == 8
-assert same(elsewhere.state.params, whole.state.params)
+assert same(elsewhere.state.params, reference.state.params)
 
 # %%
 
@@ -103,7 +103,7 @@ def up_kernel(trainer):
 visualize({"saved": up_kernel(again), "restored": up_kernel(elsewhere)})
 
 # %% [markdown]
-# Training goes on there, to the numbers of the others up to rounding.
+# Training continues there, with the numbers of the others up to rounding.
 
 # %%
 more = [rng.integers(0, 64, (16, 33), dtype=np.int32) for _ in range(3)]
@@ -122,10 +122,11 @@ for values in results.values():
     np.testing.assert_allclose(values, results["fsdp 8"], rtol=1e-5)
 
 # %% [markdown]
-# ## Which are kept
+# ## Retention
 #
-# `every` says how often; `keep_last` and `keep_best` say what stays. Saving runs beside
-# training: the arrays are copied to the host, and written while the next steps run.
+# `every` sets the interval; `keep_last` and `keep_best` choose which checkpoints are kept. Saves
+# run in the background: the arrays are copied to the host, and written while the next steps
+# run.
 
 # %%
 options = Checkpoint(runs / "kept", every=2, keep_last=2, keep_best="eval_loss")
@@ -137,9 +138,9 @@ print("saved steps:", saved)
 assert saved[-2:] == [6, 8]
 
 # %% [markdown]
-# ## When it cannot fit
+# ## A checkpoint of another model
 #
-# A checkpoint of another model is refused, array by array, and nothing has changed.
+# raises an error that lists the arrays that differ, and changes nothing.
 
 # %%
 config = GPTConfig.tiny(num_layers=2, embed_dim=128, seq_len=32, vocab_size=64)
@@ -153,5 +154,5 @@ else:
 # %% [markdown]
 # ## Exercise
 #
-# Fine-tuning wants the weights and not the optimizer: `restore(weights_only=True)`. Restore so
-# under SGD, and check that the step is 0 and the first loss is that of the trained model.
+# Fine-tuning needs the weights but not the optimizer state: `restore(weights_only=True)`. Restore
+# them under SGD, and check that the step is 0 and the first loss is that of the trained model.

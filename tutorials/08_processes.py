@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 8. Many processes and machines
 #
-# A process drives the devices of one machine. Several machines need several processes, and
-# each runs the same script. This tutorial starts real ones on a laptop, checks that they
-# compute what one does, and then kills some.
+# A process drives the devices of one machine. Several machines need several processes, which all
+# run the same script. This tutorial starts real ones on a laptop, checks that they compute the
+# numbers of one, and then kills some.
 
 # %%
 import json
@@ -24,12 +24,12 @@ directory = Path(tempfile.mkdtemp())
 #
 # Three lines differ from a script for one process:
 #
-# - `initialize()` joins the others. It comes first, and does nothing where there is only one.
-# - `data_share` says which rows of each batch this process gives.
-# - `print_once` says once what all would say.
+# - `initialize()` joins the other processes. It comes first, and does nothing for a single one.
+# - `data_share` says which rows of each batch this process loads.
+# - `print_once` prints on one process only.
 #
-# The callback is here to do harm: when told to, process 1 sends itself a signal after step 5.
-# A launcher counts how often it has started the processes again; once is harm enough.
+# The callback is here to do harm: on request, process 1 sends itself a signal after step 5, but
+# not after a restart, which the launcher counts.
 
 # %%
 SCRIPT = """
@@ -70,15 +70,15 @@ class Harm(Callback):
             os.kill(os.getpid(), signal.Signals[harm[0]])
 
 
-class Batches:  # iterated anew after a restart
+class Batches:  # every iteration starts from the first batch
     def __init__(self, index, count):
         self.index, self.count = index, count
 
     def __iter__(self):
         rng = np.random.default_rng(0)
         while True:
-            rows = rng.normal(size=(64, 32)).astype(np.float32)  # of all processes
-            yield np.split(rows, self.count)[self.index]  # (64 / count, 32): its own
+            rows = rng.normal(size=(64, 32)).astype(np.float32)  # the global batch
+            yield np.split(rows, self.count)[self.index]  # (64 / count, 32): its share
 
 
 trainer = Trainer(
@@ -87,33 +87,33 @@ trainer = Trainer(
     loss,
     strategy=FSDP(),
     global_batch_size=64,
-    # The next step waits for a save, so that the tutorial ends alike each time.
+    # The next step waits for a save, so that the tutorial always has the same output.
     checkpoint=Checkpoint(directory, every=4, asynchronous=False),
     callbacks=(Harm(),),
     log_every=1,
 )
 index, count = trainer.data_share
 print(f"share {index} of {count}, {jax.local_device_count()} devices")
-print_once("devices in all:", jax.device_count())
+print_once("devices:", jax.device_count())
 trainer.fit(Batches(index, count), num_steps=12)
 """
 script = directory / "train.py"
 script.write_text(SCRIPT)
 
 # %% [markdown]
-# ## Two processes are one
+# ## Two processes give the numbers of one
 #
-# `launch` starts the processes of a machine, and writes its number before each line of one.
-# `--cpu` simulates the devices. First one process with 4 of them.
+# `launch` starts the processes of a machine, and prefixes each line with the number of its
+# process. `--cpu` simulates the devices. First one process with 4 devices.
 
 
 # %%
-# A notebook promises its children a terminal; these write to a pipe.
+# Notebooks set FORCE_COLOR for their children; these write to a pipe.
 ENVIRONMENT = {key: x for key, x in os.environ.items() if key != "FORCE_COLOR"}
 
 
 def run(*command):
-    """Runs `python -m nnx_parallel ...`: its exit code, and what it wrote."""
+    """Runs `python -m nnx_parallel ...`; returns its exit code and its output."""
     done = subprocess.run(
         [sys.executable, "-m", "nnx_parallel", *map(str, command)],
         stdout=subprocess.PIPE,
@@ -123,7 +123,7 @@ def run(*command):
         check=False,
     )
     text = done.stdout.replace(str(directory), "...")
-    # Gloo, which carries the bytes between CPU processes, greets each of them.
+    # Gloo, which communicates between CPU processes, prints a greeting in each.
     lines = [line for line in text.splitlines() if "[Gloo]" not in line]
     return done.returncode, "\n".join(lines)
 
@@ -139,14 +139,15 @@ def launch(name, *harm, processes=2, devices=2, max_restarts=0):
 assert launch("one", processes=1, devices=4) == 0
 
 # %% [markdown]
-# Now two processes with 2 each: the same script, the same 64 rows a step, 32 from each.
+# Now two processes with 2 devices each: the same script, the same 64 rows per step, 32 from
+# each process.
 
 # %%
 assert launch("two", processes=2, devices=2) == 0
 
 # %% [markdown]
-# FSDP spreads over 4 devices both times, now across a process's border. The losses are equal
-# up to rounding: sums over devices take another order.
+# FSDP shards over 4 devices both times, now across processes. The losses are equal up to
+# rounding, since sums over devices have another order.
 
 
 # %%
@@ -163,8 +164,8 @@ np.testing.assert_allclose(losses("two"), losses("one"), rtol=1e-5)
 # %% [markdown]
 # ## One process dies
 #
-# SIGKILL ends process 1 without a word, as Linux does when memory is used up. Process 0 would
-# wait for it in the next collective, for ever. Instead it says who is lost, and ends.
+# SIGKILL ends process 1 without a message, as Linux does when memory is exhausted. Process 0
+# would deadlock in the next collective. Instead it prints which process is lost, and ends.
 
 # %%
 code = launch("killed", "SIGKILL")
@@ -175,35 +176,36 @@ assert seconds < 30
 assert (directory / "killed" / "4").is_dir()
 
 # %% [markdown]
-# The exit code is that of the process to fail first, as a shell has it: 128 and the signal's
-# number. What is left is the checkpoint of step 4.
+# The exit code is that of the first process to fail, as in a shell: 128 plus the signal's number.
+# The checkpoint of step 4 remains.
 #
-# ## Started again
+# ## Restarts
 #
-# The same command takes it up; `--max-restarts 1` has the launcher do so once more by itself.
-# Process 1 dies again after step 5. The second time it is let alone.
+# The same command resumes; with `--max-restarts 1` the launcher restarts once automatically.
+# Process 1 dies again after step 5, but not after the restart.
 
 # %%
 assert launch("killed", "SIGKILL", max_restarts=1) == 0
 
 # %% [markdown]
-# Three starts, two deaths, and bit for bit the losses of the run that nobody disturbed.
+# Three starts, two deaths, and bit for bit the losses of the uninterrupted run.
 
 # %%
 np.testing.assert_array_equal(losses("killed"), losses("two"))
 
 # %% [markdown]
-# ## A machine is taken away
+# ## Preemption
 #
-# Clouds and schedulers send SIGTERM first, and leave some seconds. Process 1 gets it. All agree
-# on the step after which they stop, save it, and end with code 0: nothing has failed.
+# Clouds and schedulers first send SIGTERM, and then wait some seconds. Process 1 gets it. All
+# processes agree on the step after which they stop, save it, and exit with code 0: nothing has
+# failed.
 
 # %%
 assert launch("taken", "SIGTERM") == 0
 
 # %% [markdown]
-# What was saved can be checked without a run: `inspect --verify` reads every array and compares
-# its checksum.
+# Checkpoints can be verified without a run: `inspect --verify` reads every array and compares its
+# checksum.
 
 # %%
 code, text = run("inspect", directory / "taken", "--verify")
@@ -217,9 +219,9 @@ np.testing.assert_array_equal(losses("taken"), losses("two")[: len(losses("taken
 # %% [markdown]
 # ## On a cluster
 #
-# There the scheduler starts the processes, one or more on each machine, and the script stays as
-# it is: `initialize()` finds its place in the environment. `--print` writes what the scheduler
-# takes. Slurm takes a batch script.
+# There the scheduler starts the processes, one or more per machine, and the script does not
+# change: `initialize()` reads the environment. `--print` writes the input of the scheduler. For
+# Slurm that is a batch script.
 
 
 # %%
@@ -242,13 +244,13 @@ print(slurm)
 assert is_bash(slurm)
 
 # %% [markdown]
-# Kubernetes with JobSet takes a manifest.
+# For Kubernetes with JobSet it is a manifest.
 
 # %%
 print(manifest("jobset"))
 
 # %% [markdown]
-# A TPU slice takes a command on every host.
+# For a TPU slice it is a command for every host.
 
 # %%
 tpu = manifest("tpu")
@@ -256,10 +258,10 @@ print(tpu)
 assert is_bash(tpu)
 
 # %% [markdown]
-# [Many processes](../processes.md) lists what else can break, and what you see then.
+# [Many processes](../processes.md) lists what else can fail, and the messages.
 #
 # ## Exercise
 #
-# Launch four processes of one device each with `TensorParallel(2)` beside `FSDP()`
-# (`Composite`). Before you run it: how many shares has the data, and which processes give the
-# same rows? Then make one of them give others, and read what the run says before its first step.
+# Launch four processes of one device each with `Composite(TensorParallel(2), FSDP())`. Before you
+# run it: how many shares does the data have, and which processes load the same rows? Then make one
+# of them load other rows, and read the error before the first step.

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 9. Bring your own: model, rules, training step
 #
-# The library has few layers, and needs none of them. Here a stock Flax model is spread over
-# devices in three steps, each of which asks for a little more: nothing at all, names or
-# rules, and at last only the placement, with a training step of your own.
+# The library has few layers, and requires none of them. Here a stock Flax model is sharded in
+# three ways: without any change, with names or rules, and with a training step of your own that
+# uses only the shardings.
 
 # %%
 import jax
@@ -66,14 +66,14 @@ for row in plain.describe().rows:
 assert not plain.state.params["up"]["kernel"].sharding.is_fully_replicated
 
 # %% [markdown]
-# `FSDP` needs no help: any dim that divides will do. Tensor parallelism must know more, for it
-# splits products, and only the model knows which dims are multiplied. There are two ways to
-# say it.
+# `FSDP` needs no help: it can shard any dim that its axis divides. Tensor parallelism must know
+# more, since it shards matmuls, and only the model knows which dims are contracted. There are two
+# ways to state it.
 #
 # ## Names in the model
 #
 # Flax has metadata for this. The names say what a dim means, not where it goes, so the model
-# still mentions no mesh; `constrain` says the same for an activation, and does nothing outside
+# still mentions no mesh; `constrain` does the same for an activation, and does nothing outside
 # of a strategy.
 
 
@@ -99,19 +99,19 @@ np.testing.assert_allclose(losses, expected, rtol=1e-5)
 visualize({name: with_names.state.params[name]["kernel"] for name in ("up", "down")})
 
 # %% [markdown]
-# Outside of a strategy the model is what it was.
+# Outside of a strategy the model is unchanged.
 
 # %%
 x = jnp.ones((2, 32))
 np.testing.assert_array_equal(NamedMLP(nnx.Rngs(0))(x), MLP(nnx.Rngs(0))(x))
 
 # %% [markdown]
-# ## Rules from outside
+# ## Rules
 #
-# A model that is not yours to change gets its places by rule: a regular expression over the
-# path, and a spec. A rule of yours comes before names, and names before FSDP's own choice. It is
-# the whole answer for the arrays that it matches: FSDP adds nothing to it, so both axes stand
-# in it. What no rule matches is left to FSDP.
+# A model that you cannot change gets its shardings by rules: a regular expression for the path,
+# and a spec. Rules take precedence over names, and names over FSDP's own choice. A rule decides
+# completely on the arrays that it matches: FSDP adds nothing, so the spec has both axes. Arrays
+# that no rule matches are left to FSDP.
 
 # %%
 rules = PathRules(
@@ -124,17 +124,19 @@ np.testing.assert_allclose(losses, expected, rtol=1e-5)
 for row in with_rules.describe().rows:
     print(f"{row.info.path:12} {row.placement.stored!s:26} {row.placement.reason}")
 for name in ("up", "down"):
-    ruled, said = (t.state.params[name]["kernel"] for t in (with_rules, with_names))
-    assert ruled.sharding == said.sharding
+    by_rule, by_name = (
+        t.state.params[name]["kernel"] for t in (with_rules, with_names)
+    )
+    assert by_rule.sharding == by_name.sharding
 
 # %% [markdown]
-# The kernels lie where the names had put them.
+# The kernels have the shardings that the names gave them.
 #
 # ## A training step of your own
 #
-# `Trainer` has a compiled step for loops of your own (`trainer.train_step`). And if the step
-# itself should be yours, in any library, there is only the placement: `sharded_jit` is
-# `jax.jit` that takes rules where shardings stand. The state below is a plain dict.
+# `Trainer` has a compiled step for loops of your own (`trainer.train_step`). To write the step
+# yourself too, in any library, use only the shardings: `sharded_jit` is `jax.jit` that takes rules
+# in place of shardings. The state below is a plain dict.
 
 # %%
 mesh = make_mesh({"fsdp": None})
@@ -169,7 +171,7 @@ print(np.array(losses))
 np.testing.assert_allclose(losses[0], expected[0], rtol=1e-4)
 
 # %% [markdown]
-# The optimizer's moments went where their parameters did, for the rules see their paths too
+# The optimizer's moments are sharded like their parameters, since the rules match their paths too
 # (`opt.0.mu.up.kernel`).
 
 # %%
@@ -182,4 +184,4 @@ visualize(moment)
 # ## Exercise
 #
 # Add a third `nnx.Linear` to `MLP` and make the rules strict: `PathRules(..., strict=True)`. Read
-# the error, and mend the rules.
+# the error, and fix the rules.

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 11. Read a profile: where a step's time goes
 #
-# A step is slow. Is it computing, sending, or waiting for the host? Three questions in this
-# order, each cheaper than the next: what *should* the step do, what does the compiled program
-# do, and what did the devices do while it ran.
+# A step is slow. Is it computing, communicating, or waiting for the host? Ask three questions,
+# the cheapest first: what *should* the step do, what does the compiled program do, and what did
+# the devices do while it ran?
 
 # %%
 import collections
@@ -43,8 +43,8 @@ def make_trainer(**options):
 # %% [markdown]
 # ## 1. What it should do
 #
-# A training step of a transformer costs `6 N` FLOPs for each token, where `N` counts the
-# parameters that take part in products, and `12 L E T` for attention over `T` tokens.
+# A training step of a transformer costs `6 N` FLOPs per token, where `N` counts the parameters in
+# matmuls, and `12 L E T` for attention over `T` tokens.
 
 # %%
 theory = config.flops_per_token(SEQ) * ROWS * SEQ
@@ -53,9 +53,9 @@ print(f"{theory / 1e9:.2f} GFLOP a step")
 # %% [markdown]
 # ## 2. What the program does
 #
-# `audit` reads the compiled program, loops multiplied out. If its FLOPs are above the theory,
-# something is computed twice (remat does that, and so does a bad sharding). If a collective is
-# there that the strategy does not need, a `constrain` is missing.
+# `audit` reads the compiled program, loops multiplied out. FLOPs above the theory mean that
+# something is recomputed (by remat, or because of a bad sharding). A collective that the strategy
+# does not need means that a `constrain` is missing.
 
 # %%
 trainer = make_trainer(checkpoint=directory, profile=(6, 10))
@@ -66,13 +66,13 @@ assert abs(report.flops * 8 / theory - 1) < 0.05
 assert {c.kind for c in report.collectives} == {"all-gather", "all-reduce"}
 
 # %% [markdown]
-# Here the two agree to within 5 %: nothing is computed twice. FSDP gathers and reduces, and does
-# nothing else.
+# Here the two agree to within 5 %: nothing is recomputed. FSDP gathers and reduces, and nothing
+# else.
 #
 # ## 3. What the devices did
 #
-# `Trainer(profile=(6, 10))` traces steps 6 to 9. Take steps from the middle: the first one
-# compiles, and the next few warm caches. The trace lies below the checkpoint directory.
+# `Trainer(profile=(6, 10))` traces steps 6 to 9. Choose steps from the middle: the first one
+# compiles, and the next few warm caches. The trace is in the checkpoint directory.
 
 # %%
 trainer.fit(batches, num_steps=12)
@@ -82,9 +82,9 @@ print(f"{len(events):,} events in {trace.name.partition('.')[2]}")
 
 # %% [markdown]
 # To look at it, open <https://ui.perfetto.dev> and drop the file there, or point TensorBoard's
-# profile plugin or XProf at the directory. A picture is best for a first look; for a number
-# that can be compared tomorrow, add the events up. Every operation of the compiled program is
-# an event with a duration in microseconds. (`ynn` and `xnn` are a CPU's kernels for products.)
+# profile plugin or XProf at the directory. A picture is best for a first look; for a number to
+# compare later, add up the events. Every operation of the compiled program is an event with a
+# duration in microseconds. (`ynn` and `xnn` are matmul kernels for CPUs.)
 
 # %%
 steps = [e for e in events if e.get("name", "").startswith("train") and "dur" in e]
@@ -93,7 +93,7 @@ assert len(steps) >= 4
 
 KINDS = {
     "collectives": ("all-reduce", "all-gather", "reduce-scatter", "collective-permute"),
-    "products": ("dot", "ynn", "xnn", "convolution", "custom-call"),
+    "matmuls": ("dot", "ynn", "xnn", "convolution", "custom-call"),
     "fused elementwise": ("fusion", "reduce", "broadcast", "transpose", "copy"),
 }
 
@@ -109,7 +109,7 @@ microseconds = collections.Counter()
 for event in events:
     name = event.get("args", {}).get("hlo_op", "")
     if "dur" not in event or not name or name.startswith(("while", "call")):
-        continue  # a loop lasts as long as the operations in it, which count themselves
+        continue  # a loop's duration is that of its operations, which have events of their own
     microseconds[kind_of(name) or "other"] += event["dur"]
 total = sum(microseconds.values())
 assert total > 0
@@ -117,38 +117,38 @@ for kind, spent in microseconds.most_common():
     print(f"{kind:18} {spent / total:5.0%}")
 
 # %% [markdown]
-# These are the shares of all time that operations took, summed over devices. Simulated devices
-# wait for each other *inside* their collectives, on a machine with fewer cores than devices
-# for longer than they compute. On an accelerator read the same list differently: a collective
-# that is alone on the timeline is *exposed* and costs time; one beside products is free.
+# These are shares of the total time of operations, summed over devices. Simulated devices wait for
+# each other *inside* their collectives, on a machine with fewer cores than devices for longer than
+# they compute. On an accelerator read the list differently: a collective that is alone on the
+# timeline is *exposed* and costs time; one that overlaps with matmuls is free.
 #
 # ## The host
 #
-# A device that waits for Python shows gaps between steps. JAX dispatches a step and returns at
-# once; so compare the time until the call returns with the time until the result is there.
+# A device that waits for Python shows gaps between steps. JAX dispatches a step and returns
+# immediately; so compare the time until the call returns with the time until the step is done.
 
 # %%
 state = trainer.state
-dispatch, whole = [], []
+dispatch, done = [], []
 for _ in range(10):
     start = time.perf_counter()
     state, metrics = trainer.train_step(state, batch)
     dispatch.append(time.perf_counter() - start)
     jax.block_until_ready((state, metrics))
-    whole.append(time.perf_counter() - start)
+    done.append(time.perf_counter() - start)
 trainer.state = state
 print(
     f"call returns after {1e3 * np.median(dispatch):.2f} ms, step done after "
-    f"{1e3 * np.median(whole):.2f} ms"
+    f"{1e3 * np.median(done):.2f} ms"
 )
-assert np.median(dispatch) < np.median(whole) / 2
+assert np.median(dispatch) < np.median(done) / 2
 
 # %% [markdown]
 # As long as the first is well below the second, the host is ahead and the devices never wait for
-# it. Two things take that lead away: reading a metric each step (`float(loss)` waits for the
-# step), and slow data. `Trainer` fetches metrics up to two steps late, and places batches ahead.
+# it. Two things undo that lead: reading a metric in each step (`float(loss)` waits for the step),
+# and slow data. `Trainer` reads metrics up to two steps late, and prefetches batches.
 #
 # ## Exercise
 #
 # Set `remat="full"` in the Trainer. Predict the FLOPs before you look: the forward pass is a third
-# of the whole, and is done again for the layers. How many temporaries does it save?
+# of them, and is repeated for the layers. How many bytes of temporaries does it save?

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 12. Migrating
 #
-# From plain `nnx.jit`, from scalax, from DistJax, from PyTorch's FSDP and Lightning. First one
-# script before and after, with equal losses. Then the names side by side.
+# From plain `nnx.jit`, scalax, DistJax, PyTorch's FSDP and Lightning. First one script before and
+# after, with equal losses. Then tables of the corresponding names.
 
 # %%
 import jax
@@ -43,7 +43,7 @@ batches = [rng.normal(size=(32, 32)).astype(np.float32) for _ in range(5)]
 # %% [markdown]
 # ## From `nnx.jit`: before
 #
-# Flax's guide for several devices: a mesh, a batch placed by hand, and `nnx.jit` over model and
+# Flax's guide for several devices: a mesh, a batch sharded by hand, and `nnx.jit` over model and
 # optimizer. This is data parallel. For more, each parameter's spec is written into the model.
 
 # %%
@@ -71,7 +71,7 @@ print(np.array(before))
 # %% [markdown]
 # ## After
 #
-# The model and the loss stay. The mesh, the placement, the step and the loop go. And the
+# The model and the loss stay. The mesh, the shardings, the step and the loop are gone. And the
 # parameters are sharded now, which took one word.
 
 # %%
@@ -81,16 +81,15 @@ print(after)
 np.testing.assert_allclose(after, before, rtol=1e-5)
 
 # %% [markdown]
-# The step underneath is `jax.jit` over pure state, built once; `nnx.jit` walks the model in
-# Python at each call. How much that is depends on the size of the model:
-# see the [benchmarks](../benchmarks.md).
+# The step is `jax.jit` over pure state, built once; `nnx.jit` traverses the model in Python at each
+# call. The cost depends on the size of the model: see the [benchmarks](../benchmarks.md).
 #
 # To keep your loop: `trainer.state, metrics = trainer.train_step(trainer.state, batch)`.
 #
 # ## From scalax
 #
-# scalax places arrays by rules and leaves the step to you. So does `sharded_jit`; the rules go
-# where they went.
+# scalax shards arrays by rules and leaves the step to you. So does `sharded_jit`, with the rules in
+# the same places.
 
 # %%
 graphdef, start = nnx.split(MLP(nnx.Rngs(0)))
@@ -128,12 +127,12 @@ np.testing.assert_allclose(first, before[0], rtol=1e-5)
 #
 # ## From DistJax's linen modules
 #
-# DistJax wraps modules in `shard_map`: each layer knows its axis, and calls the collective
-# itself. Here the layer stays as it was and its dims get names.
+# DistJax wraps modules in `shard_map`: each layer knows its axis, and calls the collective itself.
+# Here the layer does not change, and its dims get names.
 #
 # | DistJax | here |
 # |---|---|
-# | `shard_map` around the training step, `sync_gradients` | nothing: the Trainer's step is written for whole arrays |
+# | `shard_map` around the training step, `sync_gradients` | nothing: the Trainer's step is written for global arrays |
 # | `shard_module_params(Module, axis_name="data")` | `strategy=FSDP()` |
 # | `ModelParallelismWrapper`, `TPDense` | `layers.Dense({"embed": 64}, {"mlp": 256}, rngs=rngs)`, or names on a stock layer; `TensorParallel(n)` |
 # | async TP: a ring in the module | `TensorParallel(n, overlap="ring")` |
@@ -150,12 +149,12 @@ np.testing.assert_allclose(first, before[0], rtol=1e-5)
 # | `fully_shard(model)`, `strategy="fsdp"` | `FSDP()` |
 # | ZeRO stage 1, 2, 3 | `FSDP(shard="optimizer")`, `"gradients"`, `"params"` |
 # | `HYBRID_SHARD` | `Composite(DataParallel(2), FSDP())` |
-# | `SHARD_GRAD_OP`, `reshard_after_forward=False` | the nearest is `FSDP(shard="gradients")`: its parameters stay whole between steps too |
-# | `fully_shard` of each block, `auto_wrap_policy` | nothing: a `Stack` gathers a layer at a time, other modules each array where it is used |
+# | `SHARD_GRAD_OP`, `reshard_after_forward=False` | the nearest is `FSDP(shard="gradients")`: its parameters stay replicated between steps too |
+# | `fully_shard` of each block, `auto_wrap_policy` | nothing: a `Stack` gathers one layer at a time, other modules each array where it is used |
 # | `backward_prefetch`, `set_modules_to_forward_prefetch` | `FSDP(prefetch="ring")` |
-# | a model on the `meta` device | `model=` is a function: its arrays are made in shards |
+# | a model on the `meta` device | `model=` is a function: its arrays are initialized in shards |
 # | `full_tensor()`, `summon_full_params` | arrays are global: `np.asarray(x)`; with several processes `gather` |
-# | `init_device_mesh` | the strategy makes it; `strategy.make_mesh()` |
+# | `init_device_mesh` | the strategy builds it; `strategy.make_mesh()` |
 # | `ColwiseParallel`, `RowwiseParallel` | names `embed`, `mlp`, `heads` in the model; `TensorParallel(n)` |
 # | `SequenceParallel` | `TensorParallel(n, sequence=True)` |
 # | `ScheduleGPipe`, `Schedule1F1B`, `ScheduleInterleaved1F1B` | `Pipeline(n, GPipe())`, `OneFOneB()`, `Interleaved(chunks=)` |
@@ -164,25 +163,25 @@ np.testing.assert_allclose(first, before[0], rtol=1e-5)
 # | `self.log("accuracy", ...)` | `return loss, {"accuracy": ...}` |
 # | `configure_optimizers`, schedulers, `gradient_clip_val=1.0` | Optax: `optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))` |
 # | `Trainer.fit(model, datamodule)` | `Trainer(...).fit(batches, num_steps)` |
-# | `max_steps=`, `max_epochs=` | `num_steps`, of the whole run; there are no epochs |
+# | `max_steps=`, `max_epochs=` | `num_steps`, the total of the run; there are no epochs |
 # | `val_dataloaders`, `val_check_interval=` | `fit(..., eval_data=, eval_every=)` |
-# | `DistributedSampler` | one process gives the whole batch; of several each its rows, `trainer.data_share` |
+# | `DistributedSampler` | one process yields the global batch; each of several its rows, `trainer.data_share` |
 # | `accumulate_grad_batches=` | `num_microbatches=` (of one batch, not more batches) |
 # | `precision="bf16-mixed"` | `precision=Precision.mixed_bfloat16()` |
-# | `ModelCheckpoint`, `ckpt_path="last"` | `checkpoint="directory"`; `fit` resumes by itself |
+# | `ModelCheckpoint`, `ckpt_path="last"` | `checkpoint="directory"`; `fit` resumes automatically |
 # | `EarlyStopping` | a `Callback` that calls `trainer.stop(reason)` |
-# | `SyncBatchNorm` | nothing: statistics are those of all rows of a microbatch |
-# | `if dist.get_rank() == 0: print(...)` | `print_once(...)`; metrics and checkpoints see to it themselves |
+# | `SyncBatchNorm` | nothing: statistics cover all rows of a microbatch |
+# | `if dist.get_rank() == 0: print(...)` | `print_once(...)`; metrics and checkpoints need nothing |
 # | `torchrun`, `num_nodes=` | `initialize()` in the script, `python -m nnx_parallel launch` |
 # | `activation_checkpointing` | `remat="full"` |
 # | `CPUOffload`, `context_parallel`, float8 | not here |
 #
-# One habit to leave behind: per-device thinking. What `loss` sees is the whole batch (or a whole
-# microbatch), not a device's part, and its mean is the mean over all rows. Only how a process
-# loads data depends on which one it is.
+# One habit to drop: per-device thinking. `loss` gets the global batch (or a global microbatch), not
+# a device's part, and its mean is the mean over all rows. Only the loading of data depends on the
+# process.
 #
 # ## Exercise
 #
-# Take a training script of yours. Write its loss as `loss(model, batch)`. Run it on 8 simulated
-# devices, first with `fast_dev_run=True`, which takes two steps to see that all parts fit. Then
-# compare five losses with the ones you had.
+# Take a training script of your own. Write its loss as `loss(model, batch)`. Run it on 8 simulated
+# devices, first with `fast_dev_run=True`, which takes two steps as a smoke test. Then compare five
+# losses with those of the original.
