@@ -17,13 +17,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from orbax.checkpoint import v1 as ocp
 
 from nnx_parallel.checkpoint import (
     Checkpoint,
     CheckpointManager,
     checksum,
-    orbax_compat,
 )
 from nnx_parallel.checkpoint.checksum import PART, PendingChecksums, read_checksums
 from nnx_parallel.checkpoint.orbax_compat import (
@@ -124,7 +122,7 @@ def test_restores_bit_for_bit_on_any_number_of_devices(options, num_devices):
     with CheckpointManager(options) as manager:
         manager.save_groups(10, groups, meta)
         wanted = abstract(groups, num_devices)
-        restored, restored_meta = manager.restore_groups(wanted)
+        restored, restored_meta = manager.saved.restore(wanted)
     assert_same(restored, groups)
     assert restored_meta == meta
     assert jax.tree.all(
@@ -141,7 +139,7 @@ def test_describes_what_was_saved_whatever_the_mesh(options):
     with CheckpointManager(options) as manager:
         manager.save_groups(1, groups, {"seed": 0}, metrics={"eval_loss": 2.0})
         manager.save_groups(2, place(groups, num_devices=2), {})
-        first, second = manager.describe(1), manager.describe()
+        first, second = manager.saved.describe(1), manager.saved.describe()
     assert (first.step, first.meta, first.metrics) == (1, {"seed": 0}, {"eval_loss": 2})
     assert (second.step, second.metrics) == (2, {})
     assert first.groups == second.groups
@@ -168,7 +166,6 @@ def start_save(options: Checkpoint, values):
         names=StepNames(),
         preemption=PreemptionPolicy(),
         metrics={},
-        gate=orbax_compat.Gate(),
         cleanup=True,
     )
     parts = {**weights(), PART: PendingChecksums("digest", values)}
@@ -228,12 +225,12 @@ def test_neither_describe_nor_a_mismatch_reads_arrays(options):
         manager.save_groups(1, groups, {})
         manager.wait()
         before = bytes_read()
-        manager.describe()
+        manager.saved.describe()
         wrong = {"params": {"v": noise, "w": noise}}
         with pytest.raises(CheckpointMismatchError):
-            manager.restore_groups(abstract(wrong))
+            manager.saved.restore(abstract(wrong))
         assert bytes_read() - before < noise.nbytes / 50
-        manager.restore_groups(abstract(groups))
+        manager.saved.restore(abstract(groups))
         assert bytes_read() - before > noise.nbytes / 2
 
 
@@ -242,8 +239,8 @@ def test_restores_some_groups(options):
     with CheckpointManager(options) as manager:
         manager.save_groups(1, groups, {})
         wanted = abstract({name: groups[name] for name in ("params", "ema")}, 4)
-        restored, _ = manager.restore_groups(wanted, step=1)
-        assert manager.restore_groups({"ema": {}}) == ({"ema": {}}, {})
+        restored, _ = manager.saved.restore(wanted, step=1)
+        assert manager.saved.restore({"ema": {}}) == ({"ema": {}}, {})
     assert_same(restored, {"params": groups["params"], "ema": {}})
 
 
@@ -261,7 +258,7 @@ def test_arrays_may_be_donated_as_soon_as_save_returns(options, num_devices):
         for _ in range(3):
             state = overwrite(state)
         jax.block_until_ready(state)
-        restored, _ = manager.restore_groups(target)
+        restored, _ = manager.saved.restore(target)
     assert_same(restored, wanted)
 
 
@@ -275,51 +272,6 @@ def test_save_returns_before_the_files_are_written(options):
         assert path_of(options, "1").exists()
 
 
-def test_nothing_is_written_before_all_groups_are_copied(options, monkeypatch):
-    copy = ocp.training.Checkpointer.save_checkpointables_async
-    found = []
-
-    def copy_and_look(*args, **more):
-        response = copy(*args, **more)
-        time.sleep(0.2)  # the writers have their threads by now
-        found.append(os.listdir(options.directory))
-        return response
-
-    monkeypatch.setattr(
-        ocp.training.Checkpointer, "save_checkpointables_async", copy_and_look
-    )
-    with CheckpointManager(options) as manager:
-        manager.save_groups(1, weights(), {})
-        manager.wait()
-        assert found == [[]]
-        assert path_of(options, "1").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "waits"),
-    [
-        (f"1.{orbax_compat.UNFINISHED}", True),
-        (f"1.{orbax_compat.UNFINISHED}/model.{orbax_compat.UNFINISHED}", False),
-        ("other", False),
-    ],
-)
-def test_a_gate_holds_the_directory_of_a_step_up_for_a_while(
-    name, waits, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(orbax_compat, "_MOST_SECONDS", 1.0)
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    shut = orbax_compat.Gate()
-    path = shut.path(str(tmp_path)) / name
-    with shut.closed():
-        start = time.monotonic()
-        path.mkdir()
-        assert (time.monotonic() - start > 0.9) == waits
-    assert (tmp_path / name).is_dir()
-    start = time.monotonic()
-    (shut.path(str(tmp_path)) / f"2.{orbax_compat.UNFINISHED}").mkdir()
-    assert time.monotonic() - start < 0.9
-
-
 def test_synchronous_save_is_on_disk_when_it_returns(tmp_path):
     options = Checkpoint(tmp_path, asynchronous=False)
     with CheckpointManager(options) as manager:
@@ -331,11 +283,11 @@ def test_saves_in_quick_succession_are_all_kept(tmp_path):
     with CheckpointManager(Checkpoint(tmp_path, keep_last=None)) as manager:
         for step in range(1, 6):
             manager.save_groups(step, weights(step), {"step": step})
-        for step in manager.steps:
-            restored, meta = manager.restore_groups(abstract(weights()), step)
+        for step in manager.saved.steps:
+            restored, meta = manager.saved.restore(abstract(weights()), step)
             assert_same(restored, weights(step))
             assert meta == {"step": step}
-        assert manager.steps == [1, 2, 3, 4, 5]
+        assert manager.saved.steps == [1, 2, 3, 4, 5]
 
 
 LOSSES = {1: 5.0, 2: 1.0, 3: None, 4: 3.0, 5: float("nan"), 6: 1.0, 7: 9.0, 8: 4.0}
@@ -364,8 +316,8 @@ def test_retention(tmp_path, rules, kept, best, is_restarted):
         if is_restarted:
             manager.close()
             manager = CheckpointManager(options)
-    assert manager.steps == kept
-    assert manager.best_step == best
+    assert manager.saved.steps == kept
+    assert manager.saved.best_step == best
     assert sorted(int(path.name) for path in tmp_path.iterdir()) == kept
     manager.close()
 
@@ -387,7 +339,7 @@ def test_steps_ascend_and_are_saved_once(options):
         with pytest.raises(CheckpointError, match=re.escape(message)):
             manager.save_groups(10, weights(2), {}, overwrite=True)
         manager.save_groups(20, weights(3), {}, overwrite=True)
-        restored, _ = manager.restore_groups(abstract(weights()))
+        restored, _ = manager.saved.restore(abstract(weights()))
     assert_same(restored, weights(3))
 
 
@@ -422,10 +374,10 @@ def test_failure_in_the_background_is_raised_under_its_own_step(tmp_path):
         message = f"Saving step 20 in '{options.directory}' failed: "
         with pytest.raises(CheckpointSaveError, match=re.escape(message)):
             manager.save_groups(30, groups, {})
-        assert manager.steps == [10]
-        assert_same(manager.restore_groups(abstract(weights()))[0], weights(1))
+        assert manager.saved.steps == [10]
+        assert_same(manager.saved.restore(abstract(weights()))[0], weights(1))
         manager.save_groups(30, weights(3), {})
-        assert manager.steps == [30]
+        assert manager.saved.steps == [30]
 
 
 def test_failure_of_the_last_save_is_raised_by_close(options):
@@ -484,7 +436,7 @@ Build the same model and optimizer, or restore other groups. Saved groups: \
     with CheckpointManager(options) as manager:
         manager.save_groups(1, saved, {})
         with pytest.raises(CheckpointMismatchError, match=re.escape(message)):
-            manager.restore_groups(abstract(wanted))
+            manager.saved.restore(abstract(wanted))
 
 
 def test_restore_needs_a_sharding(options):
@@ -493,7 +445,7 @@ def test_restore_needs_a_sharding(options):
     with CheckpointManager(options) as manager:
         manager.save_groups(1, place({"params": {"w": jnp.ones((8, 4))}}), {})
         with pytest.raises(CheckpointError, match=re.escape(message)):
-            manager.restore_groups(bare)
+            manager.saved.restore(bare)
 
 
 def test_missing_steps_are_named(options):
@@ -501,15 +453,15 @@ def test_missing_steps_are_named(options):
     with CheckpointManager(options) as manager:
         message = f"No checkpoint in {where}. Save one first."
         with pytest.raises(CheckpointNotFoundError, match=re.escape(message)):
-            manager.describe()
-        assert (manager.latest_step, manager.best_step) == (None, None)
+            manager.saved.describe()
+        assert (manager.latest_step, manager.saved.best_step) == (None, None)
         manager.save_groups(500, weights(), {})
         message = (
             f"No checkpoint for step 2000 in {where}. Saved steps: [500]. Pass "
             "step=None for the latest, or resume=False to start from step 0."
         )
         with pytest.raises(CheckpointNotFoundError, match=re.escape(message)):
-            manager.restore_groups({}, step=2000)
+            manager.saved.restore({}, step=2000)
 
 
 @pytest.mark.parametrize("victim", ["params", "params/d"])
@@ -520,7 +472,7 @@ def test_damaged_files_are_a_read_error(options, victim):
         shutil.rmtree(path_of(options, "1", victim))
         message = f"Cannot read checkpoint 1 in '{options.directory}': "
         with pytest.raises(CheckpointReadError, match=re.escape(message)):
-            manager.restore_groups(abstract(weights()))
+            manager.saved.restore(abstract(weights()))
 
 
 def test_what_cannot_be_saved_is_refused_at_once(options):
@@ -541,7 +493,7 @@ def test_what_cannot_be_saved_is_refused_at_once(options):
         for groups, meta, message in refused:
             with pytest.raises(CheckpointError, match=re.escape(message)):
                 manager.save_groups(1, groups, meta)
-        assert manager.steps == []
+        assert manager.saved.steps == []
 
 
 @pytest.mark.parametrize(
@@ -568,7 +520,7 @@ def test_directory_that_cannot_be_written(tmp_path):
     for directory in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/run")):
         message = f"Cannot write checkpoints to '{directory}': "
         with pytest.raises(CheckpointDirectoryError, match=re.escape(message)):
-            _ = CheckpointManager(Checkpoint(directory)).steps
+            _ = CheckpointManager(Checkpoint(directory)).saved
 
 
 def test_files_of_others_are_left_alone(tmp_path):
@@ -578,7 +530,7 @@ def test_files_of_others_are_left_alone(tmp_path):
     with CheckpointManager(Checkpoint(tmp_path, keep_last=1)) as manager:
         for step in (1, 2, 8):
             manager.save_groups(step, weights(), {})
-        assert manager.steps == [8]
+        assert manager.saved.steps == [8]
         message = "'100' is there and is not a checkpoint. Move it away"
         with pytest.raises(CheckpointError, match=re.escape(message)):
             manager.save_groups(100, weights(), {})
@@ -592,13 +544,13 @@ def test_files_of_others_are_left_alone(tmp_path):
 
 def test_read_only_touches_nothing(options, tmp_path):
     with pytest.raises(CheckpointNotFoundError, match="No directory"):
-        _ = CheckpointManager(options, read_only=True).steps
+        _ = CheckpointManager(options, read_only=True).saved
     with CheckpointManager(options) as manager:
         manager.save_groups(1, weights(1), {"seed": 3})
     unfinished = path_of(options, "2.orbax-checkpoint-tmp")
     unfinished.mkdir()
     with CheckpointManager(options, read_only=True) as manager:
-        restored, meta = manager.restore_groups(abstract(weights()))
+        restored, meta = manager.saved.restore(abstract(weights()))
         assert not manager.is_due(1000)
         with pytest.raises(CheckpointError, match="opened with read_only=True"):
             manager.save_groups(2, weights(), {})
@@ -640,7 +592,7 @@ def test_killed_in_the_middle_of_a_save(options):
         latest = manager.latest_step
         assert latest is not None
         target = {"params": {"w": jnp.zeros(1 << 22)}}
-        restored, meta = manager.restore_groups(abstract(target))
+        restored, meta = manager.saved.restore(abstract(target))
         assert meta == {"step": latest}
         noise = np.random.default_rng(0).standard_normal(1 << 22, np.float32)
         noise[0] = latest

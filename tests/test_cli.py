@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import yaml
 from flax import nnx
 
 from nnx_parallel import Checkpoint, Trainer
-from nnx_parallel.checkpoint.manager import CheckpointManager
+from nnx_parallel.checkpoint.saved_steps import SavedSteps
 from nnx_parallel.cli import main
 from nnx_parallel.cli.inspect import _judge  # pyright: ignore[reportPrivateUsage]
 from nnx_parallel.cli.launch import Job
@@ -249,12 +250,12 @@ def test_inspect_needs_no_accelerator(run: Path) -> None:
 def test_a_step_that_vanishes_is_not_damaged(run: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     shutil.copytree(run, directory)
-    with CheckpointManager(Checkpoint(directory), read_only=True) as manager:
-        assert manager.steps == [2, 4]
+    with closing(SavedSteps(Checkpoint(directory), read_only=True)) as saved:
+        assert saved.steps == [2, 4]
         shutil.rmtree(directory / "2")
-        _, verdict = _judge(manager, 2, verify=True)
+        _, verdict = _judge(saved, 2, verify=True)
         assert verdict == "gone: the run has deleted it meanwhile"
-        _, verdict = _judge(manager, 4, verify=True)
+        _, verdict = _judge(saved, 4, verify=True)
         assert verdict.startswith("whole")
 
 

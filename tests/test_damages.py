@@ -27,7 +27,7 @@ from flax import nnx
 from nnx_parallel import FSDP, Checkpoint, Trainer
 from nnx_parallel.checkpoint import options
 from nnx_parallel.checkpoint.manager import CheckpointManager
-from nnx_parallel.checkpoint.orbax_compat import is_transient, read_error
+from nnx_parallel.checkpoint.orbax_compat import is_transient, reading
 from nnx_parallel.checkpoint.recovery import restore_newest
 from nnx_parallel.data import DataState
 from nnx_parallel.errors import (
@@ -36,6 +36,7 @@ from nnx_parallel.errors import (
     CheckpointReadError,
     CheckpointUnavailableError,
     DataError,
+    ParallelError,
 )
 
 NUM_FLIPS = 150
@@ -133,7 +134,7 @@ def test_no_damage_restores_other_values(saved: Path, tmp_path: Path) -> None:
         damage(directory / "7", name, how)
         try:
             with CheckpointManager(Checkpoint(directory), read_only=True) as manager:
-                found, meta = manager.restore_groups(wanted)
+                found, meta = manager.saved.restore(wanted)
         except (CheckpointReadError, CheckpointNotFoundError) as error:
             outcomes[type(error).__name__] += 1
         else:
@@ -219,7 +220,7 @@ def test_a_bad_moment_is_no_damage(
     first_free = os.dup(0)
     os.close(first_free)
     with CheckpointManager(Checkpoint(tmp_path, on_damage="previous")) as manager:
-        stored = manager.describe(4)
+        stored = manager.saved.describe(4)
         where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         wanted = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
@@ -230,8 +231,8 @@ def test_a_bad_moment_is_no_damage(
         def restore(max_files: int) -> None:
             try:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, before[1]))
-                manager.reload()
-                manager.restore_groups(wanted, 4)
+                manager.saved.reload()
+                manager.saved.restore(wanted, 4)
             except CheckpointUnavailableError as error:
                 told.append(str(error))
             finally:
@@ -246,7 +247,7 @@ def test_a_bad_moment_is_no_damage(
                 restore(first_free + spare)
         assert len(told) > 1
         assert all("That is no damage, and nothing has changed" in x for x in told)
-        restore_newest(manager, wanted)
+        restore_newest(manager.saved, wanted)
     assert not list(tmp_path.glob("damaged-*"))
     assert (tmp_path / "4").is_dir()
 
@@ -285,17 +286,24 @@ def test_what_passes_by_itself_is_told_from_damage(
     assert is_transient(outer) == passes
 
 
+def told(error: Exception) -> Exception:
+    """The error that reading raises in place of one of Orbax's."""
+    with pytest.raises(ParallelError) as caught, reading("step 4", [4]):
+        raise error
+    return caught.value
+
+
 def test_any_error_passes_while_hardly_a_file_can_be_opened() -> None:
     error = RuntimeError("random_device: device not available")
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_open = len(os.listdir("/dev/fd"))
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 20, before[1]))
-        short = read_error("step 4", [4], error)
+        short = told(error)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert isinstance(short, CheckpointUnavailableError)
-    assert isinstance(read_error("step 4", [4], error), CheckpointReadError)
+    assert isinstance(told(error), CheckpointReadError)
 
 
 def test_if_none_is_whole_nothing_is_trained(tmp_path: Path) -> None:
@@ -315,7 +323,7 @@ def test_the_checksums_of_another_save_are_refused(tmp_path: Path) -> None:
         shutil.copy(tmp_path / "1" / file, tmp_path / "2" / file)
         message = "Its checksums were saved with another header."
         with pytest.raises(CheckpointReadError, match=re.escape(message)):
-            manager.describe(2)
+            manager.saved.describe(2)
 
 
 class Hostile:
@@ -338,7 +346,7 @@ def test_loading_executes_nothing(
             CheckpointManager(options, read_only=True) as manager,
             contextlib.suppress(CheckpointReadError, CheckpointNotFoundError),
         ):
-            found, _ = manager.restore_groups(abstract(make_groups()))
+            found, _ = manager.saved.restore(abstract(make_groups()))
             assert bits(found) == bits(make_groups())
     assert not (tmp_path / "executed").exists()
 
@@ -370,7 +378,7 @@ def test_a_name_does_not_leave_the_directory(saved: Path, tmp_path: Path) -> Non
         CheckpointManager(options, read_only=True) as manager,
         pytest.raises(CheckpointReadError, match=re.escape(message)),
     ):
-        manager.describe()
+        manager.saved.describe()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import os
 import re
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -40,48 +39,6 @@ GIVE_UP_SECONDS = 1200
 
 _SAVE = ocp.training.save_decision_policies
 _KEEP = ocp.training.preservation_policies
-
-
-_MOST_SECONDS = 10.0
-"""No save is held up for longer, whatever Orbax waits for meanwhile."""
-
-_Path: Any = type(ocp.path.Path("/"))
-
-
-class Gate:
-    """Holds the writers of a save back while it is closed.
-
-    Orbax copies one group of arrays after the other, and writes each from then on, on
-    the cores and under the interpreter's lock that copying the next one needs: the fit
-    then waits for twice as long. Its writers wait for the step's directory, which is
-    made in the background: not before the gate opens.
-    """
-
-    def __init__(self) -> None:
-        self._is_open = threading.Event()
-        self._is_open.set()
-
-    @contextlib.contextmanager
-    def closed(self) -> Iterator[None]:
-        """Closed until the block ends."""
-        self._is_open.clear()
-        try:
-            yield
-        finally:
-            self._is_open.set()
-
-    def path(self, directory: str) -> ocp.path.Path:
-        """A local directory in which directories of steps are made behind the gate."""
-        is_open = self._is_open
-
-        class GatedPath(_Path):
-            def mkdir(self, *args: Any, **options: Any) -> None:
-                is_step = UNFINISHED in self.name and UNFINISHED not in self.parent.name
-                if is_step:
-                    is_open.wait(_MOST_SECONDS)
-                super().mkdir(*args, **options)
-
-        return GatedPath(directory)
 
 
 class PreemptionPolicy(_SAVE.PreemptionCheckpointingPolicy):
@@ -181,7 +138,6 @@ def open_directory(
     names: StepNames,
     preemption: PreemptionPolicy,
     metrics: Mapping[int, Metrics],
-    gate: Gate,
     cleanup: bool,
 ) -> ocp.training.Checkpointer:
     """Opens a directory with Orbax.
@@ -191,7 +147,6 @@ def open_directory(
         names: How steps are named and found.
         preemption: Saves before a preemption.
         metrics: Metrics of the saved steps, kept up to date.
-        gate: Behind which local directories are made.
         cleanup: Whether to delete what a killed save has left; Orbax does not by
             default, and its bytes stay until someone looks.
 
@@ -223,7 +178,7 @@ def open_directory(
         policies.append(_KEEP.EveryNSteps(options.keep_every))
     which: Any = _KEEP.AnyPreservationPolicy(policies)
     return ocp.training.Checkpointer(
-        directory if is_url(directory) else gate.path(directory),
+        directory,
         context=context,
         save_decision_policy=when,
         preservation_policy=which,
@@ -288,11 +243,42 @@ def root_cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+@contextlib.contextmanager
+def reading(where: str, steps: list[int] | None = None) -> Iterator[None]:
+    """Names the cause of an error of Orbax's, and tells corruption from a bad moment.
+
+    Args:
+        where: The files that are read.
+        steps: The saved steps, if an error means that the files are corrupt; otherwise
+            it is raised as it is.
+
+    Raises:
+        CheckpointReadError: If the files are corrupt.
+        CheckpointUnavailableError: If they may be intact, and read well later.
+    """
+    try:
+        yield
+    except ParallelError:
+        raise
+    except Exception as error:
+        if is_transient(error) or _are_files_short():
+            raise CheckpointUnavailableError(
+                f"Cannot read {where} now: {root_cause(error)} That is no damage, and "
+                "nothing has changed: start again when it is over."
+            ) from error
+        if steps is None:
+            raise
+        raise CheckpointReadError(
+            f"Cannot read {where}: {root_cause(error)} Its files are damaged, half "
+            f"deleted, or not this library's. Saved steps: {steps}."
+        ) from error
+
+
 def is_transient(error: BaseException) -> bool:
     """True if an error is about the moment, not about what is on disk.
 
     Memory or file handles used up, a disk or network that does not answer, a directory
-    without permission: the same files may read well later.
+    without permission.
     """
     if isinstance(error, OSError | MemoryError) and not isinstance(error, _ABOUT_FILES):
         return True
@@ -301,16 +287,12 @@ def is_transient(error: BaseException) -> bool:
     return error.__cause__ is not None and is_transient(error.__cause__)
 
 
-def may_be_intact(error: BaseException) -> bool:
-    """True if the files may be intact in spite of an error.
-
-    Where hardly a file can be opened, any error may come of that: C++ fails in words of
-    its own (``random_device: device not available``), not of ``EMFILE``.
-    """
-    return is_transient(error) or _are_files_short()
-
-
 def _are_files_short() -> bool:
+    """True where hardly a file can be opened: then any error may come of that.
+
+    C++ fails in words of its own (``random_device: device not available``), without
+    ``EMFILE``.
+    """
     with contextlib.ExitStack() as opened:
         for _ in range(_SPARE_FILES):
             try:
@@ -318,44 +300,3 @@ def _are_files_short() -> bool:
             except OSError:
                 return True
     return False
-
-
-def read_error(where: str, steps: list[int], error: Exception) -> Exception:
-    """The error to raise for one of Orbax.
-
-    Args:
-        where: The step and its directory.
-        steps: The saved steps.
-        error: The error that reading has raised.
-    """
-    if may_be_intact(error):
-        return _unavailable(where, error)
-    return CheckpointReadError(
-        f"Cannot read {where}: {root_cause(error)} Its files are damaged, half "
-        f"deleted, or not this library's. Saved steps: {steps}."
-    )
-
-
-@contextlib.contextmanager
-def unavailable_if_intact(where: str) -> Iterator[None]:
-    """Turns a transient error into one that says so; leaves any other as it is.
-
-    Raises:
-        CheckpointUnavailableError: In place of an error in spite of which the files may
-            be intact.
-    """
-    try:
-        yield
-    except ParallelError:
-        raise
-    except Exception as error:
-        if not may_be_intact(error):
-            raise
-        raise _unavailable(where, error) from error
-
-
-def _unavailable(where: str, error: Exception) -> CheckpointUnavailableError:
-    return CheckpointUnavailableError(
-        f"Cannot read {where} now: {root_cause(error)} That is no damage, and nothing "
-        "has changed: start again when it is over."
-    )

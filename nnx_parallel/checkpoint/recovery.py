@@ -8,8 +8,9 @@ from typing import Any
 import jax
 
 from nnx_parallel.checkpoint.contents import AbstractGroups, check_shapes
-from nnx_parallel.checkpoint.manager import CheckpointManager, Restored
+from nnx_parallel.checkpoint.manager import CheckpointManager
 from nnx_parallel.checkpoint.options import check_space
+from nnx_parallel.checkpoint.saved_steps import Restored, SavedSteps
 from nnx_parallel.checkpoint.train_state import from_groups, to_groups
 from nnx_parallel.distributed.agreement import (
     allgather_object,
@@ -60,35 +61,35 @@ def resume(
     """
     if manager.options is None:
         return None
-    _check_same_steps(manager)
-    if not manager.steps and not manager.corrupt_steps:
+    saved = manager.saved
+    _check_same_steps(saved)
+    if not saved.steps and not saved.corrupt_steps:
         return None
     if not manager.options.resume:
         raise CheckpointError(
-            f"'{manager.directory}' holds checkpoints of steps {manager.steps}, but "
+            f"'{saved.directory}' holds checkpoints of steps {saved.steps}, but "
             "resume=False asks for a fresh run. Choose another directory, remove this "
             "one, or leave resume=True."
         )
-    (groups, meta), notes = restore_newest(manager, to_groups(abstract))
+    (groups, meta), notes = restore_newest(saved, to_groups(abstract))
     state = from_groups(abstract, groups)
     manager.last_saved = int(state.step)
     return state, meta.get("position", {}), notes
 
 
-def _check_same_steps(manager: CheckpointManager) -> None:
+def _check_same_steps(saved: SavedSteps) -> None:
     """Checks that all processes see the same steps.
 
     Otherwise they would wait for one another, or take parts of different steps for
     corruption.
     """
-    found = allgather_object(
-        "steps in the directory", [manager.steps, sorted(manager.corrupt_steps)]
-    )
+    mine = [saved.steps, sorted(saved.corrupt_steps)]
+    found = allgather_object("steps in the directory", mine)
     for process, theirs in enumerate(found):
         if theirs != found[0]:
             raise DisagreementError(
                 f"Processes 0 and {process} see different checkpoints in "
-                f"'{manager.directory}': steps {_spell(*found[0])} and "
+                f"'{saved.directory}': steps {_spell(*found[0])} and "
                 f"{_spell(*theirs)}. Give a directory that all machines share; "
                 "if it is one, its listing was late: start again."
             )
@@ -99,13 +100,13 @@ def _spell(intact: list[int], corrupt: list[int]) -> str:
 
 
 def restore_newest(
-    manager: CheckpointManager, wanted: AbstractGroups
+    saved: SavedSteps, wanted: AbstractGroups
 ) -> tuple[Restored, list[str]]:
     """Restores the latest step; or the latest intact one, if the options say so.
 
     Args:
-        manager: The checkpoints.
-        wanted: As `CheckpointManager.restore_groups`.
+        saved: The checkpoints.
+        wanted: As `SavedSteps.restore`.
 
     Returns:
         The arrays and metadata, and a line for each corrupt step, now in quarantine.
@@ -116,25 +117,24 @@ def restore_newest(
         CheckpointMismatchError: If the run differs from the one that was saved: that
             is no corruption.
     """
-    assert manager.options is not None
     problems: dict[int, str] = {}
-    corrupt = manager.corrupt_steps
-    for step in sorted([*corrupt, *manager.steps], reverse=True):
+    corrupt = saved.corrupt_steps
+    for step in sorted([*corrupt, *saved.steps], reverse=True):
         if step in corrupt:
-            found = f"Checkpoint {step} in '{manager.directory}' {corrupt[step]}."
+            found = f"Checkpoint {step} in '{saved.directory}' {corrupt[step]}."
         else:
-            found = _try(manager, wanted, step)
+            found = _try(saved, wanted, step)
         if not isinstance(found, str):
-            # Only now: without an intact step nothing is moved.
+            # Only now: as long as no step is known to be intact, nothing is moved.
             return found, [
                 f"{problem}\nStep {bad} is in quarantine as "
-                f"'{manager.quarantine(bad)}'; the run goes on from step {step}."
+                f"'{saved.quarantine(bad)}'; the run goes on from step {step}."
                 for bad, problem in problems.items()
             ]
         problems[step] = found
-        if manager.options.on_damage == "error":
+        if saved.options.on_damage == "error":
             break
-    others = sorted(set(manager.steps) - problems.keys())
+    others = sorted(set(saved.steps) - problems.keys())
     way_out = (
         f"Other steps: {others}. Checkpoint(..., on_damage='previous') quarantines the "
         "damaged one and resumes from the newest of them that is intact."
@@ -145,22 +145,21 @@ def restore_newest(
     raise CheckpointDamagedError("\n".join(problems.values()) + "\n" + way_out)
 
 
-def _try(
-    manager: CheckpointManager, wanted: AbstractGroups, step: int
-) -> Restored | str:
-    """A restored step, or its problem, the same on all processes.
+def _try(saved: SavedSteps, wanted: AbstractGroups, step: int) -> Restored | str:
+    """A restored step, or its problem, on which all processes agree.
 
-    Before a step goes into quarantine it is read twice: an object store may have given
-    an old or a torn file once.
+    They do without another exchange: `SavedSteps.restore` raises on all of them what
+    one cannot read, and compares checksums that all of them have gathered.
     """
-    assert manager.options is not None
     try:
-        return manager.restore_groups(wanted, step)
+        return saved.restore(wanted, step)
     except CheckpointReadError as error:
-        if manager.options.on_damage == "error":
-            return str(error)
+        problem = str(error)
+    if saved.options.on_damage == "error":
+        return problem
     try:
-        return manager.restore_groups(wanted, step)
+        # Read twice before it is moved: a network disk may have given a torn file once.
+        return saved.restore(wanted, step)
     except CheckpointReadError as error:
         return str(error)
 

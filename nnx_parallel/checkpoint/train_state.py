@@ -46,6 +46,18 @@ def from_groups(abstract: TrainState, groups: Groups) -> TrainState:
     return dataclasses.replace(abstract, **trees)
 
 
+def with_weights(state: TrainState, groups: Groups) -> TrainState:
+    """The state with a model's arrays, from which its moving average starts too."""
+    restored = from_groups(state, groups)
+    if state.ema is None:
+        return restored
+    # Copies: a step donates the parameters and the average.
+    ema = jax.tree.map(
+        lambda x, old: x.astype(old.dtype, copy=True), restored.params, state.ema
+    )
+    return dataclasses.replace(restored, ema=ema)
+
+
 def _progress(state: TrainState) -> dict[str, Any]:
     return {"step": state.step, "key": state.key, "loss_scale": state.loss_scale}
 

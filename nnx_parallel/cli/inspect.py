@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import jax
 
 from nnx_parallel.checkpoint.contents import StoredCheckpoint
-from nnx_parallel.checkpoint.manager import CheckpointManager
 from nnx_parallel.checkpoint.options import Checkpoint
 from nnx_parallel.checkpoint.orbax_compat import UNFINISHED
+from nnx_parallel.checkpoint.saved_steps import SavedSteps
 from nnx_parallel.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -37,15 +38,15 @@ def inspect(directory: str, *, verify: bool) -> int:
     jax.config.update("jax_platforms", "cpu")
     try:
         options = Checkpoint(directory, keep_last=None)
-        with CheckpointManager(options, read_only=True) as manager:
-            return _show(manager, Path(options.directory), verify=verify)
+        with closing(SavedSteps(options, read_only=True)) as saved:
+            return _show(saved, Path(options.directory), verify=verify)
     except (CheckpointNotFoundError, CheckpointError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
 
 
-def _show(manager: CheckpointManager, directory: Path, *, verify: bool) -> int:
-    steps = sorted({*manager.steps, *manager.corrupt_steps})
+def _show(saved: SavedSteps, directory: Path, *, verify: bool) -> int:
+    steps = sorted({*saved.steps, *saved.corrupt_steps})
     if not steps:
         sys.stderr.write(f"No checkpoint in '{directory}'.\n")
         return 2
@@ -53,7 +54,7 @@ def _show(manager: CheckpointManager, directory: Path, *, verify: bool) -> int:
     num_damaged = 0
     _write(str(directory))
     for step in steps:
-        stored, verdict = _judge(manager, step, verify=verify)
+        stored, verdict = _judge(saved, step, verify=verify)
         newest = stored or newest
         num_damaged += verdict.startswith(("DAMAGED", "NOT READ"))
         files = (path for path in (directory / str(step)).rglob("*") if path.is_file())
@@ -68,26 +69,26 @@ def _show(manager: CheckpointManager, directory: Path, *, verify: bool) -> int:
 
 
 def _judge(
-    manager: CheckpointManager, step: int, *, verify: bool
+    saved: SavedSteps, step: int, *, verify: bool
 ) -> tuple[StoredCheckpoint | None, str]:
     """The contents of a step, and a verdict on whether it is intact."""
-    corrupt = manager.corrupt_steps
+    corrupt = saved.corrupt_steps
     if step in corrupt:
         return None, f"DAMAGED: it {corrupt[step]}"
     stored = None
     try:
-        stored = manager.describe(step)
+        stored = saved.describe(step)
         if not verify:
             return stored, "listed (--verify reads its arrays)"
         # One group at a time: the host need not hold optimizer and parameters together.
         for name, group in stored.groups.items():
-            manager.restore_groups({name: _on_one_device(group)}, step)
+            saved.restore({name: _on_one_device(group)}, step)
     except CheckpointUnavailableError as error:
         return stored, f"NOT READ: {error}"
     except ParallelError as error:
         # A run that trains on deletes old steps while they are read.
-        manager.reload()
-        if step not in {*manager.steps, *manager.corrupt_steps}:
+        saved.reload()
+        if step not in {*saved.steps, *saved.corrupt_steps}:
             return None, "gone: the run has deleted it meanwhile"
         return stored, "DAMAGED: " + str(error).replace("\n", "\n    ")
     return stored, "whole: every array has its checksum"

@@ -1,0 +1,254 @@
+"""The checkpoints on disk: opened, listed, described, read. Nothing here saves."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+import jax
+
+from nnx_parallel.checkpoint.checksum import read_checksums
+from nnx_parallel.checkpoint.contents import (
+    AbstractGroups,
+    StoredCheckpoint,
+    check_checksums,
+    check_header,
+    check_match,
+    check_shardings,
+    read_stored,
+)
+from nnx_parallel.checkpoint.options import (
+    Checkpoint,
+    Metrics,
+    best_steps,
+    check_directory,
+    quarantine,
+    unlisted_steps,
+)
+from nnx_parallel.checkpoint.orbax_compat import (
+    PreemptionPolicy,
+    StepNames,
+    describe_group,
+    load,
+    open_directory,
+    reading,
+)
+from nnx_parallel.distributed.agreement import allgather_object
+from nnx_parallel.errors import CheckpointNotFoundError, CheckpointReadError
+
+Restored = tuple[dict[str, dict[str, jax.Array]], dict[str, Any]]
+T = TypeVar("T")
+
+
+class SavedSteps:
+    """The checkpoints of one directory, open until `close`.
+
+    All processes make the same calls in the same order.
+
+    Args:
+        options: The directory, when to save and what to keep.
+        read_only: Never make, write or clean up anything; for the directory of a run
+            that may be alive. One job at a time may write, any number may read.
+
+    Attributes:
+        directory: A path, or a URL such as ``gs://...``.
+        orbax: Orbax's checkpointer of the directory; the manager saves with it.
+        preemption: Notes a preemption that jax announces.
+        known_metrics: Metrics by step, where they have been read or saved.
+
+    Raises:
+        CheckpointDirectoryError: If the directory cannot be made or written.
+        CheckpointNotFoundError: If ``read_only`` and there is no such directory.
+    """
+
+    def __init__(self, options: Checkpoint, *, read_only: bool = False) -> None:
+        self.directory = str(options.directory)
+        self.preemption = PreemptionPolicy()
+        self.known_metrics: dict[int, Metrics] = {}
+        self.options = options
+        self._names = StepNames()
+        self._is_stale = False  # the listing, against the directory
+        check_directory(self.directory, read_only=read_only)
+        with reading(f"the steps in '{self.directory}'"):
+            self.orbax = open_directory(
+                options,
+                names=self._names,
+                preemption=self.preemption,
+                metrics=self.known_metrics,
+                cleanup=not read_only,
+            )
+
+    @property
+    def steps(self) -> list[int]:
+        """The saved steps, ascending."""
+        if self._is_stale:
+            with reading(f"the steps in '{self.directory}'"):
+                self.orbax.reload()
+            self._is_stale = False
+        return sorted(found.step for found in self.orbax.checkpoints)
+
+    def reload(self) -> None:
+        """Has the next use list the steps again, if another program changes them."""
+        self._is_stale = True
+
+    @property
+    def corrupt_steps(self) -> dict[int, str]:
+        """Steps of which too little is left to be listed, each with its problem."""
+        steps = self.steps
+        unlisted = unlisted_steps(self.directory, steps)
+        rejected = {
+            step: f"has metadata that cannot be parsed ({why})"
+            for step, why in self._names.rejected.items()
+            if step not in steps
+        }
+        return dict.fromkeys(unlisted, "has no metadata left") | rejected
+
+    def metrics(self) -> dict[int, Metrics]:
+        """The metrics of each saved step; none of one that cannot be read."""
+        steps = self.steps
+        for step in steps:
+            if step not in self.known_metrics:
+                with contextlib.suppress(CheckpointReadError), self._reading(step):
+                    found = self.orbax.checkpointables_metadata(step)
+                    header = check_header(found.custom_metadata)
+                    self.known_metrics[step] = header["metrics"]
+        return {step: self.known_metrics.get(step, {}) for step in steps}
+
+    @property
+    def best_step(self) -> int | None:
+        """The step that is best by ``keep_best``, or ``None``."""
+        return next(iter(best_steps(self.options, self.metrics())), None)
+
+    def find(self, step: int | Literal["best"] | None) -> int:
+        """Returns a saved step: itself, the best by ``keep_best``, or the latest.
+
+        Raises:
+            CheckpointNotFoundError: If there is no such step.
+        """
+        steps = self.steps
+        found = self.best_step if step == "best" else step
+        if step is None and steps:
+            return steps[-1]
+        if found in steps:
+            return found
+        if step is None:
+            problem = f"No checkpoint in '{self.directory}'. Save one first."
+        elif step == "best":
+            problem = (
+                f"No best checkpoint in '{self.directory}': none was saved with the "
+                f"metric of Checkpoint(keep_best=...). Saved steps: {steps}."
+            )
+        else:
+            problem = (
+                f"No checkpoint for step {step} in '{self.directory}'. Saved steps: "
+                f"{steps}. Pass step=None for the latest, or resume=False to start "
+                "from step 0."
+            )
+        raise CheckpointNotFoundError(problem)
+
+    def describe(self, step: int | None = None) -> StoredCheckpoint:
+        """Returns the contents of a checkpoint; reads no arrays.
+
+        Args:
+            step: A saved step; ``None`` for the latest.
+
+        Raises:
+            CheckpointNotFoundError: If there is no such step.
+            CheckpointReadError: If its files are corrupt or not this library's.
+            CheckpointUnavailableError: If they cannot be read now.
+        """
+        step = self.find(step)
+        path = f"{self.directory}/{step}"
+        with self._reading(step):
+            found = self.orbax.checkpointables_metadata(step)
+            header = check_header(found.custom_metadata)
+            groups = {
+                name: found.metadata.get(name) or describe_group(path, name)
+                for name, size in header["sizes"].items()
+                if size
+            }
+            checksums = read_checksums(path, header["digest"])
+            return read_stored(step, header, groups, checksums)
+
+    def restore(
+        self,
+        abstract_groups: AbstractGroups,
+        step: int | Literal["best"] | None = None,
+    ) -> Restored:
+        """Returns the arrays of some groups, placed as asked, and the metadata.
+
+        Each device reads its own shards; no array is ever whole on one that holds
+        only a part. Values are those saved, bit for bit.
+
+        Args:
+            abstract_groups: Shape, dtype and sharding of each array, for all groups
+                or some (``{"params": ...}`` reads the weights alone).
+            step: A saved step; ``"best"`` by ``keep_best``; ``None`` for the latest.
+
+        Raises:
+            CheckpointError: If an array has no sharding.
+            CheckpointMismatchError: If paths, shapes or dtypes differ from those
+                saved, before any array is read.
+            CheckpointDamagedError: If an array is not the one that was saved.
+            CheckpointNotFoundError, CheckpointReadError, CheckpointUnavailableError: As
+                `describe`. Corruption that one process finds is an error on all.
+        """
+        found = self.find(step)
+        stored, read = _on_all_processes(lambda: self._load(abstract_groups, found))
+        where = f"Checkpoint {found} in '{self.directory}'"
+        with reading(where):
+            check_checksums(stored, read, where)
+        return {name: read.get(name, {}) for name in abstract_groups}, stored.meta
+
+    def _load(
+        self, abstract_groups: AbstractGroups, step: int
+    ) -> tuple[StoredCheckpoint, dict[str, Any]]:
+        stored = self.describe(step)
+        check_shardings(abstract_groups)
+        check_match(stored, abstract_groups, self.directory)
+        wanted = {name: dict(group) for name, group in abstract_groups.items() if group}
+        with self._reading(step):
+            return stored, load(f"{self.directory}/{step}", wanted)
+
+    def _reading(self, step: int) -> contextlib.AbstractContextManager[None]:
+        return reading(f"checkpoint {step} in '{self.directory}'", self.steps)
+
+    def quarantine(self, step: int) -> str:
+        """Renames a corrupt step so that it is not read again.
+
+        Returns:
+            Its new path.
+        """
+        path = quarantine(self.directory, step) if jax.process_index() == 0 else ""
+        path = allgather_object(f"quarantine step {step}", path)[0]
+        self.orbax.reload()
+        return path
+
+    def close(self) -> None:
+        """Closes the directory; waits for a save of Orbax's."""
+        self.orbax.close()
+
+
+def _on_all_processes(read: Callable[[], T]) -> T:
+    """Returns what ``read`` does, or raises on all processes if it fails on one.
+
+    ``read`` waits for no other process, so that all of them come to the exchange; what
+    follows it may use collectives.
+
+    Raises:
+        CheckpointReadError: On all processes, if one finds corruption.
+    """
+    found: list[T] = []
+    problem = ""
+    try:
+        found.append(read())
+    except CheckpointReadError as error:
+        if jax.process_count() == 1:
+            raise
+        problem = str(error)
+    problems = allgather_object("read checkpoint", problem)
+    bad = [f"On process {i}: {text}" for i, text in enumerate(problems) if text]
+    if bad:
+        raise CheckpointReadError("\n".join(bad))
+    return found[0]
