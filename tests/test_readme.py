@@ -39,8 +39,10 @@ def test_the_map_shows_every_room_of_the_package() -> None:
     loose = re.findall(r"^ {6}((?:\w+, )*\w+)  ", drawn, re.MULTILINE)
     modules = {file.stem for file in PACKAGE.glob("*.py")} - {"__init__", "__main__"}
     assert set(", ".join(loose).split(", ")) == modules
-    for name in re.findall(r"[\w/]+\.py", drawn):
-        assert (PACKAGE / name).exists(), name
+    for line in drawn.splitlines():
+        room = re.match(r" {6}(\w+/) ", line)  # whose files it names without a folder
+        for name in re.findall(r"[\w/]+\.py", line):
+            assert (PACKAGE / (room[1] if room else "") / name).exists(), name
 
 
 def test_python_blocks_run_and_print_what_stands_below_them(tmp_path: Path) -> None:
