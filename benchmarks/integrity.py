@@ -31,7 +31,7 @@ SAVED = (
     GPTConfig.tiny(embed_dim=768, num_layers=6, num_heads=12, seq_len=16),
     GPTConfig.gpt2_124m(seq_len=16),
 )
-"""What is saved, in two sizes: some of what a save takes does not depend on them."""
+"""Models to save, of two sizes: a part of the delay does not depend on the size."""
 NUM_ROWS = 16
 EVERY = 1000
 """Steps between checkpoints at the default settings."""

@@ -75,9 +75,9 @@ class HiddenBlock(nnx.Module):
 
 
 class MLPClassifier(nnx.Module):
-    """Feature vectors to logits of classes.
+    """Maps feature vectors to logits of classes.
 
-    Its hidden blocks stand in a `Stack`: `TensorParallel` splits each block's kernels
+    Its hidden blocks are a `Stack`: `TensorParallel` splits each block's kernels
     by columns and by rows, `Pipeline` spreads the blocks over stages.
 
     Stock `nnx.Linear` at both ends, with names: features and classes have none, since

@@ -136,7 +136,7 @@ def _write(cache: jax.Array, new: jax.Array, start: int | jax.Array) -> jax.Arra
 
 
 class MLP(nnx.Module):
-    """GELU, or SwiGLU: a gate beside the hidden layer."""
+    """GELU, or SwiGLU, which gates the hidden layer."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         dense = partial(_dense, config, rngs=rngs)
@@ -231,7 +231,7 @@ class GPT(nnx.Module):
         return self._logits(self.hidden(tokens))
 
     def hidden(self, tokens: jax.Array) -> jax.Array:
-        """What the head multiplies: int (batch, seq) to (batch, seq, embed)."""
+        """Inputs of the head: int (batch, seq) to (batch, seq, embed)."""
         return self.norm(self.blocks(self._embed(tokens, 0)))
 
     @property

@@ -160,11 +160,11 @@ class GPTConfig:
 
     @property
     def num_product_params(self) -> int:
-        """Number of parameters that take part in products: all kernels and the head.
+        """Number of parameters in matmuls: all kernels and the head.
 
         A tied embedding is the head and counts once. Norms and biases do not count,
         nor do tables that are only looked up in: learned positions, and an embedding
-        beside a head of its own.
+        that is not tied to the head.
         """
         sizes = self.sizes
         attention = 2 * (sizes["heads"] + sizes["kv_heads"]) * sizes["head_dim"]
