@@ -1,7 +1,8 @@
-"""The dtypes of parameters, computation and gradients."""
+"""The dtypes of parameters, computation and gradients, and the bytes they take."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,3 +99,23 @@ def cast_floating(tree: Any, dtype: DTypeLike | None) -> Any:
         return leaf
 
     return jax.tree.map(cast, tree)
+
+
+def array_bytes(shape: tuple[int, ...], dtype: Any) -> int:
+    """Bytes of an array, or of a shard. A typed random key counts as 8."""
+    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return math.prod(shape) * (8 if is_key else jnp.dtype(dtype).itemsize)
+
+
+def format_bytes(count: float) -> str:
+    """A number of bytes in binary units, to four digits.
+
+    Example:
+        >>> format_bytes(1536), format_bytes(2**31)
+        ('1.5 KiB', '2 GiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"

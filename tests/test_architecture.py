@@ -25,9 +25,6 @@ ORDER = [
     "audit",
     "loggers",
     "distributed",
-    "schedules.slots",
-    "schedules.simulate",
-    "visualize.schedules",  # until `visualize` draws them
     "schedules",
     "collectives",
     "sharding",

@@ -1,6 +1,8 @@
 """Pictures say which device holds what, to people and to parsers."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -16,13 +18,9 @@ from rich.console import Console
 from nnx_parallel import FSDP, make_mesh
 from nnx_parallel.sharding.rules import FSDPRules
 from nnx_parallel.sharding.tree import shard
-from nnx_parallel.visualize.arrays import (
-    device_colour,
-    ids_text,
-    ink_on,
-    shard_map_of,
-    visualize,
-)
+from nnx_parallel.visualize.arrays import device_colour, ids_text, shard_map_of
+from nnx_parallel.visualize.draw import visualize
+from nnx_parallel.visualize.picture import fill
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -119,21 +117,28 @@ def test_the_terminal_shows_colours(mesh: Mesh) -> None:
     assert f"48;2;{red};{green};{blue}m 0, 4 " in capture.get()
 
 
-def rects(svg: str) -> list[ElementTree.Element]:
+def cells(svg: str) -> list[tuple[str, ElementTree.Element]]:
+    """The label of every coloured cell, and its rectangle."""
     root = ElementTree.fromstring(svg)
+    texts = {
+        (float(text.attrib["x"]), round(float(text.attrib["y"]) / 24.4)): text.text
+        for text in root.iter(f"{SVG}text")
+    }
     return [
-        rect
-        for group in root.iter(f"{SVG}g")
-        for rect in group.iter(f"{SVG}rect")
-        if rect.find(f"{SVG}title") is not None
+        (
+            (texts[float(r.attrib["x"]), round(float(r.attrib["y"]) / 24.4) + 1] or ""),
+            r,
+        )
+        for r in root.iter(f"{SVG}rect")
+        if r.get("shape-rendering")
     ]
 
 
 def test_svg_has_a_named_block_for_each_shard(mesh: Mesh, tmp_path: Path) -> None:
     picture = visualize(abstract(mesh, (64, 512), P("data", "fsdp")))
-    titles = [rect.findtext(f"{SVG}title") for rect in rects(picture.svg)]
-    assert titles == [f"device {i}" for i in range(8)]
-    assert len({rect.get("fill") for rect in rects(picture.svg)}) == 8
+    blocks = cells(picture.svg)
+    assert [label.strip() for label, _ in blocks] == [f"{i}" for i in range(8)]
+    assert len({rect.get("fill") for _, rect in blocks}) == 8
     picture.save(tmp_path / "array.svg")
     assert (tmp_path / "array.svg").read_text() == picture._repr_svg_()  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(ValueError, match=re.escape("must end in .svg.")):
@@ -142,23 +147,55 @@ def test_svg_has_a_named_block_for_each_shard(mesh: Mesh, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("size", [(8, 8), (1, 4096), (4096, 1), (7,), (0, 8), ()])
 def test_nothing_leaves_the_picture(size: tuple, mesh: Mesh) -> None:
-    root = ElementTree.fromstring(visualize(abstract(mesh, size, P())).svg)
-    width, height = float(root.attrib["width"]), float(root.attrib["height"])
-    for rect in rects(ElementTree.tostring(root, encoding="unicode")):
-        assert float(rect.attrib["x"]) + float(rect.attrib["width"]) <= width
-        assert float(rect.attrib["y"]) + float(rect.attrib["height"]) <= height
+    svg = visualize(abstract(mesh, size, P())).svg
+    root = ElementTree.fromstring(svg)
+    left, top, width, height = map(float, root.attrib["viewBox"].split())
+    assert cells(svg)
+    for _, rect in cells(svg):
+        x, y = float(rect.attrib["x"]), float(rect.attrib["y"])
+        assert left <= x <= x + float(rect.attrib["width"]) <= left + width
+        assert top <= y <= y + float(rect.attrib["height"]) <= top + height
+    for text in root.iter(f"{SVG}text"):
+        right = float(text.attrib["x"]) + float(text.attrib["textLength"])
+        assert left <= right <= left + width
+        assert top <= float(text.attrib["y"]) <= top + height
 
 
 def test_a_model_is_a_table_of_its_arrays() -> None:
     model = FSDP(8).init(lambda rngs: nnx.Linear(64, 128, rngs=rngs), 0)
     for tree in (model, nnx.state(model)):
         picture = visualize(tree)
-        assert [shards.name for shards in picture.maps] == ["bias", "kernel"]
         assert picture.title.endswith(": 2 arrays, 4.5 KiB on each of 8 devices")
-        assert len(rects(picture.svg)) == 1 + 8
+        assert len(cells(picture.svg)) == 1 + 8
     text = str(visualize(model))
+    assert [line.split()[1] for line in text.splitlines()[4::2]] == ["bias", "kernel"]
     for part in ("kernel", "P(None, 'fsdp')", "4 KiB", "replicated", "0-7"):
         assert part in text
+
+
+def test_a_description_is_its_table_and_its_totals() -> None:
+    described = FSDP(8).describe(lambda rngs: nnx.Linear(64, 128, rngs=rngs))
+    picture = visualize(described)
+    assert str(picture) == str(described)
+    assert picture.title == "mesh fsdp=8"
+    for part in ("kernel", "largest free dim 1", "per device: parameters 4.5 KiB"):
+        assert part.replace(" ", "\N{NO-BREAK SPACE}") in picture.svg.replace(
+            "&#160;", "\N{NO-BREAK SPACE}"
+        )
+
+
+def test_the_verb_is_the_function_whatever_was_imported_before() -> None:
+    """`nnx_parallel.visualize` is a package too, and so is `nnx_parallel.audit`."""
+    for first in ("visualize.describe", "cli.launch"):
+        script = (
+            f"import nnx_parallel.{first}, nnx_parallel.visualize.picture\n"
+            "import nnx_parallel.audit.report\n"
+            "from nnx_parallel import audit, visualize\n"
+            "import nnx_parallel\n"
+            "assert callable(visualize) and nnx_parallel.visualize is visualize\n"
+            "assert callable(audit) and nnx_parallel.audit is audit\n"
+        )
+        subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_what_cannot_be_drawn(mesh: Mesh) -> None:
@@ -181,7 +218,11 @@ def test_ids_are_shortened_and_inks_can_be_read() -> None:
         colours = [device_colour(i, count) for i in range(count)]
         assert count > 64 or len(set(colours)) == count
         for colour in colours:
-            assert contrast(colour, ink_on(colour)) >= 4.5
+            style = fill(colour)
+            assert style.color is not None
+            assert style.bgcolor is not None
+            assert tuple(style.bgcolor.get_truecolor()) == colour
+            assert contrast(colour, tuple(style.color.get_truecolor())) >= 4.5
 
 
 def contrast(one: tuple, other: tuple) -> float:
@@ -198,7 +239,8 @@ def contrast(one: tuple, other: tuple) -> float:
 
 def test_colours_follow_devices_not_places(mesh: Mesh) -> None:
     tree = {"rows": np.ones((64, 64)), "columns": np.ones((63, 64))}
-    maps = visualize(shard(tree, FSDPRules(min_size=0), mesh)).maps
+    placed = shard(tree, FSDPRules(min_size=0), mesh)
+    maps = [shard_map_of(x) for x in jax.tree.leaves(placed)]
     colours = [
         {ids: shards.colour(ids) for row in shards.blocks for ids in row}
         for shards in maps

@@ -22,6 +22,7 @@ from nnx_parallel import (
     ZeroBubble,
     audit,
     simulate_devices,
+    visualize,
 )
 
 simulate_devices(8)
@@ -36,7 +37,7 @@ simulate_devices(8)
 # %%
 S, M = 4, 8  # stages, microbatches
 gpipe = GPipe().table(num_stages=S, num_microbatches=M)
-gpipe.draw()
+visualize(gpipe)
 
 # %% [markdown]
 # The empty corners are the bubble. A stage is idle for `S - 1` slots of each direction, and works
@@ -69,7 +70,7 @@ for microbatches in (4, 8, 16, 32, 64):
 
 # %%
 one_f_one_b = OneFOneB().table(S, M)
-one_f_one_b.draw()
+visualize(one_f_one_b)
 
 # %%
 assert one_f_one_b.simulate().efficiency == gpipe.simulate().efficiency
@@ -87,7 +88,7 @@ assert set(kept.values()) == {2 * S - 1}
 # %%
 V = 2
 interleaved = Interleaved(chunks=V).table(S, M)
-interleaved.draw()
+visualize(interleaved)
 
 # %%
 assert np.isclose(interleaved.simulate().efficiency, M / (M + (S - 1) / V))
@@ -102,7 +103,7 @@ assert np.isclose(interleaved.simulate().efficiency, M / (M + (S - 1) / V))
 
 # %%
 zero_bubble = ZeroBubble().table(S, M)
-zero_bubble.draw()
+visualize(zero_bubble)
 
 # %%
 assert np.isclose(zero_bubble.simulate().efficiency, 3 * M / (3 * M + 2 * (S - 1)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -20,7 +19,7 @@ from nnx_parallel.errors import (
     CheckpointUnavailableError,
     ParallelError,
 )
-from nnx_parallel.visualize.arrays import shown_bytes
+from nnx_parallel.precision import array_bytes, format_bytes
 
 
 def inspect(directory: str, *, verify: bool) -> int:
@@ -58,7 +57,7 @@ def _show(saved: SavedSteps, directory: Path, *, verify: bool) -> int:
         newest = stored or newest
         num_damaged += verdict.startswith(("DAMAGED", "NOT READ"))
         files = (path for path in (directory / str(step)).rglob("*") if path.is_file())
-        size = shown_bytes(sum(path.stat().st_size for path in files))
+        size = format_bytes(sum(path.stat().st_size for path in files))
         _write(f"  step {step:>9,}  {size:>9}  {verdict}")
     for line in _leftovers(directory):
         _write(f"  {line}")
@@ -111,8 +110,8 @@ def _describe(stored: StoredCheckpoint) -> Iterator[str]:
     for name, value in stored.metrics.items():
         yield f"  {name}: {value:.6g}"
     for name, group in stored.groups.items():
-        size = sum(math.prod(x.shape) * x.dtype.itemsize for x in group.values())
-        yield f"  {name}: {len(group)} arrays, {shown_bytes(size)}"
+        size = sum(array_bytes(x.shape, x.dtype) for x in group.values())
+        yield f"  {name}: {len(group)} arrays, {format_bytes(size)}"
         width = max((len(path) for path in group), default=0)
         for path, x in group.items():
             shape = ",".join(map(str, x.shape))

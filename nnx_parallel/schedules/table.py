@@ -28,7 +28,6 @@ from nnx_parallel.schedules.slots import (
     check_sizes,
     name_slot,
 )
-from nnx_parallel.visualize.schedules import Drawing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,38 +220,6 @@ class Table:
             "flights": flight_bytes,
         }
         return simulate_ticks(self.ticks, costs, sizes)
-
-    def draw(
-        self,
-        forward: float = 1.0,
-        backward_input: float = 1.0,
-        backward_weight: float = 1.0,
-        *,
-        width: int = 960,
-    ) -> Drawing:
-        """The table as a picture: stages down, time across.
-
-        Args:
-            forward: Cost, as in ``simulate``.
-            backward_input: Cost, as in ``simulate``.
-            backward_weight: Cost, as in ``simulate``.
-            width: Of the SVG, in pixels.
-
-        Example:
-            >>> from nnx_parallel import OneFOneB
-            >>> print(OneFOneB().table(num_stages=2, num_microbatches=3).draw())
-            1F1B: 2 stages, 3 microbatches · bubble 25.0% · peak memory 3 stage inputs
-            stage 0  F0 F1 ·  F2 B0 ·  B1 B2
-            stage 1  ·  F0 B0 F1 B1 F2 B2 ·
-        """
-        return Drawing(
-            name=self.name,
-            num_stages=self.num_stages,
-            num_microbatches=self.num_microbatches,
-            num_chunks=self.num_chunks,
-            simulation=self.simulate(forward, backward_input, backward_weight),
-            width=width,
-        )
 
 
 def _check_shapes(

@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
+from rich.text import Text
 
 from nnx_parallel.mesh import axes_across_processes
-from nnx_parallel.precision import Precision
+from nnx_parallel.precision import Precision, array_bytes, format_bytes
 from nnx_parallel.sharding.layout import Layout, Placement
 from nnx_parallel.sharding.model import Path, annotate, nest
 from nnx_parallel.sharding.names import ArrayInfo, array_info, dotted, variables_of
@@ -105,13 +106,18 @@ class Description:
         whole = [row for row in self.optimizer_rows if row.why_whole]
         return tuple(sorted(whole, key=lambda row: -row.bytes_per_device))
 
-    def table(self) -> Table:
-        """The rows as a rich table."""
+    @property
+    def title(self) -> str:
+        """The mesh, and which of its axes span processes."""
         mesh = " * ".join(f"{a}={n}" for a, n in self.layout.mesh.shape.items())
         across = axes_across_processes(self.layout.mesh)
-        if across:
-            mesh += f" (across processes: {', '.join(across)})"
-        table = Table(title=f"mesh {mesh}", title_justify="left")
+        return f"mesh {mesh}" + (
+            f" (across processes: {', '.join(across)})" if across else ""
+        )
+
+    def table(self) -> Table:
+        """The rows as a rich table."""
+        table = Table()
         for column in ("path", "shape", "dtype", "stored", "used", "gradient"):
             table.add_column(column)
         table.add_column("optimizer")
@@ -138,7 +144,9 @@ class Description:
             totals["optimizer state"] = self.optimizer_bytes
         if self.average_bytes:
             totals["moving average"] = self.average_bytes
-        shown = ", ".join(f"{name} {_size(size)}" for name, size in totals.items())
+        shown = ", ".join(
+            f"{name} {format_bytes(size)}" for name, size in totals.items()
+        )
         lines = [f"per device: {shown}"]
         if self.layout.mesh.size > 1:
             lines += _largest(
@@ -155,20 +163,25 @@ class Description:
             )
         return "\n".join(lines)
 
+    def __rich__(self) -> Group:
+        return Group(self.table(), Text(self.summary()))
+
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=180)
-        console.print(self.table())
-        return console.file.getvalue() + self.summary()  # pyright: ignore[reportAttributeAccessIssue]
+        # In a notebook rich would display the table instead of writing it.
+        console = Console(file=io.StringIO(), width=180, force_jupyter=False)
+        with console.capture() as capture:
+            console.print(self.table())
+        return f"{self.title}\n{capture.get()}{self.summary()}"
 
 
 def _largest(rows: Sequence[tuple], count: int = 5) -> list[str]:
     """The first of some replicated arrays, and what the others add up to."""
     lines = [
-        f"replicated: {path} {shape} {_size(size)} ({reason})"
+        f"replicated: {path} {shape} {format_bytes(size)} ({reason})"
         for path, shape, size, reason in rows[:count]
     ]
     if rest := rows[count:]:
-        whole = _size(sum(size for _, _, size, _ in rest))
+        whole = format_bytes(sum(size for _, _, size, _ in rest))
         lines.append(f"replicated: {len(rest)} smaller ones, {whole} in all")
     return lines
 
@@ -182,19 +195,9 @@ def _short(spec: P | str) -> str:
     return " ".join(parts) if any(spec) else "whole"
 
 
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.4g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.4g} TiB"
-
-
-def array_bytes(layout: Layout, shape: tuple, dtype: Any, spec: P) -> int:
-    """Bytes that one device holds of an array."""
-    shard = shard_shape(shape, dim_axes(spec, len(shape)), layout.mesh)
-    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    return math.prod(shard) * (8 if is_key else jnp.dtype(dtype).itemsize)
+def _shard_bytes(layout: Layout, shape: tuple, dtype: Any, spec: P) -> int:
+    axes = dim_axes(spec, len(shape))
+    return array_bytes(shard_shape(shape, axes, layout.mesh), dtype)
 
 
 def _is_floating(info: ArrayInfo) -> bool:
@@ -228,14 +231,14 @@ def describe_model(
         info, place = array_info(path, variable), placements[path]
         if precision and (info.is_param or path in trained) and _is_floating(info):
             info = dataclasses.replace(info, dtype=precision.params or info.dtype)
-        size = array_bytes(layout, info.shape, info.dtype, place.stored)
+        size = _shard_bytes(layout, info.shape, info.dtype, place.stored)
         rows.append(ArrayRow(info=info, placement=place, bytes_per_device=size))
         if path in trained:
             stored[path] = jax.ShapeDtypeStruct(info.shape, info.dtype)
             dtype = precision.gradient_dtype(info.dtype) if precision else info.dtype
-            gradients += array_bytes(layout, info.shape, dtype, place.gradient)
+            gradients += _shard_bytes(layout, info.shape, dtype, place.gradient)
             dtype = jnp.promote_types(info.dtype, jnp.float32)
-            average += array_bytes(layout, info.shape, dtype, place.stored)
+            average += _shard_bytes(layout, info.shape, dtype, place.stored)
     optimizer_rows = _optimizer_rows(abstract, layout, optimizer, stored)
     return Description(
         layout=layout,
@@ -275,7 +278,7 @@ def _optimizer_rows(
             path=state_path(path),
             shape=shape,
             spec=spec,
-            bytes_per_device=array_bytes(layout, shape, leaf.dtype, spec),
+            bytes_per_device=_shard_bytes(layout, shape, leaf.dtype, spec),
             why_whole=why_whole,
         )
 

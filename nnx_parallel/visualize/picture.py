@@ -1,0 +1,120 @@
+"""A picture: drawn once with rich, shown in terminals and notebooks, saved as SVG."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+from rich.console import Console, Group, RenderableType
+from rich.segment import Segment
+from rich.style import Style
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME
+from rich.text import Text
+
+Colour = tuple[int, int, int]
+"""Red, green and blue."""
+
+# rich's own template draws the window of a terminal and loads its font over the
+# network. It puts characters of 20 px on lines of 24.4: at 21 px, boxes close.
+_SVG = """\
+<svg xmlns="http://www.w3.org/2000/svg" role="img" \
+width="{shown:.0f}" viewBox="-14 -14 {width:.0f} {height:.0f}" font-size="21" \
+font-family="ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', \
+monospace">
+<title></title>
+<style>{{styles}}</style>
+<defs>{{lines}}</defs>
+<rect x="-14" y="-14" width="{width:.0f}" height="{height:.0f}" rx="10" fill="#fff"/>
+{{backgrounds}}
+{{matrix}}
+</svg>
+"""
+_COLUMN, _LINE, _MARGINS = 12.2, 24.4, 28
+_SHOWN = 0.65  # of rich's pixels: text of 13 px
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """A drawing with a title: ``print`` and notebooks show it, `save` writes it.
+
+    Attributes:
+        title: Its first line, and the words for those who cannot see it.
+        drawing: Everything below the title, for rich to render.
+        columns: Characters of a line where it is printed.
+        svg_columns: Characters of the longest line of the SVG.
+    """
+
+    title: str
+    drawing: RenderableType
+    columns: int = 160
+    svg_columns: int = 160
+
+    def __rich__(self) -> Group:
+        return Group(Text(self.title, style="bold"), self.drawing)
+
+    def __str__(self) -> str:
+        lines = _console(self.columns).render_lines(self.drawing, pad=False)
+        text = ["".join(part.text for part in line).rstrip() for line in lines]
+        return "\n".join([self.title, *text])
+
+    @property
+    def svg(self) -> str:
+        """The picture as an SVG document, on a light ground of its own."""
+        colours: dict[str, Any] = {"force_terminal": True, "color_system": "truecolor"}
+        console = _console(self.svg_columns, **colours)
+        lines = console.render_lines(self, pad=False)
+        columns = max(Segment.get_line_length(line) for line in lines)
+        width, height = _COLUMN * columns + _MARGINS, _LINE * len(lines) + _MARGINS
+        console = _console(columns, record=True, **colours)
+        console.print(self)
+        template = _SVG.format(shown=_SHOWN * width, width=width, height=height)
+        svg = console.export_svg(code_format=template, theme=DEFAULT_TERMINAL_THEME)
+        # Only now: a title may have braces, which are fields of the template.
+        return svg.replace("<title></title>", f"<title>{escape(self.title)}</title>", 1)
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+    def save(self, path: str | Path) -> None:
+        """Writes the SVG.
+
+        Raises:
+            ValueError: If the path does not end in ``.svg``.
+        """
+        path = Path(path)
+        if path.suffix != ".svg":
+            raise ValueError(f"Pictures are saved as SVG: {path} must end in .svg.")
+        path.write_text(self.svg, encoding="utf-8")
+
+
+def _console(columns: int, **options: Any) -> Console:
+    """A console that writes nowhere, whatever the process is attached to."""
+    # In a notebook rich would display what it prints. Without a height it takes a
+    # width of 80 for a dumb terminal.
+    options = {"force_terminal": False, "color_system": None, **options}
+    return Console(
+        file=io.StringIO(),
+        width=columns,
+        height=100,
+        force_jupyter=False,
+        no_color=False,
+        legacy_windows=False,
+        **options,
+    )
+
+
+def fill(colour: Colour) -> Style:
+    """The style of a cell: a ground of this colour, and an ink that reads well on it.
+
+    The ink is black or white, by the relative luminance of WCAG 2.
+    """
+    linear = [
+        v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4
+        for v in (value / 255 for value in colour)
+    ]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    ink = "#000000" if luminance > 0.179 else "#ffffff"
+    return Style(color=ink, bgcolor="#" + "".join(f"{v:02x}" for v in colour))
