@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import jax
@@ -62,7 +63,11 @@ def boxes(root: ElementTree.Element, stage: int) -> list[tuple[str, int, int]]:
 @schedules
 def test_a_picture_has_a_cell_for_every_slot_to_scale(schedule: Schedule) -> None:
     table = schedule.table(4, 8)
-    costs = {"forward": 1.0, "backward_input": 2.0, "backward_weight": 1.0}
+    costs: dict[str, Any] = {
+        "forward": 1.0,
+        "backward_input": 2.0,
+        "backward_weight": 1.0,
+    }
     root = parse(visualize(table, **costs).svg)
     timeline = table.simulate(**costs).timeline
     left, _, width, _ = map(float, root.attrib["viewBox"].split())
