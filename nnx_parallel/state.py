@@ -1,10 +1,8 @@
 """Training state: parameters, other variables, optimizer state, step.
 
-A `StatePlan` is made once, by `nnx_parallel.state`, from shapes alone: it holds the
-model's structure and where every array lives. The state itself is plain nested dicts
-of global arrays, which ``jax.jit`` takes without walking the model.
-
-From an abstract model to the plan of its training state, and to the state itself.
+A `StatePlan` is made once from shapes alone: it holds the model's structure and where
+every array lives. The state itself is plain nested dicts of global arrays, which
+``jax.jit`` flattens without walking the model.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.errors import StateStructureError
@@ -72,7 +69,7 @@ class LossScale:
         return cls(scale=jnp.float32(initial), good_steps=jnp.int32(0))
 
     def adjust(self, is_finite: jax.Array, growth_interval: int = 2000) -> LossScale:
-        """Halved after a step that overflowed, doubled after many that did not."""
+        """The scale halved after an overflow, doubled after many finite steps."""
         grown = self.good_steps + 1 >= growth_interval
         scale = jnp.where(
             is_finite, self.scale * jnp.where(grown, 2, 1), self.scale / 2
@@ -147,12 +144,12 @@ class StatePlan:
 
     @property
     def stack_remats(self) -> set[Remat | None]:
-        """What the model's stacks say they keep for the backward pass; empty: none."""
+        """The remat policies of the model's stacks; empty if it has no stack."""
         return {m.remat for m in self._modules() if isinstance(m, Stack)}
 
     @property
     def is_evaluating(self) -> bool:
-        """Whether every module that has a mode came in that of evaluation."""
+        """True if every module that has a mode came in evaluation mode."""
         flags = [
             flag
             for module in self._modules()
@@ -168,7 +165,7 @@ class StatePlan:
 
     @property
     def gathers_outside_stack(self) -> bool:
-        """Whether parameters that no `Stack` holds are gathered at use."""
+        """True if a parameter outside of every `Stack` is gathered at use."""
         places = (self.placements[path] for path in self.param_paths)
         return any(p.is_gathered and not p.is_stacked for p in places)
 
@@ -189,16 +186,18 @@ class StatePlan:
             cast_stacked: Whether to cast the layers of stacks too.
         """
         flat = flatten(params) | flatten(variables)
+        gathered = {}
         for path in self.param_paths:
-            if self.placements[path].is_stacked and not cast_stacked:
-                continue
-            flat[path] = cast_floating(flat[path], self.precision.compute)
-        gathered = {
-            path: self.placements[path]
-            for path in self.param_paths
-            if not self.placements[path].is_stacked
-        }
+            place = self.placements[path]
+            if cast_stacked or not place.is_stacked:
+                # Before the gather, which then sends half the bytes in bfloat16.
+                flat[path] = cast_floating(flat[path], self.precision.compute)
+            if not place.is_stacked:
+                # A `Stack` gathers its own, layer by layer, inside the remat.
+                gathered[path] = place
         graphdef = self.graphdef if training else self.eval_graphdef
+        # Takes dicts of arrays and makes new Variables with the graphdef's metadata,
+        # in which placements reach the layers.
         return nnx.merge(graphdef, nest(use_params(flat, gathered)))
 
     def evaluate(
@@ -213,34 +212,35 @@ class StatePlan:
     ) -> dict[str, Any]:
         """The other variables after a forward pass, checked.
 
-        One that the loss has not assigned is the stored array itself: the model was
-        given it cast and gathered, and a frozen parameter must not lose bits by that.
-
         Args:
             variables: As stored.
             given: `values_of` the model before the forward pass.
-            after: The same after it.
+            after: `values_of` the model after it.
 
         Raises:
             StateStructureError: If one has vanished, appeared, or changed its shape.
         """
         before = flatten(variables)
         _check_structure(before, after, self.trained_paths)
-        kept = {
-            path: x if after[path] is given[path] else after[path].astype(x.dtype)
-            for path, x in before.items()
-        }
-        return nest(kept)
+        # What the loss has not assigned is the stored array itself: the model was
+        # given it cast, and a frozen parameter must not lose bits by that.
+        return nest(
+            {
+                path: x if after[path] is given[path] else after[path].astype(x.dtype)
+                for path, x in before.items()
+            }
+        )
 
     def constrain(self, params: dict, role: str) -> dict:
         """Constrains a tree like the trained parameters to their specs of one role."""
-        flat = {
-            path: jax.lax.with_sharding_constraint(
-                x, self.layout.sharding(getattr(self.placements[path], role))
-            )
-            for path, x in flatten(params).items()
-        }
-        return nest(flat)
+        return nest(
+            {
+                path: jax.lax.with_sharding_constraint(
+                    x, self.layout.sharding(getattr(self.placements[path], role))
+                )
+                for path, x in flatten(params).items()
+            }
+        )
 
 
 def values_of(model: nnx.Module) -> dict[Path, Any]:
@@ -272,14 +272,6 @@ def _check_structure(
         )
 
 
-def _decide_modes(model: nnx.Module) -> None:
-    """Puts modules that came without a mode into training; others keep theirs."""
-    for _, module in nnx.iter_modules(model):
-        for name in MODES:
-            if getattr(module, name, True) is None:
-                setattr(module, name, False)
-
-
 def plan_state(
     model: nnx.Module,
     layout: Layout,
@@ -309,12 +301,20 @@ def plan_state(
     precision = precision or Precision()
     tx = as_transformation(optimizer, model)
     placements = annotate(model, layout)
-    _decide_modes(model)
+    for _, module in nnx.iter_modules(model):
+        for name in MODES:
+            if getattr(module, name, True) is None:
+                setattr(module, name, False)  # without a mode it trains
     graphdef, trained, others = nnx.split(model, wrt, ...)
     model.eval()
     eval_graphdef = nnx.split(model)[0]
     trained_paths = frozenset(path for path, _ in nnx.to_flat_state(trained))
-    _check_trained(model, wrt, trained_paths)
+    if not trained_paths:
+        kinds = sorted({type(v).__name__ for _, v in variables_of(model)})
+        raise ValueError(
+            f"wrt={wrt} selects no Variable of the model, so nothing would be trained. "
+            f"The model has Variables of kinds {kinds}."
+        )
     is_param = [p for p, v in variables_of(model) if isinstance(v, nnx.Param)]
     plan = StatePlan(
         model_name=type(model).__name__,
@@ -329,81 +329,62 @@ def plan_state(
         precision=precision,
         ema_decay=ema_decay,
     )
-    arrays = nnx.to_pure_dict(trained), nnx.to_pure_dict(others)
-    return dataclasses.replace(plan, abstract=_abstract_state(plan, *arrays))
+    flat = flatten(nnx.to_pure_dict(trained)) | flatten(nnx.to_pure_dict(others))
+    return dataclasses.replace(plan, abstract=_abstract_state(plan, nest(flat)))
 
 
-def _check_trained(model: nnx.Module, wrt: Any, trained_paths: frozenset) -> None:
-    if not trained_paths:
-        kinds = sorted({type(v).__name__ for _, v in variables_of(model)})
-        raise ValueError(
-            f"wrt={wrt} selects no Variable of the model, so nothing would be trained. "
-            f"The model has Variables of kinds {kinds}."
-        )
-
-
-def _abstract_state(plan: StatePlan, params: dict, variables: dict) -> TrainState:
-    state = jax.eval_shape(partial(_build_state, plan), params, variables, 0)
-    stored = stored_shardings(plan.placements, plan.layout)
-    shapes = {path: tuple(x.shape) for path, x in flatten(params).items()}
-    specs = optimizer_specs(state.opt_state, shapes, plan.placements, plan.layout)
-    whole = plan.layout.sharding(P())
-
-    def placed(tree: Any, shardings: Any) -> Any:
-        return jax.tree.map(_with_sharding, tree, shardings)
+def _abstract_state(plan: StatePlan, arrays: dict) -> TrainState:
+    """The state as shapes with shardings, from the shapes of the model's arrays."""
+    state = jax.eval_shape(partial(_build_state, plan), arrays, 0)
+    layout, stored = plan.layout, stored_shardings(plan.placements, plan.layout)
+    shapes = {path: tuple(x.shape) for path, x in flatten(state.params).items()}
+    specs = optimizer_specs(state.opt_state, shapes, plan.placements, layout)
 
     def like_model(tree: dict) -> dict:
-        return placed(tree, nest({path: stored[path] for path in flatten(tree)}))
+        return nest({path: stored[path] for path in flatten(tree)})
 
-    return dataclasses.replace(
-        jax.tree.map(partial(_with_sharding, sharding=whole), state),
+    shardings = dataclasses.replace(
+        jax.tree.map(lambda _: layout.sharding(P()), state),
         params=like_model(state.params),
         variables=like_model(state.variables),
         ema=None if state.ema is None else like_model(state.ema),
-        opt_state=placed(
-            state.opt_state,
-            jax.tree.map(
-                plan.layout.sharding, specs, is_leaf=lambda s: isinstance(s, P)
-            ),
+        opt_state=jax.tree.map(
+            layout.sharding, specs, is_leaf=lambda s: isinstance(s, P)
         ),
     )
-
-
-def _with_sharding(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    return jax.tree.map(
+        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
+        state,
+        shardings,
+    )
 
 
 _LOSS_STREAM = 0x1055
 """Sets the loss's random stream apart from the model's, which has the same seed."""
 
 
-def _average(params: dict) -> dict:
-    """A moving average at its start: float32, for bfloat16 has no room to move."""
-    dtype = jnp.float32
-    return jax.tree.map(
-        lambda x: jnp.array(x, jnp.promote_types(x.dtype, dtype)), params
-    )
-
-
-def _build_state(
-    plan: StatePlan, params: dict, variables: dict, seed: jax.Array | int
-) -> TrainState:
-    params = cast_floating(params, plan.precision.params)
-    variables = nest(
-        {
-            path: cast_floating(x, plan.precision.params)
-            if path in plan.param_paths
-            else x
-            for path, x in flatten(variables).items()
-        }
-    )
+def _build_state(plan: StatePlan, arrays: dict, seed: jax.Array | int) -> TrainState:
+    """The first state, from all arrays of the model."""
+    flat = {
+        path: cast_floating(x, plan.precision.params) if path in plan.param_paths else x
+        for path, x in flatten(arrays).items()
+    }
+    params = nest({path: x for path, x in flat.items() if path in plan.trained_paths})
+    others = {path: x for path, x in flat.items() if path not in plan.trained_paths}
+    ema = None
+    if plan.ema_decay is not None:
+        # float32, for bfloat16 has no room to move by a thousandth; and a copy, since
+        # the average and the parameters are donated separately.
+        ema = jax.tree.map(
+            lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32)), params
+        )
     return TrainState(
         step=jnp.int32(0),
         params=params,
-        variables=variables,
+        variables=nest(others),
         opt_state=plan.tx.init(params),
         key=jax.random.fold_in(jax.random.key(seed), _LOSS_STREAM),
-        ema=_average(params) if plan.ema_decay is not None else None,
+        ema=ema,
         loss_scale=LossScale.create() if plan.precision.needs_loss_scale else None,
     )
 
@@ -420,13 +401,7 @@ def init_state(
         rngs: Random streams for the function.
         seed: Seed of the state's own key.
     """
-
-    def build(arrays: dict, seed: jax.Array | int) -> TrainState:
-        flat = flatten(arrays)
-        params = nest({path: flat[path] for path in plan.trained_paths})
-        variables = nest({p: x for p, x in flat.items() if p not in plan.trained_paths})
-        return _build_state(plan, params, variables, seed)
-
+    build = partial(_build_state, plan)
     if isinstance(source, nnx.Module):
         shardings = stored_shardings(plan.placements, plan.layout)
         arrays = placed_arrays(source, rngs, shardings)
