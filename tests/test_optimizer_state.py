@@ -24,7 +24,7 @@ from nnx_parallel.layers import Dense, Embed, Stack
 from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.sharding.names import flatten_pure
 from nnx_parallel.sharding.optimizer import as_transformation, state_path
-from nnx_parallel.training.step import learning_rate
+from nnx_parallel.training.optimizers import learning_rate
 from tests.parity.runs import compiling
 
 WIDTH, HIDDEN, VOCAB = 32, 64, 64

@@ -189,41 +189,36 @@ class Loop:
             # A save that must fail fails here, not after hours of training.
             check_state(checkpoints, self.programs.plan.abstract)
         if self.settings.fast_dev_run:
-            self._shorten()
+            self.num_steps = min(self.num_steps, run.step + 2)
+            if self.eval_data is not None:
+                self.eval_data = list(itertools.islice(self.eval_data, 1))
         if checkpoints.options is not None and run.step == 0:
             # A resumed run is warned where its batches are skipped.
             _warn_of_one_shot(self.data)
-        self._agree()
+        # From here on the processes' programs depend on what they agree on here.
+        settings = checkpoints.description | {
+            "num_steps": self.num_steps,
+            "evaluates": [self.eval_data is not None, self.eval_every],
+        }
+        agree_on_run(self.programs.plan, self.programs.loss, settings, run.step)
         logger.start(first_step=run.step, num_steps=self.num_steps)
         if resumed:
             logger.message(resumed)
         for callback in self.settings.callbacks:
             callback.on_fit_start(self.trainer)
-        # The step is read once more: a hook may have restored another.
+        # The step is read again: a hook may have restored another one.
         if run.step < self.num_steps:
             self._run_steps()
         else:
             run.data.pass_over(self.data, self.num_steps)
             logger.message(f"All {self.num_steps} steps are done: nothing to train.")
-        checkpoints.wait()  # inside of `_termination`: no SIGTERM cuts the save short
+        # While `_termination` is open: a SIGTERM would cut the save short.
+        checkpoints.wait()
         self._settle_stop()
         if self._stop_reason is not None:
             logger.message(f"Stopped at step {run.step}: {self._stop_reason}")
         if self._stop_reason == SIGTERM:
             logger.message(checkpoints.exit_message(run.step))
-
-    def _shorten(self) -> None:
-        self.num_steps = min(self.num_steps, self.run.step + 2)
-        if self.eval_data is not None:
-            self.eval_data = list(itertools.islice(self.eval_data, 1))
-
-    def _agree(self) -> None:
-        settings = self.run.checkpoints.description | {
-            "num_steps": self.num_steps,
-            "evaluates": [self.eval_data is not None, self.eval_every],
-        }
-        programs = self.programs
-        agree_on_run(programs.plan, programs.loss, settings, self.run.step)
 
     def _run_steps(self) -> None:
         run, recorder, checkpoints = self.run, self._recorder, self.run.checkpoints
@@ -237,38 +232,38 @@ class Loop:
             stack.callback(self._watchdog.disarm)
             for item in batches:
                 if item.stop_reason is not None:
-                    # Agreed on before this batch: no process is in a step's collective.
+                    # All processes see it here; none waits in a step for the others.
                     self._agreed_stop = item.stop_reason
                     if step > first_step:
                         self._pause(step, saves=False)
                     break
                 if step == first_step:
-                    # Beside the step, so that its first time is not the compiler's.
+                    # Apart from the step, whose time and watchdog it must not count.
                     self._compile(item.batch)
                 with self._tracer.step(step, run.state), self._explaining_memory():
                     # One statement: the old state is donated, and must not be seen.
                     run.state, metrics = self.programs.train_step(run.state, item.batch)
                 step += 1
-                # At once with the state: a hook that saves must find both at one step.
+                # With the state: a hook that saves must find both at the same step.
                 run.data.advance(item.state)
                 if step > first_step + _STEPS_TO_FIRST_METRICS:
                     self._first_batch = None
-                # After dispatch, which may compile; until the next step is dispatched.
+                # After the dispatch, so that hooks and the wait for data count.
                 self._watchdog.arm(step)
                 self._termination.check()
                 checkpoints.poll()
                 if self._is_due(step, self.settings.check_replicas_every):
-                    # Before metrics: no hook may save or use copies that differ.
+                    # Before the hooks below: none may save copies that differ.
                     check_replicas(run.state, step)
                 with self._explaining_memory():
-                    # Waits for the step before the last; its hooks may stop the fit.
+                    # Waits for the last step but two; its hooks may stop the fit.
                     recorder.push(step, metrics, item.wait_seconds)
                 # Asked once in every step, on all processes: jax counts the calls to
                 # make a preemption true at the same step everywhere.
                 saves = checkpoints.is_due(step)
                 if checkpoints.is_preempted:
                     self._termination.is_requested = True
-                # Once: a signal between two looks would end the fit without a save.
+                # Read once: a signal between two reads would end the fit unsaved.
                 ends = self._ends(step)
                 if saves or ends or self._evaluates(step):
                     ends = self._pause(step, saves=saves)
@@ -358,55 +353,32 @@ class Loop:
     def _is_due(step: int, every: int | None) -> bool:
         return bool(every) and step % every == 0
 
-    # What interrupts the steps
+    # Between steps
 
     def _pause(self, step: int, *, saves: bool) -> bool:
-        """Evaluates and saves ``step``, which is its newest.
+        """Evaluates and saves ``step``, the newest.
 
         Returns:
             Whether the fit ends here. A stop requested during the save takes effect
             after the next step, which is then saved too.
         """
-        # Raises if any step so far was not finite, before it is evaluated or saved.
+        # First: raises if a step so far was not finite, which must not be saved.
         self._recorder.flush()
         self._watchdog.disarm()
-        # All processes may stop before the next batch, at a step evaluated already.
+        # Processes that stop before a batch come here again with the same step.
         if self._evaluated_step != step:
             self.run.metrics = self._recorder.last_row()
             ranks = saves and self.run.checkpoints.ranks_by_eval
             if ranks or self._evaluates(step) or self._ends(step):
-                self._evaluate_or_save(step)
+                self._evaluate(step)
         # After the evaluation, whose hooks may stop the fit: this step is then saved.
         ends = self._ends(step)
-        if saves or ends:
-            self._save(may_skip=not ends)
+        if (saves or ends) and self.run.checkpoints.options:
+            self.run.save(may_skip=not ends)
         self._recorder.restart_clock()
         if not ends:
             self._watchdog.arm(step)
         return ends
-
-    def _save(self, *, may_skip: bool = False) -> None:
-        if self.run.checkpoints.options:
-            self.run.save(may_skip=may_skip)
-
-    def _evaluate_or_save(self, step: int) -> None:
-        """Evaluates; if that fails, what has been trained is saved before the error.
-
-        Not with several processes: the others may wait in the evaluation.
-        """
-        try:
-            self._evaluate(step)
-        except Exception as error:
-            if self.run.checkpoints.options and self._is_alone:
-                try:
-                    self._save()
-                    error.add_note(
-                        f"Step {step} is saved. To evaluate it alone, restore it and "
-                        "call trainer.evaluate(...)."
-                    )
-                except CheckpointError as failure:
-                    error.add_note(f"Besides: {failure}")
-            raise
 
     def _evaluate(self, step: int) -> None:
         # After a SIGTERM there are seconds left, which the checkpoint needs.
@@ -419,14 +391,33 @@ class Loop:
                 watchdog=self._watchdog,
                 stop_reason=self._sigterm,
             )
-        finally:
             self._watchdog.disarm()
-        if found:
-            self._evaluated_step = step
-            self.run.metrics |= {f"eval_{name}": x for name, x in found.items()}
-            self._recorder.record_eval(step, found)
-            for callback in self.settings.callbacks:
-                callback.on_eval_end(self.trainer, step, found)
+            if found:
+                self._evaluated_step = step
+                self.run.metrics |= {f"eval_{name}": x for name, x in found.items()}
+                self._recorder.record_eval(step, found)
+                for callback in self.settings.callbacks:
+                    callback.on_eval_end(self.trainer, step, found)
+        except Exception as error:
+            self._watchdog.disarm()
+            self._save_before(error, step)
+            raise
+
+    def _save_before(self, error: Exception, step: int) -> None:
+        """Saves what has been trained, before an evaluation's error ends the fit.
+
+        Not with several processes: the others may wait in the evaluation.
+        """
+        if not self.run.checkpoints.options or not self._is_alone:
+            return
+        try:
+            self.run.save()
+            error.add_note(
+                f"Step {step} is saved. To evaluate it alone, restore it and call "
+                "trainer.evaluate(...)."
+            )
+        except CheckpointError as failure:
+            error.add_note(f"Besides: {failure}")
 
     def _on_step_end(self, step: int, metrics: dict[str, float]) -> None:
         for callback in self.settings.callbacks:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 from optax.contrib import MuonDimensionNumbers
 
@@ -90,6 +91,18 @@ def _muon_dims(path: tuple, variable: nnx.Variable) -> MuonDimensionNumbers | No
     return MuonDimensionNumbers(inputs, tuple(range(first + num_in_dims, ndim)))
 
 
+def learning_rate(opt_state: optax.OptState) -> jax.Array | None:
+    """The learning rate of an optimizer under ``optax.inject_hyperparams``.
+
+    Elsewhere it is a constant inside the update that cannot be read: ``None``.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
+        keys = [getattr(entry, "name", getattr(entry, "key", None)) for entry in path]
+        if keys[-2:] == ["hyperparams", "learning_rate"]:
+            return leaf
+    return None
+
+
 def warn_of_changes(plan: StatePlan, restored: TrainState) -> None:
     """Compares the hyperparameters of a restored state with those of the optimizer.
 
@@ -135,8 +148,8 @@ def _constants(opt_state: Any) -> dict[str, Any]:
     constants, scheduled = {}, set()
     for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
         name = state_path(path)
-        # `inject_hyperparams` keeps `hyperparams.NAME`, and beside it the state of a
-        # schedule as `hyperparams_states.NAME.count`.
+        # `inject_hyperparams` has `hyperparams.NAME`, and for one that a schedule sets
+        # `hyperparams_states.NAME.count` too.
         owner, is_state, rest = name.partition("hyperparams_states.")
         if is_state:
             scheduled.add(f"{owner}hyperparams.{rest.partition('.')[0]}")

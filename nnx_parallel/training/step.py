@@ -1,9 +1,6 @@
-"""The compiled steps: one optimizer update, and one evaluation.
+"""The compiled step: gradients of a batch, and one optimizer update.
 
 A step is ``jax.jit`` over plain state; the model is walked once, when it is traced.
-Warnings of models that train in another way than they seem to.
-
-What an update says of itself: its learning rate, and what was too small to keep.
 """
 
 from __future__ import annotations
@@ -35,77 +32,16 @@ from nnx_parallel.sharding.constrain import using
 from nnx_parallel.sharding.names import dotted
 from nnx_parallel.state import StatePlan, TrainState, values_of
 from nnx_parallel.training.diagnostics import check_count
+from nnx_parallel.training.optimizers import learning_rate
 
 Batch = Any
-
-
-def warn_of_modes(plan: StatePlan, remat: Remat) -> None:
-    """Warns of a model in evaluation mode, and of remat that acts on nothing."""
-    if plan.is_evaluating:
-        warnings.warn(
-            "The model came in evaluation mode and is trained so: without dropout, its "
-            "batch statistics frozen. Call model.train() before, if this is not meant.",
-            stacklevel=3,
-        )
-    if remat != "none" and not plan.stack_remats:
-        warnings.warn(
-            f"remat={remat!r} acts on the blocks of a Stack, and this model "
-            "has none: nothing is recomputed. Put its repeated blocks into a Stack, or "
-            "use nnx.remat inside the model.",
-            stacklevel=3,
-        )
-
-
-def warn_of_statistics(
-    plan: StatePlan, model: nnx.Module, given: dict, after: dict
-) -> None:
-    """Warns of BatchNorm's statistics that the loss has left as they were."""
-    still = [
-        dotted((*path, name))
-        for path, module in nnx.iter_modules(model)
-        # Whoever builds it with use_running_average=True wants it frozen.
-        if isinstance(module, nnx.BatchNorm) and not module.use_running_average
-        for name in ("mean", "var")
-        if after.get((*path, name)) is given.get((*path, name))
-    ]
-    if still and not plan.is_evaluating:
-        shown = ", ".join(f"`{path}`" for path in still[:4])
-        warnings.warn(
-            f"The loss leaves {len(still)} batch statistics as they are: {shown}. In "
-            "training mode BatchNorm updates them: call the model that the loss is "
-            "given, not a copy, and without use_running_average=True.",
-            stacklevel=2,
-        )
-
-
-def lost_updates(before: Any, updates: Any, after: Any) -> jax.Array | None:
-    """The share of updates that a parameter of 16 bits or fewer was too coarse for.
-
-    ``None`` if all parameters have more bits.
-    """
-    trees = zip(*map(jax.tree.leaves, (before, updates, after)), strict=True)
-    coarse = [leaves for leaves in trees if leaves[0].dtype.itemsize <= 2]
-    if not coarse:
-        return None
-    lost = sum(jnp.sum((u != 0) & (a == b), dtype=jnp.float32) for b, u, a in coarse)
-    moved = sum(jnp.sum(u != 0, dtype=jnp.float32) for _, u, _ in coarse)
-    return jnp.asarray(lost / jnp.maximum(moved, 1.0))
-
-
-def learning_rate(opt_state: optax.OptState) -> jax.Array | None:
-    """The learning rate of an optimizer under ``optax.inject_hyperparams``.
-
-    Elsewhere it is a constant in the compiled step that nobody can read: ``None``.
-    """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
-        keys = [getattr(entry, "name", getattr(entry, "key", None)) for entry in path]
-        if keys[-2:] == ["hyperparams", "learning_rate"]:
-            return leaf
-    return None
-
-
 Metrics = dict[str, jax.Array]
+Means = dict[str, Mean]
 LossOutput = jax.Array | Mean | tuple[jax.Array | Mean, Mapping[str, Any]]
+
+
+Forward = Callable[[dict, dict, Batch, jax.Array], tuple[Means, dict]]
+"""``(params, variables, batch, key)`` to means by name, and the variables after it."""
 
 
 class LossFn(Protocol):
@@ -165,7 +101,10 @@ def make_train_step(
             grads, variables, means = execution_of(plan).gradients(
                 plan, _forward(plan, loss), state, batch, key, options.num_microbatches
             )
-            grads = _finish(plan, state, grads)
+            grads = cast_floating(grads, plan.precision.reduction)
+            if (loss_scale := state.loss_scale) is not None:
+                grads = jax.tree.map(lambda g: g / loss_scale.scale, grads)
+            grads = plan.constrain(grads, "gradient")
             return _update(plan, state, grads, variables, means)
 
     return jax.jit(train_step, donate_argnums=0, out_shardings=(plan.shardings, None))
@@ -181,10 +120,43 @@ def call_loss(
     return loss(model, batch)
 
 
-Means = dict[str, Mean]
+def execution_of(plan: StatePlan) -> Execution:
+    """How the strategy runs a step."""
+    return plan.layout.claims.execution or AccumulateMicrobatches()
 
 
-Forward = Callable[[dict, dict, Batch, jax.Array], tuple[Means, dict]]
+def _without_gathers(plan: StatePlan, forward: Forward) -> Forward:
+    """The forward pass that keeps no parameter gathered outside the stacks."""
+    remats = {remat or active_remat() for remat in plan.stack_remats}
+    if remats - {"none"} or (remats and plan.layout.prefetch):
+        # A checkpoint around the whole would replace the policies of those inside, and
+        # undo their remat; so what is gathered outside the stacks is kept
+        # (docs/library-notes.md, "Remat").
+        return forward
+    return apply_remat(
+        forward, "none", gathers=plan.gathers_outside_stack, prevent_cse=True
+    )
+
+
+def _forward(plan: StatePlan, loss: LossFn) -> Forward:
+    """The loss as a function of arrays: means by name, and the variables after it."""
+    cast_stacked = not execution_of(plan).cuts_loss
+
+    def forward(
+        params: dict, variables: dict, batch: Batch, key: jax.Array
+    ) -> tuple[Means, dict]:
+        with jax.named_scope("forward"):
+            model = plan.merge(
+                params, variables, training=True, cast_stacked=cast_stacked
+            )
+            given = values_of(model)
+            mean, metrics = split_loss_output(call_loss(plan, loss, model, batch, key))
+            after = values_of(model)
+            warn_of_statistics(plan, model, given, after)
+        after = plan.variables_after(variables, given, after)
+        return {"loss": mean, **metrics}, after
+
+    return forward
 
 
 @dataclass(frozen=True)
@@ -230,52 +202,6 @@ class AccumulateMicrobatches(Execution):
         return plan.evaluate(function, *arrays, batch, key)
 
 
-def execution_of(plan: StatePlan) -> Execution:
-    """How the strategy runs a step."""
-    return plan.layout.claims.execution or AccumulateMicrobatches()
-
-
-def _without_gathers(plan: StatePlan, forward: Forward) -> Forward:
-    """The forward pass that keeps no parameter gathered outside the stacks."""
-    remats = {remat or active_remat() for remat in plan.stack_remats}
-    if remats - {"none"} or (remats and plan.layout.prefetch):
-        # A checkpoint around the whole would have its policy take the place of those
-        # inside, and decide anew what a prefetched stack keeps. So what is gathered
-        # outside the stacks is kept.
-        return forward
-    return apply_remat(
-        forward, "none", gathers=plan.gathers_outside_stack, prevent_cse=True
-    )
-
-
-def _forward(plan: StatePlan, loss: LossFn) -> Forward:
-    """The loss as a function of arrays: means by name, and the variables after it."""
-    cast_stacked = not execution_of(plan).cuts_loss
-
-    def forward(
-        params: dict, variables: dict, batch: Batch, key: jax.Array
-    ) -> tuple[Means, dict]:
-        with jax.named_scope("forward"):
-            model = plan.merge(
-                params, variables, training=True, cast_stacked=cast_stacked
-            )
-            given = values_of(model)
-            mean, metrics = split_loss_output(call_loss(plan, loss, model, batch, key))
-            after = values_of(model)
-            warn_of_statistics(plan, model, given, after)
-        after = plan.variables_after(variables, given, after)
-        return {"loss": mean, **metrics}, after
-
-    return forward
-
-
-def _finish(plan: StatePlan, state: TrainState, grads: dict) -> dict:
-    grads = cast_floating(grads, plan.precision.reduction)
-    if (loss_scale := state.loss_scale) is not None:
-        grads = jax.tree.map(lambda g: g / loss_scale.scale, grads)
-    return plan.constrain(grads, "gradient")
-
-
 def _accumulate(
     plan: StatePlan,
     forward: Forward,
@@ -283,12 +209,7 @@ def _accumulate(
     microbatches: Batch,
     key: jax.Array,
 ) -> tuple[dict, dict, Means]:
-    """Scans over microbatches; every term of the loss is divided by its whole weight.
-
-    The weights of the whole batch are needed before the first gradient. They depend on
-    the data alone, as a rule, so that summing them first costs no forward pass: the
-    compiler drops what the weights do not need.
-    """
+    """Scans over microbatches, ``(microbatch, row, ...)``, and sums their gradients."""
     indexed = (jnp.arange(jax.tree.leaves(microbatches)[0].shape[0]), microbatches)
 
     def run(params: dict, variables: dict, item: Any) -> tuple[Means, dict]:
@@ -299,19 +220,22 @@ def _accumulate(
         means, variables = run(state.params, variables, item)
         return variables, [term.weight for term in means["loss"].terms]
 
+    # Each term of the loss is divided by its weight in the whole batch, which is needed
+    # before the first gradient. Weights depend on the data alone, as a rule: then this
+    # costs no forward pass, for the compiler drops what they do not need.
     _, weights = jax.lax.scan(weigh, state.variables, indexed)
     weights = [jnp.sum(jnp.asarray(w, jnp.float32)) for w in weights]
 
     def objective(params: dict, variables: dict, item: Any) -> Any:
         means, variables = run(params, variables, item)
-        value = means["loss"].over(weights)
-        return state.scaled(value), (means, variables)
+        return state.scaled(means["loss"].over(weights)), (means, variables)
 
     def step(carry: Any, item: Any) -> tuple[Any, Means]:
         grads, variables = carry
         new, (means, variables) = jax.grad(objective, has_aux=True)(
             state.params, variables, item
         )
+        # Before they are added: a gradient that is sharded is never summed up whole.
         new = plan.constrain(new, "gradient")
         grads = jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, new)
         return (plan.constrain(grads, "gradient"), variables), means
@@ -337,7 +261,7 @@ def _update(
         ema = state.ema
         if ema is not None:
             decay = plan.ema_decay
-            # Its share of a bfloat16 parameter is no bfloat16.
+            # In the average's float32: a thousandth of a bfloat16 would be lost.
             latest = jax.tree.map(lambda x, old: x.astype(old.dtype), params, ema)
             ema = optax.incremental_update(latest, ema, 1 - decay)  # pyright: ignore[reportOperatorIssue]
         new = TrainState(
@@ -382,3 +306,56 @@ def _skip_overflow(state: TrainState, new: TrainState, metrics: Metrics) -> Trai
     return dataclasses.replace(
         kept, step=new.step, loss_scale=state.loss_scale.adjust(is_finite)
     )
+
+
+def lost_updates(before: Any, updates: Any, after: Any) -> jax.Array | None:
+    """Share of the updates lost to rounding in parameters of 16 bits or fewer.
+
+    ``None`` if all parameters have more bits.
+    """
+    trees = zip(*map(jax.tree.leaves, (before, updates, after)), strict=True)
+    coarse = [leaves for leaves in trees if leaves[0].dtype.itemsize <= 2]
+    if not coarse:
+        return None
+    lost = sum(jnp.sum((u != 0) & (a == b), dtype=jnp.float32) for b, u, a in coarse)
+    moved = sum(jnp.sum(u != 0, dtype=jnp.float32) for _, u, _ in coarse)
+    return jnp.asarray(lost / jnp.maximum(moved, 1.0))
+
+
+def warn_of_modes(plan: StatePlan, remat: Remat) -> None:
+    """Warns of a model in evaluation mode, and of remat that acts on nothing."""
+    if plan.is_evaluating:
+        warnings.warn(
+            "The model came in evaluation mode and is trained so: without dropout, its "
+            "batch statistics frozen. Call model.train() before, if this is not meant.",
+            stacklevel=3,
+        )
+    if remat != "none" and not plan.stack_remats:
+        warnings.warn(
+            f"remat={remat!r} acts on the blocks of a Stack, and this model "
+            "has none: nothing is recomputed. Put its repeated blocks into a Stack, or "
+            "use nnx.remat inside the model.",
+            stacklevel=3,
+        )
+
+
+def warn_of_statistics(
+    plan: StatePlan, model: nnx.Module, given: dict, after: dict
+) -> None:
+    """Warns of BatchNorm's statistics that the loss has left as they were."""
+    still = [
+        dotted((*path, name))
+        for path, module in nnx.iter_modules(model)
+        # Built with use_running_average=True it is meant to be frozen.
+        if isinstance(module, nnx.BatchNorm) and not module.use_running_average
+        for name in ("mean", "var")
+        if after.get((*path, name)) is given.get((*path, name))
+    ]
+    if still and not plan.is_evaluating:
+        shown = ", ".join(f"`{path}`" for path in still[:4])
+        warnings.warn(
+            f"The loss leaves {len(still)} batch statistics as they are: {shown}. In "
+            "training mode BatchNorm updates them: call the model that the loss is "
+            "given, not a copy, and without use_running_average=True.",
+            stacklevel=2,
+        )

@@ -66,9 +66,9 @@ class Trainer:
         overfit_batches: Train on this many batches over and over.
         global_batch_size: Rows of each training batch, all processes together; a batch
             of another size is then an error.
-        step_timeout: Seconds after which a step, or a batch of the evaluation beside
-            it, that has not ended ends the process, with the stack of every thread;
-            ``None`` waits for ever. The wait for its data and ``on_step_end`` count,
+        step_timeout: Seconds after which a step, or a batch of the fit's evaluation,
+            that has not ended ends the process, with the stack of every thread;
+            ``None`` never does. The wait for its data and ``on_step_end`` count,
             compilation, the first batch, checkpoints and ``on_eval_end`` do not.
         check_replicas_every: Steps after which copies of arrays on several devices are
             compared bit by bit, by their hashes; 0 never does.
@@ -272,7 +272,7 @@ class Trainer:
             data: Batches: pytrees of NumPy arrays that hold this process's share of
                 the global batch (`data_share`): with one process the whole of it.
             num_steps: Total number of updates of the run.
-            eval_data: Batches to evaluate on, iterated anew each time.
+            eval_data: Batches to evaluate on, iterated again each time.
             eval_every: Steps between evaluations; ``None`` evaluates at the end.
 
         Returns:
