@@ -104,6 +104,7 @@ class Mean:
         return _from_terms(terms.values())
 
     def __radd__(self, other: Mean | int) -> Mean:
+        # `sum` starts from 0.
         return self if isinstance(other, int) and other == 0 else self + other  # pyright: ignore[reportOperatorIssue]
 
     def __neg__(self) -> Mean:
@@ -127,12 +128,15 @@ def _from_terms(terms: Iterable[Mean]) -> Mean:
 
 
 def _add(a: jax.Array | float, b: jax.Array | float) -> jax.Array | float:
+    # bfloat16 counts to 256.
     return jnp.asarray(a, jnp.float32) + jnp.asarray(b, jnp.float32)
 
 
 def _divide(total: jax.Array | float, weight: jax.Array | float) -> jax.Array:
     total = jnp.asarray(total, jnp.float32)
+    # Weights are counts of data; a model's own must not be trained to be large.
     weight = jax.lax.stop_gradient(jnp.asarray(weight, jnp.float32))
+    # The divisor is replaced too: a NaN of the branch not taken has a NaN gradient.
     return jnp.where(weight == 0, 0.0, total / jnp.where(weight == 0, 1.0, weight))
 
 

@@ -89,7 +89,8 @@ def check_model(model: object, loss: Callable) -> None:
     if not isinstance(model, nnx.Module):
         return
     for path, variable in variables_of(model):
-        is_variable = isinstance(variable, nnx.Variable)  # else refused a moment later
+        # An array in no Variable is refused a moment later, with its remedy.
+        is_variable = isinstance(variable, nnx.Variable)
         value = variable.get_value() if is_variable else variable
         if isinstance(value, jax.Array) and value.is_deleted():
             raise ValueError(
@@ -139,6 +140,7 @@ def agree_on_run(
     places = [f"{d.process_index}:{d.id}" for d in mesh.devices.flat]
     arrays = jax.tree_util.tree_leaves_with_path(plan.abstract)
     fields = {
+        # Another version may lower the same step to another program.
         **{f"version of {name}": found for name, found in versions().items()},
         **settings,
         "devices in the mesh's order": " ".join(places),
@@ -164,6 +166,8 @@ def agree_on_program(lowered: jax.stages.Lowered) -> None:
     """
     if jax.process_count() == 1:
         return
+    # Not the compiled one: processes that differ would deadlock while they compile
+    # together, or in the first collective.
     text = hashlib.sha256(lowered.as_text().encode()).hexdigest()[:12]
     check_consistent(
         "compiled step (model, loss or optimizer differ in their code or constants)",
@@ -240,6 +244,7 @@ def check_replicas(state: Any, step: int) -> None:
     leaves = [
         (state_path(path), x)
         for path, x in jax.tree_util.tree_leaves_with_path(state)
+        # Others, on a single device, have no copies.
         if isinstance(x.sharding, NamedSharding)
     ]
     hashes = device_hashes([x for _, x in leaves])
@@ -331,6 +336,7 @@ def _advice(plan: StatePlan, num_microbatches: int, temporary: int | None) -> st
         f"Less for activations: num_microbatches={2 * num_microbatches}{half}; or "
         "remat='full'."
     )
+    # FSDP leaves each device its share of the whole; replicas are what it saves.
     saved = params + optimizer - whole // num_devices
     if saved > 0:
         lines.append(
@@ -362,6 +368,7 @@ def explain_non_finite(
         "no checkpoint" if saved_step is None else f"a checkpoint of step {saved_step}"
     )
     kept = f"Nothing was saved from the bad step on; there is {way_back}."
+    # Before the arrays, which such labels have made what they are.
     if wrong := [found for found in labels if not found.is_valid]:
         found = wrong[0]
         return (

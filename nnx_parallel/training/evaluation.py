@@ -5,6 +5,7 @@ Under a pipeline both run the forward half of the schedule, on microbatches.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -177,14 +178,16 @@ class Programs:
             leaves, structure = jax.tree.flatten(batch)
             program = ema, structure, *map(jax.typeof, leaves)
             if program not in self._compiled_evals:
-                watchdog.disarm()
-            # Fetched before the next is dispatched: programs that do not depend on one
-            # another must not run at once, for each waits for all devices. Simulated
-            # devices share one pool of threads, and deadlock.
+                watchdog.disarm()  # compilation may take longer than any step
+            # Fetched before the next is dispatched: independent programs with
+            # collectives deadlock on simulated devices, which share a pool of threads
+            # (docs/library-notes.md, "Simulated devices").
             means = jax.device_get(self._eval_step(*arrays, index, batch))
             self._compiled_evals.add(program)
             rearm()
-            total = means if total is None else _merge(total, means)
+            # In double precision: a float32 sum of many batches loses whole rows.
+            means = jax.tree.map(np.float64, means)
+            total = jax.tree.map(operator.add, total, means) if total else means
         if total is None:
             raise DataError("There is no batch to evaluate on: the data is empty.")
         return {name: float(mean.value) for name, mean in total.items()}
@@ -200,6 +203,7 @@ class Programs:
         """Outputs of ``function`` for all rows, as NumPy arrays."""
         run = self._predict_step(function or _call_model)
         arrays = (params_of(state, ema=ema), state.variables)
+        # To the host batch by batch: on the devices all outputs may not fit.
         parts = [gather(run(*arrays, batch)) for batch in self._batches(data)]
         if not parts:
             raise DataError("There is no batch to predict on: the data is empty.")
@@ -259,8 +263,3 @@ def params_of(state: TrainState, *, ema: bool) -> dict[str, Any]:
 
 def _call_model(model: Any, batch: Batch) -> Any:
     return model(batch)
-
-
-def _merge(total: dict[str, Mean], means: dict[str, Mean]) -> dict[str, Mean]:
-    """Adds totals and weights, on the host and in double precision."""
-    return jax.tree.map(lambda a, b: np.float64(a) + np.float64(b), total, means)

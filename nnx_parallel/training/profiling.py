@@ -59,6 +59,7 @@ class Tracer(contextlib.AbstractContextManager):
         if self._profile is None:
             yield
             return
+        # Before the step is dispatched, whose work belongs to no trace any more.
         if step >= self._profile.stop:
             self.stop(state)
         if not self._is_tracing and self._profile.start <= step < self._profile.stop:

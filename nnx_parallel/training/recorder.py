@@ -49,6 +49,7 @@ def count_tokens(batch: Any) -> int | None:
     ``None`` for a batch without one: then speed is counted in examples.
     """
     for leaf in jax.tree.leaves(batch):
+        # (batch, seq): labels have one dim, images have more.
         if leaf.ndim == 2 and jnp.issubdtype(leaf.dtype, jnp.integer):
             return leaf.size
     return None
@@ -103,7 +104,7 @@ class Throughput:
             rates["tflops_per_device"] = flops / 1e12
             if peak := peak_flops(self.device):
                 rates["mfu"] = flops / peak
-        if stats := self.device.memory_stats():
+        if stats := self.device.memory_stats():  # CPUs have none
             rates["device_memory_bytes"] = float(stats.get("peak_bytes_in_use", 0))
         return rates
 
@@ -213,6 +214,7 @@ class Recorder:
     def _timing(self, wait_seconds: float) -> dict[str, float]:
         now = time.perf_counter()
         rates: dict[str, float] = {"data_wait_seconds": wait_seconds}
+        # Not of the first step, whose time includes what came before it.
         if self._last_time is not None and self.throughput is not None:
             self._durations.append(now - self._last_time)
             mean = sum(self._durations) / len(self._durations)

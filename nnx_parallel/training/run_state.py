@@ -55,6 +55,7 @@ class RunState:
     @property
     def state(self) -> TrainState:
         """The training state, built on first use."""
+        # Not in the constructor: a run that resumes would build it for nothing.
         if self._state is None:
             self._state = self._build()
         return self._state
@@ -71,8 +72,8 @@ class RunState:
 
     @contextlib.contextmanager
     def counting_steps(self) -> Iterator[None]:
-        """While a fit counts steps from the state that it found."""
-        # Metrics of an earlier fit may be of a step that this one comes to again.
+        """Context in which a fit counts steps from the state that it found."""
+        # Metrics of an earlier fit may be of a step that this one reaches again.
         self._is_counting, self.metrics = True, {}
         try:
             yield
@@ -81,6 +82,7 @@ class RunState:
 
     def save(self, *, once: bool = True, may_skip: bool = False) -> None:
         """Starts to save this run under its step; see the manager's ``save``."""
+        # All processes meet in `to_json`, also where the save has nothing to do.
         step, position = self.step, self.data.to_json()
         metrics = self.metrics if self.metrics.get("step") == step else {}
         self.checkpoints.save(
@@ -119,7 +121,7 @@ class RunState:
         """Restores the newest checkpoint, if nothing has been trained yet.
 
         Returns:
-            What was done, or ``None`` for nothing.
+            A message, or ``None`` if there was nothing to resume.
         """
         if not self.is_fresh:
             return None

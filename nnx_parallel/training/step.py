@@ -97,6 +97,7 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         with using(plan.layout), default_remat(options.remat):
+            # From the step, so that a resumed run draws what an unbroken one would.
             key = jax.random.fold_in(state.key, state.step)
             grads, variables, means = execution_of(plan).gradients(
                 plan, _forward(plan, loss), state, batch, key, options.num_microbatches
@@ -107,6 +108,8 @@ def make_train_step(
             grads = plan.constrain(grads, "gradient")
             return _update(plan, state, grads, variables, means)
 
+    # The new state takes the old one's memory, and its place: without shardings the
+    # compiler would choose others, and the next call would compile again.
     return jax.jit(train_step, donate_argnums=0, out_shardings=(plan.shardings, None))
 
 
@@ -116,6 +119,8 @@ def call_loss(
     """Calls a loss as its signature asks for, on floating input of the right dtype."""
     batch = cast_floating(batch, plan.precision.inputs)
     if takes_rngs(loss):
+        # The key is folded with step and microbatch, never with a device: the numbers
+        # do not depend on the strategy.
         return loss(model, batch, rngs=nnx.Rngs(key))  # pyright: ignore[reportCallIssue]
     return loss(model, batch)
 
@@ -149,7 +154,7 @@ def _forward(plan: StatePlan, loss: LossFn) -> Forward:
             model = plan.merge(
                 params, variables, training=True, cast_stacked=cast_stacked
             )
-            given = values_of(model)
+            given = values_of(model)  # by identity: what the loss assigns is another
             mean, metrics = split_loss_output(call_loss(plan, loss, model, batch, key))
             after = values_of(model)
             warn_of_statistics(plan, model, given, after)
@@ -290,15 +295,19 @@ def _optimize(
     before, params = params, optax.apply_updates(params, updates)
     if (lost := lost_updates(before, updates, params)) is not None:
         metrics["lost_updates"] = lost
+    # Optax promotes some (a bfloat16 moment by a float32 rate): the next call would
+    # compile again, for another dtype.
     opt_state = jax.tree.map(
         lambda new, old: new.astype(old.dtype), opt_state, state.opt_state
     )
+    # Updated in the optimizer's shards (ZeRO), and from there to the stored layout.
     return plan.constrain(params, "stored"), opt_state  # pyright: ignore[reportArgumentType]
 
 
 def _skip_overflow(state: TrainState, new: TrainState, metrics: Metrics) -> TrainState:
     """float16 only: a step whose gradients overflowed changes nothing but the scale."""
     assert state.loss_scale is not None
+    # One number says it for all: a NaN or infinity in any gradient is in their norm.
     is_finite = jnp.isfinite(metrics["grad_norm"])
     metrics["loss_scale"] = state.loss_scale.scale
     metrics["skipped"] = 1 - is_finite.astype(jnp.int32)
