@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
+from flax import nnx
 
 from nnx_parallel.checkpoint.manager import CheckpointManager
 from nnx_parallel.checkpoint.options import Checkpoint
@@ -15,7 +16,8 @@ from nnx_parallel.checkpoint.recovery import resume
 from nnx_parallel.data.position import DataState
 from nnx_parallel.distributed.agreement import strip_addresses
 from nnx_parallel.errors import CheckpointError
-from nnx_parallel.state import StatePlan, TrainState
+from nnx_parallel.sharding.model import ModelFn
+from nnx_parallel.state import StatePlan, TrainState, init_state
 from nnx_parallel.training.optimizers import warn_of_changes
 
 
@@ -27,7 +29,8 @@ class RunState:
 
     Args:
         plan: The place of every array.
-        build: Makes the first training state.
+        source: The model, or the function that builds it.
+        seed: Of the model and of the loss's random numbers.
         checkpoints: The run's own checkpoints.
 
     Attributes:
@@ -40,7 +43,8 @@ class RunState:
     def __init__(
         self,
         plan: StatePlan,
-        build: Callable[[], TrainState],
+        source: nnx.Module | ModelFn,
+        seed: int,
         checkpoints: CheckpointManager,
     ) -> None:
         self.checkpoints = checkpoints
@@ -48,7 +52,7 @@ class RunState:
         self.metrics: dict[str, float] = {}
         self.is_fresh = True
         self._plan = plan
-        self._build = build
+        self._source, self._seed = source, seed
         self._state: TrainState | None = None
         self._is_counting = False
 
@@ -57,7 +61,8 @@ class RunState:
         """The training state, built on first use."""
         # Not in the constructor: a run that resumes would build it for nothing.
         if self._state is None:
-            self._state = self._build()
+            rngs = nnx.Rngs(self._seed)
+            self._state = init_state(self._plan, self._source, rngs, self._seed)
         return self._state
 
     @state.setter
@@ -136,7 +141,7 @@ class RunState:
 
 
 def describe_run(
-    plan: StatePlan, *, strategy: object, num_microbatches: int, seed: int
+    plan: StatePlan, strategy: object, num_microbatches: int, seed: int
 ) -> dict[str, Any]:
     """Description of a run in its checkpoints, as JSON can hold it."""
     return {
@@ -157,7 +162,7 @@ def _optimizer_names(opt_state: Any) -> str:
     def visit(node: Any) -> bool:
         if hasattr(node, "_fields"):
             names[type(node).__name__] = None
-        return False
+        return False  # no leaf: `is_leaf` is the one way to see inner nodes in order
 
     jax.tree.leaves(opt_state, is_leaf=visit)
     return ", ".join(name for name in names if name != "EmptyState")

@@ -17,7 +17,7 @@ from nnx_parallel.loggers.logger import Logger
 from nnx_parallel.mesh import Device
 from nnx_parallel.precision import Precision
 from nnx_parallel.sharding.model import ModelFn, abstract_model
-from nnx_parallel.state import TrainState, init_state, plan_state
+from nnx_parallel.state import TrainState, plan_state
 from nnx_parallel.strategies.base import Strategy
 from nnx_parallel.strategies.data_parallel import DataParallel
 from nnx_parallel.training.callbacks import Callback
@@ -139,6 +139,7 @@ class Trainer:
             check_replicas_every=check_replicas_every,
         )
         options = StepOptions(num_microbatches=num_microbatches, remat=remat)
+        # From here on shapes alone: no array is made before `state` is asked for.
         self.strategy = strategy or DataParallel()
         self.layout = self.strategy.layout(mesh or self.strategy.make_mesh(devices))
         abstract = self._abstract_model()
@@ -154,24 +155,16 @@ class Trainer:
         self._programs = Programs(
             plan=plan, loss=loss, options=options, global_batch_size=global_batch_size
         )
-        description = describe_run(
-            plan,
-            strategy=self.strategy,
-            num_microbatches=options.num_microbatches,
-            seed=self._seed,
-        )
         checkpoints = CheckpointManager(
-            None if fast_dev_run else checkpoint, description
+            # A test run must neither resume a real one nor leave steps behind.
+            None if fast_dev_run else checkpoint,
+            describe_run(plan, self.strategy, options.num_microbatches, self._seed),
         )
-        self._run = RunState(plan, self._init_state, checkpoints)
+        self._run = RunState(plan, model, self._seed, checkpoints)
         self._loop: Loop | None = None
 
     def _abstract_model(self) -> nnx.Module:
         return abstract_model(self._source, nnx.Rngs(self._seed))
-
-    def _init_state(self) -> TrainState:
-        rngs = nnx.Rngs(self._seed)
-        return init_state(self._programs.plan, self._source, rngs, self._seed)
 
     @property
     def mesh(self) -> Mesh:
@@ -301,7 +294,7 @@ class Trainer:
 
     def stop(self, reason: str) -> None:
         """Ends the fit after the step in work, evaluated and saved as the last one."""
-        if self._loop is not None:
+        if self._loop is not None:  # else there is nothing to stop
             self._loop.stop(reason)
 
     def evaluate(self, data: Iterable[Batch], *, ema: bool = False) -> dict[str, float]:
