@@ -20,8 +20,6 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.errors import StateStructureError
-from nnx_parallel.layers.remat import Remat
-from nnx_parallel.layers.stack import Stack
 from nnx_parallel.precision import Precision, cast_floating
 from nnx_parallel.sharding.constrain import use_params, using
 from nnx_parallel.sharding.layout import Layout, Placement
@@ -143,25 +141,22 @@ class StatePlan:
         return jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
 
     @property
-    def stack_remats(self) -> set[Remat | None]:
-        """The remat policies of the model's stacks; empty if it has no stack."""
-        return {m.remat for m in self._modules() if isinstance(m, Stack)}
+    def modules(self) -> list[nnx.Module]:
+        """Every module of the model, with shapes for arrays."""
+        arrays = self.abstract.params, self.abstract.variables
+        model = nnx.merge(self.graphdef, *arrays)
+        return [module for _, module in nnx.iter_modules(model)]
 
     @property
     def is_evaluating(self) -> bool:
         """True if every module that has a mode came in evaluation mode."""
         flags = [
             flag
-            for module in self._modules()
+            for module in self.modules
             for name in MODES
             if isinstance(flag := getattr(module, name, None), bool)
         ]
         return bool(flags) and all(flags)
-
-    def _modules(self) -> list[nnx.Module]:
-        arrays = self.abstract.params, self.abstract.variables
-        model = nnx.merge(self.graphdef, *arrays)
-        return [module for _, module in nnx.iter_modules(model)]
 
     @property
     def gathers_outside_stack(self) -> bool:

@@ -15,7 +15,12 @@ from typing import Any
 
 import jax
 
-from nnx_parallel.checkpoint.recovery import check_ahead, check_options, check_state
+from nnx_parallel.checkpoint.recovery import (
+    check_ahead,
+    check_options,
+    check_state,
+    resume,
+)
 from nnx_parallel.data.agreement import BatchAgreement
 from nnx_parallel.data.batches import copy_if_writeable
 from nnx_parallel.data.position import is_one_shot
@@ -181,13 +186,15 @@ class Loop:
 
     def _fit(self) -> None:
         run, checkpoints, logger = self.run, self.run.checkpoints, self._logger
+        abstract = self.programs.plan.abstract
         # Before any collective of a checkpoint, which all processes must make alike.
         check_options(checkpoints)
-        resumed = run.resume()
+        found = resume(checkpoints, abstract) if run.is_fresh else None
+        resumed = run.resume(*found) if found else None
         check_ahead(checkpoints, run.step)
         if run.step < self.num_steps:
             # A save that must fail fails here, not after hours of training.
-            check_state(checkpoints, self.programs.plan.abstract)
+            check_state(checkpoints, abstract)
         if self.settings.fast_dev_run:
             self.num_steps = min(self.num_steps, run.step + 2)
             if self.eval_data is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import jax
@@ -12,7 +12,6 @@ from flax import nnx
 
 from nnx_parallel.checkpoint.manager import CheckpointManager
 from nnx_parallel.checkpoint.options import Checkpoint
-from nnx_parallel.checkpoint.recovery import resume
 from nnx_parallel.data.position import DataState
 from nnx_parallel.distributed.agreement import strip_addresses
 from nnx_parallel.errors import CheckpointError
@@ -122,18 +121,10 @@ class RunState:
         # resume from its own checkpoints and not begin once more.
         self.is_fresh = is_fresh
 
-    def resume(self) -> str | None:
-        """Restores the newest checkpoint, if nothing has been trained yet.
-
-        Returns:
-            A message, or ``None`` if there was nothing to resume.
-        """
-        if not self.is_fresh:
-            return None
-        found = resume(self.checkpoints, self._plan.abstract)
-        if found is None:
-            return None
-        state, position, notes = found
+    def resume(
+        self, state: TrainState, position: Mapping[str, Any], notes: list[str]
+    ) -> str:
+        """Continues from a checkpoint of this run; returns a message that says so."""
         warn_of_changes(self._plan, state)
         self.state, self.data = state, DataState.from_json(position)
         done = f"Resumed from step {self.step} in '{self.checkpoints.directory}'."

@@ -25,6 +25,7 @@ from nnx_parallel.layers.remat import (
     check_remat,
     default_remat,
 )
+from nnx_parallel.layers.stack import Stack
 from nnx_parallel.metrics import Mean, split_loss_output
 from nnx_parallel.precision import cast_floating
 from nnx_parallel.sharding.claims import Execution
@@ -132,7 +133,7 @@ def execution_of(plan: StatePlan) -> Execution:
 
 def _without_gathers(plan: StatePlan, forward: Forward) -> Forward:
     """The forward pass that keeps no parameter gathered outside the stacks."""
-    remats = {remat or active_remat() for remat in plan.stack_remats}
+    remats = {m.remat or active_remat() for m in plan.modules if isinstance(m, Stack)}
     if remats - {"none"} or (remats and plan.layout.prefetch):
         # A checkpoint around the whole would replace the policies of those inside, and
         # undo their remat; so what is gathered outside the stacks is kept
@@ -339,7 +340,8 @@ def warn_of_modes(plan: StatePlan, remat: Remat) -> None:
             "batch statistics frozen. Call model.train() before, if this is not meant.",
             stacklevel=3,
         )
-    if remat != "none" and not plan.stack_remats:
+    has_stack = any(isinstance(module, Stack) for module in plan.modules)
+    if remat != "none" and not has_stack:
         warnings.warn(
             f"remat={remat!r} acts on the blocks of a Stack, and this model "
             "has none: nothing is recomputed. Put its repeated blocks into a Stack, or "
