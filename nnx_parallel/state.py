@@ -174,11 +174,7 @@ class StatePlan:
     ) -> nnx.Module:
         """The model as the loss sees it: cast to the compute dtype, gathered at use.
 
-        Args:
-            params: The trained parameters.
-            variables: All other arrays.
-            training: Whether in training mode.
-            cast_stacked: Whether to cast the layers of stacks too.
+        Without ``cast_stacked`` the layers of stacks are cast where they run.
         """
         flat = flatten(params) | flatten(variables)
         gathered = {}
@@ -205,12 +201,9 @@ class StatePlan:
     def variables_after(
         self, variables: dict, given: dict[Path, Any], after: dict[Path, Any]
     ) -> dict[str, Any]:
-        """The other variables after a forward pass, checked.
+        """The other variables, as stored, after a forward pass, checked.
 
-        Args:
-            variables: As stored.
-            given: `values_of` the model before the forward pass.
-            after: `values_of` the model after it.
+        ``given`` and ``after`` are `values_of` the model before and after that pass.
 
         Raises:
             StateStructureError: If one has vanished, appeared, or changed its shape.

@@ -43,16 +43,11 @@ from nnx_parallel.state import StatePlan, TrainState
 
 
 def check_count(name: str, value: object, least: int, meaning: str) -> int:
-    """Checks an argument that counts something.
-
-    Args:
-        name: Of the argument.
-        value: What was given.
-        least: The least number that means something.
-        meaning: The end of the message: what that number does.
+    """An argument that counts something, as Python's `int`.
 
     Raises:
-        ValueError: If it is not an integer of at least ``least``.
+        ValueError: If it is not an integer of at least ``least``; ``meaning``, of that
+            number, ends the message.
     """
     if not _is_integer(value) or value < least:
         raise ValueError(
@@ -62,11 +57,7 @@ def check_count(name: str, value: object, least: int, meaning: str) -> int:
 
 
 def check_seed(seed: object) -> int:
-    """Checks a seed.
-
-    Raises:
-        ValueError: If it is not an integer of 32 bits.
-    """
+    """A seed as Python's `int`; a `ValueError` if it is no integer of 32 bits."""
     if not _is_integer(seed) or not -(2**31) <= seed < 2**31:
         raise ValueError(
             f"seed={seed!r}. It must be an integer of 32 bits: from {-(2**31)} to "
@@ -122,17 +113,11 @@ def _held_by(function: Callable) -> list[tuple[str, object]]:
 def agree_on_run(
     plan: StatePlan, loss: Callable, settings: dict[str, Any], step: int
 ) -> None:
-    """Checks that all processes are about to continue the same run.
-
-    Args:
-        plan: The model's structure and the place of every array.
-        loss: The user's loss.
-        settings: What else must be the same, by name, as JSON can hold it.
-        step: The step from which the fit starts.
+    """Checks that all processes are about to continue the same run from one step.
 
     Raises:
-        DisagreementError: On all processes; it names the process, the field and both
-            values.
+        DisagreementError: On all processes, if one differs in the plan, the loss or the
+            settings. It names the process, the field and both values.
     """
     if jax.process_count() == 1:
         return
@@ -156,13 +141,10 @@ def agree_on_run(
 
 
 def agree_on_program(lowered: jax.stages.Lowered) -> None:
-    """Checks that all processes are about to run the same program.
-
-    Args:
-        lowered: The step, not yet compiled.
+    """Checks that all processes have lowered the same step.
 
     Raises:
-        DisagreementError: On all processes.
+        DisagreementError: On all processes, if not.
     """
     if jax.process_count() == 1:
         return
@@ -176,17 +158,13 @@ def agree_on_program(lowered: jax.stages.Lowered) -> None:
 
 
 def agree_on_batch(batch: Any) -> None:
-    """Checks that all processes hold their parts of one global batch.
-
-    Args:
-        batch: The first batch, placed.
+    """Checks that all processes hold their parts of one global batch, placed.
 
     Raises:
-        DisagreementError: On all processes.
+        DisagreementError: On all processes, if not.
 
     Warns:
-        UserWarning: If two processes have given the same rows as different parts of
-            the batch.
+        UserWarning: If two processes gave the same rows as different parts.
     """
     if jax.process_count() == 1:
         return
@@ -230,12 +208,7 @@ def _compare_rows(batch: Any) -> None:
 def check_replicas(state: Any, step: int) -> None:
     """Checks that all devices that hold the same part of an array hold the same bits.
 
-    Each device hashes its shards; nothing but the hashes is sent. With several
-    processes all of them call it.
-
-    Args:
-        state: A pytree of global arrays.
-        step: The step, for the message.
+    Each device hashes its shards; only the hashes are sent. All processes call it.
 
     Raises:
         ReplicaError: On all processes, if copies differ. It names the arrays and the
@@ -297,12 +270,9 @@ def _odd_ones(hashes: dict[str, int]) -> str:
 def explaining_memory(
     plan: StatePlan, num_microbatches: int, temporary_bytes: int | None
 ) -> Iterator[None]:
-    """Turns an error of the allocator into one that says what lies where.
+    """Adds to an error of the allocator what occupies a device, and what would help.
 
-    Args:
-        plan: The place of every array.
-        num_microbatches: Of the step.
-        temporary_bytes: Of the compiled step on each device, or ``None``.
+    ``temporary_bytes`` are those of the compiled step on each device, if it is known.
 
     Raises:
         DeviceMemoryError: If a device has run out of memory.
@@ -356,13 +326,7 @@ def _shard_bytes(tree: Any) -> int:
 def explain_non_finite(
     state: TrainState, saved_step: int | None, labels: list[LabelRange]
 ) -> str:
-    """Says which arrays of the state are not finite, and the way back.
-
-    Args:
-        state: The newest state.
-        saved_step: The newest checkpoint, or ``None``.
-        labels: Of the first batch, where they are known.
-    """
+    """Arrays of the newest state that are not finite, or labels that explain them."""
     step = int(state.step)
     way_back = (
         "no checkpoint" if saved_step is None else f"a checkpoint of step {saved_step}"

@@ -7,7 +7,6 @@ import copy
 import itertools
 import signal
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from nnx_parallel.checkpoint.recovery import (
 )
 from nnx_parallel.data.agreement import BatchAgreement
 from nnx_parallel.data.batches import copy_if_writeable
-from nnx_parallel.data.position import is_one_shot
 from nnx_parallel.data.prefetch import PrefetchIterator, check_data
 from nnx_parallel.distributed.agreement import allgather_object
 from nnx_parallel.distributed.faults import Termination, Watchdog
@@ -42,7 +40,7 @@ from nnx_parallel.training.diagnostics import (
 from nnx_parallel.training.evaluation import Programs
 from nnx_parallel.training.profiling import Profile, Tracer
 from nnx_parallel.training.recorder import History, Recorder, Throughput
-from nnx_parallel.training.run_state import RunState
+from nnx_parallel.training.run_state import RunState, warn_of_one_shot
 from nnx_parallel.training.step import Batch
 
 SIGTERM = "SIGTERM, as a machine sends before it is taken away"
@@ -92,10 +90,7 @@ class Loop:
         settings: How the fit runs.
         run: What it continues, and leaves further on.
         programs: The compiled step and evaluation.
-        data: As `Trainer.fit` has it.
-        num_steps: The same.
-        eval_data: The same.
-        eval_every: The same.
+        data, num_steps, eval_data, eval_every: As `Trainer.fit` has them.
 
     Raises:
         ValueError: If ``num_steps`` or ``eval_every`` is no number of steps.
@@ -201,7 +196,7 @@ class Loop:
                 self.eval_data = list(itertools.islice(self.eval_data, 1))
         if checkpoints.options is not None and run.step == 0:
             # A resumed run is warned where its batches are skipped.
-            _warn_of_one_shot(self.data)
+            warn_of_one_shot(self.data)
         # From here on the processes' programs depend on what they agree on here.
         settings = checkpoints.description | {
             "num_steps": self.num_steps,
@@ -440,16 +435,3 @@ class _Repeated:
 
     def __iter__(self) -> Iterator[Batch]:
         return itertools.cycle(self._batches)
-
-
-def _warn_of_one_shot(data: object) -> None:
-    """Warns of data in which a resumed run could not find its place."""
-    if is_one_shot(data):
-        warnings.warn(
-            f"The run saves checkpoints, but its data is a one-shot iterator "
-            f"({type(data).__name__}), whose position cannot be saved: a resumed run "
-            "skips as many batches as were used, which is right only if the iterator "
-            "then starts at its beginning. Pass an object whose `__iter__` starts "
-            "again, or a Grain dataset.",
-            stacklevel=5,  # the call of `Trainer.fit`
-        )

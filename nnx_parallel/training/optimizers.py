@@ -106,12 +106,7 @@ def learning_rate(opt_state: optax.OptState) -> jax.Array | None:
 def warn_of_changes(plan: StatePlan, restored: TrainState) -> None:
     """Compares the hyperparameters of a restored state with those of the optimizer.
 
-    They belong to the optimizer's state, so that those of the checkpoint are used.
     Those that a schedule sets change by themselves and are not compared.
-
-    Args:
-        plan: Holds the optimizer as the run has it now.
-        restored: The state from a checkpoint.
 
     Warns:
         UserWarning: If one differs, with both values.

@@ -52,9 +52,7 @@ class Tracer(contextlib.AbstractContextManager):
     def step(self, step: int, state: Any) -> Iterator[None]:
         """Names a step in the trace; starts and stops the trace where it is due.
 
-        Args:
-            step: The step that begins.
-            state: Result of the step before, finished or not.
+        ``state`` is the result of the step before, finished or not.
         """
         if self._profile is None:
             yield

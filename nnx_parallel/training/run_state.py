@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from flax import nnx
 from nnx_parallel.checkpoint.manager import CheckpointManager
 from nnx_parallel.checkpoint.options import Checkpoint
 from nnx_parallel.data.position import DataState
+from nnx_parallel.data.prefetch import is_one_shot
 from nnx_parallel.distributed.agreement import strip_addresses
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.sharding.model import ModelFn
@@ -129,6 +131,19 @@ class RunState:
         self.state, self.data = state, DataState.from_json(position)
         done = f"Resumed from step {self.step} in '{self.checkpoints.directory}'."
         return "\n".join([*notes, done])
+
+
+def warn_of_one_shot(data: object) -> None:
+    """Warns of data in which a resumed run could not find its place."""
+    if is_one_shot(data):
+        warnings.warn(
+            f"The run saves checkpoints, but its data is a one-shot iterator "
+            f"({type(data).__name__}), whose position cannot be saved: a resumed run "
+            "skips as many batches as were used, which is right only if the iterator "
+            "then starts at its beginning. Pass an object whose `__iter__` starts "
+            "again, or a Grain dataset.",
+            stacklevel=5,  # the call of `Trainer.fit`
+        )
 
 
 def describe_run(

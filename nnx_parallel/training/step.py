@@ -88,11 +88,6 @@ def make_train_step(
 
     The state is donated. Metrics are scalars on the device: ``loss``, ``grad_norm``,
     ``learning_rate`` under ``optax.inject_hyperparams``, and the loss's own.
-
-    Args:
-        plan: The model's structure and the place of every array.
-        loss: The user's loss.
-        options: Microbatches and remat.
     """
     warn_of_modes(plan, options.remat)
 
