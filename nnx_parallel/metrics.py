@@ -84,6 +84,7 @@ class Mean:
 
     def merge(self, other: Mean) -> Mean:
         """The mean over both batches: totals and weights add, term by term."""
+        # Both come from one loss, whose terms are in one order.
         pairs = zip(self.terms, other.terms, strict=True)
         return _from_terms(
             Mean(_add(a.total, b.total), _add(a.weight, b.weight)) for a, b in pairs

@@ -73,6 +73,7 @@ class LossScale:
             is_finite, self.scale * jnp.where(grown, 2, 1), self.scale / 2
         )
         good_steps = jnp.where(is_finite & ~grown, self.good_steps + 1, 0)
+        # At 1 there is nothing left to halve: the loss itself is not finite.
         return LossScale(scale=jnp.clip(scale, 1.0, 2.0**24), good_steps=good_steps)
 
 
@@ -243,6 +244,7 @@ def values_of(model: nnx.Module) -> dict[Path, Any]:
 def _check_structure(
     before: dict[Path, Any], after: dict[Path, Any], trained: frozenset[Path]
 ) -> None:
+    # The next step could not take such a state: it is compiled for one structure.
     problems = [f"`{dotted(p)}` is gone" for p in before if p not in after]
     problems += [
         f"`{dotted(p)}` is new" for p in after if p not in before and p not in trained
@@ -294,6 +296,7 @@ def plan_state(
             if getattr(module, name, True) is None:
                 setattr(module, name, False)  # without a mode it trains
     graphdef, trained, others = nnx.split(model, wrt, ...)
+    # After that split: modes are part of the graphdef, arrays are the same in both.
     model.eval()
     eval_graphdef = nnx.split(model)[0]
     trained_paths = frozenset(path for path, _ in nnx.to_flat_state(trained))
@@ -332,6 +335,7 @@ def _abstract_state(plan: StatePlan, arrays: dict) -> TrainState:
         return nest({path: stored[path] for path in flatten(tree)})
 
     shardings = dataclasses.replace(
+        # Step, key and loss scale are whole on every device.
         jax.tree.map(lambda _: layout.sharding(P()), state),
         params=like_model(state.params),
         variables=like_model(state.variables),
@@ -393,6 +397,7 @@ def init_state(
     if isinstance(source, nnx.Module):
         shardings = stored_shardings(plan.placements, plan.layout)
         arrays = placed_arrays(source, rngs, shardings)
+        # Donated: the copies become the state.
         jitted = jax.jit(build, out_shardings=plan.shardings, donate_argnums=0)
         return jitted(arrays, seed)
     # With a function, model and optimizer are one program: it compiles faster than two.

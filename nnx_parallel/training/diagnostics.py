@@ -102,6 +102,8 @@ def _held_by(function: Callable) -> list[tuple[str, object]]:
     inner = inspect.unwrap(getattr(function, "func", function))
     if not inspect.isfunction(inner):
         return []
+    # Names of attributes are among them, which may be those of globals too; what counts
+    # is whether the value is the model.
     code = inner.__code__
     found = [(n, inner.__globals__[n]) for n in code.co_names if n in inner.__globals__]
     for name, cell in zip(code.co_freevars, inner.__closure__ or (), strict=True):
@@ -233,6 +235,7 @@ def check_replicas(state: Any, step: int) -> None:
         for path, shards in found.items():
             for part, device, value in shards:
                 copies.setdefault(f"`{path}`{part}", {})[device] = value
+    # The same lines on all processes, so that all of them raise.
     lines = [
         f"{place}: {_odd_ones(hashes)}"
         for place, hashes in copies.items()
@@ -280,6 +283,7 @@ def explaining_memory(
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
+        # XLA's status is in the text alone: all its errors are of one class.
         text = str(error)
         if "RESOURCE_EXHAUSTED" not in text and "out of memory" not in text.lower():
             raise

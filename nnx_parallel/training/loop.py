@@ -252,7 +252,8 @@ class Loop:
                     self._first_batch = None
                 # After the dispatch, so that hooks and the wait for data count.
                 self._watchdog.arm(step)
-                self._termination.check()
+                self._termination.check()  # warns if another handler took its place
+                # A save that failed behind the steps is reported before the next one.
                 checkpoints.poll()
                 if self._is_due(step, self.settings.check_replicas_every):
                     # Before the hooks below: none may save copies that differ.
@@ -377,6 +378,7 @@ class Loop:
         ends = self._ends(step)
         if (saves or ends) and self.run.checkpoints.options:
             self.run.save(may_skip=not ends)
+        # The pause is no part of the next step's time.
         self._recorder.restart_clock()
         if not ends:
             self._watchdog.arm(step)

@@ -217,6 +217,7 @@ class Trainer:
         return self._model(ema=True)
 
     def _model(self, *, ema: bool) -> nnx.Module:
+        # New Variables around the same arrays.
         arrays = params_of(self.state, ema=ema), self.state.variables
         return nnx.merge(self._programs.plan.eval_graphdef, *arrays)
 
