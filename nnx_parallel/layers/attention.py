@@ -1,18 +1,14 @@
-"""Scaled dot-product attention over named heads.
+"""Scaled dot-product attention over named heads, by the platform's kernel.
 
-Fused attention kernels, each called on the shard of one device.
-
-A kernel is one opaque operation to the partitioner, which would gather its operands
-whole. Heads and rows of the batch are independent, so each device calls it on its own:
-in a region that is manual over all mesh axes, nested where a pipeline's stage is manual
-over some of them already. cuDNN's kernel does not compile with axes left automatic.
+A fused kernel is one opaque operation to the partitioner, which would gather its
+operands whole. Heads and rows of the batch are independent, so each device calls it on
+its own shard (`per_shard`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -25,7 +21,7 @@ from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.specs import dim_axes, to_spec
 
 Implementation = Literal["xla", "cudnn", "splash"]
-"""What computes attention.
+"""Implementations of attention.
 
 - ``xla``: plain operations; scores of all pairs are held.
 - ``cudnn``: NVIDIA's fused kernel, in float16 and bfloat16.
@@ -67,7 +63,7 @@ def splash_attention(
     """The TPU's kernel; ``interpret`` runs it on any platform, slowly."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    assert mask is None
+    assert mask is None  # `unfit` refuses one
     heads, seqs = query.shape[2], (query.shape[1], key.shape[1])
     one = splash.CausalMask(seqs) if causal else splash.FullMask(seqs)
     kernel: Any = splash.make_splash_mha(
@@ -77,7 +73,8 @@ def splash_attention(
         q_seq_shards=1,
         interpret=interpret,
     )
-    # (batch, seq, heads, head_dim) -> (batch, heads, seq, head_dim) and back
+    # The kernel does not scale, and takes (heads, seq, head_dim) of one row: here
+    # (batch, seq, heads, head_dim) -> (batch, heads, seq, head_dim) and back.
     query = query * jnp.asarray(query.shape[-1] ** -0.5, query.dtype)
     operands = (x.swapaxes(1, 2) for x in (query, key, value))
     return jax.vmap(kernel)(*operands).swapaxes(1, 2)
@@ -133,7 +130,7 @@ def choose_implementation(
     platform = _platform(layout)
     if wanted is None:
         if layout is not None and splits_queries(layout, query):
-            return "xla"  # each device would compute the rows of all
+            return "xla"  # queries would be gathered, and computed by each device
         if platform == "gpu" and not unfit("cudnn", query, key, mask):
             return "cudnn" if _is_ampere(layout) else "xla"
         fits = platform == "tpu" and not unfit("splash", query, key, mask)
@@ -155,33 +152,29 @@ def choose_implementation(
 
 
 def _platform(layout: Layout | None) -> str:
-    """That of the devices that the code being traced will run on."""
-    if layout is not None:
-        device = layout.mesh.devices.flat[0]
-    else:
-        device: Any = (
-            getattr(jax.config, "jax_default_device", None) or jax.devices()[0]
-        )
-    if isinstance(device, str):
+    """The platform of the devices that the code being traced will run on."""
+    default = getattr(jax.config, "jax_default_device", None) or jax.devices()[0]
+    device: Any = default if layout is None else layout.mesh.devices.flat[0]
+    if isinstance(device, str):  # `jax_default_device` may name a platform
         return "gpu" if device == "cuda" else device
     is_rocm = "rocm" in getattr(device.client, "platform_version", "").lower()
     return "rocm" if is_rocm else device.platform
 
 
 def splits_queries(layout: Layout, query: jax.Array) -> bool:
-    """Whether an axis splits the sequence, rather than rows and heads alone."""
+    """True if an axis splits the sequence, rather than rows and heads alone."""
     names = ("batch", "seq", "heads", "head_dim")
     return bool(dim_axes(layout.activation_spec(query.shape, names), query.ndim)[1])
 
 
 def _is_ampere(layout: Layout | None) -> bool:
-    """Whether an NVIDIA GPU has the units that cuDNN's kernel needs."""
+    """True if an NVIDIA GPU has the units that cuDNN's kernel needs."""
     device = jax.devices()[0] if layout is None else layout.mesh.devices.flat[0]
     return float(getattr(device, "compute_capability", 8.0)) >= 8.0
 
 
 def _is_placed(layout: Layout | None) -> bool:
-    """Whether it is known which device has what; a Pallas kernel is not partitioned."""
+    """True if it is known which device has what; a Pallas kernel is not partitioned."""
     if layout is None:
         return jax.device_count() == 1
     return layout.mesh.size == 1 or not layout.is_silent(HEADS)
@@ -190,7 +183,7 @@ def _is_placed(layout: Layout | None) -> bool:
 def unfit(
     implementation: str, query: jax.Array, key: jax.Array, mask: jax.Array | None
 ) -> list[str]:
-    """Why a fused kernel cannot take these arrays; empty: it can."""
+    """Reasons why a fused kernel cannot take these arrays; empty if it can."""
     head_dim = query.shape[-1]
     reasons = []
     if implementation == "cudnn":
@@ -240,62 +233,30 @@ def per_shard(
     free = set(layout.mesh.axis_names) - manual
     if not free or layout.mesh.size == 1:
         return kernel(query, key, value, mask)
-    found = _find_shards(layout, free, query, key)
-    key, value = (jnp.repeat(x, found.repeats, axis=2) for x in (key, value))
+    axes = dim_axes(layout.used_spec(query.shape, HEADS), query.ndim)
+    rows, _, heads, _ = (tuple(a for a in dim if a in free) for dim in axes)
+    size = math.prod(layout.mesh.shape[axis] for axis in heads)
+    repeats = size // math.gcd(key.shape[2], size)
+    # (batch, keys, kv_heads, head_dim) -> (batch, keys, kv_heads * repeats, head_dim)
+    key, value = (jnp.repeat(x, repeats, axis=2) for x in (key, value))
     masks, mask_specs = [], []
-    if mask is not None:
-        dims = zip(mask.shape, (found.rows, found.heads), strict=False)
-        claims = tuple(axes if size > 1 else () for size, axes in dims)
-        masks, mask_specs = [mask], [to_spec(claims)]
-    spec = to_spec((found.rows, (), found.heads))
+    if mask is not None:  # its dims of size 1 are the same on all devices
+        dims = zip(mask.shape, (rows, heads), strict=False)
+        masks = [mask]
+        mask_specs = [to_spec(tuple(a if size > 1 else () for size, a in dims))]
+    spec = to_spec((rows, (), heads))
     region = jax.shard_map(
         lambda query, key, value, *masks: kernel(query, key, value, *masks or (None,)),
+        # In a pipeline's stage, which is manual over `pipe`, the region nests.
         mesh=context if manual else layout.mesh,
         in_specs=(spec, spec, spec, *mask_specs),
         out_specs=spec,
+        # All axes, those that split nothing here too: XLA's partitioner fails on
+        # cuDNN's custom call where some are left automatic.
         axis_names=free,
         check_vma=False,
     )
     return region(query, key, value, *masks)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Shards:
-    """How attention is split.
-
-    Attributes:
-        rows: Mesh axes that split the batch.
-        heads: Mesh axes that split the heads.
-        repeats: How often each key head is repeated.
-    """
-
-    rows: tuple[str, ...]
-    heads: tuple[str, ...]
-    repeats: int
-
-
-def _find_shards(
-    layout: Layout, free: set[str], query: jax.Array, key: jax.Array
-) -> _Shards:
-    claims = dim_axes(layout.used_spec(query.shape, HEADS), query.ndim)
-    rows, _, heads, _ = (tuple(a for a in axes if a in free) for axes in claims)
-    size = math.prod(layout.mesh.shape[axis] for axis in heads)
-    repeats = size // math.gcd(key.shape[2], size)
-    return _Shards(rows=rows, heads=heads, repeats=repeats)
-
-
-def fused_attention(
-    implementation: Implementation,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    mask: jax.Array | None,
-    *,
-    causal: bool,
-) -> jax.Array:
-    """One of the implementations, per shard."""
-    kernel = partial(KERNELS[implementation], causal=causal)
-    return per_shard(kernel, query, key, value, mask)
 
 
 def attention(
@@ -340,10 +301,9 @@ def attention(
         [3] Dao et al., "FlashAttention", 2022, https://arxiv.org/abs/2205.14135
     """
     chosen = choose_implementation(query, key, mask, implementation)
-    if chosen == "xla":
-        out = jax_attention(
-            query, key, value, mask, causal=causal, implementation="xla"
-        )
+    kernel = partial(KERNELS[chosen], causal=causal)
+    if chosen == "xla":  # plain operations, which the partitioner splits by itself
+        out = kernel(query, key, value, mask)
     else:
-        out = fused_attention(chosen, query, key, value, mask, causal=causal)
+        out = per_shard(kernel, query, key, value, mask)
     return constrain(out, "batch", "seq", "heads", "head_dim")

@@ -1,8 +1,7 @@
 """Cross-entropy over a vocabulary that may be split over devices.
 
-Which labels a loss has seen: asked once it is not finite, to say why.
-
-Cross-entropy from hidden states: logits exist for a chunk of tokens at a time.
+`cross_entropy` takes logits; `linear_cross_entropy` takes hidden states, so that logits
+exist for a chunk of tokens at a time. Both make a token's loss in `_token_losses`.
 """
 
 from __future__ import annotations
@@ -13,10 +12,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
@@ -26,8 +26,7 @@ from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.specs import dim_axes
 
 
-@dataclass(frozen=True)
-class LabelRange:
+class LabelRange(NamedTuple):
     """The labels of one call of a loss, those of weight 0 left out.
 
     Attributes:
@@ -42,7 +41,7 @@ class LabelRange:
 
     @property
     def is_valid(self) -> bool:
-        """Whether every label is a class."""
+        """True if every label is a class."""
         return self.lowest >= 0 and self.highest < self.num_classes
 
 
@@ -51,7 +50,10 @@ _observed: ContextVar[list[LabelRange] | None] = ContextVar("labels", default=No
 
 @contextmanager
 def observing_labels() -> Iterator[list[LabelRange]]:
-    """Collects the labels of the losses that are traced and run within."""
+    """Collects the labels of the losses that are traced and run within.
+
+    For the diagnosis of a loss that is not finite; a step has no such callback.
+    """
     seen: list[LabelRange] = []
     token = _observed.set(seen)
     try:
@@ -61,16 +63,7 @@ def observing_labels() -> Iterator[list[LabelRange]]:
         _observed.reset(token)
 
 
-def observe_labels(
-    labels: jax.Array, weights: jax.Array | None, num_classes: int
-) -> None:
-    """Tells `observing_labels` of a loss's labels; otherwise nothing.
-
-    Args:
-        labels: int, of any shape.
-        weights: Of the same shape, or ``None``.
-        num_classes: How many classes there are.
-    """
+def _observe(labels: jax.Array, weights: jax.Array | None, num_classes: int) -> None:
     seen = _observed.get()
     if seen is None:
         return
@@ -117,25 +110,54 @@ def cross_entropy(
         https://arxiv.org/abs/2204.02311
     """
     logits = logits.astype(jnp.float32)
-    normaliser = jax.nn.logsumexp(logits, axis=-1)
     labels = labels.astype(jnp.int32)
-    observe_labels(labels, weights, logits.shape[-1])
+    _observe(labels, weights, logits.shape[-1])
+    losses = _token_losses(logits, labels, z_loss).losses
+    if weights is None:
+        return Mean(losses.sum(), jnp.float32(losses.size))
+    weights = weights.astype(jnp.float32)
+    return Mean(_weighted_sum(losses, weights), weights.sum())
+
+
+class _TokenLosses(NamedTuple):
+    """Losses of tokens, and what their gradient is made from.
+
+    Attributes:
+        losses: In nats, ``(*leading)``; NaN where the label is no class.
+        normaliser: Logarithm of the sum of exponentials, ``(*leading)``.
+        is_label: Where the label's logit is, ``(*leading, vocab)``.
+        is_class: Where the label is a class, ``(*leading)``.
+    """
+
+    losses: jax.Array
+    normaliser: jax.Array
+    is_label: jax.Array
+    is_class: jax.Array
+
+
+def _token_losses(logits: jax.Array, labels: jax.Array, z_loss: float) -> _TokenLosses:
+    """The losses of float32 logits ``(*leading, vocab)``."""
+    normaliser = jax.nn.logsumexp(logits, axis=-1)
+    # A comparison with all classes, no gather of the label's: along a `vocab` that is
+    # split, a gather would bring all logits to every device.
     classes = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     is_label = classes == labels[..., None]
     losses = normaliser - jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
+    # Such a label matches no class: the loss would silently be the log-normaliser.
     is_class = (labels >= 0) & (labels < logits.shape[-1])
     losses = jnp.where(is_class, losses, jnp.nan)
     if z_loss:
         losses += z_loss * normaliser**2
-    if weights is None:
-        return Mean(losses.sum(), jnp.float32(losses.size))
-    weights = weights.astype(jnp.float32)
-    losses = jnp.where(weights == 0, 0.0, losses * weights)
-    return Mean(losses.sum(), weights.sum())
+    return _TokenLosses(losses, normaliser, is_label, is_class)
+
+
+def _weighted_sum(losses: jax.Array, weights: jax.Array) -> jax.Array:
+    # Not `losses * weights` alone: NaN times 0 is NaN, and labels left out may be any.
+    return jnp.where(weights == 0, 0.0, losses * weights).sum()
 
 
 CHUNK_BYTES = 2**27
-"""Float32 logits of a chunk on one device, unless the caller says."""
+"""Float32 logits of a chunk on one device, unless the caller says: 128 MiB."""
 
 
 def linear_cross_entropy(
@@ -190,44 +212,56 @@ def linear_cross_entropy(
     """
     _check_shapes(hidden, kernel, labels, weights, vocab_dim, chunk_size)
     labels = labels.astype(jnp.int32)
-    observe_labels(labels, weights, kernel.shape[vocab_dim])
+    _observe(labels, weights, kernel.shape[vocab_dim])
     if weights is None:
         weights, weight = jnp.ones(labels.shape, jnp.float32), jnp.float32(labels.size)
     else:
         weights = weights.astype(jnp.float32)
         weight = weights.sum()
-    plan = _make_plan(hidden, kernel, vocab_dim % 2, z_loss, chunk_size)
+    plan = _plan_chunks(hidden, kernel, vocab_dim % 2, z_loss, chunk_size)
     total: Any = _chunked(
-        plan,
-        _split_tokens(plan, hidden),
-        kernel,
-        _split_tokens(plan, labels),
-        _split_tokens(plan, weights),
+        plan, plan.split(hidden), kernel, plan.split(labels), plan.split(weights)
     )
     return Mean(total, weight)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Plan:
+class _ChunkPlan:
     """How tokens are divided. In a chunk they are ``(rows, parts, tokens)``.
 
     Attributes:
         rows: Parts of the batch, as many as the mesh makes of it.
         parts: Parts of the sequence, likewise.
         num_chunks: Chunks of the tokens of each part of each row.
+        vocab: Classes.
         vocab_dim: The dim of the kernel that is ``vocab``.
         kernel_dtype: The kernel's, and so that of its gradient.
         z_loss: Weight of the squared log-normaliser.
-        layout: What is active where the loss is called.
+        layout: The layout that is active where the loss is called.
     """
 
     rows: int
     parts: int
     num_chunks: int
+    vocab: int
     vocab_dim: int
     kernel_dtype: DTypeLike
     z_loss: float
     layout: Layout | None
+
+    def split(self, x: jax.Array) -> jax.Array:
+        """``(batch, seq, ...)`` to ``(chunks, rows, parts, tokens, ...)``.
+
+        Padded with 0, also the weights. No token leaves its device: a chunk has some of
+        each device's own.
+        """
+        x = rearrange(x, "(g b) (p s) ... -> g p (b s) ...", g=self.rows, p=self.parts)
+        padding = [(0, 0)] * x.ndim
+        padding[2] = (0, -x.shape[2] % self.num_chunks)
+        x = rearrange(
+            jnp.pad(x, padding), "g p (c t) ... -> c g p t ...", c=self.num_chunks
+        )
+        return self.place(x, None, "batch", "seq", *[None] * (x.ndim - 3))
 
     def place(self, x: jax.Array, *names: str | None) -> jax.Array:
         """An array by the names of its dims; ``batch`` and ``seq`` are the parts."""
@@ -236,34 +270,40 @@ class _Plan:
         spec = self.layout.activation_spec(x.shape, names)
         return jax.lax.with_sharding_constraint(x, self.layout.sharding(spec))
 
-    def logits(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
-        """``(rows, parts, tokens, vocab)``, float32."""
-        axes = ((3,), (1 - self.vocab_dim,))
-        y = jnp.tensordot(x, kernel, axes, preferred_element_type=jnp.float32)
-        return self.place(y, "batch", "seq", None, "vocab")
+    def logits_spec(self, shape: tuple[int, ...]) -> P:
+        """How tokens are split where their logits are, ``vocab`` coming first."""
+        assert self.layout is not None
+        names = ("batch", "seq", None, "vocab")
+        return P(*self.layout.activation_spec((*shape[:3], self.vocab), names)[:3])
 
-    def gather(self, x: jax.Array, num_logits: int) -> jax.Array:
+    def gather(self, x: jax.Array) -> jax.Array:
         """Hidden states ``(rows, parts, tokens, embed)`` as the product needs them."""
         if self.layout is None:
             return x
-        spec = self.logits_spec(x.shape, num_logits)
-        return jax.lax.with_sharding_constraint(x, self.layout.sharding(spec))
+        sharding = self.layout.sharding(self.logits_spec(x.shape))
+        return jax.lax.with_sharding_constraint(x, sharding)
 
-    def logits_spec(self, shape: tuple[int, ...], num_logits: int) -> P:
-        """How tokens are split beside their logits, where ``vocab`` comes first."""
-        assert self.layout is not None
-        names = ("batch", "seq", None, "vocab")
-        spec = self.layout.activation_spec((*shape[:3], num_logits), names)
-        return P(*spec[:3])
+    def kernel_dims(self, shape: tuple[int, ...]) -> str:
+        """Letters of the dims in which a gradient of the kernel is summed up.
+
+        A scan's carry cannot hold partial sums that are still to be reduced. So each
+        part of the tokens that is split where its logits are adds to a gradient of its
+        own, ``g`` or ``p`` in front; devices sum them once, after the last chunk.
+        """
+        kernel = "ev" if self.vocab_dim else "ve"
+        if self.layout is None or self.num_chunks == 1:
+            return kernel
+        spec = self.logits_spec(shape)
+        return "".join(n for n, axes in zip("gp", spec, strict=False) if axes) + kernel
 
 
-def _make_plan(
+def _plan_chunks(
     hidden: jax.Array,
     kernel: jax.Array,
     vocab_dim: int,
     z_loss: float,
     chunk_size: int | None,
-) -> _Plan:
+) -> _ChunkPlan:
     layout = active_layout()
     if layout is not None and layout.is_silent(("batch", "seq", "embed", "vocab")):
         layout = None
@@ -275,16 +315,17 @@ def _make_plan(
         rows, parts = (math.prod(layout.mesh.shape[a] for a in d) for d in axes[:2])
         logits = layout.activation_spec((rows, vocab), ("batch", "vocab"))
         splits = math.prod(layout.mesh.shape[a] for a in dim_axes(logits, 2)[1])
-    # Of a sequence whose parts are gathered for the product, each gives its share.
-    whole = parts if splits > 1 else 1
     tokens = hidden.shape[0] * hidden.shape[1] // (rows * parts)
     if chunk_size is None:
         chunk_size = CHUNK_BYTES // (4 * vocab // splits)
-    chunk_size = max(chunk_size // whole, 1)
-    return _Plan(
+    # Where `vocab` is split, the parts of a sequence are gathered for the product: each
+    # gives its share of a chunk.
+    chunk_size = max(chunk_size // (parts if splits > 1 else 1), 1)
+    return _ChunkPlan(
         rows=rows,
         parts=parts,
         num_chunks=-(-tokens // chunk_size),
+        vocab=vocab,
         vocab_dim=vocab_dim,
         kernel_dtype=kernel.dtype,
         z_loss=z_loss,
@@ -292,30 +333,15 @@ def _make_plan(
     )
 
 
-def _split_tokens(plan: _Plan, x: jax.Array) -> jax.Array:
-    """``(batch, seq, ...)`` to ``(chunks, rows, parts, tokens, ...)``, padded with 0.
-
-    No token leaves its device.
-    """
-    batch, seq, *rest = x.shape
-    rows, parts, chunks = plan.rows, plan.parts, plan.num_chunks
-    x = x.reshape(rows, batch // rows, parts, seq // parts, *rest)
-    x = jnp.moveaxis(x, 2, 1).reshape(rows, parts, -1, *rest)
-    size = -(-x.shape[2] // chunks)
-    padding = [(0, 0)] * x.ndim
-    padding[2] = (0, size * chunks - x.shape[2])
-    x = jnp.pad(x, padding).reshape(rows, parts, chunks, size, *rest)
-    x = jnp.moveaxis(x, 2, 0)
-    return plan.place(x, None, "batch", "seq", None, *[None] * len(rest))
-
-
 Chunk = tuple[jax.Array, jax.Array, jax.Array]
 """Hidden states, labels and weights of a chunk."""
 
 
+# The gradient is made in the forward pass, chunk by chunk: JAX's own would keep the
+# logits of every chunk, or compute them again.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _chunked(
-    plan: _Plan,
+    plan: _ChunkPlan,
     hidden: jax.Array,
     kernel: jax.Array,
     labels: jax.Array,
@@ -324,79 +350,58 @@ def _chunked(
     """The weighted sum of all losses, and nothing else."""
 
     def chunk(_: None, given: Chunk) -> tuple[None, jax.Array]:
-        return None, _losses(plan, kernel, given)[0]
+        return None, _chunk_losses(plan, kernel, given)[0]
 
     _, losses = _over_chunks(plan, chunk, None, (hidden, labels, weights))
-    return _weighted(losses, weights)
+    return _weighted_sum(losses, weights)
 
 
-def _forward(
-    plan: _Plan,
+def _chunked_forward(
+    plan: _ChunkPlan,
     hidden: jax.Array,
     kernel: jax.Array,
     labels: jax.Array,
     weights: jax.Array,
 ) -> tuple[jax.Array, tuple]:
-    """The sum and, chunk by chunk, its gradients.
-
-    Each part of the tokens that is split while it meets its logits adds to a gradient
-    of the kernel of its own; they are summed over devices once, at the end.
-    """
-    kept = _kept_parts(plan, hidden.shape[1:], kernel)
-    order = "ev" if plan.vocab_dim else "ve"
+    """The sum and, chunk by chunk, its gradients."""
+    dims = plan.kernel_dims(hidden.shape[1:])
 
     def chunk(dw: jax.Array, given: Chunk) -> tuple[jax.Array, tuple]:
-        losses, slope = _losses(plan, kernel, given)
-        dlogits = slope.astype(hidden.dtype)
-        w_axes = ((3,), (plan.vocab_dim,))
-        dx = jnp.tensordot(dlogits, kernel, w_axes).astype(hidden.dtype)
-        dx = plan.place(dx, "batch", "seq", None, None)
-        x = plan.gather(given[0], kernel.shape[plan.vocab_dim])
+        losses, slope = _chunk_losses(plan, kernel, given)
+        dlogits = slope.astype(hidden.dtype)  # (rows, parts, tokens, vocab)
+        dx = jnp.tensordot(dlogits, kernel, ((3,), (plan.vocab_dim,)))
+        dx = plan.place(dx.astype(hidden.dtype), "batch", "seq", None, None)
+        x = plan.gather(given[0])  # (rows, parts, tokens, embed)
         more = jnp.einsum(
-            f"gpte,gptv->{kept}{order}", x, dlogits, preferred_element_type=jnp.float32
+            f"gpte,gptv->{dims}", x, dlogits, preferred_element_type=jnp.float32
         )
-        names = {"g": "batch", "p": "seq", "v": "vocab", "e": None}
-        if plan.num_chunks == 1:  # it goes where the gradient is wanted
-            return more, (dx, losses)
-        return plan.place(dw + more, *(names[n] for n in f"{kept}{order}")), (
-            dx,
-            losses,
-        )
+        if plan.num_chunks > 1:  # a single one goes where the gradient is wanted
+            names = {"g": "batch", "p": "seq", "v": "vocab", "e": None}
+            more = plan.place(dw + more, *(names[dim] for dim in dims))
+        return more, (dx, losses)
 
     sizes = {"g": plan.rows, "p": plan.parts}
-    shape = (*(sizes[n] for n in kept), *kernel.shape)
+    shape = (*(sizes[dim] for dim in dims[:-2]), *kernel.shape)
     start, given = jnp.zeros(shape, jnp.float32), (hidden, labels, weights)
     dw, (dx, losses) = _over_chunks(plan, chunk, start, given)
     # float16 has no room for a sum that no loss scale has made smaller yet.
     dtype = jnp.float32 if kernel.dtype == jnp.float16 else kernel.dtype
-    dw = dw.astype(dtype).sum(range(len(kept)))
-    return _weighted(losses, weights), (dx, dw, losses, weights)
+    dw = dw.astype(dtype).sum(range(len(dims) - 2))
+    return _weighted_sum(losses, weights), (dx, dw, losses, weights)
 
 
-def _kept_parts(plan: _Plan, shape: tuple[int, ...], kernel: jax.Array) -> str:
-    """Letters of the dims of parts whose gradients of the kernel are kept apart."""
-    if plan.layout is None or plan.num_chunks == 1:
-        return ""
-    spec = plan.logits_spec(shape, kernel.shape[plan.vocab_dim])
-    return "".join(n for n, axes in zip("gp", spec, strict=False) if axes)
-
-
-def _backward(plan: _Plan, kept: tuple, scale: jax.Array) -> tuple:
-    dx, dw, losses, weights = kept
+def _chunked_backward(plan: _ChunkPlan, saved: tuple, scale: jax.Array) -> tuple:
+    dx, dw, losses, weights = saved
     dweights = jnp.where(weights == 0, 0.0, losses * scale)
-    dw = _scaled(dw, scale).astype(plan.kernel_dtype)
-    return _scaled(dx, scale), dw, None, dweights
+    dw = (dw * scale).astype(dw.dtype).astype(plan.kernel_dtype)
+    return (dx * scale).astype(dx.dtype), dw, None, dweights
 
 
-_chunked.defvjp(_forward, _backward)
-
-
-def _scaled(x: jax.Array, scale: jax.Array) -> jax.Array:
-    return (x * scale).astype(x.dtype)
+_chunked.defvjp(_chunked_forward, _chunked_backward)
 
 
 def _over_chunks(
-    plan: _Plan, function: Callable, start: Any, chunks: Any
+    plan: _ChunkPlan, function: Callable, start: Any, chunks: Any
 ) -> tuple[Any, Any]:
     if plan.num_chunks > 1:
         return jax.lax.scan(function, start, chunks)
@@ -404,30 +409,25 @@ def _over_chunks(
     return carry, jax.tree.map(lambda x: x[None], outputs)
 
 
-def _weighted(losses: jax.Array, weights: jax.Array) -> jax.Array:
-    return jnp.where(weights == 0, 0.0, losses * weights).sum()
-
-
-def _losses(
-    plan: _Plan, kernel: jax.Array, given: Chunk
+def _chunk_losses(
+    plan: _ChunkPlan, kernel: jax.Array, given: Chunk
 ) -> tuple[jax.Array, jax.Array]:
     """Loss of each token, and the gradient of the weighted sum by the logits."""
     x, labels, weights = given
-    x = plan.gather(x, kernel.shape[plan.vocab_dim])
-    logits = plan.logits(x, kernel)
-    normaliser = jax.nn.logsumexp(logits, axis=-1)
-    classes = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 3)
-    is_label = classes == labels[..., None]
-    losses = normaliser - jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
-    is_class = (labels >= 0) & (labels < logits.shape[-1])
-    losses = jnp.where(is_class, losses, jnp.nan)
-    scale = jnp.where(is_class, weights, 0.0)[..., None]
-    softmax = jnp.exp(logits - normaliser[..., None])
-    slope = jnp.where(is_label, softmax - 1, softmax)
+    logits = jnp.tensordot(
+        plan.gather(x),
+        kernel,
+        ((3,), (1 - plan.vocab_dim,)),
+        preferred_element_type=jnp.float32,
+    )
+    logits = plan.place(logits, "batch", "seq", None, "vocab")
+    found = _token_losses(logits, labels, plan.z_loss)
+    scale = jnp.where(found.is_class, weights, 0.0)[..., None]
+    softmax = jnp.exp(logits - found.normaliser[..., None])
+    slope = jnp.where(found.is_label, softmax - 1, softmax)
     if plan.z_loss:
-        losses += plan.z_loss * normaliser**2
-        slope += 2 * plan.z_loss * normaliser[..., None] * softmax
-    return losses, scale * slope
+        slope += 2 * plan.z_loss * found.normaliser[..., None] * softmax
+    return found.losses, scale * slope
 
 
 def _check_shapes(
