@@ -189,9 +189,9 @@ class Tied(nnx.Module):
 def test_a_variable_shared_within_a_block_is_refused() -> None:
     message = (
         "A block of the stack holds the same Variable in several places: "
-        "['up.kernel'] stand elsewhere in it too. Stacked blocks would untie them "
-        "without a word. Give each module its own, or keep the shared one outside the "
-        "stack and pass it to the blocks as an argument."
+        "['up.kernel'] are elsewhere in it too. Stacked blocks would silently untie "
+        "them. Give each module its own, or keep the shared one outside the stack and "
+        "pass it to the blocks as an argument."
     )
     with pytest.raises(StackError, match=re.escape(message)):
         Stack(Tied, 2, rngs=nnx.Rngs(0))
@@ -209,8 +209,8 @@ def test_a_block_shares_nothing_with_what_is_outside() -> None:
 
     message = (
         "A block of the stack holds Variables from outside of it: "
-        "['layers.1.bias', 'layers.1.scale']. Stacked blocks would each train a copy "
-        "of their own, without a word."
+        "['layers.1.bias', 'layers.1.scale']. Stacked blocks would silently train a "
+        "copy each of their own."
     )
     for build in (lambda: Model(nnx.Rngs(0)), lambda: FSDP().describe(Model)):
         with pytest.raises(StackError, match=re.escape(message)):

@@ -112,31 +112,21 @@ def cross_entropy(
     logits = logits.astype(jnp.float32)
     labels = labels.astype(jnp.int32)
     _observe(labels, weights, logits.shape[-1])
-    losses = _token_losses(logits, labels, z_loss).losses
+    losses = _token_losses(logits, labels, z_loss)[0]
     if weights is None:
         return Mean(losses.sum(), jnp.float32(losses.size))
     weights = weights.astype(jnp.float32)
     return Mean(_weighted_sum(losses, weights), weights.sum())
 
 
-class _TokenLosses(NamedTuple):
-    """Losses of tokens, and what their gradient is made from.
+def _token_losses(
+    logits: jax.Array, labels: jax.Array, z_loss: float
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Losses in nats from float32 logits ``(*leading, vocab)``, NaN without a class.
 
-    Attributes:
-        losses: In nats, ``(*leading)``; NaN where the label is no class.
-        normaliser: Logarithm of the sum of exponentials, ``(*leading)``.
-        is_label: Where the label's logit is, ``(*leading, vocab)``.
-        is_class: Where the label is a class, ``(*leading)``.
+    With them what their gradient is made from: the log-normaliser, and whether the
+    label is a class, ``(*leading)``; where its logit is, ``(*leading, vocab)``.
     """
-
-    losses: jax.Array
-    normaliser: jax.Array
-    is_label: jax.Array
-    is_class: jax.Array
-
-
-def _token_losses(logits: jax.Array, labels: jax.Array, z_loss: float) -> _TokenLosses:
-    """The losses of float32 logits ``(*leading, vocab)``."""
     normaliser = jax.nn.logsumexp(logits, axis=-1)
     # A comparison with all classes, no gather of the label's: along a `vocab` that is
     # split, a gather would bring all logits to every device.
@@ -148,7 +138,7 @@ def _token_losses(logits: jax.Array, labels: jax.Array, z_loss: float) -> _Token
     losses = jnp.where(is_class, losses, jnp.nan)
     if z_loss:
         losses += z_loss * normaliser**2
-    return _TokenLosses(losses, normaliser, is_label, is_class)
+    return losses, normaliser, is_class, is_label
 
 
 def _weighted_sum(losses: jax.Array, weights: jax.Array) -> jax.Array:
@@ -270,18 +260,18 @@ class _ChunkPlan:
         spec = self.layout.activation_spec(x.shape, names)
         return jax.lax.with_sharding_constraint(x, self.layout.sharding(spec))
 
-    def logits_spec(self, shape: tuple[int, ...]) -> P:
-        """How tokens are split where their logits are, ``vocab`` coming first."""
-        assert self.layout is not None
-        names = ("batch", "seq", None, "vocab")
-        return P(*self.layout.activation_spec((*shape[:3], self.vocab), names)[:3])
-
     def gather(self, x: jax.Array) -> jax.Array:
         """Hidden states ``(rows, parts, tokens, embed)`` as the product needs them."""
         if self.layout is None:
             return x
         sharding = self.layout.sharding(self.logits_spec(x.shape))
         return jax.lax.with_sharding_constraint(x, sharding)
+
+    def logits_spec(self, shape: tuple[int, ...]) -> P:
+        """How tokens are split where their logits are, ``vocab`` coming first."""
+        assert self.layout is not None
+        names = ("batch", "seq", None, "vocab")
+        return P(*self.layout.activation_spec((*shape[:3], self.vocab), names)[:3])
 
     def kernel_dims(self, shape: tuple[int, ...]) -> str:
         """Letters of the dims in which a gradient of the kernel is summed up.
@@ -414,20 +404,17 @@ def _chunk_losses(
 ) -> tuple[jax.Array, jax.Array]:
     """Loss of each token, and the gradient of the weighted sum by the logits."""
     x, labels, weights = given
-    logits = jnp.tensordot(
-        plan.gather(x),
-        kernel,
-        ((3,), (1 - plan.vocab_dim,)),
-        preferred_element_type=jnp.float32,
-    )
+    axes = ((3,), (1 - plan.vocab_dim,))
+    x = plan.gather(x)
+    logits = jnp.tensordot(x, kernel, axes, preferred_element_type=jnp.float32)
     logits = plan.place(logits, "batch", "seq", None, "vocab")
-    found = _token_losses(logits, labels, plan.z_loss)
-    scale = jnp.where(found.is_class, weights, 0.0)[..., None]
-    softmax = jnp.exp(logits - found.normaliser[..., None])
-    slope = jnp.where(found.is_label, softmax - 1, softmax)
+    losses, normaliser, is_class, is_label = _token_losses(logits, labels, plan.z_loss)
+    scale = jnp.where(is_class, weights, 0.0)[..., None]
+    softmax = jnp.exp(logits - normaliser[..., None])
+    slope = jnp.where(is_label, softmax - 1, softmax)
     if plan.z_loss:
-        slope += 2 * plan.z_loss * found.normaliser[..., None] * softmax
-    return found.losses, scale * slope
+        slope += 2 * plan.z_loss * normaliser[..., None] * softmax
+    return losses, scale * slope
 
 
 def _check_shapes(

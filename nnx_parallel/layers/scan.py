@@ -1,13 +1,12 @@
-"""One call of a `Stack`, as data for whoever runs its layers.
+"""The layers of a `Stack`, one after the other: plainly, or gathering one layer ahead.
 
-A stack whose next layer's parameters are gathered while the present layer runs.
-
-The scan carries the gathered parameters of one layer and gathers those of the next,
-which nothing in the layer waits for: forward from the first layer to the last, backward
-from the last to the first. A device holds those of two layers at most [1, 2].
+`run_layers` is a scan in which each layer gathers its own parameters. In
+`run_prefetched` the scan carries the gathered parameters of one layer and gathers those
+of the next, which nothing in the layer waits for: forward from the first layer to the
+last, backward from the last to the first. A device holds two layers at most [1, 2].
 
 JAX's own backward pass of such a scan would keep its carry, and so all layers gathered.
-Here it is written out: what a layer keeps is found as in a pipeline's stage, without
+Here it is written out: a layer's residuals are found as in a pipeline's stage, without
 what comes from its parameters alone.
 
 References:
@@ -39,7 +38,7 @@ from nnx_parallel.sharding.specs import dim_axes
 
 @dataclass(frozen=True, kw_only=True)
 class StackCall:
-    """One call of a `Stack`, for whoever runs its layers.
+    """One call of a `Stack`, as data for the function that runs its layers.
 
     Attributes:
         block: ``(params, others, x, args, slot) -> (x, others, slot)`` of one layer.
@@ -52,7 +51,7 @@ class StackCall:
         remat: What a layer keeps for the backward pass.
         placements: Placement of a layer's parameters, by path; where one says so, the
             block gathers. What is gathered is never kept.
-        prefetch: How the next layer's parameters are gathered beside the present
+        prefetch: How the next layer's parameters are gathered during the present
             layer, or ``None``.
     """
 
@@ -67,10 +66,23 @@ class StackCall:
     placements: dict[Any, Placement]
     prefetch: Mode | None
 
-    @property
-    def gathers(self) -> bool:
-        """Whether layers gather parameters."""
-        return any(p.is_gathered for p in self.placements.values())
+
+def run_layers(call: StackCall) -> tuple[Any, dict, Any]:
+    """Runs the layers one after the other, as a scan."""
+    if call.prefetch is not None:
+        return run_prefetched(call)
+    gathers = any(p.is_gathered for p in call.placements.values())
+    block = apply_remat(call.block, call.remat, gathers=gathers, prevent_cse=False)
+
+    def step(x: Any, slices: tuple[dict, dict, Any]) -> tuple[Any, tuple[dict, Any]]:
+        params, others, slot = slices
+        x, others, slot = block(params, others, x, call.args, slot)
+        return x, (others, slot)
+
+    # Arrays of (layers, ...); a step has one layer's.
+    slices = (call.params, call.others, call.scanned)
+    x, (others, scanned) = jax.lax.scan(step, call.x, slices)
+    return x, others, scanned
 
 
 def run_prefetched(call: StackCall) -> tuple[Any, dict, None]:
@@ -91,6 +103,7 @@ def run_prefetched(call: StackCall) -> tuple[Any, dict, None]:
         return out, (params, arrays[num_x:], *kept)
 
     def run_backward(kept: Any, grads: tuple[list, dict]) -> tuple[dict, dict, list]:
+        # `params` are the stored shards: only the last layer is kept gathered.
         params, args, gathered, saved = kept
         return layers.backward(params, args, (gathered, saved), *grads)
 
@@ -145,9 +158,10 @@ class _Layers:
             x, following = self._finish(x, hops)
             return (x, following), (state, saved if keeps else [])
 
-        # Nothing stands beside the first: one all-gather is best.
+        # Nothing runs during the first gather: one all-gather is best.
         first = {k: self._whole(k, x) for k, x in self._shards(params, 0).items()}
         start = (arrays[:num_x], first)
+        # `params` whole, to be indexed one layer ahead; all else is sliced by the scan.
         slices = (jnp.arange(self.num_layers), self._held(params), others)
         (x, gathered), (others, saved) = jax.lax.scan(step, start, slices)
         return (x, others), (gathered, saved)
@@ -175,6 +189,7 @@ class _Layers:
             new, grads, more, grads_state = vjp((grads, grads_state))
             grads_args = [a + b for a, b in zip(grads_args, more, strict=True)]
             grads, following = self._finish(grads, hops)
+            # Summed into shards here, or the scan would stack whole gradients.
             return (grads, grads_args, following), (self._scatter(new), grads_state)
 
         gathered, saved = kept
@@ -185,16 +200,17 @@ class _Layers:
             step, (grads, zeros, gathered), slices, reverse=True
         )
         rest = iter(grads_args)
+        # A custom gradient wants None for integers and keys.
         grads += [next(rest) if is_inexact(a) else None for a in args]
         return new, {k: floats.get(k) for k in grads_state}, grads
 
     def _held(self, params: dict) -> dict:
-        """What is used as it is stored."""
+        """The parameters that are used as they are stored."""
         places = self.call.placements
         return {k: p for k, p in params.items() if not _moves(places.get(k))}
 
     def _shards(self, params: dict, index: int | jax.Array) -> dict:
-        """What one layer has to gather."""
+        """The shards that one layer has to gather."""
         found = {}
         for key, x in params.items():
             placement = self.call.placements.get(key)
@@ -207,30 +223,36 @@ class _Layers:
         return _place(x, self.layout.sharding(self.call.placements[key].used))
 
     def _start(self, params: dict, index: jax.Array) -> dict:
-        """What passes by while the parameters of one layer are gathered."""
+        """Hops of the gather of one layer's parameters.
+
+        Hops, because libtpu runs no all-gather asynchronously on v5p, and hops of
+        ``collective-permute`` it does: of the layers' bytes 92 % are hidden forward and
+        58 % backward (docs/library-notes.md, "The TPU compiler").
+        """
         found = {}
         for key, x in self._shards(params, index).items():
             ring = self._ring(key, x.ndim)
             found[key] = gather_hops(x, **ring) if ring else [self._whole(key, x)]
         return found
 
-    def _finish(self, beside: list, hops: dict) -> tuple[list, dict]:
-        """The gathered parameters, once the layer beside them is done.
+    def _finish(self, x: list, hops: dict) -> tuple[list, dict]:
+        """The gathered parameters, once the layer that runs meanwhile gave ``x``.
 
         The next layer's take the buffer of the present one's in the carry. Were the
-        hops written there as they come, they would wait for the layer's last use.
+        hops written there as they come, they would wait for the layer's last read: all
+        ran behind the last product, 12 % of the bytes hidden.
         """
-        beside, hops = jax.lax.optimization_barrier((beside, hops))
+        x, hops = jax.lax.optimization_barrier((x, hops))
         found = {}
         for key, passed in hops.items():
             ring = self._ring(key, passed[0].ndim)
             found[key] = self._whole(
                 key, join_hops(passed, **ring) if ring else passed[0]
             )
-        return beside, found
+        return x, found
 
     def _ring(self, key: Any, ndim: int) -> dict[str, Any]:
-        """How to gather hop by hop; empty: in one collective."""
+        """How to gather hop by hop; empty if in one collective."""
         placement = self.call.placements[key]
         stored, used = (dim_axes(s, ndim) for s in (placement.stored, placement.used))
         split = [d for d in range(ndim) if stored[d] != used[d]]

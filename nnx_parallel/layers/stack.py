@@ -11,30 +11,14 @@ import jax
 from flax import errors, nnx
 
 from nnx_parallel.errors import StackError
-from nnx_parallel.layers.remat import Remat, active_remat, apply_remat, check_remat
-from nnx_parallel.layers.scan import StackCall, run_prefetched
+from nnx_parallel.layers.remat import Remat, active_remat, check_remat
+from nnx_parallel.layers.scan import StackCall, run_layers
 from nnx_parallel.sharding.constrain import active_layout, use_params
 from nnx_parallel.sharding.model import nest
 from nnx_parallel.sharding.names import dotted, is_inexact, variables_of
 
 Runner = Callable[[StackCall], tuple[Any, dict, Any]]
 """Runs all layers of a call: the output, the other variables after it, the slots."""
-
-
-def run_layers(call: StackCall) -> tuple[Any, dict, Any]:
-    """Runs the layers one after the other, as a scan."""
-    if call.prefetch is not None:
-        return run_prefetched(call)
-    block = apply_remat(call.block, call.remat, gathers=call.gathers, prevent_cse=False)
-
-    def step(x: Any, slices: tuple[dict, dict, Any]) -> tuple[Any, tuple[dict, Any]]:
-        params, others, slot = slices
-        x, others, slot = block(params, others, x, call.args, slot)
-        return x, (others, slot)
-
-    slices = (call.params, call.others, call.scanned)
-    x, (others, scanned) = jax.lax.scan(step, call.x, slices)
-    return x, others, scanned
 
 
 _runner: ContextVar[Runner] = ContextVar("runner", default=run_layers)
@@ -48,11 +32,6 @@ def using_runner(runner: Runner) -> Iterator[None]:
         yield
     finally:
         _runner.reset(token)
-
-
-def active_runner() -> Runner:
-    """Who runs the layers of a stack; by default `run_layers`."""
-    return _runner.get()
 
 
 class Stack(nnx.Module):
@@ -116,7 +95,9 @@ class Stack(nnx.Module):
             The last block's output; ``(output, scanned)`` when ``scanned`` is given.
         """
         call = self._call(x, args, scanned)
-        run = active_runner() if scanned is None else run_layers
+        # A pipeline runs the layers of training and evaluation; decoding with a cache
+        # is a scan everywhere.
+        run = _runner.get() if scanned is None else run_layers
         x, others, scanned_out = run(call)
         if others:
             nnx.update(self.layer, nest(others))
@@ -132,18 +113,24 @@ class Stack(nnx.Module):
                 placements[path] = placement.of_layer()
 
         def inner(used: dict, others: dict, x: jax.Array, args: Any, slot: Any):
+            # Merged from plain dicts: the metadata travels in the graphdef.
             module = nnx.merge(graphdef, nest(used | others))
-            extra = () if slot is None else (slot,)
-            out = module(x, *args, *extra)
-            out, slot = out if slot is not None else (out, None)
+            if slot is None:
+                out = module(x, *args)
+            else:
+                out, slot = module(x, *args, slot)
             state = dict(variables_of(module))
             return out, {path: state[path].get_value() for path in others}, slot
 
         def block(params: dict, *rest: Any) -> tuple[Any, dict, Any]:
+            # Gathered within the scanned, rematerialised block, so that gathered
+            # weights are never kept for the backward pass: 1.5 GiB of temporaries
+            # instead of 5.3 (v5p, 64 chips, 16 layers of 4096/16384).
             return inner(use_params(params, placements), *rest)
 
         layout = active_layout()
         moves = any(p.used != p.stored for p in placements.values())
+        # Prefetching has a custom gradient, by x and the arguments alone.
         smooth = all(map(is_inexact, jax.tree.leaves(x)))
         prefetches = moves and smooth and scanned is None and self.num_layers > 1
         return StackCall(
@@ -161,9 +148,9 @@ class Stack(nnx.Module):
 
 
 def _is_from_outside(variable: nnx.Variable) -> bool:
-    """Whether a Variable was made before the present trace began; but no constant."""
+    """True if a Variable was made before the present trace, unless it is a constant."""
     if type(variable) is nnx.Variable:
-        return False  # its copies stay equal
+        return False  # of no kind that changes: its copies stay equal
     try:
         variable.set_value(variable.get_value())
     except errors.TraceContextError:
@@ -172,6 +159,11 @@ def _is_from_outside(variable: nnx.Variable) -> bool:
 
 
 def _check_unshared(make_block: Callable[[nnx.Rngs], nnx.Module]) -> None:
+    """Checks that every Variable of a block is in one place, and made with the block.
+
+    `jax.vmap` takes a module as a pytree, in which a shared Variable is a leaf in each
+    place: the copies would silently train apart.
+    """
     found: list[tuple[str, bool]] = []
 
     def build() -> nnx.Module:
@@ -185,21 +177,22 @@ def _check_unshared(make_block: Callable[[nnx.Rngs], nnx.Module]) -> None:
                 found.append((name, _is_from_outside(leaf)))
         return block
 
+    # The pytree has a shared Variable as often as it occurs, NNX's graph once.
     once = dict(variables_of(nnx.eval_shape(build)))
     outside = [name for name, is_outside in found if is_outside]
     if outside:
         raise StackError(
             f"A block of the stack holds Variables from outside of it: {outside}. "
-            "Stacked blocks would each train a copy of their own, without a word. "
-            "Build them in make_block, or pass the shared module's output to the "
-            "blocks as an argument."
+            "Stacked blocks would silently train a copy each of their own. Build them "
+            "in make_block, or pass the shared module's output to the blocks as an "
+            "argument."
         )
     paths = [name for name, _ in found]
     if len(paths) > len(once):
         shared = sorted(set(paths) - {dotted(path) for path in once})
         raise StackError(
             f"A block of the stack holds the same Variable in several places: {shared} "
-            "stand elsewhere in it too. Stacked blocks would untie them without a "
-            "word. Give each module its own, or keep the shared one outside the stack "
-            "and pass it to the blocks as an argument."
+            "are elsewhere in it too. Stacked blocks would silently untie them. Give "
+            "each module its own, or keep the shared one outside the stack and pass it "
+            "to the blocks as an argument."
         )
