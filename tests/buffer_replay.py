@@ -120,7 +120,7 @@ def _memories(buffers: Buffers, stage: int) -> dict[str, Memory]:
 def _replay_stage(
     table: Table, buffers: Buffers, memories: dict[str, Memory], tick: int, stage: int
 ) -> None:
-    """What a stage does in a tick, in the order in which it does it."""
+    """One stage in one tick, in the order of the executor."""
 
     def write(name: str, field: str, value: Value | None) -> None:
         memories[name].write(tick, int(getattr(buffers, field)[tick, stage]), value)
@@ -169,7 +169,7 @@ def _value(slots: Slots, tick: int, stage: int) -> Value | None:
 def _arrival(
     table: Table, slots: Slots, tick: int, stage: int, direction: int
 ) -> Value | None:
-    """What a neighbour sent in the last tick; ``direction`` is 1 forward, -1 back."""
+    """The value that a neighbour sent in the last tick; -1 is sent backward."""
     if tick == 0:
         return None
     sent = _value(slots, tick - 1, (stage - direction) % table.num_stages)

@@ -49,7 +49,7 @@ def all_gather_matmul(
     In sequence parallelism it leads into a block's products [2]. A device sends
     (n - 1) / n of the gathered ``x``. Of the forward pass it keeps the two shards. The
     gradient of ``x`` is a `matmul_reduce_scatter`; that of ``w`` needs the gathered
-    ``x`` once more, which travels beside the former's products and is multiplied
+    ``x`` once more, which travels during the former's products and is multiplied
     in one piece: other axes that split the batch then sum it once, not once a hop.
 
     Args:
@@ -184,6 +184,7 @@ def _scattering(ring: Ring, num: int, sum_dtype: DTypeLike) -> Callable:
 
     @jax.custom_vjp
     def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        # (*kept, *contracted) by (*contracted, *others), one shard of x at a time
         def partial_sum(x: jax.Array) -> jax.Array:
             return jnp.tensordot(x, w, num, preferred_element_type=sum_dtype)
 
@@ -237,8 +238,10 @@ def _prepare(
     dims = _find_dims(x, w, contracting)
     kept = dims.x_kept.index(_kept_dim("x", x, dims.x_kept, "dim", dim))
     if sum_dtype is None:
+        # A sum that is rounded at every hop loses what one reduction would keep.
         sum_dtype = jnp.promote_types(jnp.result_type(x, w), jnp.float32)
     ring = Ring(axis=axis, dim=kept, mode=mode)
+    # (*kept, *contracted) and (*contracted, *others)
     x = jnp.transpose(x, (*dims.x_kept, *dims.x))
     w = jnp.transpose(w, (*dims.w, *dims.w_kept))
     # Where JAX tracks along which axes values differ (`check_vma`), a gradient must
@@ -352,6 +355,7 @@ def column_parallel_matmul(
     w_dim = _kept_dim("w", w, dims.w_kept, "w_dim", w_dim)
     out_dim = len(dims.x_kept) + dims.w_kept.index(w_dim)
     settings = {"contracting": contracting, "mode": mode, "sum_dtype": sum_dtype}
+    # x split along dim, w along w_dim -> (*kept of x, *kept of w) split along out_dim
     product = partial(all_gather_matmul, axis=axis, dim=dim, **settings)
     region_mesh = region_mesh_of(axis, mesh, ("x", x, dim), ("w", w, w_dim))
     return on_shards(product, region_mesh, axis, (dim, w_dim), out_dim)(x, w)
@@ -408,6 +412,7 @@ def row_parallel_matmul(
         )
     out_dim = dims.x_kept.index(dim)
     settings = {"contracting": contracting, "mode": mode, "sum_dtype": sum_dtype}
+    # x and w split along a contracted dim -> (*kept of x, *kept of w) along out_dim
     product = partial(matmul_reduce_scatter, axis=axis, dim=dim, **settings)
     x_dim, w_dim = dims.x[split], dims.w[split]
     region_mesh = region_mesh_of(axis, mesh, ("x", x, dim), ("x", x, x_dim))

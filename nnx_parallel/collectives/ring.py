@@ -24,13 +24,13 @@ from jax.sharding import PartitionSpec as P
 from nnx_parallel.errors import IndivisibleDimError, UnknownAxisError
 
 Overlap = Literal["ring", "bidirectional"]
-"""The modes in which the transfers run beside products."""
+"""The modes in which the transfers run during products."""
 
 Mode = Literal["bulk", Overlap]
 """How the shards of a ring of n devices travel.
 
 - ``bulk``: one ``all_gather`` or ``psum_scatter``; the product waits for it.
-- ``ring``: n - 1 hops to the next device, each beside a product of one shard.
+- ``ring``: n - 1 hops to the next device, each during a product of one shard.
 - ``bidirectional``: the first half of each shard goes to the next device and the second
   to the one before, at once: the same bytes over twice as many links, in products of
   half a shard.
@@ -102,6 +102,8 @@ class Ring:
         ways = len(passed) // self.size
         length = sum(x.shape[self.dim] for x in passed[:ways])
         pieces = self._pieces(length)
+        # Of n shards this device's own came first: the others are written where their
+        # owners are along the ring.
         whole = self._zeros(passed[0], length)
         for index, x in enumerate(passed):
             hop, way = divmod(index, ways)
@@ -198,6 +200,7 @@ class Ring:
         return self.mode == "bulk" or self.size == 1
 
     def _pieces(self, length: int) -> list[Piece]:
+        # Halves of an odd length differ; a shard of length 1 travels one way only.
         half = (length + 1) // 2 if self.mode == "bidirectional" else length
         pieces = [Piece(start=0, length=half, direction=1)]
         if half < length:
@@ -314,7 +317,9 @@ def on_shards(
         mesh=mesh,
         in_specs=tuple(spec(dim) for dim in in_dims),
         out_specs=spec(out_dim),
+        # Manual over one axis: the partitioner goes on splitting the others.
         axis_names={axis},
+        # JAX cannot know that what was joined from hops is equal on all devices.
         check_vma=False,
     )
     # Outside a trace JAX runs no region that leaves axes automatic.
@@ -331,6 +336,7 @@ def region_mesh_of(
         IndivisibleDimError: If the axis does not divide one of the ``splits``.
     """
     context = jax.sharding.get_abstract_mesh()
+    # A nested region must be opened over the mesh of the one around it.
     found = context if context.manual_axes or mesh is None else mesh
     if axis in context.manual_axes:
         raise UnknownAxisError(

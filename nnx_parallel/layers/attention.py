@@ -34,6 +34,7 @@ References:
 Kernel = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
 
 SPLASH_BLOCK = 128
+"""Sequences that the TPU's kernel takes are multiples of it."""
 
 
 def jax_attention(
@@ -66,9 +67,18 @@ def splash_attention(
     assert mask is None  # `unfit` refuses one
     heads, seqs = query.shape[2], (query.shape[1], key.shape[1])
     one = splash.CausalMask(seqs) if causal else splash.FullMask(seqs)
+    # Blocks of up to 512 that divide the sequences; the backward kernels need theirs.
+    q, kv = (math.gcd(length, 4 * SPLASH_BLOCK) for length in seqs)
     kernel: Any = splash.make_splash_mha(
         splash.MultiHeadMask([one] * heads),
-        block_sizes=_splash_blocks(*seqs),
+        block_sizes=splash.BlockSizes(
+            block_q=q,
+            block_kv=kv,
+            block_q_dkv=q,
+            block_kv_dkv=kv,
+            block_q_dq=q,
+            block_kv_dq=kv,
+        ),
         head_shards=1,
         q_seq_shards=1,
         interpret=interpret,
@@ -78,25 +88,6 @@ def splash_attention(
     query = query * jnp.asarray(query.shape[-1] ** -0.5, query.dtype)
     operands = (x.swapaxes(1, 2) for x in (query, key, value))
     return jax.vmap(kernel)(*operands).swapaxes(1, 2)
-
-
-def _splash_blocks(seq: int, keys: int) -> Any:
-    from jax.experimental.pallas.ops.tpu import splash_attention as splash
-
-    q, kv = _largest_block(seq), _largest_block(keys)
-    return splash.BlockSizes(
-        block_q=q,
-        block_kv=kv,
-        block_q_dkv=q,
-        block_kv_dkv=kv,
-        block_q_dq=q,
-        block_kv_dq=kv,
-    )
-
-
-def _largest_block(length: int) -> int:
-    """The largest power of two times 128 that divides, up to 512."""
-    return math.gcd(length, 4 * SPLASH_BLOCK)
 
 
 KERNELS: dict[str, Callable[..., jax.Array]] = {
@@ -186,6 +177,8 @@ def unfit(
     """Reasons why a fused kernel cannot take these arrays; empty if it can."""
     head_dim = query.shape[-1]
     reasons = []
+    # Without NVIDIA's libraries JAX cannot even trace cuDNN's kernel: asked of the
+    # arrays, not tried.
     if implementation == "cudnn":
         if query.dtype not in (jnp.float16, jnp.bfloat16):
             reasons.append(f"dtype {query.dtype}; it takes float16 or bfloat16")

@@ -70,6 +70,7 @@ def matmul(
     """
     num = len(in_names)
     x_dims = tuple(range(x.ndim - num, x.ndim))
+    # (*leading, *in_dims) by (*in_dims, *out_dims) -> (*leading, *out_dims)
     contracting = x_dims, tuple(range(num)) if w_dims is None else tuple(w_dims)
     layout = active_layout()
     split = _find_split(layout, x, w, in_names, out_names, contracting)
@@ -167,6 +168,7 @@ def _overlapping(
         y = run(x, w, w_dim=kept[split.feature])
     else:
         y = run(x, w, split=split.feature)
+    # A remat policy that keeps products sees no single product here.
     return checkpoint_name(y, OVERLAPPED)
 
 
@@ -281,7 +283,7 @@ class Dense(nnx.Module):
         y = matmul(x, self.kernel[...], self.in_names, self.out_names)
         if self.bias is None:
             return y
-        bias = self.bias[...]
+        bias = self.bias[...]  # (*out_dims), given leading dims of size 1
         return y + jnp.reshape(bias, (1,) * (y.ndim - bias.ndim) + bias.shape)
 
 
@@ -326,6 +328,7 @@ class Embed(nnx.Module):
         """
         # Constrained here, the gradient of the table is summed as rows of the batch
         # and cut afterwards; else its shards would pull the activations apart.
+        # (vocab, embed) by (batch, seq) -> (batch, seq, embed)
         table = constrain_param(self.embedding[...], self.vocab_name, "embed")
         tokens = jnp.where(tokens < 0, table.shape[0], tokens.astype(jnp.int32))
         rows = jnp.take(table, tokens, axis=0, mode="fill")

@@ -1,4 +1,4 @@
-"""Which residuals the forward pass keeps, by name."""
+"""Remat policies: which residuals the forward pass keeps, by name."""
 
 from __future__ import annotations
 
@@ -73,7 +73,10 @@ def apply_remat(
     if remat == "none" and not gathers:
         return function
     policy = {
+        # All activations, and no gathered parameter: they would be those of all layers.
         "none": saves_all_but_gathers,
+        # Products with weights have no batch dims, those of attention have. A ring is
+        # a custom gradient around many small products: known by its name.
         "dots": jax.checkpoint_policies.save_from_both_policies(
             jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
             jax.checkpoint_policies.save_only_these_names(OVERLAPPED),

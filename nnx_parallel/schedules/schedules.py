@@ -70,6 +70,7 @@ class GPipe(Schedule):
 
     def table(self, num_stages: int, num_microbatches: int) -> Table:
         """Forward at ``m + s``, backward at ``M + S - 1 + m + S - 1 - s``."""
+        # (stages, 1) and (1, microbatches): what is made from both is a table of ticks.
         _, stage, microbatch = _index(num_stages, num_microbatches)
         first = num_microbatches + num_stages - 1
         backward = first + microbatch + num_stages - 1 - stage
@@ -99,6 +100,7 @@ class OneFOneB(Schedule):
     def table(self, num_stages: int, num_microbatches: int) -> Table:
         """Forward at ``m + s``, backward at ``2 * (S - 1) - s + m``."""
         _, stage, microbatch = _index(num_stages, num_microbatches)
+        # The last stage goes back in the tick in which it went forward.
         backward = 2 * (num_stages - 1) - stage + microbatch
         return Table.from_ticks(num_stages, microbatch + stage, backward, name="1F1B")
 
@@ -208,6 +210,7 @@ class Fixed(Schedule):
                 f"The table {self.given.name!r} has no backward slots: it is one for "
                 "evaluation. Training needs both."
             )
+        # `chunks` is no argument here, and the dataclass is frozen.
         object.__setattr__(self, "chunks", self.given.num_chunks)
 
     def table(self, num_stages: int, num_microbatches: int) -> Table:

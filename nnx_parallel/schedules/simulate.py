@@ -168,6 +168,7 @@ def _kinds(ticks: Ticks, costs: Mapping[str, float]) -> dict[str, tuple[float, I
     kinds = {"forward": (costs["forward"], ticks.forward)}
     if ticks.backward_input is None or ticks.backward_weight is None:
         return kinds
+    # Without a later weight slot one joint pass makes both gradients, in one piece.
     if ticks.is_split:
         kinds["backward_input"] = (costs["backward_input"], ticks.backward_input)
         kinds["backward_weight"] = (costs["backward_weight"], ticks.backward_weight)

@@ -61,6 +61,7 @@ class Slots:
     chunk: Ints
 
     def __post_init__(self) -> None:
+        # Copies: an array that the caller still writes to would change the table.
         object.__setattr__(self, "microbatch", frozen_ints(self.microbatch))
         object.__setattr__(self, "chunk", frozen_ints(self.chunk))
         if self.microbatch.shape != self.chunk.shape or self.microbatch.ndim != 2:

@@ -146,6 +146,7 @@ class Table:
         num_chunks = num_virtual // num_stages
         return cls.from_slots(num_stages, num_microbatches, slots, num_chunks, name)
 
+    # Once: every rule, simulation and plan asks for it.
     @cached_property
     def ticks(self) -> Ticks:
         """When each slot runs, by virtual stage and microbatch."""
@@ -255,6 +256,7 @@ def _check_inside(
 
 def _lay_out(slots: list[Slot], num_stages: int) -> dict[Kind, Slots]:
     """Single slots as one grid of (ticks, stages) for each kind."""
+    # No slots at all are a table of 0 ticks, whose missing slots are then named.
     num_ticks = max((slot.tick for slot in slots), default=-1) + 1
     shape = (2, num_ticks, num_stages)  # microbatch and chunk of each cell
     cells: dict[Kind, Ints] = {kind: np.full(shape, -1, np.int32) for kind in KINDS}
@@ -274,6 +276,7 @@ def _lay_out(slots: list[Slot], num_stages: int) -> dict[Kind, Slots]:
 
 def _invert(kind: Kind, slots: Slots, num_microbatches: int, num_chunks: int) -> Ints:
     """The tick of each virtual stage and microbatch; each must have exactly one."""
+    # (ticks, stages) to (chunks * stages, microbatches), by way of the list of slots
     tick, stage = np.nonzero(slots.active)
     microbatch, chunk = slots.microbatch[tick, stage], slots.chunk[tick, stage]
     outside = np.flatnonzero((microbatch >= num_microbatches) | (chunk >= num_chunks))
@@ -331,6 +334,8 @@ def _rules(ticks: Ticks) -> Iterator[tuple[Kind, Ints, Callable[..., str]]]:
         differs = chunk != near // ticks.num_stages
         return f"stage {index}, chunk {chunk}," if differs else f"stage {index}"
 
+    # All (chunks * stages, microbatches). What a neighbour sends arrives in the next
+    # tick, hence + 1; a pad of 0 is no rule for the row that has no such neighbour.
     _, forward, backward, weight = ticks
     yield (
         "forward",
@@ -338,6 +343,7 @@ def _rules(ticks: Ticks) -> Iterator[tuple[Kind, Ints, Callable[..., str]]]:
         lambda v, m, t: f"{stage(v - 1, v)} makes its input at tick {t - 1}",
     )
     if backward is not None and weight is not None:
+        # The last virtual stage alone: others follow from it through the cotangents.
         yield (
             "backward_input",
             np.pad(forward[-1:], ((len(forward) - 1, 0), (0, 0))),
@@ -348,6 +354,7 @@ def _rules(ticks: Ticks) -> Iterator[tuple[Kind, Ints, Callable[..., str]]]:
             np.pad(backward[1:] + 1, ((0, 1), (0, 0))),
             lambda v, m, t: f"{stage(v + 1, v)} makes its cotangent at tick {t - 1}",
         )
+        # In one tick the input slot runs before the weight slot: no + 1.
         yield (
             "backward_weight",
             backward,
