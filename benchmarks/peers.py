@@ -23,7 +23,7 @@ from models import GPT, next_token_loss
 from nnx_parallel import GPipe, Mean, TrainState
 from nnx_parallel.data.batches import split_rows
 from nnx_parallel.layers import Remat, default_remat, linear_cross_entropy
-from nnx_parallel.pipeline.edges import Given
+from nnx_parallel.pipeline.prologue_epilogue import PipelineInputs
 from nnx_parallel.pipeline.run import PipelinedFunction, PipelineSchedule
 from nnx_parallel.precision import cast_floating
 from nnx_parallel.sharding import Claims, Layout, using
@@ -227,14 +227,14 @@ def make_gpipe_step(
 
     def mean_loss(params: dict, state: TrainState, batch: Any) -> jax.Array:
         keys = jax.vmap(partial(jax.random.fold_in, state.key))
-        given = Given(
+        inputs = PipelineInputs(
             params=cast_floating(flatten(params), plan.precision.compute),
             variables=flatten(state.variables),
             batch=split_rows(plan.layout, batch, num_microbatches),
             keys=keys(jnp.arange(num_microbatches)),
         )
         table = GPipe().forward_table(num_stages, num_microbatches)
-        mean = PipelinedFunction(plan, pipeline, run, given, table).outputs()
+        mean = PipelinedFunction(plan, pipeline, run, inputs, table).outputs()
         return jnp.sum(mean.total) / jnp.sum(mean.weight)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import jax
@@ -16,8 +17,13 @@ from models import GPT, next_token_loss
 from nnx_parallel import TrainState
 from nnx_parallel.data.batches import split_rows
 from nnx_parallel.layers.residuals import Layers
-from nnx_parallel.pipeline.edges import Chunks, Edges, Flight, Given
 from nnx_parallel.pipeline.executor import Executor
+from nnx_parallel.pipeline.memory import Chunks
+from nnx_parallel.pipeline.prologue_epilogue import (
+    InFlight,
+    PipelineInputs,
+    PrologueEpilogue,
+)
 from nnx_parallel.pipeline.run import PipelineSchedule
 from nnx_parallel.pipeline.stage import Stage
 from nnx_parallel.schedules.buffers import plan_buffers
@@ -38,13 +44,15 @@ def slot_runs(
     microbatch, ``update`` is that of the optimizer. Slots with gradients of weights
     start from the parameters as totals, which are copied: the executor's are not.
     """
-    edges = _edges(plan, state, batch, table)
+    ends = _ends(plan, state, batch, table)
     with using(plan.layout):
-        slots = _stage_runs(plan, flatten(state.params), edges, table)
-        return slots | _edge_runs(edges) | {"update": _update_run(plan, state)}
+        slots = _stage_runs(plan, flatten(state.params), ends, table)
+        return slots | _end_runs(ends) | {"update": _update_run(plan, state)}
 
 
-def _edges(plan: StatePlan, state: TrainState, batch: Any, table: Table) -> Edges:
+def _ends(
+    plan: StatePlan, state: TrainState, batch: Any, table: Table
+) -> PrologueEpilogue:
     def function(params: dict, variables: dict, batch: Any, key: Any) -> Any:
         model = plan.merge(
             nest(params), nest(variables), training=True, cast_stacked=False
@@ -54,40 +62,44 @@ def _edges(plan: StatePlan, state: TrainState, batch: Any, table: Table) -> Edge
 
     count = table.num_microbatches
     split = jax.jit(partial(split_rows, plan.layout, num_microbatches=count))
-    given = Given(
+    inputs = PipelineInputs(
         params=flatten(state.params),
         variables=flatten(state.variables),
         batch=split(batch),
         keys=jax.random.split(state.key, count),
     )
-    return Edges(function, given, plan.layout, plan_buffers(table), "pipe")
+    return PrologueEpilogue(function, inputs, plan.layout, plan_buffers(table), "pipe")
 
 
 def _stage_runs(
-    plan: StatePlan, params: dict, edges: Edges, table: Table
+    plan: StatePlan, params: dict, ends: PrologueEpilogue, table: Table
 ) -> dict[str, Run]:
     pipeline = plan.layout.claims.execution
     assert isinstance(pipeline, PipelineSchedule)
-    stage = Stage(
-        edges.cut.recorded,
-        edges.cut.differentiated,
-        plan.precision.compute,
-        pipeline.stash,
-    )
     mesh, axis = plan.layout.mesh, pipeline.axis
+    arrays = {key: params[path] for key, path in ends.cut.layer_paths.items()}
+    stage = Stage(
+        ends.cut.block,
+        arrays,
+        ends.entering,
+        mesh=mesh,
+        axis=axis,
+        compute=plan.precision.compute,
+        stash=pipeline.stash,
+        is_split=True,
+    )
     manual = Executor(stage, table, plan_buffers(table), mesh, axis).manual
-    trained = {key: params[path] for key, path in edges.cut.stack_params.items()}
-    layers = Layers(trained, {}, {})
+    layers = stage.split(arrays)
 
-    def forward(layers: Layers, travel: list, _: None) -> tuple[None, Any]:
-        out, _state, kept = stage.forward(layers, travel)
-        return None, (out, kept)
+    def forward(layers: Layers, activations: list, _: None) -> tuple[None, Any]:
+        out, _state, stash = stage.forward(layers, activations)
+        return None, (out, stash)
 
     add = Chunks(1).adder(jnp.int32(0))
 
     def backward(layers: Layers, given: Any, _: None) -> Any:
-        kept, grads = given
-        return stage.backward(layers, kept, grads, layers.trained, add)
+        stash, grads = given
+        return stage.backward(layers, stash, grads, layers.trained, add)
 
     def backward_input(layers: Layers, given: Any, _: None) -> tuple[None, Any]:
         return None, stage.backward_input(layers, *given)
@@ -95,12 +107,12 @@ def _stage_runs(
     def backward_weight(layers: Layers, pending: Any, _: None) -> tuple[dict, None]:
         return stage.backward_weight(layers, pending, layers.trained, add), None
 
-    travel = [
+    activations = [
         jax.device_put(
             jax.random.normal(jax.random.key(0), (table.num_stages, *x.shape), x.dtype),
             jax.NamedSharding(mesh, P(axis)),
         )
-        for x in edges.entering
+        for x in ends.entering
     ]
     runs: dict[str, Run] = {}
 
@@ -109,35 +121,35 @@ def _stage_runs(
         runs[function.__name__] = _timed(compiled, layers, given, None)
         return compiled(layers, given, None)
 
-    _, (_, kept) = run(forward, travel)
-    run(backward, (kept, travel))
-    _, (_, pending) = run(backward_input, (kept, travel))
+    _, (_, stash) = run(forward, activations)
+    run(backward, (stash, activations))
+    _, (_, pending) = run(backward_input, (stash, activations))
     run(backward_weight, pending)
     return runs
 
 
-def _edge_runs(edges: Edges) -> dict[str, Run]:
+def _end_runs(ends: PrologueEpilogue) -> dict[str, Run]:
     first = jnp.int32(0)
 
     def before(params: dict) -> list:
-        entering, _ = edges.before(first, params, Flight([], {}))
-        return edges.with_gradients(entering)
+        entering, _ = ends.prologue(first, params, InFlight([], {}))
+        return list(compress(entering, ends.cut.block.differentiated))
 
     def before_backward(params: dict, grads: list) -> dict:
-        return jax.vjp(before, params)[1](edges.spread(grads))[0]
+        return jax.vjp(before, params)[1](ends.spread(grads))[0]
 
     def after(params: dict, leaving: list) -> Any:
         def loss(params: dict, leaving: list) -> jax.Array:
-            mean, _ = edges.after(first, params, {}, Flight([], {}), leaving)
+            mean, _ = ends.epilogue(first, params, {}, InFlight([], {}), leaving)
             return mean.value
 
         return jax.value_and_grad(loss, (0, 1))(params, leaving)
 
-    entered = jax.jit(before)(edges.params)
+    entered = jax.jit(before)(ends.params)
     return {
-        "before": _timed(jax.jit(before), edges.params),
-        "after": _timed(jax.jit(after), edges.params, entered),
-        "before_backward": _timed(jax.jit(before_backward), edges.params, entered),
+        "before": _timed(jax.jit(before), ends.params),
+        "after": _timed(jax.jit(after), ends.params, entered),
+        "before_backward": _timed(jax.jit(before_backward), ends.params, entered),
     }
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nnx_parallel.layers.jaxprs import inline, run, trace
+from nnx_parallel.layers.jaxprs import is_call, trace
 
 
 def test_inlining_keeps_constants_apart_from_inputs():
@@ -14,11 +14,7 @@ def test_inlining_keeps_constants_apart_from_inputs():
         return jax.jit(jnp.sin)(x) * jax.lax.cumsum(jnp.array(table))
 
     x = jnp.arange(4.0)
-    jaxpr, consts, _ = trace(function, x)
-    inlined = inline(jaxpr)
-    assert "jit" not in {eqn.primitive.name for eqn in inlined.eqns}
-    assert len(inlined.invars) == 1
-    assert len(inlined.constvars) == len(consts) == 1
-    env = dict(zip((*inlined.constvars, *inlined.invars), (*consts, x), strict=True))
-    (found,) = run(inlined.eqns, inlined.outvars, env)
-    np.testing.assert_allclose(found, function(x), rtol=1e-6)
+    traced = trace(function, x, inlined=is_call)
+    assert "jit" not in {eqn.primitive.name for eqn in traced.eqns}
+    assert len(traced.inputs) == len(traced.consts) == 1
+    np.testing.assert_allclose(traced(x), function(x), rtol=1e-6)

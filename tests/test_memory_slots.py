@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from nnx_parallel.pipeline.edges import Chunks
+from nnx_parallel.pipeline.memory import Chunks
 
 
 def test_a_layer_of_a_chunk_is_added_in_its_place():

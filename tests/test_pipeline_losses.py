@@ -265,8 +265,8 @@ def test_arguments_that_come_from_no_parameter_have_no_gradient() -> None:
     found = cut(loss, shapes, {}, make_rows(), jax.random.key(0))
     # The angles are made by every stage. The input comes from the data, but passes
     # through all layers; the bias comes from a parameter, the noise does not.
-    assert list(found.recorded.constants()) == [1]
-    assert found.differentiated == (True, True, False)
+    assert list(found.constants) == [1]
+    assert found.block.differentiated == (True, True, False)
     assert_like_one_device(Positional, squares, Pipeline(2, ZeroBubble()), make_rows)
 
 

@@ -29,7 +29,11 @@ import jax.numpy as jnp
 
 from nnx_parallel.collectives.ring import Mode, gather_hops, join_hops
 from nnx_parallel.layers.remat import Remat, apply_remat
-from nnx_parallel.layers.residuals import KeepingForward, Layers, keeping_forward
+from nnx_parallel.layers.residuals import (
+    Layers,
+    LayerWithResiduals,
+    trace_residuals,
+)
 from nnx_parallel.sharding.constrain import active_layout
 from nnx_parallel.sharding.layout import Layout, Placement
 from nnx_parallel.sharding.names import is_inexact
@@ -119,12 +123,12 @@ class _Layers:
     Attributes:
         call: The call.
         layout: The layout that it is traced under.
-        keeping: One layer's forward pass, with what is to be kept of it.
+        one: One layer, with its residuals.
     """
 
     call: StackCall
     layout: Layout
-    keeping: KeepingForward
+    one: LayerWithResiduals
 
     @property
     def num_layers(self) -> int:
@@ -154,7 +158,7 @@ class _Layers:
             index, held, state = xs
             hops = self._start(params, jnp.minimum(index + 1, last))
             layer = Layers(gathered | held, {}, state)
-            x, state, saved = self.keeping.run(layer, x, args)
+            x, state, saved = self.one.forward(layer, x, args)
             x, following = self._finish(x, hops)
             return (x, following), (state, saved if keeps else [])
 
@@ -185,7 +189,7 @@ class _Layers:
             grads, grads_args, gathered = carry
             index, held, saved, grads_state = xs
             hops = self._start(params, jnp.maximum(index - 1, 0))
-            vjp = self.keeping.vjp(gathered | held, {}, args, saved)
+            vjp = self.one.vjp(gathered | held, {}, args, saved)
             new, grads, more, grads_state = vjp((grads, grads_state))
             grads_args = [a + b for a, b in zip(grads_args, more, strict=True)]
             grads, following = self._finish(grads, hops)
@@ -282,8 +286,8 @@ def _make_layers(call: StackCall) -> _Layers:
     )
     leaves = jax.tree.leaves(call.x), jax.tree.leaves(call.args)
     x, args = ([a for a in part if isinstance(a, jax.Array)] for part in leaves)
-    keeping = keeping_forward(_block_vjp(call), Layers(one[0], {}, one[1]), x, args)
-    return _Layers(call=call, layout=layout, keeping=keeping)
+    traced = trace_residuals(_block_vjp(call), Layers(one[0], {}, one[1]), x, args)
+    return _Layers(call=call, layout=layout, one=traced)
 
 
 def _block_vjp(call: StackCall) -> Callable[[Layers, list, list], tuple]:

@@ -1,35 +1,44 @@
 """A loss written for one device, run as a pipeline: its gradients, or its outputs.
 
-Layers moved to the stages that run them, and back.
-
-Layers are stored in their natural order, a block of neighbours on each stage, whatever
-the schedule. With several chunks a stage runs layers from all over the stack: then
-every step sends them there, and their gradients back, a stage's worth of each.
+One scan over the ticks of a schedule's table runs everything. A tick of training runs
+the prologue of the microbatch that enters, a forward slot of every stage, the epilogue
+of the microbatch that leaves the stack and its gradients, a backward slot of every
+stage, and the prologue's backward pass for the microbatch whose cotangents come back.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.data.batches import split_rows
 from nnx_parallel.errors import PipelineError, ScheduleError
 from nnx_parallel.layers.residuals import Layers
 from nnx_parallel.metrics import Mean
-from nnx_parallel.pipeline.check import check_layer
-from nnx_parallel.pipeline.cut import Arrays, Function, Given, calls_stack
-from nnx_parallel.pipeline.edges import Edges, make_slots, run_if, write_slot
-from nnx_parallel.pipeline.executor import Executor, Row, TrainingTick, make_rows
+from nnx_parallel.pipeline.cut import Arrays, Function, calls_stack
+from nnx_parallel.pipeline.executor import Executor
+from nnx_parallel.pipeline.memory import (
+    StageMemory,
+    TickSlots,
+    make_slots,
+    read_slot,
+    run_if,
+    write_slot,
+    zeros_like,
+    zeros_of,
+)
+from nnx_parallel.pipeline.prologue_epilogue import (
+    InFlight,
+    PipelineInputs,
+    PrologueEpilogue,
+)
 from nnx_parallel.pipeline.stage import Stage, Stash
 from nnx_parallel.precision import cast_floating
 from nnx_parallel.schedules.buffers import plan_buffers
@@ -39,110 +48,10 @@ from nnx_parallel.sharding.claims import Execution
 from nnx_parallel.sharding.constrain import using
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.model import Path, flatten, nest
-from nnx_parallel.sharding.names import dotted
+from nnx_parallel.sharding.names import dotted, is_inexact
 from nnx_parallel.state import StatePlan, TrainState
 
 Gather = Literal["microbatch", "step"]
-
-
-@dataclass(frozen=True, eq=False)
-class Rounds:
-    """Transfers in which every stage sends one block of layers and receives one.
-
-    Attributes:
-        receiver: Stage to which each stage sends, of shape (rounds, stages).
-        taken: Position of the block that it sends, likewise.
-        put: Position at which each stage puts what it receives, likewise.
-    """
-
-    receiver: np.ndarray
-    taken: np.ndarray
-    put: np.ndarray
-
-    def reversed(self) -> Rounds:
-        """The transfers that undo these."""
-        rows = np.arange(len(self.receiver))[:, None]
-        sender = np.argsort(self.receiver, axis=1)
-        return Rounds(sender, self.put, self.taken[rows, np.arange(sender.shape[1])])
-
-
-def plan_rounds(num_stages: int, num_chunks: int) -> Rounds:
-    """Transfers from the natural order to the schedule's.
-
-    Block b of the stack is stored on stage ``b // chunks`` and run on stage
-    ``b % stages``. The transfers are a regular bipartite graph, which falls apart into
-    perfect matchings (König's theorem): one for each chunk.
-    """
-    shape = (num_chunks, num_stages)
-    receiver = np.zeros(shape, np.int32)
-    taken, put = np.zeros_like(receiver), np.zeros_like(receiver)
-    if num_chunks == 1:
-        return Rounds(np.arange(num_stages)[None], taken, put)
-    # Imported here for the time that it takes.
-    from scipy.optimize import linear_sum_assignment
-
-    waiting = np.zeros((num_stages, num_stages), int)
-    blocks: dict[tuple[int, int], list[int]] = {}
-    for block in range(num_stages * num_chunks):
-        edge = (block // num_chunks, block % num_stages)
-        blocks.setdefault(edge, []).append(block)
-        waiting[edge] += 1
-    for r in range(num_chunks):
-        senders, receivers = linear_sum_assignment(waiting > 0, maximize=True)
-        for source, target in zip(senders, receivers, strict=True):
-            block = blocks[source, target].pop()
-            waiting[source, target] -= 1
-            receiver[r, source] = target
-            taken[r, source] = block % num_chunks
-            put[r, target] = block // num_stages
-    return Rounds(receiver, taken, put)
-
-
-def reorder(tree: Any, rounds: Rounds, mesh: Mesh, axis: str) -> Any:
-    """A tree of stacked arrays with their blocks of layers moved between stages.
-
-    Args:
-        tree: Arrays whose leading ``layers`` dim is split over ``axis``.
-        rounds: The transfers.
-        mesh: The mesh.
-        axis: The axis of stages.
-    """
-    if len(rounds.receiver) == 1:
-        return tree
-    is_key = jax.tree.map(lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key), tree)
-    data = jax.tree.map(
-        lambda x, key: jax.random.key_data(x) if key else x, tree, is_key
-    )
-    move = jax.shard_map(
-        lambda data: jax.tree.map(lambda x: _move(x, rounds, axis), data),
-        mesh=mesh,
-        in_specs=P(axis),
-        out_specs=P(axis),
-        axis_names={axis},
-        check_vma=False,
-    )
-    return jax.tree.map(
-        lambda new, old, key: (
-            jax.random.wrap_key_data(new, impl=jax.random.key_impl(old)) if key else new
-        ),
-        move(data),
-        tree,
-        is_key,
-    )
-
-
-def _move(x: jax.Array, rounds: Rounds, axis: str) -> jax.Array:
-    stage = jax.lax.axis_index(axis)
-    size = x.shape[0] // len(rounds.receiver)
-    moved = x
-    for r, receiver in enumerate(rounds.receiver):
-        start = jnp.asarray(rounds.taken[r])[stage] * size
-        block = jax.lax.dynamic_slice_in_dim(x, start, size)
-        pairs = [(source, int(target)) for source, target in enumerate(receiver)]
-        block = jax.lax.ppermute(block, axis, pairs)
-        start = jnp.asarray(rounds.put[r])[stage] * size
-        moved = jax.lax.dynamic_update_slice_in_dim(moved, block, start, axis=0)
-    return moved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,14 +83,14 @@ class PipelineSchedule(Execution):
     ) -> tuple[dict, dict, dict[str, Mean]]:
         """Gradients of the batch's mean loss, in the schedule's order."""
         microbatches = split_rows(plan.layout, batch, num_microbatches)
-        given = Given.of(state.params, state.variables, microbatches, key)
+        inputs = PipelineInputs.of(state.params, state.variables, microbatches, key)
 
         def function(params: Arrays, variables: Arrays, batch: Any, key: Any) -> Any:
             means, after = forward(nest(params), nest(variables), batch, key)
             return means, flatten(after)
 
         table = self.schedule.table(plan.layout.mesh.shape[self.axis], num_microbatches)
-        pipelined = PipelinedFunction(plan, self, function, given, table)
+        pipelined = PipelinedFunction(plan, self, function, inputs, table)
         grads, variables, means = pipelined.gradients(
             lambda means, weights: state.scaled(means["loss"].over(weights)),
             lambda means: [term.weight for term in means["loss"].terms],
@@ -207,7 +116,7 @@ class PipelineSchedule(Execution):
             return whole(*arrays, batch, key)
         num_rows = jax.tree.leaves(batch)[0].shape[0]
         count = _dividing_microbatches(plan.layout, num_rows, num_microbatches)
-        given = Given.of(*arrays, split_rows(plan.layout, batch, count), key)
+        inputs = PipelineInputs.of(*arrays, split_rows(plan.layout, batch, count), key)
 
         def run(params: Arrays, variables: Arrays, batch: Any, key: Any) -> Any:
             model = plan.merge(
@@ -217,7 +126,7 @@ class PipelineSchedule(Execution):
 
         num_stages = plan.layout.mesh.shape[self.axis]
         table = self.schedule.forward_table(num_stages, count)
-        return join(PipelinedFunction(plan, self, run, given, table).outputs())
+        return join(PipelinedFunction(plan, self, run, inputs, table).outputs())
 
 
 def _dividing_microbatches(layout: Layout, num_rows: int, wanted: int) -> int:
@@ -227,55 +136,90 @@ def _dividing_microbatches(layout: Layout, num_rows: int, wanted: int) -> int:
     return max(count for count in range(1, wanted + 1) if rows % count == 0)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TickState:
+    """The state that goes from tick to tick in training.
+
+    A scan carries its leaves in the order of the fields.
+
+    Attributes:
+        prologue_variables: Variables that the prologue changes, by path.
+        in_flight: Slots for the microbatches in the pipeline.
+        grads: Gradients of the parameters outside the stack, by path.
+        epilogue_variables: Variables that the epilogue changes, by path.
+        layer_grads: Gradients of the layers' parameters, by key.
+        memory: What the stages keep.
+        outputs: Slots for the function's outputs, one for each microbatch.
+        skip_grads: Slots for the gradients of skips, as long as those.
+        layer_state: Variables that the layers change, by key.
+    """
+
+    prologue_variables: Arrays
+    in_flight: InFlight
+    grads: Arrays
+    epilogue_variables: Arrays
+    layer_grads: dict
+    memory: StageMemory
+    outputs: Any
+    skip_grads: list
+    layer_state: dict
+
+
 class PipelinedFunction:
     """A function of a model, cut at its stack and bound to a schedule.
 
     Args:
         plan: The model's structure and the place of every array.
-        pipeline: Axis of the stages, and what is kept and gathered.
+        schedule: Axis of the stages, and what is kept and gathered.
         function: The function; it calls one `Stack` once.
-        given: What it is run on.
-        table: The schedule.
+        inputs: Its arguments.
+        table: The slots of all ticks.
 
     Raises:
         PipelineError: If the function cannot be cut, or a stage would end the process.
+        ScheduleError: If the table is not one for this step.
     """
 
     def __init__(
         self,
         plan: StatePlan,
-        pipeline: PipelineSchedule,
+        schedule: PipelineSchedule,
         function: Function,
-        given: Given,
+        inputs: PipelineInputs,
         table: Table,
     ) -> None:
+        mesh, axis = plan.layout.mesh, schedule.axis
+        _check_sizes(schedule, table, mesh.shape[axis], len(inputs.keys))
         self._plan = plan
-        self._options = pipeline
-        self._given = given
+        self._schedule = schedule
+        self._inputs = inputs
         self._table = table
-        _check_sizes(plan, pipeline, given, table)
-        self._rounds = plan_rounds(table.num_stages, table.num_chunks)
         buffers = plan_buffers(table)
-        self._rows: Row = make_rows(table, buffers)
-        self._edges = Edges(function, given, plan.layout, buffers, pipeline.axis)
-        cut = self._edges.cut
-        self._inside = cut.stack_params | cut.stack_others
-        stash = "inputs" if table.is_forward_only else pipeline.stash
-        stage = Stage(cut.recorded, cut.differentiated, plan.precision.compute, stash)
-        mesh = plan.layout.mesh
+        self._ticks = TickSlots.of(table, buffers)
+        self._ends = PrologueEpilogue(function, inputs, plan.layout, buffers, axis)
+        self._paths = self._ends.cut.layer_paths
+        arrays = inputs.params | inputs.variables
+        self._arrays = {key: arrays[path] for key, path in self._paths.items()}
         with using(plan.layout):
-            jaxpr, self._state_keys = stage.trace_layer(
-                self._split(frozenset(cut.stack_others)), self._edges.entering
+            self._stage = Stage(
+                self._ends.cut.block,
+                self._arrays,
+                self._ends.entering,
+                mesh=mesh,
+                axis=axis,
+                compute=plan.precision.compute,
+                stash=None if table.is_forward_only else schedule.stash,
+                is_split=table.is_split,
             )
-        check_layer(jaxpr, mesh, pipeline.axis)
-        self._check_state(cut.shared)
-        self._executor = Executor(stage, table, buffers, mesh, pipeline.axis)
+        self._check_layer_state()
+        self._executor = Executor(self._stage, table, buffers, mesh, axis)
 
-    def _check_state(self, shared: frozenset[Path]) -> None:
+    def _check_layer_state(self) -> None:
         """Variables that the layers change change on their stage alone."""
-        for key in self._state_keys:
-            path = self._inside[key]
-            if path in shared:
+        for key in self._stage.state_keys:
+            path = self._paths[key]
+            if path in self._ends.cut.shared:
                 raise PipelineError(
                     f"The loss reads `{dotted(path)}`, which the blocks of the Stack "
                     "change. Under a Pipeline it changes on its stage while other "
@@ -285,32 +229,28 @@ class PipelinedFunction:
 
     def outputs(self) -> Any:
         """The function's outputs, each with a leading dim of microbatches."""
-        edges, executor, layers = self._edges, self._executor, self._layers()
-        late = edges.pick(edges.cut.late)
+        ends, executor, layers = self._ends, self._executor, self._layers()
+        variables = ends.pick(ends.cut.epilogue_changes)
 
-        def tick(carry: Any, row: Row) -> tuple[Any, None]:
-            memory, flights, outputs = carry
-            whole = row["whole"]
-            fed, flight, _ = edges.enter(whole["enters"], edges.variables)
-            flights = edges.keep(flights, whole["enters"], flight)
+        def tick(carry: Any, slots: TickSlots) -> tuple[Any, None]:
+            memory, in_flight, outputs = carry
+            enters, leaves = slots.mesh.enters, slots.mesh.leaves
+            entering, new, _ = ends.enter(enters, ends.variables)
+            in_flight = ends.keep(in_flight, enters, new)
             with using(self._plan.layout):
-                _, memory, leaving = executor.forward(layers, memory, fed, row)
-            flight = edges.recall(flights, whole["leaves"])
+                _, memory, leaving = executor.forward(layers, memory, entering, slots)
+            kept = ends.recall(in_flight, leaves)
 
-            def after() -> Any:
-                args = (edges.params, late, flight, leaving)
-                return edges.after(whole["leaves"], *args)[0]
+            def epilogue() -> Any:
+                return ends.epilogue(leaves, ends.params, variables, kept, leaving)[0]
 
-            new = run_if(whole["leaves"] >= 0, after, scope="after")
-            outputs = write_slot(outputs, new, whole["leaves"])
-            return (memory, flights, outputs), None
+            result = run_if(leaves >= 0, epilogue, scope="after")
+            return (memory, in_flight, write_slot(outputs, result, leaves)), None
 
-        carry = (
-            executor.allocate(layers, edges.entering),
-            edges.make_flights(),
-            self._make_outputs(),
-        )
-        return self._outputs(jax.lax.scan(tick, carry, self._rows)[0][2])
+        memory = executor.allocate(layers, ends.entering)
+        start = (memory, ends.make_in_flight(), self._output_slots())
+        (*_, outputs), _ = jax.lax.scan(tick, start, self._ticks)
+        return self._all_outputs(outputs)
 
     def gradients(
         self,
@@ -334,107 +274,206 @@ class PipelinedFunction:
                 f"The table {self._table.name!r} has no backward slots: it is one for "
                 "evaluation. Training needs both."
             )
-        edges, layers = self._edges, self._layers()
-        totals = edges.weights(weights)
-        tick = TrainingTick(
-            edges, self._executor, layers, lambda outputs: objective(outputs, totals)
+        ends, executor, layers = self._ends, self._executor, self._layers()
+        totals = ends.sum_weights(weights)
+        state = TickState(
+            memory=executor.allocate(layers, ends.entering),
+            outputs=self._output_slots(),
+            grads={path: self._zero(path, x) for path, x in ends.params.items()},
+            layer_grads={
+                key: self._zero(self._paths[key], x)
+                for key, x in layers.trained.items()
+            },
+            in_flight=(in_flight := ends.make_in_flight()),
+            skip_grads=make_slots(
+                executor.buffers.num_flights,
+                [x[0] for x in in_flight.skips if is_inexact(x)],
+            ),
+            prologue_variables=ends.pick(ends.cut.prologue_changes),
+            epilogue_variables=ends.pick(ends.cut.epilogue_changes),
+            layer_state=layers.state,
         )
-        memory = self._executor.allocate(layers, edges.entering)
-        carry = tick.start(
-            memory,
-            self._make_outputs(),
-            self._zeros(edges.params),
-            self._layer_zeros(layers),
+        tick = partial(
+            self._training_tick, layers, lambda outputs: objective(outputs, totals)
         )
         with using(self._plan.layout):
-            carry, _ = jax.lax.scan(tick, carry, self._rows)
-        stacked = (carry["layer_grads"], carry["state"])
-        layer_grads, state = self._reorder(stacked, self._rounds.reversed())
-        grads = dict(carry["grads"])
+            state, _ = jax.lax.scan(tick, state, self._ticks)
+        layer_grads, layer_state = executor.to_storage(
+            (state.layer_grads, state.layer_state)
+        )
+        grads = dict(state.grads)
         for key, x in layer_grads.items():
-            path = self._inside[key]
+            path = self._paths[key]
             grads[path] = x + grads[path] if path in grads else x
-        variables = self._given.variables | carry["early"] | carry["late"]
-        variables |= {self._inside[k]: x for k, x in state.items()}
-        return grads, variables, self._outputs(carry["outputs"])
+        variables = self._inputs.variables | state.prologue_variables
+        variables |= state.epilogue_variables
+        variables |= {self._paths[key]: x for key, x in layer_state.items()}
+        return grads, variables, self._all_outputs(state.outputs)
 
-    def _zeros(self, params: Arrays) -> Arrays:
-        """Where gradients are summed, in the specs and the dtype of gradients."""
-        return {path: self._zero(path, x) for path, x in params.items()}
+    def _training_tick(
+        self,
+        layers: Layers,
+        objective: Callable[[Any], jax.Array],
+        state: TickState,
+        slots: TickSlots,
+    ) -> tuple[TickState, None]:
+        """All slots of a tick, in their order.
 
-    def _layer_zeros(self, layers: Layers) -> dict:
-        """The same for the trained parameters of the layers, by key."""
-        return {k: self._zero(self._inside[k], x) for k, x in layers.trained.items()}
+        Args:
+            layers: The layers, as they are before the step.
+            objective: The scalar of one microbatch whose gradient is summed.
+            state: The state before the tick.
+            slots: Its slots.
+        """
+        ends, executor, mesh = self._ends, self._executor, slots.mesh
+        variables = ends.variables | state.prologue_variables
+        entering, new, changed = ends.enter(mesh.enters, variables)
+        in_flight = ends.keep(state.in_flight, mesh.enters, new)
+        layers = replace(layers, state=state.layer_state)
+        layers, memory, leaving = executor.forward(
+            layers, state.memory, entering, slots
+        )
+        state = replace(
+            state,
+            in_flight=in_flight,
+            prologue_variables=changed,
+            layer_state=layers.state,
+        )
+        state, cotangents = self._epilogue(objective, state, mesh.leaves, leaving)
+        layer_grads, memory, cotangents = executor.backward(
+            layers, memory, state.layer_grads, cotangents, slots
+        )
+        grads = self._prologue_backward(state, mesh.returns, cotangents)
+        state = replace(state, memory=memory, layer_grads=layer_grads, grads=grads)
+        return state, None
+
+    def _epilogue(
+        self,
+        objective: Callable[[Any], jax.Array],
+        state: TickState,
+        microbatch: jax.Array,
+        leaving: list,
+    ) -> tuple[TickState, list]:
+        """The epilogue and its gradients, of the microbatch that leaves the stack now.
+
+        Returns:
+            The state, and the cotangents of what has left the stack.
+        """
+        ends = self._ends
+        kept = ends.recall(state.in_flight, microbatch)
+
+        def epilogue(params: Arrays, floats: list, leaving: list) -> Any:
+            rest = iter(floats)
+            skips = [next(rest) if is_inexact(x) else x for x in kept.skips]
+            outputs, changed = ends.epilogue(
+                microbatch,
+                params,
+                state.epilogue_variables,
+                InFlight(skips, kept.variables),
+                leaving,
+            )
+            return objective(outputs), (outputs, changed)
+
+        def run() -> Any:
+            floats = [x for x in kept.skips if is_inexact(x)]
+            value, vjp, (outputs, changed) = jax.vjp(
+                epilogue, ends.params, floats, leaving, has_aux=True
+            )
+            new, *grads = vjp(jnp.ones_like(value))
+            return _add(state.grads, new), changed, *grads, outputs
+
+        def skip() -> Any:
+            _, _, *rest = zeros_of(run)
+            return state.grads, state.epilogue_variables, *rest
+
+        with jax.named_scope("after"):
+            grads, changed, skip_grads, cotangents, outputs = jax.lax.cond(
+                microbatch >= 0, run, skip
+            )
+        state = replace(
+            state,
+            grads=grads,
+            epilogue_variables=changed,
+            skip_grads=write_slot(state.skip_grads, skip_grads, ends.slot(microbatch)),
+            outputs=write_slot(state.outputs, outputs, microbatch),
+        )
+        # The arguments of the blocks end with the last one: no cotangent comes back.
+        active = self._stage.with_cotangents(ends.entering)
+        return state, [*cotangents, *zeros_like(active[len(cotangents) :])]
+
+    def _prologue_backward(
+        self, state: TickState, microbatch: jax.Array, cotangents: list
+    ) -> Arrays:
+        """Gradients with those of the prologue, which is run again and back now."""
+        ends = self._ends
+        kept = ends.recall(state.in_flight, microbatch)
+        skip_grads = read_slot(state.skip_grads, ends.slot(microbatch))
+
+        def prologue(params: Arrays) -> list:
+            entering, skips = ends.prologue(microbatch, params, kept)
+            floats = [x for x in skips if is_inexact(x)]
+            return [*self._stage.with_cotangents(entering), *floats]
+
+        def run() -> Arrays:
+            _, vjp = jax.vjp(prologue, ends.params)
+            (new,) = vjp([*ends.spread(cotangents), *skip_grads])
+            return _add(state.grads, new)
+
+        with jax.named_scope("before_backward"):
+            return jax.lax.cond(microbatch >= 0, run, lambda: state.grads)
 
     def _zero(self, path: Path, x: jax.Array) -> jax.Array:
+        """Where a gradient is summed, in the spec and the dtype of gradients."""
         spec = self._plan.placements[path].gradient
         return jax.lax.with_sharding_constraint(
             jnp.zeros(x.shape, self._plan.precision.gradient_dtype(x.dtype)),
             self._plan.layout.sharding(spec),
         )
 
-    def _make_outputs(self) -> Any:
-        """Memory for the outputs of every microbatch."""
-        return make_slots(self._table.num_microbatches, self._edges.cut.outputs)
+    def _output_slots(self) -> Any:
+        count, shapes = self._table.num_microbatches, self._ends.cut.output_shapes
+        return make_slots(count, shapes)
 
-    def _outputs(self, slots: Any) -> Any:
-        """The outputs without the slot of ticks in which nothing leaves."""
+    def _all_outputs(self, slots: Any) -> Any:
+        """The outputs without the spare slot."""
         return jax.tree.map(lambda x: x[: self._table.num_microbatches], slots)
-
-    # The layers
 
     def _layers(self) -> Layers:
         """The layers where the schedule runs them, gathered if once is enough."""
-        layers = self._split(self._state_keys)
-        if self._options.gather == "step" or self._table.num_chunks > 1:
+        layers = self._stage.split(self._arrays)
+        if self._schedule.gather == "step" or self._table.num_chunks > 1:
             # What is sent is sent in the dtype of the computation.
             trained, fixed = self._used(layers.trained), self._used(layers.fixed)
             layers = Layers(trained, fixed, layers.state)
-        return self._reorder(layers, self._rounds)
-
-    def _split(self, state_keys: frozenset) -> Layers:
-        given, inside = self._given, self._inside
-        arrays = given.params | given.variables
-        is_trained = {key: path in given.params for key, path in inside.items()}
-        return Layers(
-            trained={k: arrays[p] for k, p in inside.items() if is_trained[k]},
-            fixed={
-                k: arrays[p]
-                for k, p in inside.items()
-                if not is_trained[k] and k not in state_keys
-            },
-            state={k: arrays[inside[k]] for k in state_keys},
-        )
+        return self._executor.to_stages(layers)
 
     def _used(self, arrays: dict) -> dict:
         """Parameters in the dtype of the computation, gathered if once is enough."""
         plan, used = self._plan, dict(arrays)
-        for key in arrays.keys() & self._edges.cut.stack_params.keys():
+        for key in arrays.keys() & self._ends.cut.block.params:
             used[key] = cast_floating(arrays[key], plan.precision.compute)
-            if self._options.gather == "step":
-                place = plan.placements[self._inside[key]]
+            if self._schedule.gather == "step":
+                place = plan.placements[self._paths[key]]
                 used[key] = jax.lax.with_sharding_constraint(
                     used[key], plan.layout.sharding(place.used)
                 )
         return used
 
-    def _reorder(self, tree: Any, rounds: Any) -> Any:
-        return reorder(tree, rounds, self._plan.layout.mesh, self._options.axis)
-
 
 def _check_sizes(
-    plan: StatePlan, options: PipelineSchedule, given: Given, table: Table
+    pipeline: PipelineSchedule, table: Table, num_stages: int, num_microbatches: int
 ) -> None:
     """A schedule of the user's own may have made any table."""
     found = (table.num_stages, table.num_microbatches, table.num_chunks)
-    wanted = (
-        plan.layout.mesh.shape[options.axis],
-        len(given.keys),
-        options.schedule.chunks,
-    )
+    wanted = (num_stages, num_microbatches, pipeline.schedule.chunks)
     if found != wanted:
         raise ScheduleError(
-            f"{options.schedule} made a table of {found} stages, microbatches and "
+            f"{pipeline.schedule} made a table of {found} stages, microbatches and "
             f"chunks; the step has {wanted}. A Schedule with several chunks must say "
             "so in its attribute `chunks`, and fill the table it is asked for."
         )
+
+
+def _add(grads: Arrays, new: Arrays) -> Arrays:
+    """Sums in the dtype of the first."""
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, new)

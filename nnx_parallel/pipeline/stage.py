@@ -1,313 +1,288 @@
-"""The layers of one stage: forward, backward, and the backward pass in two parts.
-
-A backward pass split into input gradients and weight gradients [1].
-
-Each equation of the joint backward pass is run once: those that the input gradient
-needs in the first part, the rest in the second.
-
-References:
-    [1] Qi et al., "Zero Bubble Pipeline Parallelism", 2024, section 2,
-    https://arxiv.org/abs/2401.10241
-"""
+"""The layers of one stage: forward, backward, and the backward pass in two parts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import compress
 from typing import Any, Literal
 
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh
 
 from nnx_parallel.errors import PipelineError
-from nnx_parallel.layers.jaxprs import derived, inline, inputs_of, needed, run, trace
-from nnx_parallel.layers.remat import apply_remat
-from nnx_parallel.layers.residuals import KeepingForward, Layers, keeping_forward
-from nnx_parallel.pipeline.cut import RecordedCall
+from nnx_parallel.layers.jaxprs import (
+    TracedFunction,
+    subjaxprs,
+    trace,
+    variables_in,
+)
+from nnx_parallel.layers.remat import Remat, apply_remat
+from nnx_parallel.layers.residuals import (
+    Layers,
+    SplitBackward,
+    split_backward,
+    trace_residuals,
+)
 from nnx_parallel.precision import cast_floating
 from nnx_parallel.sharding.names import dotted
 
 Stash = Literal["policy", "inputs"]
 
 
-@dataclass(frozen=True, eq=False)
-class SplitBackward:
-    """``backward(weights, kept) -> (input gradients, weight gradients)``, in two parts.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Block:
+    """One layer of a stack as a function of arrays.
 
-    Made by `split_backward` from shapes; both parts are pure functions of arrays.
+    Attributes:
+        run: ``(arrays by key, activations) -> (x, variables by key)``. The activations
+            are the arrays of ``x``, then those of the arguments.
+        params: Keys of the layer's parameters; they are used in the compute dtype.
+        trained: Keys of the arrays that are trained.
+        differentiated: Of each activation, whether it has a cotangent.
+        remat: What is kept for the backward pass.
     """
 
-    jaxpr: jex.Jaxpr
-    consts: list
-    num_weights: int
-    trees: tuple[Any, Any]
-    first: list[jex.JaxprEqn]
-    second: list[jex.JaxprEqn]
-    pending: list[jex.Var]
-
-    def run_input(self, weights: Any, kept: Any) -> tuple[Any, list]:
-        """The input gradients, and what the second part needs beside the weights."""
-        env = self._env(jax.tree.leaves((weights, kept)))
-        outputs = self.jaxpr.outvars[: self.trees[0].num_leaves]
-        found = run(self.first, [*outputs, *self.pending], env)
-        grads = jax.tree.unflatten(self.trees[0], found[: len(outputs)])
-        return grads, found[len(outputs) :]
-
-    def run_weight(self, weights: Any, pending: list) -> Any:
-        """The weight gradients."""
-        env = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
-        invars = self.jaxpr.invars[: self.num_weights]
-        env |= dict(zip(invars, jax.tree.leaves(weights), strict=True))
-        env |= dict(zip(self.pending, pending, strict=True))
-        outputs = self.jaxpr.outvars[self.trees[0].num_leaves :]
-        return jax.tree.unflatten(self.trees[1], run(self.second, outputs, env))
-
-    def _env(self, leaves: list) -> dict:
-        env = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
-        return env | dict(zip(self.jaxpr.invars, leaves, strict=True))
-
-
-def split_backward(
-    backward: Callable[[Any, Any], tuple[Any, Any]], weights: Any, kept: Any
-) -> SplitBackward:
-    """Cuts a joint backward pass where the input gradient is complete.
-
-    Args:
-        backward: ``(weights, kept) -> (input gradients, weight gradients)``.
-        weights: What is at hand again when the second part runs.
-        kept: Everything else: residuals and the output's gradient.
-    """
-    jaxpr, consts, (inputs, grads) = trace(backward, weights, kept)
-    jaxpr = inline(jaxpr)
-    trees = jax.tree.structure(inputs), jax.tree.structure(grads)
-    num_weights = len(jax.tree.leaves(weights))
-    outputs, weight_outputs = (
-        jaxpr.outvars[: trees[0].num_leaves],
-        jaxpr.outvars[trees[0].num_leaves :],
-    )
-    first = needed(jaxpr.eqns, outputs)
-    # What comes from the weights alone is computed again rather than kept.
-    free = {*jaxpr.constvars, *jaxpr.invars[:num_weights]}
-    made = {v for eqn in first for v in eqn.outvars} - derived(jaxpr.eqns, free)
-    second = needed(jaxpr.eqns, weight_outputs, given=made)
-    pending = [v for v in inputs_of(second, weight_outputs) if v not in free]
-    return SplitBackward(jaxpr, consts, num_weights, trees, first, second, pending)
+    run: Callable[[dict, list], tuple[list, dict]]
+    params: frozenset
+    trained: frozenset
+    differentiated: tuple[bool, ...]
+    remat: Remat
 
 
 # ``(totals of all layers, gradients of one layer, its index) -> totals``. A layer's
-# gradients are added as soon as they are there: the stage's would take as much again.
+# gradients are added as soon as they are there, to a carry that is changed in place:
+# what a scan stacks has memory of its own until it is added to something (0.3 of 2.8
+# GiB for 4 layers of 4096/16384 on v5p).
 Add = Callable[[dict, dict, jax.Array], dict]
 
 
-@dataclass(eq=False)
 class Stage:
-    """What runs the layers of one stage.
+    """The layers of one stage, as functions of their arrays.
 
-    Values that travel from stage to stage are lists of arrays: the layers' input and
-    the arguments that every layer gets.
+    Activations, which pass from stage to stage, are lists of arrays: the layers' input
+    ``x`` and the arguments that every layer gets.
 
-    Attributes:
-        recorded: The stack's call.
-        differentiated: Of each array that travels, whether it has a gradient.
+    Args:
+        block: One layer; it is traced once, here.
+        arrays: Shapes of the arrays of all layers by key, with a ``layers`` dim.
+        activations: Shapes of what enters the stack.
+        mesh: The mesh.
+        axis: Its axis of stages.
         compute: dtype of the computation, or ``None``: as stored.
         stash: What is kept between forward and backward: what the remat ``policy``
-            says, or the stage's ``inputs`` alone, from which the backward pass runs
-            the stage again.
+            says; or the stage's ``inputs`` alone, from which the backward pass runs
+            the stage again; or ``None`` for evaluation, without a backward pass.
+        is_split: Whether the backward pass comes in two parts.
+
+    Raises:
+        PipelineError: If a layer cannot be run in a stage.
     """
 
-    recorded: RecordedCall
-    differentiated: tuple[bool, ...]
-    compute: Any
-    stash: Stash
-    _keeping: KeepingForward | None = field(default=None, init=False)
-    _split: SplitBackward | None = field(default=None, init=False)
+    def __init__(
+        self,
+        block: Block,
+        arrays: dict,
+        activations: list,
+        *,
+        mesh: Mesh,
+        axis: str,
+        compute: Any,
+        stash: Stash | None,
+        is_split: bool,
+    ) -> None:
+        self.block = block
+        self._compute = compute
+        self._stash = stash
+        one = {k: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for k, x in arrays.items()}
+        # Traced as in the manual region that runs it: a constraint on the concrete mesh
+        # would give a value an aval that JAX refuses to mix with the region's.
+        manual = mesh.abstract_mesh.update_axis_types({axis: AxisType.Manual})
+        with jax.sharding.use_abstract_mesh(manual):
+            shapes = jax.eval_shape(self._cast, one)
+            self._layer = trace(self._checked_block, shapes, activations)
+            check_layer(self._layer, mesh, axis)
+            x, after = self._layer.outputs
+            self.num_x = len(x)
+            before = self._layer.inputs[0]
+            self.state_keys = frozenset(k for k in after if after[k] is not before[k])
+            if stash is None:
+                return
+            layer = self.split(shapes)
+            self._residuals = trace_residuals(
+                self._layer_vjp, layer, *self._split_args(activations)
+            )
+            if is_split:
+                self._backward_parts = self._split_backward(layer, activations)
 
-    def with_gradients(self, travel: Sequence[Any]) -> list:
-        """Of what travels, the arrays whose gradients travel back."""
-        return list(compress(travel, self.differentiated))
+    def split(self, arrays: dict) -> Layers:
+        """The layers' arrays by key, those apart that are trained or changed."""
+        trained, state = self.block.trained, self.state_keys
+        return Layers(
+            trained={k: x for k, x in arrays.items() if k in trained},
+            fixed={k: x for k, x in arrays.items() if k not in trained | state},
+            state={k: arrays[k] for k in state},
+        )
 
-    def forward(self, layers: Layers, travel: Sequence[Any]) -> tuple[list, dict, Any]:
-        """Runs the layers.
+    def with_cotangents(self, activations: Sequence[Any]) -> list:
+        """The activations whose cotangents are sent back."""
+        return list(compress(activations, self.block.differentiated))
+
+    # All layers of the stage
+
+    def run(self, layers: Layers, activations: list) -> tuple[list, dict]:
+        """Runs the layers: the activations to send on, and the layers' state."""
+        x, args = self._split_args(activations)
+
+        def step(x: list, layer: Layers) -> tuple[list, dict]:
+            layer = self._cast_layers(layer)
+            active, others = self._partition([*x, *args])
+            rest = (layer.fixed, layer.state, others)
+            return self._rematted(layer.trained, active, rest)
+
+        x, state = jax.lax.scan(step, x, layers)
+        return [*x, *args], state
+
+    def forward(self, layers: Layers, activations: list) -> tuple[list, dict, Any]:
+        """Runs the layers before a backward pass.
 
         Returns:
-            What travels on, the layers' state after it, and what is to be kept.
+            The activations to send on, the layers' state, and the stash.
         """
-        if self.stash == "inputs":
-            travel_out, state = self._run(layers, travel)
-            return travel_out, state, {"travel": list(travel), "state": layers.state}
-        return self._forward_keeping(layers, travel)
+        if self._stash == "inputs":
+            return *self.run(layers, activations), (layers.state, activations)
+        return self._forward_saving(layers, activations)
+
+    def _forward_saving(
+        self, layers: Layers, activations: list
+    ) -> tuple[list, dict, Any]:
+        x, args = self._split_args(activations)
+
+        def step(x: list, layer: Layers) -> tuple[list, Any]:
+            x, *kept = self._residuals.forward(self._cast_layers(layer), x, args)
+            return x, kept
+
+        x, (state, saved) = jax.lax.scan(step, x, layers)
+        return [*x, *args], state, (args, saved)
 
     def backward(
-        self, layers: Layers, kept: Any, grads: Sequence[Any], totals: dict, add: Add
+        self, layers: Layers, stash: Any, cotangents: list, totals: dict, add: Add
     ) -> tuple[dict, list]:
-        """The totals with the trained parameters' gradients, and those to send back."""
+        """The totals with the gradients of weights, and the cotangents to send back."""
 
-        def collect(totals: dict, new: dict, layer: jax.Array) -> tuple[dict, None]:
-            return add(totals, new, layer), None
+        def collect(totals: dict, grads: dict, layer: jax.Array) -> tuple[dict, None]:
+            return add(totals, grads, layer), None
 
-        given = (layers, kept, grads)
-        grads, totals, _ = self._backward(*given, self._layer_backward, totals, collect)
-        return totals, grads
+        one = self._layer_backward
+        cotangents, totals, _ = self._backward(
+            layers, stash, cotangents, one, totals, collect
+        )
+        return totals, cotangents
 
     def backward_input(
-        self, layers: Layers, kept: Any, grads: Sequence[Any]
+        self, layers: Layers, stash: Any, cotangents: list
     ) -> tuple[list, Any]:
-        """Gradients of what travelled in, and what `backward_weight` needs."""
-
-        def layer_backward(trained: dict, given: Any) -> tuple[Any, list]:
-            self._split = split_backward(self._layer_backward, trained, given)
-            return self._split.run_input(trained, given)
+        """The cotangents to send back, and what `backward_weight` needs."""
 
         def collect(_: None, pending: list, layer: jax.Array) -> tuple[None, list]:
             return None, pending
 
-        grads, _, pending = self._backward(
-            layers, kept, grads, layer_backward, None, collect
+        one = self._backward_parts.run_input
+        cotangents, _, pending = self._backward(
+            layers, stash, cotangents, one, None, collect
         )
-        return grads, pending
+        return cotangents, pending
 
     def backward_weight(
         self, layers: Layers, pending: Any, totals: dict, add: Add
     ) -> dict:
-        """The totals with the gradients from what `backward_input` left."""
-        assert self._split is not None
-        split = self._split
+        """The totals with the gradients of weights."""
 
         def step(totals: dict, xs: Any) -> tuple[dict, None]:
-            layer, pending, index = self._cast(xs[0]), xs[1], xs[2]
-            return add(totals, split.run_weight(layer.trained, pending), index), None
+            layer, pending, index = self._cast_layers(xs[0]), xs[1], xs[2]
+            grads = self._backward_parts.run_weight(layer.trained, pending)
+            return add(totals, grads, index), None
 
-        xs = _numbered(_stateless(layers), pending)
-        return jax.lax.scan(step, totals, xs)[0]
+        return jax.lax.scan(step, totals, _numbered(layers, pending))[0]
 
-    def run(self, layers: Layers, travel: Sequence[Any]) -> list:
-        """Runs the layers for their output alone."""
-        return self._run(layers, travel)[0]
-
-    def trace_layer(
-        self, layers: Layers, travel: Sequence[Any]
-    ) -> tuple[jex.Jaxpr, frozenset]:
-        """One layer's jaxpr, and the keys of the variables that it changes.
+    def _backward(
+        self,
+        layers: Layers,
+        stash: Any,
+        cotangents: list,
+        layer_backward: Callable[[dict, Any], tuple[Any, Any]],
+        totals: Any,
+        collect: Callable[[Any, Any, jax.Array], tuple[Any, Any]],
+    ) -> tuple[list, Any, Any]:
+        """From the last layer to the first.
 
         Args:
-            layers: Shapes of all layers, every variable among the state.
-            travel: Shapes of what travels.
+            layers: The layers.
+            stash: From `forward`.
+            cotangents: Of the activations that were sent on.
+            layer_backward: One layer: cotangents for the layer before, and its own
+                gradients, or what they need.
+            totals: Passed from layer to layer, or ``None``.
+            collect: ``(totals, own, index) -> (totals, values to stack)``.
+
+        Returns:
+            Cotangents of the stage's activations, the totals, and the stacked values.
         """
-        layers = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), layers
+        if self._stash == "inputs":
+            state, activations = stash
+            layers = Layers(layers.trained, layers.fixed, state)
+            stash = self._forward_saving(layers, activations)[2]
+        args, saved = stash
+
+        def step(carry: tuple[list, list, Any], xs: Any) -> tuple[Any, Any]:
+            layer, saved, index = self._cast_layers(xs[0]), xs[1], xs[2]
+            grads_x, grads_args, totals = carry
+            kept = (layer.fixed, saved, args, grads_x)
+            (grads_x, more), own = layer_backward(layer.trained, kept)
+            totals, stacked = collect(totals, own, index)
+            return (grads_x, _add(grads_args, more), totals), stacked
+
+        (grads_x, grads_args, totals), stacked = jax.lax.scan(
+            step,
+            (*self._split_args(cotangents), totals),
+            _numbered(layers, saved),
+            reverse=True,
         )
-
-        def layer(layers: Layers, travel: list) -> tuple[list, dict]:
-            layers = self._cast(layers)
-            active, others = self._partition(travel)
-            rest = (layers.fixed, layers.state, others)
-            return self._block(layers.trained, active, rest)
-
-        jaxpr, _, (out, state) = trace(layer, layers, list(travel))
-        before = len(layers.trained) + len(layers.fixed)
-        given = jaxpr.invars[before : before + len(state)]
-        after = jaxpr.outvars[len(out) :]
-        keys = [
-            key
-            for key, a, b in zip(sorted(state), given, after, strict=True)
-            if a is not b
-        ]
-        return jaxpr, frozenset(keys)
+        return [*grads_x, *grads_args], totals, stacked
 
     # One layer
 
-    def _partition(self, travel: Sequence[Any]) -> tuple[list, list]:
-        """Arrays with gradients and those without, ``None`` in place of the others."""
-        marked = list(zip(travel, self.differentiated, strict=True))
-        active = [x if is_active else None for x, is_active in marked]
-        others = [None if is_active else x for x, is_active in marked]
-        return active, others
-
-    def _block(self, trained: dict, active: Any, rest: Any) -> tuple[list, dict]:
-        """One layer: its output's arrays and its state."""
-        fixed, state, others = rest
-        recorded, call = self.recorded, self.recorded.call
-        held = trained | fixed | state
-        params = {k: held[k] for k in recorded.params}
-        variables = {k: held[k] for k in recorded.others}
-        x, args = recorded.join(_merge(active, others))
-        x, after, _ = call.block(params, variables, x, args, None)
-        self._check(jax.tree.leaves(x), _merge(active, others))
-        return jax.tree.leaves(x), {k: _like(after[k], state[k], k) for k in state}
-
-    @property
-    def _rematted(self) -> Callable[[dict, Any, Any], tuple[list, dict]]:
-        """One layer that keeps what the remat policy says when it is differentiated."""
-        remat = self.recorded.call.remat
-        return apply_remat(self._block, remat, gathers=False, prevent_cse=False)
-
-    def _check(self, out: list, travel: list) -> None:
-        given = [(x.shape, x.dtype) for x in travel[: len(out)]]
-        found = [(x.shape, x.dtype) for x in out]
+    def _checked_block(self, held: dict, activations: list) -> tuple[list, dict]:
+        x, after = self.block.run(held, activations)
+        given = [(a.shape, a.dtype) for a in activations[: len(x)]]
+        found = [(a.shape, a.dtype) for a in x]
         if found != given:
             raise PipelineError(
                 f"A block of the Stack maps arrays of {given} to {found}. Its output "
                 "must be like its input: the next block takes it."
             )
+        return x, {key: _like(new, held[key], key) for key, new in after.items()}
 
-    def _layer_backward(self, trained: dict, given: Any) -> tuple[Any, dict]:
-        fixed, saved, args, grads_x = given
-        assert self._keeping is not None
-        vjp = self._keeping.vjp(trained, fixed, args, saved)
-        grads, entering = vjp(grads_x)
-        num_x = self.recorded.num_x
-        found = [x for x in entering if x is not None]
-        return (found[:num_x], found[num_x:]), grads
+    def _call(self, trained: dict, active: list, rest: Any) -> tuple[list, dict]:
+        fixed, state, others = rest
+        activations = [
+            b if a is None else a for a, b in zip(active, others, strict=True)
+        ]
+        x, after = self._layer(trained | fixed | state, activations)
+        return x, {key: after[key] for key in state}
 
-    def _cast(self, layers: Layers) -> Layers:
-        """Parameters in the dtype of the computation; gradients follow it."""
-        computed = {*self.recorded.params, *layers.trained}
+    @property
+    def _rematted(self) -> Callable[[dict, list, Any], tuple[list, dict]]:
+        """One layer that keeps what the remat policy says when it is differentiated."""
+        remat = self.block.remat
+        return apply_remat(self._call, remat, gathers=False, prevent_cse=False)
 
-        def cast(arrays: dict) -> dict:
-            return {
-                key: cast_floating(x, self.compute) if key in computed else x
-                for key, x in arrays.items()
-            }
-
-        return Layers(cast(layers.trained), cast(layers.fixed), layers.state)
-
-    # Its layers
-
-    def _run(self, layers: Layers, travel: Sequence[Any]) -> tuple[list, dict]:
-        num_x = self.recorded.num_x
-        args = list(travel[num_x:])
-
-        def step(x: list, layer: Layers) -> tuple[list, dict]:
-            layer = self._cast(layer)
-            active, others = self._partition([*x, *args])
-            rest = (layer.fixed, layer.state, others)
-            return self._rematted(layer.trained, active, rest)
-
-        x, state = jax.lax.scan(step, list(travel[:num_x]), layers)
-        return [*x, *args], state
-
-    def _forward_keeping(
-        self, layers: Layers, travel: Sequence[Any]
-    ) -> tuple[list, dict, Any]:
-        num_x = self.recorded.num_x
-        args = list(travel[num_x:])
-
-        def step(x: list, layer: Layers) -> tuple[list, Any]:
-            layer = self._cast(layer)
-            if self._keeping is None:
-                self._keeping = keeping_forward(self._block_vjp, layer, x, args)
-            x, state, saved = self._keeping.run(layer, x, args)
-            return x, (state, saved)
-
-        x, (state, saved) = jax.lax.scan(step, list(travel[:num_x]), layers)
-        return [*x, *args], state, {"layers": saved, "args": args}
-
-    def _block_vjp(
+    def _layer_vjp(
         self, layer: Layers, x: list, args: list
     ) -> tuple[list, dict, Callable]:
-        """One layer's output, its state, and its VJP."""
+        """A layer's output, its state, and its VJP."""
         active, others = self._partition([*x, *args])
         rest = (layer.fixed, layer.state, others)
         x, vjp, state = jax.vjp(
@@ -318,52 +293,41 @@ class Stage:
         )
         return x, state, vjp
 
-    def _backward(
-        self,
-        layers: Layers,
-        kept: Any,
-        grads: Sequence[Any],
-        layer_backward: Callable[[dict, Any], tuple[Any, Any]],
-        totals: Any,
-        collect: Callable[[Any, Any, jax.Array], tuple[Any, Any]],
-    ) -> tuple[list, Any, Any]:
-        """From the last layer to the first.
+    def _layer_backward(self, trained: dict, kept: Any) -> tuple[Any, dict]:
+        """Cotangents of x and of the arguments, and the gradients of weights."""
+        fixed, saved, args, grads_x = kept
+        grads, cotangents = self._residuals.vjp(trained, fixed, args, saved)(grads_x)
+        return self._split_args([c for c in cotangents if c is not None]), grads
 
-        Args:
-            layers: The layers.
-            kept: From `forward`.
-            grads: Gradients of what travelled on.
-            layer_backward: One layer: gradients for the layer before, and its own.
-            totals: What goes from layer to layer, or ``None``.
-            collect: ``(totals, own, layer) -> (totals, what to stack)``.
+    def _split_backward(self, layer: Layers, activations: list) -> SplitBackward:
+        x, args = self._split_args(activations)
+        saved = [v.aval for v in self._residuals.saved]
+        kept = (layer.fixed, saved, args, x)
+        return split_backward(self._layer_backward, layer.trained, kept)
 
-        Returns:
-            Gradients of what travelled in, the totals, and what was stacked.
-        """
-        kept = self._rerun(layers, kept)
+    def _split_args(self, activations: list) -> tuple[list, list]:
+        """The arrays of ``x``, and those of the arguments."""
+        return activations[: self.num_x], activations[self.num_x :]
 
-        def step(carry: tuple[list, list, Any], xs: Any) -> tuple[Any, Any]:
-            layer, saved, index = self._cast(xs[0]), xs[1], xs[2]
-            grads_x, grads_args, totals = carry
-            given = (layer.fixed, saved, kept["args"], grads_x)
-            (grads_x, more), own = layer_backward(layer.trained, given)
-            totals, stacked = collect(totals, own, index)
-            return (grads_x, _add(grads_args, more), totals), stacked
+    def _partition(self, activations: list) -> tuple[list, list]:
+        """Those with cotangents and those without, ``None`` in place of the others."""
+        marked = list(zip(activations, self.block.differentiated, strict=True))
+        active = [x if is_active else None for x, is_active in marked]
+        others = [None if is_active else x for x, is_active in marked]
+        return active, others
 
-        num_x = self.recorded.num_x
-        (grads_x, grads_args, totals), stacked = jax.lax.scan(
-            step,
-            (list(grads[:num_x]), list(grads[num_x:]), totals),
-            _numbered(_stateless(layers), kept["layers"]),
-            reverse=True,
+    def _cast(self, arrays: dict) -> dict:
+        """Parameters in the dtype of the computation; gradients follow it."""
+        computed = self.block.params | self.block.trained
+        return {
+            key: cast_floating(x, self._compute) if key in computed else x
+            for key, x in arrays.items()
+        }
+
+    def _cast_layers(self, layers: Layers) -> Layers:
+        return Layers(
+            self._cast(layers.trained), self._cast(layers.fixed), layers.state
         )
-        return [*grads_x, *grads_args], totals, stacked
-
-    def _rerun(self, layers: Layers, kept: Any) -> Any:
-        if self.stash == "policy":
-            return kept
-        layers = Layers(layers.trained, layers.fixed, kept["state"])
-        return self._forward_keeping(layers, kept["travel"])[2]
 
 
 def _like(new: jax.Array, old: jax.Array, key: Any) -> jax.Array:
@@ -376,19 +340,62 @@ def _like(new: jax.Array, old: jax.Array, key: Any) -> jax.Array:
     return new if new.dtype == old.dtype else new.astype(old.dtype)
 
 
-def _merge(active: Sequence[Any], others: Sequence[Any]) -> list:
-    return [b if a is None else a for a, b in zip(active, others, strict=True)]
-
-
-def _stateless(layers: Layers) -> Layers:
-    return Layers(layers.trained, layers.fixed, {})
-
-
-def _numbered(layers: Layers, kept: Any) -> tuple[Layers, Any, jax.Array]:
-    """What a scan over layers takes, with each layer's index."""
-    count = len(jax.tree.leaves((layers, kept))[0])
-    return layers, kept, jnp.arange(count)
+def _numbered(layers: Layers, stacked: Any) -> tuple[Layers, Any, jax.Array]:
+    """What a backward scan takes: layers without state, values, and indices."""
+    layers = Layers(layers.trained, layers.fixed, {})
+    count = len(jax.tree.leaves((layers, stacked))[0])
+    return layers, stacked, jnp.arange(count)
 
 
 def _add(a: list, b: list) -> list:
     return [x + y for x, y in zip(a, b, strict=True)]
+
+
+def check_layer(layer: TracedFunction, mesh: Mesh, axis: str) -> None:
+    """Checks that a layer gathers and scatters nothing by computed indices.
+
+    In a region that is manual over ``pipe`` and automatic over other axes, XLA's
+    partitioner ends the process on them (jax 0.10 and 0.12): refused with a name, never
+    an abort. A nested ``shard_map`` over the other axes would cure it.
+
+    Args:
+        layer: One layer as a function of its arrays.
+        mesh: The mesh.
+        axis: The axis of stages; over the others the stage is partitioned by XLA.
+
+    Raises:
+        PipelineError: If it does, on a mesh that has other axes.
+    """
+    others = [name for name, size in mesh.shape.items() if name != axis and size > 1]
+    if not others:
+        return
+    found = _computed_indices(layer.eqns, set(jax.tree.leaves(layer.inputs)))
+    if found:
+        raise PipelineError(
+            f"A block of the Stack indexes an array by computed indices (JAX's "
+            f"{sorted(set(found))}, as x[indices], jnp.take or x.at[indices].set make "
+            f"them). Inside a pipeline stage that is also split over {others}, XLA's "
+            "partitioner ends the process on it. Write it as a product with "
+            "jax.nn.one_hot(indices, size), look it up before the Stack and pass the "
+            "result as an argument of the blocks, or use Pipeline alone."
+        )
+
+
+def _computed_indices(
+    eqns: Sequence[jex.JaxprEqn], computed: set[jex.Var]
+) -> list[str]:
+    """Names of the gathers and scatters whose indices are computed from an input."""
+    found: list[str] = []
+    for eqn in eqns:
+        flags = [not isinstance(a, jex.Literal) and a in computed for a in eqn.invars]
+        name = eqn.primitive.name
+        if (name == "gather" or name.startswith("scatter")) and flags[1]:
+            found.append(name)
+        for inner in subjaxprs(eqn):
+            # A loop or a branch takes its operands in another order: any may be one.
+            is_call = len(inner.invars) == len(flags)
+            marks = flags if is_call else [any(flags)] * len(inner.invars)
+            found += _computed_indices(inner.eqns, set(compress(inner.invars, marks)))
+        if any(flags):
+            computed.update(variables_in(eqn.outvars))
+    return found

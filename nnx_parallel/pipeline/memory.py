@@ -1,0 +1,226 @@
+"""What a tick reads and writes: its slots, and the memory that goes from tick to tick.
+
+Memory slots hold values of one shape, written and read by index.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nnx_parallel.schedules.buffers import Buffers
+from nnx_parallel.schedules.slots import Slots
+from nnx_parallel.schedules.table import Table
+
+
+def zeros_like(tree: Any) -> Any:
+    """Zeros of some shapes."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
+
+
+def zeros_of(run: Callable[[], Any]) -> Any:
+    """Zeros of the shapes that a function returns; it is not run."""
+    return zeros_like(jax.eval_shape(run))
+
+
+def run_if(predicate: jax.Array, run: Callable[[], Any], *, scope: str) -> Any:
+    """The result of a function, or zeros of its shapes, under a named scope."""
+    with jax.named_scope(scope):
+        return jax.lax.cond(predicate, run, lambda: zeros_of(run))
+
+
+def make_slots(count: int, tree: Any) -> Any:
+    """Zeros for ``count`` values like those of a tree, and for a spare one.
+
+    A stage without a slot of its own writes its result to the spare one. To keep the
+    old value instead would read it, and XLA copies a whole buffer in which one fusion
+    reads and writes a slot (v5p: 0.4 of 3.7 GiB, and two copies of the stash a tick).
+    """
+    return jax.tree.map(lambda x: jnp.zeros((count + 1, *x.shape), x.dtype), tree)
+
+
+def read_slot(slots: Any, slot: jax.Array) -> Any:
+    """The value in a slot; anything if the slot is -1."""
+    index = jnp.maximum(slot, 0)
+    return jax.tree.map(
+        lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), slots
+    )
+
+
+def write_slot(slots: Any, value: Any, slot: jax.Array) -> Any:
+    """The slots with a value in one of them, unless the slot is -1."""
+
+    def write(x: jax.Array, new: jax.Array) -> jax.Array:
+        index = jnp.where(slot >= 0, slot, x.shape[0] - 1)
+        return jax.lax.dynamic_update_index_in_dim(x, new, index, axis=0)
+
+    return jax.tree.map(write, slots, value)
+
+
+class Chunks:
+    """The chunks of layers that a stage holds, one after the other.
+
+    Args:
+        count: How many.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def take(self, layers: Any, chunk: jax.Array) -> Any:
+        """The layers of one chunk; of any if it is -1."""
+        if self._count == 1:
+            return layers
+
+        def take(x: jax.Array) -> jax.Array:
+            size = x.shape[0] // self._count
+            return jax.lax.dynamic_slice_in_dim(x, jnp.maximum(chunk, 0) * size, size)
+
+        return jax.tree.map(take, layers)
+
+    def put(self, layers: Any, new: Any, chunk: jax.Array) -> Any:
+        """The layers with one chunk replaced, unless the chunk is -1."""
+
+        def put(x: jax.Array, part: jax.Array, old: jax.Array) -> jax.Array:
+            part = jnp.where(chunk >= 0, part, old)
+            start = jnp.maximum(chunk, 0) * part.shape[0]
+            return jax.lax.dynamic_update_slice_in_dim(x, part, start, axis=0)
+
+        return jax.tree.map(put, layers, new, self.take(layers, chunk))
+
+    def adder(self, chunk: jax.Array) -> Callable[[Any, Any, jax.Array], Any]:
+        """``(totals of all layers, values of one, its index in the chunk) -> totals``.
+
+        Adds in the totals' dtype, in place; nothing if the chunk is -1.
+        """
+
+        def add(totals: Any, new: Any, layer: jax.Array) -> Any:
+            def add_one(x: jax.Array, part: jax.Array) -> jax.Array:
+                size = x.shape[0] // self._count
+                index = jnp.maximum(chunk, 0) * size + layer
+                old = jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
+                # A mask, not a branch: zeros are added where there is no slot.
+                part = jnp.where(chunk >= 0, part.astype(x.dtype), 0)
+                return jax.lax.dynamic_update_index_in_dim(x, old + part, index, axis=0)
+
+            return jax.tree.map(add_one, totals, new)
+
+        return add
+
+
+# A scan carries the leaves of these classes in the order of their fields.
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StageSlots:
+    """What each stage does in a tick: chunks of layers and memory slots, or -1.
+
+    Arrays of shape (ticks, stages) in all, (stages,) in a tick, () inside a stage. The
+    meaning of each is that of the same field of `Buffers`.
+    """
+
+    backward_cotangent: Any
+    backward_input_chunk: Any
+    backward_pending: Any
+    backward_saved: Any
+    backward_weight_chunk: Any
+    feed_cotangent: Any
+    feed_input: Any
+    forward_chunk: Any
+    forward_input: Any
+    forward_saved: Any
+    receive_cotangent: Any
+    receive_input: Any
+    weight_pending: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class MeshSlots:
+    """What the whole mesh does in a tick; arrays of shape (ticks,) in all.
+
+    Attributes:
+        any_backward_input: Whether some stage has a backward input slot.
+        any_backward_weight: Whether some stage has a backward weight slot.
+        any_forward: Whether some stage has a forward slot.
+        enters: The microbatch that enters the stack, or -1.
+        leaves: The microbatch that leaves it, or -1.
+        returns: The microbatch whose cotangents come back to its entry, or -1.
+    """
+
+    any_backward_input: Any
+    any_backward_weight: Any
+    any_forward: Any
+    enters: Any
+    leaves: Any
+    returns: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TickSlots:
+    """The slots of one tick, or of all, along a leading ``ticks`` dim."""
+
+    stages: StageSlots
+    mesh: MeshSlots
+
+    @classmethod
+    def of(cls, table: Table, buffers: Buffers) -> TickSlots:
+        """The slots of all ticks of a table."""
+        chunks = {
+            "forward_chunk": table.forward.chunk,
+            "backward_input_chunk": table.backward_input.chunk,
+            "backward_weight_chunk": table.backward_weight.chunk,
+        }
+        fields = [
+            f.name for f in dataclasses.fields(StageSlots) if f.name not in chunks
+        ]
+
+        def at(slots: Slots, stage: int, chunk: int) -> np.ndarray:
+            """The microbatch of one chunk of a stage in each tick, or -1."""
+            is_chunk = slots.chunk[:, stage] == chunk
+            return np.where(is_chunk, slots.microbatch[:, stage], -1)
+
+        mesh = MeshSlots(
+            any_backward_input=table.backward_input.any,
+            any_backward_weight=table.backward_weight.any,
+            any_forward=table.forward.any,
+            enters=at(table.forward, 0, 0),
+            leaves=at(table.forward, -1, table.num_chunks - 1),
+            returns=at(table.backward_input, 0, 0),
+        )
+        stages = StageSlots(**chunks, **{f: getattr(buffers, f) for f in fields})
+        return cls(stages, mesh)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StageMemory:
+    """What the stages keep from slot to slot.
+
+    Arrays have a leading ``stages`` dim, split over the pipe axis, and lose it inside a
+    stage; then those with memory slots have a ``slots`` dim. Every field is a tree of
+    arrays, or ``None`` where the table needs none.
+
+    Attributes:
+        cotangents: Slots for cotangents that wait for their backward.
+        inputs: Slots for activations that wait for their forward.
+        pending: Slots for what waits for its weight gradient.
+        received: Activations that the stage before sent in the last tick.
+        returned: Cotangents that the stage after sent in the last tick.
+        stash: Slots for what waits for its backward.
+    """
+
+    cotangents: Any
+    inputs: Any
+    pending: Any
+    received: Any
+    returned: Any
+    stash: Any
