@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import compress
 from typing import Any
 
 import jax
@@ -133,7 +132,7 @@ def _end_runs(ends: PrologueEpilogue) -> dict[str, Run]:
 
     def before(params: dict) -> list:
         entering, _ = ends.prologue(first, params, InFlight([], {}))
-        return list(compress(entering, ends.cut.block.differentiated))
+        return ends.cut.block.with_cotangents(entering)
 
     def before_backward(params: dict, grads: list) -> dict:
         return jax.vjp(before, params)[1](ends.spread(grads))[0]

@@ -102,7 +102,8 @@ def trace_residuals(
     traced = trace(forward, *parts, inlined=is_jit)
     warn_of_effects(traced)
     # `jax.checkpoint` passes a residual that is an input through `reduce_precision`,
-    # which gives it another identity: ask what a residual is derived from.
+    # https://github.com/jax-ml/jax/pull/22244, so that it cannot be recognised by
+    # identity: ask what a residual is derived from.
     weights = jax.tree.leaves(traced.inputs[:2])
     free = derived(traced.eqns, [*traced.consts, *weights])
     free |= derived(traced.eqns, [*traced.consts, *jax.tree.leaves(traced.inputs[2])])

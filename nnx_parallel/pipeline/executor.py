@@ -13,22 +13,20 @@ to the next stage by ``ppermute``, cotangents back.
 
 from __future__ import annotations
 
-import dataclasses
-from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.layers.residuals import Layers
 from nnx_parallel.pipeline.memory import (
     Chunks,
+    LayerPermutation,
     MeshSlots,
     StageMemory,
     StageSlots,
@@ -42,78 +40,6 @@ from nnx_parallel.pipeline.memory import (
 from nnx_parallel.pipeline.stage import Stage
 from nnx_parallel.schedules.buffers import Buffers
 from nnx_parallel.schedules.table import Table
-
-
-@dataclass(frozen=True, eq=False)
-class LayerPermutation:
-    """Transfers in which every stage sends one block of layers and receives one.
-
-    Layers are stored in their natural order, a block of neighbours on each stage,
-    whatever the schedule. With several chunks a stage runs layers from all over the
-    stack: then every step sends them there, and their gradients back.
-
-    Attributes:
-        receiver: Stage to which each stage sends, of shape (chunks, stages).
-        taken: Position of the block that it sends, likewise.
-        put: Position at which each stage puts what it receives, likewise.
-    """
-
-    receiver: np.ndarray
-    taken: np.ndarray
-    put: np.ndarray
-
-    @classmethod
-    def plan(cls, num_stages: int, num_chunks: int) -> LayerPermutation:
-        """Transfers from the natural order to the schedule's.
-
-        Block b of the stack is stored on stage ``b // chunks`` and run on stage ``b %
-        stages``. The transfers are a regular bipartite graph, which falls apart into
-        perfect matchings (König's theorem): one for each chunk.
-        """
-        receiver, taken, put = np.zeros((3, num_chunks, num_stages), np.int32)
-        if num_chunks == 1:
-            return cls(np.arange(num_stages)[None], taken, put)
-        # Imported here for the time that it takes.
-        from scipy.optimize import linear_sum_assignment
-
-        waiting: dict[tuple[int, int], list[int]] = defaultdict(list)
-        counts = np.zeros((num_stages, num_stages), int)
-        for block in range(num_stages * num_chunks):
-            edge = (block // num_chunks, block % num_stages)
-            waiting[edge].append(block)
-            counts[edge] += 1
-        for chunk in range(num_chunks):
-            senders, receivers = linear_sum_assignment(counts > 0, maximize=True)
-            for edge in zip(senders, receivers, strict=True):
-                block = waiting[edge].pop()
-                counts[edge] -= 1
-                source, target = edge
-                receiver[chunk, source] = target
-                taken[chunk, source] = block % num_chunks
-                put[chunk, target] = block // num_stages
-        return cls(receiver, taken, put)
-
-    def inverse(self) -> LayerPermutation:
-        """The transfers that undo these."""
-        sender = np.argsort(self.receiver, axis=1)
-        return LayerPermutation(sender, self.put, self.taken)
-
-    def move(self, x: jax.Array, axis: str) -> jax.Array:
-        """A stage's layers after the transfers, inside its region."""
-        stage = jax.lax.axis_index(axis)
-        size = x.shape[0] // len(self.receiver)
-        moved = x
-        for receiver, taken, put in zip(
-            self.receiver, self.taken, self.put, strict=True
-        ):
-            block = jax.lax.dynamic_slice_in_dim(
-                x, jnp.asarray(taken)[stage] * size, size
-            )
-            pairs = [(source, int(target)) for source, target in enumerate(receiver)]
-            block = jax.lax.ppermute(block, axis, pairs)
-            start = jnp.asarray(put)[stage] * size
-            moved = jax.lax.dynamic_update_slice_in_dim(moved, block, start, axis=0)
-        return moved
 
 
 class Executor:
@@ -141,15 +67,10 @@ class Executor:
         self._permutation = LayerPermutation.plan(table.num_stages, table.num_chunks)
 
     def manual(self, function: Callable) -> Callable:
-        """A function of one stage as one of all stages.
+        """A function ``(layers, each, shared) -> (layers, each)``, of all stages.
 
-        Args:
-            function: ``(layers, each, shared) -> (layers, each)`` of a stage.
-
-        Returns:
-            The same of arrays of all stages: those in ``layers`` have their ``layers``
-            dim split over the stages, those in ``each`` have a leading ``stages`` dim,
-            and those in ``shared`` are the same for all.
+        Arrays in ``layers`` have their ``layers`` dim split over the stages, those in
+        ``each`` a leading ``stages`` dim; those in ``shared`` are the same for all.
         """
 
         def body(layers: Any, each: Any, shared: Any) -> Any:
@@ -172,7 +93,7 @@ class Executor:
     # Layers
 
     def to_stages(self, tree: Any) -> Any:
-        """Layers in natural order, moved to the stages that run them."""
+        """Stacked arrays in the layers' natural order, moved to where they run."""
         return self._permute(tree, self._permutation)
 
     def to_storage(self, tree: Any) -> Any:
@@ -211,12 +132,7 @@ class Executor:
     # Memory
 
     def allocate(self, layers: Layers, activations: list) -> StageMemory:
-        """Zeros for everything that the stages keep.
-
-        Args:
-            layers: Shapes of all layers.
-            activations: Shapes of what enters the stack, for one microbatch.
-        """
+        """Zeros for all that the stages keep, from shapes of layers and activations."""
         buffers, table = self.buffers, self.table
 
         def slots(count: int, tree: Any) -> Any:
@@ -226,7 +142,7 @@ class Executor:
         inputs = slots(buffers.num_inputs, activations)
         if table.is_forward_only:
             return StageMemory(None, inputs, None, received, None, None)
-        cotangents = self.stage.with_cotangents(activations)
+        cotangents = self.stage.block.with_cotangents(activations)
         stash, pending = self._shapes(layers, activations)
         return StageMemory(
             received=received,
@@ -254,11 +170,11 @@ class Executor:
 
         def slots(layers: Layers, _: None, activations: list) -> tuple[None, Any]:
             chunk = self._chunks.take(layers, jnp.int32(0))
-            activations, _, stash = self.stage.forward(chunk, activations)
+            activations, _state, stash = self.stage.forward(chunk, activations)
             if not self.table.is_split:
                 return None, (stash, None)
-            cotangents = self.stage.with_cotangents(activations)
-            _, pending = self.stage.backward_input(chunk, stash, cotangents)
+            cotangents = self.stage.block.with_cotangents(activations)
+            _sent, pending = self.stage.backward_input(chunk, stash, cotangents)
             return None, (stash, pending)
 
         shapes = jax.eval_shape(self.manual(slots), layers, None, activations)[1]
@@ -307,8 +223,8 @@ class Executor:
             tick: The tick.
 
         Returns:
-            The layers with their state after it, the memory, and the stack's output
-            for the microbatch that leaves it.
+            The layers with their new state, the memory, and the stack's output for the
+            microbatch that leaves it.
         """
         inputs = self._receive(
             memory,
@@ -316,12 +232,13 @@ class Executor:
             entering,
             lambda m, s: (m.inputs, m.received, s.receive_input, s.feed_input),
         )
-        each = (dataclasses.replace(memory, inputs=inputs), tick.stages)
+        each = (replace(memory, inputs=inputs), tick.stages)
         state, (memory, activations) = self.manual(self._forward_slot)(
             layers, each, tick.mesh.any_forward
         )
+        # (stages, batch, ...): only the last stage's is an output of the stack.
         leaving = [x[-1] for x in activations[: self.stage.num_x]]
-        return dataclasses.replace(layers, state=state), memory, leaving
+        return replace(layers, state=state), memory, leaving
 
     def _forward_slot(
         self, layers: Layers, each: Any, is_any: jax.Array
@@ -335,12 +252,12 @@ class Executor:
                 is_any, lambda: self.stage.run(chunk, activations)[0], scope="forward"
             )
             received = self._send(activations, 1)
-            memory = dataclasses.replace(memory, received=received)
+            memory = replace(memory, received=received)
             return layers.state, (memory, activations)
         activations, state, stash = run_if(
             is_any, lambda: self.stage.forward(chunk, activations), scope="forward"
         )
-        memory = dataclasses.replace(
+        memory = replace(
             memory,
             received=self._send(activations, 1),
             stash=write_slot(memory.stash, stash, slots.forward_saved),
@@ -379,15 +296,17 @@ class Executor:
                 s.feed_cotangent,
             ),
         )
-        memory = dataclasses.replace(memory, cotangents=waiting)
+        memory = replace(memory, cotangents=waiting)
         each, mesh = (memory, tick.stages), tick.mesh
         if not self.table.is_split:
             both = (layers, grads)
             grads, (memory, sent) = self.manual(self._joint_slot)(both, each, mesh)
         else:
+            # Two regions: a tick may write a pending value and read another.
             _, (memory, sent) = self.manual(self._input_slot)(layers, each, mesh)
             each, both = (memory.pending, tick.stages), (layers, grads)
             grads, _ = self.manual(self._weight_slot)(both, each, mesh)
+        # (stages, batch, ...): the first stage's belong to what entered the stack.
         return grads, memory, [x[0] for x in sent]
 
     def _backward_inputs(
@@ -413,7 +332,7 @@ class Executor:
                 lambda: (grads, zeros_like(cotangents)),
             )
         returned = self._send(sent, -1)
-        return grads, (dataclasses.replace(memory, returned=returned), sent)
+        return grads, (replace(memory, returned=returned), sent)
 
     def _input_slot(
         self, layers: Layers, each: Any, mesh: MeshSlots
@@ -425,7 +344,7 @@ class Executor:
             lambda: self.stage.backward_input(*inputs),
             scope="backward_input",
         )
-        memory = dataclasses.replace(
+        memory = replace(
             memory,
             pending=write_slot(memory.pending, pending, slots.backward_pending),
             returned=self._send(sent, -1),

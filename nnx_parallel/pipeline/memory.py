@@ -1,4 +1,4 @@
-"""What a tick reads and writes: its slots, and the memory that goes from tick to tick.
+"""What a tick reads and writes: slots, memory, and the layers of a stage.
 
 Memory slots hold values of one shape, written and read by index.
 """
@@ -6,6 +6,7 @@ Memory slots hold values of one shape, written and read by index.
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -112,6 +113,78 @@ class Chunks:
             return jax.tree.map(add_one, totals, new)
 
         return add
+
+
+@dataclass(frozen=True, eq=False)
+class LayerPermutation:
+    """Transfers in which every stage sends one block of layers and receives one.
+
+    Layers are stored in their natural order, a block of neighbours on each stage,
+    whatever the schedule. With several chunks a stage runs layers from all over the
+    stack: then every step sends them there, and their gradients back.
+
+    Attributes:
+        receiver: Stage to which each stage sends, of shape (chunks, stages).
+        taken: Position of the block that it sends, likewise.
+        put: Position at which each stage puts what it receives, likewise.
+    """
+
+    receiver: np.ndarray
+    taken: np.ndarray
+    put: np.ndarray
+
+    @classmethod
+    def plan(cls, num_stages: int, num_chunks: int) -> LayerPermutation:
+        """Transfers from the natural order to the schedule's.
+
+        Block b of the stack is stored on stage ``b // chunks`` and run on stage ``b %
+        stages``. The transfers are a regular bipartite graph, which falls apart into
+        perfect matchings (König's theorem): one for each chunk.
+        """
+        receiver, taken, put = np.zeros((3, num_chunks, num_stages), np.int32)
+        if num_chunks == 1:
+            return cls(np.arange(num_stages)[None], taken, put)
+        # Imported here for the time that it takes.
+        from scipy.optimize import linear_sum_assignment
+
+        waiting: dict[tuple[int, int], list[int]] = defaultdict(list)
+        counts = np.zeros((num_stages, num_stages), int)
+        for block in range(num_stages * num_chunks):
+            edge = (block // num_chunks, block % num_stages)
+            waiting[edge].append(block)
+            counts[edge] += 1
+        for chunk in range(num_chunks):
+            senders, receivers = linear_sum_assignment(counts > 0, maximize=True)
+            for edge in zip(senders, receivers, strict=True):
+                block = waiting[edge].pop()
+                counts[edge] -= 1
+                source, target = edge
+                receiver[chunk, source] = target
+                taken[chunk, source] = block % num_chunks
+                put[chunk, target] = block // num_stages
+        return cls(receiver, taken, put)
+
+    def inverse(self) -> LayerPermutation:
+        """The transfers that undo these."""
+        sender = np.argsort(self.receiver, axis=1)
+        return LayerPermutation(sender, self.put, self.taken)
+
+    def move(self, x: jax.Array, axis: str) -> jax.Array:
+        """A stage's layers after the transfers, inside its region."""
+        stage = jax.lax.axis_index(axis)
+        size = x.shape[0] // len(self.receiver)
+        moved = x
+        for receiver, taken, put in zip(
+            self.receiver, self.taken, self.put, strict=True
+        ):
+            block = jax.lax.dynamic_slice_in_dim(
+                x, jnp.asarray(taken)[stage] * size, size
+            )
+            pairs = [(source, int(target)) for source, target in enumerate(receiver)]
+            block = jax.lax.ppermute(block, axis, pairs)
+            start = jnp.asarray(put)[stage] * size
+            moved = jax.lax.dynamic_update_slice_in_dim(moved, block, start, axis=0)
+        return moved
 
 
 # A scan carries the leaves of these classes in the order of their fields.

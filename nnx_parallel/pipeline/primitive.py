@@ -103,6 +103,7 @@ def _check_arrays(x: list, arrays: list) -> None:
         )
 
 
+# The layers are not traced here: one that is wrong is found where a stage traces it.
 @stack_p.def_abstract_eval
 def _shapes(*avals: Any, recorded: RecordedCall) -> list:
     """``x`` and the other variables come out as they went in; `Stage` checks it."""

@@ -17,11 +17,18 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.pipeline.cut import Arrays, Function, cut
-from nnx_parallel.pipeline.memory import make_slots, read_slot, write_slot, zeros_of
+from nnx_parallel.pipeline.memory import (
+    make_slots,
+    read_slot,
+    write_slot,
+    zeros_like,
+    zeros_of,
+)
 from nnx_parallel.schedules.buffers import Buffers
 from nnx_parallel.sharding.constrain import using
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.model import flatten
+from nnx_parallel.sharding.names import is_inexact
 from nnx_parallel.sharding.rules import as_tuple
 
 
@@ -51,6 +58,7 @@ class PipelineInputs:
         """
         count = jax.tree.leaves(microbatches)[0].shape[0]
         keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(count))
+        # fold_in by index, as where microbatches are accumulated: the same masks.
         return cls(
             params=flatten(params),
             variables=flatten(variables),
@@ -147,12 +155,93 @@ class PrologueEpilogue:
             entering, skips, after = jax.lax.cond(microbatch >= 0, run, skip)
         return entering, InFlight(skips, before), after
 
+    def leave(
+        self,
+        microbatch: jax.Array,
+        objective: Callable[[Any], jax.Array],
+        kept: InFlight,
+        leaving: list,
+        start: tuple[Arrays, Arrays],
+    ) -> tuple[Arrays, Arrays, list, list, Any]:
+        """The epilogue and its gradients, of a microbatch that leaves now, or -1.
+
+        Args:
+            microbatch: Index of the microbatch.
+            objective: The scalar of the outputs whose gradient is summed.
+            kept: What was kept of the microbatch.
+            leaving: The output of the stack.
+            start: The gradients so far, and the variables that the epilogue changes.
+
+        Returns:
+            The gradients, the variables, the gradients of floating skips, the
+            cotangents of the stack's output, and the function's outputs.
+        """
+        grads, variables = start
+
+        def epilogue(params: Arrays, floats: list, leaving: list) -> Any:
+            rest = iter(floats)
+            skips = [next(rest) if is_inexact(x) else x for x in kept.skips]
+            outputs, changed = self.epilogue(
+                microbatch, params, variables, InFlight(skips, kept.variables), leaving
+            )
+            return objective(outputs), (outputs, changed)
+
+        def run() -> tuple:
+            floats = [x for x in kept.skips if is_inexact(x)]
+            value, vjp, (outputs, changed) = jax.vjp(
+                epilogue, self.params, floats, leaving, has_aux=True
+            )
+            new, *cotangents = vjp(jnp.ones_like(value))
+            return _add(grads, new), changed, *cotangents, outputs
+
+        def skip() -> tuple:
+            return grads, variables, *zeros_of(run)[2:]
+
+        # The index comes from the table: the predicate is equal on all devices, and the
+        # gradients pass through untouched in ticks in which no microbatch leaves.
+        with jax.named_scope("after"):
+            return jax.lax.cond(microbatch >= 0, run, skip)
+
+    def pad(self, cotangents: list) -> list:
+        """Cotangents of all activations, from those of the stack's output.
+
+        The arguments of the blocks end with the last one: none come back for them.
+        """
+        active = self.cut.block.with_cotangents(self.entering)
+        return [*cotangents, *zeros_like(active[len(cotangents) :])]
+
+    def go_back(
+        self,
+        microbatch: jax.Array,
+        kept: InFlight,
+        skip_grads: list,
+        cotangents: list,
+        grads: Arrays,
+    ) -> Arrays:
+        """Gradients with those of the prologue, of a microbatch that is back, or -1.
+
+        The prologue is run again: its residuals would be kept as long as the skips.
+        """
+
+        def prologue(params: Arrays) -> list:
+            entering, skips = self.prologue(microbatch, params, kept)
+            floats = [x for x in skips if is_inexact(x)]
+            return [*self.cut.block.with_cotangents(entering), *floats]
+
+        def run() -> Arrays:
+            _, vjp = jax.vjp(prologue, self.params)
+            (new,) = vjp([*self.spread(cotangents), *skip_grads])
+            return _add(grads, new)
+
+        with jax.named_scope("before_backward"):
+            return jax.lax.cond(microbatch >= 0, run, lambda: grads)
+
     def prologue(
-        self, microbatch: jax.Array, params: Arrays, in_flight: InFlight
+        self, microbatch: jax.Array, params: Arrays, kept: InFlight
     ) -> tuple[list, list]:
-        """The prologue of a microbatch once more: what enters the stack, the skips."""
+        """The arrays that enter the stack, and the skips."""
         batch, key = self._inputs.take(microbatch)
-        variables = self.variables | in_flight.variables
+        variables = self.variables | kept.variables
         return self._prologue(params, variables, batch, key)[:2]
 
     def epilogue(
@@ -160,25 +249,15 @@ class PrologueEpilogue:
         microbatch: jax.Array,
         params: Arrays,
         variables: Arrays,
-        in_flight: InFlight,
+        kept: InFlight,
         leaving: list,
     ) -> tuple[Any, Arrays]:
-        """The function's outputs and the variables that the epilogue changes.
-
-        Args:
-            microbatch: Index of the microbatch.
-            params: The parameters.
-            variables: The variables that the epilogue changes, before it.
-            in_flight: What was kept of the microbatch.
-            leaving: The output of the stack.
-        """
+        """The function's outputs, and the variables that the epilogue changes."""
         batch, key = self._inputs.take(microbatch)
-        variables = self.variables | in_flight.variables | variables
+        variables = self.variables | kept.variables | variables
         with using(self._layout):
             batch, leaving = self.spread((batch, leaving))
-            return self.cut.epilogue(
-                params, variables, batch, key, in_flight.skips, leaving
-            )
+            return self.cut.epilogue(params, variables, batch, key, kept.skips, leaving)
 
     def _prologue(
         self, params: Arrays, variables: Arrays, batch: Any, key: Any
@@ -190,6 +269,8 @@ class PrologueEpilogue:
         """Arrays of rows, split over the whole mesh, the stages too."""
 
         def constrain(x: jax.Array) -> jax.Array:
+            # (batch, seq, ...): what comes out of the stages is on `pipe` in one piece,
+            # and would be computed on every stage.
             names = ("batch", "seq")[: x.ndim] + (None,) * (x.ndim - 2)
             spec = self._layout.activation_spec(x.shape, names)
             free = [P.UNCONSTRAINED] * (x.ndim - len(spec))
@@ -256,3 +337,8 @@ def spread_over_stages(layout: Layout, axis: str, num_rows: int) -> Layout:
         logical = {**claims.logical, "seq": seq}
         spread = dataclasses.replace(claims, logical=logical)
     return dataclasses.replace(layout, claims=spread)
+
+
+def _add(grads: Arrays, new: Arrays) -> Arrays:
+    """Sums in the dtype of the first."""
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, new)

@@ -31,8 +31,6 @@ from nnx_parallel.pipeline.memory import (
     read_slot,
     run_if,
     write_slot,
-    zeros_like,
-    zeros_of,
 )
 from nnx_parallel.pipeline.prologue_epilogue import (
     InFlight,
@@ -216,16 +214,14 @@ class PipelinedFunction:
         self._executor = Executor(self._stage, table, buffers, mesh, axis)
 
     def _check_layer_state(self) -> None:
-        """Variables that the layers change change on their stage alone."""
-        for key in self._stage.state_keys:
-            path = self._paths[key]
-            if path in self._ends.cut.shared:
-                raise PipelineError(
-                    f"The loss reads `{dotted(path)}`, which the blocks of the Stack "
-                    "change. Under a Pipeline it changes on its stage while other "
-                    "microbatches are under way: return what the loss needs as an "
-                    "output of the blocks."
-                )
+        paths = {self._paths[key] for key in self._stage.state_keys}
+        for path in sorted(paths & self._ends.cut.shared):
+            raise PipelineError(
+                f"The loss reads `{dotted(path)}`, which the blocks of the Stack "
+                "change. Under a Pipeline it changes on its stage while other "
+                "microbatches are in flight: return what the loss needs as an output "
+                "of the blocks."
+            )
 
     def outputs(self) -> Any:
         """The function's outputs, each with a leading dim of microbatches."""
@@ -298,12 +294,12 @@ class PipelinedFunction:
         )
         with using(self._plan.layout):
             state, _ = jax.lax.scan(tick, state, self._ticks)
-        layer_grads, layer_state = executor.to_storage(
-            (state.layer_grads, state.layer_state)
-        )
+        stacked = (state.layer_grads, state.layer_state)
+        layer_grads, layer_state = executor.to_storage(stacked)
         grads = dict(state.grads)
         for key, x in layer_grads.items():
             path = self._paths[key]
+            # A parameter that the layers share with the parts around them has both.
             grads[path] = x + grads[path] if path in grads else x
         variables = self._inputs.variables | state.prologue_variables
         variables |= state.epilogue_variables
@@ -317,110 +313,49 @@ class PipelinedFunction:
         state: TickState,
         slots: TickSlots,
     ) -> tuple[TickState, None]:
-        """All slots of a tick, in their order.
+        """All slots of a tick, in their order; ``layers`` as before the step."""
+        ends, executor = self._ends, self._executor
+        enters, leaves = slots.mesh.enters, slots.mesh.leaves
+        returns = slots.mesh.returns
 
-        Args:
-            layers: The layers, as they are before the step.
-            objective: The scalar of one microbatch whose gradient is summed.
-            state: The state before the tick.
-            slots: Its slots.
-        """
-        ends, executor, mesh = self._ends, self._executor, slots.mesh
         variables = ends.variables | state.prologue_variables
-        entering, new, changed = ends.enter(mesh.enters, variables)
-        in_flight = ends.keep(state.in_flight, mesh.enters, new)
+        entering, new, prologue_variables = ends.enter(enters, variables)
+        in_flight = ends.keep(state.in_flight, enters, new)
+
         layers = replace(layers, state=state.layer_state)
         layers, memory, leaving = executor.forward(
             layers, state.memory, entering, slots
         )
-        state = replace(
-            state,
-            in_flight=in_flight,
-            prologue_variables=changed,
-            layer_state=layers.state,
+
+        grads, epilogue_variables, skip_grads, cotangents, outputs = ends.leave(
+            leaves,
+            objective,
+            ends.recall(in_flight, leaves),
+            leaving,
+            (state.grads, state.epilogue_variables),
         )
-        state, cotangents = self._epilogue(objective, state, mesh.leaves, leaving)
+        skip_grads = write_slot(state.skip_grads, skip_grads, ends.slot(leaves))
+        cotangents = ends.pad(cotangents)
+        outputs = write_slot(state.outputs, outputs, leaves)
+
         layer_grads, memory, cotangents = executor.backward(
             layers, memory, state.layer_grads, cotangents, slots
         )
-        grads = self._prologue_backward(state, mesh.returns, cotangents)
-        state = replace(state, memory=memory, layer_grads=layer_grads, grads=grads)
-        return state, None
 
-    def _epilogue(
-        self,
-        objective: Callable[[Any], jax.Array],
-        state: TickState,
-        microbatch: jax.Array,
-        leaving: list,
-    ) -> tuple[TickState, list]:
-        """The epilogue and its gradients, of the microbatch that leaves the stack now.
-
-        Returns:
-            The state, and the cotangents of what has left the stack.
-        """
-        ends = self._ends
-        kept = ends.recall(state.in_flight, microbatch)
-
-        def epilogue(params: Arrays, floats: list, leaving: list) -> Any:
-            rest = iter(floats)
-            skips = [next(rest) if is_inexact(x) else x for x in kept.skips]
-            outputs, changed = ends.epilogue(
-                microbatch,
-                params,
-                state.epilogue_variables,
-                InFlight(skips, kept.variables),
-                leaving,
-            )
-            return objective(outputs), (outputs, changed)
-
-        def run() -> Any:
-            floats = [x for x in kept.skips if is_inexact(x)]
-            value, vjp, (outputs, changed) = jax.vjp(
-                epilogue, ends.params, floats, leaving, has_aux=True
-            )
-            new, *grads = vjp(jnp.ones_like(value))
-            return _add(state.grads, new), changed, *grads, outputs
-
-        def skip() -> Any:
-            _, _, *rest = zeros_of(run)
-            return state.grads, state.epilogue_variables, *rest
-
-        with jax.named_scope("after"):
-            grads, changed, skip_grads, cotangents, outputs = jax.lax.cond(
-                microbatch >= 0, run, skip
-            )
-        state = replace(
-            state,
-            grads=grads,
-            epilogue_variables=changed,
-            skip_grads=write_slot(state.skip_grads, skip_grads, ends.slot(microbatch)),
-            outputs=write_slot(state.outputs, outputs, microbatch),
-        )
-        # The arguments of the blocks end with the last one: no cotangent comes back.
-        active = self._stage.with_cotangents(ends.entering)
-        return state, [*cotangents, *zeros_like(active[len(cotangents) :])]
-
-    def _prologue_backward(
-        self, state: TickState, microbatch: jax.Array, cotangents: list
-    ) -> Arrays:
-        """Gradients with those of the prologue, which is run again and back now."""
-        ends = self._ends
-        kept = ends.recall(state.in_flight, microbatch)
-        skip_grads = read_slot(state.skip_grads, ends.slot(microbatch))
-
-        def prologue(params: Arrays) -> list:
-            entering, skips = ends.prologue(microbatch, params, kept)
-            floats = [x for x in skips if is_inexact(x)]
-            return [*self._stage.with_cotangents(entering), *floats]
-
-        def run() -> Arrays:
-            _, vjp = jax.vjp(prologue, ends.params)
-            (new,) = vjp([*ends.spread(cotangents), *skip_grads])
-            return _add(state.grads, new)
-
-        with jax.named_scope("before_backward"):
-            return jax.lax.cond(microbatch >= 0, run, lambda: state.grads)
+        kept = ends.recall(in_flight, returns)
+        kept_grads = read_slot(skip_grads, ends.slot(returns))
+        grads = ends.go_back(returns, kept, kept_grads, cotangents, grads)
+        return TickState(
+            prologue_variables,
+            in_flight,
+            grads,
+            epilogue_variables,
+            layer_grads,
+            memory,
+            outputs,
+            skip_grads,
+            layers.state,
+        ), None
 
     def _zero(self, path: Path, x: jax.Array) -> jax.Array:
         """Where a gradient is summed, in the spec and the dtype of gradients."""
@@ -440,24 +375,18 @@ class PipelinedFunction:
 
     def _layers(self) -> Layers:
         """The layers where the schedule runs them, gathered if once is enough."""
-        layers = self._stage.split(self._arrays)
-        if self._schedule.gather == "step" or self._table.num_chunks > 1:
-            # What is sent is sent in the dtype of the computation.
-            trained, fixed = self._used(layers.trained), self._used(layers.fixed)
-            layers = Layers(trained, fixed, layers.state)
-        return self._executor.to_stages(layers)
-
-    def _used(self, arrays: dict) -> dict:
-        """Parameters in the dtype of the computation, gathered if once is enough."""
-        plan, used = self._plan, dict(arrays)
-        for key in arrays.keys() & self._ends.cut.block.params:
-            used[key] = cast_floating(arrays[key], plan.precision.compute)
-            if self._schedule.gather == "step":
-                place = plan.placements[self._paths[key]]
-                used[key] = jax.lax.with_sharding_constraint(
-                    used[key], plan.layout.sharding(place.used)
-                )
-        return used
+        plan, gathers = self._plan, self._schedule.gather == "step"
+        arrays = dict(self._arrays)
+        if gathers or self._table.num_chunks > 1:
+            for key in [k for k in arrays if k in self._ends.cut.block.params]:
+                # What is sent is sent in the dtype of the computation: half the bytes.
+                arrays[key] = cast_floating(arrays[key], plan.precision.compute)
+                if gathers:
+                    used = plan.placements[self._paths[key]].used
+                    arrays[key] = jax.lax.with_sharding_constraint(
+                        arrays[key], plan.layout.sharding(used)
+                    )
+        return self._executor.to_stages(self._stage.split(arrays))
 
 
 def _check_sizes(
@@ -472,8 +401,3 @@ def _check_sizes(
             f"chunks; the step has {wanted}. A Schedule with several chunks must say "
             "so in its attribute `chunks`, and fill the table it is asked for."
         )
-
-
-def _add(grads: Arrays, new: Arrays) -> Arrays:
-    """Sums in the dtype of the first."""
-    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, new)

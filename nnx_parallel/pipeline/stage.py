@@ -51,6 +51,10 @@ class Block:
     differentiated: tuple[bool, ...]
     remat: Remat
 
+    def with_cotangents(self, activations: Sequence[Any]) -> list:
+        """The activations whose cotangents are sent back."""
+        return list(compress(activations, self.differentiated))
+
 
 # ``(totals of all layers, gradients of one layer, its index) -> totals``. A layer's
 # gradients are added as soon as they are there, to a carry that is changed in place:
@@ -125,10 +129,6 @@ class Stage:
             fixed={k: x for k, x in arrays.items() if k not in trained | state},
             state={k: arrays[k] for k in state},
         )
-
-    def with_cotangents(self, activations: Sequence[Any]) -> list:
-        """The activations whose cotangents are sent back."""
-        return list(compress(activations, self.block.differentiated))
 
     # All layers of the stage
 
@@ -236,6 +236,7 @@ class Stage:
             stash = self._forward_saving(layers, activations)[2]
         args, saved = stash
 
+        # carry: cotangents of x, sums of those of the arguments, totals
         def step(carry: tuple[list, list, Any], xs: Any) -> tuple[Any, Any]:
             layer, saved, index = self._cast_layers(xs[0]), xs[1], xs[2]
             grads_x, grads_args, totals = carry
@@ -355,8 +356,8 @@ def check_layer(layer: TracedFunction, mesh: Mesh, axis: str) -> None:
     """Checks that a layer gathers and scatters nothing by computed indices.
 
     In a region that is manual over ``pipe`` and automatic over other axes, XLA's
-    partitioner ends the process on them (jax 0.10 and 0.12): refused with a name, never
-    an abort. A nested ``shard_map`` over the other axes would cure it.
+    partitioner aborts the process on them, https://github.com/openxla/xla/issues/4340.
+    Slices at a computed position pass, and so does a nested ``shard_map``.
 
     Args:
         layer: One layer as a function of its arrays.
