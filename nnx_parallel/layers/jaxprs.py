@@ -72,6 +72,7 @@ def trace(
         args: Its arguments, or their shapes.
         inlined: Which calls to replace by what they call.
     """
+    # Avals, not values: arguments may be shapes, and none is computed with.
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     jaxpr = inline(closed.jaxpr, inlined)
     return TracedFunction(
@@ -172,6 +173,8 @@ def warn_of_effects(traced: TracedFunction) -> None:
 
 def run(eqns: Sequence[jex.JaxprEqn], outputs: Sequence[Any], env: Env) -> list:
     """Evaluates equations on values; differentiable and traceable as JAX code is."""
+    # Only what is used: a jaxpr's inputs must be values of this trace, and a caller may
+    # not know those of equations that are left out.
     invars = inputs_of(eqns, outputs)
     jaxpr = jex.Jaxpr(
         constvars=[],

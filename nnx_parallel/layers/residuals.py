@@ -119,7 +119,7 @@ class SplitBackward:
 
     Attributes:
         traced: The joint backward pass.
-        pending: Values that the second part needs beside the weights.
+        pending: Values that the second part needs besides the weights.
     """
 
     traced: TracedFunction

@@ -62,7 +62,7 @@ def _find_stack(traced: TracedFunction) -> jex.JaxprEqn:
     if nested:
         raise PipelineError(
             f"The Stack is called inside {' inside '.join(reversed(nested[0]))}. A "
-            "pipeline cuts the loss at the Stack's call, which must stand in the loss "
+            "pipeline cuts the loss at the Stack's call, which must be in the loss "
             "or the model itself. Move the transform into the block or around another "
             "part of the loss; remat= says what a block keeps."
         )
@@ -198,9 +198,12 @@ def cut(
             or if its parameters or variables are not used as they are stored.
     """
     with using_runner(record):
+        # A call around the stack (jit, checkpoint) is opened, so that its equation is
+        # one of the loss itself; all others stay as they are.
         traced = trace(function, params, variables, batch, key, inlined=_holds_stack)
     warn_of_effects(traced)
     eqn = _find_stack(traced)
+    # Without its equation the stack's outputs are inputs of the epilogue.
     sources = _find_sources(traced)
     traced = dataclasses.replace(traced, eqns=[e for e in traced.eqns if e is not eqn])
 
@@ -216,6 +219,7 @@ def cut(
     early, late = _changes(traced, sources, entering, states)
 
     _, of_variables, *_ = traced.inputs
+    # A parameter tied to one inside the stack, or a variable that the loss reads too.
     outside = [*entering, *jax.tree.leaves((traced.outputs[0], early, late))]
     used = set(inputs_of(needed(traced.eqns, outside, leaving), outside))
     arrays = traced.inputs[0] | of_variables
@@ -246,7 +250,7 @@ def cut(
 
 
 def _find_sources(traced: TracedFunction) -> dict[jex.Var, Source]:
-    """What each variable depends on, in the order of the equations."""
+    """The inputs that each variable depends on, in the order of the equations."""
     params, variables, *batch = traced.inputs
     sources = dict.fromkeys(traced.consts, Source.NONE)
     for source, inputs in (
@@ -293,7 +297,7 @@ def _check_state_flows(
     outputs, after = traced.outputs
     uses = {v for e in traced.eqns for v in variables_in(e.invars)}
     uses |= set(variables_in(jax.tree.leaves(outputs)))
-    own = eqn.outvars[call.num_x :]
+    own = eqn.outvars[call.num_x :]  # in the order of the keys
     for key, var in zip(sorted(call.call.others), own, strict=True):
         path = layer_paths[key]
         if var in uses or after.get(path, var) is not var:
@@ -304,6 +308,7 @@ def _check_state_flows(
             )
 
 
+# Primitives that name axes of the mesh.
 _BOUND_TO_A_MESH = ("sharding_constraint", "shard_map", "reshard", "mesh_cast")
 
 
@@ -318,7 +323,7 @@ def _split_constants(
     atoms: Sequence[Any],
     sources: dict[jex.Var, Source],
 ) -> tuple[list, dict[int, Any]]:
-    """What enters the stack, and arguments that come from no input, by position.
+    """The arrays that enter the stack, and arguments that come from no input.
 
     Tables and masks are cheaper to make on each stage than to send. The stack's input
     always enters, and so does what has been given a place on the mesh: a stage, which
@@ -360,6 +365,7 @@ def _changes(
         path: set(inputs_of(needed(traced.eqns, [atom]), [atom]))
         for path, atom in changed.items()
     }
+    # A value may need the stack through a variable of an earlier microbatch.
     late = {p for p, atom in changed.items() if _source(atom, sources) & Source.STACK}
     while more := {
         p for p in changed.keys() - late if reads[p] & {before[q] for q in late}
@@ -393,6 +399,7 @@ def _find_skips(
     epilogue = needed(traced.eqns, outputs, given={*kept, *leaving})
     used = {v for eqn in epilogue for v in variables_in(eqn.invars)}
     used |= set(variables_in(outputs))
+    # In the order of the equations: sets would give each process another program.
     return [var for var in sources if var in used & kept]
 
 

@@ -1,4 +1,4 @@
-"""What all stages do in one tick, in regions that are manual over the pipe axis.
+"""The slots of all stages in one tick, in regions that are manual over the pipe axis.
 
 In a tick a stage has at most one forward, one backward input and one backward weight
 slot. Each kind runs under a ``jax.lax.cond`` whose predicate is equal on all devices
@@ -162,6 +162,7 @@ class Executor:
             return jax.lax.with_sharding_constraint(x, sharding)
 
         size = self.table.num_stages
+        # Unconstrained in all other dims: the partitioner takes what the layers use.
         zeros = jax.tree.map(lambda x: jnp.zeros((size, *x.shape), x.dtype), tree)
         return jax.tree.map(place, zeros)
 
@@ -202,11 +203,12 @@ class Executor:
         return self.manual(write)(None, (memory, slots), fed)[1]
 
     def _send(self, tree: Any, direction: int) -> Any:
-        """What the neighbour sent; around the ends only if stages hold many chunks."""
+        """The neighbour's tree; around the ends only if stages hold many chunks."""
         size = self.table.num_stages
         pairs = [(i, (i + direction) % size) for i in range(size)]
         if self.table.num_chunks == 1:
             pairs = [(a, b) for a, b in pairs if b == a + direction]
+        # Outside of the conditions: every stage sends in every tick, also nothing.
         return jax.lax.ppermute(tree, self._axis, pairs) if pairs else tree
 
     # Slots
@@ -246,7 +248,6 @@ class Executor:
         memory, slots = each
         chunk = self._chunks.take(layers, slots.forward_chunk)
         activations = read_slot(memory.inputs, slots.forward_input)
-
         if self.table.is_forward_only:
             activations = run_if(
                 is_any, lambda: self.stage.run(chunk, activations)[0], scope="forward"

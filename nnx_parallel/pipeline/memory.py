@@ -1,4 +1,4 @@
-"""What a tick reads and writes: slots, memory, and the layers of a stage.
+"""Slots of a tick, memory slots, and the place of layers on stages.
 
 Memory slots hold values of one shape, written and read by index.
 """
@@ -48,6 +48,7 @@ def make_slots(count: int, tree: Any) -> Any:
 
 def read_slot(slots: Any, slot: jax.Array) -> Any:
     """The value in a slot; anything if the slot is -1."""
+    # Without a slot any value does: the result goes to a spare slot, or is masked.
     index = jnp.maximum(slot, 0)
     return jax.tree.map(
         lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), slots
@@ -58,7 +59,7 @@ def write_slot(slots: Any, value: Any, slot: jax.Array) -> Any:
     """The slots with a value in one of them, unless the slot is -1."""
 
     def write(x: jax.Array, new: jax.Array) -> jax.Array:
-        index = jnp.where(slot >= 0, slot, x.shape[0] - 1)
+        index = jnp.where(slot >= 0, slot, x.shape[0] - 1)  # the spare one is last
         return jax.lax.dynamic_update_index_in_dim(x, new, index, axis=0)
 
     return jax.tree.map(write, slots, value)
@@ -77,7 +78,7 @@ class Chunks:
     def take(self, layers: Any, chunk: jax.Array) -> Any:
         """The layers of one chunk; of any if it is -1."""
         if self._count == 1:
-            return layers
+            return layers  # a slice of everything would be a copy
 
         def take(x: jax.Array) -> jax.Array:
             size = x.shape[0] // self._count
@@ -89,6 +90,7 @@ class Chunks:
         """The layers with one chunk replaced, unless the chunk is -1."""
 
         def put(x: jax.Array, part: jax.Array, old: jax.Array) -> jax.Array:
+            # State is small: a masked update, which copies, has no spare chunk.
             part = jnp.where(chunk >= 0, part, old)
             start = jnp.maximum(chunk, 0) * part.shape[0]
             return jax.lax.dynamic_update_slice_in_dim(x, part, start, axis=0)
@@ -144,7 +146,7 @@ class LayerPermutation:
         receiver, taken, put = np.zeros((3, num_chunks, num_stages), np.int32)
         if num_chunks == 1:
             return cls(np.arange(num_stages)[None], taken, put)
-        # Imported here for the time that it takes.
+        # Imported here for the time that it takes: schedules of one chunk need none.
         from scipy.optimize import linear_sum_assignment
 
         waiting: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -173,7 +175,7 @@ class LayerPermutation:
         """A stage's layers after the transfers, inside its region."""
         stage = jax.lax.axis_index(axis)
         size = x.shape[0] // len(self.receiver)
-        moved = x
+        moved = x  # (layers, ...) of this stage
         for receiver, taken, put in zip(
             self.receiver, self.taken, self.put, strict=True
         ):
@@ -187,13 +189,14 @@ class LayerPermutation:
         return moved
 
 
-# A scan carries the leaves of these classes in the order of their fields.
+# A scan carries the leaves of these classes in the order of their fields: the program,
+# and with it the compilation cache's key, follows that order.
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StageSlots:
-    """What each stage does in a tick: chunks of layers and memory slots, or -1.
+    """Chunks of layers and memory slots of each stage in a tick, or -1.
 
     Arrays of shape (ticks, stages) in all, (stages,) in a tick, () inside a stage. The
     meaning of each is that of the same field of `Buffers`.
@@ -217,7 +220,7 @@ class StageSlots:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MeshSlots:
-    """What the whole mesh does in a tick; arrays of shape (ticks,) in all.
+    """Slots of the whole mesh in a tick; arrays of shape (ticks,) in all.
 
     Attributes:
         any_backward_input: Whether some stage has a backward input slot.
@@ -276,7 +279,7 @@ class TickSlots:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StageMemory:
-    """What the stages keep from slot to slot.
+    """Everything that the stages keep from slot to slot.
 
     Arrays have a leading ``stages`` dim, split over the pipe axis, and lose it inside a
     stage; then those with memory slots have a ``slots`` dim. Every field is a tree of

@@ -22,7 +22,7 @@ from nnx_parallel.layers.scan import StackCall
 from nnx_parallel.sharding.names import is_inexact
 
 stack_p = jex.Primitive("stack")
-stack_p.multiple_results = True
+stack_p.multiple_results = True  # x, then the variables of all layers
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +60,7 @@ class RecordedCall:
         Returns:
             The arrays of ``x`` and the layer's variables by key.
         """
+        # Made inside the stage: values of another trace could not be used there.
         known = self.statics | constants()
         rest = iter(arrays)
         leaves = [
@@ -81,6 +82,8 @@ def record(call: StackCall) -> tuple[Any, dict, None]:
     statics = {i: x for i, x in enumerate(leaves) if not isinstance(x, jax.Array)}
     arrays = [x for x in leaves if isinstance(x, jax.Array)]
     _check_arrays(jax.tree.leaves(call.x), arrays)
+    # `vmap` and `grad` ask a primitive for its rule when they meet it; what only holds
+    # the equation (`scan`, `cond`) is found in the jaxpr, by `cut`.
     outs = stack_p.bind(
         *jax.tree.leaves((call.params, call.others)),
         *arrays,
@@ -115,7 +118,7 @@ def _shapes(*avals: Any, recorded: RecordedCall) -> list:
 def _refuse(transform: str, *_: Any, **__: Any) -> NoReturn:
     raise PipelineError(
         f"The Stack is called under {transform}. A pipeline cuts the loss at the "
-        "Stack's call, which must stand in the loss or the model itself: not inside "
+        "Stack's call, which must be in the loss or the model itself: not inside "
         "jax.vmap, jax.grad, jax.checkpoint, jax.lax.scan or jax.lax.cond. Move the "
         "transform into the block or around another part of the loss."
     )

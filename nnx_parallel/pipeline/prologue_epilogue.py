@@ -74,7 +74,7 @@ class PipelineInputs:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class InFlight:
-    """What is kept of a microbatch while it is in the pipeline.
+    """Values kept of a microbatch while it is in the pipeline.
 
     Attributes:
         skips: Values of the prologue that the epilogue needs.
@@ -117,6 +117,7 @@ class PrologueEpilogue:
             self.cut = cut(function, inputs.params, inputs.variables, batch, key)
         self._inputs = inputs
         self._buffers = buffers
+        # The stack's arrays would be inputs of each condition, but for the shared ones.
         inside = {*self.cut.layer_paths.values()} - self.cut.shared
         self.params, self.variables = (
             {path: x for path, x in arrays.items() if path not in inside}
@@ -147,6 +148,7 @@ class PrologueEpilogue:
             batch, key = self._inputs.take(microbatch)
             return self._prologue(self.params, variables, batch, key)
 
+        # Not zeros for the variables: a tick without a microbatch leaves them.
         def skip() -> tuple[list, list, Arrays]:
             entering, skips, _ = zeros_of(run)
             return entering, skips, before
@@ -291,7 +293,7 @@ class PrologueEpilogue:
         return write_slot(memory, new, self.slot(microbatch))
 
     def recall(self, memory: InFlight, microbatch: jax.Array) -> InFlight:
-        """What was kept of a microbatch."""
+        """The values kept of a microbatch."""
         return read_slot(memory, self.slot(microbatch))
 
     def slot(self, microbatch: jax.Array) -> jax.Array:

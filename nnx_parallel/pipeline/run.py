@@ -110,6 +110,7 @@ class PipelineSchedule(Execution):
     ) -> Any:
         """Outputs by the forward half of the schedule, microbatch by microbatch."""
         whole = partial(plan.evaluate, function)
+        # A prediction may use the model's embedding alone, say.
         if not needs_stack and not calls_stack(whole, *arrays, batch, key):
             return whole(*arrays, batch, key)
         num_rows = jax.tree.leaves(batch)[0].shape[0]
@@ -129,6 +130,7 @@ class PipelineSchedule(Execution):
 
 def _dividing_microbatches(layout: Layout, num_rows: int, wanted: int) -> int:
     """At most so many microbatches that each keeps the split of the rows."""
+    # A batch for evaluation may have any number of rows.
     shards = math.prod(layout.mesh.shape[a] for a in layout.claims.batch)
     rows = num_rows // shards if num_rows % shards == 0 else num_rows
     return max(count for count in range(1, wanted + 1) if rows % count == 0)
@@ -199,6 +201,7 @@ class PipelinedFunction:
         self._paths = self._ends.cut.layer_paths
         arrays = inputs.params | inputs.variables
         self._arrays = {key: arrays[path] for key, path in self._paths.items()}
+        # Blocks place activations by the layout that is active at their trace.
         with using(plan.layout):
             self._stage = Stage(
                 self._ends.cut.block,
@@ -228,6 +231,7 @@ class PipelinedFunction:
         ends, executor, layers = self._ends, self._executor, self._layers()
         variables = ends.pick(ends.cut.epilogue_changes)
 
+        # Evaluation changes no variable: nothing of it goes from tick to tick.
         def tick(carry: Any, slots: TickSlots) -> tuple[Any, None]:
             memory, in_flight, outputs = carry
             enters, leaves = slots.mesh.enters, slots.mesh.leaves
@@ -271,6 +275,8 @@ class PipelinedFunction:
                 "evaluation. Training needs both."
             )
         ends, executor, layers = self._ends, self._executor, self._layers()
+        # Every term of the loss is divided by the weight of the whole batch, which is
+        # needed before the first gradient.
         totals = ends.sum_weights(weights)
         state = TickState(
             memory=executor.allocate(layers, ends.entering),
@@ -322,11 +328,14 @@ class PipelinedFunction:
         entering, new, prologue_variables = ends.enter(enters, variables)
         in_flight = ends.keep(state.in_flight, enters, new)
 
+        # What enters is fed to the first stage's forward slot of this same tick.
         layers = replace(layers, state=state.layer_state)
         layers, memory, leaving = executor.forward(
             layers, state.memory, entering, slots
         )
 
+        # The last stage's backward may follow its forward in the same tick: 1F1B keeps
+        # one cotangent, and no output of the stack.
         grads, epilogue_variables, skip_grads, cotangents, outputs = ends.leave(
             leaves,
             objective,
@@ -342,6 +351,7 @@ class PipelinedFunction:
             layers, memory, state.layer_grads, cotangents, slots
         )
 
+        # The first stage's cotangents come back to the prologue in this same tick.
         kept = ends.recall(in_flight, returns)
         kept_grads = read_slot(skip_grads, ends.slot(returns))
         grads = ends.go_back(returns, kept, kept_grads, cotangents, grads)

@@ -10,7 +10,8 @@ from typing import Any, Literal
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.errors import PipelineError
 from nnx_parallel.layers.jaxprs import (
@@ -101,11 +102,16 @@ class Stage:
         self._compute = compute
         self._stash = stash
         one = {k: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for k, x in arrays.items()}
-        # Traced as in the manual region that runs it: a constraint on the concrete mesh
-        # would give a value an aval that JAX refuses to mix with the region's.
+        # Traced with the types of the manual region that runs it: a constraint on the
+        # concrete mesh would give a value an aval that JAX refuses to mix with the
+        # region's, and arguments without the region's mesh are reshaped to have it.
         manual = mesh.abstract_mesh.update_axis_types({axis: AxisType.Manual})
+        whole = NamedSharding(manual, P())
+        shapes, activations = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
+            (jax.eval_shape(self._cast, one), activations),
+        )
         with jax.sharding.use_abstract_mesh(manual):
-            shapes = jax.eval_shape(self._cast, one)
             self._layer = trace(self._checked_block, shapes, activations)
             check_layer(self._layer, mesh, axis)
             x, after = self._layer.outputs
@@ -124,6 +130,7 @@ class Stage:
     def split(self, arrays: dict) -> Layers:
         """The layers' arrays by key, those apart that are trained or changed."""
         trained, state = self.block.trained, self.state_keys
+        # Apart, for only what a forward pass changes is carried, and kept by a stash.
         return Layers(
             trained={k: x for k, x in arrays.items() if k in trained},
             fixed={k: x for k, x in arrays.items() if k not in trained | state},
@@ -137,6 +144,7 @@ class Stage:
         x, args = self._split_args(activations)
 
         def step(x: list, layer: Layers) -> tuple[list, dict]:
+            # Cast, and gathered by the block, one layer at a time.
             layer = self._cast_layers(layer)
             active, others = self._partition([*x, *args])
             rest = (layer.fixed, layer.state, others)
@@ -231,6 +239,7 @@ class Stage:
             Cotangents of the stage's activations, the totals, and the stacked values.
         """
         if self._stash == "inputs":
+            # With the state as it was, so that dropout draws the same masks again.
             state, activations = stash
             layers = Layers(layers.trained, layers.fixed, state)
             stash = self._forward_saving(layers, activations)[2]
@@ -278,6 +287,7 @@ class Stage:
     def _rematted(self) -> Callable[[dict, list, Any], tuple[list, dict]]:
         """One layer that keeps what the remat policy says when it is differentiated."""
         remat = self.block.remat
+        # Gathers need no policy here: residuals that come from weights are not kept.
         return apply_remat(self._call, remat, gathers=False, prevent_cse=False)
 
     def _layer_vjp(
@@ -342,7 +352,7 @@ def _like(new: jax.Array, old: jax.Array, key: Any) -> jax.Array:
 
 
 def _numbered(layers: Layers, stacked: Any) -> tuple[Layers, Any, jax.Array]:
-    """What a backward scan takes: layers without state, values, and indices."""
+    """The inputs of a backward scan: layers without state, values, and indices."""
     layers = Layers(layers.trained, layers.fixed, {})
     count = len(jax.tree.leaves((layers, stacked))[0])
     return layers, stacked, jnp.arange(count)
