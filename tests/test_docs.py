@@ -1,5 +1,6 @@
 """The site's pages: their code runs and prints the output shown."""
 
+import importlib
 import os
 import re
 import subprocess
@@ -116,6 +117,15 @@ def test_every_public_name_is_in_the_reference() -> None:
     documented = set(re.findall(r"^\.\. auto\w+:: (\w+)$", text, re.MULTILINE))
     modules = {"errors", "layers"}  # pages of their own
     assert set(nnx_parallel.__all__) - modules <= documented
+
+
+def test_every_name_in_the_reference_exists() -> None:
+    for page in (DOCS / "api").glob("*.md"):
+        text = page.read_text()
+        modules = re.findall(r"^\.\. currentmodule:: ([\w.]+)$", text, re.MULTILINE)
+        names = re.findall(r"^\.\. auto\w+:: (\w+)$", text, re.MULTILINE)
+        for name in names:
+            assert hasattr(importlib.import_module(modules[0]), name), (page, name)
 
 
 NOTES = DOCS / "library-notes.md"
