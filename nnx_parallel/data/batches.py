@@ -163,7 +163,8 @@ def _check_leaf(name: str, leaf: Any, index: int) -> None:
 
 
 def _check_fits(name: str, leaf: np.ndarray, index: int) -> None:
-    # `jax.device_put(np.array([2**40]))` gives 0, without an error or a warning.
+    # `jax.device_put(np.array([2**40]))` gives 0, without an error or a warning
+    # (https://github.com/jax-ml/jax/issues/18385).
     narrow = _narrow(leaf.dtype)
     if leaf.dtype.kind not in "iu" or narrow == leaf.dtype.name or leaf.size == 0:
         return

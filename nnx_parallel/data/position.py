@@ -13,6 +13,8 @@ import numpy as np
 from nnx_parallel.distributed.agreement import allgather_object
 from nnx_parallel.errors import DataError
 
+# The state of a Grain `DataLoader` is bytes, that of a dataset a dict
+# (docs/library-notes.md, "Grain").
 _MARKERS = ({"bytes"}, {"dict"})
 
 
