@@ -1,4 +1,4 @@
-"""What a user may get wrong: found, rule, and valid values, in words."""
+"""Mistakes of users: each error has what was found, the rule, and valid values."""
 
 import re
 from collections.abc import Iterator
@@ -103,7 +103,7 @@ def test_a_loss_that_calls_what_is_defined_further_down() -> None:
 
 
 class Table(nnx.Module):
-    """A product and a constant that stands in no Variable."""
+    """A product and a constant in no Variable."""
 
     def __init__(self, rngs: nnx.Rngs, make: Any = jnp.arange) -> None:
         self.linear = nnx.Linear(4, 4, rngs=rngs)
@@ -352,7 +352,7 @@ def test_versions_that_are_too_new() -> None:
 
 
 class Holder(nnx.Module):
-    """A layer beside an array that holds nothing."""
+    """A layer and an array without elements."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(4, 4, rngs=rngs)

@@ -1,4 +1,4 @@
-"""What is kept, computed and summed in which dtype."""
+"""The dtypes in which arrays are stored, computed and summed."""
 
 import dataclasses
 import re

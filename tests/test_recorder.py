@@ -146,7 +146,7 @@ def test_seconds_become_rates() -> None:
     assert rates["examples_per_second"] == 16
     assert rates["tokens_per_second"] == 128
     assert rates["tflops_per_device"] == 8
-    assert "mfu" not in rates  # nobody publishes the peak of a CPU
+    assert "mfu" not in rates  # the peak of a CPU is not published
     unknown = throughput(num_tokens=None, flops_per_device=None).rates(0.5)
     assert {"tokens_per_second", "tflops_per_device"}.isdisjoint(unknown)
 

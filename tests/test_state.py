@@ -88,7 +88,7 @@ def test_complex_gradients_are_accumulated_whole() -> None:
     assert (found[1].imag != 2).all()
 
 
-# What a loss returns
+# Outputs of a loss
 
 
 def test_metrics_are_means_over_the_batch_however_it_is_split() -> None:
@@ -222,7 +222,7 @@ def test_statistics_and_dropout_advance_over_steps_and_microbatches() -> None:
         assert int(found["dropout.rngs.count"]) == 2 * microbatches
 
 
-# What is trained
+# Trained variables
 
 
 def adapted(rngs: nnx.Rngs) -> nnx.Module:
@@ -305,7 +305,7 @@ def test_the_average_is_the_one_computed_by_hand() -> None:
 
 
 class Changing(nnx.Module):
-    """A model whose forward pass does to itself what it is told."""
+    """A model whose forward pass changes its own structure."""
 
     def __init__(self, rngs: nnx.Rngs, change: str) -> None:
         self.linear = nnx.Linear(4, 1, rngs=rngs)

@@ -71,7 +71,7 @@ def _quick_compilation() -> Iterator[None]:
 
 
 class Watch(Callback):
-    """Notes every call and does what it is told at one of them."""
+    """Records every call, and stops the fit at one of them."""
 
     def __init__(self, name: str, calls: list, at: tuple | None = None) -> None:
         self.name, self.calls, self.at = name, calls, at
@@ -124,9 +124,9 @@ def test_history_has_an_entry_a_step_and_nan_where_a_step_has_none() -> None:
     history = trainer.fit(make_batches(5), 5, eval_data=make_batches(2), eval_every=2)
     assert list(history["step"]) == [1, 2, 3, 4, 5]
     assert list(history["eval_step"]) == [2, 4, 5]
-    beside = {"eval_step", "eval_loss", "eval_largest"}
+    evals = {"eval_step", "eval_loss", "eval_largest"}
     lengths = {name: len(values) for name, values in history.items()}
-    assert {lengths.pop(name) for name in beside} == {3}
+    assert {lengths.pop(name) for name in evals} == {3}
     assert set(lengths.values()) == {5}
     assert np.isfinite(history["loss"]).all()
     assert np.isfinite(history["compile_seconds"][0])
@@ -319,7 +319,7 @@ def test_nothing_to_evaluate_on(verb: str) -> None:
 
 
 def test_no_clock_runs_while_an_evaluation_compiles() -> None:
-    """It is stopped before batches of a new shape; else each batch starts it anew."""
+    """It stops before batches of a new shape; otherwise each batch restarts it."""
     plan = plan_step(Net, FSDP())
     programs = Programs(plan=plan, loss=squares, options=StepOptions())
     state = init_state(plan, Net, nnx.Rngs(0), 0)

@@ -1,4 +1,4 @@
-"""What a Trainer refuses, and when it stops by itself."""
+"""Arguments and data that a Trainer refuses, and losses that stop it."""
 
 import gzip
 import json

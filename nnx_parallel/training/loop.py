@@ -86,9 +86,9 @@ class Loop:
     """One fit.
 
     Attributes:
-        trainer: What callbacks are called with.
+        trainer: The argument of callbacks.
         settings: How the fit runs.
-        run: What it continues, and leaves further on.
+        run: The run that it continues.
         programs: The compiled step and evaluation.
         data, num_steps, eval_data, eval_every: As `Trainer.fit` has them.
 

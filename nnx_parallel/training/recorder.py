@@ -57,7 +57,7 @@ def count_tokens(batch: Any) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """What one step does, to turn its seconds into rates.
+    """Work of one step, to turn its seconds into rates.
 
     Attributes:
         num_rows: Rows of the global batch.
@@ -128,7 +128,7 @@ class Recorder:
         max_behind: Steps that may be in flight.
 
     Attributes:
-        throughput: What one step does, once it is compiled.
+        throughput: Work of one step, once it is compiled.
     """
 
     def __init__(
