@@ -18,7 +18,7 @@ _WRITER = "async_save"
 
 
 def save_error(step: int, directory: str, error: BaseException) -> CheckpointSaveError:
-    """The error to raise when Orbax, or the check before it, fails to save a step."""
+    """The error to raise when a save cannot start or does not end well."""
     return CheckpointSaveError(
         f"Saving step {step} in '{directory}' failed: {root_cause(error)} No other "
         "checkpoint was deleted."
@@ -28,16 +28,12 @@ def save_error(step: int, directory: str, error: BaseException) -> CheckpointSav
 class AsyncSave:
     """One save in progress, and how it ends.
 
-    With several processes Orbax reports a failure only after a barrier that the
-    processes without a failure never reach: it gives up 20 minutes after the save began
-    (the symptom of https://github.com/google/orbax/issues/605). But the process that
-    fails logs its error at once, from the thread that writes. This object reads that
-    log. It must exist before the save starts: the error may be logged before Orbax
-    returns.
-
-    Args:
-        step: The step that is saved.
-        directory: The directory of the checkpoints.
+    With several processes Orbax 0.12.8 reports a failure only after a barrier that the
+    other processes never reach: it gives up 20 minutes after the save began (a barrier
+    that some never reach is also in https://github.com/google/orbax/issues/2934). But
+    the process that fails logs its error at once, from the thread that writes, and this
+    object reads that log. Create it before the save starts: the error may be logged
+    before Orbax returns.
     """
 
     def __init__(self, step: int, directory: str) -> None:
@@ -50,7 +46,7 @@ class AsyncSave:
         _LOGGER.addHandler(self._log)
 
     def follow(self, response: ocp.AsyncResponse[bool]) -> None:
-        """Waits for the save in a thread."""
+        """Waits for the save in a thread of its own."""
 
         def wait() -> None:
             try:
@@ -81,44 +77,31 @@ class AsyncSave:
     def join(self, *, patiently: bool) -> None:
         """Waits until the save has ended, successfully or not.
 
-        Args:
-            patiently: Keep waiting if it has failed on this process alone.
-
         Raises:
-            CheckpointSaveError: If it has, and not ``patiently``; it has not ended.
+            CheckpointSaveError: If it has failed on this process and the others wait
+                for it, unless ``patiently``.
         """
         while not self._has_ended.wait(0.5):
             if not patiently:
                 self.check_own_part()
 
     def check_own_part(self) -> None:
-        """Raises the error of this process while the others wait for it.
-
-        A single process waits for no other: its save ends, and `check_whole` reports.
-
-        Raises:
-            CheckpointSaveError: Once.
-        """
+        """Raises the error of this process, once, while the others wait for it."""
+        # A single process waits for no other: its save ends, and `check_whole` reports.
         error = self._log.error
         if jax.process_count() > 1 and error is not None and not self._is_reported:
             self._is_reported = True
             raise save_error(self._step, self._directory, error)
 
     def check_whole(self) -> None:
-        """Raises the error with which the save has ended, unless it has been raised.
-
-        Raises:
-            CheckpointSaveError: If there is one.
-        """
+        """Raises the error with which the save has ended, unless it has been raised."""
         if self._error is not None and not self._is_reported:
             raise save_error(self._step, self._directory, self._error) from self._error
 
     def state(self) -> str:
-        """How far this process knows the save to be, after half a second at most.
+        """``"ended"``, ``"failed"`` here while others wait, or ``"running"``.
 
-        Returns:
-            ``"ended"``, successfully or not; ``"failed"`` on this process, so that the
-            others wait for it; or ``"running"``.
+        Takes half a second at most.
         """
         if self._has_ended.wait(0.5):
             return "ended"
@@ -128,11 +111,9 @@ class AsyncSave:
 def wait_on_all_processes(save: AsyncSave | None) -> bool:
     """Waits until a save has ended on all processes, or failed on one of them.
 
-    All processes call it. One that has failed ends nowhere before Orbax gives it up,
-    20 minutes after it began: that is not waited for.
-
     Returns:
-        True if it has ended on all, successfully or not: `AsyncSave.join` returns.
+        True if it has ended on all, so that `AsyncSave.join` returns at once; False if
+        it has failed on one, so that it ends nowhere before Orbax gives it up.
     """
     while True:
         mine = "ended" if save is None else save.state()

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
 
@@ -59,12 +59,11 @@ def start_checksums(
     """Starts the checksums on the devices and returns immediately.
 
     Args:
-        groups: Arrays by group and path. They may be donated or dropped once this
-            returns.
+        groups: Arrays by group and path, which may be donated once this returns.
         name: Of the exchange between processes.
 
     Returns:
-        A function that waits for them, from any thread.
+        A function that waits for the checksums, from any thread.
     """
     names = list(groups)
     places = [(group, path) for group, found in groups.items() for path in found]
@@ -88,38 +87,30 @@ def start_checksums(
     return finish
 
 
-def device_hashes(arrays: Sequence[jax.Array]) -> list[dict[int, int]]:
-    """The hash of each shard that this process holds, by its device's id.
+def start_hashes(arrays: Sequence[jax.Array]) -> Callable[[], list[dict[int, int]]]:
+    """Starts the hash of each shard and returns immediately.
 
-    Shards that hold the same part of an array have the same hash. The hashes of the
-    devices of a mesh come to the host as one array.
+    Shards that hold the same part of an array have the same hash, of 32 bits.
 
     Args:
         arrays: Arrays on any meshes, or on single devices.
 
     Returns:
-        For each array its hashes, of 32 bits.
+        A function that waits for the hashes, from any thread: for each array those of
+        this process's shards, by their device's id.
     """
-    return start_hashes(arrays)()
-
-
-def start_hashes(arrays: Sequence[jax.Array]) -> Callable[[], list[dict[int, int]]]:
-    """Starts `device_hashes` on the devices and returns immediately.
-
-    Returns:
-        A function that waits for them, from any thread.
-    """
-    count = len(arrays)
-    by_mesh: dict[Mesh | None, list[int]] = {}
+    count = len(arrays)  # `finish` keeps no array alive
+    by_mesh: dict[Any, list[int]] = {}
     for index, x in enumerate(arrays):
-        by_mesh.setdefault(_mesh(x), []).append(index)
+        by_mesh.setdefault(getattr(x.sharding, "mesh", None), []).append(index)
     started: list[tuple[list[int], jax.Array]] = []
     for mesh, indices in by_mesh.items():
         if mesh is None:
             started += [([i], _hash_whole(_data(arrays[i]))) for i in indices]
             continue
         hashes = [
-            _hash_shards(mesh, _spec(arrays[i]))(_data(arrays[i])) for i in indices
+            _hash_shards(mesh, arrays[i].sharding.spec)(_data(arrays[i]))  # pyright: ignore[reportAttributeAccessIssue]
+            for i in indices
         ]
         # The host adds: a program with an all-reduce for each array, many of them
         # dispatched without waiting, can deadlock simulated devices.
@@ -137,17 +128,6 @@ def start_hashes(arrays: Sequence[jax.Array]) -> Callable[[], list[dict[int, int
     return finish
 
 
-def _mesh(x: jax.Array) -> Mesh | None:
-    mesh = x.sharding.mesh if isinstance(x.sharding, NamedSharding) else None
-    assert not isinstance(mesh, AbstractMesh), "an array has devices"
-    return mesh
-
-
-def _spec(x: jax.Array) -> P:
-    assert isinstance(x.sharding, NamedSharding)
-    return x.sharding.spec
-
-
 def _counted_devices(x: jax.Array) -> set[int]:
     """Ids of this process's devices whose shard counts: each part of an array once."""
     if not isinstance(x.sharding, NamedSharding):
@@ -157,10 +137,7 @@ def _counted_devices(x: jax.Array) -> set[int]:
 
 @lru_cache(maxsize=4096)
 def _hash_shards(mesh: Mesh, spec: P) -> Any:
-    """A compiled function from a global array to the hash of each device's shard.
-
-    Its result has the dims of the mesh, with one element on each device.
-    """
+    """A compiled function from a global array to the hash of each device's shard."""
     sizes = dict(mesh.shape)
 
     def hash_shard(shard: jax.Array) -> jax.Array:
@@ -175,6 +152,8 @@ def _hash_shards(mesh: Mesh, spec: P) -> Any:
             dims.append((shard_index * jnp.uint32(size), size * num_shards))
         return _hash(shard, dims).reshape((1,) * len(sizes))  # one dim a mesh axis
 
+    # Out: one element on each device, in the shape of the mesh. Replicas have equal
+    # hashes but are not summed, which `check_vma` cannot know.
     return jax.jit(
         jax.shard_map(
             hash_shard,
@@ -201,10 +180,7 @@ def _hash_whole(x: jax.Array) -> jax.Array:
 def _hash(x: jax.Array, dims: list[tuple[jax.Array, int]]) -> jax.Array:
     """Sum of the hashes of a shard's elements.
 
-    Args:
-        x: The shard.
-        dims: For each dim, where the shard starts in the global array, and the size of
-            the global dim.
+    ``dims`` are the shard's start in each global dim, and that dim's size.
     """
     words = _words(x)
     word_dims = words.shape[x.ndim :]  # of types wider than 32 bits
@@ -237,17 +213,13 @@ def _words(x: jax.Array) -> jax.Array:
         x = jnp.stack([x.real, x.imag], axis=-1)
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
-    if x.dtype.itemsize == 1 and jnp.iinfo(jnp.uint8).bits != _bits(x.dtype):
-        return x.astype(jnp.float32).view(jnp.uint32)  # narrower than a byte
+    info = jnp.finfo if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo
+    if info(x.dtype).bits < 8:  # no bitcast to a byte; float32 holds every value
+        return x.astype(jnp.float32).view(jnp.uint32)
     if x.dtype.itemsize >= 4:
-        return jax.lax.bitcast_convert_type(x, jnp.uint32)
+        return jax.lax.bitcast_convert_type(x, jnp.uint32)  # (..., words) if wider
     unsigned = {1: jnp.uint8, 2: jnp.uint16}[x.dtype.itemsize]
     return jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
-
-
-def _bits(dtype: Any) -> int:
-    kind = jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo
-    return kind(dtype).bits
 
 
 def _data(x: jax.Array) -> jax.Array:
@@ -263,11 +235,9 @@ _FILE = "fingerprints.json"
 
 @dataclass(frozen=True)
 class PendingChecksums:
-    """Checksums that the devices may still compute.
+    """Checksums in progress, and the SHA-256 of the header that they belong to.
 
-    Attributes:
-        header_digest: SHA-256 of the header that they belong to.
-        values: Waits for the devices and the other processes.
+    ``values`` waits for the devices and the other processes.
     """
 
     header_digest: str
@@ -320,11 +290,7 @@ class ChecksumHandler(ocp.handlers.CheckpointableHandler[PendingChecksums, None]
 
 
 def read_checksums(step_directory: str, header_digest: str) -> Checksums:
-    """The checksums that were saved with a header.
-
-    Args:
-        step_directory: The directory of one checkpoint.
-        header_digest: SHA-256 of its header.
+    """The checksums that were saved with a header, read without Orbax.
 
     Raises:
         OSError: If the file cannot be read.

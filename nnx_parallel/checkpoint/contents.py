@@ -38,12 +38,8 @@ _RESERVED = ("metrics", PART)  # names of parts that are no groups
 class StoredCheckpoint:
     """The contents of one checkpoint, without its arrays.
 
-    Attributes:
-        step: The step it was saved under.
-        groups: Global shape and dtype of each array, by group and path.
-        meta: The metadata saved with it.
-        metrics: The metrics saved with it; empty if there were none.
-        checksums: The checksum of each array, by group and path.
+    ``groups`` are the global shape and dtype of each array, ``checksums`` its checksum,
+    by group and path; ``metrics`` are empty if none were saved.
     """
 
     step: int
@@ -64,19 +60,18 @@ def check_groups(groups: Groups) -> None:
                 f"identifier other than {', '.join(map(repr, _RESERVED))}."
             )
         for path, array in group.items():
-            fault = _fault(array)
-            if fault is not None:
-                raise CheckpointError(
-                    f"Cannot save `{path}` of group {name!r}: {fault}"
-                )
+            if not isinstance(array, jax.Array):
+                problem = f"found {type(array).__name__}; only jax.Array can be saved."
+            elif array.is_deleted():
+                problem = "it was donated. Save what the step returned, not its input."
+            else:
+                continue
+            raise CheckpointError(f"Cannot save `{path}` of group {name!r}: {problem}")
     check_shapes(groups)
 
 
 def check_shapes(groups: Groups | AbstractGroups) -> None:
-    """Raises ``CheckpointError`` if an array, abstract or not, has no elements.
-
-    Orbax refuses such arrays, in the middle of a save.
-    """
+    """Raises ``CheckpointError`` if an array is empty: Orbax refuses it in mid-save."""
     for name, group in groups.items():
         for path, array in group.items():
             if 0 in array.shape:
@@ -87,9 +82,9 @@ def check_shapes(groups: Groups | AbstractGroups) -> None:
 
 
 def check_shardings(groups: AbstractGroups) -> None:
-    """Raises ``CheckpointError`` unless every leaf has a sharding.
+    """Raises ``CheckpointError`` if a leaf has no sharding.
 
-    Without one Orbax restores the saved layout, silently.
+    Orbax would restore the saved layout silently.
     """
     for name, group in groups.items():
         for path, array in group.items():
@@ -109,7 +104,7 @@ def make_header(
         name: {
             path: str(jax.random.key_impl(array))
             for path, array in group.items()
-            if _is_key(array)
+            if jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
         }
         for name, group in groups.items()
     }
@@ -178,13 +173,7 @@ def read_stored(
     found: Mapping[str, Any],
     checksums: Checksums,
 ) -> StoredCheckpoint:
-    """Joins the header with Orbax's metadata of the arrays in each group.
-
-    Args:
-        step: The step.
-        header: As `check_header` returns it.
-        found: Orbax's metadata, by group and path.
-        checksums: As saved, by group and path.
+    """Joins the header with Orbax's metadata of the arrays found in each group.
 
     Raises:
         ValueError: If arrays are missing or are not those of the header.
@@ -207,8 +196,9 @@ def read_stored(
                     f"`{path}` of group {name!r} was saved as {saved}; its files hold "
                     f"{found_here}."
                 )
-    if _paths(checksums) != _paths(header["arrays"]):
-        raise ValueError("Its checksums are of other arrays.")
+    for name, saved in header["arrays"].items():
+        if checksums.get(name, {}).keys() != saved.keys():
+            raise ValueError("Its checksums are of other arrays.")
     return StoredCheckpoint(
         step=step,
         groups=groups,
@@ -216,10 +206,6 @@ def read_stored(
         metrics=header["metrics"],
         checksums=checksums,
     )
-
-
-def _paths(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, set[str]]:
-    return {name: set(group) for name, group in groups.items()}
 
 
 def check_match(
@@ -283,22 +269,11 @@ def _spell(array: jax.ShapeDtypeStruct | jax.Array) -> str:
     return f"{array.dtype}[{','.join(map(str, array.shape))}]"
 
 
-def _is_key(array: jax.Array) -> bool:
-    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-
-
 def _abstract(
     shape: tuple[int, ...], dtype: Any, key_impl: str | None
 ) -> jax.ShapeDtypeStruct:
     if key_impl is None:
         return jax.ShapeDtypeStruct(shape, dtype)
+    # Orbax's shape is that of the key's words: (..., words).
     key = jax.eval_shape(lambda: jax.random.key(0, impl=key_impl))
     return jax.ShapeDtypeStruct(shape[:-1], key.dtype)
-
-
-def _fault(array: Any) -> str | None:
-    if not isinstance(array, jax.Array):
-        return f"found {type(array).__name__}; only jax.Array can be saved."
-    if array.is_deleted():
-        return "it was donated. Save what the step returned, not what it was given."
-    return None

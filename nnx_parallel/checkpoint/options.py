@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 import jax
@@ -24,9 +24,6 @@ from nnx_parallel.errors import (
     CheckpointError,
     CheckpointNotFoundError,
 )
-
-METADATA_FILE = "_CHECKPOINT_METADATA"
-"""Orbax's own, in the directory of a step; a step without it is not listed."""
 
 
 def check_directory(directory: str, *, read_only: bool) -> None:
@@ -59,9 +56,6 @@ def check_writable(directory: str) -> None:
     """Tries to write before a save, whose directory Orbax makes in the background.
 
     All processes call it, and raise what process 0 finds: it makes the directory.
-
-    Raises:
-        CheckpointDirectoryError: If it cannot be written.
     """
     problem = ""
     if jax.process_index() == 0:
@@ -82,14 +76,9 @@ def check_step(
     Orbax by itself skips an older step silently, and meets a directory that is in its
     way only when all is written.
 
-    Args:
-        directory: Where the checkpoints are.
-        step: Updates done so far.
-        latest: The newest step that is saved.
-        overwrite: Whether ``latest`` may be replaced.
-
     Raises:
-        CheckpointError: If ``step`` is not later, or its place is taken.
+        CheckpointError: If ``step`` is not after the ``latest`` saved one, or its place
+            is taken.
     """
     if step == latest:
         if not overwrite:
@@ -110,11 +99,7 @@ def check_step(
 
 
 def check_space(directory: str, needed_bytes: int) -> None:
-    """Checks that a checkpoint would fit on the disk; a URL has no limit to ask for.
-
-    Raises:
-        CheckpointDirectoryError: If it would not.
-    """
+    """Checks that a checkpoint fits on the disk; a URL has no limit to ask for."""
     if is_url(directory):
         return
     free = shutil.disk_usage(directory).free
@@ -127,11 +112,7 @@ def check_space(directory: str, needed_bytes: int) -> None:
 
 
 def quarantine(directory: str, step: int) -> str:
-    """Renames a corrupt step, so that it is neither read nor in the way.
-
-    Returns:
-        Its new path.
-    """
+    """Renames a corrupt step, so that it is not read again; returns its new path."""
     if is_url(directory):
         base = ocp.path.Path(directory)
         moved = base / f"damaged-{step}-{uuid.uuid4().hex[:8]}"
@@ -141,23 +122,6 @@ def quarantine(directory: str, step: int) -> str:
     moved = tempfile.mkdtemp(prefix=f"damaged-{step}-", dir=directory)
     os.rename(os.path.join(directory, str(step)), moved)
     return moved
-
-
-def unlisted_steps(directory: str, listed: Iterable[int]) -> list[int]:
-    """Steps whose directories hold the remains of a checkpoint, ascending.
-
-    Orbax does not list them: their own metadata is gone. A directory without such
-    remains belongs to another program. Those of a URL are not searched.
-    """
-    if is_url(directory) or not os.path.isdir(directory):
-        return []
-    left = []
-    for name in os.listdir(directory):
-        path = os.path.join(directory, name)
-        remains = [os.path.join(path, part) for part in (METADATA_FILE, "model")]
-        if name.isdigit() and any(map(os.path.exists, remains)):
-            left.append(int(name))
-    return sorted(set(left) - set(listed))
 
 
 def is_url(path: str) -> bool:

@@ -18,13 +18,7 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from nnx_parallel.checkpoint.checksum import ChecksumHandler
-from nnx_parallel.checkpoint.options import (
-    METADATA_FILE,
-    Checkpoint,
-    Metrics,
-    best_steps,
-    is_url,
-)
+from nnx_parallel.checkpoint.options import Checkpoint, Metrics, best_steps, is_url
 from nnx_parallel.errors import (
     CheckpointReadError,
     CheckpointUnavailableError,
@@ -33,6 +27,9 @@ from nnx_parallel.errors import (
 
 UNFINISHED = "orbax-checkpoint-tmp"
 """In the name of a step's directory until it is complete."""
+
+_METADATA, _COMMITTED = "_CHECKPOINT_METADATA", "commit_success.txt"
+"""Orbax's files in the directory of a step."""
 
 GIVE_UP_SECONDS = 1200
 """After which Orbax gives up a save that has not ended, or failed on one process."""
@@ -91,12 +88,13 @@ class StepNames:
     all.
 
     Attributes:
-        rejected: Steps whose metadata the last listing could not parse, and why.
+        corrupt: Steps that the last listing left out although they hold the remains of
+            a checkpoint, each with its problem.
     """
 
     def __init__(self) -> None:
         self._names = ocp.path.step.standard_name_format()
-        self.rejected: dict[int, str] = {}
+        self.corrupt: dict[int, str] = {}
 
     def build_name(self, step: int) -> str:
         """The name of a step's directory."""
@@ -108,24 +106,32 @@ class StepNames:
         Raises:
             OSError: If their metadata cannot be read now.
         """
-        self.rejected = {}
+        self.corrupt = {}
         # No glob: a directory may be called `run[1]`.
         for path in ocp.path.Path(base_path).iterdir():
             if not path.name.isdecimal() or path.name != str(int(path.name)):
                 continue
+            step = int(path.name)
+            # A step of a local directory appears complete, by a rename; one of an
+            # object store is complete once this file is there.
+            is_complete = not is_url(str(base_path)) or (path / _COMMITTED).exists()
             try:
                 # Orbax takes a file that cannot be read just now for one that is gone.
-                (path / METADATA_FILE).read_bytes()
+                (path / _METADATA).read_bytes()
+                found = self._names.find_step(base_path, step)
             except (FileNotFoundError, NotADirectoryError):
+                # Without a group either, the directory belongs to another program.
+                if is_complete and (path / "model").exists():
+                    self.corrupt[step] = "has no metadata left"
                 continue
-            try:
-                found = self._names.find_step(base_path, int(path.name))
             except (ValueError, TypeError, KeyError) as error:
-                if (path / "commit_success.txt").exists():  # else never completed
-                    self.rejected[int(path.name)] = str(error)
+                if is_complete:
+                    self.corrupt[step] = f"has metadata that cannot be parsed ({error})"
                 continue
             if found.commit_timestamp_nsecs is not None:
                 yield found
+            elif is_complete:
+                self.corrupt[step] = "has no metadata left"
 
     def find_step(self, base_path: Any, step: int) -> Any:
         """Orbax's metadata of one checkpoint."""
@@ -140,18 +146,14 @@ def open_directory(
     metrics: Mapping[int, Metrics],
     cleanup: bool,
 ) -> ocp.training.Checkpointer:
-    """Opens a directory with Orbax.
+    """Opens a directory with Orbax, to save and keep steps as the options say.
 
     Args:
         options: Which directory, when to save, and what to keep.
         names: How steps are named and found.
-        preemption: Saves before a preemption.
-        metrics: Metrics of the saved steps, kept up to date.
-        cleanup: Whether to delete what a killed save has left; Orbax does not by
-            default, and its bytes stay until someone looks.
-
-    Raises:
-        OSError: If it cannot be read now.
+        preemption: Asked first whether to save.
+        metrics: Metrics of the saved steps, which the caller keeps up to date.
+        cleanup: Whether to delete what a killed save has left.
     """
     context = ocp.Context()
     context.async_options.timeout_secs = GIVE_UP_SECONDS
@@ -183,15 +185,12 @@ def open_directory(
         save_decision_policy=when,
         preservation_policy=which,
         step_name_format=names,
-        cleanup_tmp_directories=cleanup,
+        cleanup_tmp_directories=cleanup,  # not Orbax's default: the bytes would stay
     )
 
 
 def load(path: str, wanted: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Reads the arrays of a step, placed as asked, without waiting for any process.
-
-    Orbax by itself lets all processes meet once each has read its shards: they would
-    wait 20 minutes for one that cannot read. So each process is a job of its own.
 
     Args:
         path: The step's directory.
@@ -200,6 +199,8 @@ def load(path: str, wanted: dict[str, dict[str, Any]]) -> dict[str, Any]:
     if not wanted:
         return {}
     context = ocp.Context()
+    # Orbax lets all processes meet once each has read its shards: they would wait
+    # for one that cannot read. So each process is a job of its own.
     if jax.process_count() > 1:
         me = jax.process_index()
         options = context.multiprocessing_options
@@ -213,8 +214,7 @@ def load(path: str, wanted: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def describe_group(directory: str, group: str) -> Any:
     """Orbax's metadata of the arrays of a group, or the error that hides it.
 
-    Describing a whole step, Orbax takes any error for "no metadata", that of a bad
-    moment too.
+    Describing a whole step, Orbax takes any error for "no metadata": a bad moment too.
     """
     path = ocp.path.Path(directory) / group
 

@@ -24,7 +24,6 @@ from nnx_parallel.checkpoint.options import (
     best_steps,
     check_directory,
     quarantine,
-    unlisted_steps,
 )
 from nnx_parallel.checkpoint.orbax_compat import (
     PreemptionPolicy,
@@ -52,10 +51,11 @@ class SavedSteps:
             that may be alive. One job at a time may write, any number may read.
 
     Attributes:
+        options: As given.
         directory: A path, or a URL such as ``gs://...``.
         orbax: Orbax's checkpointer of the directory; the manager saves with it.
         preemption: Notes a preemption that jax announces.
-        known_metrics: Metrics by step, where they have been read or saved.
+        known_metrics: Metrics by step, as far as they have been read or saved.
 
     Raises:
         CheckpointDirectoryError: If the directory cannot be made or written.
@@ -96,13 +96,7 @@ class SavedSteps:
     def corrupt_steps(self) -> dict[int, str]:
         """Steps of which too little is left to be listed, each with its problem."""
         steps = self.steps
-        unlisted = unlisted_steps(self.directory, steps)
-        rejected = {
-            step: f"has metadata that cannot be parsed ({why})"
-            for step, why in self._names.rejected.items()
-            if step not in steps
-        }
-        return dict.fromkeys(unlisted, "has no metadata left") | rejected
+        return {k: why for k, why in self._names.corrupt.items() if k not in steps}
 
     def metrics(self) -> dict[int, Metrics]:
         """The metrics of each saved step; none of one that cannot be read."""
@@ -226,7 +220,7 @@ class SavedSteps:
         return path
 
     def close(self) -> None:
-        """Closes the directory; waits for a save of Orbax's."""
+        """Closes the directory, after any save in progress."""
         self.orbax.close()
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from nnx_parallel.checkpoint.checksum import device_hashes
+from nnx_parallel.checkpoint.checksum import start_hashes
 from nnx_parallel.distributed.agreement import (
     allgather_object,
     check_consistent,
@@ -222,7 +222,7 @@ def check_replicas(state: Any, step: int) -> None:
         # Others, on a single device, have no copies.
         if isinstance(x.sharding, NamedSharding)
     ]
-    hashes = device_hashes([x for _, x in leaves])
+    hashes = start_hashes([x for _, x in leaves])()
     mine = {
         path: [
             (_part(shard), _device(shard), found[shard.device.id]) for shard in shards
