@@ -60,7 +60,7 @@ class AsyncSave:
         follower = threading.Thread(target=wait, name="nnx_parallel.save", daemon=True)
         try:
             follower.start()
-        except RuntimeError:
+        except RuntimeError:  # no more threads
             self.end()
             raise
 
@@ -81,6 +81,7 @@ class AsyncSave:
             CheckpointSaveError: If it has failed on this process and the others wait
                 for it, unless ``patiently``.
         """
+        # In turns: a failure of this process is logged while Orbax's barrier waits.
         while not self._has_ended.wait(0.5):
             if not patiently:
                 self.check_own_part()
@@ -133,5 +134,6 @@ class _WriterLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info and record.exc_info[1]
+        # Other threads, and other libraries, log here too.
         if record.threadName == _WRITER and isinstance(error, Exception):
             self.error = error

@@ -109,6 +109,7 @@ def make_header(
         for name, group in groups.items()
     }
     sizes = {name: len(group) for name, group in groups.items()}
+    # There and back: what a reader gets, with lists for tuples, is what is hashed.
     try:
         meta = json.loads(json.dumps(meta))
     except (TypeError, ValueError) as error:
@@ -116,6 +117,7 @@ def make_header(
             f"Cannot save the metadata: {error}. It may hold only what JSON can: dict, "
             "list, str, int, float, bool and None."
         ) from error
+    # Its own digest covers it: Orbax reads a flipped bit in JSON as another value.
     header = {
         "format": _FORMAT,
         "sizes": sizes,

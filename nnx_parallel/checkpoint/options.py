@@ -41,6 +41,8 @@ def check_directory(directory: str, *, read_only: bool) -> None:
         if not os.path.isdir(directory):
             raise CheckpointNotFoundError(f"No directory '{directory}' to read from.")
         return
+    # Root may write where the mode forbids it, and a disk may be full or read-only:
+    # only a file that is written tells.
     try:
         os.makedirs(directory, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -53,10 +55,9 @@ def check_directory(directory: str, *, read_only: bool) -> None:
 
 
 def check_writable(directory: str) -> None:
-    """Tries to write before a save, whose directory Orbax makes in the background.
-
-    All processes call it, and raise what process 0 finds: it makes the directory.
-    """
+    """Raises ``CheckpointDirectoryError`` on all processes if the first cannot write."""
+    # Process 0 makes the directory of a step, in the background. Where it cannot, the
+    # writers of all processes would wait for it for 5 minutes.
     problem = ""
     if jax.process_index() == 0:
         try:
@@ -199,6 +200,7 @@ class Checkpoint:
                     f"Checkpoint({name}={getattr(self, name)!r}) must be "
                     f"{choices[0]!r} or {choices[1]!r}."
                 )
+        # Orbax refuses a relative path, at the first save.
         object.__setattr__(self, "directory", _absolute(self.directory))
 
 
@@ -214,6 +216,7 @@ def best_steps(options: Checkpoint, metrics: Mapping[int, Metrics]) -> list[int]
         step: sign * values.get(options.keep_best, math.nan)
         for step, values in metrics.items()
     }
+    # NaN has no order: one would make the sort arbitrary.
     scores = {step: score for step, score in scores.items() if math.isfinite(score)}
     return sorted(scores, key=lambda step: (scores[step], -step))
 

@@ -27,11 +27,8 @@ from nnx_parallel.state import TrainState
 
 
 def check_options(manager: CheckpointManager) -> None:
-    """Checks that all processes have the same options; all of them call it.
-
-    Raises:
-        DisagreementError: On all processes, if not. They would wait for one another.
-    """
+    """Raises ``DisagreementError`` on all processes if their options differ."""
+    # They would wait for one another: one saves, or deletes a step, and others do not.
     check_consistent(
         "checkpoints", {"checkpoint": strip_addresses(repr(manager.options))}
     )
@@ -78,11 +75,8 @@ def resume(
 
 
 def _check_same_steps(saved: SavedSteps) -> None:
-    """Checks that all processes see the same steps.
-
-    Otherwise they would wait for one another, or take parts of different steps for
-    corruption.
-    """
+    """Raises ``DisagreementError`` on all processes if they see different steps."""
+    # They would wait for one another, or take parts of different steps for corruption.
     mine = [saved.steps, sorted(saved.corrupt_steps)]
     found = allgather_object("steps in the directory", mine)
     for process, theirs in enumerate(found):
@@ -103,10 +97,6 @@ def restore_newest(
     saved: SavedSteps, wanted: AbstractGroups
 ) -> tuple[Restored, list[str]]:
     """Restores the latest step; or the latest intact one, if the options say so.
-
-    Args:
-        saved: The checkpoints.
-        wanted: As `SavedSteps.restore`.
 
     Returns:
         The arrays and metadata, and a line for each corrupt step, now in quarantine.
@@ -146,11 +136,9 @@ def restore_newest(
 
 
 def _try(saved: SavedSteps, wanted: AbstractGroups, step: int) -> Restored | str:
-    """A restored step, or its problem, on which all processes agree.
-
-    They do without another exchange: `SavedSteps.restore` raises on all of them what
-    one cannot read, and compares checksums that all of them have gathered.
-    """
+    """A restored step, or its problem."""
+    # The same on all processes without another exchange: `SavedSteps.restore` raises on
+    # all of them what one cannot read, and compares checksums that all have gathered.
     try:
         return saved.restore(wanted, step)
     except CheckpointReadError as error:
@@ -165,11 +153,7 @@ def _try(saved: SavedSteps, wanted: AbstractGroups, step: int) -> Restored | str
 
 
 def check_ahead(manager: CheckpointManager, step: int) -> None:
-    """Checks that a run at ``step`` would not meet checkpoints of another.
-
-    Raises:
-        CheckpointError: If the directory holds a later step.
-    """
+    """Raises ``CheckpointError`` if the directory holds a step later than the run's."""
     latest = manager.latest_step
     if latest is not None and latest > step:
         raise CheckpointError(
@@ -180,11 +164,11 @@ def check_ahead(manager: CheckpointManager, step: int) -> None:
 
 
 def check_state(manager: CheckpointManager, abstract: TrainState) -> None:
-    """Checks that such a state can be saved, and fits on the disk.
+    """Checks that such a state can be saved, before the first step is trained.
 
     Raises:
         CheckpointError: If it holds an array without elements.
-        CheckpointDirectoryError: If it does not fit.
+        CheckpointDirectoryError: If it does not fit on the disk.
     """
     if manager.options is not None:
         groups = to_groups(abstract)

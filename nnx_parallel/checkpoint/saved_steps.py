@@ -58,8 +58,8 @@ class SavedSteps:
         known_metrics: Metrics by step, as far as they have been read or saved.
 
     Raises:
-        CheckpointDirectoryError: If the directory cannot be made or written.
-        CheckpointNotFoundError: If ``read_only`` and there is no such directory.
+        CheckpointDirectoryError, CheckpointNotFoundError: If the directory cannot be
+            written or, with ``read_only``, does not exist.
     """
 
     def __init__(self, options: Checkpoint, *, read_only: bool = False) -> None:
@@ -103,6 +103,7 @@ class SavedSteps:
         steps = self.steps
         for step in steps:
             if step not in self.known_metrics:
+                # A corrupt step is none of the best; a fit that saves goes on.
                 with contextlib.suppress(CheckpointReadError), self._reading(step):
                     found = self.orbax.checkpointables_metadata(step)
                     header = check_header(found.custom_metadata)
@@ -192,12 +193,14 @@ class SavedSteps:
         stored, read = _on_all_processes(lambda: self._load(abstract_groups, found))
         where = f"Checkpoint {found} in '{self.directory}'"
         with reading(where):
+            # After the exchange: this gathers the sums of all processes' shards.
             check_checksums(stored, read, where)
         return {name: read.get(name, {}) for name in abstract_groups}, stored.meta
 
     def _load(
         self, abstract_groups: AbstractGroups, step: int
     ) -> tuple[StoredCheckpoint, dict[str, Any]]:
+        # Whatever differs is found before an array is read.
         stored = self.describe(step)
         check_shardings(abstract_groups)
         check_match(stored, abstract_groups, self.directory)
@@ -214,6 +217,7 @@ class SavedSteps:
         Returns:
             Its new path.
         """
+        # Renamed by one process; the others list the directory once it is done.
         path = quarantine(self.directory, step) if jax.process_index() == 0 else ""
         path = allgather_object(f"quarantine step {step}", path)[0]
         self.orbax.reload()
@@ -227,11 +231,7 @@ class SavedSteps:
 def _on_all_processes(read: Callable[[], T]) -> T:
     """Returns what ``read`` does, or raises on all processes if it fails on one.
 
-    ``read`` waits for no other process, so that all of them come to the exchange; what
-    follows it may use collectives.
-
-    Raises:
-        CheckpointReadError: On all processes, if one finds corruption.
+    ``read`` waits for no other process, so that all of them come to the exchange.
     """
     found: list[T] = []
     problem = ""
@@ -239,7 +239,7 @@ def _on_all_processes(read: Callable[[], T]) -> T:
         found.append(read())
     except CheckpointReadError as error:
         if jax.process_count() == 1:
-            raise
+            raise  # with its cause
         problem = str(error)
     problems = allgather_object("read checkpoint", problem)
     bad = [f"On process {i}: {text}" for i, text in enumerate(problems) if text]
