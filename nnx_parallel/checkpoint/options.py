@@ -55,7 +55,7 @@ def check_directory(directory: str, *, read_only: bool) -> None:
 
 
 def check_writable(directory: str) -> None:
-    """Raises ``CheckpointDirectoryError`` on all processes if the first cannot write."""
+    """Raises ``CheckpointDirectoryError`` on all if process 0 cannot write."""
     # Process 0 makes the directory of a step, in the background. Where it cannot, the
     # writers of all processes would wait for it for 5 minutes.
     problem = ""
