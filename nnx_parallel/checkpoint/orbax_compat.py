@@ -107,30 +107,30 @@ class StepNames:
             OSError: If their metadata cannot be read now.
         """
         self.corrupt = {}
+        # A step of a local directory appears complete, by a rename. An object store may
+        # be in the middle of writing or deleting one: what is missing means nothing.
+        is_local = not is_url(str(base_path))
         # No glob: a directory may be called `run[1]`.
         for path in ocp.path.Path(base_path).iterdir():
             if not path.name.isdecimal() or path.name != str(int(path.name)):
                 continue
             step = int(path.name)
-            # A step of a local directory appears complete, by a rename; one of an
-            # object store is complete once this file is there.
-            is_complete = not is_url(str(base_path)) or (path / _COMMITTED).exists()
             try:
                 # Orbax takes a file that cannot be read just now for one that is gone.
                 (path / _METADATA).read_bytes()
                 found = self._names.find_step(base_path, step)
             except (FileNotFoundError, NotADirectoryError):
                 # Without a group either, the directory belongs to another program.
-                if is_complete and (path / "model").exists():
+                if is_local and (path / "model").exists():
                     self.corrupt[step] = "has no metadata left"
                 continue
             except (ValueError, TypeError, KeyError) as error:
-                if is_complete:
+                if is_local or (path / _COMMITTED).exists():
                     self.corrupt[step] = f"has metadata that cannot be parsed ({error})"
                 continue
             if found.commit_timestamp_nsecs is not None:
                 yield found
-            elif is_complete:
+            elif is_local:
                 self.corrupt[step] = "has no metadata left"
 
     def find_step(self, base_path: Any, step: int) -> Any:
