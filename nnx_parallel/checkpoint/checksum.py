@@ -252,6 +252,11 @@ class ChecksumHandler(ocp.handlers.CheckpointableHandler[PendingChecksums, None]
     complete only once they are written.
     """
 
+    # Orbax writes a handler's full name into the checkpoint, looks for it in its
+    # registry when it reads, and warns if it is missing: the first release's name.
+    __module__ = "nnx_parallel.checkpoint.fingerprint_file"
+    __qualname__ = "FingerprintHandler"
+
     async def save(
         self, directory: ocp.path.PathAwaitingCreation, checkpointable: PendingChecksums
     ) -> Awaitable[None]:
