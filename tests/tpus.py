@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import *
 from nnx_parallel.layers import attention
-from nnx_parallel.planning import plan_state
+from nnx_parallel.state import plan_state
 from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.step import StepOptions, make_train_step
 

@@ -112,7 +112,9 @@ def cross_entropy(
     logits = logits.astype(jnp.float32)
     labels = labels.astype(jnp.int32)
     _observe(labels, weights, logits.shape[-1])
-    losses = _token_losses(logits, labels, z_loss)[0]
+    losses, normaliser, _, _ = _token_losses(logits, labels)
+    if z_loss:
+        losses += z_loss * normaliser**2
     if weights is None:
         return Mean(losses.sum(), jnp.float32(losses.size))
     weights = weights.astype(jnp.float32)
@@ -120,7 +122,7 @@ def cross_entropy(
 
 
 def _token_losses(
-    logits: jax.Array, labels: jax.Array, z_loss: float
+    logits: jax.Array, labels: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Losses in nats from float32 logits ``(*leading, vocab)``, NaN without a class.
 
@@ -136,8 +138,6 @@ def _token_losses(
     # Such a label matches no class: the loss would silently be the log-normaliser.
     is_class = (labels >= 0) & (labels < logits.shape[-1])
     losses = jnp.where(is_class, losses, jnp.nan)
-    if z_loss:
-        losses += z_loss * normaliser**2
     return losses, normaliser, is_class, is_label
 
 
@@ -173,13 +173,11 @@ def linear_cross_entropy(
     Args:
         hidden: ``(batch, seq, embed)``.
         kernel: ``(embed, vocab)``, or ``(vocab, embed)`` as of a tied table.
-        labels: int ``(batch, seq)``, from 0 to vocab - 1. Another one gives NaN, unless
-            its weight is 0.
+        labels: int ``(batch, seq)``, as in `cross_entropy`.
         weights: ``(batch, seq)``; 0 leaves a label out. By default all count 1.
         vocab_dim: The dim of ``kernel`` that is ``vocab``.
         z_loss: Weight of the squared log-normaliser.
-        chunk_size: Tokens of a chunk on each device; by default as many as have 128 MiB
-            of logits there.
+        chunk_size: Tokens of a chunk on each device; by default 128 MiB of logits.
 
     Returns:
         The `Mean` in nats per label. It is differentiable once, in reverse mode.
@@ -209,9 +207,8 @@ def linear_cross_entropy(
         weights = weights.astype(jnp.float32)
         weight = weights.sum()
     plan = _plan_chunks(hidden, kernel, vocab_dim % 2, z_loss, chunk_size)
-    total: Any = _chunked(
-        plan, plan.split(hidden), kernel, plan.split(labels), plan.split(weights)
-    )
+    hidden, labels, weights = map(plan.split, (hidden, labels, weights))
+    total: Any = _chunked(plan, hidden, kernel, labels, weights)
     return Mean(total, weight)
 
 
@@ -408,11 +405,12 @@ def _chunk_losses(
     x = plan.gather(x)
     logits = jnp.tensordot(x, kernel, axes, preferred_element_type=jnp.float32)
     logits = plan.place(logits, "batch", "seq", None, "vocab")
-    losses, normaliser, is_class, is_label = _token_losses(logits, labels, plan.z_loss)
+    losses, normaliser, is_class, is_label = _token_losses(logits, labels)
     scale = jnp.where(is_class, weights, 0.0)[..., None]
     softmax = jnp.exp(logits - normaliser[..., None])
     slope = jnp.where(is_label, softmax - 1, softmax)
     if plan.z_loss:
+        losses += plan.z_loss * normaliser**2
         slope += 2 * plan.z_loss * normaliser[..., None] * softmax
     return losses, scale * slope
 
