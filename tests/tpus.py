@@ -18,7 +18,7 @@ from nnx_parallel import *
 from nnx_parallel.layers import attention
 from nnx_parallel.state import plan_state
 from nnx_parallel.sharding.model import abstract_model
-from nnx_parallel.step import StepOptions, make_train_step
+from nnx_parallel.training.step import StepOptions, make_train_step
 
 def devices_of(topology_name):
     return topologies.get_topology_desc(
