@@ -292,6 +292,7 @@ def _plan_chunks(
     chunk_size: int | None,
 ) -> _ChunkPlan:
     layout = active_layout()
+    # Nothing to split: constraints would only pin every array whole.
     if layout is not None and layout.is_silent(("batch", "seq", "embed", "vocab")):
         layout = None
     rows = parts = splits = 1
@@ -303,7 +304,7 @@ def _plan_chunks(
         logits = layout.activation_spec((rows, vocab), ("batch", "vocab"))
         splits = math.prod(layout.mesh.shape[a] for a in dim_axes(logits, 2)[1])
     tokens = hidden.shape[0] * hidden.shape[1] // (rows * parts)
-    if chunk_size is None:
+    if chunk_size is None:  # 4 bytes for each class that a device has
         chunk_size = CHUNK_BYTES // (4 * vocab // splits)
     # Where `vocab` is split, the parts of a sequence are gathered for the product: each
     # gives its share of a chunk.
@@ -339,6 +340,7 @@ def _chunked(
     def chunk(_: None, given: Chunk) -> tuple[None, jax.Array]:
         return None, _chunk_losses(plan, kernel, given)[0]
 
+    # losses: (chunks, rows, parts, tokens)
     _, losses = _over_chunks(plan, chunk, None, (hidden, labels, weights))
     return _weighted_sum(losses, weights)
 
@@ -390,6 +392,7 @@ _chunked.defvjp(_chunked_forward, _chunked_backward)
 def _over_chunks(
     plan: _ChunkPlan, function: Callable, start: Any, chunks: Any
 ) -> tuple[Any, Any]:
+    # Without a loop the gradient of the kernel needs no float32 carry of its own.
     if plan.num_chunks > 1:
         return jax.lax.scan(function, start, chunks)
     carry, outputs = function(start, jax.tree.map(lambda x: x[0], chunks))
@@ -404,10 +407,12 @@ def _chunk_losses(
     axes = ((3,), (1 - plan.vocab_dim,))
     x = plan.gather(x)
     logits = jnp.tensordot(x, kernel, axes, preferred_element_type=jnp.float32)
+    # (rows, parts, tokens, vocab)
     logits = plan.place(logits, "batch", "seq", None, "vocab")
     losses, normaliser, is_class, is_label = _token_losses(logits, labels)
     scale = jnp.where(is_class, weights, 0.0)[..., None]
     softmax = jnp.exp(logits - normaliser[..., None])
+    # By the logits: d(normaliser) = softmax, d(normaliser**2) = 2 normaliser * softmax
     slope = jnp.where(is_label, softmax - 1, softmax)
     if plan.z_loss:
         losses += plan.z_loss * normaliser**2

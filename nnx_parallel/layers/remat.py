@@ -83,4 +83,5 @@ def apply_remat(
         ),
         "full": jax.checkpoint_policies.nothing_saveable,
     }[remat]
+    # A checkpoint replaces the policies of those inside: put none around a `Stack`.
     return jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)

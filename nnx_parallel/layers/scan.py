@@ -117,7 +117,7 @@ def run_prefetched(call: StackCall) -> tuple[Any, dict, None]:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class _Layers:
+class _PrefetchedLayers:
     """The layers of a call, to run from one end to the other.
 
     Attributes:
@@ -156,6 +156,7 @@ class _Layers:
         def step(carry: tuple[list, dict], xs: tuple) -> tuple[tuple, tuple]:
             x, gathered = carry
             index, held, state = xs
+            # One program for all layers: the last one gathers itself.
             hops = self._start(params, jnp.minimum(index + 1, last))
             layer = Layers(gathered | held, {}, state)
             x, state, saved = self.one.forward(layer, x, args)
@@ -258,6 +259,7 @@ class _Layers:
     def _ring(self, key: Any, ndim: int) -> dict[str, Any]:
         """How to gather hop by hop; empty if in one collective."""
         placement = self.call.placements[key]
+        # More than one dim or axis at once is no ring of one axis.
         stored, used = (dim_axes(s, ndim) for s in (placement.stored, placement.used))
         split = [d for d in range(ndim) if stored[d] != used[d]]
         mode = self.call.prefetch
@@ -278,7 +280,7 @@ class _Layers:
         return {key: scatter(key, grad) for key, grad in grads.items()}
 
 
-def _make_layers(call: StackCall) -> _Layers:
+def _make_layers(call: StackCall) -> _PrefetchedLayers:
     layout = active_layout()
     assert layout is not None
     one = jax.tree.map(
@@ -287,7 +289,7 @@ def _make_layers(call: StackCall) -> _Layers:
     leaves = jax.tree.leaves(call.x), jax.tree.leaves(call.args)
     x, args = ([a for a in part if isinstance(a, jax.Array)] for part in leaves)
     traced = trace_residuals(_block_vjp(call), Layers(one[0], {}, one[1]), x, args)
-    return _Layers(call=call, layout=layout, one=traced)
+    return _PrefetchedLayers(call=call, layout=layout, one=traced)
 
 
 def _block_vjp(call: StackCall) -> Callable[[Layers, list, list], tuple]:
@@ -296,6 +298,7 @@ def _block_vjp(call: StackCall) -> Callable[[Layers, list, list], tuple]:
     The VJP takes gradients of x and of the floating state, and gives those of
     parameters, x, floating arguments and floating state.
     """
+    # Its parameters come gathered.
     block = apply_remat(call.inner, call.remat, gathers=False, prevent_cse=False)
     leaves, tree = jax.tree.flatten((call.x, call.args))
 
@@ -312,6 +315,7 @@ def _block_vjp(call: StackCall) -> Callable[[Layers, list, list], tuple]:
             x_tree, args_tree = join(x, merged)
             out, after, _ = block(trained, layer.state | state, x_tree, args_tree, None)
             smooth = {k: v for k, v in after.items() if is_inexact(v)}
+            # Integers and keys have no gradient: they leave as auxiliary outputs.
             return (jax.tree.leaves(out), smooth), after
 
         floats = [a for a in args if is_inexact(a)]

@@ -97,6 +97,7 @@ class Table:
             >>> table.num_ticks, table.is_split
             (2, False)
         """
+        # Here already: slots are checked against the sizes before a table exists.
         check_sizes(num_stages, num_microbatches, num_chunks)
         slots = list(slots)
         for slot in slots:
@@ -137,6 +138,7 @@ class Table:
         ticks: dict[Kind, NDArray[Any]] = {
             kind: np.array(at) for kind, at in kinds if at is not None
         }
+        # Rows are virtual stages: row c * num_stages + s is chunk c of stage s.
         num_virtual, num_microbatches = _check_shapes(ticks, num_stages)
         slots = (
             Slot(kind, int(tick), row % num_stages, microbatch, row // num_stages)
