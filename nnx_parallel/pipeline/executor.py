@@ -103,13 +103,6 @@ class Executor:
     def _permute(self, tree: Any, permutation: LayerPermutation) -> Any:
         if len(permutation.receiver) == 1:
             return tree
-        # `ppermute` takes no random keys: their words are sent.
-        keys = jax.tree.map(
-            lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key), tree
-        )
-        words = jax.tree.map(
-            lambda x, is_key: jax.random.key_data(x) if is_key else x, tree, keys
-        )
         move = jax.shard_map(
             partial(jax.tree.map, partial(permutation.move, axis=self._axis)),
             mesh=self._mesh,
@@ -118,16 +111,7 @@ class Executor:
             axis_names={self._axis},
             check_vma=False,
         )
-        return jax.tree.map(
-            lambda new, old, is_key: (
-                jax.random.wrap_key_data(new, impl=jax.random.key_impl(old))
-                if is_key
-                else new
-            ),
-            move(words),
-            tree,
-            keys,
-        )
+        return move(tree)
 
     # Memory
 
