@@ -11,9 +11,6 @@ from nnx_parallel.cli.launch import Job, launch
 from nnx_parallel.cli.manifests import MANIFESTS
 from nnx_parallel.errors import ParallelError
 
-_DESCRIPTION = "Starts the processes of a run, or lists its checkpoints."
-_DIRECTORY = "a run's checkpoint directory"
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs ``launch`` or ``inspect``.
@@ -26,7 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code; 2 if the run cannot be started.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m nnx_parallel", description=_DESCRIPTION
+        prog="python -m nnx_parallel",
+        description="Starts the processes of a run, or lists its checkpoints.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     _add_launch(commands.add_parser("launch", help="start the processes of a run"))
@@ -44,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cpu=options.cpu,
         host=options.host,
     )
-    if options.print:
+    if options.print:  # nothing is started, so that no device need be here
         sys.stdout.write(MANIFESTS[options.print](job))
         return 0
     try:
@@ -75,12 +73,15 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
         help="write a script or manifest for a cluster's scheduler instead",
     )
     parser.add_argument("script")
+    # Options behind the script are the script's, also those of the same name as ours.
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
-    parser.description = f"Lists what {_DIRECTORY} holds. It writes nothing."
-    parser.add_argument("directory", help=_DIRECTORY)
+    parser.description = (
+        "Lists what a run's checkpoint directory holds. Writes nothing."
+    )
+    parser.add_argument("directory", help="a run's checkpoint directory")
     parser.add_argument(
         "--verify", action="store_true", help="read every array and check it"
     )

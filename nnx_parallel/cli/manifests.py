@@ -6,13 +6,10 @@ failure; the script's ``initialize()`` finds its place from the environment.
 
 from __future__ import annotations
 
-import math
+import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from nnx_parallel.cli.launch import Job
 from nnx_parallel.distributed.initialize import (
@@ -23,13 +20,14 @@ from nnx_parallel.distributed.initialize import (
 )
 
 _PORT = 8476
+_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
 def slurm(job: Job) -> str:
     """A batch script for ``sbatch``: one task for each process."""
     count = job.devices_per_process or 1
     gpus = "" if job.cpu else f"#SBATCH --gpus-per-task={count}\n"
-    # jax would take one device of a task, the one with the task's number on its node:
+    # JAX takes one device of each task, the one with the task's number on its node:
     # https://github.com/jax-ml/jax/issues/16788
     numbers = ",".join(str(i) for i in range(count))
     needed = job.cpu_variables or {"JAX_LOCAL_DEVICE_IDS": numbers}
@@ -57,63 +55,71 @@ done
 
 def jobset(job: Job) -> str:
     """A Kubernetes JobSet: one pod for each process, restarted together."""
-    name = _name(job)
-    workers = {
-        "parallelism": job.num_processes,
-        "completions": job.num_processes,
-        "completionMode": "Indexed",
-        "backoffLimit": 0,
-        "template": {"spec": _pod(job)},
+    # Strings are quoted: some parsers take a bare 3e-4 for a number, and y for true.
+    # A string of JSON is one of YAML.
+    name, indent = _name(job), "\n" + 14 * " "
+    words = (f"{indent}- {json.dumps(word)}" for word in ("python", *job.command))
+    variables = {
+        COORDINATOR: f"{name}-workers-0-0.{name}:{_PORT}",
+        NUM_PROCESSES: str(job.num_processes),
     }
-    manifest = {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": {"name": name},
-        "spec": {
-            "failurePolicy": {"maxRestarts": job.max_restarts},
-            "network": {"enableDNSHostnames": True, "subdomain": name},
-            "replicatedJobs": [
-                {"name": "workers", "replicas": 1, "template": {"spec": workers}}
-            ],
-        },
-    }
-    return (
-        "# kubectl apply -f this; put the image with the code in the place of IMAGE.\n"
-        + yaml.dump(manifest, Dumper=_Dumper, sort_keys=False, width=math.inf)
-    )
+    env = [_variable(indent, *item) for item in variables.items()]
+    simulated = [_variable(indent, *item) for item in job.cpu_variables.items()]
+    # backoffLimit 0: a pod that restarts alone finds its peers in a collective. The
+    # JobSet restarts all of them.
+    limits = f"{indent}    nvidia.com/gpu: {job.devices_per_process or 1}"
+    return f"""\
+# kubectl apply -f this; put the image with the code in the place of IMAGE.
+apiVersion: "jobset.x-k8s.io/v1alpha2"
+kind: "JobSet"
+metadata:
+  name: "{name}"
+spec:
+  failurePolicy:
+    maxRestarts: {job.max_restarts}
+  network:
+    enableDNSHostnames: true
+    subdomain: "{name}"
+  replicatedJobs:
+  - name: "workers"
+    replicas: 1
+    template:
+      spec:
+        parallelism: {job.num_processes}
+        completions: {job.num_processes}
+        completionMode: "Indexed"
+        backoffLimit: 0
+        template:
+          spec:
+            restartPolicy: "Never"
+            terminationGracePeriodSeconds: 120
+            containers:
+            - name: "train"
+              image: "IMAGE"
+              command:{"".join(words)}
+              env:{"".join(env)}
+              - name: "{PROCESS_ID}"
+                valueFrom:
+                  fieldRef:
+                    fieldPath: "{_INDEX}"{"".join(simulated)}
+              ports:
+              - containerPort: {_PORT}
+              resources:
+                limits:{" {}" if job.cpu else limits}
+"""
 
 
-def _pod(job: Job) -> dict[str, Any]:
-    """What runs one process."""
-    name, variables = _name(job), job.cpu_variables.items()
-    limits = {} if job.cpu else {"nvidia.com/gpu": job.devices_per_process or 1}
-    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-    container = {
-        "name": "train",
-        "image": "IMAGE",
-        "command": ["python", *job.command],
-        "env": [
-            {"name": COORDINATOR, "value": f"{name}-workers-0-0.{name}:{_PORT}"},
-            {"name": NUM_PROCESSES, "value": str(job.num_processes)},
-            {"name": PROCESS_ID, "valueFrom": {"fieldRef": {"fieldPath": index}}},
-            *({"name": variable, "value": value} for variable, value in variables),
-        ],
-        "ports": [{"containerPort": _PORT}],
-        "resources": {"limits": limits},
-    }
-    return {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": 120,
-        "containers": [container],
-    }
+def _variable(indent: str, name: str, value: str) -> str:
+    return f'{indent}- name: "{name}"{indent}  value: {json.dumps(value)}'
 
 
 def tpu(job: Job) -> str:
     """A shell script that starts one process on each host of a TPU slice."""
+    # No variable of a TPU VM says that it is part of a slice: `initialize` is told.
     command = f"{CLUSTER}=tpu {_command(job)}"
     return f"""#!/bin/bash
 # Usage: TPU=name ZONE=zone bash this. The slice has {job.num_processes} hosts.
-# The code and its environment stand on every host already.
+# The code and its environment are installed on every host already.
 set -eu
 : "${{TPU:?name of the TPU slice}}" "${{ZONE:?its zone}}"
 restarts=0
@@ -144,24 +150,3 @@ def _name(job: Job) -> str:
     cleaned = "".join(c if c.isascii() and c.isalnum() else "-" for c in stem)
     name = cleaned.strip("-")[:40].rstrip("-") or "train"
     return name if name[0].isalpha() else f"run-{name}"
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes texts: bare, some parsers take 3e-4 for a number and y for true."""
-
-    def represent_mapping(
-        self, tag: str, mapping: Any, flow_style: bool | None = None
-    ) -> yaml.MappingNode:
-        """A mapping whose keys, which are ours, stay plain."""
-        node = super().represent_mapping(tag, mapping, flow_style)
-        for key, _ in node.value:
-            key.style = None
-        return node
-
-
-_Dumper.add_representer(
-    str,
-    lambda dumper, text: dumper.represent_scalar(
-        "tag:yaml.org,2002:str", text, style='"'
-    ),
-)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nnx_parallel.data.batches import Signature
-from nnx_parallel.distributed.agreement import allgather_object
+from nnx_parallel.distributed.agreement import allgather_object, differences
 from nnx_parallel.errors import BatchShapeError, DataError, DataExhaustedError
 
 
@@ -54,13 +54,15 @@ class BatchAgreement:
             DataExhaustedError: If the data of some processes has ended, but not of all.
         """
         text = None if problem is None else str(problem)
+        # Not `multihost_utils.process_allgather`: that runs a program, on a thread that
+        # prefetches. Processes that launch programs in different orders deadlock.
         found = allgather_object(self.name, [signature, text, self.stop_reason()])
         signatures, problems, reasons = zip(*found, strict=True)
         for reason in reasons:
-            if reason is not None:  # stopping comes first: no batch is needed then
+            if reason is not None:  # first of all: a run that stops needs no batch
                 return reason
         if problem is not None:
-            raise problem
+            raise problem  # with its own traceback; the others quote its text
         ended = [
             i for i, (x, text, _) in enumerate(found) if x is None and text is None
         ]
@@ -82,15 +84,9 @@ class BatchAgreement:
 def _difference(
     index: int, process: int, first: Signature, other: Signature
 ) -> BatchShapeError:
-    lines = [
-        f"{name}: process 0 has {_format(first.get(name))}, process {process} has "
-        f"{_format(other.get(name))}"
-        for name in dict.fromkeys((*first, *other))
-        if first.get(name) != other.get(name)
-    ]
     return BatchShapeError(
         f"Processes 0 and {process} have batches {index} of different shapes:\n  "
-        + "\n  ".join(lines)
+        + "\n  ".join(differences(process, first, other, _format))
         + "\nEvery process gives an equal share of the rows of each batch, never the "
         "global batch: split them by trainer.data_share, and drop or pad what does not "
         "divide."

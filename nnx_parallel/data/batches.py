@@ -158,7 +158,7 @@ def _check_leaf(name: str, leaf: Any, index: int) -> None:
             "the global batch: repeat the value for each row, or close over it in the "
             "loss."
         )
-    if isinstance(leaf, np.ndarray):
+    if isinstance(leaf, np.ndarray):  # a JAX array fits by its nature
         _check_fits(name, leaf, index)
 
 

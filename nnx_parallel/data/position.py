@@ -85,8 +85,10 @@ class DataState:
             num_steps: Last step of the fit.
         """
         self._num_steps = num_steps
+        # By identity: equal data may be read from the start on purpose.
         if self._data is not None and self._data is not data:
             self._first_step, self._state = step, None
+        # A generator that an earlier fit of this process has read is at the next batch.
         continues = self._is_read and self._data is data and is_one_shot(data)
         self._data, self._is_read = data, True
         return 0 if continues else step - self._first_step, self._state
@@ -127,6 +129,7 @@ class DataState:
             )
         if len(states) == jax.process_count():
             return cls(first_step, states[jax.process_index()], num_steps)
+        # Batches are counted alike by any number of processes; iterators are not.
         if any(state is not None for state in states):
             warnings.warn(
                 f"The position in the data was saved by {len(states)} processes and "
@@ -153,7 +156,7 @@ def encode_state(state: Any) -> Any:
     """
     if isinstance(state, bytes):
         return {"bytes": base64.b64encode(state).decode("ascii")}
-    if isinstance(state, np.generic | np.ndarray):
+    if isinstance(state, np.generic | np.ndarray):  # JSON knows neither
         return encode_state(state.tolist())
     if isinstance(state, list | tuple):
         return [encode_state(value) for value in state]

@@ -183,7 +183,7 @@ def check_data(data: object) -> None:
 def _open(data: Any, skip: int, state: Any) -> tuple[Iterator[Any], int]:
     """Returns an iterator, at its restored position if it can be, and what to skip."""
     check_data(data)
-    iterator: Iterator[Any] = iter(data)
+    iterator: Iterator[Any] = iter(data)  # resumable, though the data may not be
     if state is not None and isinstance(iterator, Resumable):
         iterator.set_state(decode_state(state))
         return iterator, 0
@@ -231,7 +231,7 @@ class _Source(Generic[T]):
 
     def items(self) -> Iterator[PlacedBatch[Any]]:
         for done in range(self.skip):
-            if self.stop.is_set():
+            if self.stop.is_set():  # skipping may take minutes
                 return
             if next(self.iterator, _END) is _END:
                 raise self._exhausted(done, 0)
@@ -252,6 +252,7 @@ class _Source(Generic[T]):
             if self.uniform:
                 first = first or batch_signature(batch)
                 check_same(batch, first, index=index)
+            # Now, not when the batch is used: the iterator is ahead of its use by then.
             state = None
             if isinstance(self.iterator, Resumable):
                 state = encode_state(self.iterator.get_state())

@@ -60,6 +60,8 @@ def reserve_allgather(
     client = join()
     if client is None:
         return lambda value: [value]
+    # A save in the background ends at another time on each process. Numbered here, on
+    # the main thread, its exchange meets the same save's on the others.
     key = client.reserve(name)
     return lambda value: client.allgather(key, value, timeout_seconds)
 
@@ -75,7 +77,7 @@ def check_consistent(what: str, fields: Mapping[str, Any]) -> None:
         DisagreementError: On all processes, if one differs from process 0. It names
             the process, the field and both values.
     """
-    fields = json.loads(json.dumps(fields))  # tuples become lists, as in what arrives
+    fields = json.loads(json.dumps(fields))  # tuples arrive as lists
     text = json.dumps(fields, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     digests = allgather_object(f"digest of the {what}", digest)
@@ -86,11 +88,9 @@ def check_consistent(what: str, fields: Mapping[str, Any]) -> None:
     found = allgather_object(f"fields of the {what}", fields if differs else None)
     found = [found[0] if other is None else other for other in found]
     lines = [
-        f"{name}: process 0 has {_format(found[0].get(name))}, process {process} has "
-        f"{_format(other.get(name))}"
+        line
         for process, other in enumerate(found)
-        for name in dict.fromkeys((*found[0], *other))
-        if other.get(name) != found[0].get(name)
+        for line in differences(process, found[0], other, _format)
     ]
     if lines:
         num_more = len(lines) - _MAX_LINES
@@ -101,6 +101,21 @@ def check_consistent(what: str, fields: Mapping[str, Any]) -> None:
             + "\nAll processes of a run must run the same script, with the same "
             "arguments, on the same versions."
         )
+
+
+def differences(
+    process: int,
+    first: Mapping[str, Any],
+    other: Mapping[str, Any],
+    spell: Callable[[Any], str],
+) -> list[str]:
+    """A line for each field in which a process differs from process 0."""
+    return [
+        f"{name}: process 0 has {spell(first.get(name))}, process {process} has "
+        f"{spell(other.get(name))}"
+        for name in dict.fromkeys((*first, *other))  # a set would lose the order
+        if other.get(name) != first.get(name)
+    ]
 
 
 def versions() -> dict[str, str]:
