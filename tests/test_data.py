@@ -1,4 +1,4 @@
-"""Feeds: what arrives, in which order, after which resume, and what is refused."""
+"""Prefetching: batches in order, resumed where they ended, and bad data refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make_batches(num_batches: int, num_rows: int = 4) -> list[dict[str, np.ndarr
 
 
 class Files:
-    """Batches whose number nobody knows before they end."""
+    """Batches whose number is unknown before they end."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -53,12 +53,12 @@ class Files:
         yield from make_batches(self._count)
 
 
-def values(feed: PrefetchIterator[Any]) -> list[float]:
-    with feed:
-        return [float(item.batch["x"][0, 0]) for item in feed]
+def values(placed: PrefetchIterator[Any]) -> list[float]:
+    with placed:
+        return [float(item.batch["x"][0, 0]) for item in placed]
 
 
-def feed_threads() -> list[threading.Thread]:
+def prefetch_threads() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name == "nnx_parallel.prefetch"]
 
 
@@ -102,19 +102,21 @@ class Seeded:
 def _no_thread_is_left() -> Iterator[None]:
     yield
     gc.collect()
-    assert wait_until(lambda: not feed_threads()), "a feed's thread outlived its test"
+    assert wait_until(lambda: not prefetch_threads()), (
+        "a prefetching thread outlived its test"
+    )
 
 
 @pytest.mark.parametrize("prefetch", PREFETCHES)
 def test_batches_arrive_once_in_order_and_placed(prefetch: int) -> None:
-    feed = PrefetchIterator(make_batches(7), jax.device_put, prefetch=prefetch)
-    with feed:
-        items = list(feed)
+    placed = PrefetchIterator(make_batches(7), jax.device_put, prefetch=prefetch)
+    with placed:
+        items = list(placed)
     assert [float(item.batch["x"][0, 0]) for item in items] == list(range(7))
     assert all(isinstance(item.batch["x"], jax.Array) for item in items)
     assert {item.num_rows for item in items} == {4}
     assert all(item.wait_seconds >= 0 and item.state is None for item in items)
-    assert list(feed) == []
+    assert list(placed) == []
 
 
 @pytest.mark.parametrize("prefetch", PREFETCHES)
@@ -132,9 +134,9 @@ def test_two_feeds_of_one_generator_lose_no_batch(prefetch: int) -> None:
 @pytest.mark.parametrize("prefetch", PREFETCHES)
 def test_feed_reads_exactly_as_far_ahead_as_promised(prefetch: int) -> None:
     data = Counted(50)
-    with PrefetchIterator(data, jax.device_put, limit=20, prefetch=prefetch) as feed:
+    with PrefetchIterator(data, jax.device_put, limit=20, prefetch=prefetch) as placed:
         for taken in range(1, 4):
-            next(feed)
+            next(placed)
             assert wait_until(lambda ahead=taken + prefetch: data.pulled == ahead)
     time.sleep(0.05)
     assert data.pulled == 3 + prefetch
@@ -146,13 +148,13 @@ def test_the_copy_overlaps_with_the_step() -> None:
         return batch
 
     waits = []
-    with PrefetchIterator(make_batches(6), slow_place, prefetch=2) as feed:
-        for item in feed:
+    with PrefetchIterator(make_batches(6), slow_place, prefetch=2) as placed:
+        for item in placed:
             waits.append(item.wait_seconds)
             time.sleep(0.15)
     assert sum(waits[1:]) < 0.05, waits
-    with PrefetchIterator(make_batches(3), slow_place, prefetch=0) as feed:
-        assert all(item.wait_seconds >= 0.05 for item in feed)
+    with PrefetchIterator(make_batches(3), slow_place, prefetch=0) as placed:
+        assert all(item.wait_seconds >= 0.05 for item in placed)
 
 
 @pytest.mark.parametrize("prefetch", PREFETCHES)
@@ -164,10 +166,10 @@ def test_an_error_in_the_data_arrives_in_its_place_with_its_traceback(
         raise FileNotFoundError("shard-3 is gone")
 
     seen = []
-    with PrefetchIterator(broken_source(), jax.device_put, prefetch=prefetch) as feed:
+    with PrefetchIterator(broken_source(), jax.device_put, prefetch=prefetch) as placed:
         with pytest.raises(FileNotFoundError, match="shard-3 is gone") as caught:
-            seen.extend(item.num_rows for item in feed)
-        assert list(feed) == []
+            seen.extend(item.num_rows for item in placed)
+        assert list(placed) == []
     assert len(seen) == 0 or seen == [4, 4, 4]
     frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert "broken_source" in frames
@@ -175,22 +177,24 @@ def test_an_error_in_the_data_arrives_in_its_place_with_its_traceback(
 
 def test_the_thread_ends_when_the_consumer_raises() -> None:
     def consume() -> None:
-        with PrefetchIterator(itertools.cycle(make_batches(2)), jax.device_put) as feed:
-            for _ in feed:
+        with PrefetchIterator(
+            itertools.cycle(make_batches(2)), jax.device_put
+        ) as placed:
+            for _ in placed:
                 raise KeyError("in the consumer")
 
     with pytest.raises(KeyError, match="in the consumer"):
         consume()
-    assert not feed_threads()
+    assert not prefetch_threads()
 
 
 def test_the_thread_ends_when_the_feed_is_collected() -> None:
-    feed = PrefetchIterator(itertools.cycle(make_batches(2)), jax.device_put)
-    next(feed)
-    assert feed_threads()
-    del feed
+    placed = PrefetchIterator(itertools.cycle(make_batches(2)), jax.device_put)
+    next(placed)
+    assert prefetch_threads()
+    del placed
     gc.collect()
-    assert not feed_threads()
+    assert not prefetch_threads()
 
 
 def test_a_process_exits_although_its_feed_was_never_closed() -> None:
@@ -198,8 +202,8 @@ def test_a_process_exits_although_its_feed_was_never_closed() -> None:
 import itertools
 import jax, numpy as np
 from nnx_parallel.data import PrefetchIterator
-feed = PrefetchIterator(itertools.cycle([np.zeros(4)]), jax.device_put)
-next(feed)
+placed = PrefetchIterator(itertools.cycle([np.zeros(4)]), jax.device_put)
+next(placed)
 """
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", script],
@@ -218,10 +222,10 @@ def test_closing_over_data_that_blocks_warns_instead_of_hanging() -> None:
         yield from make_batches(1)
         release.wait()
 
-    feed = PrefetchIterator(blocking(), jax.device_put)
-    next(feed)
+    placed = PrefetchIterator(blocking(), jax.device_put)
+    next(placed)
     with pytest.warns(UserWarning, match=re.escape("did not return from `next`")):
-        feed.close()
+        placed.close()
     release.set()
 
 
@@ -230,21 +234,21 @@ def test_close_ends_a_long_fast_forward_and_may_be_repeated() -> None:
         def __iter__(self) -> Iterator[Any]:
             return iter(itertools.cycle(make_batches(2)))
 
-    feed = PrefetchIterator(Endless(), jax.device_put, skip=10**12)
-    feed.close()
-    feed.close()
-    assert not feed_threads()
+    placed = PrefetchIterator(Endless(), jax.device_put, skip=10**12)
+    placed.close()
+    placed.close()
+    assert not prefetch_threads()
     with pytest.raises(StopIteration):
-        next(feed)
+        next(placed)
 
 
 def test_taken_batches_are_not_kept_alive() -> None:
     shape = (7, 11, 13)
     data = (np.zeros(shape, np.float32) for _ in range(10))
     gc.collect()
-    with PrefetchIterator(data, jax.device_put, limit=10, prefetch=2) as feed:
+    with PrefetchIterator(data, jax.device_put, limit=10, prefetch=2) as placed:
         for done in range(1, 11):
-            next(feed)
+            next(placed)
             ahead = min(2, 10 - done)
             assert wait_until(
                 lambda ahead=ahead: (
@@ -257,37 +261,41 @@ def test_taken_batches_are_not_kept_alive() -> None:
 def test_resume_restores_the_position_of_the_batch_not_of_the_thread(
     prefetch: int,
 ) -> None:
-    with PrefetchIterator(Seeded(), jax.device_put, limit=9, prefetch=prefetch) as feed:
-        items = list(feed)
+    with PrefetchIterator(
+        Seeded(), jax.device_put, limit=9, prefetch=prefetch
+    ) as placed:
+        items = list(placed)
     for done in (1, 4, 8):
         state = json.loads(json.dumps(items[done - 1].state))
         assert state["count"] == done
-        feed = PrefetchIterator(
+        placed = PrefetchIterator(
             Seeded(1), jax.device_put, limit=9 - done, skip=done, state=state
         )
-        with feed:
-            for item, expected in zip(feed, items[done:], strict=True):
+        with placed:
+            for item, expected in zip(placed, items[done:], strict=True):
                 np.testing.assert_array_equal(item.batch["x"], expected.batch["x"])
                 assert item.state == expected.state
 
 
 def test_resume_fast_forwards_a_plain_iterable() -> None:
-    feed = PrefetchIterator(make_batches(9), jax.device_put, limit=3, skip=5)
-    assert values(feed) == [5, 6, 7]
+    placed = PrefetchIterator(make_batches(9), jax.device_put, limit=3, skip=5)
+    assert values(placed) == [5, 6, 7]
 
 
 def test_resume_of_a_one_shot_iterator_warns_and_skips() -> None:
     with pytest.warns(UserWarning, match=re.escape("its next 2 batches are skipped")):
-        feed = PrefetchIterator(iter(make_batches(5)), jax.device_put, limit=2, skip=2)
-    assert values(feed) == [2, 3]
+        placed = PrefetchIterator(
+            iter(make_batches(5)), jax.device_put, limit=2, skip=2
+        )
+    assert values(placed) == [2, 3]
 
 
 def test_a_state_for_data_that_lost_its_position_warns_and_skips() -> None:
     with pytest.warns(UserWarning, match=re.escape("the data is now a list without")):
-        feed = PrefetchIterator(
+        placed = PrefetchIterator(
             make_batches(5), jax.device_put, limit=2, skip=2, state={"n": 2}
         )
-    assert values(feed) == [2, 3]
+    assert values(placed) == [2, 3]
 
 
 def test_one_shot_is_what_cannot_be_read_twice() -> None:
@@ -301,7 +309,7 @@ def test_one_shot_is_what_cannot_be_read_twice() -> None:
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_data_that_ends_too_early_says_how_to_repeat(prefetch: int) -> None:
-    feed = PrefetchIterator(
+    placed = PrefetchIterator(
         Files(5), jax.device_put, limit=6, skip=2, prefetch=prefetch
     )
     message = (
@@ -310,15 +318,15 @@ def test_data_that_ends_too_early_says_how_to_repeat(prefetch: int) -> None:
         "`__iter__` never ends (`while True: yield from ...`), "
         "`itertools.cycle(batches)`, or a Grain dataset with `.repeat()`."
     )
-    with feed, pytest.raises(DataExhaustedError, match=re.escape(message)):
-        list(feed)
+    with placed, pytest.raises(DataExhaustedError, match=re.escape(message)):
+        list(placed)
 
 
 def test_data_that_ends_within_the_skipped_batches_says_so() -> None:
-    feed = PrefetchIterator(Files(2), jax.device_put, limit=6, skip=3)
+    placed = PrefetchIterator(Files(2), jax.device_put, limit=6, skip=3)
     message = "before step 4 of 9: Files gave 2 batches here, 2 of them skipped"
-    with feed, pytest.raises(DataExhaustedError, match=re.escape(message)):
-        list(feed)
+    with placed, pytest.raises(DataExhaustedError, match=re.escape(message)):
+        list(placed)
 
 
 @pytest.mark.parametrize(
@@ -346,16 +354,16 @@ def test_data_may_write_to_its_batch_again(prefetch: int) -> None:
 
     layout = FSDP().layout(FSDP().make_mesh())
     place = functools.partial(place_batch, layout=layout)
-    with PrefetchIterator(one_buffer(), place, prefetch=prefetch) as feed:
-        found = [np.unique(item.batch).tolist() for item in list(feed)]
+    with PrefetchIterator(one_buffer(), place, prefetch=prefetch) as placed:
+        found = [np.unique(item.batch).tolist() for item in list(placed)]
     assert found == [[i] for i in range(6)]
 
 
 def test_a_used_up_iterator_is_named_as_the_likely_cause() -> None:
-    feed = PrefetchIterator(iter([]), jax.device_put, limit=1, first_step=10)
+    placed = PrefetchIterator(iter([]), jax.device_put, limit=1, first_step=10)
     message = "before step 11 of 11: list_iterator gave 0 batches here, 0 of them"
-    with feed, pytest.raises(DataExhaustedError, match=re.escape(message)) as caught:
-        list(feed)
+    with placed, pytest.raises(DataExhaustedError, match=re.escape(message)) as caught:
+        list(placed)
     assert "It is an iterator, which may have been read before." in str(caught.value)
 
 
@@ -423,10 +431,10 @@ def test_a_batch_of_every_usable_kind_passes() -> None:
         "keys": jax.random.split(jax.random.key(0), 4),
     }
     assert check_batch(batch) == 4
-    feed = PrefetchIterator([batch, batch], jax.device_put)
-    with feed:
-        placed = [item.batch for item in feed]
-    np.testing.assert_array_equal(placed[1]["int64"], batch["int64"])
+    placed = PrefetchIterator([batch, batch], jax.device_put)
+    with placed:
+        found = [item.batch for item in placed]
+    np.testing.assert_array_equal(found[1]["int64"], batch["int64"])
 
 
 CHANGES = {
@@ -442,12 +450,15 @@ CHANGES = {
 def test_a_batch_unlike_the_first_is_refused(name: str) -> None:
     other, message = CHANGES[name]
     data = [*make_batches(1), other]
-    with PrefetchIterator(data, jax.device_put, first_step=10) as feed:
-        next(feed)
+    with PrefetchIterator(data, jax.device_put, first_step=10) as placed:
+        next(placed)
         with pytest.raises(BatchShapeError, match=re.escape(message)):
-            next(feed)
-    with PrefetchIterator(data, jax.device_put, uniform=False) as feed:
-        assert [item.num_rows for item in feed] == [4, len(next(iter(other.values())))]
+            next(placed)
+    with PrefetchIterator(data, jax.device_put, uniform=False) as placed:
+        assert [item.num_rows for item in placed] == [
+            4,
+            len(next(iter(other.values()))),
+        ]
 
 
 def test_float64_and_float32_are_the_same_to_jax() -> None:
@@ -524,13 +535,13 @@ def grain_dataset(kind: str) -> Any:
 def test_grain_resumes_within_an_epoch(kind: str, prefetch: int) -> None:
     with PrefetchIterator(
         grain_dataset(kind), jax.device_put, limit=11, prefetch=prefetch
-    ) as feed:
-        items = list(feed)
+    ) as placed:
+        items = list(placed)
     state = json.loads(json.dumps(items[3].state))  # 32 rows: within the second epoch
     with PrefetchIterator(
         grain_dataset(kind), jax.device_put, limit=7, skip=4, state=state
-    ) as feed:
-        resumed = list(feed)
+    ) as placed:
+        resumed = list(placed)
     for item, expected in zip(resumed, items[4:], strict=True):
         np.testing.assert_array_equal(item.batch, expected.batch)
         assert item.state == expected.state

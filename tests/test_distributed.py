@@ -258,9 +258,7 @@ def join_server(server: Server, process: int, host: str = "127.0.0.1") -> Connec
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 @pytest.mark.parametrize("is_open_to_all", [False, True])
-def test_a_stranger_who_says_nothing_keeps_nobody_waiting(
-    host: str, is_open_to_all: bool
-) -> None:
+def test_a_silent_stranger_delays_no_process(host: str, is_open_to_all: bool) -> None:
     if not can_listen(host):
         pytest.skip(f"this machine has no {host}")
     server = Server("" if is_open_to_all else host, 2, b"key")
@@ -320,7 +318,7 @@ def test_an_exchange_that_one_process_never_makes_shifts_no_other() -> None:
         value = f"{turn} of {process}"
         results[turn, process] = clients[process].allgather(keys[process], value, 30)
 
-    # The first is made by nobody, the others in another order on each.
+    # No process makes the first; the others are made in another order on each.
     turns = [("second", 0, second), ("third", 1, third), ("second", 1, second)]
     threads = [threading.Thread(target=give, args=turn) for turn in turns]
     for thread in threads:
@@ -342,7 +340,7 @@ BROKEN = """
 import os, sys
 from nnx_parallel.distributed.faults import install
 install(lambda reason: os.write(1, f"told: {reason}".encode()))
-raise ValueError("nobody reads this")
+raise ValueError("this is not read")
 """
 
 
@@ -359,7 +357,7 @@ def test_a_broken_pipe_does_not_keep_a_process_from_ending() -> None:
     )
     os.close(writer)
     assert done.returncode == 1
-    assert done.stdout == b"told: ValueError: nobody reads this"
+    assert done.stdout == b"told: ValueError: this is not read"
 
 
 HANGING_EVALUATION = """
@@ -435,7 +433,7 @@ for table in ("tcp", "tcp6"):
 
 @pytest.mark.faults
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux")
-def test_nobody_else_reaches_a_launched_run(tmp_path: Path) -> None:
+def test_no_other_machine_reaches_a_launched_run(tmp_path: Path) -> None:
     script = tmp_path / "listening.py"
     script.write_text(LISTENING)
     launch = [sys.executable, "-m", "nnx_parallel", "launch", "--processes", "2"]

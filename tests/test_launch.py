@@ -54,7 +54,7 @@ def start(code: str, tmp_path: Path, *options: str) -> subprocess.Popen[str]:
 
 
 def lives(pid: int) -> bool:
-    """Whether a process is there, and no zombie that nobody has asked for."""
+    """True if a process exists and is not a zombie."""
     try:
         return (
             Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
