@@ -10,9 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nnx_parallel.data.batches import Signature
 from nnx_parallel.distributed.agreement import allgather_object, differences
 from nnx_parallel.errors import BatchShapeError, DataError, DataExhaustedError
+
+Signature = dict[str, tuple[tuple[int, ...], str]]
+"""Shape and dtype of each array of a batch, by its path."""
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,9 @@ from einops import rearrange
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 
+from nnx_parallel.data.agreement import Signature
 from nnx_parallel.errors import BatchShapeError, DataError, MeshShapeError
 from nnx_parallel.sharding.layout import Layout
-
-Signature = dict[str, tuple[tuple[int, ...], str]]
-"""Shape and dtype of each array of a batch, by its path."""
 
 
 def check_batch(batch: Any, *, index: int = 0) -> int:

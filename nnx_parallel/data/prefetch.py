@@ -21,13 +21,8 @@ from typing import Any, Generic, TypeVar
 import jax
 import numpy as np
 
-from nnx_parallel.data.agreement import BatchAgreement
-from nnx_parallel.data.batches import (
-    Signature,
-    batch_signature,
-    check_batch,
-    check_same,
-)
+from nnx_parallel.data.agreement import BatchAgreement, Signature
+from nnx_parallel.data.batches import batch_signature, check_batch, check_same
 from nnx_parallel.data.position import (
     Resumable,
     decode_state,
