@@ -15,8 +15,8 @@ fault to the last end:
     killed while idle         9 to 10, aborts            0.1, printed
     process 0 killed          0.1 to 0.3, aborts         0.1 to 0.2, printed
     an exception              1.0, printed               0.1, printed
-    ``sys.exit`` too early    5 to 6, aborts             EXIT, printed
-    a hang, watchdog of 2 s   3.0, printed               HANG, printed
+    ``sys.exit`` too early    5 to 6, aborts             next exchange, printed
+    a hang, watchdog of 2 s   3.0, printed               2.1, printed
     a machine vanishes        9 to 10, aborts            the same: its heartbeat
     exchange of a value       1.4 to 3 ms                0.2 to 0.5 ms
 
