@@ -1,0 +1,81 @@
+"""A strategy that the package does not know: one small class, and it composes."""
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import nnx_parallel
+from models import GPT, GPTConfig, next_token_loss
+from nnx_parallel import FSDP, Claims, Composite, DataParallel, Pipeline, Strategy
+from nnx_parallel.sharding.names import flatten_pure
+from tests.parity.runs import compiling
+from tests.pipelines import make_trainer
+
+CONFIG = GPTConfig.tiny(num_layers=2, vocab_size=64, seq_len=16)
+
+
+@dataclass(frozen=True, repr=False)
+class LexiconParallel(Strategy):
+    """One axis splits the batch, and the vocabulary of embedding and head."""
+
+    size: int | None = None
+
+    def claims(self) -> Claims:
+        return Claims(
+            axis_sizes={"lexicon": self.size},
+            batch=("lexicon",),
+            logical={"vocab": "lexicon"},
+        )
+
+
+COMPOSITE = Composite(Pipeline(2), LexiconParallel(2), FSDP(2, min_size=0))
+
+
+def fit(strategy: Strategy) -> tuple[list[float], dict[str, jax.Array]]:
+    """Losses of a few steps, and the parameters after them by path."""
+    rng = np.random.default_rng(0)
+    batches = [rng.integers(0, 64, (16, 17), dtype=np.int32) for _ in range(3)]
+    trainer = make_trainer(
+        lambda rngs: GPT(CONFIG, rngs=rngs),
+        next_token_loss,
+        strategy,
+        optimizer=optax.adamw(1e-3),
+    )
+    with compiling(optimized=False):
+        losses = trainer.fit(batches, num_steps=3)["loss"]
+    return losses, flatten_pure(trainer.state.params)
+
+
+def test_it_is_short_and_no_file_of_the_package_knows_it() -> None:
+    lines = inspect.getsource(LexiconParallel).splitlines()
+    assert len(lines) < 25
+    package = Path(nnx_parallel.__file__).parent
+    assert not [f for f in package.rglob("*.py") if "lexicon" in f.read_text().lower()]
+
+
+def test_composed_with_fsdp_and_a_pipeline_it_trains_as_one_device() -> None:
+    expected, _ = fit(DataParallel(1))
+    losses, params = fit(COMPOSITE)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert params["embed.embedding"].sharding.spec == P("lexicon", "fsdp")
+
+
+def test_its_axis_splits_rows_and_shows_in_the_table() -> None:
+    layout = COMPOSITE.layout()
+    assert dict(layout.mesh.shape) == {"lexicon": 2, "pipe": 2, "fsdp": 2}
+    assert layout.batch_spec(8) == P(("lexicon", "fsdp"))
+    found = COMPOSITE.describe(lambda rngs: GPT(CONFIG, rngs=rngs))
+    (row,) = (row for row in found.rows if row.info.path == "embed.embedding")
+    assert row.placement.reason.startswith("name 'vocab' -> lexicon")
+
+
+def test_its_specs_are_those_of_its_names() -> None:
+    state = nnx.state(GPT(CONFIG, rngs=nnx.Rngs(0)))
+    specs = flatten_pure(nnx.to_pure_dict(LexiconParallel().specs(state)))
+    assert specs["embed.embedding"] == P("lexicon")
