@@ -1,9 +1,7 @@
 """Meshes: every device named by its coordinates along the axes of a strategy.
 
 Axes are ordered from the slowest interconnect to the fastest, so that the axis which
-communicates most often (``tensor``) joins the devices that stand closest together.
-
-The versions of jax and flax that this library runs on.
+communicates most often (``tensor``) joins the closest devices.
 """
 
 from __future__ import annotations
@@ -73,13 +71,17 @@ def _spell(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-check_installed()  # before what other versions lack is missed
+check_installed()  # before an import of a name that another version lacks
 
+# jax.Device is re-exported as a variable, which pyright refuses as a type.
 if TYPE_CHECKING:
     from jaxlib._jax import Device
 else:
     Device = jax.Device
 
+# From least to most communication in a step: a pipeline sends the activations between
+# stages, data parallelism all gradients, FSDP parameters too, the others activations
+# in each layer.
 MESH_AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 """The mesh axes that this library's strategies use, outermost first."""
 
@@ -87,9 +89,7 @@ MESH_AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 def simulate_devices(count: int) -> None:
     """Makes one machine look like ``count`` CPU devices, to try a strategy on.
 
-    Call it first: JAX counts its devices once. The devices share a pool of threads, by
-    default as many as there are devices. Collectives that wait in all of them have been
-    seen to wait for ever, so the pool is made larger (``PJRT_NPROC``).
+    Call it first: JAX counts its devices once.
 
     Args:
         count: Number of devices.
@@ -102,6 +102,9 @@ def simulate_devices(count: int) -> None:
         >>> jax.device_count()
         8
     """
+    # The devices share a pool of threads, by default as many as devices. Collectives
+    # wait in them, and independent programs have deadlocked once none was left
+    # (docs/library-notes.md, Simulated devices).
     os.environ.setdefault("PJRT_NPROC", str(4 * count))
     try:
         jax.config.update("jax_platforms", "cpu")
@@ -125,7 +128,7 @@ def make_mesh(
         devices: The devices to cover, all of them; by default ``jax.devices()``.
 
     Returns:
-        The mesh, its axes in the order of ``MESH_AXES``; axes of other names stand
+        The mesh, its axes in the order of ``MESH_AXES``; axes of other names come
         before them in the order given.
 
     Raises:
@@ -138,12 +141,15 @@ def make_mesh(
     devices = list(jax.devices() if devices is None else devices)
     sizes = complete_axis_sizes(axis_sizes, len(devices))
     order = sorted(sizes, key=lambda a: MESH_AXES.index(a) if a in MESH_AXES else -1)
+    # Only TPUs have a slice; within one, all chips are joined by the fast network.
     slices = {getattr(device, "slice_index", 0) for device in devices}
     if len(slices) > 1:
         outer = slice_sizes({axis: sizes[axis] for axis in order}, len(slices))
         inner = [sizes[a] // across for a, across in zip(order, outer, strict=True)]
         arranged = mesh_utils.create_hybrid_device_mesh(inner, outer, devices)
         return Mesh(arranged, tuple(order), axis_types=(AxisType.Auto,) * len(order))
+    # Auto axes: the partitioner derives where intermediate values live, so that a
+    # model needs no word about the mesh. Explicit axes would be part of every type.
     return jax.make_mesh(
         tuple(sizes[axis] for axis in order),
         tuple(order),
@@ -190,6 +196,7 @@ def axes_across_processes(mesh: Mesh) -> tuple[str, ...]:
         ()
     """
     owners = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    # An axis stays inside a process if all its planes have the owners of the first.
     return tuple(
         axis
         for dim, axis in enumerate(mesh.axis_names)

@@ -26,10 +26,10 @@ from nnx_parallel.sharding.layout import Layout, Placement
 from nnx_parallel.sharding.model import (
     ModelFn,
     Path,
-    annotate,
     arrays_from,
     flatten,
     nest,
+    place_model,
     placed_arrays,
     stored_shardings,
 )
@@ -290,7 +290,7 @@ def plan_state(
         )
     precision = precision or Precision()
     tx = as_transformation(optimizer, model)
-    placements = annotate(model, layout)
+    placements = place_model(model, layout)
     for _, module in nnx.iter_modules(model):
         for name in MODES:
             if getattr(module, name, True) is None:

@@ -22,8 +22,8 @@ from nnx_parallel import (
 )
 from nnx_parallel.layers import Dense, Embed, Stack
 from nnx_parallel.sharding.model import abstract_model
-from nnx_parallel.sharding.names import flatten_pure
-from nnx_parallel.sharding.optimizer import as_transformation, state_path
+from nnx_parallel.sharding.names import flatten_pure, path_of
+from nnx_parallel.sharding.optimizer import as_transformation
 from nnx_parallel.training.optimizers import learning_rate
 from tests.parity.runs import compiling
 
@@ -164,7 +164,7 @@ def train(trainer: Trainer, num_steps: int = 2) -> list[float]:
 
 def optimizer_arrays(trainer: Trainer) -> dict[str, jax.Array]:
     leaves = jax.tree_util.tree_leaves_with_path(trainer.state.opt_state)
-    return {state_path(path): leaf for path, leaf in leaves}
+    return {path_of(path): leaf for path, leaf in leaves}
 
 
 @pytest.fixture(

@@ -3,8 +3,8 @@
 import inspect
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import jax
 import numpy as np
 import optax
 from flax import nnx
@@ -37,7 +37,7 @@ class LexiconParallel(Strategy):
 COMPOSITE = Composite(Pipeline(2), LexiconParallel(2), FSDP(2, min_size=0))
 
 
-def fit(strategy: Strategy) -> tuple[list[float], dict[str, jax.Array]]:
+def fit(strategy: Strategy) -> tuple[np.ndarray, dict[str, Any]]:
     """Losses of a few steps, and the parameters after them by path."""
     rng = np.random.default_rng(0)
     batches = [rng.integers(0, 64, (16, 17), dtype=np.int32) for _ in range(3)]

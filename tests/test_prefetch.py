@@ -33,7 +33,7 @@ from nnx_parallel.layers import Dense, Remat, Stack
 from nnx_parallel.layers.jaxprs import derived, inline, needed, subjaxprs, walk
 from nnx_parallel.mesh import make_mesh
 from nnx_parallel.sharding import using
-from nnx_parallel.sharding.model import annotate
+from nnx_parallel.sharding.model import place_model
 from nnx_parallel.training.step import StepOptions, make_train_step
 from tests.parity.checks import assert_gradients_close, assert_same_numbers
 from tests.parity.models import GPT_SIZES, WIDTH, gpt
@@ -303,6 +303,6 @@ def test_prints_that_are_left_out_are_named():
     strategy = fsdp("bulk")
     layout = strategy.layout(strategy.make_mesh(jax.devices()[:4]))
     model = Stack(Telling, LAYERS, rngs=nnx.Rngs(0))
-    annotate(model, layout)
+    place_model(model, layout)
     with using(layout), pytest.warns(UserWarning, match="these calls are left out"):
         jax.eval_shape(model, jnp.ones((4, 8)))

@@ -133,7 +133,7 @@ def test_one_key_value_head_under_tensor_parallelism_can_be_replicated() -> None
 def test_two_names_that_claim_one_axis() -> None:
     message = (
         "Cannot shard `block.kernel` with global shape (64, 64) as "
-        "P('tensor', 'tensor'): mesh axis 'tensor' stands on 2 dims. An "
+        "P('tensor', 'tensor'): mesh axis 'tensor' splits 2 dims. An "
         "axis can split one dim of an array; map one of the dims to None."
     )
     with pytest.raises(PlacementConflictError, match=re.escape(message)):
@@ -187,7 +187,7 @@ def test_a_shared_variable_is_one_array() -> None:
             "Cannot shard `block.kernel` as P('fdsp',): the mesh has no "
             "axis 'fdsp'. Did you mean 'fsdp'? Its axes: ['fsdp'].",
         ),
-        (P("fsdp", "fsdp"), PlacementConflictError, "'fsdp' stands on 2 dims."),
+        (P("fsdp", "fsdp"), PlacementConflictError, "'fsdp' splits 2 dims."),
     ],
 )
 def test_a_rule_whose_spec_does_not_fit(

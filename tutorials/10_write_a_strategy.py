@@ -128,16 +128,18 @@ table = trainer.state.params["embed"]["embedding"]
 assert table.addressable_shards[0].data.size * 4 == table.size  # words=2, fsdp=2
 
 # %% [markdown]
-# Third: it sends what theory says. Alone on two devices it sums the gradients of the arrays that
-# both hold, as data parallelism does. A looked-up row is in the half of the table that one
-# device holds, and the loss needs the logits of both halves, so activations travel too. The
-# table and its gradient stay where they are: no collective is as large as the table.
+# Third: it sends what theory says. Rows and vocabulary share one axis, so the rows of a device
+# need the whole table: it is gathered for the lookup and again for the logits, as `FSDP` gathers
+# a parameter. The gradients of both uses, and of all that is replicated, are summed.
 
 # %%
 alone = make_trainer(VocabParallel(2), jax.devices()[:2], num_microbatches=1)
 batch = alone.shard_batch(batches[0])
 report = audit(alone.train_step.lower(alone.state, batch).compile())
 print(report.table())
+gathered = [c.bytes_each for c in report.collectives if c.kind == "all-gather"]
+assert gathered == [512 * 64 * 4] * 2  # (vocab, embed) in float32
+assert {c.kind for c in report.collectives} == {"all-gather", "all-reduce"}
 # %% [markdown]
 # Its errors are checked too, before anything compiles.
 
@@ -163,5 +165,5 @@ else:
 #
 # ## Exercise
 #
-# Take `batch` out of the claims. The losses stay equal. What does the audit show now, and which of
-# the two would you rather have, or `FSDP(2)`?
+# Take `batch` out of the claims. The losses stay equal. Which arrays travel now, and with a
+# vocabulary of 128,000, would you rather have this, the strategy above, or `FSDP(2)`?

@@ -12,8 +12,7 @@ from typing import Any
 import jax
 
 from nnx_parallel.checkpoint.contents import Groups
-from nnx_parallel.sharding.names import flatten_pure
-from nnx_parallel.sharding.optimizer import state_path
+from nnx_parallel.sharding.names import flatten_pure, path_of
 from nnx_parallel.state import TrainState
 
 
@@ -64,8 +63,8 @@ def _progress(state: TrainState) -> dict[str, Any]:
 
 def _by_path(tree: Any) -> dict[str, Any]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {state_path(path): leaf for path, leaf in leaves}
+    return {path_of(path): leaf for path, leaf in leaves}
 
 
 def _fill(tree: Any, flat: Mapping[str, Any]) -> Any:
-    return jax.tree_util.tree_map_with_path(lambda p, _: flat[state_path(p)], tree)
+    return jax.tree_util.tree_map_with_path(lambda p, _: flat[path_of(p)], tree)

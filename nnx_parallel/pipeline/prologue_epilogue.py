@@ -29,7 +29,7 @@ from nnx_parallel.sharding.constrain import using
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.model import flatten
 from nnx_parallel.sharding.names import is_inexact
-from nnx_parallel.sharding.rules import as_tuple
+from nnx_parallel.sharding.specs import as_tuple
 
 
 @dataclass(frozen=True, kw_only=True)

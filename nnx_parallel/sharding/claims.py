@@ -1,4 +1,8 @@
-"""Claims: what a strategy says, as one value that merges, and how a step is run."""
+"""Claims: all that a strategy claims, as one value that merges.
+
+A new kind of claim is one more field of `Claims`, merged in ``__or__`` and read where
+it takes effect; neither `Strategy` nor `Composite` changes.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,11 @@ from nnx_parallel.collectives.ring import Mode, Overlap
 from nnx_parallel.errors import PlacementConflictError
 from nnx_parallel.sharding.rules import (
     FSDPRules,
-    MeshAxes,
     Rules,
     logical_items,
     merge_logical,
 )
+from nnx_parallel.sharding.specs import MeshAxes
 
 ZeroKind = Literal["params", "gradients", "optimizer"]
 
@@ -28,8 +32,9 @@ class ZeroAxis:
 
     Attributes:
         rules: The axis and how it chooses a dim.
-        shard: What it splits: ``params`` (ZeRO-3: parameters, gradients and optimizer
-            state), ``gradients`` (ZeRO-2: the last two) or ``optimizer`` (ZeRO-1).
+        shard: State that it splits: ``params`` (ZeRO-3: parameters, gradients and
+            optimizer state), ``gradients`` (ZeRO-2: the last two) or ``optimizer``
+            (ZeRO-1).
         prefetch: How a `Stack` gathers a layer's parameters while the one before it
             runs: in one collective (``bulk``), or hop by hop; ``None``: each layer
             gathers its own.
@@ -47,7 +52,8 @@ class ZeroAxis:
 class Execution(abc.ABC):
     """How a step is run on the mesh: its gradients, and its outputs.
 
-    A plan is a `StatePlan`, a state a `TrainState`. Both methods are traced.
+    A plan is a `StatePlan`, a state a `TrainState`, which come later in the order of
+    imports. Both methods are traced.
 
     Attributes:
         cuts_loss: Whether the loss is cut into parts. Layers of a `Stack` are then cast
@@ -112,7 +118,7 @@ class Execution(abc.ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Claims:
-    """What a strategy says about mesh, batch, arrays and step; merged by ``|``.
+    """Mesh axes, and what they split: batch, arrays, the step; merged by ``|``.
 
     Attributes:
         axis_sizes: Size of each mesh axis that it owns; ``None`` takes the devices that
@@ -154,6 +160,7 @@ class Claims:
             PlacementConflictError: If both use one mesh axis, run the step, or give
                 one name to different axes and no `LogicalRules` decide it.
         """
+        # Pair by pair, so that a message names the two strategies that disagree.
         left, right = self.parts or (self,), other.parts or (other,)
         decided = {name for name, _ in logical_items(self.rules + other.rules)}
         for mine in left:
@@ -201,6 +208,7 @@ class Claims:
         Raises:
             PlacementConflictError: If two `LogicalRules` contradict each other.
         """
+        # The user's word on a name holds for activations too.
         decided = {name for name, _ in logical_items(self.rules)}
         activations = merge_logical((), self.activations)
         return replace(

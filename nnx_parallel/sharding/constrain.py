@@ -1,28 +1,32 @@
 """The active layout: how a model that mentions no mesh is placed on one.
 
 A step is traced inside ``using(layout)``. There `constrain` gives a named activation
-its place and `use_params` gathers parameters where they are used. Outside, both return
-their argument as it is, so that a model runs alone as plain NNX.
+its place and `use_params` gathers parameters where they are used; `annotate` names a
+value that the caller of `sharded_jit` places. Outside, all return their argument as it
+is, so that a model runs alone as plain NNX.
 
-Named places inside a function, bound by whoever compiles it.
+Constraints are hints to XLA's partitioner, on Auto axes: a model need not be written
+for a mesh, as explicit axes would have it, and one that divides nothing still runs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.errors import SpecRankError
 from nnx_parallel.sharding.layout import Layout, Placement
-from nnx_parallel.sharding.names import LOGICAL_AXES, suggest
-from nnx_parallel.sharding.tree import constrain_tree
+from nnx_parallel.sharding.names import LOGICAL_AXES
+from nnx_parallel.sharding.resolve import constrain_tree
+from nnx_parallel.sharding.specs import suggest
 
 _active: ContextVar[Layout | None] = ContextVar("layout", default=None)
 
@@ -47,9 +51,9 @@ def constrain(x: Any, *names: Any) -> Any:
 
     Args:
         x: An activation.
-        names: The logical axis of each of its dims, or ``None``. In their place one
-            placement may stand: rules or a spec, or a prefix tree of these; ``x`` may
-            then be any pytree, and what does not divide is an error.
+        names: The logical axis of each of its dims, or ``None``. Or one placement:
+            rules or a spec, or a prefix tree of these; ``x`` may then be any pytree,
+            and an axis that does not divide its dim is an error.
 
     Returns:
         ``x``, split over the mesh axes of its names; the same object outside a
@@ -68,21 +72,15 @@ def constrain(x: Any, *names: Any) -> Any:
         >>> constrain(jax.numpy.ones((8, 16)), "batch", "embed").shape
         (8, 16)
     """
+    layout = _active.get()
     if len(names) == 1 and not isinstance(names[0], str | None):
-        layout = _active.get()
         return x if layout is None else constrain_tree(x, names[0], layout.mesh)
     if len(names) != x.ndim:
         raise SpecRankError(
             f"constrain got {len(names)} names {names} for an array of shape "
             f"{x.shape}. Give one name, or None, for each of its {x.ndim} dims."
         )
-    layout = _active.get()
-    if layout is None:
-        return x
-    spec = layout.activation_spec(x.shape, names)
-    if layout.is_silent(names):
-        return x
-    return jax.lax.with_sharding_constraint(x, layout.sharding(spec))
+    return _constrain_by_names(x, names, Layout.activation_spec)
 
 
 def constrain_param(x: jax.Array, *names: str | None) -> jax.Array:
@@ -90,10 +88,16 @@ def constrain_param(x: jax.Array, *names: str | None) -> jax.Array:
 
     Unlike `constrain` it leaves out axes that split activations only.
     """
+    return _constrain_by_names(x, names, Layout.used_spec)
+
+
+def _constrain_by_names(
+    x: jax.Array, names: tuple, spec_of: Callable[[Layout, tuple, tuple], P]
+) -> jax.Array:
     layout = _active.get()
     if layout is None:
         return x
-    spec = layout.used_spec(x.shape, names)
+    spec = spec_of(layout, x.shape, names)  # also where none is set: it checks names
     if layout.is_silent(names):
         return x
     return jax.lax.with_sharding_constraint(x, layout.sharding(spec))
@@ -115,22 +119,18 @@ def use_params(leaves: dict, placements: dict) -> dict:
     layout = _active.get()
     if layout is None:
         return leaves
-    return {k: _use(x, placements.get(k), layout) for k, x in leaves.items()}
 
+    def use(x: jax.Array, place: Placement | None) -> jax.Array:
+        if place is None or not place.is_gathered:
+            return x
+        return _gather(x, layout.sharding(place.used), layout.sharding(place.gradient))
 
-def _use(x: jax.Array, placement: Placement | None, layout: Layout) -> jax.Array:
-    if placement is None or not placement.is_gathered:
-        return x
-    used, gradient = placement.used, placement.gradient
-    return _gather(x, layout.sharding(used), layout.sharding(gradient))
+    return {key: use(x, placements.get(key)) for key, x in leaves.items()}
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gather(x: jax.Array, used: NamedSharding, gradient: NamedSharding) -> jax.Array:
-    """``x`` gathered; its gradient is summed straight into its shards.
-
-    The transpose of a constraint alone would sum the gradient whole on every device.
-    """
+    """``x`` gathered; its gradient is summed straight into its shards."""
     return jax.lax.with_sharding_constraint(x, used)
 
 
@@ -143,6 +143,11 @@ def _gather_forward(
 def _gather_backward(
     used: NamedSharding, gradient: NamedSharding, _: None, grad: jax.Array
 ) -> tuple[jax.Array]:
+    # The transpose of a constraint is the same constraint: without a rule of its own
+    # the gradient would be summed whole on every device before it is cut. Nor is
+    # `used` said first: the TPU compiler then writes an all-reduce and a slice where
+    # it otherwise writes a ring that overlaps with the product
+    # (docs/library-notes.md, The partitioner).
     return (jax.lax.with_sharding_constraint(grad, gradient),)
 
 
@@ -153,9 +158,12 @@ def saves_all_but_gathers(primitive: object, *_: Any, **params: Any) -> bool:
     """A `jax.checkpoint` policy: keep every residual but gathered parameters.
 
     They are gathered again in the backward pass, so that no device holds more of them
-    than the layer in work. A gathering is a sharding constraint, so none is kept: the
+    than the layer in work. A gather is a sharding constraint, so none is kept: the
     input of one is, which has the same values and, for a parameter, is the shard.
     """
+    # A policy is asked about a custom_vjp call as one operation and never about what is
+    # inside, not even a `checkpoint_name` (docs/library-notes.md, Remat). So the
+    # gather is recognised by its body, not by a name.
     inner = params.get("call_jaxpr")
     within = [primitive] if inner is None else [eqn.primitive for eqn in inner.eqns]
     return any(str(p) != "sharding_constraint" for p in within)

@@ -28,16 +28,14 @@ from jax.sharding import PartitionSpec as P
 from nnx_parallel.errors import PlacementTreeError
 from nnx_parallel.sharding.constrain import bound_annotations
 from nnx_parallel.sharding.layout import Layout
-from nnx_parallel.sharding.names import suggest
-from nnx_parallel.sharding.tree import (
-    HasLayout,
-    checked_axes,
+from nnx_parallel.sharding.resolve import (
     constrain_tree,
     has_rules,
     is_placeable,
-    layout_of,
     resolve_leaves,
 )
+from nnx_parallel.sharding.specs import check_axes, suggest
+from nnx_parallel.sharding.tree import HasLayout, layout_of
 
 _POSITIONAL = (
     inspect.Parameter.POSITIONAL_ONLY,
@@ -477,7 +475,8 @@ def _on_mesh(placements: Any, mesh: Mesh, option: str) -> Any:
 
     def place(entry: Any) -> Any:
         if isinstance(entry, P):
-            return NamedSharding(mesh, checked_axes(entry, mesh, option))
+            check_axes(option, entry, mesh)
+            return NamedSharding(mesh, entry)
         return entry
 
     placements = tuple(placements) if isinstance(placements, list) else placements

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -13,13 +14,15 @@ from nnx_parallel.collectives.ring import Mode
 from nnx_parallel.errors import UnknownAxisError
 from nnx_parallel.mesh import MESH_AXES
 from nnx_parallel.sharding.claims import Claims, ZeroKind
-from nnx_parallel.sharding.names import LOGICAL_AXES, ArrayInfo, suggest
-from nnx_parallel.sharding.rules import LogicalRules, as_tuple, first_match
+from nnx_parallel.sharding.names import LOGICAL_AXES, ArrayInfo
+from nnx_parallel.sharding.rules import LogicalRules, first_match
 from nnx_parallel.sharding.specs import (
     DimAxes,
+    as_tuple,
     check_spec,
     dim_axes,
     dividing_prefix,
+    suggest,
     to_spec,
     without_axes,
 )
@@ -48,15 +51,9 @@ class Placement:
 
     def of_layer(self) -> Placement:
         """The placement of one layer of a stacked array."""
-        specs = (self.stored, self.used, self.gradient, self.optimizer)
-        stored, used, gradient, optimizer = (P(*spec[1:]) for spec in specs)
-        return Placement(
-            stored=stored,
-            used=used,
-            gradient=gradient,
-            optimizer=optimizer,
-            reason=self.reason,
-        )
+        roles = ("stored", "used", "gradient", "optimizer")
+        specs: dict[str, Any] = {role: P(*getattr(self, role)[1:]) for role in roles}
+        return replace(self, **specs, is_stacked=False)
 
     @property
     def is_gathered(self) -> bool:
@@ -104,7 +101,9 @@ class Layout:
 
     def sharding(self, spec: P) -> NamedSharding:
         """The spec on this mesh; in a manual region, on the mesh as it is there."""
-        # JAX refuses to mix values that are placed on one and on the other.
+        # JAX refuses to mix values that are placed on one and on the other: the aval
+        # of a manual region has the region's mesh (docs/library-notes.md, Partly manual
+        # regions).
         context = jax.sharding.get_abstract_mesh()
         mesh = context if context.manual_axes else self.mesh
         return NamedSharding(mesh, spec)
@@ -113,12 +112,13 @@ class Layout:
         """The four specs of an array.
 
         Raises:
-            UnknownAxisError: If it carries a name that nobody knows.
+            UnknownAxisError: If it carries an unknown name.
             SpecRankError: If a rule's spec is longer than its rank.
             IndivisibleDimError: If an axis does not divide a dim that a rule or a name
                 gives to it.
             PlacementConflictError: If claims collide.
         """
+        # `Claims.on` has applied LogicalRules: they change names, and place no array.
         rules = tuple(r for r in self.claims.rules if not isinstance(r, LogicalRules))
         explicit = first_match(rules, info, self.mesh)
         if explicit is not None:
@@ -135,7 +135,7 @@ class Layout:
             return ((),) * len(info.shape), ""
         axes = tuple(self.axes_of(name, info.path) for name in info.names)
         if info.is_stacked and "layers" not in self.claims.logical:
-            axes = ((), *axes[1:])
+            axes = ((), *axes[1:])  # also where a mesh axis is called so
         check_spec(info.path, info.shape, to_spec(axes), self.mesh)
         found = [
             f"{name!r} -> {'+'.join(dim)}"
@@ -147,7 +147,7 @@ class Layout:
     def axes_of(
         self, name: str | Sequence[str] | None, path: str = ""
     ) -> tuple[str, ...]:
-        """Mesh axes of one dim's name; a mesh axis stands for itself.
+        """Mesh axes of one dim's name; a mesh axis names itself.
 
         Raises:
             UnknownAxisError: If the name is neither a logical nor a mesh axis.
@@ -177,9 +177,10 @@ class Layout:
         self, info: ArrayInfo, axes: DimAxes, reason: str
     ) -> tuple[DimAxes, str]:
         reasons = [reason] if reason else []
+        # Only parameters are gathered at use; statistics and counters are small.
         for zero in self.claims.zero if info.is_param else ():
             if any(zero.rules.axis in dim for dim in axes):
-                continue
+                continue  # a name gives it a dim already
             taken = tuple(bool(dim) for dim in axes)
             dim, why = zero.rules.choose_dim(info, taken, self.mesh)
             reasons.append(why)
@@ -190,6 +191,7 @@ class Layout:
         return axes, "; ".join(reasons)
 
     def _placement(self, info: ArrayInfo, axes: DimAxes, reason: str) -> Placement:
+        # ZeRO-1, 2 and 3 are one array of axes, from which each role drops some.
         def spec(*kept: ZeroKind) -> P:
             dropped = [z.rules.axis for z in self.claims.zero if z.shard not in kept]
             return to_spec(without_axes(axes, dropped))
@@ -205,6 +207,7 @@ class Layout:
 
     def batch_spec(self, num_rows: int) -> P:
         """Spec of a batch's dim 0: as many of the batch axes as divide the rows."""
+        # An evaluation's last batch may be short: it is then split less.
         kept = dividing_prefix(num_rows, self.claims.batch, self.mesh.shape)
         return P(kept) if kept else P()
 
@@ -214,7 +217,8 @@ class Layout:
 
     def activation_spec(self, shape: Sequence[int], names: Sequence) -> P:
         """Spec of an activation; axes that do not divide their dim are left out."""
-        axes, used = self._claims(shape, names)
+        # Two rounds: what names claim comes first, whichever dim is written first.
+        axes, used = self._claimed(shape, names)
         for dim, (size, name) in enumerate(zip(shape, names, strict=True)):
             more = self.activation_axes(name) if isinstance(name, str) else ()
             free = [axis for axis in more if axis not in used]
@@ -225,11 +229,12 @@ class Layout:
 
     def used_spec(self, shape: Sequence[int], names: Sequence) -> P:
         """Spec of a parameter in the computation, by its names alone."""
-        return to_spec(tuple(self._claims(shape, names)[0]))
+        return to_spec(tuple(self._claimed(shape, names)[0]))
 
-    def _claims(
+    def _claimed(
         self, shape: Sequence[int], names: Sequence
     ) -> tuple[list[tuple[str, ...]], set[str]]:
+        """Axes of each dim by its name, as many as divide it, and all of them."""
         axes: list[tuple[str, ...]] = []
         used: set[str] = set()
         for size, name in zip(shape, names, strict=True):

@@ -1,8 +1,7 @@
-"""Placement of a whole model: annotate it, build it sharded, move its state."""
+"""Placement of a whole model: decided from shapes, then built or copied sharded."""
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -17,7 +16,7 @@ from jax.sharding import NamedSharding
 from nnx_parallel.errors import ModelError
 from nnx_parallel.sharding.layout import Layout, Placement
 from nnx_parallel.sharding.names import array_info, dotted, variables_of
-from nnx_parallel.sharding.rules import PathRules, members
+from nnx_parallel.sharding.rules import warn_idle
 
 Path = tuple[Hashable, ...]
 ModelFn = Callable[[nnx.Rngs], nnx.Module]
@@ -31,7 +30,7 @@ def abstract_model(source: nnx.Module | ModelFn, rngs: nnx.Rngs) -> nnx.Module:
         rngs: Random streams for the function; they are not advanced.
 
     Raises:
-        ModelError: If an array stands in no Variable, or two have one name.
+        ModelError: If an array is in no Variable, or two have one name.
     """
     if isinstance(source, nnx.Module):
         _check_arrays(source)
@@ -84,10 +83,10 @@ def _shape_of(x: jax.typing.ArrayLike) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
 
 
-def annotate(model: nnx.Module, layout: Layout) -> dict[Path, Placement]:
+def place_model(model: nnx.Module, layout: Layout) -> dict[Path, Placement]:
     """Writes each array's `Placement` into its Variable's metadata.
 
-    It travels in the graphdef, so that a `Stack` knows where its own arrays live.
+    Metadata travels in the graphdef, so that a `Stack` knows where its arrays live.
 
     Args:
         model: An abstract model; its metadata is changed.
@@ -102,39 +101,26 @@ def annotate(model: nnx.Module, layout: Layout) -> dict[Path, Placement]:
     placements = {}
     for path, variable in variables_of(model):
         placements[path] = layout.place(array_info(path, variable))
+        # Eager sharding would have Flax place the array by its names, on a mesh of
+        # its own context, when the model is merged.
         variable.set_metadata(placement=placements[path], eager_sharding=False)
-    _warn_unmatched(placements, layout)
-    return placements
-
-
-def _warn_unmatched(placements: dict[Path, Placement], layout: Layout) -> None:
     reasons = {placement.reason for placement in placements.values()}
-    rules = [member for rule in layout.claims.rules for member in members(rule)]
-    pairs = [p for rule in rules if isinstance(rule, PathRules) for p in rule.pairs]
-    idle = [regex for regex, _ in pairs if f"path rule {regex!r}" not in reasons]
-    if idle:
-        warnings.warn(
-            f"Path rules {idle} match no array, or an earlier rule takes them all. "
-            "strategy.describe(model) lists every path.",
-            stacklevel=4,
-        )
+    hint = "strategy.describe(model) lists every path."
+    warn_idle(layout.claims.rules, reasons, hint)
+    return placements
 
 
 def map_placements(
     state: nnx.State, layout: Layout, function: Callable[[Placement, Layout], Any]
 ) -> nnx.State:
     """A state of the same tree whose leaves are ``function(placement, layout)``."""
+
+    def replaced(path: Path, variable: nnx.Variable) -> nnx.Variable:
+        placement = layout.place(array_info(path, variable))
+        return variable.replace(function(placement, layout))
+
     flat = nnx.to_flat_state(state)
-    return nnx.from_flat_state(
-        [
-            (path, variable.replace(function(_place(path, variable, layout), layout)))
-            for path, variable in flat
-        ]
-    )
-
-
-def _place(path: Path, variable: nnx.Variable, layout: Layout) -> Placement:
-    return layout.place(array_info(path, variable))
+    return nnx.from_flat_state([(path, replaced(path, v)) for path, v in flat])
 
 
 def placed_arrays(
@@ -153,21 +139,18 @@ def placed_arrays(
     Returns:
         Nested dicts of global arrays.
     """
-    if isinstance(source, nnx.Module) and jax.process_count() > 1:
-        arrays = {path: v.get_value() for path, v in variables_of(source)}
+    if not isinstance(source, nnx.Module):
+        build, random = arrays_from(source, rngs)
+        return jax.jit(build, out_shardings=nest(shardings))(random)
+    arrays = {path: v.get_value() for path, v in variables_of(source)}
+    if jax.process_count() > 1:
         # Compiled, so that each process places its own shards of what all of them have.
         return nest(jax.jit(dict, out_shardings=shardings)(arrays))
-    if isinstance(source, nnx.Module):
-        # `may_alias=False` is not enough: of a replicated array the shard on the device
-        # that the source lies on is the source itself.
-        return nest(
-            {
-                path: jax.device_put(_copy(variable.get_value()), shardings[path])
-                for path, variable in variables_of(source)
-            }
-        )
-    build, random = arrays_from(source, rngs)
-    return jax.jit(build, out_shardings=nest(shardings))(random)
+    # `may_alias=False` is not enough: of a replicated array the shard on the device
+    # that holds the source is the source itself, and donating it deletes the source
+    # (docs/library-notes.md, Arrays and buffers).
+    placed = {p: jax.device_put(_copy(x), shardings[p]) for p, x in arrays.items()}
+    return nest(placed)
 
 
 def _copy(x: jax.typing.ArrayLike) -> Any:

@@ -1,8 +1,7 @@
-"""What placement knows of an array: its path, shape, and the meaning of its dims."""
+"""An array as placement sees it: its path, its shape, and the meaning of its dims."""
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
@@ -68,6 +67,17 @@ def dotted(path: tuple[Hashable, ...]) -> str:
     return ".".join(str(part) for part in path)
 
 
+def path_of(keys: tuple[Any, ...], separator: str = ".") -> str:
+    """A JAX key path as users write it: ``0.mu.blocks.kernel``.
+
+    Example:
+        >>> leaves = jax.tree_util.tree_leaves_with_path({"blocks": [{"kernel": 1}]})
+        >>> path_of(leaves[0][0])
+        'blocks.0.kernel'
+    """
+    return jax.tree_util.keystr(keys, simple=True, separator=separator)
+
+
 def variables_of(model: object) -> Iterator[tuple[tuple[Hashable, ...], nnx.Variable]]:
     """Path and Variable of every array of a model, each shared one once."""
     yield from nnx.to_flat_state(nnx.state(model))
@@ -80,15 +90,16 @@ def array_info(path: tuple[Hashable, ...], variable: nnx.Variable) -> ArrayInfo:
         SpecRankError: If it has more names than dims.
     """
     value = variable.get_value()
+    # The key under which Flax keeps the names of nnx.with_partitioning.
     names = variable.get_metadata().get("out_sharding")
     names = tuple(names) if names else None
-    if names is not None and len(names) > value.ndim:
-        raise SpecRankError(
-            f"`{dotted(path)}` has shape {value.shape} but {len(names)} names {names}. "
-            f"Give one name, or None, for each of its {value.ndim} dims."
-        )
     if names is not None:
-        names = names + (None,) * (value.ndim - len(names))
+        if len(names) > value.ndim:
+            raise SpecRankError(
+                f"`{dotted(path)}` has shape {value.shape} but {len(names)} names "
+                f"{names}. Give one name, or None, for each of its {value.ndim} dims."
+            )
+        names += (None,) * (value.ndim - len(names))
     return ArrayInfo(
         path=dotted(path),
         shape=tuple(value.shape),
@@ -102,13 +113,7 @@ def array_info(path: tuple[Hashable, ...], variable: nnx.Variable) -> ArrayInfo:
 def flatten_pure(tree: Mapping) -> dict[str, jax.Array]:
     """A nested dict of arrays as one flat dict by dotted path."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {dotted(tuple(key.key for key in path)): leaf for path, leaf in leaves}
-
-
-def suggest(name: str, known: object) -> str:
-    """`` Did you mean 'x'?`` for the nearest known name, or nothing."""
-    nearest = difflib.get_close_matches(name, list(known), n=1)  # pyright: ignore[reportArgumentType]
-    return f" Did you mean {nearest[0]!r}?" if nearest else ""
+    return {path_of(keys): leaf for keys, leaf in leaves}
 
 
 def is_inexact(x: Any) -> bool:

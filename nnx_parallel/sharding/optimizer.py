@@ -37,7 +37,7 @@ def optimizer_specs(
     Returns:
         ``optimizer`` specs of the parameters. A state of another shape (the row and
         column factors of Adafactor) follows the dims whose sizes match; counters and
-        whatever belongs to no parameter are replicated.
+        all that belongs to no parameter are replicated.
     """
 
     def spec(path: tuple, leaf: Any) -> P:
@@ -50,13 +50,10 @@ def optimizer_specs(
     return jax.tree_util.tree_map_with_path(spec, abstract_state)
 
 
-def state_path(path: tuple) -> str:
-    """Dotted path of an array in an optimizer state: ``0.mu.blocks.kernel``."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
 def owner_of(path: tuple, shapes: dict[Path, tuple[int, ...]]) -> Path | None:
     """The parameter whose path ends that of an array of the state, if one does."""
+    # Holds for every transformation of Optax: masks, chains and partitions only put
+    # keys in front. See docs/library-notes.md, Optax.
     keys = tuple(getattr(entry, "key", None) for entry in path)
     for start in range(len(keys)):
         if keys[start:] in shapes:
@@ -69,7 +66,7 @@ def _follow(
 ) -> P:
     """The axes of the parameter's dims that occur, in order, in another shape."""
     kept: list[tuple[str, ...]] = []
-    start = 0
+    start = 0  # Adafactor keeps one dim of a matrix in one array, the other in another
     for size in shape:
         matches = [d for d in range(start, len(param_shape)) if param_shape[d] == size]
         if not matches:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Protocol, runtime_checkable
@@ -26,15 +27,13 @@ from nnx_parallel.errors import (
     UnknownAxisError,
     UnmatchedRuleError,
 )
-from nnx_parallel.sharding.names import ArrayInfo, suggest
-from nnx_parallel.sharding.specs import dim_axes
-
-MeshAxes = str | tuple[str, ...] | None
+from nnx_parallel.sharding.names import ArrayInfo
+from nnx_parallel.sharding.specs import MeshAxes, as_tuple, dim_axes, suggest
 
 
 @runtime_checkable
 class Rules(Protocol):
-    """What a user's rule offers: a spec for an array, or nothing."""
+    """A rule of the user: it gives an array a spec, or passes."""
 
     def match(self, info: ArrayInfo, mesh: Mesh) -> tuple[P, str] | None:
         """The array's spec and the reason for it, or ``None`` to pass."""
@@ -60,7 +59,7 @@ class PathRules:
 
     def __init__(self, *pairs: tuple[str, P], strict: bool = False) -> None:
         for regex, _ in pairs:
-            re.compile(regex)
+            re.compile(regex)  # refused here, not when the first model is placed
         object.__setattr__(self, "pairs", tuple(pairs))
         object.__setattr__(self, "strict", strict)
 
@@ -68,7 +67,7 @@ class PathRules:
         """The spec of the first regex found in the path."""
         for regex, spec in self.pairs:
             if re.search(regex, info.path):
-                return spec, f"path rule {regex!r}"
+                return spec, _path_reason(regex)
         if self.strict and info.is_param:
             raise UnmatchedRuleError(
                 f"No path rule matches `{info.path}` with shape {info.shape}. Strict "
@@ -76,6 +75,10 @@ class PathRules:
                 "one, or end with (r'.*', P()) to replicate the rest."
             )
         return None
+
+
+def _path_reason(regex: str) -> str:
+    return f"path rule {regex!r}"
 
 
 @dataclass(frozen=True)
@@ -89,11 +92,13 @@ class PolicyRules:
     policy: Callable[[ArrayInfo], P | None]
 
     def __repr__(self) -> str:
-        """The function by name and by what it does: the same in every process."""
+        """The function's name and a hash of its code, the same in every process."""
+        # Processes compare the reprs of their strategies before the first step; that
+        # of a function has its address.
         return f"PolicyRules({hash_code(self.policy)})"
 
     def match(self, info: ArrayInfo, mesh: Mesh) -> tuple[P, str] | None:
-        """What the function says."""
+        """The function's spec."""
         spec = self.policy(info)
         name = getattr(self.policy, "__name__", type(self.policy).__name__)
         return None if spec is None else (spec, f"policy {name!r}")
@@ -176,6 +181,8 @@ class FSDPRules:
         size = mesh.shape[self.axis]
         if info.size < self.min_size:
             return None, f"{info.size} elements < min_size {self.min_size}"
+        # A scan takes one layer at a time: split over dim 0, it would have to be sent
+        # from the device that has it.
         first = 1 if info.is_stacked else 0
         free = [d for d in range(first, len(info.shape)) if not taken[d]]
         fitting = [d for d in free if info.shape[d] % size == 0 and info.shape[d]]
@@ -190,8 +197,8 @@ class FSDPRules:
 class ChainRules:
     """Several rules in order of precedence: the first that answers decides.
 
-    What none of them answers is replicated. A strict `PathRules` raises for what it
-    does not match, so it stands last.
+    An array that none of them answers for is replicated. A strict `PathRules` raises
+    for one that it does not match, so it comes last.
 
     Attributes:
         rules: The rules, the one that speaks first in front.
@@ -231,6 +238,25 @@ def members(rules: Rules) -> tuple[Rules, ...]:
     return tuple(member for rule in rules.rules for member in members(rule))
 
 
+def warn_idle(rules: Iterable[Rules], reasons: Container[str], hint: str) -> None:
+    """Warns of path rules that have decided about no array.
+
+    Args:
+        rules: All rules.
+        reasons: The reasons of the answers that counted.
+        hint: Where to find the paths.
+    """
+    paths = [r for rule in rules for r in members(rule) if isinstance(r, PathRules)]
+    pairs = [pair for rule in paths for pair in rule.pairs]
+    idle = [regex for regex, _ in pairs if _path_reason(regex) not in reasons]
+    if idle:
+        warnings.warn(
+            f"Path rules {idle} match no array, or an earlier rule takes them all. "
+            f"{hint}",
+            stacklevel=4,
+        )
+
+
 def first_match(
     rules: tuple[Rules, ...], info: ArrayInfo, mesh: Mesh
 ) -> tuple[P, str] | None:
@@ -240,8 +266,8 @@ def first_match(
         PlacementConflictError: If two rules give different specs.
     """
     found = [answer for rule in rules if (answer := rule.match(info, mesh))]
+    ndim = len(info.shape)
     for spec, reason in found[1:]:
-        ndim = len(info.shape)
         if dim_axes(spec, ndim) != dim_axes(found[0][0], ndim):
             raise PlacementConflictError(
                 f"Two rules claim `{info.path}`: {found[0][1]} says {found[0][0]}, "
@@ -273,13 +299,8 @@ def logical_items(rules: tuple[Rules, ...]) -> list[tuple[str, MeshAxes]]:
     return [item for r in rules if isinstance(r, LogicalRules) for item in r.items]
 
 
-def as_tuple(axes: MeshAxes) -> tuple[str, ...]:
-    """Mesh axes in any of their spellings as a tuple."""
-    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
-
-
 def hash_code(function: Callable) -> str:
-    """A short name for what a function does, equal for equal code.
+    """A function's name and a short hash of its code, equal for equal code.
 
     Example:
         >>> hash_code(lambda x: x + 1) == hash_code(lambda x: x + 2)
@@ -310,6 +331,7 @@ def _unwrap(function: Callable) -> Any:
 
 
 def _code(code: CodeType) -> tuple:
+    # Not all of the code object: file names and line numbers may differ by process.
     return code.co_code.hex(), [_constant(c) for c in code.co_consts], code.co_names
 
 

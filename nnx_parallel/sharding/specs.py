@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -14,10 +15,17 @@ from nnx_parallel.errors import (
     SpecRankError,
     UnknownAxisError,
 )
-from nnx_parallel.sharding.names import suggest
+
+MeshAxes = str | tuple[str, ...] | None
+"""Mesh axes as users write them."""
 
 DimAxes = tuple[tuple[str, ...], ...]
 """The mesh axes of each dim of an array: ``((), ("tensor", "fsdp"))``."""
+
+
+def as_tuple(axes: MeshAxes) -> tuple[str, ...]:
+    """Mesh axes in any of their spellings as a tuple."""
+    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 def dim_axes(spec: P | Sequence, ndim: int) -> DimAxes:
@@ -27,11 +35,7 @@ def dim_axes(spec: P | Sequence, ndim: int) -> DimAxes:
         >>> dim_axes(P(None, "tensor"), 3)
         ((), ('tensor',), ())
     """
-    entries = [
-        () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-        for entry in spec
-    ]
-    return tuple(entries) + ((),) * (ndim - len(entries))
+    return tuple(map(as_tuple, spec)) + ((),) * (ndim - len(spec))
 
 
 def is_spec(x: object) -> bool:
@@ -46,6 +50,7 @@ def to_spec(axes: DimAxes) -> P:
         >>> to_spec(((), ("tensor",), ())) == P(None, "tensor")
         True
     """
+    # P(None) and P() mean the same and are not equal, so there is one spelling.
     entries = [a[0] if len(a) == 1 else a or None for a in axes]
     while entries and entries[-1] is None:
         entries.pop()
@@ -57,24 +62,15 @@ def without_axes(axes: DimAxes, dropped: Collection[str]) -> DimAxes:
     return tuple(tuple(a for a in dim if a not in dropped) for dim in axes)
 
 
-def shard_shape(shape: Sequence[int], axes: DimAxes, mesh: Mesh) -> tuple[int, ...]:
-    """Shape of the piece that one device holds."""
-    return tuple(
-        size // math.prod(mesh.shape[a] for a in dim)
-        for size, dim in zip(shape, axes, strict=True)
-    )
-
-
 def dividing_prefix(
     size: int, axes: Sequence[str], mesh_shape: Mapping[str, int]
 ) -> tuple[str, ...]:
     """The longest prefix of ``axes`` whose product divides ``size``."""
-    kept: list[str] = []
-    for axis in axes:
-        if size % math.prod(mesh_shape[a] for a in (*kept, axis)):
-            break
-        kept.append(axis)
-    return tuple(kept)
+    # If a longer product divides the size, so does each shorter one.
+    count = len(axes)
+    while size % math.prod(mesh_shape[axis] for axis in axes[:count]):
+        count -= 1
+    return tuple(axes[:count])
 
 
 def check_spec(path: str, shape: Sequence[int], spec: P | Sequence, mesh: Mesh) -> None:
@@ -83,7 +79,7 @@ def check_spec(path: str, shape: Sequence[int], spec: P | Sequence, mesh: Mesh) 
     Raises:
         SpecRankError: If it is longer than the array's rank.
         UnknownAxisError: If it names an axis that the mesh lacks.
-        PlacementConflictError: If one axis stands on two dims.
+        PlacementConflictError: If one axis splits two dims.
         IndivisibleDimError: If an axis does not divide its dim.
     """
     shape = tuple(shape)
@@ -93,17 +89,13 @@ def check_spec(path: str, shape: Sequence[int], spec: P | Sequence, mesh: Mesh) 
             f"{len(spec)} entries for {len(shape)} dims. Shorten it."
         )
     axes = dim_axes(spec, len(shape))
+    check_axes(path, spec, mesh)
     flat = [axis for dim in axes for axis in dim]
     for axis in flat:
-        if axis not in mesh.shape:
-            raise UnknownAxisError(
-                f"Cannot shard `{path}` as {spec}: the mesh has no axis {axis!r}."
-                f"{suggest(axis, mesh.axis_names)} Its axes: {list(mesh.axis_names)}."
-            )
         if flat.count(axis) > 1:
             raise PlacementConflictError(
                 f"Cannot shard `{path}` with global shape {shape} as {spec}: mesh axis "
-                f"{axis!r} stands on {flat.count(axis)} dims. An axis can split one "
+                f"{axis!r} splits {flat.count(axis)} dims. An axis can split one "
                 "dim of an array; map one of the dims to None."
             )
     for dim, (size, names) in enumerate(zip(shape, axes, strict=True)):
@@ -127,3 +119,23 @@ def _indivisible_message(
         f"{padded}, use an axis size among {divisors}, or map the dim to None to "
         "replicate it."
     )
+
+
+def check_axes(path: str, spec: P | Sequence, mesh: Mesh) -> None:
+    """Checks that a mesh has all axes that a spec names.
+
+    Raises:
+        UnknownAxisError: If it lacks one.
+    """
+    for axis in (axis for entry in spec for axis in as_tuple(entry)):
+        if axis not in mesh.shape:
+            raise UnknownAxisError(
+                f"Cannot shard `{path}` as {spec}: the mesh has no axis {axis!r}."
+                f"{suggest(axis, mesh.axis_names)} Its axes: {list(mesh.axis_names)}."
+            )
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """`` Did you mean 'x'?`` for the nearest known name, or nothing."""
+    nearest = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {nearest[0]!r}?" if nearest else ""

@@ -15,8 +15,8 @@ from nnx_parallel.sharding.claims import Claims
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.model import (
     abstract_model,
-    annotate,
     map_placements,
+    place_model,
     placed_arrays,
     stored_shardings,
 )
@@ -30,6 +30,14 @@ class Strategy(abc.ABC):
     A technique of your own subclasses this and answers once, in `claims`. Strategies
     are values: they hold no arrays and no mesh, compare by their fields, and combine in
     a `Composite`.
+
+    Example:
+        >>> from nnx_parallel import Claims
+        >>> class Rows(Strategy):
+        ...     def claims(self):
+        ...         return Claims(axis_sizes={"rows": None}, batch=("rows",))
+        >>> Rows().layout().batch_spec(16)
+        P('rows',)
     """
 
     def __repr__(self) -> str:
@@ -115,7 +123,7 @@ class Strategy(abc.ABC):
         layout: Layout,
     ) -> nnx.Module:
         abstract = abstract_model(source, rngs)
-        shardings = stored_shardings(annotate(abstract, layout), layout)
+        shardings = stored_shardings(place_model(abstract, layout), layout)
         graphdef, _ = nnx.split(abstract)
         return nnx.merge(graphdef, placed_arrays(source, rngs, shardings))
 

@@ -25,7 +25,7 @@ class Composite(Strategy):
 
     Args:
         parts: The strategies, each with mesh axes of its own.
-        rules: Explicit rules for single arrays, beside those of the parts.
+        rules: Explicit rules for single arrays, in addition to those of the parts.
 
     Raises:
         PlacementConflictError: If two parts use one mesh axis, or give one name to
@@ -46,11 +46,14 @@ class Composite(Strategy):
     def __init__(self, *parts: Strategy, rules: tuple[Rules, ...] = ()) -> None:
         if not parts:
             raise ValueError("Composite() has no strategies. Give it at least one.")
-        ordered = sorted(parts, key=_mesh_order)
-        nested = tuple(r for s in ordered for r in _own_rules(s))
-        flat = sorted((p for s in ordered for p in _flatten(s)), key=_mesh_order)
-        object.__setattr__(self, "parts", tuple(flat))
-        object.__setattr__(self, "rules", tuple(rules) + nested)
+        # Flat and in the mesh's order, so that equal composites are equal values.
+        flat: list[Strategy] = []
+        for part in sorted(parts, key=_mesh_order):
+            is_nested = isinstance(part, Composite)
+            flat += part.parts if is_nested else (part,)
+            rules = (*rules, *(part.rules if is_nested else ()))
+        object.__setattr__(self, "parts", tuple(sorted(flat, key=_mesh_order)))
+        object.__setattr__(self, "rules", tuple(rules))
         self.claims()  # refuses parts that contradict each other
 
     def claims(self) -> Claims:
@@ -78,14 +81,7 @@ class Composite(Strategy):
         return f"Composite({', '.join(map(repr, self.parts))}{rules})"
 
 
-def _flatten(strategy: Strategy) -> tuple[Strategy, ...]:
-    return strategy.parts if isinstance(strategy, Composite) else (strategy,)
-
-
-def _own_rules(strategy: Strategy) -> tuple[Rules, ...]:
-    return strategy.rules if isinstance(strategy, Composite) else ()
-
-
 def _mesh_order(strategy: Strategy) -> tuple[int, str]:
+    # An axis that is not ours comes first: nothing is known of how much it sends.
     first = next(iter(strategy.claims().axis_sizes))
     return (MESH_AXES.index(first) if first in MESH_AXES else -1, first)

@@ -28,17 +28,17 @@ class FSDP(Strategy):
 
     Attributes:
         size: Number of shards; ``None`` takes the devices that remain.
-        shard: What is split. ``params`` (ZeRO-3): parameters, gradients and optimizer
-            state. ``gradients`` (ZeRO-2): parameters stay whole; a step sends no more
+        shard: The state that is split. ``params`` (ZeRO-3): parameters, gradients and
+            optimizer state. ``gradients`` (ZeRO-2): parameters stay whole; a step sends no more
             bytes than `DataParallel`, but for what was updated, which is gathered in
             the dtype that it is stored in. ``optimizer`` (ZeRO-1): gradients stay whole
             too, and are all-reduced.
         min_size: Parameters of fewer elements stay whole.
         rules: Explicit rules for single arrays. A rule that names the axis ``fsdp``
             chooses the dim; one that does not keeps the array whole.
-        prefetch: How a `Stack` gathers its next layer beside the present one. ``ring``
+        prefetch: How a `Stack` gathers its next layer during the present one. ``ring``
             or ``bidirectional``: in ``size - 1`` hops, for few shards and compilers
-            that run hops beside products but not a whole all-gather (TPU v5p: 75 % of
+            that run hops during products but not a whole all-gather (TPU v5p: 75 % of
             the layers' bytes are then hidden instead of none, ``python -m benchmarks
             overlap``). ``bulk``: one all-gather for each array, for compilers that run
             that asynchronously. ``None``: not at all. It needs ``shard="params"``; the
@@ -92,7 +92,7 @@ class FSDP(Strategy):
         choice = FSDPRules(axis="fsdp", min_size=self.min_size)
         return Claims(
             axis_sizes={"fsdp": self.size},
-            batch=("fsdp",),
+            batch=("fsdp",),  # each shard of the state sees its own rows
             zero=(ZeroAxis(rules=choice, shard=self.shard, prefetch=self.prefetch),),
             rules=self.rules,
         )

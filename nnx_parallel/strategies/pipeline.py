@@ -34,11 +34,11 @@ class Pipeline(Strategy):
         size: Number of stages; it must divide the number of layers.
         schedule: Which microbatch runs when: `GPipe`, `OneFOneB`, `Interleaved`,
             `ZeroBubble`, or a `Table` of your own.
-        stash: What a stage keeps of a microbatch from its forward to its backward
-            slot. ``policy``: what the remat policy says (``none``: all activations of
-            its layers; ``full``: the input of each layer). ``inputs``: the input of the
+        stash: Residuals that a stage keeps of a microbatch from its forward to its
+            backward slot. ``policy``: as the remat policy says (``none``: all
+            activations of its layers; ``full``: the input of each layer). ``inputs``: the input of the
             stage alone; the backward pass runs the stage's layers again first, and
-            then keeps what the policy says for one microbatch at a time.
+            then keeps as the policy says for one microbatch at a time.
         gather: How often FSDP's shards of a stage's weights are gathered.
             ``microbatch``: layer by layer in every slot, so that a device holds the
             weights of one layer. ``step``: once; a device then holds the whole weights
@@ -87,6 +87,7 @@ class Pipeline(Strategy):
         assert isinstance(self.schedule, Schedule)
         return Claims(
             axis_sizes={"pipe": self.size},
+            # A stage holds a block of neighbours in the stack, whatever the schedule.
             logical={"layers": "pipe"},
             execution=PipelineSchedule(
                 axis="pipe",

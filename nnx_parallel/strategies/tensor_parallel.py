@@ -21,16 +21,16 @@ class TensorParallel(Strategy):
     time an all-reduce of its activations [1]. The batch is not split: keep the axis
     inside one machine, and combine it with `FSDP` or `DataParallel`.
 
-    What lies between the products (norms, residuals, dropout) is whole on every device,
+    All between the products (norms, residuals, dropout) is whole on every device,
     unless ``sequence`` splits it along ``seq`` [2]: an all-reduce then becomes an
     all-gather before the products and a reduce-scatter after them, the same bytes, and
     a device keeps ``1 / size`` of those activations. ``overlap`` runs both as rings
-    beside the products they feed [3], as `all_gather_matmul` and
+    during the products they feed [3], as `all_gather_matmul` and
     `matmul_reduce_scatter` do. Products that share an input (query, key and value; up
     and gate) each have a ring: compilers merge those that gather the input, but the
     gradient of the input is summed once for each, 3 times into attention and twice into
     a gated MLP. Measured for a GPT on 4 TPU v5p: a ring sends 9.2 GiB a step where
-    ``sequence`` alone sends 7.7, and 95 % of it runs beside products, where none did
+    ``sequence`` alone sends 7.7, and 95 % of it runs during products, where none did
     (``python -m benchmarks overlap``).
 
     A model tells which dims those are by naming them. A model without names is
@@ -80,6 +80,8 @@ class TensorParallel(Strategy):
         """``tensor`` splits heads, hidden units and vocabulary, perhaps ``seq``."""
         return Claims(
             axis_sizes={"tensor": self.size},
+            # Into mlp and heads by columns, out of them by rows: a product's output is
+            # then whole but for one sum, and nothing is sent between the two.
             logical=dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), "tensor"),
             activations={"seq": "tensor"} if self.sequence or self.overlap else {},
             overlap=self.overlap,

@@ -36,8 +36,13 @@ from nnx_parallel.errors import (
     ReplicaError,
 )
 from nnx_parallel.layers.loss import LabelRange
-from nnx_parallel.sharding.names import dotted, flatten_pure, is_inexact, variables_of
-from nnx_parallel.sharding.optimizer import state_path
+from nnx_parallel.sharding.names import (
+    dotted,
+    flatten_pure,
+    is_inexact,
+    path_of,
+    variables_of,
+)
 from nnx_parallel.sharding.rules import hash_code
 from nnx_parallel.state import StatePlan, TrainState
 
@@ -135,7 +140,7 @@ def agree_on_run(
         "loss": hash_code(loss),
         "optimizer": str(jax.tree.structure(plan.abstract.opt_state)),
         **{
-            state_path(path): f"{x.dtype}{list(x.shape)} {x.sharding.spec}"
+            path_of(path): f"{x.dtype}{list(x.shape)} {x.sharding.spec}"
             for path, x in arrays
         },
     }
@@ -217,7 +222,7 @@ def check_replicas(state: Any, step: int) -> None:
             devices.
     """
     leaves = [
-        (state_path(path), x)
+        (path_of(path), x)
         for path, x in jax.tree_util.tree_leaves_with_path(state)
         # Others, on a single device, have no copies.
         if isinstance(x.sharding, NamedSharding)

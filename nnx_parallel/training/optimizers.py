@@ -17,8 +17,7 @@ from flax import nnx
 from optax.contrib import MuonDimensionNumbers
 
 from nnx_parallel.sharding.model import nest
-from nnx_parallel.sharding.names import array_info
-from nnx_parallel.sharding.optimizer import state_path
+from nnx_parallel.sharding.names import array_info, path_of
 from nnx_parallel.state import StatePlan, TrainState
 
 
@@ -142,7 +141,7 @@ def _constants(opt_state: Any) -> dict[str, Any]:
     """Values under ``hyperparams`` that no schedule sets, by path."""
     constants, scheduled = {}, set()
     for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
-        name = state_path(path)
+        name = path_of(path)
         # `inject_hyperparams` has `hyperparams.NAME`, and for one that a schedule sets
         # `hyperparams_states.NAME.count` too.
         owner, is_state, rest = name.partition("hyperparams_states.")

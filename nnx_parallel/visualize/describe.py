@@ -20,15 +20,20 @@ from rich.text import Text
 from nnx_parallel.mesh import axes_across_processes
 from nnx_parallel.precision import Precision, array_bytes, format_bytes
 from nnx_parallel.sharding.layout import Layout, Placement
-from nnx_parallel.sharding.model import Path, annotate, nest
-from nnx_parallel.sharding.names import ArrayInfo, array_info, dotted, variables_of
+from nnx_parallel.sharding.model import Path, nest, place_model
+from nnx_parallel.sharding.names import (
+    ArrayInfo,
+    array_info,
+    dotted,
+    path_of,
+    variables_of,
+)
 from nnx_parallel.sharding.optimizer import (
     as_transformation,
     optimizer_specs,
     owner_of,
-    state_path,
 )
-from nnx_parallel.sharding.specs import dim_axes, is_spec, shard_shape
+from nnx_parallel.sharding.specs import is_spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,8 +201,7 @@ def _short(spec: P | str) -> str:
 
 
 def _shard_bytes(layout: Layout, shape: tuple, dtype: Any, spec: P) -> int:
-    axes = dim_axes(spec, len(shape))
-    return array_bytes(shard_shape(shape, axes, layout.mesh), dtype)
+    return array_bytes(layout.sharding(spec).shard_shape(shape), dtype)
 
 
 def _is_floating(info: ArrayInfo) -> bool:
@@ -225,7 +229,7 @@ def describe_model(
         keeps_average: Whether a moving average of the parameters is kept.
     """
     trained = {path for path, _ in nnx.to_flat_state(nnx.state(abstract, wrt))}
-    placements = annotate(abstract, layout)
+    placements = place_model(abstract, layout)
     rows, stored, gradients, average = [], {}, 0, 0
     for path, variable in variables_of(abstract):
         info, place = array_info(path, variable), placements[path]
@@ -275,7 +279,7 @@ def _optimizer_rows(
             elif any(placements[owner].optimizer):
                 why_whole = f"follows no split dim of {dotted(owner)}"
         return OptimizerRow(
-            path=state_path(path),
+            path=path_of(path),
             shape=shape,
             spec=spec,
             bytes_per_device=_shard_bytes(layout, shape, leaf.dtype, spec),

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from nnx_parallel.schedules.table import Table
-from nnx_parallel.sharding.tree import path_of
+from nnx_parallel.sharding.names import path_of
 from nnx_parallel.visualize.arrays import array_picture, shard_map_of, tree_picture
 from nnx_parallel.visualize.describe import Description
 from nnx_parallel.visualize.picture import Picture
