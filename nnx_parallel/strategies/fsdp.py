@@ -29,10 +29,10 @@ class FSDP(Strategy):
     Attributes:
         size: Number of shards; ``None`` takes the devices that remain.
         shard: The state that is split. ``params`` (ZeRO-3): parameters, gradients and
-            optimizer state. ``gradients`` (ZeRO-2): parameters stay whole; a step sends no more
-            bytes than `DataParallel`, but for what was updated, which is gathered in
-            the dtype that it is stored in. ``optimizer`` (ZeRO-1): gradients stay whole
-            too, and are all-reduced.
+            optimizer state. ``gradients`` (ZeRO-2): parameters stay whole; a step sends
+            no more bytes than `DataParallel`, but for what was updated, which is
+            gathered in the dtype that it is stored in. ``optimizer`` (ZeRO-1):
+            gradients stay whole too, and are all-reduced.
         min_size: Parameters of fewer elements stay whole.
         rules: Explicit rules for single arrays. A rule that names the axis ``fsdp``
             chooses the dim; one that does not keeps the array whole.

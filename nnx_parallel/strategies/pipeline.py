@@ -36,9 +36,9 @@ class Pipeline(Strategy):
             `ZeroBubble`, or a `Table` of your own.
         stash: Residuals that a stage keeps of a microbatch from its forward to its
             backward slot. ``policy``: as the remat policy says (``none``: all
-            activations of its layers; ``full``: the input of each layer). ``inputs``: the input of the
-            stage alone; the backward pass runs the stage's layers again first, and
-            then keeps as the policy says for one microbatch at a time.
+            activations of its layers; ``full``: the input of each layer). ``inputs``:
+            the input of the stage alone; the backward pass runs the stage's layers
+            again first, and then keeps as the policy says for one microbatch at a time.
         gather: How often FSDP's shards of a stage's weights are gathered.
             ``microbatch``: layer by layer in every slot, so that a device holds the
             weights of one layer. ``step``: once; a device then holds the whole weights
