@@ -31,11 +31,6 @@ SUPPORTED = {"jax": ((0, 10), (0, 13)), "flax": ((0, 12, 8), (0, 13))}
 """From this version on, and below that one; as in ``pyproject.toml``."""
 
 
-def check_installed() -> None:
-    """Checks the versions that are installed, as `check_versions` does."""
-    check_versions({"jax": jax.__version__, "flax": flax.__version__})
-
-
 def check_versions(found: Mapping[str, str]) -> None:
     """Refuses versions that are too old, and warns of those that are too new.
 
@@ -53,13 +48,12 @@ def check_versions(found: Mapping[str, str]) -> None:
     """
     for name, (lowest, limit) in SUPPORTED.items():
         numbers = tuple(int(part) for part in re.findall(r"\d+", found[name])[:3])
-        rule = f"nnx_parallel runs on {name} {_spell(lowest)} or newer, below " + (
-            f"{_spell(limit)}"
-        )
+        oldest, newest = (".".join(map(str, version)) for version in (lowest, limit))
+        rule = f"nnx_parallel runs on {name} {oldest} or newer, below {newest}"
         if numbers < lowest:
             raise VersionError(
                 f"Found {name} {found[name]}. {rule}: "
-                f"pip install '{name}>={_spell(lowest)},<{_spell(limit)}'"
+                f"pip install '{name}>={oldest},<{newest}'"
             )
         if numbers >= limit:
             warnings.warn(
@@ -67,11 +61,8 @@ def check_versions(found: Mapping[str, str]) -> None:
             )
 
 
-def _spell(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
-
-
-check_installed()  # before an import of a name that another version lacks
+# Here, before an import of a name that another version lacks.
+check_versions({"jax": jax.__version__, "flax": flax.__version__})
 
 # jax.Device is re-exported as a variable, which pyright refuses as a type.
 if TYPE_CHECKING:

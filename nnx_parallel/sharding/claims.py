@@ -80,9 +80,9 @@ class Execution(abc.ABC):
             forward: ``(params, variables, batch, key)`` to means by name, ``loss``
                 among them, and the variables after it.
             state: The training state.
-            batch: The global batch.
+            batch: The global batch, which is run in ``num_microbatches`` parts.
             key: Random key of the step.
-            num_microbatches: Parts of the batch.
+            num_microbatches: Number of parts.
 
         Returns:
             Gradients of the parameters, the variables after the step, and the means.

@@ -15,7 +15,7 @@ from nnx_parallel.errors import UnknownAxisError
 from nnx_parallel.mesh import MESH_AXES
 from nnx_parallel.sharding.claims import Claims, ZeroKind
 from nnx_parallel.sharding.names import LOGICAL_AXES, ArrayInfo
-from nnx_parallel.sharding.rules import LogicalRules, first_match
+from nnx_parallel.sharding.rules import LogicalRules, answer_of
 from nnx_parallel.sharding.specs import (
     DimAxes,
     as_tuple,
@@ -120,10 +120,8 @@ class Layout:
         """
         # `Claims.on` has applied LogicalRules: they change names, and place no array.
         rules = tuple(r for r in self.claims.rules if not isinstance(r, LogicalRules))
-        explicit = first_match(rules, info, self.mesh)
-        if explicit is not None:
+        if explicit := answer_of(rules, info, self.mesh):
             spec, reason = explicit
-            check_spec(info.path, info.shape, spec, self.mesh)
             axes = dim_axes(spec, len(info.shape))
         else:
             axes, reason = self._by_names(info)

@@ -34,7 +34,14 @@ def abstract_model(source: nnx.Module | ModelFn, rngs: nnx.Rngs) -> nnx.Module:
     """
     if isinstance(source, nnx.Module):
         _check_arrays(source)
-        return abstract_copy(*nnx.split(source))
+        graphdef, state = nnx.split(source)
+        # A copy, whose metadata are free to be changed.
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)),
+            nnx.to_pure_dict(state),
+        )
+        with nnx.use_eager_sharding(False):
+            return nnx.merge(graphdef, shapes)
     model_fn: ModelFn = source
     graphdef, state = nnx.split(rngs)
 
@@ -72,17 +79,6 @@ def _check_arrays(model: nnx.Module) -> None:
         )
 
 
-def abstract_copy(graphdef: nnx.GraphDef, state: nnx.State) -> nnx.Module:
-    """A split model with shapes for arrays, its metadata free to be changed."""
-    pure = jax.tree.map(_shape_of, nnx.to_pure_dict(state))
-    with nnx.use_eager_sharding(False):
-        return nnx.merge(graphdef, pure)
-
-
-def _shape_of(x: jax.typing.ArrayLike) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
-
-
 def place_model(model: nnx.Module, layout: Layout) -> dict[Path, Placement]:
     """Writes each array's `Placement` into its Variable's metadata.
 
@@ -110,17 +106,11 @@ def place_model(model: nnx.Module, layout: Layout) -> dict[Path, Placement]:
     return placements
 
 
-def map_placements(
-    state: nnx.State, layout: Layout, function: Callable[[Placement, Layout], Any]
-) -> nnx.State:
-    """A state of the same tree whose leaves are ``function(placement, layout)``."""
-
-    def replaced(path: Path, variable: nnx.Variable) -> nnx.Variable:
-        placement = layout.place(array_info(path, variable))
-        return variable.replace(function(placement, layout))
-
+def stored_specs(state: nnx.State, layout: Layout) -> nnx.State:
+    """The spec in which each array of a state is kept, as the same tree."""
     flat = nnx.to_flat_state(state)
-    return nnx.from_flat_state([(path, replaced(path, v)) for path, v in flat])
+    placed = [(path, v, layout.place(array_info(path, v))) for path, v in flat]
+    return nnx.from_flat_state([(p, v.replace(place.stored)) for p, v, place in placed])
 
 
 def placed_arrays(

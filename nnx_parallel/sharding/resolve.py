@@ -22,6 +22,7 @@ from nnx_parallel.sharding.rules import (
     ChainRules,
     FSDPRules,
     Rules,
+    answer_of,
     members,
     warn_idle,
 )
@@ -142,9 +143,8 @@ def _by_rules(
     whole = []  # large arrays that `FSDPRules` could not split
     for info, path in infos:
         # Scalars have no dim to split: a rule need not provide for them.
-        answer = rules.match(info, mesh) if info.shape else None
+        answer = answer_of([rules], info, mesh, path) if info.shape else None
         spec, reason = answer or (P(), "")
-        check_spec(path, info.shape, spec, mesh)
         specs.append(spec)
         reasons.add(reason)
         if answer is None and (refusal := _refusal(rules, info, mesh)):

@@ -28,7 +28,13 @@ from nnx_parallel.errors import (
     UnmatchedRuleError,
 )
 from nnx_parallel.sharding.names import ArrayInfo
-from nnx_parallel.sharding.specs import MeshAxes, as_tuple, dim_axes, suggest
+from nnx_parallel.sharding.specs import (
+    MeshAxes,
+    as_tuple,
+    check_spec,
+    dim_axes,
+    suggest,
+)
 
 
 @runtime_checkable
@@ -257,13 +263,22 @@ def warn_idle(rules: Iterable[Rules], reasons: Container[str], hint: str) -> Non
         )
 
 
-def first_match(
-    rules: tuple[Rules, ...], info: ArrayInfo, mesh: Mesh
+def answer_of(
+    rules: Iterable[Rules], info: ArrayInfo, mesh: Mesh, path: str = ""
 ) -> tuple[P, str] | None:
-    """The one answer of several rules, whose order means nothing.
+    """The one answer of several rules, whose order means nothing, checked.
+
+    Args:
+        rules: The rules.
+        info: The array.
+        mesh: The mesh.
+        path: Path of the array in messages, if not that of ``info``.
 
     Raises:
         PlacementConflictError: If two rules give different specs.
+        SpecRankError: If the spec is longer than the array's rank.
+        UnknownAxisError: If it names an axis that the mesh lacks.
+        IndivisibleDimError: If an axis does not divide its dim.
     """
     found = [answer for rule in rules if (answer := rule.match(info, mesh))]
     ndim = len(info.shape)
@@ -273,7 +288,10 @@ def first_match(
                 f"Two rules claim `{info.path}`: {found[0][1]} says {found[0][0]}, "
                 f"{reason} says {spec}. Keep one, or order them in one PathRules."
             )
-    return found[0] if found else None
+    if not found:
+        return None
+    check_spec(path or info.path, info.shape, found[0][0], mesh)
+    return found[0]
 
 
 def merge_logical(

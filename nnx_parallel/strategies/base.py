@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import jax
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -15,11 +16,12 @@ from nnx_parallel.sharding.claims import Claims
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.model import (
     abstract_model,
-    map_placements,
     place_model,
     placed_arrays,
     stored_shardings,
+    stored_specs,
 )
+from nnx_parallel.sharding.specs import is_spec
 from nnx_parallel.visualize.describe import Description, describe_model
 
 
@@ -133,13 +135,13 @@ class Strategy(abc.ABC):
 
     def specs(self, state: nnx.State, *, mesh: Mesh | None = None) -> nnx.State:
         """The spec in which each array of a state is stored, as the same tree."""
-        return map_placements(state, self.layout(mesh), lambda p, _: p.stored)
+        return stored_specs(state, self.layout(mesh))
 
     def shardings(self, state: nnx.State, *, mesh: Mesh | None = None) -> nnx.State:
         """`specs` on the mesh: what ``jax.device_put`` and ``jax.jit`` take."""
-        return map_placements(
-            state, self.layout(mesh), lambda p, layout: layout.sharding(p.stored)
-        )
+        layout = self.layout(mesh)
+        specs = stored_specs(state, layout)
+        return jax.tree.map(layout.sharding, specs, is_leaf=is_spec)
 
     def describe(
         self,
