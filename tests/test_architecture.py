@@ -101,6 +101,27 @@ def is_ours(name: str) -> bool:
     return name.partition(".")[0] == PACKAGE.name
 
 
+def file_of(name: str) -> Path:
+    """The file that a dotted name of the package is, or is defined in."""
+    path = ROOT.joinpath(*name.split("."))
+    if path.is_dir():
+        return path / "__init__.py"
+    file = path.with_suffix(".py")
+    return file if file.is_file() else file_of(name.rpartition(".")[0])
+
+
+def closure(module: str) -> set[str]:
+    """Modules that a module imports, directly or through others."""
+    found: set[str] = set()
+    left = [module]
+    while left:
+        names = (name for name in imports(file_of(left.pop())) if is_ours(name))
+        new = {dotted_name(file_of(name)) for name in names} - found
+        found |= new
+        left += new
+    return found
+
+
 def required_at_import(file: Path) -> set[str]:
     """Top-level packages that must be installed for a file to be imported."""
 
@@ -137,6 +158,15 @@ def test_a_module_imports_only_from_those_above_it(file: Path) -> None:
     above = ORDER[: ORDER.index(here) + 1]
     below = units_imported(file) - set(above)
     assert not below, f"{dotted_name(file)} imports {sorted(below)} from below it."
+
+
+def test_placement_reaches_neither_processes_nor_pipelines_nor_pictures() -> None:
+    below = {"distributed", "pipeline", "schedules", "visualize"}
+    assert not {unit(m) for m in closure("nnx_parallel.sharding.layout")} & below
+
+
+def test_a_strategy_needs_few_modules() -> None:
+    assert len(closure("nnx_parallel.strategies.data_parallel")) <= 14
 
 
 @pytest.mark.parametrize("file", files_of(MODELS), ids=dotted_name)
