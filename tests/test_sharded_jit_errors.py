@@ -40,7 +40,7 @@ def two(x: jax.Array, y: jax.Array) -> jax.Array:
         (
             {"in_shardings": (P("fdsp"), P())},
             UnknownAxisError,
-            "Cannot place `in_shardings` as P('fdsp',): the mesh has no axis 'fdsp'. "
+            "Cannot shard `in_shardings` as P('fdsp',): the mesh has no axis 'fdsp'. "
             "Did you mean 'fsdp'? Its axes: ['data', 'fsdp'].",
         ),
         (

@@ -180,7 +180,7 @@ def test_rules_see_the_names_in_an_nnx_model(mesh: Mesh) -> None:
         (
             P("fdsp"),
             UnknownAxisError,
-            "Cannot place `the array` as P('fdsp',): the mesh has no axis 'fdsp'. Did "
+            "Cannot shard `the array` as P('fdsp',): the mesh has no axis 'fdsp'. Did "
             "you mean 'fsdp'? Its axes: ['data', 'fsdp'].",
         ),
         (

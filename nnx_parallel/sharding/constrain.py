@@ -120,6 +120,8 @@ def use_params(leaves: dict, placements: dict) -> dict:
     if layout is None:
         return leaves
 
+    # At use and not before the step: a gathered array then lives as long as the layer
+    # that uses it, and remat can drop it between the passes.
     def use(x: jax.Array, place: Placement | None) -> jax.Array:
         if place is None or not place.is_gathered:
             return x

@@ -40,6 +40,8 @@ def optimizer_specs(
         all that belongs to no parameter are replicated.
     """
 
+    # A part that a mask leaves out is an `optax.MaskedNode`: a node without leaves,
+    # which stays as it is.
     def spec(path: tuple, leaf: Any) -> P:
         owner = owner_of(path, shapes)
         if owner is None:

@@ -29,7 +29,7 @@ class HasLayout(Protocol):
     """A strategy, as far as placement is concerned."""
 
     def layout(self, mesh: Mesh | None = None) -> Layout:
-        """Its answers over one mesh."""
+        """Its claims on one mesh."""
         ...
 
 
@@ -114,7 +114,7 @@ def resolve_shardings(tree: Any, rules: Any, mesh: Mesh | Layout | HasLayout) ->
             shard has no dim that its axis divides.
 
     Example:
-        >>> from nnx_parallel import make_mesh
+        >>> from nnx_parallel import FSDPRules, make_mesh
         >>> tree = {"kernel": jax.ShapeDtypeStruct((64, 64), "float32")}
         >>> mesh = make_mesh({"fsdp": None})
         >>> resolve_shardings(tree, FSDPRules(), mesh)["kernel"].spec
