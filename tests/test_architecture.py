@@ -6,7 +6,9 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
@@ -205,3 +207,145 @@ def has_docstring(value: object) -> bool:
     if inspect.isclass(value):
         return bool(text) and not text.startswith(f"{value.__name__}(")
     return bool(text) and text != type(value).__doc__
+
+
+# What keeps the package readable, as figures.
+
+
+@pytest.mark.parametrize("file", files_of(PACKAGE), ids=dotted_name)
+def test_a_function_has_at_most_60_lines(file: Path) -> None:
+    functions = [node for node in ast.walk(tree_of(file)) if is_function(node)]
+    lengths = {node.name: body_lines(node) for node in functions}
+    assert {name: n for name, n in lengths.items() if n > 60} == {}
+
+
+def test_the_order_of_imports_is_short() -> None:
+    assert len(ORDER) <= 25
+
+
+@pytest.mark.parametrize("file", files_of(PACKAGE), ids=dotted_name)
+def test_names_are_imported_from_the_module_that_defines_them(file: Path) -> None:
+    if file.name == "__init__.py":
+        return
+    borrowed = {
+        f"{source}.{name}"
+        for source, name in names_imported(file)
+        if is_ours(source)
+        and f"{source}.{name}" not in GRAPH
+        and name not in names_defined(source)
+    }
+    assert borrowed == set()
+
+
+def test_placement_stands_alone() -> None:
+    reached = {unit(name) for name in closure("nnx_parallel.sharding.layout")}
+    assert reached.isdisjoint({"distributed", "pipeline", "schedules", "visualize"})
+    assert len(closure("nnx_parallel.strategies.data_parallel")) <= 14
+
+
+def test_schedules_are_plain_numbers() -> None:
+    for file in files_of(PACKAGE / "schedules"):
+        assert "jax" not in {name.partition(".")[0] for name in imports(file)}, file
+
+
+# Each step of a walk imports the next one, but for one: the step calls the claims'
+# `Execution`, which is what a pipeline's schedule implements.
+WALKS = {
+    "from fit to the gather of FSDP": (
+        "training.trainer",
+        "training.loop",
+        "training.step",
+        "state",
+        "sharding.constrain",
+    ),
+    "from fit to the hop of a pipeline": (
+        "training.trainer",
+        "training.loop",
+        "training.step",
+        "pipeline.run",
+        "pipeline.executor",
+    ),
+    "from Dense to the hop of a ring": (
+        "layers.dense",
+        "collectives.matmul",
+        "collectives.ring",
+    ),
+}
+BY_EXECUTION = ("training.step", "pipeline.run")
+
+
+@pytest.mark.parametrize("walk", WALKS.values(), ids=WALKS)
+def test_a_walk_through_the_package_is_short(walk: tuple[str, ...]) -> None:
+    assert len(walk) <= 5
+    for here, there in pairwise(walk):
+        if (here, there) == BY_EXECUTION:
+            here, there = there, "sharding.claims"  # defines Execution
+        assert f"nnx_parallel.{there}" in GRAPH[f"nnx_parallel.{here}"], (here, there)
+
+
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+def is_function(node: ast.AST) -> TypeGuard[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+
+
+def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function from its first statement on, without its docstring."""
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    return last_line(body[-1]) - body[0].lineno + 1 if body else 0
+
+
+def last_line(node: ast.stmt) -> int:
+    return node.end_lineno or node.lineno
+
+
+def names_imported(file: Path) -> Iterator[tuple[str, str]]:
+    """Each `from source import name` of a file."""
+    for node in ast.walk(tree_of(file)):
+        if isinstance(node, ast.ImportFrom):
+            yield from ((node.module or "", alias.name) for alias in node.names)
+
+
+def names_defined(module: str) -> set[str]:
+    """What the statements of a module bind, imports apart."""
+    names = set()
+    for node in tree_of(file_of(module)).body:
+        if is_function(node) or isinstance(node, ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.If | ast.Try):
+            stored = (n for n in ast.walk(node) if isinstance(n, ast.Name))
+            names |= {n.id for n in stored if isinstance(n.ctx, ast.Store)}
+    return names
+
+
+def file_of(module: str) -> Path:
+    path = ROOT.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+MODULES = {dotted_name(file) for file in files_of(PACKAGE)}
+
+
+def modules_imported(file: Path) -> set[str]:
+    """Modules of the package that a file names, the package itself left out.
+
+    Through `__init__`, which exports everything, every module would reach all others.
+    """
+    ours = filter(is_ours, imports(file))
+    named = {name if name in MODULES else name.rpartition(".")[0] for name in ours}
+    return named - {PACKAGE.name, dotted_name(file)}
+
+
+GRAPH = {dotted_name(file): modules_imported(file) for file in files_of(PACKAGE)}
+
+
+def closure(module: str) -> set[str]:
+    """Every module that must be imported before this one."""
+    reached, waiting = set(), [module]
+    while waiting:
+        new = GRAPH[waiting.pop()] - reached
+        reached |= new
+        waiting += new
+    return reached

@@ -13,8 +13,7 @@ from flax import nnx
 
 from nnx_parallel.checkpoint.manager import CheckpointManager
 from nnx_parallel.checkpoint.options import Checkpoint
-from nnx_parallel.data.position import DataState
-from nnx_parallel.data.prefetch import is_one_shot
+from nnx_parallel.data.position import DataState, is_one_shot
 from nnx_parallel.distributed.agreement import strip_addresses
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.sharding.model import ModelFn
