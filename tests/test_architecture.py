@@ -237,12 +237,6 @@ def test_names_are_imported_from_the_module_that_defines_them(file: Path) -> Non
     assert borrowed == set()
 
 
-def test_placement_stands_alone() -> None:
-    reached = {unit(name) for name in closure("nnx_parallel.sharding.layout")}
-    assert reached.isdisjoint({"distributed", "pipeline", "schedules", "visualize"})
-    assert len(closure("nnx_parallel.strategies.data_parallel")) <= 14
-
-
 def test_schedules_are_plain_numbers() -> None:
     for file in files_of(PACKAGE / "schedules"):
         assert "jax" not in {name.partition(".")[0] for name in imports(file)}, file
@@ -320,11 +314,6 @@ def names_defined(module: str) -> set[str]:
     return names
 
 
-def file_of(module: str) -> Path:
-    path = ROOT.joinpath(*module.split("."))
-    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-
-
 MODULES = {dotted_name(file) for file in files_of(PACKAGE)}
 
 
@@ -339,13 +328,3 @@ def modules_imported(file: Path) -> set[str]:
 
 
 GRAPH = {dotted_name(file): modules_imported(file) for file in files_of(PACKAGE)}
-
-
-def closure(module: str) -> set[str]:
-    """Every module that must be imported before this one."""
-    reached, waiting = set(), [module]
-    while waiting:
-        new = GRAPH[waiting.pop()] - reached
-        reached |= new
-        waiting += new
-    return reached
