@@ -1,6 +1,7 @@
 """Imports point one way, and public is exactly what the package exports."""
 
 import ast
+import functools
 import inspect
 import re
 import sys
@@ -237,6 +238,11 @@ def test_names_are_imported_from_the_module_that_defines_them(file: Path) -> Non
     assert borrowed == set()
 
 
+def test_chains_of_imports_are_short() -> None:
+    longest = max((chain(name) for name in GRAPH), key=len)
+    assert len(longest) <= 14, " > ".join(longest)
+
+
 def test_schedules_are_plain_numbers() -> None:
     for file in files_of(PACKAGE / "schedules"):
         assert "jax" not in {name.partition(".")[0] for name in imports(file)}, file
@@ -328,3 +334,10 @@ def modules_imported(file: Path) -> set[str]:
 
 
 GRAPH = {dotted_name(file): modules_imported(file) for file in files_of(PACKAGE)}
+
+
+@functools.cache
+def chain(module: str) -> tuple[str, ...]:
+    """The longest chain of imports that ends in a module."""
+    longest = max((chain(name) for name in GRAPH[module]), key=len, default=())
+    return (*longest, module)
