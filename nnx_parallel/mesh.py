@@ -95,7 +95,7 @@ def simulate_devices(count: int) -> None:
     """
     # The devices share a pool of threads, by default as many as devices. Collectives
     # wait in them, and independent programs have deadlocked once none was left
-    # (docs/library-notes.md, Simulated devices).
+    # (docs/library-notes.md, "Simulated devices").
     os.environ.setdefault("PJRT_NPROC", str(4 * count))
     try:
         jax.config.update("jax_platforms", "cpu")

@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 
 from nnx_parallel.errors import LossError
 
+# A step's record is one flat dict, in which these meet the metrics of a loss.
 RESERVED_METRICS = (
     "step",
     "time",
@@ -78,6 +79,8 @@ class Mean:
 
     def over(self, weights: Sequence[jax.Array]) -> jax.Array:
         """Part of a mean over more data, whose weights are known, one for each term."""
+        # A microbatch's total over the weight of the whole batch: such values add up
+        # to the mean, and their gradients to its gradient.
         terms = zip(self.terms, weights, strict=True)
         parts = (Mean(term.total, weight).value for term, weight in terms)
         return sum(parts, jnp.float32(0))
@@ -115,6 +118,7 @@ class Mean:
         return self + -other
 
     def __mul__(self, factor: float | jax.Array) -> Mean:
+        # A weight counts data, and stays what it is under a factor.
         return _from_terms(Mean(t.total * factor, t.weight) for t in self.terms)
 
     __rmul__ = __mul__
@@ -183,6 +187,7 @@ def split_loss_output(output: Any, weight: float = 1.0) -> tuple[Mean, dict[str,
     """
     loss, metrics = _split(output)
     mean = as_mean(loss, "The loss", weight)
+    # Of what was returned: `as_mean` makes float32 of an integer.
     dtype = jnp.result_type(loss.total if isinstance(loss, Mean) else loss)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise LossError(

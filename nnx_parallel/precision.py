@@ -66,6 +66,7 @@ class Precision:
     @property
     def needs_loss_scale(self) -> bool:
         """Whether these dtypes have the loss computed in float16."""
+        # bfloat16 has float32's exponents; float16 rounds small gradients to 0.
         compute = self.params if self.compute is None else self.compute
         return compute == jnp.float16
 
@@ -103,6 +104,7 @@ def cast_floating(tree: Any, dtype: DTypeLike | None) -> Any:
 
 def array_bytes(shape: tuple[int, ...], dtype: Any) -> int:
     """Bytes of an array, or of a shard. A typed random key counts as 8."""
+    # A key of threefry is two uint32 words.
     is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
     return math.prod(shape) * (8 if is_key else jnp.dtype(dtype).itemsize)
 

@@ -237,6 +237,7 @@ def values_of(model: nnx.Module) -> dict[Path, Any]:
     return {
         path: variable.get_value()
         for path, variable in variables_of(model)
+        # Sown in a pass: kept, they would be a change of structure.
         if not isinstance(variable, nnx.Intermediate)
     }
 
@@ -246,6 +247,7 @@ def _check_structure(
 ) -> None:
     # The next step could not take such a state: it is compiled for one structure.
     problems = [f"`{dotted(p)}` is gone" for p in before if p not in after]
+    # Trained parameters are in `after` alone: the step has them apart from the others.
     problems += [
         f"`{dotted(p)}` is new" for p in after if p not in before and p not in trained
     ]
@@ -315,6 +317,7 @@ def plan_state(
         placements=placements,
         param_paths=frozenset(is_param) | trained_paths,
         trained_paths=trained_paths,
+        # Shapes of the state need a plan to build it: filled in below.
         abstract=None,  # pyright: ignore[reportArgumentType]
         tx=tx,
         precision=precision,
@@ -374,6 +377,8 @@ def _build_state(plan: StatePlan, arrays: dict, seed: jax.Array | int) -> TrainS
         step=jnp.int32(0),
         params=params,
         variables=nest(others),
+        # Only under jit: outside, counters would be on device 0, and the step, whose
+        # shardings are all on the mesh, would refuse them.
         opt_state=plan.tx.init(params),
         key=jax.random.fold_in(jax.random.key(seed), _LOSS_STREAM),
         ema=ema,

@@ -49,6 +49,8 @@ class ZeroAxis:
     prefetch: Mode | None = None
 
 
+# Abstract, since `training` must not import `pipeline`: each has a form of its own.
+# Without a claim it is `AccumulateMicrobatches`.
 class Execution(abc.ABC):
     """How a step is run on the mesh: its gradients, and its outputs.
 
@@ -167,9 +169,12 @@ class Claims:
             for theirs in right:
                 mine._check_axes(theirs)
                 mine._check_names(theirs, decided)
+        # Keys of `axis_sizes` are disjoint now; at most one side has an execution.
+        # `owner` stays the default: messages take the owners from `parts`.
         return Claims(
             axis_sizes={**self.axis_sizes, **other.axis_sizes},
             batch=self.batch + other.batch,
+            # Equal where both have a name, or a rule decides in `on`.
             logical={**self.logical, **other.logical},
             activations={**self.activations, **other.activations},
             zero=self.zero + other.zero,
@@ -213,6 +218,8 @@ class Claims:
         activations = merge_logical((), self.activations)
         return replace(
             self,
+            # The order of the mesh, however the parts were merged: rows that not all
+            # axes divide are split by the outer ones (`Layout.batch_spec`).
             batch=tuple(axis for axis in mesh.axis_names if axis in self.batch),
             logical=merge_logical(self.rules, self.logical),
             activations={n: a for n, a in activations.items() if n not in decided},

@@ -149,7 +149,7 @@ def _gather_backward(
     # the gradient would be summed whole on every device before it is cut. Nor is
     # `used` said first: the TPU compiler then writes an all-reduce and a slice where
     # it otherwise writes a ring that overlaps with the product
-    # (docs/library-notes.md, The partitioner).
+    # (docs/library-notes.md, "The partitioner").
     return (jax.lax.with_sharding_constraint(grad, gradient),)
 
 
@@ -164,7 +164,7 @@ def saves_all_but_gathers(primitive: object, *_: Any, **params: Any) -> bool:
     input of one is, which has the same values and, for a parameter, is the shard.
     """
     # A policy is asked about a custom_vjp call as one operation and never about what is
-    # inside, not even a `checkpoint_name` (docs/library-notes.md, Remat). So the
+    # inside, not even a `checkpoint_name` (docs/library-notes.md, "Remat"). So the
     # gather is recognised by its body, not by a name.
     inner = params.get("call_jaxpr")
     within = [primitive] if inner is None else [eqn.primitive for eqn in inner.eqns]

@@ -51,6 +51,7 @@ class Placement:
 
     def of_layer(self) -> Placement:
         """The placement of one layer of a stacked array."""
+        # (layers, ...) to (...), in all four roles.
         roles = ("stored", "used", "gradient", "optimizer")
         specs: dict[str, Any] = {role: P(*getattr(self, role)[1:]) for role in roles}
         return replace(self, **specs, is_stacked=False)
@@ -102,8 +103,8 @@ class Layout:
     def sharding(self, spec: P) -> NamedSharding:
         """The spec on this mesh; in a manual region, on the mesh as it is there."""
         # JAX refuses to mix values that are placed on one and on the other: the aval
-        # of a manual region has the region's mesh (docs/library-notes.md, Partly manual
-        # regions).
+        # of a manual region has the region's mesh
+        # (docs/library-notes.md, "Partly manual regions").
         context = jax.sharding.get_abstract_mesh()
         mesh = context if context.manual_axes else self.mesh
         return NamedSharding(mesh, spec)
@@ -121,6 +122,7 @@ class Layout:
         # `Claims.on` has applied LogicalRules: they change names, and place no array.
         rules = tuple(r for r in self.claims.rules if not isinstance(r, LogicalRules))
         if explicit := answer_of(rules, info, self.mesh):
+            # The user's word on every dim: FSDP adds no axis, even if all are whole.
             spec, reason = explicit
             axes = dim_axes(spec, len(info.shape))
         else:
@@ -160,6 +162,7 @@ class Layout:
             return self.claims.batch
         if name in self.mesh.shape:
             return (name,)
+        # A model names dims for techniques that this run does not use.
         if name in LOGICAL_AXES or name in MESH_AXES:
             return ()
         where = f" of `{path}`" if path else ""

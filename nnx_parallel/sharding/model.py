@@ -131,6 +131,8 @@ def placed_arrays(
     """
     if not isinstance(source, nnx.Module):
         build, random = arrays_from(source, rngs)
+        # Random numbers do not depend on shardings (partitionable threefry), so each
+        # strategy starts from the same weights.
         return jax.jit(build, out_shardings=nest(shardings))(random)
     arrays = {path: v.get_value() for path, v in variables_of(source)}
     if jax.process_count() > 1:
@@ -138,7 +140,7 @@ def placed_arrays(
         return nest(jax.jit(dict, out_shardings=shardings)(arrays))
     # `may_alias=False` is not enough: of a replicated array the shard on the device
     # that holds the source is the source itself, and donating it deletes the source
-    # (docs/library-notes.md, Arrays and buffers).
+    # (docs/library-notes.md, "Arrays and buffers").
     placed = {p: jax.device_put(_copy(x), shardings[p]) for p, x in arrays.items()}
     return nest(placed)
 

@@ -13,6 +13,8 @@ from flax import nnx
 
 from nnx_parallel.errors import SpecRankError
 
+# One of these that no strategy maps leaves its dim free. An unknown name is an error,
+# so that a misspelt one does not replicate its dim silently (`Layout.axes_of`).
 LOGICAL_AXES = (
     "batch",
     "seq",
@@ -46,6 +48,8 @@ class ArrayInfo:
 
     path: str
     shape: tuple[int, ...]
+    # The defaults make a parameter of a leaf that is no Variable: FSDP splits it, and
+    # strict rules must match it.
     dtype: jax.typing.DTypeLike = jnp.float32
     names: Names | None = None
     kind: str = "Param"
@@ -59,6 +63,7 @@ class ArrayInfo:
     @property
     def is_stacked(self) -> bool:
         """Whether dim 0 enumerates the layers of a `Stack`."""
+        # `Stack` puts this name in front of those of its block's dims.
         return bool(self.names) and self.names[0] == "layers"
 
 
@@ -99,6 +104,7 @@ def array_info(path: tuple[Hashable, ...], variable: nnx.Variable) -> ArrayInfo:
                 f"`{dotted(path)}` has shape {value.shape} but {len(names)} names "
                 f"{names}. Give one name, or None, for each of its {value.ndim} dims."
             )
+        # As in a PartitionSpec: dims without a name come last.
         names += (None,) * (value.ndim - len(names))
     return ArrayInfo(
         path=dotted(path),

@@ -55,7 +55,7 @@ def optimizer_specs(
 def owner_of(path: tuple, shapes: dict[Path, tuple[int, ...]]) -> Path | None:
     """The parameter whose path ends that of an array of the state, if one does."""
     # Holds for every transformation of Optax: masks, chains and partitions only put
-    # keys in front. See docs/library-notes.md, Optax.
+    # keys in front. See docs/library-notes.md, "Optax".
     keys = tuple(getattr(entry, "key", None) for entry in path)
     for start in range(len(keys)):
         if keys[start:] in shapes:

@@ -34,6 +34,7 @@ Placeable = Rules | P | Sharding | None
 
 def as_chain(rules: Any) -> Any:
     """A tuple of nothing but rules as one `ChainRules`; anything else as it is."""
+    # A NamedTuple, like a state of Optax, is a tree of placements, and so is ().
     is_tuple = type(rules) is tuple and len(rules) > 0
     if is_tuple and all(isinstance(rule, Rules) for rule in rules):
         return ChainRules(*rules)
@@ -62,6 +63,7 @@ def resolve_leaves(
         mesh: The mesh.
         root: Name of the tree in messages, such as that of an argument.
     """
+    # By itself and first: what rules raise later is no misfit of the two trees.
     try:
         jax.tree.map(lambda *_: None, placements, tree, is_leaf=is_placeable)
     except (ValueError, TypeError) as error:
@@ -76,7 +78,7 @@ def resolve_leaves(
         where = ".".join(filter(None, [root, path_of(keys)]))
         found.extend(_shardings(entry, below, mesh, where))
 
-    # `is_placeable` takes None and specs for leaves, which are nodes to JAX.
+    # `is_placeable` makes a leaf of None, which to JAX is a node without leaves.
     jax.tree_util.tree_map_with_path(resolve, placements, tree, is_leaf=is_placeable)
     return found
 
@@ -105,6 +107,7 @@ def array_infos(tree: Any, root: str = "") -> Iterator[tuple[ArrayInfo, str]]:
 
 
 def _shape_and_dtype(leaf: Any, path: str) -> tuple[tuple[int, ...], Any]:
+    # To `jax.jit` and `jax.device_put` a Python number is an array without dims.
     if isinstance(leaf, bool | int | float | complex):
         return (), np.result_type(leaf)
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
@@ -167,6 +170,7 @@ def _refusal(rules: Rules, info: ArrayInfo, mesh: Mesh) -> str | None:
     """Why an array that is large enough for `FSDPRules` stays whole."""
     for rule in members(rules):
         if isinstance(rule, FSDPRules) and info.shape and info.size >= rule.min_size:
+            # No dim is taken: in a tree one rule decides, and names claim nothing.
             return rule.choose_dim(info, (False,) * len(info.shape), mesh)[1]
     return None
 

@@ -35,6 +35,7 @@ def dim_axes(spec: P | Sequence, ndim: int) -> DimAxes:
         >>> dim_axes(P(None, "tensor"), 3)
         ((), ('tensor',), ())
     """
+    # A spec may be shorter than the rank: dims that it leaves out are whole.
     return tuple(map(as_tuple, spec)) + ((),) * (ndim - len(spec))
 
 
@@ -67,6 +68,7 @@ def dividing_prefix(
 ) -> tuple[str, ...]:
     """The longest prefix of ``axes`` whose product divides ``size``."""
     # If a longer product divides the size, so does each shorter one.
+    # The last axes are given up first: of a batch's those are the inner ones.
     count = len(axes)
     while size % math.prod(mesh_shape[axis] for axis in axes[:count]):
         count -= 1
@@ -89,6 +91,7 @@ def check_spec(path: str, shape: Sequence[int], spec: P | Sequence, mesh: Mesh) 
             f"{len(spec)} entries for {len(shape)} dims. Shorten it."
         )
     axes = dim_axes(spec, len(shape))
+    # Before sizes are looked up, which a missing axis does not have.
     check_axes(path, spec, mesh)
     flat = [axis for dim in axes for axis in dim]
     for axis in flat:
@@ -127,6 +130,8 @@ def check_axes(path: str, spec: P | Sequence, mesh: Mesh) -> None:
     Raises:
         UnknownAxisError: If it lacks one.
     """
+    # Without the shape, since that of a batch which several processes load in parts is
+    # not known to one of them.
     for axis in (axis for entry in spec for axis in as_tuple(entry)):
         if axis not in mesh.shape:
             raise UnknownAxisError(

@@ -24,6 +24,7 @@ from nnx_parallel.sharding.resolve import (
 from nnx_parallel.sharding.specs import check_axes, check_spec
 
 
+# Not `Strategy` itself, which is later in the order of imports.
 @runtime_checkable
 class HasLayout(Protocol):
     """A strategy, as far as placement is concerned."""
@@ -43,6 +44,7 @@ def layout_of(where: Mesh | Layout | HasLayout) -> Layout:
     if isinstance(where, Layout):
         return where
     if isinstance(where, Mesh):
+        # Of its own sizes only the types of the axes can be wrong.
         check_mesh(where, where.shape)
         return Layout(mesh=where)
     if isinstance(where, HasLayout):

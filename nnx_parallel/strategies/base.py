@@ -44,6 +44,8 @@ class Strategy(abc.ABC):
 
     def __repr__(self) -> str:
         """The arguments that differ from their defaults."""
+        # Processes compare the reprs of their strategies before the first step, and
+        # errors of a Composite name its parts by them.
         changed = [
             f"{field.name}={value!r}"
             for field in dataclasses.fields(self)
@@ -55,6 +57,7 @@ class Strategy(abc.ABC):
     def claims(self) -> Claims:
         """My mesh axes, and what they split."""
 
+    # Not abstract: most techniques run any model.
     def check(self, model: nnx.Module, mesh: Mesh) -> None:  # noqa: B027
         """Refuses a model that I cannot run, before anything is compiled.
 
@@ -116,6 +119,7 @@ class Strategy(abc.ABC):
 
         Arrays that lie elsewhere are copied; the model keeps its own.
         """
+        # A model that is built already draws nothing from these streams.
         return nnx.split(self._placed(model, nnx.Rngs(0), self.layout(mesh)))
 
     def _placed(
@@ -124,6 +128,8 @@ class Strategy(abc.ABC):
         rngs: nnx.Rngs,
         layout: Layout,
     ) -> nnx.Module:
+        # Placements are written into metadata, so into a copy: the user's model keeps
+        # its own. The graphdef takes them along, and keeps tied weights tied.
         abstract = abstract_model(source, rngs)
         shardings = stored_shardings(place_model(abstract, layout), layout)
         graphdef, _ = nnx.split(abstract)

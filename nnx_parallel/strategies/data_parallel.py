@@ -32,4 +32,5 @@ class DataParallel(Strategy):
 
     def claims(self) -> Claims:
         """``data`` splits the batch."""
+        # No claim on state: each device has all of it.
         return Claims(axis_sizes={"data": self.size}, batch=("data",), rules=self.rules)

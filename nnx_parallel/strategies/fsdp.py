@@ -65,6 +65,8 @@ class FSDP(Strategy):
     min_size: int = 1024
     rules: tuple[Rules, ...] = ()
     _: dataclasses.KW_ONLY
+    # No mode suits every compiler: on v5p hops run during products, and a whole
+    # all-gather does not (docs/library-notes.md, "The TPU compiler").
     prefetch: Mode | None = None
 
     def __post_init__(self) -> None:
@@ -89,6 +91,7 @@ class FSDP(Strategy):
 
     def claims(self) -> Claims:
         """``fsdp`` splits the batch, and the training state that ``shard`` says."""
+        # The dim does not depend on `shard`, which only says which specs have the axis.
         choice = FSDPRules(axis="fsdp", min_size=self.min_size)
         return Claims(
             axis_sizes={"fsdp": self.size},

@@ -68,6 +68,7 @@ class Pipeline(Strategy):
         if self.size < 1:
             raise ValueError(f"Pipeline({self.size}): it needs at least 1 stage.")
         if isinstance(self.schedule, Table):
+            # A table fits one number of stages and microbatches: `Fixed` checks both.
             object.__setattr__(self, "schedule", Fixed(self.schedule))
         if not isinstance(self.schedule, Schedule):
             raise TypeError(
@@ -105,6 +106,7 @@ class Pipeline(Strategy):
                 is no multiple of stages times chunks.
         """
         assert isinstance(self.schedule, Schedule)
+        # `__post_init__` has made a schedule of a table, which has chunks of its own.
         _check_stages(model, mesh.shape["pipe"], self.schedule.chunks)
 
 
@@ -114,6 +116,7 @@ def _check_stages(model: nnx.Module, num_stages: int, num_chunks: int) -> None:
         for path, module in nnx.iter_modules(model)
         if isinstance(module, Stack)
     }
+    # The loss is cut at the call of the stack, so that there can be only one.
     if len(stacks) != 1:
         found = f"Stacks {sorted(stacks)}" if stacks else "no Stack"
         raise PipelineError(
@@ -123,6 +126,7 @@ def _check_stages(model: nnx.Module, num_stages: int, num_chunks: int) -> None:
             "use FSDP or TensorParallel, which need none."
         )
     (path, stack), *_ = stacks.items()
+    # Each chunk of each stage is as many layers as any other: all run one program.
     count, parts = stack.num_layers, num_stages * num_chunks
     if count % parts:
         valid = [n for n in range(1, count + 1) if count % (n * num_chunks) == 0]
