@@ -74,6 +74,7 @@ def check_shapes(groups: Groups | AbstractGroups) -> None:
     """Raises ``CheckpointError`` if an array is empty: Orbax refuses it in mid-save."""
     for name, group in groups.items():
         for path, array in group.items():
+            # docs/library-notes.md, "Orbax: contents"
             if 0 in array.shape:
                 raise CheckpointError(
                     f"Cannot save `{path}` of group {name!r}: its shape {array.shape} "
@@ -100,6 +101,8 @@ def make_header(
     groups: Groups, meta: Mapping[str, Any], metrics: Mapping[str, float]
 ) -> dict[str, Any]:
     """The header that is saved with the arrays, as JSON can hold it."""
+    # Orbax shows random keys as uint32 words (docs/library-notes.md, "Orbax:
+    # contents").
     keys = {
         name: {
             path: str(jax.random.key_impl(array))
@@ -108,6 +111,7 @@ def make_header(
         }
         for name, group in groups.items()
     }
+    # Empty groups too, which Orbax refuses: only the header knows them.
     sizes = {name: len(group) for name, group in groups.items()}
     # There and back: what a reader gets, with lists for tuples, is what is hashed.
     try:
@@ -141,6 +145,7 @@ def check_checksums(stored: StoredCheckpoint, read: Groups, where: str) -> None:
     lines = [
         f"{name}: `{path}` has checksum {value:08x}, saved was "
         f"{stored.checksums[name][path]:08x}"
+        # Orbax has no checksum on values: a flipped bit restores silently.
         for name, group in checksums(read).items()
         for path, value in group.items()
         if stored.checksums[name][path] != value
@@ -191,6 +196,7 @@ def read_stored(
             path: _abstract(array.shape, array.dtype, keys.get(path))
             for path, array in arrays.items()
         }
+        # The digest covers our header, not Orbax's metadata, where these come from.
         for path, saved in header["arrays"][name].items():
             found_here = _spell(groups[name][path]) if path in arrays else "nothing"
             if found_here != saved:
@@ -246,6 +252,7 @@ def _group_differences(
         if path not in stored:
             yield (
                 f"`{path}` {_spell(array)} is not in the checkpoint"
+                # A path that both sides have is no other spelling of this one.
                 f"{_nearest(path, 'there', stored.keys() - wanted.keys())}"
             )
         elif _spell(stored[path]) != _spell(array):

@@ -69,6 +69,8 @@ class SavedSteps:
         self.options = options
         self._names = StepNames()
         self._is_stale = False  # the listing, against the directory
+        # Tried first: where Orbax cannot make a step's directory, its writers wait
+        # for 5 minutes (docs/library-notes.md, "Orbax: directories").
         check_directory(self.directory, read_only=read_only)
         with reading(f"the steps in '{self.directory}'"):
             self.orbax = open_directory(
@@ -159,10 +161,13 @@ class SavedSteps:
             found = self.orbax.checkpointables_metadata(step)
             header = check_header(found.custom_metadata)
             groups = {
+                # Metadata that cannot be read at the moment counts as none for Orbax
+                # (docs/library-notes.md, "Orbax: contents").
                 name: found.metadata.get(name) or describe_group(path, name)
                 for name, size in header["sizes"].items()
                 if size
             }
+            # With the header's digest, so that another save's checksums are refused.
             checksums = read_checksums(path, header["digest"])
             return read_stored(step, header, groups, checksums)
 
@@ -195,6 +200,7 @@ class SavedSteps:
         with reading(where):
             # After the exchange: this gathers the sums of all processes' shards.
             check_checksums(stored, read, where)
+        # Empty groups were not read, and belong to what was asked for.
         return {name: read.get(name, {}) for name in abstract_groups}, stored.meta
 
     def _load(

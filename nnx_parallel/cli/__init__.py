@@ -48,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return launch(job)
     except ParallelError as error:
+        # A mistake in the command, which its message explains: no traceback.
         sys.stderr.write(f"{error}\n")
         return 2
 

@@ -36,6 +36,7 @@ def inspect(directory: str, *, verify: bool) -> int:
     # The accelerator may be busy with the very run that is inspected.
     jax.config.update("jax_platforms", "cpu")
     try:
+        # The run may be alive: nothing of it is deleted, written or cleaned up.
         options = Checkpoint(directory, keep_last=None)
         with closing(SavedSteps(options, read_only=True)) as saved:
             return _show(saved, Path(options.directory), verify=verify)
@@ -55,6 +56,7 @@ def _show(saved: SavedSteps, directory: Path, *, verify: bool) -> int:
     for step in steps:
         stored, verdict = _judge(saved, step, verify=verify)
         newest = stored or newest
+        # A step that a live run deletes meanwhile is not damaged.
         num_damaged += verdict.startswith(("DAMAGED", "NOT READ"))
         files = (path for path in (directory / str(step)).rglob("*") if path.is_file())
         size = format_bytes(sum(path.stat().st_size for path in files))
@@ -83,6 +85,7 @@ def _judge(
         for name, group in stored.groups.items():
             saved.restore({name: _on_one_device(group)}, step)
     except CheckpointUnavailableError as error:
+        # A bad moment is no damage: these files may be read later.
         return stored, f"NOT READ: {error}"
     except ParallelError as error:
         # A run that trains on deletes old steps while they are read.

@@ -24,7 +24,10 @@ from nnx_parallel.errors import MeshShapeError
 RESTART = "NNX_PARALLEL_RESTART"
 """Environment variable with the number of restarts so far."""
 
+# GPUs are shared out between processes: each sees its own alone.
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+# The others notice a lost process within 0.5 s and end by themselves
+# (docs/library-notes.md, "Lost processes").
 _GRACE_SECONDS = 5.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -133,6 +136,7 @@ def _collect(
     index, code = (own or failures)[0]
     how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
     _say(f"Process {index} failed first, {how}. All processes have ended.")
+    # `Popen` has -n for signal n, a shell 128 + n.
     return 128 - code if code < 0 else code
 
 
@@ -185,6 +189,7 @@ def _devices(job: Job, count: int) -> list[list[str]]:
     """Names of each process's devices, of those that the launcher may use."""
     needed = job.num_processes * count
     given = os.environ.get(_VISIBLE)
+    # Without the variable all devices are visible, numbered from 0.
     names = [str(i) for i in range(needed)]
     if given is not None:
         names = [name for name in given.split(",") if name]
@@ -210,12 +215,14 @@ def _watch(
     ]
     for reader in readers:
         reader.start()
+    # The readers run already: with none a full pipe would block the process.
     code = process.wait()
     for reader in readers:
         reader.join(_GRACE_SECONDS)  # a child of the process may hold the pipe open
     ended.put((index, code))
 
 
+# Two threads of each process write lines, which must not mix.
 _writing = threading.Lock()
 
 

@@ -20,6 +20,7 @@ from nnx_parallel.distributed.initialize import (
 )
 
 _PORT = 8476
+# Kubernetes writes it to each pod of an Indexed job.
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
@@ -60,6 +61,7 @@ def jobset(job: Job) -> str:
     name, indent = _name(job), "\n" + 14 * " "
     words = (f"{indent}- {json.dumps(word)}" for word in ("python", *job.command))
     variables = {
+        # The first pod: <JobSet>-<job>-<replica>-<index>.<subdomain>.
         COORDINATOR: f"{name}-workers-0-0.{name}:{_PORT}",
         NUM_PROCESSES: str(job.num_processes),
     }

@@ -128,6 +128,7 @@ def needed(
     """The equations that outputs depend on, in order, where ``given`` are known."""
     wanted = set(variables_in(outputs)) - set(given)
     found = []
+    # Backwards: an equation is used by later ones alone, so that one pass will do.
     for eqn in reversed(eqns):
         if any(var in wanted for var in eqn.outvars):
             found.append(eqn)
@@ -142,6 +143,7 @@ def inputs_of(
     made = {var for eqn in eqns for var in eqn.outvars}
     used = [v for eqn in eqns for v in variables_in(eqn.invars)]
     used += variables_in(outputs)
+    # In order: a set would give each process another program.
     return list(dict.fromkeys(v for v in used if v not in made))
 
 
@@ -149,6 +151,7 @@ def derived(eqns: Sequence[jex.JaxprEqn], given: Iterable[jex.Var]) -> set[jex.V
     """The variables that come from ``given`` alone, themselves among them."""
     found = set(given)
     for eqn in eqns:
+        # An equation without inputs, such as iota, comes from nothing else either.
         if set(variables_in(eqn.invars)) <= found:
             found.update(variables_in(eqn.outvars))
     return found
@@ -232,6 +235,7 @@ def inline(
     emit(jaxpr, names)
     outvars = [v if isinstance(v, jex.Literal) else names[v] for v in jaxpr.outvars]
     # Not a new Jaxpr: that of jax 0.12 would count its constants among the inputs.
+    # docs/library-notes.md, "Tracing and compiling"
     return jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=_debug_info())
 
 

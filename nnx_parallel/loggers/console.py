@@ -87,6 +87,7 @@ class ConsoleLogger:
             self._live = None
 
     def _is_due(self, step: int) -> bool:
+        # The last step is due too: a log ends with the final numbers.
         if step < self._next_line and step < self._line.num_steps:
             return False
         self._next_line = (step // self.every + 1) * self.every
@@ -95,6 +96,7 @@ class ConsoleLogger:
     def _print(self, fields: list[str]) -> None:
         console = self._console = self._console or Console()
         # A Text, since brackets in a plain string would be read as markup.
+        # And soft_wrap, since a log's line must be one however narrow the console.
         console.print(Text(_separator(console.options).join(fields)), soft_wrap=True)
 
 
@@ -208,6 +210,7 @@ def _duration(seconds: float) -> str:
 
 
 def _three_digits(value: float) -> str:
+    # 9.995 would be rounded to 10.00, which has four digits.
     decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{value:.{decimals}f}"
 

@@ -76,6 +76,7 @@ class LoggerGroup:
 
 def default_loggers(directory: Path | None) -> list[Logger]:
     """The console, and ``metrics.jsonl`` in the run's directory if it has one."""
+    # `LoggerGroup` keeps these silent on all processes but the first.
     loggers: list[Logger] = [ConsoleLogger()]
     if directory is not None:
         loggers.append(JSONLinesLogger(directory / "metrics.jsonl"))

@@ -103,6 +103,7 @@ def _import_extra(module: str, extra: str, user: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
+        # With the first error's text: what is installed may fail to import as well.
         raise ImportError(
             f"{user} needs {module}, which cannot be imported ({error}). Install it "
             f'with `pip install "nnx-parallel[{extra}]"`.'

@@ -59,6 +59,7 @@ def _find_stack(traced: TracedFunction) -> jex.JaxprEqn:
     """The one equation that calls a stack."""
     calls = [eqn for eqn in traced.eqns if eqn.primitive is stack_p]
     nested = [path for e, path in walk(traced) if e.primitive is stack_p and path]
+    # Inside a loop, a branch or a transform there is no place to cut the loss.
     if nested:
         raise PipelineError(
             f"The Stack is called inside {' inside '.join(reversed(nested[0]))}. A "
@@ -79,6 +80,7 @@ def _find_stack(traced: TracedFunction) -> jex.JaxprEqn:
 class Source(enum.IntFlag):
     """The inputs of a loss that a value depends on."""
 
+    # From no input, as tables and masks are: each stage can make its own.
     NONE = 0
     PARAMS = enum.auto()
     VARIABLES = enum.auto()
@@ -163,6 +165,7 @@ class PartitionedJaxpr:
         variables_in_epilogue = {
             self.traced.inputs[1][path] for path in self.epilogue_changes
         }
+        # The weights are summed before the first epilogue has run.
         if inputs & {*self.leaving, *variables_in_epilogue}:
             raise PipelineError(
                 "The weight of the loss depends on the output of the Stack, of this "
@@ -171,6 +174,7 @@ class PartitionedJaxpr:
                 "before the first one is run."
             )
         known = self._known(params, variables, batch, key)
+        # The next microbatch's weights may read what this prologue changes.
         return self.traced.evaluate((wanted, self.prologue_changes), known)
 
     def _known(self, params: Arrays, variables: Arrays, batch: Any, key: Any) -> dict:
@@ -210,6 +214,7 @@ def cut(
     call: RecordedCall = eqn.params["recorded"]
     keys = [*sorted(call.call.params), *sorted(call.call.others)]
     layer_paths = _find_paths(traced, keys, eqn.invars)
+    # These change on their stages alone, never in the prologue or the epilogue.
     states = {layer_paths[key] for key in call.call.others}
     _check_state_flows(traced, layer_paths, call, eqn)
     entering, constants = _split_constants(
@@ -260,6 +265,7 @@ def _find_sources(traced: TracedFunction) -> dict[jex.Var, Source]:
     ):
         sources |= dict.fromkeys(jax.tree.leaves(inputs), source)
     for eqn in traced.eqns:
+        # Equations are in topological order: the sources of all inputs are known.
         found = Source.STACK if eqn.primitive is stack_p else Source.NONE
         for atom in eqn.invars:
             found |= _source(atom, sources)
@@ -277,6 +283,7 @@ def _find_paths(
     """The path in the model of each array that the stack is called with, by key."""
     of_params, of_variables, *_ = traced.inputs
     paths = {var: path for path, var in (of_params | of_variables).items()}
+    # By identity: an array that the loss has changed is another variable.
     found = {key: paths.get(atom) for key, atom in zip(keys, atoms, strict=False)}
     if None in found.values():
         raise PipelineError(
@@ -295,6 +302,7 @@ def _check_state_flows(
 ) -> None:
     """The layers' variables must leave as the stack left them, used by nothing else."""
     outputs, after = traced.outputs
+    # The stack's own equation is not among these: `cut` has taken it out.
     uses = {v for e in traced.eqns for v in variables_in(e.invars)}
     uses |= set(variables_in(jax.tree.leaves(outputs)))
     own = eqn.outvars[call.num_x :]  # in the order of the keys
@@ -329,6 +337,7 @@ def _split_constants(
     always enters, and so does what has been given a place on the mesh: a stage, which
     is manual over one of its axes, could not repeat that.
     """
+    # Positions count all leaves of (x, args), and the equation has arrays alone.
     positions = (i for i in count() if i not in call.statics)
     entering, constants = [], {}
     for index, (position, atom) in enumerate(zip(positions, atoms, strict=False)):
@@ -356,6 +365,7 @@ def _changes(
     through others that do.
     """
     before, after = traced.inputs[1], traced.outputs[1]
+    # A variable that nothing changes leaves the trace as the one that came in.
     changed = {
         path: atom
         for path, atom in after.items()
@@ -372,6 +382,7 @@ def _changes(
     }:
         late |= more
     used = set(inputs_of(needed(traced.eqns, entering), entering))
+    # Sorted, so that all processes name the same variable.
     for path in sorted(late):
         if before[path] in used:
             raise PipelineError(
@@ -393,6 +404,7 @@ def _find_skips(
     epilogue_changes: Arrays,
 ) -> list[jex.Var]:
     """Values of the prologue that the epilogue needs and must not compute again."""
+    # Only what the prologue computes anyway; all else is the epilogue's own.
     made = {v for eqn in needed(traced.eqns, entering) for v in eqn.outvars}
     kept = {var for var in made if _must_be_kept(sources[var])}
     outputs = jax.tree.leaves((traced.outputs[0], epilogue_changes))

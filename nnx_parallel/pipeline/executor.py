@@ -101,6 +101,7 @@ class Executor:
         return self._permute(tree, self._permutation.inverse())
 
     def _permute(self, tree: Any, permutation: LayerPermutation) -> Any:
+        # One chunk: the schedule's order is the natural one.
         if len(permutation.receiver) == 1:
             return tree
         move = jax.shard_map(
@@ -120,6 +121,7 @@ class Executor:
         buffers, table = self.buffers, self.table
 
         def slots(count: int, tree: Any) -> Any:
+            # Shapes alone: the zeros are made once, where they are placed.
             return self._of_stages(jax.eval_shape(lambda: make_slots(count, tree)))
 
         received = self._of_stages(activations)
@@ -180,6 +182,7 @@ class Executor:
         follows, and then copies the buffer to keep it as it was.
         """
 
+        # docs/library-notes.md, "Arrays and buffers"
         def write(_: None, each: Any, fed: list) -> tuple[None, list]:
             buffer, arrived, receive, feed = select(*each)
             return None, write_slot(write_slot(buffer, arrived, receive), fed, feed)
@@ -193,6 +196,7 @@ class Executor:
         if self.table.num_chunks == 1:
             pairs = [(a, b) for a, b in pairs if b == a + direction]
         # Outside of the conditions: every stage sends in every tick, also nothing.
+        # docs/library-notes.md, "Partly manual regions"
         return jax.lax.ppermute(tree, self._axis, pairs) if pairs else tree
 
     # Slots
@@ -230,6 +234,7 @@ class Executor:
         self, layers: Layers, each: Any, is_any: jax.Array
     ) -> tuple[dict, Any]:
         memory, slots = each
+        # (layers of the stage, ...) -> (layers of the chunk, ...)
         chunk = self._chunks.take(layers, slots.forward_chunk)
         activations = read_slot(memory.inputs, slots.forward_input)
         if self.table.is_forward_only:
@@ -270,6 +275,7 @@ class Executor:
         Returns:
             The gradients, the memory, and the cotangents of what entered the stack.
         """
+        # Sent by the next stage in the last tick, or made by the epilogue in this one.
         waiting = self._receive(
             memory,
             tick.stages,
@@ -346,5 +352,6 @@ class Executor:
             return self.stage.backward_weight(taken, pending, grads, add)
 
         with jax.named_scope("backward_weight"):
+            # As in `_joint_slot`: zeros would be a second buffer.
             grads = jax.lax.cond(mesh.any_backward_weight, run, lambda: grads)
         return grads, None

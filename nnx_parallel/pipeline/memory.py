@@ -43,6 +43,7 @@ def make_slots(count: int, tree: Any) -> Any:
     old value instead would read it, and XLA copies a whole buffer in which one fusion
     reads and writes a slot (v5p: 0.4 of 3.7 GiB, and two copies of the stash a tick).
     """
+    # (count + 1, ...); docs/library-notes.md, "Arrays and buffers"
     return jax.tree.map(lambda x: jnp.zeros((count + 1, *x.shape), x.dtype), tree)
 
 
@@ -81,6 +82,7 @@ class Chunks:
             return layers  # a slice of everything would be a copy
 
         def take(x: jax.Array) -> jax.Array:
+            # (layers, ...) -> (layers / chunks, ...)
             size = x.shape[0] // self._count
             return jax.lax.dynamic_slice_in_dim(x, jnp.maximum(chunk, 0) * size, size)
 
@@ -108,6 +110,7 @@ class Chunks:
                 size = x.shape[0] // self._count
                 index = jnp.maximum(chunk, 0) * size + layer
                 old = jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
+                # Chunks differ between stages, and so would the predicate of a branch.
                 # A mask, not a branch: zeros are added where there is no slot.
                 part = jnp.where(chunk >= 0, part.astype(x.dtype), 0)
                 return jax.lax.dynamic_update_index_in_dim(x, old + part, index, axis=0)
@@ -156,6 +159,7 @@ class LayerPermutation:
             waiting[edge].append(block)
             counts[edge] += 1
         for chunk in range(num_chunks):
+            # A regular graph less a perfect matching is regular: the next one exists.
             senders, receivers = linear_sum_assignment(counts > 0, maximize=True)
             for edge in zip(senders, receivers, strict=True):
                 block = waiting[edge].pop()
@@ -168,6 +172,7 @@ class LayerPermutation:
 
     def inverse(self) -> LayerPermutation:
         """The transfers that undo these."""
+        # Each row is a permutation of the stages, and argsort inverts it.
         sender = np.argsort(self.receiver, axis=1)
         return LayerPermutation(sender, self.put, self.taken)
 
@@ -265,6 +270,8 @@ class TickSlots:
             return np.where(is_chunk, slots.microbatch[:, stage], -1)
 
         mesh = MeshSlots(
+            # Predicates of conditions: of the whole mesh, hence equal on all devices
+            # (docs/library-notes.md, "Partly manual regions").
             any_backward_input=table.backward_input.any,
             any_backward_weight=table.backward_weight.any,
             any_forward=table.forward.any,

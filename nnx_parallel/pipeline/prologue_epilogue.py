@@ -142,6 +142,7 @@ class PrologueEpilogue:
             The arrays that enter the stack, what is to be kept, and the variables that
             the prologue changes.
         """
+        # For `go_back`, which runs the prologue again on the variables as they were.
         before = {path: variables[path] for path in self.cut.prologue_changes}
 
         def run() -> tuple[list, list, Arrays]:
@@ -189,6 +190,7 @@ class PrologueEpilogue:
             return objective(outputs), (outputs, changed)
 
         def run() -> tuple:
+            # Integers have no cotangent: `epilogue` closes over them.
             floats = [x for x in kept.skips if is_inexact(x)]
             value, vjp, (outputs, changed) = jax.vjp(
                 epilogue, self.params, floats, leaving, has_aux=True
@@ -298,6 +300,7 @@ class PrologueEpilogue:
 
     def slot(self, microbatch: jax.Array) -> jax.Array:
         """The memory slot of a microbatch, or -1."""
+        # (microbatches,)
         slots = jnp.asarray(self._buffers.flight)
         return jnp.where(microbatch >= 0, slots[jnp.maximum(microbatch, 0)], -1)
 

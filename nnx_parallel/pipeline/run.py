@@ -80,6 +80,7 @@ class PipelineSchedule(Execution):
         num_microbatches: int,
     ) -> tuple[dict, dict, dict[str, Mean]]:
         """Gradients of the batch's mean loss, in the schedule's order."""
+        # (rows, ...) -> (microbatches, rows / microbatches, ...)
         microbatches = split_rows(plan.layout, batch, num_microbatches)
         inputs = PipelineInputs.of(state.params, state.variables, microbatches, key)
 
@@ -90,9 +91,11 @@ class PipelineSchedule(Execution):
         table = self.schedule.table(plan.layout.mesh.shape[self.axis], num_microbatches)
         pipelined = PipelinedFunction(plan, self, function, inputs, table)
         grads, variables, means = pipelined.gradients(
+            # Scaled within the ticks, where the cotangents of float16 are computed.
             lambda means, weights: state.scaled(means["loss"].over(weights)),
             lambda means: [term.weight for term in means["loss"].terms],
         )
+        # (microbatches, ...) -> (...): totals and weights of a Mean add up.
         means = jax.tree.map(lambda x: jnp.sum(x, axis=0), means)
         return nest(grads), nest(variables), means
 
@@ -132,6 +135,7 @@ def _dividing_microbatches(layout: Layout, num_rows: int, wanted: int) -> int:
     """At most so many microbatches that each keeps the split of the rows."""
     # A batch for evaluation may have any number of rows.
     shards = math.prod(layout.mesh.shape[a] for a in layout.claims.batch)
+    # Rows that the shards do not divide are not split: any divisor will do.
     rows = num_rows // shards if num_rows % shards == 0 else num_rows
     return max(count for count in range(1, wanted + 1) if rows % count == 0)
 
@@ -249,6 +253,7 @@ class PipelinedFunction:
 
         memory = executor.allocate(layers, ends.entering)
         start = (memory, ends.make_in_flight(), self._output_slots())
+        # xs: (ticks, stages) for the stages' slots, (ticks,) for the mesh's.
         (*_, outputs), _ = jax.lax.scan(tick, start, self._ticks)
         return self._all_outputs(outputs)
 
@@ -287,6 +292,7 @@ class PipelinedFunction:
                 for key, x in layers.trained.items()
             },
             in_flight=(in_flight := ends.make_in_flight()),
+            # Integers among the skips have no gradient, and no slot.
             skip_grads=make_slots(
                 executor.buffers.num_flights,
                 [x[0] for x in in_flight.skips if is_inexact(x)],
@@ -370,6 +376,7 @@ class PipelinedFunction:
     def _zero(self, path: Path, x: jax.Array) -> jax.Array:
         """Where a gradient is summed, in the spec and the dtype of gradients."""
         spec = self._plan.placements[path].gradient
+        # Not in the dtype of the computation: bfloat16 would round off small terms.
         return jax.lax.with_sharding_constraint(
             jnp.zeros(x.shape, self._plan.precision.gradient_dtype(x.dtype)),
             self._plan.layout.sharding(spec),
@@ -381,12 +388,14 @@ class PipelinedFunction:
 
     def _all_outputs(self, slots: Any) -> Any:
         """The outputs without the spare slot."""
+        # (microbatches + 1, ...) -> (microbatches, ...)
         return jax.tree.map(lambda x: x[: self._table.num_microbatches], slots)
 
     def _layers(self) -> Layers:
         """The layers where the schedule runs them, gathered if once is enough."""
         plan, gathers = self._plan, self._schedule.gather == "step"
         arrays = dict(self._arrays)
+        # With one chunk the layers lie where they run, and nothing is sent.
         if gathers or self._table.num_chunks > 1:
             for key in [k for k in arrays if k in self._ends.cut.block.params]:
                 # What is sent is sent in the dtype of the computation: half the bytes.

@@ -61,6 +61,7 @@ class Block:
 # gradients are added as soon as they are there, to a carry that is changed in place:
 # what a scan stacks has memory of its own until it is added to something (0.3 of 2.8
 # GiB for 4 layers of 4096/16384 on v5p).
+# docs/library-notes.md, "Arrays and buffers"
 Add = Callable[[dict, dict, jax.Array], dict]
 
 
@@ -105,6 +106,7 @@ class Stage:
         # Traced with the types of the manual region that runs it: a constraint on the
         # concrete mesh would give a value an aval that JAX refuses to mix with the
         # region's, and arguments without the region's mesh are reshaped to have it.
+        # docs/library-notes.md, "Partly manual regions"
         manual = mesh.abstract_mesh.update_axis_types({axis: AxisType.Manual})
         whole = NamedSharding(manual, P())
         shapes, activations = jax.tree.map(
@@ -117,6 +119,7 @@ class Stage:
             x, after = self._layer.outputs
             self.num_x = len(x)
             before = self._layer.inputs[0]
+            # A variable that nothing changes leaves the trace as the one that came in.
             self.state_keys = frozenset(k for k in after if after[k] is not before[k])
             if stash is None:
                 return
@@ -150,6 +153,7 @@ class Stage:
             rest = (layer.fixed, layer.state, others)
             return self._rematted(layer.trained, active, rest)
 
+        # xs: (layers of the chunk, ...)
         x, state = jax.lax.scan(step, x, layers)
         return [*x, *args], state
 
@@ -288,6 +292,7 @@ class Stage:
         """One layer that keeps what the remat policy says when it is differentiated."""
         remat = self.block.remat
         # Gathers need no policy here: residuals that come from weights are not kept.
+        # A scan's body cannot be merged with its recomputation: no CSE to prevent.
         return apply_remat(self._call, remat, gathers=False, prevent_cse=False)
 
     def _layer_vjp(
@@ -313,6 +318,7 @@ class Stage:
     def _split_backward(self, layer: Layers, activations: list) -> SplitBackward:
         x, args = self._split_args(activations)
         saved = [v.aval for v in self._residuals.saved]
+        # x in place of its cotangent, whose shape and dtype are the same.
         kept = (layer.fixed, saved, args, x)
         return split_backward(self._layer_backward, layer.trained, kept)
 
@@ -353,6 +359,7 @@ def _like(new: jax.Array, old: jax.Array, key: Any) -> jax.Array:
 
 def _numbered(layers: Layers, stacked: Any) -> tuple[Layers, Any, jax.Array]:
     """The inputs of a backward scan: layers without state, values, and indices."""
+    # What the backward pass needs of the state is among the residuals.
     layers = Layers(layers.trained, layers.fixed, {})
     count = len(jax.tree.leaves((layers, stacked))[0])
     return layers, stacked, jnp.arange(count)
@@ -378,6 +385,7 @@ def check_layer(layer: TracedFunction, mesh: Mesh, axis: str) -> None:
         PipelineError: If it does, on a mesh that has other axes.
     """
     others = [name for name, size in mesh.shape.items() if name != axis and size > 1]
+    # Manual over all that is split, a stage is not partitioned by XLA.
     if not others:
         return
     found = _computed_indices(layer.eqns, set(jax.tree.leaves(layer.inputs)))
@@ -400,6 +408,7 @@ def _computed_indices(
     for eqn in eqns:
         flags = [not isinstance(a, jex.Literal) and a in computed for a in eqn.invars]
         name = eqn.primitive.name
+        # Operand 1 of both is the indices; slices have primitives of their own.
         if (name == "gather" or name.startswith("scatter")) and flags[1]:
             found.append(name)
         for inner in subjaxprs(eqn):

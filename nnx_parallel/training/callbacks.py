@@ -19,6 +19,7 @@ class Callback:
         ...             trainer.stop("the loss is below 0.1")
     """
 
+    # `trainer` is `Any`, since the Trainer's module imports this one.
     def on_fit_start(self, trainer: Any) -> None:
         """Before the first step, the state built or restored."""
 

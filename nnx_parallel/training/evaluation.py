@@ -64,7 +64,9 @@ def make_eval_step(
             batch,
             jax.random.fold_in(key, index),
             options.num_microbatches,
+            # (microbatches, ...) -> (...): totals and weights of a Mean add up.
             join=lambda means: jax.tree.map(lambda x: jnp.sum(x, axis=0), means),
+            # A loss without a Stack is an error under a pipeline, as it is in training.
             needs_stack=True,
         )
 
@@ -88,6 +90,7 @@ def make_predict_step(
             call,
             (params, variables),
             cast_floating(batch, plan.precision.inputs),
+            # For the interface alone: `call` draws no random number.
             jax.random.key(0),
             options.num_microbatches,
             join=join_rows,
@@ -212,6 +215,7 @@ class Programs:
     def label_ranges(self, state: TrainState, batch: Batch) -> list[LabelRange]:
         """The labels that our losses find in a batch on the mesh, where they can."""
         if execution_of(self.plan).cuts_loss:
+            # A loss that is cut runs without its callbacks, which report the labels.
             return []
         with observing_labels() as seen:
             # Compiled once more: the losses report their labels only if traced here.
@@ -234,6 +238,7 @@ class Programs:
         batches = PrefetchIterator(
             data,
             place,
+            # Evaluation takes batches of any number of rows.
             uniform=False,
             prefetch=2 if is_alone else 0,
             agreement=None

@@ -125,6 +125,7 @@ class Trainer:
                 "Trainer got devices= and mesh=. A mesh names its devices already: "
                 "pass one of the two."
             )
+        # Arguments are checked before anything is built or compiled.
         check_model(model, loss)
         self._source, self._optimizer, self._wrt = model, optimizer, wrt
         self._seed = check_seed(seed)
@@ -132,6 +133,7 @@ class Trainer:
             loggers=loggers,
             callbacks=callbacks,
             log_every=log_every,
+            # A trace is a file, and a fast run writes none.
             profile=None if profile is None or fast_dev_run else Profile(*profile),
             fast_dev_run=fast_dev_run,
             overfit_batches=overfit_batches,
@@ -241,6 +243,7 @@ class Trainer:
         """Where every array lives and why, with bytes per device."""
         plan = self._programs.plan
         return describe_model(
+            # A new one: `describe_model` writes placements into its metadata.
             self._abstract_model(),
             self.layout,
             self._optimizer,
@@ -281,6 +284,7 @@ class Trainer:
             DataExhaustedError: If the data ends before ``num_steps``.
             BatchShapeError: If a batch does not divide, or changes its shape.
         """
+        # Kept for `stop`, which a callback calls from within the fit.
         self._loop = Loop(
             trainer=self,
             settings=self._settings,

@@ -21,6 +21,7 @@ from nnx_parallel.visualize.picture import Colour, Picture, fill
 WHOLE: Colour = (0xD9, 0xDF, 0xE5)
 """Of a block that every device holds."""
 
+# For small meshes; `device_colour` makes those of larger ones.
 _FEW: tuple[Colour, ...] = (
     (0x2F, 0x6D, 0xB5),
     (0xE3, 0x8B, 0x3A),
@@ -67,6 +68,7 @@ class ShardMap:
     @property
     def is_whole(self) -> bool:
         """Whether every device holds all of it."""
+        # One block is not enough: a dim that is not drawn may be split.
         return len(self.blocks) == len(self.blocks[0]) == 1 and not self.hidden
 
     @property
@@ -94,6 +96,7 @@ class ShardMap:
     @property
     def notes(self) -> list[str]:
         """What the blocks themselves do not show."""
+        # Of the dims that are drawn, `describe_dim` says which are whole.
         whole = [
             d
             for d in range(len(self.shape))
@@ -105,6 +108,7 @@ class ShardMap:
         elif self.is_whole and self.num_devices > 1:
             notes.append("every device holds all of it")
         elif any(len(ids) > 1 for row in self.blocks for ids in row):
+            # With no hidden dim left, devices of one block can only hold copies.
             notes.append("devices of a block hold the same copy")
         return notes
 
@@ -112,6 +116,7 @@ class ShardMap:
         """The fill of a block: its first device's colour, grey if all hold it."""
         if self.is_whole:
             return WHOLE
+        # By device, not by place: a device looks the same in every array of a table.
         order = sorted({i for row in self.blocks for block in row for i in block})
         return device_colour(order.index(ids[0]), len(order))
 
@@ -143,21 +148,27 @@ def shard_map_of(x: Any, name: str = "array") -> ShardMap:
             "example with shard(tree, rules, mesh)."
         )
     shape = tuple(x.shape)
+    # (start, stop) of each dim by device, also of other processes'. No value is read:
+    # abstract arrays will do.
     held = {
         device.id: tuple(
             piece.indices(size)[:2] for piece, size in zip(index, shape, strict=True)
         )
         for device, index in sharding.devices_indices_map(shape).items()
     }
+    # Counted, not read off the spec: an axis of size 1 splits nothing, and not
+    # every sharding has a spec.
     parts = [len({index[d] for index in held.values()}) for d in range(len(shape))]
     dims = _shown_dims(shape, parts)
     starts = tuple(
         tuple(sorted({index[d][0] for index in held.values()})) for d in dims
     )
     grid: dict[tuple[int, ...], list[int]] = {}
+    # Ascending, so that `ids_text` finds runs.
     for device_id in sorted(held):
         key = tuple(held[device_id][d][0] for d in dims)
         grid.setdefault(key, []).append(device_id)
+    # (columns, rows), then transposed. One dim is a row; a scalar is one block.
     keys = [list(itertools.product(*starts[:-1], [c])) for c in (starts or [[0]])[-1]]
     rows = list(zip(*keys, strict=True)) if starts else [[()]]
     names = _dim_names(sharding, len(shape))
@@ -179,10 +190,12 @@ def shard_map_of(x: Any, name: str = "array") -> ShardMap:
 def _shown_dims(shape: tuple[int, ...], parts: Sequence[int]) -> tuple[int, ...]:
     """Two dims at most: sharded ones first, then large ones."""
     order = sorted(range(len(shape)), key=lambda d: (parts[d] == 1, -shape[d], d))
+    # In the array's own order: the first is the rows.
     return tuple(sorted(order[:2]))
 
 
 def _dim_names(sharding: Any, ndim: int) -> list[str]:
+    # Only a NamedSharding has axes with names.
     if not isinstance(sharding, NamedSharding):
         return [""] * ndim
     return [" + ".join(axes) for axes in dim_axes(sharding.spec, ndim)]
@@ -211,6 +224,7 @@ def ids_text(ids: Sequence[int]) -> str:
         else:
             runs.append([i])
     return ", ".join(
+        # Two ids are written out: a range pays from three on.
         f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run))
         for run in runs
     )
@@ -225,6 +239,7 @@ def elided(count: int, limit: int) -> list[int | None]:
     """
     if count <= limit:
         return list(range(count))
+    # One of the `limit` places is the ellipsis.
     head = limit // 2
     return [*range(head), None, *range(count - (limit - 1 - head), count)]
 
@@ -233,6 +248,7 @@ def device_colour(index: int, count: int) -> Colour:
     """The colour of a device among ``count``."""
     if count <= len(_FEW):
         return _FEW[index]
+    # Neighbours on the circle of hues are told apart by lightness.
     lightness = (0.42, 0.62)[index % 2]
     red, green, blue = colorsys.hls_to_rgb(0.58 + index / count, lightness, 0.5)
     return round(255 * red), round(255 * green), round(255 * blue)
@@ -265,6 +281,7 @@ def tree_picture(kind: str, maps: Sequence[ShardMap]) -> Picture:
             _blocks(shards, rows=4, columns=8, is_boxed=False),
         )
     per_device = format_bytes(sum(shards.bytes_per_device for shards in maps))
+    # Arrays of one tree may lie on different numbers of devices.
     devices = max(shards.num_devices for shards in maps)
     title = f"{kind}: {len(maps)} arrays, {per_device} on each of {devices} devices"
     return Picture(title, table)
@@ -276,6 +293,8 @@ def _blocks(
     """A cell for each block; of many rows, or columns than fit, the ends."""
     labels = [ids_text(ids) for row in shards.blocks for ids in row]
     width = max(3 if is_boxed else 1, *map(len, labels)) + 2
+    # As many as 99 characters hold with a border each, but at least the two ends
+    # and the ellipsis between them.
     fitting = max(3, min(columns, 99 // (width + 1)))
     table = Table(
         box=box.SQUARE if is_boxed else None,

@@ -131,6 +131,7 @@ class Description:
         for row in self.rows:
             place = row.placement
             specs = (place.stored, place.used, place.gradient, place.optimizer)
+            # Other variables have no gradient, and no optimizer state.
             shown = specs if row.info.is_param else (place.stored, place.used, "", "")
             table.add_row(
                 row.info.path,
@@ -153,6 +154,7 @@ class Description:
             f"{name} {format_bytes(size)}" for name, size in totals.items()
         )
         lines = [f"per device: {shown}"]
+        # On one device every array is whole: there is nothing to report.
         if self.layout.mesh.size > 1:
             lines += _largest(
                 [
@@ -233,6 +235,7 @@ def describe_model(
     rows, stored, gradients, average = [], {}, 0, 0
     for path, variable in variables_of(abstract):
         info, place = array_info(path, variable), placements[path]
+        # In the dtype in which the state will hold it.
         if precision and (info.is_param or path in trained) and _is_floating(info):
             info = dataclasses.replace(info, dtype=precision.params or info.dtype)
         size = _shard_bytes(layout, info.shape, info.dtype, place.stored)
@@ -241,6 +244,8 @@ def describe_model(
             stored[path] = jax.ShapeDtypeStruct(info.shape, info.dtype)
             dtype = precision.gradient_dtype(info.dtype) if precision else info.dtype
             gradients += _shard_bytes(layout, info.shape, dtype, place.gradient)
+            # At least float32, as the state keeps it: in bfloat16 there is no room
+            # for small moves.
             dtype = jnp.promote_types(info.dtype, jnp.float32)
             average += _shard_bytes(layout, info.shape, dtype, place.stored)
     optimizer_rows = _optimizer_rows(abstract, layout, optimizer, stored)
@@ -265,18 +270,23 @@ def _optimizer_rows(
         return ()
     params = {path: v for path, v in variables_of(abstract) if path in values}
     tx = as_transformation(optimizer, abstract)
+    # By shapes, for any transformation: none of Optax's is known by name.
     state = jax.eval_shape(tx.init, nest(values))
     shapes = {path: tuple(value.shape) for path, value in values.items()}
+    # Written there by `place_model`.
     placements = {path: v.get_metadata()["placement"] for path, v in params.items()}
     specs = optimizer_specs(state, shapes, placements, layout)
 
     def row(path: tuple, leaf: Any, spec: P) -> OptimizerRow:
+        # docs/library-notes.md, "Optax"
         shape, owner = tuple(leaf.shape), owner_of(path, shapes)
         why_whole = ""
+        # Counters are whole everywhere, and cost nothing.
         if not any(spec) and math.prod(shape) > 1:
             if owner is None:
                 why_whole = "belongs to no parameter"
             elif any(placements[owner].optimizer):
+                # A factor of Adafactor's, say, that lacks the dim which is split.
                 why_whole = f"follows no split dim of {dotted(owner)}"
         return OptimizerRow(
             path=path_of(path),
@@ -287,6 +297,7 @@ def _optimizer_rows(
         )
 
     leaves = jax.tree_util.tree_leaves_with_path(state)
+    # Specs are leaves here: JAX would take them apart.
     flat_specs = jax.tree.leaves(specs, is_leaf=is_spec)
     return tuple(
         row(path, leaf, spec)

@@ -63,10 +63,13 @@ def visualize(thing: Any, **costs: Any) -> Picture:
             "schedule has."
         )
     if isinstance(thing, Description):
+        # As wide as `Description.__str__`, so that both print the same text.
         return Picture(thing.title, thing.__rich__(), columns=180, svg_columns=180)
+    # By attributes, since a `jax.ShapeDtypeStruct` is drawn like an array.
     if hasattr(thing, "shape") and hasattr(thing, "sharding"):
         return array_picture(shard_map_of(thing))
     maps = [
+        # A Variable's array has a key path in `.value`, which is no part of its name.
         shard_map_of(leaf, path_of(keys).removesuffix(".value"))
         for keys, leaf in jax.tree_util.tree_leaves_with_path(thing)
     ]

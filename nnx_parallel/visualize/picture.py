@@ -65,6 +65,7 @@ class Picture:
         """The picture as an SVG document, on a light ground of its own."""
         colours: dict[str, Any] = {"force_terminal": True, "color_system": "truecolor"}
         console = _console(self.svg_columns, **colours)
+        # Rendered once to be measured: the template states the size of the document.
         lines = console.render_lines(self, pad=False)
         columns = max(Segment.get_line_length(line) for line in lines)
         width, height = _COLUMN * columns + _MARGINS, _LINE * len(lines) + _MARGINS
@@ -116,5 +117,6 @@ def fill(colour: Colour) -> Style:
         for v in (value / 255 for value in colour)
     ]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    # At 0.179 black and white have the same contrast: (L + 0.05)^2 = 1.05 * 0.05.
     ink = "#000000" if luminance > 0.179 else "#ffffff"
     return Style(color=ink, bgcolor="#" + "".join(f"{v:02x}" for v in colour))

@@ -22,6 +22,7 @@ COLOURS: dict[str, Colour] = {
 }
 """Of the first chunk of a kind of slot; later chunks are lighter."""
 
+# B for both: a table has joint backward slots or split ones, never both.
 _LETTERS = dict(zip(COLOURS, "FBBW", strict=True))
 _DIGITS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 _IDLE: Colour = (0xE6, 0xEA, 0xEE)
@@ -51,11 +52,13 @@ def schedule_picture(table: Table, **costs: Any) -> Picture:
         f"{stages}, {_count(table.num_microbatches, 'microbatch')}",
         f"bubble {100 * simulation.bubble:.1f}%",
     ]
+    # A table for evaluation keeps no input for a backward pass.
     if inputs := simulation.peak_stage_inputs:
         noun = "stage input" if table.num_chunks == 1 else "chunk input"
         parts.append(f"peak memory {_count(inputs, noun)}")
     title = f"{table.name}: {' · '.join(parts)}"
     drawing = Timeline(table.num_stages, table.num_chunks, simulation)
+    # Printed lines are cut; an SVG is as wide as its cells.
     return Picture(title, drawing, columns=88, svg_columns=100_000)
 
 
@@ -78,6 +81,7 @@ class Timeline:
     ) -> Iterator[Text]:
         slots = self.simulation.timeline.slots
         labels = {slot: self._label(slot) for slot in slots}
+        # One more than the label: ground between two cells.
         widths = dict.fromkeys(self._columns(), _longest(labels) + 1)
         # Without colour a wide cell could not be told from the idle time after it.
         if console.color_system:
@@ -86,6 +90,7 @@ class Timeline:
                 # Colours and shades say the kind and the chunk.
                 labels = {slot: str(slot.microbatch) for slot in slots}
                 widths = self._to_scale(_longest(labels) + 1)
+        # A stage has at most one slot of a kind in a tick.
         cells = {(slot.stage, slot.tick, slot.kind): slot for slot in slots}
         for stage in range(self.num_stages):
             line = self._line(f"stage {stage}")
@@ -94,6 +99,7 @@ class Timeline:
                 label = labels[slot] if slot else "·"
                 line.append(f"{label:^{width - 1}}", self._style(slot)).append(" ")
             yield line
+        # Columns of plain text are not to scale: a time axis would not fit them.
         if console.color_system:
             start = self.simulation.timeline.tick_start
             yield self._line("tick").append(_axis(widths, str))
@@ -111,6 +117,7 @@ class Timeline:
     def _to_scale(self, least: int) -> dict[Column, int]:
         """Widths in proportion to times, down to an eighth of the longest."""
         columns = self._columns()
+        # A kind of slot may cost nothing.
         shortest = min(time for time in columns.values() if time)
         unit = least / max(shortest, max(columns.values()) / 8)
         return {at: max(least, round(unit * time)) for at, time in columns.items()}
