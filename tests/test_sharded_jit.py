@@ -14,6 +14,7 @@ from nnx_parallel import (
     FSDP,
     Composite,
     PathRules,
+    PolicyRules,
     TensorParallel,
     constrain,
     make_mesh,
@@ -167,6 +168,83 @@ def test_each_static_value_is_a_program_with_outputs_of_its_own(mesh: Mesh) -> N
     assert counted.traces == 3
     with pytest.raises(ValueError, match=r"static argument among \('n',\) cannot"):
         jitted(1.0, [2])
+
+
+# Methods, stages and keywords, as `jax.jit` has them
+
+
+class Scale:
+    """A value with a compiled method."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    @sharded_jit(
+        mesh=make_mesh({"data": 2, "fsdp": 4}),
+        in_shardings={"x": P("fsdp")},
+        out_shardings=RULES,
+        static_argnames="self",
+    )
+    def apply(self, x: jax.Array, *, shift: float = 0.0) -> jax.Array:
+        """Scales and shifts."""
+        return self.factor * x + shift
+
+
+def test_a_method_is_bound_to_its_instance() -> None:
+    two, three = Scale(2.0), Scale(3.0)
+    x = np.ones(8, np.float32)
+    assert spec(two.apply(x)) == P("fsdp")
+    np.testing.assert_array_equal(two.apply(x, shift=1.0), 3.0 * x)
+    np.testing.assert_array_equal(three.apply(x), 3.0 * x)
+    assert Scale.apply.__doc__ == "Scales and shifts."
+    np.testing.assert_array_equal(Scale.apply(two, x), 2.0 * x)
+
+
+def test_a_lowered_call_is_called_with_its_own_keywords(mesh: Mesh) -> None:
+    def function(x: jax.Array, *, a: jax.Array, n: int = 1, z: jax.Array) -> tuple:
+        return x - a, a - z, n * z
+
+    jitted = sharded_jit(
+        function, mesh, in_shardings={"a": P("fsdp")}, static_argnames="n"
+    )
+    plain = jax.jit(function, static_argnames="n")
+    x, a, z = (np.full(8, value, np.float32) for value in (1, 2, 3))
+    ours = jitted.lower(x, z=z, n=2, a=a).compile()
+    theirs = plain.lower(x, z=z, n=2, a=a).compile()
+    assert ours.in_tree == theirs.in_tree
+    for found, wanted in zip(ours(x, z=z, a=a), theirs(x, z=z, a=a), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    with pytest.raises(TypeError, match="Function compiled with input pytree"):
+        ours(x, a, z)
+
+
+def test_trace_and_eval_shape_compile_nothing(mesh: Mesh) -> None:
+    counted = Counted(lambda x, *, y: (x @ y, y.sum()))
+    jitted = sharded_jit(counted.__call__, mesh, in_shardings={"x": P("fsdp")})
+    x, y = np.ones((8, 4), np.float32), np.ones((4, 2), np.float32)
+    shapes = jitted.eval_shape(x, y=y)
+    assert [out.shape for out in shapes] == [(8, 2), ()]
+    traced = jitted.trace(x, y=y)
+    assert [aval.shape for aval in traced.jaxpr.in_avals] == [(8, 4), (4, 2)]
+    jitted(x, y=y)
+    assert counted.traces == 1
+    jitted.clear_cache()
+    jitted(x, y=y)
+    assert counted.traces == 2
+
+
+@pytest.mark.parametrize("first", ["weak", "strong"])
+def test_a_placement_does_not_depend_on_earlier_calls(first: str, mesh: Mesh) -> None:
+    """A weak scalar leaves bfloat16 as it is, a strong one promotes the output."""
+    x = np.ones((8, 4), jnp.bfloat16)
+    scalars = {"weak": 2.0, "strong": np.float32(2.0)}
+    by_dtype = PolicyRules(
+        lambda info: P("fsdp" if info.dtype == jnp.bfloat16 else "data")
+    )
+    jitted = sharded_jit(lambda x, s: x * s, mesh, out_shardings=by_dtype)
+    order = [first, *scalars, *scalars]
+    found = {name: spec(jitted(x, scalars[name])) for name in order}
+    assert found == {"weak": P("fsdp"), "strong": P("data")}
 
 
 # What is active

@@ -1,15 +1,7 @@
-"""`sharded_jit`: ``jax.jit`` for which rules may stand where shardings do.
+"""`sharded_jit`: ``jax.jit`` that takes rules where it takes shardings.
 
-Arguments of a function: their names, and which placement belongs to which.
-
-Programs behind `sharded_jit`: placements resolved once for each signature.
-
-Rules need shapes, which are known at a call. So each way of calling the function has a
-`CallForm`, which resolves them once per signature (structure, shapes, dtypes, static
-values) into a ``jax.jit`` with plain shardings; that finds its compiled program by
-itself from then on. A call of another signature is noticed where JAX starts to trace,
-so that known ones pay for no look-up. Rules for outputs are resolved from the trace
-that the compiler takes as well: it is the same function under both.
+Rules need shapes, which are known at a call. So placements are resolved once for each
+signature (structure, avals, static values) into a ``jax.jit`` with plain shardings.
 """
 
 from __future__ import annotations
@@ -17,11 +9,12 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.api_util import shaped_abstractify
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -36,6 +29,9 @@ from nnx_parallel.sharding.resolve import (
 )
 from nnx_parallel.sharding.specs import check_axes, suggest
 from nnx_parallel.sharding.tree import HasLayout, layout_of
+
+Program = Any  # what `jax.jit` returns
+Signature = tuple[Any, ...]
 
 _POSITIONAL = (
     inspect.Parameter.POSITIONAL_ONLY,
@@ -159,212 +155,16 @@ class Arguments:
         found = [p.name for p in self.signature.parameters.values() if p.kind is kind]
         return found[0] if found else None
 
-
-_MANY_CHANGES = 16
-"""To try a program and find that it is another's turn costs about a millisecond."""
-
-Program = Any  # what `jax.jit` returns
-Signature = tuple[Any, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """What is compiled, and where everything lives."""
-
-    fn: Callable[..., Any]
-    layout: Layout
-    arguments: Arguments
-    in_placements: Any
-    out_placements: Any
-    constraints: Any
-    annotations: Mapping[str, Any]
-    donated: tuple[str, ...]
-
-    @property
-    def names_devices(self) -> bool:
-        """Whether any placement tells the compiler which devices the mesh has."""
-        placements = self.in_placements, self.out_placements, self.constraints
-        return bool(jax.tree.leaves(placements))
-
-
-class _UnknownSignatureError(Exception):
-    """A program was called with a signature that it was not resolved for."""
-
-
-class CallForm:
-    """One way to call the function: so many values by position, these by keyword.
-
-    Attributes:
-        latest: The program of the latest call. It refuses other signatures when JAX
-            traces it for them, so it may be tried first; ``None`` once calls have
-            changed between programs so often that trying costs more than looking up.
-    """
-
-    def __init__(
-        self,
-        task: Task,
-        num_positional: int,
-        keywords: tuple[str, ...],
-        lock: threading.RLock,
-    ) -> None:
-        self.latest: Program | None = None
-        self._changes = 0
-        arguments = task.arguments
-        self._task, self._lock = task, lock
-        self._num_positional, self._keywords = num_positional, keywords
-        self._names = arguments.names(num_positional, keywords)
-        self._static = self._indices(arguments.static)
-        self._dynamic = [
-            i for i in range(len(self._names)) if i not in set(self._static)
-        ]
-        self._known: dict[Signature, Program] = {}
-        self._programs: dict[Any, tuple[Program, set[Signature]]] = {}
-
-    def _indices(self, names: Iterable[str]) -> tuple[int, ...]:
-        return tuple(i for i, name in enumerate(self._names) if name in set(names))
-
-    def runs(self, values: tuple[Any, ...], program: Program) -> bool:
-        """Whether values like these are resolved to run in a program."""
-        return self._known.get(self._signature(values)) is program
-
-    def program(self, values: tuple[Any, ...]) -> Program:
-        """The program for values like these, its placements resolved."""
-        signature = self._signature(values)
-        if signature not in self._known:
-            with self._lock:
-                if signature not in self._known:
-                    self._known[signature] = self._resolve(values, signature)
-        program = self._known[signature]
-        if program is not self.latest:
-            self._changes += 1
-            self.latest = program if self._changes < _MANY_CHANGES else None
-        return program
-
-    def _signature(self, values: tuple[Any, ...]) -> Signature:
-        leaves, treedef = jax.tree.flatten([values[i] for i in self._dynamic])
-        static = tuple(values[i] for i in self._static)
-        try:
-            hash(static)
-        except TypeError as error:
-            raise ValueError(
-                f"A static argument among {self._task.arguments.static} cannot be "
-                f"hashed: {error}. Static values are hashable: functions, strings, "
-                "numbers, tuples of these, frozen dataclasses."
-            ) from None
-        return treedef, tuple(map(_kind, leaves)), static
-
-    def _resolve(self, values: tuple[Any, ...], signature: Signature) -> Program:
-        in_shardings = tuple(self._in_sharding(i, values[i]) for i in self._dynamic)
-        out_by_rules = has_rules(self._task.out_placements)
-        leaves, treedef = jax.tree.flatten(in_shardings, is_leaf=is_placeable)
-        key = signature if out_by_rules else (treedef, tuple(leaves))
-        if key not in self._programs:
-            admitted = {signature}
-            traced = self._traced(admitted)
-            program = self._compiled(traced, values, in_shardings, out_by_rules)
-            self._programs[key] = program, admitted
-        program, admitted = self._programs[key]
-        admitted.add(signature)
-        return program
-
-    def _in_sharding(self, index: int, value: Any) -> Any:
-        """Shardings of one argument: a whole tree by rules, else the prefix as is."""
-        name = self._names[index]
-        task = self._task
-        entry = task.arguments.placement_of(name, task.in_placements, "in_shardings")
-        leaves = resolve_leaves(entry, value, task.layout.mesh, name)
-        if not has_rules(entry):
-            return entry
-        return jax.tree.unflatten(jax.tree.structure(value), leaves)
-
-    def _compiled(
-        self,
-        traced: Callable[..., Any],
-        values: tuple[Any, ...],
-        in_shardings: tuple[Any, ...],
-        out_by_rules: bool,
-    ) -> Program:
-        jit = functools.partial(
-            jax.jit,
-            static_argnums=self._static,
-            donate_argnums=self._indices(self._task.donated),
-        )
-        placed = jax.tree.leaves(in_shardings)
-        options: dict[str, Any] = {"in_shardings": in_shardings} if placed else {}
-        out = self._task.out_placements
-        if out_by_rules:
-            # JAX keeps the trace by function and arguments: the program takes this one.
-            shapes = jit(traced).trace(*values).out_info
-            leaves = resolve_leaves(out, shapes, self._task.layout.mesh, "output")
-            out = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
-        return jit(traced, out_shardings=out, **options)
-
-    def _traced(self, admitted: set[Signature]) -> Callable[..., Any]:
-        task, mesh = self._task, self._task.layout.mesh
-        checks_outputs = not has_rules(task.out_placements)
-
-        def traced(*values: Any) -> Any:
-            if self._signature(values) not in admitted:
-                raise _UnknownSignatureError
-            with (
-                bound_annotations(task.layout, task.annotations),
-                jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
-            ):
-                values = self._constrained(values)
-                by_name = dict(
-                    zip(self._keywords, values[self._num_positional :], strict=True)
-                )
-                out = task.fn(*values[: self._num_positional], **by_name)
-            if not task.names_devices:
-                out = _on_devices(out, mesh)
-            if checks_outputs:
-                resolve_leaves(task.out_placements, out, mesh, "output")
-            return out
-
-        kind = inspect.Parameter.POSITIONAL_ONLY
-        parameters = [inspect.Parameter(name, kind) for name in self._names]
-        traced.__name__ = getattr(task.fn, "__name__", type(task.fn).__name__)
-        traced.__signature__ = inspect.Signature(parameters)
-        return traced
-
-    def _constrained(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        task, constrained = self._task, list(values)
-        for i in self._dynamic:
-            name = self._names[i]
-            entry = task.arguments.placement_of(
-                name, task.constraints, "constrain_args"
-            )
-            if entry is not None:
-                mesh = task.layout.mesh
-                constrained[i] = constrain_tree(values[i], entry, mesh, name)
-        return tuple(constrained)
-
-
-def _on_devices(tree: Any, mesh: Mesh) -> Any:
-    """The tree on the mesh's devices, its layout left open.
-
-    JAX's active mesh is abstract. Where nothing else names a device, specs on it would
-    be compiled for one device, and ignored.
-    """
-
-    def leave_open(x: Any) -> Any:
-        if not isinstance(x, jax.Array):
-            return x
-        spec = P(*[P.UNCONSTRAINED] * x.ndim)
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-    return jax.tree.map(leave_open, tree)
-
-
-def _kind(leaf: Any) -> Any:
-    """Shape and dtype of an array, in JAX's own dtypes; the type of anything else."""
-    if isinstance(leaf, jax.Array):
-        return leaf.shape, leaf.dtype
-    try:
-        aval = jax.typeof(leaf)
-    except TypeError:
-        return type(leaf)
-    return aval.shape, aval.dtype
+    def split(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
+        """The dynamic values of a call, and the static ones with where they stand."""
+        at = [i for i, name in enumerate(self._positional) if name in self.static]
+        static = [(i, args[i]) for i in at if i < len(args)]
+        static += [(name, kwargs[name]) for name in self.static if name in kwargs]
+        args = tuple(x for i, x in enumerate(args) if i not in at)
+        kwargs = {name: x for name, x in kwargs.items() if name not in self.static}
+        return args, kwargs, tuple(static)
 
 
 def sharded_jit(
@@ -405,7 +205,8 @@ def sharded_jit(
         donate_argnames: Arguments whose memory the outputs may take.
 
     Returns:
-        A function that is called like ``fn`` and has ``lower(*args, **kwargs)``.
+        A function that is called like ``fn``, also as a method, and has ``lower``,
+        ``trace``, ``eval_shape`` and ``clear_cache`` as ``jax.jit`` has them.
 
     Raises:
         UnknownAxisError: If a spec names an axis that the mesh lacks.
@@ -442,28 +243,177 @@ def sharded_jit(
             f"sharded_jit got a {type(fn).__name__} for the function. Write "
             "sharded_jit(fn, mesh, ...), or @sharded_jit(mesh=mesh, ...) above it."
         )
-    return ShardedFunction(_task(fn, layout_of(mesh), **options))  # pyright: ignore[reportArgumentType]
+    return ShardedFunction(fn, layout_of(mesh), options)  # pyright: ignore[reportArgumentType]
 
 
-def _task(fn: Callable[..., Any], layout: Layout, **options: Any) -> Task:
-    """What to compile, its options checked as far as they can be before a call."""
-    arguments = Arguments(fn, options["static_argnames"])
-    for option in ("static_argnames", "donate_argnames"):
-        arguments.check_names(options[option], option)
-    for option in ("in_shardings", "constrain_args"):
-        arguments.check_placements(options[option], option)
-    return Task(
-        fn=fn,
-        layout=layout,
-        arguments=arguments,
-        in_placements=_on_mesh(options["in_shardings"], layout.mesh, "in_shardings"),
-        out_placements=_on_mesh(options["out_shardings"], layout.mesh, "out_shardings"),
-        constraints=_on_mesh(options["constrain_args"], layout.mesh, "constrain_args"),
-        annotations=_on_mesh(
-            dict(options["annotations"] or {}), layout.mesh, "annotations"
-        ),
-        donated=options["donate_argnames"],
-    )
+class ShardedFunction:
+    """A function compiled by `sharded_jit`; call it as the function itself."""
+
+    def __init__(self, fn: Callable[..., Any], layout: Layout, options: dict) -> None:
+        functools.update_wrapper(self, fn)
+        mesh = layout.mesh
+        self._fn, self._layout = fn, layout
+        self._arguments = Arguments(fn, options["static_argnames"])
+        for option in ("static_argnames", "donate_argnames"):
+            self._arguments.check_names(options[option], option)
+        for option in ("in_shardings", "constrain_args"):
+            self._arguments.check_placements(options[option], option)
+        self._in = _on_mesh(options["in_shardings"], mesh, "in_shardings")
+        self._out = _on_mesh(options["out_shardings"], mesh, "out_shardings")
+        self._constraints = _on_mesh(options["constrain_args"], mesh, "constrain_args")
+        annotations = dict(options["annotations"] or {})
+        self._annotations = _on_mesh(annotations, mesh, "annotations")
+        self._donated = options["donate_argnames"]
+        self._programs: dict[Signature, Program] = {}
+        self._lock = threading.RLock()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the function."""
+        program, values, _ = self._find(args, kwargs)
+        return program(*values)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """The method of an instance, which is then the first argument."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """The program of a call, traced and lowered, to be inspected or compiled.
+
+        Args:
+            args: As in a call; ``jax.ShapeDtypeStruct`` may stand for an array.
+            kwargs: The same; the compiled program is called with the same keywords.
+        """
+        program, values, tree = self._find(args, kwargs)
+        lowered = program.lower(*values)
+        # Leaves by position, keywords sorted, are in the order of (args, kwargs).
+        lowered.args_info = tree.unflatten(jax.tree.leaves(lowered.args_info))
+        return lowered
+
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+        """The jaxpr of a call; it takes keywords by position, sorted, after ``args``.
+
+        Args:
+            args: As in `lower`.
+            kwargs: The same.
+        """
+        program, values, _ = self._find(args, kwargs)
+        return program.trace(*values)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """What a call returns, as ``jax.ShapeDtypeStruct``; nothing is compiled.
+
+        Args:
+            args: As in `lower`.
+            kwargs: The same.
+        """
+        program, values, _ = self._find(args, kwargs)
+        return program.eval_shape(*values)
+
+    def clear_cache(self) -> None:
+        """Drops every program: the next call resolves, traces and compiles again."""
+        with self._lock:
+            for program in self._programs.values():
+                program.clear_cache()
+            self._programs.clear()
+
+    def _find(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Program, tuple[Any, ...], Any]:
+        """The program of a call, its values by position, and their dynamic tree."""
+        dynamic, static = (args, kwargs), ()
+        if self._arguments.static:
+            *dynamic, static = self._arguments.split(args, kwargs)
+        leaves, tree = jax.tree.flatten(tuple(dynamic))
+        signature = tree, tuple([_aval(x) for x in leaves]), static
+        # ``jax.jit`` refuses keywords where it is given shardings.
+        keywords = tuple(sorted(kwargs))
+        values = (*args, *(kwargs[name] for name in keywords)) if kwargs else args
+        try:
+            program = self._programs.get(signature)
+        except TypeError as error:
+            raise ValueError(
+                f"A static argument among {self._arguments.static} cannot be hashed: "
+                f"{error}. Static values are hashable: functions, strings, numbers, "
+                "tuples of these, frozen dataclasses."
+            ) from None
+        if program is None:
+            # Two threads with a new signature trace it once.
+            with self._lock:
+                program = self._programs.get(signature)
+                if program is None:
+                    program = self._resolve(values, len(args), keywords)
+                    self._programs[signature] = program
+        return program, values, tree
+
+    def _resolve(
+        self, values: tuple[Any, ...], num_positional: int, keywords: tuple[str, ...]
+    ) -> Program:
+        names = self._arguments.names(num_positional, keywords)
+        static = [i for i, name in enumerate(names) if name in self._arguments.static]
+        donated = [i for i, name in enumerate(names) if name in self._donated]
+        in_shardings = tuple(
+            self._in_sharding(name, value)
+            for i, (name, value) in enumerate(zip(names, values, strict=True))
+            if i not in static
+        )
+        traced = self._traced(names, num_positional)
+        jit = functools.partial(jax.jit, static_argnums=static, donate_argnums=donated)
+        placed = jax.tree.leaves(in_shardings)
+        options: dict[str, Any] = {"in_shardings": in_shardings} if placed else {}
+        out = self._out
+        if has_rules(out):
+            # JAX keeps the trace by function and arguments: the program takes this one.
+            shapes = jit(traced).trace(*values).out_info
+            leaves = resolve_leaves(out, shapes, self._layout.mesh, "output")
+            out = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+        return jit(traced, out_shardings=out, **options)
+
+    def _in_sharding(self, name: str, value: Any) -> Any:
+        """Shardings of one argument: a whole tree by rules, else the prefix as is."""
+        entry = self._arguments.placement_of(name, self._in, "in_shardings")
+        leaves = resolve_leaves(entry, value, self._layout.mesh, name)
+        if not has_rules(entry):
+            return entry
+        return jax.tree.unflatten(jax.tree.structure(value), leaves)
+
+    def _traced(
+        self, names: tuple[str, ...], num_positional: int
+    ) -> Callable[..., Any]:
+        """The function by position alone, as it is traced: placed, its mesh active."""
+        layout, mesh = self._layout, self._layout.mesh
+        checks_outputs = not has_rules(self._out)
+        placements = self._in, self._out, self._constraints
+        names_devices = bool(jax.tree.leaves(placements))
+
+        def traced(*values: Any) -> Any:
+            with (
+                bound_annotations(layout, self._annotations),
+                jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
+            ):
+                placed = list(map(self._constrained, names, values))
+                keywords = zip(
+                    names[num_positional:], placed[num_positional:], strict=True
+                )
+                out = self._fn(*placed[:num_positional], **dict(keywords))
+            if not names_devices:
+                out = _on_devices(out, mesh)
+            if checks_outputs:
+                resolve_leaves(self._out, out, mesh, "output")
+            return out
+
+        kind = inspect.Parameter.POSITIONAL_ONLY
+        parameters = [inspect.Parameter(name, kind) for name in names]
+        traced.__name__ = getattr(self._fn, "__name__", type(self._fn).__name__)
+        traced.__signature__ = inspect.Signature(parameters)
+        return traced
+
+    def _constrained(self, name: str, value: Any) -> Any:
+        if name in self._arguments.static:
+            return value
+        entry = self._arguments.placement_of(name, self._constraints, "constrain_args")
+        if entry is None:
+            return value
+        return constrain_tree(value, entry, self._layout.mesh, name)
 
 
 def _as_names(names: str | Iterable[str]) -> tuple[str, ...]:
@@ -483,49 +433,29 @@ def _on_mesh(placements: Any, mesh: Mesh, option: str) -> Any:
     return jax.tree.map(place, placements, is_leaf=is_placeable)
 
 
-class ShardedFunction:
-    """A function compiled by `sharded_jit`; call it as the function itself."""
+def _on_devices(tree: Any, mesh: Mesh) -> Any:
+    """The tree on the mesh's devices, its layout left open.
 
-    def __init__(self, task: Task) -> None:
-        functools.update_wrapper(self, task.fn)
-        self._task = task
-        self._forms: dict[Any, CallForm] = {}
-        self._lock = threading.RLock()
+    JAX's active mesh is abstract. Where nothing else names a device, specs on it would
+    be compiled for one device, and ignored.
+    """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the function."""
-        if kwargs:
-            names = sorted(kwargs)
-            values = (*args, *(kwargs[name] for name in names))
-            form = self._forms.get((len(args), *names))
-        else:
-            names, values, form = (), args, self._forms.get(len(args))
-        if form is None:
-            form = self._form(len(args), *names)
-        elif (program := form.latest) is not None:
-            try:
-                return program(*values)
-            except Exception:
-                if form.runs(values, program):
-                    raise
-        return form.program(values)(*values)
+    def leave_open(x: Any) -> Any:
+        if not isinstance(x, jax.Array):
+            return x
+        spec = P(*[P.UNCONSTRAINED] * x.ndim)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """The program of a call, traced and lowered, to be inspected or compiled.
+    return jax.tree.map(leave_open, tree)
 
-        Args:
-            args: As in a call; ``jax.ShapeDtypeStruct`` may stand for an array.
-            kwargs: The same.
-        """
-        names = sorted(kwargs)
-        values = (*args, *(kwargs[name] for name in names))
-        return self._form(len(args), *names).program(values).lower(*values)
 
-    def _form(self, num_positional: int, *keywords: str) -> CallForm:
-        """The form of a call, made if it is the first."""
-        key = (num_positional, *keywords) if keywords else num_positional
-        with self._lock:
-            if key not in self._forms:
-                form = CallForm(self._task, num_positional, keywords, self._lock)
-                self._forms[key] = form
-            return self._forms[key]
+def _aval(leaf: Any) -> Any:
+    """Shape, dtype and weak type, by which JAX traces; the type of what has none."""
+    # Arrays and tracers have one; making it costs more than the rest of a look-up.
+    aval: Any = getattr(leaf, "aval", None)
+    if aval is None:
+        try:
+            aval = shaped_abstractify(leaf)
+        except TypeError:
+            return type(leaf)
+    return aval.shape, aval.dtype, getattr(aval, "weak_type", False)
