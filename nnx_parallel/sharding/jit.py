@@ -6,6 +6,7 @@ signature (structure, avals, static values) into a ``jax.jit`` with plain shardi
 
 from __future__ import annotations
 
+import collections
 import functools
 import inspect
 import threading
@@ -32,11 +33,16 @@ from nnx_parallel.sharding.tree import HasLayout, layout_of
 
 Program = Any  # what `jax.jit` returns
 Signature = tuple[Any, ...]
+Values = tuple[Any, ...]
+Names = tuple[str, ...]
 
-_POSITIONAL = (
-    inspect.Parameter.POSITIONAL_ONLY,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-)
+_NONE: tuple[Any, Program] = (None, None)  # no call by these keywords, no program
+_Parameter = inspect.Parameter
+_ONLY = _Parameter.POSITIONAL_ONLY
+
+
+class _NewSignatureError(Exception):
+    """A program was called with a signature that it was not resolved for."""
 
 
 class Arguments:
@@ -50,48 +56,39 @@ class Arguments:
     def __init__(self, fn: Callable[..., Any], static: Sequence[str]) -> None:
         try:
             self.signature = inspect.signature(fn)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError):  # some of those written in C
             self.signature = inspect.signature(lambda *args, **kwargs: None)
         self.static = tuple(static)
-        parameters = self.signature.parameters.values()
-        self._kinds = {parameter.kind for parameter in parameters}
-        self._positional = [p.name for p in parameters if p.kind in _POSITIONAL]
+        by_kind: dict[Any, list[str]] = collections.defaultdict(list)
+        for parameter in self.signature.parameters.values():
+            by_kind[parameter.kind].append(parameter.name)
+        # Python has positional-only parameters come first.
+        self._positional = by_kind[_ONLY] + by_kind[_Parameter.POSITIONAL_OR_KEYWORD]
         self._dynamic = [name for name in self._positional if name not in static]
+        self._var_positional = "".join(by_kind[_Parameter.VAR_POSITIONAL])
+        self._var_keyword = "".join(by_kind[_Parameter.VAR_KEYWORD])
 
-    def check_names(self, names: Sequence[str], option: str) -> None:
-        """Checks that names given to an option are parameters.
-
-        Raises:
-            ValueError: If one is not.
-        """
+    def check_names(self, names: Iterable[str], option: str) -> None:
+        """Refuses names given to an option that are no parameters."""
         known = self.signature.parameters
-        takes_any = inspect.Parameter.VAR_KEYWORD in self._kinds
-        for name in () if takes_any else names:
-            if name not in known:
+        for name in names:
+            if name not in known and not self._var_keyword:
                 raise ValueError(
                     f"{option} names {name!r}, which the function does not take."
                     f"{suggest(name, known)} Its parameters: {list(known)}."
                 )
 
     def check_placements(self, placements: Any, option: str) -> None:
-        """Checks what can be checked before the first call.
-
-        Raises:
-            ValueError: If a mapping names no parameter.
-            PlacementTreeError: If there are more entries than arguments, or it is
-                nothing that places.
-        """
+        """Refuses placements that fit no call."""
         if isinstance(placements, Mapping):
-            self.check_names(list(placements), option)
-            static = [name for name in placements if name in self.static]
-            if static:
+            self.check_names(placements, option)
+            if static := [name for name in placements if name in self.static]:
                 raise ValueError(
                     f"{option} places {static}, but static arguments are no arrays. "
                     f"Leave them out; dynamic are {self._dynamic}."
                 )
         elif isinstance(placements, tuple | list):
-            takes_any = inspect.Parameter.VAR_POSITIONAL in self._kinds
-            if len(placements) > len(self._dynamic) and not takes_any:
+            if len(placements) > len(self._dynamic) and not self._var_positional:
                 raise PlacementTreeError(
                     f"{option} has {len(placements)} entries for the arguments "
                     f"{self._dynamic}. Give one for each that is not static, in order, "
@@ -105,66 +102,37 @@ class Arguments:
             )
 
     def names(self, num_positional: int, keywords: Sequence[str]) -> tuple[str, ...]:
-        """The name of each value of a call, those given by keyword last.
-
-        Raises:
-            TypeError: If the function cannot be called like that.
-        """
+        """The name of each value of a call, those given by keyword last."""
         self.signature.bind(*range(num_positional), **dict.fromkeys(keywords))
         extra = range(num_positional - len(self._positional))
         names = [*self._positional[:num_positional], *(f"args_{i}" for i in extra)]
         return (*names, *keywords)
 
-    def placement_of(self, name: str, placements: Any, option: str) -> Any:
-        """What an option says about one dynamic argument.
-
-        Raises:
-            PlacementTreeError: If a tuple has no entry for it.
-        """
+    def placements(
+        self, placements: Any, names: Sequence[str], option: str
+    ) -> dict[str, Any]:
+        """The entry of an option for each dynamic argument of a call."""
+        dynamic = [name for name in names if name not in self.static]
         if is_placeable(placements):
-            return placements
-        if isinstance(placements, Mapping):
-            extra = self.signature.parameters.get(name) is None
-            fallback = self._starred(name) if extra else None
-            return placements.get(name, placements.get(fallback))
-        index = self._index(name)
-        if index is None:
-            return None
-        if index >= len(placements):
-            raise PlacementTreeError(
-                f"{option} has {len(placements)} entries, none for the argument "
-                f"`{name}`. Give one for each of {self._dynamic}, in order, None to "
-                "leave it to the compiler, or a mapping by name."
-            )
-        return placements[index]
-
-    def _index(self, name: str) -> int | None:
-        if name in self._dynamic:
-            return self._dynamic.index(name)
-        if name not in self.signature.parameters and name.startswith("args_"):
-            return len(self._dynamic) + int(name.removeprefix("args_"))
-        return None
-
-    def _starred(self, name: str) -> str | None:
-        """Name of the ``*args`` or ``**kwargs`` that an extra argument goes to."""
-        kind = (
-            inspect.Parameter.VAR_POSITIONAL
-            if name.startswith("args_")
-            else inspect.Parameter.VAR_KEYWORD
-        )
-        found = [p.name for p in self.signature.parameters.values() if p.kind is kind]
-        return found[0] if found else None
-
-    def split(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
-        """The dynamic values of a call, and the static ones with where they stand."""
-        at = [i for i, name in enumerate(self._positional) if name in self.static]
-        static = [(i, args[i]) for i in at if i < len(args)]
-        static += [(name, kwargs[name]) for name in self.static if name in kwargs]
-        args = tuple(x for i, x in enumerate(args) if i not in at)
-        kwargs = {name: x for name, x in kwargs.items() if name not in self.static}
-        return args, kwargs, tuple(static)
+            return dict.fromkeys(dynamic, placements)
+        known = self.signature.parameters
+        var_positional = [n for n in names if n not in known and n.startswith("args_")]
+        if not isinstance(placements, Mapping):
+            # Keyword-only arguments have no place in an order.
+            order = [*self._dynamic, *var_positional]
+            for name in order[len(placements) :]:
+                if name in names:
+                    raise PlacementTreeError(
+                        f"{option} has {len(placements)} entries, none for the "
+                        f"argument `{name}`. Give one for each of {self._dynamic}, in "
+                        "order, None to leave it to the compiler, or a mapping by name."
+                    )
+            placements = dict(zip(order, placements, strict=False))
+        # ``*args`` and ``**kwargs`` speak for the values that they take.
+        shared = {name: placements.get(self._var_keyword) for name in dynamic}
+        shared |= dict.fromkeys(known)
+        shared |= dict.fromkeys(var_positional, placements.get(self._var_positional))
+        return {name: placements.get(name, shared[name]) for name in dynamic}
 
 
 def sharded_jit(
@@ -265,12 +233,29 @@ class ShardedFunction:
         self._annotations = _on_mesh(annotations, mesh, "annotations")
         self._donated = options["donate_argnames"]
         self._programs: dict[Signature, Program] = {}
+        self._last = self._steady = _NONE
         self._lock = threading.RLock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the function."""
-        program, values, _ = self._find(args, kwargs)
-        return program(*values)
+        # All of this counts: a dispatch takes a tenth of a millisecond.
+        values, keywords = _by_position(args, kwargs) if kwargs else (args, ())
+        form, program = self._steady
+        # A look-up flattens the arguments, which `jax.jit` does again. A program that
+        # was called twice in a row is tried without: it refuses other signatures when
+        # JAX traces it for them. That costs a millisecond, so it needs to be rare.
+        if form == keywords:
+            try:
+                return program(*values)
+            except Exception:
+                # JAX refuses some before the trace: those that shardings do not fit.
+                if self._programs.get(self._signature(values, keywords)) is program:
+                    raise
+        program = self._find(values, keywords)
+        out = program(*values)
+        last, self._last = self._last, (keywords, program)
+        self._steady = last if last == self._last else _NONE
+        return out
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """The method of an instance, which is then the first argument."""
@@ -283,31 +268,24 @@ class ShardedFunction:
             args: As in a call; ``jax.ShapeDtypeStruct`` may stand for an array.
             kwargs: The same; the compiled program is called with the same keywords.
         """
-        program, values, tree = self._find(args, kwargs)
-        lowered = program.lower(*values)
-        # Leaves by position, keywords sorted, are in the order of (args, kwargs).
-        lowered.args_info = tree.unflatten(jax.tree.leaves(lowered.args_info))
+        values, keywords = _by_position(args, kwargs)
+        lowered = self._find(values, keywords).lower(*values)
+        # JAX takes from these how the compiled program is called.
+        infos, _ = lowered.args_info
+        named = [name for name in keywords if name not in self._arguments.static]
+        at = len(infos) - len(named)
+        lowered.args_info = infos[:at], dict(zip(named, infos[at:], strict=True))
         return lowered
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-        """The jaxpr of a call; it takes keywords by position, sorted, after ``args``.
-
-        Args:
-            args: As in `lower`.
-            kwargs: The same.
-        """
-        program, values, _ = self._find(args, kwargs)
-        return program.trace(*values)
+        """The jaxpr of a call; keywords are its last inputs, sorted by name."""
+        values, keywords = _by_position(args, kwargs)
+        return self._find(values, keywords).trace(*values)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """What a call returns, as ``jax.ShapeDtypeStruct``; nothing is compiled.
-
-        Args:
-            args: As in `lower`.
-            kwargs: The same.
-        """
-        program, values, _ = self._find(args, kwargs)
-        return program.eval_shape(*values)
+        """What a call returns, as ``jax.ShapeDtypeStruct``; nothing is compiled."""
+        values, keywords = _by_position(args, kwargs)
+        return self._find(values, keywords).eval_shape(*values)
 
     def clear_cache(self) -> None:
         """Drops every program: the next call resolves, traces and compiles again."""
@@ -315,105 +293,119 @@ class ShardedFunction:
             for program in self._programs.values():
                 program.clear_cache()
             self._programs.clear()
+            self._last = self._steady = _NONE
 
-    def _find(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Program, tuple[Any, ...], Any]:
-        """The program of a call, its values by position, and their dynamic tree."""
-        dynamic, static = (args, kwargs), ()
-        if self._arguments.static:
-            *dynamic, static = self._arguments.split(args, kwargs)
-        leaves, tree = jax.tree.flatten(tuple(dynamic))
-        signature = tree, tuple([_aval(x) for x in leaves]), static
-        # ``jax.jit`` refuses keywords where it is given shardings.
-        keywords = tuple(sorted(kwargs))
-        values = (*args, *(kwargs[name] for name in keywords)) if kwargs else args
+    def _signature(self, values: Values, keywords: Names) -> Signature:
+        """What a program is resolved for: two calls that share it share the program."""
+        static: tuple[Any, ...] = ()
+        if fixed := self._arguments.static:
+            names = self._arguments.names(len(values) - len(keywords), keywords)
+            pairs = list(zip(names, values, strict=True))
+            static = tuple(value for name, value in pairs if name in fixed)
+            values = tuple(value for name, value in pairs if name not in fixed)
         try:
-            program = self._programs.get(signature)
+            hash(static)
         except TypeError as error:
             raise ValueError(
-                f"A static argument among {self._arguments.static} cannot be hashed: "
-                f"{error}. Static values are hashable: functions, strings, numbers, "
-                "tuples of these, frozen dataclasses."
+                f"A static argument among {fixed} cannot be hashed: {error}. Static "
+                "values are hashable: functions, strings, numbers, tuples of these, "
+                "frozen dataclasses."
             ) from None
+        leaves, tree = jax.tree.flatten(values)
+        return keywords, tree, tuple(map(_aval, leaves)), static
+
+    def _find(self, values: Values, keywords: Names) -> Program:
+        """The program of a call."""
+        signature = self._signature(values, keywords)
+        program = self._programs.get(signature)
         if program is None:
             # Two threads with a new signature trace it once.
             with self._lock:
                 program = self._programs.get(signature)
-                if program is None:
-                    program = self._resolve(values, len(args), keywords)
-                    self._programs[signature] = program
-        return program, values, tree
+                program = program or self._resolve(values, keywords)
+                self._programs[signature] = program
+        return program
 
-    def _resolve(
-        self, values: tuple[Any, ...], num_positional: int, keywords: tuple[str, ...]
-    ) -> Program:
-        names = self._arguments.names(num_positional, keywords)
-        static = [i for i, name in enumerate(names) if name in self._arguments.static]
-        donated = [i for i, name in enumerate(names) if name in self._donated]
+    def _resolve(self, values: Values, keywords: Names) -> Program:
+        arguments, mesh = self._arguments, self._layout.mesh
+        names = arguments.names(len(values) - len(keywords), keywords)
+        entries = arguments.placements(self._in, names, "in_shardings")
         in_shardings = tuple(
-            self._in_sharding(name, value)
-            for i, (name, value) in enumerate(zip(names, values, strict=True))
-            if i not in static
+            _resolved(entries[name], value, mesh, name)
+            for name, value in zip(names, values, strict=True)
+            if name in entries
         )
-        traced = self._traced(names, num_positional)
-        jit = functools.partial(jax.jit, static_argnums=static, donate_argnums=donated)
+        traced = self._traced(names, keywords)
+        jit = functools.partial(
+            jax.jit,
+            static_argnums=[i for i, n in enumerate(names) if n in arguments.static],
+            donate_argnums=[i for i, n in enumerate(names) if n in self._donated],
+        )
+        # No sharding at all leaves JAX free to choose by where the arguments lie.
         placed = jax.tree.leaves(in_shardings)
         options: dict[str, Any] = {"in_shardings": in_shardings} if placed else {}
         out = self._out
         if has_rules(out):
             # JAX keeps the trace by function and arguments: the program takes this one.
-            shapes = jit(traced).trace(*values).out_info
-            leaves = resolve_leaves(out, shapes, self._layout.mesh, "output")
-            out = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+            out = _resolved(out, jit(traced).trace(*values).out_info, mesh, "output")
         return jit(traced, out_shardings=out, **options)
 
-    def _in_sharding(self, name: str, value: Any) -> Any:
-        """Shardings of one argument: a whole tree by rules, else the prefix as is."""
-        entry = self._arguments.placement_of(name, self._in, "in_shardings")
-        leaves = resolve_leaves(entry, value, self._layout.mesh, name)
-        if not has_rules(entry):
-            return entry
-        return jax.tree.unflatten(jax.tree.structure(value), leaves)
-
-    def _traced(
-        self, names: tuple[str, ...], num_positional: int
-    ) -> Callable[..., Any]:
+    def _traced(self, names: Names, keywords: Names) -> Callable[..., Any]:
         """The function by position alone, as it is traced: placed, its mesh active."""
         layout, mesh = self._layout, self._layout.mesh
+        constraints = self._arguments.placements(
+            self._constraints, names, "constrain_args"
+        )
         checks_outputs = not has_rules(self._out)
-        placements = self._in, self._out, self._constraints
-        names_devices = bool(jax.tree.leaves(placements))
+        names_devices = bool(jax.tree.leaves((self._in, self._out, self._constraints)))
+        resolved: list[Signature] = []
 
         def traced(*values: Any) -> Any:
+            # The first trace is of the call that was resolved: only a program that has
+            # run is ever tried. JAX traces a known signature again in another context.
+            signature = self._signature(values, keywords)
+            if signature != (resolved or [signature])[0]:
+                raise _NewSignatureError
+            resolved.append(signature)
             with (
                 bound_annotations(layout, self._annotations),
                 jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
             ):
-                placed = list(map(self._constrained, names, values))
-                keywords = zip(
-                    names[num_positional:], placed[num_positional:], strict=True
-                )
-                out = self._fn(*placed[:num_positional], **dict(keywords))
+                placed = [
+                    value
+                    if constraints.get(name) is None
+                    else constrain_tree(value, constraints[name], mesh, name)
+                    for name, value in zip(names, values, strict=True)
+                ]
+                at = len(names) - len(keywords)
+                by_name = dict(zip(keywords, placed[at:], strict=True))
+                out = self._fn(*placed[:at], **by_name)
             if not names_devices:
                 out = _on_devices(out, mesh)
             if checks_outputs:
                 resolve_leaves(self._out, out, mesh, "output")
             return out
 
-        kind = inspect.Parameter.POSITIONAL_ONLY
-        parameters = [inspect.Parameter(name, kind) for name in names]
+        parameters = [_Parameter(name, _ONLY) for name in names]
+        # JAX names the program and, in its errors, the arguments by these.
         traced.__name__ = getattr(self._fn, "__name__", type(self._fn).__name__)
         traced.__signature__ = inspect.Signature(parameters)
         return traced
 
-    def _constrained(self, name: str, value: Any) -> Any:
-        if name in self._arguments.static:
-            return value
-        entry = self._arguments.placement_of(name, self._constraints, "constrain_args")
-        if entry is None:
-            return value
-        return constrain_tree(value, entry, self._layout.mesh, name)
+
+def _by_position(args: Values, kwargs: dict[str, Any]) -> tuple[Values, Names]:
+    """All values of a call, and the names of those at the end, sorted."""
+    # ``jax.jit`` refuses keywords where it is given shardings.
+    keywords = tuple(sorted(kwargs))
+    return (*args, *(kwargs[name] for name in keywords)), keywords
+
+
+def _resolved(entry: Any, tree: Any, mesh: Mesh, name: str) -> Any:
+    """Shardings of an argument: a whole tree by rules, else the checked prefix."""
+    leaves = resolve_leaves(entry, tree, mesh, name)
+    if not has_rules(entry):
+        return entry
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
 def _as_names(names: str | Iterable[str]) -> tuple[str, ...]:
@@ -451,11 +443,9 @@ def _on_devices(tree: Any, mesh: Mesh) -> Any:
 
 def _aval(leaf: Any) -> Any:
     """Shape, dtype and weak type, by which JAX traces; the type of what has none."""
-    # Arrays and tracers have one; making it costs more than the rest of a look-up.
-    aval: Any = getattr(leaf, "aval", None)
-    if aval is None:
-        try:
-            aval = shaped_abstractify(leaf)
-        except TypeError:
-            return type(leaf)
+    try:
+        # Arrays and tracers have one; making it costs more than the rest of a look-up.
+        aval: Any = leaf.aval if hasattr(leaf, "aval") else shaped_abstractify(leaf)
+    except TypeError:
+        return type(leaf)
     return aval.shape, aval.dtype, getattr(aval, "weak_type", False)
