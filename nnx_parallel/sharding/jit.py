@@ -46,17 +46,12 @@ class _NewSignatureError(Exception):
 
 
 class Arguments:
-    """The parameters of a function, and how its calls spell them.
-
-    Attributes:
-        signature: Its signature; ``(*args, **kwargs)`` for one that has none.
-        static: Names of the static parameters.
-    """
+    """The parameters of a function, static ones among them, and placements of each."""
 
     def __init__(self, fn: Callable[..., Any], static: Sequence[str]) -> None:
         try:
             self.signature = inspect.signature(fn)
-        except (TypeError, ValueError):  # some of those written in C
+        except (TypeError, ValueError):  # some functions in C have none
             self.signature = inspect.signature(lambda *args, **kwargs: None)
         self.static = tuple(static)
         by_kind: dict[Any, list[str]] = collections.defaultdict(list)
@@ -149,10 +144,10 @@ def sharded_jit(
     """Compiles any function over any pytrees, placed by rules on a mesh.
 
     ``jax.jit`` with rules: the compiled program, its traces and its dispatch are those
-    of ``jax.jit`` with the shardings that the rules resolve to. Wherever a sharding may
-    stand there may be rules, a ``PartitionSpec``, a ``NamedSharding``, or ``None``,
-    which leaves the choice to the compiler; each holds for everything below its place
-    in the tree. Shapes or structures that are new are resolved anew.
+    of ``jax.jit`` with the shardings that the rules resolve to. A place for a
+    sharding takes rules, a ``PartitionSpec``, a ``NamedSharding``, or ``None``, which
+    leaves the choice to the compiler; each holds for everything below its place in the
+    tree. New shapes, dtypes or structures are resolved at their first call.
 
     While ``fn`` is traced its mesh is active: `active_mesh` and JAX's own
     ``jax.sharding.get_abstract_mesh`` return it, `constrain` and `annotate` place.
@@ -265,7 +260,7 @@ class ShardedFunction:
         """The program of a call, traced and lowered, to be inspected or compiled.
 
         Args:
-            args: As in a call; ``jax.ShapeDtypeStruct`` may stand for an array.
+            args: As in a call; ``jax.ShapeDtypeStruct`` does for an array.
             kwargs: The same; the compiled program is called with the same keywords.
         """
         values, keywords = _by_position(args, kwargs)
