@@ -103,10 +103,10 @@ def cast_floating(tree: Any, dtype: DTypeLike | None) -> Any:
 
 
 def array_bytes(shape: tuple[int, ...], dtype: Any) -> int:
-    """Bytes of an array, or of a shard. A typed random key counts as 8."""
-    # A key of threefry is two uint32 words.
+    """Bytes of an array, or of a shard; a random key counts as its words."""
+    # The dtypes of keys are JAX's own: NumPy has no such dtype, but they have a size.
     is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    return math.prod(shape) * (8 if is_key else jnp.dtype(dtype).itemsize)
+    return math.prod(shape) * (dtype if is_key else jnp.dtype(dtype)).itemsize
 
 
 def format_bytes(count: float) -> str:

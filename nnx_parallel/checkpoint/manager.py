@@ -375,9 +375,10 @@ class CheckpointManager:
         try:
             self.wait()
         finally:
-            if self._save is None:  # else Orbax waits for the other processes
-                self._opened.close()
+            opened, is_pending = self._opened, self._save is not None
             self._opened = self._save = None
+            if not is_pending:  # else Orbax waits for the other processes
+                opened.close()
 
     def __enter__(self) -> Self:
         return self
@@ -391,6 +392,7 @@ class CheckpointManager:
         try:
             self.close()
         except CheckpointSaveError as failure:
-            if error is None:
+            # Python prints no notes of a SystemExit: its code would hide the failure.
+            if error is None or isinstance(error, SystemExit):
                 raise
             error.add_note(f"Besides: {failure}")

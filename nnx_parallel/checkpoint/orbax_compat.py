@@ -107,8 +107,9 @@ class StepNames:
             OSError: If their metadata cannot be read now.
         """
         self.corrupt = {}
-        # A step of a local directory appears complete, by a rename. An object store may
-        # be in the middle of writing or deleting one: what is missing means nothing.
+        # A step of a local directory appears complete, by a rename, and is deleted file
+        # by file. An object store may also be in the middle of writing one: there, what
+        # is missing means nothing.
         is_local = not is_url(str(base_path))
         # No glob: a directory may be called `run[1]`.
         for path in ocp.path.Path(base_path).iterdir():

@@ -73,9 +73,13 @@ def _judge(
     saved: SavedSteps, step: int, *, verify: bool
 ) -> tuple[StoredCheckpoint | None, str]:
     """The contents of a step, and a verdict on whether it is intact."""
-    corrupt = saved.corrupt_steps
-    if step in corrupt:
-        return None, f"DAMAGED: it {corrupt[step]}"
+    if step in saved.corrupt_steps:
+        # The listing may have met a step that the run was deleting, file by file.
+        saved.reload()
+        if step in saved.corrupt_steps:
+            return None, f"DAMAGED: it {saved.corrupt_steps[step]}"
+        if step not in saved.steps:
+            return None, "gone: the run has deleted it meanwhile"
     stored = None
     try:
         stored = saved.describe(step)

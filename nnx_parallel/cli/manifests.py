@@ -57,9 +57,8 @@ done
 def jobset(job: Job) -> str:
     """A Kubernetes JobSet: one pod for each process, restarted together."""
     # Strings are quoted: some parsers take a bare 3e-4 for a number, and y for true.
-    # A string of JSON is one of YAML.
     name, indent = _name(job), "\n" + 14 * " "
-    words = (f"{indent}- {json.dumps(word)}" for word in ("python", *job.command))
+    words = (f"{indent}- {_quoted(word)}" for word in ("python", *job.command))
     variables = {
         # The first pod: <JobSet>-<job>-<replica>-<index>.<subdomain>.
         COORDINATOR: f"{name}-workers-0-0.{name}:{_PORT}",
@@ -112,7 +111,7 @@ spec:
 
 
 def _variable(indent: str, name: str, value: str) -> str:
-    return f'{indent}- name: "{name}"{indent}  value: {json.dumps(value)}'
+    return f'{indent}- name: "{name}"{indent}  value: {_quoted(value)}'
 
 
 def tpu(job: Job) -> str:
@@ -152,3 +151,10 @@ def _name(job: Job) -> str:
     cleaned = "".join(c if c.isascii() and c.isalnum() else "-" for c in stem)
     name = cleaned.strip("-")[:40].rstrip("-") or "train"
     return name if name[0].isalpha() else f"run-{name}"
+
+
+def _quoted(text: str) -> str:
+    """A string of JSON, which is one of YAML."""
+    # But for characters beyond U+FFFF: YAML joins no pairs of surrogates. Others that
+    # are not printable must be escaped.
+    return json.dumps(text, ensure_ascii=not text.isprintable())

@@ -29,9 +29,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import os
 import queue
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections import defaultdict
@@ -62,6 +64,7 @@ JOIN_SECONDS = 300.0
 
 _CONNECT_SECONDS = 20.0  # per address of a host: another of them may answer
 _DRAIN_SECONDS = 2.0
+_GREETING_SECONDS = 60
 _POLL_SECONDS = 0.05
 _KEY = "nnx_parallel/server"
 
@@ -91,6 +94,7 @@ class Server:
         self._key = key
         self._join_seconds = join_seconds
         self._clients: dict[Connection, int] = {}  # process by connection
+        self._greeted: queue.SimpleQueue[tuple[Connection, int]] = queue.SimpleQueue()
         self._exchanges: dict[str, dict[int, Any]] = {}  # incomplete ones, by key
         self._finished: set[int] = set()  # processes that announced their end
         self._has_lost = False
@@ -118,6 +122,9 @@ class Server:
                 # A thread for each: a stranger that connects and sends nothing, as
                 # port scanners do, delays no process.
                 _start("nnx_parallel.greeting", self._authenticate, peer)
+            while not self._greeted.empty():
+                connection, process = self._greeted.get()
+                self._clients[connection] = process
         self._socket.close()
         missing = sorted({*range(self._count)} - {*self._clients.values()})
         if missing:
@@ -129,9 +136,15 @@ class Server:
 
     def _authenticate(self, peer: socket.socket) -> None:
         with contextlib.suppress(Exception):  # of a stranger, or a process that died
+            # A stranger that stays silent would hold this thread for the whole run.
+            _limit_reads(peer, _GREETING_SECONDS)
             steps = (deliver_challenge, answer_challenge)
             connection = _handshake(peer, self._key, steps)
-            self._clients[connection] = int(_receive(connection)["process"])
+            process = int(_receive(connection)["process"])
+            with socket.socket(fileno=os.dup(connection.fileno())) as same:
+                _limit_reads(same, 0)
+            # Only the server's thread writes `_clients`, which it iterates over.
+            self._greeted.put((connection, process))
 
     def _serve(self, connection: Connection) -> None:
         process = self._clients[connection]
@@ -344,6 +357,15 @@ def _handshake(
     for step in steps:
         step(connection, key)
     return connection
+
+
+def _limit_reads(peer: socket.socket, seconds: int) -> None:
+    """Limits how long a read of the descriptor may wait; 0 lifts the limit."""
+    peer.setsockopt(
+        socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0)
+    )
+    # A timeout of Python's would leave the descriptor non-blocking.
+    peer.setblocking(True)
 
 
 def _start(name: str, target: Callable[..., None], *args: Any) -> None:

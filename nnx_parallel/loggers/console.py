@@ -181,8 +181,13 @@ class _StatusLine:
             finished_style="green",
         )
         percent = Text(f"{int(100 * fraction):>3}%", style="bold")
+        if width <= 0:
+            # Cells that do not fit get an ellipsis, which not every encoding has.
+            parts = (position, "  ", percent, " ", text)
+            yield Text.assemble(*parts, no_wrap=True, overflow="crop")
+            return
         line = Table.grid(*(Column(no_wrap=True) for _ in range(4)), padding=(0, 1))
-        line.add_row(position, bar if width > 0 else "", percent, text)
+        line.add_row(position, bar, percent, text)
         yield line
 
 
