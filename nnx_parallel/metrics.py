@@ -100,8 +100,8 @@ class Mean:
                 "what it is a mean of. Give it a weight: Mean(value * weight, weight)."
             )
         # Keyed by identity: weights are traced, so that equal ones cannot be told.
-        terms = {id(term.weight): term for term in self.terms}
-        for term in other.terms:
+        terms: dict[int, Mean] = {}
+        for term in (*self.terms, *other.terms):
             if same := terms.get(id(term.weight)):
                 term = Mean(_add(same.total, term.total), term.weight)
             terms[id(term.weight)] = term

@@ -147,7 +147,8 @@ def matmul_reduce_scatter(
     """
     x, w, plan = _prepare(x_shard, w_shard, axis, dim, contracting, mode, sum_dtype)
     size = jax.lax.axis_size(axis)
-    check_divides(axis, size, ("x", x_shard, dim % x_shard.ndim))
+    # The product has the other dims of x_shard, of which it scatters one.
+    check_divides(axis, size, ("a product of x_shard", x_shard, dim % x_shard.ndim))
     return _scattering(*plan)(x, w)
 
 

@@ -144,8 +144,12 @@ def choose_implementation(
 
 def _platform(layout: Layout | None) -> str:
     """The platform of the devices that the code being traced will run on."""
-    default = getattr(jax.config, "jax_default_device", None) or jax.devices()[0]
-    device: Any = default if layout is None else layout.mesh.devices.flat[0]
+    if layout is not None:
+        device: Any = layout.mesh.devices.flat[0]
+    else:
+        # Asked only here: a mesh of described devices needs no backend that starts.
+        default = getattr(jax.config, "jax_default_device", None)
+        device = default or jax.devices()[0]
     if isinstance(device, str):  # `jax_default_device` may name a platform
         return "gpu" if device == "cuda" else device
     is_rocm = "rocm" in getattr(device.client, "platform_version", "").lower()

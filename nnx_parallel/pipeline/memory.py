@@ -14,10 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
+from nnx_parallel.errors import PipelineError
+from nnx_parallel.layers.stack import Stack
 from nnx_parallel.schedules.buffers import Buffers
 from nnx_parallel.schedules.slots import Slots
 from nnx_parallel.schedules.table import Table
+from nnx_parallel.sharding.names import dotted
 
 
 def zeros_like(tree: Any) -> Any:
@@ -307,3 +311,38 @@ class StageMemory:
     received: Any
     returned: Any
     stash: Any
+
+
+def check_stack(model: nnx.Module, num_stages: int, num_chunks: int) -> None:
+    """Refuses a model whose one `Stack` does not divide into stages.
+
+    Raises:
+        PipelineError: If the model has no stack or several, or its number of layers is
+            no multiple of stages times chunks.
+    """
+    stacks = {
+        dotted(path): module
+        for path, module in nnx.iter_modules(model)
+        if isinstance(module, Stack)
+    }
+    # The loss is cut at the call of the stack, so that there can be only one.
+    if len(stacks) != 1:
+        found = f"Stacks {sorted(stacks)}" if stacks else "no Stack"
+        raise PipelineError(
+            f"{type(model).__name__} has {found}. A Pipeline spreads the layers of one "
+            "nnx_parallel.layers.Stack over its stages: put the model's repeated "
+            "blocks into one Stack, and other repeated blocks into plain modules; or "
+            "use FSDP or TensorParallel, which need none."
+        )
+    (path, stack), *_ = stacks.items()
+    # Each chunk of each stage is as many layers as any other: all run one program.
+    count, parts = stack.num_layers, num_stages * num_chunks
+    if count % parts:
+        valid = [n for n in range(1, count + 1) if count % (n * num_chunks) == 0]
+        multiples = [count // parts * parts or parts, (count // parts + 1) * parts]
+        raise PipelineError(
+            f"`{path}` has {count} layers, which {num_stages} stages of {num_chunks} "
+            f"chunks cannot share evenly. With {count} layers and {num_chunks} chunks "
+            f"the number of stages can be {valid or 'none'}; with {parts} parts the "
+            f"number of layers can be {sorted(set(multiples))}."
+        )

@@ -72,6 +72,12 @@ class RecordedCall:
             for group in (self.call.params, self.call.others)
         )
         x, others, _ = self.call.block(params, others, x, args, None)
+        found, given = jax.tree.structure(x), jax.tree.structure(self.call.x)
+        if found != given:
+            raise PipelineError(
+                f"A block of the Stack maps {given} to {found}. Its output must be "
+                "like its input: the next block takes it."
+            )
         return jax.tree.leaves(x), others
 
 

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from nnx_parallel.data.batches import split_rows
 from nnx_parallel.errors import PipelineError, ScheduleError
@@ -27,6 +28,7 @@ from nnx_parallel.pipeline.executor import Executor
 from nnx_parallel.pipeline.memory import (
     StageMemory,
     TickSlots,
+    check_stack,
     make_slots,
     read_slot,
     run_if,
@@ -69,6 +71,10 @@ class PipelineSchedule(Execution):
     schedule: Schedule
     stash: Stash
     gather: Gather
+
+    def check(self, model: nnx.Module, mesh: Mesh) -> None:
+        """Refuses a model whose one `Stack` does not divide into stages."""
+        check_stack(model, mesh.shape[self.axis], self.schedule.chunks)
 
     def gradients(
         self,

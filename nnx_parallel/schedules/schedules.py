@@ -3,7 +3,7 @@
 Each is a formula for the tick of every slot, in which microbatches move through the
 stages as wavefronts: a stage passes a microbatch on in each tick, so nothing queues
 between stages. They differ in how much waits and in how much is kept; see
-``Table.simulate`` for the numbers and ``Table.draw`` for the picture.
+``Table.simulate`` for the numbers and ``visualize(table)`` for the picture.
 """
 
 from __future__ import annotations

@@ -65,6 +65,14 @@ class Execution(abc.ABC):
 
     cuts_loss: ClassVar[bool] = False
 
+    def check(self, model: Any, mesh: Mesh) -> None:  # noqa: B027
+        """Refuses a model that cannot be run so, before anything is compiled.
+
+        Args:
+            model: The model, concrete or abstract.
+            mesh: The mesh.
+        """
+
     @abc.abstractmethod
     def gradients(
         self,

@@ -246,8 +246,12 @@ def process_local_to_global(
     spec = P(*[None] * dim, names)
     # Checked first as a whole: a leaf that is no array is named by its path.
     infos = list(array_infos(batch, "batch"))
-    paths = jax.tree.unflatten(jax.tree.structure(batch), [path for _, path in infos])
-    return jax.tree.map(lambda x, path: _join(x, path, spec, layout.mesh), batch, paths)
+    leaves, tree = jax.tree.flatten(batch)
+    # Unflattened once, with arrays: a class of the user's may accept nothing else.
+    return tree.unflatten(
+        _join(x, path, spec, layout.mesh)
+        for x, (_, path) in zip(leaves, infos, strict=True)
+    )
 
 
 def _join(x: Any, path: str, spec: P, mesh: Mesh) -> jax.Array:

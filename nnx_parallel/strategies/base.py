@@ -58,13 +58,17 @@ class Strategy(abc.ABC):
         """My mesh axes, and what they split."""
 
     # Not abstract: most techniques run any model.
-    def check(self, model: nnx.Module, mesh: Mesh) -> None:  # noqa: B027
+    def check(self, model: nnx.Module, mesh: Mesh) -> None:
         """Refuses a model that I cannot run, before anything is compiled.
+
+        By default one that my claims' `Execution` cannot run.
 
         Args:
             model: The model, concrete or abstract.
             mesh: The mesh, with my axes.
         """
+        if (execution := self.claims().execution) is not None:
+            execution.check(model, mesh)
 
     @property
     def axis_sizes(self) -> Mapping[str, int | None]:

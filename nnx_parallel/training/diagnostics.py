@@ -224,7 +224,7 @@ def check_replicas(state: Any, step: int) -> None:
     leaves = [
         (path_of(path), x)
         for path, x in jax.tree_util.tree_leaves_with_path(state)
-        # Others, on a single device, have no copies.
+        # Arrays on one device have no copies; other shardings are not compared.
         if isinstance(x.sharding, NamedSharding)
     ]
     hashes = start_hashes([x for _, x in leaves])()

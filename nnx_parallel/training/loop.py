@@ -78,6 +78,8 @@ class Settings:
                 f"callbacks is a {type(self.callbacks).__name__}. It must be a list of "
                 "callbacks, of one too."
             )
+        # An iterator would be empty at the second hook.
+        object.__setattr__(self, "callbacks", tuple(self.callbacks))
         Watchdog(self.step_timeout)  # refuses a time that means nothing
 
 
@@ -377,7 +379,7 @@ class Loop:
         # After the evaluation, whose hooks may stop the fit: this step is then saved.
         ends = self._ends(step)
         if (saves or ends) and self.run.checkpoints.options:
-            self.run.save(may_skip=not ends)
+            self.run.save(step, may_skip=not ends)
         # The pause is no part of the next step's time.
         self._recorder.restart_clock()
         if not ends:
@@ -415,7 +417,7 @@ class Loop:
         if not self.run.checkpoints.options or not self._is_alone:
             return
         try:
-            self.run.save()
+            self.run.save(step)
             error.add_note(
                 f"Step {step} is saved. To evaluate it alone, restore it and call "
                 "trainer.evaluate(...)."

@@ -24,8 +24,8 @@ from nnx_parallel.training.optimizers import warn_of_changes
 class RunState:
     """The training state, the position in the data, and the newest metrics of a run.
 
-    The three move together: a checkpoint holds all of them, so that a resumed run
-    computes the next step from the next batch.
+    A checkpoint holds all three, so that a resumed run computes the next step from the
+    next batch. Metrics follow the other two when a fit pauses to evaluate or save.
 
     Args:
         plan: The place of every array.
@@ -35,7 +35,7 @@ class RunState:
 
     Attributes:
         data: Position in the data.
-        metrics: Of the newest step whose metrics are known, named by ``"step"``, with
+        metrics: Of the step at which the fit last paused, named by ``"step"``, with
             those of its evaluation.
         is_fresh: Whether the state is the first one: neither trained nor restored.
     """
@@ -85,10 +85,20 @@ class RunState:
         finally:
             self._is_counting = False
 
-    def save(self, *, once: bool = True, may_skip: bool = False) -> None:
-        """Starts to save this run under its step; see the manager's ``save``."""
+    def save(
+        self, step: int | None = None, *, once: bool = True, may_skip: bool = False
+    ) -> None:
+        """Starts to save this run under a step; see the manager's ``save``.
+
+        Args:
+            step: The step as a fit counts, which is the state's unless a callback has
+                moved that; by default the state's.
+            once: As of the manager.
+            may_skip: As of the manager.
+        """
+        step = self.step if step is None else step
         # All processes meet in `to_json`, also where the save has nothing to do.
-        step, position = self.step, self.data.to_json()
+        position = self.data.to_json()
         metrics = self.metrics if self.metrics.get("step") == step else {}
         self.checkpoints.save(
             self.state, step, position, metrics, once=once, may_skip=may_skip

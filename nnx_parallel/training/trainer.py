@@ -295,7 +295,10 @@ class Trainer:
             eval_data=eval_data,
             eval_every=eval_every,
         )
-        return self._loop.fit()
+        try:
+            return self._loop.fit()
+        finally:
+            self._loop = None  # it holds the evaluation's data
 
     def stop(self, reason: str) -> None:
         """Ends the fit after the step in work, evaluated and saved as the last one."""

@@ -171,7 +171,7 @@ class Description:
         return "\n".join(lines)
 
     def __rich__(self) -> Group:
-        return Group(self.table(), Text(self.summary()))
+        return Group(Text(self.title), self.table(), Text(self.summary()))
 
     def __str__(self) -> str:
         # In a notebook rich would display the table instead of writing it.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from rich.console import Group
+from rich.text import Text
 
 from nnx_parallel.schedules.table import Table
 from nnx_parallel.sharding.names import path_of
@@ -64,7 +66,8 @@ def visualize(thing: Any, **costs: Any) -> Picture:
         )
     if isinstance(thing, Description):
         # As wide as `Description.__str__`, so that both print the same text.
-        return Picture(thing.title, thing.__rich__(), columns=180, svg_columns=180)
+        body = Group(thing.table(), Text(thing.summary()))
+        return Picture(thing.title, body, columns=180, svg_columns=180)
     # By attributes, since a `jax.ShapeDtypeStruct` is drawn like an array.
     if hasattr(thing, "shape") and hasattr(thing, "sharding"):
         return array_picture(shard_map_of(thing))
