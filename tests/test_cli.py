@@ -163,6 +163,15 @@ def test_a_jobset_says_how_devices_are_simulated(
     assert container["resources"] == {"limits": {}}
 
 
+def test_a_jobset_hands_over_any_character(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train.py", "\N{GRINNING FACE}", "caf\xe9", "a\x85b", "tab\t"]
+    assert main(["launch", "--processes", "2", "--print", "jobset", *words]) == 0
+    manifest = yaml.safe_load(capsys.readouterr().out)
+    (jobs,) = manifest["spec"]["replicatedJobs"]
+    (container,) = jobs["template"]["spec"]["template"]["spec"]["containers"]
+    assert container["command"] == ["python", *words]
+
+
 def test_a_jobset_quotes_what_another_parser_takes_for_a_number(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -257,6 +266,19 @@ def test_a_step_that_vanishes_is_not_damaged(run: Path, tmp_path: Path) -> None:
         assert verdict == "gone: the run has deleted it meanwhile"
         _, verdict = _judge(saved, 4, verify=True)
         assert verdict.startswith("whole")
+
+
+def test_a_step_that_is_being_deleted_is_looked_at_again(
+    run: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / "run"
+    shutil.copytree(run, directory)
+    (directory / "2" / "_CHECKPOINT_METADATA").unlink()
+    with closing(SavedSteps(Checkpoint(directory), read_only=True)) as saved:
+        assert list(saved.corrupt_steps) == [2]
+        assert _judge(saved, 2, verify=False)[1] == "DAMAGED: it has no metadata left"
+        shutil.rmtree(directory / "2")
+        assert _judge(saved, 2, verify=False)[1].startswith("gone")
 
 
 def test_inspect_finds_nothing(

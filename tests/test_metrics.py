@@ -40,6 +40,8 @@ def test_terms_of_one_weight_merge_and_of_two_stay_apart() -> None:
     assert len((Mean(1.0, weight) + Mean(2.0, weight)).terms) == 1
     apart = Mean(1.0, weight) + Mean(2.0, jnp.float32(4.0)) + Mean(3.0, weight)
     assert [float(term.total) for term in apart.terms] == [4.0, 2.0]
+    shared = jax.tree.map(lambda _: weight, Mean(1.0, 3.0) + Mean(2.0, 4.0))
+    assert float((shared + Mean(0.0, weight)).value) == 2.0
 
 
 def test_sums_merge_term_by_term() -> None:

@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel
 from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import FSDP, Claims, Composite, DataParallel, Pipeline, Strategy
+from nnx_parallel.errors import PipelineError
 from nnx_parallel.sharding.names import flatten_pure
 from tests.parity.runs import compiling
 from tests.pipelines import make_trainer
@@ -64,6 +66,24 @@ def test_composed_with_fsdp_and_a_pipeline_it_trains_as_one_device() -> None:
     losses, params = fit(COMPOSITE)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     assert params["embed.embedding"].sharding.spec == P("lexicon", "fsdp")
+
+
+@dataclass(frozen=True, repr=False)
+class BorrowedPipeline(Strategy):
+    """Another class with the claims of a pipeline."""
+
+    def claims(self) -> Claims:
+        return Pipeline(4).claims()
+
+
+def test_borrowed_claims_are_checked_as_their_owners_are() -> None:
+    with pytest.raises(PipelineError, match="has 2 layers, which 4 stages"):
+        make_trainer(
+            lambda rngs: GPT(CONFIG, rngs=rngs),
+            next_token_loss,
+            BorrowedPipeline(),
+            optimizer=optax.adamw(1e-3),
+        )
 
 
 def test_its_axis_splits_rows_and_shows_in_the_table() -> None:

@@ -202,6 +202,24 @@ def test_a_block_gives_what_it_takes() -> None:
         step(once, lambda rngs: Model(rngs, widening))
 
 
+class Forking(nnx.Module):
+    """A block that returns one array more than it takes."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = linear(rngs)
+
+    def __call__(self, x: jax.Array, other: jax.Array) -> tuple:
+        return self.linear(x), other * 2
+
+
+def test_a_block_gives_as_many_arrays_as_it_takes() -> None:
+    def loss(model: Any, batch: Any) -> jax.Array:
+        return model(batch["x"], batch["x"])[0].mean()
+
+    with pytest.raises(PipelineError, match="must be like its input"):
+        step(loss, lambda rngs: Model(rngs, Forking))
+
+
 class Counting(nnx.Module):
     """A block that counts its calls."""
 

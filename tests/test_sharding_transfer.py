@@ -130,6 +130,26 @@ def test_with_one_process_local_data_is_device_put(
     assert placed["n"].sharding.spec == P()
 
 
+@jax.tree_util.register_pytree_node_class
+class Rows:
+    """A batch that accepts arrays alone, as many classes of users do."""
+
+    def __init__(self, x: Any) -> None:
+        self.x = jnp.asarray(x)
+
+    def tree_flatten(self) -> tuple[tuple, None]:
+        return (self.x,), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: tuple) -> "Rows":
+        return cls(*children)
+
+
+def test_a_batch_may_be_of_a_class_of_its_own(mesh: Mesh) -> None:
+    placed = process_local_to_global(Rows(np.ones((8, 2))), mesh, "data")
+    assert placed.x.sharding.spec == P("data")
+
+
 def test_local_data_that_does_not_fit(mesh: Mesh) -> None:
     with pytest.raises(
         UnknownAxisError, match=re.escape("Cannot shard `batch.x` as P")
