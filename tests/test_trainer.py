@@ -205,14 +205,6 @@ def test_a_fast_run_takes_two_steps_and_writes_nothing(
         ("eval", 2),
         ("end", 2),
     ]
-
-
-def test_callbacks_of_an_iterator_are_called_at_every_hook() -> None:
-    calls: list[tuple] = []
-    trainer = make_trainer(callbacks=(watch for watch in [Watch("a", calls)]))
-    trainer.fit(make_batches(2), 2)
-    steps = [("start", 0), ("step", 1), ("step", 2), ("end", 2)]
-    assert [call[1:] for call in calls] == steps
     assert list(tmp_path.iterdir()) == []
 
 
@@ -232,6 +224,14 @@ def test_callbacks_are_called_in_order() -> None:
         ("eval", 2),
         ("end", 2),
     ]
+
+
+def test_callbacks_of_an_iterator_are_called_at_every_hook() -> None:
+    calls: list[tuple] = []
+    trainer = make_trainer(callbacks=(watch for watch in [Watch("a", calls)]))
+    trainer.fit(make_batches(2), 2)
+    steps = [("start", 0), ("step", 1), ("step", 2), ("end", 2)]
+    assert [call[1:] for call in calls] == steps
 
 
 @pytest.mark.parametrize("at", [("step", 2), ("eval", 2), ("start", 0)])
