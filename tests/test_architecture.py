@@ -5,6 +5,7 @@ import functools
 import inspect
 import re
 import sys
+import tokenize
 import tomllib
 from collections.abc import Iterator
 from itertools import pairwise
@@ -220,6 +221,18 @@ def test_a_function_has_at_most_60_lines(file: Path) -> None:
     assert {name: n for name, n in lengths.items() if n > 60} == {}
 
 
+@pytest.mark.parametrize("file", files_of(PACKAGE), ids=dotted_name)
+def test_a_file_has_at_most_450_lines(file: Path) -> None:
+    assert num_lines(file) <= 450
+
+
+def test_the_code_gives_its_reasons() -> None:
+    """Comments that are not directions to a tool, for each 100 lines of code."""
+    counts = [comments_and_code(file) for file in files_of(PACKAGE)]
+    comments, code = (sum(column) for column in zip(*counts, strict=True))
+    assert 100 * comments / code >= 6
+
+
 def test_the_order_of_imports_is_short() -> None:
     assert len(ORDER) <= 25
 
@@ -291,6 +304,10 @@ def is_function(node: ast.AST) -> TypeGuard[ast.FunctionDef | ast.AsyncFunctionD
     return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
 
 
+def num_lines(file: Path) -> int:
+    return len(file.read_text().splitlines())
+
+
 def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """Lines of a function from its first statement on, without its docstring."""
     body = function.body[1:] if ast.get_docstring(function) else function.body
@@ -299,6 +316,32 @@ def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 def last_line(node: ast.stmt) -> int:
     return node.end_lineno or node.lineno
+
+
+def comments_and_code(file: Path) -> tuple[int, int]:
+    """How many comments give a reason, and how many lines hold code."""
+    docstrings = set()
+    for node in ast.walk(tree_of(file)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            docstrings |= set(range(node.lineno, last_line(node) + 1))
+    comments, code = 0, set()
+    with file.open("rb") as lines:
+        for token in tokenize.tokenize(lines.readline):
+            if token.type == tokenize.COMMENT:
+                comments += not re.match(r"# *(pyright:|noqa|type:)", token.string)
+            elif token.type not in NOT_CODE:
+                code |= set(range(token.start[0], token.end[0] + 1))
+    return comments, len(code - docstrings)
+
+
+NOT_CODE = {
+    tokenize.ENCODING,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 
 
 def names_imported(file: Path) -> Iterator[tuple[str, str]]:
