@@ -65,7 +65,7 @@ class Precision:
 
     @property
     def needs_loss_scale(self) -> bool:
-        """Whether these dtypes have the loss computed in float16."""
+        """True if the loss is computed in float16."""
         # bfloat16 has float32's exponents; float16 rounds small gradients to 0.
         compute = self.params if self.compute is None else self.compute
         return compute == jnp.float16

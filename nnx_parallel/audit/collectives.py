@@ -98,7 +98,7 @@ def read_collective(
 
 
 def _is_continuation(computation: Computation, instruction: Instruction) -> bool:
-    """Whether a TPU repeats here, in a fusion, a collective that it started before."""
+    """True if a TPU repeats, in a fusion, a collective that it started before."""
     # The TPU compiler spreads a collective over several fusions and writes it in each;
     # in the first an `AsyncCollectiveStart` reads it.
     return _ASYNC_FUSION in instruction.attributes and not any(

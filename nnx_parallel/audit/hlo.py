@@ -200,7 +200,7 @@ def _parse_instruction(name: str, text: str) -> Instruction:
 
 
 def _parenthesised(text: str, start: int) -> tuple[list[str], int]:
-    """What stands between commas in the parentheses at `start`, and where they end."""
+    """Operands in the parentheses at `start`, and the index where these end."""
     parts, depth = [], 0
     for found in _SEPARATOR.finditer(text, start):
         bracket = found.group()

@@ -55,7 +55,7 @@ def evaluate(
 
 @dataclass(frozen=True, kw_only=True)
 class WhileLoop:
-    """What is known of a `while` before it runs.
+    """A `while` as far as it is known before it runs.
 
     Attributes:
         trip_count: How often its body runs; `None` when that depends on data.

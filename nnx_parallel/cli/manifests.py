@@ -1,6 +1,6 @@
 """Scripts and manifests with which a cluster's scheduler starts the same run.
 
-The scheduler starts the processes and, as it is told, all of them again after a
+The scheduler starts the processes and, as it is configured, all of them again after a
 failure; the script's ``initialize()`` finds its place from the environment.
 """
 
@@ -116,7 +116,7 @@ def _variable(indent: str, name: str, value: str) -> str:
 
 def tpu(job: Job) -> str:
     """A shell script that starts one process on each host of a TPU slice."""
-    # No variable of a TPU VM says that it is part of a slice: `initialize` is told.
+    # No variable of a TPU VM says that it is part of a slice, so the script sets one.
     command = f"{CLUSTER}=tpu {_command(job)}"
     return f"""#!/bin/bash
 # Usage: TPU=name ZONE=zone bash this. The slice has {job.num_processes} hosts.

@@ -17,12 +17,12 @@ Env = Mapping[jex.Var, Any]
 
 
 def is_jit(eqn: jex.JaxprEqn) -> bool:
-    """Whether an equation is a call under ``jax.jit``."""
+    """True if an equation is a call under ``jax.jit``."""
     return eqn.primitive.name == "jit"
 
 
 def is_call(eqn: jex.JaxprEqn) -> bool:
-    """Whether an equation only calls a jaxpr (``remat2`` is ``jax.checkpoint``)."""
+    """True if an equation only calls a jaxpr (``remat2`` is ``jax.checkpoint``)."""
     return eqn.primitive.name in ("jit", "closed_call", "remat2")
 
 

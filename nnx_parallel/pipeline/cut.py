@@ -45,7 +45,7 @@ Function = Callable[[Arrays, Arrays, Any, Any], tuple[Any, Arrays]]
 
 
 def calls_stack(function: Callable, *args: Any) -> bool:
-    """Whether a function of arrays calls a `Stack`."""
+    """True if a function of arrays calls a `Stack`."""
     with using_runner(record):
         traced = trace(function, *args)
     return any(eqn.primitive is stack_p for eqn, _ in walk(traced))

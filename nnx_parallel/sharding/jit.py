@@ -278,7 +278,7 @@ class ShardedFunction:
         return self._find(values, keywords).trace(*values)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """What a call returns, as ``jax.ShapeDtypeStruct``; nothing is compiled."""
+        """The outputs of a call as ``jax.ShapeDtypeStruct``; nothing is compiled."""
         values, keywords = _by_position(args, kwargs)
         return self._find(values, keywords).eval_shape(*values)
 
@@ -291,7 +291,7 @@ class ShardedFunction:
             self._last = self._steady = _NONE
 
     def _signature(self, values: Values, keywords: Names) -> Signature:
-        """What a program is resolved for: two calls that share it share the program."""
+        """Key of a program: two calls with the same key share the program."""
         static: tuple[Any, ...] = ()
         if fixed := self._arguments.static:
             names = self._arguments.names(len(values) - len(keywords), keywords)

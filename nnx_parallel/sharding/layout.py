@@ -58,7 +58,7 @@ class Placement:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether the computation uses it in another layout than it is stored in."""
+        """True if the computation uses it in another layout than it is stored in."""
         return self.used != self.stored or self.gradient != self.stored
 
 
@@ -95,7 +95,7 @@ class Layout:
         return next((z.prefetch for z in self.claims.zero if z.prefetch), None)
 
     def is_silent(self, names: Sequence) -> bool:
-        """Whether it says nothing about an array's names: a mesh alone does not."""
+        """True if it says nothing about an array's names: a mesh alone does not."""
         claims = self.claims
         has_claims = claims.logical or claims.batch or claims.activations
         return not has_claims and self.mesh.shape.keys().isdisjoint(names)

@@ -62,7 +62,7 @@ class ArrayInfo:
 
     @property
     def is_stacked(self) -> bool:
-        """Whether dim 0 enumerates the layers of a `Stack`."""
+        """True if dim 0 enumerates the layers of a `Stack`."""
         # `Stack` puts this name in front of those of its block's dims.
         return bool(self.names) and self.names[0] == "layers"
 
@@ -123,5 +123,5 @@ def flatten_pure(tree: Mapping) -> dict[str, jax.Array]:
 
 
 def is_inexact(x: Any) -> bool:
-    """Whether gradients flow through it: floating-point or complex numbers."""
+    """True if gradients flow through it: floating-point or complex numbers."""
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)

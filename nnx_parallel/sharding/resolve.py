@@ -42,12 +42,12 @@ def as_chain(rules: Any) -> Any:
 
 
 def is_placeable(x: object) -> bool:
-    """Whether a node of a tree of placements says where everything below it lives."""
+    """True if a node of a tree of placements places everything below it."""
     return x is None or isinstance(x, P | Sharding | Rules)
 
 
 def has_rules(placements: Any) -> bool:
-    """Whether a tree of placements must see an array's shape to say where it lives."""
+    """True if a tree of placements must see an array's shape to say where it lives."""
     leaves = jax.tree.leaves(placements, is_leaf=is_placeable)
     return any(isinstance(x, Rules) for x in leaves)
 

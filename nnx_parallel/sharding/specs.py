@@ -40,7 +40,7 @@ def dim_axes(spec: P | Sequence, ndim: int) -> DimAxes:
 
 
 def is_spec(x: object) -> bool:
-    """Whether a node of a pytree is a spec, which JAX would else take apart."""
+    """True if a node of a pytree is a spec."""
     return isinstance(x, P)
 
 

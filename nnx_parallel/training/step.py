@@ -77,7 +77,7 @@ class StepOptions:
 
 
 def takes_rngs(loss: Callable) -> bool:
-    """Whether a loss has a parameter named ``rngs``, for random streams."""
+    """True if a loss has a parameter named ``rngs``, for random streams."""
     return "rngs" in inspect.signature(loss).parameters
 
 

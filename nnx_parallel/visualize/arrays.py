@@ -67,7 +67,7 @@ class ShardMap:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every device holds all of it."""
+        """True if every device holds all of it."""
         # One block is not enough: a dim that is not drawn may be split.
         return len(self.blocks) == len(self.blocks[0]) == 1 and not self.hidden
 
@@ -88,14 +88,14 @@ class ShardMap:
 
     @property
     def caption(self) -> str:
-        """What rows and columns are, and what cannot be seen."""
+        """The caption: rows, columns, and dims that are not drawn."""
         words = ("rows", "columns")[-len(self.dims) :] if self.dims else ()
         shown = [f"{word}: {describe_dim(self, i)}" for i, word in enumerate(words)]
         return " · ".join([*shown, *self.notes])
 
     @property
     def notes(self) -> list[str]:
-        """What the blocks themselves do not show."""
+        """The notes of the caption, on what the blocks do not show."""
         # Of the dims that are drawn, `describe_dim` says which are whole.
         whole = [
             d
