@@ -117,7 +117,7 @@ def plan_buffers(table: Table) -> Buffers:
 
 def _assign(ranges: LiveRanges) -> Ints:
     """A slot for each value, none shared by two that are alive in one tick."""
-    slots = np.full(ranges.start.shape, -1, np.int32)
+    slots = np.full_like(ranges.start, -1, dtype=np.int32)
     for stage in np.unique(ranges.stage):
         rows = np.flatnonzero(ranges.stage == stage)
         free: list[int] = []
