@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -65,8 +65,6 @@ class PipelineSchedule(Execution):
         gather: How often weights that FSDP shards are gathered.
     """
 
-    cuts_loss: ClassVar[bool] = True
-
     axis: str
     schedule: Schedule
     stash: Stash
@@ -75,6 +73,16 @@ class PipelineSchedule(Execution):
     def check(self, model: nnx.Module, mesh: Mesh) -> None:
         """Refuses a model whose one `Stack` does not divide into stages."""
         check_stack(model, mesh.shape[self.axis], self.schedule.chunks)
+
+    def merge(
+        self, plan: StatePlan, params: dict, variables: dict, *, training: bool
+    ) -> nnx.Module:
+        """The model; layers of its stack are cast and gathered where they run."""
+        return plan.merge(params, variables, training=training, cast_stacked=False)
+
+    def observe_labels(self, run: Callable[[], Any]) -> list[Any]:
+        """No labels: a loss that is cut runs without its callbacks, which report."""
+        return []
 
     def gradients(
         self,
@@ -127,9 +135,7 @@ class PipelineSchedule(Execution):
         inputs = PipelineInputs.of(*arrays, split_rows(plan.layout, batch, count), key)
 
         def run(params: Arrays, variables: Arrays, batch: Any, key: Any) -> Any:
-            model = plan.merge(
-                nest(params), nest(variables), training=False, cast_stacked=False
-            )
+            model = self.merge(plan, nest(params), nest(variables), training=False)
             return function(model, batch, key), {}
 
         num_stages = plan.layout.mesh.shape[self.axis]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from jax.sharding import Mesh
 
@@ -55,15 +55,8 @@ class Execution(abc.ABC):
     """How a step is run on the mesh: its gradients, and its outputs.
 
     A plan is a `StatePlan`, a state a `TrainState`, which come later in the order of
-    imports. Both methods are traced.
-
-    Attributes:
-        cuts_loss: Whether the loss is cut into parts. Layers of a `Stack` are then cast
-            and gathered where they run, and callbacks inside the loss do not see it
-            whole.
+    imports. `merge`, `gradients` and `outputs` are traced.
     """
-
-    cuts_loss: ClassVar[bool] = False
 
     def check(self, model: Any, mesh: Mesh) -> None:  # noqa: B027
         """Refuses a model that cannot be run so, before anything is compiled.
@@ -71,6 +64,19 @@ class Execution(abc.ABC):
         Args:
             model: The model, concrete or abstract.
             mesh: The mesh.
+        """
+
+    def merge(
+        self, plan: Any, params: dict, variables: dict, *, training: bool
+    ) -> Any:
+        """The model as the loss sees it: cast to the compute dtype, gathered at use."""
+        return plan.merge(params, variables, training=training)
+
+    @abc.abstractmethod
+    def observe_labels(self, run: Callable[[], Any]) -> list[Any]:
+        """Calls ``run``, which evaluates the loss; the `LabelRange` of each call of it.
+
+        None where callbacks inside the loss cannot report them.
         """
 
     @abc.abstractmethod

@@ -21,7 +21,7 @@ from nnx_parallel.data.batches import join_rows, place_batch
 from nnx_parallel.data.prefetch import PrefetchIterator
 from nnx_parallel.distributed.faults import Watchdog
 from nnx_parallel.errors import DataError
-from nnx_parallel.layers.loss import LabelRange, observing_labels
+from nnx_parallel.layers.loss import LabelRange
 from nnx_parallel.metrics import Mean, split_loss_output
 from nnx_parallel.precision import cast_floating
 from nnx_parallel.sharding.tree import gather
@@ -214,16 +214,11 @@ class Programs:
 
     def label_ranges(self, state: TrainState, batch: Batch) -> list[LabelRange]:
         """The labels that our losses find in a batch on the mesh, where they can."""
-        if execution_of(self.plan).cuts_loss:
-            # A loss that is cut runs without its callbacks, which report the labels.
-            return []
-        with observing_labels() as seen:
-            # Compiled once more: the losses report their labels only if traced here.
-            step = make_eval_step(self.plan, self.loss, self.options)
-            jax.block_until_ready(
-                step(state.params, state.variables, state.key, 0, batch)
-            )
-        return seen
+        # Compiled once more: the losses report their labels only if traced here.
+        step = make_eval_step(self.plan, self.loss, self.options)
+        return execution_of(self.plan).observe_labels(
+            lambda: step(state.params, state.variables, state.key, 0, batch)
+        )
 
     def _batches(
         self,

@@ -125,7 +125,6 @@ class Loop:
         self._tracer = Tracer(settings.profile, checkpoints.local_directory)
         self._watchdog = Watchdog(settings.step_timeout)
         self._termination = Termination()
-        self._stop_request: str | None = None
         self._agreed_stop: str | None = None
         self._first_batch: Batch | None = None
         self._temporary_bytes: int | None = None
@@ -208,6 +207,7 @@ class Loop:
         logger.start(first_step=run.step, num_steps=self.num_steps)
         if resumed:
             logger.message(resumed)
+        self._stop_request: str | None = None  # requests count from the first hook on
         for callback in self.settings.callbacks:
             callback.on_fit_start(self.trainer)
         # The step is read again: a hook may have restored another one.
@@ -228,10 +228,11 @@ class Loop:
         run, recorder, checkpoints = self.run, self._recorder, self.run.checkpoints
         step = first_step = run.step
         with (
+            # Disarmed last: what hangs while the others close is ended too.
+            contextlib.ExitStack() as stack,
             self._prefetch(first_step) as batches,
             self._tracer,
             run.counting_steps(),
-            contextlib.ExitStack() as stack,
         ):
             stack.callback(self._watchdog.disarm)
             for item in batches:

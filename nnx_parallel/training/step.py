@@ -18,6 +18,7 @@ import optax
 from flax import nnx
 
 from nnx_parallel.data.batches import constrain_rows, split_rows
+from nnx_parallel.layers.loss import LabelRange, observing_labels
 from nnx_parallel.layers.remat import (
     Remat,
     active_remat,
@@ -141,15 +142,11 @@ def _without_gathers(plan: StatePlan, forward: Forward) -> Forward:
 
 def _forward(plan: StatePlan, loss: LossFn) -> Forward:
     """The loss as a function of arrays: means by name, and the variables after it."""
-    cast_stacked = not execution_of(plan).cuts_loss
-
     def forward(
         params: dict, variables: dict, batch: Batch, key: jax.Array
     ) -> tuple[Means, dict]:
         with jax.named_scope("forward"):
-            model = plan.merge(
-                params, variables, training=True, cast_stacked=cast_stacked
-            )
+            model = execution_of(plan).merge(plan, params, variables, training=True)
             given = values_of(model)  # by identity: what the loss assigns is another
             mean, metrics = split_loss_output(call_loss(plan, loss, model, batch, key))
             after = values_of(model)
@@ -163,6 +160,12 @@ def _forward(plan: StatePlan, loss: LossFn) -> Forward:
 @dataclass(frozen=True)
 class AccumulateMicrobatches(Execution):
     """The whole mesh runs one microbatch after the other; gradients are summed."""
+
+    def observe_labels(self, run: Callable[[], Any]) -> list[LabelRange]:
+        """The labels that our losses find while ``run`` is traced and executed."""
+        with observing_labels() as seen:
+            jax.block_until_ready(run())
+        return seen
 
     def gradients(
         self,
