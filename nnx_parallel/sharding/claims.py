@@ -66,9 +66,7 @@ class Execution(abc.ABC):
             mesh: The mesh.
         """
 
-    def merge(
-        self, plan: Any, params: dict, variables: dict, *, training: bool
-    ) -> Any:
+    def merge(self, plan: Any, params: dict, variables: dict, *, training: bool) -> Any:
         """The model as the loss sees it: cast to the compute dtype, gathered at use."""
         return plan.merge(params, variables, training=training)
 

@@ -142,6 +142,7 @@ def _without_gathers(plan: StatePlan, forward: Forward) -> Forward:
 
 def _forward(plan: StatePlan, loss: LossFn) -> Forward:
     """The loss as a function of arrays: means by name, and the variables after it."""
+
     def forward(
         params: dict, variables: dict, batch: Batch, key: jax.Array
     ) -> tuple[Means, dict]:
