@@ -25,20 +25,18 @@ from nnx_parallel.sharding.constrain import use_params, using
 from nnx_parallel.sharding.layout import Layout, Placement
 from nnx_parallel.sharding.model import (
     ModelFn,
+    Optimizer,
     Path,
     arrays_from,
+    as_transformation,
     flatten,
     nest,
+    optimizer_specs,
     place_model,
     placed_arrays,
     stored_shardings,
 )
 from nnx_parallel.sharding.names import dotted, variables_of
-from nnx_parallel.sharding.optimizer import (
-    Optimizer,
-    as_transformation,
-    optimizer_specs,
-)
 
 MODES = ("deterministic", "use_running_average")
 """Attributes of modules that tell evaluation from training."""

@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
 
 from nnx_parallel.distributed.agreement import reserve_allgather
-from nnx_parallel.sharding.specs import dim_axes
+from nnx_parallel.sharding.names import dim_axes
 
 Checksums = dict[str, dict[str, int]]
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from nnx_parallel.errors import AttentionKernelError
 from nnx_parallel.sharding.constrain import active_layout, constrain
 from nnx_parallel.sharding.layout import Layout
-from nnx_parallel.sharding.specs import dim_axes, to_spec
+from nnx_parallel.sharding.names import dim_axes, to_spec
 
 Implementation = Literal["xla", "cudnn", "splash"]
 """Implementations of attention.

@@ -26,7 +26,7 @@ from nnx_parallel.sharding.constrain import (
     constrain_param,
 )
 from nnx_parallel.sharding.layout import Layout
-from nnx_parallel.sharding.specs import DimAxes, dim_axes, to_spec
+from nnx_parallel.sharding.names import DimAxes, dim_axes, to_spec
 
 SEQ = 1
 """The dim of ``(batch, seq, *features)`` that sequence parallelism splits."""

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from nnx_parallel.metrics import Mean
 from nnx_parallel.sharding.constrain import active_layout
 from nnx_parallel.sharding.layout import Layout
-from nnx_parallel.sharding.specs import dim_axes
+from nnx_parallel.sharding.names import dim_axes
 
 
 class LabelRange(NamedTuple):

@@ -36,8 +36,7 @@ from nnx_parallel.layers.residuals import (
 )
 from nnx_parallel.sharding.constrain import active_layout
 from nnx_parallel.sharding.layout import Layout, Placement
-from nnx_parallel.sharding.names import is_inexact
-from nnx_parallel.sharding.specs import dim_axes
+from nnx_parallel.sharding.names import dim_axes, is_inexact
 
 
 @dataclass(frozen=True, kw_only=True)

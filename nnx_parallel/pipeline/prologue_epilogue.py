@@ -28,8 +28,7 @@ from nnx_parallel.schedules.buffers import Buffers
 from nnx_parallel.sharding.constrain import using
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.model import flatten
-from nnx_parallel.sharding.names import is_inexact
-from nnx_parallel.sharding.specs import as_tuple
+from nnx_parallel.sharding.names import as_tuple, is_inexact
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,13 +15,13 @@ from jax.sharding import Mesh
 
 from nnx_parallel.collectives.ring import Mode, Overlap
 from nnx_parallel.errors import PlacementConflictError
+from nnx_parallel.sharding.names import MeshAxes
 from nnx_parallel.sharding.rules import (
     FSDPRules,
     Rules,
     logical_items,
     merge_logical,
 )
-from nnx_parallel.sharding.specs import MeshAxes
 
 ZeroKind = Literal["params", "gradients", "optimizer"]
 

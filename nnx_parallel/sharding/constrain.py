@@ -24,9 +24,8 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.errors import SpecRankError
 from nnx_parallel.sharding.layout import Layout, Placement
-from nnx_parallel.sharding.names import LOGICAL_AXES
+from nnx_parallel.sharding.names import LOGICAL_AXES, suggest
 from nnx_parallel.sharding.resolve import constrain_tree
-from nnx_parallel.sharding.specs import suggest
 
 _active: ContextVar[Layout | None] = ContextVar("layout", default=None)
 

@@ -22,13 +22,13 @@ from jax.sharding import PartitionSpec as P
 from nnx_parallel.errors import PlacementTreeError
 from nnx_parallel.sharding.constrain import bound_annotations
 from nnx_parallel.sharding.layout import Layout
+from nnx_parallel.sharding.names import check_axes, suggest
 from nnx_parallel.sharding.resolve import (
     constrain_tree,
     has_rules,
     is_placeable,
     resolve_leaves,
 )
-from nnx_parallel.sharding.specs import check_axes, suggest
 from nnx_parallel.sharding.tree import HasLayout, layout_of
 
 Program = Any  # what `jax.jit` returns

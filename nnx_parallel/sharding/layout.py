@@ -14,9 +14,9 @@ from nnx_parallel.collectives.ring import Mode
 from nnx_parallel.errors import UnknownAxisError
 from nnx_parallel.mesh import MESH_AXES
 from nnx_parallel.sharding.claims import Claims, ZeroKind
-from nnx_parallel.sharding.names import LOGICAL_AXES, ArrayInfo
-from nnx_parallel.sharding.rules import LogicalRules, answer_of
-from nnx_parallel.sharding.specs import (
+from nnx_parallel.sharding.names import (
+    LOGICAL_AXES,
+    ArrayInfo,
     DimAxes,
     as_tuple,
     check_spec,
@@ -24,8 +24,8 @@ from nnx_parallel.sharding.specs import (
     dividing_prefix,
     suggest,
     to_spec,
-    without_axes,
 )
+from nnx_parallel.sharding.rules import LogicalRules, answer_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,8 +194,8 @@ class Layout:
     def _placement(self, info: ArrayInfo, axes: DimAxes, reason: str) -> Placement:
         # ZeRO-1, 2 and 3 are one array of axes, from which each role drops some.
         def spec(*kept: ZeroKind) -> P:
-            dropped = [z.rules.axis for z in self.claims.zero if z.shard not in kept]
-            return to_spec(without_axes(axes, dropped))
+            dropped = {z.rules.axis for z in self.claims.zero if z.shard not in kept}
+            return to_spec([tuple(a for a in dim if a not in dropped) for dim in axes])
 
         return Placement(
             stored=spec("params"),

@@ -1,25 +1,42 @@
-"""Placement of a whole model: decided from shapes, then built or copied sharded."""
+"""Placement of a whole model and its optimizer: decided from shapes, built sharded."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from jax.core import Tracer
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.errors import ModelError
 from nnx_parallel.sharding.layout import Layout, Placement
-from nnx_parallel.sharding.names import array_info, dotted, variables_of
+from nnx_parallel.sharding.names import (
+    DimAxes,
+    array_info,
+    dim_axes,
+    dividing_prefix,
+    dotted,
+    to_spec,
+    variables_of,
+)
 from nnx_parallel.sharding.rules import warn_idle
 
 Path = tuple[Hashable, ...]
 ModelFn = Callable[[nnx.Rngs], nnx.Module]
+Optimizer = optax.GradientTransformation | optax.GradientTransformationExtraArgs
+
+nest = nnx.traversals.unflatten_mapping
+"""A flat dict by path as nested dicts."""
+
+flatten = nnx.traversals.flatten_mapping
+"""Nested dicts as one flat dict by path."""
 
 
 def abstract_model(source: nnx.Module | ModelFn, rngs: nnx.Rngs) -> nnx.Module:
@@ -55,7 +72,6 @@ def abstract_model(source: nnx.Module | ModelFn, rngs: nnx.Rngs) -> nnx.Module:
 
 
 def _check_arrays(model: nnx.Module) -> None:
-    """Refuses a model with arrays in no Variable, or two of one name."""
     leaves = nnx.to_flat_state(nnx.state(model))
     names = Counter(dotted(path) for path, _ in leaves)
     if twice := [name for name, count in names.items() if count > 1]:
@@ -113,21 +129,23 @@ def stored_specs(state: nnx.State, layout: Layout) -> nnx.State:
     return nnx.from_flat_state([(p, v.replace(place.stored)) for p, v, place in placed])
 
 
+def stored_shardings(
+    placements: dict[Path, Placement], layout: Layout
+) -> dict[Path, NamedSharding]:
+    """The sharding in which each array is kept, by path."""
+    return {p: layout.sharding(place.stored) for p, place in placements.items()}
+
+
 def placed_arrays(
-    source: nnx.Module | ModelFn,
-    rngs: nnx.Rngs,
-    shardings: dict[Path, NamedSharding],
+    source: nnx.Module | ModelFn, rngs: nnx.Rngs, shardings: dict[Path, NamedSharding]
 ) -> dict:
-    """The arrays of a model, each in its place.
+    """The arrays of a model, each in its place, in nested dicts.
 
     Args:
         source: A function, which runs under jit so that no device ever holds the model
             whole; or a model, whose arrays are copied: donating them leaves it whole.
         rngs: Random streams for the function; they are not advanced.
         shardings: The sharding of each array, by path.
-
-    Returns:
-        Nested dicts of global arrays.
     """
     if not isinstance(source, nnx.Module):
         build, random = arrays_from(source, rngs)
@@ -141,8 +159,7 @@ def placed_arrays(
     # `may_alias=False` is not enough: of a replicated array the shard on the device
     # that holds the source is the source itself, and donating it deletes the source
     # (docs/library-notes.md, "Arrays and buffers").
-    placed = {p: jax.device_put(_copy(x), shardings[p]) for p, x in arrays.items()}
-    return nest(placed)
+    return nest({p: jax.device_put(_copy(x), shardings[p]) for p, x in arrays.items()})
 
 
 def _copy(x: jax.typing.ArrayLike) -> Any:
@@ -152,9 +169,9 @@ def _copy(x: jax.typing.ArrayLike) -> Any:
 def arrays_from(
     model_fn: ModelFn, rngs: nnx.Rngs
 ) -> tuple[Callable[[dict], dict], dict]:
-    """A function's model as a pure function of random streams, and these streams.
+    """A pure function of random streams to a model's arrays, and these streams.
 
-    It gives the model's arrays in nested dicts; the streams are not advanced.
+    Both are nested dicts; the streams are not advanced.
     """
     graphdef, state = nnx.split(rngs)
 
@@ -166,18 +183,83 @@ def arrays_from(
     return build, nnx.to_pure_dict(state)
 
 
-def stored_shardings(
-    placements: dict[Path, Placement], layout: Layout
-) -> dict[Path, NamedSharding]:
-    """The sharding in which each array is kept, by path."""
-    return {p: layout.sharding(place.stored) for p, place in placements.items()}
+def optimizer_specs(
+    abstract_state: optax.OptState,
+    shapes: dict[Path, tuple[int, ...]],
+    placements: dict[Path, Placement],
+    layout: Layout,
+) -> optax.OptState:
+    """The spec of every array of an Optax state, as the same tree.
+
+    Transformations keep trees like the parameters' inside their state, whole or with
+    parts masked out: an array belongs to the parameter whose path ends its own.
+
+    Args:
+        abstract_state: ``jax.eval_shape(tx.init, params)``.
+        shapes: Shape of each parameter, by its path in the parameters' nested dict.
+        placements: Placement of each parameter, by the same paths.
+        layout: The layout, for divisibility.
+
+    Returns:
+        ``optimizer`` specs of the parameters. A state of another shape (the row and
+        column factors of Adafactor) follows the dims whose sizes match; counters and
+        all that belongs to no parameter are replicated.
+    """
+
+    # A part that a mask leaves out is an `optax.MaskedNode`: a node without leaves,
+    # which stays as it is.
+    def spec(path: tuple, leaf: Any) -> P:
+        owner = owner_of(path, shapes)
+        if owner is None:
+            return P()
+        axes = dim_axes(placements[owner].optimizer, len(shapes[owner]))
+        return _follow(leaf.shape, shapes[owner], axes, layout)
+
+    return jax.tree_util.tree_map_with_path(spec, abstract_state)
 
 
-def nest(flat: dict[Path, Any]) -> dict:
-    """A flat dict by path as nested dicts."""
-    return nnx.traversals.unflatten_mapping(flat)
+def owner_of(path: tuple, shapes: dict[Path, tuple[int, ...]]) -> Path | None:
+    """The parameter whose path ends that of an array of the state, if one does."""
+    # Holds for every transformation of Optax: masks, chains and partitions only put
+    # keys in front. See docs/library-notes.md, "Optax".
+    keys = tuple(getattr(entry, "key", None) for entry in path)
+    endings = (keys[start:] for start in range(len(keys)))
+    return next((ending for ending in endings if ending in shapes), None)
 
 
-def flatten(nested: dict) -> dict[Path, Any]:
-    """Nested dicts as one flat dict by path."""
-    return dict(nnx.traversals.flatten_mapping(nested))
+def _follow(
+    shape: Sequence[int], param_shape: Sequence[int], axes: DimAxes, layout: Layout
+) -> P:
+    """The axes of the parameter's dims that occur, in order, in another shape."""
+    kept: list[tuple[str, ...]] = []
+    start = 0  # Adafactor keeps one dim of a matrix in one array, the other in another
+    for size in shape:
+        matches = [d for d in range(start, len(param_shape)) if param_shape[d] == size]
+        of_dim = axes[matches[0]] if matches else ()
+        start = matches[0] + 1 if matches else start
+        kept.append(dividing_prefix(size, of_dim, layout.mesh.shape))
+    return to_spec(kept)
+
+
+def as_transformation(optimizer: Any, model: Any) -> Optimizer:
+    """The Optax transformation behind what a user passes as ``optimizer``.
+
+    Args:
+        optimizer: A transformation; ``optax.MultiSteps``; or a function from the
+            abstract model to one of them.
+        model: The abstract model.
+
+    Raises:
+        TypeError: If it is none of these.
+    """
+    if isinstance(optimizer, Callable) and not isinstance(optimizer, tuple):
+        optimizer = optimizer(model)
+    if isinstance(optimizer, optax.MultiSteps):
+        optimizer = optimizer.gradient_transformation()
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}. Pass an Optax transformation "
+            "such as optax.adamw(3e-4), optax.MultiSteps(...), or a function of the "
+            "abstract model that returns one."
+        )
+    return optimizer

@@ -1,35 +1,39 @@
-"""An array as placement sees it: its path, its shape, and the meaning of its dims."""
+"""Names of arrays (paths), of their dims (logical axes), and their axes (specs)."""
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.errors import SpecRankError
+from nnx_parallel.errors import (
+    IndivisibleDimError,
+    PlacementConflictError,
+    SpecRankError,
+    UnknownAxisError,
+)
 
 # One of these that no strategy maps leaves its dim free. An unknown name is an error,
 # so that a misspelt one does not replicate its dim silently (`Layout.axes_of`).
 LOGICAL_AXES = (
-    "batch",
-    "seq",
-    "embed",
-    "mlp",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "vocab",
-    "layers",
+    "batch", "seq", "embed", "mlp", "heads", "kv_heads", "head_dim", "vocab", "layers",
     "expert",
-)
+)  # fmt: skip
 """The names that this library's models give to their dims."""
 
-Names = tuple[str | tuple[str, ...] | None, ...]
+MeshAxes = str | tuple[str, ...] | None
+"""Mesh axes as users write them."""
+
+DimAxes = tuple[tuple[str, ...], ...]
+"""The mesh axes of each dim of an array: ``((), ("tensor", "fsdp"))``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +55,7 @@ class ArrayInfo:
     # The defaults make a parameter of a leaf that is no Variable: FSDP splits it, and
     # strict rules must match it.
     dtype: jax.typing.DTypeLike = jnp.float32
-    names: Names | None = None
+    names: tuple[MeshAxes, ...] | None = None
     kind: str = "Param"
     is_param: bool = True
 
@@ -69,11 +73,11 @@ class ArrayInfo:
 
 def dotted(path: tuple[Hashable, ...]) -> str:
     """A path of attribute names and indices as users write it: ``blocks.0.kernel``."""
-    return ".".join(str(part) for part in path)
+    return ".".join(map(str, path))
 
 
 def path_of(keys: tuple[Any, ...], separator: str = ".") -> str:
-    """A JAX key path as users write it: ``0.mu.blocks.kernel``.
+    """A JAX key path as users write it.
 
     Example:
         >>> leaves = jax.tree_util.tree_leaves_with_path({"blocks": [{"kernel": 1}]})
@@ -125,3 +129,110 @@ def flatten_pure(tree: Mapping) -> dict[str, jax.Array]:
 def is_inexact(x: Any) -> bool:
     """True if gradients flow through it: floating-point or complex numbers."""
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
+def as_tuple(axes: MeshAxes) -> tuple[str, ...]:
+    """Mesh axes in any of their spellings as a tuple."""
+    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def dim_axes(spec: P | Sequence, ndim: int) -> DimAxes:
+    """A spec as one tuple of mesh axes per dim.
+
+    Example:
+        >>> dim_axes(P(None, "tensor"), 3)
+        ((), ('tensor',), ())
+    """
+    # A spec may be shorter than the rank: dims that it leaves out are whole.
+    return tuple(map(as_tuple, spec)) + ((),) * (ndim - len(spec))
+
+
+def is_spec(x: object) -> bool:
+    """True if a node of a pytree is a spec."""
+    return isinstance(x, P)
+
+
+def to_spec(axes: Sequence[tuple[str, ...]]) -> P:
+    """The shortest spec with these mesh axes.
+
+    Example:
+        >>> to_spec(((), ("tensor",), ())) == P(None, "tensor")
+        True
+    """
+    # P(None) and P() mean the same and are not equal, so there is one spelling.
+    entries = [a[0] if len(a) == 1 else a or None for a in axes]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return P(*entries)
+
+
+def dividing_prefix(
+    size: int, axes: Sequence[str], mesh_shape: Mapping[str, int]
+) -> tuple[str, ...]:
+    """The longest prefix of ``axes`` whose product divides ``size``."""
+    # If a longer product divides the size, so does each shorter one.
+    # The last axes are given up first: of a batch's those are the inner ones.
+    count = len(axes)
+    while size % math.prod(mesh_shape[axis] for axis in axes[:count]):
+        count -= 1
+    return tuple(axes[:count])
+
+
+def check_spec(path: str, shape: Sequence[int], spec: P | Sequence, mesh: Mesh) -> None:
+    """Checks that a spec fits an array and a mesh.
+
+    Raises:
+        SpecRankError: If it is longer than the array's rank.
+        UnknownAxisError: If it names an axis that the mesh lacks.
+        PlacementConflictError: If one axis splits two dims.
+        IndivisibleDimError: If an axis does not divide its dim.
+    """
+    start = f"Cannot shard `{path}` with global shape {tuple(shape)} as"
+    if len(spec) > len(shape):
+        raise SpecRankError(
+            f"{start} {spec}: the spec has {len(spec)} entries for {len(shape)} dims. "
+            "Shorten it."
+        )
+    # Before sizes are looked up, which a missing axis does not have.
+    check_axes(path, spec, mesh)
+    axes = dim_axes(spec, len(shape))
+    flat = [axis for dim in axes for axis in dim]
+    for axis in flat:
+        if flat.count(axis) > 1:
+            raise PlacementConflictError(
+                f"{start} {spec}: mesh axis {axis!r} splits {flat.count(axis)} dims. "
+                "An axis can split one dim of an array; map one of the dims to None."
+            )
+    for dim, (size, names) in enumerate(zip(shape, axes, strict=True)):
+        parts = math.prod(mesh.shape[a] for a in names)
+        if size % parts:
+            who = f"axis {names[0]!r}" if len(names) == 1 else f"axes {names}"
+            divisors = [d for d in range(1, parts + 1) if size % d == 0]
+            raise IndivisibleDimError(
+                f"{start} {to_spec(axes)}: mesh {who} of size {parts} does not divide "
+                f"dim {dim} of size {size}. Pad the dim to "
+                f"{math.ceil(size / parts) * parts}, use an axis size among "
+                f"{divisors}, or map the dim to None to replicate it."
+            )
+
+
+def check_axes(path: str, spec: P | Sequence, mesh: Mesh) -> None:
+    """Checks that a mesh has all axes that a spec names.
+
+    Raises:
+        UnknownAxisError: If it lacks one.
+    """
+    # Without the shape, since that of a batch which several processes load in parts is
+    # not known to one of them.
+    for axis in (axis for entry in spec for axis in as_tuple(entry)):
+        if axis not in mesh.shape:
+            raise UnknownAxisError(
+                f"Cannot shard `{path}` as {spec}: the mesh has no axis {axis!r}."
+                f"{suggest(axis, mesh.axis_names)} Its axes: {list(mesh.axis_names)}."
+            )
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """`` Did you mean 'x'?`` for the nearest known name, or nothing."""
+    nearest = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {nearest[0]!r}?" if nearest else ""

@@ -17,7 +17,13 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.errors import PlacementTreeError
-from nnx_parallel.sharding.names import ArrayInfo, array_info, path_of
+from nnx_parallel.sharding.names import (
+    ArrayInfo,
+    array_info,
+    check_axes,
+    check_spec,
+    path_of,
+)
 from nnx_parallel.sharding.rules import (
     ChainRules,
     FSDPRules,
@@ -26,7 +32,6 @@ from nnx_parallel.sharding.rules import (
     members,
     warn_idle,
 )
-from nnx_parallel.sharding.specs import check_axes, check_spec
 
 Placeable = Rules | P | Sharding | None
 """A placement of everything below a node of a tree."""

@@ -27,8 +27,8 @@ from nnx_parallel.errors import (
     UnknownAxisError,
     UnmatchedRuleError,
 )
-from nnx_parallel.sharding.names import ArrayInfo
-from nnx_parallel.sharding.specs import (
+from nnx_parallel.sharding.names import (
+    ArrayInfo,
     MeshAxes,
     as_tuple,
     check_spec,

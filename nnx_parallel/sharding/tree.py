@@ -14,14 +14,13 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.mesh import check_mesh
 from nnx_parallel.sharding.layout import Layout
-from nnx_parallel.sharding.names import path_of
+from nnx_parallel.sharding.names import check_axes, check_spec, path_of
 from nnx_parallel.sharding.resolve import (
     array_infos,
     as_chain,
     place_leaves,
     resolve_leaves,
 )
-from nnx_parallel.sharding.specs import check_axes, check_spec
 
 
 # Not `Strategy` itself, which is later in the order of imports.

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nnx_parallel.precision import array_bytes, format_bytes
-from nnx_parallel.sharding.specs import dim_axes
+from nnx_parallel.sharding.names import dim_axes
 from nnx_parallel.visualize.picture import Colour, Picture, fill
 
 WHOLE: Colour = (0xD9, 0xDF, 0xE5)

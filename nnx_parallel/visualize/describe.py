@@ -20,20 +20,22 @@ from rich.text import Text
 from nnx_parallel.mesh import axes_across_processes
 from nnx_parallel.precision import Precision, array_bytes, format_bytes
 from nnx_parallel.sharding.layout import Layout, Placement
-from nnx_parallel.sharding.model import Path, nest, place_model
+from nnx_parallel.sharding.model import (
+    Path,
+    as_transformation,
+    nest,
+    optimizer_specs,
+    owner_of,
+    place_model,
+)
 from nnx_parallel.sharding.names import (
     ArrayInfo,
     array_info,
     dotted,
+    is_spec,
     path_of,
     variables_of,
 )
-from nnx_parallel.sharding.optimizer import (
-    as_transformation,
-    optimizer_specs,
-    owner_of,
-)
-from nnx_parallel.sharding.specs import is_spec
 
 
 @dataclass(frozen=True, kw_only=True)
