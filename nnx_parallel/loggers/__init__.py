@@ -1,7 +1,7 @@
 """Loggers of metrics: terminal, JSON lines, TensorBoard, Weights & Biases."""
 
 from nnx_parallel.loggers.console import ConsoleLogger as ConsoleLogger
-from nnx_parallel.loggers.json_lines import JSONLinesLogger as JSONLinesLogger
+from nnx_parallel.loggers.logger import JSONLinesLogger as JSONLinesLogger
 from nnx_parallel.loggers.logger import Logger as Logger
 from nnx_parallel.loggers.logger import LoggerGroup as LoggerGroup
 from nnx_parallel.loggers.logger import default_loggers as default_loggers

@@ -12,8 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-_MAX_BAR_WIDTH = 30
-_MIN_BAR_WIDTH = 16
+_MIN_BAR_WIDTH, _MAX_BAR_WIDTH = 16, 30
 
 
 class ConsoleLogger:
@@ -67,8 +66,11 @@ class ConsoleLogger:
         training = {k: v for k, v in metrics.items() if k not in evaluation}
         if training:  # an evaluation alone must not make a plain line due
             self._line.update(step, training)
-            if self._live is None and self._is_due(step):
-                self._print(self._line.plain())
+            # The last step is due too: a log ends with the final numbers.
+            is_due = step >= min(self._next_line, self._line.num_steps)
+            if self._live is None and is_due:
+                self._next_line = (step // self.every + 1) * self.every
+                self._print([self._line.position(step), *self._line.fields()])
         if evaluation:
             fields = [f"{name} {_number(value)}" for name, value in evaluation.items()]
             self._print([self._line.position(step), *fields])
@@ -80,18 +82,11 @@ class ConsoleLogger:
     def finish(self) -> None:
         """Stop drawing. The line stays, with the run's time, if there were steps."""
         if self._live is not None:
-            self._line.finish()
+            self._line.ended = time.monotonic()
             # A fit that fails before its first step leaves no line.
-            self._live.transient = not self._line.has_steps
+            self._live.transient = self._line.first is None
             self._live.stop()
             self._live = None
-
-    def _is_due(self, step: int) -> bool:
-        # The last step is due too: a log ends with the final numbers.
-        if step < self._next_line and step < self._line.num_steps:
-            return False
-        self._next_line = (step // self.every + 1) * self.every
-        return True
 
     def _print(self, fields: list[str]) -> None:
         console = self._console = self._console or Console()
@@ -109,32 +104,21 @@ class _StatusLine:
         self._metrics: dict[str, float] = {}
         self._began = self._latest = time.monotonic()
         # The first step includes compilation: speed is measured from its end on.
-        self._first: tuple[int, float] | None = None
-        self._ended: float | None = None
+        self.first: tuple[int, float] | None = None
+        self.ended: float | None = None
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         self._step = step
         # A new dict: the thread that redraws the line may be reading the old one.
         self._metrics = {**self._metrics, **metrics}
         self._latest = time.monotonic()
-        self._first = self._first or (step, self._latest)
-
-    def finish(self) -> None:
-        self._ended = time.monotonic()
-
-    @property
-    def has_steps(self) -> bool:
-        return self._first is not None
+        self.first = self.first or (step, self._latest)
 
     def position(self, step: int) -> str:
-        width = len(str(self.num_steps))
-        return f"step {step:>{width}}/{self.num_steps}"
+        return f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}"
 
-    def plain(self) -> list[str]:
-        return [self.position(self._step), *self._fields()]
-
-    def _fields(self) -> list[str]:
-        """The fields, the most important first, and then the clock."""
+    def fields(self) -> list[str]:
+        """The metrics, the most important first, and then the clock."""
         units = {
             "loss": lambda value: f"loss {_number(value):>6}",
             "tokens_per_second": lambda value: f"{_count(value):>5} tok/s",
@@ -148,11 +132,11 @@ class _StatusLine:
         return [*fields, clock] if (clock := self._clock()) else fields
 
     def _clock(self) -> str:
-        if self._ended is not None:
-            return f"took {_clock(self._ended - self._began)}"
-        if self._first is None:
+        if self.ended is not None:
+            return f"took {_clock(self.ended - self._began)}"
+        if self.first is None:
             return f"compiling {_clock(time.monotonic() - self._began)}"
-        first_step, first_time = self._first
+        first_step, first_time = self.first
         steps, seconds = self._step - first_step, self._latest - first_time
         if not steps:  # one step has no speed
             return ""
@@ -160,32 +144,25 @@ class _StatusLine:
         due = self._latest + seconds / steps * (self.num_steps - self._step)
         return f"{_clock(max(0.0, due - time.monotonic()))} left"
 
-    def __rich_console__(
-        self, console: Console, options: ConsoleOptions
-    ) -> RenderResult:
-        separator, fields = _separator(options), self._fields()
-        position = self.position(self._step)
-        fraction = min(1.0, self._step / self.num_steps) if self.num_steps else 1.0
+    def __rich_console__(self, _: Console, options: ConsoleOptions) -> RenderResult:
+        separator, fields = _separator(options), self.fields()
+        position, total = self.position(self._step), self.num_steps
+        fraction = min(1.0, self._step / total) if total else 1.0
         free = options.max_width - len(f"{position}  100% ") - 1
         while len(fields) > 1 and free - len(separator.join(fields)) < _MIN_BAR_WIDTH:
             # Of the last three the clock goes before the loss.
             fields.pop(-2 if len(fields) > 2 else -1)
         text = separator.join(fields)
         width = min(_MAX_BAR_WIDTH, free - len(text))
-        bar = ProgressBar(
-            total=self.num_steps,
-            completed=self._step,
-            width=width,
-            style="bright_black",
-            complete_style="green",
-            finished_style="green",
-        )
         percent = Text(f"{int(100 * fraction):>3}%", style="bold")
         if width <= 0:
             # Cells that do not fit get an ellipsis, which not every encoding has.
             parts = (position, "  ", percent, " ", text)
             yield Text.assemble(*parts, no_wrap=True, overflow="crop")
             return
+        # Length; and colours: of what is left, done, and of the whole once complete.
+        styles = "bright_black", "green", "green"
+        bar = ProgressBar(total, self._step, width, False, *styles)
         line = Table.grid(*(Column(no_wrap=True) for _ in range(4)), padding=(0, 1))
         line.add_row(position, bar, percent, text)
         yield line
@@ -202,16 +179,14 @@ def _number(value: float) -> str:
 
 
 def _count(value: float) -> str:
-    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{_three_digits(value / size)}{letter}"
-    return _three_digits(value)
+    sizes = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}
+    letter = next((x for x, size in sizes.items() if value >= size), "")
+    return _three_digits(value / sizes.get(letter, 1)) + letter
 
 
 def _duration(seconds: float) -> str:
-    if seconds < 1:
-        return f"{_three_digits(1000 * seconds)} ms"
-    return f"{_three_digits(seconds)} s"
+    number, unit = (1000 * seconds, "ms") if seconds < 1 else (seconds, "s")
+    return f"{_three_digits(number)} {unit}"
 
 
 def _three_digits(value: float) -> str:

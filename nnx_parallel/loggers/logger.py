@@ -1,16 +1,22 @@
-"""The interface of a logger, and the one place that decides which process logs."""
+"""The interface of a logger, JSON lines, and the choice of the process that logs."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
+import math
+import os
+import tempfile
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TextIO
 
 import jax
 
+from nnx_parallel.errors import LogFileError
 from nnx_parallel.loggers.console import ConsoleLogger
-from nnx_parallel.loggers.json_lines import JSONLinesLogger
 
 
 class Logger(Protocol):
@@ -23,27 +29,19 @@ class Logger(Protocol):
 
     def start(self, *, first_step: int, num_steps: int) -> None:
         """Begin a run of ``num_steps`` in all, of which ``first_step`` are done."""
-        ...
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step; perhaps twice, with others, for one step."""
-        ...
 
     def message(self, text: str) -> None:
         """Record a line for people to read."""
-        ...
 
     def finish(self) -> None:
         """Release files and the terminal; called after an error too."""
-        ...
 
 
 class LoggerGroup:
-    """Several loggers as one, silent on every process but the first.
-
-    Args:
-        loggers: The loggers; nothing is called on them but on process 0.
-    """
+    """Several loggers as one; on every process but the first none is called."""
 
     def __init__(self, loggers: Iterable[Logger]) -> None:
         self._loggers = tuple(loggers)
@@ -76,8 +74,113 @@ class LoggerGroup:
 
 def default_loggers(directory: Path | None) -> list[Logger]:
     """The console, and ``metrics.jsonl`` in the run's directory if it has one."""
-    # `LoggerGroup` keeps these silent on all processes but the first.
-    loggers: list[Logger] = [ConsoleLogger()]
-    if directory is not None:
-        loggers.append(JSONLinesLogger(directory / "metrics.jsonl"))
-    return loggers
+    if directory is None:
+        return [ConsoleLogger()]
+    return [ConsoleLogger(), JSONLinesLogger(directory / "metrics.jsonl")]
+
+
+class JSONLinesLogger:
+    """Appends a JSON object for each logged step to a file.
+
+    A line is ``{"step": 3, "time": 1760000000.0, "loss": 2.4}``, ``time`` in seconds
+    since 1970; the operating system has it when ``log`` returns. Values that JSON lacks
+    are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, as ``float`` reads
+    them.
+
+    On resume, lines of later steps than the checkpoint's, written by a run that died,
+    are removed in one atomic replacement, and so is a last line torn by a crash. A run
+    that starts from step 0 renames an older file to ``<stem>.1<suffix>`` (or 2, ...).
+
+    Args:
+        path: The file, often ``metrics.jsonl``; its directory is created if needed.
+
+    Raises:
+        LogFileError: On ``start``, if the file has lines of another program.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
+        >>> logger = JSONLinesLogger(path)
+        >>> logger.start(first_step=0, num_steps=10)
+        >>> logger.log(1, {"loss": 2.5})
+        >>> logger.finish()
+        >>> json.loads(path.read_text())["loss"]
+        2.5
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._file: TextIO | None = None
+        self._step = 0
+
+    def start(self, *, first_step: int, num_steps: int) -> None:
+        """Remove the lines after ``first_step``, of a run that died; open the file."""
+        self.finish()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            _cut_lines(self.path, first_step)
+        # Line buffered: a killed process loses no step that was logged.
+        self._file = self.path.open("a", encoding="utf-8", buffering=1)
+        self._step = first_step
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one line."""
+        self._step = step
+        self._write({name: _json_number(value) for name, value in metrics.items()})
+
+    def message(self, text: str) -> None:
+        """Write one line with the text under ``message``, at the last logged step."""
+        self._write({"message": text})
+
+    def finish(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, values: Mapping[str, Any]) -> None:
+        if self._file is None:
+            raise RuntimeError("The logger is not open. Call `start` before `log`.")
+        line = {"step": self._step, "time": round(time.time(), 3), **values}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+
+
+def _json_number(value: float) -> float | str:
+    if isinstance(value, int):  # counts stay whole numbers
+        return value
+    number = float(value)
+    return number if math.isfinite(number) else json.dumps(number)
+
+
+def _cut_lines(path: Path, last_step: int) -> None:
+    """Keeps the lines up to a step; at step 0 renames the file of an earlier run."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [
+        line
+        for number, line in enumerate(lines, start=1)
+        # Without an end the line was torn by a crash, and need not be JSON.
+        if line.endswith(b"\n") and _line_step(path, number, line) <= last_step
+    ]
+    if last_step == 0 and lines:
+        names = (f"{path.stem}.{i}{path.suffix}" for i in itertools.count(1))
+        path.rename(next(x for x in map(path.with_name, names) if not x.exists()))
+    elif len(kept) < len(lines):
+        # A new file, renamed over the old one: a crash leaves one of the two.
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        with os.fdopen(descriptor, "wb") as file:
+            file.writelines(kept)
+            file.flush()
+            os.fsync(descriptor)
+        os.chmod(temporary, path.stat().st_mode)  # `mkstemp` gives the owner's alone
+        os.replace(temporary, path)
+
+
+def _line_step(path: Path, number: int, line: bytes) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise LogFileError(
+            f"Line {number} of '{path}' is {line[:40]!r}. JSONLinesLogger appends only "
+            'to files whose lines are JSON objects with a "step", since it cuts the '
+            "lines of a run that died. Choose another path, or move the file away."
+        ) from error

@@ -31,12 +31,11 @@ class TensorBoardLogger:
 
     def start(self, *, first_step: int, num_steps: int) -> None:
         """Open a new event file."""
-        del num_steps
         self.finish()
         self._step = first_step
+        dropped = first_step + 1  # and the steps after it
         self._writer = self._module.SummaryWriter(
-            str(self.directory),
-            purge_step=first_step + 1,  # the first step to drop
+            str(self.directory), purge_step=dropped
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -76,7 +75,6 @@ class WandbLogger:
 
     def start(self, *, first_step: int, num_steps: int) -> None:
         """Begin, or resume, the run."""
-        del first_step, num_steps
         self.finish()
         self._run = self._module.init(**self.init_kwargs)
         # wandb's own step must not go back, as a resumed run's does.
@@ -85,8 +83,7 @@ class WandbLogger:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the metrics with their step."""
-        values = {name: float(value) for name, value in metrics.items()}
-        self._run.log({"step": step, **values})
+        self._run.log({"step": step} | {k: float(x) for k, x in metrics.items()})
 
     def message(self, text: str) -> None:
         """Print the text, which Weights & Biases keeps with the run's output."""
