@@ -144,7 +144,9 @@ class _StatusLine:
         due = self._latest + seconds / steps * (self.num_steps - self._step)
         return f"{_clock(max(0.0, due - time.monotonic()))} left"
 
-    def __rich_console__(self, _: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> RenderResult:
         separator, fields = _separator(options), self.fields()
         position, total = self.position(self._step), self.num_steps
         fraction = min(1.0, self._step / total) if total else 1.0
