@@ -76,7 +76,9 @@ def test_evaluation_runs_the_same_forward_slots_without_the_rest(
     assert forward.num_chunks == table.num_chunks == schedule.chunks
     assert forward.num_ticks == 8 * schedule.chunks + 3
     assert forward.forward.any.all()
-    np.testing.assert_array_equal(forward.ticks.forward, table.ticks.forward)
+    np.testing.assert_array_equal(
+        forward.ticks.by_kind["forward"], table.ticks.by_kind["forward"]
+    )
     total_time = forward.simulate(forward=2.0).total_time
     assert total_time == pytest.approx(2 * (8 + 3 / schedule.chunks))
 

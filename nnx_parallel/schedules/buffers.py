@@ -1,14 +1,4 @@
-"""Buffers: the memory slots of a table, planned before anything runs.
-
-Every value that a stage keeps has a live range of ticks. Values whose ranges do not
-meet share a memory slot; the greedy choice of the lowest free slot needs as many as
-are ever alive at once, which is the least there can be [1]. All stages run one
-program, so all have as many slots as the busiest.
-
-References:
-    [1] Poletto and Sarkar, "Linear Scan Register Allocation", 1999, section 4,
-    https://doi.org/10.1145/330249.330250
-"""
+"""Buffers: the memory slots of a table, planned before anything runs."""
 
 from __future__ import annotations
 
@@ -70,46 +60,50 @@ class Buffers:
 def plan_buffers(table: Table) -> Buffers:
     """The fewest memory slots that hold what a table keeps.
 
+    Every value that a stage keeps has a live range of ticks. Values whose ranges do not
+    meet share a slot; the greedy choice of the lowest free one needs as many as are
+    ever alive at once [1]. All stages run one program, so all have as many as the
+    busiest.
+
     Example:
         >>> from nnx_parallel import OneFOneB
         >>> buffers = plan_buffers(OneFOneB().table(num_stages=4, num_microbatches=64))
         >>> buffers.num_inputs, buffers.num_saved, buffers.num_cotangents
         (1, 7, 1)
+
+    References:
+        [1] Poletto and Sarkar, "Linear Scan Register Allocation", 1999, section 4,
+        https://doi.org/10.1145/330249.330250
     """
     live = live_ranges(table.ticks)
     slots = {name: _assign(ranges) for name, ranges in live.items()}
     # At least 1: arrays without elements are awkward to index.
     counts = {name: int(own.max(initial=0)) + 1 for name, own in slots.items()}
 
-    def cells(name: str, ticks: Ints, rows: slice) -> Ints:
-        stage = live[name].stage[rows, None]
+    def at(when: str, name: str, rows: slice = slice(None)) -> Ints:
+        """The slot of each value at the ``start`` or ``end`` of its live range."""
+        own = live[name]
         cells = np.full((table.num_ticks, table.num_stages), -1, np.int32)
-        cells[ticks[rows], stage] = slots[name][rows]
+        cells[getattr(own, when)[rows], own.stage[rows, None]] = slots[name][rows]
         return frozen_ints(cells)
-
-    def writes(name: str, rows: slice = slice(None)) -> Ints:
-        return cells(name, live[name].start, rows)
-
-    def reads(name: str) -> Ints:
-        return cells(name, live[name].end, slice(None))
 
     # Rows are virtual stages: the first is fed new microbatches, the last cotangents of
     # the loss, and all others receive from a neighbour.
     return Buffers(
         num_inputs=counts["inputs"],
-        receive_input=writes("inputs", slice(1, None)),
-        feed_input=writes("inputs", slice(0, 1)),
-        forward_input=reads("inputs"),
+        receive_input=at("start", "inputs", slice(1, None)),
+        feed_input=at("start", "inputs", slice(0, 1)),
+        forward_input=at("end", "inputs"),
         num_saved=counts["saved"],
-        forward_saved=writes("saved"),
-        backward_saved=reads("saved"),
+        forward_saved=at("start", "saved"),
+        backward_saved=at("end", "saved"),
         num_cotangents=counts["cotangents"],
-        receive_cotangent=writes("cotangents", slice(0, -1)),
-        feed_cotangent=writes("cotangents", slice(-1, None)),
-        backward_cotangent=reads("cotangents"),
+        receive_cotangent=at("start", "cotangents", slice(0, -1)),
+        feed_cotangent=at("start", "cotangents", slice(-1, None)),
+        backward_cotangent=at("end", "cotangents"),
         num_pending=counts["pending"] if table.is_split else 0,
-        backward_pending=writes("pending"),
-        weight_pending=reads("pending"),
+        backward_pending=at("start", "pending"),
+        weight_pending=at("end", "pending"),
         num_flights=counts["flights"],
         flight=frozen_ints(slots["flights"][0]),
     )
@@ -117,23 +111,17 @@ def plan_buffers(table: Table) -> Buffers:
 
 def _assign(ranges: LiveRanges) -> Ints:
     """A slot for each value, none shared by two that are alive in one tick."""
-    slots = np.full_like(ranges.start, -1, dtype=np.int32)
-    for stage in np.unique(ranges.stage):
-        rows = np.flatnonzero(ranges.stage == stage)
-        free: list[int] = []
+    start, end, stages = ranges
+    slots = np.full_like(start, -1, dtype=np.int32)
+    for stage in np.unique(stages):
+        values = [at for at in np.ndindex(start.shape) if stages[at[0]] == stage]
+        free = [*range(len(values))]  # a heap: the lowest first
         busy: list[tuple[int, int]] = []  # last tick and slot, the earliest first
-        count = 0
-        microbatches = range(slots.shape[1])
-        values = [(ranges.start[v, m], v, m) for v in rows for m in microbatches]
-        for start, row, microbatch in sorted(values):
+        for value in sorted(values, key=lambda at: (start[at], at)):
             # Before it, not at it: a stage writes what it receives in a tick before it
             # reads anything, so a slot's last reader keeps it for the whole tick.
-            while busy and busy[0][0] < start:
+            while busy and busy[0][0] < start[value]:
                 heapq.heappush(free, heapq.heappop(busy)[1])
-            if not free:
-                heapq.heappush(free, count)
-                count += 1
-            slot = heapq.heappop(free)
-            heapq.heappush(busy, (ranges.end[row, microbatch], slot))
-            slots[row, microbatch] = slot
+            slots[value] = slot = heapq.heappop(free)
+            heapq.heappush(busy, (end[value], slot))
     return slots

@@ -1,9 +1,7 @@
 """Schedules: in which order the stages of a pipeline take the microbatches.
 
-Each is a formula for the tick of every slot, in which microbatches move through the
-stages as wavefronts: a stage passes a microbatch on in each tick, so nothing queues
-between stages. They differ in how much waits and in how much is kept; see
-``Table.simulate`` for the numbers and ``visualize(table)`` for the picture.
+Microbatches move through the stages as wavefronts: a stage passes one on in each tick,
+so nothing queues between stages. Schedules differ in how much waits and is kept.
 """
 
 from __future__ import annotations
@@ -22,13 +20,13 @@ from nnx_parallel.schedules.table import Table
 class Schedule(abc.ABC):
     """A way to fill a table, for any number of stages and microbatches.
 
-    In what follows ``S`` is the number of stages, ``M`` of microbatches and ``V`` of
-    chunks. Efficiencies are those of slots that cost the same.
-
-    A subclass whose tables have several chunks sets `chunks`.
+    Below, ``S`` is the number of stages, ``M`` of microbatches and ``V`` of chunks.
+    Efficiencies are those of slots that cost the same. `Table.simulate` has the
+    numbers for other costs, ``visualize(table)`` the picture.
 
     Attributes:
-        chunks: Chunks of consecutive layers that every stage holds.
+        chunks: Chunks of consecutive layers that every stage holds; a subclass whose
+            tables have several sets it.
     """
 
     chunks: int = field(default=1, init=False, repr=False)
@@ -42,12 +40,8 @@ class Schedule(abc.ABC):
         """
 
     def forward_table(self, num_stages: int, num_microbatches: int) -> Table:
-        """The table of an evaluation step: forward slots alone, the same chunks.
-
-        Raises:
-            ScheduleError: If a size is less than 1.
-        """
-        forward = _forward_ticks(*_index(num_stages, num_microbatches, self.chunks))
+        """The table of an evaluation step: forward slots alone, the same chunks."""
+        forward, _ = _one_f_one_b(num_stages, num_microbatches, self.chunks)
         return Table.from_ticks(num_stages, forward, name="Forward")
 
 
@@ -70,11 +64,10 @@ class GPipe(Schedule):
 
     def table(self, num_stages: int, num_microbatches: int) -> Table:
         """Forward at ``m + s``, backward at ``M + S - 1 + m + S - 1 - s``."""
-        # (stages, 1) and (1, microbatches): what is made from both is a table of ticks.
-        _, stage, microbatch = _index(num_stages, num_microbatches)
-        first = num_microbatches + num_stages - 1
-        backward = first + microbatch + num_stages - 1 - stage
-        return Table.from_ticks(num_stages, microbatch + stage, backward, name="GPipe")
+        forward, backward = _one_f_one_b(num_stages, num_microbatches)
+        # As in 1F1B, once the last stage has run all its forward slots.
+        backward += num_microbatches
+        return Table.from_ticks(num_stages, forward, backward, name="GPipe")
 
 
 @dataclass(frozen=True)
@@ -99,15 +92,13 @@ class OneFOneB(Schedule):
 
     def table(self, num_stages: int, num_microbatches: int) -> Table:
         """Forward at ``m + s``, backward at ``2 * (S - 1) - s + m``."""
-        _, stage, microbatch = _index(num_stages, num_microbatches)
-        # The last stage goes back in the tick in which it went forward.
-        backward = 2 * (num_stages - 1) - stage + microbatch
-        return Table.from_ticks(num_stages, microbatch + stage, backward, name="1F1B")
+        ticks = _one_f_one_b(num_stages, num_microbatches)
+        return Table.from_ticks(num_stages, *ticks, name="1F1B")
 
 
 @dataclass(frozen=True)
 class Interleaved(Schedule):
-    """1F1B over stages that each hold several chunks of layers [1].
+    """1F1B over stages that each hold several ``chunks`` of consecutive layers [1].
 
     The stack goes ``V`` times around the stages, so that a stage starts after a
     ``V``-th of the work before it: efficiency is ``M / (M + (S - 1) / V)`` when ``S``
@@ -120,13 +111,8 @@ class Interleaved(Schedule):
     sends its parameters (in the dtype of the computation) to where they run, and its
     gradients back, and holds a copy of its parameters meanwhile.
 
-    Attributes:
-        chunks: Chunks of consecutive layers that every stage holds.
-
     References:
-        [1] Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
-        Clusters Using Megatron-LM", 2021, section 2.2,
-        https://arxiv.org/abs/2104.04473
+        [1] As of `OneFOneB`.
 
     Example:
         >>> table = Interleaved(chunks=3).table(num_stages=4, num_microbatches=4)
@@ -146,27 +132,22 @@ class Interleaved(Schedule):
     def table(self, num_stages: int, num_microbatches: int) -> Table:
         """Forward at ``(g * V + c) * S + r + s`` where ``m = g * S + r``.
 
-        Backward of the last virtual stage is in the tick of its forward, and goes back
-        through the chunks in the same rhythm.
+        Backward goes through the chunks in the same rhythm, the other way.
         """
-        chunk, stage, microbatch = _index(num_stages, num_microbatches, self.chunks)
-        forward = _forward_ticks(chunk, stage, microbatch)
-        # The way back is the way forward, seen from the last virtual stage.
-        ahead = self.chunks - 1 - chunk, num_stages - 1 - stage
-        backward = len(chunk) - 1 + _forward_ticks(*ahead, microbatch)
-        return Table.from_ticks(num_stages, forward, backward, name="Interleaved 1F1B")
+        ticks = _one_f_one_b(num_stages, num_microbatches, self.chunks)
+        return Table.from_ticks(num_stages, *ticks, name="Interleaved 1F1B")
 
 
 @dataclass(frozen=True)
 class ZeroBubble(Schedule):
     """1F1B whose weight gradients wait until no stage waits for them [1].
 
-    Only the gradient of a stage's input is on the way back; the gradient of its
-    parameters is made ``s`` ticks later on stage ``s``, when all stages have one to
-    make. Efficiency is ``3 * M / (3 * M + 2 * (S - 1))``. A stage keeps what
-    ``OneFOneB`` keeps and at most ``S - 1`` microbatches that wait for their weight
-    gradient. The backward pass in two halves may compute more than a joint one, so
-    choose it for many stages and few microbatches, and measure.
+    Only the gradient of a stage's input is on the way back; that of its parameters is
+    made ``s`` ticks later on stage ``s``, when all stages have one to make. Efficiency
+    is ``3 * M / (3 * M + 2 * (S - 1))``. A stage keeps what ``OneFOneB`` keeps and at
+    most ``S - 1`` microbatches that wait for their weight gradient. Two halves may
+    compute more than a joint backward pass: choose it for many stages and few
+    microbatches, and measure.
 
     References:
         [1] Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2 (ZB-H1),
@@ -180,13 +161,10 @@ class ZeroBubble(Schedule):
 
     def table(self, num_stages: int, num_microbatches: int) -> Table:
         """As ``OneFOneB``; weights at ``2 * (S - 1) + m`` on all stages."""
-        _, stage, microbatch = _index(num_stages, num_microbatches)
-        backward = 2 * (num_stages - 1) - stage + microbatch
-        # The same tick on all stages; 0 * stage broadcasts to (stages, microbatches).
-        weight = 2 * (num_stages - 1) + microbatch + 0 * stage
-        return Table.from_ticks(
-            num_stages, microbatch + stage, backward, weight, name="Zero bubble"
-        )
+        forward, backward = _one_f_one_b(num_stages, num_microbatches)
+        # On all stages when the first, the last on the way back, has a backward slot.
+        ticks = forward, backward, np.broadcast_to(backward[0], backward.shape)
+        return Table.from_ticks(num_stages, *ticks, name="Zero bubble")
 
 
 @dataclass(frozen=True)
@@ -230,22 +208,20 @@ class Fixed(Schedule):
         return self.given
 
 
-def _index(
+def _one_f_one_b(
     num_stages: int, num_microbatches: int, chunks: int = 1
-) -> tuple[Ints, Ints, Ints]:
-    """Chunk and stage of every row and microbatch of every column of ``Ticks``."""
-    check_sizes(num_stages, num_microbatches, chunks)
-    virtual = np.arange(chunks * num_stages, dtype=np.int32)[:, None]
-    chunk, stage = np.divmod(virtual, num_stages)
-    return chunk, stage, np.arange(num_microbatches, dtype=np.int32)[None]
+) -> tuple[Ints, Ints]:
+    """Ticks of forward and backward, of shape (chunks * stages, microbatches).
 
-
-def _forward_ticks(chunk: Ints, stage: Ints, microbatch: Ints) -> Ints:
-    """Ticks of microbatches that go around in groups, one chunk after the other.
-
-    A group has as many microbatches as there are stages: the first of it comes back to
-    the first stage just as that one has sent off the last.
+    Microbatches go around in groups of as many as there are stages, one chunk after
+    the other: the first of a group comes back to the first stage just as that one has
+    sent off the last.
     """
-    num_stages, num_chunks = int(stage.max()) + 1, int(chunk.max()) + 1
-    group, place = np.divmod(microbatch, num_stages)
-    return (group * num_chunks + chunk) * num_stages + place + stage
+    check_sizes(num_stages, num_microbatches, chunks)
+    # (chunks * stages, 1) and (1, microbatches)
+    chunk, stage = np.divmod(np.arange(chunks * num_stages)[:, None], num_stages)
+    group, place = np.divmod(np.arange(num_microbatches)[None], num_stages)
+    forward = (group * chunks + chunk) * num_stages + place + stage
+    # The way back is the way forward, seen from the last virtual stage, which goes back
+    # in the tick in which it went forward.
+    return forward, forward[::-1] + len(forward) - 1

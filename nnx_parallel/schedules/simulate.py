@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnx_parallel.errors import ScheduleError
-from nnx_parallel.schedules.slots import Ints, Ticks
+from nnx_parallel.schedules.slots import KINDS, Ints, Ticks
 
 
 class LiveRanges(NamedTuple):
@@ -33,11 +33,10 @@ class LiveRanges(NamedTuple):
         if not self.start.size:
             return 0
         change = np.zeros((self.stage.max() + 1, self.end.max() + 2), np.int64)
-        stage = np.broadcast_to(self.stage[:, None], self.start.shape)
-        np.add.at(change, (stage, self.start), 1)
+        np.add.at(change, (self.stage[:, None], self.start), 1)
         # A value is read at some time within its last tick, so that another may take
         # its memory in the next tick and no earlier.
-        np.add.at(change, (stage, self.end + 1), -1)
+        np.add.at(change, (self.stage[:, None], self.end + 1), -1)
         return int(change.cumsum(axis=1).max())
 
 
@@ -53,29 +52,27 @@ def live_ranges(ticks: Ticks) -> dict[str, LiveRanges]:
     - ``flights``: an in-flight microbatch, from its entry into the pipeline to its
       last slot in the first virtual stage (the last forward slot in evaluation).
     """
-    num_stages, forward, backward, weight = ticks
-    stage = np.arange(len(forward), dtype=np.int32) % num_stages
+    forward, *both_backward = ticks.by_kind.values()
+    stage = np.arange(len(forward), dtype=np.int32) % ticks.num_stages
     # What a stage sends arrives one tick later. The first virtual stage receives
     # nothing: it takes a new microbatch in the tick in which it runs it.
     arrival = np.concatenate([forward[:1], forward[:-1] + 1])
     none = LiveRanges(forward[:0], forward[:0], stage[:0])
     ranges = {
         "inputs": LiveRanges(arrival, forward, stage),
-        "saved": none,
-        "cotangents": none,
-        "pending": none,
+        **dict.fromkeys(("saved", "cotangents", "pending"), none),
         "flights": LiveRanges(forward[:1], forward[-1:], stage[:1]),
     }
-    if backward is None or weight is None:
-        return ranges
-    # Cotangents travel the other way. The part after the stack makes the last virtual
-    # stage's in the tick of its forward.
-    made = np.concatenate([backward[1:] + 1, forward[-1:]])
-    ranges["saved"] = LiveRanges(forward, backward, stage)
-    ranges["cotangents"] = LiveRanges(made, backward, stage)
-    ranges["flights"] = LiveRanges(forward[:1], backward[:1], stage[:1])
-    if ticks.is_split:
-        ranges["pending"] = LiveRanges(backward, weight, stage)
+    if both_backward:
+        backward, weight = both_backward
+        # Cotangents travel the other way. The part after the stack makes the last
+        # virtual stage's in the tick of its forward.
+        made = np.concatenate([backward[1:] + 1, forward[-1:]])
+        ranges["saved"] = LiveRanges(forward, backward, stage)
+        ranges["cotangents"] = LiveRanges(made, backward, stage)
+        ranges["flights"] = LiveRanges(forward[:1], backward[:1], stage[:1])
+        if ticks.is_split:
+            ranges["pending"] = LiveRanges(backward, weight, stage)
     return ranges
 
 
@@ -131,70 +128,53 @@ class Simulation:
 
 
 def simulate_ticks(
-    ticks: Ticks, costs: Mapping[str, float], sizes: Mapping[str, int]
+    ticks: Ticks, costs: Sequence[float], value_bytes: Sequence[int]
 ) -> Simulation:
-    """Runs a table on paper, in lock step.
-
-    Args:
-        ticks: When each slot runs.
-        costs: Of ``forward``, ``backward_input`` and ``backward_weight``, for one
-            microbatch in all of a stage's layers.
-        sizes: Bytes of one value of each buffer of `live_ranges`.
-
-    Raises:
-        ScheduleError: If costs are negative, or all of the table's are zero.
-    """
-    if min(costs.values()) < 0:
-        raise ScheduleError(f"Costs {dict(costs)} must be 0 or more.")
-    kinds = _kinds(ticks, costs)
+    """`Table.simulate`, by costs of `KINDS` and bytes of a value in `live_ranges`."""
+    named = dict(zip(KINDS, costs, strict=True))
+    if min(costs) < 0:
+        raise ScheduleError(f"Costs {named} must be 0 or more.")
+    kinds: dict[str, tuple[float, Ints]] = {
+        kind: (named[kind], at) for kind, at in ticks.by_kind.items()
+    }
+    # Without a later weight slot one joint pass makes both gradients, in one piece.
+    if "backward_input" in kinds and not ticks.is_split:
+        weight, _ = kinds.pop("backward_weight")
+        cost, at = kinds.pop("backward_input")
+        kinds["backward"] = cost + weight, at
     paid = {kind: cost for kind, (cost, _) in kinds.items()}
-    timeline = _time(ticks, kinds)
+    timeline = _time(ticks.num_stages, kinds)
     total_time = float(timeline.tick_start[-1])
     if not total_time:
         raise ScheduleError(f"Costs {paid} must not all be 0.")
     peaks = {name: ranges.peak for name, ranges in live_ranges(ticks).items()}
+    pairs = zip(peaks.values(), value_bytes, strict=True)
     return Simulation(
         total_time=total_time,
-        efficiency=ticks.forward.shape[1] * sum(paid.values()) / total_time,
+        efficiency=ticks.by_kind["forward"].shape[1] * sum(paid.values()) / total_time,
         peak_stage_inputs=peaks["saved"],
-        peak_residual_bytes=sum(peaks[name] * size for name, size in sizes.items()),
+        peak_residual_bytes=sum(peak * size for peak, size in pairs),
         costs=paid,
         timeline=timeline,
     )
 
 
-def _kinds(ticks: Ticks, costs: Mapping[str, float]) -> dict[str, tuple[float, Ints]]:
-    """Cost and ticks of what runs as one piece: both halves of a joint backward."""
-    kinds = {"forward": (costs["forward"], ticks.forward)}
-    if ticks.backward_input is None or ticks.backward_weight is None:
-        return kinds
-    # Without a later weight slot one joint pass makes both gradients, in one piece.
-    if ticks.is_split:
-        kinds["backward_input"] = (costs["backward_input"], ticks.backward_input)
-        kinds["backward_weight"] = (costs["backward_weight"], ticks.backward_weight)
-        return kinds
-    joint = costs["backward_input"] + costs["backward_weight"]
-    return kinds | {"backward": (joint, ticks.backward_input)}
-
-
-def _time(ticks: Ticks, kinds: Mapping[str, tuple[float, Ints]]) -> Timeline:
+def _time(num_stages: int, kinds: Mapping[str, tuple[float, Ints]]) -> Timeline:
     num_ticks = max(int(at.max()) for _, at in kinds.values()) + 1
     durations = np.zeros((len(kinds), num_ticks))
     for row, (cost, at) in enumerate(kinds.values()):
         # Predicates of the compiled step are the same on all devices, so a kind of slot
-        # that any stage has in a tick takes its time on all of them.
-        durations[row, at.ravel()] = cost / ticks.num_chunks
+        # that any stage has in a tick takes its time on all of them; a chunk its share.
+        durations[row, at.ravel()] = cost / (len(at) // num_stages)
     tick_start = np.concatenate([[0.0], durations.sum(axis=0).cumsum()])
     # (kinds, ticks): within a tick the kinds run one after the other.
     starts = tick_start[:-1] + durations.cumsum(axis=0) - durations
     slots = []
     for row, (kind, (_, at)) in enumerate(kinds.items()):
         for (virtual, microbatch), tick in np.ndenumerate(at):
-            chunk, stage = divmod(virtual, ticks.num_stages)
+            chunk, stage = divmod(virtual, num_stages)
             start = float(starts[row, tick])
-            end = start + float(durations[row, tick])
-            slots.append(
-                TimedSlot(kind, stage, microbatch, chunk, start, end, int(tick))
-            )
+            times = start, start + float(durations[row, tick]), int(tick)
+            slots.append(TimedSlot(kind, stage, microbatch, chunk, *times))
     slots.sort(key=lambda slot: (slot.start, slot.tick, slot.stage))
     return Timeline(tick_start, tuple(slots))

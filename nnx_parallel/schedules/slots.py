@@ -1,9 +1,7 @@
 """Slots: which microbatch and chunk of layers a stage works on in a tick.
 
-A table is kept as ``Slots``, one row a tick and one column a stage: what the pipeline
-scans over. Rules, costs and live ranges are written in the inverse, ``Ticks``: one row
-a *virtual stage*, in the order in which a microbatch passes through them, and one
-column a microbatch. Chunk ``c`` of stage ``s`` is virtual stage ``c * num_stages + s``.
+A table is kept as ``Slots``, which the pipeline scans over. Rules, costs and live
+ranges are written in the inverse, ``Ticks``.
 """
 
 from __future__ import annotations
@@ -35,16 +33,11 @@ class Slot:
         chunk: Which of the stage's chunks of layers.
     """
 
-    kind: Literal["forward", "backward_input", "backward_weight", "backward"]
+    kind: Kind | Literal["backward"]
     tick: int
     stage: int
     microbatch: int
     chunk: int = 0
-
-    @property
-    def kinds(self) -> tuple[Kind, ...]:
-        """The kinds of slots that this one fills."""
-        return KINDS[1:] if self.kind == "backward" else (self.kind,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,9 +62,7 @@ class Slots:
                 f"Slots have microbatches of shape {self.microbatch.shape} and chunks "
                 f"of shape {self.chunk.shape}. Both must be (ticks, stages)."
             )
-        uneven = np.argwhere((self.microbatch < 0) != (self.chunk < 0))
-        if uneven.size:
-            tick, stage = uneven[0]
+        for tick, stage in np.argwhere((self.microbatch < 0) != (self.chunk < 0)):
             raise ScheduleError(
                 f"The slot at tick {tick} of stage {stage} has microbatch "
                 f"{self.microbatch[tick, stage]} but chunk {self.chunk[tick, stage]}. "
@@ -104,29 +95,23 @@ class Slots:
 class Ticks(NamedTuple):
     """When each virtual stage takes each microbatch.
 
+    Chunk ``c`` of stage ``s`` is virtual stage ``c * num_stages + s``: a microbatch
+    passes through them in that order.
+
     Attributes:
         num_stages: Stages; a row's stage is its index modulo this.
-        forward: Integers of shape (chunks * stages, microbatches).
-        backward_input: The same; ``None`` in a table for evaluation.
-        backward_weight: The same.
+        by_kind: Integers of shape (chunks * stages, microbatches); a table for
+            evaluation has ``forward`` alone.
     """
 
     num_stages: int
-    forward: Ints
-    backward_input: Ints | None = None
-    backward_weight: Ints | None = None
-
-    @property
-    def num_chunks(self) -> int:
-        """Chunks of layers that a stage holds."""
-        return len(self.forward) // self.num_stages
+    by_kind: dict[Kind, Ints]
 
     @property
     def is_split(self) -> bool:
         """True if some weight gradient is made later than its input's."""
-        if self.backward_input is None or self.backward_weight is None:
-            return False
-        return not np.array_equal(self.backward_input, self.backward_weight)
+        _, *backward = self.by_kind.values()
+        return bool(backward) and not np.array_equal(*backward)
 
 
 def frozen_ints(values: ArrayLike) -> Ints:
@@ -136,18 +121,15 @@ def frozen_ints(values: ArrayLike) -> Ints:
     return array
 
 
-def name_slot(kind: str, stage: int, microbatch: int, chunk: int) -> str:
-    """A slot in words, for messages."""
+def name_slot(kind: str, virtual: int, microbatch: int, num_stages: int) -> str:
+    """A slot of a virtual stage in words, for messages."""
+    chunk, stage = divmod(virtual, num_stages)
     words = kind.replace("_", " ")
     return f"{words} of microbatch {microbatch}, chunk {chunk} on stage {stage}"
 
 
 def check_sizes(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> None:
-    """Checks that there is something to schedule.
-
-    Raises:
-        ScheduleError: If a size is less than 1.
-    """
+    """Refuses sizes less than 1: there is nothing to schedule."""
     names = ("num_stages", "num_microbatches", "num_chunks")
     sizes = (num_stages, num_microbatches, num_chunks)
     for name, size in zip(names, sizes, strict=True):

@@ -1,20 +1,13 @@
-"""Tables: a pipeline schedule as data, checked on construction.
-
-A table says for every tick and stage which microbatch goes forward and which goes
-backward. In one tick a stage receives what its neighbours sent in the last one, runs
-its forward slot, then (the last stage, for its last chunk) the part after the stack,
-then its backward input slot, then its backward weight slot.
-"""
+"""Tables: a pipeline schedule as data, checked on construction."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from nnx_parallel.errors import ScheduleError
 from nnx_parallel.schedules.simulate import Simulation, simulate_ticks
@@ -34,9 +27,11 @@ from nnx_parallel.schedules.slots import (
 class Table:
     """A pipeline schedule: when each stage takes each microbatch, in lock step.
 
-    What a stage sends in one tick arrives in the next. Of the stack's equal parts
-    stage ``s`` has number ``c * num_stages + s`` as its chunk ``c``. Tables are equal
-    when their slots are; they are hashable.
+    In one tick a stage receives what its neighbours sent in the last one, runs its
+    forward slot, then (the last stage, for its last chunk) the part after the stack,
+    then its backward input slot, then its backward weight slot. Of the stack's equal
+    parts stage ``s`` has number ``c * num_stages + s`` as its chunk ``c``. Tables are
+    equal when their slots are; they are hashable.
 
     Attributes:
         num_stages: Size of the ``pipe`` axis.
@@ -99,15 +94,12 @@ class Table:
         """
         # Here already: slots are checked against the sizes before a table exists.
         check_sizes(num_stages, num_microbatches, num_chunks)
-        slots = list(slots)
-        for slot in slots:
-            _check_inside(slot, num_stages, num_microbatches, num_chunks)
         return cls(
             num_stages=num_stages,
             num_microbatches=num_microbatches,
             num_chunks=num_chunks,
             name=name,
-            **_lay_out(slots, num_stages),
+            **_lay_out(list(slots), num_stages, num_microbatches, num_chunks),
         )
 
     @classmethod
@@ -122,7 +114,7 @@ class Table:
         """A table from the tick of every slot, which is how schedules are written.
 
         Args:
-            num_stages: Size of the ``pipe`` axis.
+            num_stages: Stages.
             forward: Ticks of shape (chunks * stages, microbatches), the rows in the
                 order of the layers.
             backward_input: The same; left out for evaluation.
@@ -134,28 +126,32 @@ class Table:
         """
         if backward_weight is None:
             backward_weight = backward_input
-        kinds = zip(KINDS, (forward, backward_input, backward_weight), strict=True)
-        ticks: dict[Kind, NDArray[Any]] = {
-            kind: np.array(at) for kind, at in kinds if at is not None
-        }
+        given = zip(KINDS, (forward, backward_input, backward_weight), strict=True)
+        ticks = {kind: np.array(at) for kind, at in given if at is not None}
+        shapes = {kind: at.shape for kind, at in ticks.items()}
+        shape = shapes["forward"]
+        is_divided = len(shape) == 2 and num_stages > 0 and shape[0] % num_stages == 0
+        if len(set(shapes.values())) > 1 or not is_divided:
+            raise ScheduleError(
+                f"The ticks have shapes {shapes}. All must be (chunks * stages, "
+                f"microbatches), with {num_stages} stages."
+            )
         # Rows are virtual stages: row c * num_stages + s is chunk c of stage s.
-        num_virtual, num_microbatches = _check_shapes(ticks, num_stages)
         slots = (
             Slot(kind, int(tick), row % num_stages, microbatch, row // num_stages)
             for kind, at in ticks.items()
             for (row, microbatch), tick in np.ndenumerate(at)
         )
-        num_chunks = num_virtual // num_stages
-        return cls.from_slots(num_stages, num_microbatches, slots, num_chunks, name)
+        return cls.from_slots(num_stages, shape[1], slots, shape[0] // num_stages, name)
 
     # Once: every rule, simulation and plan asks for it.
     @cached_property
     def ticks(self) -> Ticks:
         """When each slot runs, by virtual stage and microbatch."""
         kinds = KINDS[:1] if self.is_forward_only else KINDS
-        sizes = (self.num_microbatches, self.num_chunks)
-        ticks = (_invert(kind, getattr(self, kind), *sizes) for kind in kinds)
-        return Ticks(self.num_stages, *ticks)
+        shape = (self.num_chunks * self.num_stages, self.num_microbatches)
+        ticks = {kind: _invert(kind, getattr(self, kind), shape) for kind in kinds}
+        return Ticks(self.num_stages, ticks)
 
     @property
     def num_ticks(self) -> int:
@@ -173,8 +169,7 @@ class Table:
     @property
     def is_forward_only(self) -> bool:
         """True if there are no backward slots: a table for evaluation."""
-        slots = (self.backward_input, self.backward_weight)
-        return not any(each.active.any() for each in slots)
+        return not (self.backward_input.any.any() or self.backward_weight.any.any())
 
     def simulate(
         self,
@@ -209,95 +204,64 @@ class Table:
             >>> table = OneFOneB().table(num_stages=4, num_microbatches=12)
             >>> f"{table.simulate().bubble:.1%}"
             '20.0%'
+
+        Raises:
+            ScheduleError: If a cost is negative, or all of the table's are 0.
         """
-        costs = {
-            "forward": forward,
-            "backward_input": backward_input,
-            "backward_weight": backward_weight,
-        }
-        sizes = {
-            "inputs": input_bytes,
-            "saved": saved_bytes,
-            "cotangents": cotangent_bytes,
-            "pending": pending_bytes,
-            "flights": flight_bytes,
-        }
+        costs = (forward, backward_input, backward_weight)
+        sizes = (input_bytes, saved_bytes, cotangent_bytes, pending_bytes, flight_bytes)
         return simulate_ticks(self.ticks, costs, sizes)
 
 
-def _check_shapes(
-    ticks: Mapping[Kind, NDArray[Any]], num_stages: int
-) -> tuple[int, int]:
-    """Virtual stages and microbatches of the ticks of all kinds."""
-    shapes = {kind: at.shape for kind, at in ticks.items()}
-    shape = shapes["forward"]
-    is_divided = len(shape) == 2 and num_stages > 0 and shape[0] % num_stages == 0
-    if len(set(shapes.values())) > 1 or not is_divided:
-        raise ScheduleError(
-            f"The ticks have shapes {shapes}. All must be (chunks * stages, "
-            f"microbatches), with {num_stages} stages."
-        )
-    return shape
-
-
-def _check_inside(
-    slot: Slot, num_stages: int, num_microbatches: int, num_chunks: int
-) -> None:
-    for field_, value, limit in (
-        ("stage", slot.stage, num_stages),
-        ("microbatch", slot.microbatch, num_microbatches),
-        ("chunk", slot.chunk, num_chunks),
-    ):
-        if not 0 <= value < limit:
-            raise ScheduleError(
-                f"{slot} has {field_} {value}. Valid: 0 to {limit - 1}."
-            )
-    if slot.tick < 0:
-        raise ScheduleError(f"{slot} has tick {slot.tick}. Ticks count from 0.")
-
-
-def _lay_out(slots: list[Slot], num_stages: int) -> dict[Kind, Slots]:
+def _lay_out(
+    slots: list[Slot], num_stages: int, num_microbatches: int, num_chunks: int
+) -> dict[Kind, Slots]:
     """Single slots as one grid of (ticks, stages) for each kind."""
+    limits = {"stage": num_stages, "microbatch": num_microbatches, "chunk": num_chunks}
+    for slot in slots:
+        for name, limit in limits.items():
+            if not 0 <= (at := getattr(slot, name)) < limit:
+                raise ScheduleError(f"{slot} has {name} {at}. Valid: 0 to {limit - 1}.")
+        if slot.tick < 0:
+            raise ScheduleError(f"{slot} has tick {slot.tick}. Ticks count from 0.")
     # No slots at all are a table of 0 ticks, whose missing slots are then named.
     num_ticks = max((slot.tick for slot in slots), default=-1) + 1
     shape = (2, num_ticks, num_stages)  # microbatch and chunk of each cell
     cells: dict[Kind, Ints] = {kind: np.full(shape, -1, np.int32) for kind in KINDS}
     for slot in slots:
-        for kind in slot.kinds:
+        for kind in KINDS[1:] if slot.kind == "backward" else (slot.kind,):
             cell = cells[kind][:, slot.tick, slot.stage]
             if cell[0] >= 0:
-                name = name_slot(kind, slot.stage, slot.microbatch, slot.chunk)
+                virtual = slot.chunk * num_stages + slot.stage
                 raise ScheduleError(
-                    f"{name} is at tick {slot.tick}, where the stage already has "
-                    f"microbatch {cell[0]}, chunk {cell[1]}. A stage has at most one "
+                    f"{name_slot(kind, virtual, slot.microbatch, num_stages)} is at "
+                    f"tick {slot.tick}, where the stage already has microbatch "
+                    f"{cell[0]}, chunk {cell[1]}. A stage has at most one "
                     f"{kind.replace('_', ' ')} slot in a tick."
                 )
             cell[:] = slot.microbatch, slot.chunk
     return {kind: Slots(*arrays) for kind, arrays in cells.items()}
 
 
-def _invert(kind: Kind, slots: Slots, num_microbatches: int, num_chunks: int) -> Ints:
+def _invert(kind: Kind, slots: Slots, shape: tuple[int, int]) -> Ints:
     """The tick of each virtual stage and microbatch; each must have exactly one."""
     # (ticks, stages) to (chunks * stages, microbatches), by way of the list of slots
-    tick, stage = np.nonzero(slots.active)
-    microbatch, chunk = slots.microbatch[tick, stage], slots.chunk[tick, stage]
-    outside = np.flatnonzero((microbatch >= num_microbatches) | (chunk >= num_chunks))
-    if outside.size:
-        at = int(outside[0])
-        raise ScheduleError(
-            f"{name_slot(kind, *map(int, (stage[at], microbatch[at], chunk[at])))} is "
-            f"at tick {tick[at]}, but there are {num_microbatches} microbatches and "
-            f"{num_chunks} chunks, counted from 0."
-        )
     num_stages = slots.active.shape[1]
-    virtual = chunk * num_stages + stage
-    count = np.zeros((num_chunks * num_stages, num_microbatches), np.int32)
+    tick, stage = np.nonzero(slots.active)
+    microbatch = slots.microbatch[tick, stage]
+    virtual = slots.chunk[tick, stage] * num_stages + stage
+    for at in np.flatnonzero((microbatch >= shape[1]) | (virtual >= shape[0])):
+        raise ScheduleError(
+            f"{name_slot(kind, virtual[at], microbatch[at], num_stages)} is at tick "
+            f"{tick[at]}, but there are {shape[1]} microbatches and "
+            f"{shape[0] // num_stages} chunks, counted from 0."
+        )
+    count = np.zeros(shape, np.int32)
     np.add.at(count, (virtual, microbatch), 1)
-    if (count != 1).any():
-        wrong, lost = np.argwhere(count != 1)[0]
+    for wrong, lost in np.argwhere(count != 1):
         ticks = tick[(virtual == wrong) & (microbatch == lost)].tolist()
         raise ScheduleError(
-            f"{name_slot(kind, wrong % num_stages, lost, wrong // num_stages)} is "
+            f"{name_slot(kind, wrong, lost, num_stages)} is "
             f"{f'at ticks {ticks}' if ticks else 'missing'}. Every stage takes every "
             "microbatch exactly once for each of its chunks."
         )
@@ -308,66 +272,52 @@ def _invert(kind: Kind, slots: Slots, num_microbatches: int, num_chunks: int) ->
 
 def _check_ticks(ticks: Ticks) -> None:
     """Checks that every slot comes after what it needs, and microbatches in order."""
-    for kind, earliest, reason in _rules(ticks):
-        actual = getattr(ticks, kind)
+    for kind, earliest, step, reason in _rules(ticks):
+        actual = ticks.by_kind[kind]
         early = actual < earliest
         if not early.any():
             continue
         # The first in time: later ones may be early only because of it.
         first = int(np.where(early, actual, actual.max() + 1).argmin())
         virtual, microbatch = divmod(first, actual.shape[1])
-        chunk, stage = divmod(virtual, ticks.num_stages)
-        needed = int(earliest[virtual, microbatch])
+        tick = int(earliest[virtual, microbatch])
+        chunk, stage = divmod(virtual + step, ticks.num_stages)
+        is_same = chunk == virtual // ticks.num_stages
+        near = f"stage {stage}" if is_same else f"stage {stage}, chunk {chunk},"
+        values = {"near": near, "sent": tick - 1, "tick": tick, "last": microbatch - 1}
         raise ScheduleError(
-            f"{name_slot(kind, stage, microbatch, chunk)} is at tick "
-            f"{actual[virtual, microbatch]}; it needs tick {needed} or later: "
-            f"{reason(virtual, microbatch, needed)}."
+            f"{name_slot(kind, virtual, microbatch, ticks.num_stages)} is at tick "
+            f"{actual[virtual, microbatch]}; it needs tick {tick} or later: "
+            f"{reason.format(**values)}."
         )
 
 
-def _rules(ticks: Ticks) -> Iterator[tuple[Kind, Ints, Callable[..., str]]]:
+def _rules(ticks: Ticks) -> list[tuple[Kind, Ints, int, str]]:
     """The earliest tick of each slot of a kind, and the reason in words.
 
-    A reason is made from the slot's virtual stage and microbatch, and the tick.
+    In between, the steps from its virtual stage to the one that the reason names.
     """
-
-    def stage(virtual: int, near: int) -> str:
-        chunk, index = divmod(virtual, ticks.num_stages)
-        differs = chunk != near // ticks.num_stages
-        return f"stage {index}, chunk {chunk}," if differs else f"stage {index}"
-
+    forward, *both_backward = ticks.by_kind.values()
     # All (chunks * stages, microbatches). What a neighbour sends arrives in the next
     # tick, hence + 1; a pad of 0 is no rule for the row that has no such neighbour.
-    _, forward, backward, weight = ticks
-    yield (
-        "forward",
-        np.pad(forward[:-1] + 1, ((1, 0), (0, 0))),
-        lambda v, m, t: f"{stage(v - 1, v)} makes its input at tick {t - 1}",
-    )
-    if backward is not None and weight is not None:
+    arrival = np.pad(forward[:-1] + 1, ((1, 0), (0, 0)))
+    rules: list[tuple[Kind, Ints, int, str]] = [
+        ("forward", arrival, -1, "{near} makes its input at tick {sent}")
+    ]
+    if both_backward:
+        backward, _ = both_backward
         # The last virtual stage alone: others follow from it through the cotangents.
-        yield (
-            "backward_input",
-            np.pad(forward[-1:], ((len(forward) - 1, 0), (0, 0))),
-            lambda v, m, t: f"its forward is at tick {t}",
-        )
-        yield (
-            "backward_input",
-            np.pad(backward[1:] + 1, ((0, 1), (0, 0))),
-            lambda v, m, t: f"{stage(v + 1, v)} makes its cotangent at tick {t - 1}",
-        )
-        # In one tick the input slot runs before the weight slot: no + 1.
-        yield (
-            "backward_weight",
-            backward,
-            lambda v, m, t: f"its backward input is at tick {t}",
-        )
+        loss = np.pad(forward[-1:], ((len(forward) - 1, 0), (0, 0)))
+        made = np.pad(backward[1:] + 1, ((0, 1), (0, 0)))
+        rules += [
+            ("backward_input", loss, 0, "its forward is at tick {tick}"),
+            ("backward_input", made, 1, "{near} makes its cotangent at tick {sent}"),
+            # In one tick the input slot runs before the weight slot: no + 1.
+            ("backward_weight", backward, 0, "its backward input is at tick {tick}"),
+        ]
     # One microbatch hands its random state to the next, and gradients are summed in
     # this order: with another one the numbers would not be those of one device.
-    for kind in KINDS:
-        if (own := getattr(ticks, kind)) is not None:
-            yield (
-                kind,
-                np.pad(own[:, :-1] + 1, ((0, 0), (1, 0))),
-                lambda v, m, t: f"microbatch {m - 1} comes before it, at tick {t - 1}",
-            )
+    reason = "microbatch {last} comes before it, at tick {sent}"
+    for kind, own in ticks.by_kind.items():
+        rules.append((kind, np.pad(own[:, :-1] + 1, ((0, 0), (1, 0))), 0, reason))
+    return rules
