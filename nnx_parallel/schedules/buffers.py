@@ -123,5 +123,5 @@ def _assign(ranges: LiveRanges) -> Ints:
             while busy and busy[0][0] < start[value]:
                 heapq.heappush(free, heapq.heappop(busy)[1])
             slots[value] = slot = heapq.heappop(free)
-            heapq.heappush(busy, (end[value], slot))
+            heapq.heappush(busy, (int(end[value]), slot))
     return slots

@@ -111,7 +111,7 @@ class Ticks(NamedTuple):
     def is_split(self) -> bool:
         """True if some weight gradient is made later than its input's."""
         _, *backward = self.by_kind.values()
-        return bool(backward) and not np.array_equal(*backward)
+        return bool(backward) and not np.array_equal(backward[0], backward[1])
 
 
 def frozen_ints(values: ArrayLike) -> Ints:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -127,7 +127,9 @@ class Table:
         if backward_weight is None:
             backward_weight = backward_input
         given = zip(KINDS, (forward, backward_input, backward_weight), strict=True)
-        ticks = {kind: np.array(at) for kind, at in given if at is not None}
+        ticks: dict[Kind, Ints] = {
+            kind: np.array(at) for kind, at in given if at is not None
+        }
         shapes = {kind: at.shape for kind, at in ticks.items()}
         shape = shapes["forward"]
         is_divided = len(shape) == 2 and num_stages > 0 and shape[0] % num_stages == 0
@@ -150,8 +152,10 @@ class Table:
         """When each slot runs, by virtual stage and microbatch."""
         kinds = KINDS[:1] if self.is_forward_only else KINDS
         shape = (self.num_chunks * self.num_stages, self.num_microbatches)
-        ticks = {kind: _invert(kind, getattr(self, kind), shape) for kind in kinds}
-        return Ticks(self.num_stages, ticks)
+        return Ticks(
+            self.num_stages,
+            {kind: _invert(kind, getattr(self, kind), shape) for kind in kinds},
+        )
 
     @property
     def num_ticks(self) -> int:
@@ -292,7 +296,7 @@ def _check_ticks(ticks: Ticks) -> None:
         )
 
 
-def _rules(ticks: Ticks) -> list[tuple[Kind, Ints, int, str]]:
+def _rules(ticks: Ticks) -> Iterator[tuple[Kind, Ints, int, str]]:
     """The earliest tick of each slot of a kind, and the reason in words.
 
     In between, the steps from its virtual stage to the one that the reason names.
@@ -301,23 +305,18 @@ def _rules(ticks: Ticks) -> list[tuple[Kind, Ints, int, str]]:
     # All (chunks * stages, microbatches). What a neighbour sends arrives in the next
     # tick, hence + 1; a pad of 0 is no rule for the row that has no such neighbour.
     arrival = np.pad(forward[:-1] + 1, ((1, 0), (0, 0)))
-    rules: list[tuple[Kind, Ints, int, str]] = [
-        ("forward", arrival, -1, "{near} makes its input at tick {sent}")
-    ]
+    yield "forward", arrival, -1, "{near} makes its input at tick {sent}"
     if both_backward:
         backward, _ = both_backward
         # The last virtual stage alone: others follow from it through the cotangents.
         loss = np.pad(forward[-1:], ((len(forward) - 1, 0), (0, 0)))
-        made = np.pad(backward[1:] + 1, ((0, 1), (0, 0)))
-        rules += [
-            ("backward_input", loss, 0, "its forward is at tick {tick}"),
-            ("backward_input", made, 1, "{near} makes its cotangent at tick {sent}"),
-            # In one tick the input slot runs before the weight slot: no + 1.
-            ("backward_weight", backward, 0, "its backward input is at tick {tick}"),
-        ]
+        yield "backward_input", loss, 0, "its forward is at tick {tick}"
+        arrival = np.pad(backward[1:] + 1, ((0, 1), (0, 0)))
+        yield "backward_input", arrival, 1, "{near} makes its cotangent at tick {sent}"
+        # In one tick the input slot runs before the weight slot: no + 1.
+        yield "backward_weight", backward, 0, "its backward input is at tick {tick}"
     # One microbatch hands its random state to the next, and gradients are summed in
     # this order: with another one the numbers would not be those of one device.
-    reason = "microbatch {last} comes before it, at tick {sent}"
     for kind, own in ticks.by_kind.items():
-        rules.append((kind, np.pad(own[:, :-1] + 1, ((0, 0), (1, 0))), 0, reason))
-    return rules
+        after_last = np.pad(own[:, :-1] + 1, ((0, 0), (1, 0)))
+        yield kind, after_last, 0, "microbatch {last} comes before it, at tick {sent}"
