@@ -1,6 +1,6 @@
 """Batches: read, checked and placed ahead of the step that needs them."""
 
-from nnx_parallel.data.agreement import BatchAgreement as BatchAgreement
+from nnx_parallel.data.batches import BatchAgreement as BatchAgreement
 from nnx_parallel.data.batches import check_batch as check_batch
 from nnx_parallel.data.batches import check_divisible as check_divisible
 from nnx_parallel.data.batches import copy_if_writeable as copy_if_writeable

@@ -1,13 +1,11 @@
-"""Batches: checks on the host, global arrays split over the rows, microbatches.
-
-JAX silently wraps integers beyond 32 bits, and compiles again for every shape: both are
-refused here, with the leaf's path and the numbers.
-"""
+"""Batches: checked on the host, the same on all processes, split over the rows."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,30 +16,38 @@ from einops import rearrange
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.data.agreement import Signature
-from nnx_parallel.errors import BatchShapeError, DataError, MeshShapeError
+from nnx_parallel.distributed.agreement import allgather_object, differences
+from nnx_parallel.errors import (
+    BatchShapeError,
+    DataError,
+    DataExhaustedError,
+    MeshShapeError,
+)
 from nnx_parallel.sharding.layout import Layout
+
+Signature = dict[str, tuple[tuple[int, ...], str]]
+"""Shape and dtype of each array of a batch, by its path."""
+
+END = object()
+"""In place of a batch where the data has ended."""
 
 
 def check_batch(batch: Any, *, index: int = 0) -> int:
-    """Checks a batch and returns its number of rows.
-
-    Args:
-        batch: A pytree of NumPy or JAX arrays whose dim 0 is the rows.
-        index: The batch's number, for messages.
+    """Checks a pytree of arrays whose dim 0 is the rows, and returns their number.
 
     Raises:
-        DataError: If a leaf is not an array of numbers or does not fit 32 bits.
+        DataError: If a leaf is not an array of numbers, or holds integers beyond the 32
+            bits to which JAX would silently wrap them.
         BatchShapeError: If there are no rows, or leaves disagree about their number.
 
     Example:
         >>> check_batch({"x": np.zeros((4, 2)), "y": np.zeros(4, int)})
         4
     """
-    rows: dict[str, int] = {}
-    for name, leaf in _named_leaves(batch):
-        _check_leaf(name, leaf, index)
-        rows[name] = leaf.shape[0]
+    leaves = _named_leaves(batch)
+    for name, leaf in leaves.items():
+        _check_leaf(f"{name} of batch {index}", leaf)
+    rows = {name: leaf.shape[0] for name, leaf in leaves.items()}
     if not rows:
         raise DataError(
             f"Batch {index} of type {type(batch).__name__} holds no arrays. A batch is "
@@ -70,48 +76,36 @@ def batch_signature(batch: Any) -> Signature:
     """
     return {
         name: (tuple(leaf.shape), _narrow(leaf.dtype))
-        for name, leaf in _named_leaves(batch)
+        for name, leaf in _named_leaves(batch).items()
     }
 
 
-def check_same(batch: Any, first: Signature, *, index: int) -> None:
-    """Checks that a batch has the structure, shapes and dtypes of the first one.
-
-    Args:
-        batch: The batch to check.
-        first: The first batch's signature.
-        index: The batch's number, for messages.
+def check_same(found: Signature, first: Signature, *, index: int) -> None:
+    """Checks that batch ``index`` has the structure, shapes and dtypes of the first.
 
     Raises:
         BatchShapeError: If anything differs.
     """
-    found = batch_signature(batch)
-    if found == first:
-        return
     if found.keys() != first.keys():
         raise BatchShapeError(
             f"Batch {index} holds {sorted(found)} but the first batch held "
             f"{sorted(first)}. All batches of a run must have the same structure."
         )
-    name = next(name for name in found if found[name] != first[name])
-    (shape, dtype), (first_shape, first_dtype) = found[name], first[name]
-    raise BatchShapeError(
-        f"{name} of batch {index} has shape {shape} and dtype {dtype}, but in the "
-        f"first batch {first_shape} and {first_dtype}. Each new shape would compile "
-        "the step again: drop the last, smaller batch of an epoch "
-        "(`drop_remainder=True`), or pad to one shape."
-    )
+    for name, (shape, dtype) in found.items():
+        first_shape, first_dtype = first[name]
+        if found[name] != first[name]:
+            raise BatchShapeError(
+                f"{name} of batch {index} has shape {shape} and dtype {dtype}, but in "
+                f"the first batch {first_shape} and {first_dtype}. Each new shape "
+                "would compile the step again: drop the last, smaller batch of an "
+                "epoch (`drop_remainder=True`), or pad to one shape."
+            )
 
 
 def check_divisible(
     num_rows: int, num_microbatches: int, axis_sizes: Mapping[str, int]
 ) -> None:
-    """Checks that rows split evenly over microbatches and the batch's mesh axes.
-
-    Args:
-        num_rows: Rows of the global batch.
-        num_microbatches: Microbatches in a step.
-        axis_sizes: Sizes of the mesh axes that shard the batch.
+    """Checks that a global batch splits evenly over microbatches and its mesh axes.
 
     Raises:
         BatchShapeError: If they do not.
@@ -133,51 +127,128 @@ def check_divisible(
     )
 
 
-def _named_leaves(batch: Any) -> list[tuple[str, Any]]:
+def _named_leaves(batch: Any) -> dict[str, Any]:
     leaves = jax.tree_util.tree_leaves_with_path(batch)
-    return [(f"batch{jax.tree_util.keystr(path)}", leaf) for path, leaf in leaves]
+    return {f"batch{jax.tree_util.keystr(path)}": leaf for path, leaf in leaves}
 
 
-def _check_leaf(name: str, leaf: Any, index: int) -> None:
+def _check_leaf(name: str, leaf: Any) -> None:
     if not isinstance(leaf, np.ndarray | jax.Array):
         raise DataError(
-            f"{name} of batch {index} has type {type(leaf).__name__}. Leaves must be "
-            "NumPy or JAX arrays: convert it with `np.asarray`, dim 0 being the rows."
+            f"{name} has type {type(leaf).__name__}. Leaves must be NumPy or JAX "
+            "arrays: convert it with `np.asarray`, dim 0 being the rows."
         )
     kinds = (np.number, np.bool_, jax.dtypes.extended)  # extended: typed random keys
     if not any(jnp.issubdtype(leaf.dtype, kind) for kind in kinds):
         raise DataError(
-            f"{name} of batch {index} has dtype {leaf.dtype}. Leaves must hold "
-            "booleans or numbers: encode it, or leave it out of the batch."
+            f"{name} has dtype {leaf.dtype}. Leaves must hold booleans or numbers: "
+            "encode it, or leave it out of the batch."
         )
     if leaf.ndim == 0:
         raise BatchShapeError(
-            f"{name} of batch {index} has no dims. Dim 0 of every array is the rows of "
-            "the global batch: repeat the value for each row, or close over it in the "
-            "loss."
+            f"{name} has no dims. Dim 0 of every array is the rows of the global "
+            "batch: repeat the value for each row, or close over it in the loss."
         )
-    if isinstance(leaf, np.ndarray):  # a JAX array fits by its nature
-        _check_fits(name, leaf, index)
-
-
-def _check_fits(name: str, leaf: np.ndarray, index: int) -> None:
     # `jax.device_put(np.array([2**40]))` gives 0, without an error or a warning
-    # (https://github.com/jax-ml/jax/issues/18385).
+    # (https://github.com/jax-ml/jax/issues/18385). A JAX array fits by its nature.
     narrow = _narrow(leaf.dtype)
-    if leaf.dtype.kind not in "iu" or narrow == leaf.dtype.name or leaf.size == 0:
+    if isinstance(leaf, jax.Array) or narrow == leaf.dtype.name or leaf.size == 0:
+        return
+    if leaf.dtype.kind not in "iu":
         return
     limits = np.iinfo(narrow)
     for value in (int(leaf.min()), int(leaf.max())):
         if not limits.min <= value <= limits.max:
             raise DataError(
-                f"{name} of batch {index} has dtype {leaf.dtype} and holds {value}. "
-                f"JAX keeps it as {narrow}, from {limits.min} to {limits.max}, and "
-                "would wrap it: make it smaller, or set `jax_enable_x64`."
+                f"{name} has dtype {leaf.dtype} and holds {value}. JAX keeps it as "
+                f"{narrow}, from {limits.min} to {limits.max}, and would wrap it: make "
+                "it smaller, or set `jax_enable_x64`."
             )
 
 
 def _narrow(dtype: Any) -> str:
     return str(jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True))
+
+
+@dataclass(frozen=True)
+class BatchAgreement:
+    """Compares the next batch of each process before it is placed, without a device.
+
+    A process without a batch, or with one of another shape, would compile another
+    program or none: the others would wait in a collective that it never enters.
+
+    Attributes:
+        name: Name of the batches; two iterators that read at once need two names.
+        stop_reason: Returns why this process wants to stop, or ``None``.
+    """
+
+    name: str = "batch"
+    stop_reason: Callable[[], str | None] = lambda: None
+
+    def check(self, batch: Any, *, index: int, num_read: int) -> tuple[int, str | None]:
+        """Waits until each process has a batch, or knows that it has none.
+
+        Args:
+            batch: The batch, or `END`.
+            index: Its number, for messages.
+            num_read: Batches that this process has read before, for messages.
+
+        Returns:
+            Rows of the batch, and why all processes stop before it; ``None`` if they
+            use it, or if the data of all has ended.
+
+        Raises:
+            DataError: As `check_batch`, on the process whose batch is unusable.
+            BatchShapeError: On all others, and if shapes or dtypes differ.
+            DataExhaustedError: If the data of some processes has ended, but not of all.
+        """
+        if jax.process_count() == 1:
+            return 0 if batch is END else check_batch(batch, index=index), None
+        num_rows, signature, problem = 0, None, None
+        if batch is not END:
+            try:
+                num_rows = check_batch(batch, index=index)
+                signature = batch_signature(batch)
+            except DataError as error:
+                problem = error  # raised once the others know of it
+        text = None if problem is None else str(problem)
+        # Not `multihost_utils.process_allgather`: that runs a program, on a thread that
+        # prefetches. Processes that launch programs in different orders deadlock.
+        found = allgather_object(self.name, [signature, text, self.stop_reason()])
+        signatures, problems, reasons = zip(*found, strict=True)
+        for reason in reasons:
+            if reason is not None:  # first of all: a run that stops needs no batch
+                return num_rows, reason
+        if problem is not None:
+            raise problem  # with its own traceback; the others quote its text
+        ended = [i for i, x in enumerate(found) if x[:2] == [None, None]]
+        if ended and len(ended) < len(found):
+            raise DataExhaustedError(
+                f"Data of processes {ended} ended after {num_read} batches; others "
+                "have more. Every process must give its share of every batch: split "
+                "the rows of each batch, or drop what does not divide."
+            )
+        for process, text in enumerate(problems):
+            if text is not None:
+                raise BatchShapeError(f"Process {process} has no usable batch: {text}")
+        for process, other in enumerate(signatures):
+            if other != signatures[0]:
+                lines = differences(process, signatures[0], other, _format)
+                raise BatchShapeError(
+                    f"Processes 0 and {process} have batches {index} of different "
+                    "shapes:\n  " + "\n  ".join(lines) + "\nEvery process gives an "
+                    "equal share of the rows of each batch, never the global batch: "
+                    "split them by trainer.data_share, and drop or pad what does not "
+                    "divide."
+                )
+        return num_rows, None
+
+
+def _format(found: Any) -> str:
+    if found is None:
+        return "no such array"
+    shape, dtype = found
+    return f"{dtype}[{', '.join(map(str, shape))}]"
 
 
 def data_share(layout: Layout) -> tuple[int, int]:
@@ -202,13 +273,12 @@ def _processes_by_part(layout: Layout) -> list[list[int]]:
     # finest split that any batch can have.
     num_parts = layout.mesh.size
     sharding = layout.sharding(layout.batch_spec(num_parts))
-    rows: dict[int, set[int]] = {}
+    rows: defaultdict[int, set[int]] = defaultdict(set)
     for device, index in sharding.devices_indices_map((num_parts,)).items():
-        held = rows.setdefault(device.process_index, set())
-        held.update(range(num_parts)[index[0]])
-    parts: dict[tuple[int, ...], list[int]] = {}
+        rows[device.process_index].update(range(num_parts)[index[0]])
+    parts: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
     for process in sorted(rows):
-        parts.setdefault(tuple(sorted(rows[process])), []).append(process)
+        parts[tuple(sorted(rows[process]))].append(process)
     if sum(map(len, parts)) != num_parts or len(set(map(len, parts))) > 1:
         raise MeshShapeError(
             f"Mesh {dict(layout.mesh.shape)} gives processes parts of the batch that "
@@ -232,9 +302,9 @@ def place_batch(
     once this returns.
 
     Args:
-        batch: A pytree of arrays whose dim 0 counts the rows of this process's
+        batch: A pytree of arrays whose dim 0 is the rows of this process's
             `data_share`: with one process those of the global batch.
-        layout: The layout.
+        layout: The strategy's claims on the mesh.
         num_microbatches: Check that the rows divide evenly over microbatches and
             batch axes. ``None`` (evaluation) splits the rows over as many axes as
             divide them, none if it must.
@@ -253,27 +323,25 @@ def place_batch(
         check_divisible(num_rows, num_microbatches, sizes)
     # (share, ...) in this process -> (batch, ...) over the mesh
     sharding = layout.sharding(layout.batch_spec(num_rows))
-    if jax.process_count() == 1:
-        return jax.tree.map(
-            lambda x: jax.device_put(copy_if_writeable(x), sharding), batch
-        )
     if count > 1 and num_rows % math.prod(sizes.values()) != 0:
         # A device may need rows of another process: all of them get the whole batch.
         # This runs a collective, and so never on a prefetching thread.
         givers = [processes[0] for processes in _processes_by_part(layout)]
-        shares = multihost_utils.process_allgather(batch)  # (process, share, ...)
-        return jax.tree.map(
-            lambda x: _replicate(np.concatenate([x[p] for p in givers]), sharding),
-            shares,
-        )
+
+        def replicate(shares: np.ndarray) -> jax.Array:
+            whole = np.concatenate([shares[process] for process in givers])
+            return jax.make_array_from_callback(
+                whole.shape, sharding, whole.__getitem__
+            )
+
+        # (process, share, ...) -> (batch, ...)
+        return jax.tree.map(replicate, multihost_utils.process_allgather(batch))
+    if jax.process_count() > 1:
+        batch = jax.tree.map(np.asarray, batch)  # slicing JAX arrays runs programs
     # `jax.device_put` onto a mesh of several processes runs a collective too, to check
-    # that the values are equal. This does not.
-    return jax.tree.map(
-        lambda x: jax.make_array_from_process_local_data(
-            sharding, copy_if_writeable(np.asarray(x))
-        ),
-        batch,
-    )
+    # that the values are equal. This does not; with one process it is `device_put`.
+    batch = jax.tree.map(copy_if_writeable, batch)
+    return jax.make_array_from_process_local_data(sharding, batch)
 
 
 def copy_if_writeable(x: Any) -> Any:
@@ -286,10 +354,6 @@ def copy_if_writeable(x: Any) -> Any:
     return x.copy() if isinstance(x, np.ndarray) and x.flags.writeable else x
 
 
-def _replicate(host: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
-    return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
-
-
 def _size_error(num_local: int, index: int, count: int, wanted: int) -> BatchShapeError:
     if count == 1:
         return BatchShapeError(
@@ -297,14 +361,13 @@ def _size_error(num_local: int, index: int, count: int, wanted: int) -> BatchSha
             "equal, or leave global_batch_size out."
         )
     hint = " That is the global batch: give each process its share of it."
-    rows = f"none: {wanted} rows do not divide by {count}"
-    if wanted % count == 0:
-        rows = f"{wanted // count}"
+    rows, rest = divmod(wanted, count)
+    valid = f"none: {wanted} rows do not divide by {count}" if rest else rows
     return BatchShapeError(
         f"Batch of {num_local} rows on process {jax.process_index()}, which gives "
-        f"share {index} of {count}: together {num_local * count} "
-        f"rows, but global_batch_size={wanted}."
-        f"{hint if num_local == wanted else ''} Rows to give here: {rows}."
+        f"share {index} of {count}: together {num_local * count} rows, but "
+        f"global_batch_size={wanted}.{hint if num_local == wanted else ''} Rows to "
+        f"give here: {valid}."
     )
 
 

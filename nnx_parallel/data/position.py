@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -24,18 +25,16 @@ class Resumable(Protocol):
 
     def get_state(self) -> Any:
         """Returns the position: ``bytes``, or what JSON can hold."""
-        ...
 
     def set_state(self, state: Any) -> None:
         """Moves to a position that ``get_state`` returned."""
-        ...
 
 
 def is_one_shot(data: object) -> bool:
     """True if reading the data uses it up and its position cannot be restored.
 
-    This holds for generators and other plain iterators. Such an object is where its
-    last reader left it: a second reader in the same process must not skip again.
+    A generator or another plain iterator is where its last reader left it: a second
+    reader in the same process must not skip again.
 
     Example:
         >>> batches = [np.zeros(4)]
@@ -45,67 +44,55 @@ def is_one_shot(data: object) -> bool:
     return isinstance(data, Iterator) and not isinstance(data, Resumable)
 
 
+@dataclass
 class DataState:
     """Position in the data of a run.
 
     Batches are counted from the step at which a run began to read its present data. A
     later fit in the same process may bring other data, which begins at its start.
 
-    Args:
+    Attributes:
         first_step: Step at which the present data began.
-        state: Position of a resumable iterator, from `PlacedBatch.state`.
+        state: `PlacedBatch.state` of the newest batch that a step has used.
         num_steps: Last step of the fit that reads the present data; 0 if unknown.
     """
 
-    def __init__(
-        self, first_step: int = 0, state: Any = None, num_steps: int = 0
-    ) -> None:
-        self._first_step = first_step
-        self._state = state
-        self._num_steps = num_steps
-        self._data: Any = None
-        self._is_read = False
+    first_step: int = 0
+    state: Any = None
+    num_steps: int = 0
+    _data: Any = field(default=None, init=False)
+    _is_read: bool = field(default=False, init=False)
 
     def pass_over(self, data: Any, num_steps: int) -> None:
         """Records that a fit of ``data`` to ``num_steps`` was done before this process.
 
-        The position is in this data unless a later fit, to more steps, has moved it:
-        to other data, or further in this one.
+        The position is in this data unless a later fit, to more steps, has moved it.
         """
-        is_last = num_steps > self._first_step and num_steps >= self._num_steps
+        is_last = num_steps > self.first_step and num_steps >= self.num_steps
         if self._data is None and is_last:
             self._data = data
 
     def open(self, data: Any, step: int, num_steps: int) -> tuple[int, Any]:
-        """Returns how many batches of ``data`` to skip, and a state to restore.
+        """Starts a fit of ``data`` from ``step`` to ``num_steps``.
 
-        Args:
-            data: The data of a fit.
-            step: First step of the fit.
-            num_steps: Last step of the fit.
+        Returns:
+            How many batches to skip, and a state to restore.
         """
-        self._num_steps = num_steps
+        self.num_steps = num_steps
         # By identity: equal data may be read from the start on purpose.
         if self._data is not None and self._data is not data:
-            self._first_step, self._state = step, None
+            self.first_step, self.state = step, None
         # A generator that an earlier fit of this process has read is at the next batch.
         continues = self._is_read and self._data is data and is_one_shot(data)
         self._data, self._is_read = data, True
-        return 0 if continues else step - self._first_step, self._state
-
-    def advance(self, state: Any) -> None:
-        """Records the position after a batch that a step has used."""
-        self._state = state
+        return 0 if continues else step - self.first_step, self.state
 
     def to_json(self) -> dict[str, Any]:
         """The position as JSON can hold it. All processes must call it."""
         # Each process reads files of its own: the positions differ, and all are saved.
-        states = allgather_object("position in the data", self._state)
-        return {
-            "first_step": self._first_step,
-            "num_steps": self._num_steps,
-            "states": states,
-        }
+        states = allgather_object("position in the data", self.state)
+        counts = {"first_step": self.first_step, "num_steps": self.num_steps}
+        return counts | {"states": states}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> DataState:

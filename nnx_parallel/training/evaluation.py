@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nnx_parallel.data.agreement import BatchAgreement
-from nnx_parallel.data.batches import join_rows, place_batch
+from nnx_parallel.data.batches import BatchAgreement, join_rows, place_batch
 from nnx_parallel.data.prefetch import PrefetchIterator
 from nnx_parallel.distributed.faults import Watchdog
 from nnx_parallel.errors import DataError
@@ -236,9 +235,7 @@ class Programs:
             # Evaluation takes batches of any number of rows.
             uniform=False,
             prefetch=2 if is_alone else 0,
-            agreement=None
-            if is_alone
-            else BatchAgreement("evaluation batch", stop_reason),
+            agreement=BatchAgreement("evaluation batch", stop_reason),
         )
         with batches:
             for item in batches:

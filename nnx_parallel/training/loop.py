@@ -20,8 +20,7 @@ from nnx_parallel.checkpoint.recovery import (
     check_state,
     resume,
 )
-from nnx_parallel.data.agreement import BatchAgreement
-from nnx_parallel.data.batches import copy_if_writeable
+from nnx_parallel.data.batches import BatchAgreement, copy_if_writeable
 from nnx_parallel.data.prefetch import PrefetchIterator, check_data
 from nnx_parallel.distributed.agreement import allgather_object
 from nnx_parallel.distributed.faults import Termination, Watchdog
@@ -250,7 +249,7 @@ class Loop:
                     run.state, metrics = self.programs.train_step(run.state, item.batch)
                 step += 1
                 # With the state: a hook that saves must find both at the same step.
-                run.data.advance(item.state)
+                run.data.state = item.state
                 if step > first_step + _STEPS_TO_FIRST_METRICS:
                     self._first_batch = None
                 # After the dispatch, so that hooks and the wait for data count.
@@ -289,9 +288,7 @@ class Loop:
                 skip=skip,
                 state=state,
                 first_step=step,
-                agreement=None
-                if self._is_alone
-                else BatchAgreement("batch", self._requested_stop),
+                agreement=BatchAgreement("batch", self._requested_stop),
             )
         except Exception:
             run.data = before  # data that is refused moves nothing
