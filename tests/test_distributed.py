@@ -29,8 +29,7 @@ from nnx_parallel.distributed import (
     check_consistent,
 )
 from nnx_parallel.distributed.initialize import ProcessSpec, find_process
-from nnx_parallel.distributed.messages import Client, Server, connect
-from nnx_parallel.distributed.runtime import listen
+from nnx_parallel.distributed.messages import Client, Server, connect, listen
 from nnx_parallel.errors import ProcessError
 from nnx_parallel.sharding.rules import hash_code
 from tests.processes.running import ENVIRONMENT, ROOT
@@ -338,7 +337,7 @@ def test_an_exchange_that_one_process_never_makes_shifts_no_other() -> None:
 
 BROKEN = """
 import os, sys
-from nnx_parallel.distributed.faults import install
+from nnx_parallel.distributed.runtime import install
 install(lambda reason: os.write(1, f"told: {reason}".encode()))
 raise ValueError("this is not read")
 """

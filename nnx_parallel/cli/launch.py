@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import IO, Any
 
-from nnx_parallel.distributed.faults import PEER_LOST
 from nnx_parallel.distributed.initialize import COORDINATOR, NUM_PROCESSES, PROCESS_ID
-from nnx_parallel.distributed.runtime import TAGGED, listen
+from nnx_parallel.distributed.messages import listen
+from nnx_parallel.distributed.runtime import PEER_LOST, TAGGED
 from nnx_parallel.errors import MeshShapeError
 
 RESTART = "NNX_PARALLEL_RESTART"

@@ -1,7 +1,7 @@
 """Comparison of values between processes, before a difference can do harm.
 
-Processes that compile different programs, or hold batches of different shapes, do not
-fail: they wait for one another in collectives that never match.
+Processes that compile different programs do not fail: they wait for one another in
+collectives that never match.
 """
 
 from __future__ import annotations
@@ -18,25 +18,18 @@ from nnx_parallel.distributed.messages import join
 from nnx_parallel.distributed.runtime import process_index
 from nnx_parallel.errors import DisagreementError
 
-EXCHANGE_SECONDS = 1800.0
-"""Default time to wait for other processes: one may compile or restore meanwhile."""
-
+_EXCHANGE_SECONDS = 1800.0  # another process may compile or restore meanwhile
 _MAX_LINES = 20
 _MAX_CHARACTERS = 200
 
+Fields = Mapping[str, Any]
 
-def allgather_object(
-    name: str, value: Any, timeout_seconds: float = EXCHANGE_SECONDS
-) -> list:
-    """Sends a value to all processes and returns those of all, by process.
+
+def allgather_object(name: str, value: Any) -> list:
+    """Sends a value that JSON can hold to all processes; returns all, by process.
 
     It uses no device, so that it may run while a step does, on any thread. All
-    processes must gather one name in the same order.
-
-    Args:
-        name: Name of the exchange, for messages.
-        value: Anything that JSON can hold.
-        timeout_seconds: How long to wait for the others.
+    processes must gather one name, which errors quote, in the same order.
 
     Raises:
         ProcessError: If some did not take part in time.
@@ -45,11 +38,11 @@ def allgather_object(
         >>> allgather_object("seed", 3)
         [3]
     """
-    return reserve_allgather(name, timeout_seconds)(value)
+    return reserve_allgather(name)(value)
 
 
 def reserve_allgather(
-    name: str, timeout_seconds: float = EXCHANGE_SECONDS
+    name: str, timeout_seconds: float = _EXCHANGE_SECONDS
 ) -> Callable[[Any], list]:
     """Reserves the next exchange of a name, to be made later on another thread.
 
@@ -66,20 +59,16 @@ def reserve_allgather(
     return lambda value: client.allgather(key, value, timeout_seconds)
 
 
-def check_consistent(what: str, fields: Mapping[str, Any]) -> None:
-    """Checks that all processes hold the same values.
-
-    Args:
-        what: Description of the fields, for messages.
-        fields: Values that JSON can hold, by name.
+def check_consistent(what: str, fields: Fields) -> None:
+    """Checks that all processes hold the same values, which JSON can hold, by name.
 
     Raises:
-        DisagreementError: On all processes, if one differs from process 0. It names
-            the process, the field and both values.
+        DisagreementError: On all processes, if one differs from process 0 in ``what``.
+            It names the process, the field and both values.
     """
     fields = json.loads(json.dumps(fields))  # tuples arrive as lists
-    text = json.dumps(fields, sort_keys=True)
-    digest = hashlib.sha256(text.encode()).hexdigest()
+    text = json.dumps(fields, sort_keys=True).encode()
+    digest = hashlib.sha256(text).hexdigest()
     digests = allgather_object(f"digest of the {what}", digest)
     if len(set(digests)) == 1:
         return
@@ -93,21 +82,18 @@ def check_consistent(what: str, fields: Mapping[str, Any]) -> None:
         for line in differences(process, found[0], other, _format)
     ]
     if lines:
-        num_more = len(lines) - _MAX_LINES
-        shown = lines[:_MAX_LINES] + [f"... and {num_more} more"] * (num_more > 0)
+        if num_more := len(lines[_MAX_LINES:]):
+            lines[_MAX_LINES:] = [f"... and {num_more} more"]
         raise DisagreementError(
             f"The processes disagree about the {what}:\n  "
-            + "\n  ".join(shown)
+            + "\n  ".join(lines)
             + "\nAll processes of a run must run the same script, with the same "
             "arguments, on the same versions."
         )
 
 
 def differences(
-    process: int,
-    first: Mapping[str, Any],
-    other: Mapping[str, Any],
-    spell: Callable[[Any], str],
+    process: int, first: Fields, other: Fields, spell: Callable[[Any], str]
 ) -> list[str]:
     """A line for each field in which a process differs from process 0."""
     return [

@@ -7,16 +7,14 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 
-from nnx_parallel.distributed.messages import join
+from nnx_parallel.distributed.messages import host_of, is_loopback, join
 from nnx_parallel.distributed.runtime import (
     TAGGED,
     has_backend,
-    host_of,
-    is_loopback,
     process_count,
     tag_logging,
 )
@@ -26,8 +24,7 @@ COORDINATOR = "NNX_PARALLEL_COORDINATOR"
 NUM_PROCESSES = "NNX_PARALLEL_NUM_PROCESSES"
 PROCESS_ID = "NNX_PARALLEL_PROCESS_ID"
 CLUSTER = "NNX_PARALLEL_CLUSTER"
-"""Set where JAX can ask the cluster for everything but no variable says so: a TPU VM
-asks a metadata server."""
+"""Set where JAX can ask the cluster, but no variable says so, as on a TPU VM."""
 
 _VARIABLES = (
     (COORDINATOR, NUM_PROCESSES, PROCESS_ID),
@@ -49,15 +46,8 @@ _SLURM_STEP = ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_STEP_NODELIST", "SLURM_NTA
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProcessSpec:
-    """One process of a run; ``None`` where JAX is to find the value.
-
-    Attributes:
-        coordinator_address: ``host:port`` of process 0.
-        num_processes: Number of processes.
-        process_id: Number of this process, from 0.
-    """
+class ProcessSpec(NamedTuple):
+    """One process, as in `initialize`; ``None`` where JAX is to find the value."""
 
     coordinator_address: str | None = None
     num_processes: int | None = None
@@ -102,12 +92,11 @@ def initialize(
     Example:
         >>> initialize()  # with one process: nothing happens
     """
-    given = ProcessSpec(
-        coordinator_address=coordinator_address,
-        num_processes=num_processes,
-        process_id=process_id,
-    )
-    _follow_launcher()
+    # The system sends SIGTERM when the launcher that started this process dies, also if
+    # it is killed, and can forward no signal. The fit then saves and ends.
+    if sys.platform == "linux" and os.environ.get(TAGGED) == str(os.getppid()):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    given = ProcessSpec(coordinator_address, num_processes, process_id)
     spec = find_process(given, os.environ)
     if jax.distributed.is_initialized():
         join()
@@ -119,9 +108,7 @@ def initialize(
     # JAX would listen on all interfaces, though only this machine can know the address.
     is_local = address is not None and is_loopback(host_of(address))
     jax.distributed.initialize(
-        address,
-        spec.num_processes,
-        spec.process_id,
+        *spec,
         local_device_ids=local_device_ids,
         initialization_timeout=start_seconds,
         heartbeat_timeout_seconds=heartbeat_seconds,
@@ -139,9 +126,7 @@ def find_process(
 ) -> ProcessSpec | None:
     """Finds the number of this process; ``None`` if it is the only one.
 
-    Args:
-        given: The caller's values, which take precedence.
-        environment: The environment variables.
+    The caller's values take precedence over those in the environment.
 
     Raises:
         ProcessError: If a variable that must be an integer is not.
@@ -154,13 +139,10 @@ def find_process(
     """
     if given != ProcessSpec():
         return given
-    for address, count, number in _VARIABLES:
-        if {address, count, number} <= environment.keys():
-            return ProcessSpec(
-                coordinator_address=environment[address],
-                num_processes=_integer(environment, count),
-                process_id=_integer(environment, number),
-            )
+    for address, *numbers in _VARIABLES:
+        if {address, *numbers} <= environment.keys():
+            found = (_integer(environment, name) for name in numbers)
+            return ProcessSpec(environment[address], *found)
     is_step = all(name in environment for name in _SLURM_STEP)
     if not is_step and not any(name in environment for name in _CLUSTERS):
         return None
@@ -179,25 +161,17 @@ def _check(spec: ProcessSpec) -> None:
             f"{jax.device_count()} devices. Call it first in the script, before "
             "anything that touches an array or a device."
         )
-    values = (spec.coordinator_address, spec.num_processes, spec.process_id)
-    if None in values and any(value is not None for value in values):
+    address, count, number = spec
+    if None in spec and spec != ProcessSpec():
         raise ProcessError(
-            f"initialize() knows coordinator_address={values[0]!r}, "
-            f"num_processes={values[1]!r}, process_id={values[2]!r}. Give all three, "
-            "or none to have them found."
+            f"initialize() knows coordinator_address={address!r}, "
+            f"num_processes={count!r}, process_id={number!r}. Give all three, or none "
+            "to have them found."
         )
-    count, number = spec.num_processes, spec.process_id
     if count is not None and number is not None and not 0 <= number < count:
         raise ProcessError(
             f"process_id={number} of num_processes={count}. Valid: 0 to {count - 1}."
         )
-
-
-def _follow_launcher() -> None:
-    """Has the system send SIGTERM when the launcher that started this process dies."""
-    # Also when it is killed, and can forward no signal. The fit then saves and ends.
-    if sys.platform == "linux" and os.environ.get(TAGGED) == str(os.getppid()):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _integer(environment: Mapping[str, str], name: str) -> int:

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ipaddress
 import json
 import os
 import queue
@@ -37,23 +38,18 @@ import struct
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from functools import cache
-from multiprocessing.connection import (
-    Connection,
-    answer_challenge,
-    deliver_challenge,
-    wait,
-)
+from collections.abc import Callable
+from functools import cache, partial
+from multiprocessing import connection as mpc
+from multiprocessing.connection import Connection
 from typing import Any
 
-from nnx_parallel.distributed.faults import CLOSED, end_by_loss, install
 from nnx_parallel.distributed.runtime import (
+    CLOSED,
     coordination_client,
     coordinator_address,
-    host_of,
-    is_loopback,
-    listen,
+    end_by_loss,
+    install,
     process_count,
     process_index,
 )
@@ -67,6 +63,7 @@ _DRAIN_SECONDS = 2.0
 _GREETING_SECONDS = 60
 _POLL_SECONDS = 0.05
 _KEY = "nnx_parallel/server"
+_LOCAL_NAMES = ("localhost", "ip6-localhost", "ip6-loopback")
 
 
 class Server:
@@ -76,8 +73,7 @@ class Server:
         host: Interface to listen on; empty for all.
         count: Number of processes.
         key: Secret that a connection must know.
-        join_seconds: How long to wait for all processes; after that, those that have
-            joined are told which are missing.
+        join_seconds: When those that have joined learn which processes are missing.
 
     Attributes:
         port: Port on which it listens until all processes have joined.
@@ -108,7 +104,7 @@ class Server:
         finally:
             self.joined.set()
         while self._clients:
-            for ready in wait(list(self._clients)):
+            for ready in mpc.wait(list(self._clients)):
                 assert isinstance(ready, Connection)
                 self._serve(ready)
         self.drained.set()
@@ -135,14 +131,14 @@ class Server:
             )
 
     def _authenticate(self, peer: socket.socket) -> None:
-        with contextlib.suppress(Exception):  # of a stranger, or a process that died
+        # An error may be of a stranger, or of a process that died.
+        with contextlib.suppress(Exception), peer:
             # A stranger that stays silent would hold this thread for the whole run.
             _limit_reads(peer, _GREETING_SECONDS)
-            steps = (deliver_challenge, answer_challenge)
-            connection = _handshake(peer, self._key, steps)
+            steps = (mpc.deliver_challenge, mpc.answer_challenge)
+            connection = _handshake(peer, self._key, *steps)
             process = int(_receive(connection)["process"])
-            with socket.socket(fileno=os.dup(connection.fileno())) as same:
-                _limit_reads(same, 0)
+            _limit_reads(peer, 0)
             # Only the server's thread writes `_clients`, which it iterates over.
             self._greeted.put((connection, process))
 
@@ -187,7 +183,6 @@ class Server:
         for found in self._exchanges.values():
             for process in self._finished - found.keys():
                 self._report_loss(process, "it ended while others go on")
-                return
 
     def _report_loss(self, process: int, reason: str) -> None:
         if not self._has_lost:  # the first loss is the cause of the others
@@ -234,11 +229,7 @@ class Client:
     def allgather(self, key: str, value: Any, timeout_seconds: float) -> list[Any]:
         """Sends a value and returns those of all processes, by process.
 
-        Args:
-            key: From `reserve`. Exchanges of several keys may run at once, on any
-                threads.
-            value: Anything that JSON can hold.
-            timeout_seconds: How long to wait for the others.
+        Exchanges of several keys may run at once, on any threads.
 
         Raises:
             ProcessError: If some did not take part in time; it names them.
@@ -341,31 +332,74 @@ def connect(host: str, port: int, key: bytes) -> Connection:
         OSError: If none of the host's addresses answers.
     """
     # `multiprocessing.connection.Client` would try IPv4 alone.
-    peer = socket.create_connection((host, port), timeout=_CONNECT_SECONDS)
-    return _handshake(peer, key, (answer_challenge, deliver_challenge))
+    with socket.create_connection((host, port), timeout=_CONNECT_SECONDS) as peer:
+        return _handshake(peer, key, mpc.answer_challenge, mpc.deliver_challenge)
+
+
+def host_of(address: str) -> str:
+    """Host of an address with a port.
+
+    Example:
+        >>> host_of("[::1]:8080"), host_of("head:8080")
+        ('::1', 'head')
+    """
+    return address.rpartition(":")[0].strip("[]")
+
+
+def is_loopback(host: str) -> bool:
+    """True if a host is this machine, under a name that no other machine can reach.
+
+    Example:
+        >>> is_loopback("::1"), is_loopback("::ffff:127.0.0.1"), is_loopback("10.0.0.1")
+        (True, True, False)
+    """
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host in _LOCAL_NAMES
+    # `is_loopback` of a mapped address is wrong before Python 3.13.
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+def listen(host: str, backlog: int = 1) -> socket.socket:
+    """A socket that listens on a free port of an interface; of all if it is empty.
+
+    Raises:
+        OSError: If the host has no address on which this machine can listen.
+    """
+    host = host.strip("[]")
+    serve = partial(socket.create_server, backlog=backlog)
+    if not host:
+        # IPv6 may be unknown to the kernel, or known and switched off.
+        with contextlib.suppress(OSError, ValueError):
+            return serve(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+        return serve(("", 0))
+    failure = OSError(f"'{host}' has no address.")
+    for family, *_, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+        try:
+            return serve(address[:2], family=family)
+        except OSError as error:
+            failure = error
+    raise failure
 
 
 def _handshake(
-    peer: socket.socket,
-    key: bytes,
-    steps: Sequence[Callable[[Connection, bytes], None]],
+    peer: socket.socket, key: bytes, *steps: Callable[[Connection, bytes], None]
 ) -> Connection:
     # `Connection` reads the descriptor itself, which must block: a timeout of the
     # socket, or `socket.setdefaulttimeout`, leaves it non-blocking.
     peer.settimeout(None)
-    connection = Connection(peer.detach())  # closed with its last reference
+    connection = Connection(os.dup(peer.fileno()))  # closed with its last reference
     for step in steps:
         step(connection, key)
     return connection
 
 
 def _limit_reads(peer: socket.socket, seconds: int) -> None:
-    """Limits how long a read of the descriptor may wait; 0 lifts the limit."""
-    peer.setsockopt(
-        socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0)
-    )
+    """Limits how long a read may wait, also of a copied descriptor; 0 lifts it."""
     # A timeout of Python's would leave the descriptor non-blocking.
-    peer.setblocking(True)
+    limit = struct.pack("ll", seconds, 0)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
 def _start(name: str, target: Callable[..., None], *args: Any) -> None:

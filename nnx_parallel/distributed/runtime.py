@@ -1,14 +1,27 @@
-"""This process among the others: its number, its addresses, its lines of output."""
+"""This process: its number, its lines of output, and how it ends.
+
+An end for a fault is `os._exit`, at once, with a reason and an exit code. ``sys.exit``
+would run JAX's exit handler, which waits in a shutdown barrier for the other processes
+(up to 300 s), while these wait for this one in a collective.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import ipaddress
+import faulthandler
 import logging
 import os
-import socket
+import re
+import signal
 import sys
-from typing import Any
+import threading
+import traceback
+import warnings
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import jax
 
 # `jax.process_index()` and `jax.process_count()` start a backend, after which
 # `jax.distributed.initialize` refuses to run. JAX's own state is read instead, by this
@@ -18,7 +31,33 @@ from jax._src import distributed, xla_bridge
 TAGGED = "NNX_PARALLEL_TAGGED"
 """Set by a launcher that tags the lines of its processes itself, to its process id."""
 
-_LOCAL_NAMES = ("localhost", "ip6-localhost", "ip6-loopback")
+FAILED = 1
+"""Exit code of a process that ends with an error of its own."""
+
+PEER_LOST = 75
+"""Exit code of a process that ends because another is lost: try again."""
+
+HUNG = 76
+"""Exit code of a process whose step or evaluation did not end in time."""
+
+CLOSED = "its connection closed without an exit message (killed, or out of memory)"
+"""Reason of a loss where the lost process sent no exit message."""
+
+_REASON_SECONDS = 5.0
+_ENDING_SECONDS = 10.0
+_WATCHDOG_GRACE_SECONDS = 5.0
+# jax 0.12 raises the status of a failed collective as a `ValueError`.
+_STATUS = re.compile(r"(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED): ")
+_RESUME = (
+    "All processes end. Start the same command again: it resumes from the last "
+    "checkpoint. `python -m nnx_parallel launch --max-restarts` does so by itself."
+)
+
+# Taken by the first thread that ends the process, and never released: one reason is
+# printed, not those that follow from it.
+_ending = threading.Lock()
+# Sends the exit message to the other processes; `str` does nothing.
+_notify: Callable[[str], object] = str
 
 
 def process_index() -> int:
@@ -46,58 +85,6 @@ def has_backend() -> bool:
     return bool(xla_bridge.backends_are_initialized())
 
 
-def host_of(address: str) -> str:
-    """Host of an address with a port.
-
-    Example:
-        >>> host_of("[::1]:8080"), host_of("head:8080")
-        ('::1', 'head')
-    """
-    return address.rpartition(":")[0].strip("[]")
-
-
-def is_loopback(host: str) -> bool:
-    """True if a host is this machine, under a name that no other machine can reach.
-
-    Example:
-        >>> is_loopback("::1"), is_loopback("::ffff:127.0.0.1"), is_loopback("10.0.0.1")
-        (True, True, False)
-    """
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host in _LOCAL_NAMES
-    # `is_loopback` of a mapped address is wrong before Python 3.13.
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
-
-
-def listen(host: str, backlog: int = 1) -> socket.socket:
-    """A socket that listens on a free port.
-
-    Args:
-        host: Interface to listen on; empty for all, over IPv4 and IPv6.
-        backlog: Connections that may wait to be accepted.
-
-    Raises:
-        OSError: If the host has no address on which this machine can listen.
-    """
-    host = host.strip("[]")
-    if not host:
-        # IPv6 may be unknown to the kernel, or known and switched off.
-        with contextlib.suppress(OSError, ValueError):
-            return socket.create_server(
-                ("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
-            )
-        return socket.create_server(("", 0), backlog=backlog)
-    failure = OSError(f"'{host}' has no address.")
-    for family, *_, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
-        try:
-            return socket.create_server(address[:2], family=family, backlog=backlog)
-        except OSError as error:
-            failure = error
-    raise failure
-
-
 def print_once(*values: Any, **options: Any) -> None:
     """Prints on process 0 alone; takes the arguments of ``print``.
 
@@ -111,21 +98,18 @@ def print_once(*values: Any, **options: Any) -> None:
 
 def tag() -> str:
     """Prefix of each line of this process; empty if a launcher adds its own."""
-    if process_count() == 1 or os.environ.get(TAGGED):
-        return ""
-    return f"[process {process_index()}] "
+    is_tagged = process_count() > 1 and not os.environ.get(TAGGED)
+    return f"[process {process_index()}] " if is_tagged else ""
 
 
 def write_error(text: str) -> None:
     """Writes tagged lines to standard error in one piece, after flushing stdout."""
     # One write: lines of processes that share a terminal do not interleave.
     lines = "".join(f"{tag()}{line}\n" for line in text.splitlines())
-    for stream in (sys.stdout, sys.stderr):
-        if stream is None or stream.closed:
-            continue
-        if stream is sys.stderr:
-            stream.write(lines)
-        stream.flush()  # `os._exit`, which often follows, flushes nothing
+    for stream, text in ((sys.stdout, ""), (sys.stderr, lines)):
+        if stream is not None and not stream.closed:
+            stream.write(text)
+            stream.flush()  # `os._exit`, which often follows, flushes nothing
 
 
 def tag_logging() -> None:
@@ -141,3 +125,168 @@ def tag_logging() -> None:
         return record
 
     logging.setLogRecordFactory(make_tagged_record)
+
+
+def install(notify: Callable[[str], None]) -> None:
+    """Makes an uncaught exception end the process, once it has told the others."""
+    global _notify
+    _notify = notify
+    sys.excepthook = _end_by_exception
+
+
+def _end_by_exception(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    if issubclass(kind, jax.errors.JaxRuntimeError) or _STATUS.match(str(error)):
+        # Most likely a collective failed because another process is gone. Which one
+        # and why arrives on another thread, and ends this process from there.
+        threading.Event().wait(_REASON_SECONDS)
+    _ending.acquire(timeout=_ENDING_SECONDS)
+    text = str(error).strip().splitlines()
+    reason = f"{kind.__name__}: {text[0]}" if text else kind.__name__
+    interrupted = issubclass(kind, KeyboardInterrupt)
+    _end(
+        "".join(traceback.format_exception(kind, error, trace)),
+        lambda: _notify(reason),
+        128 + signal.SIGINT if interrupted else FAILED,  # as shells spell a signal
+    )
+
+
+def end_by_loss(process: int, reason: str, drain: Callable[[], None]) -> None:
+    """Ends this process because another is lost.
+
+    First calls ``drain``, which waits until the others have received the reason.
+    """
+    if not _ending.acquire(blocking=False):
+        return  # this process is ending already, for a reason of its own
+    hint = "" if reason == CLOSED else " Its own output says more."
+    text = f"Process {process} is lost: {reason.rstrip('.')}.{hint} {_RESUME}"
+    _end(text, drain, PEER_LOST)
+
+
+def _end(text: str, notify: Callable[[], None], code: int) -> None:
+    try:
+        # A closed pipe or a lost connection must not keep the process from ending.
+        with contextlib.suppress(Exception):
+            write_error(text)
+        with contextlib.suppress(Exception):
+            notify()
+    finally:
+        os._exit(code)
+
+
+class Watchdog:
+    """Ends the process if something takes too long, with the stack of every thread.
+
+    JAX's heartbeat does not notice a process that is alive but stuck:
+    https://github.com/jax-ml/jax/issues/38503
+
+    Args:
+        timeout_seconds: Longest duration of a step, or of a batch of an evaluation;
+            ``None`` watches nothing.
+
+    Raises:
+        ValueError: If the time is not positive.
+    """
+
+    def __init__(self, timeout_seconds: float | None) -> None:
+        if timeout_seconds is not None and timeout_seconds <= 0:
+            raise ValueError(
+                f"step_timeout={timeout_seconds}. It must be a positive number of "
+                "seconds, or None to watch nothing."
+            )
+        self._timeout = timeout_seconds
+        self._timer: threading.Timer | None = None
+
+    def arm(self, step: int, awaited: str = "step") -> None:
+        """Restarts the clock, for what is awaited after ``step`` was dispatched."""
+        if self._timeout is None:
+            return
+        self.disarm()
+        self._timer = threading.Timer(self._timeout, self._end, (step, awaited))
+        self._timer.daemon = True
+        self._timer.start()
+        # The timer needs the interpreter's lock. A C call that never returns it stops
+        # every Python thread: then the interpreter's own clock ends the process.
+        limit = self._timeout + _WATCHDOG_GRACE_SECONDS
+        file = sys.__stderr__ or sys.stderr
+        faulthandler.dump_traceback_later(limit, exit=True, file=file)
+
+    def disarm(self) -> None:
+        """Stops the clock: for compilation and for a checkpoint."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            faulthandler.cancel_dump_traceback_later()
+
+    def _end(self, step: int, awaited: str) -> None:
+        faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
+        reason = (
+            f"No {awaited} has ended for {self._timeout:g} s (step_timeout) after step "
+            f"{step} was dispatched; the stack of every thread is above"
+        )
+        if _ending.acquire(blocking=False):
+            _end(f"{reason}. {_RESUME}", lambda: _notify(reason), HUNG)
+
+
+class Termination:
+    """Context that records a SIGTERM instead of ending the process.
+
+    Schedulers and clouds send it some seconds before they take a machine: enough to
+    save. A handler installed earlier is called as well, and is restored on exit.
+
+    Attributes:
+        is_requested: Whether the signal has come.
+    """
+
+    def __init__(self) -> None:
+        self.is_requested = False
+        self._previous: Any = None
+        self._is_watching = False
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is not threading.main_thread():
+            return self  # Python lets only the main thread handle signals
+        previous = signal.getsignal(signal.SIGTERM)
+        if callable(previous):
+            warnings.warn(
+                f"A handler of SIGTERM, {_name(previous)}, was installed before the "
+                "fit. During the fit a SIGTERM saves a checkpoint and ends the run; "
+                "your handler is called as well, as soon as the signal has come. If it "
+                "exits by itself, nothing is saved.",
+                stacklevel=3,
+            )
+        self._previous = previous
+        signal.signal(signal.SIGTERM, self._record)
+        self._is_watching = True
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        # A handler that was installed over this one stays.
+        if signal.getsignal(signal.SIGTERM) == self._record:
+            # `None` is a handler installed from C, which Python cannot restore.
+            previous = signal.SIG_DFL if self._previous is None else self._previous
+            signal.signal(signal.SIGTERM, previous)
+        self._is_watching = False
+
+    def check(self) -> None:
+        """Warns, once, if another handler of SIGTERM has replaced this one."""
+        found = signal.getsignal(signal.SIGTERM)
+        if self._is_watching and found != self._record:
+            self._is_watching = False
+            warnings.warn(
+                f"A handler of SIGTERM, {_name(found)}, was installed during the fit. "
+                "It swallows the notice of a preemption: the run will not save before "
+                "it is ended. Install it before the fit, which then calls both.",
+                stacklevel=2,
+            )
+
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        # Nothing is saved here: a handler interrupts any line, a save in progress too.
+        self.is_requested = True
+        if callable(self._previous):
+            self._previous(number, frame)
+
+
+def _name(handler: Any) -> str:
+    return f"`{getattr(handler, '__qualname__', repr(handler))}`"

@@ -18,7 +18,7 @@ from flax import nnx
 
 from nnx_parallel.data.batches import BatchAgreement, join_rows, place_batch
 from nnx_parallel.data.prefetch import PrefetchIterator
-from nnx_parallel.distributed.faults import Watchdog
+from nnx_parallel.distributed.runtime import Watchdog
 from nnx_parallel.errors import DataError
 from nnx_parallel.layers.loss import LabelRange
 from nnx_parallel.metrics import Mean, split_loss_output

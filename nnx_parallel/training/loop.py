@@ -23,7 +23,7 @@ from nnx_parallel.checkpoint.recovery import (
 from nnx_parallel.data.batches import BatchAgreement, copy_if_writeable
 from nnx_parallel.data.prefetch import PrefetchIterator, check_data
 from nnx_parallel.distributed.agreement import allgather_object
-from nnx_parallel.distributed.faults import Termination, Watchdog
+from nnx_parallel.distributed.runtime import Termination, Watchdog
 from nnx_parallel.errors import CheckpointError, DataError, NonFiniteLossError
 from nnx_parallel.loggers.logger import Logger, LoggerGroup, default_loggers
 from nnx_parallel.training.callbacks import Callback
