@@ -4,8 +4,6 @@ Each refines a built-in, so that ``except ValueError`` keeps working, and holds 
 but a docstring that teaches the rule. The message is written at the check.
 """
 
-from __future__ import annotations
-
 
 class ParallelError(Exception):
     """Base of every error that this library raises on purpose."""
@@ -24,17 +22,13 @@ class DeviceCountError(ParallelError, RuntimeError):
 
 
 class MeshShapeError(ParallelError, ValueError):
-    """The product of the axis sizes must equal the number of devices.
-
-    One size may be left out (``None``); it takes the devices that remain.
-    """
+    """Axis sizes multiply to the number of devices; at most one may be left out."""
 
 
 class MeshAxisTypeError(ParallelError, ValueError):
     """Every mesh axis must be ``AxisType.Auto``.
 
-    ``jax.make_mesh`` makes Explicit axes by default, under which a plain model raises
-    on ambiguous matmuls.
+    Under Explicit axes, ``jax.make_mesh``'s default, a plain model's matmuls raise.
     """
 
 
@@ -51,18 +45,13 @@ class SpecRankError(ParallelError, ValueError):
 
 
 class CollectiveProductError(ParallelError, ValueError):
-    """A collective matmul contracts dims of equal size and shards one that it keeps.
-
-    The dim that it gathers, scatters or shards over the axis is not contracted; the
-    dims that it contracts have the same sizes in x and in w.
-    """
+    """A collective matmul contracts dims of equal size and shards one that it keeps."""
 
 
 class AttentionKernelError(ParallelError, ValueError):
     """A fused attention kernel runs on one platform, for some shapes and dtypes.
 
-    cuDNN's takes float16 and bfloat16 on NVIDIA GPUs; Splash takes sequences of a
-    multiple of 128 on TPUs.
+    cuDNN: float16 and bfloat16 on NVIDIA GPUs. Splash: multiples of 128 on TPUs.
     """
 
 
@@ -101,25 +90,20 @@ class LossError(ParallelError, ValueError):
 
 
 class NonFiniteLossError(ParallelError, ArithmeticError):
-    """The loss of every step must be finite; training stops at the first that is not.
-
-    Only float16's loss scaling skips a step on its own.
-    """
+    """The loss of every step must be finite; only float16's scaling skips a step."""
 
 
 class DataError(ParallelError, ValueError):
     """Training data is an iterable of pytrees of numeric arrays that JAX can hold.
 
-    Integers must fit the 32 bits that JAX keeps by default, and JSON must be able to
-    hold the state of a resumable iterator.
+    Integers must fit 32 bits, and JSON must hold the state of a resumable iterator.
     """
 
 
 class BatchShapeError(DataError):
     """Dim 0 of every array in a batch holds the rows; shapes stay the same in a run.
 
-    The number of rows must be a multiple of ``num_microbatches`` times the sizes of the
-    mesh axes that shard the batch.
+    ``num_microbatches`` times the batch's mesh axes must divide the number of rows.
     """
 
 
@@ -166,8 +150,7 @@ class CheckpointUnavailableError(ParallelError, OSError):
 class CheckpointDamagedError(CheckpointReadError):
     """The arrays of a checkpoint must have the checksums that were saved with them.
 
-    A file with flipped bits, or edited in place, may read without an error and hold
-    other values.
+    A file with flipped bits may read without an error and hold other values.
     """
 
 
@@ -176,10 +159,7 @@ class CheckpointNotFoundError(ParallelError, FileNotFoundError):
 
 
 class CheckpointMismatchError(ParallelError, ValueError):
-    """Restored arrays must match the saved ones in path, shape and dtype.
-
-    Their shardings may differ in any way.
-    """
+    """Restored arrays have the saved paths, shapes and dtypes; shardings may differ."""
 
 
 class ProcessError(ParallelError, RuntimeError):
@@ -189,8 +169,7 @@ class ProcessError(ParallelError, RuntimeError):
 class DisagreementError(ParallelError, ValueError):
     """All processes of a run must run the same program on shares of the same shapes.
 
-    JAX does not compare them: programs that differ deadlock, or silently continue with
-    different numbers.
+    Programs that differ deadlock, or silently continue with different numbers.
     """
 
 

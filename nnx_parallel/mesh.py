@@ -32,16 +32,10 @@ SUPPORTED = {"jax": ((0, 10), (0, 13)), "flax": ((0, 12, 8), (0, 13))}
 
 
 def check_versions(found: Mapping[str, str]) -> None:
-    """Refuses versions that are too old, and warns of those that are too new.
-
-    Args:
-        found: Versions by the library's name.
+    """Warns of versions by name that are newer than all that were tested.
 
     Raises:
         VersionError: If one is too old.
-
-    Warns:
-        UserWarning: If one is newer than all that were tested.
 
     Example:
         >>> check_versions({"jax": "0.10.2", "flax": "0.12.8"})
@@ -56,9 +50,8 @@ def check_versions(found: Mapping[str, str]) -> None:
                 f"pip install '{name}>={oldest},<{newest}'"
             )
         if numbers >= limit:
-            warnings.warn(
-                f"Found {name} {found[name]}, untested. {rule}.", stacklevel=3
-            )
+            text = f"Found {name} {found[name]}, untested. {rule}."
+            warnings.warn(text, stacklevel=3)
 
 
 # Here, before an import of a name that another version lacks.
@@ -81,9 +74,6 @@ def simulate_devices(count: int) -> None:
     """Makes one machine look like ``count`` CPU devices, to try a strategy on.
 
     Call it first: JAX counts its devices once.
-
-    Args:
-        count: Number of devices.
 
     Raises:
         DeviceCountError: If JAX has started with other devices.
@@ -131,32 +121,26 @@ def make_mesh(
     """
     devices = list(jax.devices() if devices is None else devices)
     sizes = complete_axis_sizes(axis_sizes, len(devices))
-    order = sorted(sizes, key=lambda a: MESH_AXES.index(a) if a in MESH_AXES else -1)
-    # Only TPUs have a slice; within one, all chips are joined by the fast network.
-    slices = {getattr(device, "slice_index", 0) for device in devices}
-    if len(slices) > 1:
-        outer = slice_sizes({axis: sizes[axis] for axis in order}, len(slices))
-        inner = [sizes[a] // across for a, across in zip(order, outer, strict=True)]
-        arranged = mesh_utils.create_hybrid_device_mesh(inner, outer, devices)
-        return Mesh(arranged, tuple(order), axis_types=(AxisType.Auto,) * len(order))
+    order = {axis: i for i, axis in enumerate(MESH_AXES)}
+    names = tuple(sorted(sizes, key=lambda axis: order.get(axis, -1)))
+    shape = tuple(sizes[axis] for axis in names)
     # Auto axes: the partitioner derives where intermediate values live, so that a
     # model needs no word about the mesh. Explicit axes would be part of every type.
-    return jax.make_mesh(
-        tuple(sizes[axis] for axis in order),
-        tuple(order),
-        axis_types=(AxisType.Auto,) * len(order),
-        devices=devices,
-    )
+    auto = (AxisType.Auto,) * len(names)
+    # Only TPUs have a slice; within one, all chips are joined by the fast network.
+    slices = {getattr(device, "slice_index", 0) for device in devices}
+    if len(slices) == 1:
+        return jax.make_mesh(shape, names, axis_types=auto, devices=devices)
+    outer = slice_sizes(dict(zip(names, shape, strict=True)), len(slices))
+    inner = [size // across for size, across in zip(shape, outer, strict=True)]
+    arranged = mesh_utils.create_hybrid_device_mesh(inner, outer, devices)
+    return Mesh(arranged, names, axis_types=auto)
 
 
 def slice_sizes(axis_sizes: Mapping[str, int], num_slices: int) -> list[int]:
-    """How many of each axis's parts lie in different slices, outermost axis first.
+    """How many of each axis's parts lie in different slices of TPUs, outermost first.
 
     The outermost axes, which communicate least, go across the slow network.
-
-    Args:
-        axis_sizes: Size of each axis, outermost first.
-        num_slices: Slices of TPUs that a slower network joins.
 
     Raises:
         MeshShapeError: If the outer axes do not divide into the slices.
@@ -219,29 +203,20 @@ def complete_axis_sizes(
             f"The sizes of mesh axes {open_axes} are all left out. At most one can be "
             f"inferred from {num_devices} devices; give the others a size."
         )
-    known = {a: size for a, size in axis_sizes.items() if size is not None}
-    product = math.prod(known.values())
-    if open_axes and num_devices % product == 0:
-        inferred = num_devices // product
-        return {a: inferred if s is None else s for a, s in axis_sizes.items()}
-    if open_axes or product != num_devices:
-        raise MeshShapeError(_shape_message(axis_sizes, product, num_devices))
-    return known
-
-
-def _shape_message(
-    axis_sizes: Mapping[str, int | None], product: int, num_devices: int
-) -> str:
-    shape = " * ".join(f"{a}={'?' if s is None else s}" for a, s in axis_sizes.items())
+    product = math.prod(size or 1 for size in axis_sizes.values())
+    remaining, rest = divmod(num_devices, product)
+    if rest == 0 and (open_axes or remaining == 1):
+        return {axis: size or remaining for axis, size in axis_sizes.items()}
+    shape = " * ".join(f"{axis}={size or '?'}" for axis, size in axis_sizes.items())
     divisors = [d for d in range(1, num_devices + 1) if num_devices % d == 0]
-    if any(size is None for size in axis_sizes.values()):
-        return (
+    if open_axes:
+        raise MeshShapeError(
             f"Mesh {shape} cannot cover {num_devices} devices: the known sizes "
             f"multiply to {product}, which does not divide {num_devices}. Valid "
             f"products of the known sizes: {divisors}."
         )
     fewer = f", or pass devices=jax.devices()[:{product}]"
-    return (
+    raise MeshShapeError(
         f"Mesh {shape} covers {product} devices but {num_devices} are available. Axis "
         f"sizes must multiply to {num_devices}; leave one size out to infer it"
         f"{fewer if product < num_devices else ''}. Valid sizes of one axis: "
@@ -257,11 +232,8 @@ def check_mesh(mesh: Mesh, axis_sizes: Mapping[str, int | None]) -> None:
         UnknownAxisError: If the strategy's axes are not exactly the mesh's.
         MeshShapeError: If a size that the strategy states differs from the mesh's.
     """
-    wrong = {
-        axis: kind
-        for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind != AxisType.Auto
-    }
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    wrong = {axis: kind for axis, kind in kinds.items() if kind != AxisType.Auto}
     if wrong:
         raise MeshAxisTypeError(
             f"Mesh axes {wrong} are not Auto. Build the mesh with nnx_parallel."

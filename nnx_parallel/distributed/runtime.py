@@ -164,7 +164,7 @@ def end_by_loss(process: int, reason: str, drain: Callable[[], None]) -> None:
     _end(text, drain, PEER_LOST)
 
 
-def _end(text: str, notify: Callable[[], None], code: int) -> None:
+def _end(text: str, notify: Callable[[], object], code: int) -> None:
     try:
         # A closed pipe or a lost connection must not keep the process from ending.
         with contextlib.suppress(Exception):
