@@ -327,15 +327,10 @@ def place_batch(
         # A device may need rows of another process: all of them get the whole batch.
         # This runs a collective, and so never on a prefetching thread.
         givers = [processes[0] for processes in _processes_by_part(layout)]
-
-        def replicate(shares: np.ndarray) -> jax.Array:
-            whole = np.concatenate([shares[process] for process in givers])
-            return jax.make_array_from_callback(
-                whole.shape, sharding, whole.__getitem__
-            )
-
-        # (process, share, ...) -> (batch, ...)
-        return jax.tree.map(replicate, multihost_utils.process_allgather(batch))
+        shares = multihost_utils.process_allgather(batch)  # (process, share, ...)
+        whole = jax.tree.map(lambda x: np.concatenate([x[p] for p in givers]), shares)
+        place = partial(jax.make_array_from_process_local_data, sharding)
+        return jax.tree.map(lambda x: place(x, x.shape), whole)
     if jax.process_count() > 1:
         batch = jax.tree.map(np.asarray, batch)  # slicing JAX arrays runs programs
     # `jax.device_put` onto a mesh of several processes runs a collective too, to check

@@ -98,12 +98,10 @@ class DataState:
     def from_json(cls, saved: Mapping[str, Any]) -> DataState:
         """The position that was saved; the start if ``saved`` is empty.
 
+        Warns if an iterator's position was saved by another number of processes.
+
         Raises:
             DataError: If `to_json` cannot have made it.
-
-        Warns:
-            UserWarning: If an iterator's position was saved by another number of
-                processes: batches are then skipped instead.
         """
         first_step, states = saved.get("first_step", 0), saved.get("states", [None])
         num_steps = saved.get("num_steps", 0)
@@ -114,10 +112,11 @@ class DataState:
                 f"{dict(saved)}. It must hold first_step and num_steps, integers, and "
                 "states, a list."
             )
+        state = None
         if len(states) == jax.process_count():
-            return cls(first_step, states[jax.process_index()], num_steps)
+            state = states[jax.process_index()]
         # Batches are counted alike by any number of processes; iterators are not.
-        if any(state is not None for state in states):
+        elif any(other is not None for other in states):
             warnings.warn(
                 f"The position in the data was saved by {len(states)} processes and "
                 f"cannot be restored on {jax.process_count()}. The batches used so far "
@@ -125,7 +124,7 @@ class DataState:
                 "share of the same global batches.",
                 stacklevel=2,
             )
-        return cls(first_step, num_steps=num_steps)
+        return cls(first_step, state, num_steps)
 
 
 def encode_state(state: Any) -> Any:

@@ -221,10 +221,8 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
 class _Reader(Iterator[T]):
     """Reads an iterator on a thread, at most ``size`` elements ahead of their use.
 
-    Args:
-        items: The iterator. Its error is raised where its element would have come.
-        size: Elements read and not yet taken, 1 or more.
-        stop: Set when the thread must end; ``items`` may watch it.
+    An error is raised where its element would have come. The thread ends once ``stop``
+    is set.
     """
 
     def __init__(self, items: Iterator[T], size: int, stop: threading.Event) -> None:
@@ -234,11 +232,9 @@ class _Reader(Iterator[T]):
         self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._stop = stop
         self._thread = threading.Thread(
-            target=self._fill,
-            args=(items,),
-            name="nnx_parallel.prefetch",
-            daemon=True,
+            target=self._fill, args=(items,), name="nnx_parallel.prefetch"
         )
+        self._thread.daemon = True
         self._thread.start()
 
     def _fill(self, items: Iterator[T]) -> None:

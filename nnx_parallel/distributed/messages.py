@@ -46,8 +46,7 @@ from typing import Any
 
 from nnx_parallel.distributed.runtime import (
     CLOSED,
-    coordination_client,
-    coordinator_address,
+    STATE,
     end_by_loss,
     install,
     process_count,
@@ -197,13 +196,10 @@ class Server:
 
 
 class Client:
-    """One process's connection to the `Server`.
+    """One process's connection to the `Server`, which it holds on process 0.
 
-    Args:
-        connection: An authenticated connection.
-        server: The server, on process 0.
-        on_lost: Called on a thread of its own with a lost process, the reason, and
-            `drain`; it ends this process.
+    On a thread of its own it calls ``on_lost`` with a lost process, the reason, and
+    `drain`, to end this process.
     """
 
     def __init__(
@@ -299,7 +295,8 @@ def join() -> Client | None:
     """
     if process_count() == 1:
         return None
-    store, host = coordination_client(), host_of(coordinator_address())
+    store: Any = STATE.client
+    host = host_of(STATE.coordinator_address or "")
     server: Server | None = None
     if process_index() == 0:
         secret = secrets.token_bytes(32)

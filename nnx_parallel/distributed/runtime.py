@@ -28,11 +28,11 @@ import jax
 # module alone.
 from jax._src import distributed, xla_bridge
 
+STATE = distributed.global_state
+"""JAX's coordination service: its address and, once it is started, its client."""
+
 TAGGED = "NNX_PARALLEL_TAGGED"
 """Set by a launcher that tags the lines of its processes itself, to its process id."""
-
-FAILED = 1
-"""Exit code of a process that ends with an error of its own."""
 
 PEER_LOST = 75
 """Exit code of a process that ends because another is lost: try again."""
@@ -62,22 +62,12 @@ _notify: Callable[[str], object] = str
 
 def process_index() -> int:
     """Number of this process."""
-    return distributed.global_state.process_id or 0
+    return STATE.process_id or 0
 
 
 def process_count() -> int:
     """Number of processes."""
-    return distributed.global_state.num_processes or 1
-
-
-def coordination_client() -> Any:
-    """Client of JAX's coordination service, or ``None`` before it is started."""
-    return distributed.global_state.client
-
-
-def coordinator_address() -> str:
-    """``host:port`` of process 0, as all processes reach it."""
-    return distributed.global_state.coordinator_address or "127.0.0.1:0"
+    return STATE.num_processes or 1
 
 
 def has_backend() -> bool:
@@ -148,7 +138,7 @@ def _end_by_exception(
     _end(
         "".join(traceback.format_exception(kind, error, trace)),
         lambda: _notify(reason),
-        128 + signal.SIGINT if interrupted else FAILED,  # as shells spell a signal
+        128 + signal.SIGINT if interrupted else 1,  # as shells spell a signal
     )
 
 
