@@ -39,6 +39,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 from multiprocessing import connection as mpc
 from multiprocessing.connection import Connection
@@ -54,9 +55,7 @@ from nnx_parallel.distributed.runtime import (
 )
 from nnx_parallel.errors import ProcessError
 
-JOIN_SECONDS = 300.0
-"""How long processes wait for one another at the start."""
-
+_JOIN_SECONDS = 300.0  # until all processes have started
 _CONNECT_SECONDS = 20.0  # per address of a host: another of them may answer
 _DRAIN_SECONDS = 2.0
 _GREETING_SECONDS = 60
@@ -81,7 +80,7 @@ class Server:
     """
 
     def __init__(
-        self, host: str, count: int, key: bytes, join_seconds: float = JOIN_SECONDS
+        self, host: str, count: int, key: bytes, join_seconds: float = _JOIN_SECONDS
     ) -> None:
         self._socket = listen(host, backlog=count)
         self.port = int(self._socket.getsockname()[1])
@@ -195,22 +194,21 @@ class Server:
             _send(connection, message)
 
 
+@dataclass(eq=False)
 class Client:
-    """One process's connection to the `Server`, which it holds on process 0.
+    """One process's connection to the server.
 
-    On a thread of its own it calls ``on_lost`` with a lost process, the reason, and
-    `drain`, to end this process.
+    Attributes:
+        connection: An authenticated connection.
+        server: The server, on process 0.
+        on_lost: Ends this process, given the lost process, the reason, and `drain`.
     """
 
-    def __init__(
-        self,
-        connection: Connection,
-        server: Server | None,
-        on_lost: Callable[[int, str, Callable[[], None]], None] = end_by_loss,
-    ) -> None:
-        self._connection = connection
-        self._server = server
-        self._on_lost = on_lost
+    connection: Connection
+    server: Server | None
+    on_lost: Callable[[int, str, Callable[[], None]], None] = end_by_loss
+
+    def __post_init__(self) -> None:
         self._sending = threading.Lock()
         self._counts: defaultdict[str, int] = defaultdict(int)
         self._replies: dict[str, queue.SimpleQueue[dict[str, Any]]] = {}
@@ -261,23 +259,23 @@ class Client:
         """On process 0, waits a moment for the others to receive a loss and end."""
         # With process 0 JAX's coordination service ends, and its clients abort the
         # other processes before they can print a line.
-        if self._server is not None:
-            self._server.drained.wait(_DRAIN_SECONDS)
+        if self.server is not None:
+            self.server.drained.wait(_DRAIN_SECONDS)
 
     def _send(self, message: dict[str, Any]) -> None:
         with self._sending:  # any thread may send
-            _send(self._connection, message)
+            _send(self.connection, message)
 
     def _listen(self) -> None:
         while True:
             try:
-                message = _receive(self._connection)
+                message = _receive(self.connection)
             except (EOFError, OSError):
                 if not self._has_ended:
-                    self._on_lost(0, CLOSED, self.drain)
+                    self.on_lost(0, CLOSED, self.drain)
                 return
             if message["op"] == "lost":
-                self._on_lost(message["process"], message["reason"], self.drain)
+                self.on_lost(message["process"], message["reason"], self.drain)
             else:
                 key = message["key"]
                 self._replies.setdefault(key, queue.SimpleQueue()).put(message)
@@ -304,11 +302,11 @@ def join() -> Client | None:
         server = Server(host if is_loopback(host) else "", process_count(), secret)
         store.key_value_set(_KEY, f"{server.port} {secret.hex()}")
     try:
-        found = store.blocking_key_value_get(_KEY, int(JOIN_SECONDS * 1000))
+        found = store.blocking_key_value_get(_KEY, int(_JOIN_SECONDS * 1000))
     except Exception as error:
         raise ProcessError(
-            f"Process 0 did not start its server within {JOIN_SECONDS:.0f} s: {error}. "
-            "All processes must call nnx_parallel.initialize()."
+            f"Process 0 did not start its server within {_JOIN_SECONDS:.0f} s: "
+            f"{error}. All processes must call nnx_parallel.initialize()."
         ) from error
     port, key = found.split()
     connection = connect(host, int(port), bytes.fromhex(key))
