@@ -25,8 +25,7 @@ from nnx_parallel.pipeline.prologue_epilogue import (
 )
 from nnx_parallel.pipeline.run import PipelineSchedule
 from nnx_parallel.pipeline.stage import Stage
-from nnx_parallel.schedules.buffers import plan_buffers
-from nnx_parallel.schedules.table import Table
+from nnx_parallel.schedules.table import Table, plan_buffers
 from nnx_parallel.sharding import using
 from nnx_parallel.sharding.model import flatten, nest
 from nnx_parallel.state import StatePlan

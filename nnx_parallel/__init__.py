@@ -48,8 +48,7 @@ from nnx_parallel.sharding.tree import (
     shard,
 )
 from nnx_parallel.state import TrainState
-from nnx_parallel.strategies.base import Strategy
-from nnx_parallel.strategies.composite import Composite
+from nnx_parallel.strategies.base import Composite, Strategy
 from nnx_parallel.strategies.data_parallel import DataParallel
 from nnx_parallel.strategies.fsdp import FSDP
 from nnx_parallel.strategies.pipeline import Pipeline

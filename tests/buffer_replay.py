@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from nnx_parallel.errors import ScheduleError
-from nnx_parallel.schedules.buffers import Buffers, plan_buffers
 from nnx_parallel.schedules.slots import Slots
-from nnx_parallel.schedules.table import Table
+from nnx_parallel.schedules.table import Buffers, Table, plan_buffers
 
 Value: TypeAlias = tuple[int, int]
 """A microbatch and a chunk."""

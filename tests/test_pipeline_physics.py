@@ -34,7 +34,7 @@ from nnx_parallel import (
 )
 from nnx_parallel.audit.hlo import parse
 from nnx_parallel.pipeline.run import PipelineSchedule
-from nnx_parallel.schedules.buffers import plan_buffers
+from nnx_parallel.schedules.table import plan_buffers
 from nnx_parallel.state import init_state
 from nnx_parallel.training.step import StepOptions, make_train_step
 from tests.origins import origins

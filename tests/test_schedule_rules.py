@@ -9,10 +9,9 @@ import pytest
 from numpy.typing import ArrayLike
 
 from nnx_parallel.errors import ScheduleError
-from nnx_parallel.schedules.buffers import Buffers, plan_buffers
 from nnx_parallel.schedules.schedules import GPipe, Interleaved, OneFOneB, ZeroBubble
 from nnx_parallel.schedules.slots import Slot, Slots, frozen_ints
-from nnx_parallel.schedules.table import Table
+from nnx_parallel.schedules.table import Buffers, Table, plan_buffers
 from tests.buffer_replay import check_buffers, checked_buffers
 
 

@@ -1,17 +1,13 @@
 """Products of two arrays that gather one of them or scatter their sum on the way.
 
-``all_gather_matmul`` and ``matmul_reduce_scatter`` are for code that is manual over the
-axis (``jax.shard_map``). The backward pass of each is the other: it overlaps as well,
-and keeps no gathered array in between. ``column_parallel_matmul`` and
-``row_parallel_matmul`` are the same of global arrays, in a region manual over that one
-axis: other mesh axes stay automatic, so that a batch split over ``data`` or weights
-over ``pipe`` need nothing said. Inside a region that is manual over other axes they
-nest.
+The backward pass of each is the other: it overlaps as well, and keeps no gathered array
+in between.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -21,13 +17,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from numpy.lib.array_utils import normalize_axis_tuple
 
-from nnx_parallel.collectives.ring import (
-    Mode,
-    Ring,
-    check_divides,
-    on_shards,
-    region_mesh_of,
-)
+from nnx_parallel.collectives.ring import Mode, Pair, Ring, check_divides, on_shards
 from nnx_parallel.errors import CollectiveProductError, UnknownAxisError
 
 Contracting = int | tuple[Sequence[int], Sequence[int]]
@@ -46,11 +36,11 @@ def all_gather_matmul(
 ) -> jax.Array:
     """``all_gather(x) @ w``: each shard is multiplied while the next one travels [1].
 
-    In sequence parallelism it leads into a block's products [2]. A device sends
-    (n - 1) / n of the gathered ``x``. Of the forward pass it keeps the two shards. The
-    gradient of ``x`` is a `matmul_reduce_scatter`; that of ``w`` needs the gathered
-    ``x`` once more, which travels during the former's products and is multiplied
-    in one piece: other axes that split the batch then sum it once, not once a hop.
+    For code that is manual over the axis (``jax.shard_map``). In sequence parallelism
+    it leads into a block's products [2]. A device sends (n - 1) / n of the gathered
+    ``x``. Of the forward pass it keeps the two shards. The gradient of ``x`` is a
+    `matmul_reduce_scatter`; that of ``w`` needs the gathered ``x`` once more, which
+    travels during the former's products and is multiplied in one piece.
 
     Args:
         x_shard: This device's part along ``dim``, with the dims to contract.
@@ -86,8 +76,8 @@ def all_gather_matmul(
 
     References:
         [1] Wang et al., "Overlap Communication with Dependent Computation via
-        Decomposition in Large Deep Learning Models", ASPLOS 2023, section 3,
-        https://doi.org/10.1145/3567955.3567959
+        Decomposition in Large Deep Learning Models", ASPLOS 2023, sections 3
+        and 5, https://doi.org/10.1145/3567955.3567959
         [2] Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
         Models", 2022, section 4.2, https://arxiv.org/abs/2205.05198
     """
@@ -112,23 +102,16 @@ def matmul_reduce_scatter(
     gradient of ``x`` is an `all_gather_matmul`, and what it gathers is multiplied with
     ``x`` for the gradient of ``w``.
 
-    Args:
-        x_shard: This device's part of the contracted dims, whole along ``dim``.
-        w_shard: This device's part of the contracted dims.
-        axis: The manual mesh axis.
-        dim: The dim of ``x_shard`` that the output is split along, one that is kept.
-        contracting: As in `all_gather_matmul`.
-        mode: How sums travel.
-        sum_dtype: dtype in which partial sums travel, as in `all_gather_matmul`.
+    Arguments and errors are those of `all_gather_matmul`, but for these: both shards
+    are this device's part of the contracted dims; ``dim``, a kept dim that is whole in
+    ``x_shard``, is the one that the output is split along; ``sum_dtype`` is that of the
+    output's partial sums.
 
     Returns:
         This device's shard along ``dim``: the kept dims of x, then those of w.
 
     Raises:
-        UnknownAxisError: If the code is not manual over ``axis``.
         IndivisibleDimError: If the axis does not divide ``dim``.
-        CollectiveProductError: If dims do not fit.
-        ValueError: If there is no such mode.
 
     Example:
         >>> from jax.sharding import PartitionSpec as P
@@ -152,38 +135,115 @@ def matmul_reduce_scatter(
     return _scattering(*plan)(x, w)
 
 
-def _gathering(ring: Ring, num: int, sum_dtype: DTypeLike) -> Callable:
-    """``all_gather(x) @ w``, from the first ``num`` dims of w and the last of x.
+def column_parallel_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    axis: str,
+    *,
+    dim: int,
+    w_dim: int,
+    contracting: Contracting = 1,
+    mode: Mode = "ring",
+    sum_dtype: DTypeLike | None = None,
+    mesh: Mesh | None = None,
+) -> jax.Array:
+    """`all_gather_matmul` of global arrays: ``x @ w``, split along w's ``w_dim``.
 
-    The gradient is written out: JAX's transpose of a ring keeps all that passed by, and
-    has the hops wait for products.
+    It runs in a region manual over that one axis: other mesh axes stay automatic, so
+    that a batch split over ``data`` or weights over ``pipe`` need nothing said. Inside
+    a region that is manual over other axes it nests, over that region's mesh instead of
+    ``mesh``. Other arguments and errors are those of `all_gather_matmul`; x is split
+    over the axis along ``dim`` and w along ``w_dim``, kept dims, or brought there.
+
+    Returns:
+        The kept dims of x, then those of w: global, split where ``w_dim`` went.
+
+    Raises:
+        UnknownAxisError: If there is no mesh, or none with the axis, or the code is
+            manual over it already.
+        IndivisibleDimError: If the axis does not divide a dim that it splits.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from nnx_parallel import make_mesh
+        >>> mesh = make_mesh({"data": 2, "tensor": 4})
+        >>> x, w = jnp.ones((2, 16, 4)), jnp.ones((4, 8))
+        >>> column_parallel_matmul(x, w, "tensor", dim=1, w_dim=1, mesh=mesh).shape
+        (2, 16, 8)
     """
+    x_side, w_side = _operands(x, w, contracting)
+    dim, w_dim = x_side.kept_dim("dim", dim), w_side.kept_dim("w_dim", w_dim)
+    out_dim = len(x_side.kept) + w_side.kept.index(w_dim)
+    settings = {"contracting": contracting, "mode": mode, "sum_dtype": sum_dtype}
+    product = partial(all_gather_matmul, axis=axis, dim=dim, **settings)
+    # x split along dim, w along w_dim -> (*kept of x, *kept of w) split along out_dim
+    splits = ("x", x, dim), ("w", w, w_dim)
+    return on_shards(product, axis, mesh, (dim, w_dim), out_dim, *splits)(x, w)
 
-    @jax.custom_vjp
+
+def row_parallel_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    axis: str,
+    *,
+    dim: int,
+    contracting: Contracting = 1,
+    split: int = 0,
+    mode: Mode = "ring",
+    sum_dtype: DTypeLike | None = None,
+    mesh: Mesh | None = None,
+) -> jax.Array:
+    """`matmul_reduce_scatter` of global arrays: ``x @ w``, split along x's ``dim``.
+
+    Arguments and errors are those of `column_parallel_matmul`, but for ``split``: of
+    the contracted dims that one is split over the axis, in x and in w.
+
+    Returns:
+        The kept dims of x, then those of w: global, split along ``dim``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from nnx_parallel import make_mesh
+        >>> mesh = make_mesh({"data": 2, "tensor": 4})
+        >>> x, w = jnp.ones((2, 16, 8)), jnp.ones((8, 4))
+        >>> row_parallel_matmul(x, w, "tensor", dim=1, mesh=mesh).shape
+        (2, 16, 4)
+    """
+    x_side, w_side = _operands(x, w, contracting)
+    dim, count = x_side.kept_dim("dim", dim), len(x_side.contracted)
+    if not 0 <= split < count:
+        raise CollectiveProductError(
+            f"split={split}, but {count} dims are contracted. Choose one of "
+            f"{list(range(count))}."
+        )
+    settings = {"contracting": contracting, "mode": mode, "sum_dtype": sum_dtype}
+    product = partial(matmul_reduce_scatter, axis=axis, dim=dim, **settings)
+    # x and w split along a contracted dim -> (*kept of x, *kept of w) along dim's place
+    x_dim, w_dim = x_side.contracted[split], w_side.contracted[split]
+    out_dim, splits = x_side.kept.index(dim), (("x", x, dim), ("x", x, x_dim))
+    return on_shards(product, axis, mesh, (x_dim, w_dim), out_dim, *splits)(x, w)
+
+
+def _gathering(ring: Ring, num: int, sum_dtype: DTypeLike) -> Callable:
+    """``all_gather(x) @ w``, from the first ``num`` dims of w and the last of x."""
+
     def product(x: jax.Array, w: jax.Array) -> jax.Array:
         # (*kept, *contracted) by (*contracted, *others)
-        return ring.gather_through(x, lambda x: jnp.tensordot(x, w, num))[0]
+        return ring.gather_through(lambda x: jnp.tensordot(x, w, num), x)[0]
 
-    def forward(x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple]:
-        return product(x, w), (x, w)
-
-    def backward(saved: tuple, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x, w = saved
-        dx, whole = ring.scatter_sum_and_gather(
-            lambda dy: _x_gradient(dy, w, num, sum_dtype), dy, x
-        )
+    def gradient(x: jax.Array, w: jax.Array, dy: jax.Array) -> Pair:
+        partial_sum = partial(_x_gradient, w=w, num=num, dtype=sum_dtype)
+        dx, whole = ring.scatter_sum_and_gather(partial_sum, dy, x)
         # One product of the whole x, not one a hop: other axes that split the batch
         # then sum the gradient of w once.
         return dx.astype(x.dtype), _w_gradient(whole, dy, num).astype(w.dtype)
 
-    product.defvjp(forward, backward)
-    return product
+    return _with_gradient(product, gradient)
 
 
 def _scattering(ring: Ring, num: int, sum_dtype: DTypeLike) -> Callable:
     """``reduce_scatter(x @ w)``, from the first ``num`` dims of w and the last of x."""
 
-    @jax.custom_vjp
     def product(x: jax.Array, w: jax.Array) -> jax.Array:
         # (*kept, *contracted) by (*contracted, *others), one shard of x at a time
         def partial_sum(x: jax.Array) -> jax.Array:
@@ -191,25 +251,32 @@ def _scattering(ring: Ring, num: int, sum_dtype: DTypeLike) -> Callable:
 
         return ring.scatter_sum(partial_sum, x).astype(jnp.result_type(x, w))
 
-    def forward(x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple]:
-        return product(x, w), (x, w)
-
-    def backward(saved: tuple, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x, w = saved
-        dx, dy = ring.gather_through(dy, lambda dy: _x_gradient(dy, w, num))
+    def gradient(x: jax.Array, w: jax.Array, dy: jax.Array) -> Pair:
+        dx, dy = ring.gather_through(partial(_x_gradient, w=w, num=num), dy)
         return dx.astype(x.dtype), _w_gradient(x, dy, num).astype(w.dtype)
 
-    product.defvjp(forward, backward)
-    return product
+    return _with_gradient(product, gradient)
+
+
+def _with_gradient(product: Callable, gradient: Callable[..., Pair]) -> Callable:
+    """A product of x and w that keeps both for ``gradient(x, w, dy)``.
+
+    Written out, since JAX's transpose of a ring keeps all that passed by, and has the
+    hops wait for products.
+    """
+    function = jax.custom_vjp(product)
+    function.defvjp(
+        lambda x, w: (function(x, w), (x, w)), lambda saved, dy: gradient(*saved, dy)
+    )
+    return function
 
 
 def _x_gradient(
     dy: jax.Array, w: jax.Array, num: int, dtype: DTypeLike | None = None
 ) -> jax.Array:
     """``(*kept, *others)`` by ``(*contracted, *others)``, before it is summed."""
-    others = w.ndim - num
-    axes = [*range(dy.ndim - others, dy.ndim)], [*range(num, w.ndim)]
-    return jnp.tensordot(dy, w, axes=axes, preferred_element_type=dtype)
+    others = [*range(num - w.ndim, 0)]  # the last dims of both
+    return jnp.tensordot(dy, w, (others, others), preferred_element_type=dtype)
 
 
 def _w_gradient(x: jax.Array, dy: jax.Array, num: int) -> jax.Array:
@@ -236,15 +303,15 @@ def _prepare(
             "), or use column_parallel_matmul and row_parallel_matmul, which open such "
             "a region."
         )
-    dims = _find_dims(x, w, contracting)
-    kept = dims.x_kept.index(_kept_dim("x", x, dims.x_kept, "dim", dim))
+    x_side, w_side = _operands(x, w, contracting)
+    ring = Ring(
+        axis=axis, dim=x_side.kept.index(x_side.kept_dim("dim", dim)), mode=mode
+    )
     if sum_dtype is None:
         # A sum that is rounded at every hop loses what one reduction would keep.
         sum_dtype = jnp.promote_types(jnp.result_type(x, w), jnp.float32)
-    ring = Ring(axis=axis, dim=kept, mode=mode)
-    # (*kept, *contracted) and (*contracted, *others)
-    x = jnp.transpose(x, (*dims.x_kept, *dims.x))
-    w = jnp.transpose(w, (*dims.w, *dims.w_kept))
+    x = jnp.transpose(x, (*x_side.kept, *x_side.contracted))
+    w = jnp.transpose(w, (*w_side.contracted, *w_side.kept))
     # Where JAX tracks along which axes values differ (`check_vma`), a gradient must
     # differ as its array does; that of this cast is the sum over the axes that it adds.
     varied = [jax.typeof(a).manual_axis_type.varying for a in (x, w)]
@@ -252,169 +319,45 @@ def _prepare(
     for_x, for_w = (tuple(sorted(every - own)) for own in varied)
     x = jax.lax.pcast(x, for_x, to="varying") if for_x else x
     w = jax.lax.pcast(w, for_w, to="varying") if for_w else w
-    return x, w, (ring, len(dims.x), jnp.dtype(sum_dtype))
+    return x, w, (ring, len(x_side.contracted), jnp.dtype(sum_dtype))
 
 
-class _Dims(NamedTuple):
-    """The dims of a product, counted from the front.
+class _Operand(NamedTuple):
+    """One side of a product, and its contracted dims, counted from the front."""
 
-    Attributes:
-        x: Contracted dims of x.
-        w: Contracted dims of w, in the same order.
-        x_kept: The other dims of x.
-        w_kept: The other dims of w.
-    """
+    name: str
+    shape: tuple[int, ...]
+    contracted: tuple[int, ...]
 
-    x: tuple[int, ...]
-    w: tuple[int, ...]
-    x_kept: list[int]
-    w_kept: list[int]
+    @property
+    def kept(self) -> list[int]:
+        return [d for d in range(len(self.shape)) if d not in self.contracted]
+
+    def kept_dim(self, label: str, dim: int) -> int:
+        """``dim`` counted from the front, once it is known to be kept."""
+        ndim = len(self.shape)
+        if not -ndim <= dim < ndim or dim % ndim not in self.kept:
+            raise CollectiveProductError(
+                f"{label}={dim} of {self.name} with shape {self.shape}, whose dims "
+                f"{sorted(self.contracted)} are contracted. Choose a dim that is kept: "
+                f"one of {self.kept}."
+            )
+        return dim % ndim
 
 
-def _find_dims(x: jax.Array, w: jax.Array, contracting: Contracting) -> _Dims:
+def _operands(
+    x: jax.Array, w: jax.Array, contracting: Contracting
+) -> tuple[_Operand, _Operand]:
     axes = contracting
     if isinstance(axes, int):
         axes = range(x.ndim - axes, x.ndim), range(axes)
-    x_dims = w_dims = ()
-    try:
+    with suppress(ValueError):  # a dim that does not exist, or that repeats
         x_dims = normalize_axis_tuple(tuple(axes[0]), x.ndim)
         w_dims = normalize_axis_tuple(tuple(axes[1]), w.ndim)
-        fits = [x.shape[d] for d in x_dims] == [w.shape[d] for d in w_dims]
-    except ValueError:  # a dim that does not exist, or that repeats
-        fits = False
-    if not fits:
-        raise CollectiveProductError(
-            f"contracting={contracting!r} does not fit x of shape {x.shape} and "
-            f"w of shape {w.shape}. Give the number of last dims of x and first "
-            "dims of w, or a pair of lists of dims; their sizes must be equal in pairs."
-        )
-    x_kept, w_kept = (
-        [d for d in range(a.ndim) if d not in dims]
-        for a, dims in ((x, x_dims), (w, w_dims))
+        if [x.shape[d] for d in x_dims] == [w.shape[d] for d in w_dims]:
+            return _Operand("x", x.shape, x_dims), _Operand("w", w.shape, w_dims)
+    raise CollectiveProductError(
+        f"contracting={contracting!r} does not fit x of shape {x.shape} and "
+        f"w of shape {w.shape}. Give the number of last dims of x and first "
+        "dims of w, or a pair of lists of dims; their sizes must be equal in pairs."
     )
-    return _Dims(x_dims, w_dims, x_kept, w_kept)
-
-
-def _kept_dim(
-    name: str, array: jax.Array, kept: list[int], label: str, dim: int
-) -> int:
-    """``dim`` counted from the front, once it is known to be kept."""
-    if not -array.ndim <= dim < array.ndim or dim % array.ndim not in kept:
-        contracted = [d for d in range(array.ndim) if d not in kept]
-        raise CollectiveProductError(
-            f"{label}={dim} of {name} with shape {array.shape}, whose dims "
-            f"{contracted} are contracted. Choose a dim that is kept: one of {kept}."
-        )
-    return dim % array.ndim
-
-
-def column_parallel_matmul(
-    x: jax.Array,
-    w: jax.Array,
-    axis: str,
-    *,
-    dim: int,
-    w_dim: int,
-    contracting: Contracting = 1,
-    mode: Mode = "ring",
-    sum_dtype: DTypeLike | None = None,
-    mesh: Mesh | None = None,
-) -> jax.Array:
-    """`all_gather_matmul` of global arrays: ``x @ w``, split along w's ``w_dim``.
-
-    Args:
-        x: Global; split over the axis along ``dim``, or brought there.
-        w: Global; split over the axis along ``w_dim``, or brought there.
-        axis: The mesh axis.
-        dim: A dim of x that is kept.
-        w_dim: A dim of w that is kept.
-        contracting: As in `all_gather_matmul`, like ``mode`` and ``sum_dtype``.
-        mode: How shards of x travel.
-        sum_dtype: dtype in which the sums of its gradient travel.
-        mesh: The mesh; in a region that is manual over other axes, that of the region.
-
-    Returns:
-        The kept dims of x, then those of w: global, split where ``w_dim`` went.
-
-    Raises:
-        UnknownAxisError: If there is no mesh, or none with the axis, or the code is
-            manual over it already.
-        IndivisibleDimError: If the axis does not divide a dim that it splits.
-        CollectiveProductError: If dims do not fit.
-        ValueError: If there is no such mode.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from nnx_parallel import make_mesh
-        >>> mesh = make_mesh({"data": 2, "tensor": 4})
-        >>> x, w = jnp.ones((2, 16, 4)), jnp.ones((4, 8))
-        >>> column_parallel_matmul(x, w, "tensor", dim=1, w_dim=1, mesh=mesh).shape
-        (2, 16, 8)
-    """
-    dims = _find_dims(x, w, contracting)
-    dim = _kept_dim("x", x, dims.x_kept, "dim", dim)
-    w_dim = _kept_dim("w", w, dims.w_kept, "w_dim", w_dim)
-    out_dim = len(dims.x_kept) + dims.w_kept.index(w_dim)
-    settings = {"contracting": contracting, "mode": mode, "sum_dtype": sum_dtype}
-    # x split along dim, w along w_dim -> (*kept of x, *kept of w) split along out_dim
-    product = partial(all_gather_matmul, axis=axis, dim=dim, **settings)
-    region_mesh = region_mesh_of(axis, mesh, ("x", x, dim), ("w", w, w_dim))
-    return on_shards(product, region_mesh, axis, (dim, w_dim), out_dim)(x, w)
-
-
-def row_parallel_matmul(
-    x: jax.Array,
-    w: jax.Array,
-    axis: str,
-    *,
-    dim: int,
-    contracting: Contracting = 1,
-    split: int = 0,
-    mode: Mode = "ring",
-    sum_dtype: DTypeLike | None = None,
-    mesh: Mesh | None = None,
-) -> jax.Array:
-    """`matmul_reduce_scatter` of global arrays: ``x @ w``, split along x's ``dim``.
-
-    Args:
-        x: Global; split over the axis along one contracted dim, or brought there.
-        w: Global; split over the axis along the same, or brought there.
-        axis: The mesh axis.
-        dim: A dim of x that is kept.
-        contracting: As in `all_gather_matmul`, like ``mode`` and ``sum_dtype``.
-        split: Which of the contracted dims is split.
-        mode: How sums travel.
-        sum_dtype: dtype in which they travel.
-        mesh: As in `column_parallel_matmul`.
-
-    Returns:
-        The kept dims of x, then those of w: global, split along ``dim``.
-
-    Raises:
-        UnknownAxisError: As `column_parallel_matmul`, like the other errors.
-        IndivisibleDimError: If the axis does not divide a dim that it splits.
-        CollectiveProductError: If dims do not fit.
-        ValueError: If there is no such mode.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from nnx_parallel import make_mesh
-        >>> mesh = make_mesh({"data": 2, "tensor": 4})
-        >>> x, w = jnp.ones((2, 16, 8)), jnp.ones((8, 4))
-        >>> row_parallel_matmul(x, w, "tensor", dim=1, mesh=mesh).shape
-        (2, 16, 4)
-    """
-    dims = _find_dims(x, w, contracting)
-    dim = _kept_dim("x", x, dims.x_kept, "dim", dim)
-    if not 0 <= split < len(dims.x):
-        raise CollectiveProductError(
-            f"split={split}, but {len(dims.x)} dims are contracted. Choose one of "
-            f"{list(range(len(dims.x)))}."
-        )
-    out_dim = dims.x_kept.index(dim)
-    settings = {"contracting": contracting, "mode": mode, "sum_dtype": sum_dtype}
-    # x and w split along a contracted dim -> (*kept of x, *kept of w) along out_dim
-    product = partial(matmul_reduce_scatter, axis=axis, dim=dim, **settings)
-    x_dim, w_dim = dims.x[split], dims.w[split]
-    region_mesh = region_mesh_of(axis, mesh, ("x", x, dim), ("x", x, x_dim))
-    return on_shards(product, region_mesh, axis, (x_dim, w_dim), out_dim)(x, w)

@@ -1,24 +1,18 @@
 """Rings of devices: shards that pass by, and sums that are added to on their way.
 
-Both are written out hop by hop. A hop's transfer needs nothing of the product that is
-computed meanwhile, so that a compiler with asynchronous collectives runs the two at
-once [1]. ``bulk`` does the same in one collective, which nothing overlaps.
-
-References:
-    [1] Wang et al., "Overlap Communication with Dependent Computation via Decomposition
-    in Large Deep Learning Models", ASPLOS 2023, sections 3 and 5,
-    https://doi.org/10.1145/3567955.3567959
+Written out hop by hop: a transfer needs nothing of the product computed meanwhile, so
+that a compiler with asynchronous collectives runs both at once (`all_gather_matmul`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.errors import IndivisibleDimError, UnknownAxisError
@@ -36,62 +30,40 @@ Mode = Literal["bulk", Overlap]
   half a shard.
 """
 
+Pointwise = Callable[[jax.Array], jax.Array]
+"""Treats every position of a ring's dim by itself, and keeps the dim."""
 
-def check_mode(mode: str) -> None:
-    """Checks the name of a mode.
-
-    Raises:
-        ValueError: If there is no mode of that name.
-    """
-    if mode not in get_args(Mode):
-        raise ValueError(f"Unknown mode {mode!r}. Modes: {list(get_args(Mode))}.")
+Pair = tuple[jax.Array, jax.Array]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """A part of every shard that travels by itself.
-
-    Attributes:
-        start: Where it begins in the shard.
-        length: How long it is.
-        direction: 1 to the next device, -1 to the one before.
-    """
+class Piece(NamedTuple):
+    """A part of every shard that travels by itself."""
 
     start: int
     length: int
-    direction: int
+    direction: int  # 1 to the next device, -1 to the one before
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
     """The devices along one manual mesh axis, and how shards travel among them.
 
-    Attributes:
-        axis: The mesh axis.
-        dim: The dim that the axis splits.
-        mode: How shards travel.
-
     Raises:
         ValueError: If there is no such mode.
     """
 
     axis: str
-    dim: int
+    dim: int  # that the axis splits
     mode: Mode
 
     def __post_init__(self) -> None:
-        check_mode(self.mode)
+        if self.mode not in (modes := list(get_args(Mode))):
+            raise ValueError(f"Unknown mode {self.mode!r}. Modes: {modes}.")
 
     @property
     def size(self) -> int:
         """Number of devices."""
         return jax.lax.axis_size(self.axis)
-
-    def gather(self, shard: jax.Array) -> jax.Array:
-        """The whole array: shards of all devices along ``dim``."""
-        if self._is_bulk:
-            return jax.lax.all_gather(shard, self.axis, axis=self.dim, tiled=True)
-        return self.join(self.hops(shard))
 
     def hops(self, shard: jax.Array) -> list[jax.Array]:
         """Pieces that pass by, hop after hop: this device's shard first."""
@@ -110,17 +82,10 @@ class Ring:
             whole = self._write(whole, x, self._start(pieces[way], hop, length))
         return whole
 
-    def gather_through(
-        self, shard: jax.Array, function: Callable[[jax.Array], jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
-        """``function`` of the whole array, and the array.
-
-        Args:
-            shard: This device's part.
-            function: Treats every position of ``dim`` by itself, and keeps the dim.
-        """
+    def gather_through(self, function: Pointwise, shard: jax.Array) -> Pair:
+        """``function`` of the whole array, and the array, from this device's part."""
         if self._is_bulk:
-            whole = self.gather(shard)
+            whole = self._all_gather(shard)
             return function(whole), whole
         length = shard.shape[self.dim]
         outputs: jax.Array | None = None
@@ -135,35 +100,21 @@ class Ring:
         return outputs, whole
 
     def scatter_sum_and_gather(
-        self,
-        function: Callable[[jax.Array], jax.Array],
-        x: jax.Array,
-        shard: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
-        """`scatter_sum` of ``function`` and x, and during its products `gather`.
-
-        Args:
-            function: As for `scatter_sum`.
-            x: As for `scatter_sum`.
-            shard: This device's part of what is gathered, as long as its sum.
-        """
+        self, function: Pointwise, x: jax.Array, shard: jax.Array
+    ) -> Pair:
+        """`scatter_sum`, and the whole array of a shard that travels meanwhile."""
         if self._is_bulk:
-            return self.scatter_sum(function, x), self.gather(shard)
+            return self.scatter_sum(function, x), self._all_gather(shard)
         passed = self.hops(shard)
         return self.scatter_sum(function, x, passed), self.join(passed)
 
     def scatter_sum(
-        self,
-        function: Callable[[jax.Array], jax.Array],
-        x: jax.Array,
-        passed: Sequence[jax.Array] = (),
+        self, function: Pointwise, x: jax.Array, passed: Sequence[jax.Array] = ()
     ) -> jax.Array:
         """This device's shard of the sum over devices of ``function(x)``.
 
-        Args:
-            function: Treats every position of ``dim`` by itself, and keeps the dim.
-            x: This device's input, whole along ``dim``.
-            passed: What `hops` gave of another array, to travel during the products.
+        Meanwhile ``passed`` travels, what `hops` gave of another array with as long a
+        shard.
         """
         if self._is_bulk:
             return jax.lax.psum_scatter(
@@ -199,12 +150,15 @@ class Ring:
     def _is_bulk(self) -> bool:
         return self.mode == "bulk" or self.size == 1
 
+    def _all_gather(self, shard: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(shard, self.axis, axis=self.dim, tiled=True)
+
     def _pieces(self, length: int) -> list[Piece]:
         # Halves of an odd length differ; a shard of length 1 travels one way only.
         half = (length + 1) // 2 if self.mode == "bidirectional" else length
-        pieces = [Piece(start=0, length=half, direction=1)]
+        pieces = [Piece(0, half, direction=1)]
         if half < length:
-            pieces.append(Piece(start=half, length=length - half, direction=-1))
+            pieces.append(Piece(half, length - half, direction=-1))
         return pieces
 
     def _passing(self, shard: jax.Array) -> Iterator[tuple[int, Piece, jax.Array]]:
@@ -244,32 +198,16 @@ class Ring:
 
 
 def gather_hops(
-    x: jax.Array,
-    axis: str,
-    *,
-    dim: int,
-    mode: Mode = "ring",
-    mesh: Mesh | None = None,
+    x: jax.Array, axis: str, *, dim: int, mode: Mode = "ring", mesh: Mesh | None = None
 ) -> list[jax.Array]:
     """The hops of an all-gather, which a compiler can run during other work.
 
-    A device sends ``(n - 1) / n`` of the array's bytes.
-
-    Args:
-        x: Global; split over the axis along ``dim``, or brought there.
-        axis: The mesh axis, of size n.
-        dim: A dim of x.
-        mode: ``ring`` or ``bidirectional``.
-        mesh: The mesh; in a region that is manual over other axes, that of the region.
+    x is global, split along ``dim`` over the axis, of size n, or brought there. A
+    device sends ``(n - 1) / n`` of its bytes. Errors are those of `on_shards`.
 
     Returns:
         What each device has seen after each hop, for `join_hops`: global arrays split
         over the axis along ``dim``, together n times x.
-
-    Raises:
-        UnknownAxisError: If there is no mesh, or none with the axis, or the code is
-            manual over it already.
-        IndivisibleDimError: If the axis does not divide the dim.
 
     Example:
         >>> import jax.numpy as jnp
@@ -280,8 +218,7 @@ def gather_hops(
         (4, (6, 8))
     """
     ring = Ring(axis=axis, dim=dim, mode=mode)
-    region_mesh = region_mesh_of(axis, mesh, ("x", x, dim))
-    return on_shards(ring.hops, region_mesh, axis, (dim,), dim)(x)
+    return on_shards(ring.hops, axis, mesh, (dim,), dim, ("x", x, dim))(x)
 
 
 def join_hops(
@@ -297,67 +234,57 @@ def join_hops(
     Nothing is sent: each device has seen all of it.
     """
     ring = Ring(axis=axis, dim=dim, mode=mode)
-    return on_shards(ring.join, region_mesh_of(axis, mesh), axis, (dim,), None)(hops)
+    return on_shards(ring.join, axis, mesh, (dim,), None)(hops)
 
 
 def on_shards(
     function: Callable,
-    mesh: Mesh | AbstractMesh,
     axis: str,
+    mesh: Mesh | None,
     in_dims: Sequence[int],
     out_dim: int | None,
+    *splits: tuple[str, jax.Array, int],
 ) -> Callable:
-    """A function of shards as one of global arrays, each split along one dim."""
+    """A function of shards as one of global arrays, each split along one dim.
 
-    def spec(dim: int | None) -> P:
-        return P() if dim is None else P(*[None] * dim, axis)
-
-    region = jax.shard_map(
-        function,
-        mesh=mesh,
-        in_specs=tuple(spec(dim) for dim in in_dims),
-        out_specs=spec(out_dim),
-        # Manual over one axis: the partitioner goes on splitting the others.
-        axis_names={axis},
-        # JAX cannot know that what was joined from hops is equal on all devices.
-        check_vma=False,
-    )
-    # Outside a trace JAX runs no region that leaves axes automatic.
-    return jax.jit(region, inline=True)
-
-
-def region_mesh_of(
-    axis: str, mesh: Mesh | None, *splits: tuple[str, jax.Array, int]
-) -> Mesh | AbstractMesh:
-    """The mesh to open a region over: the enclosing region's, else the one given.
+    It runs on ``mesh``; in a region that is manual over other axes, on that region's.
 
     Raises:
-        UnknownAxisError: If there is none with the axis, or the code is manual over it.
+        UnknownAxisError: If there is no mesh, or none with the axis, or the code is
+            manual over it already.
         IndivisibleDimError: If the axis does not divide one of the ``splits``.
     """
     context = jax.sharding.get_abstract_mesh()
-    # A nested region must be opened over the mesh of the one around it.
-    found = context if context.manual_axes or mesh is None else mesh
     if axis in context.manual_axes:
         raise UnknownAxisError(
             f"The code is manual over {axis!r} already. Call all_gather_matmul, "
             "matmul_reduce_scatter or jax.lax.all_gather on the shards."
         )
+    # A nested region must be opened over the mesh of the one around it.
+    found = context if context.manual_axes or mesh is None else mesh
     if axis not in found.shape:
         raise UnknownAxisError(
             f"No mesh axis {axis!r} here. Axes: {list(found.axis_names)}. Pass mesh= "
             "with the axis, or call under jax.set_mesh(mesh)."
         )
     check_divides(axis, found.shape[axis], *splits)
-    return found
+    region = jax.shard_map(
+        function,
+        mesh=found,
+        in_specs=tuple(P(*[None] * dim, axis) for dim in in_dims),
+        out_specs=P() if out_dim is None else P(*[None] * out_dim, axis),
+        # Manual over one axis: the partitioner goes on splitting the others.
+        axis_names={axis},
+        # JAX cannot know that what was joined from hops is equal on all devices.
+        check_vma=False,
+    )
+    # Outside a trace JAX runs no region that leaves axes automatic
+    # (docs/library-notes.md, "Tracing and compiling").
+    return jax.jit(region, inline=True)
 
 
 def check_divides(axis: str, size: int, *splits: tuple[str, jax.Array, int]) -> None:
-    """Checks that an axis splits dims of arrays, each given with the array's name.
-
-    Raises:
-        IndivisibleDimError: If one is no multiple of the axis size.
-    """
+    """Refuses dims of arrays, each with the array's name, that an axis cannot split."""
     for name, array, dim in splits:
         length = array.shape[dim]
         if length % size:

@@ -38,8 +38,7 @@ from nnx_parallel.pipeline.memory import (
     zeros_like,
 )
 from nnx_parallel.pipeline.stage import Stage
-from nnx_parallel.schedules.buffers import Buffers
-from nnx_parallel.schedules.table import Table
+from nnx_parallel.schedules.table import Buffers, Table
 
 
 class Executor:

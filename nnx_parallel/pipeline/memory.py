@@ -18,9 +18,8 @@ from flax import nnx
 
 from nnx_parallel.errors import PipelineError
 from nnx_parallel.layers.stack import Stack
-from nnx_parallel.schedules.buffers import Buffers
 from nnx_parallel.schedules.slots import Slots
-from nnx_parallel.schedules.table import Table
+from nnx_parallel.schedules.table import Buffers, Table
 from nnx_parallel.sharding.names import dotted
 
 

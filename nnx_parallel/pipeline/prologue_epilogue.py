@@ -24,7 +24,7 @@ from nnx_parallel.pipeline.memory import (
     zeros_like,
     zeros_of,
 )
-from nnx_parallel.schedules.buffers import Buffers
+from nnx_parallel.schedules.table import Buffers
 from nnx_parallel.sharding.constrain import using
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.model import flatten

@@ -1,8 +1,4 @@
-"""Schedules: in which order the stages of a pipeline take the microbatches.
-
-Microbatches move through the stages as wavefronts: a stage passes one on in each tick,
-so nothing queues between stages. Schedules differ in how much waits and is kept.
-"""
+"""Schedules: in which order the stages of a pipeline take the microbatches."""
 
 from __future__ import annotations
 
@@ -20,9 +16,9 @@ from nnx_parallel.schedules.table import Table
 class Schedule(abc.ABC):
     """A way to fill a table, for any number of stages and microbatches.
 
-    Below, ``S`` is the number of stages, ``M`` of microbatches and ``V`` of chunks.
-    Efficiencies are those of slots that cost the same. `Table.simulate` has the
-    numbers for other costs, ``visualize(table)`` the picture.
+    In those below a stage passes a microbatch on in each tick, so that nothing queues;
+    they differ in how much waits and is kept. ``S`` is the number of stages, ``M`` of
+    microbatches, ``V`` of chunks; efficiencies are those of slots that cost the same.
 
     Attributes:
         chunks: Chunks of consecutive layers that every stage holds; a subclass whose
@@ -192,11 +188,7 @@ class Fixed(Schedule):
         object.__setattr__(self, "chunks", self.given.num_chunks)
 
     def table(self, num_stages: int, num_microbatches: int) -> Table:
-        """The given table.
-
-        Raises:
-            ScheduleError: If it has another size.
-        """
+        """The given table; other sizes than its own are a `ScheduleError`."""
         sizes = (self.given.num_stages, self.given.num_microbatches)
         if sizes != (num_stages, num_microbatches):
             raise ScheduleError(
@@ -213,9 +205,8 @@ def _one_f_one_b(
 ) -> tuple[Ints, Ints]:
     """Ticks of forward and backward, of shape (chunks * stages, microbatches).
 
-    Microbatches go around in groups of as many as there are stages, one chunk after
-    the other: the first of a group comes back to the first stage just as that one has
-    sent off the last.
+    Microbatches go around in groups of as many as there are stages: the first of a
+    group comes back to the first stage just as that one has sent off the last.
     """
     check_sizes(num_stages, num_microbatches, chunks)
     # (chunks * stages, 1) and (1, microbatches)

@@ -16,16 +16,12 @@ from nnx_parallel.schedules.slots import KINDS, Ints, Ticks
 class LiveRanges(NamedTuple):
     """From which tick to which the values of one buffer are kept, both included.
 
-    Attributes:
-        start: First ticks, of shape (rows, microbatches); a row is a virtual stage,
-            or the only one of values that the whole pipeline shares.
-        end: Last ticks, of the same shape.
-        stage: The stage that keeps the values of a row, of shape (rows,).
+    A row is a virtual stage, or the only one of values that the whole pipeline shares.
     """
 
-    start: Ints
-    end: Ints
-    stage: Ints
+    start: Ints  # (rows, microbatches)
+    end: Ints  # (rows, microbatches)
+    stage: Ints  # that keeps the values of a row: (rows,)
 
     @property
     def peak(self) -> int:
@@ -89,15 +85,10 @@ class TimedSlot(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """When every tick and every slot starts.
+    """When every tick and every slot starts."""
 
-    Attributes:
-        tick_start: Of shape (ticks + 1,); the last is the end.
-        slots: By start, then by stage.
-    """
-
-    tick_start: NDArray[np.float64]
-    slots: tuple[TimedSlot, ...]
+    tick_start: NDArray[np.float64]  # (ticks + 1,): the last is the end
+    slots: tuple[TimedSlot, ...]  # by start, then by stage
 
 
 @dataclass(frozen=True, eq=False)

@@ -96,16 +96,11 @@ class Ticks(NamedTuple):
     """When each virtual stage takes each microbatch.
 
     Chunk ``c`` of stage ``s`` is virtual stage ``c * num_stages + s``: a microbatch
-    passes through them in that order.
-
-    Attributes:
-        num_stages: Stages; a row's stage is its index modulo this.
-        by_kind: Integers of shape (chunks * stages, microbatches); a table for
-            evaluation has ``forward`` alone.
+    passes through them in that order. A table for evaluation has ``forward`` alone.
     """
 
     num_stages: int
-    by_kind: dict[Kind, Ints]
+    by_kind: dict[Kind, Ints]  # (chunks * stages, microbatches)
 
     @property
     def is_split(self) -> bool:

@@ -1,7 +1,8 @@
-"""Tables: a pipeline schedule as data, checked on construction."""
+"""Tables: a pipeline schedule as data, checked when made, and its memory slots."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,7 +11,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from nnx_parallel.errors import ScheduleError
-from nnx_parallel.schedules.simulate import Simulation, simulate_ticks
+from nnx_parallel.schedules.simulate import (
+    LiveRanges,
+    Simulation,
+    live_ranges,
+    simulate_ticks,
+)
 from nnx_parallel.schedules.slots import (
     KINDS,
     Ints,
@@ -19,6 +25,7 @@ from nnx_parallel.schedules.slots import (
     Slots,
     Ticks,
     check_sizes,
+    frozen_ints,
     name_slot,
 )
 
@@ -164,10 +171,7 @@ class Table:
 
     @property
     def is_split(self) -> bool:
-        """True if some weight slot comes later than its input slot.
-
-        If none does, one joint backward pass makes both gradients.
-        """
+        """False if one joint backward pass makes both gradients in every slot."""
         return self.ticks.is_split
 
     @property
@@ -215,6 +219,85 @@ class Table:
         costs = (forward, backward_input, backward_weight)
         sizes = (input_bytes, saved_bytes, cotangent_bytes, pending_bytes, flight_bytes)
         return simulate_ticks(self.ticks, costs, sizes)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Buffers:
+    """The memory slot that every stage writes and reads in every tick.
+
+    Numbers are those of slots. Arrays are int32 of shape (ticks, stages), -1 where
+    nothing is written or read. A slot that is read for the last time in a tick is
+    written again in the next one at the earliest.
+    """
+
+    num_inputs: int  # of inputs that wait for their forward
+    receive_input: Ints  # written at a tick's start by what the stage before sent
+    feed_input: Ints  # written by a new microbatch; the first stage alone
+    forward_input: Ints  # read by the forward
+    num_saved: int  # of inputs that wait for their backward
+    forward_saved: Ints  # written by the forward
+    backward_saved: Ints  # read by the backward input slot
+    num_cotangents: int  # of cotangents that wait for their backward
+    receive_cotangent: Ints  # written at a tick's start by what the stage after sent
+    feed_cotangent: Ints  # written by the part after the stack; the last stage alone
+    backward_cotangent: Ints  # read by the backward input slot
+    num_pending: int  # of what waits for its weight gradient; 0 if not split
+    backward_pending: Ints  # written by the backward input slot
+    weight_pending: Ints  # read by the backward weight slot
+    num_flights: int  # of in-flight microbatches
+    flight: Ints  # the slot of each microbatch, of shape (microbatches,)
+
+
+def plan_buffers(table: Table) -> Buffers:
+    """The fewest memory slots that hold what a table keeps.
+
+    Every value that a stage keeps has a live range of ticks. Values whose ranges do not
+    meet share a slot; the greedy choice of the lowest free one needs as many as are
+    ever alive at once [1]. All stages run one program, so all have as many as the
+    busiest.
+
+    Example:
+        >>> from nnx_parallel import OneFOneB
+        >>> buffers = plan_buffers(OneFOneB().table(num_stages=4, num_microbatches=64))
+        >>> buffers.num_inputs, buffers.num_saved, buffers.num_cotangents
+        (1, 7, 1)
+
+    References:
+        [1] Poletto and Sarkar, "Linear Scan Register Allocation", 1999, section 4,
+        https://doi.org/10.1145/330249.330250
+    """
+    live = live_ranges(table.ticks)
+    slots = {name: _assign(ranges) for name, ranges in live.items()}
+    # At least 1: arrays without elements are awkward to index.
+    counts = {name: int(own.max(initial=0)) + 1 for name, own in slots.items()}
+
+    def at(when: str, name: str, rows: slice = slice(None)) -> Ints:
+        """The slot of each value at the ``start`` or ``end`` of its live range."""
+        own = live[name]
+        cells = np.full((table.num_ticks, table.num_stages), -1, np.int32)
+        cells[getattr(own, when)[rows], own.stage[rows, None]] = slots[name][rows]
+        return frozen_ints(cells)
+
+    # Rows are virtual stages: the first is fed new microbatches, the last cotangents of
+    # the loss, and all others receive from a neighbour.
+    return Buffers(
+        num_inputs=counts["inputs"],
+        receive_input=at("start", "inputs", slice(1, None)),
+        feed_input=at("start", "inputs", slice(0, 1)),
+        forward_input=at("end", "inputs"),
+        num_saved=counts["saved"],
+        forward_saved=at("start", "saved"),
+        backward_saved=at("end", "saved"),
+        num_cotangents=counts["cotangents"],
+        receive_cotangent=at("start", "cotangents", slice(0, -1)),
+        feed_cotangent=at("start", "cotangents", slice(-1, None)),
+        backward_cotangent=at("end", "cotangents"),
+        num_pending=counts["pending"] if table.is_split else 0,
+        backward_pending=at("start", "pending"),
+        weight_pending=at("end", "pending"),
+        num_flights=counts["flights"],
+        flight=frozen_ints(slots["flights"][0]),
+    )
 
 
 def _lay_out(
@@ -320,3 +403,21 @@ def _rules(ticks: Ticks) -> Iterator[tuple[Kind, Ints, int, str]]:
     for kind, own in ticks.by_kind.items():
         after_last = np.pad(own[:, :-1] + 1, ((0, 0), (1, 0)))
         yield kind, after_last, 0, "microbatch {last} comes before it, at tick {sent}"
+
+
+def _assign(ranges: LiveRanges) -> Ints:
+    """A slot for each value, none shared by two that are alive in one tick."""
+    start, end, stages = ranges
+    slots = np.full_like(start, -1, dtype=np.int32)
+    for stage in np.unique(stages):
+        values = [at for at in np.ndindex(start.shape) if stages[at[0]] == stage]
+        free = [*range(len(values))]  # a heap: the lowest first
+        busy: list[tuple[int, int]] = []  # last tick and slot, the earliest first
+        for value in sorted(values, key=lambda at: (start[at], at)):
+            # Before it, not at it: a stage writes what it receives in a tick before it
+            # reads anything, so a slot's last reader keeps it for the whole tick.
+            while busy and busy[0][0] < start[value]:
+                heapq.heappush(free, heapq.heappop(busy)[1])
+            slots[value] = slot = heapq.heappop(free)
+            heapq.heappush(busy, (int(end[value]), slot))
+    return slots

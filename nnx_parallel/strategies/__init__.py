@@ -1,7 +1,7 @@
 """Strategies: one technique a file, and `Composite` to combine them."""
 
+from nnx_parallel.strategies.base import Composite as Composite
 from nnx_parallel.strategies.base import Strategy as Strategy
-from nnx_parallel.strategies.composite import Composite as Composite
 from nnx_parallel.strategies.data_parallel import DataParallel as DataParallel
 from nnx_parallel.strategies.fsdp import FSDP as FSDP
 from nnx_parallel.strategies.pipeline import Pipeline as Pipeline

@@ -1,20 +1,23 @@
-"""Strategy: its claims, and the verbs that follow from them."""
+"""Strategy: its claims, and the verbs that follow from them; several as one."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from nnx_parallel.mesh import Device, check_mesh, make_mesh
+from nnx_parallel.mesh import MESH_AXES, Device, check_mesh, make_mesh
 from nnx_parallel.sharding.claims import Claims
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.model import (
+    ModelFn,
     abstract_model,
     place_model,
     placed_arrays,
@@ -22,7 +25,10 @@ from nnx_parallel.sharding.model import (
     stored_specs,
 )
 from nnx_parallel.sharding.names import is_spec
+from nnx_parallel.sharding.rules import Rules
 from nnx_parallel.visualize.describe import Description, describe_model
+
+Source = nnx.Module | ModelFn
 
 
 @dataclass(frozen=True)
@@ -46,11 +52,12 @@ class Strategy(abc.ABC):
         """The arguments that differ from their defaults."""
         # Processes compare the reprs of their strategies before the first step, and
         # errors of a Composite name its parts by them.
-        changed = [
-            f"{field.name}={value!r}"
-            for field in dataclasses.fields(self)
-            if (value := getattr(self, field.name)) != _default(field)
-        ]
+        changed = []
+        for field in dataclasses.fields(self):
+            factory = field.default_factory
+            default = field.default if factory is dataclasses.MISSING else factory()
+            if (value := getattr(self, field.name)) != default:
+                changed.append(f"{field.name}={value!r}")
         return f"{type(self).__name__}({', '.join(changed)})"
 
     @abc.abstractmethod
@@ -59,13 +66,9 @@ class Strategy(abc.ABC):
 
     # Not abstract: most techniques run any model.
     def check(self, model: nnx.Module, mesh: Mesh) -> None:
-        """Refuses a model that I cannot run, before anything is compiled.
+        """Refuses a model, concrete or abstract, that I cannot run on a mesh.
 
-        By default one that my claims' `Execution` cannot run.
-
-        Args:
-            model: The model, concrete or abstract.
-            mesh: The mesh, with my axes.
+        By default one that my claims' `Execution` cannot run; nothing is compiled yet.
         """
         if (execution := self.claims().execution) is not None:
             execution.check(model, mesh)
@@ -97,24 +100,16 @@ class Strategy(abc.ABC):
         return Layout(mesh=mesh, claims=claims.on(mesh))
 
     def init(
-        self,
-        model_fn: Callable[[nnx.Rngs], nnx.Module],
-        rngs: nnx.Rngs | int,
-        *,
-        mesh: Mesh | None = None,
+        self, model_fn: ModelFn, rngs: nnx.Rngs | int, *, mesh: Mesh | None = None
     ) -> nnx.Module:
         """Builds a model already sharded: no device ever holds it whole.
 
-        Args:
-            model_fn: Builds the model from its ``nnx.Rngs``.
-            rngs: Random streams, or a seed. The numbers do not depend on the strategy.
-            mesh: The mesh; by default over all devices.
-
-        Returns:
-            The model, its arrays global and placed as `specs` says.
+        Its arrays are global, placed as `specs` says on the mesh (by default over all
+        devices). Random numbers, of ``nnx.Rngs`` or a seed, do not depend on the
+        strategy.
         """
         rngs = nnx.Rngs(rngs) if isinstance(rngs, int) else rngs
-        return self._placed(model_fn, rngs, self.layout(mesh))
+        return self._placed(model_fn, rngs, mesh)
 
     def split(
         self, model: nnx.Module, *, mesh: Mesh | None = None
@@ -124,14 +119,10 @@ class Strategy(abc.ABC):
         Arrays that lie elsewhere are copied; the model keeps its own.
         """
         # A model that is built already draws nothing from these streams.
-        return nnx.split(self._placed(model, nnx.Rngs(0), self.layout(mesh)))
+        return nnx.split(self._placed(model, nnx.Rngs(0), mesh))
 
-    def _placed(
-        self,
-        source: nnx.Module | Callable[[nnx.Rngs], nnx.Module],
-        rngs: nnx.Rngs,
-        layout: Layout,
-    ) -> nnx.Module:
+    def _placed(self, source: Source, rngs: nnx.Rngs, mesh: Mesh | None) -> nnx.Module:
+        layout = self.layout(mesh)
         # Placements are written into metadata, so into a copy: the user's model keeps
         # its own. The graphdef takes them along, and keeps tied weights tied.
         abstract = abstract_model(source, rngs)
@@ -149,24 +140,16 @@ class Strategy(abc.ABC):
 
     def shardings(self, state: nnx.State, *, mesh: Mesh | None = None) -> nnx.State:
         """`specs` on the mesh: what ``jax.device_put`` and ``jax.jit`` take."""
-        layout = self.layout(mesh)
-        specs = stored_specs(state, layout)
-        return jax.tree.map(layout.sharding, specs, is_leaf=is_spec)
+        specs = self.specs(state, mesh=mesh)
+        return jax.tree.map(self.layout(mesh).sharding, specs, is_leaf=is_spec)
 
     def describe(
-        self,
-        model: nnx.Module | Callable[[nnx.Rngs], nnx.Module],
-        *,
-        optimizer: object = None,
-        mesh: Mesh | None = None,
+        self, model: Source, *, optimizer: object = None, mesh: Mesh | None = None
     ) -> Description:
         """A table of every array: specs, bytes per device, and why.
 
-        Args:
-            model: A model, concrete or abstract, or the function that builds it;
-                nothing is allocated.
-            optimizer: An Optax transformation, to count its state too.
-            mesh: The mesh; by default over all devices.
+        The model is concrete or abstract, or the function that builds it; nothing is
+        allocated. With an Optax transformation as ``optimizer`` its state counts too.
 
         Example:
             >>> from nnx_parallel import FSDP
@@ -179,6 +162,66 @@ class Strategy(abc.ABC):
         return describe_model(abstract, self.layout(mesh), optimizer)
 
 
-def _default(field: dataclasses.Field) -> object:
-    factory = field.default_factory
-    return field.default if factory is dataclasses.MISSING else factory()
+@dataclass(frozen=True, init=False)
+class Composite(Strategy):
+    """Several strategies over one mesh: hybrid, 2D and 3D parallelism.
+
+    Their claims merge: the batch is split over all batch axes, each array over the
+    axes that claim its dims. The order of the arguments means nothing; the mesh's
+    axes are ordered by how much they communicate. ``rules`` for single arrays are in
+    addition to those of the parts.
+
+    Raises:
+        PlacementConflictError: If two parts use one mesh axis, or give one name to
+            different axes.
+
+    Example:
+        >>> from nnx_parallel import FSDP, TensorParallel
+        >>> strategy = Composite(FSDP(), TensorParallel(2))
+        >>> dict(strategy.make_mesh().shape)
+        {'fsdp': 4, 'tensor': 2}
+        >>> strategy == Composite(TensorParallel(2), FSDP())
+        True
+    """
+
+    parts: tuple[Strategy, ...]
+    rules: tuple[Rules, ...] = ()
+
+    def __init__(self, *parts: Strategy, rules: tuple[Rules, ...] = ()) -> None:
+        if not parts:
+            raise ValueError("Composite() has no strategies. Give it at least one.")
+        # Flat and in the mesh's order, so that equal composites are equal values.
+        flat: list[Strategy] = []
+        for part in sorted(parts, key=_mesh_order):
+            is_nested = isinstance(part, Composite)
+            flat += part.parts if is_nested else (part,)
+            rules = (*rules, *(part.rules if is_nested else ()))
+        object.__setattr__(self, "parts", tuple(sorted(flat, key=_mesh_order)))
+        object.__setattr__(self, "rules", tuple(rules))
+        self.claims()  # refuses parts that contradict each other
+
+    def claims(self) -> Claims:
+        """Those of all parts, merged."""
+        claims = [part.claims() for part in self.parts]
+        # All rules first: one of any part may decide a name that two others claim.
+        rules = self.rules + tuple(rule for each in claims for rule in each.rules)
+        owned = (
+            replace(each, rules=(), owner=repr(part))
+            for part, each in zip(self.parts, claims, strict=True)
+        )
+        return reduce(or_, owned, Claims(rules=rules))
+
+    def check(self, model: nnx.Module, mesh: Mesh) -> None:
+        """Refuses a model that one of the parts cannot run."""
+        for part in self.parts:
+            part.check(model, mesh)
+
+    def __repr__(self) -> str:
+        rules = f", rules={self.rules}" if self.rules else ""
+        return f"Composite({', '.join(map(repr, self.parts))}{rules})"
+
+
+def _mesh_order(strategy: Strategy) -> tuple[int, str]:
+    # An axis that is not ours comes first: nothing is known of how much it sends.
+    first = next(iter(strategy.claims().axis_sizes))
+    return (MESH_AXES.index(first) if first in MESH_AXES else -1, first)

@@ -17,10 +17,10 @@ class FSDP(Strategy):
     """Fully sharded data parallelism: one mesh axis splits batch and training state.
 
     Each parameter is sharded along its largest free dim that the axis divides; its
-    gradient and optimizer state follow it. A parameter is all-gathered just before
-    use, again for the backward pass, and its gradient is reduce-scattered, so that a
-    device keeps ``1 / size`` of the training state and sends at most 1.5 times the
-    bytes of `DataParallel` per step [1].
+    gradient and optimizer state follow it. It is all-gathered just before use, again
+    for the backward pass, and its gradient is reduce-scattered: a device keeps
+    ``1 / size`` of the training state and sends at most 1.5 times the bytes of
+    `DataParallel` per step [1].
 
     A `Stack` gathers one layer at a time, when it runs. With ``prefetch`` it gathers
     the next layer while the present one runs, forward and backward [2]: two layers are
@@ -38,13 +38,13 @@ class FSDP(Strategy):
             chooses the dim; one that does not keeps the array whole.
         prefetch: How a `Stack` gathers its next layer during the present one. ``ring``
             or ``bidirectional``: in ``size - 1`` hops, for few shards and compilers
-            that run hops during products but not a whole all-gather (TPU v5p: 75 % of
-            the layers' bytes are then hidden instead of none, ``python -m benchmarks
-            overlap``). ``bulk``: one all-gather for each array, for compilers that run
-            that asynchronously. ``None``: not at all. It needs ``shard="params"``; the
-            stages of a `Pipeline` gather as `Pipeline` says. A stack of one layer, or
-            whose input is no floating-point array, gathers when it runs; a dim that
-            two axes split is gathered in one collective.
+            that run those during products but no whole all-gather (TPU v5p: 75 % of the
+            layers' bytes are hidden instead of none, ``python -m benchmarks overlap``).
+            ``bulk``: one all-gather for each array, for compilers that run that
+            asynchronously. ``None``: not at all. It needs ``shard="params"``; stages of
+            a `Pipeline` gather as that says. A stack of one layer, or whose input is no
+            floating-point array, gathers when it runs; a dim that two axes split is
+            gathered in one collective.
 
     Raises:
         ValueError: If a value is none of these, or there is nothing to prefetch.
@@ -70,11 +70,8 @@ class FSDP(Strategy):
     prefetch: Mode | None = None
 
     def __post_init__(self) -> None:
-        if self.shard not in get_args(ZeroKind):
-            raise ValueError(
-                f"FSDP(shard={self.shard!r}): valid values are "
-                f"{list(get_args(ZeroKind))}."
-            )
+        if self.shard not in (kinds := list(get_args(ZeroKind))):
+            raise ValueError(f"FSDP(shard={self.shard!r}): valid values are {kinds}.")
         if self.min_size < 0:
             raise ValueError(f"FSDP(min_size={self.min_size}): it must be 0 or more.")
         if self.prefetch not in (None, *get_args(Mode)):
@@ -84,9 +81,9 @@ class FSDP(Strategy):
             )
         if self.prefetch and self.shard != "params":
             raise ValueError(
-                f"FSDP(shard={self.shard!r}, prefetch={self.prefetch!r}): "
-                "parameters stay whole, so there is nothing to gather. Leave prefetch "
-                "out, or take shard='params'."
+                f"FSDP(shard={self.shard!r}, prefetch={self.prefetch!r}): parameters "
+                "stay whole, so there is nothing to gather. Leave prefetch out, or "
+                "take shard='params'."
             )
 
     def claims(self) -> Claims:

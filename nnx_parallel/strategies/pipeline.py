@@ -18,39 +18,31 @@ class Pipeline(Strategy):
     """Pipeline parallelism: stages of consecutive layers, run on many microbatches.
 
     The model's one `Stack` is spread over the mesh axis ``pipe``; what comes before and
-    after it in the loss is computed by all devices together. The loss is the one
-    written for a single device, and the gradients are the same. The part before the
-    stack is computed twice, for its backward pass. Give the Trainer
-    ``num_microbatches`` of several times ``size``: the schedule's efficiency grows with
-    it.
+    after it in the loss is computed by all devices together, the part before it twice,
+    for its backward pass. Loss and gradients are those of a single device. Give the
+    Trainer ``num_microbatches`` of several times ``size``: the schedule's efficiency
+    grows with it.
 
     Attributes:
         size: Number of stages; it must divide the number of layers.
-        schedule: Which microbatch runs when: `GPipe`, `OneFOneB`, `Interleaved`,
-            `ZeroBubble`, or a `Table` of your own.
+        schedule: `GPipe`, `OneFOneB`, `Interleaved`, `ZeroBubble`, which have the
+            references, or a `Table` of your own.
         stash: Residuals that a stage keeps of a microbatch from its forward to its
             backward slot. ``policy``: as the remat policy says (``none``: all
             activations of its layers; ``full``: the input of each layer). ``inputs``:
-            the input of the stage alone; the backward pass runs the stage's layers
-            again first, and then keeps as the policy says for one microbatch at a time.
+            the stage's input alone; the backward pass runs its layers again first, and
+            then keeps as the policy says for one microbatch at a time.
         gather: How often FSDP's shards of a stage's weights are gathered.
-            ``microbatch``: layer by layer in every slot, so that a device holds the
-            weights of one layer. ``step``: once; a device then holds the whole weights
-            of its stage for the step (parameters / size, in the compute dtype) and
-            sends them once instead of twice per microbatch. Gradients are
-            reduce-scattered once per microbatch in both.
+            ``microbatch``: layer by layer in every slot; a device holds the weights of
+            one layer. ``step``: once; a device holds those of its stage for the step
+            (parameters / size, in the compute dtype) and sends them once instead of
+            twice per microbatch. Both reduce-scatter gradients once per microbatch.
 
     Example:
         >>> from nnx_parallel import Composite, FSDP, TensorParallel
         >>> strategy = Composite(Pipeline(2), TensorParallel(2), FSDP())
         >>> dict(strategy.make_mesh().shape)
         {'pipe': 2, 'fsdp': 2, 'tensor': 2}
-
-    References:
-        [1] Huang et al., "GPipe", 2019, https://arxiv.org/abs/1811.06965
-        [2] Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
-        Clusters Using Megatron-LM", 2021, section 2.2,
-        https://arxiv.org/abs/2104.04473
     """
 
     size: int
@@ -70,24 +62,19 @@ class Pipeline(Strategy):
                 "OneFOneB() or Interleaved(chunks=2), or a Table."
             )
         for name, kind in (("stash", Stash), ("gather", Gather)):
-            value = getattr(self, name)
-            if value not in get_args(kind):
-                raise ValueError(
-                    f"Pipeline({name}={value!r}): valid values are "
-                    f"{list(get_args(kind))}."
-                )
+            value, valid = f"{name}={getattr(self, name)!r}", list(get_args(kind))
+            if getattr(self, name) not in valid:
+                raise ValueError(f"Pipeline({value}): valid values are {valid}.")
 
     def claims(self) -> Claims:
         """``pipe`` splits the layers, and a schedule runs them."""
         assert isinstance(self.schedule, Schedule)
+        execution = PipelineSchedule(
+            axis="pipe", schedule=self.schedule, stash=self.stash, gather=self.gather
+        )
         return Claims(
             axis_sizes={"pipe": self.size},
             # A stage holds a block of neighbours in the stack, whatever the schedule.
             logical={"layers": "pipe"},
-            execution=PipelineSchedule(
-                axis="pipe",
-                schedule=self.schedule,
-                stash=self.stash,
-                gather=self.gather,
-            ),
+            execution=execution,
         )

@@ -16,25 +16,24 @@ from nnx_parallel.strategies.base import Strategy
 class TensorParallel(Strategy):
     """Tensor parallelism: the axis ``tensor`` splits heads, hidden units, vocabulary.
 
-    The kernels into ``mlp`` and ``heads`` are split by columns, those out of them by
-    rows; a transformer block then communicates twice forward and twice backward, each
-    time an all-reduce of its activations [1]. The batch is not split: keep the axis
-    inside one machine, and combine it with `FSDP` or `DataParallel`.
+    Kernels into ``mlp`` and ``heads`` are split by columns, those out of them by rows;
+    a transformer block then all-reduces its activations twice forward and twice
+    backward [1]. The batch is not split: keep the axis inside one machine, and combine
+    it with `FSDP` or `DataParallel`.
 
     All between the products (norms, residuals, dropout) is whole on every device,
     unless ``sequence`` splits it along ``seq`` [2]: an all-reduce then becomes an
     all-gather before the products and a reduce-scatter after them, the same bytes, and
-    a device keeps ``1 / size`` of those activations. ``overlap`` runs both as rings
-    during the products they feed [3], as `all_gather_matmul` and
-    `matmul_reduce_scatter` do. Products that share an input (query, key and value; up
-    and gate) each have a ring: compilers merge those that gather the input, but the
-    gradient of the input is summed once for each, 3 times into attention and twice into
-    a gated MLP. Measured for a GPT on 4 TPU v5p: a ring sends 9.2 GiB a step where
-    ``sequence`` alone sends 7.7, and 95 % of it runs during products, where none did
-    (``python -m benchmarks overlap``).
+    a device keeps ``1 / size`` of those activations. ``overlap`` runs both during the
+    products they feed, as `all_gather_matmul` and `matmul_reduce_scatter`. Products
+    that share an input (query, key and value; up and gate) each have a ring: compilers
+    merge those that gather it, but its gradient is summed once for each, 3 times into
+    attention and twice into a gated MLP. For a GPT on 4 TPU v5p rings send 9.2 GiB a
+    step where ``sequence`` alone sends 7.7, and 95 % of it runs during products, where
+    none did (``python -m benchmarks overlap``).
 
-    A model tells which dims those are by naming them. A model without names is
-    replicated, which `describe` says; place its arrays with ``rules``.
+    A model says which dims those are by naming them. One without names is replicated,
+    which `describe` says; place its arrays with ``rules``.
 
     Attributes:
         size: Number of parts; ``None`` takes the devices that remain.
@@ -55,11 +54,7 @@ class TensorParallel(Strategy):
     References:
         [1] Shoeybi et al., "Megatron-LM", 2019, section 3,
         https://arxiv.org/abs/1909.08053
-        [2] Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-        Models", 2022, section 4.2, https://arxiv.org/abs/2205.05198
-        [3] Wang et al., "Overlap Communication with Dependent Computation via
-        Decomposition in Large Deep Learning Models", ASPLOS 2023,
-        https://doi.org/10.1145/3567955.3567959
+        [2] As of `all_gather_matmul`.
     """
 
     size: int | None = None
