@@ -28,7 +28,6 @@ from nnx_parallel import FSDP, Checkpoint, Trainer
 from nnx_parallel.checkpoint import options
 from nnx_parallel.checkpoint.manager import CheckpointManager
 from nnx_parallel.checkpoint.orbax_compat import is_transient, reading
-from nnx_parallel.checkpoint.recovery import restore_newest
 from nnx_parallel.data import DataState
 from nnx_parallel.errors import (
     CheckpointDamagedError,
@@ -247,7 +246,7 @@ def test_a_bad_moment_is_no_damage(
                 restore(first_free + spare)
         assert len(told) > 1
         assert all("That is no damage, and nothing has changed" in x for x in told)
-        restore_newest(manager.saved, wanted)
+        manager.saved.restore_newest(wanted)
     assert not list(tmp_path.glob("damaged-*"))
     assert (tmp_path / "4").is_dir()
 

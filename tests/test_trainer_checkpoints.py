@@ -15,7 +15,8 @@ import pytest
 from flax import nnx
 
 from nnx_parallel import FSDP, Callback, Checkpoint, DataParallel, Trainer
-from nnx_parallel.checkpoint import CheckpointManager, recovery
+from nnx_parallel.checkpoint import CheckpointManager
+from nnx_parallel.checkpoint import saved_steps as listing
 from nnx_parallel.checkpoint.orbax_compat import PreemptionPolicy
 from nnx_parallel.data import DataState
 from nnx_parallel.distributed import Watchdog
@@ -303,7 +304,7 @@ def test_processes_that_see_different_checkpoints(
 ) -> None:
     make_trainer(Checkpoint(tmp_path, every=2)).fit(make_batches(4), 4)
     seen = [[[2, 4], []], [[2], [3]]]
-    monkeypatch.setattr(recovery, "allgather_object", lambda name, mine: seen)
+    monkeypatch.setattr(listing, "allgather_object", lambda name, mine: seen)
     message = (
         f"Processes 0 and 1 see different checkpoints in '{tmp_path}': steps [2, 4] "
         "and [2] (and [3], which are corrupt). Give a directory that all machines share"

@@ -56,18 +56,16 @@ def checksums(groups: Mapping[str, Mapping[str, Any]]) -> Checksums:
 def start_checksums(
     groups: Mapping[str, Mapping[str, Any]], name: str
 ) -> Callable[[], Checksums]:
-    """Starts the checksums on the devices and returns immediately.
+    """Starts the checksums on the devices; the arrays may be donated at once.
 
     Args:
-        groups: Arrays by group and path, which may be donated once this returns.
+        groups: Arrays by group and path.
         name: Of the exchange between processes.
 
     Returns:
         A function that waits for the checksums, from any thread.
     """
-    names = list(groups)
-    places = [(group, path) for group, found in groups.items() for path in found]
-    arrays = [groups[group][path] for group, path in places]
+    arrays, structure = jax.tree.flatten({k: dict(x) for k, x in groups.items()})
     counted = [_counted_devices(x) for x in arrays]
     hashes = start_hashes(arrays)
     # Its turn is taken now, on the main thread, in the same order on all processes;
@@ -79,31 +77,28 @@ def start_checksums(
             sum(found[device] for device in devices)
             for devices, found in zip(counted, hashes(), strict=True)
         ]
-        total: Checksums = {group: {} for group in names}
-        for (group, path), *values in zip(places, *exchange_sums(mine), strict=True):
-            total[group][path] = sum(values) % 2**32
-        return total
+        # One list a process, of one number an array.
+        sums = [sum(x) % 2**32 for x in zip(*exchange_sums(mine), strict=True)]
+        return jax.tree.unflatten(structure, sums)
 
     return finish
 
 
 def start_hashes(arrays: Sequence[jax.Array]) -> Callable[[], list[dict[int, int]]]:
-    """Starts the hash of each shard and returns immediately.
+    """Starts the hash of each shard, of arrays on any meshes or on single devices.
 
     Shards that hold the same part of an array have the same hash, of 32 bits.
-
-    Args:
-        arrays: Arrays on any meshes, or on single devices.
 
     Returns:
         A function that waits for the hashes, from any thread: for each array those of
         this process's shards, by their device's id.
     """
-    count = len(arrays)  # `finish` keeps no array alive
+    # All that `finish` uses: it keeps no array alive.
+    found: list[dict[int, int]] = [{} for _ in arrays]
+    started: list[tuple[list[int], jax.Array]] = []
     by_mesh: dict[Any, list[int]] = {}
     for index, x in enumerate(arrays):
         by_mesh.setdefault(getattr(x.sharding, "mesh", None), []).append(index)
-    started: list[tuple[list[int], jax.Array]] = []
     for mesh, indices in by_mesh.items():
         if mesh is None:
             started += [([i], _hash_whole(_data(arrays[i]))) for i in indices]
@@ -117,7 +112,6 @@ def start_hashes(arrays: Sequence[jax.Array]) -> Callable[[], list[dict[int, int
         started.append((indices, _stack(mesh)(hashes)))
 
     def finish() -> list[dict[int, int]]:
-        found: list[dict[int, int]] = [{} for _ in range(count)]
         for indices, hashes in started:
             for shard in hashes.addressable_shards:
                 values = np.asarray(shard.data).ravel().tolist()
@@ -138,19 +132,13 @@ def _counted_devices(x: jax.Array) -> set[int]:
 @lru_cache(maxsize=4096)
 def _hash_shards(mesh: Mesh, spec: P) -> Any:
     """A compiled function from a global array to the hash of each device's shard."""
-    sizes = dict(mesh.shape)
 
     def hash_shard(shard: jax.Array) -> jax.Array:
         dims = []
-        for dim, axes in enumerate(dim_axes(spec, shard.ndim)):
-            shard_index = jnp.uint32(0)
-            for axis in axes:
-                shard_index = shard_index * jnp.uint32(sizes[axis])
-                shard_index += jax.lax.axis_index(axis).astype(jnp.uint32)
-            num_shards = math.prod(sizes[axis] for axis in axes)
-            size = shard.shape[dim]
-            dims.append((shard_index * jnp.uint32(size), size * num_shards))
-        return _hash(shard, dims).reshape((1,) * len(sizes))  # one dim a mesh axis
+        for axes, size in zip(dim_axes(spec, shard.ndim), shard.shape, strict=True):
+            start = jax.lax.axis_index(axes).astype(jnp.uint32) * jnp.uint32(size)
+            dims.append((start, size * math.prod(mesh.shape[axis] for axis in axes)))
+        return _hash(shard, dims).reshape((1,) * len(mesh.shape))  # one dim a mesh axis
 
     # Out: one element on each device, in the shape of the mesh. Replicas have equal
     # hashes but are not summed, which `check_vma` cannot know.
@@ -248,8 +236,8 @@ class ChecksumHandler(ocp.handlers.CheckpointableHandler[PendingChecksums, None]
     """Has Orbax write `PendingChecksums` in the background of a save.
 
     Orbax writes ``custom_metadata`` when a save begins, and the devices have not hashed
-    anything by then. So the checksums are a part of their own, and a checkpoint is
-    complete only once they are written.
+    anything by then. So the checksums are a part of their own, without which no
+    checkpoint is complete.
     """
 
     # Orbax writes a handler's full name into the checkpoint, looks for it in its
@@ -261,28 +249,25 @@ class ChecksumHandler(ocp.handlers.CheckpointableHandler[PendingChecksums, None]
         self, directory: ocp.path.PathAwaitingCreation, checkpointable: PendingChecksums
     ) -> Awaitable[None]:
         """Starts the write and returns immediately."""
-        return self._write(directory, checkpointable)
 
-    async def _write(
-        self, directory: ocp.path.PathAwaitingCreation, late: PendingChecksums
-    ) -> None:
-        values = await asyncio.to_thread(late.values)
-        path = await directory.await_creation()
-        if jax.process_index() == 0:
-            content = {"header": late.header_digest, "values": values}
-            text = json.dumps(content | {"digest": digest(content)})
-            await asyncio.to_thread((path / _FILE).write_text, text)
+        async def write() -> None:
+            values = await asyncio.to_thread(checkpointable.values)
+            path = await directory.await_creation()
+            if jax.process_index() == 0:
+                content = {"header": checkpointable.header_digest, "values": values}
+                text = json.dumps(content | {"digest": digest(content)})
+                await asyncio.to_thread((path / _FILE).write_text, text)
+
+        return write()
 
     async def load(
         self, directory: ocp.path.Path, abstract_checkpointable: None = None
     ) -> Awaitable[PendingChecksums]:
         """Not supported; see `read_checksums`."""
-        del abstract_checkpointable
         raise NotImplementedError(f"'{directory}' is read by `read_checksums`.")
 
     async def metadata(self, directory: ocp.path.Path) -> None:
         """Nothing: Orbax would take an error here for "no metadata"."""
-        del directory
 
     def is_handleable(self, checkpointable: Any) -> bool:
         """True for what `save` writes."""
@@ -290,8 +275,6 @@ class ChecksumHandler(ocp.handlers.CheckpointableHandler[PendingChecksums, None]
 
     def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool | None:
         """Never: Orbax reads no checksums."""
-        del abstract_checkpointable
-        return None
 
 
 def read_checksums(step_directory: str, header_digest: str) -> Checksums:

@@ -1,11 +1,9 @@
 """Contents of a checkpoint: groups of arrays and a header, and how they may differ.
 
-A group is a flat dict, ``{"blocks.mlp.up.kernel": array, ...}``, of global shapes: any
-strategy on any number of devices reads what another wrote. Orbax knows an array by
-shape and dtype. It refuses empty groups, and shows random keys as their ``uint32``
-words; so a header records which groups are empty and which arrays are keys, together
-with the user's metadata. The header goes to disk as Orbax's ``custom_metadata``, which
-is JSON; a dict saved as a part of its own would become a tree of arrays.
+Orbax refuses empty groups, and shows random keys as their ``uint32`` words; so a header
+records which groups are empty and which arrays are keys, together with the user's
+metadata. It goes to disk as Orbax's ``custom_metadata``, which is JSON; a dict saved as
+a part of its own would become a tree of arrays.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import dataclasses
 import difflib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +23,11 @@ from nnx_parallel.errors import (
     CheckpointError,
     CheckpointMismatchError,
 )
+from nnx_parallel.sharding.names import path_of
 
 Groups = Mapping[str, Mapping[str, jax.Array]]
 AbstractGroups = Mapping[str, Mapping[str, jax.ShapeDtypeStruct]]
+T = TypeVar("T")
 
 _FORMAT = 3  # grows when a change would make an older reader misread the files
 
@@ -47,6 +47,41 @@ class StoredCheckpoint:
     meta: dict[str, Any]
     metrics: dict[str, float]
     checksums: Checksums
+
+
+# On disk the layout depends on no strategy. All arrays of the model are one group,
+# whichever of them this run trains, so that a run which trains others finds them.
+_GROUPS = {
+    "params": "model",
+    "variables": "model",
+    "opt_state": "optimizer",
+    "ema": "ema",
+}
+"""Group of each field of a state; the other fields are ``progress``."""
+
+
+def to_groups(state: Any) -> dict[str, dict[str, Any]]:
+    """The arrays of a `TrainState`, concrete or abstract, by group and dotted path."""
+    groups: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "progress": {}}
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(state):
+        group, path = _place(keys)
+        groups.setdefault(group, {})[path] = leaf
+    return groups
+
+
+def from_groups(state: T, groups: Groups) -> T:
+    """The `TrainState` with the arrays of some groups; the rest as it was."""
+
+    def find(keys: tuple[Any, ...], leaf: Any) -> Any:
+        group, path = _place(keys)
+        return groups[group][path] if group in groups else leaf
+
+    return jax.tree_util.tree_map_with_path(find, state)
+
+
+def _place(keys: tuple[Any, ...]) -> tuple[str, str]:
+    group = _GROUPS.get(keys[0].name)
+    return (group, path_of(keys[1:])) if group else ("progress", path_of(keys))
 
 
 def check_groups(groups: Groups) -> None:
@@ -83,12 +118,10 @@ def check_shapes(groups: Groups | AbstractGroups) -> None:
 
 
 def check_shardings(groups: AbstractGroups) -> None:
-    """Raises ``CheckpointError`` if a leaf has no sharding.
-
-    Orbax would restore the saved layout silently.
-    """
+    """Raises ``CheckpointError`` if an array has no sharding."""
     for name, group in groups.items():
         for path, array in group.items():
+            # Orbax would restore the saved layout silently.
             if getattr(array, "sharding", None) is None:
                 raise CheckpointError(
                     f"Cannot restore `{path}` of group {name!r}: it has no sharding. "
@@ -101,18 +134,6 @@ def make_header(
     groups: Groups, meta: Mapping[str, Any], metrics: Mapping[str, float]
 ) -> dict[str, Any]:
     """The header that is saved with the arrays, as JSON can hold it."""
-    # Orbax shows random keys as uint32 words (docs/library-notes.md, "Orbax:
-    # contents").
-    keys = {
-        name: {
-            path: str(jax.random.key_impl(array))
-            for path, array in group.items()
-            if jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-        }
-        for name, group in groups.items()
-    }
-    # Empty groups too, which Orbax refuses: only the header knows them.
-    sizes = {name: len(group) for name, group in groups.items()}
     # There and back: what a reader gets, with lists for tuples, is what is hashed.
     try:
         meta = json.loads(json.dumps(meta))
@@ -121,34 +142,39 @@ def make_header(
             f"Cannot save the metadata: {error}. It may hold only what JSON can: dict, "
             "list, str, int, float, bool and None."
         ) from error
-    # Its own digest covers it: Orbax reads a flipped bit in JSON as another value.
     header = {
         "format": _FORMAT,
-        "sizes": sizes,
-        "keys": keys,
+        # Empty groups too, which Orbax refuses: only the header knows them.
+        "sizes": {name: len(group) for name, group in groups.items()},
+        # Orbax shows them as uint32 words (docs/library-notes.md, "Orbax: contents").
+        "keys": {
+            name: {
+                path: str(jax.random.key_impl(array))
+                for path, array in group.items()
+                if jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+            }
+            for name, group in groups.items()
+        },
         "arrays": {
             name: {path: _spell(array) for path, array in group.items()}
             for name, group in groups.items()
         },
-        "metrics": {name: float(x) for name, x in metrics.items()},
+        "metrics": dict(metrics),
         "meta": meta,
     }
+    # The digest covers it: Orbax reads a flipped bit in JSON as another value.
     return header | {"digest": digest(header)}
 
 
 def check_checksums(stored: StoredCheckpoint, read: Groups, where: str) -> None:
-    """Compares the arrays that were read with those that were saved.
-
-    Raises:
-        CheckpointDamagedError: If an array has another checksum.
-    """
+    """Raises ``CheckpointDamagedError`` if an array that was read is another one."""
+    # Orbax has no checksum on values: a flipped bit restores silently.
+    found, saved = checksums(read), stored.checksums
     lines = [
-        f"{name}: `{path}` has checksum {value:08x}, saved was "
-        f"{stored.checksums[name][path]:08x}"
-        # Orbax has no checksum on values: a flipped bit restores silently.
-        for name, group in checksums(read).items()
+        f"{name}: `{path}` has checksum {value:08x}, saved was {saved[name][path]:08x}"
+        for name, group in found.items()
         for path, value in group.items()
-        if stored.checksums[name][path] != value
+        if saved[name][path] != value
     ]
     if lines:
         raise CheckpointDamagedError(
@@ -158,11 +184,7 @@ def check_checksums(stored: StoredCheckpoint, read: Groups, where: str) -> None:
 
 
 def check_header(header: Any) -> dict[str, Any]:
-    """Returns the header if `make_header` made it.
-
-    Raises:
-        ValueError: If it did not, or the header has changed since.
-    """
+    """Returns the header, or raises ``ValueError`` if it is not what was saved."""
     if not isinstance(header, dict) or header.get("format") != _FORMAT:
         raise ValueError(f"Its header is not of format {_FORMAT}.")
     if header.get("digest") != digest(header):
@@ -175,10 +197,7 @@ def check_header(header: Any) -> dict[str, Any]:
 
 
 def read_stored(
-    step: int,
-    header: Mapping[str, Any],
-    found: Mapping[str, Any],
-    checksums: Checksums,
+    step: int, header: dict[str, Any], found: dict[str, Any], checksums: Checksums
 ) -> StoredCheckpoint:
     """Joins the header with Orbax's metadata of the arrays found in each group.
 
@@ -207,13 +226,8 @@ def read_stored(
     for name, saved in header["arrays"].items():
         if checksums.get(name, {}).keys() != saved.keys():
             raise ValueError("Its checksums are of other arrays.")
-    return StoredCheckpoint(
-        step=step,
-        groups=groups,
-        meta=header["meta"],
-        metrics=header["metrics"],
-        checksums=checksums,
-    )
+    values = {name: header[name] for name in ("meta", "metrics")}
+    return StoredCheckpoint(step=step, groups=groups, checksums=checksums, **values)
 
 
 def check_match(
@@ -248,25 +262,19 @@ def _group_differences(
     if stored is None:
         yield "the checkpoint has no such group"
         return
-    for path, array in wanted.items():
-        if path not in stored:
-            yield (
-                f"`{path}` {_spell(array)} is not in the checkpoint"
-                # A path that both sides have is no other spelling of this one.
-                f"{_nearest(path, 'there', stored.keys() - wanted.keys())}"
-            )
-        elif _spell(stored[path]) != _spell(array):
-            yield (
-                f"`{path}` is {_spell(stored[path])} in the checkpoint and "
-                f"{_spell(array)} here"
-            )
-    for path in stored:
-        if path in wanted:
-            continue
-        yield (
-            f"`{path}` {_spell(stored[path])} is only in the checkpoint"
-            f"{_nearest(path, 'here', wanted.keys() - stored.keys())}"
-        )
+    there, here = (
+        {p: _spell(x) for p, x in group.items()} for group in (stored, wanted)
+    )
+    # Nearest: a path that both sides have is no other spelling of one that one lacks.
+    for path in dict.fromkeys((*here, *there)):
+        if path not in there:
+            near = _nearest(path, "there", there.keys() - here.keys())
+            yield f"`{path}` {here[path]} is not in the checkpoint{near}"
+        elif path not in here:
+            near = _nearest(path, "here", here.keys() - there.keys())
+            yield f"`{path}` {there[path]} is only in the checkpoint{near}"
+        elif there[path] != here[path]:
+            yield f"`{path}` is {there[path]} in the checkpoint and {here[path]} here"
 
 
 def _nearest(path: str, where: str, others: Iterable[str]) -> str:

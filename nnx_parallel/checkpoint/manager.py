@@ -3,37 +3,45 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import jax
 
-from nnx_parallel.checkpoint.async_save import (
-    AsyncSave,
-    save_error,
-    wait_on_all_processes,
-)
 from nnx_parallel.checkpoint.checksum import PART, PendingChecksums, start_checksums
-from nnx_parallel.checkpoint.contents import Groups, check_groups, make_header
+from nnx_parallel.checkpoint.contents import (
+    Groups,
+    check_groups,
+    check_shapes,
+    from_groups,
+    make_header,
+    to_groups,
+)
 from nnx_parallel.checkpoint.options import (
     Checkpoint,
     Metrics,
+    check_space,
     check_step,
     check_writable,
     is_url,
 )
+from nnx_parallel.checkpoint.orbax_compat import (
+    AsyncSave,
+    save_error,
+    wait_on_all_processes,
+)
 from nnx_parallel.checkpoint.saved_steps import SavedSteps
-from nnx_parallel.checkpoint.train_state import from_groups, to_groups, with_weights
+from nnx_parallel.distributed.agreement import check_consistent, strip_addresses
 from nnx_parallel.errors import (
-    CheckpointDirectoryError,
     CheckpointError,
     CheckpointNotFoundError,
     CheckpointSaveError,
 )
+from nnx_parallel.precision import array_bytes
 from nnx_parallel.state import TrainState
 
 
@@ -54,6 +62,9 @@ class CheckpointManager:
     Attributes:
         options: As given; a directory as a `Checkpoint`.
         description: As given.
+        directory: Where the checkpoints go: a path, or a URL such as ``gs://...``.
+        local_directory: The directory if it is a path of this machine: other files can
+            go there.
         last_saved: The step that this object has saved or resumed from, which `save`
             need not save again.
 
@@ -77,22 +88,12 @@ class CheckpointManager:
             options = Checkpoint(options)
         self.options = options
         self.description = dict(description or {})
+        self.directory = where = options and str(options.directory)
+        self.local_directory = Path(where) if where and not is_url(where) else None
         self.last_saved: int | None = None
         self._read_only = read_only
         self._opened: SavedSteps | None = None
         self._save: AsyncSave | None = None
-
-    @property
-    def directory(self) -> str | None:
-        """Where the checkpoints go: a path, or a URL such as ``gs://...``."""
-        return None if self.options is None else str(self.options.directory)
-
-    @property
-    def local_directory(self) -> Path | None:
-        """The directory if it is a path of this machine: other files can go there."""
-        if self.directory is None or is_url(self.directory):
-            return None
-        return Path(self.directory)
 
     @property
     def ranks_by_eval(self) -> bool:
@@ -105,8 +106,8 @@ class CheckpointManager:
         """The checkpoints on disk, once the save in progress has ended.
 
         Raises:
-            CheckpointError, CheckpointSaveError: If the options are ``None``, or if the
-                save in progress failed.
+            CheckpointNotFoundError: If the options are ``None``.
+            CheckpointSaveError: If the save in progress failed.
         """
         opened = self._open()
         self._join_save()
@@ -137,9 +138,8 @@ class CheckpointManager:
         All processes call it once a step: jax announces a preemption (SIGTERM under
         ``jax.distributed``) at a step on which all of them agree by these calls.
         """
-        if self.options is None or self._read_only:
-            return False
-        return self._open().orbax.should_save(step)
+        is_writer = self.options is not None and not self._read_only
+        return is_writer and self._open().orbax.should_save(step)
 
     def save(
         self,
@@ -156,7 +156,7 @@ class CheckpointManager:
         Args:
             state: The training state.
             step: Updates done so far.
-            position: The position in the data, as JSON can hold it.
+            position: Of the data, as JSON can hold it.
             metrics: Values at this step.
             once: Do nothing if this object has saved or restored the step itself.
             may_skip: Save nothing, with ``on_save_error="warn"``, while an earlier
@@ -207,11 +207,10 @@ class CheckpointManager:
         metrics: Metrics | None = None,
         overwrite: bool = False,
     ) -> None:
-        """Saves ``groups`` and ``meta`` under ``step``.
+        """Copies arrays and begins to write them; each process writes its own shards.
 
-        When it returns, the arrays have been copied and may be donated; the files are
-        written in the background, unless ``asynchronous=False``. Each process writes
-        its own shards.
+        When it returns, the arrays may be donated; the files are written in the
+        background, unless ``asynchronous=False``.
 
         Args:
             step: Updates done so far; later than every saved step.
@@ -219,8 +218,8 @@ class CheckpointManager:
                 names are reserved: ``metrics`` and ``fingerprints``.
             meta: Values that JSON can hold (which makes tuples lists and keys strings).
             metrics: Values at this step, for ``keep_best``.
-            overwrite: Replace the latest step, if it is ``step``. The old one is
-                deleted before the new one is written.
+            overwrite: Replace the latest step, if it is ``step``: it is deleted before
+                the new one is written.
 
         Raises:
             CheckpointError: If the step is not later, or an argument cannot be saved.
@@ -236,23 +235,20 @@ class CheckpointManager:
             )
         check_step(directory, step, self.latest_step, overwrite=overwrite)
         check_groups(groups)
-        try:
-            check_writable(directory)
-        except CheckpointDirectoryError as error:
-            raise save_error(step, directory, error) from error
         metrics = {name: float(x) for name, x in (metrics or {}).items()}
         header = make_header(groups, meta, metrics)
+        if saved.options.keep_best is not None:
+            saved.metrics()  # `BestPolicy` is asked while Orbax saves
+        saved.known_metrics[step] = metrics
         # Now, for the fit may donate the arrays once this returns. With several
         # processes Orbax's barriers, programs on the devices, queue behind the hashes.
         pending = start_checksums(groups, "saved checksums")
         checksums = PendingChecksums(header["digest"], pending)
-        if saved.options.keep_best is not None:
-            saved.metrics()  # `BestPolicy` is asked while Orbax saves
-        saved.known_metrics[step] = metrics
         save = AsyncSave(step, directory)
-        # In this thread: begun in another, from pinned host copies, 513 MB delayed the
-        # steps by 90 ms instead of 160, but the next call did not know of the save.
         try:
+            check_writable(directory)
+            # In this thread: begun in another, from pinned host copies, 513 MB delayed
+            # the steps by 90 ms instead of 160, but the next call knew of no save.
             response = saved.orbax.save_checkpointables_async(
                 step,
                 {name: dict(x) for name, x in groups.items() if x} | {PART: checksums},
@@ -272,23 +268,15 @@ class CheckpointManager:
     def wait(self) -> None:
         """Waits until the save in progress is on disk.
 
-        Each process reports a failure once, here or in `poll`. If training goes on
-        after it (``on_save_error="warn"``), the save has then ended on all of them.
-
-        Raises:
-            CheckpointSaveError: If it failed, and ``on_save_error`` is ``"raise"``.
-
-        Warns:
-            UserWarning: If it failed, and ``on_save_error`` is ``"warn"``.
+        Each process reports a failure once, here or in `poll`: as ``on_save_error``
+        says, by a ``CheckpointSaveError``, or by a warning once the save has ended on
+        all of them.
         """
         with self._reporting_failures():
             self._join_save()
 
     def poll(self) -> None:
-        """Reports the failure of the save in progress, as `wait`; does not wait.
-
-        With several processes it may be reported on one of them alone.
-        """
+        """Reports a failure as `wait`, perhaps on one process alone; does not wait."""
         if self._save is None:
             return
         with self._reporting_failures():
@@ -324,13 +312,7 @@ class CheckpointManager:
     ) -> tuple[TrainState, dict[str, Any]]:
         """The state of a step in the layout of ``abstract``, and the data's position.
 
-        Args:
-            abstract: The state as shapes with shardings.
-            step: A saved step; ``"best"`` by ``keep_best``; ``None`` for the latest.
-
-        Raises:
-            CheckpointNotFoundError: If there is no such step.
-            CheckpointMismatchError: If an array differs, before any is read.
+        Steps and errors are those of `SavedSteps.restore`.
         """
         groups, meta = self.saved.restore(to_groups(abstract), step)
         return from_groups(abstract, groups), meta.get("position", {})
@@ -338,16 +320,67 @@ class CheckpointManager:
     def restore_weights(
         self, state: TrainState, step: int | Literal["best"] | None = None
     ) -> TrainState:
-        """The state with the parameters and other variables of a checkpoint.
+        """The state with a checkpoint's parameters and variables; reads nothing else.
 
-        Nothing else is read. A moving average starts from the restored parameters.
-        Steps and errors are those of `restore`.
+        A moving average starts from the restored parameters.
         """
         wanted = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
             {"model": to_groups(state)["model"]},
         )
-        return with_weights(state, self.saved.restore(wanted, step)[0])
+        restored = from_groups(state, self.saved.restore(wanted, step)[0])
+        if state.ema is None:
+            return restored
+        # Copies: a step donates the parameters and the average.
+        ema = jax.tree.map(
+            lambda x, old: x.astype(old.dtype, copy=True), restored.params, state.ema
+        )
+        return dataclasses.replace(restored, ema=ema)
+
+    def resume(
+        self, abstract: TrainState
+    ) -> tuple[TrainState, dict[str, Any], list[str]] | None:
+        """The newest intact state, the data's position, and a line per corrupt step.
+
+        ``None`` without a directory, or a checkpoint in it. All processes call it;
+        errors are those of `SavedSteps.restore_newest`.
+        """
+        found = self.options and self.saved.restore_newest(to_groups(abstract))
+        if found is None:
+            return None
+        (groups, meta), notes = found
+        state = from_groups(abstract, groups)
+        self.last_saved = int(state.step)
+        return state, meta.get("position", {}), notes
+
+    def check_options(self) -> None:
+        """Raises ``DisagreementError`` on all processes if their options differ."""
+        # They would wait for one another: one saves, or deletes a step, others do not.
+        options = strip_addresses(repr(self.options))
+        check_consistent("checkpoints", {"checkpoint": options})
+
+    def check_ahead(self, step: int) -> None:
+        """Raises ``CheckpointError`` if a saved step is later than the run's."""
+        latest = self.latest_step
+        if latest is not None and latest > step:
+            raise CheckpointError(
+                f"'{self.directory}' holds a checkpoint of step {latest}, but this run "
+                f"is at step {step} and would write into the same directory. "
+                "Choose another directory for it, or restore() the latest step."
+            )
+
+    def check_state(self, abstract: TrainState) -> None:
+        """Checks that such a state can be saved, before the first step is trained.
+
+        Raises:
+            CheckpointError: If it holds an array without elements.
+            CheckpointDirectoryError: If it does not fit on the disk.
+        """
+        if self.directory is not None:
+            check_shapes(to_groups(abstract))
+            arrays = jax.tree.leaves(abstract)
+            needed = sum(array_bytes(x.shape, x.dtype) for x in arrays)
+            check_space(self.directory, needed)
 
     def exit_message(self, step: int) -> str:
         """The last message of a run that ends early, at ``step``."""
@@ -357,10 +390,8 @@ class CheckpointManager:
         if found is None:
             return f"Nothing is saved in '{self.directory}': step {step} is lost."
         lost = "" if found == step else f" What step {step} had done since is lost."
-        return (
-            f"Saved step {found} in '{self.directory}': resume with the same "
-            f"command.{lost}"
-        )
+        where = f"Saved step {found} in '{self.directory}'"
+        return f"{where}: resume with the same command.{lost}"
 
     def abandon_if_shared(self) -> None:
         """Drops the directory without waiting for a save of several processes."""
@@ -383,12 +414,7 @@ class CheckpointManager:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, *rest: object) -> None:
         try:
             self.close()
         except CheckpointSaveError as failure:

@@ -25,11 +25,11 @@ from nnx_parallel.errors import (
     CheckpointNotFoundError,
 )
 
+Metrics = Mapping[str, float]
+
 
 def check_directory(directory: str, *, read_only: bool) -> None:
     """Makes the directory and writes a file there; or checks that it can be read.
-
-    A URL is left to Orbax.
 
     Raises:
         CheckpointDirectoryError: If it cannot be made or written.
@@ -45,8 +45,7 @@ def check_directory(directory: str, *, read_only: bool) -> None:
     # only a file that is written tells.
     try:
         os.makedirs(directory, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
+        tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
         raise CheckpointDirectoryError(
             f"Cannot write checkpoints to '{directory}': {error}. Choose a directory "
@@ -72,15 +71,12 @@ def check_writable(directory: str) -> None:
 def check_step(
     directory: str, step: int, latest: int | None, *, overwrite: bool
 ) -> None:
-    """Checks that a checkpoint of ``step`` may be saved next to the existing ones.
+    """Raises ``CheckpointError`` unless ``step`` is later than all, and its place free.
 
     Orbax by itself skips an older step silently, and meets a directory that is in its
     way only when all is written.
-
-    Raises:
-        CheckpointError: If ``step`` is not after the ``latest`` saved one, or its place
-            is taken.
     """
+    where = f"step {step} in '{directory}'"
     if step == latest:
         if not overwrite:
             raise CheckpointError(
@@ -89,13 +85,13 @@ def check_step(
             )
     elif latest is not None and step < latest:
         raise CheckpointError(
-            f"Cannot save step {step} in '{directory}' after step {latest}: steps must "
-            f"ascend. Save step {latest + 1} or later, or use another directory."
+            f"Cannot save {where} after step {latest}: steps must ascend. Save step "
+            f"{latest + 1} or later, or use another directory."
         )
     elif not is_url(directory) and os.path.exists(os.path.join(directory, str(step))):
         raise CheckpointError(
-            f"Cannot save step {step} in '{directory}': '{step}' is there and is not a "
-            "checkpoint. Move it away, or use another directory."
+            f"Cannot save {where}: '{step}' is there and is not a checkpoint. Move it "
+            "away, or use another directory."
         )
 
 
@@ -114,23 +110,17 @@ def check_space(directory: str, needed_bytes: int) -> None:
 
 def quarantine(directory: str, step: int) -> str:
     """Renames a corrupt step, so that it is not read again; returns its new path."""
-    if is_url(directory):
-        base = ocp.path.Path(directory)
-        moved = base / f"damaged-{step}-{uuid.uuid4().hex[:8]}"
-        (base / str(step)).rename(moved)
-        return str(moved)
-    # The rename replaces an empty directory: two processes never choose one name.
-    moved = tempfile.mkdtemp(prefix=f"damaged-{step}-", dir=directory)
-    os.rename(os.path.join(directory, str(step)), moved)
-    return moved
+    base = ocp.path.Path(directory)
+    # A step of one number may have been damaged, and saved once more, before.
+    moved = base / f"damaged-{step}-{uuid.uuid4().hex[:8]}"
+    (base / str(step)).rename(moved)
+    return str(moved)
 
 
 def is_url(path: str) -> bool:
     """True for a directory of an object store, such as ``gs://...``."""
     return "://" in path
 
-
-Metrics = Mapping[str, float]
 
 _CHOICES = {
     "best_mode": ("min", "max"),
@@ -146,8 +136,7 @@ class Checkpoint:
     A checkpoint is kept while any rule asks for it; the newest always is.
 
     Attributes:
-        directory: Root of the run's checkpoints; made absolute. A URL (``gs://...``)
-            is left as it is.
+        directory: Root of the run's checkpoints, made absolute; or a URL.
         every: Steps between saves.
         keep_last: How many of the newest are kept; ``None`` keeps all.
         keep_every: Saved steps that this divides are never deleted.
@@ -160,8 +149,8 @@ class Checkpoint:
         on_damage: Whether a fit whose latest checkpoint is corrupt raises an
             ``"error"``, or quarantines it and continues from the newest
             ``"previous"`` one that is intact.
-        on_save_error: Whether a save that fails ends the fit (``"raise"``) or is a
-            warning (``"warn"``), and training goes on.
+        on_save_error: Whether a failed save ends the fit (``"raise"``) or is a warning
+            (``"warn"``), and training goes on.
 
     Raises:
         CheckpointError: If a number is below 1 or a choice is unknown.
@@ -200,27 +189,18 @@ class Checkpoint:
                     f"Checkpoint({name}={getattr(self, name)!r}) must be "
                     f"{choices[0]!r} or {choices[1]!r}."
                 )
-        # Orbax refuses a relative path, at the first save.
-        object.__setattr__(self, "directory", _absolute(self.directory))
+        path = os.fspath(self.directory)
+        if not is_url(path):  # Orbax refuses a relative path, at the first save
+            path = os.path.abspath(os.path.expanduser(path))
+        object.__setattr__(self, "directory", path)
 
 
 def best_steps(options: Checkpoint, metrics: Mapping[int, Metrics]) -> list[int]:
-    """Returns the steps that have a finite ``keep_best``, the best first.
-
-    Of equals the later is the better.
-    """
+    """The steps with a finite ``keep_best``, the best first; of equals the later."""
     if options.keep_best is None:
         return []
     sign = 1 if options.best_mode == "min" else -1
-    scores = {
-        step: sign * values.get(options.keep_best, math.nan)
-        for step, values in metrics.items()
-    }
+    scores = {k: sign * x.get(options.keep_best, math.nan) for k, x in metrics.items()}
     # NaN has no order: one would make the sort arbitrary.
-    scores = {step: score for step, score in scores.items() if math.isfinite(score)}
-    return sorted(scores, key=lambda step: (scores[step], -step))
-
-
-def _absolute(directory: str | os.PathLike[str]) -> str:
-    path = os.fspath(directory)
-    return path if is_url(path) else os.path.abspath(os.path.expanduser(path))
+    finite = [step for step, score in scores.items() if math.isfinite(score)]
+    return sorted(finite, key=lambda step: (scores[step], -step))

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import logging
 import os
 import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,8 +22,10 @@ from orbax.checkpoint import v1 as ocp
 
 from nnx_parallel.checkpoint.checksum import ChecksumHandler
 from nnx_parallel.checkpoint.options import Checkpoint, Metrics, best_steps, is_url
+from nnx_parallel.distributed.agreement import allgather_object
 from nnx_parallel.errors import (
     CheckpointReadError,
+    CheckpointSaveError,
     CheckpointUnavailableError,
     ParallelError,
 )
@@ -46,8 +51,7 @@ class PreemptionPolicy(_SAVE.PreemptionCheckpointingPolicy):
             that came before the fit could handle it.
     """
 
-    def __init__(self) -> None:
-        self.has_notice = False
+    has_notice = False
 
     def should_save(self, step: Any, previous_steps: Any, *, context: Any) -> bool:
         """True if jax announces a preemption at this step, on all processes."""
@@ -55,28 +59,23 @@ class PreemptionPolicy(_SAVE.PreemptionCheckpointingPolicy):
         return super().should_save(step, previous_steps, context=context)
 
 
+@dataclasses.dataclass(eq=False)
 class BestPolicy(_KEEP.PreservationPolicy):
-    """Keeps the best steps by ``keep_best``.
+    """Keeps the best steps by ``keep_best``; ``metrics`` are those of all saved steps.
 
     Orbax's ``BestN`` reads a metrics file of its own, orders NaN arbitrarily, and keeps
     every step while there are no more than ``n``, those without the metric too.
-
-    Args:
-        options: What to keep.
-        metrics: Metrics of the saved steps, which the manager keeps up to date.
     """
 
-    def __init__(self, options: Checkpoint, metrics: Mapping[int, Metrics]) -> None:
-        self._options = options
-        self._metrics = metrics
+    options: Checkpoint
+    metrics: Mapping[int, Metrics]
 
     def should_preserve(
         self, checkpoints: Sequence[Any], *, context: Any
     ) -> Sequence[bool]:
         """True for each checkpoint that is one of the best."""
-        del context
-        metrics = {x.step: self._metrics.get(x.step, {}) for x in checkpoints}
-        best = best_steps(self._options, metrics)[: self._options.num_best]
+        metrics = {x.step: self.metrics.get(x.step, {}) for x in checkpoints}
+        best = best_steps(self.options, metrics)[: self.options.num_best]
         return [found.step in best for found in checkpoints]
 
 
@@ -93,12 +92,9 @@ class StepNames:
     """
 
     def __init__(self) -> None:
-        self._names = ocp.path.step.standard_name_format()
+        names = ocp.path.step.standard_name_format()
+        self.build_name, self.find_step = names.build_name, names.find_step
         self.corrupt: dict[int, str] = {}
-
-    def build_name(self, step: int) -> str:
-        """The name of a step's directory."""
-        return self._names.build_name(step)
 
     def find_all(self, base_path: Any) -> Iterator[Any]:
         """Yields the checkpoints.
@@ -119,24 +115,19 @@ class StepNames:
             try:
                 # Orbax takes a file that cannot be read just now for one that is gone.
                 (path / _METADATA).read_bytes()
-                found = self._names.find_step(base_path, step)
+                found = self.find_step(base_path, step)
             except (FileNotFoundError, NotADirectoryError):
                 # Without a group either, the directory belongs to another program.
                 if is_local and (path / "model").exists():
                     self.corrupt[step] = "has no metadata left"
-                continue
             except (ValueError, TypeError, KeyError) as error:
                 if is_local or (path / _COMMITTED).exists():
                     self.corrupt[step] = f"has metadata that cannot be parsed ({error})"
-                continue
-            if found.commit_timestamp_nsecs is not None:
-                yield found
-            elif is_local:
-                self.corrupt[step] = "has no metadata left"
-
-    def find_step(self, base_path: Any, step: int) -> Any:
-        """Orbax's metadata of one checkpoint."""
-        return self._names.find_step(base_path, step)
+            else:
+                if found.commit_timestamp_nsecs is not None:
+                    yield found
+                elif is_local:
+                    self.corrupt[step] = "has no metadata left"
 
 
 def open_directory(
@@ -149,12 +140,8 @@ def open_directory(
 ) -> ocp.training.Checkpointer:
     """Opens a directory with Orbax, to save and keep steps as the options say.
 
-    Args:
-        options: Which directory, when to save, and what to keep.
-        names: How steps are named and found.
-        preemption: Asked first whether to save.
-        metrics: Metrics of the saved steps, which the caller keeps up to date.
-        cleanup: Whether to delete what a killed save has left.
+    ``metrics`` are those of the saved steps, which the caller keeps up to date;
+    ``cleanup`` deletes what a killed save has left.
     """
     context = ocp.Context()
     context.async_options.timeout_secs = GIVE_UP_SECONDS
@@ -173,13 +160,12 @@ def open_directory(
     directory = str(options.directory)
     context.async_options.create_directories_asynchronously = not is_url(directory)
     # The preemption comes first: `AnySavePolicy` asks none after the first yes.
-    when: Any = _SAVE.AnySavePolicy(
-        [preemption, _SAVE.FixedIntervalPolicy(options.every)]
-    )
-    policies = [_KEEP.LatestN(options.keep_last), BestPolicy(options, metrics)]
+    every = _SAVE.FixedIntervalPolicy(options.every)
+    when: Any = _SAVE.AnySavePolicy([preemption, every])
+    kept = [_KEEP.LatestN(options.keep_last), BestPolicy(options, metrics)]
     if options.keep_every is not None:
-        policies.append(_KEEP.EveryNSteps(options.keep_every))
-    which: Any = _KEEP.AnyPreservationPolicy(policies)
+        kept.append(_KEEP.EveryNSteps(options.keep_every))
+    which: Any = _KEEP.AnyPreservationPolicy(kept)
     return ocp.training.Checkpointer(
         directory,
         context=context,
@@ -191,22 +177,15 @@ def open_directory(
 
 
 def load(path: str, wanted: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Reads the arrays of a step, placed as asked, without waiting for any process.
-
-    Args:
-        path: The step's directory.
-        wanted: Shapes with shardings, by group and path.
-    """
+    """Reads the arrays of a step, placed as asked, without waiting for any process."""
     if not wanted:
         return {}
     context = ocp.Context()
     # Orbax lets all processes meet once each has read its shards: they would wait
     # for one that cannot read. So each process is a job of its own.
     if jax.process_count() > 1:
-        me = jax.process_index()
-        options = context.multiprocessing_options
-        options.primary_host = me
-        options.active_processes = {me}
+        me, options = jax.process_index(), context.multiprocessing_options
+        options.primary_host, options.active_processes = me, {me}
         options.barrier_sync_key_prefix = f"nnx_parallel_{me}"
     with context:
         return ocp.load_checkpointables(path, wanted)
@@ -224,6 +203,120 @@ def describe_group(directory: str, group: str) -> Any:
 
     with ThreadPoolExecutor(1) as pool:  # the caller may have an event loop of its own
         return pool.submit(asyncio.run, describe()).result()
+
+
+_LOGGER = logging.getLogger("absl")
+_WRITER = "async_save"
+"""Name of the thread in which Orbax writes, and logs why it failed."""
+
+
+def save_error(step: int, directory: str, error: BaseException) -> CheckpointSaveError:
+    """The error to raise when a save cannot start or does not end well."""
+    return CheckpointSaveError(
+        f"Saving step {step} in '{directory}' failed: {root_cause(error)} No other "
+        "checkpoint was deleted."
+    )
+
+
+class AsyncSave(logging.Handler):
+    """One save in progress, and how it ends; the handler of what its thread logs.
+
+    With several processes Orbax reports a failure only after a barrier that the others
+    never reach: it gives up 20 minutes after the save began (a barrier that some never
+    reach is also in https://github.com/google/orbax/issues/2934). But the process that
+    fails logs its error at once, from the thread that writes. Create this object before
+    the save starts: the error may be logged before Orbax returns.
+    """
+
+    def __init__(self, step: int, directory: str) -> None:
+        super().__init__(logging.ERROR)
+        self._step, self._directory = step, directory
+        self._logged: Exception | None = None
+        self._error: BaseException | None = None
+        self._has_ended = threading.Event()
+        self._is_reported = False
+        _LOGGER.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keeps the error that Orbax's writing thread logs."""
+        error = record.exc_info and record.exc_info[1]
+        # Other threads, and other libraries, log here too.
+        if record.threadName == _WRITER and isinstance(error, Exception):
+            self._logged = error
+
+    def follow(self, response: ocp.AsyncResponse[bool]) -> None:
+        """Waits for the save in a thread of its own."""
+
+        def wait() -> None:
+            try:
+                response.result()
+            except BaseException as error:  # whatever ended Orbax's thread
+                self._error = error
+            finally:
+                self.end()
+
+        # A daemon: the interpreter must not wait 20 minutes for a failed save.
+        follower = threading.Thread(target=wait, name="nnx_parallel.save", daemon=True)
+        try:
+            follower.start()
+        except RuntimeError:  # no more threads
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """Marks the save as ended and stops reading the log."""
+        _LOGGER.removeHandler(self)
+        self._has_ended.set()
+
+    @property
+    def has_failed(self) -> bool:
+        """True if the save has ended on all processes, with an error."""
+        return self._error is not None
+
+    def join(self, *, patiently: bool) -> None:
+        """Waits until the save has ended; unless ``patiently``, as `check_own_part`."""
+        # In turns: a failure of this process is logged while Orbax's barrier waits.
+        while not self._has_ended.wait(0.5):
+            if not patiently:
+                self.check_own_part()
+
+    def check_own_part(self) -> None:
+        """Raises the error of this process, once, while the others wait for it."""
+        # A single process waits for no other: its save ends, and `check_whole` reports.
+        if jax.process_count() > 1:
+            self._raise_once(self._logged)
+
+    def check_whole(self) -> None:
+        """Raises the error with which the save has ended, unless it has been raised."""
+        self._raise_once(self._error)
+
+    def _raise_once(self, error: BaseException | None) -> None:
+        if error is not None and not self._is_reported:
+            self._is_reported = True
+            raise save_error(self._step, self._directory, error) from error
+
+    def state(self) -> str:
+        """``"ended"``, ``"failed"`` here while others wait, or ``"running"``.
+
+        Takes half a second at most.
+        """
+        if self._has_ended.wait(0.5):
+            return "ended"
+        return "running" if self._logged is None else "failed"
+
+
+def wait_on_all_processes(save: AsyncSave | None) -> bool:
+    """Waits until a save has ended on all processes, or failed on one of them.
+
+    Returns:
+        True if it has ended on all, so that `AsyncSave.join` returns at once; False if
+        it has failed on one, so that it ends nowhere before Orbax gives it up.
+    """
+    states = ["running"]
+    while "failed" not in states and set(states) != {"ended"}:
+        mine = "ended" if save is None else save.state()
+        states = allgather_object("save in progress", mine)
+    return "failed" not in states
 
 
 _ABOUT_FILES = (FileNotFoundError, NotADirectoryError, IsADirectoryError)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import jax
 
@@ -34,10 +33,15 @@ from nnx_parallel.checkpoint.orbax_compat import (
     reading,
 )
 from nnx_parallel.distributed.agreement import allgather_object
-from nnx_parallel.errors import CheckpointNotFoundError, CheckpointReadError
+from nnx_parallel.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointReadError,
+    DisagreementError,
+)
 
 Restored = tuple[dict[str, dict[str, jax.Array]], dict[str, Any]]
-T = TypeVar("T")
 
 
 class SavedSteps:
@@ -63,10 +67,10 @@ class SavedSteps:
     """
 
     def __init__(self, options: Checkpoint, *, read_only: bool = False) -> None:
+        self.options = options
         self.directory = str(options.directory)
         self.preemption = PreemptionPolicy()
         self.known_metrics: dict[int, Metrics] = {}
-        self.options = options
         self._names = StepNames()
         self._is_stale = False  # the listing, against the directory
         # Tried first: where Orbax cannot make a step's directory, its writers wait
@@ -125,8 +129,8 @@ class SavedSteps:
         """
         steps = self.steps
         found = self.best_step if step == "best" else step
-        if step is None and steps:
-            return steps[-1]
+        if step is None:
+            found = max(steps, default=None)
         if found in steps:
             return found
         if step is None:
@@ -172,9 +176,7 @@ class SavedSteps:
             return read_stored(step, header, groups, checksums)
 
     def restore(
-        self,
-        abstract_groups: AbstractGroups,
-        step: int | Literal["best"] | None = None,
+        self, wanted: AbstractGroups, step: int | Literal["best"] | None = None
     ) -> Restored:
         """Returns the arrays of some groups, placed as asked, and the metadata.
 
@@ -182,8 +184,8 @@ class SavedSteps:
         only a part. Values are those saved, bit for bit.
 
         Args:
-            abstract_groups: Shape, dtype and sharding of each array, for all groups
-                or some (``{"params": ...}`` reads the weights alone).
+            wanted: Shape, dtype and sharding of each array, for all groups or some
+                (``{"params": ...}`` reads the weights alone).
             step: A saved step; ``"best"`` by ``keep_best``; ``None`` for the latest.
 
         Raises:
@@ -194,61 +196,127 @@ class SavedSteps:
             CheckpointNotFoundError, CheckpointReadError, CheckpointUnavailableError: As
                 `describe`. Corruption that one process finds is an error on all.
         """
-        found = self.find(step)
-        stored, read = _on_all_processes(lambda: self._load(abstract_groups, found))
-        where = f"Checkpoint {found} in '{self.directory}'"
+        step = self.find(step)
+        problem, loaded = "", None
+        try:
+            loaded = self._load(wanted, step)
+        except CheckpointReadError as error:
+            if jax.process_count() == 1:
+                raise  # with its cause
+            problem = str(error)
+        # `_load` waits for no other process, so that all of them come to this exchange.
+        problems = allgather_object("read checkpoint", problem)
+        bad = [f"On process {i}: {text}" for i, text in enumerate(problems) if text]
+        if bad or loaded is None:
+            raise CheckpointReadError("\n".join(bad))
+        stored, read = loaded
+        where = f"Checkpoint {step} in '{self.directory}'"
         with reading(where):
             # After the exchange: this gathers the sums of all processes' shards.
             check_checksums(stored, read, where)
         # Empty groups were not read, and belong to what was asked for.
-        return {name: read.get(name, {}) for name in abstract_groups}, stored.meta
+        return {name: read.get(name, {}) for name in wanted}, stored.meta
 
     def _load(
-        self, abstract_groups: AbstractGroups, step: int
+        self, wanted: AbstractGroups, step: int
     ) -> tuple[StoredCheckpoint, dict[str, Any]]:
-        # Whatever differs is found before an array is read.
+        # All that differs is found before an array is read.
         stored = self.describe(step)
-        check_shardings(abstract_groups)
-        check_match(stored, abstract_groups, self.directory)
-        wanted = {name: dict(group) for name, group in abstract_groups.items() if group}
+        check_shardings(wanted)
+        check_match(stored, wanted, self.directory)
+        groups = {name: dict(group) for name, group in wanted.items() if group}
         with self._reading(step):
-            return stored, load(f"{self.directory}/{step}", wanted)
+            return stored, load(f"{self.directory}/{step}", groups)
 
     def _reading(self, step: int) -> contextlib.AbstractContextManager[None]:
         return reading(f"checkpoint {step} in '{self.directory}'", self.steps)
 
-    def quarantine(self, step: int) -> str:
-        """Renames a corrupt step so that it is not read again.
+    def restore_newest(
+        self, wanted: AbstractGroups
+    ) -> tuple[Restored, list[str]] | None:
+        """Restores the latest step; or the latest intact one, if the options say so.
 
         Returns:
-            Its new path.
+            As `restore`, and a line for each corrupt step, now in quarantine; ``None``
+            if the directory holds no step.
+
+        Raises:
+            CheckpointError: If it does, but ``resume=False``: a fresh run would write
+                into the directory of another.
+            CheckpointDamagedError: If the latest step is corrupt and ``on_damage`` is
+                ``"error"``, or no step is intact.
+            CheckpointMismatchError: If an array differs, before any is read: that is no
+                corruption.
+            DisagreementError: If the processes see different steps.
         """
+        self._check_same_steps()
+        corrupt, problems = self.corrupt_steps, dict[int, str]()
+        if not self.steps and not corrupt:
+            return None
+        if not self.options.resume:
+            raise CheckpointError(
+                f"'{self.directory}' holds checkpoints of steps {self.steps}, but "
+                "resume=False asks for a fresh run. Choose another directory, remove "
+                "this one, or leave resume=True."
+            )
+        # Read twice before it is moved: a network disk may have given a torn file once.
+        num_tries = 1 if self.options.on_damage == "error" else 2
+        for step in sorted([*corrupt, *self.steps], reverse=True):
+            if step in corrupt:
+                where = f"Checkpoint {step} in '{self.directory}'"
+                problems[step] = f"{where} {corrupt[step]}."
+            for _ in range(0 if step in corrupt else num_tries):
+                # The same on all processes without another exchange: `restore` raises
+                # on all what one cannot read, and compares checksums of all.
+                try:
+                    found = self.restore(wanted, step)
+                except CheckpointReadError as error:
+                    problems[step] = str(error)
+                    continue
+                problems.pop(step, None)
+                # Only now: as long as no step is known to be intact, nothing is moved.
+                return found, [
+                    f"{problem}\nStep {bad} is in quarantine as "
+                    f"'{self._quarantine(bad)}'; the run goes on from step {step}."
+                    for bad, problem in problems.items()
+                ]
+            if self.options.on_damage == "error":
+                break
+        others = sorted(set(self.steps) - problems.keys())
+        way_out = (
+            f"Other steps: {others}. Checkpoint(..., on_damage='previous') quarantines "
+            "the damaged one and resumes from the newest of them that is intact."
+            if others
+            else "No step in the directory is intact. Choose another directory to "
+            "start afresh."
+        )
+        raise CheckpointDamagedError("\n".join([*problems.values(), way_out]))
+
+    def _quarantine(self, step: int) -> str:
+        """Renames a corrupt step so that it is not read again; returns its new path."""
         # Renamed by one process; the others list the directory once it is done.
         path = quarantine(self.directory, step) if jax.process_index() == 0 else ""
         path = allgather_object(f"quarantine step {step}", path)[0]
         self.orbax.reload()
         return path
 
+    def _check_same_steps(self) -> None:
+        # They would wait for one another, or take parts of two steps for corruption.
+        mine = [self.steps, sorted(self.corrupt_steps)]
+        seen = allgather_object("steps in the directory", mine)
+        spelt = [
+            f"{intact}" + f" (and {corrupt}, which are corrupt)" * bool(corrupt)
+            for intact, corrupt in seen
+        ]
+        for process, theirs in enumerate(spelt):
+            if theirs != spelt[0]:
+                raise DisagreementError(
+                    f"Processes 0 and {process} see different checkpoints in "
+                    f"'{self.directory}': steps {spelt[0]} and {theirs}. Give a "
+                    "directory that all machines share; if it is one, its listing was "
+                    "late: start again."
+                )
+
     def close(self) -> None:
         """Closes the directory, after any save in progress."""
         self.orbax.close()
-
-
-def _on_all_processes(read: Callable[[], T]) -> T:
-    """Returns what ``read`` does, or raises on all processes if it fails on one.
-
-    ``read`` waits for no other process, so that all of them come to the exchange.
-    """
-    found: list[T] = []
-    problem = ""
-    try:
-        found.append(read())
-    except CheckpointReadError as error:
-        if jax.process_count() == 1:
-            raise  # with its cause
-        problem = str(error)
-    problems = allgather_object("read checkpoint", problem)
-    bad = [f"On process {i}: {text}" for i, text in enumerate(problems) if text]
-    if bad:
-        raise CheckpointReadError("\n".join(bad))
-    return found[0]

@@ -14,12 +14,6 @@ from typing import Any
 
 import jax
 
-from nnx_parallel.checkpoint.recovery import (
-    check_ahead,
-    check_options,
-    check_state,
-    resume,
-)
 from nnx_parallel.data.batches import BatchAgreement, copy_if_writeable
 from nnx_parallel.data.prefetch import PrefetchIterator, check_data
 from nnx_parallel.distributed.agreement import allgather_object
@@ -183,13 +177,13 @@ class Loop:
         run, checkpoints, logger = self.run, self.run.checkpoints, self._logger
         abstract = self.programs.plan.abstract
         # Before any collective of a checkpoint, which all processes must make alike.
-        check_options(checkpoints)
-        found = resume(checkpoints, abstract) if run.is_fresh else None
+        checkpoints.check_options()
+        found = checkpoints.resume(abstract) if run.is_fresh else None
         resumed = run.resume(*found) if found else None
-        check_ahead(checkpoints, run.step)
+        checkpoints.check_ahead(run.step)
         if run.step < self.num_steps:
             # A save that must fail fails here, not after hours of training.
-            check_state(checkpoints, abstract)
+            checkpoints.check_state(abstract)
         if self.settings.fast_dev_run:
             self.num_steps = min(self.num_steps, run.step + 2)
             if self.eval_data is not None:

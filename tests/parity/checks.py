@@ -5,7 +5,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel import TrainState
-from nnx_parallel.checkpoint.train_state import to_groups
+from nnx_parallel.checkpoint.contents import to_groups
 from nnx_parallel.visualize.describe import Description
 from tests.parity.models import Arrays
 from tests.parity.runs import Run
