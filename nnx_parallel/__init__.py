@@ -17,8 +17,12 @@ from nnx_parallel.collectives.matmul import (
 from nnx_parallel.distributed.initialize import initialize
 from nnx_parallel.distributed.runtime import print_once
 from nnx_parallel.loggers.console import ConsoleLogger
-from nnx_parallel.loggers.logger import JSONLinesLogger, Logger
-from nnx_parallel.loggers.services import TensorBoardLogger, WandbLogger
+from nnx_parallel.loggers.logger import (
+    JSONLinesLogger,
+    Logger,
+    TensorBoardLogger,
+    WandbLogger,
+)
 from nnx_parallel.mesh import make_mesh, simulate_devices
 from nnx_parallel.metrics import Mean
 from nnx_parallel.precision import Precision, cast_floating

@@ -6,8 +6,6 @@ sums moves to the host, and the host adds: exact integers, for which neither lay
 order matters. One changed element always changes it; other changes escape once in
 2**32. Orbax itself checks no values: of 36 single flipped bits in the files of a
 checkpoint, 33 were restored as wrong weights without an error (Orbax 0.12.8).
-
-On disk they keep the name of the first release, ``fingerprints``.
 """
 
 from __future__ import annotations
@@ -132,25 +130,19 @@ def _counted_devices(x: jax.Array) -> set[int]:
 @lru_cache(maxsize=4096)
 def _hash_shards(mesh: Mesh, spec: P) -> Any:
     """A compiled function from a global array to the hash of each device's shard."""
+    out = P(*mesh.axis_names)  # one element on each device, in the shape of the mesh
 
+    # Replicas have equal hashes but are not summed, which `check_vma` cannot know.
+    @jax.jit
+    @partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=out, check_vma=False)
     def hash_shard(shard: jax.Array) -> jax.Array:
         dims = []
         for axes, size in zip(dim_axes(spec, shard.ndim), shard.shape, strict=True):
             start = jax.lax.axis_index(axes).astype(jnp.uint32) * jnp.uint32(size)
             dims.append((start, size * math.prod(mesh.shape[axis] for axis in axes)))
-        return _hash(shard, dims).reshape((1,) * len(mesh.shape))  # one dim a mesh axis
+        return _hash(shard, dims).reshape((1,) * len(mesh.shape))
 
-    # Out: one element on each device, in the shape of the mesh. Replicas have equal
-    # hashes but are not summed, which `check_vma` cannot know.
-    return jax.jit(
-        jax.shard_map(
-            hash_shard,
-            mesh=mesh,
-            in_specs=spec,
-            out_specs=P(*mesh.axis_names),
-            check_vma=False,
-        )
-    )
+    return hash_shard
 
 
 @lru_cache(maxsize=64)
@@ -171,12 +163,10 @@ def _hash(x: jax.Array, dims: list[tuple[jax.Array, int]]) -> jax.Array:
     ``dims`` are the shard's start in each global dim, and that dim's size.
     """
     words = _words(x)
-    word_dims = words.shape[x.ndim :]  # of types wider than 32 bits
-    dims = [*dims, *((jnp.uint32(0), size) for size in word_dims)]
-    index = jnp.zeros(words.shape, jnp.uint32)
-    stride = 1
-    for dim in reversed(range(words.ndim)):
-        start, size = dims[dim]
+    # Types wider than 32 bits have one more dim.
+    dims += [(jnp.uint32(0), size) for size in words.shape[x.ndim :]]
+    index, stride = jnp.zeros(words.shape, jnp.uint32), 1
+    for dim, (start, size) in reversed([*enumerate(dims)]):
         position = jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim) + start
         index += position * jnp.uint32(stride % 2**32)
         stride *= size
@@ -215,10 +205,8 @@ def _data(x: jax.Array) -> jax.Array:
     return jax.random.key_data(x) if is_key else x
 
 
-PART = "fingerprints"
-"""Name on disk of the checksums' part of a checkpoint, next to the groups of arrays."""
-
-_FILE = "fingerprints.json"
+PART, _FILE = "fingerprints", "fingerprints.json"
+"""Names on disk, of the first release: the part next to the groups, and its file."""
 
 
 @dataclass(frozen=True)
@@ -280,9 +268,7 @@ class ChecksumHandler(ocp.handlers.CheckpointableHandler[PendingChecksums, None]
 def read_checksums(step_directory: str, header_digest: str) -> Checksums:
     """The checksums that were saved with a header, read without Orbax.
 
-    Raises:
-        OSError: If the file cannot be read.
-        ValueError: If it is not the file that was saved.
+    Raises ``OSError`` if that fails, ``ValueError`` if they are not those.
     """
     text = (ocp.path.Path(step_directory) / PART / _FILE).read_text()
     content = json.loads(text)

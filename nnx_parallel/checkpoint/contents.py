@@ -1,9 +1,8 @@
 """Contents of a checkpoint: groups of arrays and a header, and how they may differ.
 
-Orbax refuses empty groups, and shows random keys as their ``uint32`` words; so a header
-records which groups are empty and which arrays are keys, together with the user's
-metadata. It goes to disk as Orbax's ``custom_metadata``, which is JSON; a dict saved as
-a part of its own would become a tree of arrays.
+A header records what Orbax refuses or hides (empty groups, random keys) and the user's
+metadata, as Orbax's ``custom_metadata``, which is JSON: a dict saved as a part of its
+own would become a tree of arrays.
 """
 
 from __future__ import annotations
@@ -51,12 +50,8 @@ class StoredCheckpoint:
 
 # On disk the layout depends on no strategy. All arrays of the model are one group,
 # whichever of them this run trains, so that a run which trains others finds them.
-_GROUPS = {
-    "params": "model",
-    "variables": "model",
-    "opt_state": "optimizer",
-    "ema": "ema",
-}
+_MODEL = dict.fromkeys(("params", "variables"), "model")
+_GROUPS = _MODEL | {"opt_state": "optimizer", "ema": "ema"}
 """Group of each field of a state; the other fields are ``progress``."""
 
 
@@ -84,8 +79,11 @@ def _place(keys: tuple[Any, ...]) -> tuple[str, str]:
     return (group, path_of(keys[1:])) if group else ("progress", path_of(keys))
 
 
-def check_groups(groups: Groups) -> None:
-    """Raises ``CheckpointError`` unless every leaf is an array that can be saved."""
+def check_groups(groups: Groups | AbstractGroups, kind: type = jax.Array) -> None:
+    """Raises ``CheckpointError`` unless every leaf is an array that can be saved.
+
+    ``kind`` is ``jax.ShapeDtypeStruct`` for groups of a state that does not exist yet.
+    """
     if not any(groups.values()):
         raise CheckpointError("Nothing to save: no group holds an array.")
     for name, group in groups.items():
@@ -95,26 +93,18 @@ def check_groups(groups: Groups) -> None:
                 f"identifier other than {', '.join(map(repr, _RESERVED))}."
             )
         for path, array in group.items():
-            if not isinstance(array, jax.Array):
+            if not isinstance(array, kind):
                 problem = f"found {type(array).__name__}; only jax.Array can be saved."
-            elif array.is_deleted():
+            elif isinstance(array, jax.Array) and array.is_deleted():
                 problem = "it was donated. Save what the step returned, not its input."
+            elif 0 in array.shape:
+                # Orbax refuses it in mid-save (library-notes.md, "Orbax: contents").
+                problem = (
+                    f"its shape {array.shape} holds no value. Leave empty arrays out."
+                )
             else:
                 continue
             raise CheckpointError(f"Cannot save `{path}` of group {name!r}: {problem}")
-    check_shapes(groups)
-
-
-def check_shapes(groups: Groups | AbstractGroups) -> None:
-    """Raises ``CheckpointError`` if an array is empty: Orbax refuses it in mid-save."""
-    for name, group in groups.items():
-        for path, array in group.items():
-            # docs/library-notes.md, "Orbax: contents"
-            if 0 in array.shape:
-                raise CheckpointError(
-                    f"Cannot save `{path}` of group {name!r}: its shape {array.shape} "
-                    "holds no value. Leave empty arrays out."
-                )
 
 
 def check_shardings(groups: AbstractGroups) -> None:

@@ -16,7 +16,6 @@ from nnx_parallel.checkpoint.checksum import PART, PendingChecksums, start_check
 from nnx_parallel.checkpoint.contents import (
     Groups,
     check_groups,
-    check_shapes,
     from_groups,
     make_header,
     to_groups,
@@ -280,10 +279,10 @@ class CheckpointManager:
         if self._save is None:
             return
         with self._reporting_failures():
-            if self._save.has_failed:
+            if self._save.error is not None:
                 self._join_save()
             else:
-                self._save.check_own_part()
+                self._save.check()
 
     def _join_save(self) -> None:
         save, opened = self._save, self._opened
@@ -291,11 +290,11 @@ class CheckpointManager:
             return
         save.join(patiently=opened.options.on_save_error == "warn")
         self._save = None
-        if save.has_failed:
+        if save.error is not None:
             with contextlib.suppress(Exception):
                 opened.orbax.wait()  # Orbax raises a failure once in each thread
             opened.reload()  # Orbax forgot the steps it would have deleted
-            save.check_whole()
+            save.check()
 
     @contextlib.contextmanager
     def _reporting_failures(self) -> Iterator[None]:
@@ -377,7 +376,7 @@ class CheckpointManager:
             CheckpointDirectoryError: If it does not fit on the disk.
         """
         if self.directory is not None:
-            check_shapes(to_groups(abstract))
+            check_groups(to_groups(abstract), jax.ShapeDtypeStruct)
             arrays = jax.tree.leaves(abstract)
             needed = sum(array_bytes(x.shape, x.dtype) for x in arrays)
             check_space(self.directory, needed)

@@ -1,7 +1,7 @@
 """Where checkpoints go, how often, and which are kept; checks of their directory.
 
-A URL (``gs://...``) is mostly left to Orbax: an object store has no free space to ask
-for, and no file to create and delete for a trial.
+An object store (``gs://...``) has no free space to ask for and no file to try: most of
+it is left to Orbax.
 """
 
 from __future__ import annotations

@@ -206,8 +206,6 @@ def describe_group(directory: str, group: str) -> Any:
 
 
 _LOGGER = logging.getLogger("absl")
-_WRITER = "async_save"
-"""Name of the thread in which Orbax writes, and logs why it failed."""
 
 
 def save_error(step: int, directory: str, error: BaseException) -> CheckpointSaveError:
@@ -226,13 +224,16 @@ class AsyncSave(logging.Handler):
     reach is also in https://github.com/google/orbax/issues/2934). But the process that
     fails logs its error at once, from the thread that writes. Create this object before
     the save starts: the error may be logged before Orbax returns.
+
+    Attributes:
+        error: With which the save has ended on all processes, or ``None``.
     """
 
     def __init__(self, step: int, directory: str) -> None:
         super().__init__(logging.ERROR)
         self._step, self._directory = step, directory
+        self.error: BaseException | None = None
         self._logged: Exception | None = None
-        self._error: BaseException | None = None
         self._has_ended = threading.Event()
         self._is_reported = False
         _LOGGER.addHandler(self)
@@ -240,8 +241,8 @@ class AsyncSave(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Keeps the error that Orbax's writing thread logs."""
         error = record.exc_info and record.exc_info[1]
-        # Other threads, and other libraries, log here too.
-        if record.threadName == _WRITER and isinstance(error, Exception):
+        # In a thread of this name; other threads, and other libraries, log here too.
+        if record.threadName == "async_save" and isinstance(error, Exception):
             self._logged = error
 
     def follow(self, response: ocp.AsyncResponse[bool]) -> None:
@@ -251,7 +252,7 @@ class AsyncSave(logging.Handler):
             try:
                 response.result()
             except BaseException as error:  # whatever ended Orbax's thread
-                self._error = error
+                self.error = error
             finally:
                 self.end()
 
@@ -268,29 +269,18 @@ class AsyncSave(logging.Handler):
         _LOGGER.removeHandler(self)
         self._has_ended.set()
 
-    @property
-    def has_failed(self) -> bool:
-        """True if the save has ended on all processes, with an error."""
-        return self._error is not None
-
     def join(self, *, patiently: bool) -> None:
-        """Waits until the save has ended; unless ``patiently``, as `check_own_part`."""
+        """Waits until the save has ended; calls `check` meanwhile or ``patiently``."""
         # In turns: a failure of this process is logged while Orbax's barrier waits.
         while not self._has_ended.wait(0.5):
             if not patiently:
-                self.check_own_part()
+                self.check()
 
-    def check_own_part(self) -> None:
-        """Raises the error of this process, once, while the others wait for it."""
-        # A single process waits for no other: its save ends, and `check_whole` reports.
-        if jax.process_count() > 1:
-            self._raise_once(self._logged)
-
-    def check_whole(self) -> None:
-        """Raises the error with which the save has ended, unless it has been raised."""
-        self._raise_once(self._error)
-
-    def _raise_once(self, error: BaseException | None) -> None:
+    def check(self) -> None:
+        """Raises ``error``, or that of this process while others wait for it, once."""
+        # A single process waits for no other: its save ends with an error.
+        logged = self._logged if jax.process_count() > 1 else None
+        error = self.error or logged
         if error is not None and not self._is_reported:
             self._is_reported = True
             raise save_error(self._step, self._directory, error) from error
@@ -325,9 +315,6 @@ _TRANSIENT = re.compile(
     r"\b(RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED"
     r"|EIO|ESTALE|EACCES|EMFILE|ENFILE|ENOMEM|ETIMEDOUT)\b"
 )
-
-_SPARE_FILES = 64
-"""File handles that a healthy process could still open."""
 
 
 def root_cause(error: BaseException) -> str:
@@ -388,7 +375,7 @@ def _are_files_short() -> bool:
     ``EMFILE``.
     """
     with contextlib.ExitStack() as opened:
-        for _ in range(_SPARE_FILES):
+        for _ in range(64):  # as many as a healthy process could still open
             try:
                 opened.callback(os.close, os.open(os.devnull, os.O_RDONLY))
             except OSError:

@@ -133,20 +133,17 @@ class SavedSteps:
             found = max(steps, default=None)
         if found in steps:
             return found
-        if step is None:
-            problem = f"No checkpoint in '{self.directory}'. Save one first."
-        elif step == "best":
-            problem = (
-                f"No best checkpoint in '{self.directory}': none was saved with the "
-                f"metric of Checkpoint(keep_best=...). Saved steps: {steps}."
-            )
-        else:
-            problem = (
-                f"No checkpoint for step {step} in '{self.directory}'. Saved steps: "
-                f"{steps}. Pass step=None for the latest, or resume=False to start "
-                "from step 0."
-            )
-        raise CheckpointNotFoundError(problem)
+        where = f"in '{self.directory}'"
+        problems: dict[int | str | None, str] = {
+            None: f"No checkpoint {where}. Save one first.",
+            "best": f"No best checkpoint {where}: none was saved with the metric of "
+            f"Checkpoint(keep_best=...). Saved steps: {steps}.",
+        }
+        other = (
+            f"No checkpoint for step {step} {where}. Saved steps: {steps}. Pass "
+            "step=None for the latest, or resume=False to start from step 0."
+        )
+        raise CheckpointNotFoundError(problems.get(step, other))
 
     def describe(self, step: int | None = None) -> StoredCheckpoint:
         """Returns the contents of a checkpoint; reads no arrays.
@@ -197,36 +194,30 @@ class SavedSteps:
                 `describe`. Corruption that one process finds is an error on all.
         """
         step = self.find(step)
-        problem, loaded = "", None
+        problem, stored, read = "", None, dict[str, Any]()
         try:
-            loaded = self._load(wanted, step)
+            # All that differs is found before an array is read.
+            stored = self.describe(step)
+            check_shardings(wanted)
+            check_match(stored, wanted, self.directory)
+            groups = {name: dict(group) for name, group in wanted.items() if group}
+            with self._reading(step):
+                read = load(f"{self.directory}/{step}", groups)
         except CheckpointReadError as error:
             if jax.process_count() == 1:
                 raise  # with its cause
             problem = str(error)
-        # `_load` waits for no other process, so that all of them come to this exchange.
+        # Nothing above waits for other processes, so that all come to this exchange.
         problems = allgather_object("read checkpoint", problem)
         bad = [f"On process {i}: {text}" for i, text in enumerate(problems) if text]
-        if bad or loaded is None:
+        if bad or stored is None:
             raise CheckpointReadError("\n".join(bad))
-        stored, read = loaded
         where = f"Checkpoint {step} in '{self.directory}'"
         with reading(where):
             # After the exchange: this gathers the sums of all processes' shards.
             check_checksums(stored, read, where)
         # Empty groups were not read, and belong to what was asked for.
         return {name: read.get(name, {}) for name in wanted}, stored.meta
-
-    def _load(
-        self, wanted: AbstractGroups, step: int
-    ) -> tuple[StoredCheckpoint, dict[str, Any]]:
-        # All that differs is found before an array is read.
-        stored = self.describe(step)
-        check_shardings(wanted)
-        check_match(stored, wanted, self.directory)
-        groups = {name: dict(group) for name, group in wanted.items() if group}
-        with self._reading(step):
-            return stored, load(f"{self.directory}/{step}", groups)
 
     def _reading(self, step: int) -> contextlib.AbstractContextManager[None]:
         return reading(f"checkpoint {step} in '{self.directory}'", self.steps)
