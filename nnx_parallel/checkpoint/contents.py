@@ -107,19 +107,6 @@ def check_groups(groups: Groups | AbstractGroups, kind: type = jax.Array) -> Non
             raise CheckpointError(f"Cannot save `{path}` of group {name!r}: {problem}")
 
 
-def check_shardings(groups: AbstractGroups) -> None:
-    """Raises ``CheckpointError`` if an array has no sharding."""
-    for name, group in groups.items():
-        for path, array in group.items():
-            # Orbax would restore the saved layout silently.
-            if getattr(array, "sharding", None) is None:
-                raise CheckpointError(
-                    f"Cannot restore `{path}` of group {name!r}: it has no sharding. "
-                    "Give every array a jax.ShapeDtypeStruct with sharding=...; else "
-                    "it would live where it did when it was saved."
-                )
-
-
 def make_header(
     groups: Groups, meta: Mapping[str, Any], metrics: Mapping[str, float]
 ) -> dict[str, Any]:
@@ -225,13 +212,22 @@ def check_match(
 ) -> None:
     """Compares the arrays asked for with those of a checkpoint in ``directory``.
 
-    Orbax by itself casts another dtype silently, and names no array whose shape
-    differs.
+    Orbax by itself takes the saved layout or casts another dtype silently, and names no
+    array whose shape differs.
 
     Raises:
+        CheckpointError: If an array is asked for without a sharding.
         CheckpointMismatchError: With one line for each array that differs in path,
             shape or dtype.
     """
+    for name, group in wanted.items():
+        for path, array in group.items():
+            if getattr(array, "sharding", None) is None:
+                raise CheckpointError(
+                    f"Cannot restore `{path}` of group {name!r}: it has no sharding. "
+                    "Give every array a jax.ShapeDtypeStruct with sharding=...; else "
+                    "it would live where it did when it was saved."
+                )
     lines = [
         f"{name}: {line}"
         for name, group in wanted.items()

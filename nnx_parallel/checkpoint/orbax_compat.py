@@ -131,13 +131,8 @@ class StepNames:
 
 
 def open_directory(
-    options: Checkpoint,
-    *,
-    names: StepNames,
-    preemption: PreemptionPolicy,
-    metrics: Mapping[int, Metrics],
-    cleanup: bool,
-) -> ocp.training.Checkpointer:
+    options: Checkpoint, metrics: Mapping[int, Metrics], *, cleanup: bool
+) -> tuple[ocp.training.Checkpointer, StepNames, PreemptionPolicy]:
     """Opens a directory with Orbax, to save and keep steps as the options say.
 
     ``metrics`` are those of the saved steps, which the caller keeps up to date;
@@ -160,13 +155,14 @@ def open_directory(
     directory = str(options.directory)
     context.async_options.create_directories_asynchronously = not is_url(directory)
     # The preemption comes first: `AnySavePolicy` asks none after the first yes.
-    every = _SAVE.FixedIntervalPolicy(options.every)
+    preemption, every = PreemptionPolicy(), _SAVE.FixedIntervalPolicy(options.every)
     when: Any = _SAVE.AnySavePolicy([preemption, every])
     kept = [_KEEP.LatestN(options.keep_last), BestPolicy(options, metrics)]
     if options.keep_every is not None:
         kept.append(_KEEP.EveryNSteps(options.keep_every))
     which: Any = _KEEP.AnyPreservationPolicy(kept)
-    return ocp.training.Checkpointer(
+    names = StepNames()
+    orbax = ocp.training.Checkpointer(
         directory,
         context=context,
         save_decision_policy=when,
@@ -174,6 +170,7 @@ def open_directory(
         step_name_format=names,
         cleanup_tmp_directories=cleanup,  # not Orbax's default: the bytes would stay
     )
+    return orbax, names, preemption
 
 
 def load(path: str, wanted: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -197,12 +194,9 @@ def describe_group(directory: str, group: str) -> Any:
     Describing a whole step, Orbax takes any error for "no metadata": a bad moment too.
     """
     path = ocp.path.Path(directory) / group
-
-    async def describe() -> Any:
-        return await ocp.handlers.PyTreeHandler().metadata(path)
-
     with ThreadPoolExecutor(1) as pool:  # the caller may have an event loop of its own
-        return pool.submit(asyncio.run, describe()).result()
+        handler = ocp.handlers.PyTreeHandler
+        return pool.submit(lambda: asyncio.run(handler().metadata(path))).result()
 
 
 _LOGGER = logging.getLogger("absl")

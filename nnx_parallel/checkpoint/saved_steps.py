@@ -14,7 +14,6 @@ from nnx_parallel.checkpoint.contents import (
     check_checksums,
     check_header,
     check_match,
-    check_shardings,
     read_stored,
 )
 from nnx_parallel.checkpoint.options import (
@@ -25,8 +24,6 @@ from nnx_parallel.checkpoint.options import (
     quarantine,
 )
 from nnx_parallel.checkpoint.orbax_compat import (
-    PreemptionPolicy,
-    StepNames,
     describe_group,
     load,
     open_directory,
@@ -69,20 +66,14 @@ class SavedSteps:
     def __init__(self, options: Checkpoint, *, read_only: bool = False) -> None:
         self.options = options
         self.directory = str(options.directory)
-        self.preemption = PreemptionPolicy()
         self.known_metrics: dict[int, Metrics] = {}
-        self._names = StepNames()
         self._is_stale = False  # the listing, against the directory
         # Tried first: where Orbax cannot make a step's directory, its writers wait
         # for 5 minutes (docs/library-notes.md, "Orbax: directories").
         check_directory(self.directory, read_only=read_only)
         with reading(f"the steps in '{self.directory}'"):
-            self.orbax = open_directory(
-                options,
-                names=self._names,
-                preemption=self.preemption,
-                metrics=self.known_metrics,
-                cleanup=not read_only,
+            self.orbax, self._names, self.preemption = open_directory(
+                options, self.known_metrics, cleanup=not read_only
             )
 
     @property
@@ -198,7 +189,6 @@ class SavedSteps:
         try:
             # All that differs is found before an array is read.
             stored = self.describe(step)
-            check_shardings(wanted)
             check_match(stored, wanted, self.directory)
             groups = {name: dict(group) for name, group in wanted.items() if group}
             with self._reading(step):
