@@ -24,9 +24,7 @@ from nnx_parallel.checkpoint import (
     checksum,
 )
 from nnx_parallel.checkpoint.checksum import PART, PendingChecksums, read_checksums
-from nnx_parallel.checkpoint.orbax_compat import (
-    open_directory,
-)
+from nnx_parallel.checkpoint.orbax_compat import open_directory
 from nnx_parallel.errors import (
     CheckpointDirectoryError,
     CheckpointError,

@@ -56,12 +56,8 @@ def start_checksums(
 ) -> Callable[[], Checksums]:
     """Starts the checksums on the devices; the arrays may be donated at once.
 
-    Args:
-        groups: Arrays by group and path.
-        name: Of the exchange between processes.
-
-    Returns:
-        A function that waits for the checksums, from any thread.
+    Returns a function that waits for the checksums, from any thread. ``name`` is that
+    of the exchange between processes.
     """
     arrays, structure = jax.tree.flatten({k: dict(x) for k, x in groups.items()})
     counted = [_counted_devices(x) for x in arrays]
@@ -85,11 +81,9 @@ def start_checksums(
 def start_hashes(arrays: Sequence[jax.Array]) -> Callable[[], list[dict[int, int]]]:
     """Starts the hash of each shard, of arrays on any meshes or on single devices.
 
-    Shards that hold the same part of an array have the same hash, of 32 bits.
-
-    Returns:
-        A function that waits for the hashes, from any thread: for each array those of
-        this process's shards, by their device's id.
+    Returns a function that waits for the hashes, from any thread: for each array those
+    of this process's shards, by their device's id. They have 32 bits, the same for all
+    shards that hold the same part of an array.
     """
     # All that `finish` uses: it keeps no array alive.
     found: list[dict[int, int]] = [{} for _ in arrays]
@@ -158,10 +152,7 @@ def _hash_whole(x: jax.Array) -> jax.Array:
 
 
 def _hash(x: jax.Array, dims: list[tuple[jax.Array, int]]) -> jax.Array:
-    """Sum of the hashes of a shard's elements.
-
-    ``dims`` are the shard's start in each global dim, and that dim's size.
-    """
+    """Sum of the hashes of a shard's elements; ``dims``: start, and global size."""
     words = _words(x)
     # Types wider than 32 bits have one more dim.
     dims += [(jnp.uint32(0), size) for size in words.shape[x.ndim :]]
@@ -211,13 +202,10 @@ PART, _FILE = "fingerprints", "fingerprints.json"
 
 @dataclass(frozen=True)
 class PendingChecksums:
-    """Checksums in progress, and the SHA-256 of the header that they belong to.
-
-    ``values`` waits for the devices and the other processes.
-    """
+    """Checksums in progress, and the SHA-256 of the header that they belong to."""
 
     header_digest: str
-    values: Callable[[], Checksums]
+    values: Callable[[], Checksums]  # waits for the devices and the other processes
 
 
 class ChecksumHandler(ocp.handlers.CheckpointableHandler[PendingChecksums, None]):

@@ -152,14 +152,10 @@ class CheckpointManager:
     ) -> None:
         """Saves a state under its step; its arrays may be donated once this returns.
 
-        Args:
-            state: The training state.
-            step: Updates done so far.
-            position: Of the data, as JSON can hold it.
-            metrics: Values at this step.
-            once: Do nothing if this object has saved or restored the step itself.
-            may_skip: Save nothing, with ``on_save_error="warn"``, while an earlier
-                save that failed on one of several processes has not been given up.
+        With ``once``, does nothing if this object has saved or restored the step. With
+        ``may_skip`` and ``on_save_error="warn"``, saves nothing while an earlier save
+        that failed on one of several processes has not been given up. The ``position``
+        of the data is what JSON can hold.
 
         Raises:
             CheckpointError: If another program has saved this step or a later one.

@@ -113,8 +113,10 @@ def quarantine(directory: str, step: int) -> str:
     base = ocp.path.Path(directory)
     # A step of one number may have been damaged, and saved once more, before.
     moved = base / f"damaged-{step}-{uuid.uuid4().hex[:8]}"
-    (base / str(step)).rename(moved)
-    return str(moved)
+    if jax.process_index() == 0:
+        (base / str(step)).rename(moved)
+    # The other processes go on, and list the directory, once it is done.
+    return allgather_object(f"quarantine step {step}", str(moved))[0]
 
 
 def is_url(path: str) -> bool:

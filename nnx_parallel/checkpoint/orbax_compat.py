@@ -290,11 +290,9 @@ class AsyncSave(logging.Handler):
 
 
 def wait_on_all_processes(save: AsyncSave | None) -> bool:
-    """Waits until a save has ended on all processes, or failed on one of them.
+    """Waits until a save has ended on all processes (True), or failed on one (False).
 
-    Returns:
-        True if it has ended on all, so that `AsyncSave.join` returns at once; False if
-        it has failed on one, so that it ends nowhere before Orbax gives it up.
+    After a failure on one it ends nowhere before Orbax gives it up.
     """
     states = ["running"]
     while "failed" not in states and set(states) != {"ended"}:
@@ -322,13 +320,9 @@ def root_cause(error: BaseException) -> str:
 def reading(where: str, steps: list[int] | None = None) -> Iterator[None]:
     """Names the cause of an error of Orbax's, and tells corruption from a bad moment.
 
-    Args:
-        where: The files that are read.
-        steps: The saved steps, if an error means that the files are corrupt; otherwise
-            it is raised as it is.
-
     Raises:
-        CheckpointReadError: If the files are corrupt.
+        CheckpointReadError: If the files, ``where``, are corrupt. Without ``steps``,
+            the saved ones, an error says nothing of them and is raised as it is.
         CheckpointUnavailableError: If they may be intact, and read well later.
     """
     try:
@@ -355,9 +349,8 @@ def is_transient(error: BaseException) -> bool:
     Memory or file handles used up, a disk or network that does not answer, a directory
     without permission.
     """
-    if isinstance(error, OSError | MemoryError) and not isinstance(error, _ABOUT_FILES):
-        return True
-    if _TRANSIENT.search(str(error)):
+    is_io = isinstance(error, OSError | MemoryError)
+    if (is_io and not isinstance(error, _ABOUT_FILES)) or _TRANSIENT.search(str(error)):
         return True
     return error.__cause__ is not None and is_transient(error.__cause__)
 

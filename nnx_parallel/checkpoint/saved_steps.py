@@ -256,11 +256,15 @@ class SavedSteps:
                     continue
                 problems.pop(step, None)
                 # Only now: as long as no step is known to be intact, nothing is moved.
-                return found, [
+                notes = [
                     f"{problem}\nStep {bad} is in quarantine as "
-                    f"'{self._quarantine(bad)}'; the run goes on from step {step}."
+                    f"'{quarantine(self.directory, bad)}'; the run goes on from step "
+                    f"{step}."
                     for bad, problem in problems.items()
                 ]
+                if notes:
+                    self.orbax.reload()
+                return found, notes
             if self.options.on_damage == "error":
                 break
         others = sorted(set(self.steps) - problems.keys())
@@ -272,14 +276,6 @@ class SavedSteps:
             "start afresh."
         )
         raise CheckpointDamagedError("\n".join([*problems.values(), way_out]))
-
-    def _quarantine(self, step: int) -> str:
-        """Renames a corrupt step so that it is not read again; returns its new path."""
-        # Renamed by one process; the others list the directory once it is done.
-        path = quarantine(self.directory, step) if jax.process_index() == 0 else ""
-        path = allgather_object(f"quarantine step {step}", path)[0]
-        self.orbax.reload()
-        return path
 
     def _check_same_steps(self) -> None:
         # They would wait for one another, or take parts of two steps for corruption.
