@@ -98,7 +98,7 @@ class CheckpointManager:
     def ranks_by_eval(self) -> bool:
         """True if the best checkpoint is the best by an evaluation."""
         best = self.options and self.options.keep_best
-        return bool(best) and best.startswith("eval_")
+        return (best or "").startswith("eval_")
 
     @property
     def saved(self) -> SavedSteps:
@@ -272,13 +272,11 @@ class CheckpointManager:
 
     def poll(self) -> None:
         """Reports a failure as `wait`, perhaps on one process alone; does not wait."""
-        if self._save is None:
-            return
         with self._reporting_failures():
-            if self._save.error is not None:
-                self._join_save()
-            else:
+            if self._save is not None and self._save.error is None:
                 self._save.check()
+            else:
+                self._join_save()
 
     def _join_save(self) -> None:
         save, opened = self._save, self._opened
