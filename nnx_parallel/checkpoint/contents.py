@@ -37,8 +37,8 @@ _RESERVED = ("metrics", PART)  # names of parts that are no groups
 class StoredCheckpoint:
     """The contents of one checkpoint, without its arrays.
 
-    ``groups`` are the global shape and dtype of each array, ``checksums`` its checksum,
-    by group and path; ``metrics`` are empty if none were saved.
+    ``groups`` are the global shape and dtype of each array by group and path;
+    ``metrics`` are empty if none were saved.
     """
 
     step: int
@@ -176,11 +176,7 @@ def check_header(header: Any) -> dict[str, Any]:
 def read_stored(
     step: int, header: dict[str, Any], found: dict[str, Any], checksums: Checksums
 ) -> StoredCheckpoint:
-    """Joins the header with Orbax's metadata of the arrays found in each group.
-
-    Raises:
-        ValueError: If arrays are missing or are not those of the header.
-    """
+    """Joins the header with Orbax's metadata of each group; ``ValueError`` if others."""
     groups = {}
     for name, size in header["sizes"].items():
         arrays, keys = found.get(name) or {}, header["keys"][name]

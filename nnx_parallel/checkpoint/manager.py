@@ -61,9 +61,8 @@ class CheckpointManager:
     Attributes:
         options: As given; a directory as a `Checkpoint`.
         description: As given.
-        directory: Where the checkpoints go: a path, or a URL such as ``gs://...``.
-        local_directory: The directory if it is a path of this machine: other files can
-            go there.
+        directory: A path, or a URL such as ``gs://...``.
+        local_directory: The directory if it is no URL: other files can go there.
         last_saved: The step that this object has saved or resumed from, which `save`
             need not save again.
 
@@ -104,9 +103,8 @@ class CheckpointManager:
     def saved(self) -> SavedSteps:
         """The checkpoints on disk, once the save in progress has ended.
 
-        Raises:
-            CheckpointNotFoundError: If the options are ``None``.
-            CheckpointSaveError: If the save in progress failed.
+        Raises ``CheckpointNotFoundError`` without options, ``CheckpointSaveError`` if
+        that save failed.
         """
         opened = self._open()
         self._join_save()
@@ -134,8 +132,8 @@ class CheckpointManager:
     def is_due(self, step: int) -> bool:
         """True if ``step`` is one to save: by ``every``, or before a preemption.
 
-        All processes call it once a step: jax announces a preemption (SIGTERM under
-        ``jax.distributed``) at a step on which all of them agree by these calls.
+        All processes call it once a step: by these calls they agree on the step at
+        which jax announces a preemption (SIGTERM under ``jax.distributed``).
         """
         is_writer = self.options is not None and not self._read_only
         return is_writer and self._open().orbax.should_save(step)
@@ -365,9 +363,8 @@ class CheckpointManager:
     def check_state(self, abstract: TrainState) -> None:
         """Checks that such a state can be saved, before the first step is trained.
 
-        Raises:
-            CheckpointError: If it holds an array without elements.
-            CheckpointDirectoryError: If it does not fit on the disk.
+        Raises ``CheckpointError`` if it holds an array without elements, and
+        ``CheckpointDirectoryError`` if it does not fit on the disk.
         """
         if self.directory is not None:
             check_groups(to_groups(abstract), jax.ShapeDtypeStruct)

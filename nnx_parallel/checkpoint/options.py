@@ -31,9 +31,8 @@ Metrics = Mapping[str, float]
 def check_directory(directory: str, *, read_only: bool) -> None:
     """Makes the directory and writes a file there; or checks that it can be read.
 
-    Raises:
-        CheckpointDirectoryError: If it cannot be made or written.
-        CheckpointNotFoundError: If ``read_only`` and it is not there.
+    Raises ``CheckpointDirectoryError`` or, with ``read_only``,
+    ``CheckpointNotFoundError``.
     """
     if is_url(directory):
         return

@@ -97,11 +97,7 @@ class StepNames:
         self.corrupt: dict[int, str] = {}
 
     def find_all(self, base_path: Any) -> Iterator[Any]:
-        """Yields the checkpoints.
-
-        Raises:
-            OSError: If their metadata cannot be read now.
-        """
+        """Yields the checkpoints; ``OSError`` if they cannot be read now."""
         self.corrupt = {}
         # A step of a local directory appears complete, by a rename, and is deleted file
         # by file. An object store may also be in the middle of writing one: there, what

@@ -113,10 +113,9 @@ class SavedSteps:
         return next(iter(best_steps(self.options, self.metrics())), None)
 
     def find(self, step: int | Literal["best"] | None) -> int:
-        """Returns a saved step: itself, the best by ``keep_best``, or the latest.
+        """Returns a saved step, or raises ``CheckpointNotFoundError``.
 
-        Raises:
-            CheckpointNotFoundError: If there is no such step.
+        ``"best"`` is the best by ``keep_best``, ``None`` the latest.
         """
         steps = self.steps
         found = self.best_step if step == "best" else step
@@ -137,10 +136,7 @@ class SavedSteps:
         raise CheckpointNotFoundError(problems.get(step, other))
 
     def describe(self, step: int | None = None) -> StoredCheckpoint:
-        """Returns the contents of a checkpoint; reads no arrays.
-
-        Args:
-            step: A saved step; ``None`` for the latest.
+        """Returns the contents of a step, or of the latest; reads no arrays.
 
         Raises:
             CheckpointNotFoundError: If there is no such step.
@@ -174,7 +170,7 @@ class SavedSteps:
         Args:
             wanted: Shape, dtype and sharding of each array, for all groups or some
                 (``{"params": ...}`` reads the weights alone).
-            step: A saved step; ``"best"`` by ``keep_best``; ``None`` for the latest.
+            step: As `find`.
 
         Raises:
             CheckpointError: If an array has no sharding.
