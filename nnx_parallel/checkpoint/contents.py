@@ -176,7 +176,7 @@ def check_header(header: Any) -> dict[str, Any]:
 def read_stored(
     step: int, header: dict[str, Any], found: dict[str, Any], checksums: Checksums
 ) -> StoredCheckpoint:
-    """Joins the header with Orbax's metadata of its groups, or raises ``ValueError``."""
+    """Joins header and Orbax's metadata of its groups, or raises ``ValueError``."""
     groups = {}
     for name, size in header["sizes"].items():
         arrays, keys = found.get(name) or {}, header["keys"][name]
