@@ -273,7 +273,7 @@ class AsyncSave(logging.Handler):
         error = self.error or logged
         if error is not None and not self._is_reported:
             self._is_reported = True
-            raise save_error(self._step, self._directory, error) from error
+            raise save_error(self._step, self._directory, error) from self.error
 
     def state(self) -> str:
         """``"ended"``, ``"failed"`` here while others wait, or ``"running"``.
