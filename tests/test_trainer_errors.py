@@ -21,6 +21,7 @@ from nnx_parallel import (
     Trainer,
     make_mesh,
 )
+from nnx_parallel.distributed import Watchdog
 from nnx_parallel.errors import (
     BatchShapeError,
     DataError,
@@ -222,3 +223,26 @@ def test_a_profile_writes_a_trace_of_its_steps(tmp_path: Path) -> None:
     operations = [event.get("args", {}).get("hlo_op") for event in events]
     runs = Counter(name for name in operations if name)
     assert min(runs.values()) >= 2 * 8, "both steps, on every device, to their end"
+
+
+def test_the_watchdog_outlives_the_trace_of_a_fit_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    stop_trace = jax.profiler.stop_trace
+
+    def note_stop() -> None:
+        events.append("trace")
+        stop_trace()
+
+    def fail(trainer: Trainer, step: int, metrics: Any) -> None:
+        raise RuntimeError("a hook that fails")
+
+    monkeypatch.setattr(jax.profiler, "stop_trace", note_stop)
+    monkeypatch.setattr(Watchdog, "disarm", lambda self: events.append("off"))
+    failing = Callback()
+    monkeypatch.setattr(failing, "on_step_end", fail)
+    trainer = make_trainer(callbacks=[failing], checkpoint=tmp_path, profile=(0, 9))
+    with pytest.raises(RuntimeError, match="a hook that fails"):
+        trainer.fit([make_batch()] * 9, 9)
+    assert events[:2] == ["trace", "off"]

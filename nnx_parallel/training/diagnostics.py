@@ -1,7 +1,7 @@
 """Checks before a run and during it, and errors that say what to change.
 
-Arguments; processes about to train apart; replicas that differ; a device without
-memory; numbers that are not finite.
+Every ``agree_on`` raises `DisagreementError` on all processes, with the process that
+differs, the field and both values.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
-import math
 import numbers
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from typing import Any, TypeGuard
 
 import jax
@@ -36,6 +36,7 @@ from nnx_parallel.errors import (
     ReplicaError,
 )
 from nnx_parallel.layers.loss import LabelRange
+from nnx_parallel.precision import array_bytes
 from nnx_parallel.sharding.names import (
     dotted,
     flatten_pure,
@@ -48,12 +49,7 @@ from nnx_parallel.state import StatePlan, TrainState
 
 
 def check_count(name: str, value: object, least: int, meaning: str) -> int:
-    """An argument that counts something, as Python's `int`.
-
-    Raises:
-        ValueError: If it is not an integer of at least ``least``; ``meaning``, of that
-            number, ends the message.
-    """
+    """A count as Python's `int`; else a `ValueError` with what ``least`` means."""
     if not _is_integer(value) or value < least:
         raise ValueError(
             f"{name}={value!r}. It must be an integer of at least {least}{meaning}."
@@ -63,10 +59,10 @@ def check_count(name: str, value: object, least: int, meaning: str) -> int:
 
 def check_seed(seed: object) -> int:
     """A seed as Python's `int`; a `ValueError` if it is no integer of 32 bits."""
-    if not _is_integer(seed) or not -(2**31) <= seed < 2**31:
+    least, most = -(2**31), 2**31 - 1
+    if not _is_integer(seed) or not least <= seed <= most:
         raise ValueError(
-            f"seed={seed!r}. It must be an integer of 32 bits: from {-(2**31)} to "
-            f"{2**31 - 1}."
+            f"seed={seed!r}. It must be an integer of 32 bits: from {least} to {most}."
         )
     return int(seed)
 
@@ -76,25 +72,18 @@ def _is_integer(value: object) -> TypeGuard[int]:
 
 
 def check_model(model: object, loss: Callable) -> None:
-    """Refuses a model that cannot be trained as it comes.
-
-    Raises:
-        ValueError: If its arrays were donated.
-        LossError: If the loss holds on to the model itself.
-    """
+    """Refuses a model whose arrays were donated, or that the loss holds on to."""
     if not isinstance(model, nnx.Module):
         return
     for path, variable in variables_of(model):
         # An array in no Variable is refused a moment later, with its remedy.
-        is_variable = isinstance(variable, nnx.Variable)
-        value = variable.get_value() if is_variable else variable
+        value = variable.get_value() if isinstance(variable, nnx.Variable) else variable
         if isinstance(value, jax.Array) and value.is_deleted():
             raise ValueError(
                 f"`{dotted(path)}` of the model was donated to a step, and is gone. "
                 "Take trainer.model anew after each step, or build a new model."
             )
-    held = [name for name, value in _held_by(loss) if value is model]
-    if held:
+    if held := [name for name, value in _held_by(loss) if value is model]:
         raise LossError(
             f"The loss uses the model as {held[0]!r} from outside, where it is not "
             "trained: its gradient would be 0. Use the model that it is given as its "
@@ -120,39 +109,25 @@ def _held_by(function: Callable) -> list[tuple[str, object]]:
 def agree_on_run(
     plan: StatePlan, loss: Callable, settings: dict[str, Any], step: int
 ) -> None:
-    """Checks that all processes are about to continue the same run from one step.
-
-    Raises:
-        DisagreementError: On all processes, if one differs in the plan, the loss or the
-            settings. It names the process, the field and both values.
-    """
+    """Checks that all processes are about to continue the same run from one step."""
     if jax.process_count() == 1:
         return
-    mesh = plan.layout.mesh
-    places = [f"{d.process_index}:{d.id}" for d in mesh.devices.flat]
-    arrays = jax.tree_util.tree_leaves_with_path(plan.abstract)
-    fields = {
-        # Another version may lower the same step to another program.
-        **{f"version of {name}": found for name, found in versions().items()},
-        **settings,
+    places = [f"{d.process_index}:{d.id}" for d in plan.layout.mesh.devices.flat]
+    # Another version may lower the same step to another program.
+    fields = {f"version of {name}": found for name, found in versions().items()}
+    fields |= settings | {
         "devices in the mesh's order": " ".join(places),
         "step to start from": step,
         "loss": hash_code(loss),
         "optimizer": str(jax.tree.structure(plan.abstract.opt_state)),
-        **{
-            path_of(path): f"{x.dtype}{list(x.shape)} {x.sharding.spec}"
-            for path, x in arrays
-        },
     }
+    for path, x in jax.tree_util.tree_leaves_with_path(plan.abstract):
+        fields[path_of(path)] = f"{x.dtype}{list(x.shape)} {x.sharding.spec}"
     check_consistent("run", fields)
 
 
 def agree_on_program(lowered: jax.stages.Lowered) -> None:
-    """Checks that all processes have lowered the same step.
-
-    Raises:
-        DisagreementError: On all processes, if not.
-    """
+    """Checks that all processes have lowered the same step."""
     if jax.process_count() == 1:
         return
     # Not the compiled one: processes that differ would deadlock while they compile
@@ -167,33 +142,21 @@ def agree_on_program(lowered: jax.stages.Lowered) -> None:
 def agree_on_batch(batch: Any) -> None:
     """Checks that all processes hold their parts of one global batch, placed.
 
-    Raises:
-        DisagreementError: On all processes, if not.
-
-    Warns:
-        UserWarning: If two processes gave the same rows as different parts.
+    Warns if two of them gave the same rows as different parts.
     """
     if jax.process_count() == 1:
         return
-    fields = {
-        f"batch{jax.tree_util.keystr(path)}": f"{x.dtype}{list(x.shape)} (global)"
-        for path, x in jax.tree_util.tree_leaves_with_path(batch)
-    }
-    check_consistent("first batch", fields)
-    _compare_rows(batch)
-
-
-def _compare_rows(batch: Any) -> None:
-    digest = hashlib.sha256()
-    rows: set[str] = set()
-    for x in jax.tree.leaves(batch):
+    fields, rows, digest = {}, set(), hashlib.sha256()
+    for path, x in jax.tree_util.tree_leaves_with_path(batch):
+        name = f"batch{jax.tree_util.keystr(path)}"
+        fields[name] = f"{x.dtype}{list(x.shape)} (global)"
         # In the order of rows: that of devices is another on each process.
         for shard in sorted(x.addressable_shards, key=lambda s: str(s.index)):
             rows.add(str(shard.index[:1]))
             digest.update(np.asarray(shard.data).tobytes())
-    found = allgather_object(
-        "rows of the first batch", [sorted(rows), digest.hexdigest()]
-    )
+    check_consistent("first batch", fields)
+    mine = [sorted(rows), digest.hexdigest()]
+    found = allgather_object("rows of the first batch", mine)
     for process, (part, value) in enumerate(found):
         for other, (other_part, other_value) in enumerate(found[:process]):
             if part == other_part and value != other_value:
@@ -215,31 +178,25 @@ def _compare_rows(batch: Any) -> None:
 def check_replicas(state: Any, step: int) -> None:
     """Checks that all devices that hold the same part of an array hold the same bits.
 
-    Each device hashes its shards; only the hashes are sent. All processes call it.
-
-    Raises:
-        ReplicaError: On all processes, if copies differ. It names the arrays and the
-            devices.
+    Each device hashes its shards; only the hashes are sent. All processes call it, and
+    all raise `ReplicaError`, with the arrays and the devices.
     """
-    leaves = [
-        (path_of(path), x)
-        for path, x in jax.tree_util.tree_leaves_with_path(state)
-        # Arrays on one device have no copies; other shardings are not compared.
-        if isinstance(x.sharding, NamedSharding)
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    # Arrays on one device have no copies; other shardings are not compared.
+    leaves = [leaf for leaf in leaves if isinstance(leaf[1].sharding, NamedSharding)]
+    found = start_hashes([x for _, x in leaves])()
+    mine = [
+        (
+            f"`{path_of(path)}`{[(s.start, s.stop) for s in shard.index]}",
+            f"{shard.device} (process {shard.device.process_index})",
+            hashes[shard.device.id],
+        )
+        for (path, x), hashes in zip(leaves, found, strict=True)
+        for shard in x.addressable_shards
     ]
-    hashes = start_hashes([x for _, x in leaves])()
-    mine = {
-        path: [
-            (_part(shard), _device(shard), found[shard.device.id]) for shard in shards
-        ]
-        for (path, x), found in zip(leaves, hashes, strict=True)
-        if (shards := x.addressable_shards)
-    }
-    copies: dict[str, dict[str, int]] = {}
-    for found in allgather_object("replicas", mine):
-        for path, shards in found.items():
-            for part, device, value in shards:
-                copies.setdefault(f"`{path}`{part}", {})[device] = value
+    copies: dict[str, dict[str, int]] = defaultdict(dict)
+    for place, device, value in chain(*allgather_object("replicas", mine)):
+        copies[place][device] = value
     # The same lines on all processes, so that all of them raise.
     lines = [
         f"{place}: {_odd_ones(hashes)}"
@@ -257,14 +214,6 @@ def check_replicas(state: Any, step: int) -> None:
         )
 
 
-def _part(shard: jax.Shard) -> str:
-    return str([(s.start, s.stop) for s in shard.index])
-
-
-def _device(shard: jax.Shard) -> str:
-    return f"{shard.device} (process {shard.device.process_index})"
-
-
 def _odd_ones(hashes: dict[str, int]) -> str:
     """The devices whose hash is not that of the majority."""
     common, count = Counter(hashes.values()).most_common(1)[0]
@@ -278,12 +227,9 @@ def _odd_ones(hashes: dict[str, int]) -> str:
 def explaining_memory(
     plan: StatePlan, num_microbatches: int, temporary_bytes: int | None
 ) -> Iterator[None]:
-    """Adds to an error of the allocator what occupies a device, and what would help.
+    """Turns an error of the allocator into a `DeviceMemoryError` with what would help.
 
     ``temporary_bytes`` are those of the compiled step on each device, if it is known.
-
-    Raises:
-        DeviceMemoryError: If a device has run out of memory.
     """
     try:
         yield
@@ -299,37 +245,31 @@ def explaining_memory(
 
 def _advice(plan: StatePlan, num_microbatches: int, temporary: int | None) -> str:
     state, num_devices = plan.abstract, plan.layout.mesh.size
-    params, optimizer = _shard_bytes(state.params), _shard_bytes(state.opt_state)
-    whole = sum(
-        x.size * x.dtype.itemsize
-        for x in jax.tree.leaves((state.params, state.opt_state))
+    trees = jax.tree.leaves(state.params), jax.tree.leaves(state.opt_state)
+    params, optimizer = (
+        sum(array_bytes(x.sharding.shard_shape(x.shape), x.dtype) for x in arrays)
+        for arrays in trees
     )
-    lines = [
+    whole = sum(array_bytes(x.shape, x.dtype) for x in chain(*trees))
+    text = (
         f"On each device: parameters {params:,} bytes, as many or more for gradients, "
-        f"optimizer state {optimizer:,} bytes."
-    ]
+        f"optimizer state {optimizer:,} bytes.\n"
+    )
+    half = ""
     if temporary is not None:
-        lines.append(f"Gradients and activations of the step: {temporary:,} bytes.")
-    half = "" if temporary is None else f", by up to {temporary // 2:,} bytes"
-    lines.append(
+        text += f"Gradients and activations of the step: {temporary:,} bytes.\n"
+        half = f", by up to {temporary // 2:,} bytes"
+    text += (
         f"Less for activations: num_microbatches={2 * num_microbatches}{half}; or "
         "remat='full'."
     )
     # FSDP leaves each device its share of the whole; replicas are what it saves.
-    saved = params + optimizer - whole // num_devices
-    if saved > 0:
-        lines.append(
-            f"Less for the state: strategy=FSDP() over {num_devices} devices, by "
+    if (saved := params + optimizer - whole // num_devices) > 0:
+        text += (
+            f"\nLess for the state: strategy=FSDP() over {num_devices} devices, by "
             f"{saved:,} bytes on each."
         )
-    return "\n".join(lines)
-
-
-def _shard_bytes(tree: Any) -> int:
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x in jax.tree.leaves(tree)
-    )
+    return text
 
 
 def explain_non_finite(
@@ -337,35 +277,28 @@ def explain_non_finite(
 ) -> str:
     """Arrays of the newest state that are not finite, or labels that explain them."""
     step = int(state.step)
-    way_back = (
-        "no checkpoint" if saved_step is None else f"a checkpoint of step {saved_step}"
-    )
-    kept = f"Nothing was saved from the bad step on; there is {way_back}."
+    saved = f"a checkpoint of step {saved_step}"
+    if saved_step is None:
+        saved = "no checkpoint"
+    kept = f"Nothing was saved from the bad step on; there is {saved}."
     # Before the arrays, which such labels have made what they are.
-    if wrong := [found for found in labels if not found.is_valid]:
-        found = wrong[0]
+    if found := next((found for found in labels if not found.is_valid), None):
         return (
             f"The first batch has labels from {found.lowest} to {found.highest}, but "
             f"the logits have {found.num_classes} classes: valid labels are 0 to "
             f"{found.num_classes - 1}. Give labels to leave out a weight of 0. {kept}"
         )
-    bad = _non_finite_arrays(state)
+    arrays = flatten_pure(state.params) | flatten_pure(state.variables)
+    floating = {path: x for path, x in arrays.items() if is_inexact(x)}
+    is_finite = jax.jit(partial(jax.tree.map, lambda x: jnp.isfinite(x).all()))
+    bad = [f"`{path}`" for path, ok in is_finite(floating).items() if not ok]
     if not bad:
         return (
             f"All arrays are finite at step {step}, the last one done. {kept} "
             "Look at the batch of the bad step, and at what the loss does with it."
         )
-    shown = ", ".join(f"`{path}`" for path in bad[:5])
     return (
-        f"Not finite at step {step}, the last one done: {shown} ({len(bad)} "
-        f"arrays). {kept} Lower the learning rate, clip with "
+        f"Not finite at step {step}, the last one done: {', '.join(bad[:5])} "
+        f"({len(bad)} arrays). {kept} Lower the learning rate, clip with "
         "optax.clip_by_global_norm, or look at the batches of these steps."
     )
-
-
-def _non_finite_arrays(state: TrainState) -> list[str]:
-    """Paths of the parameters and variables that hold a NaN or an infinity."""
-    arrays = flatten_pure(state.params) | flatten_pure(state.variables)
-    floating = {path: x for path, x in arrays.items() if is_inexact(x)}
-    is_finite = jax.jit(partial(jax.tree.map, lambda x: jnp.isfinite(x).all()))
-    return [path for path, ok in is_finite(floating).items() if not ok]

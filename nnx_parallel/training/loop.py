@@ -7,20 +7,20 @@ import copy
 import itertools
 import signal
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from nnx_parallel.data.batches import BatchAgreement, copy_if_writeable
+from nnx_parallel.data.position import is_one_shot
 from nnx_parallel.data.prefetch import PrefetchIterator, check_data
 from nnx_parallel.distributed.agreement import allgather_object
 from nnx_parallel.distributed.runtime import Termination, Watchdog
 from nnx_parallel.errors import CheckpointError, DataError, NonFiniteLossError
 from nnx_parallel.loggers.logger import Logger, LoggerGroup, default_loggers
-from nnx_parallel.training.callbacks import Callback
 from nnx_parallel.training.diagnostics import (
     agree_on_batch,
     agree_on_program,
@@ -31,9 +31,14 @@ from nnx_parallel.training.diagnostics import (
     explaining_memory,
 )
 from nnx_parallel.training.evaluation import Programs
-from nnx_parallel.training.profiling import Profile, Tracer
-from nnx_parallel.training.recorder import History, Recorder, Throughput
-from nnx_parallel.training.run_state import RunState, warn_of_one_shot
+from nnx_parallel.training.recorder import (
+    History,
+    Recorder,
+    Throughput,
+    Tracer,
+    Values,
+)
+from nnx_parallel.training.run_state import RunState
 from nnx_parallel.training.step import Batch
 
 SIGTERM = "SIGTERM, as a machine sends before it is taken away"
@@ -42,18 +47,41 @@ _STEPS_TO_FIRST_METRICS = 4
 """After so many steps the metrics of the first are known, which are 2 steps behind."""
 
 
+class Callback:
+    """Hooks of a fit; each does nothing by default. Subclass it and override some.
+
+    Metrics reach a hook when they have arrived from the devices, up to two steps after
+    the step itself. A hook ends the fit early with ``trainer.stop(reason)``.
+
+    Example:
+        >>> class StopBelow(Callback):
+        ...     def on_step_end(self, trainer, step, metrics):
+        ...         if metrics["loss"] < 0.1:
+        ...             trainer.stop("the loss is below 0.1")
+    """
+
+    # `trainer` is `Any`, since the Trainer's module imports this one.
+    def on_fit_start(self, trainer: Any) -> None:
+        """Before the first step, the state built or restored."""
+
+    def on_step_end(self, trainer: Any, step: int, metrics: Values) -> None:
+        """Once the metrics of a step are known."""
+
+    def on_eval_end(self, trainer: Any, step: int, metrics: Values) -> None:
+        """After each evaluation."""
+
+    def on_fit_end(self, trainer: Any, history: Mapping[str, Any]) -> None:
+        """After the last step, checkpoint included."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a fit runs: arguments of `Trainer`, which documents them.
-
-    Raises:
-        ValueError: If one of them means nothing; says which, and what is valid.
-    """
+    """How a fit runs: arguments of `Trainer`, which documents them, checked."""
 
     loggers: Sequence[Logger] | None
     callbacks: Sequence[Callback]
     log_every: int
-    profile: Profile | None
+    profile: tuple[int, int] | None
     fast_dev_run: bool
     overfit_batches: int
     step_timeout: float | None
@@ -66,6 +94,12 @@ class Settings:
             ("check_replicas_every", 0, "compares nothing"),
         ):
             check_count(name, getattr(self, name), least, f", which {meaning}")
+        start, stop = (0, 1) if self.profile is None else self.profile
+        if not 0 <= start < stop:
+            raise ValueError(
+                f"profile=({start}, {stop}) covers no step. Give 0 <= start < stop, "
+                "such as (10, 15)."
+            )
         if not isinstance(self.callbacks, Iterable):
             raise ValueError(
                 f"callbacks is a {type(self.callbacks).__name__}. It must be a list of "
@@ -76,23 +110,11 @@ class Settings:
         Watchdog(self.step_timeout)  # refuses a time that means nothing
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Loop:
-    """One fit.
+    """One fit, with the arguments and errors of `Trainer.fit`."""
 
-    Attributes:
-        trainer: The argument of callbacks.
-        settings: How the fit runs.
-        run: The run that it continues.
-        programs: The compiled step and evaluation.
-        data, num_steps, eval_data, eval_every: As `Trainer.fit` has them.
-
-    Raises:
-        ValueError: If ``num_steps`` or ``eval_every`` is no number of steps.
-        DataError: If data is no iterable of batches, or ``eval_data`` is an iterator.
-    """
-
-    trainer: Any
+    trainer: Any  # the argument of callbacks
     settings: Settings
     run: RunState
     programs: Programs
@@ -107,15 +129,13 @@ class Loop:
         self.num_steps = check_count("num_steps", self.num_steps, 0, rule)
         check_data(self.data)
         self._check_evaluation()
-        settings, checkpoints = self.settings, self.run.checkpoints
+        settings, directory = self.settings, self.run.checkpoints.local_directory
         loggers = settings.loggers
         if loggers is None or settings.fast_dev_run:
-            loggers = default_loggers(checkpoints.local_directory)
+            loggers = default_loggers(directory)
         self._logger = LoggerGroup(loggers)
-        self._recorder = Recorder(
-            self._logger, self._on_step_end, log_every=settings.log_every
-        )
-        self._tracer = Tracer(settings.profile, checkpoints.local_directory)
+        self._recorder = Recorder(self._logger, self._on_step_end, settings.log_every)
+        self._tracer = Tracer(settings.profile, directory)
         self._watchdog = Watchdog(settings.step_timeout)
         self._termination = Termination()
         self._agreed_stop: str | None = None
@@ -161,7 +181,11 @@ class Loop:
             for callback in self.settings.callbacks:
                 callback.on_fit_end(self.trainer, history)
         except NonFiniteLossError as error:
-            raise NonFiniteLossError(f"{error} {self._explain_non_finite()}") from None
+            labels = []
+            if self._first_batch is not None:
+                labels = self.programs.label_ranges(self.run.state, self._first_batch)
+            why = explain_non_finite(self.run.state, checkpoints.latest_step, labels)
+            raise NonFiniteLossError(f"{error} {why}") from None
         except BaseException:
             # The other processes may not be at the same place: nothing to wait for.
             checkpoints.abandon_if_shared()
@@ -188,9 +212,16 @@ class Loop:
             self.num_steps = min(self.num_steps, run.step + 2)
             if self.eval_data is not None:
                 self.eval_data = list(itertools.islice(self.eval_data, 1))
-        if checkpoints.options is not None and run.step == 0:
-            # A resumed run is warned where its batches are skipped.
-            warn_of_one_shot(self.data)
+        # A resumed run is warned where its batches are skipped.
+        if checkpoints.options and run.step == 0 and is_one_shot(self.data):
+            warnings.warn(
+                f"The run saves checkpoints, but its data is a one-shot iterator "
+                f"({type(self.data).__name__}), whose position cannot be saved: a "
+                "resumed run skips as many batches as were used, which is right only "
+                "if the iterator then starts at its beginning. Pass an object whose "
+                "`__iter__` starts again, or a Grain dataset.",
+                stacklevel=4,  # the call of `Trainer.fit`
+            )
         # From here on the processes' programs depend on what they agree on here.
         settings = checkpoints.description | {
             "num_steps": self.num_steps,
@@ -211,7 +242,10 @@ class Loop:
             logger.message(f"All {self.num_steps} steps are done: nothing to train.")
         # While `_termination` is open: a SIGTERM would cut the save short.
         checkpoints.wait()
-        self._settle_stop()
+        if not self._is_alone and self._agreed_stop is None:
+            # A request that came after the last batch, to any of them.
+            found = allgather_object("end of the fit", self._requested_stop())
+            self._agreed_stop = next((x for x in found if x is not None), None)
         if self._stop_reason is not None:
             logger.message(f"Stopped at step {run.step}: {self._stop_reason}")
         if self._stop_reason == SIGTERM:
@@ -220,6 +254,7 @@ class Loop:
     def _run_steps(self) -> None:
         run, recorder, checkpoints = self.run, self._recorder, self.run.checkpoints
         step = first_step = run.step
+        check_every = self.settings.check_replicas_every
         with (
             # Disarmed last: what hangs while the others close is ended too.
             contextlib.ExitStack() as stack,
@@ -251,7 +286,7 @@ class Loop:
                 self._termination.check()  # warns if another handler took its place
                 # A save that failed behind the steps is reported before the next one.
                 checkpoints.poll()
-                if self._is_due(step, self.settings.check_replicas_every):
+                if check_every and step % check_every == 0:
                     # Before the hooks below: none may save copies that differ.
                     check_replicas(run.state, step)
                 with self._explaining_memory():
@@ -305,21 +340,9 @@ class Loop:
         device = self.programs.plan.layout.mesh.local_devices[0]
         self._recorder.throughput = Throughput.of(compiled, batch, device)
 
-    def _explaining_memory(self) -> AbstractContextManager[None]:
-        return explaining_memory(
-            self.programs.plan,
-            self.programs.options.num_microbatches,
-            self._temporary_bytes,
-        )
-
-    def _explain_non_finite(self) -> str:
-        run = self.run
-        labels = []
-        if self._first_batch is not None:
-            labels = self.programs.label_ranges(run.state, self._first_batch)
-        return explain_non_finite(run.state, run.checkpoints.latest_step, labels)
-
-    # When the fit ends
+    def _explaining_memory(self) -> contextlib.AbstractContextManager[None]:
+        plan, count = self.programs.plan, self.programs.options.num_microbatches
+        return explaining_memory(plan, count, self._temporary_bytes)
 
     def _sigterm(self) -> str | None:
         """`SIGTERM` if it has come to this process; others may not know yet."""
@@ -334,30 +357,18 @@ class Loop:
         """Why the fit ends after this step; several processes must have agreed."""
         return self._requested_stop() if self._is_alone else self._agreed_stop
 
-    def _settle_stop(self) -> None:
-        """Agrees on a request that came after the last batch, on all processes."""
-        if not self._is_alone and self._agreed_stop is None:
-            found = allgather_object("end of the fit", self._requested_stop())
-            self._agreed_stop = next((x for x in found if x is not None), None)
-
     def _ends(self, step: int) -> bool:
         return step == self.num_steps or self._stop_reason is not None
 
     def _evaluates(self, step: int) -> bool:
-        return self.eval_data is not None and self._is_due(step, self.eval_every)
-
-    @staticmethod
-    def _is_due(step: int, every: int | None) -> bool:
-        return bool(every) and step % every == 0
-
-    # Between steps
+        is_due = self.eval_every and step % self.eval_every == 0
+        return self.eval_data is not None and bool(is_due)
 
     def _pause(self, step: int, *, saves: bool) -> bool:
-        """Evaluates and saves ``step``, the newest.
+        """Evaluates and saves ``step``, the newest; true if the fit ends here.
 
-        Returns:
-            Whether the fit ends here. A stop requested during the save takes effect
-            after the next step, which is then saved too.
+        A stop requested during the save takes effect after the next step, which is
+        then saved too.
         """
         # First: raises if a step so far was not finite, which must not be saved.
         self._recorder.flush()
@@ -392,8 +403,7 @@ class Loop:
             self._watchdog.disarm()
             if found:
                 self._evaluated_step = step
-                self.run.metrics |= {f"eval_{name}": x for name, x in found.items()}
-                self._recorder.record_eval(step, found)
+                self.run.metrics |= self._recorder.record_eval(step, found)
                 for callback in self.settings.callbacks:
                     callback.on_eval_end(self.trainer, step, found)
         except Exception as error:
@@ -402,10 +412,8 @@ class Loop:
             raise
 
     def _save_before(self, error: Exception, step: int) -> None:
-        """Saves what has been trained, before an evaluation's error ends the fit.
-
-        Not with several processes: the others may wait in the evaluation.
-        """
+        """Saves what has been trained, before an evaluation's error ends the fit."""
+        # Not with several processes: the others may wait in the evaluation.
         if not self.run.checkpoints.options or not self._is_alone:
             return
         try:
@@ -417,7 +425,7 @@ class Loop:
         except CheckpointError as failure:
             error.add_note(f"Besides: {failure}")
 
-    def _on_step_end(self, step: int, metrics: dict[str, float]) -> None:
+    def _on_step_end(self, step: int, metrics: Values) -> None:
         for callback in self.settings.callbacks:
             callback.on_step_end(self.trainer, step, metrics)
 

@@ -1,13 +1,13 @@
 """Masks for optimizers of stacked layers, and hyperparameters that can be read.
 
-A `Stack` keeps N kernels of shape (in, out) as one array (N, in, out). An optimizer
-that looks at ranks would take a bias for a matrix and a matrix for a tensor; these
-helpers give the rank within one layer.
+A `Stack` keeps N kernels of shape (in, out) as one array (N, in, out), where an
+optimizer that looks at ranks would take a bias for a matrix: ranks here are a layer's.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -36,23 +36,15 @@ def decay_mask(model: nnx.Module, wrt: Any = nnx.Param) -> dict[str, Any]:
         >>> from nnx_parallel import decay_mask
         >>> optimizer = lambda model: optax.adamw(3e-4, mask=decay_mask(model))
     """
-    return nest(
-        {
-            path: _layer_ndim(path, variable) > 1 and path[-1] not in ("bias", "scale")
-            for path, variable in nnx.to_flat_state(nnx.state(model, wrt))
-        }
-    )
+    return _map_params(_decays, model, wrt)
 
 
 def muon_dimension_numbers(model: nnx.Module, wrt: Any = nnx.Param) -> dict[str, Any]:
     """Which dims of each kernel Muon reads as rows and columns of a matrix.
 
     ``Dense`` knows its own in and out dims; another kernel counts if a layer of it has
-    rank 2. Embeddings, biases and scales are left to Muon's Adam branch.
-
-    Args:
-        model: The model, abstract or not.
-        wrt: Filter of the Variables that are trained, as the Trainer has it.
+    rank 2. Embeddings, biases and scales are left to Muon's Adam branch. Arguments are
+    those of `decay_mask`.
 
     Returns:
         ``optax.contrib.MuonDimensionNumbers`` or ``None`` for each parameter.
@@ -64,17 +56,17 @@ def muon_dimension_numbers(model: nnx.Module, wrt: Any = nnx.Param) -> dict[str,
         ...     0.02, muon_weight_dimension_numbers=muon_dimension_numbers(model)
         ... )
     """
-    return nest(
-        {
-            path: _muon_dims(path, variable)
-            for path, variable in nnx.to_flat_state(nnx.state(model, wrt))
-        }
-    )
+    return _map_params(_muon_dims, model, wrt)
 
 
-def _layer_ndim(path: tuple, variable: nnx.Variable) -> int:
+def _map_params(function: Callable, model: nnx.Module, wrt: Any) -> dict[str, Any]:
+    flat = nnx.to_flat_state(nnx.state(model, wrt))
+    return nest({path: function(path, variable) for path, variable in flat})
+
+
+def _decays(path: tuple, variable: nnx.Variable) -> bool:
     info = array_info(path, variable)
-    return len(info.shape) - info.is_stacked
+    return len(info.shape) - info.is_stacked > 1 and path[-1] not in ("bias", "scale")
 
 
 def _muon_dims(path: tuple, variable: nnx.Variable) -> MuonDimensionNumbers | None:
@@ -96,28 +88,22 @@ def learning_rate(opt_state: optax.OptState) -> jax.Array | None:
     Elsewhere it is a constant inside the update that cannot be read: ``None``.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
-        keys = [getattr(entry, "name", getattr(entry, "key", None)) for entry in path]
-        if keys[-2:] == ["hyperparams", "learning_rate"]:
+        if f".{path_of(path)}".endswith(".hyperparams.learning_rate"):
             return leaf
     return None
 
 
 def warn_of_changes(plan: StatePlan, restored: TrainState) -> None:
-    """Compares the hyperparameters of a restored state with those of the optimizer.
+    """Warns if hyperparameters of a restored state are not those of the optimizer.
 
     Those that a schedule sets change by themselves and are not compared.
-
-    Warns:
-        UserWarning: If one differs, with both values.
     """
     saved = _constants(restored.opt_state)
     if not saved:
         return
 
     def fresh() -> dict[str, jax.Array]:
-        zeros = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, x.dtype), plan.abstract.params
-        )
+        zeros = jax.tree.map(jnp.zeros_like, plan.abstract.params)
         return _constants(plan.tx.init(zeros))
 
     # Compiled, for then the rest of the optimizer's state is never made.

@@ -1,13 +1,16 @@
-"""Metrics of a run, fetched behind the step, checked, kept, logged; and its speed."""
+"""Metrics of a run, fetched behind the step, checked, kept, logged; speed; traces."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import statistics
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import jax
@@ -32,8 +35,7 @@ PEAK_FLOPS = {
     "NVIDIA H200": 989e12,
     "NVIDIA B200": 2250e12,
 }
-"""Dense bfloat16 FLOP/s of a device by the start of its ``device_kind``, from the
-makers' data sheets."""
+"""Dense bfloat16 FLOP/s by the start of ``device_kind``, from makers' data sheets."""
 
 
 def peak_flops(device: Device) -> float | None:
@@ -48,14 +50,13 @@ def count_tokens(batch: Any) -> int | None:
 
     ``None`` for a batch without one: then speed is counted in examples.
     """
-    for leaf in jax.tree.leaves(batch):
-        # (batch, seq): labels have one dim, images have more.
-        if leaf.ndim == 2 and jnp.issubdtype(leaf.dtype, jnp.integer):
-            return leaf.size
-    return None
+    # (batch, seq): labels have one dim, images have more.
+    matrices = (x for x in jax.tree.leaves(batch) if x.ndim == 2)
+    integers = (x.size for x in matrices if jnp.issubdtype(x.dtype, jnp.integer))
+    return next(integers, None)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Throughput:
     """Work of one step, to turn its seconds into rates.
 
@@ -79,12 +80,8 @@ class Throughput:
         except (jax.errors.JaxRuntimeError, ValueError, KeyError, IndexError):
             # libtpu may be newer than jaxlib, which then cannot print its programs.
             flops = None
-        return cls(
-            num_rows=jax.tree.leaves(batch)[0].shape[0],
-            num_tokens=count_tokens(batch),
-            flops_per_device=flops,
-            device=device,
-        )
+        num_rows = jax.tree.leaves(batch)[0].shape[0]
+        return cls(num_rows, count_tokens(batch), flops, device)
 
     def rates(self, step_seconds: float) -> dict[str, float]:
         """Metrics of a step that took ``step_seconds``.
@@ -109,41 +106,34 @@ class Throughput:
         return rates
 
 
+Values = Mapping[str, float]
+"""Metrics by name, on the host."""
+
 History = dict[str, np.ndarray]
 
-_MOST_LOST = 0.5
-"""Share of lost updates from which a run is warned."""
 
-
+@dataclass
 class Recorder:
     """Collects the metrics of each step without making the step wait.
 
     Metrics stay on the device while the next steps are dispatched. Times are means over
     the last 8 steps, since steps in flight complete unevenly.
 
-    Args:
+    Attributes:
         logger: Where they go.
         on_step: Called with the step and its metrics once these are known.
         log_every: Steps between logged metrics.
         max_behind: Steps that may be in flight.
-
-    Attributes:
         throughput: Work of one step, once it is compiled.
     """
 
-    def __init__(
-        self,
-        logger: Logger,
-        on_step: Callable[[int, dict[str, float]], None],
-        *,
-        log_every: int = 1,
-        max_behind: int = 2,
-    ) -> None:
-        self.throughput: Throughput | None = None
-        self._logger = logger
-        self._on_step = on_step
-        self._log_every = log_every
-        self._max_behind = max_behind
+    logger: Logger
+    on_step: Callable[[int, dict[str, float]], None]
+    log_every: int = 1
+    max_behind: int = 2
+    throughput: Throughput | None = None
+
+    def __post_init__(self) -> None:
         self._in_flight: deque[tuple[int, Mapping[str, jax.Array], float]] = deque()
         self._rows: list[dict[str, float]] = []
         self._evals: list[dict[str, float]] = []
@@ -158,20 +148,27 @@ class Recorder:
         """Takes the metrics of a step that has been dispatched.
 
         Raises:
-            NonFiniteLossError: If the loss or gradient of an earlier step is not
-                finite.
+            NonFiniteLossError: If a loss or gradient of an earlier step is not finite.
         """
         for value in metrics.values():
             # Begun now, so that reading it later waits for the step alone.
             value.copy_to_host_async()
         self._in_flight.append((step, metrics, wait_seconds))
-        while len(self._in_flight) > self._max_behind:
-            self._take()
+        self.flush(self.max_behind)
 
-    def flush(self) -> None:
-        """Waits for all steps in flight."""
-        while self._in_flight:
-            self._take()
+    def flush(self, num_behind: int = 0) -> None:
+        """Waits for all steps in flight but the newest ``num_behind``."""
+        while len(self._in_flight) > num_behind:
+            step, metrics, wait_seconds = self._in_flight.popleft()
+            row = {name: float(value) for name, value in metrics.items()}
+            # The clock is read behind `float`, which waits until the step is done.
+            row |= self._timing(wait_seconds) | self._extra
+            self._extra = {}
+            self._check(step, row)
+            self._rows.append({"step": step, **row})
+            if step % self.log_every == 0:
+                self.logger.log(step, row)
+            self.on_step(step, row)
 
     def restart_clock(self) -> None:
         """Leaves what has happened since the last step out of the next step's time."""
@@ -185,78 +182,96 @@ class Recorder:
         """Adds metrics to the next step alone, such as the compile time."""
         self._extra |= metrics
 
-    def record_eval(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keeps and logs the metrics of an evaluation, named ``eval_name``."""
+    def record_eval(self, step: int, metrics: Values) -> dict[str, float]:
+        """Keeps, logs and returns the metrics of an evaluation, named ``eval_name``."""
         named = {f"eval_{name}": value for name, value in metrics.items()}
         self._evals.append({"eval_step": step, **named})
-        self._logger.log(step, named)
+        self.logger.log(step, named)
+        return named
 
     def history(self) -> History:
         """Every metric by name: one entry a step, NaN where a step has none.
 
         ``step`` numbers the entries; ``eval_step`` those of the evaluations.
         """
-        return _columns(self._rows) | _columns(self._evals)
-
-    def _take(self) -> None:
-        step, metrics, wait_seconds = self._in_flight.popleft()
-        row = {name: float(value) for name, value in metrics.items()}
-        # The clock is read behind `float`, which waits until the step is done.
-        row |= self._timing(wait_seconds) | self._extra
-        self._extra = {}
-        self._check_finite(step, row)
-        self._check_resolution(step, row)
-        self._rows.append({"step": step, **row})
-        if step % self._log_every == 0:
-            self._logger.log(step, row)
-        self._on_step(step, row)
+        return {
+            name: np.asarray([row.get(name, math.nan) for row in rows])
+            for rows in (self._rows, self._evals)
+            for name in dict.fromkeys(name for row in rows for name in row)
+        }
 
     def _timing(self, wait_seconds: float) -> dict[str, float]:
-        now = time.perf_counter()
-        rates: dict[str, float] = {"data_wait_seconds": wait_seconds}
+        before, self._last_time = self._last_time, time.perf_counter()
+        rates = {"data_wait_seconds": wait_seconds}
         # Not of the first step, whose time includes what came before it.
-        if self._last_time is not None and self.throughput is not None:
-            self._durations.append(now - self._last_time)
-            mean = sum(self._durations) / len(self._durations)
-            rates |= self.throughput.rates(mean)
-        self._last_time = now
+        if before is not None and self.throughput is not None:
+            self._durations.append(self._last_time - before)
+            rates |= self.throughput.rates(statistics.fmean(self._durations))
         return rates
 
-    def _check_finite(self, step: int, row: dict[str, float]) -> None:
-        if _is_finite(row):
-            return
-        if row.get("skipped") and row["loss_scale"] > 1:
-            return  # float16: the next step runs at half the scale, down to 1
-        last = next(filter(_is_finite, reversed(self._rows)), None)
-        before = (
-            "No step of this fit before it was finite."
-            if last is None
-            else f"Last finite loss: {last['loss']:.6g} at step {last['step']}."
-        )
-        raise NonFiniteLossError(
-            f"Step {step}: loss {row['loss']}, gradient norm {row['grad_norm']}. "
-            f"{before}"
-        )
-
-    def _check_resolution(self, step: int, row: dict[str, float]) -> None:
-        if row.get("lost_updates", 0.0) < _MOST_LOST or self._has_warned:
-            return
-        self._has_warned = True
-        warnings.warn(
-            f"Step {step}: {row['lost_updates']:.0%} of the updates are too small to "
-            "change a parameter of 16 bits and are lost. Keep parameters in float32 "
-            "and compute in bfloat16: precision=Precision.mixed_bfloat16().",
-            stacklevel=2,
-        )
+    def _check(self, step: int, row: Values) -> None:
+        # float16: the next step runs at half the scale, down to 1.
+        is_skipped = row.get("skipped") and row["loss_scale"] > 1
+        if not _is_finite(row) and not is_skipped:
+            last = next(filter(_is_finite, reversed(self._rows)), None)
+            before = "No step of this fit before it was finite."
+            if last is not None:
+                before = f"Last finite loss: {last['loss']:.6g} at step {last['step']}."
+            raise NonFiniteLossError(
+                f"Step {step}: loss {row['loss']}, gradient norm {row['grad_norm']}. "
+                f"{before}"
+            )
+        if row.get("lost_updates", 0.0) >= 0.5 and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"Step {step}: {row['lost_updates']:.0%} of the updates are too small "
+                "to change a parameter of 16 bits and are lost. Keep parameters in "
+                "float32 and compute in bfloat16: "
+                "precision=Precision.mixed_bfloat16().",
+                stacklevel=2,
+            )
 
 
-def _is_finite(row: dict[str, float]) -> bool:
+def _is_finite(row: Values) -> bool:
     # The gradient overflows first: the loss is finite for one step more.
     return math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])
 
 
-def _columns(rows: list[dict[str, float]]) -> History:
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {
-        name: np.asarray([row.get(name, math.nan) for row in rows]) for name in names
-    }
+@dataclass
+class Tracer(contextlib.AbstractContextManager):
+    """Writes one `jax.profiler` trace of the steps from ``start`` to before ``stop``.
+
+    They are counted from 0, like ``range``. The trace goes to ``profile`` below the
+    directory, by default the working directory.
+    """
+
+    profile: tuple[int, int] | None
+    directory: Path | None
+    _is_tracing: bool = False
+
+    def step(self, step: int, state: Any) -> contextlib.AbstractContextManager:
+        """Names a step in the trace; starts and stops the trace where it is due.
+
+        ``state`` is the result of the step before, finished or not.
+        """
+        if self.profile is None:
+            return contextlib.nullcontext()
+        start, stop = self.profile
+        # Before the step is dispatched, whose work belongs to no trace any more.
+        if step >= stop:
+            self.stop(state)
+        elif step >= start and not self._is_tracing:
+            jax.profiler.start_trace(str((self.directory or Path()) / "profile"))
+            self._is_tracing = True
+        return jax.profiler.StepTraceAnnotation("train", step_num=step)
+
+    def stop(self, state: Any = None) -> None:
+        """Ends the trace, if there is one, once the state is there."""
+        if self._is_tracing:
+            # Steps are dispatched ahead: without it their work would not be in it.
+            jax.block_until_ready(state)
+            self._is_tracing = False
+            jax.profiler.stop_trace()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
@@ -13,7 +13,7 @@ from flax import nnx
 
 from nnx_parallel.checkpoint.manager import CheckpointManager
 from nnx_parallel.checkpoint.options import Checkpoint
-from nnx_parallel.data.position import DataState, is_one_shot
+from nnx_parallel.data.position import DataState
 from nnx_parallel.distributed.agreement import strip_addresses
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.sharding.model import ModelFn
@@ -21,48 +21,38 @@ from nnx_parallel.state import StatePlan, TrainState, init_state
 from nnx_parallel.training.optimizers import warn_of_changes
 
 
+@dataclass
 class RunState:
     """The training state, the position in the data, and the newest metrics of a run.
 
     A checkpoint holds all three, so that a resumed run computes the next step from the
     next batch. Metrics follow the other two when a fit pauses to evaluate or save.
 
-    Args:
-        plan: The place of every array.
-        source: The model, or the function that builds it.
+    Attributes:
         seed: Of the model and of the loss's random numbers.
         checkpoints: The run's own checkpoints.
-
-    Attributes:
-        data: Position in the data.
         metrics: Of the step at which the fit last paused, named by ``"step"``, with
             those of its evaluation.
-        is_fresh: Whether the state is the first one: neither trained nor restored.
+        is_fresh: True if the state is the first one: neither trained nor restored.
     """
 
-    def __init__(
-        self,
-        plan: StatePlan,
-        source: nnx.Module | ModelFn,
-        seed: int,
-        checkpoints: CheckpointManager,
-    ) -> None:
-        self.checkpoints = checkpoints
-        self.data = DataState()
-        self.metrics: dict[str, float] = {}
-        self.is_fresh = True
-        self._plan = plan
-        self._source, self._seed = source, seed
-        self._state: TrainState | None = None
-        self._is_counting = False
+    plan: StatePlan
+    source: nnx.Module | ModelFn
+    seed: int
+    checkpoints: CheckpointManager
+    data: DataState = field(default_factory=DataState)
+    metrics: dict[str, float] = field(default_factory=dict)
+    is_fresh: bool = True
+    _state: TrainState | None = None
+    _is_counting: bool = False
 
     @property
     def state(self) -> TrainState:
         """The training state, built on first use."""
         # Not in the constructor: a run that resumes would build it for nothing.
         if self._state is None:
-            rngs = nnx.Rngs(self._seed)
-            self._state = init_state(self._plan, self._source, rngs, self._seed)
+            rngs = nnx.Rngs(self.seed)
+            self._state = init_state(self.plan, self.source, rngs, self.seed)
         return self._state
 
     @state.setter
@@ -88,13 +78,10 @@ class RunState:
     def save(
         self, step: int | None = None, *, once: bool = True, may_skip: bool = False
     ) -> None:
-        """Starts to save this run under a step; see the manager's ``save``.
+        """Starts to save this run under a step, by default the state's.
 
-        Args:
-            step: The step as a fit counts, which is the state's unless a callback has
-                moved that; by default the state's.
-            once: As of the manager.
-            may_skip: As of the manager.
+        A fit gives the step that it counts: a callback may have moved the state's.
+        ``once`` and ``may_skip`` are the manager's.
         """
         step = self.step if step is None else step
         # All processes meet in `to_json`, also where the save has nothing to do.
@@ -124,60 +111,38 @@ class RunState:
             if weights_only:
                 state = source.restore_weights(self.state, step)
             else:
-                state, position = source.restore(self._plan.abstract, step)
+                state, position = source.restore(self.plan.abstract, step)
                 self.data, self.metrics = DataState.from_json(position), {}
-        is_fresh = self.is_fresh and source.directory != own.directory
-        self.state = state
         # Another run's state is a beginning: the same program, started again, must
         # resume from its own checkpoints and not begin once more.
-        self.is_fresh = is_fresh
+        is_fresh = self.is_fresh and source.directory != own.directory
+        self._state, self.is_fresh = state, is_fresh
 
     def resume(
         self, state: TrainState, position: Mapping[str, Any], notes: list[str]
     ) -> str:
         """Continues from a checkpoint of this run; returns a message that says so."""
-        warn_of_changes(self._plan, state)
+        warn_of_changes(self.plan, state)
         self.state, self.data = state, DataState.from_json(position)
         done = f"Resumed from step {self.step} in '{self.checkpoints.directory}'."
         return "\n".join([*notes, done])
-
-
-def warn_of_one_shot(data: object) -> None:
-    """Warns of data in which a resumed run could not find its place."""
-    if is_one_shot(data):
-        warnings.warn(
-            f"The run saves checkpoints, but its data is a one-shot iterator "
-            f"({type(data).__name__}), whose position cannot be saved: a resumed run "
-            "skips as many batches as were used, which is right only if the iterator "
-            "then starts at its beginning. Pass an object whose `__iter__` starts "
-            "again, or a Grain dataset.",
-            stacklevel=5,  # the call of `Trainer.fit`
-        )
 
 
 def describe_run(
     plan: StatePlan, strategy: object, num_microbatches: int, seed: int
 ) -> dict[str, Any]:
     """Description of a run in its checkpoints, as JSON can hold it."""
+    nodes: list[Any] = []
+    # No node is a leaf (`append` returns None): `is_leaf` alone sees the inner ones.
+    jax.tree.leaves(plan.abstract.opt_state, is_leaf=lambda x: bool(nodes.append(x)))
+    # The kinds of the optimizer's states, outermost first: all that Optax shows.
+    kinds = dict.fromkeys(type(x).__name__ for x in nodes if hasattr(x, "_fields"))
     return {
         "strategy": strip_addresses(repr(strategy)),
         "mesh": dict(plan.layout.mesh.shape),
         "model": plan.model_name,
-        "optimizer": _optimizer_names(plan.abstract.opt_state),
+        "optimizer": ", ".join(kind for kind in kinds if kind != "EmptyState"),
         "num_params": sum(x.size for x in jax.tree.leaves(plan.abstract.params)),
         "num_microbatches": num_microbatches,
         "seed": seed,
     }
-
-
-def _optimizer_names(opt_state: Any) -> str:
-    """The kinds of an optimizer's states, outermost first: all that Optax shows."""
-    names: dict[str, None] = {}
-
-    def visit(node: Any) -> bool:
-        if hasattr(node, "_fields"):
-            names[type(node).__name__] = None
-        return False  # no leaf: `is_leaf` is the one way to see inner nodes in order
-
-    jax.tree.leaves(opt_state, is_leaf=visit)
-    return ", ".join(name for name in names if name != "EmptyState")

@@ -5,11 +5,10 @@ A step is ``jax.jit`` over plain state; the model is walked once, when it is tra
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import jax
@@ -40,8 +39,6 @@ Batch = Any
 Metrics = dict[str, jax.Array]
 Means = dict[str, Mean]
 LossOutput = jax.Array | Mean | tuple[jax.Array | Mean, Mapping[str, Any]]
-
-
 Forward = Callable[[dict, dict, Batch, jax.Array], tuple[Means, dict]]
 """``(params, variables, batch, key)`` to means by name, and the variables after it."""
 
@@ -127,19 +124,6 @@ def execution_of(plan: StatePlan) -> Execution:
     return plan.layout.claims.execution or AccumulateMicrobatches()
 
 
-def _without_gathers(plan: StatePlan, forward: Forward) -> Forward:
-    """The forward pass that keeps no parameter gathered outside the stacks."""
-    remats = {m.remat or active_remat() for m in plan.modules if isinstance(m, Stack)}
-    if remats - {"none"} or (remats and plan.layout.prefetch):
-        # A checkpoint around the whole would replace the policies of those inside, and
-        # undo their remat; so what is gathered outside the stacks is kept
-        # (docs/library-notes.md, "Remat").
-        return forward
-    return apply_remat(
-        forward, "none", gathers=plan.gathers_outside_stack, prevent_cse=True
-    )
-
-
 def _forward(plan: StatePlan, loss: LossFn) -> Forward:
     """The loss as a function of arrays: means by name, and the variables after it."""
 
@@ -178,7 +162,14 @@ class AccumulateMicrobatches(Execution):
         num_microbatches: int,
     ) -> tuple[dict, dict, Means]:
         """Gradients of the batch's mean loss."""
-        forward = _without_gathers(plan, forward)
+        stacks = [module for module in plan.modules if isinstance(module, Stack)]
+        remats = {stack.remat or active_remat() for stack in stacks}
+        # Keeps no parameter gathered outside the stacks; but a checkpoint around the
+        # whole would replace the policies of those inside, and undo their remat
+        # (docs/library-notes.md, "Remat").
+        if remats <= {"none"} and not (remats and plan.layout.prefetch):
+            gathers = plan.gathers_outside_stack
+            forward = apply_remat(forward, "none", gathers=gathers, prevent_cse=True)
         if num_microbatches > 1:
             microbatches = split_rows(plan.layout, batch, num_microbatches)
             return _accumulate(plan, forward, state, microbatches, key)
@@ -208,14 +199,10 @@ class AccumulateMicrobatches(Execution):
 
 
 def _accumulate(
-    plan: StatePlan,
-    forward: Forward,
-    state: TrainState,
-    microbatches: Batch,
-    key: jax.Array,
+    plan: StatePlan, forward: Forward, state: TrainState, batches: Batch, key: jax.Array
 ) -> tuple[dict, dict, Means]:
     """Scans over microbatches, ``(microbatch, row, ...)``, and sums their gradients."""
-    indexed = (jnp.arange(jax.tree.leaves(microbatches)[0].shape[0]), microbatches)
+    indexed = (jnp.arange(jax.tree.leaves(batches)[0].shape[0]), batches)
 
     def run(params: dict, variables: dict, item: Any) -> tuple[Means, dict]:
         index, microbatch = item
@@ -237,18 +224,17 @@ def _accumulate(
 
     def step(carry: Any, item: Any) -> tuple[Any, Means]:
         grads, variables = carry
-        new, (means, variables) = jax.grad(objective, has_aux=True)(
-            state.params, variables, item
-        )
+        compute = jax.grad(objective, has_aux=True)
+        new, (means, variables) = compute(state.params, variables, item)
         # Before they are added: a gradient that is sharded is never summed up whole.
         new = plan.constrain(new, "gradient")
         grads = jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, new)
         return (plan.constrain(grads, "gradient"), variables), means
 
-    zeros = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, plan.precision.gradient_dtype(x.dtype)),
-        state.params,
-    )
+    def zero(x: jax.Array) -> jax.Array:
+        return jnp.zeros(x.shape, plan.precision.gradient_dtype(x.dtype))
+
+    zeros = jax.tree.map(zero, state.params)
     start = (plan.constrain(zeros, "gradient"), state.variables)
     (grads, variables), means = jax.lax.scan(step, start, indexed)
     return grads, variables, jax.tree.map(lambda x: jnp.sum(x, axis=0), means)
@@ -263,23 +249,21 @@ def _update(
         params, opt_state = _optimize(plan, state, grads, metrics)
         if (rate := learning_rate(opt_state)) is not None:
             metrics["learning_rate"] = rate
-        ema = state.ema
-        if ema is not None:
-            decay = plan.ema_decay
+        if (ema := state.ema) is not None:
             # In the average's float32: a thousandth of a bfloat16 would be lost.
             latest = jax.tree.map(lambda x, old: x.astype(old.dtype), params, ema)
-            ema = optax.incremental_update(latest, ema, 1 - decay)  # pyright: ignore[reportOperatorIssue]
-        new = TrainState(
-            step=state.step + 1,
-            params=params,
-            variables=variables,
-            opt_state=opt_state,
-            key=state.key,
-            ema=ema,  # pyright: ignore[reportArgumentType]
-            loss_scale=state.loss_scale,
-        )
+            ema = optax.incremental_update(latest, ema, 1 - plan.ema_decay)  # pyright: ignore[reportOperatorIssue]
+        new = replace(state, step=state.step + 1, params=params, variables=variables)
+        new = replace(new, opt_state=opt_state, ema=ema)
         if state.loss_scale is not None:
-            new = _skip_overflow(state, new, metrics)
+            # float16: a step whose gradients overflowed changes nothing but the scale.
+            # A NaN or infinity in any gradient is in their norm.
+            is_finite = jnp.isfinite(metrics["grad_norm"])
+            metrics["loss_scale"] = state.loss_scale.scale
+            metrics["skipped"] = 1 - is_finite.astype(jnp.int32)
+            kept = jax.tree.map(lambda a, b: jnp.where(is_finite, a, b), new, state)
+            scale = state.loss_scale.adjust(is_finite)
+            new = replace(kept, step=new.step, loss_scale=scale)
         return new, metrics
 
 
@@ -287,12 +271,12 @@ def _optimize(
     plan: StatePlan, state: TrainState, grads: dict, metrics: Metrics
 ) -> tuple[dict, optax.OptState]:
     """Parameters and optimizer state after one update, in the dtypes that they had."""
-    loss = metrics["loss"]
-    params = plan.constrain(state.params, "optimizer")
+    before = plan.constrain(state.params, "optimizer")
+    grads = plan.constrain(grads, "optimizer")
     updates, opt_state = optax.with_extra_args_support(plan.tx).update(
-        plan.constrain(grads, "optimizer"), state.opt_state, params, value=loss
+        grads, state.opt_state, before, value=metrics["loss"]
     )
-    before, params = params, optax.apply_updates(params, updates)
+    params = optax.apply_updates(before, updates)
     if (lost := lost_updates(before, updates, params)) is not None:
         metrics["lost_updates"] = lost
     # Optax promotes some (a bfloat16 moment by a float32 rate): the next call would
@@ -304,24 +288,8 @@ def _optimize(
     return plan.constrain(params, "stored"), opt_state  # pyright: ignore[reportArgumentType]
 
 
-def _skip_overflow(state: TrainState, new: TrainState, metrics: Metrics) -> TrainState:
-    """float16 only: a step whose gradients overflowed changes nothing but the scale."""
-    assert state.loss_scale is not None
-    # One number says it for all: a NaN or infinity in any gradient is in their norm.
-    is_finite = jnp.isfinite(metrics["grad_norm"])
-    metrics["loss_scale"] = state.loss_scale.scale
-    metrics["skipped"] = 1 - is_finite.astype(jnp.int32)
-    kept = jax.tree.map(lambda a, b: jnp.where(is_finite, a, b), new, state)
-    return dataclasses.replace(
-        kept, step=new.step, loss_scale=state.loss_scale.adjust(is_finite)
-    )
-
-
 def lost_updates(before: Any, updates: Any, after: Any) -> jax.Array | None:
-    """Share of the updates lost to rounding in parameters of 16 bits or fewer.
-
-    ``None`` if all parameters have more bits.
-    """
+    """Share of the updates lost to rounding in parameters of 16 bits, if there are."""
     trees = zip(*map(jax.tree.leaves, (before, updates, after)), strict=True)
     coarse = [leaves for leaves in trees if leaves[0].dtype.itemsize <= 2]
     if not coarse:

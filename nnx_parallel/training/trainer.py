@@ -20,11 +20,9 @@ from nnx_parallel.sharding.model import ModelFn, abstract_model
 from nnx_parallel.state import TrainState, plan_state
 from nnx_parallel.strategies.base import Strategy
 from nnx_parallel.strategies.data_parallel import DataParallel
-from nnx_parallel.training.callbacks import Callback
 from nnx_parallel.training.diagnostics import check_model, check_seed
 from nnx_parallel.training.evaluation import Programs, params_of
-from nnx_parallel.training.loop import Loop, Settings
-from nnx_parallel.training.profiling import Profile
+from nnx_parallel.training.loop import Callback, Loop, Settings
 from nnx_parallel.training.recorder import History
 from nnx_parallel.training.run_state import RunState, describe_run
 from nnx_parallel.training.step import Batch, LossFn, Metrics, StepOptions
@@ -41,19 +39,18 @@ class Trainer:
         model: A function from ``nnx.Rngs`` to a model, which is then built already
             sharded; or a built model, whose arrays are copied.
         optimizer: An Optax transformation, or a function of the abstract model that
-            returns one (for masks and dimension numbers that depend on it).
+            returns one (for masks and dimension numbers).
         loss: ``loss(model, batch)`` or ``loss(model, batch, rngs)``: a scalar or
             `Mean`, or one with a dict of metrics.
         strategy: Where everything lives; by default `DataParallel` over all devices.
-        num_microbatches: Parts into which each batch is split; their gradients are
-            accumulated.
+        num_microbatches: Parts of each batch, whose gradients are accumulated.
         seed: Of the model's parameters and of every random stream; 32 bits.
         wrt: Filter of the Variables that are trained.
         precision: The dtypes.
         remat: What is kept for the backward pass, where the model does not say.
         ema_decay: Keep an exponential moving average of the parameters.
-        checkpoint: A directory, or a `Checkpoint` with more to say; ``None`` saves
-            nothing. ``fit`` resumes from it by itself.
+        checkpoint: A directory, or a `Checkpoint`, from which ``fit`` resumes by
+            itself; ``None`` saves nothing.
         devices: The devices to use; by default all.
         mesh: A mesh to use instead, with the strategy's axes, all Auto.
         loggers: Where metrics go; by default the console, and ``metrics.jsonl`` in
@@ -61,11 +58,9 @@ class Trainer:
         callbacks: Hooks of the fit.
         log_every: Steps between logged metrics.
         profile: ``(start, stop)``: trace these steps with ``jax.profiler``.
-        fast_dev_run: Two steps and one batch of evaluation, nothing written: to see
-            that all parts fit.
+        fast_dev_run: Two steps and one batch of evaluation, and nothing is written.
         overfit_batches: Train on this many batches over and over.
-        global_batch_size: Rows of each training batch, all processes together; a batch
-            of another size is then an error.
+        global_batch_size: Rows that each training batch must have, of all processes.
         step_timeout: Seconds after which a step, or a batch of the fit's evaluation,
             that has not ended ends the process, with the stack of every thread;
             ``None`` never does. The wait for its data and ``on_step_end`` count,
@@ -134,7 +129,7 @@ class Trainer:
             callbacks=callbacks,
             log_every=log_every,
             # A trace is a file, and a fast run writes none.
-            profile=None if profile is None or fast_dev_run else Profile(*profile),
+            profile=None if fast_dev_run else profile,
             fast_dev_run=fast_dev_run,
             overfit_batches=overfit_batches,
             step_timeout=step_timeout,
@@ -143,20 +138,13 @@ class Trainer:
         options = StepOptions(num_microbatches=num_microbatches, remat=remat)
         # From here on shapes alone: no array is made before `state` is asked for.
         self.strategy = strategy or DataParallel()
-        self.layout = self.strategy.layout(mesh or self.strategy.make_mesh(devices))
-        abstract = self._abstract_model()
-        self.strategy.check(abstract, self.layout.mesh)
+        layout = self.strategy.layout(mesh or self.strategy.make_mesh(devices))
+        self.layout, shapes = layout, self._abstract_model()
+        self.strategy.check(shapes, layout.mesh)
         plan = plan_state(
-            abstract,
-            self.layout,
-            optimizer,
-            wrt=wrt,
-            precision=precision,
-            ema_decay=ema_decay,
+            shapes, layout, optimizer, wrt=wrt, precision=precision, ema_decay=ema_decay
         )
-        self._programs = Programs(
-            plan=plan, loss=loss, options=options, global_batch_size=global_batch_size
-        )
+        self._programs = Programs(plan, loss, options, global_batch_size)
         checkpoints = CheckpointManager(
             # A test run must neither resume a real one nor leave steps behind.
             None if fast_dev_run else checkpoint,
@@ -211,11 +199,7 @@ class Trainer:
 
     @property
     def ema_model(self) -> nnx.Module:
-        """`model` with the moving average of the parameters.
-
-        Raises:
-            ValueError: If the Trainer keeps none.
-        """
+        """`model` with the moving average; a `ValueError` if the Trainer keeps none."""
         return self._model(ema=True)
 
     def _model(self, *, ema: bool) -> nnx.Module:
@@ -242,14 +226,11 @@ class Trainer:
     def describe(self) -> Description:
         """Where every array lives and why, with bytes per device."""
         plan = self._programs.plan
+        # A new one: `describe_model` writes placements into its metadata.
+        arguments = self._abstract_model(), self.layout, self._optimizer, self._wrt
+        averages = plan.ema_decay is not None
         return describe_model(
-            # A new one: `describe_model` writes placements into its metadata.
-            self._abstract_model(),
-            self.layout,
-            self._optimizer,
-            self._wrt,
-            precision=plan.precision,
-            keeps_average=plan.ema_decay is not None,
+            *arguments, precision=plan.precision, keeps_average=averages
         )
 
     def fit(
@@ -266,8 +247,8 @@ class Trainer:
         yet. A checkpoint is saved as its options say, and at the end.
 
         Args:
-            data: Batches: pytrees of NumPy arrays that hold this process's share of
-                the global batch (`data_share`): with one process the whole of it.
+            data: Batches: pytrees of NumPy arrays with this process's share of the
+                global batch (`data_share`), with one process the whole of it.
             num_steps: Total number of updates of the run.
             eval_data: Batches to evaluate on, iterated again each time.
             eval_every: Steps between evaluations; ``None`` evaluates at the end.
@@ -284,17 +265,9 @@ class Trainer:
             DataExhaustedError: If the data ends before ``num_steps``.
             BatchShapeError: If a batch does not divide, or changes its shape.
         """
+        arguments = data, num_steps, eval_data, eval_every
         # Kept for `stop`, which a callback calls from within the fit.
-        self._loop = Loop(
-            trainer=self,
-            settings=self._settings,
-            run=self._run,
-            programs=self._programs,
-            data=data,
-            num_steps=num_steps,
-            eval_data=eval_data,
-            eval_every=eval_every,
-        )
+        self._loop = Loop(self, self._settings, self._run, self._programs, *arguments)
         try:
             return self._loop.fit()
         finally:
