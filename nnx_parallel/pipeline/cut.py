@@ -26,7 +26,6 @@ from nnx_parallel.layers.jaxprs import (
     bind,
     inputs_of,
     needed,
-    subjaxprs,
     trace,
     variables_in,
     walk,
@@ -52,7 +51,8 @@ def calls_stack(function: Callable, *args: Any) -> bool:
 
 
 def _holds_stack(eqn: jex.JaxprEqn) -> bool:
-    return any(e.primitive is stack_p for j in subjaxprs(eqn) for e, _ in walk(j))
+    inner = (e for j in jex.jaxprs_in_params(eqn.params) for e, _ in walk(j))
+    return any(e.primitive is stack_p for e in inner)
 
 
 def _find_stack(traced: TracedFunction) -> jex.JaxprEqn:
@@ -321,7 +321,7 @@ _BOUND_TO_A_MESH = ("sharding_constraint", "shard_map", "reshard", "mesh_cast")
 
 
 def _is_bound_to_a_mesh(eqn: jex.JaxprEqn) -> bool:
-    inner = (e for jaxpr in subjaxprs(eqn) for e, _ in walk(jaxpr))
+    inner = (e for j in jex.jaxprs_in_params(eqn.params) for e, _ in walk(j))
     return any(e.primitive.name in _BOUND_TO_A_MESH for e in (eqn, *inner))
 
 

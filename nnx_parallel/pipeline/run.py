@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from nnx_parallel.data.batches import split_rows
 from nnx_parallel.errors import PipelineError, ScheduleError
-from nnx_parallel.layers.residuals import Layers
+from nnx_parallel.layers.jaxprs import Layers
 from nnx_parallel.metrics import Mean
 from nnx_parallel.pipeline.cut import Arrays, Function, calls_stack
 from nnx_parallel.pipeline.executor import Executor

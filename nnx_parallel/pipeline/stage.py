@@ -15,18 +15,14 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.errors import PipelineError
 from nnx_parallel.layers.jaxprs import (
+    Layers,
+    LayerWithResiduals,
+    SplitBackward,
     TracedFunction,
-    subjaxprs,
     trace,
     variables_in,
 )
-from nnx_parallel.layers.remat import Remat, apply_remat
-from nnx_parallel.layers.residuals import (
-    Layers,
-    SplitBackward,
-    split_backward,
-    trace_residuals,
-)
+from nnx_parallel.layers.scan import Remat, apply_remat
 from nnx_parallel.precision import cast_floating
 from nnx_parallel.sharding.names import dotted
 
@@ -124,7 +120,7 @@ class Stage:
             if stash is None:
                 return
             layer = self.split(shapes)
-            self._residuals = trace_residuals(
+            self._residuals = LayerWithResiduals(
                 self._layer_vjp, layer, *self._split_args(activations)
             )
             if is_split:
@@ -293,7 +289,7 @@ class Stage:
         remat = self.block.remat
         # Gathers need no policy here: residuals that come from weights are not kept.
         # A scan's body cannot be merged with its recomputation: no CSE to prevent.
-        return apply_remat(self._call, remat, gathers=False, prevent_cse=False)
+        return apply_remat(self._call, remat)
 
     def _layer_vjp(
         self, layer: Layers, x: list, args: list
@@ -320,7 +316,7 @@ class Stage:
         saved = [v.aval for v in self._residuals.saved]
         # x in place of its cotangent, whose shape and dtype are the same.
         kept = (layer.fixed, saved, args, x)
-        return split_backward(self._layer_backward, layer.trained, kept)
+        return SplitBackward(self._layer_backward, layer.trained, kept)
 
     def _split_args(self, activations: list) -> tuple[list, list]:
         """The arrays of ``x``, and those of the arguments."""
@@ -411,7 +407,7 @@ def _computed_indices(
         # Operand 1 of both is the indices; slices have primitives of their own.
         if (name == "gather" or name.startswith("scatter")) and flags[1]:
             found.append(name)
-        for inner in subjaxprs(eqn):
+        for inner in jex.jaxprs_in_params(eqn.params):
             # A loop or a branch takes its operands in another order: any may be one.
             is_call = len(inner.invars) == len(flags)
             marks = flags if is_call else [any(flags)] * len(inner.invars)
