@@ -24,7 +24,7 @@ from nnx_parallel.sharding.names import dim_axes, to_spec
 Implementation = Literal["xla", "cudnn", "splash"]
 """Implementations of attention.
 
-- ``xla``: plain operations; scores of all pairs are held.
+- ``xla``: plain operations, which the partitioner splits; all scores are held.
 - ``cudnn``: NVIDIA's fused kernel, in float16 and bfloat16.
 - ``splash``: a Pallas kernel for TPUs, for sequences of a multiple of 128.
 """
@@ -35,19 +35,13 @@ SPLASH_BLOCK = 128
 
 
 class FusedKernel(NamedTuple):
-    """A kernel that computes attention in one operation.
-
-    Attributes:
-        platform: The platform that it runs on.
-        call: ``(query, key, value, *, mask, is_causal) -> output``, on one device.
-        refusals: Reasons why it cannot take ``(query, key, mask)``; none if it can.
-        is_default: Whether it is taken unasked under a layout, where it fits.
-    """
+    """A kernel that computes attention in one operation."""
 
     platform: str
-    call: Callable[..., Array]
+    call: Callable[..., Array]  # (query, key, value, *, mask, is_causal) -> output
+    # Reasons why it cannot take (query, key, mask); none if it can.
     refusals: Callable[[Array, Array, Array | None], Iterator[str]]
-    is_default: Callable[[Layout | None], bool]
+    is_default: Callable[[Layout | None], bool]  # taken unasked, where it fits
 
 
 plain_attention = partial(jax.nn.dot_product_attention, implementation="xla")
@@ -131,12 +125,9 @@ FUSED = {
 def choose_kernel(
     query: Array, key: Array, mask: Array | None, wanted: Implementation | None
 ) -> FusedKernel | None:
-    """The kernel wanted, checked, by default the platform's; ``None`` is plain.
+    """The kernel wanted, by default the platform's; ``None`` for plain operations.
 
-    Raises:
-        ValueError: If there is none of that name.
-        AttentionKernelError: If the platform lacks the kernel, or it cannot take the
-            arrays.
+    It raises the errors of `attention`.
     """
     if wanted not in (None, *get_args(Implementation)):
         raise ValueError(
@@ -174,12 +165,9 @@ def choose_kernel(
 
 def _platform(layout: Layout | None) -> str:
     """The platform of the devices that the code being traced will run on."""
-    if layout is not None:
-        device: Any = layout.mesh.devices.flat[0]
-    else:
-        # Asked only here: a mesh of described devices needs no backend that starts.
-        default = getattr(jax.config, "jax_default_device", None)
-        device = default or jax.devices()[0]
+    default = getattr(jax.config, "jax_default_device", None)
+    # `jax.devices` last: a mesh of described devices needs no backend that starts.
+    device: Any = layout.mesh.devices.flat[0] if layout else default or jax.devices()[0]
     if isinstance(device, str):  # `jax_default_device` may name a platform
         return "gpu" if device == "cuda" else device
     is_rocm = "rocm" in getattr(device.client, "platform_version", "").lower()
@@ -195,20 +183,10 @@ def splits_queries(layout: Layout, query: Array) -> bool:
 def per_shard(
     kernel: Callable, query: Array, key: Array, value: Array, mask: Array | None
 ) -> Array:
-    """Calls a kernel for each device's rows and heads.
+    """Calls a kernel for each device's rows and heads of the arrays of `attention`.
 
     Key heads that the axes of the query's heads do not divide are repeated until they
     do, so that every device has those that its query heads use.
-
-    Args:
-        kernel: ``(query, key, value, *, mask) -> output`` of arrays on one device.
-        query: ``(batch, seq, heads, head_dim)``.
-        key: ``(batch, keys, kv_heads, head_dim)``.
-        value: Like ``key``.
-        mask: bool ``(batch or 1, heads or 1, seq, keys)``, or ``None``.
-
-    Returns:
-        Like ``query``.
     """
     layout = active_layout()
     context = jax.sharding.get_abstract_mesh()
@@ -262,9 +240,8 @@ def attention(
         value: Like ``key``.
         causal: Whether position i sees positions up to i only.
         mask: bool ``(batch or 1, heads or 1, seq, keys)``, True where seen.
-        implementation: ``cudnn`` on NVIDIA GPUs, ``splash`` on TPUs, or ``xla``: plain
-            operations, which the partitioner splits. ``None``: the platform's kernel
-            where it takes these arrays, else ``xla``.
+        implementation: ``None``: the platform's kernel where it takes these arrays,
+            else ``xla``.
 
     Returns:
         Like ``query``.

@@ -32,6 +32,7 @@ from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.names import DimAxes, dim_axes, to_spec
 
 Names = tuple[str | None, ...]
+_place = jax.lax.with_sharding_constraint
 
 SEQ = 1
 """The dim of ``(batch, seq, *features)`` that sequence parallelism splits."""
@@ -103,26 +104,15 @@ def matmul(
 
 @dataclass(frozen=True, kw_only=True)
 class _Split:
-    """A product whose input or output is split along ``seq``.
+    """A product whose input or output is split along ``seq``."""
 
-    Attributes:
-        gathers: True if the input is split along ``seq``, False if the output is.
-        axis: The mesh axis that splits it.
-        feature: The feature dim over the same axis: a dim of w if it gathers, else the
-            index of a contracted dim.
-        contracting: Dims of x and of w.
-        input: Sharding of the input.
-        output: Sharding of the output.
-        whole: Sharding of the side that is split along ``seq`` once it is gathered.
-    """
-
-    gathers: bool
-    axis: str
-    feature: int
-    contracting: tuple[tuple[int, ...], tuple[int, ...]]
+    gathers: bool  # the input is split along `seq`, or else the output
+    axis: str  # the mesh axis that splits it
+    feature: int  # over the same axis: a dim of w if it gathers, else a contracted one
+    contracting: tuple[tuple[int, ...], tuple[int, ...]]  # dims of x and of w
     input: NamedSharding
     output: NamedSharding
-    whole: NamedSharding
+    whole: NamedSharding  # of the side that is split along `seq`, once gathered
 
     def gather(self, x: Array) -> Array:
         """The side that is split along ``seq``, whole."""
@@ -190,10 +180,6 @@ def _partitioned_backward(
 
 
 _partitioned.defvjp(_partitioned_forward, _partitioned_backward)
-
-
-def _place(x: Array, sharding: NamedSharding) -> Array:
-    return jax.lax.with_sharding_constraint(x, sharding)
 
 
 def named(initializer: Initializer, *names: str | None) -> Initializer:

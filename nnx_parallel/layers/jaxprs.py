@@ -13,6 +13,10 @@ import jax.extend.core as jex
 # In the types of jax 0.12 it is gone, in the module it is not.
 ClosedJaxpr: Any = vars(jex)["ClosedJaxpr"]
 
+Eqns = Sequence[jex.JaxprEqn]
+Choice = Callable[[jex.JaxprEqn], bool]
+"""Which calls to replace by the equations that they call."""
+
 _DEBUG_INFO = jex.DebugInfo("jit", "part of a loss", None, None)
 
 
@@ -34,7 +38,7 @@ class TracedFunction:
         effects: Effects of the whole, such as prints.
     """
 
-    eqns: Sequence[jex.JaxprEqn]
+    eqns: Eqns
     consts: dict[jex.Var, Any]
     inputs: tuple
     outputs: Any
@@ -52,18 +56,10 @@ class TracedFunction:
 
 
 def trace(
-    function: Callable,
-    *args: Any,
-    inlined: Callable[[jex.JaxprEqn], bool] = lambda eqn: False,
+    function: Callable, *args: Any, inlined: Choice = lambda eqn: False
 ) -> TracedFunction:
-    """Traces a function of pytrees of arrays.
-
-    Args:
-        function: The function.
-        args: Its arguments, or their shapes.
-        inlined: Which calls to replace by what they call.
-    """
-    # Avals, not values: arguments may be shapes, and none is computed with.
+    """Traces a function of pytrees of arrays; the arguments may be their shapes."""
+    # Avals, not values: none is computed with.
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     jaxpr = inline(closed.jaxpr, inlined)
     return TracedFunction(
@@ -82,9 +78,7 @@ def bind(variables: Any, values: Any) -> dict[jex.Var, Any]:
     return dict(zip(*leaves, strict=True))
 
 
-def walk(
-    program: jex.Jaxpr | TracedFunction,
-) -> Iterator[tuple[jex.JaxprEqn, tuple[str, ...]]]:
+def walk(program: jex.Jaxpr | TracedFunction) -> Iterator[tuple[jex.JaxprEqn, tuple]]:
     """Every equation, nested ones too, with the primitives that enclose it."""
     for eqn in program.eqns:
         yield eqn, ()
@@ -98,9 +92,7 @@ def variables_in(atoms: Iterable[Any]) -> list[jex.Var]:
 
 
 def needed(
-    eqns: Sequence[jex.JaxprEqn],
-    outputs: Iterable[Any],
-    given: Collection[jex.Var] = (),
+    eqns: Eqns, outputs: Iterable[Any], given: Collection[jex.Var] = ()
 ) -> list[jex.JaxprEqn]:
     """The equations that outputs depend on, in order, where ``given`` are known."""
     wanted = set(variables_in(outputs)).difference(given)
@@ -113,9 +105,7 @@ def needed(
     return found[::-1]
 
 
-def inputs_of(
-    eqns: Sequence[jex.JaxprEqn], outputs: Iterable[Any] = ()
-) -> list[jex.Var]:
+def inputs_of(eqns: Eqns, outputs: Iterable[Any] = ()) -> list[jex.Var]:
     """The variables that equations, and outputs next to them, take from outside."""
     made = {var for eqn in eqns for var in eqn.outvars}
     used = variables_in([*(a for eqn in eqns for a in eqn.invars), *outputs])
@@ -123,7 +113,7 @@ def inputs_of(
     return list(dict.fromkeys(v for v in used if v not in made))
 
 
-def derived(eqns: Sequence[jex.JaxprEqn], given: Iterable[jex.Var]) -> set[jex.Var]:
+def derived(eqns: Eqns, given: Iterable[jex.Var]) -> set[jex.Var]:
     """The variables that come from ``given`` alone, themselves among them."""
     found = set(given)
     for eqn in eqns:
@@ -134,11 +124,7 @@ def derived(eqns: Sequence[jex.JaxprEqn], given: Iterable[jex.Var]) -> set[jex.V
 
 
 def warn_of_effects(traced: TracedFunction) -> None:
-    """Warns of calls that are lost where only what is `needed` is run.
-
-    Warns:
-        UserWarning: If the program prints or calls back into Python.
-    """
+    """Warns of prints and callbacks: lost where only what is `needed` is run."""
     if traced.effects:
         warnings.warn(
             "The loss, or a block of its Stack, prints or calls back into Python "
@@ -150,7 +136,7 @@ def warn_of_effects(traced: TracedFunction) -> None:
         )
 
 
-def run(eqns: Sequence[jex.JaxprEqn], wanted: Any, env: Mapping[jex.Var, Any]) -> Any:
+def run(eqns: Eqns, wanted: Any, env: Mapping[jex.Var, Any]) -> Any:
     """Evaluates equations on values; differentiable and traceable as JAX code is."""
     outvars, tree = jax.tree.flatten(wanted)
     # Only what is used: a jaxpr's inputs must be values of this trace, and a caller may
@@ -168,9 +154,7 @@ def run(eqns: Sequence[jex.JaxprEqn], wanted: Any, env: Mapping[jex.Var, Any]) -
     return jax.tree.unflatten(tree, function(*(env[var] for var in invars)))
 
 
-def inline(
-    jaxpr: jex.Jaxpr, wanted: Callable[[jex.JaxprEqn], bool] = is_call
-) -> jex.Jaxpr:
+def inline(jaxpr: jex.Jaxpr, wanted: Choice = is_call) -> jex.Jaxpr:
     """The same program with ``wanted`` calls replaced by the equations they call."""
     fresh = jex.gensym()
     eqns: list[jex.JaxprEqn] = []
@@ -234,9 +218,6 @@ class LayerWithResiduals:
         layer: The arrays of one layer, or their shapes.
         x: Its input.
         args: Its arguments.
-
-    Attributes:
-        saved: The residuals to keep from the forward to the backward pass.
     """
 
     def __init__(
@@ -246,34 +227,32 @@ class LayerWithResiduals:
         x: list,
         args: list,
     ) -> None:
-        def forward(trained: dict, fixed: dict, args: list, state: dict, x: list):
-            return block_vjp(Layers(trained, fixed, state), x, args)
-
-        parts = (layer.trained, layer.fixed, args, layer.state, x)
         # Checkpoints are not inlined: their policies say what is a residual. The
         # leaves of the VJP, the third output, are the residuals.
         self._traced = traced = trace(
-            forward, *parts, inlined=lambda eqn: eqn.primitive.name == "jit"
+            block_vjp, layer, x, args, inlined=lambda eqn: eqn.primitive.name == "jit"
         )
         warn_of_effects(traced)
+        layer, _, args = traced.inputs
         # `jax.checkpoint` passes a residual that is an input through
         # `reduce_precision`, https://github.com/jax-ml/jax/pull/22244, so that it
         # cannot be recognised by identity: ask what a residual is derived from.
         free: set[jex.Var] = set()
-        for given in (traced.inputs[:2], traced.inputs[2]):  # weights; arguments
+        for given in ((layer.trained, layer.fixed), args):
             free |= derived(traced.eqns, [*traced.consts, *jax.tree.leaves(given)])
         residuals = dict.fromkeys(variables_in(jax.tree.leaves(traced.outputs[2])))
         self.saved: list[jex.Var] = [v for v in residuals if v not in free]
 
     def forward(self, layer: Layers, x: list, args: list) -> tuple[list, dict, list]:
         """The output, the state after it, and the residuals to keep."""
-        arrays = (layer.trained, layer.fixed, args, layer.state, x)
         wanted = (*self._traced.outputs[:2], self.saved)
-        return self._traced.evaluate(wanted, bind(self._traced.inputs, arrays))
+        known = bind(self._traced.inputs, (layer, x, args))
+        return self._traced.evaluate(wanted, known)
 
     def vjp(self, trained: dict, fixed: dict, args: list, saved: list) -> Callable:
         """The VJP, from the kept residuals and what is still at hand."""
-        at_hand = (*self._traced.inputs[:3], self.saved)
+        layer, _, of_args = self._traced.inputs
+        at_hand = (layer.trained, layer.fixed, of_args, self.saved)
         known = bind(at_hand, (trained, fixed, args, saved))
         return self._traced.evaluate(self._traced.outputs[2], known)
 

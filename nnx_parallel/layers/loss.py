@@ -204,14 +204,9 @@ Chunk = tuple[Array, Array, Array]
 
 
 class _ChunkPlan:
-    """How tokens are divided. In a chunk they are ``(rows, parts, tokens)``.
+    """How tokens are divided: in a chunk they are ``(rows, parts, tokens)``.
 
-    Attributes:
-        rows: Parts of the batch, as many as the mesh makes of it.
-        parts: Parts of the sequence, likewise.
-        num_chunks: Chunks of the tokens of each part of each row.
-        token_spec: How rows and parts are split where their logits are.
-        kernel_dims: Letters of the dims in which a gradient of the kernel is summed up.
+    The mesh divides the batch into rows and the sequence into parts.
     """
 
     def __init__(
@@ -229,7 +224,7 @@ class _ChunkPlan:
         self.vocab_dim, self.kernel_dtype = vocab_dim, kernel.dtype
         self.z_loss, self.layout = z_loss, layout
         self.rows = self.parts = splits = 1
-        self.token_spec = P()
+        self.token_spec = P()  # of rows and parts, where their logits are
         vocab = kernel.shape[vocab_dim]
         if layout is not None:
             sizes, names = layout.mesh.shape, ("batch", "seq", "embed")
@@ -246,9 +241,10 @@ class _ChunkPlan:
         # each gives its share of a chunk.
         chunk_size = max(chunk_size // (self.parts if splits > 1 else 1), 1)
         self.num_chunks = -(-tokens // chunk_size)
-        # A scan's carry cannot hold partial sums that are still to be reduced. So each
-        # part of the tokens that is split where its logits are adds to a gradient of
-        # its own, `g` or `p` in front; devices sum them once, after the last chunk.
+        # Letters of the dims in which a gradient of the kernel is summed up. A scan's
+        # carry cannot hold partial sums that are still to be reduced: so each part of
+        # the tokens that is split where its logits are adds to a gradient of its own,
+        # `g` or `p` in front; devices sum them once, after the last chunk.
         spec = self.token_spec if self.num_chunks > 1 else P()
         parts = [n for n, axes in zip("gp", spec, strict=False) if axes]
         self.kernel_dims = "".join(parts) + ("ev" if vocab_dim else "ve")

@@ -6,11 +6,12 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh
 
 from nnx_parallel.collectives.ring import Mode, gather_hops, join_hops
 from nnx_parallel.layers.jaxprs import Layers, LayerWithResiduals
@@ -19,7 +20,7 @@ from nnx_parallel.sharding.constrain import (
     saves_all_but_gathers,
     use_params,
 )
-from nnx_parallel.sharding.layout import Layout, Placement
+from nnx_parallel.sharding.layout import Placement
 from nnx_parallel.sharding.names import dim_axes, is_inexact
 
 Remat = Literal["none", "dots", "full"]
@@ -38,15 +39,13 @@ References:
 OVERLAPPED = "overlapped_matmul"
 """Checkpoint name of a product that runs as a ring: it is no single dot to a policy."""
 
+_place = jax.lax.with_sharding_constraint
+
 _default: ContextVar[Remat] = ContextVar("remat", default="none")
 
 
 def check_remat(remat: str | None) -> None:
-    """Checks the name of a policy.
-
-    Raises:
-        ValueError: If there is no policy of that name.
-    """
+    """Raises a ValueError if there is no policy of that name."""
     if remat is not None and remat not in get_args(Remat):
         raise ValueError(
             f"Unknown remat policy {remat!r}. Policies: {list(get_args(Remat))}, or "
@@ -76,14 +75,10 @@ def apply_remat(
     gathers: bool = False,
     prevent_cse: bool = False,
 ) -> Callable:
-    """Wraps a function of arrays so that it keeps what the policy says.
+    """Wraps a pure function of pytrees so that it keeps what the policy says.
 
-    Args:
-        function: A pure function of pytrees of arrays.
-        remat: The policy.
-        gathers: Whether it gathers parameters; these are never kept.
-        prevent_cse: Whether to keep the compiler from merging the recomputation with
-            the forward pass. Needless in the body of a scan.
+    Parameters that it ``gathers`` are never kept. ``prevent_cse`` keeps the compiler
+    from merging the recomputation with the forward pass: needless in a scan's body.
     """
     if remat == "none" and not gathers:
         return function
@@ -208,12 +203,14 @@ class _PrefetchedLayers:
         places = {
             k: p for k, p in call.placements.items() if k in params and p.is_gathered
         }
-        self.gathers = {
-            k: _Gather(place, layout, params[k].ndim, call.prefetch)
-            for k, place in places.items()
-            if place.used != place.stored
-        }
+        moved = {k: p for k, p in places.items() if p.used != p.stored}
+        self.stored = {k: layout.sharding(p.stored) for k, p in moved.items()}
+        self.used = {k: layout.sharding(p.used) for k, p in moved.items()}
         self.gradients = {k: layout.sharding(p.gradient) for k, p in places.items()}
+        self.rings = {
+            k: _ring(p, params[k].ndim, call.prefetch, layout.mesh)
+            for k, p in moved.items()
+        }
         x, args = self.arrays[: self.num_x], self.arrays[self.num_x :]
         self.one = LayerWithResiduals(
             self._block_vjp, Layers(params, {}, others), x, args
@@ -222,20 +219,14 @@ class _PrefetchedLayers:
     def forward(
         self, params: dict, others: dict, arrays: list, *, keeps: bool = True
     ) -> tuple[tuple[list, dict], tuple]:
-        """From the first layer to the last.
-
-        The last one prefetches itself: the backward pass begins with it.
-
-        Returns:
-            The output with the other variables, and what is kept: the stored shards,
-            the arguments, the last layer gathered, and the residuals of each layer.
-        """
+        """The output with the other variables, and what `backward` needs of it."""
         x, args = arrays[: self.num_x], arrays[self.num_x :]
 
         def step(carry: tuple[list, dict], xs: tuple) -> tuple[tuple, tuple]:
             x, gathered = carry
             index, held, state = xs
-            # One program for all layers: the last one gathers itself.
+            # One program for all layers: the last one prefetches itself, with which
+            # the backward pass begins.
             hops = self._start(params, jnp.minimum(index + 1, self.num_layers - 1))
             layer = Layers(gathered | held, {}, state)
             x, state, saved = self.one.forward(layer, x, args)
@@ -243,22 +234,15 @@ class _PrefetchedLayers:
             return (x, following), (state, saved if keeps else [])
 
         # Nothing runs during the first gather: one all-gather is best.
-        first = {
-            k: _place(x, self.gathers[k].used)
-            for k, x in self._shards(params, 0).items()
-        }
+        shards = self._shards(params, 0)
+        first = {k: _place(shard, self.used[k]) for k, shard in shards.items()}
         # `params` whole, to be indexed one layer ahead; all else is sliced by the scan.
         slices = (jnp.arange(self.num_layers), self._held(params), others)
         (x, gathered), (others, saved) = jax.lax.scan(step, (x, first), slices)
         return (x, others), (params, args, gathered, saved)
 
     def backward(self, kept: tuple, grads: tuple[list, dict]) -> tuple:
-        """From the last layer to the first, with what the forward pass has kept.
-
-        Returns:
-            Gradients of parameters, other variables, and arrays; ``None`` for what has
-            none.
-        """
+        """Gradients of parameters, other variables and arrays; ``None`` without one."""
         params, args, gathered, saved = kept
         grads_x, grads_state = grads
 
@@ -290,18 +274,13 @@ class _PrefetchedLayers:
 
     def _held(self, params: dict) -> dict:
         """The parameters that are used as they are stored."""
-        return {k: x for k, x in params.items() if k not in self.gathers}
+        return {k: x for k, x in params.items() if k not in self.used}
 
     def _shards(self, params: dict, index: int | jax.Array) -> dict:
         """The shards that one layer has to gather."""
-        return {
-            k: _place(
-                jax.lax.dynamic_index_in_dim(x, index, keepdims=False),
-                self.gathers[k].stored,
-            )
-            for k, x in params.items()
-            if k in self.gathers
-        }
+        slice_of = partial(jax.lax.dynamic_index_in_dim, index=index, keepdims=False)
+        moved = {k: x for k, x in params.items() if k in self.used}
+        return {k: _place(slice_of(x), self.stored[k]) for k, x in moved.items()}
 
     def _start(self, params: dict, index: jax.Array) -> dict:
         """Hops of the gather of one layer's parameters.
@@ -310,8 +289,11 @@ class _PrefetchedLayers:
         ``collective-permute`` it does: of the layers' bytes 92 % are hidden forward and
         58 % backward (docs/library-notes.md, "The TPU compiler").
         """
-        shards = self._shards(params, index)
-        return {k: self.gathers[k].start(x) for k, x in shards.items()}
+        hops = {}
+        for k, x in self._shards(params, index).items():
+            ring = self.rings[k]
+            hops[k] = gather_hops(x, **ring) if ring else [_place(x, self.used[k])]
+        return hops
 
     def _finish(self, x: list, hops: dict) -> tuple[list, dict]:
         """The gathered parameters, once the layer that runs meanwhile gave ``x``.
@@ -321,15 +303,19 @@ class _PrefetchedLayers:
         ran behind the last product, 12 % of the bytes hidden.
         """
         x, hops = jax.lax.optimization_barrier((x, hops))
-        return x, {k: self.gathers[k].finish(passed) for k, passed in hops.items()}
+        whole = {}
+        for k, passed in hops.items():
+            joined = join_hops(passed, **self.rings[k]) if self.rings[k] else passed[0]
+            whole[k] = _place(joined, self.used[k])
+        return x, whole
 
     def _block_vjp(
         self, layer: Layers, x: list, args: list
     ) -> tuple[list, dict, Callable]:
         """One layer's output, its state, and its VJP.
 
-        The VJP takes gradients of x and of the floating state, and gives those of
-        parameters, x, floating arguments and floating state.
+        It maps gradients of x and of the floating state to those of parameters, x,
+        floating arguments and floating state.
         """
         # Its parameters come gathered.
         block = apply_remat(self.call.inner, self.call.remat)
@@ -354,32 +340,12 @@ class _PrefetchedLayers:
         return out, after, vjp
 
 
-class _Gather:
-    """How a layer's parameter is gathered: in hops, or in one collective."""
-
-    def __init__(
-        self, place: Placement, layout: Layout, ndim: int, mode: Mode | None
-    ) -> None:
-        self.stored = layout.sharding(place.stored)
-        self.used = layout.sharding(place.used)
-        self.ring: dict[str, Any] = {}
-        stored, used = (dim_axes(s, ndim) for s in (place.stored, place.used))
-        split = [d for d in range(ndim) if stored[d] != used[d]]
-        # More than one dim or axis at once is no ring of one axis.
-        if mode != "bulk" and len(split) == 1 and len(stored[split[0]]) == 1:
-            axis, dim = stored[split[0]][0], split[0]
-            self.ring = {"axis": axis, "dim": dim, "mode": mode, "mesh": layout.mesh}
-
-    def start(self, shard: jax.Array) -> list:
-        """The shards as they arrive."""
-        ring = self.ring
-        return gather_hops(shard, **ring) if ring else [_place(shard, self.used)]
-
-    def finish(self, passed: list) -> jax.Array:
-        """The whole parameter, once all have arrived."""
-        whole = join_hops(passed, **self.ring) if self.ring else passed[0]
-        return _place(whole, self.used)
-
-
-def _place(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    return jax.lax.with_sharding_constraint(x, sharding)
+def _ring(place: Placement, ndim: int, mode: Mode | None, mesh: Mesh) -> dict[str, Any]:
+    """How to gather hop by hop; empty if in one collective."""
+    stored, used = (dim_axes(s, ndim) for s in (place.stored, place.used))
+    split = [d for d in range(ndim) if stored[d] != used[d]]
+    # More than one dim or axis at once is no ring of one axis.
+    if mode == "bulk" or len(split) != 1 or len(stored[split[0]]) != 1:
+        return {}
+    (axis,) = stored[split[0]]
+    return {"axis": axis, "dim": split[0], "mode": mode, "mesh": mesh}
