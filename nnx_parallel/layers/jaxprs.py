@@ -27,23 +27,14 @@ def is_call(eqn: jex.JaxprEqn) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class TracedFunction:
-    """A function of arrays as equations, any of whose values can be computed alone.
-
-    Attributes:
-        eqns: The equations.
-        consts: The arrays that the function closes over, by variable.
-        inputs: The arguments, with a variable in place of each array.
-        outputs: The results, with a variable or literal in place of each array.
-        shapes: The results, with a `jax.ShapeDtypeStruct` in place of each array.
-        effects: Effects of the whole, such as prints.
-    """
+    """A function of arrays as equations, any of whose values can be computed alone."""
 
     eqns: Eqns
-    consts: dict[jex.Var, Any]
-    inputs: tuple
-    outputs: Any
-    shapes: Any
-    effects: Collection[Any]
+    consts: dict[jex.Var, Any]  # the arrays that the function closes over
+    inputs: tuple  # the arguments, with a variable in place of each array
+    outputs: Any  # the results, with a variable or literal in place of each array
+    shapes: Any  # the results, with a `jax.ShapeDtypeStruct` in place of each array
+    effects: Collection[Any]  # of the whole, such as prints
 
     def __call__(self, *args: Any) -> Any:
         """The results, from every equation."""
@@ -193,17 +184,11 @@ def inline(jaxpr: jex.Jaxpr, wanted: Choice = is_call) -> jex.Jaxpr:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Layers:
-    """The arrays of some layers, each dict by key, with a leading ``layers`` dim.
+    """The arrays of some layers, each dict by key, with a leading ``layers`` dim."""
 
-    Attributes:
-        trained: Trained parameters.
-        fixed: Frozen parameters and variables that a forward pass leaves as they are.
-        state: Variables that it changes.
-    """
-
-    trained: dict
-    fixed: dict
-    state: dict
+    trained: dict  # parameters
+    fixed: dict  # frozen parameters and variables that a forward pass does not change
+    state: dict  # variables that it changes
 
 
 class LayerWithResiduals:

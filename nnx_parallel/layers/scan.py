@@ -99,32 +99,18 @@ def apply_remat(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StackCall:
-    """One call of a `Stack`, as data for the function that runs its layers.
+    """One call of a `Stack`, as data for the function that runs its layers."""
 
-    Attributes:
-        inner: ``(params, others, x, args, slot) -> (x, others, slot)`` of one layer
-            whose parameters have been gathered.
-        params: The layers' parameters by path, each with a leading ``layers`` dim.
-        others: Their other variables, likewise.
-        x: Input of the first layer.
-        args: Passed to every layer as they are.
-        scanned: A pytree with a leading ``layers`` dim, or ``None``.
-        remat: What a layer keeps for the backward pass.
-        placements: Placement of a layer's parameters, by path; where one says so,
-            `block` gathers. What is gathered is never kept.
-        prefetch: How the next layer's parameters are gathered during the present
-            layer, or ``None``.
-    """
-
+    # (gathered params, others, x, args, slot) -> (x, others, slot) of one layer.
     inner: Callable[..., tuple[Any, dict, Any]]
-    params: dict
-    others: dict
-    x: Any
-    args: tuple
-    scanned: Any
-    remat: Remat
-    placements: dict[Any, Placement]
-    prefetch: Mode | None
+    params: dict  # by path, each with a leading `layers` dim
+    others: dict  # the other variables, likewise
+    x: Any  # input of the first layer
+    args: tuple  # passed to every layer as they are
+    scanned: Any  # a pytree with a leading `layers` dim, or None
+    remat: Remat  # what a layer keeps for the backward pass
+    placements: dict[Any, Placement]  # of one layer, by path
+    prefetch: Mode | None  # how to gather the next layer during the present one
 
     def block(self, params: dict, *rest: Any) -> tuple[Any, dict, Any]:
         """One layer of parameters as they are stored."""

@@ -84,6 +84,7 @@ class Stack(nnx.Module):
         self.layer = jax.vmap(lambda key: make_block(nnx.Rngs(key)))(keys)
         for _, variable in variables_of(self.layer):
             names = tuple(variable.get_metadata().get("out_sharding") or ())
+            # No mesh is known yet, on which Flax could place it now.
             variable.set_metadata(out_sharding=("layers", *names), eager_sharding=False)
 
     def __call__(self, x: jax.Array, *args: Any, scanned: Any = None) -> Any:
