@@ -1,8 +1,4 @@
-"""Meshes: every device named by its coordinates along the axes of a strategy.
-
-Axes are ordered from the slowest interconnect to the fastest, so that the axis which
-communicates most often (``tensor``) joins the closest devices.
-"""
+"""Meshes: every device named by its coordinates along the axes of a strategy."""
 
 from __future__ import annotations
 
@@ -63,9 +59,9 @@ if TYPE_CHECKING:
 else:
     Device = jax.Device
 
-# From least to most communication in a step: a pipeline sends the activations between
-# stages, data parallelism all gradients, FSDP parameters too, the others activations
-# in each layer.
+# From the slowest interconnect to the fastest, and so from least to most communication
+# in a step: a pipeline sends the activations between stages, data parallelism all
+# gradients, FSDP parameters too, the others activations in each layer.
 MESH_AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 """The mesh axes that this library's strategies use, outermost first."""
 

@@ -81,11 +81,7 @@ def batch_signature(batch: Any) -> Signature:
 
 
 def check_same(found: Signature, first: Signature, *, index: int) -> None:
-    """Checks that batch ``index`` has the structure, shapes and dtypes of the first.
-
-    Raises:
-        BatchShapeError: If anything differs.
-    """
+    """Checks that batch ``index`` has the structure, shapes and dtypes of the first."""
     if found.keys() != first.keys():
         raise BatchShapeError(
             f"Batch {index} holds {sorted(found)} but the first batch held "
@@ -105,10 +101,7 @@ def check_same(found: Signature, first: Signature, *, index: int) -> None:
 def check_divisible(
     num_rows: int, num_microbatches: int, axis_sizes: Mapping[str, int]
 ) -> None:
-    """Checks that a global batch splits evenly over microbatches and its mesh axes.
-
-    Raises:
-        BatchShapeError: If they do not.
+    """Raises `BatchShapeError` unless a batch splits over microbatches and mesh axes.
 
     Example:
         >>> check_divisible(32, 4, {"data": 2, "fsdp": 2})

@@ -1,7 +1,4 @@
-"""Batches on their way to the devices: read, checked and placed ahead of the step.
-
-A thread does so while the step runs, so that the step never waits for a copy.
-"""
+"""Batches on their way to the devices: read, checked and placed ahead of the step."""
 
 from __future__ import annotations
 
@@ -62,7 +59,7 @@ class PlacedBatch(Generic[T]):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class PrefetchIterator(Iterator[PlacedBatch[T]]):
-    """Iterator over placed batches, which a thread prepares ahead of their use.
+    """Iterator over placed batches, which a thread prepares while the step runs.
 
     At most ``prefetch`` batches are placed and not yet taken, and at most ``limit`` are
     ever read, so that an iterator handed to two of these in turn loses none between
@@ -277,11 +274,7 @@ class _Reader(Iterator[T]):
 
 
 def check_data(data: object) -> None:
-    """Checks that data is an iterable of batches.
-
-    Raises:
-        DataError: If it is not; it names its type.
-    """
+    """Checks that data is an iterable of batches; a `DataError` names its type."""
     if isinstance(data, Mapping | str | bytes | np.ndarray | jax.Array):
         raise DataError(
             f"Data is one {type(data).__name__}. It must be an iterable of batches; "

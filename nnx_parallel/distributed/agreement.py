@@ -1,8 +1,4 @@
-"""Comparison of values between processes, before a difference can do harm.
-
-Processes that compile different programs do not fail: they wait for one another in
-collectives that never match.
-"""
+"""Comparison of values between processes, which deadlock if their programs differ."""
 
 from __future__ import annotations
 

@@ -321,11 +321,7 @@ def join() -> Client | None:
 
 
 def connect(host: str, port: int, key: bytes) -> Connection:
-    """A connection on which both sides have proved that they know the key.
-
-    Raises:
-        OSError: If none of the host's addresses answers.
-    """
+    """A connection on which both sides have proved that they know the key."""
     # `multiprocessing.connection.Client` would try IPv4 alone.
     with socket.create_connection((host, port), timeout=_CONNECT_SECONDS) as peer:
         return _handshake(peer, key, mpc.answer_challenge, mpc.deliver_challenge)
@@ -357,11 +353,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, backlog: int = 1) -> socket.socket:
-    """A socket that listens on a free port of an interface; of all if it is empty.
-
-    Raises:
-        OSError: If the host has no address on which this machine can listen.
-    """
+    """A socket that listens on a free port of an interface; of all if it is empty."""
     host = host.strip("[]")
     serve = partial(socket.create_server, backlog=backlog)
     if not host:

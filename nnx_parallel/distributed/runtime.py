@@ -1,9 +1,4 @@
-"""This process: its number, its lines of output, and how it ends.
-
-An end for a fault is `os._exit`, at once, with a reason and an exit code. ``sys.exit``
-would run JAX's exit handler, which waits in a shutdown barrier for the other processes
-(up to 300 s), while these wait for this one in a collective.
-"""
+"""This process: its number, its lines of output, and how it ends."""
 
 from __future__ import annotations
 
@@ -162,6 +157,8 @@ def _end(text: str, notify: Callable[[], object], code: int) -> None:
         with contextlib.suppress(Exception):
             notify()
     finally:
+        # `sys.exit` would run JAX's exit handler, which waits in a shutdown barrier for
+        # the others (up to 300 s), while these wait for this one in a collective.
         os._exit(code)
 
 
