@@ -12,12 +12,7 @@ from typing import NamedTuple
 import jax
 
 from nnx_parallel.distributed.messages import host_of, is_loopback, join
-from nnx_parallel.distributed.runtime import (
-    TAGGED,
-    has_backend,
-    process_count,
-    tag_logging,
-)
+from nnx_parallel.distributed.runtime import TAGGED, has_backend, tag, tag_logging
 from nnx_parallel.errors import ProcessError
 
 COORDINATOR = "NNX_PARALLEL_COORDINATOR"
@@ -115,15 +110,12 @@ def initialize(
         shutdown_timeout_seconds=shutdown_seconds,
         coordinator_bind_address=address if is_local else None,
     )
-    if process_count() > 1:
-        if not os.environ.get(TAGGED):
-            tag_logging()
-        join()
+    if tag():
+        tag_logging()
+    join()
 
 
-def find_process(
-    given: ProcessSpec, environment: Mapping[str, str]
-) -> ProcessSpec | None:
+def find_process(given: ProcessSpec, env: Mapping[str, str]) -> ProcessSpec | None:
     """Finds the number of this process; ``None`` if it is the only one.
 
     The caller's values take precedence over those in the environment.
@@ -132,24 +124,24 @@ def find_process(
         ProcessError: If a variable that must be an integer is not.
 
     Example:
-        >>> variables = {"JAX_COORDINATOR_ADDRESS": "host:1234",
+        >>> env = {"JAX_COORDINATOR_ADDRESS": "host:1234",
         ...     "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
-        >>> find_process(ProcessSpec(), variables).process_id
+        >>> find_process(ProcessSpec(), env).process_id
         1
     """
     if given != ProcessSpec():
         return given
     for address, *numbers in _VARIABLES:
-        if {address, *numbers} <= environment.keys():
-            found = (_integer(environment, name) for name in numbers)
-            return ProcessSpec(environment[address], *found)
-    is_step = all(name in environment for name in _SLURM_STEP)
-    if not is_step and not any(name in environment for name in _CLUSTERS):
+        if {address, *numbers} <= env.keys():
+            found = (_integer(env, name) for name in numbers)
+            return ProcessSpec(env[address], *found)
+    is_step = all(name in env for name in _SLURM_STEP)
+    if not is_step and not any(name in env for name in _CLUSTERS):
         return None
     # Some clusters say that this process is alone: no service is needed then.
-    sizes = [environment.get(n) for n in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")]
-    workers = environment.get("TPU_WORKER_HOSTNAMES")
-    if workers is not None and "MEGASCALE_COORDINATOR_ADDRESS" not in environment:
+    sizes = [env.get(n) for n in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")]
+    workers = env.get("TPU_WORKER_HOSTNAMES")
+    if workers is not None and "MEGASCALE_COORDINATOR_ADDRESS" not in env:
         sizes.append(str(len(workers.split(","))))
     return None if {*sizes} - {None} == {"1"} else ProcessSpec()
 

@@ -46,7 +46,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from nnx_parallel.distributed.runtime import (
-    CLOSED,
     STATE,
     end_by_loss,
     install,
@@ -149,7 +148,7 @@ class Server:
             if set(self._clients.values()) == {0}:
                 self.drained.set()
             if process not in self._finished:
-                self._report_loss(process, CLOSED)
+                self._report_loss(process, None)
             return
         match message:
             case {"op": "put", "key": key, "value": value}:
@@ -182,7 +181,7 @@ class Server:
             for process in self._finished - found.keys():
                 self._report_loss(process, "it ended while others go on")
 
-    def _report_loss(self, process: int, reason: str) -> None:
+    def _report_loss(self, process: int, reason: str | None) -> None:
         if not self._has_lost:  # the first loss is the cause of the others
             self._has_lost = True
             # The lost process too, if it can read: one that called `sys.exit` waits in
@@ -201,12 +200,12 @@ class Client:
     Attributes:
         connection: An authenticated connection.
         server: The server, on process 0.
-        on_lost: Ends this process, given the lost process, the reason, and `drain`.
+        on_lost: Ends this process, given the lost one, its exit message, and `drain`.
     """
 
     connection: Connection
     server: Server | None
-    on_lost: Callable[[int, str, Callable[[], None]], None] = end_by_loss
+    on_lost: Callable[[int, str | None, Callable[[], None]], None] = end_by_loss
 
     def __post_init__(self) -> None:
         self._sending = threading.Lock()
@@ -272,7 +271,7 @@ class Client:
                 message = _receive(self.connection)
             except (EOFError, OSError):
                 if not self._has_ended:
-                    self.on_lost(0, CLOSED, self.drain)
+                    self.on_lost(0, None, self.drain)
                 return
             if message["op"] == "lost":
                 self.on_lost(message["process"], message["reason"], self.drain)

@@ -35,9 +35,6 @@ PEER_LOST = 75
 HUNG = 76
 """Exit code of a process whose step or evaluation did not end in time."""
 
-CLOSED = "its connection closed without an exit message (killed, or out of memory)"
-"""Reason of a loss where the lost process sent no exit message."""
-
 _REASON_SECONDS = 5.0
 _ENDING_SECONDS = 10.0
 _WATCHDOG_GRACE_SECONDS = 5.0
@@ -137,16 +134,17 @@ def _end_by_exception(
     )
 
 
-def end_by_loss(process: int, reason: str, drain: Callable[[], None]) -> None:
-    """Ends this process because another is lost.
+def end_by_loss(process: int, reason: str | None, drain: Callable[[], None]) -> None:
+    """Ends this process because another is lost, whose exit message is ``reason``.
 
     First calls ``drain``, which waits until the others have received the reason.
     """
     if not _ending.acquire(blocking=False):
         return  # this process is ending already, for a reason of its own
-    hint = "" if reason == CLOSED else " Its own output says more."
-    text = f"Process {process} is lost: {reason.rstrip('.')}.{hint} {_RESUME}"
-    _end(text, drain, PEER_LOST)
+    text = "its connection closed without an exit message (killed, or out of memory)."
+    if reason is not None:
+        text = f"{reason.rstrip('.')}. Its own output says more."
+    _end(f"Process {process} is lost: {text} {_RESUME}", drain, PEER_LOST)
 
 
 def _end(text: str, notify: Callable[[], object], code: int) -> None:
