@@ -26,10 +26,7 @@ class MeshShapeError(ParallelError, ValueError):
 
 
 class MeshAxisTypeError(ParallelError, ValueError):
-    """Every mesh axis must be ``AxisType.Auto``.
-
-    Under Explicit axes, ``jax.make_mesh``'s default, a plain model's matmuls raise.
-    """
+    """Mesh axes must be ``AxisType.Auto``: a plain model raises under Explicit ones."""
 
 
 class UnknownAxisError(ParallelError, ValueError):

@@ -1,7 +1,5 @@
 """Meshes: every device named by its coordinates along the axes of a strategy."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """Batches: checked on the host, the same on all processes, split over the rows."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping

@@ -1,12 +1,10 @@
 """Position of a run in its data, so that a resumed run sees the next batch."""
 
-from __future__ import annotations
-
 import base64
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import jax
 import numpy as np
@@ -95,7 +93,7 @@ class DataState:
         return counts | {"states": states}
 
     @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> DataState:
+    def from_json(cls, saved: Mapping[str, Any]) -> Self:
         """The position that was saved; the start if ``saved`` is empty.
 
         Warns if an iterator's position was saved by another number of processes.

@@ -1,7 +1,5 @@
 """Batches on their way to the devices: read, checked and placed ahead of the step."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import itertools

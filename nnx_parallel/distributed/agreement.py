@@ -1,7 +1,5 @@
 """Comparison of values between processes, which deadlock if their programs differ."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import json

@@ -1,7 +1,5 @@
 """Start of a run's processes: which one this is, and how it joins the others."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

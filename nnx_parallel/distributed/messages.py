@@ -24,8 +24,6 @@ A ``missed_heartbeat_callback`` in Python aborts with ``std::bad_cast``. With
 ``jax_enable_recoverability`` only the death of process 0 still aborts.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ipaddress
@@ -60,7 +58,6 @@ _DRAIN_SECONDS = 2.0
 _GREETING_SECONDS = 60
 _POLL_SECONDS = 0.05
 _KEY = "nnx_parallel/server"
-_LOCAL_NAMES = ("localhost", "ip6-localhost", "ip6-loopback")
 
 
 class Server:
@@ -346,7 +343,7 @@ def is_loopback(host: str) -> bool:
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
-        return host in _LOCAL_NAMES
+        return host in ("localhost", "ip6-localhost", "ip6-loopback")
     # `is_loopback` of a mapped address is wrong before Python 3.13.
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 

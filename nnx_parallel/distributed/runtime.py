@@ -1,7 +1,5 @@
 """This process: its number, its lines of output, and how it ends."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import logging
