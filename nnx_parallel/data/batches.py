@@ -78,8 +78,10 @@ def batch_signature(batch: Any) -> Signature:
     }
 
 
-def check_same(found: Signature, first: Signature, *, index: int) -> None:
-    """Checks that batch ``index`` has the structure, shapes and dtypes of the first."""
+def check_same(batch: Any, first: Signature | None, *, index: int) -> Signature:
+    """Returns a batch's signature, checked to be the first one's if there is one."""
+    found = batch_signature(batch)
+    first = first or found
     if found.keys() != first.keys():
         raise BatchShapeError(
             f"Batch {index} holds {sorted(found)} but the first batch held "
@@ -94,6 +96,7 @@ def check_same(found: Signature, first: Signature, *, index: int) -> None:
                 "would compile the step again: drop the last, smaller batch of an "
                 "epoch (`drop_remainder=True`), or pad to one shape."
             )
+    return found
 
 
 def check_divisible(

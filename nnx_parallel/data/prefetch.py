@@ -14,13 +14,7 @@ from typing import Any, Generic, Self, TypeVar
 import jax
 import numpy as np
 
-from nnx_parallel.data.batches import (
-    END,
-    BatchAgreement,
-    Signature,
-    batch_signature,
-    check_same,
-)
+from nnx_parallel.data.batches import END, BatchAgreement, check_same
 from nnx_parallel.data.position import (
     Resumable,
     decode_state,
@@ -171,7 +165,7 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
                 return
             if next(self._iterator, END) is END:
                 raise self._exhausted(done)
-        first: Signature | None = None
+        first = None
         for num_read in itertools.islice(itertools.count(self.skip), self.limit):
             batch = next(self._iterator, END)
             index = self._first_step + num_read - self.skip
@@ -186,9 +180,7 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
                     return
                 raise self._exhausted(num_read)
             if self.uniform:
-                found = batch_signature(batch)
-                first = first or found
-                check_same(found, first, index=index)
+                first = check_same(batch, first, index=index)
             # Now, not when the batch is used: the iterator is ahead of its use by then.
             state = None
             if isinstance(self._iterator, Resumable):

@@ -24,18 +24,13 @@ _VARIABLES = (
     ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"),
 )
 # Any one of these says that JAX itself can find the rest.
-_CLUSTERS = (
-    CLUSTER,
-    "OMPI_MCA_orte_hnp_uri",
-    "OMPI_COMM_WORLD_SIZE",
-    "TPU_WORKER_HOSTNAMES",
-    "MEGASCALE_COORDINATOR_ADDRESS",
-    "JOBSET_NAME",
-    "CLOUD_TPU_TASK_ID",
-)
+_CLUSTERS = {
+    CLUSTER, "OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE", "TPU_WORKER_HOSTNAMES",
+    "MEGASCALE_COORDINATOR_ADDRESS", "JOBSET_NAME", "CLOUD_TPU_TASK_ID",
+}  # fmt: skip
 # A batch script and a shell on a node have some of these, but run as one process; only
 # the processes that `srun` starts have all.
-_SLURM_STEP = ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_STEP_NODELIST", "SLURM_NTASKS")
+_SLURM_STEP = {"SLURM_JOB_ID", "SLURM_PROCID", "SLURM_STEP_NODELIST", "SLURM_NTASKS"}
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
@@ -133,8 +128,7 @@ def find_process(given: ProcessSpec, env: Mapping[str, str]) -> ProcessSpec | No
         if {address, *numbers} <= env.keys():
             found = (_integer(env, name) for name in numbers)
             return ProcessSpec(env[address], *found)
-    is_step = all(name in env for name in _SLURM_STEP)
-    if not is_step and not any(name in env for name in _CLUSTERS):
+    if not (env.keys() >= _SLURM_STEP or env.keys() & _CLUSTERS):
         return None
     # Some clusters say that this process is alone: no service is needed then.
     sizes = [env.get(n) for n in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")]
