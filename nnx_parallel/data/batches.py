@@ -26,8 +26,7 @@ from nnx_parallel.sharding.layout import Layout
 Signature = dict[str, tuple[tuple[int, ...], str]]
 """Shape and dtype of each array of a batch, by its path."""
 
-END = object()
-"""In place of a batch where the data has ended."""
+END = object()  # in place of a batch where the data has ended
 
 
 def check_batch(batch: Any, *, index: int = 0) -> int:

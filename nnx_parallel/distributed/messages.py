@@ -118,11 +118,9 @@ class Server:
         self._socket.close()
         missing = sorted({*range(self._count)} - {*self._clients.values()})
         if missing:
-            self._report_loss(
-                missing[0],
-                f"it did not join within {self._join_seconds:.0f} s. Processes that "
-                f"are missing: {missing}",
-            )
+            reason = f"it did not join within {self._join_seconds:.0f} s"
+            text = f"{reason}. Processes that are missing: {missing}"
+            self._report_loss(missing[0], text)
 
     def _authenticate(self, peer: socket.socket) -> None:
         # An error may be of a stranger, or of a process that died.
