@@ -71,7 +71,7 @@ class DataState:
             self._data = data
 
     def open(self, data: Any, step: int, num_steps: int) -> tuple[int, Any]:
-        """Returns how many batches to skip for a fit from ``step``, and a state."""
+        """Batches to skip for a fit that begins at ``step``, and a state to restore."""
         self.num_steps = num_steps
         # By identity: equal data may be read from the start on purpose.
         if self._data is not None and self._data is not data:

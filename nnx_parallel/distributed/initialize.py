@@ -70,8 +70,7 @@ def initialize(
         start_seconds: How long to wait for all processes to start.
         heartbeat_seconds: Silence after which a process counts as dead. A process
             that dies is noticed at once; this is for machines that vanish.
-        shutdown_seconds: How long a process that has ended waits for the others, for
-            instance for one that still exports a model.
+        shutdown_seconds: How long a process that has ended waits for the others.
 
     Raises:
         ProcessError: If devices have been counted already, or only some of address,

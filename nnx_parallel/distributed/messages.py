@@ -277,10 +277,7 @@ class Client:
 
 @cache
 def join() -> Client | None:
-    """This process's client, connected on first use; ``None`` with one process.
-
-    From then on this process ends when another is lost, and tells the others when it
-    ends with an error of its own. All processes must call it.
+    """This process's client, connected on first use by all; ``None`` with one process.
 
     Raises:
         ProcessError: If process 0 does not start its server.
