@@ -48,7 +48,7 @@ class CollectiveProductError(ParallelError, ValueError):
 class AttentionKernelError(ParallelError, ValueError):
     """A fused attention kernel runs on one platform, for some shapes and dtypes.
 
-    cuDNN: float16 and bfloat16 on NVIDIA GPUs. Splash: multiples of 128 on TPUs.
+    cuDNN: 16-bit floats on NVIDIA GPUs. Splash: sequences of multiples of 128 on TPUs.
     """
 
 
