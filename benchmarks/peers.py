@@ -27,7 +27,7 @@ from nnx_parallel.pipeline.prologue_epilogue import PipelineInputs
 from nnx_parallel.pipeline.run import PipelinedFunction, PipelineSchedule
 from nnx_parallel.precision import cast_floating
 from nnx_parallel.sharding import Claims, Layout, using
-from nnx_parallel.sharding.model import flatten, nest
+from nnx_parallel.sharding.model import flatten
 from nnx_parallel.state import StatePlan
 
 State = dict[str, Any]
@@ -220,9 +220,7 @@ def make_gpipe_step(
     num_stages = plan.layout.mesh.shape[pipeline.axis]
 
     def run(params: dict, variables: dict, batch: Any, key: jax.Array) -> Any:
-        model = plan.merge(
-            nest(params), nest(variables), training=True, cast_stacked=False
-        )
+        model = plan.merge(params, variables, training=True, cast_stacked=False)
         return loss(model, batch), {}
 
     def mean_loss(params: dict, state: TrainState, batch: Any) -> jax.Array:

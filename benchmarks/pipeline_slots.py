@@ -15,19 +15,15 @@ from jax.sharding import PartitionSpec as P
 from models import GPT, next_token_loss
 from nnx_parallel import TrainState
 from nnx_parallel.data.batches import split_rows
-from nnx_parallel.layers.jaxprs import Layers
+from nnx_parallel.layers.residuals import Layers
 from nnx_parallel.pipeline.executor import Executor
 from nnx_parallel.pipeline.memory import Chunks
-from nnx_parallel.pipeline.prologue_epilogue import (
-    InFlight,
-    PipelineInputs,
-    PrologueEpilogue,
-)
+from nnx_parallel.pipeline.prologue_epilogue import PipelineInputs, PrologueEpilogue
 from nnx_parallel.pipeline.run import PipelineSchedule
 from nnx_parallel.pipeline.stage import Stage
 from nnx_parallel.schedules.table import Table, plan_buffers
 from nnx_parallel.sharding import using
-from nnx_parallel.sharding.model import flatten, nest
+from nnx_parallel.sharding.model import flatten
 from nnx_parallel.state import StatePlan
 
 Run = Callable[[], float]
@@ -52,9 +48,7 @@ def _ends(
     plan: StatePlan, state: TrainState, batch: Any, table: Table
 ) -> PrologueEpilogue:
     def function(params: dict, variables: dict, batch: Any, key: Any) -> Any:
-        model = plan.merge(
-            nest(params), nest(variables), training=True, cast_stacked=False
-        )
+        model = plan.merge(params, variables, training=True, cast_stacked=False)
         assert isinstance(model, GPT)
         return next_token_loss(model, batch), {}
 
@@ -77,16 +71,16 @@ def _stage_runs(
     mesh, axis = plan.layout.mesh, pipeline.axis
     arrays = {key: params[path] for key, path in ends.cut.layer_paths.items()}
     stage = Stage(
-        ends.cut.block,
-        arrays,
-        ends.entering,
+        cut=ends.cut,
+        arrays=arrays,
+        activations=ends.entering,
         mesh=mesh,
         axis=axis,
         compute=plan.precision.compute,
         stash=pipeline.stash,
         is_split=True,
     )
-    manual = Executor(stage, table, plan_buffers(table), mesh, axis).manual
+    manual = Executor(stage, table, plan_buffers(table)).manual
     layers = stage.split(arrays)
 
     def forward(layers: Layers, activations: list, _: None) -> tuple[None, Any]:
@@ -97,10 +91,10 @@ def _stage_runs(
 
     def backward(layers: Layers, given: Any, _: None) -> Any:
         stash, grads = given
-        return stage.backward(layers, stash, grads, layers.trained, add)
+        return stage.backward(layers, stash, grads, layers.trained, add)[:2]
 
     def backward_input(layers: Layers, given: Any, _: None) -> tuple[None, Any]:
-        return None, stage.backward_input(layers, *given)
+        return None, stage.backward(layers, *given)[1:]
 
     def backward_weight(layers: Layers, pending: Any, _: None) -> tuple[dict, None]:
         return stage.backward_weight(layers, pending, layers.trained, add), None
@@ -130,15 +124,15 @@ def _end_runs(ends: PrologueEpilogue) -> dict[str, Run]:
     first = jnp.int32(0)
 
     def before(params: dict) -> list:
-        entering, _ = ends.prologue(first, params, InFlight([], {}))
-        return ends.cut.block.with_cotangents(entering)
+        entering, *_ = ends.prologue(first, params, {})
+        return ends.cut.with_cotangents(entering)
 
     def before_backward(params: dict, grads: list) -> dict:
         return jax.vjp(before, params)[1](ends.spread(grads))[0]
 
     def after(params: dict, leaving: list) -> Any:
         def loss(params: dict, leaving: list) -> jax.Array:
-            mean, _ = ends.epilogue(first, params, {}, InFlight([], {}), leaving)
+            mean, _ = ends.epilogue(first, params, {}, [], leaving)
             return mean.value
 
         return jax.value_and_grad(loss, (0, 1))(params, leaving)

@@ -1,8 +1,7 @@
 """Training state: parameters, other variables, optimizer state, step.
 
-A `StatePlan` is made once from shapes alone: it holds the model's structure and where
-every array lives. The state itself is plain nested dicts of global arrays, which
-``jax.jit`` flattens without walking the model.
+A `StatePlan` is made once, from shapes; the state is plain nested dicts of global
+arrays, which ``jax.jit`` flattens without walking the model.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -67,9 +65,8 @@ class LossScale:
     def adjust(self, is_finite: jax.Array, growth_interval: int = 2000) -> LossScale:
         """The scale halved after an overflow, doubled after many finite steps."""
         grown = self.good_steps + 1 >= growth_interval
-        scale = jnp.where(
-            is_finite, self.scale * jnp.where(grown, 2, 1), self.scale / 2
-        )
+        larger = self.scale * jnp.where(grown, 2, 1)
+        scale = jnp.where(is_finite, larger, self.scale / 2)
         good_steps = jnp.where(is_finite & ~grown, self.good_steps + 1, 0)
         # At 1 there is nothing left to halve: the loss itself is not finite.
         return LossScale(scale=jnp.clip(scale, 1.0, 2.0**24), good_steps=good_steps)
@@ -110,15 +107,13 @@ class StatePlan:
 
     Attributes:
         model_name: Class of the model.
-        layout: The strategy's answers over the mesh.
+        layout: The strategy's claims over the mesh.
         graphdef: The model's structure in the modes that it came in.
         eval_graphdef: The same in evaluation mode.
         placements: Placement of each array of the model, by path.
-        param_paths: Paths of all parameters, trained or frozen.
+        param_placements: Those of all parameters, trained or frozen.
         trained_paths: Paths of the trained ones.
         abstract: The state with shapes for arrays, each with its sharding.
-        tx: The Optax transformation.
-        precision: The dtypes.
         ema_decay: Decay of the moving average, or ``None``.
     """
 
@@ -127,7 +122,7 @@ class StatePlan:
     graphdef: nnx.GraphDef
     eval_graphdef: nnx.GraphDef
     placements: dict[Path, Placement]
-    param_paths: frozenset[Path]
+    param_placements: dict[Path, Placement]
     trained_paths: frozenset[Path]
     abstract: TrainState
     tx: Optimizer
@@ -149,19 +144,42 @@ class StatePlan:
     @property
     def is_evaluating(self) -> bool:
         """True if every module that has a mode came in evaluation mode."""
-        flags = [
-            flag
-            for module in self.modules
-            for name in MODES
-            if isinstance(flag := getattr(module, name, None), bool)
-        ]
+        modes = [getattr(m, name, None) for m in self.modules for name in MODES]
+        flags = [mode for mode in modes if isinstance(mode, bool)]
         return bool(flags) and all(flags)
 
     @property
     def gathers_outside_stack(self) -> bool:
         """True if a parameter outside of every `Stack` is gathered at use."""
-        places = (self.placements[path] for path in self.param_paths)
+        places = self.param_placements.values()
         return any(p.is_gathered and not p.is_stacked for p in places)
+
+    def build(self, arrays: dict, seed: jax.Array | int) -> TrainState:
+        """The first state, from all arrays of the model."""
+        params, others, ema = {}, {}, None
+        for path, x in flatten(arrays).items():
+            group = params if path in self.trained_paths else others
+            is_param = path in self.param_placements
+            group[path] = cast_floating(x, self.precision.params) if is_param else x
+        params = nest(params)
+        if self.ema_decay is not None:
+            # float32, for bfloat16 has no room to move by a thousandth; and a copy,
+            # since the average and the parameters are donated separately.
+            ema = jax.tree.map(
+                lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32)), params
+            )
+        return TrainState(
+            step=jnp.int32(0),
+            params=params,
+            variables=nest(others),
+            # Only under jit: outside, counters would be on device 0, and the step,
+            # whose shardings are all on the mesh, would refuse them.
+            opt_state=self.tx.init(params),
+            # A stream apart from the model's, which has the same seed.
+            key=jax.random.fold_in(jax.random.key(seed), 0x1055),
+            ema=ema,
+            loss_scale=LossScale.create() if self.precision.needs_loss_scale else None,
+        )
 
     def merge(
         self,
@@ -175,16 +193,14 @@ class StatePlan:
 
         Without ``cast_stacked`` the layers of stacks are cast where they run.
         """
-        flat = flatten(params) | flatten(variables)
-        gathered = {}
-        for path in self.param_paths:
-            place = self.placements[path]
+        flat, places = flatten(params) | flatten(variables), self.param_placements
+        # In the model's order: a set's would give each process another program.
+        for path, place in places.items():
             if cast_stacked or not place.is_stacked:
                 # Before the gather, which then sends half the bytes in bfloat16.
                 flat[path] = cast_floating(flat[path], self.precision.compute)
-            if not place.is_stacked:
-                # A `Stack` gathers its own, layer by layer, inside the remat.
-                gathered[path] = place
+        # A `Stack` gathers its own, layer by layer, inside the remat.
+        gathered = {p: place for p, place in places.items() if not place.is_stacked}
         graphdef = self.graphdef if training else self.eval_graphdef
         # Takes dicts of arrays and makes new Variables with the graphdef's metadata,
         # in which placements reach the layers.
@@ -208,58 +224,44 @@ class StatePlan:
             StateStructureError: If one has vanished, appeared, or changed its shape.
         """
         before = flatten(variables)
-        _check_structure(before, after, self.trained_paths)
+        # Trained parameters are in `after` alone: the step has them apart.
+        new = after.keys() - before.keys() - self.trained_paths
+        problems = [f"`{dotted(p)}` is gone" for p in before if p not in after]
+        problems += [f"`{dotted(p)}` is new" for p in after if p in new]
+        problems += [
+            f"`{dotted(p)}` went from shape {x.shape} to {after[p].shape}"
+            for p, x in before.items()
+            if p in after and x.shape != after[p].shape
+        ]
+        # The next step could not take such a state: it is compiled for one structure.
+        if problems:
+            raise StateStructureError(
+                f"The loss changed the model's structure: {'; '.join(problems)}. A "
+                "model keeps the names and shapes of its Variables from step to step: "
+                "create them all in __init__, and return what a step produces as "
+                "metrics."
+            )
         # What the loss has not assigned is the stored array itself: the model was
         # given it cast, and a frozen parameter must not lose bits by that.
-        return nest(
-            {
-                path: x if after[path] is given[path] else after[path].astype(x.dtype)
-                for path, x in before.items()
-            }
-        )
+        kept = {
+            path: x if after[path] is given[path] else after[path].astype(x.dtype)
+            for path, x in before.items()
+        }
+        return nest(kept)
 
     def constrain(self, params: dict, role: str) -> dict:
         """Constrains a tree like the trained parameters to their specs of one role."""
-        return nest(
-            {
-                path: jax.lax.with_sharding_constraint(
-                    x, self.layout.sharding(getattr(self.placements[path], role))
-                )
-                for path, x in flatten(params).items()
-            }
-        )
+        specs = {path: getattr(self.placements[path], role) for path in flatten(params)}
+        shardings = {path: self.layout.sharding(spec) for path, spec in specs.items()}
+        return jax.lax.with_sharding_constraint(params, nest(shardings))
 
 
 def values_of(model: nnx.Module) -> dict[Path, Any]:
     """The arrays of a model by path, without what a forward pass has sown."""
-    return {
-        path: variable.get_value()
-        for path, variable in variables_of(model)
-        # Sown in a pass: kept, they would be a change of structure.
-        if not isinstance(variable, nnx.Intermediate)
-    }
-
-
-def _check_structure(
-    before: dict[Path, Any], after: dict[Path, Any], trained: frozenset[Path]
-) -> None:
-    # The next step could not take such a state: it is compiled for one structure.
-    problems = [f"`{dotted(p)}` is gone" for p in before if p not in after]
-    # Trained parameters are in `after` alone: the step has them apart from the others.
-    problems += [
-        f"`{dotted(p)}` is new" for p in after if p not in before and p not in trained
-    ]
-    problems += [
-        f"`{dotted(p)}` went from shape {before[p].shape} to {after[p].shape}"
-        for p in before
-        if p in after and before[p].shape != after[p].shape
-    ]
-    if problems:
-        raise StateStructureError(
-            f"The loss changed the model's structure: {'; '.join(problems)}. A model "
-            "keeps the names and shapes of its Variables from step to step: create "
-            "them all in __init__, and return what a step produces as metrics."
-        )
+    # Sown in a pass: kept, they would be a change of structure.
+    sown = nnx.Intermediate
+    kept = ((p, v) for p, v in variables_of(model) if not isinstance(v, sown))
+    return {path: variable.get_value() for path, variable in kept}
 
 
 def plan_state(
@@ -275,7 +277,7 @@ def plan_state(
 
     Args:
         model: The abstract model; placements are written into its metadata.
-        layout: The strategy's answers over the mesh.
+        layout: The strategy's claims over the mesh.
         optimizer: An Optax transformation or a function of the abstract model.
         wrt: Filter of the Variables to train.
         precision: The dtypes; float16 computation adds a loss scale.
@@ -295,7 +297,7 @@ def plan_state(
         for name in MODES:
             if getattr(module, name, True) is None:
                 setattr(module, name, False)  # without a mode it trains
-    graphdef, trained, others = nnx.split(model, wrt, ...)
+    graphdef, trained, _ = nnx.split(model, wrt, ...)
     # After that split: modes are part of the graphdef, arrays are the same in both.
     model.eval()
     eval_graphdef = nnx.split(model)[0]
@@ -306,14 +308,15 @@ def plan_state(
             f"wrt={wrt} selects no Variable of the model, so nothing would be trained. "
             f"The model has Variables of kinds {kinds}."
         )
-    is_param = [p for p, v in variables_of(model) if isinstance(v, nnx.Param)]
+    are_params = {p for p, v in variables_of(model) if isinstance(v, nnx.Param)}
+    are_params |= trained_paths
     plan = StatePlan(
         model_name=type(model).__name__,
         layout=layout,
         graphdef=graphdef,
         eval_graphdef=eval_graphdef,
         placements=placements,
-        param_paths=frozenset(is_param) | trained_paths,
+        param_placements={p: x for p, x in placements.items() if p in are_params},
         trained_paths=trained_paths,
         # Shapes of the state need a plan to build it: filled in below.
         abstract=None,  # pyright: ignore[reportArgumentType]
@@ -321,13 +324,13 @@ def plan_state(
         precision=precision,
         ema_decay=ema_decay,
     )
-    flat = flatten(nnx.to_pure_dict(trained)) | flatten(nnx.to_pure_dict(others))
-    return dataclasses.replace(plan, abstract=_abstract_state(plan, nest(flat)))
+    arrays = nnx.to_pure_dict(nnx.state(model))
+    return dataclasses.replace(plan, abstract=_abstract_state(plan, arrays))
 
 
 def _abstract_state(plan: StatePlan, arrays: dict) -> TrainState:
     """The state as shapes with shardings, from the shapes of the model's arrays."""
-    state = jax.eval_shape(partial(_build_state, plan), arrays, 0)
+    state = jax.eval_shape(plan.build, arrays, 0)
     layout, stored = plan.layout, stored_shardings(plan.placements, plan.layout)
     shapes = {path: tuple(x.shape) for path, x in flatten(state.params).items()}
     specs = optimizer_specs(state.opt_state, shapes, plan.placements, layout)
@@ -345,43 +348,11 @@ def _abstract_state(plan: StatePlan, arrays: dict) -> TrainState:
             layout.sharding, specs, is_leaf=lambda s: isinstance(s, P)
         ),
     )
-    return jax.tree.map(
-        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
-        state,
-        shardings,
-    )
 
+    def place(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-_LOSS_STREAM = 0x1055
-"""Sets the loss's random stream apart from the model's, which has the same seed."""
-
-
-def _build_state(plan: StatePlan, arrays: dict, seed: jax.Array | int) -> TrainState:
-    """The first state, from all arrays of the model."""
-    flat = {
-        path: cast_floating(x, plan.precision.params) if path in plan.param_paths else x
-        for path, x in flatten(arrays).items()
-    }
-    params = nest({path: x for path, x in flat.items() if path in plan.trained_paths})
-    others = {path: x for path, x in flat.items() if path not in plan.trained_paths}
-    ema = None
-    if plan.ema_decay is not None:
-        # float32, for bfloat16 has no room to move by a thousandth; and a copy, since
-        # the average and the parameters are donated separately.
-        ema = jax.tree.map(
-            lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32)), params
-        )
-    return TrainState(
-        step=jnp.int32(0),
-        params=params,
-        variables=nest(others),
-        # Only under jit: outside, counters would be on device 0, and the step, whose
-        # shardings are all on the mesh, would refuse them.
-        opt_state=plan.tx.init(params),
-        key=jax.random.fold_in(jax.random.key(seed), _LOSS_STREAM),
-        ema=ema,
-        loss_scale=LossScale.create() if plan.precision.needs_loss_scale else None,
-    )
+    return jax.tree.map(place, state, shardings)
 
 
 def init_state(
@@ -391,22 +362,20 @@ def init_state(
 
     Args:
         plan: Where it all goes.
-        source: The model, or the function that builds it. A model's arrays are
-            copied, so that training leaves them as they are.
+        source: The model, whose arrays are copied, or the function that builds it.
         rngs: Random streams for the function.
         seed: Seed of the state's own key.
     """
-    build = partial(_build_state, plan)
     if isinstance(source, nnx.Module):
         shardings = stored_shardings(plan.placements, plan.layout)
         arrays = placed_arrays(source, rngs, shardings)
         # Donated: the copies become the state.
-        jitted = jax.jit(build, out_shardings=plan.shardings, donate_argnums=0)
-        return jitted(arrays, seed)
+        run = jax.jit(plan.build, out_shardings=plan.shardings, donate_argnums=0)
+        return run(arrays, seed)
     # With a function, model and optimizer are one program: it compiles faster than two.
     make_arrays, streams = arrays_from(source, rngs)
 
     def build_all(streams: dict, seed: jax.Array | int) -> TrainState:
-        return build(make_arrays(streams), seed)
+        return plan.build(make_arrays(streams), seed)
 
     return jax.jit(build_all, out_shardings=plan.shardings)(streams, seed)

@@ -24,7 +24,9 @@ from nnx_parallel import (
     ZeroBubble,
 )
 from nnx_parallel.layers import Stack
-from nnx_parallel.pipeline.cut import cut
+from nnx_parallel.layers.jaxprs import trace
+from nnx_parallel.layers.stack import using_runner
+from nnx_parallel.pipeline.cut import PartitionedJaxpr, record
 from nnx_parallel.sharding import constrain
 from nnx_parallel.sharding.model import nest
 from tests.pipelines import assert_like_one_device, make_trainer
@@ -262,11 +264,13 @@ def test_arguments_that_come_from_no_parameter_have_no_gradient() -> None:
         model = nnx.merge(graphdef, nest(params))
         return squares(model, batch), {}
 
-    found = cut(loss, shapes, {}, make_rows(), jax.random.key(0))
+    with using_runner(record):
+        traced = trace(loss, shapes, {}, make_rows(), jax.random.key(0))
+    found = PartitionedJaxpr(traced)
     # The angles are made by every stage. The input comes from the data, but passes
     # through all layers; the bias comes from a parameter, the noise does not.
     assert list(found.constants) == [1]
-    assert found.block.differentiated == (True, True, False)
+    assert found.differentiated == (True, True, False)
     assert_like_one_device(Positional, squares, Pipeline(2, ZeroBubble()), make_rows)
 
 

@@ -196,7 +196,8 @@ def read_stored(
                     f"`{path}` of group {name!r} was saved as {saved}; its files hold "
                     f"{found_here}."
                 )
-        if checksums.get(name, {}).keys() != arrays.keys():
+    for name, saved in header["arrays"].items():
+        if checksums.get(name, {}).keys() != saved.keys():
             raise ValueError("Its checksums are of other arrays.")
     values = {name: header[name] for name in ("meta", "metrics")}
     return StoredCheckpoint(step=step, groups=groups, checksums=checksums, **values)

@@ -9,16 +9,16 @@ prologue keeps it for the epilogue (a skip connection).
 
 from __future__ import annotations
 
-import dataclasses
-import enum
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import count
-from typing import Any
+from itertools import compress
+from typing import Any, NoReturn
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
+from jax.interpreters import ad, batching
 
 from nnx_parallel.errors import PipelineError
 from nnx_parallel.layers.jaxprs import (
@@ -26,33 +26,80 @@ from nnx_parallel.layers.jaxprs import (
     bind,
     inputs_of,
     needed,
-    trace,
+    subjaxprs,
     variables_in,
     walk,
     warn_of_effects,
 )
-from nnx_parallel.layers.stack import using_runner
-from nnx_parallel.pipeline.primitive import RecordedCall, record, stack_p
-from nnx_parallel.pipeline.stage import Block
+from nnx_parallel.layers.scan import StackCall
 from nnx_parallel.sharding.model import Path
 from nnx_parallel.sharding.names import dotted, is_inexact
 
 Arrays = dict[Path, Any]
 
-Function = Callable[[Arrays, Arrays, Any, Any], tuple[Any, Arrays]]
-"""``(params, variables, batch, key) -> (outputs, variables after)``, flat dicts."""
+# Has no rule of lowering: the cut removes it before anything is compiled. Its inputs
+# are the layers' parameters, their other variables, and the arrays of ``(x, args)``,
+# each in the order of `jax.tree.leaves`; its outputs are x, then the other variables.
+stack_p = jex.Primitive("stack")
+stack_p.multiple_results = True
+
+# Primitives that name axes of the mesh.
+_ON_A_MESH = {"sharding_constraint", "shard_map", "reshard", "mesh_cast"}
 
 
-def calls_stack(function: Callable, *args: Any) -> bool:
-    """True if a function of arrays calls a `Stack`."""
-    with using_runner(record):
-        traced = trace(function, *args)
+def record(call: StackCall) -> tuple[Any, dict, None]:
+    """A runner that leaves one equation in place of the layers."""
+    call = replace(call, x=jax.tree.map(jnp.asarray, call.x))
+    x, leaves = jax.tree.leaves(call.x), jax.tree.leaves((call.x, call.args))
+    if not all(map(is_inexact, x)):
+        raise PipelineError(
+            f"The Stack's input has dtypes {[str(leaf.dtype) for leaf in x]}. Under a "
+            "Pipeline it must be floating-point, for its gradient travels back: pass "
+            "indices and masks as further arguments of the blocks."
+        )
+    arrays = [a for a in leaves if isinstance(a, jax.Array)]
+    if any(jnp.issubdtype(a.dtype, jax.dtypes.prng_key) for a in arrays):
+        raise PipelineError(
+            "A random key is passed to the blocks of the Stack. Under a Pipeline pass "
+            "jax.random.key_data(key), or let the blocks hold their own nnx.Rngs."
+        )
+    # `vmap` and `grad` ask a primitive for its rule when they meet it; what only holds
+    # the equation (`scan`, `cond`) is found in the jaxpr, by `_find_stack`.
+    held = jax.tree.leaves((call.params, call.others))
+    outs = stack_p.bind(*held, *arrays, call=call)
+    return *jax.tree.unflatten(jax.tree.structure((call.x, call.others)), outs), None
+
+
+# The layers are not traced here: one that is wrong is found where a stage traces it.
+@stack_p.def_abstract_eval
+def _shapes(*avals: Any, call: StackCall) -> list:
+    first_x = len(call.params) + len(call.others)
+    x = avals[first_x:][: len(jax.tree.leaves(call.x))]
+    return [*x, *avals[len(call.params) : first_x]]
+
+
+def _refuse(transform: str, *_: Any, **__: Any) -> NoReturn:
+    raise PipelineError(
+        f"The Stack is called under {transform}. A pipeline cuts the loss at the "
+        "Stack's call, which must be in the loss or the model itself: not inside "
+        "jax.vmap, jax.grad, jax.checkpoint, jax.lax.scan or jax.lax.cond. Move the "
+        "transform into the block or around another part of the loss."
+    )
+
+
+batching.primitive_batchers[stack_p] = partial(_refuse, "jax.vmap")
+ad.primitive_jvps[stack_p] = partial(_refuse, "jax.grad or another derivative")
+
+
+def calls_stack(traced: TracedFunction) -> bool:
+    """True if a function, traced with `record`, calls a `Stack`."""
     return any(eqn.primitive is stack_p for eqn, _ in walk(traced))
 
 
-def _holds_stack(eqn: jex.JaxprEqn) -> bool:
-    inner = (e for j in jex.jaxprs_in_params(eqn.params) for e, _ in walk(j))
-    return any(e.primitive is stack_p for e in inner)
+def names_in(eqn: jex.JaxprEqn) -> set[str]:
+    """Names of an equation's primitive and of those inside it."""
+    inner = {e.primitive.name for j in subjaxprs(eqn) for e, _ in walk(j)}
+    return inner | {eqn.primitive.name}
 
 
 def _find_stack(traced: TracedFunction) -> jex.JaxprEqn:
@@ -77,83 +124,90 @@ def _find_stack(traced: TracedFunction) -> jex.JaxprEqn:
     return calls[0]
 
 
-class Source(enum.IntFlag):
-    """The inputs of a loss that a value depends on."""
-
-    # From no input, as tables and masks are: each stage can make its own.
-    NONE = 0
-    PARAMS = enum.auto()
-    VARIABLES = enum.auto()
-    BATCH = enum.auto()  # the random key of the microbatch too
-    STACK = enum.auto()
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
 class PartitionedJaxpr:
-    """A function cut at its stack: a prologue, the layers, an epilogue.
+    """A function traced and cut at its stack: a prologue, the layers, an epilogue.
+
+    Args:
+        traced: The function ``(params, variables, batch, key) -> (outputs, variables
+            after)``, of flat dicts by path, traced with `record`.
 
     Attributes:
-        traced: ``(params, variables, batch, key) -> (outputs, variables after)``,
-            without the equation that calls the stack.
-        block: One layer of the stack.
+        call: The call of the stack; of its arrays only the shapes matter.
+        traced: The function, without the equation that calls the stack.
         layer_paths: Path of each of the stack's arrays, by the layer's key.
-        shared: Paths of the stack's arrays that prologue or epilogue use as well.
         entering: The arrays that enter the stack.
         constants: The leaves of the call's ``(x, args)`` that each stage makes for
             itself, by position.
         leaving: The arrays of the stack's output.
-        skips: Values kept from the prologue for the epilogue.
         prologue_changes: New value of each variable that the prologue changes, by path.
         epilogue_changes: The same of the epilogue.
+        skips: Values kept from the prologue for the epilogue.
+        shared: Paths of the stack's arrays that prologue or epilogue use as well.
+        trained: Keys of a layer's arrays that are trained.
+        differentiated: Of each array that enters, whether it has a cotangent.
+
+    Raises:
+        PipelineError: If the stack is not called exactly once, or inside a transform,
+            or if its parameters or variables are not used as they are stored.
     """
 
-    traced: TracedFunction
-    block: Block
-    layer_paths: dict[Any, Path]
-    shared: frozenset[Path]
-    entering: list
-    constants: dict[int, Any]
-    leaving: list[jex.Var]
-    skips: list[jex.Var]
-    prologue_changes: Arrays
-    epilogue_changes: Arrays
+    def __init__(self, traced: TracedFunction) -> None:
+        warn_of_effects(traced)
+        eqn = _find_stack(traced)
+        self.call: StackCall = eqn.params["call"]
+        # Without its equation the stack's outputs are inputs of the epilogue.
+        eqns = [e for e in traced.eqns if e is not eqn]
+        self.traced = replace(traced, eqns=eqns)
+        of_params, of_variables, *of_data = traced.inputs
+        self._inputs: Arrays = of_params | of_variables
+        from_params = _reached(eqns, of_params.values())
+        from_data = _reached(eqns, jax.tree.leaves((of_variables, of_data)))
 
-    @property
-    def output_shapes(self) -> Any:
-        """Shapes of the function's first result."""
-        return self.traced.shapes[0]
-
-    def prologue(
-        self, params: Arrays, variables: Arrays, batch: Any, key: Any
-    ) -> tuple[list, list, Arrays]:
-        """The arrays that enter the stack, the skips, and the changed variables."""
-        known = self._known(params, variables, batch, key)
-        wanted = (self.entering, self.skips, self.prologue_changes)
-        return self.traced.evaluate(wanted, known)
-
-    def epilogue(
-        self,
-        params: Arrays,
-        variables: Arrays,
-        batch: Any,
-        key: Any,
-        skips: Sequence[Any],
-        leaving: Sequence[Any],
-    ) -> tuple[Any, Arrays]:
-        """The function's first result, and the changed variables."""
-        known = self._known(params, variables, batch, key)
-        known |= bind((self.skips, self.leaving), (skips, leaving))
-        return self.traced.evaluate(
-            (self.traced.outputs[0], self.epilogue_changes), known
+        num_x = len(jax.tree.leaves(self.call.x))
+        self.leaving: list[jex.Var] = eqn.outvars[:num_x]
+        self.layer_paths = self._find_paths(eqn.invars)
+        self._check_state_flows(eqn.outvars[num_x:])
+        self.entering, self.constants = self._split_constants(
+            eqn.invars[len(self.layer_paths) :], from_params | from_data
+        )
+        self.prologue_changes, self.epilogue_changes = self._split_changes(eqn.outvars)
+        self.skips = self._find_skips(from_params & from_data)
+        # A parameter tied to one inside the stack, or a variable that the loss reads.
+        changes = self.prologue_changes | self.epilogue_changes
+        used = self._uses((self.entering, traced.outputs[0], changes))
+        paths = self.layer_paths.items()
+        self.shared = frozenset(path for _, path in paths if self._inputs[path] in used)
+        self.trained = frozenset(key for key, path in paths if path in of_params)
+        # The gradient of x passes through all layers; that of an argument is wanted if
+        # it comes from the parameters.
+        self.differentiated = tuple(
+            is_inexact(atom.aval) and (i < num_x or _is_in(atom, from_params))
+            for i, atom in enumerate(self.entering)
         )
 
+    def with_cotangents(self, activations: Sequence[Any]) -> list:
+        """The activations whose cotangents are sent back."""
+        return list(compress(activations, self.differentiated))
+
+    def prologue(self, arrays: Arrays, item: Any) -> tuple[list, list, Arrays]:
+        """The arrays that enter the stack, the skips, and the changed variables.
+
+        Of ``arrays`` those inside the stack may be left out; ``item`` is a microbatch
+        and its key.
+        """
+        wanted = (self.entering, self.skips, self.prologue_changes)
+        return self.traced.evaluate(wanted, self._known(arrays, item))
+
+    def epilogue(
+        self, arrays: Arrays, item: Any, skips: Sequence[Any], leaving: Sequence[Any]
+    ) -> tuple[Any, Arrays]:
+        """The function's first result, and the changed variables."""
+        known = bind((self.skips, self.leaving), (skips, leaving))
+        wanted = (self.traced.outputs[0], self.epilogue_changes)
+        return self.traced.evaluate(wanted, self._known(arrays, item) | known)
+
     def without_stack(
-        self,
-        select: Callable[[Any], list],
-        params: Arrays,
-        variables: Arrays,
-        batch: Any,
-        key: Any,
+        self, select: Callable[[Any], list], arrays: Arrays, item: Any
     ) -> tuple[list, Arrays]:
         """Outputs that do not depend on the stack, and the prologue's variables.
 
@@ -161,260 +215,161 @@ class PartitionedJaxpr:
             PipelineError: If one of them does.
         """
         wanted = select(self.traced.outputs[0])
-        inputs = set(inputs_of(needed(self.traced.eqns, wanted), wanted))
-        variables_in_epilogue = {
-            self.traced.inputs[1][path] for path in self.epilogue_changes
-        }
+        late = {self._inputs[path] for path in self.epilogue_changes}
         # The weights are summed before the first epilogue has run.
-        if inputs & {*self.leaving, *variables_in_epilogue}:
+        if self._uses(wanted) & {*self.leaving, *late}:
             raise PipelineError(
                 "The weight of the loss depends on the output of the Stack, of this "
                 "microbatch or an earlier one. Under a Pipeline the weights of a Mean "
                 "must come from the batch: they are summed over all microbatches "
                 "before the first one is run."
             )
-        known = self._known(params, variables, batch, key)
         # The next microbatch's weights may read what this prologue changes.
+        known = self._known(arrays, item)
         return self.traced.evaluate((wanted, self.prologue_changes), known)
 
-    def _known(self, params: Arrays, variables: Arrays, batch: Any, key: Any) -> dict:
-        """The arguments by variable; arrays that stay inside the stack are left out."""
-        of_params, of_variables, *rest = self.traced.inputs
-        known = {var: params[p] for p, var in of_params.items() if p in params}
-        known |= {v: variables[p] for p, v in of_variables.items() if p in variables}
-        return known | bind(rest, [batch, key])
+    def _known(self, arrays: Arrays, item: Any) -> dict:
+        """The arguments by variable."""
+        known = {v: arrays[path] for path, v in self._inputs.items() if path in arrays}
+        return known | bind(self.traced.inputs[2:], item)
 
+    def _uses(self, wanted: Any) -> set[jex.Var]:
+        """The inputs, and outputs of the stack, from which a tree is computed."""
+        atoms = jax.tree.leaves(wanted)
+        return set(inputs_of(needed(self.traced.eqns, atoms), atoms))
 
-def cut(
-    function: Function, params: Arrays, variables: Arrays, batch: Any, key: Any
-) -> PartitionedJaxpr:
-    """Traces a function and cuts it at its one call of a `Stack`.
+    def run_layer(self, held: dict, activations: list) -> tuple[list, dict]:
+        """Runs one layer, from its arrays by key and the arrays that enter the stack.
 
-    Args:
-        function: The function.
-        params: Shapes of the parameters.
-        variables: Shapes of the other variables.
-        batch: Shapes of one microbatch.
-        key: A random key, or its shape.
-
-    Raises:
-        PipelineError: If the stack is not called exactly once, or inside a transform,
-            or if its parameters or variables are not used as they are stored.
-    """
-    with using_runner(record):
-        # A call around the stack (jit, checkpoint) is opened, so that its equation is
-        # one of the loss itself; all others stay as they are.
-        traced = trace(function, params, variables, batch, key, inlined=_holds_stack)
-    warn_of_effects(traced)
-    eqn = _find_stack(traced)
-    # Without its equation the stack's outputs are inputs of the epilogue.
-    sources = _find_sources(traced)
-    traced = dataclasses.replace(traced, eqns=[e for e in traced.eqns if e is not eqn])
-
-    call: RecordedCall = eqn.params["recorded"]
-    keys = [*sorted(call.call.params), *sorted(call.call.others)]
-    layer_paths = _find_paths(traced, keys, eqn.invars)
-    # These change on their stages alone, never in the prologue or the epilogue.
-    states = {layer_paths[key] for key in call.call.others}
-    _check_state_flows(traced, layer_paths, call, eqn)
-    entering, constants = _split_constants(
-        traced, call, eqn.invars[len(keys) :], sources
-    )
-    leaving = eqn.outvars[: call.num_x]
-    early, late = _changes(traced, sources, entering, states)
-
-    _, of_variables, *_ = traced.inputs
-    # A parameter tied to one inside the stack, or a variable that the loss reads too.
-    outside = [*entering, *jax.tree.leaves((traced.outputs[0], early, late))]
-    used = set(inputs_of(needed(traced.eqns, outside, leaving), outside))
-    arrays = traced.inputs[0] | of_variables
-    return PartitionedJaxpr(
-        traced=traced,
-        block=Block(
-            run=partial(call.run_layer, partial(traced.evaluate, constants, {})),
-            params=frozenset(call.call.params),
-            trained=frozenset(k for k, path in layer_paths.items() if path in params),
-            differentiated=tuple(
-                is_inexact(atom.aval)
-                # The gradient of x passes through all layers; that of an argument is
-                # wanted if it comes from the parameters.
-                and (i < call.num_x or bool(_source(atom, sources) & Source.PARAMS))
-                for i, atom in enumerate(entering)
-            ),
-            remat=call.call.remat,
-        ),
-        layer_paths=layer_paths,
-        shared=frozenset(p for p in layer_paths.values() if arrays[p] in used),
-        entering=entering,
-        constants=constants,
-        leaving=leaving,
-        skips=_find_skips(traced, sources, entering, leaving, late),
-        prologue_changes=early,
-        epilogue_changes=late,
-    )
-
-
-def _find_sources(traced: TracedFunction) -> dict[jex.Var, Source]:
-    """The inputs that each variable depends on, in the order of the equations."""
-    params, variables, *batch = traced.inputs
-    sources = dict.fromkeys(traced.consts, Source.NONE)
-    for source, inputs in (
-        (Source.PARAMS, params),
-        (Source.VARIABLES, variables),
-        (Source.BATCH, batch),
-    ):
-        sources |= dict.fromkeys(jax.tree.leaves(inputs), source)
-    for eqn in traced.eqns:
-        # Equations are in topological order: the sources of all inputs are known.
-        found = Source.STACK if eqn.primitive is stack_p else Source.NONE
-        for atom in eqn.invars:
-            found |= _source(atom, sources)
-        sources |= dict.fromkeys(eqn.outvars, found)
-    return sources
-
-
-def _source(atom: Any, sources: dict[jex.Var, Source]) -> Source:
-    return Source.NONE if isinstance(atom, jex.Literal) else sources[atom]
-
-
-def _find_paths(
-    traced: TracedFunction, keys: list, atoms: Sequence[Any]
-) -> dict[Any, Path]:
-    """The path in the model of each array that the stack is called with, by key."""
-    of_params, of_variables, *_ = traced.inputs
-    paths = {var: path for path, var in (of_params | of_variables).items()}
-    # By identity: an array that the loss has changed is another variable.
-    found = {key: paths.get(atom) for key, atom in zip(keys, atoms, strict=False)}
-    if None in found.values():
-        raise PipelineError(
-            "The loss calls the Stack with parameters or variables that it has "
-            "changed before. Under a Pipeline each stage runs the layers that it "
-            "holds: call the Stack with its own, and change them inside the blocks."
-        )
-    return found  # pyright: ignore[reportReturnType]
-
-
-def _check_state_flows(
-    traced: TracedFunction,
-    layer_paths: dict[Any, Path],
-    call: RecordedCall,
-    eqn: jex.JaxprEqn,
-) -> None:
-    """The layers' variables must leave as the stack left them, used by nothing else."""
-    outputs, after = traced.outputs
-    # The stack's own equation is not among these: `cut` has taken it out.
-    uses = {v for e in traced.eqns for v in variables_in(e.invars)}
-    uses |= set(variables_in(jax.tree.leaves(outputs)))
-    own = eqn.outvars[call.num_x :]  # in the order of the keys
-    for key, var in zip(sorted(call.call.others), own, strict=True):
-        path = layer_paths[key]
-        if var in uses or after.get(path, var) is not var:
+        Returns:
+            The arrays of ``x``, and the layer's variables by key.
+        """
+        # Made inside the stage: values of another trace could not be used there.
+        made, rest = self.traced.evaluate(self.constants, {}), iter(activations)
+        call = self.call
+        leaves, tree = jax.tree.flatten((call.x, call.args))
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, jax.Array):
+                leaves[i] = made[i] if i in made else next(rest)
+        x, args = jax.tree.unflatten(tree, leaves)
+        params, others = ({k: held[k] for k in g} for g in (call.params, call.others))
+        x, others, _ = call.block(params, others, x, args, None)
+        found, given = jax.tree.structure(x), jax.tree.structure(call.x)
+        if found != given:
             raise PipelineError(
-                f"The loss reads or assigns `{dotted(path)}`, a variable of the "
-                "Stack's layers, after the Stack has run. Under a Pipeline it stays "
-                "on its stage: return what the loss needs as an output of the blocks."
+                f"A block of the Stack maps {given} to {found}. Its output must be "
+                "like its input: the next block takes it."
             )
+        return jax.tree.leaves(x), others
 
-
-# Primitives that name axes of the mesh.
-_BOUND_TO_A_MESH = ("sharding_constraint", "shard_map", "reshard", "mesh_cast")
-
-
-def _is_bound_to_a_mesh(eqn: jex.JaxprEqn) -> bool:
-    inner = (e for j in jex.jaxprs_in_params(eqn.params) for e, _ in walk(j))
-    return any(e.primitive.name in _BOUND_TO_A_MESH for e in (eqn, *inner))
-
-
-def _split_constants(
-    traced: TracedFunction,
-    call: RecordedCall,
-    atoms: Sequence[Any],
-    sources: dict[jex.Var, Source],
-) -> tuple[list, dict[int, Any]]:
-    """The arrays that enter the stack, and arguments that come from no input.
-
-    Tables and masks are cheaper to make on each stage than to send. The stack's input
-    always enters, and so does what has been given a place on the mesh: a stage, which
-    is manual over one of its axes, could not repeat that.
-    """
-    # Positions count all leaves of (x, args), and the equation has arrays alone.
-    positions = (i for i in count() if i not in call.statics)
-    entering, constants = [], {}
-    for index, (position, atom) in enumerate(zip(positions, atoms, strict=False)):
-        is_constant = (
-            index >= call.num_x
-            and not _source(atom, sources)
-            and not any(map(_is_bound_to_a_mesh, needed(traced.eqns, [atom])))
-        )
-        if is_constant:
-            constants[position] = atom
-        else:
-            entering.append(atom)
-    return entering, constants
-
-
-def _changes(
-    traced: TracedFunction,
-    sources: dict[jex.Var, Source],
-    entering: list,
-    states: set[Path],
-) -> tuple[Arrays, Arrays]:
-    """New values of the variables that the prologue and the epilogue change.
-
-    A variable belongs to the epilogue if its new value needs the stack, at once or
-    through others that do.
-    """
-    before, after = traced.inputs[1], traced.outputs[1]
-    # A variable that nothing changes leaves the trace as the one that came in.
-    changed = {
-        path: atom
-        for path, atom in after.items()
-        if atom is not before[path] and path not in states
-    }
-    reads = {
-        path: set(inputs_of(needed(traced.eqns, [atom]), [atom]))
-        for path, atom in changed.items()
-    }
-    # A value may need the stack through a variable of an earlier microbatch.
-    late = {p for p, atom in changed.items() if _source(atom, sources) & Source.STACK}
-    while more := {
-        p for p in changed.keys() - late if reads[p] & {before[q] for q in late}
-    }:
-        late |= more
-    used = set(inputs_of(needed(traced.eqns, entering), entering))
-    # Sorted, so that all processes name the same variable.
-    for path in sorted(late):
-        if before[path] in used:
+    def _find_paths(self, atoms: Sequence[Any]) -> dict[Any, Path]:
+        """The path in the model of each array that the stack is called with, by key."""
+        keys = [*sorted(self.call.params), *sorted(self.call.others)]
+        paths = {var: path for path, var in self._inputs.items()}
+        # By identity: an array that the loss has changed is another variable.
+        found = {key: paths.get(atom) for key, atom in zip(keys, atoms, strict=False)}
+        if None in found.values():
             raise PipelineError(
-                f"`{dotted(path)}` is read before the Stack and changed by what comes "
-                "after it. Microbatches overlap in a Pipeline, so that its value would "
-                "depend on the schedule: keep one variable for each part."
+                "The loss calls the Stack with parameters or variables that it has "
+                "changed before. Under a Pipeline each stage runs the layers that it "
+                "holds: call the Stack with its own, and change them inside the blocks."
             )
-    return (
-        {path: x for path, x in changed.items() if path not in late},
-        {path: x for path, x in changed.items() if path in late},
-    )
+        return found  # pyright: ignore[reportReturnType]
+
+    def _check_state_flows(self, own: list[jex.Var]) -> None:
+        """The layers' variables must leave as the stack left them, otherwise unused."""
+        outputs, after = self.traced.outputs
+        uses = {v for e in self.traced.eqns for v in variables_in(e.invars)}
+        uses |= set(variables_in(jax.tree.leaves(outputs)))
+        for key, var in zip(sorted(self.call.others), own, strict=True):
+            path = self.layer_paths[key]
+            if var in uses or after.get(path, var) is not var:
+                raise PipelineError(
+                    f"The loss reads or assigns `{dotted(path)}`, a variable of the "
+                    "Stack's layers, after the Stack has run. Under a Pipeline it "
+                    "stays on its stage: return what the loss needs as an output of "
+                    "the blocks."
+                )
+
+    def _split_constants(
+        self, atoms: Sequence[Any], from_inputs: set[jex.Var]
+    ) -> tuple[list, dict[int, Any]]:
+        """The arrays that enter the stack, and arguments that come from no input.
+
+        Tables and masks are cheaper to make on each stage than to send. The stack's
+        input always enters, and so does what has been given a place on the mesh: a
+        stage, which is manual over one of its axes, could not repeat that.
+        """
+        eqns = self.traced.eqns
+        # Positions count all leaves of (x, args), and the equation has arrays alone.
+        leaves = enumerate(jax.tree.leaves((self.call.x, self.call.args)))
+        positions = [i for i, leaf in leaves if isinstance(leaf, jax.Array)]
+        placed = dict(zip(positions, atoms, strict=True))
+        constants = {
+            i: atom
+            for i, atom in [*placed.items()][len(self.leaving) :]
+            if not _is_in(atom, from_inputs)
+            and not any(_ON_A_MESH & names_in(e) for e in needed(eqns, [atom]))
+        }
+        return [placed[i] for i in positions if i not in constants], constants
+
+    def _split_changes(self, of_stack: list[jex.Var]) -> tuple[Arrays, Arrays]:
+        """New values of the variables that the prologue and the epilogue change.
+
+        A variable belongs to the epilogue if its new value needs the stack, at once or
+        through others that do.
+        """
+        before, after = self._inputs, self.traced.outputs[1]
+        # These change on their stages alone, never in the prologue or the epilogue.
+        states = {self.layer_paths[key] for key in self.call.others}
+        early = {
+            path: atom
+            for path, atom in after.items()
+            # A variable that nothing changes leaves the trace as the one that came in.
+            if atom is not before[path] and path not in states
+        }
+        uses = {path: self._uses(atom) for path, atom in early.items()}
+        late, needs = {}, set(of_stack)
+        # A value may need the stack through a variable of an earlier microbatch.
+        while more := [path for path in early if uses[path] & needs]:
+            late |= {path: early.pop(path) for path in more}
+            needs |= {before[path] for path in more}
+        used = self._uses(self.entering)
+        # Sorted, so that all processes name the same variable.
+        for path in sorted(late):
+            if before[path] in used:
+                raise PipelineError(
+                    f"`{dotted(path)}` is read before the Stack and changed by what "
+                    "comes after it. Microbatches overlap in a Pipeline, so that its "
+                    "value would depend on the schedule: keep one variable for each "
+                    "part."
+                )
+        return early, late
+
+    def _find_skips(self, costly: set[jex.Var]) -> list[jex.Var]:
+        """Values of the prologue that the epilogue must not compute again.
+
+        Values of the parameters alone cost little; of no parameter, nothing.
+        """
+        # Only what the prologue computes anyway; all else is the epilogue's own.
+        prologue = needed(self.traced.eqns, self.entering)
+        made = (v for eqn in prologue for v in eqn.outvars)
+        # In the order of the equations: a set would give each process another program.
+        kept = dict.fromkeys(v for v in made if v in costly)
+        outputs = jax.tree.leaves((self.traced.outputs[0], self.epilogue_changes))
+        used = set(inputs_of(needed(self.traced.eqns, outputs, given=kept), outputs))
+        return [var for var in kept if var in used]
 
 
-def _find_skips(
-    traced: TracedFunction,
-    sources: dict[jex.Var, Source],
-    entering: list,
-    leaving: list[jex.Var],
-    epilogue_changes: Arrays,
-) -> list[jex.Var]:
-    """Values of the prologue that the epilogue needs and must not compute again."""
-    # Only what the prologue computes anyway; all else is the epilogue's own.
-    made = {v for eqn in needed(traced.eqns, entering) for v in eqn.outvars}
-    kept = {var for var in made if _must_be_kept(sources[var])}
-    outputs = jax.tree.leaves((traced.outputs[0], epilogue_changes))
-    epilogue = needed(traced.eqns, outputs, given={*kept, *leaving})
-    used = {v for eqn in epilogue for v in variables_in(eqn.invars)}
-    used |= set(variables_in(outputs))
-    # In the order of the equations: sets would give each process another program.
-    return [var for var in sources if var in used & kept]
+def _reached(eqns: list[jex.JaxprEqn], start: Iterable[jex.Var]) -> set[jex.Var]:
+    """The variables that depend on some of ``start``, themselves among them."""
+    found = set(start)
+    for eqn in eqns:
+        # Equations are in topological order: one pass will do.
+        if not found.isdisjoint(variables_in(eqn.invars)):
+            found.update(eqn.outvars)
+    return found
 
 
-def _must_be_kept(source: Source) -> bool:
-    """Values of the parameters alone cost little; of no parameter, nothing."""
-    return Source.PARAMS in source and bool(source & (Source.BATCH | Source.VARIABLES))
+def _is_in(atom: Any, variables: set[jex.Var]) -> bool:
+    return not isinstance(atom, jex.Literal) and atom in variables

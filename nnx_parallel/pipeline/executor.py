@@ -14,23 +14,23 @@ to the next stage by ``ppermute``, cotangents back.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.layers.jaxprs import Layers
+from nnx_parallel.layers.residuals import Layers
 from nnx_parallel.pipeline.memory import (
     Chunks,
     LayerPermutation,
     MeshSlots,
     StageMemory,
-    StageSlots,
     TickSlots,
+    TickState,
     make_slots,
     read_slot,
     run_if,
@@ -41,29 +41,25 @@ from nnx_parallel.pipeline.stage import Stage
 from nnx_parallel.schedules.table import Buffers, Table
 
 
+@dataclass(frozen=True, eq=False)
 class Executor:
     """Runs the slots of a tick on all stages at once.
 
     Arrays of all stages have a leading ``stages`` dim, split over the pipe axis.
 
-    Args:
+    Attributes:
         stage: Runs the layers of a stage.
         table: The schedule.
         buffers: Its memory slots.
-        mesh: The mesh.
-        axis: Its axis of stages.
     """
 
-    def __init__(
-        self, stage: Stage, table: Table, buffers: Buffers, mesh: Mesh, axis: str
-    ) -> None:
-        self.stage = stage
-        self.table = table
-        self.buffers = buffers
-        self._mesh = mesh
-        self._axis = axis
-        self._chunks = Chunks(table.num_chunks)
-        self._permutation = LayerPermutation.plan(table.num_stages, table.num_chunks)
+    stage: Stage
+    table: Table
+    buffers: Buffers
+
+    @cached_property
+    def _chunks(self) -> Chunks:
+        return Chunks(self.table.num_chunks)
 
     def manual(self, function: Callable) -> Callable:
         """A function ``(layers, each, shared) -> (layers, each)``, of all stages.
@@ -77,58 +73,55 @@ class Executor:
             layers, out = function(layers, each, shared)
             return layers, jax.tree.map(lambda x: x[None], out)
 
-        over_stages = P(self._axis)
+        over_stages = P(self.stage.axis)
         return jax.shard_map(
             body,
-            mesh=self._mesh,
+            mesh=self.stage.mesh,
             # (layers, ...), (stages, ...), and arrays without a dim for the stages.
             in_specs=(over_stages, over_stages, P()),
             out_specs=over_stages,
             # Over all other axes the region is partitioned by XLA, as the rest is.
-            axis_names={self._axis},
+            axis_names={self.stage.axis},
             check_vma=False,
         )
 
-    # Layers
-
-    def to_stages(self, tree: Any) -> Any:
-        """Stacked arrays in the layers' natural order, moved to where they run."""
-        return self._permute(tree, self._permutation)
-
-    def to_storage(self, tree: Any) -> Any:
-        """Undoes `to_stages`."""
-        return self._permute(tree, self._permutation.inverse())
-
-    def _permute(self, tree: Any, permutation: LayerPermutation) -> Any:
+    def permute(self, tree: Any, *, back: bool = False) -> Any:
+        """Stacked arrays in their natural order, moved to where they run; or back."""
+        table = self.table
         # One chunk: the schedule's order is the natural one.
-        if len(permutation.receiver) == 1:
+        if table.num_chunks == 1:
             return tree
-        move = jax.shard_map(
-            partial(jax.tree.map, partial(permutation.move, axis=self._axis)),
-            mesh=self._mesh,
-            in_specs=P(self._axis),  # (layers, ...)
-            out_specs=P(self._axis),
-            axis_names={self._axis},
-            check_vma=False,
-        )
-        return move(tree)
+        permutation = LayerPermutation.plan(table.num_stages, table.num_chunks)
+        permutation = permutation.inverse() if back else permutation
+        move = partial(permutation.move, axis=self.stage.axis)
+        run = self.manual(lambda layers, *_: (jax.tree.map(move, layers), None))
+        return run(tree, None, None)[0]
 
-    # Memory
-
-    def allocate(self, layers: Layers, activations: list) -> StageMemory:
-        """Zeros for all that the stages keep, from shapes of layers and activations."""
-        buffers, table = self.buffers, self.table
+    def allocate(self, layers: Layers) -> StageMemory:
+        """Zeros for all that the stages keep."""
+        buffers, table, stage = self.buffers, self.table, self.stage
 
         def slots(count: int, tree: Any) -> Any:
             # Shapes alone: the zeros are made once, where they are placed.
             return self._of_stages(jax.eval_shape(lambda: make_slots(count, tree)))
 
-        received = self._of_stages(activations)
-        inputs = slots(buffers.num_inputs, activations)
+        def run(layers: Layers, _: None, activations: list) -> tuple[None, Any]:
+            chunk = self._chunks.take(layers, jnp.int32(0))
+            activations, _state, stash = stage.forward(chunk, activations)
+            if not table.is_split:
+                return None, (stash, None)
+            cotangents = stage.cut.with_cotangents(activations)
+            return None, (stash, stage.backward(chunk, stash, cotangents)[2])
+
+        received = self._of_stages(stage.activations)
+        inputs = slots(buffers.num_inputs, stage.activations)
         if table.is_forward_only:
             return StageMemory(None, inputs, None, received, None, None)
-        cotangents = self.stage.block.with_cotangents(activations)
-        stash, pending = self._shapes(layers, activations)
+        cotangents = stage.cut.with_cotangents(stage.activations)
+        shapes = jax.eval_shape(self.manual(run), layers, None, stage.activations)[1]
+        stash, pending = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes
+        )
         return StageMemory(
             received=received,
             inputs=inputs,
@@ -142,8 +135,8 @@ class Executor:
         """Zeros of some shapes for each stage: (...) becomes (stages, ...)."""
 
         def place(x: jax.Array) -> jax.Array:
-            spec = P(self._axis, *(P.UNCONSTRAINED,) * (x.ndim - 1))
-            sharding = NamedSharding(self._mesh, spec)
+            spec = P(self.stage.axis, *(P.UNCONSTRAINED,) * (x.ndim - 1))
+            sharding = NamedSharding(self.stage.mesh, spec)
             return jax.lax.with_sharding_constraint(x, sharding)
 
         size = self.table.num_stages
@@ -151,42 +144,24 @@ class Executor:
         zeros = jax.tree.map(lambda x: jnp.zeros((size, *x.shape), x.dtype), tree)
         return jax.tree.map(place, zeros)
 
-    def _shapes(self, layers: Layers, activations: list) -> tuple[Any, Any]:
-        """Shapes of a microbatch's stash, and of what is pending after its backward."""
-
-        def slots(layers: Layers, _: None, activations: list) -> tuple[None, Any]:
-            chunk = self._chunks.take(layers, jnp.int32(0))
-            activations, _state, stash = self.stage.forward(chunk, activations)
-            if not self.table.is_split:
-                return None, (stash, None)
-            cotangents = self.stage.block.with_cotangents(activations)
-            _sent, pending = self.stage.backward_input(chunk, stash, cotangents)
-            return None, (stash, pending)
-
-        shapes = jax.eval_shape(self.manual(slots), layers, None, activations)[1]
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes
-        )
-
-    def _receive(
-        self,
-        memory: StageMemory,
-        slots: StageSlots,
-        fed: list,
-        select: Callable[[StageMemory, StageSlots], tuple],
-    ) -> list:
-        """A buffer with what a neighbour sent, and with what comes from outside.
+    def _receive(self, slots: list, fed: list, *each: Any) -> list:
+        """Memory slots with what a neighbour sent, and with what comes from outside.
 
         A region of its own: within one XLA makes the write a part of the read that
-        follows, and then copies the buffer to keep it as it was.
+        follows, and then copies the slots to keep them as they were.
+
+        Args:
+            slots: The memory slots.
+            fed: What comes from outside.
+            each: What a neighbour sent, and the slots for ``fed`` and for it.
         """
 
         # docs/library-notes.md, "Arrays and buffers"
         def write(_: None, each: Any, fed: list) -> tuple[None, list]:
-            buffer, arrived, receive, feed = select(*each)
-            return None, write_slot(write_slot(buffer, arrived, receive), fed, feed)
+            slots, arrived, feed, receive = each
+            return None, write_slot(write_slot(slots, arrived, receive), fed, feed)
 
-        return self.manual(write)(None, (memory, slots), fed)[1]
+        return self.manual(write)(None, (slots, *each), fed)[1]
 
     def _send(self, tree: Any, direction: int) -> Any:
         """The neighbour's tree; around the ends only if stages hold many chunks."""
@@ -196,32 +171,20 @@ class Executor:
             pairs = [(a, b) for a, b in pairs if b == a + direction]
         # Outside of the conditions: every stage sends in every tick, also nothing.
         # docs/library-notes.md, "Partly manual regions"
-        return jax.lax.ppermute(tree, self._axis, pairs) if pairs else tree
-
-    # Slots
+        return jax.lax.ppermute(tree, self.stage.axis, pairs) if pairs else tree
 
     def forward(
         self, layers: Layers, memory: StageMemory, entering: list, tick: TickSlots
     ) -> tuple[Layers, StageMemory, list]:
         """The forward slots of a tick, and the transfer to the next stage.
 
-        Args:
-            layers: All layers.
-            memory: What the stages keep.
-            entering: Activations of a microbatch that enters the stack.
-            tick: The tick.
-
-        Returns:
-            The layers with their new state, the memory, and the stack's output for the
-            microbatch that leaves it.
+        Takes the activations of a microbatch that enters the stack; returns the layers
+        with their new state, the memory, and the stack's output of one that leaves it.
         """
-        inputs = self._receive(
-            memory,
-            tick.stages,
-            entering,
-            lambda m, s: (m.inputs, m.received, s.receive_input, s.feed_input),
-        )
-        each = (replace(memory, inputs=inputs), tick.stages)
+        slots = tick.stages
+        arrived = (memory.received, slots.feed_input, slots.receive_input)
+        inputs = self._receive(memory.inputs, entering, *arrived)
+        each = (replace(memory, inputs=inputs), slots)
         state, (memory, activations) = self.manual(self._forward_slot)(
             layers, each, tick.mesh.any_forward
         )
@@ -255,91 +218,54 @@ class Executor:
         return state, (memory, activations)
 
     def backward(
-        self,
-        layers: Layers,
-        memory: StageMemory,
-        grads: dict,
-        cotangents: list,
-        tick: TickSlots,
-    ) -> tuple[dict, StageMemory, list]:
+        self, layers: Layers, state: TickState, cotangents: list, tick: TickSlots
+    ) -> tuple[TickState, list]:
         """The backward slots of a tick, and the transfer to the stage before.
 
-        Args:
-            layers: All layers.
-            memory: From `forward`.
-            grads: Gradients of the trained parameters so far.
-            cotangents: Of what has left the stack in this tick.
-            tick: The tick.
-
-        Returns:
-            The gradients, the memory, and the cotangents of what entered the stack.
+        Takes the cotangents of what has left the stack in this tick; returns the state
+        with new memory and gradients, and the cotangents of what entered the stack.
         """
+        memory, slots, mesh = state.memory, tick.stages, tick.mesh
         # Sent by the next stage in the last tick, or made by the epilogue in this one.
-        waiting = self._receive(
-            memory,
-            tick.stages,
-            cotangents,
-            lambda m, s: (
-                m.cotangents,
-                m.returned,
-                s.receive_cotangent,
-                s.feed_cotangent,
-            ),
-        )
-        memory = replace(memory, cotangents=waiting)
-        each, mesh = (memory, tick.stages), tick.mesh
-        if not self.table.is_split:
-            both = (layers, grads)
-            grads, (memory, sent) = self.manual(self._joint_slot)(both, each, mesh)
-        else:
-            # Two regions: a tick may write a pending value and read another.
-            _, (memory, sent) = self.manual(self._input_slot)(layers, each, mesh)
-            each, both = (memory.pending, tick.stages), (layers, grads)
-            grads, _ = self.manual(self._weight_slot)(both, each, mesh)
+        arrived = (memory.returned, slots.feed_cotangent, slots.receive_cotangent)
+        waiting = self._receive(memory.cotangents, cotangents, *arrived)
+        each = (replace(memory, cotangents=waiting), slots)
+        grads = state.layer_grads
+        both = (layers, None if self.table.is_split else grads)
+        added, (memory, sent) = self.manual(self._backward_slot)(both, each, mesh)
+        if self.table.is_split:
+            # A region of its own: a tick may write a pending value and read another.
+            both, each = (layers, grads), (memory.pending, slots)
+            added, _ = self.manual(self._weight_slot)(both, each, mesh)
         # (stages, batch, ...): the first stage's belong to what entered the stack.
-        return grads, memory, [x[0] for x in sent]
+        state = replace(state, memory=memory, layer_grads=added)
+        return state, [x[0] for x in sent]
 
-    def _backward_inputs(
-        self, layers: Layers, memory: StageMemory, slots: StageSlots
-    ) -> tuple:
-        return (
-            self._chunks.take(layers, slots.backward_input_chunk),
-            read_slot(memory.stash, slots.backward_saved),
-            read_slot(memory.cotangents, slots.backward_cotangent),
-        )
-
-    def _joint_slot(self, both: Any, each: Any, mesh: MeshSlots) -> tuple[dict, Any]:
+    def _backward_slot(self, both: Any, each: Any, mesh: MeshSlots) -> tuple[Any, Any]:
         (layers, grads), (memory, slots) = both, each
-        chunk, stash, cotangents = self._backward_inputs(layers, memory, slots)
-        add = self._chunks.adder(slots.backward_input_chunk)
+        chunk = self._chunks.take(layers, slots.backward_input_chunk)
+        stash = read_slot(memory.stash, slots.backward_saved)
+        cotangents = read_slot(memory.cotangents, slots.backward_cotangent)
+        is_split, add = self.table.is_split, None
+        if not is_split:
+            add = self._chunks.adder(slots.backward_input_chunk)
 
-        with jax.named_scope("backward"):
-            # Without a slot the gradients pass through as they are: zeros for them
-            # would be a second buffer.
-            grads, sent = jax.lax.cond(
-                mesh.any_backward_input,
-                lambda: self.stage.backward(chunk, stash, cotangents, grads, add),
-                lambda: (grads, zeros_like(cotangents)),
-            )
+        def run() -> tuple:
+            return self.stage.backward(chunk, stash, cotangents, grads, add)
+
+        # Without a slot the gradients pass through as they are: zeros for them would be
+        # a second buffer.
+        def skip() -> tuple:
+            sent = zeros_like(cotangents)
+            pending = zeros_like(jax.eval_shape(run)[2]) if is_split else None
+            return grads, sent, pending
+
+        with jax.named_scope("backward_input" if is_split else "backward"):
+            grads, sent, pending = jax.lax.cond(mesh.any_backward_input, run, skip)
+        if is_split:
+            pending = write_slot(memory.pending, pending, slots.backward_pending)
         returned = self._send(sent, -1)
-        return grads, (replace(memory, returned=returned), sent)
-
-    def _input_slot(
-        self, layers: Layers, each: Any, mesh: MeshSlots
-    ) -> tuple[None, Any]:
-        memory, slots = each
-        inputs = self._backward_inputs(layers, memory, slots)
-        sent, pending = run_if(
-            mesh.any_backward_input,
-            lambda: self.stage.backward_input(*inputs),
-            scope="backward_input",
-        )
-        memory = replace(
-            memory,
-            pending=write_slot(memory.pending, pending, slots.backward_pending),
-            returned=self._send(sent, -1),
-        )
-        return None, (memory, sent)
+        return grads, (replace(memory, pending=pending, returned=returned), sent)
 
     def _weight_slot(self, both: Any, each: Any, mesh: MeshSlots) -> tuple[dict, None]:
         (layers, grads), (pending, slots) = both, each
@@ -351,6 +277,6 @@ class Executor:
             return self.stage.backward_weight(taken, pending, grads, add)
 
         with jax.named_scope("backward_weight"):
-            # As in `_joint_slot`: zeros would be a second buffer.
+            # As in `_backward_slot`: zeros would be a second buffer.
             grads = jax.lax.cond(mesh.any_backward_weight, run, lambda: grads)
         return grads, None

@@ -5,22 +5,18 @@ Memory slots hold values of one shape, written and read by index.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from nnx_parallel.errors import PipelineError
-from nnx_parallel.layers.stack import Stack
-from nnx_parallel.schedules.slots import Slots
+from nnx_parallel.schedules.slots import KINDS, Slots
 from nnx_parallel.schedules.table import Buffers, Table
-from nnx_parallel.sharding.names import dotted
 
 
 def zeros_like(tree: Any) -> Any:
@@ -69,24 +65,20 @@ def write_slot(slots: Any, value: Any, slot: jax.Array) -> Any:
     return jax.tree.map(write, slots, value)
 
 
+@dataclass(frozen=True)
 class Chunks:
-    """The chunks of layers that a stage holds, one after the other.
+    """The chunks of layers that a stage holds, one after the other."""
 
-    Args:
-        count: How many.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._count = count
+    count: int
 
     def take(self, layers: Any, chunk: jax.Array) -> Any:
         """The layers of one chunk; of any if it is -1."""
-        if self._count == 1:
+        if self.count == 1:
             return layers  # a slice of everything would be a copy
 
         def take(x: jax.Array) -> jax.Array:
             # (layers, ...) -> (layers / chunks, ...)
-            size = x.shape[0] // self._count
+            size = x.shape[0] // self.count
             return jax.lax.dynamic_slice_in_dim(x, jnp.maximum(chunk, 0) * size, size)
 
         return jax.tree.map(take, layers)
@@ -108,23 +100,19 @@ class Chunks:
         Adds in the totals' dtype, in place; nothing if the chunk is -1.
         """
 
-        def add(totals: Any, new: Any, layer: jax.Array) -> Any:
-            def add_one(x: jax.Array, part: jax.Array) -> jax.Array:
-                size = x.shape[0] // self._count
-                index = jnp.maximum(chunk, 0) * size + layer
-                old = jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
-                # Chunks differ between stages, and so would the predicate of a branch.
-                # A mask, not a branch: zeros are added where there is no slot.
-                part = jnp.where(chunk >= 0, part.astype(x.dtype), 0)
-                return jax.lax.dynamic_update_index_in_dim(x, old + part, index, axis=0)
+        def add(layer: jax.Array, x: jax.Array, new: jax.Array) -> jax.Array:
+            size = x.shape[0] // self.count
+            index = jnp.maximum(chunk, 0) * size + layer
+            old = jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
+            # Chunks differ between stages, and so would the predicate of a branch: a
+            # mask, which adds zeros where there is no slot.
+            new = jnp.where(chunk >= 0, new.astype(x.dtype), 0)
+            return jax.lax.dynamic_update_index_in_dim(x, old + new, index, axis=0)
 
-            return jax.tree.map(add_one, totals, new)
-
-        return add
+        return lambda totals, new, layer: jax.tree.map(partial(add, layer), totals, new)
 
 
-@dataclass(frozen=True, eq=False)
-class LayerPermutation:
+class LayerPermutation(NamedTuple):
     """Transfers in which every stage sends one block of layers and receives one.
 
     Layers are stored in their natural order, a block of neighbours on each stage,
@@ -150,24 +138,19 @@ class LayerPermutation:
         perfect matchings (König's theorem): one for each chunk.
         """
         receiver, taken, put = np.zeros((3, num_chunks, num_stages), np.int32)
-        if num_chunks == 1:
-            return cls(np.arange(num_stages)[None], taken, put)
         # Imported here for the time that it takes: schedules of one chunk need none.
         from scipy.optimize import linear_sum_assignment
 
-        waiting: dict[tuple[int, int], list[int]] = defaultdict(list)
-        counts = np.zeros((num_stages, num_stages), int)
+        waiting = defaultdict(list)
         for block in range(num_stages * num_chunks):
-            edge = (block // num_chunks, block % num_stages)
-            waiting[edge].append(block)
-            counts[edge] += 1
+            waiting[block // num_chunks, block % num_stages].append(block)
+        stages = range(num_stages)
         for chunk in range(num_chunks):
+            counts = [[len(waiting[a, b]) for b in stages] for a in stages]
             # A regular graph less a perfect matching is regular: the next one exists.
-            senders, receivers = linear_sum_assignment(counts > 0, maximize=True)
-            for edge in zip(senders, receivers, strict=True):
-                block = waiting[edge].pop()
-                counts[edge] -= 1
-                source, target = edge
+            pairs = linear_sum_assignment(np.array(counts) > 0, maximize=True)
+            for source, target in zip(*pairs, strict=True):
+                block = waiting[source, target].pop()
                 receiver[chunk, source] = target
                 taken[chunk, source] = block % num_chunks
                 put[chunk, target] = block // num_stages
@@ -184,14 +167,10 @@ class LayerPermutation:
         stage = jax.lax.axis_index(axis)
         size = x.shape[0] // len(self.receiver)
         moved = x  # (layers, ...) of this stage
-        for receiver, taken, put in zip(
-            self.receiver, self.taken, self.put, strict=True
-        ):
-            block = jax.lax.dynamic_slice_in_dim(
-                x, jnp.asarray(taken)[stage] * size, size
-            )
-            pairs = [(source, int(target)) for source, target in enumerate(receiver)]
-            block = jax.lax.ppermute(block, axis, pairs)
+        for receiver, taken, put in zip(*self, strict=True):
+            start = jnp.asarray(taken)[stage] * size
+            block = jax.lax.dynamic_slice_in_dim(x, start, size)
+            block = jax.lax.ppermute(block, axis, [*enumerate(receiver.tolist())])
             start = jnp.asarray(put)[stage] * size
             moved = jax.lax.dynamic_update_slice_in_dim(moved, block, start, axis=0)
         return moved
@@ -201,9 +180,7 @@ class LayerPermutation:
 # and with it the compilation cache's key, follows that order.
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class StageSlots:
+class StageSlots(NamedTuple):
     """Chunks of layers and memory slots of each stage in a tick, or -1.
 
     Arrays of shape (ticks, stages) in all, (stages,) in a tick, () inside a stage. The
@@ -225,9 +202,7 @@ class StageSlots:
     weight_pending: Any
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class MeshSlots:
+class MeshSlots(NamedTuple):
     """Slots of the whole mesh in a tick; arrays of shape (ticks,) in all.
 
     Attributes:
@@ -247,9 +222,7 @@ class MeshSlots:
     returns: Any
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TickSlots:
+class TickSlots(NamedTuple):
     """The slots of one tick, or of all, along a leading ``ticks`` dim."""
 
     stages: StageSlots
@@ -258,14 +231,7 @@ class TickSlots:
     @classmethod
     def of(cls, table: Table, buffers: Buffers) -> TickSlots:
         """The slots of all ticks of a table."""
-        chunks = {
-            "forward_chunk": table.forward.chunk,
-            "backward_input_chunk": table.backward_input.chunk,
-            "backward_weight_chunk": table.backward_weight.chunk,
-        }
-        fields = [
-            f.name for f in dataclasses.fields(StageSlots) if f.name not in chunks
-        ]
+        arrays = vars(buffers) | {f"{k}_chunk": getattr(table, k).chunk for k in KINDS}
 
         def at(slots: Slots, stage: int, chunk: int) -> np.ndarray:
             """The microbatch of one chunk of a stage in each tick, or -1."""
@@ -275,14 +241,12 @@ class TickSlots:
         mesh = MeshSlots(
             # Predicates of conditions: of the whole mesh, hence equal on all devices
             # (docs/library-notes.md, "Partly manual regions").
-            any_backward_input=table.backward_input.any,
-            any_backward_weight=table.backward_weight.any,
-            any_forward=table.forward.any,
+            **{f"any_{kind}": getattr(table, kind).any for kind in KINDS},
             enters=at(table.forward, 0, 0),
             leaves=at(table.forward, -1, table.num_chunks - 1),
             returns=at(table.backward_input, 0, 0),
         )
-        stages = StageSlots(**chunks, **{f: getattr(buffers, f) for f in fields})
+        stages = StageSlots(**{name: arrays[name] for name in StageSlots._fields})
         return cls(stages, mesh)
 
 
@@ -312,36 +276,41 @@ class StageMemory:
     stash: Any
 
 
-def check_stack(model: nnx.Module, num_stages: int, num_chunks: int) -> None:
-    """Refuses a model whose one `Stack` does not divide into stages.
+class InFlight(NamedTuple):
+    """Values kept of a microbatch while it is in the pipeline.
 
-    Raises:
-        PipelineError: If the model has no stack or several, or its number of layers is
-            no multiple of stages times chunks.
+    Attributes:
+        skips: Values of the prologue that the epilogue needs.
+        variables: Variables that the prologue changes, as they were before it.
     """
-    stacks = {
-        dotted(path): module
-        for path, module in nnx.iter_modules(model)
-        if isinstance(module, Stack)
-    }
-    # The loss is cut at the call of the stack, so that there can be only one.
-    if len(stacks) != 1:
-        found = f"Stacks {sorted(stacks)}" if stacks else "no Stack"
-        raise PipelineError(
-            f"{type(model).__name__} has {found}. A Pipeline spreads the layers of one "
-            "nnx_parallel.layers.Stack over its stages: put the model's repeated "
-            "blocks into one Stack, and other repeated blocks into plain modules; or "
-            "use FSDP or TensorParallel, which need none."
-        )
-    (path, stack), *_ = stacks.items()
-    # Each chunk of each stage is as many layers as any other: all run one program.
-    count, parts = stack.num_layers, num_stages * num_chunks
-    if count % parts:
-        valid = [n for n in range(1, count + 1) if count % (n * num_chunks) == 0]
-        multiples = [count // parts * parts or parts, (count // parts + 1) * parts]
-        raise PipelineError(
-            f"`{path}` has {count} layers, which {num_stages} stages of {num_chunks} "
-            f"chunks cannot share evenly. With {count} layers and {num_chunks} chunks "
-            f"the number of stages can be {valid or 'none'}; with {parts} parts the "
-            f"number of layers can be {sorted(set(multiples))}."
-        )
+
+    skips: list
+    variables: dict
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TickState:
+    """The state that goes from tick to tick in training.
+
+    Attributes:
+        prologue_variables: Variables that the prologue changes, by path.
+        in_flight: Slots for the microbatches in the pipeline.
+        grads: Gradients of the parameters outside the stack, by path.
+        epilogue_variables: Variables that the epilogue changes, by path.
+        layer_grads: Gradients of the layers' parameters, by key.
+        memory: What the stages keep.
+        outputs: Slots for the function's outputs, one for each microbatch.
+        skip_grads: Slots for the gradients of skips, as long as those.
+        layer_state: Variables that the layers change, by key.
+    """
+
+    prologue_variables: dict
+    in_flight: InFlight
+    grads: dict
+    epilogue_variables: dict
+    layer_grads: dict
+    memory: StageMemory
+    outputs: Any
+    skip_grads: list
+    layer_state: dict

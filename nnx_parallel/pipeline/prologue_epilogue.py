@@ -5,10 +5,9 @@ They run outside the region that is manual over ``pipe``, spread over the whole 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,8 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.pipeline.cut import Arrays, Function, cut
+from nnx_parallel.layers.jaxprs import trace
+from nnx_parallel.layers.stack import using_runner
+from nnx_parallel.pipeline.cut import Arrays, PartitionedJaxpr, names_in, record
 from nnx_parallel.pipeline.memory import (
+    InFlight,
+    TickState,
     make_slots,
     read_slot,
     write_slot,
@@ -27,8 +30,11 @@ from nnx_parallel.pipeline.memory import (
 from nnx_parallel.schedules.table import Buffers
 from nnx_parallel.sharding.constrain import using
 from nnx_parallel.sharding.layout import Layout
-from nnx_parallel.sharding.model import flatten
+from nnx_parallel.sharding.model import flatten, nest
 from nnx_parallel.sharding.names import as_tuple, is_inexact
+
+Function = Callable[[dict, dict, Any, Any], tuple[Any, dict]]
+"""``(params, variables, batch, key) -> (outputs, variables after)``, nested dicts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,123 +76,103 @@ class PipelineInputs:
         return read_slot((self.batch, self.keys), index)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class InFlight:
-    """Values kept of a microbatch while it is in the pipeline.
-
-    Attributes:
-        skips: Values of the prologue that the epilogue needs.
-        variables: Variables that the prologue changes, as they were before it.
-    """
-
-    skips: list
-    variables: Arrays
-
-
+@dataclass(eq=False)
 class PrologueEpilogue:
     """The parts of a function before and after its stack.
 
-    Args:
+    A microbatch is given by its index, or -1 where a tick has none.
+
+    Attributes:
         function: The function to cut; it calls one `Stack` once.
         inputs: Its arguments.
         layout: The layout of the step.
         buffers: Memory slots of the schedule.
         axis: Mesh axis of the stages.
-
-    Attributes:
         cut: The function, cut.
         params: The trained parameters that these parts use, by path.
         variables: The other arrays that they use.
+        prologue_variables: Those that the prologue changes, as before the step.
+        epilogue_variables: Those that the epilogue changes.
         entering: Shapes of the arrays that enter the stack.
     """
 
-    def __init__(
-        self,
-        function: Function,
-        inputs: PipelineInputs,
-        layout: Layout,
-        buffers: Buffers,
-        axis: str,
-    ) -> None:
-        batch, key = jax.eval_shape(inputs.take, jnp.int32(0))
-        num_rows = jax.tree.leaves(batch)[0].shape[0]
-        self._layout = spread_over_stages(layout, axis, num_rows)
-        with using(self._layout):
-            self.cut = cut(function, inputs.params, inputs.variables, batch, key)
-        self._inputs = inputs
-        self._buffers = buffers
+    function: Function
+    inputs: PipelineInputs
+    layout: Layout
+    buffers: Buffers
+    axis: str
+
+    def __post_init__(self) -> None:
+        inputs, first = self.inputs, jnp.int32(0)
+        item = jax.eval_shape(inputs.take, first)
+        num_rows = len(jax.tree.leaves(item)[0])
+        self._spread = spread_over_stages(self.layout, self.axis, num_rows)
+
+        def flat(params: Arrays, variables: Arrays, *item: Any) -> tuple[Any, Arrays]:
+            outputs, after = self.function(nest(params), nest(variables), *item)
+            return outputs, flatten(after)
+
+        args = (inputs.params, inputs.variables, *item)
+        with using(self._spread), using_runner(record):
+            # A call around the stack (jit, checkpoint) is opened, so that its equation
+            # is one of the loss itself; all others stay as they are.
+            traced = trace(flat, *args, inlined=lambda eqn: "stack" in names_in(eqn))
+        self.cut = PartitionedJaxpr(traced)
         # The stack's arrays would be inputs of each condition, but for the shared ones.
         inside = {*self.cut.layer_paths.values()} - self.cut.shared
         self.params, self.variables = (
             {path: x for path, x in arrays.items() if path not in inside}
             for arrays in (inputs.params, inputs.variables)
         )
-        self.entering, self._skips, _ = jax.eval_shape(
-            self._prologue, self.params, self.variables, batch, key
+        self.prologue_variables, self.epilogue_variables = (
+            {path: self.variables[path] for path in changes}
+            for changes in (self.cut.prologue_changes, self.cut.epilogue_changes)
         )
-
-    def pick(self, paths: Any) -> Arrays:
-        """Some of the variables, as they are before the step."""
-        return {path: self.variables[path] for path in paths}
-
-    # One microbatch
+        run = partial(self.prologue, params=self.params, variables={})
+        self.entering, self._skips, _ = jax.eval_shape(run, first)
 
     def enter(
-        self, microbatch: jax.Array, variables: Arrays
+        self, microbatch: jax.Array, before: Arrays, in_flight: InFlight
     ) -> tuple[list, InFlight, Arrays]:
-        """The prologue of a microbatch that enters now, or -1.
+        """The prologue of a microbatch that enters now.
 
-        Returns:
-            The arrays that enter the stack, what is to be kept, and the variables that
-            the prologue changes.
+        Takes the variables that it changes, and slots for what is kept; returns the
+        arrays that enter the stack, the slots, and the variables after it.
         """
-        # For `go_back`, which runs the prologue again on the variables as they were.
-        before = {path: variables[path] for path in self.cut.prologue_changes}
 
         def run() -> tuple[list, list, Arrays]:
-            batch, key = self._inputs.take(microbatch)
-            return self._prologue(self.params, variables, batch, key)
+            return self.prologue(microbatch, self.params, before)
 
         # Not zeros for the variables: a tick without a microbatch leaves them.
         def skip() -> tuple[list, list, Arrays]:
-            entering, skips, _ = zeros_of(run)
-            return entering, skips, before
+            return *zeros_of(run)[:2], before
 
         with jax.named_scope("before"):
             entering, skips, after = jax.lax.cond(microbatch >= 0, run, skip)
-        return entering, InFlight(skips, before), after
+        # For `go_back`, which runs the prologue again on the variables as they were.
+        kept = InFlight(skips, before)
+        return entering, write_slot(in_flight, kept, self._slot(microbatch)), after
 
     def leave(
         self,
         microbatch: jax.Array,
         objective: Callable[[Any], jax.Array],
-        kept: InFlight,
+        state: TickState,
         leaving: list,
-        start: tuple[Arrays, Arrays],
-    ) -> tuple[Arrays, Arrays, list, list, Any]:
-        """The epilogue and its gradients, of a microbatch that leaves now, or -1.
+    ) -> tuple[TickState, list]:
+        """The epilogue of a microbatch that leaves now, and its gradients.
 
-        Args:
-            microbatch: Index of the microbatch.
-            objective: The scalar of the outputs whose gradient is summed.
-            kept: What was kept of the microbatch.
-            leaving: The output of the stack.
-            start: The gradients so far, and the variables that the epilogue changes.
-
-        Returns:
-            The gradients, the variables, the gradients of floating skips, the
-            cotangents of the stack's output, and the function's outputs.
+        Takes the scalar of the outputs whose gradient is summed, and the output of the
+        stack; returns the state, and the cotangents of all activations.
         """
-        grads, variables = start
+        kept = self.recall(state.in_flight, microbatch)
+        variables = kept.variables | state.epilogue_variables
 
         def epilogue(params: Arrays, floats: list, leaving: list) -> Any:
             rest = iter(floats)
             skips = [next(rest) if is_inexact(x) else x for x in kept.skips]
-            outputs, changed = self.epilogue(
-                microbatch, params, variables, InFlight(skips, kept.variables), leaving
-            )
-            return objective(outputs), (outputs, changed)
+            out, after = self.epilogue(microbatch, params, variables, skips, leaving)
+            return objective(out), (out, after)
 
         def run() -> tuple:
             # Integers have no cotangent: `epilogue` closes over them.
@@ -195,78 +181,77 @@ class PrologueEpilogue:
                 epilogue, self.params, floats, leaving, has_aux=True
             )
             new, *cotangents = vjp(jnp.ones_like(value))
-            return _add(grads, new), changed, *cotangents, outputs
+            return _add(state.grads, new), changed, *cotangents, outputs
 
         def skip() -> tuple:
-            return grads, variables, *zeros_of(run)[2:]
+            return state.grads, state.epilogue_variables, *zeros_of(run)[2:]
 
         # The index comes from the table: the predicate is equal on all devices, and the
         # gradients pass through untouched in ticks in which no microbatch leaves.
         with jax.named_scope("after"):
-            return jax.lax.cond(microbatch >= 0, run, skip)
-
-    def pad(self, cotangents: list) -> list:
-        """Cotangents of all activations, from those of the stack's output.
-
-        The arguments of the blocks end with the last one: none come back for them.
-        """
-        active = self.cut.block.with_cotangents(self.entering)
-        return [*cotangents, *zeros_like(active[len(cotangents) :])]
+            grads, changed, skip_grads, cotangents, outputs = jax.lax.cond(
+                microbatch >= 0, run, skip
+            )
+        slot = self._slot(microbatch)
+        skip_grads = write_slot(state.skip_grads, skip_grads, slot)
+        # Arguments of the blocks end with the last one: no cotangents come for them.
+        rest = self.cut.with_cotangents(self.entering)[len(cotangents) :]
+        cotangents = [*cotangents, *zeros_like(rest)]
+        state = replace(
+            state,
+            grads=grads,
+            epilogue_variables=changed,
+            skip_grads=skip_grads,
+            outputs=write_slot(state.outputs, outputs, microbatch),
+        )
+        return state, cotangents
 
     def go_back(
-        self,
-        microbatch: jax.Array,
-        kept: InFlight,
-        skip_grads: list,
-        cotangents: list,
-        grads: Arrays,
+        self, microbatch: jax.Array, state: TickState, cotangents: list
     ) -> Arrays:
-        """Gradients with those of the prologue, of a microbatch that is back, or -1.
+        """Gradients with those of the prologue, of a microbatch that is back.
 
         The prologue is run again: its residuals would be kept as long as the skips.
         """
+        kept = self.recall(state.in_flight, microbatch)
+        skip_grads = read_slot(state.skip_grads, self._slot(microbatch))
 
         def prologue(params: Arrays) -> list:
-            entering, skips = self.prologue(microbatch, params, kept)
+            entering, skips, _ = self.prologue(microbatch, params, kept.variables)
             floats = [x for x in skips if is_inexact(x)]
-            return [*self.cut.block.with_cotangents(entering), *floats]
+            return [*self.cut.with_cotangents(entering), *floats]
 
         def run() -> Arrays:
             _, vjp = jax.vjp(prologue, self.params)
             (new,) = vjp([*self.spread(cotangents), *skip_grads])
-            return _add(grads, new)
+            return _add(state.grads, new)
 
         with jax.named_scope("before_backward"):
-            return jax.lax.cond(microbatch >= 0, run, lambda: grads)
+            return jax.lax.cond(microbatch >= 0, run, lambda: state.grads)
 
     def prologue(
-        self, microbatch: jax.Array, params: Arrays, kept: InFlight
-    ) -> tuple[list, list]:
-        """The arrays that enter the stack, and the skips."""
-        batch, key = self._inputs.take(microbatch)
-        variables = self.variables | kept.variables
-        return self._prologue(params, variables, batch, key)[:2]
+        self, microbatch: jax.Array, params: Arrays, variables: Arrays
+    ) -> tuple[list, list, Arrays]:
+        """The arrays that enter the stack, the skips, and the changed variables."""
+        batch, key = self.inputs.take(microbatch)
+        arrays = params | self.variables | variables
+        with using(self._spread):
+            return self.cut.prologue(arrays, (self.spread(batch), key))
 
     def epilogue(
         self,
         microbatch: jax.Array,
         params: Arrays,
         variables: Arrays,
-        kept: InFlight,
+        skips: list,
         leaving: list,
     ) -> tuple[Any, Arrays]:
         """The function's outputs, and the variables that the epilogue changes."""
-        batch, key = self._inputs.take(microbatch)
-        variables = self.variables | kept.variables | variables
-        with using(self._layout):
+        batch, key = self.inputs.take(microbatch)
+        arrays = params | self.variables | variables
+        with using(self._spread):
             batch, leaving = self.spread((batch, leaving))
-            return self.cut.epilogue(params, variables, batch, key, kept.skips, leaving)
-
-    def _prologue(
-        self, params: Arrays, variables: Arrays, batch: Any, key: Any
-    ) -> tuple[list, list, Arrays]:
-        with using(self._layout):
-            return self.cut.prologue(params, variables, self.spread(batch), key)
+            return self.cut.epilogue(arrays, (batch, key), skips, leaving)
 
     def spread(self, tree: Any) -> Any:
         """Arrays of rows, split over the whole mesh, the stages too."""
@@ -275,53 +260,38 @@ class PrologueEpilogue:
             # (batch, seq, ...): what comes out of the stages is on `pipe` in one piece,
             # and would be computed on every stage.
             names = ("batch", "seq")[: x.ndim] + (None,) * (x.ndim - 2)
-            spec = self._layout.activation_spec(x.shape, names)
+            spec = self._spread.activation_spec(x.shape, names)
             free = [P.UNCONSTRAINED] * (x.ndim - len(spec))
-            sharding = self._layout.sharding(P(*spec, *free))
+            sharding = self._spread.sharding(P(*spec, *free))
             return jax.lax.with_sharding_constraint(x, sharding)
 
         return jax.tree.map(constrain, tree)
 
-    # In-flight microbatches
-
     def make_in_flight(self) -> InFlight:
         """Memory for the microbatches that are in the pipeline at once."""
-        one = InFlight(self._skips, self.pick(self.cut.prologue_changes))
-        return make_slots(self._buffers.num_flights, one)
-
-    def keep(self, memory: InFlight, microbatch: jax.Array, new: InFlight) -> InFlight:
-        """The memory with a microbatch that enters now."""
-        return write_slot(memory, new, self.slot(microbatch))
+        one = InFlight(self._skips, self.prologue_variables)
+        return make_slots(self.buffers.num_flights, one)
 
     def recall(self, memory: InFlight, microbatch: jax.Array) -> InFlight:
         """The values kept of a microbatch."""
-        return read_slot(memory, self.slot(microbatch))
+        return read_slot(memory, self._slot(microbatch))
 
-    def slot(self, microbatch: jax.Array) -> jax.Array:
-        """The memory slot of a microbatch, or -1."""
+    def _slot(self, microbatch: jax.Array) -> jax.Array:
         # (microbatches,)
-        slots = jnp.asarray(self._buffers.flight)
+        slots = jnp.asarray(self.buffers.flight)
         return jnp.where(microbatch >= 0, slots[jnp.maximum(microbatch, 0)], -1)
 
-    # The whole batch
-
     def sum_weights(self, select: Callable[[Any], list]) -> list:
-        """Sums of outputs that come from the data alone, over all microbatches.
-
-        Args:
-            select: The outputs to sum, of the function's.
-        """
+        """Sums of selected outputs, which come from the data alone, of the batch."""
 
         def weigh(changed: Arrays, item: Any) -> tuple[Arrays, list]:
-            with using(self._layout):
-                found, changed = self.cut.without_stack(
-                    select, self.params, self.variables | changed, *item
-                )
+            arrays = self.params | self.variables | changed
+            with using(self._spread):
+                found, changed = self.cut.without_stack(select, arrays, item)
             return changed, found
 
-        start = self.pick(self.cut.prologue_changes)
-        items = (self._inputs.batch, self._inputs.keys)
-        _, weights = jax.lax.scan(weigh, start, items)
+        items = (self.inputs.batch, self.inputs.keys)
+        _, weights = jax.lax.scan(weigh, self.prologue_variables, items)
         return [jnp.sum(jnp.asarray(w, jnp.float32), axis=0) for w in weights]
 
 
@@ -335,12 +305,10 @@ def spread_over_stages(layout: Layout, axis: str, num_rows: int) -> Layout:
     # the rows that it holds already, and none are sent.
     batch = (*claims.batch, axis)
     if num_rows % math.prod(layout.mesh.shape[name] for name in batch) == 0:
-        spread = dataclasses.replace(claims, batch=batch)
-    else:
-        seq = (axis, *as_tuple(claims.logical.get("seq")))
-        logical = {**claims.logical, "seq": seq}
-        spread = dataclasses.replace(claims, logical=logical)
-    return dataclasses.replace(layout, claims=spread)
+        return replace(layout, claims=replace(claims, batch=batch))
+    seq = (axis, *as_tuple(claims.logical.get("seq")))
+    logical = {**claims.logical, "seq": seq}
+    return replace(layout, claims=replace(claims, logical=logical))
 
 
 def _add(grads: Arrays, new: Arrays) -> Arrays:

@@ -21,21 +21,22 @@ from jax.sharding import Mesh
 
 from nnx_parallel.data.batches import split_rows
 from nnx_parallel.errors import PipelineError, ScheduleError
-from nnx_parallel.layers.jaxprs import Layers
+from nnx_parallel.layers.jaxprs import trace
+from nnx_parallel.layers.residuals import Layers
+from nnx_parallel.layers.stack import Stack, using_runner
 from nnx_parallel.metrics import Mean
-from nnx_parallel.pipeline.cut import Arrays, Function, calls_stack
+from nnx_parallel.pipeline.cut import calls_stack, record
 from nnx_parallel.pipeline.executor import Executor
 from nnx_parallel.pipeline.memory import (
-    StageMemory,
     TickSlots,
-    check_stack,
+    TickState,
     make_slots,
-    read_slot,
     run_if,
     write_slot,
+    zeros_like,
 )
 from nnx_parallel.pipeline.prologue_epilogue import (
-    InFlight,
+    Function,
     PipelineInputs,
     PrologueEpilogue,
 )
@@ -45,8 +46,7 @@ from nnx_parallel.schedules.schedules import Schedule
 from nnx_parallel.schedules.table import Table, plan_buffers
 from nnx_parallel.sharding.claims import Execution
 from nnx_parallel.sharding.constrain import using
-from nnx_parallel.sharding.layout import Layout
-from nnx_parallel.sharding.model import Path, flatten, nest
+from nnx_parallel.sharding.model import Path, nest
 from nnx_parallel.sharding.names import dotted, is_inexact
 from nnx_parallel.state import StatePlan, TrainState
 
@@ -70,8 +70,40 @@ class PipelineSchedule(Execution):
     gather: Gather
 
     def check(self, model: nnx.Module, mesh: Mesh) -> None:
-        """Refuses a model whose one `Stack` does not divide into stages."""
-        check_stack(model, mesh.shape[self.axis], self.schedule.chunks)
+        """Refuses a model whose one `Stack` does not divide into stages.
+
+        Raises:
+            PipelineError: If the model has no stack or several, or its number of layers
+                is no multiple of stages times chunks.
+        """
+        num_stages, num_chunks = mesh.shape[self.axis], self.schedule.chunks
+        stacks = {
+            dotted(path): module
+            for path, module in nnx.iter_modules(model)
+            if isinstance(module, Stack)
+        }
+        # The loss is cut at the call of the stack, so that there can be only one.
+        if len(stacks) != 1:
+            found = f"Stacks {sorted(stacks)}" if stacks else "no Stack"
+            raise PipelineError(
+                f"{type(model).__name__} has {found}. A Pipeline spreads the layers of "
+                "one nnx_parallel.layers.Stack over its stages: put the model's "
+                "repeated blocks into one Stack, and other repeated blocks into plain "
+                "modules; or use FSDP or TensorParallel, which need none."
+            )
+        (path, stack), *_ = stacks.items()
+        # Each chunk of each stage is as many layers as any other: all run one program.
+        count, parts = stack.num_layers, num_stages * num_chunks
+        if count % parts:
+            valid = [n for n in range(1, count + 1) if count % (n * num_chunks) == 0]
+            multiples = [count // parts * parts or parts, (count // parts + 1) * parts]
+            raise PipelineError(
+                f"`{path}` has {count} layers, which {num_stages} stages of "
+                f"{num_chunks} chunks cannot share evenly. With {count} layers and "
+                f"{num_chunks} chunks the number of stages can be {valid or 'none'}; "
+                f"with {parts} parts the number of layers can be "
+                f"{sorted(set(multiples))}."
+            )
 
     def merge(
         self, plan: StatePlan, params: dict, variables: dict, *, training: bool
@@ -96,21 +128,9 @@ class PipelineSchedule(Execution):
         # (rows, ...) -> (microbatches, rows / microbatches, ...)
         microbatches = split_rows(plan.layout, batch, num_microbatches)
         inputs = PipelineInputs.of(state.params, state.variables, microbatches, key)
-
-        def function(params: Arrays, variables: Arrays, batch: Any, key: Any) -> Any:
-            means, after = forward(nest(params), nest(variables), batch, key)
-            return means, flatten(after)
-
         table = self.schedule.table(plan.layout.mesh.shape[self.axis], num_microbatches)
-        pipelined = PipelinedFunction(plan, self, function, inputs, table)
-        grads, variables, means = pipelined.gradients(
-            # Scaled within the ticks, where the cotangents of float16 are computed.
-            lambda means, weights: state.scaled(means["loss"].over(weights)),
-            lambda means: [term.weight for term in means["loss"].terms],
-        )
-        # (microbatches, ...) -> (...): totals and weights of a Mean add up.
-        means = jax.tree.map(lambda x: jnp.sum(x, axis=0), means)
-        return nest(grads), nest(variables), means
+        pipelined = PipelinedFunction(plan, self, forward, inputs, table)
+        return pipelined.gradients(state.scaled)
 
     def outputs(
         self,
@@ -126,15 +146,22 @@ class PipelineSchedule(Execution):
     ) -> Any:
         """Outputs by the forward half of the schedule, microbatch by microbatch."""
         whole = partial(plan.evaluate, function)
-        # A prediction may use the model's embedding alone, say.
-        if not needs_stack and not calls_stack(whole, *arrays, batch, key):
-            return whole(*arrays, batch, key)
+        if not needs_stack:
+            with using_runner(record):
+                traced = trace(whole, *arrays, batch, key)
+            # A prediction may use the model's embedding alone, say.
+            if not calls_stack(traced):
+                return whole(*arrays, batch, key)
+        # A batch for evaluation may have any number of rows.
         num_rows = jax.tree.leaves(batch)[0].shape[0]
-        count = _dividing_microbatches(plan.layout, num_rows, num_microbatches)
+        shards = math.prod(plan.layout.mesh.shape[a] for a in plan.layout.claims.batch)
+        # Rows that the shards do not divide are not split: any divisor will do.
+        rows = num_rows // shards if num_rows % shards == 0 else num_rows
+        count = max(n for n in range(1, num_microbatches + 1) if rows % n == 0)
         inputs = PipelineInputs.of(*arrays, split_rows(plan.layout, batch, count), key)
 
-        def run(params: Arrays, variables: Arrays, batch: Any, key: Any) -> Any:
-            model = self.merge(plan, nest(params), nest(variables), training=False)
+        def run(params: dict, variables: dict, batch: Any, key: Any) -> Any:
+            model = self.merge(plan, params, variables, training=False)
             return function(model, batch, key), {}
 
         num_stages = plan.layout.mesh.shape[self.axis]
@@ -142,51 +169,13 @@ class PipelineSchedule(Execution):
         return join(PipelinedFunction(plan, self, run, inputs, table).outputs())
 
 
-def _dividing_microbatches(layout: Layout, num_rows: int, wanted: int) -> int:
-    """At most so many microbatches that each keeps the split of the rows."""
-    # A batch for evaluation may have any number of rows.
-    shards = math.prod(layout.mesh.shape[a] for a in layout.claims.batch)
-    # Rows that the shards do not divide are not split: any divisor will do.
-    rows = num_rows // shards if num_rows % shards == 0 else num_rows
-    return max(count for count in range(1, wanted + 1) if rows % count == 0)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TickState:
-    """The state that goes from tick to tick in training.
-
-    A scan carries its leaves in the order of the fields.
-
-    Attributes:
-        prologue_variables: Variables that the prologue changes, by path.
-        in_flight: Slots for the microbatches in the pipeline.
-        grads: Gradients of the parameters outside the stack, by path.
-        epilogue_variables: Variables that the epilogue changes, by path.
-        layer_grads: Gradients of the layers' parameters, by key.
-        memory: What the stages keep.
-        outputs: Slots for the function's outputs, one for each microbatch.
-        skip_grads: Slots for the gradients of skips, as long as those.
-        layer_state: Variables that the layers change, by key.
-    """
-
-    prologue_variables: Arrays
-    in_flight: InFlight
-    grads: Arrays
-    epilogue_variables: Arrays
-    layer_grads: dict
-    memory: StageMemory
-    outputs: Any
-    skip_grads: list
-    layer_state: dict
-
-
+@dataclass(eq=False)
 class PipelinedFunction:
     """A function of a model, cut at its stack and bound to a schedule.
 
-    Args:
+    Attributes:
         plan: The model's structure and the place of every array.
-        schedule: Axis of the stages, and what is kept and gathered.
+        pipeline: Axis of the stages, and what is kept and gathered.
         function: The function; it calls one `Stack` once.
         inputs: Its arguments.
         table: The slots of all ticks.
@@ -196,106 +185,101 @@ class PipelinedFunction:
         ScheduleError: If the table is not one for this step.
     """
 
-    def __init__(
-        self,
-        plan: StatePlan,
-        schedule: PipelineSchedule,
-        function: Function,
-        inputs: PipelineInputs,
-        table: Table,
-    ) -> None:
-        mesh, axis = plan.layout.mesh, schedule.axis
-        _check_sizes(schedule, table, mesh.shape[axis], len(inputs.keys))
-        self._plan = plan
-        self._schedule = schedule
-        self._inputs = inputs
-        self._table = table
+    plan: StatePlan
+    pipeline: PipelineSchedule
+    function: Function
+    inputs: PipelineInputs
+    table: Table
+
+    def __post_init__(self) -> None:
+        layout, axis = self.plan.layout, self.pipeline.axis
+        table, schedule = self.table, self.pipeline.schedule
+        found = (table.num_stages, table.num_microbatches, table.num_chunks)
+        wanted = (layout.mesh.shape[axis], len(self.inputs.keys), schedule.chunks)
+        # A schedule of the user's own may have made any table.
+        if found != wanted:
+            raise ScheduleError(
+                f"{schedule} made a table of {found} stages, microbatches and chunks; "
+                f"the step has {wanted}. A Schedule with several chunks must say so in "
+                "its attribute `chunks`, and fill the table it is asked for."
+            )
         buffers = plan_buffers(table)
         self._ticks = TickSlots.of(table, buffers)
-        self._ends = PrologueEpilogue(function, inputs, plan.layout, buffers, axis)
-        self._paths = self._ends.cut.layer_paths
-        arrays = inputs.params | inputs.variables
-        self._arrays = {key: arrays[path] for key, path in self._paths.items()}
+        ends = PrologueEpilogue(self.function, self.inputs, layout, buffers, axis)
+        self._ends, self._paths = ends, ends.cut.layer_paths
+        arrays = self.inputs.params | self.inputs.variables
         # Blocks place activations by the layout that is active at their trace.
-        with using(plan.layout):
+        with using(layout):
             self._stage = Stage(
-                self._ends.cut.block,
-                self._arrays,
-                self._ends.entering,
-                mesh=mesh,
+                cut=ends.cut,
+                arrays={key: arrays[path] for key, path in self._paths.items()},
+                activations=ends.entering,
+                mesh=layout.mesh,
                 axis=axis,
-                compute=plan.precision.compute,
-                stash=None if table.is_forward_only else schedule.stash,
+                compute=self.plan.precision.compute,
+                stash=None if table.is_forward_only else self.pipeline.stash,
                 is_split=table.is_split,
             )
-        self._check_layer_state()
-        self._executor = Executor(self._stage, table, buffers, mesh, axis)
-
-    def _check_layer_state(self) -> None:
-        paths = {self._paths[key] for key in self._stage.state_keys}
-        for path in sorted(paths & self._ends.cut.shared):
+        changed = {self._paths[key] for key in self._stage.state_keys}
+        for path in sorted(changed & ends.cut.shared):
             raise PipelineError(
                 f"The loss reads `{dotted(path)}`, which the blocks of the Stack "
                 "change. Under a Pipeline it changes on its stage while other "
                 "microbatches are in flight: return what the loss needs as an output "
                 "of the blocks."
             )
+        self._executor = Executor(self._stage, table, buffers)
 
     def outputs(self) -> Any:
         """The function's outputs, each with a leading dim of microbatches."""
         ends, executor, layers = self._ends, self._executor, self._layers()
-        variables = ends.pick(ends.cut.epilogue_changes)
+        before = ends.prologue_variables
 
         # Evaluation changes no variable: nothing of it goes from tick to tick.
         def tick(carry: Any, slots: TickSlots) -> tuple[Any, None]:
             memory, in_flight, outputs = carry
-            enters, leaves = slots.mesh.enters, slots.mesh.leaves
-            entering, new, _ = ends.enter(enters, ends.variables)
-            in_flight = ends.keep(in_flight, enters, new)
-            with using(self._plan.layout):
+            leaves = slots.mesh.leaves
+            entering, in_flight, _ = ends.enter(slots.mesh.enters, before, in_flight)
+            with using(self.plan.layout):
                 _, memory, leaving = executor.forward(layers, memory, entering, slots)
             kept = ends.recall(in_flight, leaves)
 
             def epilogue() -> Any:
-                return ends.epilogue(leaves, ends.params, variables, kept, leaving)[0]
+                variables = kept.variables | ends.epilogue_variables
+                skips, params = kept.skips, ends.params
+                return ends.epilogue(leaves, params, variables, skips, leaving)[0]
 
             result = run_if(leaves >= 0, epilogue, scope="after")
             return (memory, in_flight, write_slot(outputs, result, leaves)), None
 
-        memory = executor.allocate(layers, ends.entering)
+        memory = executor.allocate(layers)
         start = (memory, ends.make_in_flight(), self._output_slots())
         # xs: (ticks, stages) for the stages' slots, (ticks,) for the mesh's.
         (*_, outputs), _ = jax.lax.scan(tick, start, self._ticks)
         return self._all_outputs(outputs)
 
     def gradients(
-        self,
-        objective: Callable[[Any, list], jax.Array],
-        weights: Callable[[Any], list],
-    ) -> tuple[Arrays, Arrays, Any]:
-        """Gradients of a sum over microbatches.
+        self, scaled: Callable[[jax.Array], jax.Array]
+    ) -> tuple[dict, dict, dict[str, Mean]]:
+        """Gradients of the batch's mean loss.
 
-        Args:
-            objective: ``(outputs, weights) -> scalar`` of one microbatch, with the
-                weights of the whole batch.
-            weights: The weights of a microbatch among the outputs; they come from the
-                data alone.
+        The function's outputs are means by name, ``loss`` among them. It is ``scaled``
+        within the ticks, where the cotangents of float16 are computed.
 
         Returns:
-            Gradients of the parameters by path, the variables after the step, and the
-            outputs with a leading dim of microbatches.
+            Gradients of the parameters, the variables after the step, and the means.
         """
-        if self._table.is_forward_only:
+        if self.table.is_forward_only:
             raise ScheduleError(
-                f"The table {self._table.name!r} has no backward slots: it is one for "
+                f"The table {self.table.name!r} has no backward slots: it is one for "
                 "evaluation. Training needs both."
             )
         ends, executor, layers = self._ends, self._executor, self._layers()
         # Every term of the loss is divided by the weight of the whole batch, which is
         # needed before the first gradient.
-        totals = ends.sum_weights(weights)
+        totals = ends.sum_weights(lambda m: [term.weight for term in m["loss"].terms])
         state = TickState(
-            memory=executor.allocate(layers, ends.entering),
+            memory=executor.allocate(layers),
             outputs=self._output_slots(),
             grads={path: self._zero(path, x) for path, x in ends.params.items()},
             layer_grads={
@@ -304,30 +288,30 @@ class PipelinedFunction:
             },
             in_flight=(in_flight := ends.make_in_flight()),
             # Integers among the skips have no gradient, and no slot.
-            skip_grads=make_slots(
-                executor.buffers.num_flights,
-                [x[0] for x in in_flight.skips if is_inexact(x)],
-            ),
-            prologue_variables=ends.pick(ends.cut.prologue_changes),
-            epilogue_variables=ends.pick(ends.cut.epilogue_changes),
+            skip_grads=zeros_like([x for x in in_flight.skips if is_inexact(x)]),
+            prologue_variables=ends.prologue_variables,
+            epilogue_variables=ends.epilogue_variables,
             layer_state=layers.state,
         )
         tick = partial(
-            self._training_tick, layers, lambda outputs: objective(outputs, totals)
+            self._training_tick, layers, lambda m: scaled(m["loss"].over(totals))
         )
-        with using(self._plan.layout):
+        with using(self.plan.layout):
             state, _ = jax.lax.scan(tick, state, self._ticks)
         stacked = (state.layer_grads, state.layer_state)
-        layer_grads, layer_state = executor.to_storage(stacked)
+        layer_grads, layer_state = executor.permute(stacked, back=True)
         grads = dict(state.grads)
         for key, x in layer_grads.items():
             path = self._paths[key]
             # A parameter that the layers share with the parts around them has both.
             grads[path] = x + grads[path] if path in grads else x
-        variables = self._inputs.variables | state.prologue_variables
+        variables = self.inputs.variables | state.prologue_variables
         variables |= state.epilogue_variables
         variables |= {self._paths[key]: x for key, x in layer_state.items()}
-        return grads, variables, self._all_outputs(state.outputs)
+        # (microbatches, ...) -> (...): totals and weights of a Mean add up.
+        outputs = self._all_outputs(state.outputs)
+        means = jax.tree.map(lambda x: jnp.sum(x, axis=0), outputs)
+        return nest(grads), nest(variables), means
 
     def _training_tick(
         self,
@@ -337,78 +321,49 @@ class PipelinedFunction:
         slots: TickSlots,
     ) -> tuple[TickState, None]:
         """All slots of a tick, in their order; ``layers`` as before the step."""
-        ends, executor = self._ends, self._executor
-        enters, leaves = slots.mesh.enters, slots.mesh.leaves
-        returns = slots.mesh.returns
-
-        variables = ends.variables | state.prologue_variables
-        entering, new, prologue_variables = ends.enter(enters, variables)
-        in_flight = ends.keep(state.in_flight, enters, new)
-
+        ends, executor, mesh = self._ends, self._executor, slots.mesh
+        entering, in_flight, variables = ends.enter(
+            mesh.enters, state.prologue_variables, state.in_flight
+        )
+        state = replace(state, prologue_variables=variables, in_flight=in_flight)
         # What enters is fed to the first stage's forward slot of this same tick.
         layers = replace(layers, state=state.layer_state)
         layers, memory, leaving = executor.forward(
             layers, state.memory, entering, slots
         )
-
         # The last stage's backward may follow its forward in the same tick: 1F1B keeps
         # one cotangent, and no output of the stack.
-        grads, epilogue_variables, skip_grads, cotangents, outputs = ends.leave(
-            leaves,
-            objective,
-            ends.recall(in_flight, leaves),
-            leaving,
-            (state.grads, state.epilogue_variables),
-        )
-        skip_grads = write_slot(state.skip_grads, skip_grads, ends.slot(leaves))
-        cotangents = ends.pad(cotangents)
-        outputs = write_slot(state.outputs, outputs, leaves)
-
-        layer_grads, memory, cotangents = executor.backward(
-            layers, memory, state.layer_grads, cotangents, slots
-        )
-
+        state, cotangents = ends.leave(mesh.leaves, objective, state, leaving)
+        state = replace(state, memory=memory, layer_state=layers.state)
+        state, cotangents = executor.backward(layers, state, cotangents, slots)
         # The first stage's cotangents come back to the prologue in this same tick.
-        kept = ends.recall(in_flight, returns)
-        kept_grads = read_slot(skip_grads, ends.slot(returns))
-        grads = ends.go_back(returns, kept, kept_grads, cotangents, grads)
-        return TickState(
-            prologue_variables,
-            in_flight,
-            grads,
-            epilogue_variables,
-            layer_grads,
-            memory,
-            outputs,
-            skip_grads,
-            layers.state,
-        ), None
+        grads = ends.go_back(mesh.returns, state, cotangents)
+        return replace(state, grads=grads), None
 
     def _zero(self, path: Path, x: jax.Array) -> jax.Array:
         """Where a gradient is summed, in the spec and the dtype of gradients."""
-        spec = self._plan.placements[path].gradient
+        spec = self.plan.placements[path].gradient
         # Not in the dtype of the computation: bfloat16 would round off small terms.
         return jax.lax.with_sharding_constraint(
-            jnp.zeros(x.shape, self._plan.precision.gradient_dtype(x.dtype)),
-            self._plan.layout.sharding(spec),
+            jnp.zeros(x.shape, self.plan.precision.gradient_dtype(x.dtype)),
+            self.plan.layout.sharding(spec),
         )
 
     def _output_slots(self) -> Any:
-        count, shapes = self._table.num_microbatches, self._ends.cut.output_shapes
-        return make_slots(count, shapes)
+        return make_slots(self.table.num_microbatches, self._ends.cut.traced.shapes[0])
 
     def _all_outputs(self, slots: Any) -> Any:
         """The outputs without the spare slot."""
         # (microbatches + 1, ...) -> (microbatches, ...)
-        return jax.tree.map(lambda x: x[: self._table.num_microbatches], slots)
+        return jax.tree.map(lambda x: x[: self.table.num_microbatches], slots)
 
     def _layers(self) -> Layers:
         """The layers where the schedule runs them, gathered if once is enough."""
-        plan, gathers = self._plan, self._schedule.gather == "step"
-        arrays = dict(self._arrays)
+        plan, arrays = self.plan, dict(self._stage.arrays)
+        gathers = self.pipeline.gather == "step"
         # With one chunk the layers lie where they run, and nothing is sent.
-        if gathers or self._table.num_chunks > 1:
-            for key in [k for k in arrays if k in self._ends.cut.block.params]:
+        if gathers or self.table.num_chunks > 1:
+            for key in sorted(self._ends.cut.call.params):
                 # What is sent is sent in the dtype of the computation: half the bytes.
                 arrays[key] = cast_floating(arrays[key], plan.precision.compute)
                 if gathers:
@@ -416,18 +371,4 @@ class PipelinedFunction:
                     arrays[key] = jax.lax.with_sharding_constraint(
                         arrays[key], plan.layout.sharding(used)
                     )
-        return self._executor.to_stages(self._stage.split(arrays))
-
-
-def _check_sizes(
-    pipeline: PipelineSchedule, table: Table, num_stages: int, num_microbatches: int
-) -> None:
-    """A schedule of the user's own may have made any table."""
-    found = (table.num_stages, table.num_microbatches, table.num_chunks)
-    wanted = (num_stages, num_microbatches, pipeline.schedule.chunks)
-    if found != wanted:
-        raise ScheduleError(
-            f"{pipeline.schedule} made a table of {found} stages, microbatches and "
-            f"chunks; the step has {wanted}. A Schedule with several chunks must say "
-            "so in its attribute `chunks`, and fill the table it is asked for."
-        )
+        return self._executor.permute(self._stage.split(arrays))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any, Literal
 
@@ -14,61 +14,32 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.errors import PipelineError
-from nnx_parallel.layers.jaxprs import (
-    Layers,
-    LayerWithResiduals,
-    SplitBackward,
-    TracedFunction,
-    trace,
-    variables_in,
-)
-from nnx_parallel.layers.scan import Remat, apply_remat
+from nnx_parallel.layers.jaxprs import subjaxprs, trace, variables_in
+from nnx_parallel.layers.remat import apply_remat
+from nnx_parallel.layers.residuals import Layers, split_backward, trace_residuals
+from nnx_parallel.pipeline.cut import PartitionedJaxpr
 from nnx_parallel.precision import cast_floating
 from nnx_parallel.sharding.names import dotted
 
 Stash = Literal["policy", "inputs"]
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Block:
-    """One layer of a stack as a function of arrays.
-
-    Attributes:
-        run: ``(arrays by key, activations) -> (x, variables by key)``. The activations
-            are the arrays of ``x``, then those of the arguments.
-        params: Keys of the layer's parameters; they are used in the compute dtype.
-        trained: Keys of the arrays that are trained.
-        differentiated: Of each activation, whether it has a cotangent.
-        remat: What is kept for the backward pass.
-    """
-
-    run: Callable[[dict, list], tuple[list, dict]]
-    params: frozenset
-    trained: frozenset
-    differentiated: tuple[bool, ...]
-    remat: Remat
-
-    def with_cotangents(self, activations: Sequence[Any]) -> list:
-        """The activations whose cotangents are sent back."""
-        return list(compress(activations, self.differentiated))
-
 
 # ``(totals of all layers, gradients of one layer, its index) -> totals``. A layer's
 # gradients are added as soon as they are there, to a carry that is changed in place:
 # what a scan stacks has memory of its own until it is added to something (0.3 of 2.8
 # GiB for 4 layers of 4096/16384 on v5p).
 # docs/library-notes.md, "Arrays and buffers"
-Add = Callable[[dict, dict, jax.Array], dict]
+Add = Callable[[dict, Any, jax.Array], dict]
 
 
+@dataclass(eq=False, kw_only=True)
 class Stage:
     """The layers of one stage, as functions of their arrays.
 
     Activations, which pass from stage to stage, are lists of arrays: the layers' input
     ``x`` and the arguments that every layer gets.
 
-    Args:
-        block: One layer; it is traced once, here.
+    Attributes:
+        cut: The function whose layers they are; one is traced, once, here.
         arrays: Shapes of the arrays of all layers by key, with a ``layers`` dim.
         activations: Shapes of what enters the stack.
         mesh: The mesh.
@@ -83,60 +54,58 @@ class Stage:
         PipelineError: If a layer cannot be run in a stage.
     """
 
-    def __init__(
-        self,
-        block: Block,
-        arrays: dict,
-        activations: list,
-        *,
-        mesh: Mesh,
-        axis: str,
-        compute: Any,
-        stash: Stash | None,
-        is_split: bool,
-    ) -> None:
-        self.block = block
-        self._compute = compute
-        self._stash = stash
-        one = {k: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for k, x in arrays.items()}
+    cut: PartitionedJaxpr
+    arrays: dict
+    activations: list
+    mesh: Mesh
+    axis: str
+    compute: Any
+    stash: Stash | None
+    is_split: bool
+
+    def __post_init__(self) -> None:
+        arrays = self.arrays.items()
+        one = {k: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for k, x in arrays}
         # Traced with the types of the manual region that runs it: a constraint on the
         # concrete mesh would give a value an aval that JAX refuses to mix with the
         # region's, and arguments without the region's mesh are reshaped to have it.
         # docs/library-notes.md, "Partly manual regions"
-        manual = mesh.abstract_mesh.update_axis_types({axis: AxisType.Manual})
+        types = {self.axis: AxisType.Manual}
+        manual = self.mesh.abstract_mesh.update_axis_types(types)
         whole = NamedSharding(manual, P())
         shapes, activations = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
-            (jax.eval_shape(self._cast, one), activations),
+            (jax.eval_shape(self._cast, one), self.activations),
         )
         with jax.sharding.use_abstract_mesh(manual):
             self._layer = trace(self._checked_block, shapes, activations)
-            check_layer(self._layer, mesh, axis)
+            self._check_indices()
             x, after = self._layer.outputs
             self.num_x = len(x)
             before = self._layer.inputs[0]
             # A variable that nothing changes leaves the trace as the one that came in.
             self.state_keys = frozenset(k for k in after if after[k] is not before[k])
-            if stash is None:
+            if self.stash is None:
                 return
-            layer = self.split(shapes)
-            self._residuals = LayerWithResiduals(
-                self._layer_vjp, layer, *self._split_args(activations)
-            )
-            if is_split:
-                self._backward_parts = self._split_backward(layer, activations)
+            layer, (x, args) = self.split(shapes), self._split_args(activations)
+            self._residuals = trace_residuals(self._layer_vjp, layer, x, args)
+            if self.is_split:
+                saved = [v.aval for v in self._residuals.saved]
+                # x in place of its cotangent, whose shape and dtype are the same.
+                kept = (layer.fixed, saved, args, x)
+                self._backward_parts = split_backward(
+                    self._layer_backward, layer.trained, kept
+                )
 
     def split(self, arrays: dict) -> Layers:
         """The layers' arrays by key, those apart that are trained or changed."""
-        trained, state = self.block.trained, self.state_keys
+        trained, state = self.cut.trained, self.state_keys
         # Apart, for only what a forward pass changes is carried, and kept by a stash.
         return Layers(
             trained={k: x for k, x in arrays.items() if k in trained},
             fixed={k: x for k, x in arrays.items() if k not in trained | state},
             state={k: arrays[k] for k in state},
         )
-
-    # All layers of the stage
 
     def run(self, layers: Layers, activations: list) -> tuple[list, dict]:
         """Runs the layers: the activations to send on, and the layers' state."""
@@ -145,8 +114,7 @@ class Stage:
         def step(x: list, layer: Layers) -> tuple[list, dict]:
             # Cast, and gathered by the block, one layer at a time.
             layer = self._cast_layers(layer)
-            active, others = self._partition([*x, *args])
-            rest = (layer.fixed, layer.state, others)
+            active, rest = self._partition(layer, [*x, *args])
             return self._rematted(layer.trained, active, rest)
 
         # xs: (layers of the chunk, ...)
@@ -154,12 +122,8 @@ class Stage:
         return [*x, *args], state
 
     def forward(self, layers: Layers, activations: list) -> tuple[list, dict, Any]:
-        """Runs the layers before a backward pass.
-
-        Returns:
-            The activations to send on, the layers' state, and the stash.
-        """
-        if self._stash == "inputs":
+        """Runs the layers before a backward pass: as `run`, and the stash."""
+        if self.stash == "inputs":
             return *self.run(layers, activations), (layers.state, activations)
         return self._forward_saving(layers, activations)
 
@@ -176,32 +140,49 @@ class Stage:
         return [*x, *args], state, (args, saved)
 
     def backward(
-        self, layers: Layers, stash: Any, cotangents: list, totals: dict, add: Add
-    ) -> tuple[dict, list]:
-        """The totals with the gradients of weights, and the cotangents to send back."""
+        self,
+        layers: Layers,
+        stash: Any,
+        cotangents: list,
+        totals: dict | None = None,
+        add: Add | None = None,
+    ) -> tuple[dict | None, list, Any]:
+        """From the last layer to the first.
 
-        def collect(totals: dict, grads: dict, layer: jax.Array) -> tuple[dict, None]:
-            return add(totals, grads, layer), None
+        Args:
+            layers: The layers.
+            stash: From `forward`.
+            cotangents: Of the activations that were sent on.
+            totals: Gradients of weights so far.
+            add: Adds those of a layer; ``None`` leaves them to `backward_weight`.
 
-        one = self._layer_backward
-        cotangents, totals, _ = self._backward(
-            layers, stash, cotangents, one, totals, collect
-        )
-        return totals, cotangents
+        Returns:
+            The totals, the cotangents to send back, and what `backward_weight` needs.
+        """
+        if self.stash == "inputs":
+            # With the state as it was, so that dropout draws the same masks again.
+            state, activations = stash
+            layers = replace(layers, state=state)
+            stash = self._forward_saving(layers, activations)[2]
+        args, saved = stash
+        run = self._layer_backward if add else self._backward_parts.run_input
 
-    def backward_input(
-        self, layers: Layers, stash: Any, cotangents: list
-    ) -> tuple[list, Any]:
-        """The cotangents to send back, and what `backward_weight` needs."""
+        # carry: cotangents of x, sums of those of the arguments, totals
+        def step(carry: tuple[list, list, Any], xs: Any) -> tuple[Any, Any]:
+            layer, saved, index = self._cast_layers(xs[0]), xs[1], xs[2]
+            grads_x, grads_args, totals = carry
+            kept = (layer.fixed, saved, args, grads_x)
+            (grads_x, more), own = run(layer.trained, kept)
+            grads_args = [a + b for a, b in zip(grads_args, more, strict=True)]
+            if add is None:
+                return (grads_x, grads_args, totals), own
+            return (grads_x, grads_args, add(totals, own, index)), None
 
-        def collect(_: None, pending: list, layer: jax.Array) -> tuple[None, list]:
-            return None, pending
-
-        one = self._backward_parts.run_input
-        cotangents, _, pending = self._backward(
-            layers, stash, cotangents, one, None, collect
-        )
-        return cotangents, pending
+        carry = (*self._split_args(cotangents), totals)
+        xs = _numbered(layers, saved)
+        carry, pending = jax.lax.scan(step, carry, xs, reverse=True)
+        grads_x, grads_args, totals = carry
+        return totals, [*grads_x, *grads_args], pending
 
     def backward_weight(
         self, layers: Layers, pending: Any, totals: dict, add: Add
@@ -215,57 +196,8 @@ class Stage:
 
         return jax.lax.scan(step, totals, _numbered(layers, pending))[0]
 
-    def _backward(
-        self,
-        layers: Layers,
-        stash: Any,
-        cotangents: list,
-        layer_backward: Callable[[dict, Any], tuple[Any, Any]],
-        totals: Any,
-        collect: Callable[[Any, Any, jax.Array], tuple[Any, Any]],
-    ) -> tuple[list, Any, Any]:
-        """From the last layer to the first.
-
-        Args:
-            layers: The layers.
-            stash: From `forward`.
-            cotangents: Of the activations that were sent on.
-            layer_backward: One layer: cotangents for the layer before, and its own
-                gradients, or what they need.
-            totals: Passed from layer to layer, or ``None``.
-            collect: ``(totals, own, index) -> (totals, values to stack)``.
-
-        Returns:
-            Cotangents of the stage's activations, the totals, and the stacked values.
-        """
-        if self._stash == "inputs":
-            # With the state as it was, so that dropout draws the same masks again.
-            state, activations = stash
-            layers = Layers(layers.trained, layers.fixed, state)
-            stash = self._forward_saving(layers, activations)[2]
-        args, saved = stash
-
-        # carry: cotangents of x, sums of those of the arguments, totals
-        def step(carry: tuple[list, list, Any], xs: Any) -> tuple[Any, Any]:
-            layer, saved, index = self._cast_layers(xs[0]), xs[1], xs[2]
-            grads_x, grads_args, totals = carry
-            kept = (layer.fixed, saved, args, grads_x)
-            (grads_x, more), own = layer_backward(layer.trained, kept)
-            totals, stacked = collect(totals, own, index)
-            return (grads_x, _add(grads_args, more), totals), stacked
-
-        (grads_x, grads_args, totals), stacked = jax.lax.scan(
-            step,
-            (*self._split_args(cotangents), totals),
-            _numbered(layers, saved),
-            reverse=True,
-        )
-        return [*grads_x, *grads_args], totals, stacked
-
-    # One layer
-
     def _checked_block(self, held: dict, activations: list) -> tuple[list, dict]:
-        x, after = self.block.run(held, activations)
+        x, after = self.cut.run_layer(held, activations)
         given = [(a.shape, a.dtype) for a in activations[: len(x)]]
         found = [(a.shape, a.dtype) for a in x]
         if found != given:
@@ -274,6 +206,31 @@ class Stage:
                 "must be like its input: the next block takes it."
             )
         return x, {key: _like(new, held[key], key) for key, new in after.items()}
+
+    def _check_indices(self) -> None:
+        """Checks that a layer gathers and scatters nothing by computed indices.
+
+        In a region that is manual over ``pipe`` and automatic over other axes, XLA's
+        partitioner aborts the process on them,
+        https://github.com/openxla/xla/issues/4340. Slices at a computed position pass,
+        and so does a nested ``shard_map``.
+        """
+        sizes = self.mesh.shape.items()
+        others = [name for name, size in sizes if name != self.axis and size > 1]
+        # Manual over all that is split, a stage is not partitioned by XLA.
+        if not others:
+            return
+        inputs = set(jax.tree.leaves(self._layer.inputs))
+        if found := _computed_indices(self._layer.eqns, inputs):
+            raise PipelineError(
+                f"A block of the Stack indexes an array by computed indices (JAX's "
+                f"{sorted(set(found))}, as x[indices], jnp.take or x.at[indices].set "
+                f"make them). Inside a pipeline stage that is also split over "
+                f"{others}, XLA's partitioner ends the process on it. Write it as a "
+                "product with jax.nn.one_hot(indices, size), look it up before the "
+                "Stack and pass the result as an argument of the blocks, or use "
+                "Pipeline alone."
+            )
 
     def _call(self, trained: dict, active: list, rest: Any) -> tuple[list, dict]:
         fixed, state, others = rest
@@ -286,17 +243,16 @@ class Stage:
     @property
     def _rematted(self) -> Callable[[dict, list, Any], tuple[list, dict]]:
         """One layer that keeps what the remat policy says when it is differentiated."""
-        remat = self.block.remat
+        remat = self.cut.call.remat
         # Gathers need no policy here: residuals that come from weights are not kept.
         # A scan's body cannot be merged with its recomputation: no CSE to prevent.
-        return apply_remat(self._call, remat)
+        return apply_remat(self._call, remat, gathers=False, prevent_cse=False)
 
     def _layer_vjp(
         self, layer: Layers, x: list, args: list
     ) -> tuple[list, dict, Callable]:
         """A layer's output, its state, and its VJP."""
-        active, others = self._partition([*x, *args])
-        rest = (layer.fixed, layer.state, others)
+        active, rest = self._partition(layer, [*x, *args])
         x, vjp, state = jax.vjp(
             lambda trained, active: self._rematted(trained, active, rest),
             layer.trained,
@@ -311,29 +267,22 @@ class Stage:
         grads, cotangents = self._residuals.vjp(trained, fixed, args, saved)(grads_x)
         return self._split_args([c for c in cotangents if c is not None]), grads
 
-    def _split_backward(self, layer: Layers, activations: list) -> SplitBackward:
-        x, args = self._split_args(activations)
-        saved = [v.aval for v in self._residuals.saved]
-        # x in place of its cotangent, whose shape and dtype are the same.
-        kept = (layer.fixed, saved, args, x)
-        return SplitBackward(self._layer_backward, layer.trained, kept)
-
     def _split_args(self, activations: list) -> tuple[list, list]:
         """The arrays of ``x``, and those of the arguments."""
         return activations[: self.num_x], activations[self.num_x :]
 
-    def _partition(self, activations: list) -> tuple[list, list]:
-        """Those with cotangents and those without, ``None`` in place of the others."""
-        marked = list(zip(activations, self.block.differentiated, strict=True))
+    def _partition(self, layer: Layers, activations: list) -> tuple[list, Any]:
+        """Activations with cotangents, ``None`` in place of others; and the rest."""
+        marked = list(zip(activations, self.cut.differentiated, strict=True))
         active = [x if is_active else None for x, is_active in marked]
         others = [None if is_active else x for x, is_active in marked]
-        return active, others
+        return active, (layer.fixed, layer.state, others)
 
     def _cast(self, arrays: dict) -> dict:
         """Parameters in the dtype of the computation; gradients follow it."""
-        computed = self.block.params | self.block.trained
+        computed = self.cut.call.params.keys() | self.cut.trained
         return {
-            key: cast_floating(x, self._compute) if key in computed else x
+            key: cast_floating(x, self.compute) if key in computed else x
             for key, x in arrays.items()
         }
 
@@ -361,41 +310,6 @@ def _numbered(layers: Layers, stacked: Any) -> tuple[Layers, Any, jax.Array]:
     return layers, stacked, jnp.arange(count)
 
 
-def _add(a: list, b: list) -> list:
-    return [x + y for x, y in zip(a, b, strict=True)]
-
-
-def check_layer(layer: TracedFunction, mesh: Mesh, axis: str) -> None:
-    """Checks that a layer gathers and scatters nothing by computed indices.
-
-    In a region that is manual over ``pipe`` and automatic over other axes, XLA's
-    partitioner aborts the process on them, https://github.com/openxla/xla/issues/4340.
-    Slices at a computed position pass, and so does a nested ``shard_map``.
-
-    Args:
-        layer: One layer as a function of its arrays.
-        mesh: The mesh.
-        axis: The axis of stages; over the others the stage is partitioned by XLA.
-
-    Raises:
-        PipelineError: If it does, on a mesh that has other axes.
-    """
-    others = [name for name, size in mesh.shape.items() if name != axis and size > 1]
-    # Manual over all that is split, a stage is not partitioned by XLA.
-    if not others:
-        return
-    found = _computed_indices(layer.eqns, set(jax.tree.leaves(layer.inputs)))
-    if found:
-        raise PipelineError(
-            f"A block of the Stack indexes an array by computed indices (JAX's "
-            f"{sorted(set(found))}, as x[indices], jnp.take or x.at[indices].set make "
-            f"them). Inside a pipeline stage that is also split over {others}, XLA's "
-            "partitioner ends the process on it. Write it as a product with "
-            "jax.nn.one_hot(indices, size), look it up before the Stack and pass the "
-            "result as an argument of the blocks, or use Pipeline alone."
-        )
-
-
 def _computed_indices(
     eqns: Sequence[jex.JaxprEqn], computed: set[jex.Var]
 ) -> list[str]:
@@ -407,7 +321,7 @@ def _computed_indices(
         # Operand 1 of both is the indices; slices have primitives of their own.
         if (name == "gather" or name.startswith("scatter")) and flags[1]:
             found.append(name)
-        for inner in jex.jaxprs_in_params(eqn.params):
+        for inner in subjaxprs(eqn):
             # A loop or a branch takes its operands in another order: any may be one.
             is_call = len(inner.invars) == len(flags)
             marks = flags if is_call else [any(flags)] * len(inner.invars)
