@@ -60,7 +60,7 @@ from nnx_parallel.strategies.tensor_parallel import TensorParallel
 from nnx_parallel.training.loop import Callback
 from nnx_parallel.training.optimizers import decay_mask, muon_dimension_numbers
 from nnx_parallel.training.trainer import Trainer
-from nnx_parallel.visualize.draw import visualize
+from nnx_parallel.visualize import visualize
 
 __version__ = "0.1.0"
 

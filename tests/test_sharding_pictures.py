@@ -18,8 +18,8 @@ from rich.console import Console
 from nnx_parallel import FSDP, make_mesh
 from nnx_parallel.sharding.rules import FSDPRules
 from nnx_parallel.sharding.tree import shard
-from nnx_parallel.visualize.arrays import device_colour, ids_text, shard_map_of
-from nnx_parallel.visualize.draw import visualize
+from nnx_parallel.visualize import visualize
+from nnx_parallel.visualize.arrays import ShardMap, device_colour, ids_text
 from nnx_parallel.visualize.picture import fill
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -51,7 +51,7 @@ def test_a_block_has_the_devices_that_hold_it(
     shape: tuple, spec: P, mesh: Mesh
 ) -> None:
     array = shard(np.arange(np.prod(shape), dtype=np.int32).reshape(shape), spec, mesh)
-    shards = shard_map_of(array)
+    shards = ShardMap(array)
     held = {s.device.id: s for s in array.addressable_shards}
     seen = []
     for i, row in enumerate(shards.blocks):
@@ -80,7 +80,7 @@ def test_a_block_has_the_devices_that_hold_it(
 def test_of_many_dims_two_are_shown_and_the_caption_says_which(
     shape: tuple, spec: P, dims: tuple, notes: list[str], mesh: Mesh
 ) -> None:
-    shards = shard_map_of(abstract(mesh, shape, spec))
+    shards = ShardMap(abstract(mesh, shape, spec))
     assert shards.dims == dims
     assert shards.notes[: len(notes)] == notes
     assert f"rows: dim {dims[0]} of {shape[dims[0]]}" in shards.caption
@@ -88,7 +88,7 @@ def test_of_many_dims_two_are_shown_and_the_caption_says_which(
 
 def test_a_third_sharded_dim_is_told() -> None:
     mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
-    shards = shard_map_of(abstract(mesh, (2, 8, 4), P("data", "fsdp", "tensor")))
+    shards = ShardMap(abstract(mesh, (2, 8, 4), P("data", "fsdp", "tensor")))
     assert shards.dims == (1, 2)
     assert shards.notes == ["devices of a block share it along dim 0"]
 
@@ -240,7 +240,7 @@ def contrast(one: tuple, other: tuple) -> float:
 def test_colours_follow_devices_not_places(mesh: Mesh) -> None:
     tree = {"rows": np.ones((64, 64)), "columns": np.ones((63, 64))}
     placed = shard(tree, FSDPRules(min_size=0), mesh)
-    maps = [shard_map_of(x) for x in jax.tree.leaves(placed)]
+    maps = [ShardMap(x) for x in jax.tree.leaves(placed)]
     colours = [
         {ids: shards.colour(ids) for row in shards.blocks for ids in row}
         for shards in maps

@@ -1,4 +1,83 @@
 """Pictures: which device holds what, and which stage runs what when."""
 
-from nnx_parallel.visualize.draw import visualize as visualize
+from typing import Any
+
+import jax
+from rich.console import Group
+from rich.text import Text
+
+from nnx_parallel.schedules.table import Table
+from nnx_parallel.sharding.names import path_of
+from nnx_parallel.visualize.arrays import ShardMap, array_picture, tree_picture
+from nnx_parallel.visualize.describe import Description
 from nnx_parallel.visualize.picture import Picture as Picture
+from nnx_parallel.visualize.schedules import schedule_picture
+
+
+def visualize(thing: Any, /, **costs: Any) -> Picture:
+    """Draws which device holds which block of arrays, or which stage runs what when.
+
+    Args:
+        thing: An array; or a model, a state, any pytree. Its arrays have a sharding;
+            they may be ``jax.ShapeDtypeStruct``. Of an array with more than two dims
+            the picture has two, sharded ones before whole ones and large ones before
+            small, and its caption says which. Or the `Table` of a schedule, or the
+            description that ``strategy.describe`` returns.
+        costs: ``forward``, ``backward_input`` and ``backward_weight`` of a schedule, as
+            `Table.simulate` takes them.
+
+    Returns:
+        A picture: ``print`` and rich draw it in the terminal, a notebook shows it, and
+        it has ``svg`` and ``save(path)``. A block is labelled with the devices that
+        hold it; copies share a block. The cell ``F3`` of a schedule is the forward pass
+        of microbatch 3, ``B`` backward, ``W`` backward for the weights alone; a small
+        digit is the chunk. In colour it is to scale.
+
+    Raises:
+        TypeError: If an array has no sharding, or there is none; or if costs are given
+            for anything but a schedule.
+
+    Example:
+        >>> import numpy as np
+        >>> from jax.sharding import PartitionSpec as P
+        >>> from nnx_parallel import OneFOneB, make_mesh
+        >>> from nnx_parallel.sharding import shard
+        >>> mesh = make_mesh({"fsdp": 4, "tensor": 2})
+        >>> print(visualize(shard(np.ones(4096), P("tensor"), mesh)))
+        array
+        4096 float32 · P('tensor') · 8 KiB on each of 8 devices
+        ┌────────────┬────────────┐
+        │ 0, 2, 4, 6 │ 1, 3, 5, 7 │
+        └────────────┴────────────┘
+        columns: dim 0 of 4096 in 2 over tensor · devices of a block hold the same copy
+        >>> print(visualize(OneFOneB().table(num_stages=2, num_microbatches=3)))
+        1F1B: 2 stages, 3 microbatches · bubble 25.0% · peak memory 3 stage inputs
+        stage 0  F0 F1 ·  F2 B0 ·  B1 B2
+        stage 1  ·  F0 B0 F1 B1 F2 B2 ·
+    """
+    if isinstance(thing, Table):
+        return schedule_picture(thing, **costs)
+    if costs:
+        raise TypeError(
+            f"A {type(thing).__name__} has no costs {list(costs)}. Only the Table of a "
+            "schedule has."
+        )
+    if isinstance(thing, Description):
+        # As wide as `Description.__str__`, so that both print the same text.
+        body = Group(thing.table(), Text(thing.summary()))
+        return Picture(thing.title, body, columns=180, svg_columns=180)
+    # By attributes, since a `jax.ShapeDtypeStruct` is drawn like an array.
+    if hasattr(thing, "shape") and hasattr(thing, "sharding"):
+        return array_picture(ShardMap(thing))
+    maps = [
+        # A Variable's array has a key path in `.value`, which is no part of its name.
+        ShardMap(leaf, path_of(keys).removesuffix(".value"))
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(thing)
+    ]
+    if not maps:
+        raise TypeError(
+            f"A {type(thing).__name__} without arrays cannot be drawn. Pass an array "
+            "that lies on a mesh, a model, any pytree of such arrays, the Table of a "
+            "schedule, or what strategy.describe returns."
+        )
+    return tree_picture(type(thing).__name__, maps)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-import io
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from rich.console import Console, Group
-from rich.table import Table
+from rich.console import Group
+from rich.table import Column, Table
 from rich.text import Text
 
 from nnx_parallel.mesh import axes_across_processes
@@ -36,17 +34,11 @@ from nnx_parallel.sharding.names import (
     path_of,
     variables_of,
 )
+from nnx_parallel.visualize.picture import Picture
 
 
-@dataclass(frozen=True, kw_only=True)
-class ArrayRow:
-    """One array of a `Description`.
-
-    Attributes:
-        info: Path, shape, dtype and names.
-        placement: The four specs and the reason.
-        bytes_per_device: Of the array as stored.
-    """
+class ArrayRow(NamedTuple):
+    """One array of a model; its bytes are those of the array as stored."""
 
     info: ArrayInfo
     placement: Placement
@@ -57,10 +49,6 @@ class OptimizerRow(NamedTuple):
     """One array of the optimizer state.
 
     Attributes:
-        path: Dotted path in the state.
-        shape: Its shape.
-        spec: Where it lives.
-        bytes_per_device: Of the array as stored.
         why_whole: Why every device holds all of it, though the optimizer state of its
             parameter is split; empty if that is not so.
     """
@@ -78,9 +66,8 @@ class Description:
 
     Attributes:
         layout: The layout that was described.
-        rows: One entry for each array of the model.
-        optimizer_rows: One entry for each array of the optimizer state; empty unless
-            an optimizer was given.
+        rows: The arrays of the model.
+        optimizer_rows: The arrays of the optimizer state; empty without an optimizer.
         params_bytes: Parameters on each device, as stored.
         gradients_bytes: Their gradients on each device.
         optimizer_bytes: Optimizer state on each device.
@@ -98,9 +85,8 @@ class Description:
     @property
     def replicated(self) -> tuple[ArrayRow, ...]:
         """Parameters of which every device holds a whole copy, the largest first."""
-        whole = [
-            r for r in self.rows if r.info.is_param and not any(r.placement.stored)
-        ]
+        params = (row for row in self.rows if row.info.is_param)
+        whole = (row for row in params if not any(row.placement.stored))
         return tuple(sorted(whole, key=lambda row: -row.bytes_per_device))
 
     @property
@@ -108,41 +94,29 @@ class Description:
         """Optimizer state that stays whole and need not, the largest first.
 
         Single numbers are left out, and what follows a parameter whose optimizer state
-        no rule splits: `replicated` and ``why`` tell of it.
+        no rule splits: see `replicated`.
         """
-        whole = [row for row in self.optimizer_rows if row.why_whole]
+        whole = (row for row in self.optimizer_rows if row.why_whole)
         return tuple(sorted(whole, key=lambda row: -row.bytes_per_device))
 
     @property
     def title(self) -> str:
         """The mesh, and which of its axes span processes."""
         mesh = " * ".join(f"{a}={n}" for a, n in self.layout.mesh.shape.items())
-        across = axes_across_processes(self.layout.mesh)
-        return f"mesh {mesh}" + (
-            f" (across processes: {', '.join(across)})" if across else ""
-        )
+        across = ", ".join(axes_across_processes(self.layout.mesh))
+        return f"mesh {mesh}" + (f" (across processes: {across})" if across else "")
 
     def table(self) -> Table:
         """The rows as a rich table."""
-        table = Table()
-        for column in ("path", "shape", "dtype", "stored", "used", "gradient"):
-            table.add_column(column)
-        table.add_column("optimizer")
-        table.add_column("bytes/device", justify="right")
-        table.add_column("why")
-        for row in self.rows:
-            place = row.placement
+        names = ("path", "shape", "dtype", "stored", "used", "gradient", "optimizer")
+        table = Table(*names, Column("bytes/device", justify="right"), "why")
+        for info, place, size in self.rows:
             specs = (place.stored, place.used, place.gradient, place.optimizer)
-            # Other variables have no gradient, and no optimizer state.
-            shown = specs if row.info.is_param else (place.stored, place.used, "", "")
-            table.add_row(
-                row.info.path,
-                " ".join(map(str, row.info.shape)),
-                str(row.info.dtype),
-                *(_short(spec) for spec in shown),
-                f"{row.bytes_per_device:,}",
-                place.reason,
-            )
+            shown = list(map(_short, specs))
+            if not info.is_param:  # then there is no gradient, and no optimizer state
+                shown[2:] = "", ""
+            shape, dtype = " ".join(map(str, info.shape)), str(info.dtype)
+            table.add_row(info.path, shape, dtype, *shown, f"{size:,}", place.reason)
         return table
 
     def summary(self) -> str:
@@ -152,17 +126,12 @@ class Description:
             totals["optimizer state"] = self.optimizer_bytes
         if self.average_bytes:
             totals["moving average"] = self.average_bytes
-        shown = ", ".join(
-            f"{name} {format_bytes(size)}" for name, size in totals.items()
-        )
-        lines = [f"per device: {shown}"]
+        shown = (f"{name} {format_bytes(size)}" for name, size in totals.items())
+        lines = [f"per device: {', '.join(shown)}"]
         # On one device every array is whole: there is nothing to report.
         if self.layout.mesh.size > 1:
             lines += _largest(
-                [
-                    (r.info.path, r.info.shape, r.bytes_per_device, r.placement.reason)
-                    for r in self.replicated
-                ]
+                [(i.path, i.shape, size, p.reason) for i, p, size in self.replicated]
             )
             lines += _largest(
                 [
@@ -176,40 +145,30 @@ class Description:
         return Group(Text(self.title), self.table(), Text(self.summary()))
 
     def __str__(self) -> str:
-        # In a notebook rich would display the table instead of writing it.
-        console = Console(file=io.StringIO(), width=180, force_jupyter=False)
-        with console.capture() as capture:
-            console.print(self.table())
-        return f"{self.title}\n{capture.get()}{self.summary()}"
+        return f"{Picture(self.title, self.table(), columns=180)}\n{self.summary()}"
 
 
-def _largest(rows: Sequence[tuple], count: int = 5) -> list[str]:
-    """The first of some replicated arrays, and what the others add up to."""
+def _largest(rows: Sequence[tuple]) -> list[str]:
+    """The first five replicated arrays, and what the others add up to."""
     lines = [
         f"replicated: {path} {shape} {format_bytes(size)} ({reason})"
-        for path, shape, size, reason in rows[:count]
+        for path, shape, size, reason in rows[:5]
     ]
-    if rest := rows[count:]:
-        whole = format_bytes(sum(size for _, _, size, _ in rest))
-        lines.append(f"replicated: {len(rest)} smaller ones, {whole} in all")
+    if rest := rows[5:]:
+        size = format_bytes(sum(size for _, _, size, _ in rest))
+        lines.append(f"replicated: {len(rest)} smaller ones, {size} in all")
     return lines
 
 
-def _short(spec: P | str) -> str:
-    if isinstance(spec, str):
-        return spec
-    parts = [
+def _short(spec: P) -> str:
+    parts = (
         "-" if e is None else e if isinstance(e, str) else "+".join(e) for e in spec
-    ]
+    )
     return " ".join(parts) if any(spec) else "whole"
 
 
 def _shard_bytes(layout: Layout, shape: tuple, dtype: Any, spec: P) -> int:
     return array_bytes(layout.sharding(spec).shard_shape(shape), dtype)
-
-
-def _is_floating(info: ArrayInfo) -> bool:
-    return jnp.issubdtype(info.dtype, jnp.floating)
 
 
 def describe_model(
@@ -226,7 +185,7 @@ def describe_model(
     Args:
         abstract: An abstract model; it gets its placements written into its metadata.
         layout: The layout.
-        optimizer: What a Trainer takes as optimizer, for its state's bytes.
+        optimizer: An optimizer as a Trainer takes it, for its state's bytes.
         wrt: Filter of the Variables that are trained: these have gradients.
         precision: The dtypes of parameters and gradients; ``None`` leaves them as the
             model makes them.
@@ -237,11 +196,12 @@ def describe_model(
     rows, stored, gradients, average = [], {}, 0, 0
     for path, variable in variables_of(abstract):
         info, place = array_info(path, variable), placements[path]
+        is_floating = jnp.issubdtype(info.dtype, jnp.floating)
         # In the dtype in which the state will hold it.
-        if precision and (info.is_param or path in trained) and _is_floating(info):
-            info = dataclasses.replace(info, dtype=precision.params or info.dtype)
+        if precision and is_floating and (info.is_param or path in trained):
+            info = replace(info, dtype=precision.params or info.dtype)
         size = _shard_bytes(layout, info.shape, info.dtype, place.stored)
-        rows.append(ArrayRow(info=info, placement=place, bytes_per_device=size))
+        rows.append(ArrayRow(info, place, size))
         if path in trained:
             stored[path] = jax.ShapeDtypeStruct(info.shape, info.dtype)
             dtype = precision.gradient_dtype(info.dtype) if precision else info.dtype
@@ -250,12 +210,13 @@ def describe_model(
             # for small moves.
             dtype = jnp.promote_types(info.dtype, jnp.float32)
             average += _shard_bytes(layout, info.shape, dtype, place.stored)
-    optimizer_rows = _optimizer_rows(abstract, layout, optimizer, stored)
+    tx = None if optimizer is None else as_transformation(optimizer, abstract)
+    optimizer_rows = _optimizer_rows(tx, stored, placements, layout) if tx else ()
     return Description(
         layout=layout,
         rows=tuple(rows),
         optimizer_rows=optimizer_rows,
-        params_bytes=sum(r.bytes_per_device for r in rows if r.info.is_param),
+        params_bytes=sum(row.bytes_per_device for row in rows if row.info.is_param),
         gradients_bytes=gradients,
         optimizer_bytes=sum(row.bytes_per_device for row in optimizer_rows),
         average_bytes=average if keeps_average else 0,
@@ -263,45 +224,29 @@ def describe_model(
 
 
 def _optimizer_rows(
-    abstract: nnx.Module,
+    tx: optax.GradientTransformation,
+    params: dict[Path, jax.ShapeDtypeStruct],
+    placements: dict[Path, Placement],
     layout: Layout,
-    optimizer: object,
-    values: dict[Path, jax.ShapeDtypeStruct],
 ) -> tuple[OptimizerRow, ...]:
-    if optimizer is None:
-        return ()
-    params = {path: v for path, v in variables_of(abstract) if path in values}
-    tx = as_transformation(optimizer, abstract)
     # By shapes, for any transformation: none of Optax's is known by name.
-    state = jax.eval_shape(tx.init, nest(values))
-    shapes = {path: tuple(value.shape) for path, value in values.items()}
-    # Written there by `place_model`.
-    placements = {path: v.get_metadata()["placement"] for path, v in params.items()}
+    state = jax.eval_shape(tx.init, nest(params))
+    shapes = {path: tuple(value.shape) for path, value in params.items()}
     specs = optimizer_specs(state, shapes, placements, layout)
-
-    def row(path: tuple, leaf: Any, spec: P) -> OptimizerRow:
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    # Specs are leaves here: JAX would take them apart.
+    flat_specs = jax.tree.leaves(specs, is_leaf=is_spec)
+    rows = []
+    for (path, leaf), spec in zip(leaves, flat_specs, strict=True):
         # docs/library-notes.md, "Optax"
-        shape, owner = tuple(leaf.shape), owner_of(path, shapes)
-        why_whole = ""
+        owner, why_whole = owner_of(path, shapes), ""
         # Counters are whole everywhere, and cost nothing.
-        if not any(spec) and math.prod(shape) > 1:
+        if not any(spec) and leaf.size > 1:
             if owner is None:
                 why_whole = "belongs to no parameter"
             elif any(placements[owner].optimizer):
                 # A factor of Adafactor's, say, that lacks the dim which is split.
                 why_whole = f"follows no split dim of {dotted(owner)}"
-        return OptimizerRow(
-            path=path_of(path),
-            shape=shape,
-            spec=spec,
-            bytes_per_device=_shard_bytes(layout, shape, leaf.dtype, spec),
-            why_whole=why_whole,
-        )
-
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    # Specs are leaves here: JAX would take them apart.
-    flat_specs = jax.tree.leaves(specs, is_leaf=is_spec)
-    return tuple(
-        row(path, leaf, spec)
-        for (path, leaf), spec in zip(leaves, flat_specs, strict=True)
-    )
+        size = _shard_bytes(layout, leaf.shape, leaf.dtype, spec)
+        rows.append(OptimizerRow(path_of(path), leaf.shape, spec, size, why_whole))
+    return tuple(rows)

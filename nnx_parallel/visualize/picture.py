@@ -96,15 +96,8 @@ def _console(columns: int, **options: Any) -> Console:
     # In a notebook rich would display what it prints. Without a height it takes a
     # width of 80 for a dumb terminal.
     options = {"force_terminal": False, "color_system": None, **options}
-    return Console(
-        file=io.StringIO(),
-        width=columns,
-        height=100,
-        force_jupyter=False,
-        no_color=False,
-        legacy_windows=False,
-        **options,
-    )
+    options |= {"force_jupyter": False, "no_color": False, "legacy_windows": False}
+    return Console(file=io.StringIO(), width=columns, height=100, **options)
 
 
 def fill(colour: Colour) -> Style:
@@ -119,4 +112,4 @@ def fill(colour: Colour) -> Style:
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     # At 0.179 black and white have the same contrast: (L + 0.05)^2 = 1.05 * 0.05.
     ink = "#000000" if luminance > 0.179 else "#ffffff"
-    return Style(color=ink, bgcolor="#" + "".join(f"{v:02x}" for v in colour))
+    return Style(color=ink, bgcolor=f"#{bytes(colour).hex()}")
