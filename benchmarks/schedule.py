@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nnx_parallel.audit.collectives import Collective, read_collective
-from nnx_parallel.audit.cost import count_flops
-from nnx_parallel.audit.hlo import Computation, Instruction, Module, parse
-from nnx_parallel.audit.loops import KnownValue, evaluate, read_loop
+from nnx_parallel.audit.hlo import Computation, Instruction, KnownValue, Module, parse
+from nnx_parallel.audit.report import count_flops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +52,11 @@ class _Schedule:
         self, name: str, count: int, arguments: tuple[KnownValue, ...]
     ) -> Iterator[Transfer]:
         computation = self.module.computations[name]
-        values = evaluate(self.module, computation, arguments)
+        values = self.module.evaluate(name, arguments)
         for instruction in computation.instructions.values():
             operands = tuple(values.get(operand) for operand in instruction.operands)
             if instruction.opcode == "while":
-                loop = read_loop(self.module, instruction, operands[0])
+                loop = self.module.read_loop(instruction, operands[0])
                 trips = count * (loop.trip_count or 1)
                 body = instruction.attribute("body") or ""
                 yield from self.of(body, trips, (loop.invariants,))

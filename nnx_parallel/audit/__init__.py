@@ -7,6 +7,6 @@ divide its FLOPs by time.
 
 from nnx_parallel.audit.collectives import KINDS as KINDS
 from nnx_parallel.audit.collectives import Collective as Collective
-from nnx_parallel.audit.cost import Conditional as Conditional
+from nnx_parallel.audit.report import Conditional as Conditional
 from nnx_parallel.audit.report import Report as Report
 from nnx_parallel.audit.report import audit as audit

@@ -74,7 +74,15 @@ def read_collective(
     one that was started before. Where no group is written, `num_devices` form one.
     """
     opcode = instruction.opcode.removesuffix("-start")
-    if opcode not in KINDS or _is_continuation(computation, instruction):
+    if opcode not in KINDS:
+        return None
+    is_fused = _ASYNC_FUSION in instruction.attributes
+    # The TPU compiler spreads a collective over several fusions and writes it in each;
+    # in the first an `AsyncCollectiveStart` reads it, the others continue it.
+    if is_fused and not any(
+        user.attribute("custom_call_target") == "AsyncCollectiveStart"
+        for user in computation.users[instruction.name]
+    ):
         return None
     group_size, groups = _read_groups(instruction, num_devices)
     if group_size == 1:  # sends nothing
@@ -82,50 +90,38 @@ def read_collective(
     moved = computation.operand_shapes(instruction)
     if opcode.startswith("ragged"):
         moved = moved[:1]  # then come the output, the offsets and the sizes
-    kind = "reduce-scatter" if _is_scattered(computation, instruction) else opcode
+    num_bytes = sum(shape.num_bytes for shape in moved)
+    root = computation.instructions[computation.root]
+    # The TPU compiler's reduce-scatter is an all-reduce fused with a slice.
+    is_sliced = root.opcode == "dynamic-slice" and root.operands[0] == instruction.name
+    is_scattered = instruction.opcode == "all-reduce" and is_sliced
     return Collective(
-        kind=kind,
-        bytes_each=sum(shape.num_bytes for shape in moved)
-        * (group_size if kind == "all-gather" else 1),
+        kind="reduce-scatter" if is_scattered else opcode,
+        bytes_each=num_bytes * (group_size if opcode == "all-gather" else 1),
         count=1,
         dtypes=tuple(dict.fromkeys(shape.dtype for shape in moved)),
         group_size=group_size,
         groups=groups,
         source=instruction.source,
-        asynchronous=opcode != instruction.opcode
-        or _ASYNC_FUSION in instruction.attributes,
+        asynchronous=is_fused or opcode != instruction.opcode,
     )
-
-
-def _is_continuation(computation: Computation, instruction: Instruction) -> bool:
-    """True if a TPU repeats, in a fusion, a collective that it started before."""
-    # The TPU compiler spreads a collective over several fusions and writes it in each;
-    # in the first an `AsyncCollectiveStart` reads it.
-    return _ASYNC_FUSION in instruction.attributes and not any(
-        user.attribute("custom_call_target") == "AsyncCollectiveStart"
-        for user in computation.users[instruction.name]
-    )
-
-
-def _is_scattered(computation: Computation, instruction: Instruction) -> bool:
-    # The TPU compiler's reduce-scatter is an all-reduce fused with a slice.
-    root = computation.instructions[computation.root]
-    is_sliced = root.opcode == "dynamic-slice" and root.operands[0] == instruction.name
-    return instruction.opcode == "all-reduce" and is_sliced
 
 
 def _read_groups(
     instruction: Instruction, num_devices: int
 ) -> tuple[int, ReplicaGroups | None]:
     attributes = instruction.attributes
-    if found := _IOTA.search(attributes):
-        groups = _iota_groups(*(_ints(part) for part in found.groups("")))
-    elif found := _MESH.search(attributes):
+    if found := _MESH.search(attributes):
         return _mesh_groups(*found.groups())
+    if found := _IOTA.search(attributes):
+        # `[2,4]<=[4,2]T(1,0)`: count in shape (4, 2), transpose, reshape to (2, 4).
+        shape, dims, order = map(_ints, found.groups(""))
+        ids = np.arange(math.prod(dims)).reshape(dims)
+        groups = _rows(ids.transpose(order or range(len(dims))), shape[-1])
     else:
         found = _LISTED.search(attributes)
-        text = found.group(1) if found else ""
-        groups = tuple(_ints(group) for group in re.findall(r"\{([\d,]+)\}", text))
+        listed = re.findall(r"\{([\d,]+)\}", found[1] if found else "")
+        groups = tuple(map(_ints, listed))
     # A permutation lists pairs: those that form a ring or a chain are one group.
     if instruction.opcode.startswith("collective-permute"):
         groups = _connected(groups)
@@ -133,15 +129,6 @@ def _read_groups(
     # An empty list means one group of all devices.
     groups = groups or (tuple(range(num_devices)),)
     return max(map(len, groups)), groups
-
-
-def _iota_groups(
-    shape: tuple[int, ...], dims: tuple[int, ...], order: tuple[int, ...]
-) -> ReplicaGroups:
-    """`[2,4]<=[4,2]T(1,0)`: count in shape (4, 2), transpose, reshape to (2, 4)."""
-    ids = np.arange(math.prod(dims)).reshape(dims)
-    ids = ids.transpose(order) if order else ids
-    return _rows(ids.reshape(-1, shape[-1]))
 
 
 def _mesh_groups(
@@ -158,7 +145,7 @@ def _mesh_groups(
     outer = [dim for dim in range(len(sizes)) if dim not in inner]
     ids = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
     # (*outer, *inner) -> (groups, devices of a group)
-    return group_size, _rows(ids.transpose(outer + inner).reshape(-1, group_size))
+    return group_size, _rows(ids.transpose(outer + inner), group_size)
 
 
 def _connected(pairs: ReplicaGroups) -> ReplicaGroups:
@@ -170,8 +157,8 @@ def _connected(pairs: ReplicaGroups) -> ReplicaGroups:
     return tuple(tuple(sorted(group)) for group in groups)
 
 
-def _rows(ids: np.ndarray) -> ReplicaGroups:
-    return tuple(tuple(row) for row in ids.tolist())
+def _rows(ids: np.ndarray, size: int) -> ReplicaGroups:
+    return tuple(map(tuple, ids.reshape(-1, size).tolist()))
 
 
 def _ints(text: str) -> tuple[int, ...]:

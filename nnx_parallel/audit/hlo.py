@@ -1,16 +1,23 @@
 """A reader for optimised HLO text, the last form of a program that XLA prints.
 
-The text is a list of computations, each a list of instructions in an order in which
-they could run. Every backend prints the same grammar, so one reader serves CPU, GPU and
-TPU. It parses names, shapes, opcodes and operands; attributes stay text, in which
+Every backend prints the same grammar: a list of computations, each a list of
+instructions in an order in which they could run. Attributes stay text, in which
 `Instruction.attribute` searches.
+
+A TPU's text does not state a loop's trip count. It follows from the loop itself: a scan
+or a `fori_loop` steps an integer until a condition fails. Evaluating only the integer
+scalars of the body twice shows which of them advance by a fixed step; the condition,
+evaluated at multiples of that step, shows where the loop ends. Whatever depends on an
+array, on an input of the program or on more than sums is `None`, "unknown".
 """
 
 import math
+import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple, TypeAlias
 
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
 _COMPUTATION = re.compile(r"(ENTRY\s+)?%?([\w.\-$]+)\s*\(.*\{\s*$")
@@ -19,9 +26,22 @@ _INSTRUCTION = re.compile(r"\s+(ROOT\s+)?%?([\w.\-$]+) = ")
 _OPCODE = re.compile(r"\s*([\w\-$]+)\(")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
-_CALLED = re.compile(r"(?:^|, )(?:calls|to_apply)=%?([\w.\-$]+)")
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _SEPARATOR = re.compile(r"[()\[\]{},]")
+_KNOWN_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_MAX_TRIPS = 2**40  # beyond it a condition is taken to hold forever
+_SAME = {"copy", "bitcast", "convert", "reshape", "opt-barrier"}
+_COMPARISONS = ("LT", "LE", "GT", "GE", "EQ", "NE")
+# Nothing but what is linear, so that a few iterations foretell the others.
+_OPERATIONS: Mapping[str, Callable[..., int]] = {
+    "add": operator.add,
+    "subtract": operator.sub,
+    "and": operator.and_,
+    "or": operator.or_,
+    **{name: getattr(operator, name.lower()) for name in _COMPARISONS},
+}
+
+KnownValue: TypeAlias = "int | tuple[KnownValue, ...] | None"
+Known: TypeAlias = tuple[KnownValue, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +59,14 @@ class Shape:
     @property
     def num_bytes(self) -> int:
         """Bytes of the elements, without the padding of a layout; 0 for a token."""
-        return math.ceil(self.num_elements * _num_bits(self.dtype) / 8)
+        digits = re.match(r"[a-z]+(\d+)", self.dtype)  # none in `token`
+        bits = 8 if self.dtype == "pred" else int(digits[1]) if digits else 0
+        return math.ceil(self.num_elements * bits / 8)
+
+    @property
+    def is_integer_scalar(self) -> bool:
+        """True for s32, u8, pred and their like, without dims."""
+        return not self.dims and self.dtype[0] in "sup"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,19 +92,18 @@ class Instruction:
     def source(self) -> str:
         """The JAX operation it came from; empty when the compiler does not say."""
         found = _OP_NAME.search(self.attributes)
-        return found.group(1) if found else ""
+        return found[1] if found else ""
 
     @property
     def called(self) -> str | None:
         """The computation that a fusion, a call or an asynchronous start calls."""
-        found = _CALLED.search(self.attributes)
-        return found.group(1) if found else None
+        return self.attribute("calls") or self.attribute("to_apply")
 
     @property
     def branches(self) -> tuple[str, ...]:
         """The computations among which a conditional chooses."""
-        if found := _BRANCHES.search(self.attributes):
-            return tuple(map(_operand_name, found.group(1).split(",")))
+        if names := self.attribute("branch_computations"):
+            return tuple(map(_operand_name, names.split(",")))
         # A conditional on a boolean names its two branches apart.
         both = self.attribute("true_computation"), self.attribute("false_computation")
         return tuple(name for name in both if name is not None)
@@ -86,22 +112,12 @@ class Instruction:
         """The value of `key=value` up to the next comma, or a braced or quoted one."""
         value = r"\{[^}]*\}|\"[^\"]*\"|[^,\s]+"
         found = re.search(rf"(?:^|, ){key}=({value})", self.attributes)
-        return found.group(1).strip('%{}"') if found else None
-
-    def int_list(self, key: str) -> tuple[int, ...]:
-        """The numbers of `key={1,2}`; empty where the attribute is absent."""
-        return tuple(int(n) for n in re.findall(r"-?\d+", self.attribute(key) or ""))
+        return found[1].strip('%{}"') if found else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Computation:
-    """A named list of instructions, one of which is the result.
-
-    Attributes:
-        name: Unique in the module.
-        instructions: By name, in program order.
-        root: Name of the instruction whose value is the result.
-    """
+    """Instructions by name, in program order; the value of `root` is the result."""
 
     name: str
     instructions: Mapping[str, Instruction]
@@ -114,13 +130,26 @@ class Computation:
 
     # Asked for each collective of a TPU's program: the scan over all is done once.
     @cached_property
-    def users(self) -> Mapping[str, tuple[Instruction, ...]]:
+    def users(self) -> Mapping[str, list[Instruction]]:
         """For each instruction's name, the instructions that read it."""
         users: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
         for instruction in self.instructions.values():
             for operand in set(instruction.operands) & users.keys():
                 users[operand].append(instruction)
-        return {name: tuple(found) for name, found in users.items()}
+        return users
+
+
+class WhileLoop(NamedTuple):
+    """A `while` as far as it is known before it runs.
+
+    Attributes:
+        trip_count: How often its body runs; `None` when that depends on data.
+        invariants: Its state, unknown where it changes between iterations; with it
+            the loops inside the body can be read in turn.
+    """
+
+    trip_count: int | None
+    invariants: Known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +160,110 @@ class Module:
     entry: str
     num_devices: int
 
+    def evaluate(self, name: str, arguments: Known) -> dict[str, KnownValue]:
+        """The values of a computation's integer scalars, by instruction.
+
+        Parameters for which `arguments` has no value are unknown.
+        """
+        values: dict[str, KnownValue] = {}
+        for instruction in self.computations[name].instructions.values():
+            # Tuples too: a loop's state is one, with its counter among the arrays.
+            if any(shape.is_integer_scalar for shape in instruction.shapes):
+                operands = tuple(map(values.get, instruction.operands))
+                value = self._evaluate(instruction, operands, arguments)
+                values[instruction.name] = value
+        return values
+
+    def _evaluate(
+        self, instruction: Instruction, operands: Known, arguments: Known
+    ) -> KnownValue:
+        match instruction.opcode:
+            case "constant":
+                return _constant(instruction.operands)
+            case "parameter":
+                return _element(arguments, int(instruction.operands[0]))
+            case "tuple":
+                return operands
+            case "get-tuple-element":
+                return _element(operands[0], int(instruction.attribute("index") or 0))
+            case "fusion" | "call":
+                return self._result(instruction.called, operands)
+            case "copy-start":  # yields destination, source, and a token
+                return operands[0], operands[0], None
+            case "copy-done":
+                return _element(operands[0], 0)
+            case opcode if opcode in _SAME:
+                return operands[0]
+        key = instruction.attribute("direction") or instruction.opcode
+        # Comparisons yield booleans, on which only logic is evaluated.
+        kind = bool if key in ("and", "or") else int
+        if key in _OPERATIONS and all(type(value) is kind for value in operands):
+            return _OPERATIONS[key](*operands)
+        return None
+
+    def _result(self, name: str | None, arguments: Known) -> KnownValue:
+        if name is None:
+            return None
+        return self.evaluate(name, arguments).get(self.computations[name].root)
+
+    def read_loop(self, instruction: Instruction, initial: KnownValue) -> WhileLoop:
+        """Reads a `while`, from what is known of its state before it runs."""
+        states = [initial]
+        for _ in range(2):
+            states.append(self._result(instruction.attribute("body"), (states[-1],)))
+        progressions = [
+            _progression(*(_element(state, index) for state in states))
+            for index in range(len(instruction.shapes))
+        ]
+
+        def goes_on(trips: int) -> KnownValue:
+            state = tuple(p and p[0] + trips * p[1] for p in progressions)
+            return self._result(instruction.attribute("condition"), (state,))
+
+        # As XLA states it on CPU and GPU.
+        known = _KNOWN_TRIP_COUNT.search(instruction.attributes)
+        return WhileLoop(
+            trip_count=int(known[1]) if known else _first_failure(goes_on),
+            invariants=tuple(p[0] if p and p[1] == 0 else None for p in progressions),
+        )
+
+
+def _progression(
+    first: KnownValue, second: KnownValue, third: KnownValue
+) -> tuple[int, int] | None:
+    """Start and step of a value that advances evenly over its first iterations."""
+    if type(first) is int and type(second) is int and type(third) is int:
+        step = second - first
+        return (first, step) if third - second == step else None
+    return None
+
+
+def _first_failure(goes_on: Callable[[int], KnownValue]) -> int | None:
+    """The smallest number at which a condition fails, if it then fails for good."""
+    if goes_on(0) is None:
+        return None
+    # Doubling, then bisection: a loop of a million steps takes forty evaluations.
+    low, high = -1, 0
+    while goes_on(high):
+        low, high = high, 2 * high + 1
+        if high > _MAX_TRIPS:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if goes_on(middle) else (low, middle)
+    return high
+
+
+def _constant(operands: tuple[str, ...]) -> int | None:
+    text = operands[0] if operands else ""
+    if text in ("true", "false"):
+        return text == "true"
+    return int(text) if re.fullmatch(r"-?\d+", text) else None
+
+
+def _element(value: KnownValue, index: int) -> KnownValue:
+    return value[index] if isinstance(value, tuple) and index < len(value) else None
+
 
 def parse(text: str) -> Module:
     """Parses optimised HLO, the text that `compiled.as_text()` returns.
@@ -139,7 +272,8 @@ def parse(text: str) -> Module:
         ValueError: If the text has no entry computation.
     """
     computations, entry = {}, None
-    for name, is_entry, lines in _split_computations(text):
+    for header, lines in _split_computations(text):
+        is_entry, name = header.groups()
         computations[name] = _parse_computation(name, lines)
         entry = name if is_entry else entry
     if entry is None:
@@ -150,18 +284,17 @@ def parse(text: str) -> Module:
         )
     header = text[: text.find("\n")]  # `HloModule jit_step, ..., num_partitions=8, ...`
     sizes = re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)
-    return Module(
-        computations=computations, entry=entry, num_devices=math.prod(map(int, sizes))
-    )
+    num_devices = math.prod(map(int, sizes))
+    return Module(computations=computations, entry=entry, num_devices=num_devices)
 
 
-def _split_computations(text: str) -> Iterator[tuple[str, bool, list[str]]]:
+def _split_computations(text: str) -> Iterator[tuple[re.Match[str], list[str]]]:
     header, lines = None, []
     for line in text.splitlines():
         if header is None:
             header = _COMPUTATION.match(line)
         elif _END.match(line):
-            yield header.group(2), bool(header.group(1)), lines
+            yield header, lines
             header, lines = None, []
         elif lines and not _INSTRUCTION.match(line):
             # The TPU compiler prints a Pallas kernel's metadata over several lines, one
@@ -174,13 +307,10 @@ def _split_computations(text: str) -> Iterator[tuple[str, bool, list[str]]]:
 def _parse_computation(name: str, lines: list[str]) -> Computation:
     instructions, root = {}, ""
     for line in lines:
-        start = _INSTRUCTION.match(line)
-        if start is None:
-            continue
-        instruction = _parse_instruction(start.group(2), line[start.end() :])
-        instructions[instruction.name] = instruction
-        if start.group(1) or not root:
-            root = instruction.name
+        if start := _INSTRUCTION.match(line):
+            is_root, key = start.groups()
+            instructions[key] = _parse_instruction(key, line[start.end() :])
+            root = key if is_root or not root else root
     return Computation(name=name, instructions=instructions, root=root)
 
 
@@ -192,8 +322,12 @@ def _parse_instruction(name: str, text: str) -> Instruction:
     operands, close = _parenthesised(text, opcode.end() - 1)
     return Instruction(
         name=name,
-        opcode=opcode.group(1),
-        shapes=_parse_shapes(text[:end]),
+        opcode=opcode[1],
+        shapes=tuple(
+            # A dim of dynamic size is printed `<=8`.
+            Shape(dtype=dtype, dims=tuple(map(int, re.findall(r"\d+", dims))))
+            for dtype, dims in _SHAPE.findall(text[:end])
+        ),
         operands=tuple(_operand_name(each) for each in operands if each.strip()),
         attributes=text[close:].lstrip(", "),
     )
@@ -217,18 +351,3 @@ def _operand_name(text: str) -> str:
     """`%a` of `f32[8]{0} %a`: some printers put each operand's type before it."""
     words = _COMMENT.sub("", text).split()
     return words[-1].lstrip("%") if words else ""
-
-
-def _parse_shapes(text: str) -> tuple[Shape, ...]:
-    return tuple(
-        # A dim of dynamic size is printed `<=8`.
-        Shape(dtype=dtype, dims=tuple(int(n) for n in re.findall(r"\d+", dims)))
-        for dtype, dims in _SHAPE.findall(text)
-    )
-
-
-def _num_bits(dtype: str) -> int:
-    if dtype == "pred":
-        return 8
-    digits = re.match(r"[a-z]+(\d+)", dtype)  # none in `token`
-    return int(digits.group(1)) if digits else 0
