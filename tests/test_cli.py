@@ -18,8 +18,7 @@ from nnx_parallel import Checkpoint, Trainer
 from nnx_parallel.checkpoint.saved_steps import SavedSteps
 from nnx_parallel.cli import main
 from nnx_parallel.cli.inspect import _judge  # pyright: ignore[reportPrivateUsage]
-from nnx_parallel.cli.launch import Job
-from nnx_parallel.cli.manifests import MANIFESTS
+from nnx_parallel.cli.launch import MANIFESTS, Job
 from tests.processes.running import ENVIRONMENT
 
 JOB = Job(

@@ -7,8 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from nnx_parallel.cli.inspect import inspect
-from nnx_parallel.cli.launch import Job, launch
-from nnx_parallel.cli.manifests import MANIFESTS
+from nnx_parallel.cli.launch import MANIFESTS, Job, launch
 from nnx_parallel.errors import ParallelError
 
 
@@ -28,7 +27,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     _add_launch(commands.add_parser("launch", help="start the processes of a run"))
-    _add_inspect(commands.add_parser("inspect", help="list a run's checkpoints"))
+    listing = commands.add_parser(
+        "inspect",
+        help="list a run's checkpoints",
+        description="Lists what a run's checkpoint directory holds. Writes nothing.",
+    )
+    listing.add_argument("directory", help="a run's checkpoint directory")
+    verify = "read every array and check it"
+    listing.add_argument("--verify", action="store_true", help=verify)
     options = parser.parse_args(arguments)
     if options.command == "inspect":
         return inspect(options.directory, verify=options.verify)
@@ -63,26 +69,10 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices-per-process", type=int, metavar="K")
     parser.add_argument("--max-restarts", type=int, default=0, metavar="R")
     parser.add_argument("--cpu", action="store_true", help="simulate devices on CPU")
-    parser.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="address of the coordinator (default: %(default)s, for this machine only)",
-    )
-    parser.add_argument(
-        "--print",
-        choices=MANIFESTS,
-        help="write a script or manifest for a cluster's scheduler instead",
-    )
+    host = "address of the coordinator (default: %(default)s, for this machine only)"
+    parser.add_argument("--host", default="127.0.0.1", help=host)
+    manifest = "write a script or manifest for a cluster's scheduler instead"
+    parser.add_argument("--print", choices=MANIFESTS, help=manifest)
     parser.add_argument("script")
     # Options behind the script are the script's, also those of the same name as ours.
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
-
-
-def _add_inspect(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Lists what a run's checkpoint directory holds. Writes nothing."
-    )
-    parser.add_argument("directory", help="a run's checkpoint directory")
-    parser.add_argument(
-        "--verify", action="store_true", help="read every array and check it"
-    )

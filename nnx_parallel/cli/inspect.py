@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -61,11 +60,13 @@ def _show(saved: SavedSteps, directory: Path, *, verify: bool) -> int:
         files = (path for path in (directory / str(step)).rglob("*") if path.is_file())
         size = format_bytes(sum(path.stat().st_size for path in files))
         _write(f"  step {step:>9,}  {size:>9}  {verdict}")
-    for line in _leftovers(directory):
-        _write(f"  {line}")
+    for name in sorted(path.name for path in directory.iterdir()):
+        if UNFINISHED in name:
+            _write(f"  '{name}': left by a save that died; the next start removes it")
+        elif name.startswith("damaged-"):
+            _write(f"  '{name}': in quarantine, as corrupt")
     if newest is not None:
-        for line in _describe(newest):
-            _write(line)
+        _describe(newest)
     return 1 if num_damaged else 0
 
 
@@ -73,68 +74,57 @@ def _judge(
     saved: SavedSteps, step: int, *, verify: bool
 ) -> tuple[StoredCheckpoint | None, str]:
     """The contents of a step, and a verdict on whether it is intact."""
+    # The listing may have met a step that the run was deleting, file by file.
+    if step in saved.corrupt_steps and _is_gone(saved, step):
+        return None, _GONE
     if step in saved.corrupt_steps:
-        # The listing may have met a step that the run was deleting, file by file.
-        saved.reload()
-        if step in saved.corrupt_steps:
-            return None, f"DAMAGED: it {saved.corrupt_steps[step]}"
-        if step not in saved.steps:
-            return None, "gone: the run has deleted it meanwhile"
+        return None, f"DAMAGED: it {saved.corrupt_steps[step]}"
     stored = None
     try:
         stored = saved.describe(step)
         if not verify:
             return stored, "listed (--verify reads its arrays)"
+        cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
         # One group at a time: the host need not hold optimizer and parameters together.
         for name, group in stored.groups.items():
-            saved.restore({name: _on_one_device(group)}, step)
+            placed = {
+                path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=cpu)
+                for path, x in group.items()
+            }
+            saved.restore({name: placed}, step)
     except CheckpointUnavailableError as error:
         # A bad moment is no damage: these files may be read later.
         return stored, f"NOT READ: {error}"
     except ParallelError as error:
         # A run that trains on deletes old steps while they are read.
-        saved.reload()
-        if step not in {*saved.steps, *saved.corrupt_steps}:
-            return None, "gone: the run has deleted it meanwhile"
+        if _is_gone(saved, step):
+            return None, _GONE
         return stored, "DAMAGED: " + str(error).replace("\n", "\n    ")
     return stored, "whole: every array has its checksum"
 
 
-def _on_one_device(
-    group: dict[str, jax.ShapeDtypeStruct],
-) -> dict[str, jax.ShapeDtypeStruct]:
-    where = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    return {
-        path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
-        for path, x in group.items()
-    }
+_GONE = "gone: the run has deleted it meanwhile"
 
 
-def _describe(stored: StoredCheckpoint) -> Iterator[str]:
-    yield f"step {stored.step:,}:"
+def _is_gone(saved: SavedSteps, step: int) -> bool:
+    saved.reload()
+    return step not in {*saved.steps, *saved.corrupt_steps}
+
+
+def _describe(stored: StoredCheckpoint) -> None:
+    _write(f"step {stored.step:,}:")
     for name, value in stored.meta.items():
-        yield f"  {name}: {value}"
+        _write(f"  {name}: {value}")
     for name, value in stored.metrics.items():
-        yield f"  {name}: {value:.6g}"
+        _write(f"  {name}: {value:.6g}")
     for name, group in stored.groups.items():
         size = sum(array_bytes(x.shape, x.dtype) for x in group.values())
-        yield f"  {name}: {len(group)} arrays, {format_bytes(size)}"
-        width = max((len(path) for path in group), default=0)
+        _write(f"  {name}: {len(group)} arrays, {format_bytes(size)}")
+        width = max(map(len, group), default=0)
         for path, x in group.items():
             shape = ",".join(map(str, x.shape))
             number = stored.checksums[name][path]
-            yield f"    {path:<{width}}  {x.dtype}[{shape}]  {number:08x}"
-
-
-def _leftovers(directory: Path) -> list[str]:
-    """Directories of unfinished saves, and of steps in quarantine."""
-    return [
-        f"'{path.name}': left by a save that died; the next start removes it"
-        if UNFINISHED in path.name
-        else f"'{path.name}': in quarantine, as corrupt"
-        for path in sorted(directory.iterdir())
-        if UNFINISHED in path.name or path.name.startswith("damaged-")
-    ]
+            _write(f"    {path:<{width}}  {x.dtype}[{shape}]  {number:08x}")
 
 
 def _write(line: str) -> None:

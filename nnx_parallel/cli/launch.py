@@ -1,22 +1,35 @@
-"""Launcher: starts the processes of a run on one machine, and ends them together."""
+"""Launcher: starts the processes of a run on one machine, and ends them together.
+
+Or writes a script or manifest with which a cluster's scheduler starts them and, after a
+failure, all of them again; the script's ``initialize()`` reads the environment.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import queue
+import re
+import shlex
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO
 
-from nnx_parallel.distributed.initialize import COORDINATOR, NUM_PROCESSES, PROCESS_ID
+from nnx_parallel.distributed.initialize import (
+    CLUSTER,
+    COORDINATOR,
+    NUM_PROCESSES,
+    PROCESS_ID,
+)
 from nnx_parallel.distributed.messages import listen
 from nnx_parallel.distributed.runtime import PEER_LOST, TAGGED
 from nnx_parallel.errors import MeshShapeError
@@ -30,6 +43,11 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 # (docs/library-notes.md, "Lost processes").
 _GRACE_SECONDS = 5.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PORT = 8476
+# Kubernetes writes it to each pod of an Indexed job.
+_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+
+Process = subprocess.Popen[bytes]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +56,6 @@ class Job:
 
     Attributes:
         command: The script and its arguments.
-        num_processes: Number of processes.
         devices_per_process: Devices of each; ``None`` leaves them to JAX.
         max_restarts: How often all processes are started again after a failure.
         cpu: Simulate the devices on CPU.
@@ -73,9 +90,6 @@ def launch(job: Job) -> int:
     forwarded to every process, and then nothing is restarted. Children that a process
     leaves behind, of a data loader for instance, are killed when all have ended.
 
-    Args:
-        job: The command and its processes.
-
     Returns:
         0, or the exit code of the first process to fail (128 + n after signal n).
 
@@ -83,35 +97,26 @@ def launch(job: Job) -> int:
         MeshShapeError: If the visible devices are fewer than the processes need.
     """
     code = 0
-    with _Signals() as signals:
+    with _forwarded_signals() as (received, receivers):
         for restart in range(job.max_restarts + 1):
-            code = _run_once(job, restart, signals)
-            if code == 0 or signals.received:
+            with _processes(job, restart) as processes:
+                receivers[:] = processes
+                # Those that came before all processes were there.
+                for number in received:
+                    _send(number, processes)
+                code = _wait(processes)
+            if code == 0 or received:
                 return code
-            left = job.max_restarts - restart
-            if left:
+            if left := job.max_restarts - restart:
                 _say(f"Starting all processes again ({left} restarts left).")
     return code
 
 
-def _run_once(job: Job, restart: int, signals: _Signals) -> int:
-    ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
-    with _processes(job, restart) as processes:
-        signals.attach(processes)
-        threads = [
-            threading.Thread(target=_watch, args=(i, process, ended), daemon=True)
-            for i, process in enumerate(processes)
-        ]
-        for thread in threads:
-            thread.start()
-        return _collect(processes, ended)
-
-
-def _collect(
-    processes: Sequence[subprocess.Popen[bytes]],
-    ended: queue.SimpleQueue[tuple[int, int]],
-) -> int:
+def _wait(processes: list[Process]) -> int:
     """Waits for all processes; returns the exit code of the first to fail."""
+    ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+    for i, process in enumerate(processes):
+        _thread(_watch, i, process, ended)
     failures: list[tuple[int, int]] = []
     deadline: float | None = None
     num_running = len(processes)
@@ -141,13 +146,13 @@ def _collect(
 
 
 @contextmanager
-def _processes(job: Job, restart: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+def _processes(job: Job, restart: int) -> Iterator[list[Process]]:
     """Starts the processes; on exit none is left, and no child of theirs."""
     with listen(job.host) as probe:  # the coordinator takes the port a moment later
         port = probe.getsockname()[1]
     host = job.host.strip("[]")
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    started: list[subprocess.Popen[bytes]] = []
+    started: list[Process] = []
     try:
         for index in range(job.num_processes):
             process = subprocess.Popen(
@@ -180,42 +185,36 @@ def _environment(job: Job, address: str, index: int, restart: int) -> dict[str, 
         **job.cpu_variables,
     }
     count = job.devices_per_process
-    if not job.cpu and count is not None:
-        environment[_VISIBLE] = ",".join(_devices(job, count)[index])
-    return environment
-
-
-def _devices(job: Job, count: int) -> list[list[str]]:
-    """Names of each process's devices, of those that the launcher may use."""
+    if job.cpu or count is None:
+        return environment
     needed = job.num_processes * count
-    given = os.environ.get(_VISIBLE)
     # Without the variable all devices are visible, numbered from 0.
-    names = [str(i) for i in range(needed)]
-    if given is not None:
-        names = [name for name in given.split(",") if name]
+    given = os.environ.get(_VISIBLE, ",".join(map(str, range(needed))))
+    names = [name for name in given.split(",") if name]
     if len(names) < needed:
         raise MeshShapeError(
             f"{_VISIBLE}={given} names {len(names)} devices, but {job.num_processes} "
             f"processes of {count} devices need {needed}. Launch fewer, or make more "
             "visible."
         )
-    return [names[i * count : (i + 1) * count] for i in range(job.num_processes)]
+    return environment | {_VISIBLE: ",".join(names[index * count :][:count])}
+
+
+def _thread(target: Callable[..., None], *args: object) -> threading.Thread:
+    thread = threading.Thread(target=target, args=args, daemon=True)
+    thread.start()
+    return thread
 
 
 def _watch(
-    index: int,
-    process: subprocess.Popen[bytes],
-    ended: queue.SimpleQueue[tuple[int, int]],
+    index: int, process: Process, ended: queue.SimpleQueue[tuple[int, int]]
 ) -> None:
     """Copies a process's output, line by line, and reports its end."""
-    streams = ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
+    # They run before the wait: without them a full pipe would block the process.
     readers = [
-        threading.Thread(target=_copy, args=(index, *pair), daemon=True)
-        for pair in streams
+        _thread(_copy, index, process.stdout, sys.stdout),
+        _thread(_copy, index, process.stderr, sys.stderr),
     ]
-    for reader in readers:
-        reader.start()
-    # The readers run already: with none a full pipe would block the process.
     code = process.wait()
     for reader in readers:
         reader.join(_GRACE_SECONDS)  # a child of the process may hold the pipe open
@@ -226,60 +225,174 @@ def _watch(
 _writing = threading.Lock()
 
 
-def _copy(index: int, source: IO[bytes] | None, target: IO[str]) -> None:
-    assert source is not None
+def _copy(index: int, source: IO[bytes], target: IO[str]) -> None:
     with source:
         for line in source:
             text = line.decode(errors="replace").rstrip("\n")
-            with _writing:
-                target.write(f"[{index}] {text}\n")
-                target.flush()
+            _write(target, f"[{index}] {text}\n")
 
 
-class _Signals:
-    """Context that forwards the launcher's signals to the processes.
-
-    Attributes:
-        received: The signals so far.
-    """
-
-    def __init__(self) -> None:
-        self.received: list[int] = []
-        self._processes: Sequence[subprocess.Popen[bytes]] = ()
-        self._previous: dict[signal.Signals, Any] = {}
-
-    def attach(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
-        """Sets the receivers, which get the signals so far too."""
-        self._processes = processes
-        for number in self.received:
-            self._forward(number)
-
-    def __enter__(self) -> _Signals:
-        for number in _SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-                self._previous[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        for number, previous in self._previous.items():
-            signal.signal(number, previous)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(number)
-        self._forward(number)
-
-    def _forward(self, number: int) -> None:
-        for process in self._processes:
-            process.send_signal(number)  # does nothing if it has ended
+def _say(text: str) -> None:
+    _write(sys.stderr, f"[launch] {text}\n")
 
 
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
+def _write(target: IO[str], line: str) -> None:
+    with _writing:
+        target.write(line)
+        target.flush()
+
+
+@contextmanager
+def _forwarded_signals() -> Iterator[tuple[list[int], list[Process]]]:
+    """Forwards the launcher's signals; yields them, and the processes to send them."""
+    received: list[int] = []
+    receivers: list[Process] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        _send(number, receivers)
+
+    # Those that are ignored stay so, as under nohup.
+    heeded = [n for n in _SIGNALS if signal.getsignal(n) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, handle) for number in heeded}
+    try:
+        yield received, receivers
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _send(number: int, processes: list[Process]) -> None:
+    for process in processes:
+        process.send_signal(number)  # does nothing if it has ended
+
+
+def _kill_group(process: Process) -> None:
     """Kills a process and its children, also those that have outlived it."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _say(text: str) -> None:
-    with _writing:
-        sys.stderr.write(f"[launch] {text}\n")
-        sys.stderr.flush()
+def slurm(job: Job) -> str:
+    """A batch script for ``sbatch``: one task for each process."""
+    count = job.devices_per_process or 1
+    gpus = "" if job.cpu else f"#SBATCH --gpus-per-task={count}\n"
+    # JAX takes one device of each task, the one with the task's number on its node:
+    # https://github.com/jax-ml/jax/issues/16788
+    numbers = ",".join(str(i) for i in range(count))
+    needed = job.cpu_variables or {"JAX_LOCAL_DEVICE_IDS": numbers}
+    variables = "".join(f"export {name}={value}\n" for name, value in needed.items())
+    return f"""#!/bin/bash
+#SBATCH --job-name={_name(job)}
+#SBATCH --ntasks={job.num_processes}
+{gpus}#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=TERM@120
+# SIGTERM, 120 s before the time is over or the node is taken, saves a checkpoint.
+
+set -u
+{variables}restarts=0
+while true; do
+  # One process fails: all are ended.
+  srun --kill-on-bad-exit=1 {shlex.join(("python", *job.command))} && exit 0
+  code=$?
+  if [ "$restarts" -ge {job.max_restarts} ]; then exit "$code"; fi
+  restarts=$((restarts + 1))
+  echo "Exit code $code: starting all processes again ($restarts)." >&2
+done
+"""
+
+
+def jobset(job: Job) -> str:
+    """A Kubernetes JobSet: one pod for each process, restarted together."""
+    # Strings are quoted: some parsers take a bare 3e-4 for a number, and y for true.
+    name, indent = _name(job), "\n" + 14 * " "
+    words = "".join(f"{indent}- {_quoted(w)}" for w in ("python", *job.command))
+    variables = {
+        # The first pod: <JobSet>-<job>-<replica>-<index>.<subdomain>.
+        COORDINATOR: f"{name}-workers-0-0.{name}:{_PORT}",
+        NUM_PROCESSES: str(job.num_processes),
+    }
+    env, simulated = (
+        "".join(f'{indent}- name: "{k}"{indent}  value: {_quoted(v)}' for k, v in pairs)
+        for pairs in (variables.items(), job.cpu_variables.items())
+    )
+    # backoffLimit 0: a pod that restarts alone finds its peers in a collective. The
+    # JobSet restarts all of them.
+    limits = f"{indent}    nvidia.com/gpu: {job.devices_per_process or 1}"
+    return f"""\
+# kubectl apply -f this; put the image with the code in the place of IMAGE.
+apiVersion: "jobset.x-k8s.io/v1alpha2"
+kind: "JobSet"
+metadata:
+  name: "{name}"
+spec:
+  failurePolicy:
+    maxRestarts: {job.max_restarts}
+  network:
+    enableDNSHostnames: true
+    subdomain: "{name}"
+  replicatedJobs:
+  - name: "workers"
+    replicas: 1
+    template:
+      spec:
+        parallelism: {job.num_processes}
+        completions: {job.num_processes}
+        completionMode: "Indexed"
+        backoffLimit: 0
+        template:
+          spec:
+            restartPolicy: "Never"
+            terminationGracePeriodSeconds: 120
+            containers:
+            - name: "train"
+              image: "IMAGE"
+              command:{words}
+              env:{env}
+              - name: "{PROCESS_ID}"
+                valueFrom:
+                  fieldRef:
+                    fieldPath: "{_INDEX}"{simulated}
+              ports:
+              - containerPort: {_PORT}
+              resources:
+                limits:{" {}" if job.cpu else limits}
+"""
+
+
+def tpu(job: Job) -> str:
+    """A shell script that starts one process on each host of a TPU slice."""
+    # No variable of a TPU VM says that it is part of a slice, so the script sets one.
+    command = f"{CLUSTER}=tpu {shlex.join(('python', *job.command))}"
+    return f"""#!/bin/bash
+# Usage: TPU=name ZONE=zone bash this. The slice has {job.num_processes} hosts.
+# The code and its environment are installed on every host already.
+set -eu
+: "${{TPU:?name of the TPU slice}}" "${{ZONE:?its zone}}"
+restarts=0
+until gcloud compute tpus tpu-vm ssh "$TPU" --zone="$ZONE" --worker=all \\
+    --command={shlex.quote(command)}; do
+  code=$?
+  if [ "$restarts" -ge {job.max_restarts} ]; then exit "$code"; fi
+  restarts=$((restarts + 1))
+  echo "Exit code $code: starting all processes again ($restarts)." >&2
+done
+"""
+
+
+MANIFESTS = {"slurm": slurm, "jobset": jobset, "tpu": tpu}
+
+
+def _name(job: Job) -> str:
+    """A name that Slurm and Kubernetes take, from the script's: letters first."""
+    stem = re.sub("[^a-z0-9]", "-", Path(job.command[0]).stem.lower())
+    name = stem.strip("-")[:40].rstrip("-") or "train"
+    return name if name[0].isalpha() else f"run-{name}"
+
+
+def _quoted(text: str) -> str:
+    """A string of JSON, which is one of YAML."""
+    # But for characters beyond U+FFFF: YAML joins no pairs of surrogates. Others that
+    # are not printable must be escaped.
+    return json.dumps(text, ensure_ascii=not text.isprintable())
