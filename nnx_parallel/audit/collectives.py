@@ -24,9 +24,7 @@ ReplicaGroups = tuple[tuple[int, ...], ...]
 # XLA writes the groups of a collective in three notations.
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\]([^{]*)\{([^}]*)\}")
-_LISTED = re.compile(
-    r"(?:replica_groups|source_target_pairs)=(\{(?:\{[\d,]*\},?\s?)*\})"
-)
+_LISTED = re.compile(r"(?:replica_groups|target_pairs)=(\{(?:\{[\d,]*\},?\s?)*\})")
 _ASYNC_FUSION = '"async_collective_fusion_config"'
 
 

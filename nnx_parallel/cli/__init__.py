@@ -26,7 +26,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Starts the processes of a run, or lists its checkpoints.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_launch(commands.add_parser("launch", help="start the processes of a run"))
+    starting = commands.add_parser(
+        "launch",
+        help="start the processes of a run",
+        description="Starts the processes of a run on this machine; the script calls "
+        "nnx_parallel.initialize(). When one fails, all are stopped, and started "
+        "again up to --max-restarts times.",
+    )
+    starting.add_argument("--processes", type=int, required=True, metavar="N")
+    starting.add_argument("--devices-per-process", type=int, metavar="K")
+    starting.add_argument("--max-restarts", type=int, default=0, metavar="R")
+    starting.add_argument("--cpu", action="store_true", help="simulate devices on CPU")
+    host = "address of the coordinator (default: %(default)s, for this machine only)"
+    starting.add_argument("--host", default="127.0.0.1", help=host)
+    manifest = "write a script or manifest for a cluster's scheduler instead"
+    starting.add_argument("--print", choices=MANIFESTS, help=manifest)
+    starting.add_argument("script")
+    # Options behind the script are the script's, also those of the same name as ours.
+    starting.add_argument("arguments", nargs=argparse.REMAINDER)
     listing = commands.add_parser(
         "inspect",
         help="list a run's checkpoints",
@@ -57,22 +74,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # A mistake in the command, which its message explains: no traceback.
         sys.stderr.write(f"{error}\n")
         return 2
-
-
-def _add_launch(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Starts the processes of a run on this machine; the script calls "
-        "nnx_parallel.initialize(). When one fails, all are stopped, and started "
-        "again up to --max-restarts times."
-    )
-    parser.add_argument("--processes", type=int, required=True, metavar="N")
-    parser.add_argument("--devices-per-process", type=int, metavar="K")
-    parser.add_argument("--max-restarts", type=int, default=0, metavar="R")
-    parser.add_argument("--cpu", action="store_true", help="simulate devices on CPU")
-    host = "address of the coordinator (default: %(default)s, for this machine only)"
-    parser.add_argument("--host", default="127.0.0.1", help=host)
-    manifest = "write a script or manifest for a cluster's scheduler instead"
-    parser.add_argument("--print", choices=MANIFESTS, help=manifest)
-    parser.add_argument("script")
-    # Options behind the script are the script's, also those of the same name as ours.
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)

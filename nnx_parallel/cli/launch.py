@@ -7,6 +7,7 @@ failure, all of them again; the script's ``initialize()`` reads the environment.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import queue
@@ -102,8 +103,8 @@ def launch(job: Job) -> int:
             with _processes(job, restart) as processes:
                 receivers[:] = processes
                 # Those that came before all processes were there.
-                for number in received:
-                    _send(number, processes)
+                for number, process in itertools.product(received, processes):
+                    process.send_signal(number)
                 code = _wait(processes)
             if code == 0 or received:
                 return code
@@ -250,7 +251,8 @@ def _forwarded_signals() -> Iterator[tuple[list[int], list[Process]]]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        _send(number, receivers)
+        for process in receivers:
+            process.send_signal(number)  # does nothing if it has ended
 
     # Those that are ignored stay so, as under nohup.
     heeded = [n for n in _SIGNALS if signal.getsignal(n) != signal.SIG_IGN]
@@ -260,11 +262,6 @@ def _forwarded_signals() -> Iterator[tuple[list[int], list[Process]]]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _send(number: int, processes: list[Process]) -> None:
-    for process in processes:
-        process.send_signal(number)  # does nothing if it has ended
 
 
 def _kill_group(process: Process) -> None:
