@@ -1,8 +1,6 @@
 """The audit of a compiled step: FLOPs, collectives with their bytes, and memory.
 
-`audit` reads the program that XLA will run, on any backend, without running it. Tests
-use it to prove that a strategy communicates what theory says and no more; the metrics
-divide its FLOPs by time.
+`audit` reads the program that XLA will run, on any backend, without running it.
 """
 
 from nnx_parallel.audit.collectives import KINDS as KINDS

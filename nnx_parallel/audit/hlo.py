@@ -63,22 +63,15 @@ class Shape:
         bits = 8 if self.dtype == "pred" else int(digits[1]) if digits else 0
         return math.ceil(self.num_elements * bits / 8)
 
-    @property
-    def is_integer_scalar(self) -> bool:
-        """True for s32, u8, pred and their like, without dims."""
-        return not self.dims and self.dtype[0] in "sup"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Instruction:
     """One line of a computation.
 
     Attributes:
-        name: Unique in its computation.
         opcode: The operation, such as `"dot"`.
         shapes: The arrays it yields; the leaves of a tuple in order.
-        operands: Names of its operands; of a constant or parameter, the text in
-            parentheses.
+        operands: Their names; of a constant or parameter, the text in parentheses.
         attributes: The text after the operands.
     """
 
@@ -167,8 +160,9 @@ class Module:
         """
         values: dict[str, KnownValue] = {}
         for instruction in self.computations[name].instructions.values():
-            # Tuples too: a loop's state is one, with its counter among the arrays.
-            if any(shape.is_integer_scalar for shape in instruction.shapes):
+            # s32, u8, pred. Tuples too: a loop's state is one, with its counter among
+            # the arrays.
+            if any(not s.dims and s.dtype[0] in "sup" for s in instruction.shapes):
                 operands = tuple(map(values.get, instruction.operands))
                 value = self._evaluate(instruction, operands, arguments)
                 values[instruction.name] = value
@@ -274,7 +268,15 @@ def parse(text: str) -> Module:
     computations, entry = {}, None
     for header, lines in _split_computations(text):
         is_entry, name = header.groups()
-        computations[name] = _parse_computation(name, lines)
+        instructions, root = {}, ""
+        for line in lines:
+            if start := _INSTRUCTION.match(line):
+                is_root, key = start.groups()
+                instructions[key] = _parse_instruction(key, line[start.end() :])
+                root = key if is_root or not root else root
+        computations[name] = Computation(
+            name=name, instructions=instructions, root=root
+        )
         entry = name if is_entry else entry
     if entry is None:
         raise ValueError(
@@ -302,16 +304,6 @@ def _split_computations(text: str) -> Iterator[tuple[re.Match[str], list[str]]]:
             lines[-1] += line
         else:
             lines.append(line)
-
-
-def _parse_computation(name: str, lines: list[str]) -> Computation:
-    instructions, root = {}, ""
-    for line in lines:
-        if start := _INSTRUCTION.match(line):
-            is_root, key = start.groups()
-            instructions[key] = _parse_instruction(key, line[start.end() :])
-            root = key if is_root or not root else root
-    return Computation(name=name, instructions=instructions, root=root)
 
 
 def _parse_instruction(name: str, text: str) -> Instruction:

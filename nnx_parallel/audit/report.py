@@ -246,10 +246,7 @@ class Report:
     output_bytes: int | None
 
     def count(self, kind: str | None = None) -> int:
-        """Executions per run of the collectives of a kind, or of all.
-
-        Args:
-            kind: One of `KINDS`, such as `"all-gather"`.
+        """Executions per run of the collectives of a kind in `KINDS`, or of all.
 
         Raises:
             ValueError: If there is no such kind.
