@@ -109,7 +109,8 @@ def launch(job: Job) -> int:
             if code == 0 or received:
                 return code
             if left := job.max_restarts - restart:
-                _say(f"Starting all processes again ({left} restarts left).")
+                text = f"Starting all processes again ({left} restarts left)."
+                _write(sys.stderr, "launch", text)
     return code
 
 
@@ -141,7 +142,8 @@ def _wait(processes: list[Process]) -> int:
     own = [failure for failure in failures if failure[1] != PEER_LOST]
     index, code = (own or failures)[0]
     how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
-    _say(f"Process {index} failed first, {how}. All processes have ended.")
+    text = f"Process {index} failed first, {how}. All processes have ended."
+    _write(sys.stderr, "launch", text)
     # `Popen` has -n for signal n, a shell 128 + n.
     return 128 - code if code < 0 else code
 
@@ -212,10 +214,8 @@ def _watch(
 ) -> None:
     """Copies a process's output, line by line, and reports its end."""
     # They run before the wait: without them a full pipe would block the process.
-    readers = [
-        _thread(_copy, index, process.stdout, sys.stdout),
-        _thread(_copy, index, process.stderr, sys.stderr),
-    ]
+    pairs = ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
+    readers = [_thread(_copy, index, *pair) for pair in pairs]
     code = process.wait()
     for reader in readers:
         reader.join(_GRACE_SECONDS)  # a child of the process may hold the pipe open
@@ -229,17 +229,12 @@ _writing = threading.Lock()
 def _copy(index: int, source: IO[bytes], target: IO[str]) -> None:
     with source:
         for line in source:
-            text = line.decode(errors="replace").rstrip("\n")
-            _write(target, f"[{index}] {text}\n")
+            _write(target, index, line.decode(errors="replace").rstrip("\n"))
 
 
-def _say(text: str) -> None:
-    _write(sys.stderr, f"[launch] {text}\n")
-
-
-def _write(target: IO[str], line: str) -> None:
+def _write(target: IO[str], label: object, text: str) -> None:
     with _writing:
-        target.write(line)
+        target.write(f"[{label}] {text}\n")
         target.flush()
 
 
