@@ -268,15 +268,13 @@ def parse(text: str) -> Module:
     computations, entry = {}, None
     for header, lines in _split_computations(text):
         is_entry, name = header.groups()
-        instructions, root = {}, ""
+        body, root = {}, ""
         for line in lines:
             if start := _INSTRUCTION.match(line):
                 is_root, key = start.groups()
-                instructions[key] = _parse_instruction(key, line[start.end() :])
+                body[key] = _parse_instruction(key, line[start.end() :])
                 root = key if is_root or not root else root
-        computations[name] = Computation(
-            name=name, instructions=instructions, root=root
-        )
+        computations[name] = Computation(name=name, instructions=body, root=root)
         entry = name if is_entry else entry
     if entry is None:
         raise ValueError(
