@@ -320,9 +320,6 @@ def audit(
             branch, by the `jax.named_scope` directly around it. FLOPs are then those of
             the mean; collectives stay those of the most expensive branch.
 
-    Returns:
-        FLOPs, collectives, memory and opcodes, per device.
-
     Raises:
         ValueError: If a text is not optimised HLO, or no conditional has a scope.
 

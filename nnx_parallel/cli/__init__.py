@@ -15,8 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs ``launch`` or ``inspect``.
 
     Args:
-        arguments: The command line without the program's name; by default the
-            process's own.
+        arguments: The command line after the program; by default the process's own.
 
     Returns:
         The exit code; 2 if the run cannot be started.

@@ -22,11 +22,9 @@ from nnx_parallel.precision import array_bytes, format_bytes
 
 
 def inspect(directory: str, *, verify: bool) -> int:
-    """Prints the steps of a directory, and the contents of the newest.
+    """Prints the steps of a run's checkpoint directory, and the newest one's contents.
 
-    Args:
-        directory: A run's checkpoint directory.
-        verify: Read every array of every step and compare its checksum.
+    To ``verify``, it reads every array of every step and compares its checksum.
 
     Returns:
         0 if all is well, 1 if a step is damaged or cannot be read, 2 if there is
