@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -14,27 +14,17 @@ from nnx_parallel.errors import LossError
 
 # A step's record is one flat dict, in which these meet the metrics of a loss.
 RESERVED_METRICS = (
-    "step",
-    "time",
-    "loss",
-    "grad_norm",
-    "learning_rate",
-    "loss_scale",
-    "lost_updates",
-    "skipped",
-    "compile_seconds",
-    "data_wait_seconds",
-    "step_seconds",
-    "examples_per_second",
-    "tokens_per_second",
-    "tflops_per_device",
-    "mfu",
+    *("step", "time", "loss", "grad_norm", "learning_rate"),
+    *("loss_scale", "lost_updates", "skipped"),
+    *("compile_seconds", "data_wait_seconds", "step_seconds"),
+    *("examples_per_second", "tokens_per_second", "tflops_per_device", "mfu"),
     "device_memory_bytes",
 )
 """Names that a run reports itself: a loss cannot give them another meaning."""
 
-_EVAL_PREFIX = "eval_"
-"""Prefix of the metrics of an evaluation."""
+_EVAL_PREFIX = "eval_"  # of the metrics of an evaluation
+
+Scalar = jax.Array | float
 
 
 @jax.tree_util.register_dataclass
@@ -42,34 +32,32 @@ _EVAL_PREFIX = "eval_"
 class Mean:
     """A mean kept as total and weight, so that partial means add up exactly.
 
-    A loss that averages over tokens must divide by the tokens of the whole batch. The
+    A loss that averages over tokens must divide by the tokens of the whole batch: the
     mean over microbatches of their means is another number when they hold different
-    counts; the sum of totals over the sum of weights is not. A `Mean` can be scaled by
-    a number and added to another one: ``token_loss + 1e-4 * z_loss``. Terms of one
-    weight merge; terms of different weights are kept apart, each divided by its own.
+    counts. A `Mean` can be scaled by a number and added to another one: ``token_loss +
+    1e-4 * z_loss``. Terms of one weight merge; terms of different weights are kept
+    apart, each divided by its own.
 
     Attributes:
-        total: Scalar, the weighted sum.
-        weight: Scalar, the sum of weights (tokens, examples); no gradient flows
-            through it.
+        total: The weighted sum.
+        weight: The sum of weights (tokens, examples); no gradient flows through it.
         more: Further terms of other weights, made by ``+``.
 
     Example:
         >>> left, right = Mean(6.0, 3.0), Mean(2.0, 1.0)
         >>> float((0.5 * left + right).value)
         3.0
-
         >>> float(left.merge(right).value)
         2.0
     """
 
-    total: jax.Array | float
-    weight: jax.Array | float
+    total: Scalar
+    weight: Scalar
     more: tuple[Mean, ...] = ()
 
     @property
     def terms(self) -> tuple[Mean, ...]:
-        """This mean as a sum of means of one weight each."""
+        """Means of one weight each, whose sum this is."""
         return (Mean(self.total, self.weight), *self.more)
 
     @property
@@ -89,9 +77,10 @@ class Mean:
         """The mean over both batches: totals and weights add, term by term."""
         # Both come from one loss, whose terms are in one order.
         pairs = zip(self.terms, other.terms, strict=True)
-        return _from_terms(
+        sums = (
             Mean(_add(a.total, b.total), _add(a.weight, b.weight)) for a, b in pairs
         )
+        return _from_terms(*sums)
 
     def __add__(self, other: Mean) -> Mean:
         if not isinstance(other, Mean):
@@ -105,7 +94,7 @@ class Mean:
             if same := terms.get(id(term.weight)):
                 term = Mean(_add(same.total, term.total), term.weight)
             terms[id(term.weight)] = term
-        return _from_terms(terms.values())
+        return _from_terms(*terms.values())
 
     def __radd__(self, other: Mean | int) -> Mean:
         # `sum` starts from 0.
@@ -117,27 +106,26 @@ class Mean:
     def __sub__(self, other: Mean) -> Mean:
         return self + -other
 
-    def __mul__(self, factor: float | jax.Array) -> Mean:
+    def __mul__(self, factor: Scalar) -> Mean:
         # A weight counts data, and stays what it is under a factor.
-        return _from_terms(Mean(t.total * factor, t.weight) for t in self.terms)
+        return _from_terms(*(Mean(t.total * factor, t.weight) for t in self.terms))
 
     __rmul__ = __mul__
 
-    def __truediv__(self, divisor: float | jax.Array) -> Mean:
+    def __truediv__(self, divisor: Scalar) -> Mean:
         return self * (1 / divisor)
 
 
-def _from_terms(terms: Iterable[Mean]) -> Mean:
-    first, *more = terms
-    return Mean(first.total, first.weight, tuple(more))
+def _from_terms(first: Mean, *more: Mean) -> Mean:
+    return Mean(first.total, first.weight, more)
 
 
-def _add(a: jax.Array | float, b: jax.Array | float) -> jax.Array | float:
+def _add(a: Scalar, b: Scalar) -> jax.Array:
     # bfloat16 counts to 256.
     return jnp.asarray(a, jnp.float32) + jnp.asarray(b, jnp.float32)
 
 
-def _divide(total: jax.Array | float, weight: jax.Array | float) -> jax.Array:
+def _divide(total: Scalar, weight: Scalar) -> jax.Array:
     total = jnp.asarray(total, jnp.float32)
     # Weights are counts of data; a model's own must not be trained to be large.
     weight = jax.lax.stop_gradient(jnp.asarray(weight, jnp.float32))
@@ -176,16 +164,20 @@ def _check_scalar(value: Any, name: str) -> None:
 
 
 def split_loss_output(output: Any, weight: float = 1.0) -> tuple[Mean, dict[str, Mean]]:
-    """The loss and the metrics that a loss function returned, checked, as means.
-
-    Args:
-        output: Its return value.
-        weight: How much a plain scalar counts.
+    """A loss function's output as means, checked; a scalar counts ``weight``.
 
     Raises:
         LossError: If the output is not ``loss`` or ``(loss, metrics)``.
     """
-    loss, metrics = _split(output)
+    loss, metrics = output, {}
+    if isinstance(output, tuple):
+        if len(output) != 2 or not isinstance(output[1], Mapping):
+            kinds = ", ".join(type(part).__name__ for part in output)
+            raise LossError(
+                f"The loss returned a tuple of ({kinds}). Return loss, or (loss, "
+                "metrics) with metrics a dict of scalars or Means."
+            )
+        loss, metrics = output
     mean = as_mean(loss, "The loss", weight)
     # Of what was returned: `as_mean` makes float32 of an integer.
     dtype = jnp.result_type(loss.total if isinstance(loss, Mean) else loss)
@@ -201,20 +193,4 @@ def split_loss_output(output: Any, weight: float = 1.0) -> tuple[Mean, dict[str,
                 f"it; names that are taken: {list(RESERVED_METRICS)}, and all that "
                 f"begin with {_EVAL_PREFIX!r}."
             )
-    named = {
-        name: as_mean(value, f"Metric {name!r}", weight)
-        for name, value in metrics.items()
-    }
-    return mean, named
-
-
-def _split(output: Any) -> tuple[Any, Mapping[str, Any]]:
-    if not isinstance(output, tuple):
-        return output, {}
-    if len(output) != 2 or not isinstance(output[1], Mapping):
-        kinds = ", ".join(type(part).__name__ for part in output)
-        raise LossError(
-            f"The loss returned a tuple of ({kinds}). Return loss, or (loss, metrics) "
-            "with metrics a dict of scalars or Means."
-        )
-    return output
+    return mean, {k: as_mean(v, f"Metric {k!r}", weight) for k, v in metrics.items()}

@@ -16,19 +16,18 @@ from jax.typing import DTypeLike
 class Precision:
     """The three dtypes of mixed-precision training [1].
 
-    A parameter is kept in ``params``, cast to ``compute`` before it is gathered (so
-    that a sharded bfloat16 step sends half the bytes), and its gradient is summed over
-    microbatches in ``reduction``, the optimizer's input. Sums over devices inside a
-    product's gradient are placed by the compiler, in the product's own dtype.
+    A parameter is cast to ``compute`` before it is gathered, so that a sharded bfloat16
+    step sends half the bytes. Sums over devices inside a product's gradient are placed
+    by the compiler, in the product's own dtype.
 
     Attributes:
-        params: dtype of the stored parameters and hence of the optimizer state;
-            ``None`` leaves them as the model makes them.
-        compute: dtype of parameters inside the loss; ``None`` leaves them as stored.
-        reduction: dtype in which gradients are accumulated and normed.
-        inputs: dtype of the batch's floating-point arrays inside the loss, and inside
-            the function of a prediction. ``None`` leaves them, for targets and weights
-            would be rounded; a layer that does not cast them computes in their dtype.
+        params: Of stored parameters, hence of the optimizer state; ``None``: as made.
+        compute: Of parameters inside the loss; ``None``: as stored.
+        reduction: Of gradients as they are summed over microbatches, normed, and given
+            to the optimizer.
+        inputs: Of a batch's floating-point arrays in the loss or a prediction; ``None``
+            leaves them, for targets and weights would be rounded. A layer that does not
+            cast them computes in their dtype.
 
     Example:
         >>> Precision.mixed_bfloat16().compute
@@ -45,11 +44,11 @@ class Precision:
     inputs: DTypeLike | None = None
 
     def __post_init__(self) -> None:
-        for field in ("params", "compute", "reduction", "inputs"):
-            if getattr(self, field) is None and field != "reduction":
+        for field, given in vars(self).copy().items():
+            if given is None and field != "reduction":
                 continue
             # NumPy's objects, so that equal dtypes compare equal however written.
-            dtype = jnp.dtype(getattr(self, field))
+            dtype = jnp.dtype(given)
             if not jnp.issubdtype(dtype, jnp.floating):
                 raise ValueError(
                     f"Precision.{field} is {dtype}; it must be a floating-point "
@@ -82,9 +81,9 @@ class Precision:
 
 
 def cast_floating(tree: Any, dtype: DTypeLike | None) -> Any:
-    """Casts the floating-point arrays of a pytree; other leaves stay the same objects.
+    """Casts floating-point arrays of a pytree; with ``None`` for the dtype, none.
 
-    With ``None`` for the dtype all leaves do.
+    Other leaves stay the same objects.
 
     Example:
         >>> tree = cast_floating({"x": jnp.ones(2), "n": 3}, jnp.bfloat16)
@@ -95,9 +94,8 @@ def cast_floating(tree: Any, dtype: DTypeLike | None) -> Any:
         return tree
 
     def cast(leaf: Any) -> Any:
-        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating):
-            return leaf.astype(dtype)
-        return leaf
+        is_floating = jnp.issubdtype(getattr(leaf, "dtype", int), jnp.floating)
+        return leaf.astype(dtype) if is_floating else leaf
 
     return jax.tree.map(cast, tree)
 

@@ -29,18 +29,18 @@ from nnx_parallel import (
 from nnx_parallel.errors import AttentionKernelError
 from nnx_parallel.layers import Dense, Stack, attention
 from nnx_parallel.layers.attention import (
-    KERNELS,
+    FUSED,
     per_shard,
+    plain_attention,
     splash_attention,
     splits_queries,
-    unfit,
 )
 from nnx_parallel.sharding import constrain, using
 from tests.parity.checks import assert_gradients_close
 from tests.parity.runs import compiling, to_host
 from tests.tpus import numbers_from
 
-CAUSAL = partial(KERNELS["xla"], causal=True)
+CAUSAL = partial(plain_attention, is_causal=True)
 NAMES = ("batch", "seq", "heads", "head_dim")
 STRATEGIES: dict[str, Strategy] = {
     "dp": DataParallel(8),
@@ -116,7 +116,7 @@ def test_a_mask_is_split_along_what_it_has(shape: tuple[int, int]):
     layout = STRATEGIES["composite"].layout()
     mask = np.random.default_rng(1).random((*shape, 16, 16)) < 0.7
     mask |= np.eye(16, dtype=bool)
-    kernel = partial(KERNELS["xla"], causal=False)
+    kernel = partial(plain_attention, is_causal=False)
     query, key, value = operands(8, 4)
 
     @jax.jit
@@ -124,7 +124,7 @@ def test_a_mask_is_split_along_what_it_has(shape: tuple[int, int]):
         with using(layout):
             return per_shard(kernel, query, key, value, jnp.asarray(mask))
 
-    expected = kernel(query, key, value, jnp.asarray(mask))
+    expected = kernel(query, key, value, mask=jnp.asarray(mask))
     np.testing.assert_allclose(run(), expected, rtol=2e-5, atol=2e-6)
 
 
@@ -143,7 +143,7 @@ class Block(nnx.Module):
         query, key, value = self.query(x), self.key(x), self.value(x)
         if self.is_split:
             return x + self.out(per_shard(CAUSAL, query, key, value, None))
-        return x + self.out(CAUSAL(query, key, value, None))
+        return x + self.out(CAUSAL(query, key, value))
 
 
 def loss(blocks: Stack, batch: dict[str, jax.Array]) -> jax.Array:
@@ -192,9 +192,9 @@ def test_a_step_is_that_of_one_device(strategy: Strategy):
 @pytest.mark.parametrize("kv_heads", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_splash_is_plain_attention(kv_heads: int, causal: bool):
     arrays = operands(4, kv_heads, rows=2, seq=128, head_dim=64)
-    kernel = partial(splash_attention, causal=causal, interpret=True)
+    kernel = partial(splash_attention, is_causal=causal, interpret=True)
     found = value_and_gradients(partial(kernel, mask=None), arrays)
-    plain = partial(KERNELS["xla"], causal=causal)
+    plain = partial(plain_attention, is_causal=causal)
     expected = value_and_gradients(partial(plain, mask=None), arrays)
     for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         assert np.max(np.abs(a - b)) <= 1e-5 * np.max(np.abs(b))
@@ -296,10 +296,11 @@ def test_cudnn_takes_a_mask_over_even_lengths():
     """With an odd one its gradient would be refused, long after the choice."""
     x, odd = jnp.zeros((1, 8, 2, 64), jnp.bfloat16), jnp.zeros((1, 7, 2, 64))
     mask = jnp.ones((1, 1, 8, 7), bool)
-    assert unfit("cudnn", x, x, mask[..., :1]) == []
-    assert unfit("cudnn", x, odd, None) == []
+    refusals = FUSED["cudnn"].refusals
+    assert list(refusals(x, x, mask[..., :1])) == []
+    assert list(refusals(x, odd, None)) == []
     reason = "a mask over 8 queries and 7 keys; with one it takes even numbers"
-    assert unfit("cudnn", x, odd, mask) == [reason]
+    assert list(refusals(x, odd, mask)) == [reason]
 
 
 @pytest.mark.parametrize(("axes", "is_split"), [("fsdp", True), (None, False)])

@@ -30,7 +30,7 @@ from nnx_parallel import (
 )
 from nnx_parallel.collectives import Mode, gather_hops, join_hops
 from nnx_parallel.layers import Dense, Remat, Stack
-from nnx_parallel.layers.jaxprs import derived, inline, needed, subjaxprs, walk
+from nnx_parallel.layers.jaxprs import derived, inline, needed, walk
 from nnx_parallel.mesh import make_mesh
 from nnx_parallel.sharding import using
 from nnx_parallel.sharding.model import place_model
@@ -229,7 +229,7 @@ def layer_loops() -> Iterator[jex.Jaxpr]:
     tokens = {"tokens": jax.ShapeDtypeStruct((ROWS, config.seq_len + 1), np.int32)}
     for eqn, _ in walk(step.trace(plan.abstract, tokens).jaxpr.jaxpr):
         if eqn.primitive.name == "scan" and eqn.params["length"] == LAYERS:
-            yield inline(subjaxprs(eqn)[0])
+            yield inline(next(jex.jaxprs_in_params(eqn.params)))
 
 
 def shape_of(variable: Any) -> tuple[int, ...]:
@@ -243,14 +243,13 @@ def stored(body: jex.Jaxpr) -> list[jex.Var]:
 
 
 def is_gather(eqn: jex.JaxprEqn) -> bool:
+    inner = (e for j in jex.jaxprs_in_params(eqn.params) for e, _ in walk(j))
     is_region = eqn.primitive.name == "shard_map"
-    return is_region and any(
-        e.primitive.name == "ppermute" for e, _ in walk(subjaxprs(eqn)[0])
-    )
+    return is_region and any(e.primitive.name == "ppermute" for e in inner)
 
 
 def has_product(eqn: jex.JaxprEqn) -> bool:
-    inner = [e for j in subjaxprs(eqn) for e, _ in walk(j)]
+    inner = [e for j in jex.jaxprs_in_params(eqn.params) for e, _ in walk(j)]
     return any(e.primitive.name == "dot_general" for e in [eqn, *inner])
 
 

@@ -7,9 +7,9 @@ from nnx_parallel.layers.dense import Embed as Embed
 from nnx_parallel.layers.dense import named as named
 from nnx_parallel.layers.loss import cross_entropy as cross_entropy
 from nnx_parallel.layers.loss import linear_cross_entropy as linear_cross_entropy
-from nnx_parallel.layers.remat import Remat as Remat
-from nnx_parallel.layers.remat import active_remat as active_remat
-from nnx_parallel.layers.remat import apply_remat as apply_remat
-from nnx_parallel.layers.remat import check_remat as check_remat
-from nnx_parallel.layers.remat import default_remat as default_remat
+from nnx_parallel.layers.scan import Remat as Remat
+from nnx_parallel.layers.scan import active_remat as active_remat
+from nnx_parallel.layers.scan import apply_remat as apply_remat
+from nnx_parallel.layers.scan import check_remat as check_remat
+from nnx_parallel.layers.scan import default_remat as default_remat
 from nnx_parallel.layers.stack import Stack as Stack

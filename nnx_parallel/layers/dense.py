@@ -6,19 +6,22 @@ The layout says where a product gathers its input, scatters its output, and over
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.nn.initializers import Initializer
 from jax.sharding import NamedSharding
 
 from nnx_parallel.collectives.matmul import column_parallel_matmul, row_parallel_matmul
-from nnx_parallel.layers.remat import OVERLAPPED
+from nnx_parallel.layers.scan import OVERLAPPED
 from nnx_parallel.sharding.constrain import (
     active_layout,
     check_names,
@@ -28,18 +31,21 @@ from nnx_parallel.sharding.constrain import (
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.names import DimAxes, dim_axes, to_spec
 
+Names = tuple[str | None, ...]
+_place = jax.lax.with_sharding_constraint
+
 SEQ = 1
 """The dim of ``(batch, seq, *features)`` that sequence parallelism splits."""
 
 
 def matmul(
-    x: jax.Array,
-    w: jax.Array,
-    in_names: Sequence[str | None],
-    out_names: Sequence[str | None],
+    x: Array,
+    w: Array,
+    in_names: Names,
+    out_names: Names,
     *,
-    w_dims: Sequence[int] | None = None,
-) -> jax.Array:
+    w_dims: tuple[int, ...] | None = None,
+) -> Array:
     """The product of an activation and a parameter, as the active layout runs it.
 
     Where the layout splits ``seq`` of the input and a dim of the output over one axis,
@@ -71,40 +77,44 @@ def matmul(
     num = len(in_names)
     x_dims = tuple(range(x.ndim - num, x.ndim))
     # (*leading, *in_dims) by (*in_dims, *out_dims) -> (*leading, *out_dims)
-    contracting = x_dims, tuple(range(num)) if w_dims is None else tuple(w_dims)
+    contracting = x_dims, w_dims or tuple(range(num))
     layout = active_layout()
-    split = _find_split(layout, x, w, in_names, out_names, contracting)
+    split = None
+    if layout is not None and x.ndim == 2 + num:
+        split = _find_split(layout, x, w, in_names, out_names, contracting)
     if layout is None or split is None:
         return jnp.tensordot(x, w, axes=contracting)
     if layout.claims.overlap is None:
         return _partitioned(split, x, w)
-    return _overlapping(layout, split, x, w)
+    run: Any = column_parallel_matmul if split.gathers else row_parallel_matmul
+    y = run(
+        x,
+        w,
+        split.axis,
+        dim=SEQ,
+        contracting=contracting,
+        mode=layout.claims.overlap,
+        sum_dtype=jnp.result_type(x, w),
+        mesh=layout.mesh,
+        **{"w_dim" if split.gathers else "split": split.feature},
+    )
+    # A remat policy that keeps products sees no single product here.
+    return checkpoint_name(y, OVERLAPPED)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Split:
-    """A product whose input or output is split along ``seq``.
+    """A product whose input or output is split along ``seq``."""
 
-    Attributes:
-        gathers: True if the input is split along ``seq``, False if the output is.
-        axis: The mesh axis that splits it.
-        feature: The feature dim over the same axis, counted in the output's features if
-            it gathers, else in the contracted dims.
-        contracting: Dims of x and of w.
-        input: Sharding of the input.
-        output: Sharding of the output.
-        whole: Sharding of the side that is split along ``seq`` once it is gathered.
-    """
-
-    gathers: bool
-    axis: str
-    feature: int
-    contracting: tuple[tuple[int, ...], tuple[int, ...]]
+    gathers: bool  # the input is split along `seq`, or else the output
+    axis: str  # the mesh axis that splits it
+    feature: int  # over the same axis: a dim of w if it gathers, else a contracted one
+    contracting: tuple[tuple[int, ...], tuple[int, ...]]  # dims of x and of w
     input: NamedSharding
     output: NamedSharding
-    whole: NamedSharding
+    whole: NamedSharding  # of the side that is split along `seq`, once gathered
 
-    def gather(self, x: jax.Array) -> jax.Array:
+    def gather(self, x: Array) -> Array:
         """The side that is split along ``seq``, whole."""
         # Split first: with a constraint to the whole layout alone, the partitioner
         # makes the value whole where it comes from, and keeps it.
@@ -113,98 +123,63 @@ class _Split:
 
 
 def _find_split(
-    layout: Layout | None,
-    x: jax.Array,
-    w: jax.Array,
-    in_names: Sequence[str | None],
-    out_names: Sequence[str | None],
+    layout: Layout,
+    x: Array,
+    w: Array,
+    in_names: Names,
+    out_names: Names,
     contracting: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> _Split | None:
     """How the layout splits a product along ``seq``, or ``None``."""
-    if layout is None or x.ndim != 2 + len(in_names):
-        return None
-    features = [n for d, n in enumerate(w.shape) if d not in contracting[1]]
+    w_kept = [d for d in range(w.ndim) if d not in contracting[1]]
 
-    def axes_of(shape: tuple[int, ...], names: Sequence[str | None]) -> DimAxes:
+    def axes_of(shape: tuple[int, ...], names: Names) -> DimAxes:
         spec = layout.activation_spec(shape, ("batch", "seq", *names))
         return dim_axes(spec, len(shape))
 
     in_axes = axes_of(x.shape, in_names)
-    out_axes = axes_of((*x.shape[:2], *features), out_names)
-    for axis in layout.activation_axes("seq"):
-        for gathers in (True, False):
-            near, far = (in_axes, out_axes) if gathers else (out_axes, in_axes)
-            over_axis = [d for d, axes in enumerate(far[2:]) if axes == (axis,)]
-            if axis not in near[SEQ] or not over_axis:
-                continue
+    out_axes = axes_of((*x.shape[:2], *(w.shape[d] for d in w_kept)), out_names)
+    for axis, gathers in product(layout.activation_axes("seq"), (True, False)):
+        near, far = (in_axes, out_axes) if gathers else (out_axes, in_axes)
+        over_axis = [d for d, axes in enumerate(far[2:]) if axes == (axis,)]
+        if axis in near[SEQ] and over_axis:
             kept = tuple(a for a in near[SEQ] if a != axis)
-            whole = (near[0], kept, *near[2:])
             return _Split(
                 gathers=gathers,
                 axis=axis,
-                feature=over_axis[0],
+                feature=w_kept[over_axis[0]] if gathers else over_axis[0],
                 contracting=contracting,
                 input=layout.sharding(to_spec(in_axes)),
                 output=layout.sharding(to_spec(out_axes)),
-                whole=layout.sharding(to_spec(whole)),
+                whole=layout.sharding(to_spec((near[0], kept, *near[2:]))),
             )
     return None
-
-
-def _overlapping(
-    layout: Layout, split: _Split, x: jax.Array, w: jax.Array
-) -> jax.Array:
-    run = partial(
-        column_parallel_matmul if split.gathers else row_parallel_matmul,
-        axis=split.axis,
-        dim=SEQ,
-        contracting=split.contracting,
-        mode=layout.claims.overlap or "ring",
-        sum_dtype=jnp.result_type(x, w),
-        mesh=layout.mesh,
-    )
-    if split.gathers:
-        kept = [d for d in range(w.ndim) if d not in split.contracting[1]]
-        y = run(x, w, w_dim=kept[split.feature])
-    else:
-        y = run(x, w, split=split.feature)
-    # A remat policy that keeps products sees no single product here.
-    return checkpoint_name(y, OVERLAPPED)
 
 
 # The product as the partitioner runs it. The gradient is written out because JAX's own
 # would keep the gathered input for the backward pass.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _partitioned(split: _Split, x: jax.Array, w: jax.Array) -> jax.Array:
+def _partitioned(split: _Split, x: Array, w: Array) -> Array:
     return _partitioned_forward(split, x, w)[0]
 
 
-def _partitioned_forward(
-    split: _Split, x: jax.Array, w: jax.Array
-) -> tuple[jax.Array, tuple]:
+def _partitioned_forward(split: _Split, x: Array, w: Array) -> tuple[Array, tuple]:
     gathered = split.gather(x) if split.gathers else x
     y = jnp.tensordot(gathered, w, axes=split.contracting)
     return _place(y, split.output), (x, w)
 
 
 def _partitioned_backward(
-    split: _Split, saved: tuple, dy: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    split: _Split, saved: tuple, dy: Array
+) -> tuple[Array, Array]:
     x, w = saved
-    if split.gathers:
-        x = split.gather(x)
-    else:
-        dy = split.gather(dy)
+    x, dy = (split.gather(x), dy) if split.gathers else (x, split.gather(dy))
     _, vjp = jax.vjp(partial(jnp.tensordot, axes=split.contracting), x, w)
     dx, dw = vjp(dy)
     return _place(dx, split.input), dw
 
 
 _partitioned.defvjp(_partitioned_forward, _partitioned_backward)
-
-
-def _place(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    return jax.lax.with_sharding_constraint(x, sharding)
 
 
 def named(initializer: Initializer, *names: str | None) -> Initializer:
@@ -251,34 +226,25 @@ class Dense(nnx.Module):
         use_bias: bool = False,
         kernel_init: Initializer | None = None,
     ) -> None:
+        self.in_names, self.out_names = tuple(in_dims), tuple(out_dims)
         names = (*in_dims, *out_dims)
         check_names(names)
         shape = (*in_dims.values(), *out_dims.values())
-        self.num_in_dims = len(in_dims)
-        self.in_names = tuple(in_dims)
-        self.out_names = tuple(out_dims)
-        if kernel_init is None:
-            fan_in = math.prod(in_dims.values())
-            kernel_init = nnx.initializers.normal(fan_in**-0.5)
-        self.kernel = nnx.Param(
-            named(kernel_init, *names)(rngs.params(), shape, jnp.float32),
-            num_in_dims=self.num_in_dims,
-        )
+        fan_in = math.prod(in_dims.values())
+        init = kernel_init or nnx.initializers.normal(fan_in**-0.5)
+        kernel = named(init, *names)(rngs.params(), shape, jnp.float32)
+        self.kernel = nnx.Param(kernel, num_in_dims=len(in_dims))
         self.bias = nnx.data(None)
         if use_bias:
             zeros = named(nnx.initializers.zeros_init(), *out_dims)
-            self.bias = nnx.Param(
-                zeros(rngs.params(), tuple(out_dims.values()), jnp.float32)
-            )
+            shape = tuple(out_dims.values())
+            self.bias = nnx.Param(zeros(rngs.params(), shape, jnp.float32))
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Array) -> Array:
         """Contracts the last dims of ``x`` with the kernel.
 
-        Args:
-            x: ``(*leading, *in_dims)``; two leading dims are ``batch`` and ``seq``.
-
-        Returns:
-            ``(*leading, *out_dims)``.
+        ``(*leading, *in_dims)`` to ``(*leading, *out_dims)``; two leading dims are
+        ``batch`` and ``seq``.
         """
         y = matmul(x, self.kernel[...], self.in_names, self.out_names)
         if self.bias is None:
@@ -313,15 +279,13 @@ class Embed(nnx.Module):
         vocab_name: str | None = "vocab",
         embedding_init: Initializer | None = None,
     ) -> None:
-        init = embedding_init or nnx.initializers.normal(0.02)
         self.vocab_name = vocab_name
-        self.embedding = nnx.Param(
-            named(init, vocab_name, "embed")(
-                rngs.params(), (vocab_size, embed_dim), jnp.float32
-            )
-        )
+        init = embedding_init or nnx.initializers.normal(0.02)
+        make = named(init, vocab_name, "embed")
+        table = make(rngs.params(), (vocab_size, embed_dim), jnp.float32)
+        self.embedding = nnx.Param(table)
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __call__(self, tokens: Array) -> Array:
         """Looks rows up: int ``(batch, seq)`` to ``(batch, seq, embed)``.
 
         A token outside the vocabulary gives NaN, and so a loss that is not finite.
@@ -337,7 +301,7 @@ class Embed(nnx.Module):
         rows = constrain_param(rows, "batch", "seq", "embed")
         return constrain(rows, "batch", "seq", "embed")
 
-    def attend(self, x: jax.Array) -> jax.Array:
+    def attend(self, x: Array) -> Array:
         """Logits against every row: ``(batch, seq, embed)`` to ``(..., vocab)``."""
         logits = matmul(x, self.embedding[...], ("embed",), ("vocab",), w_dims=(1,))
         return constrain(logits, "batch", "seq", "vocab")

@@ -1,4 +1,4 @@
-"""Jaxprs as programs to cut: which equations an output needs, and calls inlined."""
+"""Jaxprs as programs to cut, and layers traced with the residuals that they keep."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ import jax.extend.core as jex
 # In the types of jax 0.12 it is gone, in the module it is not.
 ClosedJaxpr: Any = vars(jex)["ClosedJaxpr"]
 
-Env = Mapping[jex.Var, Any]
+Eqns = Sequence[jex.JaxprEqn]
+Choice = Callable[[jex.JaxprEqn], bool]
+"""Which calls to replace by the equations that they call."""
 
-
-def is_jit(eqn: jex.JaxprEqn) -> bool:
-    """True if an equation is a call under ``jax.jit``."""
-    return eqn.primitive.name == "jit"
+_DEBUG_INFO = jex.DebugInfo("jit", "part of a loss", None, None)
 
 
 def is_call(eqn: jex.JaxprEqn) -> bool:
@@ -28,51 +27,30 @@ def is_call(eqn: jex.JaxprEqn) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class TracedFunction:
-    """A function of arrays as equations, any of whose values can be computed alone.
+    """A function of arrays as equations, any of whose values can be computed alone."""
 
-    Attributes:
-        eqns: The equations.
-        consts: The arrays that the function closes over, by variable.
-        inputs: The arguments, with a variable in place of each array.
-        outputs: The results, with a variable or literal in place of each array.
-        shapes: The results, with a `jax.ShapeDtypeStruct` in place of each array.
-        effects: Effects of the whole, such as prints.
-    """
-
-    eqns: Sequence[jex.JaxprEqn]
-    consts: dict[jex.Var, Any]
-    inputs: tuple
-    outputs: Any
-    shapes: Any
-    effects: Collection[Any]
+    eqns: Eqns
+    consts: dict[jex.Var, Any]  # the arrays that the function closes over
+    inputs: tuple  # the arguments, with a variable in place of each array
+    outputs: Any  # the results, with a variable or literal in place of each array
+    shapes: Any  # the results, with a `jax.ShapeDtypeStruct` in place of each array
+    effects: Collection[Any]  # of the whole, such as prints
 
     def __call__(self, *args: Any) -> Any:
         """The results, from every equation."""
-        atoms, tree = jax.tree.flatten(self.outputs)
-        env = self.consts | bind(self.inputs, args)
-        return jax.tree.unflatten(tree, run(self.eqns, atoms, env))
+        return run(self.eqns, self.outputs, self.consts | bind(self.inputs, args))
 
-    def evaluate(self, wanted: Any, known: Env) -> Any:
+    def evaluate(self, wanted: Any, known: Mapping[jex.Var, Any]) -> Any:
         """A tree of values from known ones, by the equations that it needs alone."""
-        atoms, tree = jax.tree.flatten(wanted)
         env = self.consts | dict(known)
-        eqns = needed(self.eqns, atoms, env)
-        return jax.tree.unflatten(tree, run(eqns, atoms, env))
+        return run(needed(self.eqns, jax.tree.leaves(wanted), env), wanted, env)
 
 
 def trace(
-    function: Callable,
-    *args: Any,
-    inlined: Callable[[jex.JaxprEqn], bool] = lambda eqn: False,
+    function: Callable, *args: Any, inlined: Choice = lambda eqn: False
 ) -> TracedFunction:
-    """Traces a function of pytrees of arrays.
-
-    Args:
-        function: The function.
-        args: Its arguments, or their shapes.
-        inlined: Which calls to replace by what they call.
-    """
-    # Avals, not values: arguments may be shapes, and none is computed with.
+    """Traces a function of pytrees of arrays; the arguments may be their shapes."""
+    # Avals, not values: none is computed with.
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     jaxpr = inline(closed.jaxpr, inlined)
     return TracedFunction(
@@ -91,28 +69,12 @@ def bind(variables: Any, values: Any) -> dict[jex.Var, Any]:
     return dict(zip(*leaves, strict=True))
 
 
-def subjaxprs(eqn: jex.JaxprEqn) -> list[jex.Jaxpr]:
-    """The jaxprs inside an equation."""
-    found = jax.tree.leaves(
-        list(eqn.params.values()),
-        is_leaf=lambda x: isinstance(x, (jex.Jaxpr, ClosedJaxpr)),
-    )
-    return [
-        x.jaxpr if isinstance(x, ClosedJaxpr) else x
-        for x in found
-        if isinstance(x, (jex.Jaxpr, ClosedJaxpr))
-    ]
-
-
-def walk(
-    program: jex.Jaxpr | TracedFunction,
-) -> Iterator[tuple[jex.JaxprEqn, tuple[str, ...]]]:
+def walk(program: jex.Jaxpr | TracedFunction) -> Iterator[tuple[jex.JaxprEqn, tuple]]:
     """Every equation, nested ones too, with the primitives that enclose it."""
     for eqn in program.eqns:
         yield eqn, ()
-        for inner in subjaxprs(eqn):
-            for found, path in walk(inner):
-                yield found, (eqn.primitive.name, *path)
+        for inner in jex.jaxprs_in_params(eqn.params):
+            yield from ((e, (eqn.primitive.name, *path)) for e, path in walk(inner))
 
 
 def variables_in(atoms: Iterable[Any]) -> list[jex.Var]:
@@ -121,48 +83,39 @@ def variables_in(atoms: Iterable[Any]) -> list[jex.Var]:
 
 
 def needed(
-    eqns: Sequence[jex.JaxprEqn],
-    outputs: Iterable[Any],
-    given: Collection[jex.Var] = (),
+    eqns: Eqns, outputs: Iterable[Any], given: Collection[jex.Var] = ()
 ) -> list[jex.JaxprEqn]:
     """The equations that outputs depend on, in order, where ``given`` are known."""
-    wanted = set(variables_in(outputs)) - set(given)
+    wanted = set(variables_in(outputs)).difference(given)
     found = []
     # Backwards: an equation is used by later ones alone, so that one pass will do.
     for eqn in reversed(eqns):
-        if any(var in wanted for var in eqn.outvars):
+        if not wanted.isdisjoint(eqn.outvars):
             found.append(eqn)
             wanted.update(v for v in variables_in(eqn.invars) if v not in given)
     return found[::-1]
 
 
-def inputs_of(
-    eqns: Sequence[jex.JaxprEqn], outputs: Iterable[Any] = ()
-) -> list[jex.Var]:
+def inputs_of(eqns: Eqns, outputs: Iterable[Any] = ()) -> list[jex.Var]:
     """The variables that equations, and outputs next to them, take from outside."""
     made = {var for eqn in eqns for var in eqn.outvars}
-    used = [v for eqn in eqns for v in variables_in(eqn.invars)]
-    used += variables_in(outputs)
+    used = variables_in([*(a for eqn in eqns for a in eqn.invars), *outputs])
     # In order: a set would give each process another program.
     return list(dict.fromkeys(v for v in used if v not in made))
 
 
-def derived(eqns: Sequence[jex.JaxprEqn], given: Iterable[jex.Var]) -> set[jex.Var]:
+def derived(eqns: Eqns, given: Iterable[jex.Var]) -> set[jex.Var]:
     """The variables that come from ``given`` alone, themselves among them."""
     found = set(given)
     for eqn in eqns:
         # An equation without inputs, such as iota, comes from nothing else either.
-        if set(variables_in(eqn.invars)) <= found:
-            found.update(variables_in(eqn.outvars))
+        if found.issuperset(variables_in(eqn.invars)):
+            found.update(eqn.outvars)
     return found
 
 
 def warn_of_effects(traced: TracedFunction) -> None:
-    """Warns of calls that are lost where only what is `needed` is run.
-
-    Warns:
-        UserWarning: If the program prints or calls back into Python.
-    """
+    """Warns of prints and callbacks: lost where only what is `needed` is run."""
     if traced.effects:
         warnings.warn(
             "The loss, or a block of its Stack, prints or calls back into Python "
@@ -174,53 +127,43 @@ def warn_of_effects(traced: TracedFunction) -> None:
         )
 
 
-def run(eqns: Sequence[jex.JaxprEqn], outputs: Sequence[Any], env: Env) -> list:
+def run(eqns: Eqns, wanted: Any, env: Mapping[jex.Var, Any]) -> Any:
     """Evaluates equations on values; differentiable and traceable as JAX code is."""
+    outvars, tree = jax.tree.flatten(wanted)
     # Only what is used: a jaxpr's inputs must be values of this trace, and a caller may
     # not know those of equations that are left out.
-    invars = inputs_of(eqns, outputs)
+    invars = inputs_of(eqns, outvars)
     jaxpr = jex.Jaxpr(
         constvars=[],
         invars=invars,
-        outvars=list(outputs),
+        outvars=outvars,
         eqns=list(eqns),
         effects=frozenset[Any]().union(*(eqn.effects for eqn in eqns)),
-        debug_info=_debug_info(),
+        debug_info=_DEBUG_INFO,
     )
     function = jex.jaxpr_as_fun(ClosedJaxpr(jaxpr, []))
-    return list(function(*(env[var] for var in invars)))
+    return jax.tree.unflatten(tree, function(*(env[var] for var in invars)))
 
 
-def _debug_info() -> jex.DebugInfo:
-    return jex.DebugInfo("jit", "part of a loss", None, None)
-
-
-def inline(
-    jaxpr: jex.Jaxpr, wanted: Callable[[jex.JaxprEqn], bool] = is_call
-) -> jex.Jaxpr:
-    """The same program with calls replaced by the equations that they call.
-
-    Args:
-        jaxpr: The program.
-        wanted: Which calls to replace.
-    """
+def inline(jaxpr: jex.Jaxpr, wanted: Choice = is_call) -> jex.Jaxpr:
+    """The same program with ``wanted`` calls replaced by the equations they call."""
     fresh = jex.gensym()
     eqns: list[jex.JaxprEqn] = []
 
-    def emit(body: jex.Jaxpr, names: dict[jex.Var, Any]) -> None:
-        def rename(atom: Any) -> Any:
-            return atom if isinstance(atom, jex.Literal) else names.get(atom, atom)
+    def emit(body: jex.Jaxpr, names: dict[jex.Var, Any]) -> list:
+        """Adds the equations of a body; its outputs, by their names in the program."""
+
+        def rename(atoms: Iterable[Any]) -> list:
+            return [a if isinstance(a, jex.Literal) else names[a] for a in atoms]
 
         for eqn in body.eqns:
-            invars = [rename(atom) for atom in eqn.invars]
-            inner = _called(eqn) if wanted(eqn) else None
-            if inner is not None:
-                scope = dict(zip(inner.invars, invars, strict=True))
-                emit(inner, scope)
-                outvars = [
-                    atom if isinstance(atom, jex.Literal) else scope[atom]
-                    for atom in inner.outvars
-                ]
+            invars = rename(eqn.invars)
+            inner = None
+            if is_call(eqn) and wanted(eqn):
+                inner = next(jex.jaxprs_in_params(eqn.params))
+            # A call that closes over constants stays one: they are values, not names.
+            if inner is not None and not inner.constvars:
+                outvars = emit(inner, dict(zip(inner.invars, invars, strict=True)))
             else:
                 # A jaxpr that is called twice has its variables once: each copy of its
                 # equations needs variables of its own.
@@ -230,23 +173,111 @@ def inline(
                 ]
                 eqns.append(eqn.replace(invars=invars, outvars=outvars))
             names.update(zip(eqn.outvars, outvars, strict=True))
+        return rename(body.outvars)
 
-    names: dict[jex.Var, Any] = {v: v for v in (*jaxpr.constvars, *jaxpr.invars)}
-    emit(jaxpr, names)
-    outvars = [v if isinstance(v, jex.Literal) else names[v] for v in jaxpr.outvars]
+    outvars = emit(jaxpr, {v: v for v in (*jaxpr.constvars, *jaxpr.invars)})
     # Not a new Jaxpr: that of jax 0.12 would count its constants among the inputs.
     # docs/library-notes.md, "Tracing and compiling"
-    return jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=_debug_info())
+    return jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=_DEBUG_INFO)
 
 
-def _called(eqn: jex.JaxprEqn) -> jex.Jaxpr | None:
-    """The jaxpr that a plain call calls, if it closes over no constant."""
-    if not is_call(eqn):
-        return None
-    inner = next(
-        x for x in eqn.params.values() if isinstance(x, jex.Jaxpr | ClosedJaxpr)
-    )
-    if getattr(inner, "consts", None):
-        return None
-    inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
-    return None if inner.constvars else inner
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Layers:
+    """The arrays of some layers, each dict by key, with a leading ``layers`` dim."""
+
+    trained: dict  # parameters
+    fixed: dict  # frozen parameters and variables that a forward pass does not change
+    state: dict  # variables that it changes
+
+
+class LayerWithResiduals:
+    """One layer, traced together with its VJP, and the residuals to keep.
+
+    What comes from the layer's own weights alone (casts, gathered shards), or from the
+    arguments that all layers get (masks), is computed again in the backward pass: it
+    would otherwise be kept once per microbatch, or once per layer.
+
+    Args:
+        block_vjp: ``(layer, x, args) -> (x, state, vjp)``.
+        layer: The arrays of one layer, or their shapes.
+        x: Its input.
+        args: Its arguments.
+    """
+
+    def __init__(
+        self,
+        block_vjp: Callable[[Layers, list, list], tuple[list, dict, Callable]],
+        layer: Layers,
+        x: list,
+        args: list,
+    ) -> None:
+        # Checkpoints are not inlined: their policies say what is a residual. The
+        # leaves of the VJP, the third output, are the residuals.
+        self._traced = traced = trace(
+            block_vjp, layer, x, args, inlined=lambda eqn: eqn.primitive.name == "jit"
+        )
+        warn_of_effects(traced)
+        layer, _, args = traced.inputs
+        # `jax.checkpoint` passes a residual that is an input through
+        # `reduce_precision`, https://github.com/jax-ml/jax/pull/22244, so that it
+        # cannot be recognised by identity: ask what a residual is derived from.
+        free: set[jex.Var] = set()
+        for given in ((layer.trained, layer.fixed), args):
+            free |= derived(traced.eqns, [*traced.consts, *jax.tree.leaves(given)])
+        residuals = dict.fromkeys(variables_in(jax.tree.leaves(traced.outputs[2])))
+        self.saved: list[jex.Var] = [v for v in residuals if v not in free]
+
+    def forward(self, layer: Layers, x: list, args: list) -> tuple[list, dict, list]:
+        """The output, the state after it, and the residuals to keep."""
+        wanted = (*self._traced.outputs[:2], self.saved)
+        known = bind(self._traced.inputs, (layer, x, args))
+        return self._traced.evaluate(wanted, known)
+
+    def vjp(self, trained: dict, fixed: dict, args: list, saved: list) -> Callable:
+        """The VJP, from the kept residuals and what is still at hand."""
+        layer, _, of_args = self._traced.inputs
+        at_hand = (layer.trained, layer.fixed, of_args, self.saved)
+        known = bind(at_hand, (trained, fixed, args, saved))
+        return self._traced.evaluate(self._traced.outputs[2], known)
+
+
+class SplitBackward:
+    """A joint backward pass cut where the input gradient is complete [1].
+
+    Each equation is run once: those that the input gradients need in the first part,
+    the rest in the second. Differentiating twice, for the inputs and for the weights,
+    would compute the products that both need twice: 6.2 times a forward pass instead of
+    3.0.
+
+    Args:
+        backward: ``(weights, kept) -> (input gradients, weight gradients)``.
+        weights: What is at hand again when the second part runs, or its shapes.
+        kept: Everything else: residuals and the output's gradient.
+
+    References:
+        [1] Qi et al., "Zero Bubble Pipeline Parallelism", 2024, section 2,
+        https://arxiv.org/abs/2401.10241
+    """
+
+    def __init__(
+        self, backward: Callable[[Any, Any], tuple[Any, Any]], weights: Any, kept: Any
+    ) -> None:
+        self._traced = traced = trace(backward, weights, kept, inlined=is_call)
+        inputs, grads = map(jax.tree.leaves, traced.outputs)
+        # What comes from the weights alone is computed again rather than kept.
+        free = {*traced.consts, *jax.tree.leaves(traced.inputs[0])}
+        first = needed(traced.eqns, inputs)
+        made = {v for eqn in first for v in eqn.outvars} - derived(traced.eqns, free)
+        second = needed(traced.eqns, grads, given=made)
+        self._pending = [v for v in inputs_of(second, grads) if v not in free]
+
+    def run_input(self, weights: Any, kept: Any) -> tuple[Any, list]:
+        """The input gradients, and the values pending for the second part."""
+        wanted = (self._traced.outputs[0], self._pending)
+        return self._traced.evaluate(wanted, bind(self._traced.inputs, (weights, kept)))
+
+    def run_weight(self, weights: Any, pending: list) -> Any:
+        """The weight gradients."""
+        known = bind((self._traced.inputs[0], self._pending), (weights, pending))
+        return self._traced.evaluate(self._traced.outputs[1], known)

@@ -10,30 +10,22 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
+from jax import Array
 from jax.sharding import PartitionSpec as P
-from jax.typing import DTypeLike
 
 from nnx_parallel.metrics import Mean
 from nnx_parallel.sharding.constrain import active_layout
-from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.names import dim_axes
 
 
 class LabelRange(NamedTuple):
-    """The labels of one call of a loss, those of weight 0 left out.
-
-    Attributes:
-        lowest: The least.
-        highest: The greatest.
-        num_classes: How many classes the logits have.
-    """
+    """Least and greatest label of a call of a loss, those of weight 0 left out."""
 
     lowest: int
     highest: int
@@ -63,25 +55,20 @@ def observing_labels() -> Iterator[list[LabelRange]]:
         _observed.reset(token)
 
 
-def _observe(labels: jax.Array, weights: jax.Array | None, num_classes: int) -> None:
-    seen = _observed.get()
-    if seen is None:
+def _observe(labels: Array, weights: Array | None, num_classes: int) -> None:
+    if (seen := _observed.get()) is None:
         return
     if weights is not None:
         labels = jnp.where(weights == 0, 0, labels)
-    jax.debug.callback(
-        lambda low, high: seen.append(LabelRange(int(low), int(high), num_classes)),
-        labels.min(),
-        labels.max(),
-    )
+
+    def observe(low: Array, high: Array) -> None:
+        seen.append(LabelRange(int(low), int(high), num_classes))
+
+    jax.debug.callback(observe, labels.min(), labels.max())
 
 
 def cross_entropy(
-    logits: jax.Array,
-    labels: jax.Array,
-    weights: jax.Array | None = None,
-    *,
-    z_loss: float = 0.0,
+    logits: Array, labels: Array, weights: Array | None = None, *, z_loss: float = 0.0
 ) -> Mean:
     """Mean negative log-likelihood of integer labels.
 
@@ -121,9 +108,7 @@ def cross_entropy(
     return Mean(_weighted_sum(losses, weights), weights.sum())
 
 
-def _token_losses(
-    logits: jax.Array, labels: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+def _token_losses(logits: Array, labels: Array) -> tuple[Array, Array, Array, Array]:
     """Losses in nats from float32 logits ``(*leading, vocab)``, NaN without a class.
 
     With them what their gradient is made from: the log-normaliser, and whether the
@@ -141,7 +126,7 @@ def _token_losses(
     return losses, normaliser, is_class, is_label
 
 
-def _weighted_sum(losses: jax.Array, weights: jax.Array) -> jax.Array:
+def _weighted_sum(losses: Array, weights: Array) -> Array:
     # Not `losses * weights` alone: NaN times 0 is NaN, and labels left out may be any.
     return jnp.where(weights == 0, 0.0, losses * weights).sum()
 
@@ -151,10 +136,10 @@ CHUNK_BYTES = 2**27
 
 
 def linear_cross_entropy(
-    hidden: jax.Array,
-    kernel: jax.Array,
-    labels: jax.Array,
-    weights: jax.Array | None = None,
+    hidden: Array,
+    kernel: Array,
+    labels: Array,
+    weights: Array | None = None,
     *,
     vocab_dim: int = 1,
     z_loss: float = 0.0,
@@ -198,7 +183,9 @@ def linear_cross_entropy(
         [2] Shoeybi et al., "Megatron-LM", 2019, section 3,
         https://arxiv.org/abs/1909.08053
     """
-    _check_shapes(hidden, kernel, labels, weights, vocab_dim, chunk_size)
+    _check_shapes(hidden, kernel, labels, weights, vocab_dim)
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1.")
     labels = labels.astype(jnp.int32)
     _observe(labels, weights, kernel.shape[vocab_dim])
     if weights is None:
@@ -206,37 +193,63 @@ def linear_cross_entropy(
     else:
         weights = weights.astype(jnp.float32)
         weight = weights.sum()
-    plan = _plan_chunks(hidden, kernel, vocab_dim % 2, z_loss, chunk_size)
+    plan = _ChunkPlan(hidden, kernel, vocab_dim % 2, z_loss, chunk_size)
     hidden, labels, weights = map(plan.split, (hidden, labels, weights))
-    total: Any = _chunked(plan, hidden, kernel, labels, weights)
+    total: Any = _chunked(plan, kernel, (hidden, labels, weights))
     return Mean(total, weight)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _ChunkPlan:
-    """How tokens are divided. In a chunk they are ``(rows, parts, tokens)``.
+Chunk = tuple[Array, Array, Array]
+"""Hidden states, labels and weights of a chunk; with a leading dim, of all chunks."""
 
-    Attributes:
-        rows: Parts of the batch, as many as the mesh makes of it.
-        parts: Parts of the sequence, likewise.
-        num_chunks: Chunks of the tokens of each part of each row.
-        vocab: Classes.
-        vocab_dim: The dim of the kernel that is ``vocab``.
-        kernel_dtype: The kernel's, and so that of its gradient.
-        z_loss: Weight of the squared log-normaliser.
-        layout: The layout that is active where the loss is called.
+
+class _ChunkPlan:
+    """How tokens are divided: in a chunk they are ``(rows, parts, tokens)``.
+
+    The mesh divides the batch into rows and the sequence into parts.
     """
 
-    rows: int
-    parts: int
-    num_chunks: int
-    vocab: int
-    vocab_dim: int
-    kernel_dtype: DTypeLike
-    z_loss: float
-    layout: Layout | None
+    def __init__(
+        self,
+        hidden: Array,
+        kernel: Array,
+        vocab_dim: int,
+        z_loss: float,
+        chunk_size: int | None,
+    ) -> None:
+        layout = active_layout()
+        # Nothing to split: constraints would only pin every array whole.
+        if layout is not None and layout.is_silent(("batch", "seq", "embed", "vocab")):
+            layout = None
+        self.vocab_dim, self.kernel_dtype = vocab_dim, kernel.dtype
+        self.z_loss, self.layout = z_loss, layout
+        self.rows = self.parts = splits = 1
+        self.token_spec = P()  # of rows and parts, where their logits are
+        vocab = kernel.shape[vocab_dim]
+        if layout is not None:
+            sizes, names = layout.mesh.shape, ("batch", "seq", "embed")
+            axes = dim_axes(layout.activation_spec(hidden.shape, names), 3)
+            self.rows, self.parts = (math.prod(sizes[a] for a in d) for d in axes[:2])
+            logits = layout.activation_spec((self.rows, vocab), ("batch", "vocab"))
+            splits = math.prod(sizes[a] for a in dim_axes(logits, 2)[1])
+            shape, names = (self.rows, self.parts, vocab), ("batch", "seq", "vocab")
+            self.token_spec = P(*layout.activation_spec(shape, names)[:2])
+        tokens = hidden.shape[0] * hidden.shape[1] // (self.rows * self.parts)
+        if chunk_size is None:  # 4 bytes for each class that a device has
+            chunk_size = CHUNK_BYTES // (4 * vocab // splits)
+        # Where `vocab` is split, the parts of a sequence are gathered for the product:
+        # each gives its share of a chunk.
+        chunk_size = max(chunk_size // (self.parts if splits > 1 else 1), 1)
+        self.num_chunks = -(-tokens // chunk_size)
+        # Letters of the dims in which a gradient of the kernel is summed up. A scan's
+        # carry cannot hold partial sums that are still to be reduced: so each part of
+        # the tokens that is split where its logits are adds to a gradient of its own,
+        # `g` or `p` in front; devices sum them once, after the last chunk.
+        spec = self.token_spec if self.num_chunks > 1 else P()
+        parts = [n for n, axes in zip("gp", spec, strict=False) if axes]
+        self.kernel_dims = "".join(parts) + ("ev" if vocab_dim else "ve")
 
-    def split(self, x: jax.Array) -> jax.Array:
+    def split(self, x: Array) -> Array:
         """``(batch, seq, ...)`` to ``(chunks, rows, parts, tokens, ...)``.
 
         Padded with 0, also the weights. No token leaves its device: a chunk has some of
@@ -250,113 +263,70 @@ class _ChunkPlan:
         )
         return self.place(x, None, "batch", "seq", *[None] * (x.ndim - 3))
 
-    def place(self, x: jax.Array, *names: str | None) -> jax.Array:
+    def place(self, x: Array, *names: str | None) -> Array:
         """An array by the names of its dims; ``batch`` and ``seq`` are the parts."""
         if self.layout is None:
             return x
         spec = self.layout.activation_spec(x.shape, names)
         return jax.lax.with_sharding_constraint(x, self.layout.sharding(spec))
 
-    def gather(self, x: jax.Array) -> jax.Array:
+    def gather(self, x: Array) -> Array:
         """Hidden states ``(rows, parts, tokens, embed)`` as the product needs them."""
         if self.layout is None:
             return x
-        sharding = self.layout.sharding(self.logits_spec(x.shape))
-        return jax.lax.with_sharding_constraint(x, sharding)
+        return jax.lax.with_sharding_constraint(
+            x, self.layout.sharding(self.token_spec)
+        )
 
-    def logits_spec(self, shape: tuple[int, ...]) -> P:
-        """How tokens are split where their logits are, ``vocab`` coming first."""
-        assert self.layout is not None
-        names = ("batch", "seq", None, "vocab")
-        return P(*self.layout.activation_spec((*shape[:3], self.vocab), names)[:3])
+    def scan(self, function: Callable, start: Any, chunks: Chunk) -> tuple[Any, Any]:
+        """`jax.lax.scan` over the chunks."""
+        # Without a loop the gradient of the kernel needs no float32 carry of its own.
+        if self.num_chunks > 1:
+            return jax.lax.scan(function, start, chunks)
+        carry, outputs = function(start, jax.tree.map(lambda x: x[0], chunks))
+        return carry, jax.tree.map(lambda x: x[None], outputs)
 
-    def kernel_dims(self, shape: tuple[int, ...]) -> str:
-        """Letters of the dims in which a gradient of the kernel is summed up.
-
-        A scan's carry cannot hold partial sums that are still to be reduced. So each
-        part of the tokens that is split where its logits are adds to a gradient of its
-        own, ``g`` or ``p`` in front; devices sum them once, after the last chunk.
-        """
-        kernel = "ev" if self.vocab_dim else "ve"
-        if self.layout is None or self.num_chunks == 1:
-            return kernel
-        spec = self.logits_spec(shape)
-        return "".join(n for n, axes in zip("gp", spec, strict=False) if axes) + kernel
-
-
-def _plan_chunks(
-    hidden: jax.Array,
-    kernel: jax.Array,
-    vocab_dim: int,
-    z_loss: float,
-    chunk_size: int | None,
-) -> _ChunkPlan:
-    layout = active_layout()
-    # Nothing to split: constraints would only pin every array whole.
-    if layout is not None and layout.is_silent(("batch", "seq", "embed", "vocab")):
-        layout = None
-    rows = parts = splits = 1
-    vocab = kernel.shape[vocab_dim]
-    if layout is not None:
-        names = ("batch", "seq", "embed")
-        axes = dim_axes(layout.activation_spec(hidden.shape, names), 3)
-        rows, parts = (math.prod(layout.mesh.shape[a] for a in d) for d in axes[:2])
-        logits = layout.activation_spec((rows, vocab), ("batch", "vocab"))
-        splits = math.prod(layout.mesh.shape[a] for a in dim_axes(logits, 2)[1])
-    tokens = hidden.shape[0] * hidden.shape[1] // (rows * parts)
-    if chunk_size is None:  # 4 bytes for each class that a device has
-        chunk_size = CHUNK_BYTES // (4 * vocab // splits)
-    # Where `vocab` is split, the parts of a sequence are gathered for the product: each
-    # gives its share of a chunk.
-    chunk_size = max(chunk_size // (parts if splits > 1 else 1), 1)
-    return _ChunkPlan(
-        rows=rows,
-        parts=parts,
-        num_chunks=-(-tokens // chunk_size),
-        vocab=vocab,
-        vocab_dim=vocab_dim,
-        kernel_dtype=kernel.dtype,
-        z_loss=z_loss,
-        layout=layout,
-    )
-
-
-Chunk = tuple[jax.Array, jax.Array, jax.Array]
-"""Hidden states, labels and weights of a chunk."""
+    def losses(self, kernel: Array, given: Chunk) -> tuple[Array, Array]:
+        """Loss of each token, and the gradient of the weighted sum by the logits."""
+        x, labels, weights = given
+        axes = ((3,), (1 - self.vocab_dim,))
+        x = self.gather(x)
+        logits = jnp.tensordot(x, kernel, axes, preferred_element_type=jnp.float32)
+        # (rows, parts, tokens, vocab)
+        logits = self.place(logits, "batch", "seq", None, "vocab")
+        losses, normaliser, is_class, is_label = _token_losses(logits, labels)
+        scale = jnp.where(is_class, weights, 0.0)[..., None]
+        softmax = jnp.exp(logits - normaliser[..., None])
+        # By logits: d(normaliser) = softmax, d(normaliser**2) = 2 normaliser * softmax
+        slope = jnp.where(is_label, softmax - 1, softmax)
+        if self.z_loss:
+            losses += self.z_loss * normaliser**2
+            slope += 2 * self.z_loss * normaliser[..., None] * softmax
+        return losses, scale * slope
 
 
 # The gradient is made in the forward pass, chunk by chunk: JAX's own would keep the
 # logits of every chunk, or compute them again.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chunked(
-    plan: _ChunkPlan,
-    hidden: jax.Array,
-    kernel: jax.Array,
-    labels: jax.Array,
-    weights: jax.Array,
-) -> jax.Array:
+def _chunked(plan: _ChunkPlan, kernel: Array, chunks: Chunk) -> Array:
     """The weighted sum of all losses, and nothing else."""
 
-    def chunk(_: None, given: Chunk) -> tuple[None, jax.Array]:
-        return None, _chunk_losses(plan, kernel, given)[0]
+    def chunk(_: None, given: Chunk) -> tuple[None, Array]:
+        return None, plan.losses(kernel, given)[0]
 
-    # losses: (chunks, rows, parts, tokens)
-    _, losses = _over_chunks(plan, chunk, None, (hidden, labels, weights))
-    return _weighted_sum(losses, weights)
+    _, losses = plan.scan(chunk, None, chunks)  # (chunks, rows, parts, tokens)
+    return _weighted_sum(losses, chunks[2])
 
 
 def _chunked_forward(
-    plan: _ChunkPlan,
-    hidden: jax.Array,
-    kernel: jax.Array,
-    labels: jax.Array,
-    weights: jax.Array,
-) -> tuple[jax.Array, tuple]:
+    plan: _ChunkPlan, kernel: Array, chunks: Chunk
+) -> tuple[Array, tuple]:
     """The sum and, chunk by chunk, its gradients."""
-    dims = plan.kernel_dims(hidden.shape[1:])
+    hidden, _, weights = chunks
+    dims = plan.kernel_dims
 
-    def chunk(dw: jax.Array, given: Chunk) -> tuple[jax.Array, tuple]:
-        losses, slope = _chunk_losses(plan, kernel, given)
+    def chunk(dw: Array, given: Chunk) -> tuple[Array, tuple]:
+        losses, slope = plan.losses(kernel, given)
         dlogits = slope.astype(hidden.dtype)  # (rows, parts, tokens, vocab)
         dx = jnp.tensordot(dlogits, kernel, ((3,), (plan.vocab_dim,)))
         dx = plan.place(dx.astype(hidden.dtype), "batch", "seq", None, None)
@@ -371,62 +341,25 @@ def _chunked_forward(
 
     sizes = {"g": plan.rows, "p": plan.parts}
     shape = (*(sizes[dim] for dim in dims[:-2]), *kernel.shape)
-    start, given = jnp.zeros(shape, jnp.float32), (hidden, labels, weights)
-    dw, (dx, losses) = _over_chunks(plan, chunk, start, given)
+    dw, (dx, losses) = plan.scan(chunk, jnp.zeros(shape, jnp.float32), chunks)
     # float16 has no room for a sum that no loss scale has made smaller yet.
     dtype = jnp.float32 if kernel.dtype == jnp.float16 else kernel.dtype
     dw = dw.astype(dtype).sum(range(len(dims) - 2))
     return _weighted_sum(losses, weights), (dx, dw, losses, weights)
 
 
-def _chunked_backward(plan: _ChunkPlan, saved: tuple, scale: jax.Array) -> tuple:
+def _chunked_backward(plan: _ChunkPlan, saved: tuple, scale: Array) -> tuple:
     dx, dw, losses, weights = saved
     dweights = jnp.where(weights == 0, 0.0, losses * scale)
     dw = (dw * scale).astype(dw.dtype).astype(plan.kernel_dtype)
-    return (dx * scale).astype(dx.dtype), dw, None, dweights
+    return dw, ((dx * scale).astype(dx.dtype), None, dweights)
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward)
 
 
-def _over_chunks(
-    plan: _ChunkPlan, function: Callable, start: Any, chunks: Any
-) -> tuple[Any, Any]:
-    # Without a loop the gradient of the kernel needs no float32 carry of its own.
-    if plan.num_chunks > 1:
-        return jax.lax.scan(function, start, chunks)
-    carry, outputs = function(start, jax.tree.map(lambda x: x[0], chunks))
-    return carry, jax.tree.map(lambda x: x[None], outputs)
-
-
-def _chunk_losses(
-    plan: _ChunkPlan, kernel: jax.Array, given: Chunk
-) -> tuple[jax.Array, jax.Array]:
-    """Loss of each token, and the gradient of the weighted sum by the logits."""
-    x, labels, weights = given
-    axes = ((3,), (1 - plan.vocab_dim,))
-    x = plan.gather(x)
-    logits = jnp.tensordot(x, kernel, axes, preferred_element_type=jnp.float32)
-    # (rows, parts, tokens, vocab)
-    logits = plan.place(logits, "batch", "seq", None, "vocab")
-    losses, normaliser, is_class, is_label = _token_losses(logits, labels)
-    scale = jnp.where(is_class, weights, 0.0)[..., None]
-    softmax = jnp.exp(logits - normaliser[..., None])
-    # By the logits: d(normaliser) = softmax, d(normaliser**2) = 2 normaliser * softmax
-    slope = jnp.where(is_label, softmax - 1, softmax)
-    if plan.z_loss:
-        losses += plan.z_loss * normaliser**2
-        slope += 2 * plan.z_loss * normaliser[..., None] * softmax
-    return losses, scale * slope
-
-
 def _check_shapes(
-    hidden: jax.Array,
-    kernel: jax.Array,
-    labels: jax.Array,
-    weights: jax.Array | None,
-    vocab_dim: int,
-    chunk_size: int | None,
+    hidden: Array, kernel: Array, labels: Array, weights: Array | None, vocab_dim: int
 ) -> None:
     if kernel.ndim != 2 or vocab_dim not in (-2, -1, 0, 1):
         raise ValueError(
@@ -446,5 +379,3 @@ def _check_shapes(
                 f"{name} of shape {x.shape} for hidden states of shape {hidden.shape}; "
                 f"each token has its own: {hidden.shape[:2]}."
             )
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1.")

@@ -1,81 +1,131 @@
-"""The layers of a `Stack`, one after the other: plainly, or gathering one layer ahead.
-
-`run_layers` is a scan in which each layer gathers its own parameters. In
-`run_prefetched` the scan carries the gathered parameters of one layer and gathers those
-of the next, which nothing in the layer waits for: forward from the first layer to the
-last, backward from the last to the first. A device holds two layers at most [1, 2].
-
-JAX's own backward pass of such a scan would keep its carry, and so all layers gathered.
-Here it is written out: a layer's residuals are found as in a pipeline's stage, without
-what comes from its parameters alone.
-
-References:
-    [1] Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel",
-    2023, section 3.3 (forward and backward prefetching),
-    https://arxiv.org/abs/2304.11277
-    [2] Rajbhandari et al., "ZeRO-Infinity", 2021, section 6.2 (overlap-centric design),
-    https://arxiv.org/abs/2104.07857
-"""
+"""The layers of a `Stack`, one after the other, and what they keep (remat)."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from nnx_parallel.collectives.ring import Mode, gather_hops, join_hops
-from nnx_parallel.layers.remat import Remat, apply_remat
-from nnx_parallel.layers.residuals import (
-    Layers,
-    LayerWithResiduals,
-    trace_residuals,
+from nnx_parallel.layers.jaxprs import Layers, LayerWithResiduals
+from nnx_parallel.sharding.constrain import (
+    active_layout,
+    saves_all_but_gathers,
+    use_params,
 )
-from nnx_parallel.sharding.constrain import active_layout
-from nnx_parallel.sharding.layout import Layout, Placement
+from nnx_parallel.sharding.layout import Placement
 from nnx_parallel.sharding.names import dim_axes, is_inexact
 
+Remat = Literal["none", "dots", "full"]
+"""Recomputation in the backward pass [1].
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class StackCall:
-    """One call of a `Stack`, as data for the function that runs its layers.
+- ``none``: keep every activation. Gathered parameters are gathered again all the same.
+- ``dots``: keep the outputs of products with weights; recompute the rest (norms,
+  activation functions, attention scores).
+- ``full``: keep the input of each block; recompute the block.
 
-    Attributes:
-        block: ``(params, others, x, args, slot) -> (x, others, slot)`` of one layer.
-        inner: The same, of parameters that have been gathered.
-        params: The layers' parameters by path, each with a leading ``layers`` dim.
-        others: Their other variables, likewise.
-        x: Input of the first layer.
-        args: Passed to every layer as they are.
-        scanned: A pytree with a leading ``layers`` dim, or ``None``.
-        remat: What a layer keeps for the backward pass.
-        placements: Placement of a layer's parameters, by path; where one says so, the
-            block gathers. What is gathered is never kept.
-        prefetch: How the next layer's parameters are gathered during the present
-            layer, or ``None``.
+References:
+    [1] Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016,
+    https://arxiv.org/abs/1604.06174
+"""
+
+OVERLAPPED = "overlapped_matmul"
+"""Checkpoint name of a product that runs as a ring: it is no single dot to a policy."""
+
+_place = jax.lax.with_sharding_constraint
+
+_default: ContextVar[Remat] = ContextVar("remat", default="none")
+
+
+def check_remat(remat: str | None) -> None:
+    """Raises a ValueError if there is no policy of that name."""
+    if remat is not None and remat not in get_args(Remat):
+        raise ValueError(
+            f"Unknown remat policy {remat!r}. Policies: {list(get_args(Remat))}, or "
+            "None to follow the Trainer's."
+        )
+
+
+@contextlib.contextmanager
+def default_remat(remat: Remat) -> Iterator[None]:
+    """The policy of every `Stack` traced inside that has none of its own."""
+    token = _default.set(remat)
+    try:
+        yield
+    finally:
+        _default.reset(token)
+
+
+def active_remat() -> Remat:
+    """The policy that `default_remat` has set."""
+    return _default.get()
+
+
+def apply_remat(
+    function: Callable,
+    remat: Remat,
+    *,
+    gathers: bool = False,
+    prevent_cse: bool = False,
+) -> Callable:
+    """Wraps a pure function of pytrees so that it keeps what the policy says.
+
+    Parameters that it ``gathers`` are never kept. ``prevent_cse`` keeps the compiler
+    from merging the recomputation with the forward pass: needless in a scan's body.
     """
+    if remat == "none" and not gathers:
+        return function
+    policy = {
+        # All activations, and no gathered parameter: they would be those of all layers.
+        "none": saves_all_but_gathers,
+        # Products with weights have no batch dims, those of attention have. A ring is
+        # a custom gradient around many small products: known by its name.
+        "dots": jax.checkpoint_policies.save_from_both_policies(
+            jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+            jax.checkpoint_policies.save_only_these_names(OVERLAPPED),
+        ),
+        "full": jax.checkpoint_policies.nothing_saveable,
+    }[remat]
+    # A checkpoint replaces the policies of those inside: put none around a `Stack`.
+    return jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
 
-    block: Callable[..., tuple[Any, dict, Any]]
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StackCall:
+    """One call of a `Stack`, as data for the function that runs its layers."""
+
+    # (gathered params, others, x, args, slot) -> (x, others, slot) of one layer.
     inner: Callable[..., tuple[Any, dict, Any]]
-    params: dict
-    others: dict
-    x: Any
-    args: tuple
-    scanned: Any
-    remat: Remat
-    placements: dict[Any, Placement]
-    prefetch: Mode | None
+    params: dict  # by path, each with a leading `layers` dim
+    others: dict  # the other variables, likewise
+    x: Any  # input of the first layer
+    args: tuple  # passed to every layer as they are
+    scanned: Any  # a pytree with a leading `layers` dim, or None
+    remat: Remat  # what a layer keeps for the backward pass
+    placements: dict[Any, Placement]  # of one layer, by path
+    prefetch: Mode | None  # how to gather the next layer during the present one
+
+    def block(self, params: dict, *rest: Any) -> tuple[Any, dict, Any]:
+        """One layer of parameters as they are stored."""
+        # Gathered within the scanned, rematerialised block, so that gathered weights
+        # are never kept for the backward pass: 1.5 GiB of temporaries instead of 5.3
+        # (v5p, 64 chips, 16 layers of 4096/16384).
+        return self.inner(use_params(params, self.placements), *rest)
 
 
 def run_layers(call: StackCall) -> tuple[Any, dict, Any]:
-    """Runs the layers one after the other, as a scan."""
+    """Runs the layers as a scan; each gathers its own parameters, or the next one's."""
     if call.prefetch is not None:
-        return run_prefetched(call)
+        return _run_prefetched(call)
     gathers = any(p.is_gathered for p in call.placements.values())
-    block = apply_remat(call.block, call.remat, gathers=gathers, prevent_cse=False)
+    block = apply_remat(call.block, call.remat, gathers=gathers)
 
     def step(x: Any, slices: tuple[dict, dict, Any]) -> tuple[Any, tuple[dict, Any]]:
         params, others, slot = slices
@@ -88,143 +138,135 @@ def run_layers(call: StackCall) -> tuple[Any, dict, Any]:
     return x, others, scanned
 
 
-def run_prefetched(call: StackCall) -> tuple[Any, dict, None]:
+def _run_prefetched(call: StackCall) -> tuple[Any, dict, None]:
     """Runs the layers of a call that says how to prefetch.
 
     Only reverse-mode derivatives are defined, as everywhere behind a custom gradient.
     """
-    call = dataclasses.replace(call, x=jax.tree.map(jnp.asarray, call.x))
-    layers = _make_layers(call)
-    num_x = len(jax.tree.leaves(call.x))
+    layers = _PrefetchedLayers(call)
 
+    # JAX's own backward pass of such a scan would keep its carry, and so all layers
+    # gathered.
     @jax.custom_vjp
     def run(params: dict, others: dict, arrays: list) -> tuple[list, dict]:
         return layers.forward(params, others, arrays, keeps=False)[0]
 
-    def run_forward(params: dict, others: dict, arrays: list) -> tuple[Any, Any]:
-        out, kept = layers.forward(params, others, arrays, keeps=True)
-        return out, (params, arrays[num_x:], *kept)
-
-    def run_backward(kept: Any, grads: tuple[list, dict]) -> tuple[dict, dict, list]:
-        # `params` are the stored shards: only the last layer is kept gathered.
-        params, args, gathered, saved = kept
-        return layers.backward(params, args, (gathered, saved), *grads)
-
-    run.defvjp(run_forward, run_backward)
-    x, others = run(call.params, call.others, layers.arrays_of((call.x, call.args)))
+    run.defvjp(layers.forward, layers.backward)
+    x, others = run(call.params, call.others, layers.arrays)
     return jax.tree.unflatten(jax.tree.structure(call.x), x), others, None
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
 class _PrefetchedLayers:
-    """The layers of a call, to run from one end to the other.
+    """The layers of a call, which gather one layer ahead.
 
-    Attributes:
-        call: The call.
-        layout: The layout that it is traced under.
-        one: One layer, with its residuals.
+    The scan carries the gathered parameters of one layer and gathers those of the next,
+    which nothing in the layer waits for: forward from the first layer to the last,
+    backward from the last to the first. A device holds two layers at most [1, 2]. A
+    layer's residuals are found as in a pipeline's stage.
+
+    References:
+        [1] Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data
+        Parallel", 2023, section 3.3 (forward and backward prefetching),
+        https://arxiv.org/abs/2304.11277
+        [2] Rajbhandari et al., "ZeRO-Infinity", 2021, section 6.2 (overlap-centric
+        design), https://arxiv.org/abs/2104.07857
     """
 
-    call: StackCall
-    layout: Layout
-    one: LayerWithResiduals
-
-    @property
-    def num_layers(self) -> int:
-        """Number of layers."""
-        return len(next(iter(self.call.params.values())))
-
-    def arrays_of(self, tree: Any) -> list:
-        """The leaves that are arrays; the others stay as the call has them."""
-        return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+    def __init__(self, call: StackCall) -> None:
+        layout = active_layout()
+        assert layout is not None
+        self.call = call
+        x = jax.tree.map(jnp.asarray, call.x)
+        self.leaves, self.tree = jax.tree.flatten((x, call.args))
+        # Those of x, then those of the arguments, which may have leaves of other kinds.
+        self.arrays = [a for a in self.leaves if isinstance(a, jax.Array)]
+        self.num_x = len(jax.tree.leaves(x))
+        self.num_layers = len(next(iter(call.params.values())))
+        params, others = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
+            (call.params, call.others),
+        )
+        places = {
+            k: p for k, p in call.placements.items() if k in params and p.is_gathered
+        }
+        moved = {k: p for k, p in places.items() if p.used != p.stored}
+        self.stored = {k: layout.sharding(p.stored) for k, p in moved.items()}
+        self.used = {k: layout.sharding(p.used) for k, p in moved.items()}
+        self.gradients = {k: layout.sharding(p.gradient) for k, p in places.items()}
+        self.rings = {
+            k: _ring(p, params[k].ndim, call.prefetch, layout.mesh)
+            for k, p in moved.items()
+        }
+        x, args = self.arrays[: self.num_x], self.arrays[self.num_x :]
+        self.one = LayerWithResiduals(
+            self._block_vjp, Layers(params, {}, others), x, args
+        )
 
     def forward(
-        self, params: dict, others: dict, arrays: list, *, keeps: bool
+        self, params: dict, others: dict, arrays: list, *, keeps: bool = True
     ) -> tuple[tuple[list, dict], tuple]:
-        """From the first layer to the last.
-
-        The last one prefetches itself: the backward pass begins with it.
-
-        Returns:
-            The output with the other variables, and what is kept: the last layer
-            gathered, and for each layer what its backward pass needs.
-        """
-        num_x, last = len(jax.tree.leaves(self.call.x)), self.num_layers - 1
-        args = arrays[num_x:]
+        """The output with the other variables, and what `backward` needs of it."""
+        x, args = arrays[: self.num_x], arrays[self.num_x :]
 
         def step(carry: tuple[list, dict], xs: tuple) -> tuple[tuple, tuple]:
             x, gathered = carry
             index, held, state = xs
-            # One program for all layers: the last one gathers itself.
-            hops = self._start(params, jnp.minimum(index + 1, last))
+            # One program for all layers: the last one prefetches itself, with which
+            # the backward pass begins.
+            hops = self._start(params, jnp.minimum(index + 1, self.num_layers - 1))
             layer = Layers(gathered | held, {}, state)
             x, state, saved = self.one.forward(layer, x, args)
             x, following = self._finish(x, hops)
             return (x, following), (state, saved if keeps else [])
 
         # Nothing runs during the first gather: one all-gather is best.
-        first = {k: self._whole(k, x) for k, x in self._shards(params, 0).items()}
-        start = (arrays[:num_x], first)
+        shards = self._shards(params, 0)
+        first = {k: _place(shard, self.used[k]) for k, shard in shards.items()}
         # `params` whole, to be indexed one layer ahead; all else is sliced by the scan.
         slices = (jnp.arange(self.num_layers), self._held(params), others)
-        (x, gathered), (others, saved) = jax.lax.scan(step, start, slices)
-        return (x, others), (gathered, saved)
+        (x, gathered), (others, saved) = jax.lax.scan(step, (x, first), slices)
+        return (x, others), (params, args, gathered, saved)
 
-    def backward(
-        self,
-        params: dict,
-        args: list,
-        kept: tuple[dict, list],
-        grads: list,
-        grads_state: dict,
-    ) -> tuple[dict, dict, list]:
-        """From the last layer to the first, with what the forward pass has kept.
-
-        Returns:
-            Gradients of parameters, other variables, and arrays; ``None`` for what has
-            none.
-        """
+    def backward(self, kept: tuple, grads: tuple[list, dict]) -> tuple:
+        """Gradients of parameters, other variables and arrays; ``None`` without one."""
+        params, args, gathered, saved = kept
+        grads_x, grads_state = grads
 
         def step(carry: tuple[list, list, dict], xs: tuple) -> tuple[tuple, tuple]:
-            grads, grads_args, gathered = carry
+            grads_x, grads_args, gathered = carry
             index, held, saved, grads_state = xs
             hops = self._start(params, jnp.maximum(index - 1, 0))
             vjp = self.one.vjp(gathered | held, {}, args, saved)
-            new, grads, more, grads_state = vjp((grads, grads_state))
+            new, grads_x, more, grads_state = vjp((grads_x, grads_state))
             grads_args = [a + b for a, b in zip(grads_args, more, strict=True)]
-            grads, following = self._finish(grads, hops)
+            grads_x, following = self._finish(grads_x, hops)
             # Summed into shards here, or the scan would stack whole gradients.
-            return (grads, grads_args, following), (self._scatter(new), grads_state)
+            places = self.gradients
+            new = {
+                k: _place(g, places[k]) if k in places else g for k, g in new.items()
+            }
+            return (grads_x, grads_args, following), (new, grads_state)
 
-        gathered, saved = kept
         floats = {k: g for k, g in grads_state.items() if is_inexact(g)}
         zeros = [jnp.zeros_like(a) for a in args if is_inexact(a)]
         slices = (jnp.arange(self.num_layers), self._held(params), saved, floats)
-        (grads, grads_args, _), (new, floats) = jax.lax.scan(
-            step, (grads, zeros, gathered), slices, reverse=True
+        (grads_x, grads_args, _), (new, floats) = jax.lax.scan(
+            step, (grads_x, zeros, gathered), slices, reverse=True
         )
         rest = iter(grads_args)
         # A custom gradient wants None for integers and keys.
-        grads += [next(rest) if is_inexact(a) else None for a in args]
-        return new, {k: floats.get(k) for k in grads_state}, grads
+        grads_args = [next(rest) if is_inexact(a) else None for a in args]
+        return new, {k: floats.get(k) for k in grads_state}, [*grads_x, *grads_args]
 
     def _held(self, params: dict) -> dict:
         """The parameters that are used as they are stored."""
-        places = self.call.placements
-        return {k: p for k, p in params.items() if not _moves(places.get(k))}
+        return {k: x for k, x in params.items() if k not in self.used}
 
     def _shards(self, params: dict, index: int | jax.Array) -> dict:
         """The shards that one layer has to gather."""
-        found = {}
-        for key, x in params.items():
-            placement = self.call.placements.get(key)
-            if placement is not None and _moves(placement):
-                shard = jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
-                found[key] = _place(shard, self.layout.sharding(placement.stored))
-        return found
-
-    def _whole(self, key: Any, x: jax.Array) -> jax.Array:
-        return _place(x, self.layout.sharding(self.call.placements[key].used))
+        slice_of = partial(jax.lax.dynamic_index_in_dim, index=index, keepdims=False)
+        moved = {k: x for k, x in params.items() if k in self.used}
+        return {k: _place(slice_of(x), self.stored[k]) for k, x in moved.items()}
 
     def _start(self, params: dict, index: jax.Array) -> dict:
         """Hops of the gather of one layer's parameters.
@@ -233,11 +275,11 @@ class _PrefetchedLayers:
         ``collective-permute`` it does: of the layers' bytes 92 % are hidden forward and
         58 % backward (docs/library-notes.md, "The TPU compiler").
         """
-        found = {}
-        for key, x in self._shards(params, index).items():
-            ring = self._ring(key, x.ndim)
-            found[key] = gather_hops(x, **ring) if ring else [self._whole(key, x)]
-        return found
+        hops = {}
+        for k, x in self._shards(params, index).items():
+            ring = self.rings[k]
+            hops[k] = gather_hops(x, **ring) if ring else [_place(x, self.used[k])]
+        return hops
 
     def _finish(self, x: list, hops: dict) -> tuple[list, dict]:
         """The gathered parameters, once the layer that runs meanwhile gave ``x``.
@@ -247,72 +289,31 @@ class _PrefetchedLayers:
         ran behind the last product, 12 % of the bytes hidden.
         """
         x, hops = jax.lax.optimization_barrier((x, hops))
-        found = {}
-        for key, passed in hops.items():
-            ring = self._ring(key, passed[0].ndim)
-            found[key] = self._whole(
-                key, join_hops(passed, **ring) if ring else passed[0]
-            )
-        return x, found
+        whole = {}
+        for k, passed in hops.items():
+            joined = join_hops(passed, **self.rings[k]) if self.rings[k] else passed[0]
+            whole[k] = _place(joined, self.used[k])
+        return x, whole
 
-    def _ring(self, key: Any, ndim: int) -> dict[str, Any]:
-        """How to gather hop by hop; empty if in one collective."""
-        placement = self.call.placements[key]
-        # More than one dim or axis at once is no ring of one axis.
-        stored, used = (dim_axes(s, ndim) for s in (placement.stored, placement.used))
-        split = [d for d in range(ndim) if stored[d] != used[d]]
-        mode = self.call.prefetch
-        if mode == "bulk" or len(split) != 1 or len(stored[split[0]]) != 1:
-            return {}
-        (axis,) = stored[split[0]]
-        return {"axis": axis, "dim": split[0], "mode": mode, "mesh": self.layout.mesh}
+    def _block_vjp(
+        self, layer: Layers, x: list, args: list
+    ) -> tuple[list, dict, Callable]:
+        """One layer's output, its state, and its VJP.
 
-    def _scatter(self, grads: dict) -> dict:
-        """Gradients of one layer, summed straight into their shards."""
+        It maps gradients of x and of the floating state to those of parameters, x,
+        floating arguments and floating state.
+        """
+        # Its parameters come gathered.
+        block = apply_remat(self.call.inner, self.call.remat)
 
-        def scatter(key: Any, grad: jax.Array) -> jax.Array:
-            placement = self.call.placements.get(key)
-            if placement is None or not placement.is_gathered:
-                return grad
-            return _place(grad, self.layout.sharding(placement.gradient))
-
-        return {key: scatter(key, grad) for key, grad in grads.items()}
-
-
-def _make_layers(call: StackCall) -> _PrefetchedLayers:
-    layout = active_layout()
-    assert layout is not None
-    one = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (call.params, call.others)
-    )
-    leaves = jax.tree.leaves(call.x), jax.tree.leaves(call.args)
-    x, args = ([a for a in part if isinstance(a, jax.Array)] for part in leaves)
-    traced = trace_residuals(_block_vjp(call), Layers(one[0], {}, one[1]), x, args)
-    return _PrefetchedLayers(call=call, layout=layout, one=traced)
-
-
-def _block_vjp(call: StackCall) -> Callable[[Layers, list, list], tuple]:
-    """One layer's ``(layer, x, args) -> (x, state, vjp)``.
-
-    The VJP takes gradients of x and of the floating state, and gives those of
-    parameters, x, floating arguments and floating state.
-    """
-    # Its parameters come gathered.
-    block = apply_remat(call.inner, call.remat, gathers=False, prevent_cse=False)
-    leaves, tree = jax.tree.flatten((call.x, call.args))
-
-    def join(x: Sequence[Any], args: Sequence[Any]) -> tuple[Any, tuple]:
-        rest = iter([*x, *args])
-        return jax.tree.unflatten(
-            tree, [next(rest) if isinstance(a, jax.Array) else a for a in leaves]
-        )
-
-    def block_vjp(layer: Layers, x: list, args: list) -> tuple[list, dict, Callable]:
         def run(trained: dict, x: list, floats: list, state: dict) -> Any:
             given = iter(floats)
-            merged = [next(given) if is_inexact(a) else a for a in args]
-            x_tree, args_tree = join(x, merged)
-            out, after, _ = block(trained, layer.state | state, x_tree, args_tree, None)
+            arrays = iter([*x, *(next(given) if is_inexact(a) else a for a in args)])
+            leaves = (
+                next(arrays) if isinstance(a, jax.Array) else a for a in self.leaves
+            )
+            x, inputs = jax.tree.unflatten(self.tree, leaves)
+            out, after, _ = block(trained, layer.state | state, x, inputs, None)
             smooth = {k: v for k, v in after.items() if is_inexact(v)}
             # Integers and keys have no gradient: they leave as auxiliary outputs.
             return (jax.tree.leaves(out), smooth), after
@@ -324,12 +325,13 @@ def _block_vjp(call: StackCall) -> Callable[[Layers, list, list], tuple]:
         )
         return out, after, vjp
 
-    return block_vjp
 
-
-def _moves(placement: Placement | None) -> bool:
-    return placement is not None and placement.used != placement.stored
-
-
-def _place(x: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:
-    return jax.lax.with_sharding_constraint(x, sharding)
+def _ring(place: Placement, ndim: int, mode: Mode | None, mesh: Mesh) -> dict[str, Any]:
+    """How to gather hop by hop; empty if in one collective."""
+    stored, used = (dim_axes(s, ndim) for s in (place.stored, place.used))
+    split = [d for d in range(ndim) if stored[d] != used[d]]
+    # More than one dim or axis at once is no ring of one axis.
+    if mode == "bulk" or len(split) != 1 or len(stored[split[0]]) != 1:
+        return {}
+    (axis,) = stored[split[0]]
+    return {"axis": axis, "dim": split[0], "mode": mode, "mesh": mesh}

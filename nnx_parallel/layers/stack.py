@@ -11,15 +11,19 @@ import jax
 from flax import errors, nnx
 
 from nnx_parallel.errors import StackError
-from nnx_parallel.layers.remat import Remat, active_remat, check_remat
-from nnx_parallel.layers.scan import StackCall, run_layers
-from nnx_parallel.sharding.constrain import active_layout, use_params
+from nnx_parallel.layers.scan import (
+    Remat,
+    StackCall,
+    active_remat,
+    check_remat,
+    run_layers,
+)
+from nnx_parallel.sharding.constrain import active_layout
 from nnx_parallel.sharding.model import nest
-from nnx_parallel.sharding.names import dotted, is_inexact, variables_of
+from nnx_parallel.sharding.names import dotted, is_inexact, path_of, variables_of
 
 Runner = Callable[[StackCall], tuple[Any, dict, Any]]
 """Runs all layers of a call: the output, the other variables after it, the slots."""
-
 
 _runner: ContextVar[Runner] = ContextVar("runner", default=run_layers)
 
@@ -80,6 +84,7 @@ class Stack(nnx.Module):
         self.layer = jax.vmap(lambda key: make_block(nnx.Rngs(key)))(keys)
         for _, variable in variables_of(self.layer):
             names = tuple(variable.get_metadata().get("out_sharding") or ())
+            # No mesh is known yet, on which Flax could place it now.
             variable.set_metadata(out_sharding=("layers", *names), eager_sharding=False)
 
     def __call__(self, x: jax.Array, *args: Any, scanned: Any = None) -> Any:
@@ -115,18 +120,11 @@ class Stack(nnx.Module):
         def inner(used: dict, others: dict, x: jax.Array, args: Any, slot: Any):
             # Merged from plain dicts: the metadata travels in the graphdef.
             module = nnx.merge(graphdef, nest(used | others))
-            if slot is None:
-                out = module(x, *args)
-            else:
-                out, slot = module(x, *args, slot)
+            slots = () if slot is None else (slot,)
+            out = module(x, *args, *slots)
+            out, slot = out if slots else (out, None)
             state = dict(variables_of(module))
             return out, {path: state[path].get_value() for path in others}, slot
-
-        def block(params: dict, *rest: Any) -> tuple[Any, dict, Any]:
-            # Gathered within the scanned, rematerialised block, so that gathered
-            # weights are never kept for the backward pass: 1.5 GiB of temporaries
-            # instead of 5.3 (v5p, 64 chips, 16 layers of 4096/16384).
-            return inner(use_params(params, placements), *rest)
 
         layout = active_layout()
         moves = any(p.used != p.stored for p in placements.values())
@@ -134,7 +132,6 @@ class Stack(nnx.Module):
         smooth = all(map(is_inexact, jax.tree.leaves(x)))
         prefetches = moves and smooth and scanned is None and self.num_layers > 1
         return StackCall(
-            block=block,
             inner=inner,
             params=params,
             others=others,
@@ -164,7 +161,7 @@ def _check_unshared(make_block: Callable[[nnx.Rngs], nnx.Module]) -> None:
     `jax.vmap` takes a module as a pytree, in which a shared Variable is a leaf in each
     place: the copies would silently train apart.
     """
-    found: list[tuple[str, bool]] = []
+    found: dict[str, bool] = {}  # whether each is from outside
 
     def build() -> nnx.Module:
         block = make_block(nnx.Rngs(0))
@@ -173,23 +170,20 @@ def _check_unshared(make_block: Callable[[nnx.Rngs], nnx.Module]) -> None:
         )
         for path, leaf in leaves:
             if isinstance(leaf, nnx.Variable):
-                name = jax.tree_util.keystr(path, simple=True, separator=".")
-                found.append((name, _is_from_outside(leaf)))
+                found[path_of(path)] = _is_from_outside(leaf)
         return block
 
     # The pytree has a shared Variable as often as it occurs, NNX's graph once.
     once = dict(variables_of(nnx.eval_shape(build)))
-    outside = [name for name, is_outside in found if is_outside]
-    if outside:
+    if outside := [name for name, is_outside in found.items() if is_outside]:
         raise StackError(
             f"A block of the stack holds Variables from outside of it: {outside}. "
             "Stacked blocks would silently train a copy each of their own. Build them "
             "in make_block, or pass the shared module's output to the blocks as an "
             "argument."
         )
-    paths = [name for name, _ in found]
-    if len(paths) > len(once):
-        shared = sorted(set(paths) - {dotted(path) for path in once})
+    if len(found) > len(once):
+        shared = sorted(found.keys() - {dotted(path) for path in once})
         raise StackError(
             f"A block of the stack holds the same Variable in several places: {shared} "
             "are elsewhere in it too. Stacked blocks would silently untie them. Give "

@@ -26,7 +26,6 @@ from nnx_parallel.layers.jaxprs import (
     bind,
     inputs_of,
     needed,
-    subjaxprs,
     variables_in,
     walk,
     warn_of_effects,
@@ -98,7 +97,9 @@ def calls_stack(traced: TracedFunction) -> bool:
 
 def names_in(eqn: jex.JaxprEqn) -> set[str]:
     """Names of an equation's primitive and of those inside it."""
-    inner = {e.primitive.name for j in subjaxprs(eqn) for e, _ in walk(j)}
+    inner = {
+        e.primitive.name for j in jex.jaxprs_in_params(eqn.params) for e, _ in walk(j)
+    }
     return inner | {eqn.primitive.name}
 
 

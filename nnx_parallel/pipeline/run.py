@@ -21,8 +21,7 @@ from jax.sharding import Mesh
 
 from nnx_parallel.data.batches import split_rows
 from nnx_parallel.errors import PipelineError, ScheduleError
-from nnx_parallel.layers.jaxprs import trace
-from nnx_parallel.layers.residuals import Layers
+from nnx_parallel.layers.jaxprs import Layers, trace
 from nnx_parallel.layers.stack import Stack, using_runner
 from nnx_parallel.metrics import Mean
 from nnx_parallel.pipeline.cut import calls_stack, record

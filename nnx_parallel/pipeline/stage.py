@@ -14,9 +14,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.errors import PipelineError
-from nnx_parallel.layers.jaxprs import subjaxprs, trace, variables_in
-from nnx_parallel.layers.remat import apply_remat
-from nnx_parallel.layers.residuals import Layers, split_backward, trace_residuals
+from nnx_parallel.layers.jaxprs import (
+    Layers,
+    LayerWithResiduals,
+    SplitBackward,
+    trace,
+    variables_in,
+)
+from nnx_parallel.layers.scan import apply_remat
 from nnx_parallel.pipeline.cut import PartitionedJaxpr
 from nnx_parallel.precision import cast_floating
 from nnx_parallel.sharding.names import dotted
@@ -88,12 +93,12 @@ class Stage:
             if self.stash is None:
                 return
             layer, (x, args) = self.split(shapes), self._split_args(activations)
-            self._residuals = trace_residuals(self._layer_vjp, layer, x, args)
+            self._residuals = LayerWithResiduals(self._layer_vjp, layer, x, args)
             if self.is_split:
                 saved = [v.aval for v in self._residuals.saved]
                 # x in place of its cotangent, whose shape and dtype are the same.
                 kept = (layer.fixed, saved, args, x)
-                self._backward_parts = split_backward(
+                self._backward_parts = SplitBackward(
                     self._layer_backward, layer.trained, kept
                 )
 
@@ -246,7 +251,7 @@ class Stage:
         remat = self.cut.call.remat
         # Gathers need no policy here: residuals that come from weights are not kept.
         # A scan's body cannot be merged with its recomputation: no CSE to prevent.
-        return apply_remat(self._call, remat, gathers=False, prevent_cse=False)
+        return apply_remat(self._call, remat)
 
     def _layer_vjp(
         self, layer: Layers, x: list, args: list
@@ -321,7 +326,7 @@ def _computed_indices(
         # Operand 1 of both is the indices; slices have primitives of their own.
         if (name == "gather" or name.startswith("scatter")) and flags[1]:
             found.append(name)
-        for inner in subjaxprs(eqn):
+        for inner in jex.jaxprs_in_params(eqn.params):
             # A loop or a branch takes its operands in another order: any may be one.
             is_call = len(inner.invars) == len(flags)
             marks = flags if is_call else [any(flags)] * len(inner.invars)

@@ -18,7 +18,7 @@ from flax import nnx
 
 from nnx_parallel.data.batches import constrain_rows, split_rows
 from nnx_parallel.layers.loss import LabelRange, observing_labels
-from nnx_parallel.layers.remat import (
+from nnx_parallel.layers.scan import (
     Remat,
     active_remat,
     apply_remat,

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from nnx_parallel.checkpoint.manager import CheckpointManager
 from nnx_parallel.checkpoint.options import Checkpoint
 from nnx_parallel.data.batches import data_share
-from nnx_parallel.layers.remat import Remat
+from nnx_parallel.layers.scan import Remat
 from nnx_parallel.loggers.logger import Logger
 from nnx_parallel.mesh import Device
 from nnx_parallel.precision import Precision
