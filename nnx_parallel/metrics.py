@@ -134,11 +134,7 @@ def _divide(total: Scalar, weight: Scalar) -> jax.Array:
 
 
 def as_mean(value: Any, name: str, weight: float = 1.0) -> Mean:
-    """A metric as a `Mean`; a plain scalar counts with ``weight``.
-
-    Raises:
-        LossError: If it is neither a `Mean` of scalars nor a scalar.
-    """
+    """A metric as a `Mean`, checked; a plain scalar counts with ``weight``."""
     if isinstance(value, Mean):
         for term in value.terms:
             _check_scalar(term.total, f"{name}'s total")
@@ -164,11 +160,7 @@ def _check_scalar(value: Any, name: str) -> None:
 
 
 def split_loss_output(output: Any, weight: float = 1.0) -> tuple[Mean, dict[str, Mean]]:
-    """A loss function's output as means, checked; a scalar counts ``weight``.
-
-    Raises:
-        LossError: If the output is not ``loss`` or ``(loss, metrics)``.
-    """
+    """A loss function's ``loss`` or ``(loss, metrics)``, checked, as means."""
     loss, metrics = output, {}
     if isinstance(output, tuple):
         if len(output) != 2 or not isinstance(output[1], Mapping):

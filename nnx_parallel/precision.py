@@ -81,16 +81,14 @@ class Precision:
 
 
 def cast_floating(tree: Any, dtype: DTypeLike | None) -> Any:
-    """Casts floating-point arrays of a pytree; with ``None`` for the dtype, none.
-
-    Other leaves stay the same objects.
+    """A pytree, its floating-point arrays cast; other leaves are the same objects.
 
     Example:
         >>> tree = cast_floating({"x": jnp.ones(2), "n": 3}, jnp.bfloat16)
         >>> tree["x"].dtype, tree["n"]
         (dtype(bfloat16), 3)
     """
-    if dtype is None:
+    if dtype is None:  # as a field of `Precision`: all leaves stay as they are
         return tree
 
     def cast(leaf: Any) -> Any:

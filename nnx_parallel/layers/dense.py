@@ -46,14 +46,14 @@ def matmul(
     *,
     w_dims: tuple[int, ...] | None = None,
 ) -> Array:
-    """The product of an activation and a parameter, as the active layout runs it.
+    """The product ``(*leading, *out_dims)`` of an activation and a parameter.
 
-    Where the layout splits ``seq`` of the input and a dim of the output over one axis,
-    the input is gathered; where it splits a contracted dim and ``seq`` of the output,
-    the sum over devices is scattered [1]. The forward pass keeps the input as it came,
-    split: it is gathered again for the backward pass. Under ``overlap`` both run as
-    rings during the product (`all_gather_matmul`, `matmul_reduce_scatter`), whose sums
-    travel in the dtype of the product.
+    Where the active layout splits ``seq`` of the input and a dim of the output over one
+    axis, the input is gathered; where it splits a contracted dim and ``seq`` of the
+    output, the sum over devices is scattered [1]. The forward pass keeps the input as
+    it came, split: it is gathered again for the backward pass. Under ``overlap`` both
+    run as rings during the product (`all_gather_matmul`, `matmul_reduce_scatter`),
+    whose sums travel in the dtype of the product.
 
     Args:
         x: ``(*leading, *in_dims)``. Only two leading dims, ``batch`` and ``seq``, are
@@ -62,9 +62,6 @@ def matmul(
         in_names: Logical axes of the last dims of x, which are contracted.
         out_names: Logical axes of the other dims of w.
         w_dims: The dims of w to contract; by default its first.
-
-    Returns:
-        ``(*leading, *out_dims)``.
 
     Example:
         >>> matmul(jnp.ones((2, 8, 4)), jnp.ones((4, 6)), ("embed",), ("mlp",)).shape
