@@ -1,12 +1,7 @@
 """The active layout: how a model that mentions no mesh is placed on one.
 
-A step is traced inside ``using(layout)``. There `constrain` gives a named activation
-its place and `use_params` gathers parameters where they are used; `annotate` names a
-value that the caller of `sharded_jit` places. Outside, all return their argument as it
-is, so that a model runs alone as plain NNX.
-
-Constraints are hints to XLA's partitioner, on Auto axes: a model need not be written
-for a mesh, as explicit axes would have it, and one that divides nothing still runs.
+A step is traced inside ``using(layout)``. Outside, `constrain`, `use_params` and
+`annotate` return their argument as it is: a model runs alone as plain NNX.
 """
 
 from __future__ import annotations
@@ -27,7 +22,11 @@ from nnx_parallel.sharding.layout import Layout, Placement
 from nnx_parallel.sharding.names import LOGICAL_AXES, suggest
 from nnx_parallel.sharding.resolve import constrain_tree
 
+# Placements of annotations by name, and the names that were met.
+_Bound = tuple[Mapping[str, Any], set[str]]
+
 _active: ContextVar[Layout | None] = ContextVar("layout", default=None)
+_bound: ContextVar[_Bound | None] = ContextVar("annotations", default=None)
 
 
 @contextlib.contextmanager
@@ -45,8 +44,22 @@ def active_layout() -> Layout | None:
     return _active.get()
 
 
+def active_mesh() -> Mesh | None:
+    """The mesh that the code being traced is placed on, if any.
+
+    Example:
+        >>> active_mesh() is None
+        True
+    """
+    layout = _active.get()
+    return None if layout is None else layout.mesh
+
+
 def constrain(x: Any, *names: Any) -> Any:
     """Gives an activation the place that the strategy has for its dims.
+
+    A constraint is a hint to XLA's partitioner, on Auto axes: a model need not be
+    written for a mesh, as explicit axes would have it.
 
     Args:
         x: An activation.
@@ -59,9 +72,9 @@ def constrain(x: Any, *names: Any) -> Any:
         strategy. An axis that does not divide its dim is left out.
 
     Note:
-        JAX remembers traces. A function under its own ``jax.jit``, or a body of
-        ``jax.lax.scan`` that is defined once at the top of a file, keeps what it was
-        traced with first: define such functions where they are used.
+        JAX remembers traces: an inner ``jax.jit``, or a body of ``jax.lax.scan`` that
+        is defined once at the top of a file, keeps what it was traced with first.
+        Define such functions where they are used.
 
     Raises:
         SpecRankError: If there is not one name for each dim.
@@ -105,15 +118,12 @@ def _constrain_by_names(
 def use_params(leaves: dict, placements: dict) -> dict:
     """Parameters as the computation uses them: gathered from where they are stored.
 
+    Their gradients are summed into the ``gradient`` specs. Under
+    `saves_all_but_gathers` they are gathered again for the backward pass.
+
     Args:
         leaves: Arrays by any key.
-        placements: `Placement` by the same keys; an array without one passes
-            unchanged.
-
-    Returns:
-        Arrays in their ``used`` specs. Their gradients are summed into the
-        ``gradient`` specs. Under `saves_all_but_gathers` they are gathered again for
-        the backward pass rather than kept.
+        placements: `Placement` by the same keys; an array without one passes as it is.
     """
     layout = _active.get()
     if layout is None:
@@ -131,14 +141,7 @@ def use_params(leaves: dict, placements: dict) -> dict:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gather(x: jax.Array, used: NamedSharding, gradient: NamedSharding) -> jax.Array:
-    """``x`` gathered; its gradient is summed straight into its shards."""
     return jax.lax.with_sharding_constraint(x, used)
-
-
-def _gather_forward(
-    x: jax.Array, used: NamedSharding, gradient: NamedSharding
-) -> tuple[jax.Array, None]:
-    return _gather(x, used, gradient), None
 
 
 def _gather_backward(
@@ -146,21 +149,21 @@ def _gather_backward(
 ) -> tuple[jax.Array]:
     # The transpose of a constraint is the same constraint: without a rule of its own
     # the gradient would be summed whole on every device before it is cut. Nor is
-    # `used` said first: the TPU compiler then writes an all-reduce and a slice where
-    # it otherwise writes a ring that overlaps with the product
+    # `used` said first: the TPU compiler then writes an all-reduce and a slice where it
+    # otherwise writes a ring that overlaps with the product
     # (docs/library-notes.md, "The partitioner").
     return (jax.lax.with_sharding_constraint(grad, gradient),)
 
 
-_gather.defvjp(_gather_forward, _gather_backward)
+_gather.defvjp(lambda x, *specs: (_gather(x, *specs), None), _gather_backward)
 
 
 def saves_all_but_gathers(primitive: object, *_: Any, **params: Any) -> bool:
     """A `jax.checkpoint` policy: keep every residual but gathered parameters.
 
-    They are gathered again in the backward pass, so that no device holds more of them
-    than the layer in work. A gather is a sharding constraint, so none is kept: the
-    input of one is, which has the same values and, for a parameter, is the shard.
+    So no device holds more of them than the layer in work. A gather is a sharding
+    constraint, of which the input is kept: the same values and, for a parameter, the
+    shard.
     """
     # A policy is asked about a custom_vjp call as one operation and never about what is
     # inside, not even a `checkpoint_name` (docs/library-notes.md, "Remat"). So the
@@ -176,46 +179,21 @@ def check_names(names: tuple[str | None, ...]) -> None:
     Raises:
         ValueError: If a name occurs twice.
     """
-    known = [n for n in names if n is not None]
-    for name in known:
-        if known.count(name) > 1:
+    for name in names:
+        if name is not None and names.count(name) > 1:
+            free = [n for n in LOGICAL_AXES if n not in names]
             raise ValueError(
-                f"The dims {names} name {name!r} twice."
-                f"{suggest(name, [n for n in LOGICAL_AXES if n not in known])} Give "
-                "each dim of a parameter its own name, or None."
+                f"The dims {names} name {name!r} twice.{suggest(name, free)} Give each "
+                "dim of a parameter its own name, or None."
             )
 
 
-_bound: ContextVar[tuple[Mapping[str, Any], set[str]] | None] = ContextVar(
-    "annotations", default=None
-)
-
-
-def active_mesh() -> Mesh | None:
-    """The mesh that the code being traced is placed on, if any.
-
-    Example:
-        >>> active_mesh() is None
-        True
-    """
-    layout = active_layout()
-    return None if layout is None else layout.mesh
-
-
 def annotate(tree: Any, name: str) -> Any:
-    """Gives an intermediate value a name that the caller may place.
+    """Gives an intermediate pytree a name that the caller may place.
 
-    Args:
-        tree: A pytree of arrays.
-        name: The name.
-
-    Returns:
-        The tree, constrained to what ``sharded_jit(..., annotations={name: ...})`` says
-        about the name; the same object where nothing is said.
-
-    Note:
-        JAX remembers the traces of inner ``jax.jit`` functions, and with them the
-        placement of the first caller on a mesh.
+    Returns the tree, constrained to what ``sharded_jit(..., annotations={name: ...})``
+    says about the name; the same object where nothing is said. An inner ``jax.jit``
+    keeps its trace, and with it the placement of its first caller on a mesh.
 
     Example:
         >>> x = {"hidden": [1.0, 2.0]}
@@ -233,8 +211,8 @@ def annotate(tree: Any, name: str) -> Any:
 
 
 @contextlib.contextmanager
-def bound_annotations(layout: Layout, placements: Mapping[str, Any]) -> Iterator[None]:
-    """Makes a layout active together with the places of its names.
+def annotated(layout: Layout, placements: Mapping[str, Any]) -> Iterator[None]:
+    """Makes a layout and its mesh active, and places what `annotate` names.
 
     Warns:
         UserWarning: If a name is never met.
@@ -242,12 +220,11 @@ def bound_annotations(layout: Layout, placements: Mapping[str, Any]) -> Iterator
     met: set[str] = set()
     token = _bound.set((placements, met))
     try:
-        with using(layout):
+        with using(layout), jax.sharding.use_abstract_mesh(layout.mesh.abstract_mesh):
             yield
     finally:
         _bound.reset(token)
-    idle = [name for name in placements if name not in met]
-    if idle:
+    if idle := [name for name in placements if name not in met]:
         warnings.warn(
             f"Annotations {idle} are never met. Names that the function gives with "
             f"annotate: {sorted(met)}.",

@@ -131,9 +131,9 @@ def is_inexact(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
-def as_tuple(axes: MeshAxes) -> tuple[str, ...]:
-    """Mesh axes in any of their spellings as a tuple."""
-    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+def as_tuple(names: str | Iterable[str] | None) -> tuple[str, ...]:
+    """Names, such as those of mesh axes, in any of their spellings as a tuple."""
+    return (names,) if isinstance(names, str) else tuple(names or ())
 
 
 def dim_axes(spec: P | Sequence, ndim: int) -> DimAxes:

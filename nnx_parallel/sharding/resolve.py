@@ -51,10 +51,19 @@ def is_placeable(x: object) -> bool:
     return x is None or isinstance(x, P | Sharding | Rules)
 
 
-def has_rules(placements: Any) -> bool:
-    """True if a tree of placements must see an array's shape to say where it lives."""
-    leaves = jax.tree.leaves(placements, is_leaf=is_placeable)
-    return any(isinstance(x, Rules) for x in leaves)
+def on_mesh(placements: Any, mesh: Mesh, where: str) -> Any:
+    """Placements with every spec on the mesh, its axes checked."""
+
+    def place(entry: Any) -> Any:
+        if not isinstance(entry, P):
+            return entry
+        # NamedSharding's own error does not say which argument has the spec.
+        check_axes(where, entry, mesh)
+        return NamedSharding(mesh, entry)
+
+    # Arguments and outputs are tuples, which a list is no prefix of.
+    placements = tuple(placements) if isinstance(placements, list) else placements
+    return jax.tree.map(place, placements, is_leaf=is_placeable)
 
 
 def resolve_leaves(
@@ -86,6 +95,14 @@ def resolve_leaves(
     # `is_placeable` makes a leaf of None, which to JAX is a node without leaves.
     jax.tree_util.tree_map_with_path(resolve, placements, tree, is_leaf=is_placeable)
     return found
+
+
+def resolve_prefix(placements: Any, tree: Any, mesh: Mesh, root: str) -> Any:
+    """Shardings of a tree: of every leaf by rules, else the prefix itself, checked."""
+    leaves = resolve_leaves(placements, tree, mesh, root)
+    entries = jax.tree.leaves(placements, is_leaf=is_placeable)
+    has_rules = any(isinstance(x, Rules) for x in entries)
+    return jax.tree.structure(tree).unflatten(leaves) if has_rules else placements
 
 
 def array_infos(tree: Any, root: str = "") -> Iterator[tuple[ArrayInfo, str]]:
@@ -127,10 +144,7 @@ def _shape_and_dtype(leaf: Any, path: str) -> tuple[tuple[int, ...], Any]:
 def _shardings(
     entry: Placeable, tree: Any, mesh: Mesh, where: str
 ) -> list[Sharding | None]:
-    if isinstance(entry, P):
-        # NamedSharding's own error does not say which argument has the spec.
-        check_axes(where or "the array", entry, mesh)
-        entry = NamedSharding(mesh, entry)
+    entry = on_mesh(entry, mesh, where or "the array")
     if isinstance(entry, NamedSharding):
         for info, path in array_infos(tree, where):
             check_spec(path, info.shape, entry.spec, entry.mesh)  # pyright: ignore[reportArgumentType]
@@ -182,11 +196,10 @@ def _refusal(rules: Rules, info: ArrayInfo, mesh: Mesh) -> str | None:
 
 def constrain_tree(tree: Any, placements: Any, mesh: Mesh, root: str = "") -> Any:
     """``jax.lax.with_sharding_constraint`` by rules; ``None`` leaves a part alone."""
-    return place_leaves(
-        jax.lax.with_sharding_constraint,
-        tree,
-        resolve_leaves(as_chain(placements), tree, mesh, root),
-    )
+    if placements is None:
+        return tree
+    shardings = resolve_leaves(as_chain(placements), tree, mesh, root)
+    return place_leaves(jax.lax.with_sharding_constraint, tree, shardings)
 
 
 def place_leaves(

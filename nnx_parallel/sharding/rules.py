@@ -1,11 +1,8 @@
 """Rules: who says where an array lives, as small frozen objects.
 
-A rule looks at an `ArrayInfo` and answers with a spec, or with ``None`` when it has
-nothing to say. Rules given to a strategy are the user's word: they come before the
-names in the model, and those before FSDP's own choice; their order means nothing, and
-two that disagree are an error. The same objects place any pytree (`shard`,
-`sharded_jit`, `constrain`); there `ChainRules` puts several in order, and the first
-that answers decides.
+Rules of a strategy come before the names in the model, and those before FSDP's own
+choice; their order means nothing, and two that disagree are an error. The same objects
+place any pytree (`shard`, `sharded_jit`, `constrain`); there `ChainRules` orders them.
 """
 
 from __future__ import annotations
@@ -74,7 +71,7 @@ class PathRules:
         """The spec of the first regex found in the path."""
         for regex, spec in self.pairs:
             if re.search(regex, info.path):
-                return spec, _path_reason(regex)
+                return spec, f"path rule {regex!r}"  # which `warn_idle` looks for
         # Statistics, counters and random keys stay whole: they need no rule.
         if self.strict and info.is_param:
             raise UnmatchedRuleError(
@@ -83,11 +80,6 @@ class PathRules:
                 "one, or end with (r'.*', P()) to replicate the rest."
             )
         return None
-
-
-# In one place, for `warn_idle` knows by the reason which regex has decided.
-def _path_reason(regex: str) -> str:
-    return f"path rule {regex!r}"
 
 
 @dataclass(frozen=True)
@@ -101,7 +93,6 @@ class PolicyRules:
     policy: Callable[[ArrayInfo], P | None]
 
     def __repr__(self) -> str:
-        """The function's name and a hash of its code, the same in every process."""
         # Processes compare the reprs of their strategies before the first step; that
         # of a function has its address.
         return f"PolicyRules({hash_code(self.policy)})"
@@ -137,11 +128,10 @@ class LogicalRules:
 
     def match(self, info: ArrayInfo, mesh: Mesh) -> tuple[P, str] | None:
         """The spec of the dims whose names it knows."""
-        known = [n for n in info.names or () if n in self.mapping]
-        if not known:
+        names: tuple[Any, ...] = info.names or ()
+        if self.mapping.keys().isdisjoint(names):
             return None
-        entries = [self.mapping.get(name) for name in info.names or ()]  # pyright: ignore[reportArgumentType]
-        return P(*entries), f"names {info.names}"
+        return P(*map(self.mapping.get, names)), f"names {info.names}"
 
 
 @dataclass(frozen=True)
@@ -164,11 +154,7 @@ class FSDPRules:
     min_size: int = 1024
 
     def match(self, info: ArrayInfo, mesh: Mesh) -> tuple[P, str] | None:
-        """The spec with the axis on the dim that it chooses; passes if there is none.
-
-        Raises:
-            UnknownAxisError: If the mesh lacks the axis.
-        """
+        """The spec with the axis on the dim that it chooses; passes without one."""
         if self.axis not in mesh.shape:
             raise UnknownAxisError(
                 f"{self} shards over an axis that the mesh lacks."
@@ -186,15 +172,14 @@ class FSDPRules:
         Args:
             info: The array.
             taken: For each dim, whether another claim holds it already.
-            mesh: The mesh, for the axis's size.
+            mesh: The mesh.
         """
         size = mesh.shape[self.axis]
         if info.size < self.min_size:
             return None, f"{info.size} elements < min_size {self.min_size}"
         # A scan takes one layer at a time: split over dim 0, it would have to be sent
         # from the device that has it.
-        first = 1 if info.is_stacked else 0
-        free = [d for d in range(first, len(info.shape)) if not taken[d]]
+        free = [d for d in range(info.is_stacked, len(info.shape)) if not taken[d]]
         # Each size divides a dim of 0 elements, of which there is nothing to split.
         fitting = [d for d in free if info.shape[d] % size == 0 and info.shape[d]]
         if not fitting:
@@ -217,8 +202,7 @@ class ChainRules:
         rules: The rules, the one that speaks first in front.
 
     Example:
-        >>> embedding = PathRules((r"embedding", P("fsdp")))
-        >>> rules = ChainRules(embedding, FSDPRules(min_size=0))
+        >>> rules = ChainRules(PathRules((r"embedding", P("fsdp"))), FSDPRules())
         >>> len(rules.rules)
         2
     """
@@ -237,11 +221,8 @@ class ChainRules:
 
     def match(self, info: ArrayInfo, mesh: Mesh) -> tuple[P, str] | None:
         """The first answer."""
-        for rule in self.rules:
-            answer = rule.match(info, mesh)
-            if answer is not None:
-                return answer
-        return None
+        answers = (rule.match(info, mesh) for rule in self.rules)
+        return next((answer for answer in answers if answer is not None), None)
 
 
 def members(rules: Rules) -> tuple[Rules, ...]:
@@ -252,17 +233,10 @@ def members(rules: Rules) -> tuple[Rules, ...]:
 
 
 def warn_idle(rules: Iterable[Rules], reasons: Container[str], hint: str) -> None:
-    """Warns of path rules that have decided about no array.
-
-    Args:
-        rules: All rules.
-        reasons: The reasons of the answers that counted.
-        hint: Where to find the paths.
-    """
+    """Warns of path rules that gave none of the reasons: they decide about no array."""
     paths = [r for rule in rules for r in members(rule) if isinstance(r, PathRules)]
-    pairs = [pair for rule in paths for pair in rule.pairs]
-    idle = [regex for regex, _ in pairs if _path_reason(regex) not in reasons]
-    if idle:
+    regexes = [regex for rule in paths for regex, _ in rule.pairs]
+    if idle := [r for r in regexes if f"path rule {r!r}" not in reasons]:
         warnings.warn(
             f"Path rules {idle} match no array, or an earlier rule takes them all. "
             f"{hint}",
@@ -275,30 +249,24 @@ def answer_of(
 ) -> tuple[P, str] | None:
     """The one answer of several rules, whose order means nothing, checked.
 
-    Args:
-        rules: The rules.
-        info: The array.
-        mesh: The mesh.
-        path: Path of the array in messages, if not that of ``info``.
+    ``path`` is that of messages, if not the array's own.
 
     Raises:
         PlacementConflictError: If two rules give different specs.
-        SpecRankError: If the spec is longer than the array's rank.
-        UnknownAxisError: If it names an axis that the mesh lacks.
-        IndivisibleDimError: If an axis does not divide its dim.
+        ValueError: If the spec does not fit the array or the mesh (`check_spec`).
     """
     found = [answer for rule in rules if (answer := rule.match(info, mesh))]
-    ndim = len(info.shape)
-    for spec, reason in found[1:]:
-        # Compared by dims: P('fsdp') and P('fsdp', None) are one answer.
-        if dim_axes(spec, ndim) != dim_axes(found[0][0], ndim):
-            raise PlacementConflictError(
-                f"Two rules claim `{info.path}`: {found[0][1]} says {found[0][0]}, "
-                f"{reason} says {spec}. Keep one, or order them in one PathRules."
-            )
     if not found:
         return None
-    check_spec(path or info.path, info.shape, found[0][0], mesh)
+    (first, first_reason), ndim = found[0], len(info.shape)
+    for spec, reason in found[1:]:
+        # Compared by dims: P('fsdp') and P('fsdp', None) are one answer.
+        if dim_axes(spec, ndim) != dim_axes(first, ndim):
+            raise PlacementConflictError(
+                f"Two rules claim `{info.path}`: {first_reason} says {first}, {reason} "
+                f"says {spec}. Keep one, or order them in one PathRules."
+            )
+    check_spec(path or info.path, info.shape, first, mesh)
     return found[0]
 
 
@@ -312,11 +280,11 @@ def merge_logical(
     """
     decided: dict[str, tuple[str, ...]] = {}
     for name, axes in logical_items(rules):
-        # As tuples: 'tensor' and ('tensor',) agree.
-        if decided.setdefault(name, as_tuple(axes)) != as_tuple(axes):
+        claimed = as_tuple(axes)  # 'tensor' and ('tensor',) agree
+        if decided.setdefault(name, claimed) != claimed:
             raise PlacementConflictError(
                 f"Two LogicalRules give dims named {name!r} to {decided[name]} and to "
-                f"{as_tuple(axes)}. Keep one."
+                f"{claimed}. Keep one."
             )
     return {name: as_tuple(axes) for name, axes in defaults.items()} | decided
 
@@ -333,40 +301,27 @@ def hash_code(function: Callable) -> str:
         >>> hash_code(lambda x: x + 1) == hash_code(lambda x: x + 2)
         False
     """
-    inner = _unwrap(function)
-    code = getattr(inner, "__code__", None)
+    inner: Any = function
+    # A wrapper's own code is the same for all functions that it wraps.
+    while isinstance(inner, functools.partial) or hasattr(inner, "__wrapped__"):
+        inner = (
+            inner.func if isinstance(inner, functools.partial) else inner.__wrapped__
+        )
+    call = type(inner).__call__  # of an object that can be called
+    if not hasattr(inner, "__code__") and hasattr(call, "__code__"):
+        inner = call
     name = getattr(inner, "__qualname__", type(inner).__name__)
-    if code is None:
+    if not hasattr(inner, "__code__"):
         return name
-    digest = hashlib.sha256(repr(_code(code)).encode()).hexdigest()[:12]
-    return f"{name} {digest}"
-
-
-def _unwrap(function: Callable) -> Any:
-    """The function within partials and decorators."""
-    while True:
-        if isinstance(function, functools.partial):
-            function = function.func
-        # A wrapper's own code is the same for all functions that it wraps.
-        elif hasattr(function, "__wrapped__"):
-            function = function.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
-        elif not hasattr(function, "__code__") and hasattr(
-            type(function).__call__, "__code__"
-        ):
-            return type(function).__call__
-        else:
-            return function
-
-
-def _code(code: CodeType) -> tuple:
-    # Not all of the code object: file names and line numbers may differ by process.
-    return code.co_code.hex(), [_constant(c) for c in code.co_consts], code.co_names
+    code = repr(_constant(inner.__code__))
+    return f"{name} {hashlib.sha256(code.encode()).hexdigest()[:12]}"
 
 
 def _constant(value: Any) -> Any:
-    """A constant of a function, written alike in every process."""
+    """Code, or a constant of it, written alike in every process."""
     if isinstance(value, CodeType):
-        return _code(value)
+        # Not all of it: file names and line numbers may differ by process.
+        return value.co_code.hex(), [*map(_constant, value.co_consts)], value.co_names
     if isinstance(value, tuple):
         return tuple(map(_constant, value))
     if isinstance(value, frozenset):  # their order depends on the process's hash seed
