@@ -34,9 +34,9 @@ from nnx_parallel.schedules.schedules import (
     ZeroBubble,
 )
 from nnx_parallel.schedules.table import Table
-from nnx_parallel.sharding.claims import Claims
 from nnx_parallel.sharding.constrain import active_mesh, annotate, constrain
 from nnx_parallel.sharding.jit import sharded_jit
+from nnx_parallel.sharding.layout import Claims
 from nnx_parallel.sharding.rules import (
     ChainRules,
     FSDPRules,

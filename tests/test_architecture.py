@@ -292,7 +292,7 @@ def test_a_walk_through_the_package_is_short(walk: tuple[str, ...]) -> None:
     assert len(walk) <= 5
     for here, there in pairwise(walk):
         if (here, there) == BY_EXECUTION:
-            here, there = there, "sharding.claims"  # defines Execution
+            here, there = there, "sharding.layout"  # defines Execution
         assert f"nnx_parallel.{there}" in GRAPH[f"nnx_parallel.{here}"], (here, there)
 
 

@@ -20,7 +20,7 @@ from nnx_parallel import (
 )
 from nnx_parallel.errors import PlacementConflictError
 from nnx_parallel.layers import Dense
-from nnx_parallel.sharding.claims import Claims
+from nnx_parallel.sharding.layout import Claims
 from nnx_parallel.sharding.names import MeshAxes
 
 PARTS = DataParallel(2), FSDP(2), TensorParallel(2)

@@ -43,8 +43,8 @@ from nnx_parallel.pipeline.stage import Stage, Stash
 from nnx_parallel.precision import cast_floating
 from nnx_parallel.schedules.schedules import Schedule
 from nnx_parallel.schedules.table import Table, plan_buffers
-from nnx_parallel.sharding.claims import Execution
 from nnx_parallel.sharding.constrain import using
+from nnx_parallel.sharding.layout import Execution
 from nnx_parallel.sharding.model import Path, nest
 from nnx_parallel.sharding.names import dotted, is_inexact
 from nnx_parallel.state import StatePlan, TrainState

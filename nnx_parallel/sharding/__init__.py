@@ -1,8 +1,5 @@
 """Placement: names in the model, rules for the names, specs on a mesh."""
 
-from nnx_parallel.sharding.claims import Claims as Claims
-from nnx_parallel.sharding.claims import Execution as Execution
-from nnx_parallel.sharding.claims import ZeroAxis as ZeroAxis
 from nnx_parallel.sharding.constrain import active_layout as active_layout
 from nnx_parallel.sharding.constrain import active_mesh as active_mesh
 from nnx_parallel.sharding.constrain import annotate as annotate
@@ -14,8 +11,11 @@ from nnx_parallel.sharding.constrain import use_params as use_params
 from nnx_parallel.sharding.constrain import using as using
 from nnx_parallel.sharding.jit import ShardedFunction as ShardedFunction
 from nnx_parallel.sharding.jit import sharded_jit as sharded_jit
+from nnx_parallel.sharding.layout import Claims as Claims
+from nnx_parallel.sharding.layout import Execution as Execution
 from nnx_parallel.sharding.layout import Layout as Layout
 from nnx_parallel.sharding.layout import Placement as Placement
+from nnx_parallel.sharding.layout import ZeroAxis as ZeroAxis
 from nnx_parallel.sharding.names import LOGICAL_AXES as LOGICAL_AXES
 from nnx_parallel.sharding.names import ArrayInfo as ArrayInfo
 from nnx_parallel.sharding.rules import ChainRules as ChainRules

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from nnx_parallel.errors import SpecRankError
 from nnx_parallel.sharding.layout import Layout, Placement
 from nnx_parallel.sharding.names import LOGICAL_AXES, suggest
-from nnx_parallel.sharding.resolve import constrain_tree
+from nnx_parallel.sharding.tree import constrain_tree
 
 # Placements of annotations by name, and the names that were met.
 _Bound = tuple[Mapping[str, Any], set[str]]

@@ -19,13 +19,14 @@ from nnx_parallel.errors import PlacementTreeError
 from nnx_parallel.sharding.constrain import annotated
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.names import as_tuple, suggest
-from nnx_parallel.sharding.resolve import (
+from nnx_parallel.sharding.tree import (
+    HasLayout,
     constrain_tree,
     is_placeable,
+    layout_of,
     on_mesh,
     resolve_prefix,
 )
-from nnx_parallel.sharding.tree import HasLayout, layout_of
 
 Program = Any  # what `jax.jit` returns
 Names = tuple[str, ...]

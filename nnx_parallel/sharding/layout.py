@@ -1,23 +1,28 @@
-"""Layout: claims on a mesh, and the four specs of every array."""
+"""Claims: all that a strategy claims, as one value that merges. Layout: on a mesh.
+
+A new kind of claim is one more field of `Claims`, merged in ``__or__`` and read where
+it takes effect; neither `Strategy` nor `Composite` changes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import abc
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.collectives.ring import Mode
-from nnx_parallel.errors import UnknownAxisError
+from nnx_parallel.collectives.ring import Mode, Overlap
+from nnx_parallel.errors import PlacementConflictError, UnknownAxisError
 from nnx_parallel.mesh import MESH_AXES
-from nnx_parallel.sharding.claims import Claims, ZeroKind
 from nnx_parallel.sharding.names import (
     LOGICAL_AXES,
     ArrayInfo,
     DimAxes,
+    MeshAxes,
     as_tuple,
     check_spec,
     dim_axes,
@@ -25,7 +30,215 @@ from nnx_parallel.sharding.names import (
     suggest,
     to_spec,
 )
-from nnx_parallel.sharding.rules import LogicalRules, answer_of
+from nnx_parallel.sharding.rules import (
+    FSDPRules,
+    LogicalRules,
+    Rules,
+    answer_of,
+    logical_items,
+)
+
+ZeroKind = Literal["params", "gradients", "optimizer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroAxis:
+    """A mesh axis that splits training state which the computation uses whole [1].
+
+    Attributes:
+        rules: The axis and how it chooses a dim.
+        shard: State that it splits: ``params`` (ZeRO-3: with gradients and optimizer
+            state), ``gradients`` (ZeRO-2: with optimizer state) or ``optimizer``
+            (ZeRO-1).
+        prefetch: How a `Stack` gathers a layer's parameters while the one before it
+            runs: in one collective (``bulk``), or hop by hop; ``None``: each layer
+            gathers its own.
+
+    References:
+        [1] Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+        Parameter Models", 2020, section 5, https://arxiv.org/abs/1910.02054
+    """
+
+    rules: FSDPRules
+    shard: ZeroKind = "params"
+    prefetch: Mode | None = None
+
+
+# Abstract, since `training` must not import `pipeline`: each has a form of its own.
+# Without a claim it is `AccumulateMicrobatches`.
+class Execution(abc.ABC):
+    """How a step is run on the mesh: its gradients, and its outputs.
+
+    A plan is a `StatePlan`, a state a `TrainState`, which come later in the order of
+    imports; a batch is global. `merge`, `gradients` and `outputs` are traced.
+    """
+
+    def check(self, model: Any, mesh: Mesh) -> None:  # noqa: B027
+        """Refuses a model, concrete or abstract, that cannot be run so on a mesh."""
+
+    def merge(self, plan: Any, params: dict, variables: dict, *, training: bool) -> Any:
+        """The model as the loss sees it: cast to the compute dtype, gathered at use."""
+        return plan.merge(params, variables, training=training)
+
+    @abc.abstractmethod
+    def observe_labels(self, run: Callable[[], Any]) -> list[Any]:
+        """Calls ``run``, which evaluates the loss; the `LabelRange` of each call of it.
+
+        None where callbacks inside the loss cannot report them.
+        """
+
+    @abc.abstractmethod
+    def gradients(
+        self,
+        plan: Any,
+        forward: Callable[[dict, dict, Any, Any], tuple[dict, dict]],
+        state: Any,
+        batch: Any,
+        key: Any,
+        num_microbatches: int,
+    ) -> tuple[dict, dict, dict]:
+        """Gradients of the batch's mean loss, summed over microbatches and devices.
+
+        ``forward`` maps ``(params, variables, batch, key)`` to means by name, ``loss``
+        among them, and the variables after it. Returns the gradients of the parameters,
+        the variables after the step, and the means.
+        """
+
+    @abc.abstractmethod
+    def outputs(
+        self,
+        plan: Any,
+        function: Callable[[Any, Any, Any], Any],
+        arrays: tuple[dict, dict],
+        batch: Any,
+        key: Any,
+        num_microbatches: int,
+        *,
+        join: Callable[[Any], Any],
+        needs_stack: bool,
+    ) -> Any:
+        """Outputs of a function ``(model, batch, key)`` of a model in evaluation mode.
+
+        ``arrays`` are the parameters, and all other variables; ``join`` takes outputs
+        with a leading dim of microbatches to those of the batch. Where the model is cut
+        at its `Stack`, a function that does not call it is an error if it is needed,
+        and else run whole.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claims:
+    """Mesh axes, and what they split: batch, arrays, the step; merged by ``|``.
+
+    Attributes:
+        axis_sizes: Size of each mesh axis that it owns; ``None`` takes the devices that
+            remain.
+        batch: Mesh axes that split the batch.
+        logical: Mesh axes by logical name, for parameters and activations alike.
+        activations: Mesh axes by logical name for activations alone. They yield:
+            another dim of the same activation that claims the axis has it.
+        zero: Axes that split training state which is gathered at use.
+        rules: Explicit rules of the user; they come before names and choices.
+        overlap: How products that gather their input or scatter their output run:
+            ``ring`` or ``bidirectional``; ``None``: as the partitioner has it.
+        execution: How the step is run; ``None``: one microbatch after the other.
+        owner: The strategy that claims, as messages call it.
+        parts: The claims that were merged into these.
+
+    Example:
+        >>> left = Claims(axis_sizes={"fsdp": None}, batch=("fsdp",))
+        >>> right = Claims(axis_sizes={"tensor": 2}, logical={"mlp": "tensor"})
+        >>> (left | right).axis_sizes
+        {'fsdp': None, 'tensor': 2}
+    """
+
+    axis_sizes: Mapping[str, int | None] = field(default_factory=dict)
+    batch: tuple[str, ...] = ()
+    logical: Mapping[str, MeshAxes] = field(default_factory=dict)
+    activations: Mapping[str, MeshAxes] = field(default_factory=dict)
+    zero: tuple[ZeroAxis, ...] = ()
+    rules: tuple[Rules, ...] = ()
+    overlap: Overlap | None = None
+    execution: Execution | None = None
+    owner: str = "a strategy"
+    parts: tuple[Claims, ...] = ()
+
+    def __or__(self, other: Claims) -> Claims:
+        """Both claims as one.
+
+        Raises:
+            PlacementConflictError: If both use one mesh axis, run the step, or give
+                one name to different axes and no `LogicalRules` decide it.
+        """
+        # Pair by pair, so that a message names the two strategies that disagree.
+        left, right = self.parts or (self,), other.parts or (other,)
+        decided = {name for name, _ in logical_items(self.rules + other.rules)}
+        for mine in left:
+            for theirs in right:
+                mine._check_axes(theirs)
+                mine._check_names(theirs, decided)
+        # Keys of `axis_sizes` are disjoint now; at most one side has an execution.
+        # `owner` stays the default: messages take the owners from `parts`.
+        return Claims(
+            axis_sizes={**self.axis_sizes, **other.axis_sizes},
+            batch=self.batch + other.batch,
+            # Equal where both have a name, or a rule decides in `on`.
+            logical={**self.logical, **other.logical},
+            activations={**self.activations, **other.activations},
+            zero=self.zero + other.zero,
+            rules=self.rules + other.rules,
+            overlap=self.overlap or other.overlap,
+            execution=self.execution or other.execution,
+            parts=left + right,
+        )
+
+    def _check_axes(self, other: Claims) -> None:
+        for axis in self.axis_sizes:
+            if axis in other.axis_sizes:
+                raise PlacementConflictError(
+                    f"Both {self.owner} and {other.owner} use the mesh axis {axis!r}. "
+                    "Each part of a Composite needs axes of its own: keep one of them "
+                    "and give it the product of the sizes."
+                )
+        if self.execution and other.execution:
+            raise PlacementConflictError(
+                f"Both {self.owner} and {other.owner} say how the step is run. A "
+                "Composite can hold one such part: keep one of them."
+            )
+
+    def _check_names(self, other: Claims, decided: set[str]) -> None:
+        for name, axes in self.logical.items():
+            if other.logical.get(name, axes) != axes and name not in decided:
+                raise PlacementConflictError(
+                    f"{self.owner} gives dims named {name!r} to {axes!r}, "
+                    f"{other.owner} gives them to {other.logical[name]!r}. Decide with "
+                    f"rules=(LogicalRules({{{name!r}: ...}}),)."
+                )
+
+    def on(self, mesh: Mesh) -> Claims:
+        """The claims over one mesh: its order of axes, and the user's word on names.
+
+        Raises:
+            PlacementConflictError: If two `LogicalRules` contradict each other.
+        """
+        decided: dict[str, tuple[str, ...]] = {}
+        for name, axes in logical_items(self.rules):
+            claimed = as_tuple(axes)  # 'tensor' and ('tensor',) agree
+            if decided.setdefault(name, claimed) != claimed:
+                raise PlacementConflictError(
+                    f"Two LogicalRules give dims named {name!r} to {decided[name]} and "
+                    f"to {claimed}. Keep one."
+                )
+        activations = self.activations.items()
+        return replace(
+            self,
+            # The order of the mesh, however the parts were merged: rows that not all
+            # axes divide are split by the outer ones (`Layout.batch_spec`).
+            batch=tuple(axis for axis in mesh.axis_names if axis in self.batch),
+            logical={n: as_tuple(axes) for n, axes in self.logical.items()} | decided,
+            # The user's word on a name holds for activations too.
+            activations={n: as_tuple(a) for n, a in activations if n not in decided},
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,10 +327,8 @@ class Layout:
 
         Raises:
             UnknownAxisError: If it carries an unknown name.
-            SpecRankError: If a rule's spec is longer than its rank.
-            IndivisibleDimError: If an axis does not divide a dim that a rule or a name
-                gives to it.
             PlacementConflictError: If claims collide.
+            ValueError: If what a rule or a name gives does not fit it (`check_spec`).
         """
         # `Claims.on` has applied LogicalRules: they change names, and place no array.
         rules = tuple(r for r in self.claims.rules if not isinstance(r, LogicalRules))
@@ -128,7 +339,20 @@ class Layout:
         else:
             axes, reason = self._by_names(info)
             axes, reason = self._with_zero_axes(info, axes, reason)
-        return self._placement(info, axes, reason)
+
+        # ZeRO-1, 2 and 3 are one array of axes, from which each role drops some.
+        def with_zero(*kept: ZeroKind) -> P:
+            dropped = {z.rules.axis for z in self.claims.zero if z.shard not in kept}
+            return to_spec([tuple(a for a in dim if a not in dropped) for dim in axes])
+
+        return Placement(
+            stored=with_zero("params"),
+            used=with_zero() if info.is_param else with_zero("params"),
+            gradient=with_zero("params", "gradients"),
+            optimizer=with_zero("params", "gradients", "optimizer"),
+            reason=reason,
+            is_stacked=info.is_stacked,
+        )
 
     def _by_names(self, info: ArrayInfo) -> tuple[DimAxes, str]:
         if info.names is None:
@@ -137,16 +361,11 @@ class Layout:
         if info.is_stacked and "layers" not in self.claims.logical:
             axes = ((), *axes[1:])  # also where a mesh axis is called so
         check_spec(info.path, info.shape, to_spec(axes), self.mesh)
-        found = [
-            f"{name!r} -> {'+'.join(dim)}"
-            for name, dim in zip(info.names, axes, strict=True)
-            if dim
-        ]
+        pairs = zip(info.names, axes, strict=True)
+        found = [f"{name!r} -> {'+'.join(dim)}" for name, dim in pairs if dim]
         return axes, "name " + ", ".join(found) if found else ""
 
-    def axes_of(
-        self, name: str | Sequence[str] | None, path: str = ""
-    ) -> tuple[str, ...]:
+    def axes_of(self, name: MeshAxes, path: str = "") -> tuple[str, ...]:
         """Mesh axes of one dim's name; a mesh axis names itself.
 
         Raises:
@@ -182,29 +401,13 @@ class Layout:
         for zero in self.claims.zero if info.is_param else ():
             if any(zero.rules.axis in dim for dim in axes):
                 continue  # a name gives it a dim already
-            taken = tuple(bool(dim) for dim in axes)
-            dim, why = zero.rules.choose_dim(info, taken, self.mesh)
+            dim, why = zero.rules.choose_dim(info, tuple(map(bool, axes)), self.mesh)
             reasons.append(why)
             if dim is not None:
                 axes = (*axes[:dim], (zero.rules.axis,), *axes[dim + 1 :])
         if not reasons and self.mesh.size > 1:
             reasons.append("no rule names it" if info.is_param else "not a parameter")
         return axes, "; ".join(reasons)
-
-    def _placement(self, info: ArrayInfo, axes: DimAxes, reason: str) -> Placement:
-        # ZeRO-1, 2 and 3 are one array of axes, from which each role drops some.
-        def spec(*kept: ZeroKind) -> P:
-            dropped = {z.rules.axis for z in self.claims.zero if z.shard not in kept}
-            return to_spec([tuple(a for a in dim if a not in dropped) for dim in axes])
-
-        return Placement(
-            stored=spec("params"),
-            used=spec() if info.is_param else spec("params"),
-            gradient=spec("params", "gradients"),
-            optimizer=spec("params", "gradients", "optimizer"),
-            reason=reason,
-            is_stacked=info.is_stacked,
-        )
 
     def batch_spec(self, num_rows: int) -> P:
         """Spec of a batch's dim 0: as many of the batch axes as divide the rows."""
@@ -219,28 +422,22 @@ class Layout:
     def activation_spec(self, shape: Sequence[int], names: Sequence) -> P:
         """Spec of an activation; axes that do not divide their dim are left out."""
         # Two rounds: what names claim comes first, whichever dim is written first.
-        axes, used = self._claimed(shape, names)
+        axes = self._claimed(shape, names)
         for dim, (size, name) in enumerate(zip(shape, names, strict=True)):
             more = self.activation_axes(name) if isinstance(name, str) else ()
-            free = [axis for axis in more if axis not in used]
-            kept = dividing_prefix(size, (*axes[dim], *free), self.mesh.shape)
-            used.update(kept)
-            axes[dim] = kept
-        return to_spec(tuple(axes))
+            free = [axis for axis in more if not any(axis in each for each in axes)]
+            axes[dim] = dividing_prefix(size, (*axes[dim], *free), self.mesh.shape)
+        return to_spec(axes)
 
     def used_spec(self, shape: Sequence[int], names: Sequence) -> P:
         """Spec of a parameter in the computation, by its names alone."""
-        return to_spec(tuple(self._claimed(shape, names)[0]))
+        return to_spec(self._claimed(shape, names))
 
-    def _claimed(
-        self, shape: Sequence[int], names: Sequence
-    ) -> tuple[list[tuple[str, ...]], set[str]]:
-        """Axes of each dim by its name, as many as divide it, and all of them."""
+    def _claimed(self, shape: Sequence[int], names: Sequence) -> list[tuple[str, ...]]:
+        """Axes of each dim by its name, as many as divide it."""
         axes: list[tuple[str, ...]] = []
-        used: set[str] = set()
         for size, name in zip(shape, names, strict=True):
-            free = [axis for axis in self.axes_of(name) if axis not in used]
-            kept = dividing_prefix(size, free, self.mesh.shape)
-            used.update(kept)
-            axes.append(kept)
-        return axes, used
+            named = self.axes_of(name)
+            free = [axis for axis in named if not any(axis in each for each in axes)]
+            axes.append(dividing_prefix(size, free, self.mesh.shape))
+        return axes

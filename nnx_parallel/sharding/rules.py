@@ -27,7 +27,6 @@ from nnx_parallel.errors import (
 from nnx_parallel.sharding.names import (
     ArrayInfo,
     MeshAxes,
-    as_tuple,
     check_spec,
     dim_axes,
     suggest,
@@ -268,25 +267,6 @@ def answer_of(
             )
     check_spec(path or info.path, info.shape, first, mesh)
     return found[0]
-
-
-def merge_logical(
-    rules: tuple[Rules, ...], defaults: Mapping[str, MeshAxes]
-) -> dict[str, tuple[str, ...]]:
-    """Mesh axes by logical name: the defaults, then the user's `LogicalRules`.
-
-    Raises:
-        PlacementConflictError: If two of these give one name to different axes.
-    """
-    decided: dict[str, tuple[str, ...]] = {}
-    for name, axes in logical_items(rules):
-        claimed = as_tuple(axes)  # 'tensor' and ('tensor',) agree
-        if decided.setdefault(name, claimed) != claimed:
-            raise PlacementConflictError(
-                f"Two LogicalRules give dims named {name!r} to {decided[name]} and to "
-                f"{claimed}. Keep one."
-            )
-    return {name: as_tuple(axes) for name, axes in defaults.items()} | decided
 
 
 def logical_items(rules: tuple[Rules, ...]) -> list[tuple[str, MeshAxes]]:

@@ -14,8 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from nnx_parallel.mesh import MESH_AXES, Device, check_mesh, make_mesh
-from nnx_parallel.sharding.claims import Claims
-from nnx_parallel.sharding.layout import Layout
+from nnx_parallel.sharding.layout import Claims, Layout
 from nnx_parallel.sharding.model import (
     ModelFn,
     abstract_model,

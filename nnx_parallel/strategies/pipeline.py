@@ -9,7 +9,7 @@ from nnx_parallel.pipeline.run import Gather, PipelineSchedule
 from nnx_parallel.pipeline.stage import Stash
 from nnx_parallel.schedules.schedules import Fixed, OneFOneB, Schedule
 from nnx_parallel.schedules.table import Table
-from nnx_parallel.sharding.claims import Claims
+from nnx_parallel.sharding.layout import Claims
 from nnx_parallel.strategies.base import Strategy
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from nnx_parallel.collectives.ring import Overlap
-from nnx_parallel.sharding.claims import Claims
+from nnx_parallel.sharding.layout import Claims
 from nnx_parallel.sharding.rules import Rules
 from nnx_parallel.strategies.base import Strategy
 

@@ -28,8 +28,8 @@ from nnx_parallel.layers.scan import (
 from nnx_parallel.layers.stack import Stack
 from nnx_parallel.metrics import Mean, split_loss_output
 from nnx_parallel.precision import cast_floating
-from nnx_parallel.sharding.claims import Execution
 from nnx_parallel.sharding.constrain import using
+from nnx_parallel.sharding.layout import Execution
 from nnx_parallel.sharding.names import dotted
 from nnx_parallel.state import StatePlan, TrainState, values_of
 from nnx_parallel.training.diagnostics import check_count
