@@ -96,10 +96,7 @@ def constrain(x: Any, *names: Any) -> Any:
 
 
 def constrain_param(x: jax.Array, *names: str | None) -> jax.Array:
-    """Gives a parameter, where it is used, the place of its names alone.
-
-    Unlike `constrain` it leaves out axes that split activations only.
-    """
+    """A parameter at its use, placed without the axes that split activations only."""
     return _constrain_by_names(x, names, Layout.used_spec)
 
 
@@ -174,11 +171,7 @@ def saves_all_but_gathers(primitive: object, *_: Any, **params: Any) -> bool:
 
 
 def check_names(names: tuple[str | None, ...]) -> None:
-    """Checks the names of a layer's dims when the layer is built.
-
-    Raises:
-        ValueError: If a name occurs twice.
-    """
+    """Refuses a layer, when it is built, two of whose dims have one name."""
     for name in names:
         if name is not None and names.count(name) > 1:
             free = [n for n in LOGICAL_AXES if n not in names]
@@ -205,18 +198,12 @@ def annotate(tree: Any, name: str) -> Any:
         return tree
     placements, met = bound
     met.add(name)
-    if name not in placements:
-        return tree
-    return constrain_tree(tree, placements[name], mesh, name)
+    return constrain_tree(tree, placements.get(name), mesh, name)
 
 
 @contextlib.contextmanager
 def annotated(layout: Layout, placements: Mapping[str, Any]) -> Iterator[None]:
-    """Makes a layout and its mesh active, and places what `annotate` names.
-
-    Warns:
-        UserWarning: If a name is never met.
-    """
+    """Makes a layout and its mesh active; warns of placements that name nothing."""
     met: set[str] = set()
     token = _bound.set((placements, met))
     try:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import threading
 import types
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial, update_wrapper
 from inspect import Parameter, Signature
 from typing import Any
 
@@ -17,10 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.errors import PlacementTreeError
 from nnx_parallel.sharding.constrain import annotated
-from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.names import as_tuple, suggest
 from nnx_parallel.sharding.tree import (
-    HasLayout,
+    MeshLike,
     constrain_tree,
     is_placeable,
     layout_of,
@@ -115,7 +114,7 @@ class Arguments:
 
 def sharded_jit(
     fn: Callable[..., Any] | None = None,
-    mesh: Mesh | Layout | HasLayout | None = None,
+    mesh: MeshLike | None = None,
     *,
     in_shardings: Any = None,
     out_shardings: Any = None,
@@ -130,8 +129,11 @@ def sharded_jit(
     shardings that the rules resolve to. Each place of a sharding takes rules, a
     ``PartitionSpec``, a ``NamedSharding`` or ``None`` (the compiler chooses) for all
     below it in the tree. New shapes, dtypes or structures are resolved at their first
-    call. While ``fn`` is traced, `active_mesh` and ``jax.sharding.get_abstract_mesh``
-    return its mesh, and `constrain` and `annotate` place.
+    call. The result is called like ``fn``, also as a method, and has ``lower``,
+    ``trace``, ``eval_shape`` and ``clear_cache`` as ``jax.jit`` has them.
+
+    While ``fn`` is traced, `active_mesh` and ``jax.sharding.get_abstract_mesh`` return
+    its mesh, and `constrain` and `annotate` place.
 
     Args:
         fn: The function; left out, a decorator is returned.
@@ -145,10 +147,6 @@ def sharded_jit(
         static_argnames: Hashable arguments: a new value is a new program.
         donate_argnames: Arguments whose memory the outputs may take.
 
-    Returns:
-        A function that is called like ``fn``, also as a method, and has ``lower``,
-        ``trace``, ``eval_shape`` and ``clear_cache`` as ``jax.jit`` has them.
-
     Raises:
         UnknownAxisError: If a spec names an axis that the mesh lacks.
         PlacementTreeError: If placements do not fit the arguments or outputs.
@@ -157,20 +155,19 @@ def sharded_jit(
             `resolve_shardings` raises.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> from nnx_parallel import make_mesh
         >>> mesh = make_mesh({"fsdp": None})
         >>> @sharded_jit(mesh=mesh, in_shardings=(None, P("fsdp")), out_shardings=P())
         ... def mean(params, batch):
         ...     return (batch @ params["w"]).mean()
-        >>> float(mean({"w": jnp.ones((4, 2))}, jnp.ones((8, 4))))
+        >>> float(mean({"w": jax.numpy.ones((4, 2))}, jax.numpy.ones((8, 4))))
         4.0
     """
     annotations = dict(annotations or {})
     options = {name: value for name, value in locals().items() if name != "fn"}
     if fn is None:
-        return functools.partial(sharded_jit, **options)
-    if isinstance(fn, Mesh | Layout | HasLayout) or not callable(fn):
+        return partial(sharded_jit, **options)
+    if isinstance(fn, MeshLike) or not callable(fn):
         raise TypeError(
             f"sharded_jit got a {type(fn).__name__} for the function. Write "
             "sharded_jit(fn, mesh, ...), or @sharded_jit(mesh=mesh, ...) above it."
@@ -182,7 +179,7 @@ class ShardedFunction:
     """A function compiled by `sharded_jit`; call it as the function itself."""
 
     def __init__(self, fn: Callable[..., Any], options: dict[str, Any]) -> None:
-        functools.update_wrapper(self, fn)
+        update_wrapper(self, fn)
         self._fn, self._layout = fn, layout_of(options["mesh"])
         self._donated = as_tuple(options["donate_argnames"])
         self._arguments = Arguments(fn, as_tuple(options["static_argnames"]))
@@ -319,18 +316,15 @@ class ShardedFunction:
         traced.__name__ = getattr(self._fn, "__name__", type(self._fn).__name__)
         only = Parameter.POSITIONAL_ONLY
         traced.__signature__ = Signature([Parameter(name, only) for name in names])
-        jit = functools.partial(
-            jax.jit,
-            traced,
-            static_argnums=[i for i, n in enumerate(names) if n in arguments.static],
-            donate_argnums=[i for i, n in enumerate(names) if n in self._donated],
-        )
+        static = [i for i, name in enumerate(names) if name in arguments.static]
+        donated = [i for i, name in enumerate(names) if name in self._donated]
+        jit = partial(jax.jit, traced, static_argnums=static, donate_argnums=donated)
         # JAX keeps the trace by function and arguments: the program takes this one.
         shapes = jit().trace(*values).out_info
         out_shardings = resolve_prefix(self._out, shapes, mesh, "output")
         # No sharding at all leaves JAX free to choose by where the arguments lie.
         if jax.tree.leaves(in_shardings):
-            jit = functools.partial(jit, in_shardings=in_shardings)
+            jit = partial(jit, in_shardings=in_shardings)
         return jit(out_shardings=out_shardings)
 
 

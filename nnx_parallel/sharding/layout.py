@@ -7,6 +7,7 @@ it takes effect; neither `Strategy` nor `Composite` changes.
 from __future__ import annotations
 
 import abc
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -70,7 +71,7 @@ class Execution(abc.ABC):
     """How a step is run on the mesh: its gradients, and its outputs.
 
     A plan is a `StatePlan`, a state a `TrainState`, which come later in the order of
-    imports; a batch is global. `merge`, `gradients` and `outputs` are traced.
+    imports. `merge`, `gradients` and `outputs` are traced.
     """
 
     def check(self, model: Any, mesh: Mesh) -> None:  # noqa: B027
@@ -135,12 +136,12 @@ class Claims:
             remain.
         batch: Mesh axes that split the batch.
         logical: Mesh axes by logical name, for parameters and activations alike.
-        activations: Mesh axes by logical name for activations alone. They yield:
-            another dim of the same activation that claims the axis has it.
+        activations: Those for activations alone. They yield: another dim of the same
+            activation that claims the axis has it.
         zero: Axes that split training state which is gathered at use.
         rules: Explicit rules of the user; they come before names and choices.
-        overlap: How products that gather their input or scatter their output run:
-            ``ring`` or ``bidirectional``; ``None``: as the partitioner has it.
+        overlap: How products that gather their input or scatter their output run;
+            ``None``: as the partitioner has it.
         execution: How the step is run; ``None``: one microbatch after the other.
         owner: The strategy that claims, as messages call it.
         parts: The claims that were merged into these.
@@ -173,10 +174,8 @@ class Claims:
         # Pair by pair, so that a message names the two strategies that disagree.
         left, right = self.parts or (self,), other.parts or (other,)
         decided = {name for name, _ in logical_items(self.rules + other.rules)}
-        for mine in left:
-            for theirs in right:
-                mine._check_axes(theirs)
-                mine._check_names(theirs, decided)
+        for mine, theirs in itertools.product(left, right):
+            mine._check(theirs, decided)
         # Keys of `axis_sizes` are disjoint now; at most one side has an execution.
         # `owner` stays the default: messages take the owners from `parts`.
         return Claims(
@@ -192,7 +191,7 @@ class Claims:
             parts=left + right,
         )
 
-    def _check_axes(self, other: Claims) -> None:
+    def _check(self, other: Claims, decided: set[str]) -> None:
         for axis in self.axis_sizes:
             if axis in other.axis_sizes:
                 raise PlacementConflictError(
@@ -205,8 +204,6 @@ class Claims:
                 f"Both {self.owner} and {other.owner} say how the step is run. A "
                 "Composite can hold one such part: keep one of them."
             )
-
-    def _check_names(self, other: Claims, decided: set[str]) -> None:
         for name, axes in self.logical.items():
             if other.logical.get(name, axes) != axes and name not in decided:
                 raise PlacementConflictError(
@@ -251,8 +248,7 @@ class Placement:
         gradient: Of its gradient, once summed.
         optimizer: Of its optimizer state.
         reason: Which rule decided, or what kept it replicated.
-        is_stacked: Whether dim 0 enumerates layers: then the `Stack` gathers it, one
-            layer at a time.
+        is_stacked: Whether dim 0 enumerates layers, which a `Stack` gathers one by one.
     """
 
     stored: P
@@ -309,18 +305,15 @@ class Layout:
 
     def is_silent(self, names: Sequence) -> bool:
         """True if it says nothing about an array's names: a mesh alone does not."""
-        claims = self.claims
-        has_claims = claims.logical or claims.batch or claims.activations
-        return not has_claims and self.mesh.shape.keys().isdisjoint(names)
+        claims = self.claims.logical or self.claims.batch or self.claims.activations
+        return not claims and self.mesh.shape.keys().isdisjoint(names)
 
     def sharding(self, spec: P) -> NamedSharding:
         """The spec on this mesh; in a manual region, on the mesh as it is there."""
-        # JAX refuses to mix values that are placed on one and on the other: the aval
-        # of a manual region has the region's mesh
-        # (docs/library-notes.md, "Partly manual regions").
+        # JAX refuses to mix values that are placed on one and on the other: the aval of
+        # a manual region has its mesh (docs/library-notes.md, "Partly manual regions").
         context = jax.sharding.get_abstract_mesh()
-        mesh = context if context.manual_axes else self.mesh
-        return NamedSharding(mesh, spec)
+        return NamedSharding(context if context.manual_axes else self.mesh, spec)
 
     def place(self, info: ArrayInfo) -> Placement:
         """The four specs of an array.
@@ -401,7 +394,7 @@ class Layout:
         for zero in self.claims.zero if info.is_param else ():
             if any(zero.rules.axis in dim for dim in axes):
                 continue  # a name gives it a dim already
-            dim, why = zero.rules.choose_dim(info, tuple(map(bool, axes)), self.mesh)
+            dim, why = zero.rules.choose_dim(info, axes, self.mesh)
             reasons.append(why)
             if dim is not None:
                 axes = (*axes[:dim], (zero.rules.axis,), *axes[dim + 1 :])

@@ -40,11 +40,7 @@ flatten = nnx.traversals.flatten_mapping
 
 
 def abstract_model(source: nnx.Module | ModelFn, rngs: nnx.Rngs) -> nnx.Module:
-    """The model with shapes for arrays; nothing is allocated.
-
-    Args:
-        source: The model, or the function that builds it.
-        rngs: Random streams for the function; they are not advanced.
+    """The model with shapes for arrays; nothing is allocated, ``rngs`` not advanced.
 
     Raises:
         ModelError: If an array is in no Variable, or two have one name.
@@ -96,16 +92,9 @@ def _check_arrays(model: nnx.Module) -> None:
 
 
 def place_model(model: nnx.Module, layout: Layout) -> dict[Path, Placement]:
-    """Writes each array's `Placement` into its Variable's metadata.
+    """Each array's `Placement` by path, also written into an abstract model's metadata.
 
     Metadata travels in the graphdef, so that a `Stack` knows where its arrays live.
-
-    Args:
-        model: An abstract model; its metadata is changed.
-        layout: The layout.
-
-    Returns:
-        The placements by path.
 
     Warns:
         UserWarning: If a path rule matches no array.
@@ -117,8 +106,9 @@ def place_model(model: nnx.Module, layout: Layout) -> dict[Path, Placement]:
         # its own context, when the model is merged.
         variable.set_metadata(placement=placements[path], eager_sharding=False)
     reasons = {placement.reason for placement in placements.values()}
-    hint = "strategy.describe(model) lists every path."
-    warn_idle(layout.claims.rules, reasons, hint)
+    warn_idle(
+        layout.claims.rules, reasons, "strategy.describe(model) lists every path."
+    )
     return placements
 
 
@@ -141,11 +131,8 @@ def placed_arrays(
 ) -> dict:
     """The arrays of a model, each in its place, in nested dicts.
 
-    Args:
-        source: A function, which runs under jit so that no device ever holds the model
-            whole; or a model, whose arrays are copied: donating them leaves it whole.
-        rngs: Random streams for the function; they are not advanced.
-        shardings: The sharding of each array, by path.
+    A function runs under jit, so that no device ever holds the model whole; ``rngs``
+    are not advanced. A model's arrays are copied: donating them leaves it whole.
     """
     if not isinstance(source, nnx.Module):
         build, random = arrays_from(source, rngs)
@@ -192,18 +179,15 @@ def optimizer_specs(
     """The spec of every array of an Optax state, as the same tree.
 
     Transformations keep trees like the parameters' inside their state, whole or with
-    parts masked out: an array belongs to the parameter whose path ends its own.
+    parts masked out. An array has the ``optimizer`` spec of the parameter whose path
+    ends its own; one of another shape (the row and column factors of Adafactor) follows
+    the dims whose sizes match; counters and all other arrays are replicated.
 
     Args:
         abstract_state: ``jax.eval_shape(tx.init, params)``.
         shapes: Shape of each parameter, by its path in the parameters' nested dict.
         placements: Placement of each parameter, by the same paths.
         layout: The layout, for divisibility.
-
-    Returns:
-        ``optimizer`` specs of the parameters. A state of another shape (the row and
-        column factors of Adafactor) follows the dims whose sizes match; counters and
-        all that belongs to no parameter are replicated.
     """
 
     # A part that a mask leaves out is an `optax.MaskedNode`: a node without leaves,
@@ -244,13 +228,8 @@ def _follow(
 def as_transformation(optimizer: Any, model: Any) -> Optimizer:
     """The Optax transformation behind what a user passes as ``optimizer``.
 
-    Args:
-        optimizer: A transformation; ``optax.MultiSteps``; or a function from the
-            abstract model to one of them.
-        model: The abstract model.
-
-    Raises:
-        TypeError: If it is none of these.
+    That is a transformation; ``optax.MultiSteps``; or a function from the abstract
+    model to one of them. Else a `TypeError` is raised.
     """
     if isinstance(optimizer, Callable) and not isinstance(optimizer, tuple):
         optimizer = optimizer(model)

@@ -93,16 +93,11 @@ def variables_of(model: object) -> Iterator[tuple[tuple[Hashable, ...], nnx.Vari
 
 
 def array_info(path: tuple[Hashable, ...], variable: nnx.Variable) -> ArrayInfo:
-    """Reads shape and names of a Variable, concrete or abstract.
-
-    Raises:
-        SpecRankError: If it has more names than dims.
-    """
+    """Reads shape and names of a Variable; more names than dims are an error."""
     value = variable.get_value()
     # The key under which Flax keeps the names of nnx.with_partitioning.
-    names = variable.get_metadata().get("out_sharding")
-    names = tuple(names) if names else None
-    if names is not None:
+    names = tuple(variable.get_metadata().get("out_sharding") or ()) or None
+    if names:
         if len(names) > value.ndim:
             raise SpecRankError(
                 f"`{dotted(path)}` has shape {value.shape} but {len(names)} names "
@@ -217,11 +212,7 @@ def check_spec(path: str, shape: Sequence[int], spec: P | Sequence, mesh: Mesh) 
 
 
 def check_axes(path: str, spec: P | Sequence, mesh: Mesh) -> None:
-    """Checks that a mesh has all axes that a spec names.
-
-    Raises:
-        UnknownAxisError: If it lacks one.
-    """
+    """Checks that a mesh has all axes that a spec names."""
     # Without the shape, since that of a batch which several processes load in parts is
     # not known to one of them.
     for axis in (axis for entry in spec for axis in as_tuple(entry)):

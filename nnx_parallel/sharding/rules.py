@@ -26,6 +26,7 @@ from nnx_parallel.errors import (
 )
 from nnx_parallel.sharding.names import (
     ArrayInfo,
+    DimAxes,
     MeshAxes,
     check_spec,
     dim_axes,
@@ -160,18 +161,15 @@ class FSDPRules:
                 f"{suggest(self.axis, mesh.axis_names)} Its axes: "
                 f"{list(mesh.axis_names)}."
             )
-        dim, reason = self.choose_dim(info, (False,) * len(info.shape), mesh)
+        dim, reason = self.choose_dim(info, ((),) * len(info.shape), mesh)
         return None if dim is None else (P(*[None] * dim, self.axis), reason)
 
     def choose_dim(
-        self, info: ArrayInfo, taken: tuple[bool, ...], mesh: Mesh
+        self, info: ArrayInfo, taken: DimAxes, mesh: Mesh
     ) -> tuple[int | None, str]:
         """The dim to split and the reason, or ``None`` and what kept it whole.
 
-        Args:
-            info: The array.
-            taken: For each dim, whether another claim holds it already.
-            mesh: The mesh.
+        ``taken`` has the mesh axes that other claims give to each dim.
         """
         size = mesh.shape[self.axis]
         if info.size < self.min_size:

@@ -1,7 +1,4 @@
-"""Any pytree onto a mesh and back, by a tree of placements.
-
-Placements are rules, specs, shardings or ``None``, each for everything below it.
-"""
+"""Any pytree onto a mesh and back, by a tree of rules, specs, shardings or ``None``."""
 
 from __future__ import annotations
 
@@ -47,13 +44,12 @@ class HasLayout(Protocol):
         ...
 
 
-def layout_of(where: Mesh | Layout | HasLayout) -> Layout:
-    """The layout behind what users pass as ``mesh``.
+MeshLike = Mesh | Layout | HasLayout
+"""What users pass as ``mesh``."""
 
-    Raises:
-        MeshAxisTypeError: If an axis of the mesh is not Auto.
-        TypeError: If it is neither a mesh, a strategy, nor a layout.
-    """
+
+def layout_of(where: MeshLike) -> Layout:
+    """The layout behind what users pass as ``mesh``; its axes must be Auto."""
     if isinstance(where, Layout):
         return where
     if isinstance(where, Mesh):
@@ -81,7 +77,7 @@ def named_tree_map(
         function: ``(path, leaf, *rest)`` to a new leaf.
         tree: A pytree.
         rest: Trees of the same structure.
-        is_leaf: Where to stop, as in ``jax.tree.map``.
+        is_leaf: As in ``jax.tree.map``.
         separator: Between the parts of a path.
 
     Example:
@@ -95,12 +91,12 @@ def named_tree_map(
     return jax.tree_util.tree_map_with_path(named, tree, *rest, is_leaf=is_leaf)
 
 
-def resolve_shardings(tree: Any, rules: Any, mesh: Mesh | Layout | HasLayout) -> Any:
+def resolve_shardings(tree: Any, rules: Any, mesh: MeshLike) -> Any:
     """The sharding of every array of a pytree.
 
-    Nothing is moved, and only shapes are looked at: the tree may be abstract. An array
-    without dims is replicated, and no rule is asked about it. So is what no rule
-    answers for. Paths start at the node that has the rule.
+    Only shapes are looked at: the tree may be abstract. An array without dims, about
+    which no rule is asked, is replicated, and so is one that no rule answers for. Paths
+    start at the node that has the rule.
 
     Args:
         tree: A pytree of arrays or ``jax.ShapeDtypeStruct``; the Variables of an NNX
@@ -110,8 +106,7 @@ def resolve_shardings(tree: Any, rules: Any, mesh: Mesh | Layout | HasLayout) ->
         mesh: The mesh, or a strategy.
 
     Returns:
-        A tree of the same structure of ``NamedSharding``; ``None`` where ``rules`` has
-        ``None``.
+        The same tree of ``NamedSharding``; ``None`` where ``rules`` has ``None``.
 
     Raises:
         PlacementTreeError: If ``rules`` is not a prefix of the tree.
@@ -133,14 +128,13 @@ def resolve_shardings(tree: Any, rules: Any, mesh: Mesh | Layout | HasLayout) ->
         P('fsdp',)
     """
     leaves = resolve_leaves(as_chain(rules), tree, layout_of(mesh).mesh)
-    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+    return jax.tree.structure(tree).unflatten(leaves)
 
 
 def as_chain(rules: Any) -> Any:
     """A tuple of nothing but rules as one `ChainRules`; anything else as it is."""
     # A NamedTuple, like a state of Optax, is a tree of placements, and so is ().
-    is_tuple = type(rules) is tuple and len(rules) > 0
-    if is_tuple and all(isinstance(rule, Rules) for rule in rules):
+    if type(rules) is tuple and rules and all(isinstance(r, Rules) for r in rules):
         return ChainRules(*rules)
     return rules
 
@@ -168,31 +162,25 @@ def on_mesh(placements: Any, mesh: Mesh, where: str) -> Any:
 def resolve_leaves(
     placements: Any, tree: Any, mesh: Mesh, root: str = ""
 ) -> list[Sharding | None]:
-    """One sharding for each leaf of ``tree``, in order.
-
-    Args:
-        placements: A prefix tree of rules, specs, shardings and ``None``.
-        tree: A pytree of arrays.
-        mesh: The mesh.
-        root: Name of the tree in messages, such as that of an argument.
-    """
-    # By itself and first: what rules raise later is no misfit of the two trees.
+    """One sharding for each leaf of ``tree``, whose name in messages is ``root``."""
+    parts: list[tuple[Any, ...]] = []  # (key path, entry, the tree below it)
     try:
-        jax.tree.map(lambda *_: None, placements, tree, is_leaf=is_placeable)
+        # `is_placeable` makes a leaf of None, which to JAX is a node without leaves.
+        jax.tree_util.tree_map_with_path(
+            lambda *part: parts.append(part), placements, tree, is_leaf=is_placeable
+        )
     except (ValueError, TypeError) as error:
         raise PlacementTreeError(
             f"The placements of `{root or 'the tree'}` do not fit it: {error}. They "
             "are one rule, spec, sharding or None for all of it, or a tree that starts "
             f"like it: {jax.tree.structure(tree)}."
         ) from None
-    found: list[Sharding | None] = []
-
-    def resolve(keys: tuple[Any, ...], entry: Any, below: Any) -> None:
-        found.extend(_shardings(entry, below, mesh, _join(root, path_of(keys))))
-
-    # `is_placeable` makes a leaf of None, which to JAX is a node without leaves.
-    jax.tree_util.tree_map_with_path(resolve, placements, tree, is_leaf=is_placeable)
-    return found
+    # Apart from the above: what rules raise is no misfit of the two trees.
+    return [
+        sharding
+        for keys, entry, below in parts
+        for sharding in _shardings(entry, below, mesh, _join(root, path_of(keys)))
+    ]
 
 
 def resolve_prefix(placements: Any, tree: Any, mesh: Mesh, root: str) -> Any:
@@ -223,11 +211,7 @@ def _shardings(entry: Any, tree: Any, mesh: Mesh, where: str) -> list[Sharding |
 
 
 def array_infos(tree: Any, root: str = "") -> Iterator[tuple[ArrayInfo, str]]:
-    """Each leaf as rules see it, its path starting at ``tree``, and its full path.
-
-    Raises:
-        TypeError: If a leaf is not an array.
-    """
+    """Each leaf as rules see it, its path starting at ``tree``, and its full path."""
 
     def is_variable(x: Any) -> bool:
         # A Variable brings names and kind along. One that holds several arrays, or
@@ -257,14 +241,18 @@ def _by_rules(
 ) -> list[Sharding | None]:
     specs, reasons = [], set()
     whole = []  # large arrays that `FSDPRules` could not split
+    fsdp = [rule for rule in members(rules) if isinstance(rule, FSDPRules)]
     for info, path in infos:
         # Scalars have no dim to split: a rule need not provide for them.
         answer = answer_of([rules], info, mesh, path) if info.shape else None
         spec, reason = answer or (P(), "")
         specs.append(spec)
         reasons.add(reason)
-        if answer is None and (refusal := _refusal(rules, info, mesh)):
-            whole.append(f"`{path}` {info.shape}: {refusal}")
+        large = [rule for rule in fsdp if info.shape and info.size >= rule.min_size]
+        if answer is None and large:
+            # No dim is taken: in a tree one rule decides, and names claim nothing.
+            _, why = large[0].choose_dim(info, ((),) * len(info.shape), mesh)
+            whole.append(f"`{path}` {info.shape}: {why}")
     if infos:
         shown = ", ".join(info.path for info, _ in infos[:8])
         more = ", ..." if len(infos) > 8 else ""
@@ -279,50 +267,32 @@ def _by_rules(
     return [NamedSharding(mesh, spec) for spec in specs]
 
 
-def _refusal(rules: Rules, info: ArrayInfo, mesh: Mesh) -> str | None:
-    """Why an array that is large enough for `FSDPRules` stays whole."""
-    for rule in members(rules):
-        if isinstance(rule, FSDPRules) and info.shape and info.size >= rule.min_size:
-            # No dim is taken: in a tree one rule decides, and names claim nothing.
-            return rule.choose_dim(info, (False,) * len(info.shape), mesh)[1]
-    return None
-
-
 def constrain_tree(tree: Any, placements: Any, mesh: Mesh, root: str = "") -> Any:
     """``jax.lax.with_sharding_constraint`` by rules; ``None`` leaves a part alone."""
     if placements is None:
         return tree
-    shardings = resolve_leaves(as_chain(placements), tree, mesh, root)
-    return _place_leaves(jax.lax.with_sharding_constraint, tree, shardings)
+    return _placed(jax.lax.with_sharding_constraint, tree, placements, mesh, root)
 
 
-def _place_leaves(
-    place: Callable[[Any, Sharding], Any],
-    tree: Any,
-    shardings: Sequence[Sharding | None],
-) -> Any:
+def _placed(place: Callable, tree: Any, rules: Any, mesh: Mesh, root: str = "") -> Any:
     leaves, treedef = jax.tree.flatten(tree)
+    shardings = resolve_leaves(as_chain(rules), tree, mesh, root)
     pairs = zip(leaves, shardings, strict=True)
-    # `None` leaves one as it is.
-    placed = [x if sharding is None else place(x, sharding) for x, sharding in pairs]
-    return jax.tree.unflatten(treedef, placed)
+    return treedef.unflatten(x if to is None else place(x, to) for x, to in pairs)
 
 
-def shard(tree: Any, rules: Any, mesh: Mesh | Layout | HasLayout) -> Any:
+def shard(tree: Any, rules: Any, mesh: MeshLike) -> Any:
     """Puts a pytree on a mesh: each device receives its own shards only.
 
     Args:
         tree: A pytree of arrays; with several processes, the same global values on all.
-        rules: As in `resolve_shardings`: rules, specs, shardings or ``None``.
+        rules: Rules, specs, shardings or ``None``, as in `resolve_shardings`, which
+            says what is raised.
         mesh: The mesh, or a strategy.
 
     Returns:
         The same tree of global arrays. Leaves with ``None`` in ``rules`` stay the same
         objects.
-
-    Raises:
-        ValueError: If ``rules`` do not fit the tree, its arrays or the mesh; each case
-            has its class, as in `resolve_shardings`.
 
     Example:
         >>> from nnx_parallel import make_mesh
@@ -330,8 +300,7 @@ def shard(tree: Any, rules: Any, mesh: Mesh | Layout | HasLayout) -> Any:
         >>> tree["w"].addressable_shards[0].data.shape
         (1, 4)
     """
-    shardings = resolve_leaves(as_chain(rules), tree, layout_of(mesh).mesh)
-    return _place_leaves(_place, tree, shardings)
+    return _placed(_place, tree, rules, layout_of(mesh).mesh)
 
 
 def _place(x: Any, sharding: Sharding) -> jax.Array:
@@ -346,14 +315,13 @@ def _place(x: Any, sharding: Sharding) -> jax.Array:
 def gather(tree: Any, *, to_host: bool = True) -> Any:
     """Brings every array of a pytree together: the whole of it in one place.
 
+    Leaves that are no ``jax.Array`` stay the same objects; typed random keys, which
+    NumPy cannot hold, are replicated.
+
     Args:
         tree: A pytree. With several processes all of them call this.
         to_host: Return NumPy arrays; else arrays of which each device of their mesh
             has a copy, and nothing touches the host.
-
-    Returns:
-        The same tree. Leaves that are no ``jax.Array`` stay the same objects; typed
-        random keys, which NumPy cannot hold, are replicated.
 
     Example:
         >>> from nnx_parallel import make_mesh
@@ -388,7 +356,7 @@ def _identity(x: jax.Array) -> jax.Array:
 
 def process_local_to_global(
     batch: Any,
-    mesh: Mesh | Layout | HasLayout,
+    mesh: MeshLike,
     axes: str | Sequence[str] | None = None,
     *,
     dim: int = 0,
@@ -403,9 +371,8 @@ def process_local_to_global(
         dim: The dim along which the parts follow one another.
 
     Returns:
-        The same tree of global arrays, sharded along ``dim``. Arrays without dims,
-        which are then the same everywhere, are replicated. With one process this is
-        ``jax.device_put``.
+        The same tree of global arrays, sharded along ``dim``. Arrays without dims, the
+        same in all processes, are replicated.
 
     Raises:
         UnknownAxisError: If the mesh lacks an axis.
