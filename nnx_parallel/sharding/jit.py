@@ -27,10 +27,9 @@ from nnx_parallel.sharding.tree import (
     resolve_prefix,
 )
 
-Program = Any  # what `jax.jit` returns
 Names = tuple[str, ...]
 
-_NONE: tuple[Any, Program] = (None, None)  # no call by these keywords, no program
+_NONE: tuple[Any, Any] = (None, None)  # no call by these keywords, no program
 _PLACEMENTS = ("in_shardings", "out_shardings", "constrain_args", "annotations")
 
 
@@ -128,10 +127,9 @@ def sharded_jit(
     The compiled program, its traces and its dispatch are those of ``jax.jit`` with the
     shardings that the rules resolve to. Each place of a sharding takes rules, a
     ``PartitionSpec``, a ``NamedSharding`` or ``None`` (the compiler chooses) for all
-    below it in the tree. New shapes, dtypes or structures are resolved at their first
-    call. The result is called like ``fn``, also as a method, and has ``lower``,
-    ``trace``, ``eval_shape`` and ``clear_cache`` as ``jax.jit`` has them.
-
+    below it in the tree; a call with new shapes, dtypes or structures resolves them
+    (`resolve_shardings`). The result is called like ``fn``, also as a method, and has
+    ``lower``, ``trace``, ``eval_shape`` and ``clear_cache`` as ``jax.jit`` has them.
     While ``fn`` is traced, `active_mesh` and ``jax.sharding.get_abstract_mesh`` return
     its mesh, and `constrain` and `annotate` place.
 
@@ -151,8 +149,7 @@ def sharded_jit(
         UnknownAxisError: If a spec names an axis that the mesh lacks.
         PlacementTreeError: If placements do not fit the arguments or outputs.
         TypeError: If ``mesh`` is none, or an argument that is not static is no array.
-        ValueError: If ``fn`` does not take an argument that is named. At a call, as
-            `resolve_shardings` raises.
+        ValueError: If an argument is named that ``fn`` does not take.
 
     Example:
         >>> from nnx_parallel import make_mesh
@@ -163,7 +160,8 @@ def sharded_jit(
         >>> float(mean({"w": jax.numpy.ones((4, 2))}, jax.numpy.ones((8, 4))))
         4.0
     """
-    annotations = dict(annotations or {})
+    static_argnames = as_tuple(static_argnames)
+    donate_argnames = as_tuple(donate_argnames)
     options = {name: value for name, value in locals().items() if name != "fn"}
     if fn is None:
         return partial(sharded_jit, **options)
@@ -181,17 +179,17 @@ class ShardedFunction:
     def __init__(self, fn: Callable[..., Any], options: dict[str, Any]) -> None:
         update_wrapper(self, fn)
         self._fn, self._layout = fn, layout_of(options["mesh"])
-        self._donated = as_tuple(options["donate_argnames"])
-        self._arguments = Arguments(fn, as_tuple(options["static_argnames"]))
+        self._donated = options["donate_argnames"]
+        self._arguments = Arguments(fn, options["static_argnames"])
         for option in ("static_argnames", "donate_argnames"):
-            self._arguments.check_names(as_tuple(options[option]), option)
+            self._arguments.check_names(options[option], option)
         for option in ("in_shardings", "constrain_args"):
             self._arguments.check_placements(options[option], option)
-        self._in, self._out, self._constraints, self._annotations = (
-            on_mesh(options[option], self._layout.mesh, option)
-            for option in _PLACEMENTS
+        placed = (
+            on_mesh(options[name], self._layout.mesh, name) for name in _PLACEMENTS
         )
-        self._programs: dict[tuple, Program] = {}
+        self._in, self._out, self._constraints, self._annotations = placed
+        self._programs: dict[tuple, Any] = {}
         self._last = self._steady = _NONE
         self._lock = threading.RLock()
 
@@ -268,17 +266,16 @@ class ShardedFunction:
         leaves, tree = jax.tree.flatten(values)
         return keywords, tree, tuple(map(_aval, leaves)), static
 
-    def _find(self, values: tuple, keywords: Names) -> Program:
-        signature = self._signature(values, keywords)
-        program = self._programs.get(signature)
+    def _find(self, values: tuple, keywords: Names) -> Any:
+        key = self._signature(values, keywords)
+        program = self._programs.get(key)
         if program is None:
             with self._lock:  # two threads with a new signature trace it once
-                known = self._programs.get(signature)
-                program = known or self._resolve(values, keywords)
-                self._programs[signature] = program
+                program = self._programs.get(key) or self._resolve(values, keywords)
+                self._programs[key] = program
         return program
 
-    def _resolve(self, values: tuple, keywords: Names) -> Program:
+    def _resolve(self, values: tuple, keywords: Names) -> Any:
         """The ``jax.jit`` of a call by position, with shardings wherever rules are."""
         arguments, mesh = self._arguments, self._layout.mesh
         names = arguments.names(values, keywords)
@@ -301,7 +298,7 @@ class ShardedFunction:
             first = first or signature
             if signature != first:
                 raise LookupError("The program was resolved for another signature.")
-            with annotated(self._layout, self._annotations):
+            with annotated(self._layout, self._annotations or {}):
                 placed = [
                     constrain_tree(value, constraints.get(name), mesh, name)
                     for name, value in zip(names, values, strict=True)
