@@ -185,17 +185,14 @@ class ShardedFunction:
             self._arguments.check_names(options[option], option)
         for option in ("in_shardings", "constrain_args"):
             self._arguments.check_placements(options[option], option)
-        placed = (
-            on_mesh(options[name], self._layout.mesh, name) for name in _PLACEMENTS
-        )
+        placed = (on_mesh(options[n], self._layout.mesh, n) for n in _PLACEMENTS)
         self._in, self._out, self._constraints, self._annotations = placed
         self._programs: dict[tuple, Any] = {}
         self._last = self._steady = _NONE
         self._lock = threading.RLock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the function."""
-        # All of this counts: a dispatch takes a tenth of a millisecond.
+        """Runs the function: every line counts in a dispatch of a tenth of a ms."""
         values, keywords = _by_position(args, kwargs) if kwargs else (args, ())
         form, program = self._steady
         # A look-up flattens the arguments, which `jax.jit` does again. A program that
