@@ -116,11 +116,8 @@ def use_params(leaves: dict, placements: dict) -> dict:
     """Parameters as the computation uses them: gathered from where they are stored.
 
     Their gradients are summed into the ``gradient`` specs. Under
-    `saves_all_but_gathers` they are gathered again for the backward pass.
-
-    Args:
-        leaves: Arrays by any key.
-        placements: `Placement` by the same keys; an array without one passes as it is.
+    `saves_all_but_gathers` they are gathered again for the backward pass. Arrays have
+    the same keys as their `Placement`; one without passes as it is.
     """
     layout = _active.get()
     if layout is None:

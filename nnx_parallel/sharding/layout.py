@@ -165,11 +165,9 @@ class Claims:
     parts: tuple[Claims, ...] = ()
 
     def __or__(self, other: Claims) -> Claims:
-        """Both claims as one.
+        """Both claims as one, unless both use one mesh axis, run the step, or disagree.
 
-        Raises:
-            PlacementConflictError: If both use one mesh axis, run the step, or give
-                one name to different axes and no `LogicalRules` decide it.
+        They disagree if one name has different axes and no `LogicalRules` decide it.
         """
         # Pair by pair, so that a message names the two strategies that disagree.
         left, right = self.parts or (self,), other.parts or (other,)
@@ -213,11 +211,7 @@ class Claims:
                 )
 
     def on(self, mesh: Mesh) -> Claims:
-        """The claims over one mesh: its order of axes, and the user's word on names.
-
-        Raises:
-            PlacementConflictError: If two `LogicalRules` contradict each other.
-        """
+        """The claims over one mesh: its order of axes, and the user's word on names."""
         decided: dict[str, tuple[str, ...]] = {}
         for name, axes in logical_items(self.rules):
             claimed = as_tuple(axes)  # 'tensor' and ('tensor',) agree
@@ -277,10 +271,7 @@ class Layout:
 
     Attributes:
         mesh: The mesh, all of its axes Auto.
-        claims: A strategy's `Claims.on` this mesh; by default none.
-
-    Raises:
-        UnknownAxisError: If a logical name is given to an axis that the mesh lacks.
+        claims: A strategy's `Claims.on` this mesh, which has all of their axes.
     """
 
     mesh: Mesh
@@ -316,13 +307,7 @@ class Layout:
         return NamedSharding(context if context.manual_axes else self.mesh, spec)
 
     def place(self, info: ArrayInfo) -> Placement:
-        """The four specs of an array.
-
-        Raises:
-            UnknownAxisError: If it carries an unknown name.
-            PlacementConflictError: If claims collide.
-            ValueError: If what a rule or a name gives does not fit it (`check_spec`).
-        """
+        """The four specs of an array, which rules and names must fit (`check_spec`)."""
         # `Claims.on` has applied LogicalRules: they change names, and place no array.
         rules = tuple(r for r in self.claims.rules if not isinstance(r, LogicalRules))
         if explicit := answer_of(rules, info, self.mesh):
@@ -359,11 +344,7 @@ class Layout:
         return axes, "name " + ", ".join(found) if found else ""
 
     def axes_of(self, name: MeshAxes, path: str = "") -> tuple[str, ...]:
-        """Mesh axes of one dim's name; a mesh axis names itself.
-
-        Raises:
-            UnknownAxisError: If the name is neither a logical nor a mesh axis.
-        """
+        """Mesh axes of one dim's name; a mesh axis names itself. Others are refused."""
         if name is None:
             return ()
         if not isinstance(name, str):

@@ -195,9 +195,6 @@ class ChainRules:
     An array that none of them answers for is replicated. A strict `PathRules` raises
     for one that it does not match, so it comes last.
 
-    Attributes:
-        rules: The rules, the one that speaks first in front.
-
     Example:
         >>> rules = ChainRules(PathRules((r"embedding", P("fsdp"))), FSDPRules())
         >>> len(rules.rules)
@@ -244,13 +241,9 @@ def warn_idle(rules: Iterable[Rules], reasons: Container[str], hint: str) -> Non
 def answer_of(
     rules: Iterable[Rules], info: ArrayInfo, mesh: Mesh, path: str = ""
 ) -> tuple[P, str] | None:
-    """The one answer of several rules, whose order means nothing, checked.
+    """The one answer of several rules, checked; their order means nothing.
 
     ``path`` is that of messages, if not the array's own.
-
-    Raises:
-        PlacementConflictError: If two rules give different specs.
-        ValueError: If the spec does not fit the array or the mesh (`check_spec`).
     """
     found = [answer for rule in rules if (answer := rule.match(info, mesh))]
     if not found:
