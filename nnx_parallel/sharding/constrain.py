@@ -58,18 +58,15 @@ def active_mesh() -> Mesh | None:
 def constrain(x: Any, *names: Any) -> Any:
     """Gives an activation the place that the strategy has for its dims.
 
-    A constraint is a hint to XLA's partitioner, on Auto axes: a model need not be
-    written for a mesh, as explicit axes would have it.
+    Outside a strategy it returns ``x`` itself. A constraint is a hint to XLA's
+    partitioner, on Auto axes: a model need not be written for a mesh, as explicit axes
+    would have it, and an axis that does not divide its dim is left out.
 
     Args:
         x: An activation.
         names: The logical axis of each of its dims, or ``None``. Or one placement:
             rules or a spec, or a prefix tree of these; ``x`` may then be any pytree,
             and an axis that does not divide its dim is an error.
-
-    Returns:
-        ``x``, split over the mesh axes of its names; the same object outside a
-        strategy. An axis that does not divide its dim is left out.
 
     Note:
         JAX remembers traces: an inner ``jax.jit``, or a body of ``jax.lax.scan`` that
@@ -155,9 +152,8 @@ _gather.defvjp(lambda x, *specs: (_gather(x, *specs), None), _gather_backward)
 def saves_all_but_gathers(primitive: object, *_: Any, **params: Any) -> bool:
     """A `jax.checkpoint` policy: keep every residual but gathered parameters.
 
-    So no device holds more of them than the layer in work. A gather is a sharding
-    constraint, of which the input is kept: the same values and, for a parameter, the
-    shard.
+    So no device holds more of them than the layer in work. Of a gather, which is a
+    sharding constraint, the input is kept: the same values, as a parameter's shard.
     """
     # A policy is asked about a custom_vjp call as one operation and never about what is
     # inside, not even a `checkpoint_name` (docs/library-notes.md, "Remat"). So the

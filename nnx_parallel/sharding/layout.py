@@ -51,9 +51,8 @@ class ZeroAxis:
         shard: State that it splits: ``params`` (ZeRO-3: with gradients and optimizer
             state), ``gradients`` (ZeRO-2: with optimizer state) or ``optimizer``
             (ZeRO-1).
-        prefetch: How a `Stack` gathers a layer's parameters while the one before it
-            runs: in one collective (``bulk``), or hop by hop; ``None``: each layer
-            gathers its own.
+        prefetch: How a `Stack` gathers a layer's parameters while the last one runs:
+            at once (``bulk``) or hop by hop; ``None``: each layer gathers its own.
 
     References:
         [1] Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 from nnx_parallel.errors import ModelError
 from nnx_parallel.sharding.layout import Layout, Placement
 from nnx_parallel.sharding.names import (
-    DimAxes,
     array_info,
     dim_axes,
     dividing_prefix,
@@ -95,9 +94,7 @@ def place_model(model: nnx.Module, layout: Layout) -> dict[Path, Placement]:
     """Each array's `Placement` by path, also written into an abstract model's metadata.
 
     Metadata travels in the graphdef, so that a `Stack` knows where its arrays live.
-
-    Warns:
-        UserWarning: If a path rule matches no array.
+    Warns of path rules that match no array.
     """
     placements = {}
     for path, variable in variables_of(model):
@@ -196,8 +193,16 @@ def optimizer_specs(
         owner = owner_of(path, shapes)
         if owner is None:
             return P()
-        axes = dim_axes(placements[owner].optimizer, len(shapes[owner]))
-        return _follow(leaf.shape, shapes[owner], axes, layout)
+        shape = shapes[owner]
+        axes = dim_axes(placements[owner].optimizer, len(shape))
+        kept: list[tuple[str, ...]] = []
+        start = 0  # Adafactor keeps one dim of a matrix in one array, one in another
+        for size in leaf.shape:
+            matches = [d for d in range(start, len(shape)) if shape[d] == size]
+            of_dim = axes[matches[0]] if matches else ()
+            start = matches[0] + 1 if matches else start
+            kept.append(dividing_prefix(size, of_dim, layout.mesh.shape))
+        return to_spec(kept)
 
     return jax.tree_util.tree_map_with_path(spec, abstract_state)
 
@@ -209,20 +214,6 @@ def owner_of(path: tuple, shapes: dict[Path, tuple[int, ...]]) -> Path | None:
     keys = tuple(getattr(entry, "key", None) for entry in path)
     endings = (keys[start:] for start in range(len(keys)))
     return next((ending for ending in endings if ending in shapes), None)
-
-
-def _follow(
-    shape: Sequence[int], param_shape: Sequence[int], axes: DimAxes, layout: Layout
-) -> P:
-    """The axes of the parameter's dims that occur, in order, in another shape."""
-    kept: list[tuple[str, ...]] = []
-    start = 0  # Adafactor keeps one dim of a matrix in one array, the other in another
-    for size in shape:
-        matches = [d for d in range(start, len(param_shape)) if param_shape[d] == size]
-        of_dim = axes[matches[0]] if matches else ()
-        start = matches[0] + 1 if matches else start
-        kept.append(dividing_prefix(size, of_dim, layout.mesh.shape))
-    return to_spec(kept)
 
 
 def as_transformation(optimizer: Any, model: Any) -> Optimizer:

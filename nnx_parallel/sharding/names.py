@@ -117,8 +117,7 @@ def array_info(path: tuple[Hashable, ...], variable: nnx.Variable) -> ArrayInfo:
 
 def flatten_pure(tree: Mapping) -> dict[str, jax.Array]:
     """A nested dict of arrays as one flat dict by dotted path."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {path_of(keys): leaf for keys, leaf in leaves}
+    return {path_of(keys): leaf for keys, leaf in jax.tree.leaves_with_path(tree)}
 
 
 def is_inexact(x: Any) -> bool:

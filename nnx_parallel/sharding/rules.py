@@ -1,8 +1,8 @@
 """Rules: who says where an array lives, as small frozen objects.
 
-Rules of a strategy come before the names in the model, and those before FSDP's own
-choice; their order means nothing, and two that disagree are an error. The same objects
-place any pytree (`shard`, `sharded_jit`, `constrain`); there `ChainRules` orders them.
+Those of a strategy come before the names in the model, and these before FSDP's own
+choice; in any order, two that disagree are an error. In placements of a pytree
+(`shard`, `sharded_jit`, `constrain`) `ChainRules` orders several.
 """
 
 from __future__ import annotations

@@ -73,12 +73,7 @@ def named_tree_map(
 ) -> Any:
     """``jax.tree.map`` whose function also gets the path of each leaf.
 
-    Args:
-        function: ``(path, leaf, *rest)`` to a new leaf.
-        tree: A pytree.
-        rest: Trees of the same structure.
-        is_leaf: As in ``jax.tree.map``.
-        separator: Between the parts of a path.
+    It takes ``(path, leaf, *rest)``; ``separator`` is between the parts of a path.
 
     Example:
         >>> named_tree_map(lambda path, x: f"{path}={x}", {"a": 1, "b": {"c": 2}})
@@ -88,7 +83,7 @@ def named_tree_map(
     def named(keys: tuple[Any, ...], *leaves: Any) -> Any:
         return function(path_of(keys, separator), *leaves)
 
-    return jax.tree_util.tree_map_with_path(named, tree, *rest, is_leaf=is_leaf)
+    return jax.tree.map_with_path(named, tree, *rest, is_leaf=is_leaf)
 
 
 def resolve_shardings(tree: Any, rules: Any, mesh: MeshLike) -> Any:
@@ -166,7 +161,7 @@ def resolve_leaves(
     parts: list[tuple[Any, ...]] = []  # (key path, entry, the tree below it)
     try:
         # `is_placeable` makes a leaf of None, which to JAX is a node without leaves.
-        jax.tree_util.tree_map_with_path(
+        jax.tree.map_with_path(
             lambda *part: parts.append(part), placements, tree, is_leaf=is_placeable
         )
     except (ValueError, TypeError) as error:
@@ -218,7 +213,7 @@ def array_infos(tree: Any, root: str = "") -> Iterator[tuple[ArrayInfo, str]]:
         # none, has no single shape.
         return isinstance(x, nnx.Variable) and len(jax.tree.leaves(x)) == 1
 
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable):
+    for keys, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_variable):
         path = path_of(keys)
         full = _join(root, path) or "the array"
         if is_variable(leaf):
@@ -282,17 +277,13 @@ def _placed(place: Callable, tree: Any, rules: Any, mesh: Mesh, root: str = "") 
 
 
 def shard(tree: Any, rules: Any, mesh: MeshLike) -> Any:
-    """Puts a pytree on a mesh: each device receives its own shards only.
+    """Puts a pytree on a mesh as global arrays: each device receives its shards only.
 
     Args:
         tree: A pytree of arrays; with several processes, the same global values on all.
-        rules: Rules, specs, shardings or ``None``, as in `resolve_shardings`, which
-            says what is raised.
+        rules: Rules, specs or shardings, as in `resolve_shardings`, which says what is
+            raised. Leaves with ``None`` stay the same objects.
         mesh: The mesh, or a strategy.
-
-    Returns:
-        The same tree of global arrays. Leaves with ``None`` in ``rules`` stay the same
-        objects.
 
     Example:
         >>> from nnx_parallel import make_mesh
@@ -355,13 +346,11 @@ def _identity(x: jax.Array) -> jax.Array:
 
 
 def process_local_to_global(
-    batch: Any,
-    mesh: MeshLike,
-    axes: str | Sequence[str] | None = None,
-    *,
-    dim: int = 0,
+    batch: Any, mesh: MeshLike, axes: str | Sequence[str] | None = None, *, dim: int = 0
 ) -> Any:
-    """Joins what each process has loaded into global arrays.
+    """Joins what each process has loaded into global arrays, sharded along one dim.
+
+    Arrays without dims, the same in all processes, are replicated.
 
     Args:
         batch: A pytree of host arrays: this process's part of the global batch.
@@ -369,10 +358,6 @@ def process_local_to_global(
         axes: The mesh axes that split ``dim``; by default the strategy's batch axes,
             or all axes of a mesh.
         dim: The dim along which the parts follow one another.
-
-    Returns:
-        The same tree of global arrays, sharded along ``dim``. Arrays without dims, the
-        same in all processes, are replicated.
 
     Raises:
         UnknownAxisError: If the mesh lacks an axis.
