@@ -50,9 +50,8 @@ class StoredCheckpoint:
 
 # On disk the layout depends on no strategy. All arrays of the model are one group,
 # whichever of them this run trains, so that a run which trains others finds them.
-_MODEL = dict.fromkeys(("params", "variables"), "model")
-_GROUPS = _MODEL | {"opt_state": "optimizer", "ema": "ema"}
-"""Group of each field of a state; the other fields are ``progress``."""
+_GROUPS = {"params": "model", "variables": "model", "opt_state": "optimizer"}
+_PROGRESS = ("step", "key", "loss_scale")  # together a group; others have their own
 
 
 def to_groups(state: Any) -> dict[str, dict[str, Any]]:
@@ -75,8 +74,10 @@ def from_groups(state: T, groups: Groups) -> T:
 
 
 def _place(keys: tuple[Any, ...]) -> tuple[str, str]:
-    group = _GROUPS.get(keys[0].name)
-    return (group, path_of(keys[1:])) if group else ("progress", path_of(keys))
+    field = keys[0].name
+    if field in _PROGRESS:
+        return "progress", path_of(keys)
+    return _GROUPS.get(field, field), path_of(keys[1:])
 
 
 def check_groups(groups: Groups | AbstractGroups, kind: type = jax.Array) -> None:
