@@ -74,7 +74,7 @@ def from_groups(state: T, groups: Groups) -> T:
 
 
 def _place(keys: tuple[Any, ...]) -> tuple[str, str]:
-    field = keys[0].name
+    field: str = keys[0].name
     if field in _PROGRESS:
         return "progress", path_of(keys)
     return _GROUPS.get(field, field), path_of(keys[1:])
