@@ -206,9 +206,7 @@ class MeshSlots(NamedTuple):
     """Slots of the whole mesh in a tick; arrays of shape (ticks,) in all.
 
     Attributes:
-        any_backward_input: Whether some stage has a backward input slot.
-        any_backward_weight: Whether some stage has a backward weight slot.
-        any_forward: Whether some stage has a forward slot.
+        any_backward_input: Whether some stage has such a slot; so the next two.
         enters: The microbatch that enters the stack, or -1.
         leaves: The microbatch that leaves it, or -1.
         returns: The microbatch whose cotangents come back to its entry, or -1.
