@@ -59,11 +59,11 @@ class Programs:
         A plain scalar weighs by the batch's rows, a `Mean` by its weight. Each batch,
         by its index, draws random numbers of its own, the same in every evaluation.
         """
-        plan = self.plan
+        plan, loss, count = self.plan, self.loss, self.options.num_microbatches
 
         def means_of(model: nnx.Module, batch: Batch, key: jax.Array) -> Means:
             num_rows = jax.tree.leaves(batch)[0].shape[0]
-            output = call_loss(plan, self.loss, model, batch, key)
+            output = call_loss(plan, loss, model, batch, key)
             mean, metrics = split_loss_output(output, weight=num_rows)
             return {"loss": mean, **metrics}
 
@@ -76,7 +76,7 @@ class Programs:
                 (params, variables),
                 batch,
                 jax.random.fold_in(key, index),
-                self.options.num_microbatches,
+                count,
                 # (microbatches, ...) -> (...): totals and weights of a Mean add up.
                 join=lambda means: jax.tree.map(lambda x: jnp.sum(x, axis=0), means),
                 # A loss without a Stack is an error in a pipeline's training too.
@@ -89,32 +89,31 @@ class Programs:
 
     @cached_property
     def _predict_step(self) -> Callable[[Callable | None], Callable[..., Any]]:
+        """A function's prediction: ``(params, variables, batch)`` to its outputs."""
+        plan, count = self.plan, self.options.num_microbatches
+
         # Programs of functions that are made for each call must not add up.
-        return lru_cache(maxsize=8)(self._make_predict_step)
+        @lru_cache(maxsize=8)
+        def make(function: Callable[[Any, Batch], Any] | None) -> Callable[..., Any]:
+            def call(model: Any, batch: Batch, key: jax.Array) -> Any:
+                return model(batch) if function is None else function(model, batch)
 
-    def _make_predict_step(
-        self, function: Callable[[Any, Batch], Any] | None
-    ) -> Callable[[dict, dict, Batch], Any]:
-        """The compiled prediction: ``(params, variables, batch)`` to outputs by row."""
-        plan = self.plan
+            def predict_step(params: dict, variables: dict, batch: Batch) -> Any:
+                return execution_of(plan).outputs(
+                    plan,
+                    call,
+                    (params, variables),
+                    cast_floating(batch, plan.precision.inputs),
+                    # For the interface alone: `call` draws no random number.
+                    jax.random.key(0),
+                    count,
+                    join=join_rows,
+                    needs_stack=False,
+                )
 
-        def call(model: Any, batch: Batch, key: jax.Array) -> Any:
-            return model(batch) if function is None else function(model, batch)
+            return jax.jit(predict_step)
 
-        def predict_step(params: dict, variables: dict, batch: Batch) -> Any:
-            return execution_of(plan).outputs(
-                plan,
-                call,
-                (params, variables),
-                cast_floating(batch, plan.precision.inputs),
-                # For the interface alone: `call` draws no random number.
-                jax.random.key(0),
-                self.options.num_microbatches,
-                join=join_rows,
-                needs_stack=False,
-            )
-
-        return jax.jit(predict_step)
+        return make
 
     def shard_batch(self, batch: Batch) -> Batch:
         """Puts a training batch on the mesh, checked to divide evenly."""
