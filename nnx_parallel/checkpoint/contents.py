@@ -197,8 +197,7 @@ def read_stored(
                     f"`{path}` of group {name!r} was saved as {saved}; its files hold "
                     f"{found_here}."
                 )
-    for name, saved in header["arrays"].items():
-        if checksums.get(name, {}).keys() != saved.keys():
+        if checksums.get(name, {}).keys() != arrays.keys():
             raise ValueError("Its checksums are of other arrays.")
     values = {name: header[name] for name in ("meta", "metrics")}
     return StoredCheckpoint(step=step, groups=groups, checksums=checksums, **values)

@@ -28,11 +28,7 @@ from nnx_parallel.checkpoint.options import (
     check_writable,
     is_url,
 )
-from nnx_parallel.checkpoint.orbax_compat import (
-    AsyncSave,
-    save_error,
-    wait_on_all_processes,
-)
+from nnx_parallel.checkpoint.orbax_compat import AsyncSave, wait_on_all_processes
 from nnx_parallel.checkpoint.saved_steps import SavedSteps
 from nnx_parallel.distributed.agreement import check_consistent, strip_addresses
 from nnx_parallel.errors import (
@@ -223,9 +219,8 @@ class CheckpointManager:
         saved = self.saved
         directory = saved.directory
         if self._read_only:
-            raise CheckpointError(
-                f"Cannot save in '{directory}': opened with read_only=True."
-            )
+            problem = f"Cannot save in '{directory}': opened with read_only=True."
+            raise CheckpointError(problem)
         check_step(directory, step, self.latest_step, overwrite=overwrite)
         check_groups(groups)
         metrics = {name: float(x) for name, x in (metrics or {}).items()}
@@ -251,7 +246,7 @@ class CheckpointManager:
             )
         except Exception as error:
             save.end()
-            raise save_error(step, directory, error) from error
+            raise save.failure(error) from error
         assert response is not None, "a forced save is never skipped"
         save.follow(response)
         self._save = save

@@ -198,14 +198,6 @@ def describe_group(directory: str, group: str) -> Any:
 _LOGGER = logging.getLogger("absl")
 
 
-def save_error(step: int, directory: str, error: BaseException) -> CheckpointSaveError:
-    """The error to raise when a save cannot start or does not end well."""
-    return CheckpointSaveError(
-        f"Saving step {step} in '{directory}' failed: {root_cause(error)} No other "
-        "checkpoint was deleted."
-    )
-
-
 class AsyncSave(logging.Handler):
     """One save in progress, and how it ends; the handler of what its thread logs.
 
@@ -234,6 +226,12 @@ class AsyncSave(logging.Handler):
         # In a thread of this name; other threads, and other libraries, log here too.
         if record.threadName == "async_save" and isinstance(error, Exception):
             self._logged = error
+
+    def failure(self, error: BaseException) -> CheckpointSaveError:
+        """The error to raise when the save cannot start or does not end well."""
+        where = f"step {self._step} in '{self._directory}'"
+        why = f"{root_cause(error)} No other checkpoint was deleted."
+        return CheckpointSaveError(f"Saving {where} failed: {why}")
 
     def follow(self, response: ocp.AsyncResponse[bool]) -> None:
         """Waits for the save in a thread of its own."""
@@ -273,7 +271,7 @@ class AsyncSave(logging.Handler):
         error = self.error or logged
         if error is not None and not self._is_reported:
             self._is_reported = True
-            raise save_error(self._step, self._directory, error) from self.error
+            raise self.failure(error) from self.error
 
     def state(self) -> str:
         """``"ended"``, ``"failed"`` here while others wait, or ``"running"``.

@@ -162,7 +162,7 @@ class _StatusLine:
             parts = (position, "  ", percent, " ", text)
             yield Text.assemble(*parts, no_wrap=True, overflow="crop")
             return
-        # Length; and colours: of what is left, done, and of the whole once complete.
+        # Colors of what is left, of what is done, and of the whole once complete.
         styles = "bright_black", "green", "green"
         bar = ProgressBar(total, self._step, width, False, *styles)
         line = Table.grid(*(Column(no_wrap=True) for _ in range(4)), padding=(0, 1))
