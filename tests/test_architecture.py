@@ -226,6 +226,12 @@ def test_a_file_has_at_most_450_lines(file: Path) -> None:
     assert num_lines(file) <= 450
 
 
+def test_the_package_is_small() -> None:
+    files = files_of(PACKAGE)
+    assert len(files) <= 95
+    assert sum(map(num_lines, files)) <= 18_000
+
+
 def test_the_code_gives_its_reasons() -> None:
     """Comments that are not directions to a tool, for each 100 lines of code."""
     counts = [comments_and_code(file) for file in files_of(PACKAGE)]

@@ -8,8 +8,6 @@ order matters. One changed element always changes it; other changes escape once 
 checkpoint, 33 were restored as wrong weights without an error (Orbax 0.12.8).
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

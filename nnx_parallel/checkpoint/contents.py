@@ -5,8 +5,6 @@ metadata, as Orbax's ``custom_metadata``, which is JSON: a dict saved as a part 
 own would become a tree of arrays.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import json

@@ -1,7 +1,5 @@
 """The checkpoints of one run: saved asynchronously, and restored on any mesh."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

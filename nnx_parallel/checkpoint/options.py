@@ -4,8 +4,6 @@ An object store (``gs://...``) has no free space to ask for and no file to try: 
 it is left to Orbax.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

@@ -4,8 +4,6 @@ Orbax's v1 API writes and reads the arrays; the rest of the package sees it thro
 file. Where an upstream issue is known it is linked; the others were found here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

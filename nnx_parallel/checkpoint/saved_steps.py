@@ -1,7 +1,5 @@
 """The checkpoints on disk: opened, listed, described, read. Nothing here saves."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Command line: ``python -m nnx_parallel``, with ``launch`` and ``inspect``."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Lists what a run's directory holds; writes nothing."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import closing
 from pathlib import Path

@@ -4,8 +4,6 @@ Or writes a script or manifest with which a cluster's scheduler starts them and,
 failure, all of them again; the script's ``initialize()`` reads the environment.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

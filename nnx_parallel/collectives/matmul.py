@@ -4,8 +4,6 @@ The backward pass of each is the other: it overlaps as well, and keeps no gather
 in between.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial

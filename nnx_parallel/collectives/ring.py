@@ -4,8 +4,6 @@ Written out hop by hop: a transfer needs nothing of the product computed meanwhi
 that a compiler with asynchronous collectives runs both at once (`all_gather_matmul`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args

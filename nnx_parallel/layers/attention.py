@@ -5,8 +5,6 @@ operands whole. Heads and rows of the batch are independent, so each device call
 its own shard (`per_shard`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from functools import partial

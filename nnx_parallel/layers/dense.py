@@ -3,8 +3,6 @@
 The layout says where a product gathers its input, scatters its output, and overlaps.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Jaxprs as programs to cut, and layers traced with the residuals that they keep."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

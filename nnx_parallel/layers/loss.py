@@ -4,8 +4,6 @@
 exist for a chunk of tokens at a time. Both make a token's loss in `_token_losses`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

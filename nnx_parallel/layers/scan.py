@@ -1,7 +1,5 @@
 """The layers of a `Stack`, one after the other, and what they keep (remat)."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar

@@ -1,7 +1,5 @@
 """`Stack`: N alike blocks as one module, scanned."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar

@@ -1,7 +1,5 @@
 """Progress on the terminal: a line redrawn in place, or plain lines in a file."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The interface of a logger; loggers to files and services, silent but on process 0."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import itertools

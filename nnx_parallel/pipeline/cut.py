@@ -7,8 +7,6 @@ alone (a cast, a gathered table) or on none of them (masks, labels); otherwise t
 prologue keeps it for the epilogue (a skip connection).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial

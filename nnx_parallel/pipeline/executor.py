@@ -11,8 +11,6 @@ A branch has the slot's kind as its named scope, for audits and profiles. Activa
 to the next stage by ``ppermute``, cotangents back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial

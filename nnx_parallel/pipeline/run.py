@@ -6,8 +6,6 @@ of the microbatch that leaves the stack and its gradients, a backward slot of ev
 stage, and the prologue's backward pass for the microbatch whose cotangents come back.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The layers of one stage: forward, backward, and the backward pass in two parts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress

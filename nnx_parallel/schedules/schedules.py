@@ -1,7 +1,5 @@
 """Schedules: in which order the stages of a pipeline take the microbatches."""
 
-from __future__ import annotations
-
 import abc
 from dataclasses import dataclass, field
 

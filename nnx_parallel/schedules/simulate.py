@@ -1,7 +1,5 @@
 """Costs of a table, on paper: time, bubble, and how long each value is kept."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

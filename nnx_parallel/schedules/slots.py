@@ -4,8 +4,6 @@ A table is kept as ``Slots``, which the pipeline scans over. Rules, costs and li
 ranges are written in the inverse, ``Ticks``.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 

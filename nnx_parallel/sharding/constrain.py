@@ -4,8 +4,6 @@ A step is traced inside ``using(layout)``. Outside, `constrain`, `use_params` an
 `annotate` return their argument as it is: a model runs alone as plain NNX.
 """
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """`sharded_jit`: ``jax.jit`` with rules, which are resolved where shapes are known."""
 
-from __future__ import annotations
-
 import inspect
 import threading
 import types

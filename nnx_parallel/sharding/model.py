@@ -1,7 +1,5 @@
 """Placement of a whole model and its optimizer: decided from shapes, built sharded."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any

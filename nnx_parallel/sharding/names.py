@@ -1,7 +1,5 @@
 """Names of arrays (paths), of their dims (logical axes), and their axes (specs)."""
 
-from __future__ import annotations
-
 import difflib
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence

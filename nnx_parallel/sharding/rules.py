@@ -5,8 +5,6 @@ choice; in any order, two that disagree are an error. In placements of a pytree
 (`shard`, `sharded_jit`, `constrain`) `ChainRules` orders several.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import re

@@ -1,7 +1,5 @@
 """Any pytree onto a mesh and back, by a tree of rules, specs, shardings or ``None``."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable

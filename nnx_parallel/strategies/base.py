@@ -1,7 +1,5 @@
 """Strategy: its claims, and the verbs that follow from them; several as one."""
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 from collections.abc import Mapping, Sequence

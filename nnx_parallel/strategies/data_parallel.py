@@ -1,7 +1,5 @@
 """Data parallelism: the batch is split, the training state is copied."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from nnx_parallel.sharding.layout import Claims

@@ -1,7 +1,5 @@
 """Fully sharded data parallelism: ZeRO-1, 2 and 3."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import get_args

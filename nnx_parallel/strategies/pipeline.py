@@ -1,7 +1,5 @@
 """Pipeline parallelism: the layers of a `Stack` spread over stages."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import get_args
 

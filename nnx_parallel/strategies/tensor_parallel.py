@@ -1,7 +1,5 @@
 """Tensor parallelism: each product is split over devices."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import get_args

@@ -4,8 +4,6 @@ Every ``agree_on`` raises `DisagreementError` on all processes, with the process
 differs, the field and both values.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import inspect

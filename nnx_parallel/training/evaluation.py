@@ -4,8 +4,6 @@ The model is in evaluation mode and its variables stay as they are. Under a pipe
 both run the forward half of the schedule, each microbatch like a batch of its own.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """One fit: batch, step, metrics, evaluation and checkpoint, step after step."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools

@@ -4,8 +4,6 @@ A `Stack` keeps N kernels of shape (in, out) as one array (N, in, out), where an
 optimizer that looks at ranks would take a bias for a matrix: ranks here are a layer's.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Metrics of a run, fetched behind the step, checked, kept, logged; speed; traces."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import statistics

@@ -1,7 +1,5 @@
 """Everything that a run continues from, saved and restored as one."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 A step is ``jax.jit`` over plain state; the model is walked once, when it is traced.
 """
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The Trainer: a model, an optimizer, a loss, and a strategy for all the rest."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Which devices hold which block of an array, as a picture."""
 
-from __future__ import annotations
-
 import colorsys
 import itertools
 from collections.abc import Sequence

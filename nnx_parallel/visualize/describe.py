@@ -1,7 +1,5 @@
 """The table that explains a placement: every array, its specs, and why."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """A picture: drawn once with rich, shown in terminals and notebooks, saved as SVG."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pictures of a schedule: stages down, time across."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
