@@ -1,6 +1,9 @@
 """`sharded_jit` says what does not fit before anything is compiled."""
 
 import re
+import sys
+import types
+from typing import Any
 
 import jax
 import numpy as np
@@ -134,6 +137,27 @@ def test_placements_are_checked_before_anything_is_compiled(
         with pytest.raises(error) as caught:
             jitted(np.ones((6, 8)), np.ones((6, 8)))
         assert message in str(caught.value)
+
+
+def test_any_mapping_of_annotations_is_checked_before_the_first_call(
+    mesh: Mesh,
+) -> None:
+    annotations = types.MappingProxyType({"hidden": P("nope")})
+    with pytest.raises(UnknownAxisError, match="`annotations`"):
+        sharded_jit(two, mesh, annotations=annotations)
+
+
+def test_it_is_built_under_a_debugger(mesh: Mesh) -> None:
+    def look(frame: types.FrameType, event: str, arg: object) -> Any:
+        assert frame.f_locals is not None  # writes variables into ``locals()``
+        return look
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        sharded_jit(two, mesh)
+    finally:
+        sys.settrace(before)
 
 
 def test_a_mesh_in_the_place_of_the_function(mesh: Mesh) -> None:

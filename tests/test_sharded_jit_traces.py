@@ -67,6 +67,33 @@ def test_a_signature_is_traced_once(out_shardings: Any, mesh: Mesh) -> None:
     assert counted.traces == 4
 
 
+@jax.tree_util.register_pytree_node_class
+class OfArrays:
+    """A user's node that can hold arrays alone: neither shapes nor shardings."""
+
+    def __init__(self, x: Any) -> None:
+        self.x = jnp.asarray(x)
+
+    def tree_flatten(self) -> tuple:
+        return (self.x,), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: tuple) -> "OfArrays":
+        return cls(*children)
+
+
+@pytest.mark.parametrize("out_shardings", [None, P()], ids=["none", "P"])
+def test_only_rules_need_the_shapes_of_outputs(out_shardings: P, mesh: Mesh) -> None:
+    x = np.ones(8, np.float32)
+    jitted = sharded_jit(OfArrays, mesh, out_shardings=out_shardings)
+    np.testing.assert_array_equal(jitted(x).x, x)
+    plain = sharded_jit(
+        lambda x: x if x.sum() else None, mesh, out_shardings=out_shardings
+    )
+    with jax.disable_jit():  # Python looks at values, as in a debugger
+        np.testing.assert_array_equal(plain(x), x)
+
+
 def test_lower_takes_shapes_for_arrays(mesh: Mesh) -> None:
     counted = Counted(lambda x, *, y: x @ y)
     jitted = sharded_jit(

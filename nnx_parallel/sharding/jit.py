@@ -19,9 +19,11 @@ from nnx_parallel.sharding.names import as_tuple, suggest
 from nnx_parallel.sharding.tree import (
     MeshLike,
     constrain_tree,
+    has_rules,
     is_placeable,
     layout_of,
     on_mesh,
+    resolve_leaves,
     resolve_prefix,
 )
 
@@ -160,7 +162,10 @@ def sharded_jit(
     """
     static_argnames = as_tuple(static_argnames)
     donate_argnames = as_tuple(donate_argnames)
-    options = {name: value for name, value in locals().items() if name != "fn"}
+    annotations = dict(annotations or {})
+    # Copied at once: a loop over ``locals()`` fails under a debugger or a profiler.
+    options = dict(locals())
+    del options["fn"]
     if fn is None:
         return partial(sharded_jit, **options)
     if isinstance(fn, MeshLike) or not callable(fn):
@@ -293,7 +298,7 @@ class ShardedFunction:
             first = first or signature
             if signature != first:
                 raise LookupError("The program was resolved for another signature.")
-            with annotated(self._layout, self._annotations or {}):
+            with annotated(self._layout, self._annotations):
                 placed = [
                     constrain_tree(value, constraints.get(name), mesh, name)
                     for name, value in zip(names, values, strict=True)
@@ -302,6 +307,8 @@ class ShardedFunction:
                 out = self._fn(*placed[:at], **by_name)
             if not names_devices:
                 out = jax.tree.map(lambda x: _on_devices(x, mesh), out)
+            if not has_rules(self._out):
+                resolve_leaves(self._out, out, mesh, "output")
             return out
 
         # JAX names the program and, in its errors, the arguments by these.
@@ -311,9 +318,13 @@ class ShardedFunction:
         static = [i for i, name in enumerate(names) if name in arguments.static]
         donated = [i for i, name in enumerate(names) if name in self._donated]
         jit = partial(jax.jit, traced, static_argnums=static, donate_argnums=donated)
-        # JAX keeps the trace by function and arguments: the program takes this one.
-        shapes = jit().trace(*values).out_info
-        out_shardings = resolve_prefix(self._out, shapes, mesh, "output")
+        out_shardings = self._out
+        # For rules alone: a class of the user's may hold no shapes, and there is no
+        # trace under `jax.disable_jit`.
+        if has_rules(out_shardings):
+            # JAX keeps it by function and arguments: the program takes this trace.
+            shapes = jit().trace(*values).out_info
+            out_shardings = resolve_prefix(out_shardings, shapes, mesh, "output")
         # No sharding at all leaves JAX free to choose by where the arguments lie.
         if jax.tree.leaves(in_shardings):
             jit = partial(jit, in_shardings=in_shardings)

@@ -137,6 +137,12 @@ def is_placeable(x: object) -> bool:
     return x is None or isinstance(x, P | Sharding | Rules)
 
 
+def has_rules(placements: Any) -> bool:
+    """True if a tree of placements must see an array's shape to say where it lives."""
+    entries = jax.tree.leaves(placements, is_leaf=is_placeable)
+    return any(isinstance(x, Rules) for x in entries)
+
+
 def on_mesh(placements: Any, mesh: Mesh, where: str) -> Any:
     """Placements with every spec on the mesh, its axes checked."""
 
@@ -179,9 +185,9 @@ def resolve_leaves(
 def resolve_prefix(placements: Any, tree: Any, mesh: Mesh, root: str) -> Any:
     """Shardings of a tree: of every leaf by rules, else the prefix itself, checked."""
     leaves = resolve_leaves(placements, tree, mesh, root)
-    entries = jax.tree.leaves(placements, is_leaf=is_placeable)
-    has_rules = any(isinstance(x, Rules) for x in entries)
-    return jax.tree.structure(tree).unflatten(leaves) if has_rules else placements
+    if not has_rules(placements):
+        return placements
+    return jax.tree.structure(tree).unflatten(leaves)
 
 
 def _join(*paths: str) -> str:
