@@ -410,7 +410,8 @@ def _assign(ranges: LiveRanges) -> Ints:
     start, end, stages = ranges
     slots = np.full_like(start, -1, dtype=np.int32)
     for stage in np.unique(stages):
-        values = [at for at in np.ndindex(start.shape) if stages[at[0]] == stage]
+        rows = np.flatnonzero(stages == stage).tolist()
+        values = [(row, m) for row in rows for m in range(start.shape[1])]
         free = [*range(len(values))]  # a heap: the lowest first
         busy: list[tuple[int, int]] = []  # last tick and slot, the earliest first
         for value in sorted(values, key=lambda at: (start[at], at)):
