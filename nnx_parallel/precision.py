@@ -44,7 +44,8 @@ class Precision:
     inputs: DTypeLike | None = None
 
     def __post_init__(self) -> None:
-        for field, given in vars(self).copy().items():
+        for field in ("params", "compute", "reduction", "inputs"):
+            given = getattr(self, field)
             if given is None and field != "reduction":
                 continue
             # NumPy's objects, so that equal dtypes compare equal however written.

@@ -107,6 +107,14 @@ def test_a_dtype_that_is_not_floating(field: str) -> None:
         Precision(**{field: jnp.int8})
 
 
+def test_a_subclass_may_have_fields_that_are_no_dtypes() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Recipe(Precision):
+        scale: float = 2.0
+
+    assert Recipe(compute="bfloat16").compute == jnp.bfloat16
+
+
 def test_casting_leaves_integers_and_keys_as_they_are() -> None:
     tree = {"x": jnp.ones(2), "n": jnp.arange(3), "key": jax.random.key(0), "s": "name"}
     cast = cast_floating(tree, jnp.float16)
