@@ -34,7 +34,11 @@ class Schedule(abc.ABC):
         """
 
     def forward_table(self, num_stages: int, num_microbatches: int) -> Table:
-        """The table of an evaluation step: forward slots alone, the same chunks."""
+        """The table of an evaluation step: forward slots alone, the same chunks.
+
+        Raises:
+            ScheduleError: If a size is less than 1.
+        """
         forward, _ = _one_f_one_b(num_stages, num_microbatches, self.chunks)
         return Table.from_ticks(num_stages, forward, name="Forward")
 

@@ -137,8 +137,9 @@ class Strategy(abc.ABC):
 
     def shardings(self, state: nnx.State, *, mesh: Mesh | None = None) -> nnx.State:
         """`specs` on the mesh: what ``jax.device_put`` and ``jax.jit`` take."""
-        specs = self.specs(state, mesh=mesh)
-        return jax.tree.map(self.layout(mesh).sharding, specs, is_leaf=is_spec)
+        layout = self.layout(mesh)
+        specs = stored_specs(state, layout)
+        return jax.tree.map(layout.sharding, specs, is_leaf=is_spec)
 
     def describe(
         self, model: Source, *, optimizer: object = None, mesh: Mesh | None = None
