@@ -28,6 +28,7 @@ from nnx_parallel.errors import (
     DataExhaustedError,
     DisagreementError,
 )
+from nnx_parallel.loggers import JSONLinesLogger
 from nnx_parallel.training.loop import Loop
 from tests.parity.runs import compiling, to_host
 
@@ -411,6 +412,21 @@ def test_the_best_by_evaluation_is_kept(tmp_path: Path) -> None:
     history = trainer.fit(make_batches(6), 6, eval_data=make_batches(1), eval_every=1)
     best = int(history["eval_step"][np.argmin(history["eval_loss"])])
     assert saved_steps(tmp_path) == {best, 6}
+
+
+def test_an_evaluation_that_cannot_be_logged_is_saved(tmp_path: Path) -> None:
+    class Failing(JSONLinesLogger):
+        def log(self, step: int, metrics: Any) -> None:
+            if "eval_loss" in metrics:
+                raise OSError("the service is gone")
+
+    logger = Failing(tmp_path / "metrics.jsonl")
+    options = Checkpoint(tmp_path / "run", keep_best="eval_loss")
+    trainer = make_trainer(options, loggers=[logger])
+    with pytest.raises(OSError, match="the service is gone"):
+        trainer.fit(make_batches(2), 2, eval_data=make_batches(1))
+    trainer.restore("best")
+    assert trainer.step == 2
 
 
 def test_a_resumed_fit_counts_its_data_from_the_start_of_the_run(

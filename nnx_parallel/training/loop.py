@@ -401,7 +401,9 @@ class Loop:
             self._watchdog.disarm()
             if found:
                 self._evaluated_step = step
-                self.run.metrics |= self._recorder.record_eval(step, found)
+                # Before they are logged: if that fails, they are saved with the step.
+                self.run.metrics |= {f"eval_{name}": x for name, x in found.items()}
+                self._recorder.record_eval(step, found)
                 for callback in self.settings.callbacks:
                     callback.on_eval_end(self.trainer, step, found)
         except Exception as error:

@@ -180,12 +180,11 @@ class Recorder:
         """Adds metrics to the next step alone, such as the compile time."""
         self._extra |= metrics
 
-    def record_eval(self, step: int, metrics: Values) -> dict[str, float]:
-        """Keeps, logs and returns the metrics of an evaluation, named ``eval_name``."""
+    def record_eval(self, step: int, metrics: Values) -> None:
+        """Keeps and logs the metrics of an evaluation, named ``eval_name``."""
         named = {f"eval_{name}": value for name, value in metrics.items()}
         self._evals.append({"eval_step": step, **named})
         self.logger.log(step, named)
-        return named
 
     def history(self) -> History:
         """Every metric by name: one entry a step, NaN where a step has none.
