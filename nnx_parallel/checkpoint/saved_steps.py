@@ -122,16 +122,18 @@ class SavedSteps:
         if found in steps:
             return found
         where = f"in '{self.directory}'"
-        problems: dict[int | str | None, str] = {
-            None: f"No checkpoint {where}. Save one first.",
-            "best": f"No best checkpoint {where}: none was saved with the metric of "
-            f"Checkpoint(keep_best=...). Saved steps: {steps}.",
-        }
-        other = (
+        problem = (
             f"No checkpoint for step {step} {where}. Saved steps: {steps}. Pass "
             "step=None for the latest, or resume=False to start from step 0."
         )
-        raise CheckpointNotFoundError(problems.get(step, other))
+        if step is None:
+            problem = f"No checkpoint {where}. Save one first."
+        elif step == "best":
+            problem = (
+                f"No best checkpoint {where}: none was saved with the metric of "
+                f"Checkpoint(keep_best=...). Saved steps: {steps}."
+            )
+        raise CheckpointNotFoundError(problem)
 
     def describe(self, step: int | None = None) -> StoredCheckpoint:
         """Returns the contents of a step, or of the latest; reads no arrays.
