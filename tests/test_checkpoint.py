@@ -32,6 +32,7 @@ from nnx_parallel.errors import (
     CheckpointNotFoundError,
     CheckpointReadError,
     CheckpointSaveError,
+    ProcessError,
 )
 from tests.waiting import wait_until
 
@@ -450,8 +451,34 @@ def test_missing_steps_are_named(options):
             f"No checkpoint for step 2000 in {where}. Saved steps: [500]. Pass "
             "step=None for the latest, or resume=False to start from step 0."
         )
-        with pytest.raises(CheckpointNotFoundError, match=re.escape(message)):
-            manager.saved.restore({}, step=2000)
+        for step in (2000, np.array(2000), jnp.int32(2000)):
+            with pytest.raises(CheckpointNotFoundError, match=re.escape(message)):
+                manager.saved.restore({}, step)  # pyright: ignore[reportArgumentType]
+
+
+def test_only_a_directory_that_cannot_be_written_is_a_failed_save(
+    tmp_path, monkeypatch
+):
+    """That may be a warning; a lost process is none."""
+
+    def lose(directory: str) -> None:
+        raise ProcessError("Process 1 is lost.")
+
+    directory = tmp_path / "run"
+    options = Checkpoint(directory, keep_best="loss", on_save_error="warn")
+    with CheckpointManager(options) as manager:
+        manager.save_groups(1, weights(), {}, metrics={"loss": 1.0})
+    with CheckpointManager(options) as manager:
+        saved = manager.saved
+        monkeypatch.setattr(saved, "metrics", lambda: pytest.fail("it was read"))
+        directory.rename(tmp_path / "away")
+        directory.write_text("no directory")
+        with pytest.raises(CheckpointSaveError, match="CheckpointDirectoryError: "):
+            manager.save_groups(2, weights(), {})
+        assert 2 not in saved.known_metrics
+        monkeypatch.setattr("nnx_parallel.checkpoint.manager.check_writable", lose)
+        with pytest.raises(ProcessError, match="Process 1 is lost"):
+            manager.save_groups(2, weights(), {})
 
 
 @pytest.mark.parametrize("victim", ["params", "params/d"])

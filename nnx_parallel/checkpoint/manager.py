@@ -30,6 +30,7 @@ from nnx_parallel.checkpoint.orbax_compat import AsyncSave, wait_on_all_processe
 from nnx_parallel.checkpoint.saved_steps import SavedSteps
 from nnx_parallel.distributed.agreement import check_consistent, strip_addresses
 from nnx_parallel.errors import (
+    CheckpointDirectoryError,
     CheckpointError,
     CheckpointNotFoundError,
     CheckpointSaveError,
@@ -221,18 +222,23 @@ class CheckpointManager:
             raise CheckpointError(problem)
         check_step(directory, step, self.latest_step, overwrite=overwrite)
         check_groups(groups)
+        save = AsyncSave(step, directory)
+        try:
+            # Before anything is read there: a disk that is away is a save that fails.
+            check_writable(directory)
+        except CheckpointDirectoryError as error:
+            raise save.failure(error) from error
         metrics = {name: float(x) for name, x in (metrics or {}).items()}
         header = make_header(groups, meta, metrics)
-        if saved.options.keep_best is not None:
-            saved.metrics()  # `BestPolicy` is asked while Orbax saves
-        saved.known_metrics[step] = metrics
         # Now, for the fit may donate the arrays once this returns. With several
         # processes Orbax's barriers, programs on the devices, queue behind the hashes.
         pending = start_checksums(groups, "saved checksums")
         checksums = PendingChecksums(header["digest"], pending)
-        save = AsyncSave(step, directory)
+        if saved.options.keep_best is not None:
+            saved.metrics()  # `BestPolicy` is asked while Orbax saves
+        saved.known_metrics[step] = metrics
+        save.listen()
         try:
-            check_writable(directory)
             # In this thread: begun in another, from pinned host copies, 513 MB delayed
             # the steps by 90 ms instead of 160, but the next call knew of no save.
             response = saved.orbax.save_checkpointables_async(

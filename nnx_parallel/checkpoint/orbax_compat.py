@@ -202,8 +202,8 @@ class AsyncSave(logging.Handler):
     With several processes Orbax reports a failure only after a barrier that the others
     never reach: it gives up 20 minutes after the save began (a barrier that some never
     reach is also in https://github.com/google/orbax/issues/2934). But the process that
-    fails logs its error at once, from the thread that writes. Create this object before
-    the save starts: the error may be logged before Orbax returns.
+    fails logs its error at once, from the thread that writes. `listen` before the save
+    starts: the error may be logged before Orbax returns.
 
     Attributes:
         error: With which the save has ended on all processes, or ``None``.
@@ -216,6 +216,9 @@ class AsyncSave(logging.Handler):
         self._logged: Exception | None = None
         self._has_ended = threading.Event()
         self._is_reported = False
+
+    def listen(self) -> None:
+        """Reads the log, until `end`."""
         _LOGGER.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
