@@ -2,7 +2,7 @@
 
 import pytest
 
-from nnx_parallel.audit import audit
+from nnx_parallel.audit import Report, audit
 
 GROUPS = {
     "{{0,1,2,3},{4,5,6,7}}": ((0, 1, 2, 3), (4, 5, 6, 7)),
@@ -29,6 +29,15 @@ replica_groups={written}, to_apply=%add
     assert found.groups == GROUPS[written]
     assert found.group_size == len(GROUPS[written][0])
     assert found.bytes_each == 8 * 4 * 2
+
+
+def test_a_report_prints_the_table_of_its_class():
+    class Short(Report):
+        def table(self) -> str:
+            return f"{self.flops:g} FLOPs"
+
+    text = "ENTRY %main () -> s32[] {\n  ROOT %r = s32[] constant(1)\n}\n"
+    assert str(Short(**vars(audit(text)))) == "0 FLOPs"
 
 
 # What the TPU compiler writes: layouts with parentheses, no trip count, asynchronous

@@ -207,7 +207,7 @@ def test_what_cannot_be_drawn(mesh: Mesh) -> None:
     ):
         visualize({})
     single: Any = jax.device_put(np.ones(3), jax.devices()[3])
-    assert "on one device" in str(visualize(single))
+    assert "on one device" in str(visualize(thing=single))
     assert "│  3  │" in str(visualize(single))
 
 

@@ -282,7 +282,8 @@ class Report:
         aligned = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
         return "\n".join((*self._totals(), "", *aligned))
 
-    __str__ = table
+    def __str__(self) -> str:
+        return self.table()
 
     def _of_kind(self, kind: str | None) -> tuple[Collective, ...]:
         if kind is not None and kind not in KINDS:

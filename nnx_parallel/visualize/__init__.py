@@ -14,7 +14,7 @@ from nnx_parallel.visualize.picture import Picture as Picture
 from nnx_parallel.visualize.schedules import schedule_picture
 
 
-def visualize(thing: Any, /, **costs: Any) -> Picture:
+def visualize(thing: Any, **costs: Any) -> Picture:
     """Draws which device holds which block of arrays, or which stage runs what when.
 
     Args:
