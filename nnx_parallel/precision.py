@@ -44,6 +44,7 @@ class Precision:
     inputs: DTypeLike | None = None
 
     def __post_init__(self) -> None:
+        # A subclass may have fields that are no dtypes.
         for field in ("params", "compute", "reduction", "inputs"):
             given = getattr(self, field)
             if given is None and field != "reduction":
@@ -84,12 +85,14 @@ class Precision:
 def cast_floating(tree: Any, dtype: DTypeLike | None) -> Any:
     """A pytree, its floating-point arrays cast; other leaves are the same objects.
 
+    With ``None`` for the dtype, as a field of `Precision` may be, all leaves are.
+
     Example:
         >>> tree = cast_floating({"x": jnp.ones(2), "n": 3}, jnp.bfloat16)
         >>> tree["x"].dtype, tree["n"]
         (dtype(bfloat16), 3)
     """
-    if dtype is None:  # as a field of `Precision`: all leaves stay as they are
+    if dtype is None:
         return tree
 
     def cast(leaf: Any) -> Any:

@@ -193,8 +193,10 @@ def row_parallel_matmul(
 ) -> jax.Array:
     """`matmul_reduce_scatter` of global arrays: ``x @ w``, split along x's ``dim``.
 
-    Arguments and errors are those of `column_parallel_matmul`, but for ``split``: of
-    the contracted dims that one is split over the axis, in x and in w.
+    Arguments and errors are those of `column_parallel_matmul`, but for these: of the
+    contracted dims the one counted ``split`` is split over the axis, in x and in w;
+    ``dim``, a kept dim of x, is the one that the output is split along; ``sum_dtype``
+    is that of the output's partial sums.
 
     Returns:
         The kept dims of x, then those of w: global, split along ``dim``.

@@ -238,8 +238,9 @@ def attention(
         value: Like ``key``.
         causal: Whether position i sees positions up to i only.
         mask: bool ``(batch or 1, heads or 1, seq, keys)``, True where seen.
-        implementation: ``None``: the platform's kernel where it takes these arrays,
-            else ``xla``.
+        implementation: ``cudnn`` on NVIDIA GPUs, ``splash`` on TPUs, or ``xla``: plain
+            operations, which the partitioner splits. ``None``: the platform's kernel
+            where it takes these arrays, else ``xla``.
 
     Returns:
         Like ``query``.

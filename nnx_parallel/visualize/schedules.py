@@ -94,7 +94,7 @@ class Timeline:
         # One more than the label: ground between two cells.
         least = max(map(len, labels.values())) + 1
         took = {(slot.tick, slot.kind): slot.end - slot.start for slot in labels}
-        # A kind of slot may cost nothing. Down to an eighth of the longest to scale.
+        # To scale down to an eighth of the longest: a kind of slot may cost nothing.
         shortest = max(min(filter(None, took.values())), max(took.values()) / 8)
         unit = least / shortest if to_scale else 0.0
         kinds = list(COLOURS)
