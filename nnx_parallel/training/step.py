@@ -287,7 +287,7 @@ def _optimize(
 
 
 def lost_updates(before: Any, updates: Any, after: Any) -> jax.Array | None:
-    """Share of the updates lost to rounding in parameters of 16 bits, if there are."""
+    """Share of updates lost to rounding in parameters of 16 bits or fewer, if any."""
     trees = zip(*map(jax.tree.leaves, (before, updates, after)), strict=True)
     coarse = [leaves for leaves in trees if leaves[0].dtype.itemsize <= 2]
     if not coarse:
