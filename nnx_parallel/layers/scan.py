@@ -223,6 +223,7 @@ class _PrefetchedLayers:
         # `params` whole, to be indexed one layer ahead; all else is sliced by the scan.
         slices = (jnp.arange(self.num_layers), self._held(params), others)
         (x, gathered), (others, saved) = jax.lax.scan(step, (x, first), slices)
+        # `params` are the stored shards: only the last layer is kept gathered.
         return (x, others), (params, args, gathered, saved)
 
     def backward(self, kept: tuple, grads: tuple[list, dict]) -> tuple:

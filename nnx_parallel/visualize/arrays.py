@@ -64,7 +64,7 @@ class ShardMap:
         order = sorted(range(len(shape)), key=lambda d: (d not in split, -shape[d], d))
         self.name, self.dtype = name, str(x.dtype)
         self.shape = " \u00d7 ".join(map(str, shape)) or "scalar"
-        self.dims = tuple(sorted(order[:2]))
+        self.dims = tuple(sorted(order[:2]))  # the first is the rows
         self.spec = _spec_text(sharding, len(held))
         self.starts = [starts[d] for d in self.dims]
         self.devices = sorted(held)
