@@ -224,7 +224,8 @@ class CheckpointManager:
         check_groups(groups)
         save = AsyncSave(step, directory)
         try:
-            # Before anything is read there: a disk that is away is a save that fails.
+            # Before anything is read there: a disk that is away is a save that fails;
+            # a process that is lost in the exchange is not.
             check_writable(directory)
         except CheckpointDirectoryError as error:
             raise save.failure(error) from error
