@@ -108,10 +108,6 @@ class PipelineSchedule(Execution):
         """The model; layers of its stack are cast and gathered where they run."""
         return plan.merge(params, variables, training=training, cast_stacked=False)
 
-    def observe_labels(self, run: Callable[[], Any]) -> list[Any]:
-        """No labels: a loss that is cut runs without its callbacks, which report."""
-        return []
-
     def gradients(
         self,
         plan: StatePlan,

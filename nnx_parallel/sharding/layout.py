@@ -80,12 +80,12 @@ class Execution(abc.ABC):
         """The model as the loss sees it: cast to the compute dtype, gathered at use."""
         return plan.merge(params, variables, training=training)
 
-    @abc.abstractmethod
     def observe_labels(self, run: Callable[[], Any]) -> list[Any]:
-        """Calls ``run``, which evaluates the loss; the `LabelRange` of each call of it.
+        """The `LabelRange` of each call of our losses in ``run``, if they can report.
 
-        None where callbacks inside the loss cannot report them.
+        By default none: callbacks inside a loss that is cut into parts do not run.
         """
+        return []
 
     @abc.abstractmethod
     def gradients(

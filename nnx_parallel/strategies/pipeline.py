@@ -60,9 +60,9 @@ class Pipeline(Strategy):
                 "OneFOneB() or Interleaved(chunks=2), or a Table."
             )
         for name, kind in (("stash", Stash), ("gather", Gather)):
-            value, valid = f"{name}={getattr(self, name)!r}", list(get_args(kind))
-            if getattr(self, name) not in valid:
-                raise ValueError(f"Pipeline({value}): valid values are {valid}.")
+            own, valid = getattr(self, name), list(get_args(kind))
+            if own not in valid:
+                raise ValueError(f"Pipeline({name}={own!r}): valid values are {valid}.")
 
     def claims(self) -> Claims:
         """``pipe`` splits the layers, and a schedule runs them."""

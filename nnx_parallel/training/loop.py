@@ -136,6 +136,7 @@ class Loop:
         self._tracer = Tracer(settings.profile, directory)
         self._watchdog = Watchdog(settings.step_timeout)
         self._termination = Termination()
+        self._stop_request: str | None = None
         self._agreed_stop: str | None = None
         self._first_batch: Batch | None = None
         self._temporary_bytes: int | None = None
@@ -229,7 +230,6 @@ class Loop:
         logger.start(first_step=run.step, num_steps=self.num_steps)
         if resumed:
             logger.message(resumed)
-        self._stop_request: str | None = None  # requests count from the first hook on
         for callback in self.settings.callbacks:
             callback.on_fit_start(self.trainer)
         # The step is read again: a hook may have restored another one.

@@ -137,7 +137,8 @@ class Trainer:
         # From here on shapes alone: no array is made before `state` is asked for.
         self.strategy = strategy or DataParallel()
         layout = self.strategy.layout(mesh or self.strategy.make_mesh(devices))
-        self.layout, shapes = layout, self._abstract_model()
+        self.layout = layout
+        shapes = self._abstract_model()
         self.strategy.check(shapes, layout.mesh)
         plan = plan_state(
             shapes, layout, optimizer, wrt=wrt, precision=precision, ema_decay=ema_decay
@@ -263,9 +264,17 @@ class Trainer:
             DataExhaustedError: If the data ends before ``num_steps``.
             BatchShapeError: If a batch does not divide, or changes its shape.
         """
-        arguments = data, num_steps, eval_data, eval_every
         # Kept for `stop`, which a callback calls from within the fit.
-        self._loop = Loop(self, self._settings, self._run, self._programs, *arguments)
+        self._loop = Loop(
+            self,
+            self._settings,
+            self._run,
+            self._programs,
+            data,
+            num_steps,
+            eval_data=eval_data,
+            eval_every=eval_every,
+        )
         try:
             return self._loop.fit()
         finally:
