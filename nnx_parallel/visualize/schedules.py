@@ -94,11 +94,13 @@ class Timeline:
         # One more than the label: ground between two cells.
         least = max(map(len, labels.values())) + 1
         took = {(slot.tick, slot.kind): slot.end - slot.start for slot in labels}
-        # To scale down to an eighth of the longest: a kind of slot may cost nothing.
-        shortest = max(min(filter(None, took.values())), max(took.values()) / 8)
-        unit = least / shortest if to_scale else 0.0
         kinds = list(COLOURS)
         order = sorted(took, key=lambda column: (column[0], kinds.index(column[1])))
+        if not to_scale:
+            return dict.fromkeys(order, least)
+        # To scale down to an eighth of the longest: a kind of slot may cost nothing.
+        shortest = max(min(filter(None, took.values())), max(took.values()) / 8)
+        unit = least / shortest
         return {at: max(least, round(unit * took[at])) for at in order}
 
     def _line(self, label: str) -> Text:
