@@ -26,7 +26,7 @@ class MeshShapeError(ParallelError, ValueError):
 
 
 class MeshAxisTypeError(ParallelError, ValueError):
-    """Mesh axes must be ``AxisType.Auto``: a plain model raises under Explicit ones."""
+    """Mesh axes must be ``AxisType.Auto``; ``jax.make_mesh`` makes Explicit ones."""
 
 
 class UnknownAxisError(ParallelError, ValueError):
@@ -100,7 +100,7 @@ class DataError(ParallelError, ValueError):
 class BatchShapeError(DataError):
     """Dim 0 of every array in a batch holds the rows; shapes stay the same in a run.
 
-    ``num_microbatches`` times the batch's mesh axes must divide the number of rows.
+    ``num_microbatches`` times the sizes of the batch's mesh axes must divide the rows.
     """
 
 

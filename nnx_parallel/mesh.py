@@ -123,7 +123,7 @@ def make_mesh(
     auto = (AxisType.Auto,) * len(names)
     # Only TPUs have a slice; within one, all chips are joined by the fast network.
     slices = {getattr(device, "slice_index", 0) for device in devices}
-    if len(slices) == 1:
+    if len(slices) < 2:
         return jax.make_mesh(shape, names, axis_types=auto, devices=devices)
     outer = slice_sizes(dict(zip(names, shape, strict=True)), len(slices))
     inner = [size // across for size, across in zip(shape, outer, strict=True)]
