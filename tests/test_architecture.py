@@ -227,6 +227,7 @@ def test_a_file_has_at_most_450_lines(file: Path) -> None:
 
 
 def test_the_package_is_small() -> None:
+    """A new capability may raise these by what it needs; slices of one may not."""
     files = files_of(PACKAGE)
     assert len(files) <= 95
     assert sum(map(num_lines, files)) <= 18_000

@@ -72,7 +72,7 @@ def matmul(
     num = len(in_names)
     x_dims = tuple(range(x.ndim - num, x.ndim))
     # (*leading, *in_dims) by (*in_dims, *out_dims) -> (*leading, *out_dims)
-    contracting = x_dims, w_dims or tuple(range(num))
+    contracting = x_dims, tuple(w_dims or range(num))
     layout = active_layout()
     split = None
     if layout is not None and x.ndim == 2 + num:

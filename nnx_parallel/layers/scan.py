@@ -67,11 +67,7 @@ def active_remat() -> Remat:
 
 
 def apply_remat(
-    function: Callable,
-    remat: Remat,
-    *,
-    gathers: bool = False,
-    prevent_cse: bool = False,
+    function: Callable, remat: Remat, *, gathers: bool = False, prevent_cse: bool
 ) -> Callable:
     """Wraps a pure function of pytrees so that it keeps what the policy says.
 
@@ -123,7 +119,7 @@ def run_layers(call: StackCall) -> tuple[Any, dict, Any]:
     if call.prefetch is not None:
         return _run_prefetched(call)
     gathers = any(p.is_gathered for p in call.placements.values())
-    block = apply_remat(call.block, call.remat, gathers=gathers)
+    block = apply_remat(call.block, call.remat, gathers=gathers, prevent_cse=False)
 
     def step(x: Any, slices: tuple[dict, dict, Any]) -> tuple[Any, tuple[dict, Any]]:
         params, others, slot = slices
@@ -303,7 +299,7 @@ class _PrefetchedLayers:
         floating arguments and floating state.
         """
         # Its parameters come gathered.
-        block = apply_remat(self.call.inner, self.call.remat)
+        block = apply_remat(self.call.inner, self.call.remat, prevent_cse=False)
 
         def run(trained: dict, x: list, floats: list, state: dict) -> Any:
             given = iter(floats)

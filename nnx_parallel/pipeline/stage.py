@@ -249,7 +249,7 @@ class Stage:
         remat = self.cut.call.remat
         # Gathers need no policy here: residuals that come from weights are not kept.
         # A scan's body cannot be merged with its recomputation: no CSE to prevent.
-        return apply_remat(self._call, remat)
+        return apply_remat(self._call, remat, prevent_cse=False)
 
     def _layer_vjp(
         self, layer: Layers, x: list, args: list
