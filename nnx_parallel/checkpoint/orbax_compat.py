@@ -1,7 +1,7 @@
-"""Every workaround for Orbax 0.12.8, each with the symptom whose end lets it go.
+"""What Orbax is asked to do: policies, saves, and every workaround for Orbax 0.12.8.
 
 Orbax's v1 API writes and reads the arrays; the rest of the package sees it through this
-file. Where an upstream issue is known it is linked; the others were found here.
+file. Each workaround has the symptom whose end lets it go, and a known upstream issue.
 """
 
 import asyncio
