@@ -1,4 +1,4 @@
-"""What Orbax is asked to do: policies, saves, and every workaround for Orbax 0.12.8.
+"""Calls of Orbax: policies, saves, and every workaround for Orbax 0.12.8.
 
 Orbax's v1 API writes and reads the arrays; the rest of the package sees it through this
 file. Each workaround has the symptom whose end lets it go, and a known upstream issue.

@@ -43,7 +43,7 @@ class HasLayout(Protocol):
 
 
 MeshLike = Mesh | Layout | HasLayout
-"""What users pass as ``mesh``."""
+"""A ``mesh`` argument, as users give it."""
 
 
 def layout_of(where: MeshLike) -> Layout:
