@@ -207,8 +207,8 @@ def optimizer_specs(
 
 def owner_of(path: tuple, shapes: dict[Path, tuple[int, ...]]) -> Path | None:
     """The parameter whose path ends that of an array of the state, if one does."""
-    # Holds for every transformation of Optax: masks, chains and partitions only put
-    # keys in front. See docs/library-notes.md, "Optax".
+    # Optax's masks, chains and partitions only add keys before a parameter's path
+    # (docs/library-notes.md, "Optax").
     keys = tuple(getattr(entry, "key", None) for entry in path)
     endings = (keys[start:] for start in range(len(keys)))
     return next((ending for ending in endings if ending in shapes), None)

@@ -131,8 +131,12 @@ def describe_run(
 ) -> dict[str, Any]:
     """Description of a run in its checkpoints, as JSON can hold it."""
     nodes: list[Any] = []
-    # No node is a leaf (`append` returns None): `is_leaf` alone sees the inner ones.
-    jax.tree.leaves(plan.abstract.opt_state, is_leaf=lambda x: bool(nodes.append(x)))
+
+    def visit(node: Any) -> bool:
+        nodes.append(node)
+        return False  # no node is a leaf: so the inner ones are visited too
+
+    jax.tree.leaves(plan.abstract.opt_state, is_leaf=visit)
     # The kinds of the optimizer's states, outermost first: all that Optax shows.
     kinds = dict.fromkeys(type(x).__name__ for x in nodes if hasattr(x, "_fields"))
     return {
