@@ -10,8 +10,10 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 
 from models import GPT, GPTConfig
@@ -23,11 +25,14 @@ from nnx_parallel import (
     Interleaved,
     OneFOneB,
     Pipeline,
+    Precision,
     Strategy,
     TensorParallel,
     ZeroBubble,
 )
 from nnx_parallel.mesh import MESH_AXES
+from nnx_parallel.sharding.model import abstract_model
+from nnx_parallel.visualize.describe import Description, describe_model
 from tests.steps import compile_gpt
 
 SCRIPT = Path(__file__).parents[1] / "docs" / "_static" / "calculator.js"
@@ -95,6 +100,42 @@ CASES = [
 ]
 
 
+SETTINGS = {"optimizer": "AdamW", "precision": "mixed bfloat16", "remat": "full"}
+OPTIMIZERS = {
+    "AdamW": optax.adamw(1e-3),
+    "Lion": optax.lion(1e-3),
+    "SGD with momentum": optax.sgd(1e-3, momentum=0.9),
+}
+PRECISIONS = {
+    "mixed bfloat16": Precision.mixed_bfloat16(),
+    "bfloat16": Precision(params=jnp.bfloat16),
+    "float32": Precision(),
+}
+
+
+def describe(
+    config: GPTConfig,
+    strategy: Strategy,
+    optimizer: str = "AdamW",
+    precision: str = "float32",
+) -> Description:
+    """What the library counts, on a mesh of no devices."""
+    sizes = {axis: size or 1 for axis, size in strategy.axis_sizes.items()}
+    names = sorted(sizes, key=MESH_AXES.index)
+    mesh = AbstractMesh(
+        tuple(sizes[name] for name in names),
+        tuple(names),
+        axis_types=(AxisType.Auto,) * len(names),
+    )
+    model = abstract_model(lambda rngs: GPT(config, rngs=rngs), nnx.Rngs(0))
+    return describe_model(
+        model,
+        strategy.layout(mesh),
+        OPTIMIZERS[optimizer],
+        precision=PRECISIONS[precision],
+    )
+
+
 def test_bytes_are_those_of_describe() -> None:
     given = [
         {"model": model_of(config), "plan": plan_of(strategy, shard)}
@@ -106,18 +147,7 @@ def test_bytes_are_those_of_describe() -> None:
         given,
     )
     for (config, strategy, _), answer in zip(CASES, found, strict=True):
-        sizes = {axis: size or 1 for axis, size in strategy.axis_sizes.items()}
-        names = sorted(sizes, key=MESH_AXES.index)
-        mesh = AbstractMesh(
-            tuple(sizes[name] for name in names),
-            tuple(names),
-            axis_types=(AxisType.Auto,) * len(names),
-        )
-        told = strategy.describe(
-            lambda rngs, config=config: GPT(config, rngs=rngs),
-            optimizer=optax.adamw(1e-3),
-            mesh=mesh,
-        )
+        told = describe(config, strategy)
         state, params, products, flops = answer
         assert params == config.num_params
         assert products == config.num_product_params
@@ -125,6 +155,32 @@ def test_bytes_are_those_of_describe() -> None:
         assert state["params"] == told.params_bytes
         assert state["gradients"] == told.gradients_bytes
         assert state["optimizer"] == told.optimizer_bytes
+
+
+def test_optimizers_and_precisions_take_the_bytes_that_describe_counts() -> None:
+    config, strategy, shard = GPTConfig.tiny(), FSDP(4), "params"
+    given = [
+        {"optimizer": optimizer, "precision": precision, "remat": "full"}
+        for optimizer in OPTIMIZERS
+        for precision in PRECISIONS
+    ]
+    found = compute(
+        "a.settings.map((s) => c.stateBytes(a.model, a.plan, s))",
+        {
+            "settings": given,
+            "model": model_of(config),
+            "plan": plan_of(strategy, shard),
+        },
+    )
+    assert compute("[Object.keys(c.OPTIMIZERS), Object.keys(c.PRECISIONS)]", 0) == [
+        list(OPTIMIZERS),
+        list(PRECISIONS),
+    ]
+    for settings, state in zip(given, found, strict=True):
+        told = describe(config, strategy, settings["optimizer"], settings["precision"])
+        counted = (told.params_bytes, told.gradients_bytes, told.optimizer_bytes)
+        computed = (state["params"], state["gradients"], state["optimizer"])
+        assert computed == counted, settings
 
 
 SCHEDULES = {
@@ -252,7 +308,7 @@ MACHINE = {
 def test_what_it_chooses_covers_the_devices_and_is_python() -> None:
     found = compute(
         "c.choose(c.MODELS['Llama 3 8B'], a).fitting"
-        ".map((x) => [c.code(x.plan), x.low, x.high, x.memory])",
+        ".map((x) => [c.code(x.plan), x.slow.mfu, x.fast.mfu, x.memory])",
         MACHINE,
     )
     assert len(found) > 3
@@ -293,3 +349,87 @@ def test_what_fits_nowhere_names_the_smallest() -> None:
     found = compute("c.choose(c.MODELS['GPT-3 175B'], a)", given)
     assert found["fitting"] == []
     assert found["smallest"]["memory"] > 16e9
+
+
+def test_what_is_not_usable_is_left_free() -> None:
+    """79.9 of 80 GB do not fit, where JAX has 75 % of them."""
+    judged = compute(
+        "[75, 100].map((u) => c.choose(c.MODELS['Llama 3 8B'], {...a, usable: u})"
+        ".fitting.map((x) => x.memory))",
+        MACHINE | {"devices": 8},
+    )
+    most, all_of_it = judged
+    assert max(most) <= 60e9 < max(all_of_it) <= 80e9
+    assert len(most) < len(all_of_it)
+
+
+def test_no_strategy_that_shards_nothing_is_ranked() -> None:
+    """No dim of this model has a factor 2: FSDP over 8 devices would copy all of it."""
+    odd = {"layers": 3, "embed": 49, "heads": 7, "mlp": 77, "vocab": 143, "seq": 63}
+    found = compute(
+        "c.choose({...a.model, llama: true}, a.machine).fitting"
+        ".map((x) => c.code(x.plan))",
+        {"model": odd, "machine": MACHINE | {"devices": 8}},
+    )
+    assert found == ["DataParallel(8)"]
+
+
+def test_remat_trades_memory_for_time() -> None:
+    plan = plan_of(FSDP(64), "params")
+    given = {"plan": plan, "machine": MACHINE, "settings": SETTINGS}
+    full, dots, none = compute(
+        "['full', 'dots', 'none'].map((remat) => c.judge(c.MODELS['Llama 3 8B'], "
+        "a.plan, a.machine, {...a.settings, remat}))",
+        given,
+    )
+    assert full["memory"] < dots["memory"] < none["memory"]
+    # The forward pass a second time: 8 FLOPs for each 6 that count.
+    ratio = full["fast"]["seconds"] / none["fast"]["seconds"]
+    assert ratio == pytest.approx(4 / 3)
+    assert none["fast"]["mfu"] == pytest.approx(0.5)  # all that is attained
+    tokens = MACHINE["rows"] * MACHINE["seq"]
+    assert full["slow"]["tokens"] == pytest.approx(tokens / full["slow"]["seconds"])
+    assert sum(full["owners"].values()) == pytest.approx(full["memory"])
+
+
+def test_errors_name_the_cause() -> None:
+    model = {"layers": 32, "embed": 4096, "heads": 33, "kv_heads": 33}
+    assert compute("c.modelProblem(a)", model) == (
+        "Width 4096 is not divisible by 33 heads. Heads must divide the width: "
+        "take 4092 or 4125 for the width, or 32 heads."
+    )
+    model |= {"heads": 32, "kv_heads": 5}
+    assert compute("c.modelProblem(a)", model) == (
+        "32 heads are not divisible by 5 key heads. Each key head serves the same "
+        "number of heads: take 4 key heads."
+    )
+    assert compute("c.modelProblem(a)", model | {"kv_heads": 8}) is None
+    found = compute(
+        "c.divisionProblem(c.MODELS['Llama 3 8B'], a)", MACHINE | {"devices": 12}
+    )
+    assert found == (
+        "256 sequences a step are not divisible by 12 devices, and no part of the 12 "
+        "divides the 32 heads or 32 layers so that the rest divides the sequences. "
+        "Take 252 or 264 sequences a step, or 8 or 16 devices."
+    )
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, SETTINGS | {"precision": "bfloat16"}])
+def test_the_script_builds_the_trainer_that_the_answer_assumes(
+    settings: dict[str, str],
+) -> None:
+    """As it is printed, for eight devices, which this process has."""
+    model = model_of(GPTConfig.tiny_llama()) | {"kv_heads": 2}
+    machine = MACHINE | {"devices": 8, "rows": 64, "seq": 64, "usable": 92}
+    [text, strategy] = compute(
+        "((x) => [c.script(a.model, x, a.machine), c.code(x.plan)])"
+        "(c.choose(a.model, a.machine, a.settings).fitting[0])",
+        {"model": model, "machine": machine, "settings": settings},
+    )
+    assert text.startswith("# Set XLA_PYTHON_CLIENT_MEM_FRACTION=0.92")
+    scope: dict[str, Any] = {}
+    exec(text, scope)
+    assert scope["config"] == GPTConfig.tiny_llama()
+    trainer = scope["trainer"]
+    assert trainer.strategy == eval(strategy)
+    assert trainer.mesh.size == 8

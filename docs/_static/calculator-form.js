@@ -1,12 +1,16 @@
-/* The form of the calculator: reads the fields, writes the table. */
+/* The form of the calculator: reads the fields; writes a verdict, a table, and of the chosen
+ * row its memory and its script. The fields are also in the address, to be shared. */
 "use strict";
 
 (() => {
   const form = document.getElementById("calculator");
   if (!form) return;
+  const find = (name) => document.getElementById(`calculator-${name}`);
   const field = (name) => form.elements.namedItem(name);
   const number = (name) => Number(field(name).value);
   const SIZES = ["layers", "embed", "heads", "kv_heads", "mlp", "vocab"];
+  const MACHINE = ["local", "memory", "usable", "tflops", "fast", "slow"];
+  const OWN = "my own";
 
   function options(name, values) {
     field(name).replaceChildren(...values.map((value) => new Option(value, value)));
@@ -29,82 +33,156 @@
   function read() {
     const model = Object.fromEntries([...SIZES, "seq"].map((name) => [name, number(name)]));
     model.llama = field("llama").checked;
-    const machine = {};
-    for (const name of ["devices", "local", "memory", "tflops", "fast", "slow", "rows", "seq"]) {
-      machine[name] = number(name);
-    }
+    const machine = Object.fromEntries(
+      [...MACHINE, "devices", "rows", "seq"].map((name) => [name, number(name)]));
     machine.attained = number("attained") / 100;
-    return { model, machine };
+    const settings = Object.fromEntries(
+      Object.keys(DEFAULTS).map((name) => [name, field(name).value]));
+    return { model, machine, settings };
+  }
+
+  /* Every field as the address has it, and back. */
+  const fields = () => [...form.elements].filter((e) => e.name);
+  const valueOf = (e) => e.type === "checkbox" ? String(e.checked) : e.value;
+
+  function writeAddress() {
+    const all = new URLSearchParams(fields().map((e) => [e.name, valueOf(e)]));
+    history.replaceState(null, "", `#${all}`);
+  }
+
+  function readAddress() {
+    const all = new URLSearchParams(location.hash.slice(1));
+    for (const e of fields().filter((e) => all.has(e.name))) {
+      if (e.type === "checkbox") e.checked = all.get(e.name) === "true";
+      else e.value = all.get(e.name);
+      // A preset of a page that is newer or older than this one.
+      if (e.tagName === "SELECT" && e.selectedIndex < 0) e.selectedIndex = 0;
+    }
   }
 
   const gigabytes = (bytes) => `${(bytes / 1e9).toPrecision(3)} GB`;
   const percent = (share) => `${(100 * share).toFixed(0)} %`;
+  const range = (from, to, write) => write(from) === write(to) ? write(to)
+    : `${write(from)} to ${write(to)}`;
+  const seconds = (s) => s < 1 ? `${(1000 * s).toPrecision(2)} ms` : `${s.toPrecision(3)} s`;
+  const thousands = (n) => Number(n.toPrecision(2)).toLocaleString("en");
 
-  function cells(kind, texts) {
-    const row = document.createElement("tr");
-    for (const text of texts) {
-      const cell = document.createElement(kind);
-      if (text.startsWith("`")) {
-        const element = document.createElement("code");
-        element.textContent = text.slice(1);
-        cell.append(element);
-      } else cell.textContent = text;
-      row.append(cell);
-    }
-    return row;
+  function element(tag, text, attributes = {}) {
+    const made = document.createElement(tag);
+    made.textContent = text;
+    for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+    return made;
   }
 
-  function row(each) {
-    const s = each.state;
-    return cells("td", ["`" + code(each.plan),
-      `${(100 * each.low).toFixed(0)} to ${percent(each.high)}`,
-      gigabytes(s.params + s.gradients + s.optimizer), gigabytes(each.memory),
-      each.plan.pipe > 1 ? percent(each.bubble) : "none", String(each.plan.microbatches)]);
+  function row(each, index) {
+    const made = document.createElement("tr");
+    const first = document.createElement("td"), label = document.createElement("label");
+    const choice = element("input", "", { type: "radio", name: "calculator-row" });
+    choice.checked = index === 0;
+    choice.addEventListener("change", () => showDetail(each));
+    label.append(choice, element("code", code(each.plan)));
+    first.append(label);
+    const { slow, fast } = each;
+    made.append(first, ...[
+      range(slow.mfu, fast.mfu, percent),
+      range(fast.seconds, slow.seconds, seconds),
+      range(slow.tokens, fast.tokens, thousands),
+      gigabytes(each.memory),
+      each.plan.pipe > 1 ? percent(each.bubble) : "none",
+      String(each.plan.microbatches),
+    ].map((text) => element("td", text)));
+    return made;
+  }
+
+  /* The memory of a device as one bar, a colour for each owner. */
+  function showMemory(each, machine) {
+    const all = machine.memory * 1e9, usable = usableBytes(machine);
+    const parts = Object.entries(each.owners).filter(([, bytes]) => bytes > 0);
+    const free = Math.max(0, usable - each.memory);
+    parts.push(["free", free], ["not usable", Math.max(0, all - usable)]);
+    const whole = Math.max(all, each.memory);
+    find("bar").replaceChildren(...parts.map(([owner, bytes]) => element("span", "",
+      { "data-owner": owner, style: `width:${100 * bytes / whole}%`,
+        title: `${owner}: ${gigabytes(bytes)}` })));
+    find("owners").replaceChildren(...parts.map(([owner, bytes]) =>
+      element("li", `${owner} ${gigabytes(bytes)}`, { "data-owner": owner })));
+    find("bar").setAttribute("aria-label", "Memory of a device: "
+      + parts.map(([owner, bytes]) => `${owner} ${gigabytes(bytes)}`).join(", "));
+  }
+
+  function showDetail(each) {
+    const { model, machine } = read();
+    find("script").textContent = script(model, each, machine);
+    showMemory(each, machine);
+    find("detail").hidden = false;
+  }
+
+  /* What is wrong with the numbers as they are, or null. */
+  function problem() {
+    const isValid = (e) => e.value > 0 && e.checkValidity();
+    const invalid = [...form.elements].find((e) => e.type === "number" && !isValid(e));
+    if (!invalid) return modelProblem(read().model);
+    const rule = !(invalid.value > 0) ? "give a number above 0"
+      : invalid.step === "any" ? `give at most ${invalid.max}` : "give a whole number";
+    return `${invalid.labels[0].textContent.trim()}: ${rule}.`;
+  }
+
+  function verdict() {
+    const wrong = problem();
+    if (wrong) return [wrong, []];
+    const { model, machine, settings } = read();
+    const { fitting, smallest } = choose(model, machine, settings);
+    const size = `${(countParams(model) / 1e9).toPrecision(3)} B parameters.`;
+    if (fitting.length) {
+      return [`${size} ${fitting.length} strategies fit into ${gigabytes(usableBytes(machine))} `
+        + "a device. The best by MFU without overlap come first:", fitting.slice(0, 8)];
+    }
+    if (smallest) {
+      return [`${size} Nothing fits ${gigabytes(usableBytes(machine))} of the `
+        + `${machine.memory} GB. Closest is ${code(smallest.plan)}, in `
+        + `${smallest.plan.microbatches} microbatches, with ${gigabytes(smallest.memory)} `
+        + "a device: take more devices, or fewer sequences.", []];
+    }
+    return [divisionProblem(model, machine), []];
   }
 
   function show() {
-    const isValid = (e) => e.value > 0 && e.checkValidity();
-    const invalid = [...form.elements].find((e) => e.type === "number" && !isValid(e));
-    const verdict = document.getElementById("calculator-verdict");
-    const body = document.getElementById("calculator-rows");
-    body.replaceChildren();
-    if (invalid) {
-      const rule = !(invalid.value > 0) ? "give a number above 0"
-        : invalid.step === "any" ? `give at most ${invalid.max}` : "give a whole number";
-      verdict.textContent = `${invalid.labels[0].textContent.trim()}: ${rule}.`;
-      return;
-    }
-    const { model, machine } = read();
-    const { fitting, smallest } = choose(model, machine);
-    const size = (countParams(model) / 1e9).toPrecision(3);
-    if (fitting.length) {
-      verdict.textContent = `${size} B parameters. ${fitting.length} of the ways to spread `
-        + "them fit. The best by efficiency without overlap, bytes for each device:";
-      body.replaceChildren(...fitting.slice(0, 8).map(row));
-    } else if (smallest) {
-      verdict.textContent = `${size} B parameters. Nothing fits ${machine.memory} GB. Closest is `
-        + `${code(smallest.plan)}, in ${smallest.plan.microbatches} microbatches, with `
-        + `${gigabytes(smallest.memory)} a device: take more devices, or fewer rows.`;
-    } else {
-      verdict.textContent = "No strategy divides: make the rows a multiple of the "
-        + "devices, and the sizes of the model multiples of small powers of two.";
-    }
+    const [text, rows] = verdict();
+    find("verdict").textContent = text;
+    find("rows").replaceChildren(...rows.map(row));
+    find("table").hidden = rows.length === 0;
+    find("detail").hidden = true;
+    if (rows.length) showDetail(rows[0]);
   }
 
-  options("model", [...Object.keys(MODELS), "my own"]);
-  options("machine", [...Object.keys(MACHINES), "my own"]);
+  function copies(button, text) {
+    button.addEventListener("click", async () => {
+      await navigator.clipboard.writeText(text());
+      const label = button.textContent;
+      button.textContent = "Copied";
+      setTimeout(() => { button.textContent = label; }, 1500);
+    });
+  }
+
+  options("model", [...Object.keys(MODELS), OWN]);
+  options("machine", [...Object.keys(MACHINES), OWN]);
+  options("optimizer", Object.keys(OPTIMIZERS));
+  options("precision", Object.keys(PRECISIONS));
+  options("remat", ["full", "dots", "none"]);
   field("model").value = "Llama 3 8B";
   fillModel();
   fillMachine();
+  readAddress();
   form.addEventListener("submit", (event) => event.preventDefault());
   form.addEventListener("input", (event) => {
     if (event.target === field("model")) fillModel();
     else if (event.target === field("machine")) fillMachine();
-    else if ([...SIZES, "llama"].includes(event.target.name)) field("model").value = "my own";
-    else if (["local", "memory", "tflops", "fast", "slow"].includes(event.target.name)) {
-      field("machine").value = "my own";
-    }
+    else if ([...SIZES, "llama"].includes(event.target.name)) field("model").value = OWN;
+    else if (MACHINE.includes(event.target.name)) field("machine").value = OWN;
+    writeAddress();
     show();
   });
+  copies(find("copy-script"), () => find("script").textContent);
+  copies(find("copy-link"), () => { writeAddress(); return location.href; });
   show();
 })();

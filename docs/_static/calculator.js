@@ -9,6 +9,10 @@ const MODELS = {
   "GPT-2 124M": { layers: 12, embed: 768, heads: 12, vocab: 50257, seq: 1024 },
   "GPT-2 Medium": { layers: 24, embed: 1024, heads: 16, vocab: 50304, seq: 1024 },
   "GPT 1.3B": { layers: 24, embed: 2048, heads: 16, vocab: 50304, seq: 2048 },
+  "Llama 2 7B": { layers: 32, embed: 4096, heads: 32, mlp: 11008, vocab: 32000,
+    seq: 4096, llama: true },
+  "Mistral 7B": { layers: 32, embed: 4096, heads: 32, kv_heads: 8, mlp: 14336,
+    vocab: 32000, seq: 8192, llama: true },
   "Llama 3 8B": { layers: 32, embed: 4096, heads: 32, kv_heads: 8, mlp: 14336,
     vocab: 128256, seq: 8192, llama: true },
   "Llama 3 70B": { layers: 80, embed: 8192, heads: 64, kv_heads: 8, mlp: 28672,
@@ -17,15 +21,39 @@ const MODELS = {
 };
 
 /* Dense bfloat16 FLOP/s, memory, and bandwidth of a device in one direction, from the
- * makers' data sheets. `slow` is one adapter per device: 400 Gb/s (H100), 200 Gb/s (A100).
+ * makers' data sheets. `slow` is one adapter per device: 400 Gb/s, and 200 Gb/s of an A100.
  * Of a TPU it is half of the "bidirectional inter-chip interconnect bandwidth per chip",
- * which adds up the links along all axes of the torus. */
+ * which adds up the links along all axes of the torus.
+ * `usable`: percent of the memory that a program gets. JAX allocates 75 % of a GPU when it
+ * starts, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise; of a TPU nearly all. */
+const GPU = { usable: 75, local: 8 }, TPU = { usable: 95, local: 4 };
 const MACHINES = {
-  "H100 80 GB, 8 a machine": { memory: 80, tflops: 989, fast: 450, slow: 50, local: 8 },
-  "A100 80 GB, 8 a machine": { memory: 80, tflops: 312, fast: 300, slow: 25, local: 8 },
-  "TPU v5p, one slice": { memory: 95, tflops: 459, fast: 600, slow: 600, local: 4 },
-  "TPU v5e, one slice": { memory: 16, tflops: 197, fast: 200, slow: 200, local: 4 },
+  "H100 80 GB, 8 a machine": { ...GPU, memory: 80, tflops: 989, fast: 450, slow: 50 },
+  "H200 141 GB, 8 a machine": { ...GPU, memory: 141, tflops: 989, fast: 450, slow: 50 },
+  "B200 180 GB, 8 a machine": { ...GPU, memory: 180, tflops: 2250, fast: 900, slow: 50 },
+  "A100 80 GB, 8 a machine": { ...GPU, memory: 80, tflops: 312, fast: 300, slow: 25 },
+  "TPU v5e, one slice": { ...TPU, memory: 16, tflops: 197, fast: 200, slow: 200 },
+  "TPU v5p, one slice": { ...TPU, memory: 95, tflops: 459, fast: 600, slow: 600 },
+  "TPU v6e, one slice": { ...TPU, memory: 32, tflops: 918, fast: 400, slow: 400 },
+  "TPU v7x, one slice": { ...TPU, memory: 192, tflops: 2307, fast: 600, slow: 600 },
 };
+
+/* Copies of the parameters that an optimizer keeps, and whether it counts its steps. */
+const OPTIMIZERS = {
+  AdamW: { moments: 2, counts: true, code: "optax.adamw(3e-4)" },
+  Lion: { moments: 1, counts: true, code: "optax.lion(1e-4)" },
+  "SGD with momentum": { moments: 1, counts: false, code: "optax.sgd(0.1, momentum=0.9)" },
+};
+
+/* Bytes of a stored parameter and of a number in the computation. Gradients are summed up
+ * in float32. `speed`: share of the bfloat16 peak; TF32 is half of it. */
+const PRECISIONS = {
+  "mixed bfloat16": { stored: 4, width: 2, speed: 1, code: "Precision.mixed_bfloat16()" },
+  bfloat16: { stored: 2, width: 2, speed: 1, code: "Precision(params=jnp.bfloat16)" },
+  float32: { stored: 4, width: 4, speed: 0.5, code: "Precision()" },
+};
+
+const DEFAULTS = { optimizer: "AdamW", precision: "mixed bfloat16", remat: "full" };
 
 function complete(model) {
   const m = { kv_heads: model.heads, llama: false, ...model };
@@ -81,23 +109,26 @@ function placed(array, plan) {
   return { used, stored: split ? used / plan.fsdp : used };
 }
 
-/* Bytes per device of parameters, gradients and AdamW's state, in float32.
+/* Bytes per device of parameters, gradients and the optimizer's state.
  * `plan`: sizes of data, fsdp, tensor, pipe; shard: optimizer, gradients or params. */
-function stateBytes(model, plan) {
+function stateBytes(model, plan, settings = DEFAULTS) {
+  const width = PRECISIONS[settings.precision].stored;
+  const { moments, counts } = OPTIMIZERS[settings.optimizer];
   let used = 0, stored = 0, outside = 0;
   for (const array of arrays(model)) {
     const place = placed(array, plan);
     if (place === null) return null;
-    used += 4 * place.used;
-    stored += 4 * place.stored;
-    if (array.names[0] !== "layers") outside += 4 * place.used;
+    used += place.used;
+    stored += place.stored;
+    if (array.names[0] !== "layers") outside += place.used;
   }
   return {
-    params: plan.shard === "params" ? stored : used,
-    gradients: plan.shard === "optimizer" ? used : stored,
-    optimizer: 2 * stored + 4, // two moments, and the count of steps
-    used,
-    outside, // of what is used: what belongs to no layer
+    params: width * (plan.shard === "params" ? stored : used),
+    gradients: 4 * (plan.shard === "optimizer" ? used : stored),
+    optimizer: moments * width * stored + (counts ? 4 : 0),
+    used, // numbers in use, on a device
+    outside, // of them: what belongs to no layer
+    isSharded: stored < used, // by the fsdp axis
   };
 }
 
@@ -132,8 +163,9 @@ function schedule(name, stages, microbatches, chunks = 1) {
 }
 
 /* Bytes that a device puts into the collectives of one forward and backward pass.
- * `tokens`: of the pass, per replica; `width`: bytes of a number in the computation. */
-function sentBytes(model, plan, tokens, width) {
+ * `tokens`: of the pass, per replica; `width`: bytes of a number in the computation, and
+ * `stored` of a parameter. */
+function sentBytes(model, plan, tokens, width, stored = 4) {
   const m = complete(model), share = width / (plan.tensor * plan.pipe);
   const head = m.vocab * m.embed;
   const uses = countParams(m) + (m.llama ? 0 : head); // a tied table has two uses
@@ -143,8 +175,9 @@ function sentBytes(model, plan, tokens, width) {
   return {
     gradients: replicas > 1 ? uses * share : 0,
     gathered: sharded ? (countParams(m) + countProducts(m) - head) * share : 0,
-    // Once a step, what was updated: in float32, as it is stored.
-    updated: plan.fsdp > 1 && !sharded ? countParams(m) * 4 / (plan.tensor * plan.pipe) : 0,
+    // Once a step, what was updated: as it is stored.
+    updated: plan.fsdp > 1 && !sharded
+      ? countParams(m) * stored / (plan.tensor * plan.pipe) : 0,
     tensor: plan.tensor > 1 ? 4 * (m.layers / plan.pipe) * activation : 0,
     pipe: plan.pipe > 1 ? 2 * activation : 0,
   };
@@ -176,34 +209,66 @@ function commSeconds(plan, sent, machine) {
     + over(sent.gathered, fsdp, tensor) + 2 * over(sent.tensor, tensor, 1) + pipe);
 }
 
+/* Numbers that a layer keeps for the backward pass, for each token; with remat="none" all
+ * activations, with "dots" its input and the outputs of products with weights. */
+function keptNumbers(m, plan, remat) {
+  const heads = m.heads * m.head_dim, keys = m.kv_heads * m.head_dim;
+  if (remat === "full") return m.embed;
+  if (remat === "dots") {
+    return 3 * m.embed + (heads + 2 * keys + (m.llama ? 2 : 1) * m.mlp) / plan.tensor;
+  }
+  return 4 * m.embed + (2 * (heads + keys) + (m.llama ? 3 : 2) * m.mlp) / plan.tensor;
+}
+
+/* FLOPs of a token that are computed again: the forward pass, or attention alone. */
+function recomputedFlops(model, seq, remat) {
+  const m = complete(model);
+  if (remat === "full") return flopsPerToken(m, seq) / 3;
+  return remat === "dots" ? 4 * m.layers * m.heads * m.head_dim * seq : 0;
+}
+
 /* One plan on some machines: memory, time, and what keeps it from running. */
-function judge(model, plan, machine) {
+function judge(model, plan, machine, settings = DEFAULTS) {
   const m = complete(model), replicas = plan.data * plan.fsdp;
-  const state = stateBytes(m, plan);
+  const state = stateBytes(m, plan, settings);
   const rows = machine.rows / (replicas * plan.microbatches);
   if (state === null || !Number.isInteger(rows) || rows < 1) return null;
-  const tokens = rows * machine.seq, W = 2; // of one pass on one device; bfloat16
+  if (plan.fsdp > 1 && !state.isSharded) return null; // FSDP that shards nothing
+  const { width, stored, speed } = PRECISIONS[settings.precision];
+  const tokens = rows * machine.seq; // of one pass on one device
   const table = schedule("1F1B", plan.pipe, plan.microbatches);
   const stage = m.layers / plan.pipe;
-  const inputs = table.kept * stage * tokens * m.embed * W;
-  const block = (2 * tokens * W * (4 * m.embed
-    + (2 * (m.heads + m.kv_heads) * m.head_dim + (m.llama ? 3 : 2) * m.mlp) / plan.tensor));
+  const kept = table.kept * stage * tokens * width * keptNumbers(m, plan, settings.remat);
+  const block = 2 * tokens * width * keptNumbers(m, plan, "none");
   const layers = 2 * (state.used - state.outside) / stage;
-  const copies = W / 4 * (plan.shard === "params" ? Math.max(layers, state.outside)
-    : state.used);
-  const memory = state.params + state.gradients + state.optimizer + inputs + block + copies;
+  // Parameters as the computation has them: gathered, or in another dtype, or both.
+  const copies = plan.shard === "params" ? width * Math.max(layers, state.outside)
+    : width === stored ? 0 : width * state.used;
+  const owners = { parameters: state.params, gradients: state.gradients,
+    optimizer: state.optimizer, "parameters in use": copies,
+    "saved activations": kept, "one running layer": block };
+  const memory = Object.values(owners).reduce((a, b) => a + b);
 
   const devices = replicas * plan.tensor * plan.pipe;
-  const flops = flopsPerToken(m, machine.seq) * machine.rows * machine.seq / devices;
-  const compute = flops / (1e12 * machine.tflops * machine.attained);
-  const sent = sentBytes(m, plan, tokens, W);
-  const seconds = commSeconds(plan, sent, machine);
+  const all = machine.rows * machine.seq; // tokens of a step
+  const flops = flopsPerToken(m, machine.seq) * all / devices;
+  const again = recomputedFlops(m, machine.seq, settings.remat) * all / devices;
+  const peak = 1e12 * machine.tflops * speed;
+  const compute = (flops + again) / (peak * machine.attained) / table.efficiency;
+  const waits = commSeconds(plan, sentBytes(m, plan, tokens, width, stored), machine)
+    / table.efficiency;
+  const timed = (seconds) => ({ seconds, tokens: all / seconds, mfu: flops / (peak * seconds) });
   return {
-    plan, state, memory, inputs, block, copies, bubble: 1 - table.efficiency,
-    fits: memory <= machine.memory * 1e9,
-    low: table.efficiency * compute / (compute + seconds),
-    high: table.efficiency * compute / Math.max(compute, seconds),
+    plan, settings, state, memory, owners, copies, bubble: 1 - table.efficiency,
+    fits: memory <= usableBytes(machine),
+    slow: timed(compute + waits), // nothing overlapped
+    fast: timed(Math.max(compute, waits)), // all of it
   };
+}
+
+/* Bytes of a device that a program gets. */
+function usableBytes(machine) {
+  return machine.memory * 1e9 * (machine.usable || 100) / 100;
 }
 
 const divisors = (n) => [...Array(n).keys()].map((i) => i + 1).filter((d) => n % d === 0);
@@ -240,12 +305,12 @@ function places(model, machine) {
 }
 
 /* Those that fit, the best first, each once; and the smallest of those that do not. */
-function choose(model, machine) {
-  const judged = plans(model, machine).map((plan) => judge(model, plan, machine))
-    .filter((each) => each !== null);
+function choose(model, machine, settings = DEFAULTS) {
+  const judged = plans(model, machine)
+    .map((plan) => judge(model, plan, machine, settings)).filter((each) => each !== null);
   const simple = (each) => ["tensor", "pipe"].filter((a) => each.plan[a] > 1).length;
   const found = judged.filter((each) => each.fits)
-    .sort((a, b) => Math.round(100 * b.low) - Math.round(100 * a.low)
+    .sort((a, b) => Math.round(100 * b.slow.mfu) - Math.round(100 * a.slow.mfu)
       || simple(a) - simple(b) || a.plan.microbatches - b.plan.microbatches
       || a.memory - b.memory);
   const codes = found.map((each) => code(each.plan));
@@ -254,7 +319,41 @@ function choose(model, machine) {
   return { fitting, smallest };
 }
 
-/* The line of code. */
+/* What is wrong with a model, in words; null if nothing is. */
+function modelProblem(model) {
+  const { embed, heads, kv_heads } = model;
+  if (embed % heads) {
+    const near = [embed - embed % heads, embed + heads - embed % heads].filter((n) => n > 0);
+    return `Width ${embed} is not divisible by ${heads} heads. Heads must divide the width: `
+      + `take ${near.join(" or ")} for the width, or ${nearestDivisor(embed, heads)} heads.`;
+  }
+  if (heads % kv_heads) {
+    return `${heads} heads are not divisible by ${kv_heads} key heads. Each key head serves `
+      + `the same number of heads: take ${nearestDivisor(heads, kv_heads)} key heads.`;
+  }
+  return null;
+}
+
+const nearestDivisor = (n, near) => divisors(n)
+  .reduce((a, b) => Math.abs(b - near) < Math.abs(a - near) ? b : a);
+
+/* Why no plan divides, and the nearest numbers with which one does. */
+function divisionProblem(model, machine) {
+  const m = complete(model), { devices, rows } = machine;
+  const below = rows - rows % devices;
+  const otherRows = [below, below + devices].filter((n) => n > 0).join(" or ");
+  const divides = (n) => plans(m, { ...machine, devices: n })
+    .some((plan) => judge(m, plan, { ...machine, devices: n }) !== null);
+  let by = 1; // one device always divides
+  while (![devices - by, devices + by].some((n) => n > 0 && divides(n))) by++;
+  const otherDevices = [devices - by, devices + by].filter((n) => n > 0 && divides(n));
+  return `${rows} sequences a step are not divisible by ${devices} devices, and no part of `
+    + `the ${devices} divides the ${m.heads} heads or ${m.layers} layers so that the rest `
+    + `divides the sequences. Take ${otherRows} sequences a step, or `
+    + `${otherDevices.join(" or ")} devices.`;
+}
+
+/* The strategy as Python. */
 function code(plan) {
   const parts = [];
   if (plan.pipe > 1) parts.push(`Pipeline(${plan.pipe})`);
@@ -268,7 +367,47 @@ function code(plan) {
   return parts.length === 1 ? parts[0] : `Composite(${parts.join(", ")})`;
 }
 
+/* The whole script that an answer assumes. `preset`: a constructor of `GPTConfig`. */
+function script(model, judged, machine) {
+  const m = complete(model), { plan, settings } = judged;
+  const strategy = code(plan);
+  const names = ["Composite", "DataParallel", "FSDP", "Pipeline", "TensorParallel"]
+    .filter((name) => strategy.includes(`${name}(`));
+  const ours = [...names, "Precision", "Trainer"].sort();
+  const sizes = { vocab_size: m.vocab, seq_len: model.seq, num_layers: m.layers,
+    embed_dim: m.embed, num_heads: m.heads, num_kv_heads: m.kv_heads, mlp_dim: m.mlp };
+  const parts = m.llama ? { norm: '"rms"', positions: '"rope"', rope_theta: "500_000.0",
+    activation: '"swiglu"', use_bias: "False", tied: "False" } : {};
+  const lines = Object.entries({ ...sizes, ...parts })
+    .map(([name, value]) => `    ${name}=${value},`);
+  const { precision, optimizer, remat } = settings;
+  const fraction = `XLA_PYTHON_CLIENT_MEM_FRACTION=${(machine.usable / 100).toFixed(2)}`;
+  const raised = machine.local === GPU.local && machine.usable > GPU.usable;
+  return [
+    ...(raised ? [`# Set ${fraction} before JAX starts: it takes 75 % of a GPU.`] : []),
+    ...(precision === "bfloat16" ? ["import jax.numpy as jnp"] : []),
+    "import optax",
+    `from nnx_parallel import ${ours.join(", ")}`,
+    "from models import GPT, GPTConfig, next_token_loss",
+    "",
+    "config = GPTConfig(",
+    ...lines,
+    ")",
+    "trainer = Trainer(",
+    "    model=lambda rngs: GPT(config, rngs=rngs),",
+    `    optimizer=${OPTIMIZERS[optimizer].code},`,
+    "    loss=next_token_loss,",
+    `    strategy=${strategy},`,
+    `    num_microbatches=${plan.microbatches},`,
+    `    precision=${PRECISIONS[precision].code},`,
+    `    remat="${remat}",`,
+    `    global_batch_size=${machine.rows},`,
+    ")",
+  ].join("\n");
+}
+
 if (typeof module !== "undefined") {
-  module.exports = { MODELS, MACHINES, arrays, bandwidth, choose, code, commSeconds,
-    countParams, countProducts, flopsPerToken, judge, schedule, sentBytes, stateBytes };
+  module.exports = { DEFAULTS, MODELS, MACHINES, OPTIMIZERS, PRECISIONS, arrays, bandwidth,
+    choose, code, commSeconds, countParams, countProducts, divisionProblem, flopsPerToken,
+    judge, modelProblem, recomputedFlops, schedule, script, sentBytes, stateBytes };
 }
