@@ -175,14 +175,29 @@ def test_the_calculator_answers(server: str, tmp_path: Path) -> None:
     found.tooLarge = text("calculator-verdict");
     set("devices", "");
     found.empty = text("calculator-verdict");
+    set("devices", "12");
+    set("heads", "33");
+    found.heads = text("calculator-verdict");
+    set("model", "Llama 2 7B");
+    set("devices", "16");
+    found.hash = page.location.hash;
+    found.script = text("calculator-script");
+    found.bar = page.getElementById("calculator-bar").getAttribute("aria-label");
+    const again = (await load("/choose.html" + found.hash, 390)).contentDocument;
+    found.shared = again.getElementById("calculator-script").textContent;
     return found;
     """
     found = evaluate(server, tmp_path, script)
     assert found["first"].startswith("8.03 B parameters.")
     assert found["rows"] > 0
     assert "FSDP" in found["best"]
-    assert "Nothing fits 80 GB" in found["tooLarge"]
+    assert "Nothing fits 60.0 GB of the 80 GB" in found["tooLarge"]
     assert found["empty"] == "Devices: give a number above 0."
+    assert "is not divisible by 33 heads" in found["heads"]
+    assert "devices=16" in found["hash"]
+    assert "num_layers=32" in found["script"]
+    assert found["shared"] == found["script"]
+    assert found["bar"].startswith("Memory of a device: parameters ")
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -61,11 +61,16 @@
   }
 
   const gigabytes = (bytes) => `${(bytes / 1e9).toPrecision(3)} GB`;
-  const percent = (share) => `${(100 * share).toFixed(0)} %`;
-  const range = (from, to, write) => write(from) === write(to) ? write(to)
-    : `${write(from)} to ${write(to)}`;
-  const seconds = (s) => s < 1 ? `${(1000 * s).toPrecision(2)} ms` : `${s.toPrecision(3)} s`;
-  const thousands = (n) => Number(n.toPrecision(2)).toLocaleString("en");
+  /* Two numbers with one unit: "4.26 to 4.38 s", or "45 %" where both read the same. */
+  function range(from, to, unit, digits = 3) {
+    const [a, b] = [from, to].map((n) => String(Number(n.toPrecision(digits))));
+    return `${a === b ? b : `${a} to ${b}`} ${unit}`;
+  }
+  const percent = (from, to) => range(100 * from, 100 * to, "%", 2);
+  const seconds = (from, to) => to < 1 ? range(1000 * from, 1000 * to, "ms", 2)
+    : range(from, to, "s");
+  const tokens = (from, to) => to < 1e6 ? range(from / 1e3, to / 1e3, "k")
+    : range(from / 1e6, to / 1e6, "M");
 
   function element(tag, text, attributes = {}) {
     const made = document.createElement(tag);
@@ -84,11 +89,10 @@
     first.append(label);
     const { slow, fast } = each;
     made.append(first, ...[
-      range(slow.mfu, fast.mfu, percent),
-      range(fast.seconds, slow.seconds, seconds),
-      range(slow.tokens, fast.tokens, thousands),
+      percent(slow.mfu, fast.mfu),
+      seconds(fast.seconds, slow.seconds),
+      tokens(slow.tokens, fast.tokens),
       gigabytes(each.memory),
-      each.plan.pipe > 1 ? percent(each.bubble) : "none",
       String(each.plan.microbatches),
     ].map((text) => element("td", text)));
     return made;
@@ -113,6 +117,8 @@
   function showDetail(each) {
     const { model, machine } = read();
     find("script").textContent = script(model, each, machine);
+    find("bubble").textContent = each.plan.pipe === 1 ? ""
+      : `Bubble of the pipeline: ${percent(each.bubble, each.bubble)} of a step.`;
     showMemory(each, machine);
     find("detail").hidden = false;
   }
