@@ -122,7 +122,7 @@ def describe(
     """What the library counts, on a mesh of no devices."""
     sizes = {axis: size or 1 for axis, size in strategy.axis_sizes.items()}
     names = sorted(sizes, key=MESH_AXES.index)
-    mesh = AbstractMesh(
+    mesh: Any = AbstractMesh(
         tuple(sizes[name] for name in names),
         tuple(names),
         axis_types=(AxisType.Auto,) * len(names),
