@@ -137,6 +137,13 @@ class CheckpointReadError(ParallelError, RuntimeError):
     """A checkpoint must be complete and written by this library."""
 
 
+class CheckpointFormatError(ParallelError, RuntimeError):
+    """A checkpoint must be of this library, and of a version that this one can read.
+
+    Another program's, and a later version's, are no damage: nothing is done to them.
+    """
+
+
 class CheckpointUnavailableError(ParallelError, OSError):
     """Reading a checkpoint needs memory, file handles and a disk that responds.
 

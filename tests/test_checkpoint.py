@@ -23,7 +23,8 @@ from nnx_parallel.checkpoint import (
     CheckpointManager,
     checksum,
 )
-from nnx_parallel.checkpoint.checksum import PART, PendingChecksums, read_checksums
+from nnx_parallel.checkpoint.checksum import PendingChecksums, read_checksums
+from nnx_parallel.checkpoint.files import PART
 from nnx_parallel.checkpoint.orbax_compat import open_directory
 from nnx_parallel.errors import (
     CheckpointDirectoryError,
@@ -158,7 +159,7 @@ def test_checksums_in_progress_hold_no_array():
 
 def start_save(options: Checkpoint, values):
     """A save of Orbax's as the CheckpointManager has it, with checksums of our own."""
-    orbax, *_ = open_directory(options, {}, cleanup=True)
+    orbax, *_ = open_directory(options, cleanup=True)
     parts = {**weights(), PART: PendingChecksums("digest", values)}
     response = orbax.save_checkpointables_async(1, parts, force=True)
     assert response is not None

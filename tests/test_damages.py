@@ -3,8 +3,6 @@
 import contextlib
 import errno
 import gc
-import hashlib
-import json
 import os
 import pickle
 import random
@@ -18,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
 
 from nnx_parallel import FSDP, Checkpoint, Trainer
-from nnx_parallel.checkpoint import options
+from nnx_parallel.checkpoint import files
 from nnx_parallel.checkpoint.manager import CheckpointManager
 from nnx_parallel.checkpoint.orbax_compat import is_transient, reading
 from nnx_parallel.data import DataState
@@ -37,6 +34,14 @@ from nnx_parallel.errors import (
     DataError,
     ParallelError,
 )
+from tests.checkpoints import (
+    META,
+    abstract,
+    bits,
+    damage,
+    make_groups,
+    rewrite_header,
+)
 
 NUM_FLIPS = 150
 
@@ -44,32 +49,6 @@ NUM_FLIPS = 150
 pytestmark = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )
-META = {"position": {"first_step": 0, "state": {"next_index": 5}}, "seed": 3}
-
-
-def make_groups() -> dict[str, dict[str, jax.Array]]:
-    rng = np.random.default_rng(0)
-    return {
-        "model": {
-            "a.kernel": jnp.asarray(rng.normal(size=(16, 24)), jnp.float32),
-            "a.bias": jnp.asarray(rng.normal(size=24), jnp.bfloat16),
-        },
-        "progress": {"step": jnp.int32(7), "key": jax.random.key(3)},
-    }
-
-
-def abstract(groups: dict) -> dict:
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), groups
-    )
-
-
-def bits(groups: dict) -> list[bytes]:
-    def one(x: jax.Array) -> bytes:
-        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        return np.asarray(jax.random.key_data(x) if is_key else x).tobytes()
-
-    return [one(x) for x in jax.tree.leaves(groups)]
 
 
 @pytest.fixture(autouse=True)
@@ -104,22 +83,6 @@ def cuts(step: Path) -> Iterator[tuple[str, Any]]:
         if path.is_file():
             yield from ((name, "half"), (name, "empty"))
         yield name, "delete"
-
-
-def damage(step: Path, name: str, how: Any) -> None:
-    path = step / name
-    if how == "delete":
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-        return
-    content = bytearray(path.read_bytes())
-    if how == "half":
-        content = content[: len(content) // 2]
-    elif how == "empty":
-        content = bytearray()
-    else:
-        position, mask = how
-        content[position] ^= mask
-    path.write_bytes(content)
 
 
 @pytest.mark.faults
@@ -256,8 +219,8 @@ def test_a_step_of_an_object_store_goes_into_quarantine(
 ) -> None:
     (tmp_path / "4").mkdir()
     (tmp_path / "4" / "file").touch()
-    monkeypatch.setattr(options, "is_url", lambda text: True)
-    moved = Path(options.quarantine(str(tmp_path), 4))
+    monkeypatch.setattr(files, "is_url", lambda text: True)
+    moved = Path(files.quarantine(str(tmp_path), 4))
     assert moved.name.startswith("damaged-4-")
     assert (moved / "file").is_file()
     assert not (tmp_path / "4").exists()
@@ -348,18 +311,6 @@ def test_loading_executes_nothing(
             found, _ = manager.saved.restore(abstract(make_groups()))
             assert bits(found) == bits(make_groups())
     assert not (tmp_path / "executed").exists()
-
-
-def rewrite_header(step: Path, change: Any) -> None:
-    """Changes the header as somebody would who knows how its digest is made."""
-    file = step / "_CHECKPOINT_METADATA"
-    metadata = json.loads(file.read_text())
-    header = metadata["custom_metadata"]
-    change(header)
-    rest = {name: value for name, value in header.items() if name != "digest"}
-    text = json.dumps(rest, sort_keys=True).encode()
-    header["digest"] = hashlib.sha256(text).hexdigest()
-    file.write_text(json.dumps(metadata))
 
 
 def test_a_name_does_not_leave_the_directory(saved: Path, tmp_path: Path) -> None:

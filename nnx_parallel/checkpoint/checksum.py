@@ -24,6 +24,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
 
+from nnx_parallel.checkpoint.files import (
+    CHECKSUMS,
+    PART,
+    LiteralPath,
+    matches,
+    read_json,
+)
 from nnx_parallel.distributed.agreement import reserve_allgather
 from nnx_parallel.sharding.names import dim_axes
 
@@ -194,8 +201,7 @@ def _data(x: jax.Array) -> jax.Array:
     return jax.random.key_data(x) if is_key else x
 
 
-PART, _FILE = "fingerprints", "fingerprints.json"
-"""Names on disk, of the first release: the part next to the groups, and its file."""
+_CONTENT = {"header": str, "values": {"*": {"*": int}}}
 
 
 @dataclass(frozen=True)
@@ -230,7 +236,7 @@ class ChecksumHandler(ocp.handlers.CheckpointableHandler[PendingChecksums, None]
             if jax.process_index() == 0:
                 content = {"header": checkpointable.header_digest, "values": values}
                 text = json.dumps(content | {"digest": digest(content)})
-                await asyncio.to_thread((path / _FILE).write_text, text)
+                await asyncio.to_thread((path / CHECKSUMS).write_text, text)
 
         return write()
 
@@ -256,9 +262,8 @@ def read_checksums(step_directory: str, header_digest: str) -> Checksums:
 
     Raises ``OSError`` if that fails, ``ValueError`` if they are not those.
     """
-    text = (ocp.path.Path(step_directory) / PART / _FILE).read_text()
-    content = json.loads(text)
-    if not isinstance(content, dict) or content.get("digest") != digest(content):
+    content = read_json(LiteralPath(step_directory) / PART / CHECKSUMS)
+    if not matches(content, _CONTENT) or content.get("digest") != digest(content):
         raise ValueError("Its checksums are not those that were saved.")
     if content["header"] != header_digest:
         raise ValueError("Its checksums were saved with another header.")

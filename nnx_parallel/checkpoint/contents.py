@@ -14,10 +14,17 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from nnx_parallel.checkpoint.checksum import PART, Checksums, checksums, digest
+from nnx_parallel.checkpoint.checksum import Checksums, checksums, digest
+from nnx_parallel.checkpoint.files import (
+    MAX_METADATA_BYTES,
+    PART,
+    is_foreign,
+    matches,
+)
 from nnx_parallel.errors import (
     CheckpointDamagedError,
     CheckpointError,
+    CheckpointFormatError,
     CheckpointMismatchError,
 )
 from nnx_parallel.sharding.names import path_of
@@ -27,6 +34,13 @@ AbstractGroups = Mapping[str, Mapping[str, jax.ShapeDtypeStruct]]
 T = TypeVar("T")
 
 _FORMAT = 3  # grows when a change would make an older reader misread the files
+_HEADER = {
+    "sizes": {"*": int},
+    "keys": {"*": {"*": str}},
+    "arrays": {"*": {"*": str}},
+    "metrics": {"*": int | float},
+    "meta": dict,
+}
 
 _RESERVED = ("metrics", PART)  # names of parts that are no groups
 
@@ -107,7 +121,7 @@ def check_groups(groups: Groups | AbstractGroups, kind: type = jax.Array) -> Non
 
 
 def make_header(
-    groups: Groups, meta: Mapping[str, Any], metrics: Mapping[str, float]
+    step: int, groups: Groups, meta: Mapping[str, Any], metrics: Mapping[str, float]
 ) -> dict[str, Any]:
     """The header that is saved with the arrays, as JSON can hold it."""
     # There and back: what a reader gets, with lists for tuples, is what is hashed.
@@ -120,6 +134,7 @@ def make_header(
         ) from error
     header = {
         "format": _FORMAT,
+        "step": int(step),  # a directory may be renamed or copied
         # Empty groups too, which Orbax refuses: only the header knows them.
         "sizes": {name: len(group) for name, group in groups.items()},
         # Orbax shows them as uint32 words (docs/library-notes.md, "Orbax: contents").
@@ -138,6 +153,12 @@ def make_header(
         "metrics": dict(metrics),
         "meta": meta,
     }
+    if (size := len(json.dumps(header))) > MAX_METADATA_BYTES // 2:  # Orbax adds some
+        raise CheckpointError(
+            f"Cannot save {size:,} bytes of metadata: at most "
+            f"{MAX_METADATA_BYTES // 2:,} would be read again. Save fewer arrays, or "
+            "less metadata (such as the state of the data's iterator)."
+        )
     # The digest covers it: Orbax reads a flipped bit in JSON as another value.
     return header | {"digest": digest(header)}
 
@@ -159,12 +180,35 @@ def check_checksums(stored: StoredCheckpoint, read: Groups, where: str) -> None:
         )
 
 
-def check_header(header: Any) -> dict[str, Any]:
-    """Returns the header, or raises ``ValueError`` if it is not what was saved."""
-    if not isinstance(header, dict) or header.get("format") != _FORMAT:
-        raise ValueError(f"Its header is not of format {_FORMAT}.")
-    if header.get("digest") != digest(header):
+def check_header(
+    header: dict[str, Any] | None, step: int, where: str
+) -> dict[str, Any]:
+    """Returns the header of a step, found ``where``, if it is the one that was saved.
+
+    Raises:
+        CheckpointFormatError: If another program or version has written it.
+        ValueError: If it is damaged.
+    """
+    if header is None or is_foreign(header):
+        raise CheckpointFormatError(
+            f"{where} was not written by this library: it has no header. Move it to "
+            "another directory; nothing here deletes or renames it."
+        )
+    found = header.get("format")
+    # First: another version may compute the digest in another way.
+    if isinstance(found, int) and found != _FORMAT:
+        raise CheckpointFormatError(
+            f"{where} has format {found}; this version of nnx_parallel reads format "
+            f"{_FORMAT}. It is no damage: install the version that wrote it, or "
+            f"{'a later' if found > _FORMAT else 'an earlier'} one that reads it."
+        )
+    if header.get("digest") != digest(header) or not matches(header, _HEADER):
         raise ValueError("Its header is not what was saved.")
+    # Absent in checkpoints of the first release.
+    if (saved_as := header.get("step", step)) != step:
+        raise ValueError(
+            f"It was saved as step {saved_as}: its directory was renamed or copied."
+        )
     for name in header["sizes"]:
         # The name becomes a path: `../../outside` must not leave the directory.
         if not name.isidentifier():
@@ -188,6 +232,8 @@ def read_stored(
             for path, array in arrays.items()
         }
         # The digest covers our header, not Orbax's metadata, where these come from.
+        for path, array in arrays.items():
+            _check_chunks(path, array)
         for path, saved in header["arrays"][name].items():
             found_here = _spell(groups[name][path]) if path in arrays else "nothing"
             if found_here != saved:
@@ -199,6 +245,21 @@ def read_stored(
             raise ValueError("Its checksums are of other arrays.")
     values = {name: header[name] for name in ("meta", "metrics")}
     return StoredCheckpoint(step=step, groups=groups, checksums=checksums, **values)
+
+
+def _check_chunks(path: str, array: Any) -> None:
+    """Raises ``ValueError`` if a chunk is larger than its array.
+
+    Chunks are read whole: one that does not fit in memory ends the process.
+    """
+    storage = array.storage_metadata
+    inner, outer = storage.chunk_shape, getattr(storage, "zarr_metadata", None)
+    for chunk in (inner, outer and outer.chunk_shape):
+        pairs = zip(chunk or array.shape, array.shape, strict=True)
+        if any(size > max(whole, 1) for size, whole in pairs):
+            raise ValueError(
+                f"`{path}` of shape {array.shape} is stored in chunks of {chunk}."
+            )
 
 
 def check_match(

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 
 import jax
 
-from nnx_parallel.checkpoint.checksum import PART, PendingChecksums, start_checksums
+from nnx_parallel.checkpoint.checksum import PendingChecksums, start_checksums
 from nnx_parallel.checkpoint.contents import (
     Groups,
     check_groups,
@@ -18,13 +18,13 @@ from nnx_parallel.checkpoint.contents import (
     make_header,
     to_groups,
 )
+from nnx_parallel.checkpoint.files import PART, delete_steps, is_url
 from nnx_parallel.checkpoint.options import (
     Checkpoint,
     Metrics,
     check_space,
     check_step,
     check_writable,
-    is_url,
 )
 from nnx_parallel.checkpoint.orbax_compat import AsyncSave, wait_on_all_processes
 from nnx_parallel.checkpoint.saved_steps import SavedSteps
@@ -87,6 +87,7 @@ class CheckpointManager:
         self._read_only = read_only
         self._opened: SavedSteps | None = None
         self._save: AsyncSave | None = None
+        self._superseded: list[int] = []  # by the save in progress
 
     @property
     def ranks_by_eval(self) -> bool:
@@ -230,13 +231,12 @@ class CheckpointManager:
         except CheckpointDirectoryError as error:
             raise save.failure(error) from error
         metrics = {name: float(x) for name, x in (metrics or {}).items()}
-        header = make_header(groups, meta, metrics)
+        header = make_header(step, groups, meta, metrics)
         # Now, for the fit may donate the arrays once this returns. With several
         # processes Orbax's barriers, programs on the devices, queue behind the hashes.
         pending = start_checksums(groups, "saved checksums")
         checksums = PendingChecksums(header["digest"], pending)
-        if saved.options.keep_best is not None:
-            saved.metrics()  # `BestPolicy` is asked while Orbax saves
+        old = saved.superseded(step, metrics)
         saved.known_metrics[step] = metrics
         save.listen()
         try:
@@ -253,7 +253,8 @@ class CheckpointManager:
             save.end()
             raise save.failure(error) from error
         assert response is not None, "a forced save is never skipped"
-        save.follow(response)
+        save.follow(response, lambda: delete_steps(directory, old))
+        self._superseded = old
         self._save = save
         if not saved.options.asynchronous:
             self._join_save()
@@ -285,8 +286,16 @@ class CheckpointManager:
         if save.error is not None:
             with contextlib.suppress(Exception):
                 opened.orbax.wait()  # Orbax raises a failure once in each thread
-            opened.reload()  # Orbax forgot the steps it would have deleted
+            opened.reload()
             save.check()
+        opened.forget(self._superseded)
+        for problem in save.problems:
+            warnings.warn(
+                f"An older checkpoint in '{self.directory}' could not be deleted: "
+                f"{problem}. The newer ones are saved, and training goes on; it takes "
+                "space until it is deleted.",
+                stacklevel=4,
+            )
 
     @contextlib.contextmanager
     def _reporting_failures(self) -> Iterator[None]:

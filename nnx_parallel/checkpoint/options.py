@@ -9,13 +9,12 @@ import math
 import os
 import shutil
 import tempfile
-import uuid
 from collections.abc import Mapping
 from typing import Literal
 
 import jax
-from orbax.checkpoint import v1 as ocp
 
+from nnx_parallel.checkpoint.files import is_url
 from nnx_parallel.distributed.agreement import allgather_object
 from nnx_parallel.errors import (
     CheckpointDirectoryError,
@@ -48,6 +47,20 @@ def check_directory(directory: str, *, read_only: bool) -> None:
             f"Cannot write checkpoints to '{directory}': {error}. Choose a directory "
             "that exists or can be made, and that this process may write."
         ) from error
+
+
+def check_name(directory: str) -> None:
+    """Raises ``CheckpointError`` if TensorStore would write to another directory.
+
+    It takes a backslash for a slash, and a name that ends so for its own lock.
+    """
+    is_utf8 = directory == directory.encode(errors="replace").decode()
+    is_lock = any(part.endswith(".__lock") for part in directory.split(os.sep))
+    if "\\" in directory or is_lock or not is_utf8:
+        raise CheckpointError(
+            f"Checkpoint({directory!r}): no directory on the way may have a name with "
+            "a backslash, that ends in '.__lock' or that is not UTF-8. Choose another."
+        )
 
 
 def check_writable(directory: str) -> None:
@@ -85,7 +98,7 @@ def check_step(
             f"Cannot save {where} after step {latest}: steps must ascend. Save step "
             f"{latest + 1} or later, or use another directory."
         )
-    elif not is_url(directory) and os.path.exists(os.path.join(directory, str(step))):
+    elif not is_url(directory) and os.path.lexists(os.path.join(directory, str(step))):
         raise CheckpointError(
             f"Cannot save {where}: '{step}' is there and is not a checkpoint. Move it "
             "away, or use another directory."
@@ -103,22 +116,6 @@ def check_space(directory: str, needed_bytes: int) -> None:
             f"are free in '{directory}'. Free {needed_bytes - free:,} more, or choose "
             "another directory."
         )
-
-
-def quarantine(directory: str, step: int) -> str:
-    """Renames a corrupt step, so that it is not read again; returns its new path."""
-    base = ocp.path.Path(directory)
-    # A step of one number may have been damaged, and saved once more, before.
-    moved = base / f"damaged-{step}-{uuid.uuid4().hex[:8]}"
-    if jax.process_index() == 0:
-        (base / str(step)).rename(moved)
-    # The other processes go on, and list the directory, once it is done.
-    return allgather_object(f"quarantine step {step}", str(moved))[0]
-
-
-def is_url(path: str) -> bool:
-    """True for a directory of an object store, such as ``gs://...``."""
-    return "://" in path
 
 
 _CHOICES = {
@@ -152,7 +149,8 @@ class Checkpoint:
             (``"warn"``), and training goes on.
 
     Raises:
-        CheckpointError: If a number is below 1 or a choice is unknown.
+        CheckpointError: If a number is below 1, a choice is unknown, or the directory
+            has a name that TensorStore cannot write to.
 
     Example:
         >>> options = Checkpoint("/tmp/run", every=500, keep_best="eval_loss")
@@ -191,6 +189,7 @@ class Checkpoint:
         path = os.fspath(self.directory)
         if not is_url(path):  # Orbax refuses a relative path, at the first save
             path = os.path.abspath(os.path.expanduser(path))
+            check_name(path)
         object.__setattr__(self, "directory", path)
 
 
@@ -203,3 +202,18 @@ def best_steps(options: Checkpoint, metrics: Mapping[int, Metrics]) -> list[int]
     # NaN has no order: one would make the sort arbitrary.
     finite = [step for step, score in scores.items() if math.isfinite(score)]
     return sorted(finite, key=lambda step: (scores[step], -step))
+
+
+def superseded_steps(options: Checkpoint, metrics: Mapping[int, Metrics]) -> list[int]:
+    """The steps that no rule keeps, of all that are saved, with their metrics.
+
+    Orbax has such rules too. Its ``BestN`` reads a metrics file of its own, orders NaN
+    arbitrarily, and keeps every step while there are no more than ``n``, those without
+    the metric too; and a deletion that fails is a save that fails.
+    """
+    steps = sorted(metrics)
+    kept = set(steps if options.keep_last is None else steps[-options.keep_last :])
+    kept |= set(best_steps(options, metrics)[: options.num_best])
+    if options.keep_every is not None:
+        kept |= {step for step in steps if step % options.keep_every == 0}
+    return [step for step in steps if step not in kept]

@@ -6,12 +6,11 @@ file. Each workaround has the symptom whose end lets it go, and a known upstream
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,7 +18,18 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from nnx_parallel.checkpoint.checksum import ChecksumHandler
-from nnx_parallel.checkpoint.options import Checkpoint, Metrics, best_steps, is_url
+from nnx_parallel.checkpoint.files import (
+    METADATA,
+    LiteralPath,
+    has_remains,
+    is_foreign,
+    is_ours,
+    is_url,
+    parse_step,
+    printable,
+    read_step_metadata,
+)
+from nnx_parallel.checkpoint.options import Checkpoint
 from nnx_parallel.distributed.agreement import allgather_object
 from nnx_parallel.errors import (
     CheckpointReadError,
@@ -28,17 +38,13 @@ from nnx_parallel.errors import (
     ParallelError,
 )
 
-UNFINISHED = "orbax-checkpoint-tmp"
-"""In the name of a step's directory until it is complete."""
-
-_METADATA, _COMMITTED = "_CHECKPOINT_METADATA", "commit_success.txt"
-"""Orbax's files in the directory of a step."""
+_COMMITTED = "commit_success.txt"
+"""Orbax's file in a step of an object store that is complete."""
 
 GIVE_UP_SECONDS = 1200
 """After which Orbax gives up a save that has not ended, or failed on one process."""
 
 _SAVE = ocp.training.save_decision_policies
-_KEEP = ocp.training.preservation_policies
 
 
 class PreemptionPolicy(_SAVE.PreemptionCheckpointingPolicy):
@@ -57,26 +63,6 @@ class PreemptionPolicy(_SAVE.PreemptionCheckpointingPolicy):
         return super().should_save(step, previous_steps, context=context)
 
 
-@dataclasses.dataclass(eq=False)
-class BestPolicy(_KEEP.PreservationPolicy):
-    """Keeps the best steps by ``keep_best``; ``metrics`` are those of all saved steps.
-
-    Orbax's ``BestN`` reads a metrics file of its own, orders NaN arbitrarily, and keeps
-    every step while there are no more than ``n``, those without the metric too.
-    """
-
-    options: Checkpoint
-    metrics: Mapping[int, Metrics]
-
-    def should_preserve(
-        self, checkpoints: Sequence[Any], *, context: Any
-    ) -> Sequence[bool]:
-        """True for each checkpoint that is one of the best."""
-        metrics = {x.step: self.metrics.get(x.step, {}) for x in checkpoints}
-        best = best_steps(self.options, metrics)[: self.options.num_best]
-        return [found.step in best for found in checkpoints]
-
-
 class StepNames:
     """Names a step by its number, and lists only directories that are checkpoints.
 
@@ -87,52 +73,66 @@ class StepNames:
     Attributes:
         corrupt: Steps that the last listing left out although they hold the remains of
             a checkpoint, each with its problem.
+        foreign: Steps that another program may have written, listed or corrupt: they
+            are neither deleted nor renamed.
     """
 
     def __init__(self) -> None:
         names = ocp.path.step.standard_name_format()
         self.build_name, self.find_step = names.build_name, names.find_step
         self.corrupt: dict[int, str] = {}
+        self.foreign: set[int] = set()
 
     def find_all(self, base_path: Any) -> Iterator[Any]:
         """Yields the checkpoints; ``OSError`` if they cannot be read now."""
-        self.corrupt = {}
-        # A step of a local directory appears complete, by a rename, and is deleted file
-        # by file. An object store may also be in the middle of writing one: there, what
-        # is missing means nothing.
+        self.corrupt, self.foreign = {}, set()
+        # A step of a local directory appears and vanishes at once, by a rename. An
+        # object store may be in the middle of writing or deleting one: there, what is
+        # missing means nothing.
         is_local = not is_url(str(base_path))
-        # No glob: a directory may be called `run[1]`.
-        for path in ocp.path.Path(base_path).iterdir():
-            if not path.name.isdecimal() or path.name != str(int(path.name)):
+        for path in LiteralPath(base_path).iterdir():
+            step = parse_step(path.name)
+            if step is None:
                 continue
-            step = int(path.name)
+            problem = None
             try:
-                # Orbax takes a file that cannot be read just now for one that is gone.
-                (path / _METADATA).read_bytes()
-                found = self.find_step(base_path, step)
+                # Not by Orbax, which takes a file that cannot be read just now for one
+                # that is gone, and opens whatever has its name.
+                metadata = read_step_metadata(path)
             except (FileNotFoundError, NotADirectoryError):
-                # Without a group either, the directory belongs to another program.
-                if is_local and (path / "model").exists():
-                    self.corrupt[step] = "has no metadata left"
-            except (ValueError, TypeError, KeyError) as error:
-                if is_local or (path / _COMMITTED).exists():
-                    self.corrupt[step] = f"has metadata that cannot be parsed ({error})"
+                if is_local and has_remains(path):
+                    problem = "has no metadata left"
+            except ValueError as error:
+                has_file = is_local and (path / METADATA).is_file()
+                if has_file or (path / _COMMITTED).exists() or has_remains(path):
+                    problem = f"has metadata that cannot be parsed ({error})"
             else:
-                if found.commit_timestamp_nsecs is not None:
-                    yield found
+                if metadata["commit_timestamp_nsecs"] is not None:
+                    if is_foreign(metadata["custom_metadata"] or {}):
+                        self.foreign.add(step)
+                    yield ocp.training.CheckpointMetadata(
+                        step,
+                        path,
+                        metadata=None,
+                        commit_timestamp_nsecs=metadata["commit_timestamp_nsecs"],
+                    )
                 elif is_local:
-                    self.corrupt[step] = "has no metadata left"
+                    problem = "was never completed"
+            if problem is not None:
+                self.corrupt[step] = problem
+                if is_local and not is_ours(path):
+                    self.foreign.add(step)
 
 
 def open_directory(
-    options: Checkpoint, metrics: Mapping[int, Metrics], *, cleanup: bool
+    options: Checkpoint, *, cleanup: bool
 ) -> tuple[ocp.training.Checkpointer, StepNames, PreemptionPolicy]:
-    """Opens a directory with Orbax, to save and keep steps as the options say.
+    """Opens a directory with Orbax, to save steps as the options say.
 
-    ``metrics`` are those of the saved steps, which the caller keeps up to date;
-    ``cleanup`` deletes what a killed save has left.
+    ``cleanup`` deletes what a killed save has left. Orbax keeps every step: a deletion
+    of its own is not atomic, and one that fails would fail the save.
     """
-    context = ocp.Context()
+    context = _make_context()
     context.async_options.timeout_secs = GIVE_UP_SECONDS
     registry = ocp.handlers.local_registry()
     registry.add(ChecksumHandler)
@@ -151,27 +151,28 @@ def open_directory(
     # The preemption comes first: `AnySavePolicy` asks none after the first yes.
     preemption, every = PreemptionPolicy(), _SAVE.FixedIntervalPolicy(options.every)
     when: Any = _SAVE.AnySavePolicy([preemption, every])
-    kept = [_KEEP.LatestN(options.keep_last), BestPolicy(options, metrics)]
-    if options.keep_every is not None:
-        kept.append(_KEEP.EveryNSteps(options.keep_every))
-    which: Any = _KEEP.AnyPreservationPolicy(kept)
     names = StepNames()
     orbax = ocp.training.Checkpointer(
-        directory,
+        LiteralPath(directory),
         context=context,
         save_decision_policy=when,
-        preservation_policy=which,
         step_name_format=names,
         cleanup_tmp_directories=cleanup,  # not Orbax's default: the bytes would stay
     )
     return orbax, names, preemption
 
 
+def _make_context() -> ocp.Context:
+    context = ocp.Context()
+    context.file_options.path_class = LiteralPath
+    return context
+
+
 def load(path: str, wanted: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Reads the arrays of a step, placed as asked, without waiting for any process."""
     if not wanted:
         return {}
-    context = ocp.Context()
+    context = _make_context()
     # Orbax lets all processes meet once each has read its shards: they would wait
     # for one that cannot read. So each process is a job of its own.
     if jax.process_count() > 1:
@@ -179,7 +180,7 @@ def load(path: str, wanted: dict[str, dict[str, Any]]) -> dict[str, Any]:
         options.primary_host, options.active_processes = me, {me}
         options.barrier_sync_key_prefix = f"nnx_parallel_{me}"
     with context:
-        return ocp.load_checkpointables(path, wanted)
+        return ocp.load_checkpointables(LiteralPath(path), wanted)
 
 
 def describe_group(directory: str, group: str) -> Any:
@@ -187,17 +188,30 @@ def describe_group(directory: str, group: str) -> Any:
 
     Describing a whole step, Orbax takes any error for "no metadata": a bad moment too.
     """
-    path = ocp.path.Path(directory) / group
+    path = LiteralPath(directory) / group
     with ThreadPoolExecutor(1) as pool:  # the caller may have an event loop of its own
         handler = ocp.handlers.PyTreeHandler
         return pool.submit(lambda: asyncio.run(handler().metadata(path))).result()
 
 
 _LOGGER = logging.getLogger("absl")
+_DEBUG = logging.getLogger("nnx_parallel.checkpoint")
 
 
-class AsyncSave(logging.Handler):
-    """One save in progress, and how it ends; the handler of what its thread logs.
+def hide_log(record: logging.LogRecord) -> bool:
+    """Filter of a logger: passes on what is not Orbax's.
+
+    Of a failure it logs hundreds of lines, of which our one message has the cause. The
+    rest is there for who debugs: ``logging.getLogger("nnx_parallel.checkpoint")``.
+    """
+    if record.levelno < logging.WARNING or "orbax" not in record.pathname:
+        return True
+    _DEBUG.debug("Orbax: %s", record.getMessage(), exc_info=record.exc_info)
+    return False
+
+
+class AsyncSave(logging.Filter):
+    """One save in progress, and how it ends; the filter of what its thread logs.
 
     With several processes Orbax reports a failure only after a barrier that the others
     never reach: it gives up 20 minutes after the save began (a barrier that some never
@@ -207,26 +221,29 @@ class AsyncSave(logging.Handler):
 
     Attributes:
         error: With which the save has ended on all processes, or ``None``.
+        problems: A line for each older step that could not be deleted.
     """
 
     def __init__(self, step: int, directory: str) -> None:
-        super().__init__(logging.ERROR)
+        super().__init__()
         self._step, self._directory = step, directory
         self.error: BaseException | None = None
+        self.problems: list[str] = []
         self._logged: Exception | None = None
         self._has_ended = threading.Event()
         self._is_reported = False
 
     def listen(self) -> None:
         """Reads the log, until `end`."""
-        _LOGGER.addHandler(self)
+        _LOGGER.addFilter(self)
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keeps the error that Orbax's writing thread logs."""
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Keeps the error that Orbax's writing thread logs; hides Orbax's lines."""
         error = record.exc_info and record.exc_info[1]
         # In a thread of this name; other threads, and other libraries, log here too.
         if record.threadName == "async_save" and isinstance(error, Exception):
             self._logged = error
+        return hide_log(record)
 
     def failure(self, error: BaseException) -> CheckpointSaveError:
         """The error to raise when the save cannot start or does not end well."""
@@ -234,12 +251,20 @@ class AsyncSave(logging.Handler):
         why = f"{root_cause(error)} No other checkpoint was deleted."
         return CheckpointSaveError(f"Saving {where} failed: {why}")
 
-    def follow(self, response: ocp.AsyncResponse[bool]) -> None:
-        """Waits for the save in a thread of its own."""
+    def follow(
+        self, response: ocp.AsyncResponse[bool], retain: Callable[[], list[str]]
+    ) -> None:
+        """Waits for the save in a thread of its own; then process 0 calls ``retain``.
+
+        That deletes older steps, and returns the problems.
+        """
 
         def wait() -> None:
             try:
                 response.result()
+                # Only now: as long as this step is not saved, none is deleted.
+                if jax.process_index() == 0:
+                    self.problems = retain()
             except BaseException as error:  # whatever ended Orbax's thread
                 self.error = error
             finally:
@@ -255,7 +280,7 @@ class AsyncSave(logging.Handler):
 
     def end(self) -> None:
         """Marks the save as ended and stops reading the log."""
-        _LOGGER.removeHandler(self)
+        _LOGGER.removeFilter(self)
         self._has_ended.set()
 
     def join(self, *, patiently: bool) -> None:
@@ -308,7 +333,8 @@ def root_cause(error: BaseException) -> str:
     """The last error of a chain: Orbax wraps what went wrong in unrelated errors."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return f"{type(error).__name__}: {error}"
+    text = printable(str(error).partition("[tensorstore_spec=")[0].strip())
+    return f"{type(error).__name__}: {text}"
 
 
 @contextlib.contextmanager
@@ -320,22 +346,27 @@ def reading(where: str, steps: list[int] | None = None) -> Iterator[None]:
             the saved ones, an error says nothing of them and is raised as it is.
         CheckpointUnavailableError: If they may be intact, and read well later.
     """
+    _LOGGER.addFilter(hide_log)
     try:
         yield
     except ParallelError:
         raise
     except Exception as error:
+        # Without its chain of tracebacks, which is Orbax's inner life.
+        _DEBUG.debug("Cannot read %s", where, exc_info=error)
         if is_transient(error) or _are_files_short():
             raise CheckpointUnavailableError(
                 f"Cannot read {where} now: {root_cause(error)} That is no damage, and "
                 "nothing has changed: start again when it is over."
-            ) from error
+            ) from None
         if steps is None:
             raise
         raise CheckpointReadError(
             f"Cannot read {where}: {root_cause(error)} Its files are damaged, half "
             f"deleted, or not this library's. Saved steps: {steps}."
-        ) from error
+        ) from None
+    finally:
+        _LOGGER.removeFilter(hide_log)
 
 
 def is_transient(error: BaseException) -> bool:

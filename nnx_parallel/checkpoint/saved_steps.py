@@ -1,6 +1,8 @@
 """The checkpoints on disk: opened, listed, described, read. Nothing here saves."""
 
 import contextlib
+import warnings
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import jax
@@ -14,12 +16,19 @@ from nnx_parallel.checkpoint.contents import (
     check_match,
     read_stored,
 )
+from nnx_parallel.checkpoint.files import (
+    LiteralPath,
+    check_files,
+    delete_remains,
+    quarantine,
+    read_step_metadata,
+)
 from nnx_parallel.checkpoint.options import (
     Checkpoint,
     Metrics,
     best_steps,
     check_directory,
-    quarantine,
+    superseded_steps,
 )
 from nnx_parallel.checkpoint.orbax_compat import (
     describe_group,
@@ -31,6 +40,7 @@ from nnx_parallel.distributed.agreement import allgather_object
 from nnx_parallel.errors import (
     CheckpointDamagedError,
     CheckpointError,
+    CheckpointFormatError,
     CheckpointNotFoundError,
     CheckpointReadError,
     DisagreementError,
@@ -66,13 +76,21 @@ class SavedSteps:
         self.directory = str(options.directory)
         self.known_metrics: dict[int, Metrics] = {}
         self._is_stale = False  # the listing, against the directory
+        self._deleted: set[int] = set()  # since the listing
         # Tried first: where Orbax cannot make a step's directory, its writers wait
         # for 5 minutes (docs/library-notes.md, "Orbax: directories").
         check_directory(self.directory, read_only=read_only)
         with reading(f"the steps in '{self.directory}'"):
             self.orbax, self._names, self.preemption = open_directory(
-                options, self.known_metrics, cleanup=not read_only
+                options, cleanup=not read_only
             )
+        if not read_only and jax.process_index() == 0:
+            for problem in delete_remains(self.directory):
+                warnings.warn(
+                    f"Cannot delete {problem} in '{self.directory}', the remains of a "
+                    "step that was being deleted when its run was killed.",
+                    stacklevel=2,
+                )
 
     @property
     def steps(self) -> list[int]:
@@ -80,8 +98,8 @@ class SavedSteps:
         if self._is_stale:
             with reading(f"the steps in '{self.directory}'"):
                 self.orbax.reload()
-            self._is_stale = False
-        return sorted(found.step for found in self.orbax.checkpoints)
+            self._is_stale, self._deleted = False, set()
+        return sorted({x.step for x in self.orbax.checkpoints} - self._deleted)
 
     def reload(self) -> None:
         """Has the next use list the steps again, if another program changes them."""
@@ -93,16 +111,27 @@ class SavedSteps:
         steps = self.steps
         return {k: why for k, why in self._names.corrupt.items() if k not in steps}
 
+    def superseded(self, step: int, metrics: Metrics) -> list[int]:
+        """Saved steps to delete once ``step`` is saved, with its metrics."""
+        ranks = self.options.keep_best is not None
+        found = self.metrics() if ranks else {step: {} for step in self.steps}
+        # Another program's is no step of this run, nor the best of it.
+        ours = {k: v for k, v in found.items() if k not in self._names.foreign}
+        return superseded_steps(self.options, {**ours, step: metrics})
+
+    def forget(self, steps: Iterable[int]) -> None:
+        """Removes steps that are deleted from the listing."""
+        self._deleted.update(steps)
+
     def metrics(self) -> dict[int, Metrics]:
         """The metrics of each saved step; none of one that cannot be read."""
         steps = self.steps
         for step in steps:
             if step not in self.known_metrics:
                 # A corrupt step is none of the best; a fit that saves goes on.
-                with contextlib.suppress(CheckpointReadError), self._reading(step):
-                    found = self.orbax.checkpointables_metadata(step)
-                    header = check_header(found.custom_metadata)
-                    self.known_metrics[step] = header["metrics"]
+                errors = (CheckpointReadError, CheckpointFormatError)
+                with contextlib.suppress(*errors), self._reading(step):
+                    self.known_metrics[step] = self._read_header(step)["metrics"]
         return {step: self.known_metrics.get(step, {}) for step in steps}
 
     @property
@@ -140,24 +169,28 @@ class SavedSteps:
 
         Raises:
             CheckpointNotFoundError: If there is no such step.
-            CheckpointReadError: If its files are corrupt or not this library's.
+            CheckpointReadError: If its files are corrupt.
+            CheckpointFormatError: If another program or a later version wrote them.
             CheckpointUnavailableError: If they cannot be read now.
         """
         step = self.find(step)
         path = f"{self.directory}/{step}"
         with self._reading(step):
-            found = self.orbax.checkpointables_metadata(step)
-            header = check_header(found.custom_metadata)
+            header = self._read_header(step)
+            check_files(path)  # Orbax and TensorStore open whatever has the right name
             groups = {
-                # Metadata that cannot be read at the moment counts as none for Orbax
-                # (docs/library-notes.md, "Orbax: contents").
-                name: found.metadata.get(name) or describe_group(path, name)
+                name: describe_group(path, name)
                 for name, size in header["sizes"].items()
                 if size
             }
             # With the header's digest, so that another save's checksums are refused.
             checksums = read_checksums(path, header["digest"])
             return read_stored(step, header, groups, checksums)
+
+    def _read_header(self, step: int) -> dict[str, Any]:
+        metadata = read_step_metadata(LiteralPath(self.directory) / str(step))
+        where = f"Checkpoint {step} in '{self.directory}'"
+        return check_header(metadata["custom_metadata"], step, where)
 
     def restore(
         self, wanted: AbstractGroups, step: int | Literal["best"] | None = None
@@ -220,6 +253,8 @@ class SavedSteps:
         Raises:
             CheckpointError: If it does, but ``resume=False``: a fresh run would write
                 into the directory of another.
+            CheckpointFormatError: If a step that is not passed over as corrupt is of
+                another program or a later version.
             CheckpointDamagedError: If the latest step is corrupt and ``on_damage`` is
                 ``"error"``, or no step is intact.
             CheckpointMismatchError: If an array differs, before any is read: that is no
@@ -242,6 +277,11 @@ class SavedSteps:
             if step in corrupt:
                 where = f"Checkpoint {step} in '{self.directory}'"
                 problems[step] = f"{where} {corrupt[step]}."
+                if step in self._names.foreign:
+                    raise CheckpointFormatError(
+                        f"{problems[step]} Another program may have written it: it is "
+                        "left alone. Move it to another directory, or delete it."
+                    )
             for _ in range(0 if step in corrupt else num_tries):
                 # The same on all processes without another exchange: `restore` raises
                 # on all what one cannot read, and compares checksums of all.

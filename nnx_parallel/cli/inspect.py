@@ -7,11 +7,17 @@ from pathlib import Path
 import jax
 
 from nnx_parallel.checkpoint.contents import StoredCheckpoint
+from nnx_parallel.checkpoint.files import (
+    QUARANTINED,
+    UNFINISHED,
+    is_deleted,
+    printable,
+)
 from nnx_parallel.checkpoint.options import Checkpoint
-from nnx_parallel.checkpoint.orbax_compat import UNFINISHED
 from nnx_parallel.checkpoint.saved_steps import SavedSteps
 from nnx_parallel.errors import (
     CheckpointError,
+    CheckpointFormatError,
     CheckpointNotFoundError,
     CheckpointUnavailableError,
     ParallelError,
@@ -55,11 +61,13 @@ def _show(saved: SavedSteps, directory: Path, *, verify: bool) -> int:
         num_damaged += verdict.startswith(("DAMAGED", "NOT READ"))
         files = (path for path in (directory / str(step)).rglob("*") if path.is_file())
         size = format_bytes(sum(path.stat().st_size for path in files))
-        _write(f"  step {step:>9,}  {size:>9}  {verdict}")
+        _write(f"  step {step:>9,}  {size:>9}  {verdict}".replace("\n", "\n    "))
     for name in sorted(path.name for path in directory.iterdir()):
         if UNFINISHED in name:
             _write(f"  '{name}': left by a save that died; the next start removes it")
-        elif name.startswith("damaged-"):
+        elif is_deleted(name):
+            _write(f"  '{name}': half deleted; the next start removes it")
+        elif name.startswith(QUARANTINED):
             _write(f"  '{name}': in quarantine, as corrupt")
     if newest is not None:
         _describe(newest)
@@ -88,14 +96,14 @@ def _judge(
                 for path, x in group.items()
             }
             saved.restore({name: placed}, step)
-    except CheckpointUnavailableError as error:
-        # A bad moment is no damage: these files may be read later.
+    except (CheckpointUnavailableError, CheckpointFormatError) as error:
+        # No damage: these files may be read later, or by another program.
         return stored, f"NOT READ: {error}"
     except ParallelError as error:
         # A run that trains on deletes old steps while they are read.
         if _is_gone(saved, step):
             return None, _GONE
-        return stored, "DAMAGED: " + str(error).replace("\n", "\n    ")
+        return stored, f"DAMAGED: {error}"
     return stored, "whole: every array has its checksum"
 
 
@@ -110,7 +118,7 @@ def _is_gone(saved: SavedSteps, step: int) -> bool:
 def _describe(stored: StoredCheckpoint) -> None:
     _write(f"step {stored.step:,}:")
     for name, value in stored.meta.items():
-        _write(f"  {name}: {value}")
+        _write(f"  {printable(name)}: {printable(value)}")
     for name, value in stored.metrics.items():
         _write(f"  {name}: {value:.6g}")
     for name, group in stored.groups.items():
@@ -123,5 +131,7 @@ def _describe(stored: StoredCheckpoint) -> None:
             _write(f"    {path:<{width}}  {x.dtype}[{shape}]  {number:08x}")
 
 
-def _write(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
+def _write(text: str) -> None:
+    # Names and values are the checkpoint's, which may be a stranger's.
+    for line in text.split("\n"):
+        sys.stdout.write(f"{printable(line)}\n")

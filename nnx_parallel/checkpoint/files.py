@@ -1,0 +1,264 @@
+"""Files of a checkpoint: which directories are steps, and what may be opened.
+
+A directory of checkpoints may come from a stranger and hold what other programs have
+written. So nothing is opened before its kind and size are known: a pipe would block,
+``/dev/zero`` and gigabytes of JSON would fill the memory.
+"""
+
+import errno
+import glob
+import json
+import os
+import shutil
+import stat
+import uuid
+from collections.abc import Iterable, Iterator
+from typing import Any, Self
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+from nnx_parallel.distributed.agreement import allgather_object
+
+METADATA = "_CHECKPOINT_METADATA"
+"""Orbax's file in the directory of a step, which holds our header."""
+
+UNFINISHED = "orbax-checkpoint-tmp"
+"""In the name of a step's directory until it is complete."""
+
+QUARANTINED, _DELETED = "damaged-", "deleted-"
+"""Begin the names of directories that are no longer steps."""
+
+MAX_METADATA_BYTES = 64 * 2**20
+"""Largest file of metadata that is written or read: at the 200 to 600 bytes that each
+array takes, more than 100,000 arrays; parsed, it takes a gigabyte of memory."""
+
+PART, CHECKSUMS = "fingerprints", "fingerprints.json"
+"""Names on disk, of the first release: the part next to the groups, and its file."""
+
+# What Orbax and this library write into a group, beside the arrays.
+_SIGNS = ("_METADATA", "manifest.ocdbt", "ocdbt.process_", CHECKSUMS)
+_METADATA_FILES = (METADATA, *_SIGNS, "_sharding", "process_")
+
+
+# Of a local directory and of an object store; Orbax exports the abstract class alone.
+_GPath: Any = type(ocp.path.Path("/"))
+
+
+_STEP_METADATA = {
+    "custom_metadata": dict | None,
+    "init_timestamp_nsecs": int,
+    "commit_timestamp_nsecs": int | None,  # None until the step is complete
+}
+
+
+class LiteralPath(_GPath):
+    """A path whose name is no pattern: a directory may be called ``lr=[0.1,0.2]``.
+
+    Orbax merges what the processes have written by `glob`, which takes the directory's
+    own ``[``, ``*`` and ``?`` for a pattern: a save finds nothing to merge, or the
+    files of another run (docs/library-notes.md, "Orbax: directories").
+    """
+
+    def glob(self, pattern: str) -> Iterator[Self]:
+        """Yields all files that match, below this very directory."""
+        literal = _GPath(glob.escape(os.fspath(self)))
+        return map(type(self), literal.glob(pattern))
+
+
+def is_url(path: str) -> bool:
+    """True for a directory of an object store, such as ``gs://...``."""
+    return "://" in path
+
+
+def parse_step(name: str) -> int | None:
+    """The step that a directory of this name holds; none for ``0020`` or ``²``."""
+    is_number = name.isascii() and name.isdecimal()
+    return int(name) if is_number and name == str(int(name)) else None
+
+
+def read_json(path: LiteralPath) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises ``OSError`` if it cannot be read, ``ValueError`` if it is no such file.
+    """
+    _check_file(path)
+    with path.open("rb") as file:
+        content = file.read(MAX_METADATA_BYTES + 1)  # a file may say it holds 0 bytes
+    if len(content) > MAX_METADATA_BYTES:
+        raise ValueError(f"'{path.name}' holds more than {MAX_METADATA_BYTES:,} bytes.")
+    try:
+        found = json.loads(content)
+    except RecursionError:
+        raise ValueError(f"'{path.name}' is nested too deeply.") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"'{path.name}' holds no JSON object.")
+    return found
+
+
+def read_step_metadata(step_path: LiteralPath) -> dict[str, Any]:
+    """Orbax's metadata of a step, in which our header is ``"custom_metadata"``.
+
+    Raises as `read_json`.
+    """
+    metadata = read_json(step_path / METADATA)
+    if not matches(metadata, _STEP_METADATA):
+        raise ValueError(f"'{METADATA}' is not what Orbax writes.")
+    times = [metadata[f"{x}_timestamp_nsecs"] or 0 for x in ("init", "commit")]
+    if not all(0 <= time < 2**62 for time in times):  # until the year 2116
+        raise ValueError(f"'{METADATA}' holds times that are none.")
+    return metadata
+
+
+def check_files(step_directory: str) -> None:
+    """Raises ``ValueError`` unless a step holds only regular files, of sane sizes.
+
+    A file may be a link to a regular file; a directory in a step may not be a link: it
+    could lead anywhere. Object stores have neither.
+    """
+    if is_url(step_directory):
+        return
+    for root, directories, names in os.walk(step_directory, onerror=_raise):
+        for name in directories:
+            if os.path.islink(os.path.join(root, name)):
+                raise ValueError(f"'{name}' is a link to a directory.")
+        for name in names:
+            path = os.path.join(root, name)
+            is_metadata = name.startswith(_METADATA_FILES)
+            _check_file(path, MAX_METADATA_BYTES if is_metadata else None)
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _check_file(
+    path: str | os.PathLike[str], max_bytes: int | None = MAX_METADATA_BYTES
+) -> None:
+    """Raises ``ValueError`` if a local path is not a regular file of that size."""
+    if is_url(os.fspath(path)):
+        return
+    name = os.path.basename(path)
+    try:
+        found = os.stat(path)  # of what a link leads to
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # it will never lead anywhere
+            raise ValueError(f"'{name}' is a link to itself.") from None
+        raise
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"'{name}' is not a regular file.")
+    if max_bytes is not None and found.st_size > max_bytes:
+        raise ValueError(
+            f"'{name}' holds {found.st_size:,} bytes; at most {max_bytes:,} are read."
+        )
+
+
+def has_remains(step_path: LiteralPath) -> bool:
+    """True if a directory whose metadata is missing is what is left of a step.
+
+    That is: it holds files that only checkpoints have, or no file at all. Any other
+    directory with a number for a name belongs to somebody else.
+    """
+    parts = [step_path, *(x for x in _entries(step_path) if x.is_dir())]
+    names = [x.name for part in parts for x in _entries(part)]
+    return any(x.startswith(_SIGNS) for x in names) or _is_empty(step_path)
+
+
+def is_ours(step_path: LiteralPath) -> bool:
+    """True if no other program has files in what is left of a step."""
+    return (step_path / PART).is_dir() or _is_empty(step_path)
+
+
+def _entries(path: LiteralPath) -> list[LiteralPath]:
+    return list(path.iterdir()) if path.is_dir() else []
+
+
+def _is_empty(path: LiteralPath) -> bool:
+    return path.is_dir() and not any(names for *_, names in os.walk(path))
+
+
+def quarantine(directory: str, step: int) -> str:
+    """Renames a corrupt step, so that it is not read again; returns its new path."""
+    # A step of one number may have been damaged, and saved once more, before.
+    moved = LiteralPath(directory) / f"{QUARANTINED}{step}-{uuid.uuid4().hex[:8]}"
+    if jax.process_index() == 0:
+        (LiteralPath(directory) / str(step)).rename(moved)
+    # The other processes go on, and list the directory, once it is done.
+    return allgather_object(f"quarantine step {step}", str(moved))[0]
+
+
+def delete_steps(directory: str, steps: Iterable[int]) -> list[str]:
+    """Deletes steps; returns a line for each that could not be."""
+    problems = []
+    for step in steps:
+        path = LiteralPath(directory) / str(step)
+        try:
+            if is_url(directory):
+                # Without it the step is not listed, however much is left of it.
+                (path / METADATA).unlink(missing_ok=True)
+            else:
+                # By a rename, so that a kill leaves no half a step. The next start
+                # deletes the rest.
+                path = path.rename(
+                    path.with_name(f"{_DELETED}{step}-{uuid.uuid4().hex[:8]}")
+                )
+            _delete(path)
+        except Exception as error:  # an object store's are of any class
+            problems.append(f"step {step} ({type(error).__name__}: {error})")
+    return problems
+
+
+def delete_remains(directory: str) -> list[str]:
+    """Deletes what killed deletions have left; returns a line for what could not be."""
+    problems = []
+    if not is_url(directory):
+        for name in filter(is_deleted, os.listdir(directory)):
+            try:
+                _delete(LiteralPath(directory) / name)
+            except OSError as error:
+                problems.append(f"'{name}' ({type(error).__name__}: {error})")
+    return problems
+
+
+def is_deleted(name: str) -> bool:
+    """True for the name of a step that a killed process was deleting."""
+    step, dash, _ = name.removeprefix(_DELETED).partition("-")
+    return name.startswith(_DELETED) and bool(dash) and parse_step(step) is not None
+
+
+def _delete(path: LiteralPath) -> None:
+    if is_url(os.fspath(path)):
+        path.rmtree(missing_ok=True)
+    elif os.path.islink(path):  # somebody else's directory
+        os.unlink(path)
+    else:
+        shutil.rmtree(path)
+
+
+def printable(value: object) -> str:
+    """The text of a value that a stranger may have written, without escape codes."""
+    text = str(value)
+    return "".join(x if x.isprintable() else repr(x)[1:-1] for x in text)
+
+
+def matches(value: object, kind: Any) -> bool:
+    """True if JSON has the types of ``kind``; the key ``"*"`` stands for any.
+
+    Example:
+        >>> matches({"a": {"b": 1}}, {"*": {"*": int}})
+        True
+        >>> matches({"a": 1}, {"a": str})
+        False
+    """
+    if not isinstance(kind, dict):
+        return isinstance(value, kind)
+    if not isinstance(value, dict):
+        return False
+    if "*" in kind:
+        return all(matches(x, kind["*"]) for x in value.values())
+    return all(name in value and matches(value[name], kind[name]) for name in kind)
+
+
+def is_foreign(header: dict[str, Any]) -> bool:
+    """True if another program has saved it: it has nothing of our header."""
+    return not {"format", "digest", "sizes"} & header.keys()

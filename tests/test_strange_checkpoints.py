@@ -1,0 +1,468 @@
+"""Directories and files that this library did not write, or that others have moved."""
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+import tensorstore
+from orbax.checkpoint import v1 as ocp
+
+from nnx_parallel.checkpoint import Checkpoint, CheckpointManager, files
+from nnx_parallel.cli import main
+from nnx_parallel.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointReadError,
+)
+from tests.checkpoints import (
+    META,
+    abstract,
+    bits,
+    make_groups,
+    restore,
+    rewrite,
+    rewrite_header,
+    save,
+    sign,
+)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("saved")
+    save(directory, 2, 4)
+    return directory
+
+
+@pytest.fixture
+def run(saved: Path, tmp_path: Path) -> Path:
+    """A copy of the run that a test may damage."""
+    shutil.copytree(saved, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def resume(directory: Path, **options: Any) -> tuple[list[bytes], list[str]] | None:
+    with CheckpointManager(Checkpoint(directory, **options)) as manager:
+        found = manager.saved.restore_newest(abstract(make_groups()))
+    return found and (bits(found[0][0]), found[1])
+
+
+# Names of directories
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["lr=[0.1,0.2]", "a*b", "[!a]?", "x\ny {z} %5B ~ ü.", "1.orbax-checkpoint-tmp"],
+)
+def test_a_directory_may_have_any_name(name: str, tmp_path: Path) -> None:
+    # Taken for a pattern, `a*b` is also its neighbour.
+    save(tmp_path / "a-other-b", 1)
+    save(tmp_path / name, 1, 2)
+    assert restore(tmp_path / name) == bits(make_groups(2))
+    assert restore(tmp_path / name, 1) == bits(make_groups(1))
+    assert main(["inspect", str(tmp_path / name), "--verify"]) == 0
+
+
+def test_a_directory_may_be_a_link(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(run)
+    save(tmp_path / "link", 6)
+    assert restore(tmp_path / "link") == restore(run) == bits(make_groups(6))
+
+
+@pytest.mark.parametrize("name", ["a\\b", "x.__lock", "a\udcff"])
+def test_names_that_tensorstore_takes_for_others(name: str) -> None:
+    message = "no directory on the way may have a name with a backslash, that ends in"
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        Checkpoint(f"runs/{name}/run")
+
+
+# Steps that are not where they were saved
+
+
+def exchange(run: Path) -> None:
+    (run / "4").rename(run / "x")
+    (run / "2").rename(run / "4")
+    (run / "x").rename(run / "2")
+
+
+def copy(run: Path) -> None:
+    shutil.rmtree(run / "4")
+    shutil.copytree(run / "2", run / "4")
+
+
+def link(run: Path) -> None:
+    shutil.rmtree(run / "4")
+    (run / "4").symlink_to("2")
+
+
+@pytest.mark.parametrize("change", [exchange, copy, link])
+def test_a_step_is_not_taken_for_another(
+    change: Callable, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(run)
+    message = "It was saved as step 2: its directory was renamed or copied."
+    with pytest.raises(CheckpointReadError, match=re.escape(message)):
+        restore(run, 4)
+    assert main(["inspect", str(run), "--verify"]) == 1
+    shown = re.findall(r"step +4 .* DAMAGED: (.*)", capsys.readouterr().out)
+    assert len(shown) == 1
+    assert message in shown[0]
+
+
+def test_a_link_to_another_disk_is_a_step(run: Path, tmp_path: Path) -> None:
+    (run / "2").rename(tmp_path / "2")
+    (run / "2").symlink_to(tmp_path / "2")
+    assert restore(run, 2) == bits(make_groups(2))
+    save(run, 6, keep_last=1)
+    # Of what is not in the directory only the link is deleted.
+    assert sorted(os.listdir(run)) == ["6"]
+    assert (tmp_path / "2" / "model").is_dir()
+
+
+def test_checkpoints_of_the_first_release_hold_no_step(run: Path) -> None:
+    rewrite_header(run / "4", lambda header: header.pop("step"))
+    assert restore(run, 4) == bits(make_groups(4))
+
+
+# Steps of other programs and versions
+
+
+def test_a_later_format_is_no_damage(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rewrite_header(run / "4", lambda header: header.update(format=9, digest="other"))
+    message = f"Checkpoint 4 in '{run}' has format 9; this version of nnx_parallel "
+    with pytest.raises(CheckpointFormatError, match=re.escape(message)):
+        resume(run, on_damage="previous")
+    assert sorted(os.listdir(run)) == ["2", "4"]
+    assert main(["inspect", str(run)]) == 1
+    assert f"NOT READ: {message}" in capsys.readouterr().out
+
+
+def test_a_checkpoint_of_another_program_is_left_alone(run: Path) -> None:
+    ocp.save(run / "3", {"model": jnp.ones(2)})
+    ocp.save(run / "5", {"model": jnp.ones(2)})
+    message = f"Checkpoint 5 in '{run}' was not written by this library: it has"
+    with pytest.raises(CheckpointFormatError, match=re.escape(message)):
+        resume(run, on_damage="previous")
+    with CheckpointManager(Checkpoint(run, keep_last=1, keep_best="loss")) as manager:
+        manager.save_groups(6, make_groups(6), META, metrics={"loss": 0.1})
+    assert sorted(os.listdir(run)) == ["3", "5", "6"]
+
+
+def test_what_is_no_step_is_left_alone(run: Path) -> None:
+    for name in ("²", "0020", "٣", "-1", "1e3"):
+        shutil.copytree(run / "4", run / name)
+    (run / "2024" / "model" / "deep").mkdir(parents=True)
+    (run / "2024" / "model" / "deep" / "weights.bin").write_bytes(b"mine")
+    (run / "8" / "_CHECKPOINT_METADATA").mkdir(parents=True)
+    (run / "8" / "_CHECKPOINT_METADATA" / "mine").touch()
+    (run / "9").write_text("mine")
+    (run / "10").symlink_to("nowhere")
+    before = sorted(str(path) for path in run.rglob("*") if "/run/2/" not in f"{path}")
+    assert resume(run, on_damage="previous") == (bits(make_groups(4)), [])
+    save(run, 6, keep_last=2)
+    after = {str(path) for path in run.rglob("*")}
+    assert [path for path in before if path not in after] == [str(run / "2")]
+    assert main(["inspect", str(run), "--verify"]) == 0
+
+
+# Steps of which a part is left
+
+
+def empty(step: Path) -> None:
+    shutil.rmtree(step)
+    (step / "model").mkdir(parents=True)
+
+
+def halve(step: Path) -> None:
+    (step / "_CHECKPOINT_METADATA").unlink()
+    shutil.rmtree(step / "model")
+
+
+@pytest.mark.parametrize("change", [empty, halve])
+def test_what_is_left_of_a_step_is_not_passed_over(
+    change: Callable, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(run / "4")
+    with pytest.raises(CheckpointDamagedError, match=r"Checkpoint 4 in '.*' has no m"):
+        resume(run)
+    assert main(["inspect", str(run)]) == 1
+    assert "DAMAGED: it has no metadata left" in capsys.readouterr().out
+    found = resume(run, on_damage="previous")
+    assert found is not None
+    assert found[0] == bits(make_groups(2))
+    assert len(list(run.glob("damaged-4-*"))) == 1
+
+
+def test_what_may_be_of_another_program_is_named_and_left_alone(run: Path) -> None:
+    (run / "4" / "_CHECKPOINT_METADATA").unlink()
+    shutil.rmtree(run / "4" / "fingerprints")
+    message = "has no metadata left. Another program may have written it: it is"
+    with pytest.raises(CheckpointFormatError, match=re.escape(message)):
+        resume(run, on_damage="previous")
+    assert sorted(os.listdir(run)) == ["2", "4"]
+
+
+def test_a_kill_during_a_deletion_leaves_no_half_a_step(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def die(path: Path) -> None:
+        (path / "_CHECKPOINT_METADATA").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.shutil, "rmtree", die)
+        with pytest.raises(KeyboardInterrupt):
+            files.delete_steps(str(run), [2])
+    assert main(["inspect", str(run), "--verify"]) == 0
+    assert re.search(r"'deleted-2-\w+': half deleted", capsys.readouterr().out)
+    assert resume(run) == (bits(make_groups(4)), [])
+    assert os.listdir(run) == ["4"]
+
+
+def test_an_old_step_that_cannot_be_deleted_is_a_warning(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete = shutil.rmtree
+
+    def fail(path: Any, *args: Any, **options: Any) -> None:
+        if re.search(r"(/|-)2(-\w+)?$", str(path)):
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        delete(path, *args, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", fail)
+    with CheckpointManager(Checkpoint(run, keep_last=1)) as manager:
+        manager.save_groups(6, make_groups(6), META)
+        message = (
+            rf"An older checkpoint in '{run}' could not be deleted: step 2 \(OSError: "
+            r".*Device or resource busy\). The newer ones are saved"
+        )
+        with pytest.warns(UserWarning, match=message):
+            manager.wait()
+        assert manager.saved.steps == [6]
+        assert manager.latest_step == 6
+    with pytest.warns(UserWarning, match="Cannot delete 'deleted-2-"):
+        assert resume(run) == (bits(make_groups(6)), [])
+
+
+# Files of a stranger
+
+
+def replace(path: Path) -> Path:
+    path.unlink()
+    return path
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as opened, contextlib.chdir(path.parent):
+        opened.bind(replace(path).name)
+
+
+def move_away(path: Path) -> None:
+    target = path.parents[2] / "elsewhere"
+    shutil.move(path, target)
+    path.symlink_to(target)
+
+
+KINDS: dict[str, Callable[[Path], Any]] = {
+    "not a regular file (pipe)": lambda path: os.mkfifo(replace(path)),
+    "not a regular file (device)": lambda path: replace(path).symlink_to("/dev/zero"),
+    "not a regular file (socket)": make_socket,
+    "bytes": lambda path: os.truncate(path, 10 << 30),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_CHECKPOINT_METADATA",
+        "fingerprints/fingerprints.json",
+        "model/_METADATA",
+        "model/manifest.ocdbt",
+    ],
+)
+def test_only_regular_files_of_sane_sizes_are_opened(
+    kind: str, name: str, run: Path
+) -> None:
+    KINDS[kind](run / "4" / name)
+    with CheckpointManager(Checkpoint(run), read_only=True) as manager:
+        problem = manager.saved.corrupt_steps.get(4, "")
+        if not problem:
+            with pytest.raises(CheckpointReadError) as caught:
+                manager.saved.describe(4)
+            problem = str(caught.value)
+    assert kind.partition(" (")[0] in problem
+    assert restore(run, 2) == bits(make_groups(2))  # one bad step blocks no other
+
+
+def test_files_may_be_links_and_directories_may_not(run: Path) -> None:
+    move_away(run / "4" / "model" / "manifest.ocdbt")
+    assert restore(run, 4) == bits(make_groups(4))
+    move_away(run / "4" / "model")
+    with pytest.raises(CheckpointReadError, match="'model' is a link to a directory"):
+        restore(run, 4)
+
+
+def nest(file: Path) -> None:
+    file.write_text("[" * 200_000)
+
+
+def loop(file: Path) -> None:
+    replace(file).symlink_to(file.name)
+
+
+METADATA = "_CHECKPOINT_METADATA"
+
+
+def in_metadata(**fields: Any) -> Callable[[Path], None]:
+    return lambda step: rewrite(step / METADATA, lambda found: found.update(fields))
+
+
+def in_header(**fields: Any) -> Callable[[Path], None]:
+    return lambda step: rewrite_header(step, lambda header: header.update(fields))
+
+
+def in_checksums(change: Callable) -> Callable[[Path], None]:
+    def apply(content: dict) -> None:
+        change(content)
+        sign(content)
+
+    return lambda step: rewrite(step / "fingerprints" / "fingerprints.json", apply)
+
+
+def chunked(size: int) -> Callable[[Path], None]:
+    """Chunks of a size that no memory holds, as TensorStore would write them."""
+
+    def change(step: Path) -> None:
+        base = {"driver": "file", "path": f"{step}/model/"}
+        store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+        found = json.loads(store["a.kernel/zarr.json"])
+        for part in (found["chunk_grid"], found["codecs"][0]):
+            part["configuration"]["chunk_shape"] = [size, 24]
+        store["a.kernel/zarr.json"] = json.dumps(found).encode()
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    {
+        "nested metadata": lambda step: nest(step / METADATA),
+        "nested group": lambda step: nest(step / "model" / "_METADATA"),
+        "nested checksums": lambda step: nest(step / "fingerprints/fingerprints.json"),
+        "linked to itself": lambda step: loop(step / METADATA),
+        "no object": lambda step: (step / METADATA).write_text("[]"),
+        "no text": lambda step: (step / METADATA).write_bytes(b"\xff\xfe"),
+        "text for a time": in_metadata(commit_timestamp_nsecs="now"),
+        "a late time": in_metadata(init_timestamp_nsecs=10**40),
+        "handlers": in_metadata(item_handlers=[1]),
+        "list for a header": in_metadata(custom_metadata=[1]),
+        "metrics": in_header(metrics={"loss": "low"}),
+        "meta": in_header(meta=[1]),
+        "sizes": in_header(sizes={"model": "2"}),
+        "keys": in_header(keys=3),
+        "key": in_header(keys={"model": {"a.bias": "no such"}, "progress": {}}),
+        "arrays": in_header(arrays={"model": []}),
+        "checksum": in_checksums(lambda x: x["values"]["model"].update(a="1")),
+        "checksums": in_checksums(lambda x: x.update(values=[1])),
+        "chunk": chunked(2**26),
+        "huge chunk": chunked(2**50),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_what_a_stranger_may_write_is_a_named_error(
+    change: tuple[str, Callable], run: Path
+) -> None:
+    change[1](run / "4")
+    with CheckpointManager(Checkpoint(run, keep_best="loss")) as manager:
+        saved = manager.saved
+        assert saved.best_step in {2, 4}
+        is_bad = bool(saved.corrupt_steps)
+        if not is_bad:
+            with contextlib.suppress(CheckpointReadError):
+                found = saved.restore(abstract(make_groups()), 4)
+                assert bits(found[0]) == bits(make_groups(4))
+        assert bits(saved.restore(abstract(make_groups()), 2)[0]) == bits(
+            make_groups(2)
+        )
+    # Whatever is printed of it: exit codes 0 or 1, and no exception.
+    assert main(["inspect", str(run), "--verify"]) in {0, 1}
+
+
+def test_inspect_prints_no_escape_codes(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def change(header: dict) -> None:
+        header["meta"] = {"\x1b[2J": "\x1b]0;title\x07\nstep 9", "name": "größer"}
+
+    rewrite_header(run / "4", change)
+    assert main(["inspect", str(run)]) == 0
+    text = capsys.readouterr().out
+    assert "\x1b" not in text
+    assert "  \\x1b[2J: \\x1b]0;title\\x07\\nstep 9\n" in text
+    assert "name: größer" in text
+
+
+# One clear message
+
+
+READ = """
+import sys, jax
+from nnx_parallel.checkpoint import Checkpoint, CheckpointManager
+from tests.checkpoints import restore
+restore(sys.argv[1], 4)
+"""
+
+
+def truncate_arrays(step: Path) -> None:
+    for file in step.glob("**/d/*"):
+        file.write_bytes(file.read_bytes()[:20])
+
+
+def test_a_damaged_step_is_one_message(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    truncate_arrays(run / "4")
+    with pytest.raises(CheckpointReadError) as caught:
+        restore(run, 4)
+    text = "".join(traceback.format_exception(caught.value))
+    assert "orbax" not in text.replace(str(run), "")
+    assert "tensorstore_spec" not in text
+    assert not [x for x in caplog.records if x.levelno >= logging.WARNING]
+    with caplog.at_level(logging.DEBUG, "nnx_parallel.checkpoint"):
+        with pytest.raises(CheckpointReadError):
+            restore(run, 4)
+        assert "orbax" in caplog.text  # the whole chain, for who debugs
+
+
+@pytest.mark.deep
+def test_a_damaged_step_ends_a_program_in_few_lines(run: Path) -> None:
+    truncate_arrays(run / "4")
+    done = subprocess.run(
+        [sys.executable, "-c", READ, str(run)],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    lines = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert lines[-1].startswith("nnx_parallel.errors.CheckpointReadError: Cannot read")
+    assert len(lines) < 40, done.stderr
