@@ -442,13 +442,13 @@ def test_a_damaged_step_is_one_message(
     with pytest.raises(CheckpointReadError) as caught:
         restore(run, 4)
     text = "".join(traceback.format_exception(caught.value))
-    assert "orbax" not in text.replace(str(run), "")
+    assert "site-packages" not in text
     assert "tensorstore_spec" not in text
     assert not [x for x in caplog.records if x.levelno >= logging.WARNING]
     with caplog.at_level(logging.DEBUG, "nnx_parallel.checkpoint"):
         with pytest.raises(CheckpointReadError):
             restore(run, 4)
-        assert "orbax" in caplog.text  # the whole chain, for who debugs
+        assert "site-packages" in caplog.text  # the whole chain, for who debugs
 
 
 @pytest.mark.deep

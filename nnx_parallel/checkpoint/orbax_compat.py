@@ -78,10 +78,19 @@ class StepNames:
     """
 
     def __init__(self) -> None:
-        names = ocp.path.step.standard_name_format()
-        self.build_name, self.find_step = names.build_name, names.find_step
+        self.build_name = ocp.path.step.standard_name_format().build_name
         self.corrupt: dict[int, str] = {}
         self.foreign: set[int] = set()
+
+    def find_step(self, base_path: Any, step: int) -> Any:
+        """The checkpoint of a step."""
+        path = LiteralPath(base_path) / str(step)
+        # Not by Orbax, which takes a file that cannot be read just now for one that is
+        # gone, opens whatever has its name, and parses what it has no use for.
+        time = read_step_metadata(path)["commit_timestamp_nsecs"]
+        return ocp.training.CheckpointMetadata(
+            step, path, metadata=None, commit_timestamp_nsecs=time
+        )
 
     def find_all(self, base_path: Any) -> Iterator[Any]:
         """Yields the checkpoints; ``OSError`` if they cannot be read now."""
@@ -96,8 +105,6 @@ class StepNames:
                 continue
             problem = None
             try:
-                # Not by Orbax, which takes a file that cannot be read just now for one
-                # that is gone, and opens whatever has its name.
                 metadata = read_step_metadata(path)
             except (FileNotFoundError, NotADirectoryError):
                 if is_local and has_remains(path):
@@ -110,12 +117,7 @@ class StepNames:
                 if metadata["commit_timestamp_nsecs"] is not None:
                     if is_foreign(metadata["custom_metadata"] or {}):
                         self.foreign.add(step)
-                    yield ocp.training.CheckpointMetadata(
-                        step,
-                        path,
-                        metadata=None,
-                        commit_timestamp_nsecs=metadata["commit_timestamp_nsecs"],
-                    )
+                    yield self.find_step(base_path, step)
                 elif is_local:
                     problem = "was never completed"
             if problem is not None:
