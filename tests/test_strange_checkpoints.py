@@ -323,6 +323,11 @@ def nest(file: Path) -> None:
     file.write_text("[" * 200_000)
 
 
+def make_pipe(part: Path) -> None:
+    part.mkdir()
+    os.mkfifo(part / "metrics")
+
+
 def loop(file: Path) -> None:
     replace(file).symlink_to(file.name)
 
@@ -371,6 +376,7 @@ def chunked(size: int) -> Callable[[Path], None]:
         "no text": lambda step: (step / METADATA).write_bytes(b"\xff\xfe"),
         "text for a time": in_metadata(commit_timestamp_nsecs="now"),
         "a late time": in_metadata(init_timestamp_nsecs=10**40),
+        "metrics of others": lambda step: make_pipe(step / "metrics"),
         "handlers": in_metadata(item_handlers=[1]),
         "list for a header": in_metadata(custom_metadata=[1]),
         "metrics": in_header(metrics={"loss": "low"}),

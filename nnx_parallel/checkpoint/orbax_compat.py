@@ -82,12 +82,9 @@ class StepNames:
         self.corrupt: dict[int, str] = {}
         self.foreign: set[int] = set()
 
-    def find_step(self, base_path: Any, step: int) -> Any:
-        """The checkpoint of a step."""
+    def find_step(self, base_path: Any, step: int, time: int | None = None) -> Any:
+        """The checkpoint of a step; Orbax asks for its path alone."""
         path = LiteralPath(base_path) / str(step)
-        # Not by Orbax, which takes a file that cannot be read just now for one that is
-        # gone, opens whatever has its name, and parses what it has no use for.
-        time = read_step_metadata(path)["commit_timestamp_nsecs"]
         return ocp.training.CheckpointMetadata(
             step, path, metadata=None, commit_timestamp_nsecs=time
         )
@@ -105,6 +102,8 @@ class StepNames:
                 continue
             problem = None
             try:
+                # Not by Orbax, which takes a file that cannot be read just now for one
+                # that is gone, opens whatever has its name, and parses all of it.
                 metadata = read_step_metadata(path)
             except (FileNotFoundError, NotADirectoryError):
                 if is_local and has_remains(path):
@@ -114,10 +113,13 @@ class StepNames:
                 if has_file or (path / _COMMITTED).exists() or has_remains(path):
                     problem = f"has metadata that cannot be parsed ({error})"
             else:
-                if metadata["commit_timestamp_nsecs"] is not None:
+                time = metadata["commit_timestamp_nsecs"]
+                if (path / "metrics").exists():  # Orbax would open it, here and now
+                    problem = "holds metrics of another program"
+                elif time is not None:
                     if is_foreign(metadata["custom_metadata"] or {}):
                         self.foreign.add(step)
-                    yield self.find_step(base_path, step)
+                    yield self.find_step(base_path, step, time)
                 elif is_local:
                     problem = "was never completed"
             if problem is not None:
