@@ -9,6 +9,7 @@ import errno
 import glob
 import json
 import os
+import re
 import shutil
 import stat
 import uuid
@@ -222,8 +223,7 @@ def delete_remains(directory: str) -> list[str]:
 
 def is_deleted(name: str) -> bool:
     """True for the name of a step that a killed process was deleting."""
-    step, dash, _ = name.removeprefix(_DELETED).partition("-")
-    return name.startswith(_DELETED) and bool(dash) and parse_step(step) is not None
+    return re.fullmatch(rf"{_DELETED}\d+-[0-9a-f]{{8}}", name) is not None
 
 
 def _delete(path: LiteralPath) -> None:

@@ -18,7 +18,7 @@ from nnx_parallel.checkpoint.contents import (
     make_header,
     to_groups,
 )
-from nnx_parallel.checkpoint.files import PART, delete_steps, is_url
+from nnx_parallel.checkpoint.files import PART, is_url
 from nnx_parallel.checkpoint.options import (
     Checkpoint,
     Metrics,
@@ -87,7 +87,6 @@ class CheckpointManager:
         self._read_only = read_only
         self._opened: SavedSteps | None = None
         self._save: AsyncSave | None = None
-        self._superseded: list[int] = []  # by the save in progress
 
     @property
     def ranks_by_eval(self) -> bool:
@@ -236,7 +235,7 @@ class CheckpointManager:
         # processes Orbax's barriers, programs on the devices, queue behind the hashes.
         pending = start_checksums(groups, "saved checksums")
         checksums = PendingChecksums(header["digest"], pending)
-        old = saved.superseded(step, metrics)
+        save.superseded = saved.superseded(step, metrics)
         saved.known_metrics[step] = metrics
         save.listen()
         try:
@@ -253,8 +252,7 @@ class CheckpointManager:
             save.end()
             raise save.failure(error) from error
         assert response is not None, "a forced save is never skipped"
-        save.follow(response, lambda: delete_steps(directory, old))
-        self._superseded = old
+        save.follow(response)
         self._save = save
         if not saved.options.asynchronous:
             self._join_save()
@@ -288,7 +286,7 @@ class CheckpointManager:
                 opened.orbax.wait()  # Orbax raises a failure once in each thread
             opened.reload()
             save.check()
-        opened.forget(self._superseded)
+        opened.forget(save.superseded)
         for problem in save.problems:
             warnings.warn(
                 f"An older checkpoint in '{self.directory}' could not be deleted: "

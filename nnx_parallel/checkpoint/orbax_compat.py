@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,6 +21,7 @@ from nnx_parallel.checkpoint.checksum import ChecksumHandler
 from nnx_parallel.checkpoint.files import (
     METADATA,
     LiteralPath,
+    delete_steps,
     has_remains,
     is_foreign,
     is_ours,
@@ -225,13 +226,15 @@ class AsyncSave(logging.Filter):
 
     Attributes:
         error: With which the save has ended on all processes, or ``None``.
-        problems: A line for each older step that could not be deleted.
+        superseded: Older steps to delete once this one is saved.
+        problems: A line for each of them that could not be deleted.
     """
 
     def __init__(self, step: int, directory: str) -> None:
         super().__init__()
         self._step, self._directory = step, directory
         self.error: BaseException | None = None
+        self.superseded: list[int] = []
         self.problems: list[str] = []
         self._logged: Exception | None = None
         self._has_ended = threading.Event()
@@ -255,20 +258,15 @@ class AsyncSave(logging.Filter):
         why = f"{root_cause(error)} No other checkpoint was deleted."
         return CheckpointSaveError(f"Saving {where} failed: {why}")
 
-    def follow(
-        self, response: ocp.AsyncResponse[bool], retain: Callable[[], list[str]]
-    ) -> None:
-        """Waits for the save in a thread of its own; then process 0 calls ``retain``.
-
-        That deletes older steps, and returns the problems.
-        """
+    def follow(self, response: ocp.AsyncResponse[bool]) -> None:
+        """Waits for the save, and deletes older steps, in a thread of its own."""
 
         def wait() -> None:
             try:
                 response.result()
                 # Only now: as long as this step is not saved, none is deleted.
                 if jax.process_index() == 0:
-                    self.problems = retain()
+                    self.problems = delete_steps(self._directory, self.superseded)
             except BaseException as error:  # whatever ended Orbax's thread
                 self.error = error
             finally:
