@@ -154,8 +154,8 @@ def test_a_later_format_is_no_damage(
 
 
 def test_a_checkpoint_of_another_program_is_left_alone(run: Path) -> None:
-    ocp.save(run / "3", {"model": jnp.ones(2)})
-    ocp.save(run / "5", {"model": jnp.ones(2)})
+    ocp.save(f"{run}/3", {"model": jnp.ones(2)})
+    ocp.save(f"{run}/5", {"model": jnp.ones(2)})
     message = f"Checkpoint 5 in '{run}' was not written by this library: it has"
     with pytest.raises(CheckpointFormatError, match=re.escape(message)):
         resume(run, on_damage="previous")

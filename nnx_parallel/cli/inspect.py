@@ -1,8 +1,7 @@
 """Lists what a run's directory holds; writes nothing."""
 
+import contextlib
 import sys
-from contextlib import closing
-from pathlib import Path
 
 import jax
 
@@ -10,6 +9,7 @@ from nnx_parallel.checkpoint.contents import StoredCheckpoint
 from nnx_parallel.checkpoint.files import (
     QUARANTINED,
     UNFINISHED,
+    LiteralPath,
     is_deleted,
     printable,
 )
@@ -39,14 +39,14 @@ def inspect(directory: str, *, verify: bool) -> int:
     try:
         # The run may be alive: nothing of it is deleted, written or cleaned up.
         options = Checkpoint(directory, keep_last=None)
-        with closing(SavedSteps(options, read_only=True)) as saved:
-            return _show(saved, Path(options.directory), verify=verify)
+        with contextlib.closing(SavedSteps(options, read_only=True)) as saved:
+            return _show(saved, LiteralPath(options.directory), verify=verify)
     except (CheckpointNotFoundError, CheckpointError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
 
 
-def _show(saved: SavedSteps, directory: Path, *, verify: bool) -> int:
+def _show(saved: SavedSteps, directory: LiteralPath, *, verify: bool) -> int:
     steps = sorted({*saved.steps, *saved.corrupt_steps})
     if not steps:
         sys.stderr.write(f"No checkpoint in '{directory}'.\n")
@@ -59,8 +59,7 @@ def _show(saved: SavedSteps, directory: Path, *, verify: bool) -> int:
         newest = stored or newest
         # A step that a live run deletes meanwhile is not damaged.
         num_damaged += verdict.startswith(("DAMAGED", "NOT READ"))
-        files = (path for path in (directory / str(step)).rglob("*") if path.is_file())
-        size = format_bytes(sum(path.stat().st_size for path in files))
+        size = format_bytes(_size(directory / str(step)))
         _write(f"  step {step:>9,}  {size:>9}  {verdict}".replace("\n", "\n    "))
     for name in sorted(path.name for path in directory.iterdir()):
         if UNFINISHED in name:
@@ -72,6 +71,15 @@ def _show(saved: SavedSteps, directory: Path, *, verify: bool) -> int:
     if newest is not None:
         _describe(newest)
     return 1 if num_damaged else 0
+
+
+def _size(directory: LiteralPath) -> int:
+    size = 0
+    for root, _, names in directory.walk():
+        for name in names:
+            with contextlib.suppress(OSError):  # deleted meanwhile, or a broken link
+                size += (root / name).stat().length
+    return size
 
 
 def _judge(
