@@ -231,9 +231,9 @@ def read_stored(
             path: _abstract(array.shape, array.dtype, keys.get(path))
             for path, array in arrays.items()
         }
-        # The digest covers our header, not Orbax's metadata, where these come from.
         for path, array in arrays.items():
             _check_chunks(path, array)
+        # The digest covers our header, not Orbax's metadata, where these come from.
         for path, saved in header["arrays"][name].items():
             found_here = _spell(groups[name][path]) if path in arrays else "nothing"
             if found_here != saved:
