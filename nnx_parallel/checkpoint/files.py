@@ -24,6 +24,9 @@ from nnx_parallel.distributed.agreement import allgather_object
 METADATA = "_CHECKPOINT_METADATA"
 """Orbax's file in the directory of a step, which holds our header."""
 
+COMMITTED = "commit_success.txt"
+"""Orbax's last file in a step: one of an object store without it is not complete."""
+
 UNFINISHED = "orbax-checkpoint-tmp"
 """In the name of a step's directory until it is complete."""
 
@@ -195,8 +198,8 @@ def delete_steps(directory: str, steps: Iterable[int]) -> list[str]:
         path = LiteralPath(directory) / str(step)
         try:
             if is_url(directory):
-                # Without it the step is not listed, however much is left of it.
-                (path / METADATA).unlink(missing_ok=True)
+                # Without it no step is listed, and the next start deletes the rest.
+                (path / COMMITTED).unlink(missing_ok=True)
             else:
                 # By a rename, so that a kill leaves no half a step. The next start
                 # deletes the rest.

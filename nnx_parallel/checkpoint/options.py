@@ -5,6 +5,8 @@ it is left to Orbax.
 """
 
 import dataclasses
+import importlib
+import importlib.util
 import math
 import os
 import shutil
@@ -32,6 +34,7 @@ def check_directory(directory: str, *, read_only: bool) -> None:
     ``CheckpointNotFoundError``.
     """
     if is_url(directory):
+        check_url(directory)
         return
     if read_only:
         if not os.path.isdir(directory):
@@ -47,6 +50,27 @@ def check_directory(directory: str, *, read_only: bool) -> None:
             f"Cannot write checkpoints to '{directory}': {error}. Choose a directory "
             "that exists or can be made, and that this process may write."
         ) from error
+
+
+def check_url(url: str) -> None:
+    """Raises ``CheckpointDirectoryError`` if an object store cannot be written to."""
+    # Orbax's specs for TensorStore know no other store (docs/library-notes.md).
+    if not url.startswith("gs://"):
+        raise CheckpointDirectoryError(
+            f"Cannot write checkpoints to '{url}': Orbax writes arrays to Google Cloud "
+            "Storage (gs://bucket/run) and to file systems. Mount another object store "
+            "as a file system, and give the path."
+        )
+    try:
+        importlib.import_module("google.cloud.storage")
+        # Where TensorFlow is installed, Orbax reads and lists with it instead.
+        if importlib.util.find_spec("tensorflow") is None:
+            importlib.import_module("gcsfs")
+    except ImportError as error:
+        raise CheckpointDirectoryError(
+            f"Cannot write checkpoints to '{url}' without the packages for Google "
+            f"Cloud Storage ({error}). Install them: pip install 'nnx-parallel[gcs]'."
+        ) from None
 
 
 def check_name(directory: str) -> None:

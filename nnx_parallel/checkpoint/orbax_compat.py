@@ -19,6 +19,7 @@ from orbax.checkpoint import v1 as ocp
 
 from nnx_parallel.checkpoint.checksum import ChecksumHandler
 from nnx_parallel.checkpoint.files import (
+    COMMITTED,
     METADATA,
     LiteralPath,
     delete_steps,
@@ -38,9 +39,6 @@ from nnx_parallel.errors import (
     CheckpointUnavailableError,
     ParallelError,
 )
-
-_COMMITTED = "commit_success.txt"
-"""Orbax's file in a step of an object store that is complete."""
 
 GIVE_UP_SECONDS = 1200
 """After which Orbax gives up a save that has not ended, or failed on one process."""
@@ -93,13 +91,12 @@ class StepNames:
     def find_all(self, base_path: Any) -> Iterator[Any]:
         """Yields the checkpoints; ``OSError`` if they cannot be read now."""
         self.corrupt, self.foreign = {}, set()
-        # A step of a local directory appears and vanishes at once, by a rename. An
-        # object store may be in the middle of writing or deleting one: there, what is
-        # missing means nothing.
+        # A step of a local directory appears and vanishes at once, by a rename; one of
+        # an object store with the file that is written last and deleted first.
         is_local = not is_url(str(base_path))
         for path in LiteralPath(base_path).iterdir():
             step = parse_step(path.name)
-            if step is None:
+            if step is None or not (is_local or (path / COMMITTED).exists()):
                 continue
             problem = None
             try:
@@ -111,7 +108,7 @@ class StepNames:
                     problem = "has no metadata left"
             except ValueError as error:
                 has_file = is_local and (path / METADATA).is_file()
-                if has_file or (path / _COMMITTED).exists() or has_remains(path):
+                if not is_local or has_file or has_remains(path):
                     problem = f"has metadata that cannot be parsed ({error})"
             else:
                 time = metadata["commit_timestamp_nsecs"]
@@ -121,7 +118,7 @@ class StepNames:
                     if is_foreign(metadata["custom_metadata"] or {}):
                         self.foreign.add(step)
                     yield self.find_step(base_path, step, time)
-                elif is_local:
+                else:
                     problem = "was never completed"
             if problem is not None:
                 self.corrupt[step] = problem

@@ -1,0 +1,137 @@
+"""Runs whose checkpoints are in an object store: a server of Google's kind, here."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nnx_parallel.checkpoint import Checkpoint, CheckpointManager
+from nnx_parallel.errors import CheckpointDirectoryError
+from tests.waiting import wait_until
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_without_its_packages_an_object_store_is_a_named_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "google.cloud.storage", None)
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(CheckpointDirectoryError, match=r"pip install 'nnx-parallel\[g"):
+        _ = CheckpointManager(Checkpoint("gs://bucket/run")).saved
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "az://b/run", "http://host/run"])
+def test_orbax_writes_to_no_other_object_store(url: str) -> None:
+    with pytest.raises(CheckpointDirectoryError, match="Orbax writes arrays to Google"):
+        _ = CheckpointManager(Checkpoint(url)).saved
+
+
+TRAIN = """
+import sys
+import jax, numpy as np, optax
+from flax import nnx
+from nnx_parallel import Callback, Checkpoint, Trainer
+
+class Tell(Callback):
+    def on_step_end(self, trainer, step, metrics):
+        print(step, flush=True)
+
+trainer = Trainer(
+    model=lambda rngs: nnx.Linear(8, int(sys.argv[3]), rngs=rngs),
+    optimizer=optax.adam(0.1),
+    loss=lambda model, batch: (model(batch["x"]) ** 2).mean(),
+    checkpoint=Checkpoint(sys.argv[1], every=2, keep_last=2),
+    callbacks=[Tell()],
+    loggers=(),
+)
+batches = [{"x": np.full((8, 8), i, np.float32)} for i in range(5)] * 10_000
+trainer.fit(batches, int(sys.argv[2]))
+print("bits", np.asarray(trainer.model.kernel[...]).tobytes()[:64].hex())
+"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[dict[str, str]]:
+    """The environment of processes that find the server."""
+    pytest.importorskip("gcp_storage_emulator")
+    pytest.importorskip("gcsfs")
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    program = (
+        "from gcp_storage_emulator.server import create_server as s\n"
+        f"s('127.0.0.1', {port}, in_memory=True, default_bucket='bucket').run()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+    def answers() -> bool:
+        try:
+            return urllib.request.urlopen(f"{url}/storage/v1/b").status == 200
+        except OSError:
+            return False
+
+    assert wait_until(answers, seconds=60)
+    yield os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "STORAGE_EMULATOR_HOST": url,
+        "TENSORSTORE_GCS_HTTP_URL": url,
+        "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none",
+        "GOOGLE_CLOUD_PROJECT": "test",
+        "NO_GCE_CHECK": "true",  # nobody looks for credentials
+    }
+    process.kill()
+    process.wait()
+
+
+def start(server: dict[str, str], *arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *map(str, arguments)],
+        env=server,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    out, problems = process.communicate(timeout=240)
+    assert process.returncode == 0, problems[-4000:]
+    return out
+
+
+@pytest.mark.faults
+def test_a_run_is_saved_kept_killed_resumed_and_inspected(
+    server: dict[str, str], tmp_path: Path
+) -> None:
+    url, width = "gs://bucket/runs/lr=[0.1]", 1 << 12
+    whole = finish(start(server, "-c", TRAIN, tmp_path, 12, width)).splitlines()[-1]
+    run = start(server, "-c", TRAIN, url, 50_000, width)
+    assert run.stdout is not None
+    for line in run.stdout:
+        if int(line) == 7:  # the save of step 6 has begun
+            break
+    time.sleep(0.1)
+    run.send_signal(signal.SIGKILL)
+    run.communicate()
+    done = finish(start(server, "-c", TRAIN, url, 12, width)).splitlines()
+    assert done[-1] == whole
+    assert int(done[0]) in {5, 7}  # it resumed
+    shown = finish(start(server, "-m", "nnx_parallel", "inspect", url, "--verify"))
+    assert shown.count("whole: every array has its checksum") == 2
+    assert "step        10 " in shown
+    assert "step        12 " in shown
+    assert "left by a save" not in shown
