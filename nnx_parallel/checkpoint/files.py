@@ -122,7 +122,7 @@ def check_files(step_directory: str) -> None:
     """
     if is_url(step_directory):
         return
-    for root, directories, names in os.walk(step_directory, onerror=_raise):
+    for root, directories, names in os.walk(step_directory):
         for name in directories:
             if os.path.islink(os.path.join(root, name)):
                 raise ValueError(f"'{name}' is a link to a directory.")
@@ -130,10 +130,6 @@ def check_files(step_directory: str) -> None:
             path = os.path.join(root, name)
             is_metadata = name.startswith(_METADATA_FILES)
             _check_file(path, MAX_METADATA_BYTES if is_metadata else None)
-
-
-def _raise(error: OSError) -> None:
-    raise error
 
 
 def _check_file(
@@ -157,28 +153,19 @@ def _check_file(
         )
 
 
-def has_remains(step_path: LiteralPath) -> bool:
-    """True if a directory whose metadata is missing is what is left of a step.
+def is_ours(step_path: LiteralPath) -> bool | None:
+    """Whose a directory is that has a step's name and no metadata that can be read.
 
-    That is: it holds files that only checkpoints have, or no file at all. Any other
-    directory with a number for a name belongs to somebody else.
+    True: ours, or without any file. False: it has files that only checkpoints have,
+    perhaps another program's. ``None``: it is somebody else's, and no checkpoint.
     """
-    parts = [step_path, *(x for x in _entries(step_path) if x.is_dir())]
-    names = [x.name for part in parts for x in _entries(part)]
-    return any(x.startswith(_SIGNS) for x in names) or _is_empty(step_path)
-
-
-def is_ours(step_path: LiteralPath) -> bool:
-    """True if no other program has files in what is left of a step."""
-    return (step_path / PART).is_dir() or _is_empty(step_path)
-
-
-def _entries(path: LiteralPath) -> list[LiteralPath]:
-    return list(path.iterdir()) if path.is_dir() else []
-
-
-def _is_empty(path: LiteralPath) -> bool:
-    return path.is_dir() and not any(names for *_, names in os.walk(path))
+    if not step_path.is_dir():
+        return None
+    is_empty = not any(names for *_, names in os.walk(step_path))
+    if is_empty or (step_path / PART).is_dir():
+        return True
+    found = (*step_path.glob("*"), *step_path.glob("*/*"))
+    return False if any(x.name.startswith(_SIGNS) for x in found) else None
 
 
 def quarantine(directory: str, step: int) -> str:
@@ -245,18 +232,9 @@ def printable(value: object) -> str:
 
 
 def matches(value: object, kind: Any) -> bool:
-    """True if JSON has the types of ``kind``; the key ``"*"`` stands for any.
-
-    Example:
-        >>> matches({"a": {"b": 1}}, {"*": {"*": int}})
-        True
-        >>> matches({"a": 1}, {"a": str})
-        False
-    """
-    if not isinstance(kind, dict):
-        return isinstance(value, kind)
-    if not isinstance(value, dict):
-        return False
+    """True if JSON has the types of ``kind``; the key ``"*"`` stands for any."""
+    if not isinstance(kind, dict) or not isinstance(value, dict):
+        return not isinstance(kind, dict) and isinstance(value, kind)
     if "*" in kind:
         return all(matches(x, kind["*"]) for x in value.values())
     return all(name in value and matches(value[name], kind[name]) for name in kind)

@@ -23,7 +23,6 @@ from nnx_parallel.checkpoint.files import (
     METADATA,
     LiteralPath,
     delete_steps,
-    has_remains,
     is_foreign,
     is_ours,
     is_url,
@@ -104,11 +103,11 @@ class StepNames:
                 # that is gone, opens whatever has its name, and parses all of it.
                 metadata = read_step_metadata(path)
             except (FileNotFoundError, NotADirectoryError):
-                if is_local and has_remains(path):
+                if is_local and is_ours(path) is not None:
                     problem = "has no metadata left"
             except ValueError as error:
-                has_file = is_local and (path / METADATA).is_file()
-                if not is_local or has_file or has_remains(path):
+                # A directory where the file should be is no sign of a checkpoint.
+                if (path / METADATA).is_file() or is_ours(path) is not None:
                     problem = f"has metadata that cannot be parsed ({error})"
             else:
                 time = metadata["commit_timestamp_nsecs"]
