@@ -120,3 +120,12 @@ __all__ = [
     "simulate_devices",
     "visualize",
 ]
+
+
+def __getattr__(name: str) -> object:
+    # For `from nnx_parallel import Stack`: an error that says where it is.
+    if not name.startswith("_") and hasattr(layers, name):
+        raise ImportError(
+            f"{name} is in nnx_parallel.layers: from nnx_parallel.layers import {name}."
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -186,10 +186,13 @@ def complete_axis_sizes(
         {'data': 2, 'fsdp': 4}
     """
     for axis, size in axis_sizes.items():
-        if size is not None and size < 1:
+        if size is None:
+            continue
+        is_whole = isinstance(size, int | np.integer) and not isinstance(size, bool)
+        if not is_whole or size < 1:
             raise MeshShapeError(
-                f"Mesh axis {axis!r} has size {size}. A size is at least 1; leave it "
-                "out to take the devices that remain."
+                f"Mesh axis {axis!r} has size {size!r}. A size is an integer of at "
+                "least 1; leave it out to take the devices that remain."
             )
     open_axes = [axis for axis, size in axis_sizes.items() if size is None]
     if len(open_axes) > 1:

@@ -92,8 +92,8 @@ def test_a_mesh_over_some_of_the_devices(devices: list) -> None:
         ),
         (
             {"data": 0},
-            "Mesh axis 'data' has size 0. A size is at least 1; leave it out to take "
-            "the devices that remain.",
+            "Mesh axis 'data' has size 0. A size is an integer of at least 1; leave it "
+            "out to take the devices that remain.",
         ),
         ({"data": -2, "fsdp": -4}, "Mesh axis 'data' has size -2."),
     ],

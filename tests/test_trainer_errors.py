@@ -73,10 +73,6 @@ def make_trainer(**options: Any) -> Trainer:
             "compares nothing.",
         ),
         (
-            {"callbacks": Callback()},
-            "callbacks is a Callback. It must be a list of callbacks, of one too.",
-        ),
-        (
             {"num_microbatches": 0},
             "num_microbatches=0. It must be an integer of at least 1, which does not "
             "split the batch.",

@@ -49,8 +49,8 @@ class Pipeline(Strategy):
     gather: Gather = "microbatch"
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"Pipeline({self.size}): it needs at least 1 stage.")
+        if not isinstance(self.size, int) or self.size < 1:
+            raise ValueError(f"Pipeline({self.size!r}): it needs at least 1 stage.")
         if isinstance(self.schedule, Table):
             # A table fits one number of stages and microbatches: `Fixed` checks both.
             object.__setattr__(self, "schedule", Fixed(self.schedule))

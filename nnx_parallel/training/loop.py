@@ -5,7 +5,6 @@ import copy
 import itertools
 import signal
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,12 @@ from nnx_parallel.data.position import is_one_shot
 from nnx_parallel.data.prefetch import PrefetchIterator, check_data
 from nnx_parallel.distributed.agreement import allgather_object
 from nnx_parallel.distributed.runtime import Termination, Watchdog
-from nnx_parallel.errors import CheckpointError, DataError, NonFiniteLossError
+from nnx_parallel.errors import (
+    CheckpointError,
+    DataError,
+    NonFiniteLossError,
+    warn_user,
+)
 from nnx_parallel.loggers.logger import Logger, LoggerGroup, default_loggers
 from nnx_parallel.training.diagnostics import (
     agree_on_batch,
@@ -97,11 +101,6 @@ class Settings:
             raise ValueError(
                 f"profile=({start}, {stop}) covers no step. Give 0 <= start < stop, "
                 "such as (10, 15)."
-            )
-        if not isinstance(self.callbacks, Iterable):
-            raise ValueError(
-                f"callbacks is a {type(self.callbacks).__name__}. It must be a list of "
-                "callbacks, of one too."
             )
         # An iterator would be empty at the second hook.
         object.__setattr__(self, "callbacks", tuple(self.callbacks))
@@ -213,13 +212,12 @@ class Loop:
                 self.eval_data = list(itertools.islice(self.eval_data, 1))
         # A resumed run is warned where its batches are skipped.
         if checkpoints.options and run.step == 0 and is_one_shot(self.data):
-            warnings.warn(
+            warn_user(
                 f"The run saves checkpoints, but its data is a one-shot iterator "
                 f"({type(self.data).__name__}), whose position cannot be saved: a "
                 "resumed run skips as many batches as were used, which is right only "
                 "if the iterator then starts at its beginning. Pass an object whose "
                 "`__iter__` starts again, or a Grain dataset.",
-                stacklevel=4,  # the call of `Trainer.fit`
             )
         # From here on the processes' programs depend on what they agree on here.
         settings = checkpoints.description | {

@@ -4,7 +4,6 @@ A `Stack` keeps N kernels of shape (in, out) as one array (N, in, out), where an
 optimizer that looks at ranks would take a bias for a matrix: ranks here are a layer's.
 """
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ import optax
 from flax import nnx
 from optax.contrib import MuonDimensionNumbers
 
+from nnx_parallel.errors import warn_user
 from nnx_parallel.sharding.model import nest
 from nnx_parallel.sharding.names import array_info, path_of
 from nnx_parallel.state import StatePlan, TrainState
@@ -113,11 +113,10 @@ def warn_of_changes(plan: StatePlan, restored: TrainState) -> None:
         if path in now and value.shape == () and float(value) != float(now[path])
     ]
     if lines:
-        warnings.warn(
+        warn_user(
             f"Hyperparameters have changed since the checkpoint: {'; '.join(lines)}. "
             "Those of the checkpoint are used, for they are part of the optimizer's "
             "state: set them there, or restore(weights_only=True).",
-            stacklevel=6,  # the call of `Trainer.fit`
         )
 
 

@@ -18,6 +18,7 @@ from nnx_parallel.sharding.model import ModelFn, abstract_model
 from nnx_parallel.state import TrainState, plan_state
 from nnx_parallel.strategies.base import Strategy
 from nnx_parallel.strategies.data_parallel import DataParallel
+from nnx_parallel.training.arguments import check_arguments, suggests_names
 from nnx_parallel.training.diagnostics import check_model, check_seed
 from nnx_parallel.training.evaluation import Programs, params_of
 from nnx_parallel.training.loop import Callback, Loop, Settings
@@ -87,6 +88,7 @@ class Trainer:
         True
     """
 
+    @suggests_names
     def __init__(
         self,
         model: nnx.Module | ModelFn,
@@ -119,6 +121,18 @@ class Trainer:
                 "pass one of the two."
             )
         # Arguments are checked before anything is built or compiled.
+        check_arguments(
+            model,
+            optimizer,
+            loss,
+            strategy=strategy,
+            precision=precision,
+            mesh=mesh,
+            checkpoint=checkpoint,
+            devices=devices,
+            loggers=loggers,
+            callbacks=callbacks,
+        )
         check_model(model, loss)
         self._source, self._optimizer, self._wrt = model, optimizer, wrt
         self._seed = check_seed(seed)
@@ -232,6 +246,7 @@ class Trainer:
             *arguments, precision=plan.precision, keeps_average=averages
         )
 
+    @suggests_names
     def fit(
         self,
         data: Iterable[Batch],

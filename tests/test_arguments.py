@@ -1,0 +1,192 @@
+"""Natural mistakes in arguments: what was found, and the valid spelling."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen, nnx
+
+from nnx_parallel import (
+    FSDP,
+    Callback,
+    Composite,
+    ConsoleLogger,
+    DataParallel,
+    Pipeline,
+    TensorParallel,
+    Trainer,
+)
+from nnx_parallel.errors import MeshShapeError
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.layer = nnx.Linear(4, 4, rngs=rngs)
+
+
+class LinenNet(linen.Module):
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        return linen.Dense(4)(x)
+
+
+def loss(model: Any, batch: Any) -> Any:
+    return (model.layer(batch) ** 2).mean()
+
+
+MODEL: Any = Net
+SGD = optax.sgd(0.1)
+IS = "It must be "
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"strategy": FSDP},
+            f"strategy is the class FSDP. {IS}a Strategy, such as FSDP() or "
+            "Composite(FSDP(), ...). Call the class: FSDP(...).",
+        ),
+        ({"strategy": "fsdp"}, f"strategy is 'fsdp'. {IS}a Strategy, such as FSDP()"),
+        ({"strategy": [FSDP()]}, f"strategy is a list. {IS}a Strategy"),
+        (
+            {"precision": "bfloat16"},
+            f"precision is 'bfloat16'. {IS}a Precision, such as "
+            "Precision.mixed_bfloat16().",
+        ),
+        ({"precision": jnp.bfloat16}, "precision is the class bfloat16."),
+        (
+            {"devices": 8},
+            f"devices is 8. {IS}a list, also of a single device, such as "
+            "jax.devices()[:8].",
+        ),
+        ({"devices": [0, 1]}, f"devices[0] is 0. {IS}a device."),
+        ({"mesh": "data"}, f"mesh is 'data'. {IS}a jax.sharding.Mesh, such as"),
+        ({"checkpoint": 5}, f"checkpoint is 5. {IS}a directory, or a Checkpoint."),
+        (
+            {"loggers": "tensorboard"},
+            f"loggers is 'tensorboard'. {IS}a list, also of a single Logger, such as "
+            "[ConsoleLogger()].",
+        ),
+        ({"loggers": ConsoleLogger()}, "loggers is a ConsoleLogger."),
+        (
+            {"loggers": [ConsoleLogger]},
+            f"loggers[0] is the class ConsoleLogger. {IS}a Logger. Call the class: "
+            "ConsoleLogger(...).",
+        ),
+        (
+            {"callbacks": Callback()},
+            f"callbacks is a Callback. {IS}a list, also of a single Callback",
+        ),
+        ({"callbacks": [print]}, "callbacks[0] is a builtin_function_or_method."),
+        ({"callbacks": [Callback]}, "Call the class: Callback(...)."),
+    ],
+    ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
+)
+def test_an_argument_of_another_kind(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(message)):
+        Trainer(MODEL, SGD, loss, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            (MODEL, loss, SGD),
+            "loss is an Optax transformation and optimizer a function: they are "
+            "exchanged. The order is Trainer(model, optimizer, loss).",
+        ),
+        (
+            (MODEL, optax.adamw, loss),
+            "optimizer is the function optax.adamw. Call it, with a learning rate: "
+            "optax.adamw(3e-4).",
+        ),
+        ((MODEL, 1e-3, loss), "optimizer is a float. Pass an Optax transformation"),
+        (
+            (MODEL, SGD, "mse"),
+            f"loss is 'mse'. {IS}a function loss(model, batch), which returns a scalar",
+        ),
+        (
+            (LinenNet(), SGD, loss),
+            f"model is a LinenNet, which Flax Linen has made. {IS}an NNX module: "
+            "nnx.bridge.ToNNX(model, rngs=rngs)",
+        ),
+        ((LinenNet, SGD, loss), "model is the class LinenNet, which Flax Linen"),
+        (
+            ({"w": 1}, SGD, loss),
+            f"model is a dict. {IS}an nnx.Module, or a function of random keys that "
+            "builds one: lambda rngs: Net(rngs=rngs).",
+        ),
+    ],
+    ids=["exchanged", "adamw", "rate", "name", "linen", "linen class", "dict"],
+)
+def test_what_is_trained(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(message)):
+        Trainer(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "max_steps",
+            "Trainer.fit has no argument 'max_steps'. Did you mean num_steps",
+        ),
+        ("epochs", "Trainer.fit has no argument 'epochs'. Did you mean num_"),
+        (
+            "val_data",
+            "has no argument 'val_data'. Did you mean eval_data=?",
+        ),
+        ("evaldata", "has no argument 'evaldata'. Did you mean eval_data=?"),
+        ("zebra", "Trainer.fit has no argument 'zebra'. See help(Trainer.fit)."),
+    ],
+)
+def test_an_argument_of_fit_by_another_name(name: str, message: str) -> None:
+    fit: Callable = Trainer(MODEL, SGD, loss, loggers=()).fit
+    with pytest.raises(TypeError, match=re.escape(message)):
+        fit([], **{name: 3})
+
+
+def test_an_argument_of_the_trainer_by_another_name() -> None:
+    make: Any = Trainer
+    message = (
+        "Trainer has no argument 'gradient_accumulation_steps'. Did you mean num_m"
+    )
+    with pytest.raises(TypeError, match=re.escape(message)):
+        make(MODEL, SGD, loss, gradient_accumulation_steps=4)
+    message = "Trainer has no argument 'strategi'. Did you mean strategy=?"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        make(MODEL, SGD, loss, strategi=FSDP())
+
+
+@pytest.mark.parametrize("parts", [([FSDP(), TensorParallel(2)],), (FSDP,), ("fsdp",)])
+def test_parts_of_a_composite(parts: tuple[Any, ...]) -> None:
+    message = "each argument must be a strategy, as in Composite(TensorParallel(2), FSD"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        Composite(*parts)
+
+
+@pytest.mark.parametrize("size", ["4", 4.0, 0, -1, True, [2]])
+@pytest.mark.parametrize("strategy", [DataParallel, FSDP, TensorParallel])
+def test_sizes(strategy: Callable, size: Any) -> None:
+    message = f"has size {size!r}. A size is an integer of at least 1; leave it out"
+    with pytest.raises(MeshShapeError, match=re.escape(message)):
+        strategy(size).make_mesh()
+
+
+@pytest.mark.parametrize("size", ["4", 4.0, 0, None])
+def test_stages(size: Any) -> None:
+    message = f"Pipeline({size!r}): it needs at least 1 stage."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Pipeline(size)
+
+
+def test_a_layer_taken_from_the_package() -> None:
+    message = "Stack is in nnx_parallel.layers: from nnx_parallel.layers import Stack."
+    with pytest.raises(ImportError, match=re.escape(message)):
+        exec("from nnx_parallel import Stack")
+    with pytest.raises(ImportError, match="cannot import name 'Zebra'"):
+        exec("from nnx_parallel import Zebra")
