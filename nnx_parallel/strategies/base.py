@@ -188,9 +188,9 @@ class Composite(Strategy):
     def __init__(self, *parts: Strategy, rules: tuple[Rules, ...] = ()) -> None:
         if not parts:
             raise ValueError("Composite() has no strategies. Give it at least one.")
-        for part in parts:
-            if not isinstance(part, Strategy):
-                name = getattr(part, "__name__", type(part).__name__)
+        for each in parts:
+            if not isinstance(each, Strategy):
+                name = getattr(each, "__name__", type(each).__name__)
                 raise TypeError(
                     f"Composite({name}): each argument must be a strategy, as in "
                     "Composite(TensorParallel(2), FSDP()): no list of them, no class."
