@@ -4,7 +4,7 @@ Each refines a built-in, so that ``except ValueError`` keeps working, and holds 
 but a docstring that teaches the rule. The message is written at the check.
 """
 
-import sys
+import inspect
 import warnings
 from pathlib import Path
 
@@ -13,7 +13,7 @@ _PACKAGE = str(Path(__file__).parent)
 
 def warn_user(text: str) -> None:
     """Warns at the line that led here: the innermost outside of this package."""
-    level, frame = 1, sys._getframe()
+    level, frame = 1, inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, stacklevel=level)
