@@ -1,8 +1,8 @@
-"""``python -m benchmarks.faults [N]`` kills a run N times at random, and compares.
+"""``python -m benchmarks.faults [N [SIGNAL [PROCESSES]]]`` ends a run N times.
 
-Each time a process resumes from the newest checkpoint and saves every 5 steps in the
-background, until a SIGKILL at a random moment after a random step. At the end every
-parameter must be bit for bit that of an uninterrupted run.
+Each time the processes resume from the newest checkpoint and save every 5 steps in the
+background, until a signal (SIGKILL) comes to one of them (1) at a random moment after a
+random step. At the end every parameter must be bit for bit that of a run left alone.
 """
 
 from __future__ import annotations
@@ -11,69 +11,96 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.timing import Table
+from nnx_parallel.distributed import PEER_LOST
 
 ROOT = Path(__file__).parents[1]
 WORKER = ROOT / "tests" / "processes" / "worker.py"
-STEPS_PER_KILL = 40
-_START_SECONDS = 120
+STEPS_PER_SIGNAL = 40
+_START_SECONDS = 240
+_END_SECONDS = 60
+# With several processes Python ends by a code, since the others wait for no signal.
+_CODES = {signal.SIGINT: {-signal.SIGINT, 128 + signal.SIGINT}, signal.SIGTERM: {0}}
+_SAVED = "resume with the same command"
 
 
-def measure(rounds: int = 50) -> Table:
-    """Kills a run a number of times.
+def measure(
+    rounds: int = 50, number: signal.Signals = signal.SIGKILL, processes: int = 1
+) -> Table:
+    """Ends a run a number of times.
 
     Args:
-        rounds: Number of kills.
+        rounds: Number of signals.
+        number: The signal.
+        processes: Number of processes, one of which gets it.
     """
     table = Table(
-        f"SIGKILL at {rounds} random moments of a run that saves all the time"
+        f"{number.name} at {rounds} random moments of a run that saves all the time"
     )
-    found = soak(rounds, seed=0)
+    found = soak(rounds, seed=0, number=number, processes=processes)
     for name, figure in found.items():
         table.add(name, figure)
     return table
 
 
-def soak(num_kills: int, seed: int) -> dict[str, Any]:
-    """Kills a run at random moments until it ends, and compares it with another.
+def soak(
+    num_signals: int,
+    seed: int,
+    *,
+    number: signal.Signals = signal.SIGKILL,
+    processes: int = 1,
+) -> dict[str, Any]:
+    """Ends a run at random moments, resumes it, and compares it with another.
 
     Args:
-        num_kills: Number of kills.
-        seed: Seed of the moments.
+        num_signals: Number of signals.
+        seed: Seed of the moments, and of the process that gets the signal.
+        number: The signal.
+        processes: Number of processes.
 
     Returns:
         Figures by name; ``equal`` says whether the digests are.
+
+    Raises:
+        RuntimeError: If a process ends in another way than is documented, or hangs.
     """
     draw = random.Random(seed)
-    num_steps = STEPS_PER_KILL * (num_kills + 1)
-    with tempfile.TemporaryDirectory() as name:
+    num_steps = STEPS_PER_SIGNAL * (num_signals + 1)
+    with tempfile.TemporaryDirectory() as name, closing(_Starter()) as starter:
         directory = Path(name)
         whole = _settings(num_steps, directory / "whole.json", None)
-        _end(_start(whole))
         options = {"directory": str(directory / "run"), "every": 5}
-        killed = _settings(num_steps, directory / "killed.json", options)
-        num_mid_save = sum(
-            _kill(killed, directory / "run", draw) for _ in range(num_kills)
-        )
-        _end(_start(killed))
+        ended = _settings(num_steps, directory / "ended.json", options)
+        with starter.run(whole, processes, directory) as run:
+            run.end({0}, _START_SECONDS)
+        num_mid_save = 0
+        for _ in range(num_signals):
+            with starter.run(ended, processes, directory) as run:
+                num_mid_save += _signal(run, directory / "run", draw, number)
+        with starter.run(ended, processes, directory) as run:
+            run.end({0}, _START_SECONDS)
         expected, found = (
             json.loads(Path(s["out"]).read_text())["fsdp"]["digest"]
-            for s in (whole, killed)
+            for s in (whole, ended)
         )
         left = [p.name for p in (directory / "run").glob("*orbax-checkpoint-tmp*")]
     return {
-        "kills": num_kills,
+        "signals": num_signals,
         "of them in the middle of a save": num_mid_save,
         "steps": num_steps,
         "digest of the run left alone": expected[:16],
-        "digest of the killed run": found[:16],
+        "digest of the run that was ended": found[:16],
         "equal": found == expected,
         "left by dead saves": len(left),
     }
@@ -84,41 +111,151 @@ def _settings(num_steps: int, out: Path, checkpoint: dict | None) -> dict[str, A
     return options | ({"checkpoint": checkpoint} if checkpoint else {})
 
 
-def _start(settings: dict[str, Any]) -> subprocess.Popen[bytes]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    return subprocess.Popen(
-        [sys.executable, str(WORKER), json.dumps(settings)],
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
+@dataclass(frozen=True)
+class _Run:
+    """Processes of a run, and the files with what they have written."""
+
+    starter: _Starter
+    pids: list[int]
+    outputs: list[Path]
+
+    def text(self) -> str:
+        return "".join(path.read_text(errors="replace") for path in self.outputs)
+
+    def codes(self) -> list[int | None]:
+        """Of each process its exit code, -n after signal n, ``None`` if it lives."""
+        return [self.starter.code(pid) for pid in self.pids]
+
+    def end(self, expected: set[int], seconds: float) -> list[int]:
+        """Waits; a RuntimeError with all that was written if a code is another."""
+        deadline = time.monotonic() + seconds
+        while None in (found := self.codes()):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"It hangs: {self.text()}")
+            time.sleep(0.01)
+        codes = [code for code in found if code is not None]
+        if not expected.issuperset(codes):
+            raise RuntimeError(f"It ended with {codes}: {self.text()}")
+        return codes
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    _, errors = process.communicate()
-    if process.returncode != 0:
-        raise RuntimeError(f"The run failed by itself: {errors.decode()}")
+# Imports what takes seconds, and then forks a process for each line that it reads. They
+# end as any script: with Python's hooks, and JAX's handler at its exit.
+_STARTER = """
+import json, os, signal, sys
+import jax
+from tests.processes import worker
+codes = {}
+for line in sys.stdin:
+    request = json.loads(line)
+    if isinstance(request, int):  # has it ended?
+        if codes.get(request) is None:
+            pid, status = os.waitpid(request, os.WNOHANG)
+            codes[request] = os.waitstatus_to_exitcode(status) if pid else None
+        print(json.dumps(codes[request]), flush=True)
+        continue
+    pid = os.fork()
+    if pid == 0:
+        break
+    print(pid, flush=True)
+else:
+    sys.exit()
+output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+for number in (1, 2):
+    os.dup2(output, number)
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+# What a shell starts in the background ignores SIGINT, and so do its children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+os.environ.update(request["variables"])
+if request["is_shared"]:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+sys.argv[1:] = [request["settings"]]
+worker.main()
+"""
 
 
-def _kill(settings: dict[str, Any], run: Path, draw: random.Random) -> bool:
-    """Kills a process some time after its start; True if a save was in progress."""
-    log = run / "metrics.jsonl"
-    before = _num_lines(log)
-    process = _start(settings)
-    wanted = before + draw.randrange(1, 3 * STEPS_PER_KILL // 4)
+class _Starter:
+    """Starts processes of the worker, without the seconds of its imports."""
+
+    def __init__(self) -> None:
+        variables = {
+            "PYTHONPATH": str(ROOT),
+            "PYTHONUNBUFFERED": "1",
+            "JAX_PLATFORMS": "cpu",
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", _STARTER],
+            env=os.environ | variables,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def _ask(self, request: Any) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def code(self, pid: int) -> int | None:
+        return self._ask(pid)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    @contextmanager
+    def run(
+        self, settings: dict[str, Any], processes: int, directory: Path
+    ) -> Iterator[_Run]:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        run = _Run(self, [], [directory / f"output{i}" for i in range(processes)])
+        try:
+            for i, output in enumerate(run.outputs):
+                variables = {
+                    "NNX_PARALLEL_COORDINATOR": f"127.0.0.1:{port}",
+                    "NNX_PARALLEL_NUM_PROCESSES": str(processes),
+                    "NNX_PARALLEL_PROCESS_ID": str(i),
+                }
+                request = {
+                    "output": str(output),
+                    "variables": variables,
+                    "is_shared": processes > 1,
+                    "settings": json.dumps(settings),
+                }
+                run.pids.append(self._ask(request))
+            yield run
+        finally:
+            for pid, code in zip(run.pids, run.codes(), strict=True):
+                if code is None:
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _signal(run: _Run, where: Path, draw: random.Random, number: signal.Signals) -> int:
+    """Sends a signal some steps after the start; 1 if a save was in progress."""
+    log = where / "metrics.jsonl"
+    wanted = _num_lines(log) + draw.randrange(1, 3 * STEPS_PER_SIGNAL // 4)
     deadline = time.monotonic() + _START_SECONDS
     while _num_lines(log) < wanted:
-        if process.poll() is not None or time.monotonic() > deadline:
-            process.kill()
-            _, errors = process.communicate()
-            raise RuntimeError(f"It did not come to its kill: {errors.decode()}")
-        time.sleep(0.001)
+        is_over = time.monotonic() > deadline
+        if is_over or run.codes() != [None] * len(run.pids):
+            raise RuntimeError(f"It did not come to its {number.name}: {run.text()}")
+        time.sleep(0.002)
     time.sleep(draw.uniform(0, 0.03))
-    process.send_signal(signal.SIGKILL)
-    _, errors = process.communicate()
-    if process.returncode != -signal.SIGKILL:
-        raise RuntimeError(f"It ended before its kill: {errors.decode()}")
-    return any(run.glob("*orbax-checkpoint-tmp*"))
+    victim = draw.randrange(len(run.pids))
+    os.kill(run.pids[victim], number)
+    found = run.end(_CODES.get(number, {-signal.SIGKILL, PEER_LOST}), _END_SECONDS)
+    if number == signal.SIGKILL:
+        if found[victim] != -signal.SIGKILL:
+            raise RuntimeError(f"It ended before its kill: {run.text()}")
+        if run.text().count(f"Process {victim} is lost") != len(found) - 1:
+            raise RuntimeError(f"A process does not say why it ends: {run.text()}")
+    elif _SAVED not in run.text() or "is lost" in run.text():
+        raise RuntimeError(f"It did not save, or lost a process: {run.text()}")
+    return any(where.glob("*orbax-checkpoint-tmp*"))
 
 
 def _num_lines(log: Path) -> int:
@@ -129,6 +266,10 @@ def _num_lines(log: Path) -> int:
 
 
 if __name__ == "__main__":
-    table = measure(int(sys.argv[1]) if len(sys.argv) > 1 else 50)
+    count, name, processes = [
+        *sys.argv[1:],
+        *("50", "SIGKILL", "1")[len(sys.argv) - 1 :],
+    ]
+    table = measure(int(count), signal.Signals[name], int(processes))
     table.show()
     sys.exit(not dict(table.rows)["equal"])

@@ -137,7 +137,7 @@ class CheckpointError(ParallelError, ValueError):
 
 
 class CheckpointDirectoryError(ParallelError, OSError):
-    """Checkpoints need a directory that exists or can be created, and is writable."""
+    """Checkpoints need a directory that this run, and no other, can make and write."""
 
 
 class CheckpointSaveError(ParallelError, RuntimeError):

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
@@ -27,12 +28,15 @@ from nnx_parallel.distributed import (
     Termination,
     Watchdog,
     check_consistent,
+    messages,
 )
 from nnx_parallel.distributed.initialize import ProcessSpec, find_process
-from nnx_parallel.distributed.messages import Client, Server, connect, listen
-from nnx_parallel.errors import ProcessError
+from nnx_parallel.distributed.messages import Client, Server
+from nnx_parallel.distributed.sockets import connect, listen
+from nnx_parallel.errors import DisagreementError, ProcessError
 from nnx_parallel.sharding.rules import hash_code
 from tests.processes.running import ENVIRONMENT, ROOT
+from tests.waiting import wait_until
 
 SBATCH = {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NODELIST": "n[0-3]"}
 STEP = SBATCH | {
@@ -331,6 +335,68 @@ def test_an_exchange_that_one_process_never_makes_shifts_no_other() -> None:
         for turn in ("second", "third")
         for process in range(2)
     }
+    for client in clients:
+        client.end()
+
+
+def all_threads_are_main(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread of a test is the main one of a process."""
+    monkeypatch.setattr(threading, "main_thread", threading.current_thread)
+
+
+def test_main_threads_that_wait_for_each_other_are_told_where(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    all_threads_are_main(monkeypatch)
+    server = Server("127.0.0.1", 3, b"key")
+    clients = [
+        Client(join_server(server, i), None, lambda *lost: None) for i in range(3)
+    ]
+
+    def call(process: int, name: str) -> str:
+        client = clients[process]
+        try:
+            client.allgather(client.reserve(name), None, 30)
+        except DisagreementError as error:
+            return str(error)
+        return "met"
+
+    with ThreadPoolExecutor(3) as pool:
+        # One that is slow is no error.
+        slow = [pool.submit(call, i, "fit") for i in range(2)]
+        assert not wait_until(slow[0].done, seconds=0.3)
+        assert call(2, "fit") == "met"
+        assert [future.result() for future in slow] == ["met", "met"]
+        found = [pool.submit(call, i, n) for i, n in enumerate(("a", "b", "b"))]
+        for future in found:
+            text = future.result()
+            assert text.startswith("The processes wait for each other: process 0 is ")
+            assert "test_distributed.py:" in text
+    for client in clients:
+        client.end()
+
+
+def test_who_is_waited_for_says_where_it_is(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(messages, "_NOTICE_SECONDS", 0.2)
+    server = Server("127.0.0.1", 2, b"key")
+    clients = [
+        Client(join_server(server, i), None, lambda *lost: None) for i in range(2)
+    ]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(clients[0].allgather, "the data 1", 1, 30)
+        line = "Process 0 waits in 'the data' for this process, which is in waiting.py:"
+        text = ""
+
+        def is_told() -> bool:
+            nonlocal text
+            text += capfd.readouterr().err
+            return line in text and "for processes [1], which say where" in text
+
+        assert wait_until(is_told, seconds=20), text
+        clients[1].allgather("the data 1", 1, 30)
+        assert waiting.result() == [1]
     for client in clients:
         client.end()
 

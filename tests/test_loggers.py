@@ -9,6 +9,7 @@ import json
 import os
 import pty
 import re
+import resource
 import select
 import socket
 import struct
@@ -143,6 +144,26 @@ os.kill(os.getpid(), signal.SIGKILL)
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False)
     assert done.returncode == -9
     assert steps(path) == list(range(1, 31))
+
+
+def test_a_group_may_warn_of_a_full_disk_and_leaves_no_torn_line(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    group = LoggerGroup([JSONLinesLogger(path)], warns=True)
+    group.start(first_step=0, num_steps=9)
+    group.log(1, {"loss": 1.0})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, limits[1]))
+    try:
+        with pytest.warns(UserWarning, match=r"JSONLinesLogger failed: .* Training go"):
+            group.log(2, {"loss": 1.0})
+        group.log(3, {"loss": 1.0})  # one warning
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    group.log(4, {"loss": 1.0})
+    group.finish()
+    assert steps(path) == [1, 4]
 
 
 def test_a_group_finishes_every_logger_even_if_one_fails(tmp_path: Path) -> None:

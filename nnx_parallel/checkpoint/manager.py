@@ -26,7 +26,11 @@ from nnx_parallel.checkpoint.options import (
     check_step,
     check_writable,
 )
-from nnx_parallel.checkpoint.orbax_compat import AsyncSave, wait_on_all_processes
+from nnx_parallel.checkpoint.orbax_compat import (
+    AsyncSave,
+    first_cause,
+    wait_on_all_processes,
+)
 from nnx_parallel.checkpoint.saved_steps import SavedSteps
 from nnx_parallel.distributed.agreement import check_consistent, strip_addresses
 from nnx_parallel.errors import (
@@ -95,6 +99,11 @@ class CheckpointManager:
         return (best or "").startswith("eval_")
 
     @property
+    def warns(self) -> bool:
+        """True if what cannot be written does not end the fit."""
+        return self.options is not None and self.options.on_save_error == "warn"
+
+    @property
     def saved(self) -> SavedSteps:
         """The checkpoints on disk, once the save in progress has ended.
 
@@ -160,7 +169,7 @@ class CheckpointManager:
         if once and self.last_saved == step:
             return
         options = self._open().options
-        if options.on_save_error == "warn" and jax.process_count() > 1:
+        if self.warns and jax.process_count() > 1:
             # All together, for this save begins with barriers: a process whose last
             # save has failed would wait in them for those that still write it.
             while not wait_on_all_processes(self._save):
@@ -226,7 +235,7 @@ class CheckpointManager:
         try:
             # Before anything is read there: a disk that is away is a save that fails;
             # a process that is lost in the exchange is not.
-            check_writable(directory)
+            check_writable(directory, saved.check_lock)
         except CheckpointDirectoryError as error:
             raise save.failure(error) from error
         metrics = {name: float(x) for name, x in (metrics or {}).items()}
@@ -250,7 +259,8 @@ class CheckpointManager:
             )
         except Exception as error:
             save.end()
-            raise save.failure(error) from error
+            save.discard()
+            raise save.failure(error) from first_cause(error)
         assert response is not None, "a forced save is never skipped"
         save.follow(response)
         self._save = save
@@ -279,11 +289,12 @@ class CheckpointManager:
         save, opened = self._save, self._opened
         if save is None or opened is None:
             return
-        save.join(patiently=opened.options.on_save_error == "warn")
+        save.join(patiently=self.warns)
         self._save = None
         if save.error is not None:
             with contextlib.suppress(Exception):
                 opened.orbax.wait()  # Orbax raises a failure once in each thread
+            save.discard()
             opened.reload()
             save.check()
         opened.forget(save.superseded)
@@ -301,7 +312,7 @@ class CheckpointManager:
             yield
         except CheckpointSaveError as error:
             self.last_saved = None
-            if self.options is None or self.options.on_save_error == "raise":
+            if not self.warns:
                 raise
             warnings.warn(f"{error} Training goes on.", stacklevel=4)
 
@@ -394,6 +405,8 @@ class CheckpointManager:
         """Drops the directory without waiting for a save of several processes."""
         # The others may never take part: the next start deletes the unfinished files.
         if jax.process_count() > 1:
+            if self._opened is not None:
+                self._opened.release()
             self._opened = self._save = None
 
     def close(self) -> None:
@@ -405,7 +418,9 @@ class CheckpointManager:
         finally:
             opened, is_pending = self._opened, self._save is not None
             self._opened = self._save = None
-            if not is_pending:  # else Orbax waits for the other processes
+            if is_pending:  # Orbax would wait for the other processes
+                opened.release()
+            else:
                 opened.close()
 
     def __enter__(self) -> Self:

@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import jax
@@ -87,15 +87,16 @@ def check_name(directory: str) -> None:
         )
 
 
-def check_writable(directory: str) -> None:
-    """Raises ``CheckpointDirectoryError`` on all if process 0 cannot write."""
+def check_writable(directory: str, check_lock: Callable[[], None]) -> None:
+    """Raises ``CheckpointDirectoryError`` on all if process 0 cannot, or must not."""
     # Process 0 makes the directory of a step, in the background. Where it cannot, the
     # writers of all processes would wait for it for 5 minutes.
     problem = ""
     if jax.process_index() == 0:
         try:
             check_directory(directory, read_only=False)
-        except CheckpointDirectoryError as error:
+            check_lock()
+        except OSError as error:  # a CheckpointDirectoryError is one
             problem = str(error)
     problem = allgather_object("directory of a save", problem)[0]
     if problem:
@@ -170,7 +171,7 @@ class Checkpoint:
             ``"error"``, or quarantines it and continues from the newest
             ``"previous"`` one that is intact.
         on_save_error: Whether a failed save ends the fit (``"raise"``) or is a warning
-            (``"warn"``), and training goes on.
+            (``"warn"``), as is a logger's ``OSError``, and training goes on.
 
     Raises:
         CheckpointError: If a number is below 1, a choice is unknown, or the directory

@@ -21,6 +21,7 @@ from nnx_parallel.checkpoint.checksum import ChecksumHandler
 from nnx_parallel.checkpoint.files import (
     COMMITTED,
     METADATA,
+    UNFINISHED,
     LiteralPath,
     delete_steps,
     is_foreign,
@@ -251,7 +252,7 @@ class AsyncSave(logging.Filter):
     def failure(self, error: BaseException) -> CheckpointSaveError:
         """The error to raise when the save cannot start or does not end well."""
         where = f"step {self._step} in '{self._directory}'"
-        why = f"{root_cause(error)} No other checkpoint was deleted."
+        why = f"{root_cause(error).rstrip('.')}. No other checkpoint was deleted."
         return CheckpointSaveError(f"Saving {where} failed: {why}")
 
     def follow(self, response: ocp.AsyncResponse[bool]) -> None:
@@ -281,6 +282,18 @@ class AsyncSave(logging.Filter):
         _LOGGER.removeFilter(self)
         self._has_ended.set()
 
+    def discard(self) -> None:
+        """Deletes what this save, which has failed, has written; the disk may be full.
+
+        Orbax does so when the directory is opened again.
+        """
+        if jax.process_index() == 0:
+            # What cannot be deleted now is deleted then.
+            with contextlib.suppress(Exception):
+                for path in LiteralPath(self._directory).iterdir():
+                    if path.name.startswith(f"{self._step}.{UNFINISHED}"):
+                        path.rmtree()
+
     def join(self, *, patiently: bool) -> None:
         """Waits until the save has ended; calls `check` meanwhile or ``patiently``."""
         # In turns: a failure of this process is logged while Orbax's barrier waits.
@@ -295,7 +308,7 @@ class AsyncSave(logging.Filter):
         error = self.error or logged
         if error is not None and not self._is_reported:
             self._is_reported = True
-            raise self.failure(error) from self.error
+            raise self.failure(error) from first_cause(error)
 
     def state(self) -> str:
         """``"ended"``, ``"failed"`` here while others wait, or ``"running"``.
@@ -329,10 +342,20 @@ _TRANSIENT = re.compile(
 
 def root_cause(error: BaseException) -> str:
     """The last error of a chain: Orbax wraps what went wrong in unrelated errors."""
-    while error.__cause__ is not None:
-        error = error.__cause__
+    error = _last(error)
     text = printable(str(error).partition("[tensorstore_spec=")[0].strip())
     return f"{type(error).__name__}: {text}"
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The last error of a chain, without the stacks of Orbax's threads."""
+    error = _last(error)
+    error.__context__ = None
+    return error.with_traceback(None)
+
+
+def _last(error: BaseException) -> BaseException:
+    return error if error.__cause__ is None else _last(error.__cause__)
 
 
 @contextlib.contextmanager

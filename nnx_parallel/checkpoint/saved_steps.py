@@ -23,6 +23,7 @@ from nnx_parallel.checkpoint.files import (
     quarantine,
     read_step_metadata,
 )
+from nnx_parallel.checkpoint.lock import lock_directory
 from nnx_parallel.checkpoint.options import (
     Checkpoint,
     Metrics,
@@ -57,7 +58,8 @@ class SavedSteps:
     Args:
         options: The directory, when to save and what to keep.
         read_only: Never make, write or clean up anything; for the directory of a run
-            that may be alive. One job at a time may write, any number may read.
+            that may be alive. One run at a time may write, which a lock ensures; any
+            number may read.
 
     Attributes:
         options: As given.
@@ -68,7 +70,8 @@ class SavedSteps:
 
     Raises:
         CheckpointDirectoryError, CheckpointNotFoundError: If the directory cannot be
-            written or, with ``read_only``, does not exist.
+            written, or another run is writing there; or, with ``read_only``, does not
+            exist.
     """
 
     def __init__(self, options: Checkpoint, *, read_only: bool = False) -> None:
@@ -80,6 +83,8 @@ class SavedSteps:
         # Tried first: where Orbax cannot make a step's directory, its writers wait
         # for 5 minutes (docs/library-notes.md, "Orbax: directories").
         check_directory(self.directory, read_only=read_only)
+        # Before Orbax opens it, which deletes a save that another run has under way.
+        self._lock = None if read_only else lock_directory(self.directory)
         with reading(f"the steps in '{self.directory}'"):
             self.orbax, self._names, self.preemption = open_directory(
                 options, cleanup=not read_only
@@ -330,6 +335,18 @@ class SavedSteps:
                     "late: start again."
                 )
 
+    def check_lock(self) -> None:
+        """Raises ``CheckpointDirectoryError`` if another run has taken the lock."""
+        if self._lock is not None:
+            self._lock.check()
+
     def close(self) -> None:
         """Closes the directory, after any save in progress."""
-        self.orbax.close()
+        try:
+            self.orbax.close()
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """Lets other runs write to the directory."""
+        self._lock = None  # with the last reference in this process

@@ -29,8 +29,8 @@ from nnx_parallel.distributed.initialize import (
     NUM_PROCESSES,
     PROCESS_ID,
 )
-from nnx_parallel.distributed.messages import listen
 from nnx_parallel.distributed.runtime import PEER_LOST, TAGGED
+from nnx_parallel.distributed.sockets import listen
 from nnx_parallel.errors import MeshShapeError
 
 RESTART = "NNX_PARALLEL_RESTART"
@@ -225,7 +225,8 @@ _writing = threading.Lock()
 
 
 def _copy(index: int, source: IO[bytes], target: IO[str]) -> None:
-    with source:
+    # Where nobody reads the launcher's own output, its processes learn it: they save.
+    with source, contextlib.suppress(BrokenPipeError):
         for line in source:
             _write(target, index, line.decode(errors="replace").rstrip("\n"))
 

@@ -2,6 +2,8 @@
 
 import base64
 import warnings
+import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, runtime_checkable
@@ -40,6 +42,27 @@ def is_one_shot(data: object) -> bool:
         (False, True)
     """
     return isinstance(data, Iterator) and not isinstance(data, Resumable)
+
+
+_returned: weakref.WeakKeyDictionary[Any, deque[Any]] = weakref.WeakKeyDictionary()
+_newest: list[Any] = [None, deque()]
+
+
+def returned_batches(data: Iterator[Any]) -> deque[Any]:
+    """Batches that were read of a one-shot iterator and not used, for its next reader.
+
+    Example:
+        >>> batches = (x for x in ())
+        >>> returned_batches(batches) is returned_batches(batches)
+        True
+    """
+    try:
+        return _returned.setdefault(data, deque())
+    except TypeError:
+        # `zip`, `map` and the like take no weak reference: only the newest is known.
+        if _newest[0] is not data:
+            _newest[:] = data, deque()
+        return _newest[1]
 
 
 @dataclass

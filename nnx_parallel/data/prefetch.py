@@ -8,24 +8,33 @@ import threading
 import time
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
 import jax
 import numpy as np
 
-from nnx_parallel.data.batches import END, BatchAgreement, check_same
+from nnx_parallel.data.batches import (
+    END,
+    BatchAgreement,
+    check_same,
+    copy_if_writeable,
+)
 from nnx_parallel.data.position import (
     Resumable,
     decode_state,
     encode_state,
     is_one_shot,
+    returned_batches,
 )
 from nnx_parallel.errors import DataError, DataExhaustedError
 
 T = TypeVar("T")
 
 _CLOSE_SECONDS = 5.0
+_POLL_SECONDS = 0.2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,9 +63,10 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
     """Iterator over placed batches, which a thread prepares while the step runs.
 
     At most ``prefetch`` batches are placed and not yet taken, and at most ``limit`` are
-    ever read, so that an iterator handed to two of these in turn loses none between
-    them. An error in the data, in a check or in ``place`` is raised from the iteration,
-    where its batch would have come, with its own traceback.
+    ever read. Those of a one-shot iterator that are not taken are kept on the host for
+    the next of these that reads it: none is lost between two fits. An error in the
+    data, in a check or in ``place`` is raised from the iteration, where its batch would
+    have come, with its own traceback.
 
     Attributes:
         data: The batches: pytrees of NumPy arrays whose dim 0 is the rows, of the
@@ -106,9 +116,12 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
         # A copy reads, so that neither it nor the thread refers to this object: an
         # iterator that is dropped halfway is collected, and its thread ends.
         read = copy.copy(self)._read()
-        reader = _Reader(read, self.prefetch, self._stop) if self.prefetch else None
-        self._items: Iterator[PlacedBatch[T]] = reader or read
-        close = reader.close if reader else self._stop.set
+        self._items: Iterator[PlacedBatch[T]] = read
+        close = self._stop.set
+        if self.prefetch:
+            end = partial(_stop_item, self.agreement.stop_reason)
+            self._items = reader = _Reader(read, self.prefetch, self._stop, end)
+            close = partial(_close, reader, self._unused, self._returned)
         self._finalizer = weakref.finalize(self, close)
 
     def __next__(self) -> PlacedBatch[T]:
@@ -116,10 +129,12 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
             raise StopIteration
         start = time.perf_counter()
         item = next(self._items)
+        if self._unused and item.stop_reason is None:
+            self._unused.popleft()
         return dataclasses.replace(item, wait_seconds=time.perf_counter() - start)
 
     def close(self) -> None:
-        """Stops the thread and drops the batches that were placed ahead."""
+        """Stops the thread; keeps what it has read ahead of a one-shot iterator."""
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -133,6 +148,12 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
         data: Any = self.data
         check_data(data)
         self._iterator: Iterator[Any] = iter(data)
+        # On the host: read but not taken, and left by the last one that read the data.
+        self._unused, self._returned = deque[Any](), deque[Any]()
+        self._keeps = is_one_shot(data) and self.prefetch > 0
+        if is_one_shot(data):
+            self._returned = returned_batches(data)
+            self._iterator = itertools.chain(_drain(self._returned), self._iterator)
         if self.state is not None:
             if isinstance(self._iterator, Resumable):  # though the data may not be
                 self._iterator.set_state(decode_state(self.state))
@@ -173,6 +194,7 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
                 batch, index=index, num_read=num_read
             )
             if stop_reason is not None:
+                self._keep(batch)
                 yield PlacedBatch(batch=None, stop_reason=stop_reason)
                 return
             if batch is END:
@@ -185,9 +207,19 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
             state = None
             if isinstance(self._iterator, Resumable):
                 state = encode_state(self._iterator.get_state())
+            # Not before: one that is refused is not met again.
+            batch = self._keep(batch)
             # No local name for the placed batch: this frame would keep its device
             # memory until the next one is read.
             yield PlacedBatch(batch=self.place(batch), num_rows=num_rows, state=state)
+
+    def _keep(self, batch: Any) -> Any:
+        """The batch, which stays as it is until it is taken, or read once more."""
+        if self._keeps and batch is not END:
+            batch = jax.tree.map(_freeze, batch)
+            # The thread may come here after `close`, from data that took long.
+            (self._returned if self._stop.is_set() else self._unused).append(batch)
+        return batch
 
     def _exhausted(self, num_read: int) -> DataExhaustedError:
         skipped = min(self.skip, num_read)
@@ -205,19 +237,51 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
         )
 
 
+def _close(reader: "_Reader[Any]", unused: deque[Any], returned: deque[Any]) -> None:
+    reader.close()
+    returned.extendleft(reversed(unused))
+    unused.clear()
+
+
+def _freeze(x: Any) -> Any:
+    """A copy of an array that its owner could still write to."""
+    x = copy_if_writeable(x)
+    if isinstance(x, np.ndarray):
+        x.flags.writeable = False  # so that it is not copied once more to be placed
+    return x
+
+
+def _drain(batches: deque[Any]) -> Iterator[Any]:
+    while batches:
+        yield batches.popleft()
+
+
+def _stop_item(stop_reason: Callable[[], str | None]) -> PlacedBatch[Any] | None:
+    """Ends the wait for slow data, if the only process is to stop."""
+    # Several processes stop together, before a batch that all of them have.
+    reason = stop_reason() if jax.process_count() == 1 else None
+    return None if reason is None else PlacedBatch(batch=None, stop_reason=reason)
+
+
 class _Reader(Iterator[T]):
     """Reads an iterator on a thread, at most ``size`` elements ahead of their use.
 
-    An error is raised where its element would have come. The thread ends once ``stop``
-    is set.
+    An error is raised where its element would have come. What ``instead`` returns, if
+    anything, ends the wait for an element. The thread ends once ``stop`` is set.
     """
 
-    def __init__(self, items: Iterator[T], size: int, stop: threading.Event) -> None:
+    def __init__(
+        self,
+        items: Iterator[T],
+        size: int,
+        stop: threading.Event,
+        instead: Callable[[], T | None] = lambda: None,
+    ) -> None:
         # Permits before reading, rather than a bounded queue: a queue of `size` has
         # one element more in the hands of the thread that waits to put it.
         self._free = threading.Semaphore(size)
         self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._stop = stop
+        self._stop, self._instead = stop, instead
         self._thread = threading.Thread(
             target=self._fill, args=(items,), name="nnx_parallel.prefetch"
         )
@@ -235,7 +299,13 @@ class _Reader(Iterator[T]):
     def __next__(self) -> T:
         if self._stop.is_set():
             raise StopIteration
-        found = self._ready.get()
+        found = None
+        while found is None:
+            try:
+                found = self._ready.get(timeout=_POLL_SECONDS)
+            except queue.Empty:
+                if (instead := self._instead()) is not None:
+                    return instead
         if not isinstance(found, BaseException):
             self._free.release()
             return found

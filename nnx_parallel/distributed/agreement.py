@@ -35,6 +35,22 @@ def allgather_object(name: str, value: Any) -> list:
     return reserve_allgather(name)(value)
 
 
+def meet(call: str) -> None:
+    """Begins a call that all processes make; those in another one are told so.
+
+    Raises:
+        DisagreementError: On all processes, with where each is.
+    """
+    allgather_object(call, None)
+
+
+def count_step() -> None:
+    """Notes that a fit begins a step: by then it has met all exchanges before it."""
+    client = join()
+    if client is not None:
+        client.steps_begun += 1
+
+
 def reserve_allgather(
     name: str, timeout_seconds: float = _EXCHANGE_SECONDS
 ) -> Callable[[Any], list]:

@@ -1,16 +1,18 @@
 """Start of a run's processes: which one this is, and how it joins the others."""
 
 import ctypes
+import io
 import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
-from nnx_parallel.distributed.messages import host_of, is_loopback, join
+from nnx_parallel.distributed.messages import join
 from nnx_parallel.distributed.runtime import TAGGED, has_backend, tag, tag_logging
+from nnx_parallel.distributed.sockets import host_of, is_loopback
 from nnx_parallel.errors import ProcessError
 
 COORDINATOR = "NNX_PARALLEL_COORDINATOR"
@@ -79,10 +81,8 @@ def initialize(
     Example:
         >>> initialize()  # with one process: nothing happens
     """
-    # The system sends SIGTERM when the launcher that started this process dies, also if
-    # it is killed, and can forward no signal. The fit then saves and ends.
-    if sys.platform == "linux" and os.environ.get(TAGGED) == str(os.getppid()):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.environ.get(TAGGED) == str(os.getppid()):
+        _outlive_launcher()
     given = ProcessSpec(coordinator_address, num_processes, process_id)
     spec = find_process(given, os.environ)
     if jax.distributed.is_initialized():
@@ -105,6 +105,42 @@ def initialize(
     if tag():
         tag_logging()
     join()
+
+
+class _Pipe(io.FileIO):
+    """Output of this process, until the launcher that reads it is gone."""
+
+    is_broken = False  # any of them
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            # An error here would end the fit before it saves.
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.fileno())
+            os.close(null)
+            if not _Pipe.is_broken:
+                _Pipe.is_broken = True
+                signal.raise_signal(signal.SIGTERM)
+            return len(data)
+
+
+def _outlive_launcher() -> None:
+    """Has a SIGTERM come when the launcher dies, after which a fit saves and ends."""
+    # A launcher that is killed can forward no signal.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is getattr(sys, f"__{name}__"):  # else it is the script's own
+            stream.flush()
+            pipe = _Pipe(stream.fileno(), "w", closefd=False)
+            # Python's own streams are like this too where they are not buffered.
+            unbuffered = io.TextIOWrapper(
+                pipe, stream.encoding, stream.errors, write_through=True
+            )
+            setattr(sys, name, unbuffered)
 
 
 def find_process(given: ProcessSpec, env: Mapping[str, str]) -> ProcessSpec | None:

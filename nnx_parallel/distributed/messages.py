@@ -26,38 +26,55 @@ A ``missed_heartbeat_callback`` in Python aborts with ``std::bad_cast``. With
 
 import atexit
 import contextlib
-import ipaddress
-import json
-import os
+import inspect
 import queue
 import secrets
 import socket
-import struct
+import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
+from itertools import combinations
 from multiprocessing import connection as mpc
 from multiprocessing.connection import Connection
 from typing import Any
 
 from nnx_parallel.distributed.runtime import (
     STATE,
+    end_by_error,
     end_by_loss,
     install,
+    place_of,
     process_count,
     process_index,
+    write_error,
 )
-from nnx_parallel.errors import ProcessError
+from nnx_parallel.distributed.sockets import (
+    connect,
+    handshake,
+    host_of,
+    is_loopback,
+    limit_reads,
+    listen,
+    receive,
+    send,
+)
+from nnx_parallel.errors import DisagreementError, ProcessError
 
 _JOIN_SECONDS = 300.0  # until all processes have started
-_CONNECT_SECONDS = 20.0  # per address of a host: another of them may answer
 _DRAIN_SECONDS = 2.0
 _GREETING_SECONDS = 60
 _POLL_SECONDS = 0.05
 _KEY = "nnx_parallel/server"
+_NOTICE_SECONDS = 20.0  # after which those that wait, and are waited for, say where
+_SAME_CALLS = (
+    "All processes make the same calls, in the same order: what is under `if "
+    "jax.process_index() == 0` may print or plot, but not fit, evaluate, predict, save "
+    "or restore."
+)
 
 
 class Server:
@@ -86,6 +103,7 @@ class Server:
         self._clients: dict[Connection, int] = {}  # process by connection
         self._greeted: queue.SimpleQueue[tuple[Connection, int]] = queue.SimpleQueue()
         self._exchanges: dict[str, dict[int, Any]] = {}  # incomplete ones, by key
+        self._waits: dict[int, tuple[str, str]] = {}  # main threads: key, and place
         self._finished: set[int] = set()  # processes that announced their end
         self._has_lost = False
         self.joined = threading.Event()
@@ -126,18 +144,18 @@ class Server:
         # An error may be of a stranger, or of a process that died.
         with contextlib.suppress(Exception), peer:
             # A stranger that stays silent would hold this thread for the whole run.
-            _limit_reads(peer, _GREETING_SECONDS)
+            limit_reads(peer, _GREETING_SECONDS)
             steps = (mpc.deliver_challenge, mpc.answer_challenge)
-            connection = _handshake(peer, self._key, *steps)
-            process = int(_receive(connection)["process"])
-            _limit_reads(peer, 0)
+            connection = handshake(peer, self._key, *steps)
+            process = int(receive(connection)["process"])
+            limit_reads(peer, 0)
             # Only the server's thread writes `_clients`, which it iterates over.
             self._greeted.put((connection, process))
 
     def _serve(self, connection: Connection) -> None:
         process = self._clients[connection]
         try:
-            message = _receive(connection)
+            message = receive(connection)
         except (EOFError, OSError, ValueError):
             del self._clients[connection]
             if set(self._clients.values()) == {0}:
@@ -147,11 +165,17 @@ class Server:
             return
         match message:
             case {"op": "put", "key": key, "value": value}:
+                if place := message.get("place"):
+                    self._waits[process] = key, place
                 self._put(process, key, value)
             case {"op": "missing", "key": key}:
                 found = self._exchanges.get(key, {})
                 missing = [p for p in range(self._count) if p not in found]
-                _send(connection, {"op": "missing", "key": key, "processes": missing})
+                send(connection, {"op": "missing", "key": key, "processes": missing})
+                text = f"Process {process} waits in {self._spell(process, key)}"
+                for other, number in self._clients.items():
+                    if number in missing:
+                        send(other, message | {"op": "awaited", "text": text})
             case {"op": "end", "reason": reason}:
                 self._finished.add(process)
                 if reason is not None:
@@ -163,18 +187,41 @@ class Server:
         found[process] = value
         if len(found) == self._count:
             del self._exchanges[key]
+            self._waits = {p: x for p, x in self._waits.items() if x[0] != key}
             values = [found[p] for p in range(self._count)]
             if all(other == values[0] for other in values):
                 # The rule, in every step: bytes stay linear in the processes.
                 values = values[:1]
             self._broadcast({"op": "all", "key": key, "values": values})
+        else:
+            self._check_waits()
         self._check_finished()
+
+    def _check_waits(self) -> None:
+        """Reports main threads that wait for each other, each in another exchange."""
+        for (p, (key, _)), (q, (other, _)) in combinations(self._waits.items(), 2):
+            # A thread of a process may give a value before the main thread gets there.
+            if p not in self._exchanges[other] and q not in self._exchanges[key]:
+                found = ", ".join(
+                    f"process {i} is in {self._spell(i, k)}"
+                    for i, (k, _) in sorted(self._waits.items())
+                )
+                text = f"The processes wait for each other: {found}. {_SAME_CALLS}"
+                self._broadcast({"op": "apart", "text": text})
+                return
+
+    def _spell(self, process: int, key: str) -> str:
+        """The exchange in which a process waits, in the words of the user's script."""
+        name, place = key.rpartition(" ")[0], self._waits.get(process, ("", ""))
+        return place[1] if place[0] == key else f"'{name}'"
 
     def _check_finished(self) -> None:
         """Reports a process that finished while others wait for its value."""
-        for found in self._exchanges.values():
+        for key, found in self._exchanges.items():
             for process in self._finished - found.keys():
-                self._report_loss(process, "it ended while others go on")
+                other = min(found)
+                where = f"process {other} waits for it in {self._spell(other, key)}"
+                self._report_loss(process, f"it ended while others go on: {where}")
 
     def _report_loss(self, process: int, reason: str | None) -> None:
         if not self._has_lost:  # the first loss is the cause of the others
@@ -185,7 +232,7 @@ class Server:
 
     def _broadcast(self, message: dict[str, Any]) -> None:
         for connection in list(self._clients):
-            _send(connection, message)
+            send(connection, message)
 
 
 @dataclass(eq=False)
@@ -196,6 +243,7 @@ class Client:
         connection: An authenticated connection.
         server: The server, on process 0.
         on_lost: Ends this process, given the lost one, its exit message, and `drain`.
+        steps_begun: Steps that the fits of this process have dispatched.
     """
 
     connection: Connection
@@ -207,6 +255,7 @@ class Client:
         self._counts: defaultdict[str, int] = defaultdict(int)
         self._replies: dict[str, queue.SimpleQueue[dict[str, Any]]] = {}
         self._has_ended = False
+        self.steps_begun = 0
         _start("nnx_parallel.client", self._listen)
 
     def reserve(self, name: str) -> str:
@@ -224,30 +273,61 @@ class Client:
         """
         # The reply may have arrived already; `setdefault` is atomic.
         replies = self._replies.setdefault(key, queue.SimpleQueue())
-        self._send({"op": "put", "key": key, "value": value})
+        is_main = threading.current_thread() is threading.main_thread()
+        place = place_of(inspect.currentframe()) if is_main else ""
+        self._send({"op": "put", "key": key, "value": value, "place": place})
         try:
-            reply = replies.get(timeout=timeout_seconds)
-        except queue.Empty:
-            self._send({"op": "missing", "key": key})
-            reply = replies.get(timeout=timeout_seconds)
+            reply = self._await(key, place, replies, timeout_seconds)
         finally:
             self._replies.pop(key, None)
-        if reply["op"] == "missing":
-            name, _, _ = key.rpartition(" ")
-            raise ProcessError(
-                f"Processes {reply['processes']} did not take part in '{name}' within "
-                f"{timeout_seconds:.0f} s. All processes run the same script; look at "
-                "what these wait for."
-            )
         values = reply["values"]
         return values * process_count() if len(values) == 1 else values
 
-    def end(self, reason: str | None = None) -> None:
+    def _await(
+        self,
+        key: str,
+        place: str,
+        replies: queue.SimpleQueue[dict[str, Any]],
+        timeout_seconds: float,
+    ) -> dict[str, Any]:
+        """Waits for the values of a key; asks meanwhile who is missing."""
+        name, waited, pause = key.rpartition(" ")[0], 0.0, _NOTICE_SECONDS
+        question = {"op": "missing", "key": key, "steps": self.steps_begun}
+        question["is_main"] = bool(place)
+        while True:
+            pause = min(pause, timeout_seconds - waited)
+            try:
+                reply = replies.get(timeout=pause)
+            except queue.Empty:
+                self._send(question)
+                reply = replies.get(timeout=timeout_seconds)
+            if reply["op"] == "all":
+                return reply
+            if reply["op"] == "apart":
+                raise DisagreementError(reply["text"])
+            waited, pause = waited + pause, 10 * pause
+            who = reply["processes"]
+            if waited >= timeout_seconds:
+                raise ProcessError(
+                    f"Processes {who} did not take part in '{name}' within "
+                    f"{timeout_seconds:.0f} s. All processes run the same script; look "
+                    "at what these wait for."
+                )
+            write_error(
+                f"This process has waited for {waited:.0f} s in {place or repr(name)} "
+                f"for processes {who}, which say where they are. If they are only "
+                "slow, nothing is wrong."
+            )
+
+    def announce_end(self, reason: str | None = None) -> None:
         """Announces that this process ends: with an exit message, if by an error."""
         self._has_ended = True
         self._send({"op": "end", "reason": reason})
-        if reason is not None:
-            self.drain()
+
+    def end(self, reason: str | None = None) -> None:
+        """Announces that this process ends now, without the barrier of JAX's exit."""
+        self.announce_end(reason)
+        self.drain()
 
     def drain(self) -> None:
         """On process 0, waits a moment for the others to receive a loss and end."""
@@ -258,21 +338,37 @@ class Client:
 
     def _send(self, message: dict[str, Any]) -> None:
         with self._sending:  # any thread may send
-            _send(self.connection, message)
+            send(self.connection, message)
 
     def _listen(self) -> None:
         while True:
             try:
-                message = _receive(self.connection)
+                message = receive(self.connection)
             except (EOFError, OSError):
                 if not self._has_ended:
                     self.on_lost(0, None, self.drain)
                 return
             if message["op"] == "lost":
                 self.on_lost(message["process"], message["reason"], self.drain)
+            elif message["op"] == "apart":
+                for replies in list(self._replies.values()):
+                    replies.put(message)
+            elif message["op"] == "awaited":
+                self._answer(message)
             else:
                 key = message["key"]
                 self._replies.setdefault(key, queue.SimpleQueue()).put(message)
+
+    def _answer(self, message: dict[str, Any]) -> None:
+        """Says where this process is, for which another waits."""
+        # No public function has the frames of other threads.
+        frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+        place = place_of(frames.get(threading.main_thread().ident or 0))
+        text = f"{message['text']} for this process, which is in {place}."
+        # It has begun a step that comes after that exchange, and so will not take part.
+        if message["is_main"] and self.steps_begun > message["steps"]:
+            end_by_error(f"{text} {_SAME_CALLS}", DisagreementError)
+        write_error(text)
 
 
 @cache
@@ -301,93 +397,15 @@ def join() -> Client | None:
         ) from error
     port, key = found.split()
     connection = connect(host, int(port), bytes.fromhex(key))
-    _send(connection, {"process": process_index()})
+    send(connection, {"process": process_index()})
     client = Client(connection, server)
     install(client.end)
-    atexit.register(client.end)
+    atexit.register(client.announce_end)
     if server is not None:
         # An interpreter that shuts down starts no thread to authenticate late comers.
         server.joined.wait()
     return client
 
 
-def connect(host: str, port: int, key: bytes) -> Connection:
-    """A connection on which both sides have proved that they know the key."""
-    # `multiprocessing.connection.Client` would try IPv4 alone.
-    with socket.create_connection((host, port), timeout=_CONNECT_SECONDS) as peer:
-        return _handshake(peer, key, mpc.answer_challenge, mpc.deliver_challenge)
-
-
-def host_of(address: str) -> str:
-    """Host of an address with a port.
-
-    Example:
-        >>> host_of("[::1]:8080"), host_of("head:8080")
-        ('::1', 'head')
-    """
-    return address.rpartition(":")[0].strip("[]")
-
-
-def is_loopback(host: str) -> bool:
-    """True if a host is this machine, under a name that no other machine can reach.
-
-    Example:
-        >>> is_loopback("::1"), is_loopback("::ffff:127.0.0.1"), is_loopback("10.0.0.1")
-        (True, True, False)
-    """
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host in ("localhost", "ip6-localhost", "ip6-loopback")
-    # `is_loopback` of a mapped address is wrong before Python 3.13.
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
-
-
-def listen(host: str, backlog: int = 1) -> socket.socket:
-    """A socket that listens on a free port of an interface; of all if it is empty."""
-    host = host.strip("[]")
-    serve = partial(socket.create_server, backlog=backlog)
-    if not host:
-        # IPv6 may be unknown to the kernel, or known and switched off.
-        with contextlib.suppress(OSError, ValueError):
-            return serve(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-        return serve(("", 0))
-    failure = OSError(f"'{host}' has no address.")
-    for family, *_, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
-        try:
-            return serve(address[:2], family=family)
-        except OSError as error:
-            failure = error
-    raise failure
-
-
-def _handshake(
-    peer: socket.socket, key: bytes, *steps: Callable[[Connection, bytes], None]
-) -> Connection:
-    # `Connection` reads the descriptor itself, which must block: a timeout of the
-    # socket, or `socket.setdefaulttimeout`, leaves it non-blocking.
-    peer.settimeout(None)
-    connection = Connection(os.dup(peer.fileno()))  # closed with its last reference
-    for step in steps:
-        step(connection, key)
-    return connection
-
-
-def _limit_reads(peer: socket.socket, seconds: int) -> None:
-    """Limits how long a read may wait, also of a copied descriptor; 0 lifts it."""
-    # A timeout of Python's would leave the descriptor non-blocking.
-    limit = struct.pack("ll", seconds, 0)
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-
-
 def _start(name: str, target: Callable[..., None], *args: Any) -> None:
     threading.Thread(target=target, args=args, name=name, daemon=True).start()
-
-
-def _send(connection: Connection, message: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # closed: the next read of it reports the loss
-        connection.send_bytes(json.dumps(message).encode())
-
-
-def _receive(connection: Connection) -> dict[str, Any]:
-    return json.loads(connection.recv_bytes())

@@ -30,6 +30,9 @@ TAGGED = "NNX_PARALLEL_TAGGED"
 PEER_LOST = 75
 """Exit code of a process that ends because another is lost: try again."""
 
+INTERRUPT = "Ctrl-C"
+"""Argument of the KeyboardInterrupt with which all processes end a fit alike."""
+
 HUNG = 76
 """Exit code of a process whose step or evaluation did not end in time."""
 
@@ -43,11 +46,15 @@ _RESUME = (
     "checkpoint. `python -m nnx_parallel launch --max-restarts` does so by itself."
 )
 
+# Between a script and this package, where it calls.
+_LIBRARIES = {"contextlib", "functools", "threading", "jax", "flax", "orbax", "numpy"}
+
 # Taken by the first thread that ends the process, and never released: one reason is
 # printed, not those that follow from it.
 _ending = threading.Lock()
-# Sends the exit message to the other processes; `str` does nothing.
-_notify: Callable[[str], object] = str
+# Sends the exit message to the other processes; `str` does nothing. ``None`` says that
+# they end for the same reason.
+_notify: Callable[[str | None], object] = str
 
 
 def process_index() -> int:
@@ -107,7 +114,7 @@ def tag_logging() -> None:
     logging.setLogRecordFactory(make_tagged_record)
 
 
-def install(notify: Callable[[str], None]) -> None:
+def install(notify: Callable[[str | None], None]) -> None:
     """Makes an uncaught exception end the process, once it has told the others."""
     global _notify
     _notify = notify
@@ -115,7 +122,7 @@ def install(notify: Callable[[str], None]) -> None:
 
 
 def _end_by_exception(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    kind: type[BaseException], error: BaseException, _: TracebackType | None
 ) -> None:
     if issubclass(kind, jax.errors.JaxRuntimeError) or _STATUS.match(str(error)):
         # Most likely a collective failed because another process is gone. Which one
@@ -124,11 +131,14 @@ def _end_by_exception(
     _ending.acquire(timeout=_ENDING_SECONDS)
     text = str(error).strip().splitlines()
     reason = f"{kind.__name__}: {text[0]}" if text else kind.__name__
-    interrupted = issubclass(kind, KeyboardInterrupt)
+    # A fit has said that it ends, on all processes.
+    is_alike = error.args == (INTERRUPT,)
+    spell = traceback.format_exception_only if is_alike else traceback.format_exception
     _end(
-        "".join(traceback.format_exception(kind, error, trace)),
-        lambda: _notify(reason),
-        128 + signal.SIGINT if interrupted else 1,  # as shells spell a signal
+        "".join(spell(error)),
+        lambda: _notify(None if is_alike else reason),
+        # As shells spell a signal.
+        128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1,
     )
 
 
@@ -143,6 +153,32 @@ def end_by_loss(process: int, reason: str | None, drain: Callable[[], None]) -> 
     if reason is not None:
         text = f"{reason.rstrip('.')}. Its own output says more."
     _end(f"Process {process} is lost: {text} {_RESUME}", drain, PEER_LOST)
+
+
+def end_by_error(text: str, kind: type[Exception]) -> None:
+    """Ends this process from another thread than the main one, which may be stuck."""
+    if _ending.acquire(blocking=False):
+        reason = f"{kind.__name__}: {text}"
+        _end(reason, lambda: _notify(reason), 1)
+
+
+def place_of(frame: FrameType | None) -> str:
+    """The call of this package that a frame is in, and where a script makes it.
+
+    Example:
+        >>> place_of(sys._getframe()).startswith("<doctest")
+        True
+    """
+    call, place = "", ""
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        if package == __name__.partition(".")[0]:
+            call = f"{frame.f_code.co_qualname}, at "
+        elif package not in _LIBRARIES:
+            break
+        frame = frame.f_back
+    return call + place
 
 
 def _end(text: str, notify: Callable[[], object], code: int) -> None:
@@ -213,18 +249,22 @@ class Watchdog:
 
 
 class Termination:
-    """Context that records a SIGTERM instead of ending the process.
+    """Context that records a SIGTERM or a Ctrl-C instead of ending the process.
 
-    Schedulers and clouds send it some seconds before they take a machine: enough to
-    save. A handler installed earlier is called as well, and is restored on exit.
+    Schedulers and clouds send SIGTERM some seconds before they take a machine: enough
+    to save. A handler installed earlier is called as well, and is restored on exit. Of
+    SIGINT only Python's own handler is replaced. A second Ctrl-C is raised at once.
 
     Attributes:
-        is_requested: Whether the signal has come.
+        is_requested: Whether a SIGTERM has come.
+        is_interrupted: Whether a Ctrl-C has come.
+        defers: Whether the first Ctrl-C is recorded alone. Otherwise it is raised too.
     """
 
     def __init__(self) -> None:
-        self.is_requested = False
+        self.is_requested = self.is_interrupted = self.defers = False
         self._previous: Any = None
+        self._handlers: dict[int, Any] = {}  # those to restore
         self._is_watching = False
 
     def __enter__(self) -> Self:
@@ -240,16 +280,24 @@ class Termination:
                 stacklevel=3,
             )
         self._previous = previous
-        signal.signal(signal.SIGTERM, self._record)
         self._is_watching = True
+        self._install(signal.SIGTERM, self._record)
+        # One that is ignored, as under nohup, or the user's own, stays.
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._install(signal.SIGINT, self._record_interrupt)
         return self
 
+    def _install(self, number: int, handler: Callable[..., None]) -> None:
+        # `None` is a handler installed from C, which Python cannot restore.
+        previous = signal.signal(number, handler)
+        self._handlers[number] = signal.SIG_DFL if previous is None else previous
+
     def __exit__(self, *exc_info: object) -> None:
-        # A handler that was installed over this one stays.
-        if signal.getsignal(signal.SIGTERM) == self._record:
-            # `None` is a handler installed from C, which Python cannot restore.
-            previous = signal.SIG_DFL if self._previous is None else self._previous
-            signal.signal(signal.SIGTERM, previous)
+        for number, previous in self._handlers.items():
+            # A handler that was installed over this one stays.
+            if getattr(signal.getsignal(number), "__self__", None) is self:
+                signal.signal(number, previous)
+        self._handlers = {}
         self._is_watching = False
 
     def check(self) -> None:
@@ -269,6 +317,18 @@ class Termination:
         self.is_requested = True
         if callable(self._previous):
             self._previous(number, frame)
+
+    def _record_interrupt(self, number: int, frame: FrameType | None) -> None:
+        # Recorded even if it is raised: JAX's callback of the garbage collector, where
+        # it may come, swallows exceptions (docs/library-notes.md, "Lost processes").
+        is_first, self.is_interrupted = not self.is_interrupted, True
+        if not (is_first and self.defers):
+            raise KeyboardInterrupt
+        with contextlib.suppress(Exception):  # it may have come within another write
+            write_error(
+                "Ctrl-C: the fit ends after this step, once it is saved. A second one "
+                "ends it at once."
+            )
 
 
 def _name(handler: Any) -> str:

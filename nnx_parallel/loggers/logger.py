@@ -2,15 +2,17 @@
 
 import contextlib
 import importlib
+import io
 import itertools
 import json
 import math
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 import jax
 
@@ -40,10 +42,18 @@ class Logger(Protocol):
 
 
 class LoggerGroup:
-    """Several loggers as one; on every process but the first none is called."""
+    """Several loggers as one; on every process but the first none is called.
 
-    def __init__(self, loggers: Iterable[Logger]) -> None:
+    Args:
+        loggers: The loggers.
+        warns: Whether an ``OSError`` of one that has started, a full disk for instance,
+            is a warning alone, the first time.
+    """
+
+    def __init__(self, loggers: Iterable[Logger], *, warns: bool = False) -> None:
         self._loggers = tuple(loggers)
+        self._warns = warns
+        self._failing: set[int] = set()
 
     def _active(self) -> tuple[Logger, ...]:
         # Asked at each call: a group may be made before processes are joined.
@@ -57,18 +67,34 @@ class LoggerGroup:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log to each logger."""
         for logger in self._active():
-            logger.log(step, metrics)
+            self._call(logger, logger.log, step, metrics)
 
     def message(self, text: str) -> None:
         """Send the text to each logger."""
         for logger in self._active():
-            logger.message(text)
+            self._call(logger, logger.message, text)
 
     def finish(self) -> None:
         """Finish every logger, even if one of them raises."""
         with contextlib.ExitStack() as stack:
             for logger in reversed(self._active()):  # a stack runs them in their order
-                stack.callback(logger.finish)
+                stack.callback(self._call, logger, logger.finish)
+
+    def _call(self, logger: Logger, call: Callable[..., None], *args: Any) -> None:
+        try:
+            call(*args)
+        except OSError as error:
+            if not self._warns:
+                raise
+            if id(logger) not in self._failing:
+                warnings.warn(
+                    f"{type(logger).__name__} failed: {error}. Training goes on; what "
+                    "it cannot log is lost.",
+                    stacklevel=3,
+                )
+            self._failing.add(id(logger))
+        else:
+            self._failing.discard(id(logger))
 
 
 def default_loggers(directory: Path | None) -> list[Logger]:
@@ -109,7 +135,7 @@ class JSONLinesLogger:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._file: TextIO | None = None
+        self._file: io.FileIO | None = None
         self._step = 0
 
     def start(self, *, first_step: int, num_steps: int) -> None:
@@ -118,8 +144,8 @@ class JSONLinesLogger:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             _cut_lines(self.path, first_step)
-        # Line buffered: a killed process loses no step that was logged.
-        self._file = self.path.open("a", encoding="utf-8", buffering=1)
+        # Not buffered: a killed process loses no step that was logged.
+        self._file = io.FileIO(self.path, "a")
         self._step = first_step
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -141,7 +167,15 @@ class JSONLinesLogger:
         if self._file is None:
             raise RuntimeError("The logger is not open. Call `start` before `log`.")
         line = {"step": self._step, "time": round(time.time(), 3), **values}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        rest = (json.dumps(line, allow_nan=False) + "\n").encode()
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            # The disk is full: a torn line would be another program's to a resumed run.
+            self._file.truncate(size)
+            raise
 
 
 def _json_number(value: float) -> float | str:
@@ -166,10 +200,14 @@ def _cut_lines(path: Path, last_step: int) -> None:
     elif len(kept) < len(lines):
         # A new file, renamed over the old one: a crash leaves one of the two.
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        with os.fdopen(descriptor, "wb") as file:
-            file.writelines(kept)
-            file.flush()
-            os.fsync(descriptor)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.writelines(kept)
+                file.flush()
+                os.fsync(descriptor)
+        except OSError:
+            os.unlink(temporary)  # it is part of what keeps the disk full
+            raise
         os.chmod(temporary, path.stat().st_mode)  # `mkstemp` gives the owner's alone
         os.replace(temporary, path)
 

@@ -12,6 +12,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
+from nnx_parallel.distributed.agreement import meet
 from nnx_parallel.errors import PlacementTreeError
 from nnx_parallel.mesh import check_mesh
 from nnx_parallel.sharding.layout import Layout
@@ -324,6 +325,9 @@ def gather(tree: Any, *, to_host: bool = True) -> Any:
         >>> gather(shard({"x": np.arange(8.0)}, P("fsdp"), mesh))["x"]
         array([0., 1., 2., 3., 4., 5., 6., 7.], dtype=float32)
     """
+    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+    if jax.process_count() > 1 and not all(x.is_fully_addressable for x in arrays):
+        meet("gather")
 
     def bring(x: Any) -> Any:
         if not isinstance(x, jax.Array):

@@ -14,8 +14,8 @@ import jax
 from nnx_parallel.data.batches import BatchAgreement, copy_if_writeable
 from nnx_parallel.data.position import is_one_shot
 from nnx_parallel.data.prefetch import PrefetchIterator, check_data
-from nnx_parallel.distributed.agreement import allgather_object
-from nnx_parallel.distributed.runtime import Termination, Watchdog
+from nnx_parallel.distributed.agreement import allgather_object, count_step
+from nnx_parallel.distributed.runtime import INTERRUPT, Termination, Watchdog
 from nnx_parallel.errors import (
     CheckpointError,
     DataError,
@@ -44,6 +44,7 @@ from nnx_parallel.training.run_state import RunState
 from nnx_parallel.training.step import Batch
 
 SIGTERM = "SIGTERM, as a machine sends before it is taken away"
+_SIGNALS = (SIGTERM, INTERRUPT)  # after which there is no time to evaluate
 
 _STEPS_TO_FIRST_METRICS = 4
 """After so many steps the metrics of the first are known, which are 2 steps behind."""
@@ -130,7 +131,7 @@ class Loop:
         loggers = settings.loggers
         if loggers is None or settings.fast_dev_run:
             loggers = default_loggers(directory)
-        self._logger = LoggerGroup(loggers)
+        self._logger = LoggerGroup(loggers, warns=self.run.checkpoints.warns)
         self._recorder = Recorder(self._logger, self._on_step_end, settings.log_every)
         self._tracer = Tracer(settings.profile, directory)
         self._watchdog = Watchdog(settings.step_timeout)
@@ -193,6 +194,8 @@ class Loop:
                 self._logger.finish()
         if self._stop_reason == SIGTERM:
             raise SystemExit(0 if checkpoints.options else 128 + signal.SIGTERM)
+        if self._stop_reason == INTERRUPT:
+            raise KeyboardInterrupt(INTERRUPT)
         return history
 
     def _fit(self) -> None:
@@ -244,7 +247,7 @@ class Loop:
             self._agreed_stop = next((x for x in found if x is not None), None)
         if self._stop_reason is not None:
             logger.message(f"Stopped at step {run.step}: {self._stop_reason}")
-        if self._stop_reason == SIGTERM:
+        if self._stop_reason in _SIGNALS:
             logger.message(checkpoints.exit_message(run.step))
 
     def _run_steps(self) -> None:
@@ -269,6 +272,9 @@ class Loop:
                 if step == first_step:
                     # Apart from the step, whose time and watchdog it must not count.
                     self._compile(item.batch)
+                    # Until here nothing is lost by a Ctrl-C that ends it at once.
+                    self._termination.defers = True
+                count_step()
                 with self._tracer.step(step, run.state), self._explaining_memory():
                     # One statement: the old state is donated, and must not be seen.
                     run.state, metrics = self.programs.train_step(run.state, item.batch)
@@ -340,13 +346,15 @@ class Loop:
         plan, count = self.programs.plan, self.programs.options.num_microbatches
         return explaining_memory(plan, count, self._temporary_bytes)
 
-    def _sigterm(self) -> str | None:
-        """`SIGTERM` if it has come to this process; others may not know yet."""
-        return SIGTERM if self._termination.is_requested else None
+    def _signal(self) -> str | None:
+        """The signal that has come to this process; others may not know yet."""
+        if self._termination.is_requested:
+            return SIGTERM
+        return INTERRUPT if self._termination.is_interrupted else None
 
     def _requested_stop(self) -> str | None:
         """Why this process wants to stop, or ``None``."""
-        return self._sigterm() or self._stop_request
+        return self._signal() or self._stop_request
 
     @property
     def _stop_reason(self) -> str | None:
@@ -387,14 +395,14 @@ class Loop:
 
     def _evaluate(self, step: int) -> None:
         # After a SIGTERM there are seconds left, which the checkpoint needs.
-        if self.eval_data is None or self._stop_reason == SIGTERM:
+        if self.eval_data is None or self._stop_reason in _SIGNALS:
             return
         try:
             found = self.programs.evaluate(
                 self.run.state,
                 self.eval_data,
                 watchdog=self._watchdog,
-                stop_reason=self._sigterm,
+                stop_reason=self._signal,
             )
             self._watchdog.disarm()
             if found:

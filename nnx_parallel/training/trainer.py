@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from nnx_parallel.checkpoint.manager import CheckpointManager
 from nnx_parallel.checkpoint.options import Checkpoint
 from nnx_parallel.data.batches import data_share
+from nnx_parallel.distributed.agreement import meet
 from nnx_parallel.layers.scan import Remat
 from nnx_parallel.loggers.logger import Logger
 from nnx_parallel.mesh import Device
@@ -272,6 +273,8 @@ class Trainer:
 
         Raises:
             SystemExit: With code 0 after a SIGTERM, once a checkpoint is saved.
+            KeyboardInterrupt: After Ctrl-C, once the step in work is done and saved; a
+                second one ends the fit at once.
             DisagreementError: If processes are about to run different programs.
             NonFiniteLossError: If a loss is not finite; names what went bad.
             ValueError: If ``num_steps`` or ``eval_every`` is no number of steps.
@@ -279,6 +282,7 @@ class Trainer:
             DataExhaustedError: If the data ends before ``num_steps``.
             BatchShapeError: If a batch does not divide, or changes its shape.
         """
+        meet("fit")
         # Kept for `stop`, which a callback calls from within the fit.
         self._loop = Loop(
             self,
@@ -313,6 +317,7 @@ class Trainer:
         Raises:
             DataError: If there is no batch.
         """
+        meet("evaluate")
         return self._programs.evaluate(self.state, data, ema=ema)
 
     def predict(
@@ -337,6 +342,7 @@ class Trainer:
         Raises:
             DataError: If there is no batch.
         """
+        meet("predict")
         return self._programs.predict(self.state, data, function, ema=ema)
 
     def save(self) -> None:
@@ -346,6 +352,7 @@ class Trainer:
             CheckpointNotFoundError: If the Trainer has no checkpoint directory.
             CheckpointError: If this step or a later one is saved already.
         """
+        meet("save")
         with self._run.checkpoints:  # which waits in the end
             self._run.save(once=False)
 
@@ -374,4 +381,5 @@ class Trainer:
                 has changed.
             CheckpointError: If a hook of a fit restores more than weights.
         """
+        meet("restore")
         self._run.restore(step, directory, weights_only=weights_only)

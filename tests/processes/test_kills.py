@@ -1,4 +1,6 @@
-"""A run that is killed at random moments ends with the bits of one that is not."""
+"""A run that is ended at random moments has the bits of one that is not."""
+
+import signal
 
 import pytest
 
@@ -7,7 +9,13 @@ from benchmarks.faults import soak
 pytestmark = pytest.mark.faults
 
 
-def test_ten_kills_at_random_moments_change_nothing() -> None:
-    found = soak(10, seed=1)
+@pytest.mark.parametrize(
+    ("number", "count", "processes"),
+    [(signal.SIGKILL, 10, 1), (signal.SIGINT, 2, 2)],
+)
+def test_signals_at_random_moments_change_nothing(
+    number: signal.Signals, count: int, processes: int
+) -> None:
+    found = soak(count, seed=1, number=number, processes=processes)
     assert found["equal"], found
     assert found["left by dead saves"] == 0, found

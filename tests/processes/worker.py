@@ -35,6 +35,7 @@ from nnx_parallel import (
     Trainer,
 )
 from nnx_parallel.checkpoint import orbax_compat
+from nnx_parallel.distributed import messages
 from nnx_parallel.sharding.names import flatten_pure
 
 STRATEGIES = {
@@ -73,6 +74,7 @@ class Settings:
         fault: What happens, on which process, at which step, at the first start only.
         evaluates: Whether the run ends with an evaluation.
         give_up_seconds: When a save that has failed on one process is given up.
+        notice_seconds: When a process that waits for another asks where it is.
     """
 
     strategies: list[str] = field(default_factory=lambda: ["fsdp"])
@@ -84,6 +86,7 @@ class Settings:
     fault: dict[str, Any] = field(default_factory=dict)
     evaluates: bool = False
     give_up_seconds: int = orbax_compat.GIVE_UP_SECONDS
+    notice_seconds: float = 20.0
 
 
 def global_batches(count: int) -> list[np.ndarray]:
@@ -140,6 +143,8 @@ class Fault(Callback):
             limit_files(64)
 
     def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
+        if self._fault.get("kind") == "talk":
+            print("says", step)  # noqa: T201
         if step == self._fault.get("heal_at"):
             time.sleep(2)  # what is written behind the steps has failed by now
             limit_files(resource.getrlimit(resource.RLIMIT_FSIZE)[1])
@@ -160,6 +165,8 @@ class Fault(Callback):
             threading.Event().wait()
         if kind == "exit":
             sys.exit(0)
+        if kind == "save":
+            trainer.save()
 
 
 def limit_files(num_bytes: int) -> None:
@@ -220,6 +227,8 @@ def run(settings: Settings) -> dict[str, Any]:
         trainer = make_trainer(settings, STRATEGIES[name]())
         history = trainer.fit(Batches(settings, *trainer.data_share), settings.steps)
         losses = [float(x) for x in history.get("loss", [])]
+        if active_fault(settings).get("kind") == "save_after":
+            trainer.save()
         if settings.evaluates:
             trainer.evaluate(eval_batches(settings, trainer.data_share))
         found[name] = {
@@ -237,6 +246,7 @@ def main() -> None:
     nnx_parallel.initialize()
     settings = Settings(**json.loads(sys.argv[1]))
     orbax_compat.GIVE_UP_SECONDS = settings.give_up_seconds
+    messages._NOTICE_SECONDS = settings.notice_seconds  # pyright: ignore[reportPrivateUsage]
     found = run(settings)
     if settings.out is not None and jax.process_index() == 0:
         Path(settings.out).write_text(json.dumps(found))

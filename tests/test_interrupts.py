@@ -1,0 +1,225 @@
+"""Ctrl-C and SIGTERM in a fit: what they save, and what they leave to the next."""
+
+import contextlib
+import gc
+import itertools
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from nnx_parallel import Callback, Checkpoint, DataParallel, Trainer
+from nnx_parallel.data import PrefetchIterator
+from tests.parity.runs import compiling, to_host
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_compilation() -> Iterator[None]:
+    with compiling(optimized=False):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _hears_interrupts() -> Iterator[None]:
+    """What a shell starts in the background ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
+
+
+class At(Callback):
+    """Does something once the metrics of a step are known."""
+
+    def __init__(self, step: int, act: Callable[[], object]) -> None:
+        self._step, self._act = step, act
+
+    def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
+        if step == self._step:
+            self._act()
+
+
+class Before(Callback):
+    """Does something before the first step."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self._act = act
+
+    def on_fit_start(self, trainer: Any) -> None:
+        self._act()
+
+
+def squares(model: Any, batch: Any) -> jax.Array:
+    return (model(batch[0] if isinstance(batch, tuple) else batch) ** 2).mean()
+
+
+def make_trainer(*callbacks: Callback, **options: Any) -> Trainer:
+    return Trainer(
+        model=lambda rngs: nnx.Linear(4, 4, rngs=rngs),
+        optimizer=optax.adam(0.1),
+        loss=squares,
+        strategy=DataParallel(),
+        devices=jax.devices()[:1],
+        callbacks=callbacks,
+        loggers=(),
+        **options,
+    )
+
+
+def batches(count: int = 20) -> Iterator[np.ndarray]:
+    """A generator, which fills one buffer again and again."""
+    buffer = np.empty((8, 4), np.float32)
+    for i in range(count):
+        buffer[:] = i + 1
+        yield buffer
+
+
+class Data:
+    """Batches that can be read again."""
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return batches()
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def interrupt_the_collector() -> None:
+    """Ctrl-C in a callback of the garbage collector, which swallows exceptions."""
+
+    def act(*_: object) -> None:
+        gc.callbacks.remove(act)
+        interrupt()
+
+    gc.callbacks.append(act)
+    gc.collect()
+
+
+def params(trainer: Trainer) -> dict[str, np.ndarray]:
+    return to_host(trainer.state.params)
+
+
+def saved_steps(directory: Path) -> list[int]:
+    return sorted(int(p.name) for p in directory.iterdir() if p.name.isdigit())
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, np.ndarray]:
+    """Parameters after 12 steps that nothing interrupts."""
+    trainer = make_trainer()
+    trainer.fit(batches(), 12)
+    return params(trainer)
+
+
+@pytest.mark.parametrize("act", [interrupt, interrupt_the_collector])
+def test_a_ctrl_c_ends_the_fit_once_the_step_is_saved(
+    act: Callable[[], None], tmp_path: Path, expected: dict, capfd: Any
+) -> None:
+    trainer = make_trainer(At(2, act), checkpoint=Checkpoint(tmp_path, every=100))
+    with pytest.raises(KeyboardInterrupt, match=r"^Ctrl-C$"):
+        trainer.fit(Data(), 12)
+    assert 2 <= trainer.step <= 5
+    assert saved_steps(tmp_path) == [trainer.step]
+    assert "Ctrl-C: the fit ends after this step, once it is saved." in (
+        capfd.readouterr().err
+    )
+    resumed = make_trainer(checkpoint=tmp_path)
+    resumed.fit(Data(), 12)
+    np.testing.assert_equal(params(resumed), expected)
+
+
+def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
+    def twice() -> None:
+        interrupt()
+        interrupt()
+
+    trainer = make_trainer(At(2, twice), checkpoint=Checkpoint(tmp_path, every=100))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(Data(), 12)
+    assert saved_steps(tmp_path) == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_ctrl_c_before_the_first_step_ends_it_at_once(tmp_path: Path) -> None:
+    trainer = make_trainer(Before(interrupt), checkpoint=tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(Data(), 12)
+    assert saved_steps(tmp_path) == []
+    # Swallowed there, it is known after the first step.
+    trainer = make_trainer(Before(interrupt_the_collector), checkpoint=tmp_path)
+    with pytest.raises(KeyboardInterrupt, match="Ctrl-C"):
+        trainer.fit(Data(), 12)
+    assert saved_steps(tmp_path) == [1]
+
+
+def test_a_handler_of_the_users_own_is_left_alone() -> None:
+    calls = []
+    signal.signal(signal.SIGINT, lambda *_: calls.append(1))
+    try:
+        make_trainer(At(2, interrupt)).fit(Data(), 4)
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert calls == [1]
+
+
+def test_a_fit_on_another_thread_installs_nothing() -> None:
+    trainer = make_trainer(At(2, lambda: seen.append(signal.getsignal(signal.SIGINT))))
+    seen: list[Any] = []
+    thread = threading.Thread(target=lambda: trainer.fit(Data(), 4))
+    thread.start()
+    thread.join()
+    assert seen == [signal.default_int_handler]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_wait_for_data_that_does_not_come_ends(number: int, tmp_path: Path) -> None:
+    comes = threading.Event()
+
+    class Stalling:
+        def __iter__(self) -> Iterator[np.ndarray]:
+            yield from itertools.islice(batches(), 3)
+            threading.Timer(0.5, os.kill, (os.getpid(), number)).start()
+            comes.wait(3)  # `close` waits for as long
+            yield np.ones((8, 4), np.float32)
+
+    trainer = make_trainer(checkpoint=tmp_path)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        trainer.fit(Stalling(), 12)
+    assert trainer.step == 3
+    assert saved_steps(tmp_path) == [3]
+
+
+def stop_by_error() -> None:
+    raise ValueError("this fit has had enough")
+
+
+@pytest.mark.parametrize("kind", [iter, zip])  # a zip takes no weak reference
+@pytest.mark.parametrize("act", [interrupt, stop_by_error, None])
+def test_a_fit_that_ends_early_leaves_what_it_read_ahead_to_the_next(
+    act: Callable[[], None] | None, kind: Callable, expected: dict
+) -> None:
+    trainer = make_trainer(At(3, act or (lambda: trainer.stop("enough for now"))))
+    data = kind(batches())
+    with contextlib.suppress(KeyboardInterrupt, ValueError):
+        trainer.fit(data, 12)
+    assert 3 <= trainer.step <= 5
+    trainer.fit(data, 12)
+    np.testing.assert_equal(params(trainer), expected)
+
+
+def test_whatever_reads_a_generator_next_gets_them() -> None:
+    data = batches()
+    first = make_trainer(At(3, lambda: first.stop("enough")))
+    first.fit(data, 12)
+    placed = PrefetchIterator(data, np.array, limit=2)
+    seen = [float(item.batch[0, 0]) for item in placed]
+    assert seen == [first.step + 1, first.step + 2]
