@@ -157,7 +157,8 @@ class Checkpoint:
     A checkpoint is kept while any rule asks for it; the newest always is.
 
     Attributes:
-        directory: Root of the run's checkpoints, made absolute; or a URL.
+        directory: Root of the run's checkpoints, made absolute; or a URL. One run at a
+            time writes to a path, which a lock ensures.
         every: Steps between saves.
         keep_last: How many of the newest are kept; ``None`` keeps all.
         keep_every: Saved steps that this divides are never deleted.

@@ -163,12 +163,7 @@ def end_by_error(text: str, kind: type[Exception]) -> None:
 
 
 def place_of(frame: FrameType | None) -> str:
-    """The call of this package that a frame is in, and where a script makes it.
-
-    Example:
-        >>> place_of(sys._getframe()).startswith("<doctest")
-        True
-    """
+    """The call of this package that a frame is in, and where a script makes it."""
     call, place = "", ""
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
