@@ -212,6 +212,15 @@ def hide_log(record: logging.LogRecord) -> bool:
     return False
 
 
+def _hide_stragglers(record: logging.LogRecord) -> bool:
+    """`hide_log` for what Orbax's writing threads log once their save has failed."""
+    return hide_log(record) if _OF_A_SAVE.search(record.getMessage()) else True
+
+
+_OF_A_SAVE = re.compile(r"_SignalingThread|Handler Commit|metadata=|Save Finalize")
+_LOGGER.addFilter(_hide_stragglers)
+
+
 class AsyncSave(logging.Filter):
     """One save in progress, and how it ends; the filter of what its thread logs.
 

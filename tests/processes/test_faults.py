@@ -259,7 +259,7 @@ def test_a_disk_that_is_full_for_a_while_ends_no_run(tmp_path: Path) -> None:
     for step in (5, 10, 15):
         assert f"Saving step {step} in '{run}' failed: " in ended.text
     assert ended.text.count("JSONLinesLogger failed: ") == 1
-    assert "Traceback" not in ended.text
+    assert len(ended.text.splitlines()) < 60, ended.text  # 4,100 are Orbax's own
     assert sorted(path.name for path in run.iterdir()) == ["20", "metrics.jsonl"]
     lines = (run / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines][-1] == 20
