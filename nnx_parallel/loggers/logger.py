@@ -9,14 +9,13 @@ import math
 import os
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import jax
 
-from nnx_parallel.errors import LogFileError
+from nnx_parallel.errors import LogFileError, warn_user
 from nnx_parallel.loggers.console import ConsoleLogger
 
 
@@ -87,10 +86,9 @@ class LoggerGroup:
             if not self._warns:
                 raise
             if id(logger) not in self._failing:
-                warnings.warn(
+                warn_user(
                     f"{type(logger).__name__} failed: {error}. Training goes on; what "
-                    "it cannot log is lost.",
-                    stacklevel=3,
+                    "it cannot log is lost."
                 )
             self._failing.add(id(logger))
         else:
