@@ -90,7 +90,8 @@ def server() -> Iterator[dict[str, str]]:
         "TENSORSTORE_GCS_HTTP_URL": url,
         "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none",
         "GOOGLE_CLOUD_PROJECT": "test",
-        "NO_GCE_CHECK": "true",  # nobody looks for credentials
+        "NO_GCE_CHECK": "true",  # nobody looks for credentials, or kinds of buckets
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
     }
     process.kill()
     process.wait()
@@ -102,14 +103,14 @@ def start(server: dict[str, str], *arguments: object) -> subprocess.Popen[str]:
         env=server,
         cwd=ROOT,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=None,  # pytest shows it; a pipe that nobody reads would fill up
         text=True,
     )
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    out, problems = process.communicate(timeout=240)
-    assert process.returncode == 0, problems[-4000:]
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
     return out
 
 
