@@ -136,3 +136,4 @@ def test_a_run_is_saved_kept_killed_resumed_and_inspected(
     assert "step        10 " in shown
     assert "step        12 " in shown
     assert "left by a save" not in shown
+    assert " 0 B " not in shown

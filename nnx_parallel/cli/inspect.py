@@ -1,6 +1,7 @@
 """Lists what a run's directory holds; writes nothing."""
 
 import contextlib
+import os
 import sys
 
 import jax
@@ -73,13 +74,12 @@ def _show(saved: SavedSteps, directory: LiteralPath, *, verify: bool) -> int:
     return 1 if num_damaged else 0
 
 
-def _size(directory: LiteralPath) -> int:
-    size = 0
-    for root, _, names in directory.walk():
-        for name in names:
-            with contextlib.suppress(OSError):  # deleted meanwhile, or a broken link
-                size += (root / name).stat().length
-    return size
+def _size(path: LiteralPath) -> int:
+    with contextlib.suppress(OSError):  # deleted meanwhile
+        if not path.is_dir():
+            return path.stat().length
+        return sum(_size(x) for x in path.iterdir() if not os.path.islink(x))
+    return 0
 
 
 def _judge(
