@@ -352,8 +352,9 @@ _TRANSIENT = re.compile(
 def root_cause(error: BaseException) -> str:
     """The last error of a chain: Orbax wraps what went wrong in unrelated errors."""
     error = _last(error)
-    text = printable(str(error).partition("[tensorstore_spec=")[0].strip())
-    return f"{type(error).__name__}: {text}"
+    # TensorStore adds its whole spec, and lines of its source.
+    text, *_ = re.split(r" \[(?:tensorstore_spec|source locations)=", str(error))
+    return f"{type(error).__name__}: {printable(text)}"
 
 
 def first_cause(error: BaseException) -> BaseException:
