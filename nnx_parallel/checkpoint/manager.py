@@ -38,6 +38,7 @@ from nnx_parallel.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CheckpointSaveError,
+    warn_user,
 )
 from nnx_parallel.precision import array_bytes
 from nnx_parallel.state import TrainState
@@ -299,11 +300,10 @@ class CheckpointManager:
             save.check()
         opened.forget(save.superseded)
         for problem in save.problems:
-            warnings.warn(
+            warn_user(
                 f"An older checkpoint in '{self.directory}' could not be deleted: "
                 f"{problem}. The newer ones are saved, and training goes on; it takes "
-                "space until it is deleted.",
-                stacklevel=4,
+                "space until it is deleted."
             )
 
     @contextlib.contextmanager

@@ -1,7 +1,6 @@
 """The checkpoints on disk: opened, listed, described, read. Nothing here saves."""
 
 import contextlib
-import warnings
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -45,6 +44,7 @@ from nnx_parallel.errors import (
     CheckpointNotFoundError,
     CheckpointReadError,
     DisagreementError,
+    warn_user,
 )
 
 Restored = tuple[dict[str, dict[str, jax.Array]], dict[str, Any]]
@@ -91,10 +91,9 @@ class SavedSteps:
             )
         if not read_only and jax.process_index() == 0:
             for problem in delete_remains(self.directory):
-                warnings.warn(
+                warn_user(
                     f"Cannot delete {problem} in '{self.directory}', the remains of a "
-                    "step that was being deleted when its run was killed.",
-                    stacklevel=2,
+                    "step that was being deleted when its run was killed."
                 )
 
     @property
