@@ -218,7 +218,6 @@ def _hide_stragglers(record: logging.LogRecord) -> bool:
 
 
 _OF_A_SAVE = re.compile(r"_SignalingThread|Handler Commit|metadata=|Save Finalize")
-_LOGGER.addFilter(_hide_stragglers)
 
 
 class AsyncSave(logging.Filter):
@@ -248,6 +247,8 @@ class AsyncSave(logging.Filter):
 
     def listen(self) -> None:
         """Reads the log, until `end`."""
+        # A filter that hides a record hides it from those after it.
+        _LOGGER.removeFilter(_hide_stragglers)
         _LOGGER.addFilter(self)
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -289,6 +290,7 @@ class AsyncSave(logging.Filter):
     def end(self) -> None:
         """Marks the save as ended and stops reading the log."""
         _LOGGER.removeFilter(self)
+        _LOGGER.addFilter(_hide_stragglers)
         self._has_ended.set()
 
     def discard(self) -> None:
