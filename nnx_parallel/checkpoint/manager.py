@@ -298,6 +298,7 @@ class CheckpointManager:
             save.discard()
             opened.reload()
             save.check()
+            return
         opened.forget(save.superseded)
         for problem in save.problems:
             warn_user(
