@@ -396,13 +396,15 @@ BATCH_ERRORS = {
                "Leaves must be NumPy or JAX arrays"),
     "scalar": ({"x": np.float32(1)}, DataError, "batch['x'] of batch 3 has "
                "type float32. Leaves must be"),
-    "0-d": ({"x": np.array(1.0)}, BatchShapeError, "batch['x'] of batch 3 has no dims"),
+    "0-d": ({"x": np.array(1.0)}, DataError, "Batch 3 of type dict holds no arrays "
+            "with rows."),
     "empty": ({}, DataError, "Batch 3 of type dict holds no arrays."),
     "no rows": ({"x": np.zeros((0, 2))}, BatchShapeError, "batch['x'] of batch 3 has "
                 "no rows"),
     "rows": ({"x": np.zeros((4, 2)), "y": np.zeros(3)}, BatchShapeError, "Arrays of "
              "batch 3 disagree about the number of rows (batch['x']: 4, "
-             "batch['y']: 3)."),
+             "batch['y']: 3). Dim 0 of every array is the rows of the global batch; "
+             "give an array that all rows share as nnx_parallel.Shared(array)."),
     "int64": ({"id": np.array([0, 2**31])}, DataError, "batch['id'] of batch 3 has "
               "dtype int64 and holds 2147483648. JAX keeps it as int32, from "
               "-2147483648 to 2147483647, and would wrap it"),

@@ -1,6 +1,7 @@
-"""Batches: checked on the host, the same on all processes, split over the rows."""
+"""Batches: checked on the host, the same on all processes, placed on the mesh."""
 
 import math
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,10 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from einops import rearrange
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from nnx_parallel.data.rows import count_rows, partition
 from nnx_parallel.distributed.agreement import allgather_object, differences
 from nnx_parallel.errors import (
     BatchShapeError,
@@ -32,6 +34,8 @@ END = object()  # in place of a batch where the data has ended
 def check_batch(batch: Any, *, index: int = 0) -> int:
     """Checks a pytree of arrays whose dim 0 is the rows, and returns their number.
 
+    Arrays without dims, and those in a `Shared`, belong to all rows.
+
     Raises:
         DataError: If a leaf is not an array of numbers, or holds integers beyond the 32
             bits to which JAX would silently wrap them.
@@ -44,17 +48,21 @@ def check_batch(batch: Any, *, index: int = 0) -> int:
     leaves = _named_leaves(batch)
     for name, leaf in leaves.items():
         _check_leaf(f"{name} of batch {index}", leaf)
-    rows = {name: leaf.shape[0] for name, leaf in leaves.items()}
+    own, shared, join = partition(batch)
+    without_shared = join(own, [None] * len(shared))
+    rows = {name: x.shape[0] for name, x in _named_leaves(without_shared).items()}
     if not rows:
         raise DataError(
-            f"Batch {index} of type {type(batch).__name__} holds no arrays. A batch is "
-            "a pytree of arrays whose dim 0 is the rows."
+            f"Batch {index} of type {type(batch).__name__} holds no arrays"
+            f"{' with rows' * bool(leaves)}. A batch is a pytree of arrays whose dim 0 "
+            "is the rows."
         )
     if len(set(rows.values())) > 1:
         found = ", ".join(f"{name}: {count}" for name, count in rows.items())
         raise BatchShapeError(
             f"Arrays of batch {index} disagree about the number of rows ({found}). "
-            "Dim 0 of every array is the rows of the global batch."
+            "Dim 0 of every array is the rows of the global batch; give an array that "
+            "all rows share as nnx_parallel.Shared(array)."
         )
     name, num_rows = next(iter(rows.items()))
     if num_rows == 0:
@@ -129,18 +137,14 @@ def _check_leaf(name: str, leaf: Any) -> None:
     if not isinstance(leaf, np.ndarray | jax.Array):
         raise DataError(
             f"{name} has type {type(leaf).__name__}. Leaves must be NumPy or JAX "
-            "arrays: convert it with `np.asarray`, dim 0 being the rows."
+            "arrays: convert it with `np.asarray`, dim 0 being the rows. One without "
+            "dims, such as np.asarray(0.5), is shared by all rows."
         )
     kinds = (np.number, np.bool_, jax.dtypes.extended)  # extended: typed random keys
     if not any(jnp.issubdtype(leaf.dtype, kind) for kind in kinds):
         raise DataError(
             f"{name} has dtype {leaf.dtype}. Leaves must hold booleans or numbers: "
             "encode it, or leave it out of the batch."
-        )
-    if leaf.ndim == 0:
-        raise BatchShapeError(
-            f"{name} has no dims. Dim 0 of every array is the rows of the global "
-            "batch: repeat the value for each row, or close over it in the loss."
         )
     # `jax.device_put(np.array([2**40]))` gives 0, without an error or a warning
     # (https://github.com/jax-ml/jax/issues/18385). A JAX array fits by its nature.
@@ -197,18 +201,19 @@ class BatchAgreement:
         """
         if jax.process_count() == 1:
             return 0 if batch is END else check_batch(batch, index=index), None
-        num_rows, signature, problem = 0, None, None
+        num_rows, signature, problem, shared = 0, None, None, None
         if batch is not END:
             try:
                 num_rows = check_batch(batch, index=index)
-                signature = batch_signature(batch)
+                signature, shared = batch_signature(batch), _shared_checksums(batch)
             except DataError as error:
                 problem = error  # raised once the others know of it
         text = None if problem is None else str(problem)
         # Not `multihost_utils.process_allgather`: that runs a program, on a thread that
         # prefetches. Processes that launch programs in different orders deadlock.
-        found = allgather_object(self.name, [signature, text, self.stop_reason()])
-        signatures, problems, reasons = zip(*found, strict=True)
+        mine = [signature, text, self.stop_reason(), shared]
+        found = allgather_object(self.name, mine)
+        signatures, problems, reasons, all_shared = zip(*found, strict=True)
         for reason in reasons:
             if reason is not None:  # first of all: a run that stops needs no batch
                 return num_rows, reason
@@ -234,7 +239,22 @@ class BatchAgreement:
                     "split them by trainer.data_share, and drop or pad what does not "
                     "divide."
                 )
+        for process, other in enumerate(all_shared):
+            if other != all_shared[0]:
+                raise BatchShapeError(
+                    f"Processes 0 and {process} have other values in the entries of "
+                    f"batch {index} that all rows share: "
+                    f"{[name for name, x in other.items() if x != all_shared[0][name]]}"
+                    ". Give the same on all processes."
+                )
         return num_rows, None
+
+
+def _shared_checksums(batch: Any) -> dict[str, int]:
+    """A checksum of each array that all rows share, by its path."""
+    own, shared, join = partition(batch)
+    leaves = _named_leaves(join([None] * len(own), shared))
+    return {name: zlib.crc32(np.asarray(x).tobytes()) for name, x in leaves.items()}
 
 
 def _format(found: Any) -> str:
@@ -296,7 +316,8 @@ def place_batch(
 
     Args:
         batch: A pytree of arrays whose dim 0 is the rows of this process's
-            `data_share`: with one process those of the global batch.
+            `data_share`: with one process those of the global batch. Shared entries
+            go to every device whole.
         layout: The strategy's claims on the mesh.
         num_microbatches: Check that the rows divide evenly over microbatches and
             batch axes. ``None`` (evaluation) splits the rows over as many axes as
@@ -307,29 +328,38 @@ def place_batch(
         BatchShapeError: If the rows do not divide, or are not those stated.
     """
     index, count = data_share(layout)
-    num_local = jax.tree.leaves(batch)[0].shape[0]
+    rows, shared, join = partition(batch)
+    num_local = count_rows(batch)
     num_rows = num_local * count
     if global_batch_size is not None and num_rows != global_batch_size:
         raise _size_error(num_local, index, count, global_batch_size)
     sizes = {axis: layout.mesh.shape[axis] for axis in layout.claims.batch}
     if num_microbatches is not None:
         check_divisible(num_rows, num_microbatches, sizes)
+    # Equal on all processes, so that each places its own copy.
+    shared = _place(layout.sharding(P()), shared) if shared else []
     # (share, ...) in this process -> (batch, ...) over the mesh
     sharding = layout.sharding(layout.batch_spec(num_rows))
     if count > 1 and num_rows % math.prod(sizes.values()) != 0:
         # A device may need rows of another process: all of them get the whole batch.
         # This runs a collective, and so never on a prefetching thread.
         givers = [processes[0] for processes in _processes_by_part(layout)]
-        shares = multihost_utils.process_allgather(batch)  # (process, share, ...)
+        shares = multihost_utils.process_allgather(rows)  # (process, share, ...)
         whole = jax.tree.map(lambda x: np.concatenate([x[p] for p in givers]), shares)
         place = partial(jax.make_array_from_process_local_data, sharding)
-        return jax.tree.map(lambda x: place(x, x.shape), whole)
+        return join(jax.tree.map(lambda x: place(x, x.shape), whole), shared)
+    return join(_place(sharding, rows), shared)
+
+
+def _place(sharding: NamedSharding, arrays: list) -> list:
+    """Arrays of this process, or its parts of global ones, on the devices."""
     if jax.process_count() > 1:
-        batch = jax.tree.map(np.asarray, batch)  # slicing JAX arrays runs programs
+        # Slicing JAX arrays runs programs.
+        arrays = jax.tree.map(np.asarray, arrays)
     # `jax.device_put` onto a mesh of several processes runs a collective too, to check
     # that the values are equal. This does not; with one process it is `device_put`.
-    batch = jax.tree.map(copy_if_writeable, batch)
-    return jax.make_array_from_process_local_data(sharding, batch)
+    arrays = jax.tree.map(copy_if_writeable, arrays)
+    return jax.make_array_from_process_local_data(sharding, arrays)
 
 
 def copy_if_writeable(x: Any) -> Any:
@@ -357,29 +387,3 @@ def _size_error(num_local: int, index: int, count: int, wanted: int) -> BatchSha
         f"global_batch_size={wanted}.{hint if num_local == wanted else ''} Rows to "
         f"give here: {valid}."
     )
-
-
-def split_rows(layout: Layout, batch: Any, num_microbatches: int) -> Any:
-    """Splits the rows of a batch into microbatches, along a new leading dim.
-
-    Microbatch m holds rows m, m + M, m + 2M, ...: each device keeps its own rows, for
-    any number of devices, and none has to be sent.
-    """
-    # (batch, ...) -> (microbatches, rows, ...)
-    split = partial(rearrange, pattern="(rows m) ... -> m rows ...", m=num_microbatches)
-    return constrain_rows(layout, jax.tree.map(split, batch), 1)
-
-
-def join_rows(outputs: Any) -> Any:
-    """Joins the rows that `split_rows` has split, in their first order."""
-    return jax.tree.map(lambda x: rearrange(x, "m rows ... -> (rows m) ..."), outputs)
-
-
-def constrain_rows(layout: Layout, batch: Any, dim: int) -> Any:
-    """Constrains a batch to be split over the batch axes, its rows along one dim."""
-
-    def constrain(x: jax.Array) -> jax.Array:
-        spec = P(*(None,) * dim, *layout.batch_spec(x.shape[dim]))
-        return jax.lax.with_sharding_constraint(x, layout.sharding(spec))
-
-    return jax.tree.map(constrain, batch)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from nnx_parallel.data.rows import count_rows, is_marked, partition
 from nnx_parallel.layers.jaxprs import trace
 from nnx_parallel.layers.stack import using_runner
 from nnx_parallel.pipeline.cut import Arrays, PartitionedJaxpr, names_in, record
@@ -61,7 +62,7 @@ class PipelineInputs:
 
         One microbatch alone is the whole batch and takes the key as it is.
         """
-        count = jax.tree.leaves(microbatches)[0].shape[0]
+        count = count_rows(microbatches)
         keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(count))
         # fold_in by index, as where microbatches are accumulated: the same masks.
         return cls(
@@ -73,7 +74,9 @@ class PipelineInputs:
 
     def take(self, index: jax.Array) -> tuple[Any, jax.Array]:
         """One microbatch and its key; any if the index is -1."""
-        return read_slot((self.batch, self.keys), index)
+        rows, shared, join = partition(self.batch)
+        rows, key = read_slot((rows, self.keys), index)
+        return join(rows, shared), key
 
 
 @dataclass(eq=False)
@@ -105,7 +108,7 @@ class PrologueEpilogue:
     def __post_init__(self) -> None:
         inputs, first = self.inputs, jnp.int32(0)
         item = jax.eval_shape(inputs.take, first)
-        num_rows = len(jax.tree.leaves(item)[0])
+        num_rows = count_rows(item[0])
         self._spread = spread_over_stages(self.layout, self.axis, num_rows)
 
         def flat(params: Arrays, variables: Arrays, *item: Any) -> tuple[Any, Arrays]:
@@ -256,7 +259,9 @@ class PrologueEpilogue:
     def spread(self, tree: Any) -> Any:
         """Arrays of rows, split over the whole mesh, the stages too."""
 
-        def constrain(x: jax.Array) -> jax.Array:
+        def spread(x: Any) -> Any:
+            if is_marked(x):
+                return x
             # (batch, seq, ...): what comes out of the stages is on `pipe` in one piece,
             # and would be computed on every stage.
             names = ("batch", "seq")[: x.ndim] + (None,) * (x.ndim - 2)
@@ -265,7 +270,7 @@ class PrologueEpilogue:
             sharding = self._spread.sharding(P(*spec, *free))
             return jax.lax.with_sharding_constraint(x, sharding)
 
-        return jax.tree.map(constrain, tree)
+        return jax.tree.map(spread, tree, is_leaf=is_marked)
 
     def make_in_flight(self) -> InFlight:
         """Memory for the microbatches that are in the pipeline at once."""
@@ -283,14 +288,17 @@ class PrologueEpilogue:
 
     def sum_weights(self, select: Callable[[Any], list]) -> list:
         """Sums of selected outputs, which come from the data alone, of the batch."""
+        rows, shared, join = partition(self.inputs.batch)
 
         def weigh(changed: Arrays, item: Any) -> tuple[Arrays, list]:
             arrays = self.params | self.variables | changed
+            rows, key = item
             with using(self._spread):
-                found, changed = self.cut.without_stack(select, arrays, item)
+                given = join(rows, shared), key
+                found, changed = self.cut.without_stack(select, arrays, given)
             return changed, found
 
-        items = (self.inputs.batch, self.inputs.keys)
+        items = (rows, self.inputs.keys)
         _, weights = jax.lax.scan(weigh, self.prologue_variables, items)
         return [jnp.sum(jnp.asarray(w, jnp.float32), axis=0) for w in weights]
 

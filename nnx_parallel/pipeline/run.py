@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from nnx_parallel.data.batches import split_rows
+from nnx_parallel.data.rows import count_rows, split_rows
 from nnx_parallel.errors import PipelineError, ScheduleError
 from nnx_parallel.layers.jaxprs import Layers, trace
 from nnx_parallel.layers.stack import Stack, using_runner
@@ -146,7 +146,7 @@ class PipelineSchedule(Execution):
             if not calls_stack(traced):
                 return whole(*arrays, batch, key)
         # A batch for evaluation may have any number of rows.
-        num_rows = jax.tree.leaves(batch)[0].shape[0]
+        num_rows = count_rows(batch)
         shards = math.prod(plan.layout.mesh.shape[a] for a in plan.layout.claims.batch)
         # Rows that the shards do not divide are not split: any divisor will do.
         rows = num_rows // shards if num_rows % shards == 0 else num_rows

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnx_parallel.audit.report import audit
+from nnx_parallel.data.rows import count_rows, partition
 from nnx_parallel.errors import NonFiniteLossError
 from nnx_parallel.loggers.logger import Logger
 from nnx_parallel.mesh import Device
@@ -49,7 +50,7 @@ def count_tokens(batch: Any) -> int | None:
     ``None`` for a batch without one: then speed is counted in examples.
     """
     # (batch, seq): labels have one dim, images have more.
-    matrices = (x for x in jax.tree.leaves(batch) if x.ndim == 2)
+    matrices = (x for x in partition(batch)[0] if x.ndim == 2)
     integers = (x.size for x in matrices if jnp.issubdtype(x.dtype, jnp.integer))
     return next(integers, None)
 
@@ -78,8 +79,7 @@ class Throughput:
         except (jax.errors.JaxRuntimeError, ValueError, KeyError, IndexError):
             # libtpu may be newer than jaxlib, which then cannot print its programs.
             flops = None
-        num_rows = jax.tree.leaves(batch)[0].shape[0]
-        return cls(num_rows, count_tokens(batch), flops, device)
+        return cls(count_rows(batch), count_tokens(batch), flops, device)
 
     def rates(self, step_seconds: float) -> dict[str, float]:
         """Metrics of a step that took ``step_seconds``.

@@ -1,0 +1,107 @@
+"""The rows of a batch: which entries have them, split into microbatches, joined again.
+
+An entry without rows is the same for all of them: an array without dims, or what the
+data marks as `Shared`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from einops import rearrange
+from jax.sharding import PartitionSpec as P
+
+from nnx_parallel.sharding.layout import Layout
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Shared:
+    """An entry of a batch that all rows share: an attention mask, a table, a prompt.
+
+    Each device holds it whole, and each microbatch gets it as it is. The loss is given
+    ``value`` itself. An array without dims, such as the value of a schedule, is shared
+    without this mark. All processes give the same.
+
+    Attributes:
+        value: An array of any shape, or a pytree of arrays.
+
+    Example:
+        >>> from nnx_parallel import Shared
+        >>> rows, mask = np.ones((8, 16)), np.tril(np.ones((16, 16), bool))
+        >>> batch = {"x": rows, "mask": Shared(mask), "temperature": np.asarray(0.5)}
+        >>> # the loss reads batch["x"], batch["mask"] and batch["temperature"]
+    """
+
+    value: Any
+
+
+def is_marked(entry: Any) -> bool:
+    """True for a `Shared` entry."""
+    return isinstance(entry, Shared)
+
+
+def partition(batch: Any) -> tuple[list, list, Callable[[Sequence, Sequence], Any]]:
+    """The arrays with rows, the shared entries, and what joins both to a batch again.
+
+    Example:
+        >>> rows, shared, join = partition({"x": np.ones((4, 2)), "t": np.asarray(1)})
+        >>> join([x[:2] for x in rows], shared)["x"].shape
+        (2, 2)
+    """
+    leaves, tree = jax.tree.flatten(batch, is_leaf=is_marked)
+    have_rows = [not is_marked(x) and np.ndim(x) > 0 for x in leaves]
+
+    def join(rows: Sequence, shared: Sequence) -> Any:
+        of_rows, of_shared = iter(rows), iter(shared)
+        entries = [next(of_rows if has else of_shared) for has in have_rows]
+        return jax.tree.unflatten(tree, entries)
+
+    rows = [x for x, has in zip(leaves, have_rows, strict=True) if has]
+    shared = [x for x, has in zip(leaves, have_rows, strict=True) if not has]
+    return rows, shared, join
+
+
+def count_rows(batch: Any) -> int:
+    """The number of rows of a batch that has some."""
+    return partition(batch)[0][0].shape[0]
+
+
+def unmarked(batch: Any) -> Any:
+    """The batch as the loss sees it, with the values of `Shared` entries."""
+    return jax.tree.map(
+        lambda x: x.value if is_marked(x) else x, batch, is_leaf=is_marked
+    )
+
+
+def split_rows(layout: Layout, batch: Any, num_microbatches: int) -> Any:
+    """Splits the rows of a batch into microbatches, along a new leading dim.
+
+    Microbatch m holds rows m, m + M, m + 2M, ...: each device keeps its own rows, for
+    any number of devices, and none has to be sent. Shared entries stay as they are.
+    """
+    # (batch, ...) -> (microbatches, rows, ...)
+    split = partial(rearrange, pattern="(rows m) ... -> m rows ...", m=num_microbatches)
+    rows, shared, join = partition(batch)
+    return constrain_rows(layout, join([split(x) for x in rows], shared), 1)
+
+
+def join_rows(outputs: Any) -> Any:
+    """Joins the rows that `split_rows` has split, in their first order."""
+    return jax.tree.map(lambda x: rearrange(x, "m rows ... -> (rows m) ..."), outputs)
+
+
+def constrain_rows(layout: Layout, batch: Any, dim: int) -> Any:
+    """Constrains a batch to be split over the batch axes, its rows along one dim."""
+
+    def constrain(x: jax.Array) -> jax.Array:
+        spec = P(*(None,) * dim, *layout.batch_spec(x.shape[dim]))
+        return jax.lax.with_sharding_constraint(x, layout.sharding(spec))
+
+    rows, shared, join = partition(batch)
+    return join([constrain(x) for x in rows], shared)

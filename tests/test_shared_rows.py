@@ -1,0 +1,192 @@
+"""Batch entries that all rows share: values of schedules, masks, tables."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from nnx_parallel import (
+    FSDP,
+    Composite,
+    DataParallel,
+    Pipeline,
+    Shared,
+    Trainer,
+)
+from nnx_parallel.data import batches
+from nnx_parallel.data.batches import BatchAgreement
+from nnx_parallel.errors import BatchShapeError, DataError
+from nnx_parallel.layers import Stack
+from tests.parity.runs import compiling, to_host
+
+SEQ, WIDTH = 8, 16
+
+
+class Block(nnx.Module):
+    """Attention weights from a mask, and a product."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.score = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.value = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+        scores = jnp.einsum("bqc,bkc->bqk", self.score(x), x)
+        weights = jax.nn.softmax(jnp.where(mask[None], scores, -1e9))
+        return x + weights @ self.value(x)
+
+
+class Model(nnx.Module):
+    """Blocks that share a mask."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.first = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.blocks = Stack(Block, 2, rngs=rngs)
+
+    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+        return self.blocks(self.first(x), mask)
+
+
+def loss(model: Any, batch: Any) -> jax.Array:
+    out = model(batch["x"], batch["tables"]["mask"]) * batch["scale"]
+    return (jnp.square(out - batch["y"]) * batch["tables"]["weights"]).mean()
+
+
+X, Y = np.random.default_rng(0).normal(size=(2, 8, SEQ, WIDTH)).astype(np.float32)
+TABLES = {
+    # Rows of the mask are positions: 8 of them, as the batch has rows, is a trap.
+    "mask": np.tril(np.ones((SEQ, SEQ), bool)),
+    "weights": np.linspace(0, 1, WIDTH, dtype=np.float32)[None, None],
+}
+
+
+def make_batch(scale: float = 0.5) -> dict:
+    # Sorted by name: the shared entries come first.
+    return {"scale": np.asarray(scale), "tables": Shared(TABLES), "x": X, "y": Y}
+
+
+def make_trainer(loss: Any = loss, **options: Any) -> Trainer:
+    settings: dict[str, Any] = {
+        "model": Model,
+        "optimizer": optax.sgd(0.1),
+        "strategy": FSDP(min_size=0),
+        "devices": jax.devices()[:4],
+        "loggers": (),
+    }
+    return Trainer(loss=loss, **(settings | options))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_compilation() -> Iterator[None]:
+    with compiling(optimized=False):
+        yield
+
+
+def raw(batch: dict) -> dict:
+    """The batch as plain NNX gets it."""
+    return batch | {"tables": TABLES}
+
+
+def plain_losses(scales: list[float]) -> list[float]:
+    """Losses of plain NNX."""
+    model = Model(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    found = []
+    for scale in scales:
+        value, grads = nnx.value_and_grad(loss)(model, raw(make_batch(scale)))
+        optimizer.update(model, grads)
+        found.append(float(value))
+    return found
+
+
+STRATEGIES = {
+    "data": DataParallel(),
+    "pipeline": Composite(Pipeline(2), FSDP(min_size=0)),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_row_and_microbatch_gets_shared_entries_whole(name: str) -> None:
+    trainer = make_trainer(strategy=STRATEGIES[name], num_microbatches=2)
+    scales = [0.5, 0.25, 0.125]
+    history = trainer.fit([make_batch(scale) for scale in scales], 3)
+    np.testing.assert_allclose(history["loss"], plain_losses(scales), rtol=1e-5)
+    # Of an evaluation, too, and of rows that the devices do not divide.
+    part = make_batch() | {"x": X[:6], "y": Y[:6]}
+    found, expected = trainer.evaluate([part])["loss"], loss(trainer.model, raw(part))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_prediction_gives_the_function_the_values_themselves() -> None:
+    trainer = make_trainer()
+
+    def function(model: Any, batch: Any) -> jax.Array:
+        return model(batch["x"], batch["tables"]["mask"]) * batch["scale"]
+
+    found = trainer.predict([make_batch()], function)
+    expected = 0.5 * trainer.model(X, TABLES["mask"])  # pyright: ignore[reportCallIssue]
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_shared_entries_are_on_every_device_and_rows_are_not() -> None:
+    placed = make_trainer().shard_batch(make_batch())
+    assert placed["x"].sharding.shard_shape(X.shape) == (2, SEQ, WIDTH)
+    shared = [placed["scale"], placed["tables"].value["mask"]]
+    assert all(x.sharding.is_fully_replicated for x in shared)
+    assert all(len(x.sharding.device_set) == 4 for x in shared)
+    host = to_host({"mask": shared[1]})["mask"]
+    np.testing.assert_array_equal(host, TABLES["mask"])
+
+
+def test_a_shared_entry_must_keep_its_shape_too() -> None:
+    wider = {"mask": np.ones((SEQ, SEQ + 1), bool), "weights": TABLES["weights"]}
+    batches = [make_batch(), make_batch() | {"tables": Shared(wider)}]
+    message = "batch['tables'].value['mask'] of batch 1 has shape (8, 9)"
+    with pytest.raises(BatchShapeError, match=re.escape(message)):
+        make_trainer().fit(batches, 2)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"mask": Shared(TABLES["mask"])}, "of type dict holds no arrays with rows"),
+        (
+            {"x": X, "mask": Shared(0.5)},
+            "batch['mask'].value of batch 0 has type",
+        ),
+        (
+            {"x": X, "mask": Shared(np.array(2**40))},
+            "holds 1099511627776. JAX",
+        ),
+    ],
+)
+def test_a_batch_of_shared_entries_alone_or_unusable_ones(
+    batch: Any, message: str
+) -> None:
+    with pytest.raises(DataError, match=re.escape(message)):
+        make_trainer().fit([batch], 1)
+
+
+def test_processes_must_give_the_same_shared_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other = make_batch(0.25)
+
+    def exchange(name: str, mine: list) -> list:
+        theirs = [*mine[:-1], batches._shared_checksums(other)]
+        return [mine, theirs]
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(batches, "allgather_object", exchange)
+    message = (
+        "Processes 0 and 1 have other values in the entries of batch 4 that all rows "
+        "share: [\"batch['scale']\"]."
+    )
+    with pytest.raises(BatchShapeError, match=re.escape(message)):
+        BatchAgreement().check(make_batch(), index=4, num_read=4)
+    assert BatchAgreement().check(other, index=4, num_read=4) == (8, None)
