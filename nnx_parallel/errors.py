@@ -23,6 +23,10 @@ class ParallelError(Exception):
     """Base of every error that this library raises on purpose."""
 
 
+class ParallelWarning(UserWarning):
+    """Something has no effect, or another one than it seems to have."""
+
+
 class VersionError(ParallelError, ImportError):
     """The installed jax and flax must be of the supported versions."""
 
@@ -98,6 +102,13 @@ class StateStructureError(ParallelError, ValueError):
 
 class LossError(ParallelError, ValueError):
     """A loss returns a scalar or a ``Mean``, and optionally a dict of metrics."""
+
+
+class OptimizerError(ParallelError, ValueError):
+    """An optimizer gets gradients and parameters, the loss and nothing that recomputes.
+
+    As ``value=`` and ``grad=`` where it takes these; a line search needs ``value_fn=``.
+    """
 
 
 class NonFiniteLossError(ParallelError, ArithmeticError):

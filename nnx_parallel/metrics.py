@@ -1,9 +1,9 @@
-"""Weighted means that add up exactly over microbatches and devices."""
+"""Weighted means and sums that add up exactly over microbatches and devices."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import jax
@@ -116,6 +116,44 @@ class Mean:
         return self * (1 / divisor)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sum:
+    """A metric that is no mean: an array that adds up, and what follows from the sum.
+
+    The counts of a confusion matrix, from which an F1 score follows; the token losses
+    and tokens of a perplexity. They add up over microbatches, devices and the batches
+    of an evaluation; ``then`` is applied once, to the sum of all.
+
+    A record of a run holds numbers: a metric of another shape is a result of
+    ``Trainer.evaluate`` and an argument of ``on_eval_end``, but not logged, and a
+    training loss cannot have one.
+
+    Attributes:
+        total: An array of any shape.
+        then: Function of the sum to the metric; by default the sum itself.
+
+    Example:
+        >>> def f1(counts):  # of true positives, of errors
+        ...     return 2 * counts[0] / (2 * counts[0] + counts[1])
+        >>> float(Sum(jnp.array([3.0, 2.0]), then=f1).value)
+        0.75
+    """
+
+    total: Any
+    then: Callable[[Any], Any] | None = field(
+        default=None, metadata={"static": True}, kw_only=True
+    )
+
+    @property
+    def value(self) -> Any:
+        """The metric of this data alone."""
+        return self.total if self.then is None else self.then(self.total)
+
+
+Metric = Mean | Sum
+
+
 def _from_terms(first: Mean, *more: Mean) -> Mean:
     return Mean(first.total, first.weight, more)
 
@@ -133,18 +171,31 @@ def _divide(total: Scalar, weight: Scalar) -> jax.Array:
     return jnp.where(weight == 0, 0.0, total / jnp.where(weight == 0, 1.0, weight))
 
 
+def as_metric(value: Any, name: str, weight: float = 1.0) -> Metric:
+    """A metric of a loss, checked; a plain scalar is a mean of ``weight``."""
+    if not isinstance(value, Sum):
+        return as_mean(value, name, weight)
+    if not isinstance(value.total, get_args(ArrayLike)):
+        raise LossError(
+            f"{name} is a Sum of a {type(value.total).__name__}. It must be of an "
+            "array or a number."
+        )
+    return value
+
+
 def as_mean(value: Any, name: str, weight: float = 1.0) -> Mean:
-    """A metric as a `Mean`, checked; a plain scalar counts with ``weight``."""
+    """A mean as a `Mean`, checked; a plain scalar counts with ``weight``."""
     if isinstance(value, Mean):
         for term in value.terms:
-            _check_scalar(term.total, f"{name}'s total")
-            _check_scalar(term.weight, f"{name}'s weight")
+            check_scalar(term.total, f"{name}'s total")
+            check_scalar(term.weight, f"{name}'s weight")
         return value
-    _check_scalar(value, name)
+    check_scalar(value, name)
     return Mean(jnp.asarray(value, jnp.float32) * weight, weight)
 
 
-def _check_scalar(value: Any, name: str) -> None:
+def check_scalar(value: Any, name: str) -> None:
+    """Raises a `LossError` unless a value is one real number."""
     if not isinstance(value, get_args(ArrayLike)):
         raise LossError(
             f"{name} is a {type(value).__name__}. It must be a real scalar or a "
@@ -159,8 +210,11 @@ def _check_scalar(value: Any, name: str) -> None:
         )
 
 
-def split_loss_output(output: Any, weight: float = 1.0) -> tuple[Mean, dict[str, Mean]]:
-    """A loss function's ``loss`` or ``(loss, metrics)``, checked, as means."""
+def split_loss_output(output: Any, weight: float = 1.0) -> tuple[Mean, dict]:
+    """A loss function's ``loss`` or ``(loss, metrics)``, checked, as mean and metrics.
+
+    The metrics are a dict of `Metric` by name.
+    """
     loss, metrics = output, {}
     if isinstance(output, tuple):
         if len(output) != 2 or not isinstance(output[1], Mapping):
@@ -185,4 +239,5 @@ def split_loss_output(output: Any, weight: float = 1.0) -> tuple[Mean, dict[str,
                 f"it; names that are taken: {list(RESERVED_METRICS)}, and all that "
                 f"begin with {_EVAL_PREFIX!r}."
             )
-    return mean, {k: as_mean(v, f"Metric {k!r}", weight) for k, v in metrics.items()}
+    names = {name: f"Metric {name!r}" for name in metrics}
+    return mean, {k: as_metric(v, names[k], weight) for k, v in metrics.items()}

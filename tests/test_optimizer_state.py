@@ -20,6 +20,7 @@ from nnx_parallel import (
     decay_mask,
     muon_dimension_numbers,
 )
+from nnx_parallel.errors import OptimizerError
 from nnx_parallel.layers import Dense, Embed, Stack
 from nnx_parallel.sharding.model import abstract_model, as_transformation
 from nnx_parallel.sharding.names import flatten_pure, path_of
@@ -286,6 +287,36 @@ def test_an_optimizer_that_reads_the_loss_is_given_it() -> None:
     train(trainer, 3)
     scale = optimizer_arrays(trainer)["1.scale"]
     assert float(scale) < 1
+
+
+SGD = optax.sgd(0.1)
+SAM = optax.contrib.sam(SGD, SGD)
+PLATEAU = optax.contrib.reduce_on_plateau(factor=0.5)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [SAM, optax.chain(optax.clip(1.0), SAM), optax.polyak_sgd(0.1)]
+)
+def test_an_optimizer_is_given_what_it_takes(optimizer: Any) -> None:
+    """SAM takes no loss, Polyak's step needs it."""
+    trainer = make_trainer(optimizer)
+    before = flatten_pure(jax.device_get(trainer.state.params))
+    train(trainer, 2)
+    after = flatten_pure(trainer.state.params)
+    assert any((after[path] != x).any() for path, x in before.items())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "needed"),
+    [
+        (optax.lbfgs(), "required keyword-only argument: 'value_fn'"),
+        (optax.contrib.sam(SGD, SGD, opaque_mode=True), "grad_fn must be provided"),
+        (optax.chain(SAM, PLATEAU), "required keyword-only argument: 'value'"),
+    ],
+)
+def test_an_optimizer_that_needs_more_is_refused(optimizer: Any, needed: str) -> None:
+    with pytest.raises(OptimizerError, match=re.escape(needed)):
+        train(make_trainer(optimizer), 1)
 
 
 def test_dims_of_one_layer_decide_what_decays() -> None:

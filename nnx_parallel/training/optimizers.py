@@ -1,9 +1,10 @@
-"""Masks for optimizers of stacked layers, and hyperparameters that can be read.
+"""Masks for optimizers of stacked layers, their updates, and hyperparameters.
 
 A `Stack` keeps N kernels of shape (in, out) as one array (N, in, out), where an
 optimizer that looks at ranks would take a bias for a matrix: ranks here are a layer's.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,8 @@ import optax
 from flax import nnx
 from optax.contrib import MuonDimensionNumbers
 
-from nnx_parallel.errors import warn_user
-from nnx_parallel.sharding.model import nest
+from nnx_parallel.errors import OptimizerError, warn_user
+from nnx_parallel.sharding.model import Optimizer, nest
 from nnx_parallel.sharding.names import array_info, path_of
 from nnx_parallel.state import StatePlan, TrainState
 
@@ -78,6 +79,35 @@ def _muon_dims(path: tuple, variable: nnx.Variable) -> MuonDimensionNumbers | No
     # (layers, *in, *out), or without the first.
     inputs = tuple(range(first, first + num_in_dims))
     return MuonDimensionNumbers(inputs, tuple(range(first + num_in_dims, ndim)))
+
+
+def update_with(
+    tx: Optimizer, grads: Any, opt_state: optax.OptState, params: Any, **known: Any
+) -> tuple[Any, optax.OptState]:
+    """Updates and state of an optimizer, which is given what it takes of ``known``.
+
+    Raises:
+        OptimizerError: If it needs another argument.
+    """
+    try:
+        update = optax.with_extra_args_support(tx).update
+        return update(grads, opt_state, params, **known)
+    except (TypeError, ValueError) as error:
+        # `optax.chain` hands all of them to each part, and its signature hides which
+        # of them a part takes: only the call tells (docs/library-notes.md, "Optax").
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if unknown and unknown[1] in known:
+            rest = {name: x for name, x in known.items() if name != unknown[1]}
+            return update_with(tx, grads, opt_state, params, **rest)
+        if not re.search(r"required keyword-only argument|_fn must be", str(error)):
+            raise
+        raise OptimizerError(
+            f"The optimizer needs what a step cannot give it: {error}. It gets the "
+            "gradients and, if it takes them, value= (the loss) and grad=. What "
+            "computes the loss again within an update (value_fn=, grad_fn=), as line "
+            "searches do, has no place in a sharded step: use it without, such as "
+            "optax.lbfgs(1e-2, linesearch=None)."
+        ) from error
 
 
 def learning_rate(opt_state: optax.OptState) -> jax.Array | None:

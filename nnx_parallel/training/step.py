@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from nnx_parallel.data.batches import constrain_rows, split_rows
+from nnx_parallel.data.rows import constrain_rows, partition, split_rows, unmarked
 from nnx_parallel.layers.loss import LabelRange, observing_labels
 from nnx_parallel.layers.scan import (
     Remat,
@@ -24,18 +24,19 @@ from nnx_parallel.layers.scan import (
     default_remat,
 )
 from nnx_parallel.layers.stack import Stack
-from nnx_parallel.metrics import Mean, split_loss_output
+from nnx_parallel.metrics import Mean, check_scalar, split_loss_output
 from nnx_parallel.precision import cast_floating
 from nnx_parallel.sharding.constrain import using
 from nnx_parallel.sharding.layout import Execution
 from nnx_parallel.sharding.names import dotted
 from nnx_parallel.state import StatePlan, TrainState, values_of
 from nnx_parallel.training.diagnostics import check_count
-from nnx_parallel.training.optimizers import learning_rate
+from nnx_parallel.training.optimizers import learning_rate, update_with
 
 Batch = Any
 Metrics = dict[str, jax.Array]
-Means = dict[str, Mean]
+Means = dict[str, Any]
+"""Each `Mean` or `Sum` by name; ``loss`` is a `Mean`."""
 LossOutput = jax.Array | Mean | tuple[jax.Array | Mean, Mapping[str, Any]]
 Forward = Callable[[dict, dict, Batch, jax.Array], tuple[Means, dict]]
 """``(params, variables, batch, key)`` to means by name, and the variables after it."""
@@ -45,7 +46,8 @@ class LossFn(Protocol):
     """A loss as users write it, for one device.
 
     ``loss(model, batch)`` or, if it draws random numbers, ``loss(model, batch, rngs)``.
-    It returns a scalar or a `Mean`, or one of them with a dict of metrics.
+    It returns a scalar or a `Mean`, or one of them with a dict of metrics: scalars,
+    means, or a `Sum`.
     """
 
     def __call__(self, model: Any, batch: Any, /) -> LossOutput:
@@ -109,7 +111,7 @@ def call_loss(
     plan: StatePlan, loss: LossFn, model: nnx.Module, batch: Batch, key: jax.Array
 ) -> LossOutput:
     """Calls a loss as its signature asks for, on floating input of the right dtype."""
-    batch = cast_floating(batch, plan.precision.inputs)
+    batch = unmarked(cast_floating(batch, plan.precision.inputs))
     if takes_rngs(loss):
         # The key is folded with step and microbatch, never with a device: the numbers
         # do not depend on the strategy.
@@ -200,10 +202,12 @@ def _accumulate(
     plan: StatePlan, forward: Forward, state: TrainState, batches: Batch, key: jax.Array
 ) -> tuple[dict, dict, Means]:
     """Scans over microbatches, ``(microbatch, row, ...)``, and sums their gradients."""
-    indexed = (jnp.arange(jax.tree.leaves(batches)[0].shape[0]), batches)
+    rows, shared, join = partition(batches)
+    indexed = (jnp.arange(rows[0].shape[0]), rows)
 
     def run(params: dict, variables: dict, item: Any) -> tuple[Means, dict]:
-        index, microbatch = item
+        index, rows = item
+        microbatch = join(rows, shared)
         return forward(params, variables, microbatch, jax.random.fold_in(key, index))
 
     def weigh(variables: dict, item: Any) -> tuple[dict, Any]:
@@ -243,6 +247,8 @@ def _update(
 ) -> tuple[TrainState, Metrics]:
     with jax.named_scope("optimizer"):
         metrics = {name: mean.value for name, mean in means.items()}
+        for name, value in metrics.items():
+            check_scalar(value, f"In training, metric {name!r}")
         metrics["grad_norm"] = optax.tree.norm(grads)
         params, opt_state = _optimize(plan, state, grads, metrics)
         if (rate := learning_rate(opt_state)) is not None:
@@ -271,8 +277,8 @@ def _optimize(
     """Parameters and optimizer state after one update, in the dtypes that they had."""
     before = plan.constrain(state.params, "optimizer")
     grads = plan.constrain(grads, "optimizer")
-    updates, opt_state = optax.with_extra_args_support(plan.tx).update(
-        grads, state.opt_state, before, value=metrics["loss"]
+    updates, opt_state = update_with(
+        plan.tx, grads, state.opt_state, before, value=metrics["loss"], grad=grads
     )
     params = optax.apply_updates(before, updates)
     if (lost := lost_updates(before, updates, params)) is not None:
