@@ -100,6 +100,16 @@ class TrainState:
         """A loss times the loss scale, if there is one."""
         return loss if self.loss_scale is None else loss * self.loss_scale.scale
 
+    def with_new_average(self) -> TrainState:
+        """The state whose moving average, if it has one, starts from its parameters."""
+        if self.ema is None:
+            return self
+        # Copies: a step donates the parameters and the average.
+        ema = jax.tree.map(
+            lambda x, old: x.astype(old.dtype, copy=True), self.params, self.ema
+        )
+        return dataclasses.replace(self, ema=ema)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StatePlan:

@@ -286,7 +286,7 @@ def check_match(
     lines = [
         f"{name}: {line}"
         for name, group in wanted.items()
-        for line in _group_differences(stored.groups.get(name), group)
+        for line in group_differences(stored.groups.get(name), group)
     ]
     if lines:
         raise CheckpointMismatchError(
@@ -296,10 +296,11 @@ def check_match(
         )
 
 
-def _group_differences(
+def group_differences(
     stored: Mapping[str, jax.ShapeDtypeStruct] | None,
-    wanted: Mapping[str, jax.ShapeDtypeStruct],
+    wanted: Mapping[str, jax.ShapeDtypeStruct | jax.Array],
 ) -> Iterator[str]:
+    """A line for each array that differs in path, shape or dtype."""
     if stored is None:
         yield "the checkpoint has no such group"
         return

@@ -1,7 +1,6 @@
 """The checkpoints of one run: saved asynchronously, and restored on any mesh."""
 
 import contextlib
-import dataclasses
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -338,14 +337,8 @@ class CheckpointManager:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
             {"model": to_groups(state)["model"]},
         )
-        restored = from_groups(state, self.saved.restore(wanted, step)[0])
-        if state.ema is None:
-            return restored
-        # Copies: a step donates the parameters and the average.
-        ema = jax.tree.map(
-            lambda x, old: x.astype(old.dtype, copy=True), restored.params, state.ema
-        )
-        return dataclasses.replace(restored, ema=ema)
+        groups, _ = self.saved.restore(wanted, step)
+        return from_groups(state, groups).with_new_average()
 
     def resume(
         self, abstract: TrainState

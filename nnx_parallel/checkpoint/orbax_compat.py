@@ -174,6 +174,12 @@ def load(path: str, wanted: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Reads the arrays of a step, placed as asked, without waiting for any process."""
     if not wanted:
         return {}
+    with _context_of_one():
+        return ocp.load_checkpointables(LiteralPath(path), wanted)
+
+
+def _context_of_one() -> ocp.Context:
+    """A context in which this process waits for no other."""
     context = _make_context()
     # Orbax lets all processes meet once each has read its shards: they would wait
     # for one that cannot read. So each process is a job of its own.
@@ -181,8 +187,21 @@ def load(path: str, wanted: dict[str, dict[str, Any]]) -> dict[str, Any]:
         me, options = jax.process_index(), context.multiprocessing_options
         options.primary_host, options.active_processes = me, {me}
         options.barrier_sync_key_prefix = f"nnx_parallel_{me}"
+    return context
+
+
+def describe_plain(path: str) -> Any:
+    """Orbax's metadata of the one tree in a checkpoint that Orbax alone has written."""
+    with _context_of_one():
+        return ocp.metadata(LiteralPath(path)).metadata
+
+
+def load_plain(path: str, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Reads a part of that tree, placed as asked, without waiting for any process."""
+    context = _context_of_one()
+    context.pytree_options.loading.partial_load = True
     with context:
-        return ocp.load_checkpointables(LiteralPath(path), wanted)
+        return ocp.load(LiteralPath(path), wanted)
 
 
 def describe_group(directory: str, group: str) -> Any:

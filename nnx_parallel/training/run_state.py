@@ -9,12 +9,15 @@ from typing import Any, Literal
 import jax
 from flax import nnx
 
+from nnx_parallel.checkpoint.contents import from_groups, to_groups
 from nnx_parallel.checkpoint.manager import CheckpointManager
 from nnx_parallel.checkpoint.options import Checkpoint
+from nnx_parallel.checkpoint.plain import read_weights
 from nnx_parallel.data.position import DataState
 from nnx_parallel.distributed.agreement import strip_addresses
 from nnx_parallel.errors import CheckpointError
 from nnx_parallel.sharding.model import ModelFn
+from nnx_parallel.sharding.names import dotted
 from nnx_parallel.state import StatePlan, TrainState, init_state
 from nnx_parallel.training.optimizers import warn_of_changes
 
@@ -115,6 +118,19 @@ class RunState:
         # resume from its own checkpoints and not begin once more.
         is_fresh = self.is_fresh and source.directory != own.directory
         self._state, self.is_fresh = state, is_fresh
+
+    def load_weights(self, path: str | os.PathLike, only: Any) -> None:
+        """Replaces weights by those of a plain checkpoint; `Trainer.load_weights`."""
+        state = self.state
+        model = nnx.merge(self.plan.graphdef, state.params, state.variables)
+        arrays = to_groups(state)["model"]
+        names = [
+            dotted(found) for found, _ in nnx.to_flat_state(nnx.state(model, only))
+        ]
+        found = read_weights(path, {name: arrays[name] for name in names}, arrays)
+        # A run begins with them, as with a state of another directory.
+        state = from_groups(state, {"model": arrays | found})
+        self._state = state.with_new_average()
 
     def resume(
         self, state: TrainState, position: Mapping[str, Any], notes: list[str]
