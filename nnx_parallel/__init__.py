@@ -14,6 +14,7 @@ from nnx_parallel.collectives.matmul import (
     matmul_reduce_scatter,
     row_parallel_matmul,
 )
+from nnx_parallel.data.rows import Shared
 from nnx_parallel.distributed.initialize import initialize
 from nnx_parallel.distributed.runtime import print_once
 from nnx_parallel.loggers.console import ConsoleLogger
@@ -24,7 +25,7 @@ from nnx_parallel.loggers.logger import (
     WandbLogger,
 )
 from nnx_parallel.mesh import make_mesh, simulate_devices
-from nnx_parallel.metrics import Mean
+from nnx_parallel.metrics import Mean, Sum
 from nnx_parallel.precision import Precision, cast_floating
 from nnx_parallel.schedules.schedules import (
     GPipe,
@@ -87,7 +88,9 @@ __all__ = [
     "Precision",
     "Report",
     "Schedule",
+    "Shared",
     "Strategy",
+    "Sum",
     "Table",
     "TensorBoardLogger",
     "TensorParallel",

@@ -3,12 +3,14 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import compress
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from nnx_parallel.collectives.ring import Mode, gather_hops, join_hops
@@ -116,6 +118,7 @@ class StackCall:
 
 def run_layers(call: StackCall) -> tuple[Any, dict, Any]:
     """Runs the layers as a scan; each gathers its own parameters, or the next one's."""
+    call = _with_array_args(call)
     if call.prefetch is not None:
         return _run_prefetched(call)
     gathers = any(p.is_gathered for p in call.placements.values())
@@ -130,6 +133,26 @@ def run_layers(call: StackCall) -> tuple[Any, dict, Any]:
     slices = (call.params, call.others, call.scanned)
     x, (others, scanned) = jax.lax.scan(step, call.x, slices)
     return x, others, scanned
+
+
+def _with_array_args(call: StackCall) -> StackCall:
+    """The call with the arguments that are no arrays inside its function.
+
+    A mode, ``training=True``, stays a Python value: remat would trace it.
+    """
+    leaves, tree = jax.tree.flatten(call.args)
+    are_arrays = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
+    if all(are_arrays):
+        return call
+
+    def inner(params: dict, others: dict, x: Any, arrays: tuple, slot: Any) -> tuple:
+        rest = iter(arrays)
+        pairs = zip(leaves, are_arrays, strict=True)
+        filled = [next(rest) if is_array else leaf for leaf, is_array in pairs]
+        args = jax.tree.unflatten(tree, filled)
+        return call.inner(params, others, x, args, slot)
+
+    return replace(call, inner=inner, args=tuple(compress(leaves, are_arrays)))
 
 
 def _run_prefetched(call: StackCall) -> tuple[Any, dict, None]:

@@ -105,7 +105,10 @@ def _held_by(function: Callable) -> list[tuple[str, object]]:
 
 
 def agree_on_run(
-    plan: StatePlan, loss: Callable, settings: dict[str, Any], step: int
+    plan: StatePlan,
+    losses: dict[str, Callable | None],
+    settings: dict[str, Any],
+    step: int,
 ) -> None:
     """Checks that all processes are about to continue the same run from one step."""
     if jax.process_count() == 1:
@@ -113,10 +116,10 @@ def agree_on_run(
     places = [f"{d.process_index}:{d.id}" for d in plan.layout.mesh.devices.flat]
     # Another version may lower the same step to another program.
     fields = {f"version of {name}": found for name, found in versions().items()}
+    fields |= {name: loss and hash_code(loss) for name, loss in losses.items()}
     fields |= settings | {
         "devices in the mesh's order": " ".join(places),
         "step to start from": step,
-        "loss": hash_code(loss),
         "optimizer": str(jax.tree.structure(plan.abstract.opt_state)),
     }
     for path, x in jax.tree_util.tree_leaves_with_path(plan.abstract):

@@ -5,6 +5,7 @@ both run the forward half of the schedule, each microbatch like a batch of its o
 """
 
 import operator
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
@@ -15,15 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nnx_parallel.data.batches import BatchAgreement, join_rows, place_batch
+from nnx_parallel.data.batches import BatchAgreement, place_batch
 from nnx_parallel.data.prefetch import PrefetchIterator
+from nnx_parallel.data.rows import count_rows, join_rows
 from nnx_parallel.distributed.runtime import Watchdog
-from nnx_parallel.errors import DataError
+from nnx_parallel.errors import DataError, ParallelWarning
 from nnx_parallel.layers.loss import LabelRange
+from nnx_parallel.layers.scan import StackCall
+from nnx_parallel.layers.stack import using_runner
 from nnx_parallel.metrics import split_loss_output
-from nnx_parallel.precision import cast_floating
+from nnx_parallel.sharding.names import dotted, variables_of
 from nnx_parallel.sharding.tree import gather
-from nnx_parallel.state import StatePlan, TrainState
+from nnx_parallel.state import MODES, StatePlan, TrainState, values_of
 from nnx_parallel.training.step import (
     Batch,
     LossFn,
@@ -44,25 +48,26 @@ class Programs:
     loss: LossFn
     options: StepOptions
     global_batch_size: int | None = None  # rows that each training batch must have
+    eval_loss: LossFn | None = None  # of evaluations; by default the loss
     _compiled_evals: set[tuple] = field(default_factory=set, init=False)
+    _traced_evals: set[LossFn] = field(default_factory=set, init=False)
 
     @cached_property
     def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
         """The compiled update; it donates the state."""
         return make_train_step(self.plan, self.loss, self.options)
 
-    def _make_eval_step(self) -> Callable[..., Means]:
+    def _make_eval_step(self, loss: LossFn) -> Callable[..., Means]:
         """The compiled evaluation: ``(params, variables, key, index, batch)`` to means.
 
         A plain scalar weighs by the batch's rows, a `Mean` by its weight. Each batch,
         by its index, draws random numbers of its own, the same in every evaluation.
         """
-        plan, loss, count = self.plan, self.loss, self.options.num_microbatches
+        plan, count = self.plan, self.options.num_microbatches
 
         def means_of(model: nnx.Module, batch: Batch, key: jax.Array) -> Means:
-            num_rows = jax.tree.leaves(batch)[0].shape[0]
             output = call_loss(plan, loss, model, batch, key)
-            mean, metrics = split_loss_output(output, weight=num_rows)
+            mean, metrics = split_loss_output(output, weight=count_rows(batch))
             return {"loss": mean, **metrics}
 
         def eval_step(
@@ -83,27 +88,35 @@ class Programs:
 
         return jax.jit(eval_step)
 
-    _eval_step = cached_property(_make_eval_step)
+    @cached_property
+    def _eval_step(self) -> Callable[[LossFn], Callable[..., Means]]:
+        # Programs of functions that are made for each call must not add up.
+        return lru_cache(maxsize=8)(self._make_eval_step)
 
     @cached_property
     def _predict_step(self) -> Callable[[Callable | None], Callable[..., Any]]:
-        """A function's prediction: ``(params, variables, batch)`` to its outputs."""
+        """A function's prediction: ``(params, variables, key, seed, index, batch)``."""
         plan, count = self.plan, self.options.num_microbatches
 
-        # Programs of functions that are made for each call must not add up.
         @lru_cache(maxsize=8)
-        def make(function: Callable[[Any, Batch], Any] | None) -> Callable[..., Any]:
+        def make(function: Callable[..., Any] | None) -> Callable[..., Any]:
             def call(model: Any, batch: Batch, key: jax.Array) -> Any:
-                return model(batch) if function is None else function(model, batch)
+                return call_loss(plan, function or _apply, model, batch, key)
 
-            def predict_step(params: dict, variables: dict, batch: Batch) -> Any:
+            def predict_step(
+                params: dict,
+                variables: dict,
+                key: jax.Array,
+                seed: int,
+                index: int,
+                batch: Batch,
+            ) -> Any:
                 return execution_of(plan).outputs(
                     plan,
                     call,
                     (params, variables),
-                    cast_floating(batch, plan.precision.inputs),
-                    # For the interface alone: `call` draws no random number.
-                    jax.random.key(0),
+                    batch,
+                    jax.random.fold_in(jax.random.fold_in(key, seed), index),
                     count,
                     join=join_rows,
                     needs_stack=False,
@@ -127,10 +140,11 @@ class Programs:
         state: TrainState,
         data: Iterable[Batch],
         *,
+        loss: LossFn | None = None,
         ema: bool = False,
         watchdog: Watchdog | None = None,
         stop_reason: Callable[[], str | None] = lambda: None,
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """Mean loss and metrics over all rows; nothing if it was stopped.
 
         The watchdog ends the process if a batch takes too long, compilation apart.
@@ -138,43 +152,71 @@ class Programs:
         ``None``; all of several processes then stop there.
         """
         watchdog = watchdog or Watchdog(None)
+        loss = loss or self.eval_loss or self.loss
         rearm = partial(watchdog.arm, int(state.step), "batch of the evaluation")
         arrays = (params_of(state, ema=ema), state.variables, state.key)
-        total: Means | None = None
+        total, found = list[Any](), Means()
         rearm()
         for index, batch in enumerate(self._batches(data, stop_reason)):
             if batch is None:
                 return {}
             leaves, structure = jax.tree.flatten(batch)
-            program = ema, structure, *map(jax.typeof, leaves)
+            program = loss, ema, structure, *map(jax.typeof, leaves)
             if program not in self._compiled_evals:
                 watchdog.disarm()  # compilation may take longer than any step
+                self._warn_of_training(loss, *arrays, batch)
             # Fetched before the next is dispatched: independent programs with
             # collectives deadlock on simulated devices, which share a pool of threads
             # (docs/library-notes.md, "Simulated devices").
-            means = jax.device_get(self._eval_step(*arrays, index, batch))
+            found = jax.device_get(self._eval_step(loss)(*arrays, index, batch))
             self._compiled_evals.add(program)
             rearm()
-            # In double precision: a float32 sum of many batches loses whole rows.
-            means = jax.tree.map(np.float64, means)
-            total = jax.tree.map(operator.add, total, means) if total else means
-        if total is None:
+            # In double precision: a float32 sum of many batches loses whole rows. By
+            # leaves: `then` of a Sum may be another function in another shape's trace.
+            sums = [np.float64(x) for x in jax.tree.leaves(found)]
+            total = [*map(operator.add, total, sums)] if total else sums
+        if not total:
             raise DataError("There is no batch to evaluate on: the data is empty.")
-        return {name: float(mean.value) for name, mean in total.items()}
+        found = jax.tree.unflatten(jax.tree.structure(found), total)
+        values = {name: np.asarray(mean.value) for name, mean in found.items()}
+        # A number for all that can be logged.
+        return {name: x if x.ndim else float(x) for name, x in values.items()}
+
+    def _warn_of_training(
+        self, loss: LossFn, params: dict, variables: dict, key: jax.Array, batch: Batch
+    ) -> None:
+        """Warns, once for a loss, of what still behaves as in training."""
+        if loss in self._traced_evals:
+            return
+        self._traced_evals.add(loss)
+        found = training_in(self.plan, loss, params, variables, batch, key)
+        if found:
+            shown = ", ".join(f"`{path}`" for path in found[:4])
+            warnings.warn(
+                f"The evaluation changes {len(found)} variables as training does: "
+                f"{shown}. Dropout or batch statistics act in it, because the loss "
+                "calls the model in training mode, which overrides model.eval(): "
+                "model(x, training=True), for instance. Pass Trainer(eval_loss=...), "
+                "or evaluate(loss=...), a loss that calls it for evaluation.",
+                ParallelWarning,
+                stacklevel=4,  # the call of `Trainer.evaluate`
+            )
 
     def predict(
         self,
         state: TrainState,
         data: Iterable[Batch],
-        function: Callable[[Any, Batch], Any] | None = None,
+        function: Callable[..., Any] | None = None,
         *,
+        seed: int = 0,
         ema: bool = False,
     ) -> Any:
         """Outputs of ``function`` for all rows, as NumPy arrays."""
         run = self._predict_step(function)
-        arrays = (params_of(state, ema=ema), state.variables)
+        arrays = (params_of(state, ema=ema), state.variables, state.key, seed)
         # To the host batch by batch: on the devices all outputs may not fit.
-        parts = [gather(run(*arrays, batch)) for batch in self._batches(data)]
+        batches = enumerate(self._batches(data))
+        parts = [gather(run(*arrays, index, batch)) for index, batch in batches]
         if not parts:
             raise DataError("There is no batch to predict on: the data is empty.")
         return jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
@@ -182,7 +224,7 @@ class Programs:
     def label_ranges(self, state: TrainState, batch: Batch) -> list[LabelRange]:
         """The labels that our losses find in a batch on the mesh, where they can."""
         # Compiled once more: the losses report their labels only if traced here.
-        step = self._make_eval_step()
+        step = self._make_eval_step(self.loss)
         return execution_of(self.plan).observe_labels(
             lambda: step(state.params, state.variables, state.key, 0, batch)
         )
@@ -209,6 +251,67 @@ class Programs:
                     yield None
                     return
                 yield item.batch
+
+
+def _apply(model: Any, batch: Batch) -> Any:
+    return model(batch)
+
+
+def training_in(
+    plan: StatePlan,
+    loss: LossFn,
+    params: dict,
+    variables: dict,
+    batch: Batch,
+    key: jax.Array,
+) -> list[str]:
+    """Paths of the variables that an evaluation changes as training does.
+
+    Those are batch statistics, and counters of the streams of dropout. Only traced:
+    nothing runs, and nothing of it is kept.
+    """
+    model = nnx.merge(plan.eval_graphdef, params, variables)
+    modules = dict(nnx.iter_modules(model))
+    watched = [p for p, v in variables_of(model) if _is_of_training(p, v, modules)]
+    if not watched:
+        return []
+    changed: list[str] = []
+
+    def watch(model: nnx.Module, batch: Batch, key: jax.Array) -> None:
+        given = values_of(model)  # by identity: what the loss assigns is another
+        call_loss(plan, loss, model, batch, key)
+        after = values_of(model)
+        changed.extend(
+            dotted(path) for path in watched if after.get(path) is not given[path]
+        )
+
+    # Whatever the strategy runs, the model computes what it does as a whole.
+    with using_runner(_run_one_layer):
+        evaluate = partial(plan.evaluate, watch)
+        jax.eval_shape(evaluate, params, variables, batch, key)
+    return changed
+
+
+def _is_of_training(path: tuple, variable: nnx.Variable, modules: dict) -> bool:
+    if isinstance(variable, nnx.BatchStat):
+        return True
+    # Not every stream: some models sample when they are evaluated too. A stream is
+    # `owner.rngs`, and its counter `owner.rngs.count`.
+    is_dropout = variable.get_metadata().get("tag") == "dropout"
+    has_mode = any(hasattr(modules.get(path[:-2]), name) for name in MODES)
+    return isinstance(variable, nnx.RngCount) and (is_dropout or has_mode)
+
+
+def _run_one_layer(call: StackCall) -> tuple[Any, dict, Any]:
+    """Runs one layer of a `Stack`; what it does not assign stays the same object."""
+    first = partial(jax.tree.map, lambda x: x[0])
+    given = first(call.others)
+    x, after, slots = call.block(first(call.params), given, call.x, call.args, None)
+    others = {
+        path: array if after[path] is given[path] else array.copy()
+        for path, array in call.others.items()
+    }
+    return x, others, slots
 
 
 def params_of(state: TrainState, *, ema: bool) -> dict[str, Any]:

@@ -227,7 +227,8 @@ class Loop:
             "num_steps": self.num_steps,
             "evaluates": [self.eval_data is not None, self.eval_every],
         }
-        agree_on_run(self.programs.plan, self.programs.loss, settings, run.step)
+        losses = {"loss": self.programs.loss, "eval_loss": self.programs.eval_loss}
+        agree_on_run(self.programs.plan, losses, settings, run.step)
         logger.start(first_step=run.step, num_steps=self.num_steps)
         if resumed:
             logger.message(resumed)
@@ -408,8 +409,10 @@ class Loop:
             if found:
                 self._evaluated_step = step
                 # Before they are logged: if that fails, they are saved with the step.
-                self.run.metrics |= {f"eval_{name}": x for name, x in found.items()}
-                self._recorder.record_eval(step, found)
+                # An array, of a Sum, is for the callbacks alone.
+                numbers = {k: x for k, x in found.items() if isinstance(x, float)}
+                self.run.metrics |= {f"eval_{name}": x for name, x in numbers.items()}
+                self._recorder.record_eval(step, numbers)
                 for callback in self.settings.callbacks:
                     callback.on_eval_end(self.trainer, step, found)
         except Exception as error:

@@ -41,9 +41,14 @@ class Trainer:
         optimizer: An Optax transformation, or a function of the abstract model that
             returns one (for masks and dimension numbers).
         loss: ``loss(model, batch)`` or ``loss(model, batch, rngs)``: a scalar or
-            `Mean`, or one with a dict of metrics.
+            `Mean`, or one with a dict of metrics: scalars, `Mean` or `Sum`.
         strategy: Where everything lives; by default `DataParallel` over all devices.
-        num_microbatches: Parts of each batch, whose gradients are accumulated.
+        num_microbatches: Parts of each batch, whose gradients are accumulated. A loss
+            that compares rows with one another (contrastive) compares those of one
+            microbatch: it has fewer negatives than the batch has rows.
+        eval_loss: The loss of evaluations, if it is another function. The model is in
+            evaluation mode for either; a model whose mode is an argument,
+            ``model(x, training=True)``, needs one that passes the other.
         seed: Of the model's parameters and of every random stream; 32 bits.
         wrt: Filter of the Variables that are trained.
         precision: The dtypes.
@@ -98,6 +103,7 @@ class Trainer:
         *,
         strategy: Strategy | None = None,
         num_microbatches: int = 1,
+        eval_loss: LossFn | None = None,
         seed: int = 0,
         wrt: Any = nnx.Param,
         precision: Precision | None = None,
@@ -134,7 +140,8 @@ class Trainer:
             loggers=loggers,
             callbacks=callbacks,
         )
-        check_model(model, loss)
+        for function in (loss, eval_loss):
+            check_model(model, function or loss)
         self._source, self._optimizer, self._wrt = model, optimizer, wrt
         self._seed = check_seed(seed)
         self._settings = Settings(
@@ -158,7 +165,7 @@ class Trainer:
         plan = plan_state(
             shapes, layout, optimizer, wrt=wrt, precision=precision, ema_decay=ema_decay
         )
-        self._programs = Programs(plan, loss, options, global_batch_size)
+        self._programs = Programs(plan, loss, options, global_batch_size, eval_loss)
         checkpoints = CheckpointManager(
             # A test run must neither resume a real one nor leave steps behind.
             None if fast_dev_run else checkpoint,
@@ -304,27 +311,44 @@ class Trainer:
         if self._loop is not None:  # else there is nothing to stop
             self._loop.stop(reason)
 
-    def evaluate(self, data: Iterable[Batch], *, ema: bool = False) -> dict[str, float]:
+    def evaluate(
+        self,
+        data: Iterable[Batch],
+        *,
+        loss: LossFn | None = None,
+        ema: bool = False,
+    ) -> dict[str, Any]:
         """Mean loss and metrics over all rows, the model in evaluation mode.
 
         A remainder that the devices do not divide runs unpadded. Plain scalars weigh
-        by rows, a `Mean` by its weight.
+        by rows, a `Mean` by its weight; a `Sum` adds up.
 
         Args:
             data: Batches, of any number of rows each.
+            loss: What to compute; by default the Trainer's ``eval_loss``, and without
+                one its loss. Compiled once for each function object and shape.
             ema: Use the moving average of the parameters.
+
+        Returns:
+            Floats by name, ``"loss"`` among them; an array for a `Sum` of arrays.
 
         Raises:
             DataError: If there is no batch.
+
+        Warns:
+            ParallelWarning: If dropout or batch statistics act as in training.
         """
+        if loss is not None:
+            check_model(self._source, loss)
         meet("evaluate")
-        return self._programs.evaluate(self.state, data, ema=ema)
+        return self._programs.evaluate(self.state, data, loss=loss, ema=ema)
 
     def predict(
         self,
         data: Iterable[Batch],
-        function: Callable[[Any, Batch], Any] | None = None,
+        function: Callable[..., Any] | None = None,
         *,
+        seed: int = 0,
         ema: bool = False,
     ) -> Any:
         """Outputs for all rows, the model in evaluation mode.
@@ -332,8 +356,10 @@ class Trainer:
         Args:
             data: Batches.
             function: ``function(model, batch)`` to a pytree of arrays with the rows
-                along dim 0; by default ``model(batch)``. It is compiled once for each
-                function object and shape; the last 8 functions are remembered.
+                along dim 0; by default ``model(batch)``. With a third parameter
+                ``rngs`` it gets random streams. It is compiled once for each function
+                object and shape; the last 8 functions are remembered.
+            seed: Of these streams; another number draws others.
             ema: Use the moving average of the parameters.
 
         Returns:
@@ -342,8 +368,9 @@ class Trainer:
         Raises:
             DataError: If there is no batch.
         """
+        seed = check_seed(seed)
         meet("predict")
-        return self._programs.predict(self.state, data, function, ema=ema)
+        return self._programs.predict(self.state, data, function, seed=seed, ema=ema)
 
     def save(self) -> None:
         """Saves the present state under its step, and waits until it is on disk.
@@ -373,7 +400,8 @@ class Trainer:
                 for the latest.
             directory: Where from; by default the Trainer's own directory.
             weights_only: Restore parameters and other variables alone; optimizer,
-                step and data stay as they are.
+                step and data stay as they are. `load_weights` reads those that another
+                program has saved.
 
         Raises:
             CheckpointNotFoundError: If there is no such step.
@@ -383,3 +411,26 @@ class Trainer:
         """
         meet("restore")
         self._run.restore(step, directory, weights_only=weights_only)
+
+    def load_weights(self, path: str | os.PathLike, *, only: Any = None) -> None:
+        """Replaces weights by those of a plain Orbax checkpoint.
+
+        One that Orbax alone has written: ``nnx.state(model)``, a part of it, or
+        ``nnx.to_pure_dict`` of it, by `StandardCheckpointer`, a step of a
+        `CheckpointManager`, or Orbax's v1 functions. Each device reads its own shards;
+        floating-point arrays are cast to the model's dtypes. Optimizer, step and data
+        stay as they are; a moving average starts from the new parameters.
+
+        Args:
+            path: Directory of the checkpoint.
+            only: Filter of the Variables to read, which must all be there, in their
+                shapes; by default all but random streams. Others stay as they are:
+                pass ``nnx.Param`` for a checkpoint without batch statistics.
+
+        Raises:
+            CheckpointMismatchError: If an array differs, or is in one place alone; each
+                is listed, and nothing has changed.
+            CheckpointReadError: If it is no such checkpoint.
+        """
+        meet("load_weights")
+        self._run.load_weights(path, only or nnx.Not(nnx.RngState))

@@ -1,0 +1,340 @@
+"""Evaluation by another loss, metrics that are no means, sampled predictions."""
+
+import re
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from nnx_parallel import (
+    FSDP,
+    Callback,
+    Composite,
+    DataParallel,
+    Mean,
+    Pipeline,
+    Sum,
+    TensorParallel,
+    Trainer,
+)
+from nnx_parallel.errors import LossError, ParallelWarning
+from nnx_parallel.layers import Stack
+from tests.parity.runs import compiling
+
+CLASSES = 3
+
+
+class Block(nnx.Module):
+    """A block whose mode is an argument."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x: jax.Array, training: bool) -> jax.Array:
+        hidden = self.norm(self.linear(x), use_running_average=not training)
+        return x + self.dropout(nnx.relu(hidden), deterministic=not training)
+
+
+class Classifier(nnx.Module):
+    """Blocks and a head."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.first = nnx.Linear(4, 8, rngs=rngs)
+        self.blocks = Stack(Block, 2, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.head = nnx.Linear(8, CLASSES, rngs=rngs)
+
+    def __call__(self, x: jax.Array, *, training: bool) -> jax.Array:
+        x = self.blocks(self.first(x), training)
+        return self.head(self.dropout(x, deterministic=not training))
+
+
+def row_losses(model: Any, batch: Any, *, training: bool = False) -> jax.Array:
+    logits = model(batch["x"], training=training)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+
+
+def loss(model: Any, batch: Any) -> jax.Array:
+    return row_losses(model, batch, training=True).mean()
+
+
+def eval_loss(model: Any, batch: Any) -> jax.Array:
+    return row_losses(model, batch).mean()
+
+
+def f1(counts: Any) -> Any:
+    return 2 * counts[0] / (2 * counts[0] + counts[1])
+
+
+def confusion(model: Any, batch: Any) -> tuple[jax.Array, dict]:
+    found = model(batch["x"], training=False).argmax(axis=-1)
+    matrix = jnp.zeros((CLASSES, CLASSES), int).at[batch["label"], found].add(1)
+    hits = jnp.sum((found == 0) & (batch["label"] == 0))
+    errors = jnp.sum((found == 0) != (batch["label"] == 0))
+    # A function of each trace's own, as a lambda in a loss is.
+    score = Sum(jnp.stack([hits, errors]), then=lambda counts: f1(counts))
+    return eval_loss(model, batch), {"matrix": Sum(matrix), "f1": score}
+
+
+def make_batch(seed: int, rows: int) -> dict:
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(rows, 4)).astype(np.float32)
+    return {"x": x, "label": np.argmax(x[:, :CLASSES], axis=1)}
+
+
+TRAINING = [make_batch(0, 8), make_batch(1, 8)]
+HELD_OUT = [make_batch(2, 8), make_batch(3, 3)]  # of which one does not divide
+ROWS = {key: np.concatenate([b[key] for b in HELD_OUT]) for key in HELD_OUT[0]}
+
+
+def make_trainer(loss: Any = loss, **options: Any) -> Trainer:
+    settings: dict[str, Any] = {
+        "model": Classifier,
+        "optimizer": optax.sgd(0.1),
+        "strategy": FSDP(min_size=0),
+        "devices": jax.devices()[:4],
+        "loggers": (),
+    }
+    return Trainer(loss=loss, **(settings | options))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_compilation() -> Iterator[None]:
+    with compiling(optimized=False):
+        yield
+
+
+STRATEGIES = {
+    "data": DataParallel(),
+    "tensor": Composite(TensorParallel(2), FSDP(min_size=0)),
+    "pipeline": Composite(Pipeline(2), FSDP(min_size=0)),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_loss_of_its_own_evaluates_under_every_strategy(name: str) -> None:
+    trainer = make_trainer(
+        strategy=STRATEGIES[name], eval_loss=confusion, num_microbatches=2
+    )
+    history = trainer.fit(TRAINING, 2, eval_data=HELD_OUT)
+    found = trainer.evaluate(HELD_OUT)
+    # What plain NNX computes with the same arrays, all rows at once.
+    model = trainer.model
+    logits = np.asarray(model(ROWS["x"], training=False))  # pyright: ignore[reportCallIssue]
+    expected = float(eval_loss(model, ROWS))
+    np.testing.assert_allclose(found["loss"], expected, rtol=1e-5)
+    np.testing.assert_allclose(history["eval_loss"], [expected], rtol=1e-5)
+    guessed = logits.argmax(axis=-1)
+    matrix = np.zeros((CLASSES, CLASSES))
+    np.add.at(matrix, (ROWS["label"], guessed), 1)
+    np.testing.assert_array_equal(found["matrix"], matrix)
+    hits = matrix[0, 0]
+    wrong = matrix[0].sum() + matrix[:, 0].sum() - 2 * hits
+    np.testing.assert_allclose(found["f1"], f1([hits, wrong]), rtol=1e-6)
+    assert isinstance(found["f1"], float)
+
+
+def test_one_evaluation_by_another_loss() -> None:
+    trainer = make_trainer(eval_loss=eval_loss)
+    usual = trainer.evaluate(HELD_OUT)["loss"]
+
+    def doubled(model: Any, batch: Any) -> Mean:
+        losses = row_losses(model, batch)
+        return 2.0 * Mean(losses.sum(), losses.size)
+
+    np.testing.assert_allclose(
+        trainer.evaluate(HELD_OUT, loss=doubled)["loss"], 2 * usual, rtol=1e-6
+    )
+    assert trainer.evaluate(HELD_OUT)["loss"] == usual
+
+
+@pytest.mark.parametrize("name", ["data", "pipeline"])
+def test_an_evaluation_in_training_mode_is_said_once(name: str) -> None:
+    trainer = make_trainer(strategy=STRATEGIES[name])
+    message = (
+        "The evaluation changes 4 variables as training does: "
+        "`blocks.layer.dropout.rngs.count`, `blocks.layer.norm.mean`, "
+        "`blocks.layer.norm.var`, `dropout.rngs.count`. Dropout or batch statistics "
+        "act in it"
+    )
+    with pytest.warns(ParallelWarning, match=re.escape(message)) as caught:
+        trainer.evaluate(HELD_OUT)
+    assert [warning.filename for warning in caught] == [__file__]
+    trainer.evaluate([make_batch(4, 5)])  # warnings are errors: none comes again
+    trainer.evaluate(HELD_OUT, loss=eval_loss)
+
+
+class Sampler(nnx.Module):
+    """Draws random numbers by design: a variational autoencoder does."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(4, CLASSES, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.noise = rngs.fork()
+
+    def __call__(self, x: jax.Array, *, training: bool) -> jax.Array:
+        del training  # it follows model.eval()
+        logits = self.dropout(self.linear(x))
+        return logits + jax.random.normal(self.noise(), logits.shape)
+
+
+def test_models_that_follow_their_mode_or_sample_by_design_are_no_reason_to_warn() -> (
+    None
+):
+    trainer = make_trainer(model=Sampler)
+    assert trainer.evaluate(HELD_OUT) == trainer.evaluate(HELD_OUT)
+
+
+def test_an_evaluation_loss_that_holds_the_model_is_refused() -> None:
+    model = Classifier(nnx.Rngs(0))
+
+    def stale(_: Any, batch: Any) -> jax.Array:
+        return eval_loss(model, batch)
+
+    for make in (
+        lambda: make_trainer(model=model, eval_loss=stale),
+        lambda: make_trainer(model=model).evaluate(HELD_OUT, loss=stale),
+    ):
+        with pytest.raises(LossError, match="The loss uses the model as 'model' from"):
+            make()
+
+
+class Keeping(Callback):
+    """Keeps the metrics of an evaluation."""
+
+    def on_eval_end(self, trainer: Any, step: int, metrics: Any) -> None:
+        self.metrics = metrics
+
+
+def test_a_metric_of_many_numbers_reaches_callbacks_and_is_not_logged() -> None:
+    keeping = Keeping()
+    trainer = make_trainer(eval_loss=confusion, callbacks=[keeping])
+    history = trainer.fit(TRAINING, 1, eval_data=HELD_OUT)
+    assert keeping.metrics["matrix"].sum() == len(ROWS["label"])
+    assert {name for name in history if name.startswith("eval_")} == {
+        *("eval_step", "eval_loss", "eval_f1")
+    }
+
+
+def test_a_training_step_records_numbers_alone() -> None:
+    def counted(model: Any, batch: Any) -> tuple[jax.Array, dict]:
+        losses = row_losses(model, batch, training=True)
+        perplexity = Sum(
+            jnp.stack([losses.sum(), jnp.float32(losses.size)]),
+            then=lambda sums: jnp.exp(sums[0] / sums[1]),
+        )
+        return losses.mean(), {"perplexity": perplexity}
+
+    history = make_trainer(counted, num_microbatches=2).fit(TRAINING, 2)
+    np.testing.assert_allclose(history["perplexity"], np.exp(history["loss"]), 1e-5)
+    message = "In training, metric 'matrix' has shape (3, 3)"
+    with pytest.raises(LossError, match=re.escape(message)):
+        make_trainer(confusion).fit(TRAINING, 1)
+
+
+def test_what_follows_from_all_rows_comes_from_their_outputs() -> None:
+    """Losses of single rows, and an area under the curve."""
+    trainer = make_trainer(eval_loss=eval_loss)
+
+    def outputs(model: Any, batch: Any) -> dict:
+        scores = model(batch["x"], training=False)[:, 0]
+        losses = row_losses(model, batch)
+        return {"loss": losses, "score": scores, "is_0": batch["label"] == 0}
+
+    found = trainer.predict(HELD_OUT, outputs)
+    np.testing.assert_allclose(
+        found["loss"].mean(), trainer.evaluate(HELD_OUT)["loss"], rtol=1e-6
+    )
+    ours, others = found["score"][found["is_0"]], found["score"][~found["is_0"]]
+    area = (ours[:, None] > others).mean()
+    assert len(ours) + len(others) == len(ROWS["label"])
+    model = trainer.model
+    logits = np.asarray(model(ROWS["x"], training=False))[:, 0]  # pyright: ignore[reportCallIssue]
+    is_0 = ROWS["label"] == 0
+    assert area == (logits[is_0][:, None] > logits[~is_0]).mean()
+
+
+def sample(model: Any, batch: Any, rngs: nnx.Rngs) -> jax.Array:
+    logits = model(batch["x"], training=False)
+    return jax.random.categorical(rngs.sample(), logits)
+
+
+def test_predictions_draw_random_numbers_by_their_seed() -> None:
+    trainer = make_trainer()
+    twice = [make_batch(5, 64)] * 2
+    found = trainer.predict(twice, sample)
+    np.testing.assert_array_equal(found, trainer.predict(twice, sample))
+    assert (found != trainer.predict(twice, sample, seed=1)).any()
+    assert (found[:64] != found[64:]).any()  # each batch draws its own
+    assert set(found) == {0, 1, 2}
+    keys = jax.random.split(jax.random.key(1), 8)  # or a key for each row, as data
+    normal = jax.vmap(jax.random.normal)
+    drawn = trainer.predict([keys], lambda model, keys: normal(keys))
+    np.testing.assert_allclose(drawn, normal(keys), rtol=1e-6)
+    with pytest.raises(ValueError, match=r"seed=0\.5\. It must be an integer"):
+        trainer.predict(twice, sample, seed=0.5)  # pyright: ignore[reportArgumentType]
+
+
+def test_metrics_of_flax() -> None:
+    """In a loss, whose metrics they compute; and on the host, from the outputs."""
+
+    def measured(model: Any, batch: Any) -> tuple[jax.Array, dict]:
+        logits = model(batch["x"], training=False)
+        losses = row_losses(model, batch)
+        metrics = nnx.MultiMetric(
+            accuracy=nnx.metrics.Accuracy(), mean_loss=nnx.metrics.Average()
+        )
+        metrics.update(logits=logits, labels=batch["label"], values=losses)
+        return losses.mean(), metrics.compute()
+
+    trainer = make_trainer(measured, num_microbatches=2)
+    with pytest.warns(UserWarning, match="The loss leaves 4 batch statistics"):
+        history = trainer.fit(TRAINING, 2)
+    np.testing.assert_allclose(history["mean_loss"], history["loss"], rtol=1e-5)
+    found = trainer.evaluate(HELD_OUT)
+    accuracy = nnx.metrics.Accuracy()
+    for batch in HELD_OUT:
+        logits = trainer.predict(
+            [batch], lambda model, batch: model(batch["x"], training=False)
+        )
+        accuracy.update(logits=logits, labels=batch["label"].astype(np.int32))
+    np.testing.assert_allclose(found["accuracy"], accuracy.compute(), rtol=1e-6)
+
+
+def test_a_policy_is_rolled_out_and_trained_in_turn() -> None:
+    """REINFORCE on a bandit: action 1 pays, whatever the state."""
+
+    def policy_loss(model: Any, batch: Any) -> jax.Array:
+        logits = jax.nn.log_softmax(model(batch["x"]))
+        chosen = jnp.take_along_axis(logits, batch["action"][:, None], axis=1)[:, 0]
+        return -(chosen * batch["advantage"]).mean()
+
+    def act(model: Any, x: Any, rngs: nnx.Rngs) -> jax.Array:
+        return jax.random.categorical(rngs.action(), model(x))
+
+    trainer = make_trainer(
+        policy_loss,
+        model=lambda rngs: nnx.Linear(4, CLASSES, rngs=rngs),
+        optimizer=optax.adam(0.1),
+    )
+    x = make_batch(6, 64)["x"]
+    rewards = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for episode in range(12):
+            action = trainer.predict([x], act, seed=episode)
+            reward = (action == 1).astype(np.float32)
+            rewards.append(reward.mean())
+            batch = {"x": x, "action": action, "advantage": reward - reward.mean()}
+            placed = trainer.shard_batch(batch)
+            trainer.state, _ = trainer.train_step(trainer.state, placed)
+    assert trainer.step == 12
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.2
