@@ -121,17 +121,14 @@ class Mean:
 class Sum:
     """A metric that is no mean: an array that adds up, and what follows from the sum.
 
-    The counts of a confusion matrix, from which an F1 score follows; the token losses
-    and tokens of a perplexity. They add up over microbatches, devices and the batches
-    of an evaluation; ``then`` is applied once, to the sum of all.
-
-    A record of a run holds numbers: a metric of another shape is a result of
-    ``Trainer.evaluate`` and an argument of ``on_eval_end``, but not logged, and a
-    training loss cannot have one.
+    A confusion matrix; the counts from which an F1 score follows. They add up over
+    microbatches, devices and the batches of an evaluation. What is no single number is
+    a result of ``Trainer.evaluate`` and reaches ``on_eval_end``, but is not logged, and
+    a training loss cannot have it.
 
     Attributes:
-        total: An array of any shape.
-        then: Function of the sum to the metric; by default the sum itself.
+        total: An array of any shape, or a pytree of arrays.
+        then: Function of the sum of all to the metric; by default the sum itself.
 
     Example:
         >>> def f1(counts):  # of true positives, of errors
@@ -151,9 +148,6 @@ class Sum:
         return self.total if self.then is None else self.then(self.total)
 
 
-Metric = Mean | Sum
-
-
 def _from_terms(first: Mean, *more: Mean) -> Mean:
     return Mean(first.total, first.weight, more)
 
@@ -171,20 +165,8 @@ def _divide(total: Scalar, weight: Scalar) -> jax.Array:
     return jnp.where(weight == 0, 0.0, total / jnp.where(weight == 0, 1.0, weight))
 
 
-def as_metric(value: Any, name: str, weight: float = 1.0) -> Metric:
-    """A metric of a loss, checked; a plain scalar is a mean of ``weight``."""
-    if not isinstance(value, Sum):
-        return as_mean(value, name, weight)
-    if not isinstance(value.total, get_args(ArrayLike)):
-        raise LossError(
-            f"{name} is a Sum of a {type(value.total).__name__}. It must be of an "
-            "array or a number."
-        )
-    return value
-
-
 def as_mean(value: Any, name: str, weight: float = 1.0) -> Mean:
-    """A mean as a `Mean`, checked; a plain scalar counts with ``weight``."""
+    """A metric as a `Mean`, checked; a plain scalar counts with ``weight``."""
     if isinstance(value, Mean):
         for term in value.terms:
             check_scalar(term.total, f"{name}'s total")
@@ -210,11 +192,10 @@ def check_scalar(value: Any, name: str) -> None:
         )
 
 
-def split_loss_output(output: Any, weight: float = 1.0) -> tuple[Mean, dict]:
-    """A loss function's ``loss`` or ``(loss, metrics)``, checked, as mean and metrics.
-
-    The metrics are a dict of `Metric` by name.
-    """
+def split_loss_output(
+    output: Any, weight: float = 1.0
+) -> tuple[Mean, dict[str, Mean | Sum]]:
+    """A loss function's ``loss`` or ``(loss, metrics)``, checked, as means and sums."""
     loss, metrics = output, {}
     if isinstance(output, tuple):
         if len(output) != 2 or not isinstance(output[1], Mapping):
@@ -239,5 +220,7 @@ def split_loss_output(output: Any, weight: float = 1.0) -> tuple[Mean, dict]:
                 f"it; names that are taken: {list(RESERVED_METRICS)}, and all that "
                 f"begin with {_EVAL_PREFIX!r}."
             )
-    names = {name: f"Metric {name!r}" for name in metrics}
-    return mean, {k: as_metric(v, names[k], weight) for k, v in metrics.items()}
+    return mean, {
+        name: x if isinstance(x, Sum) else as_mean(x, f"Metric {name!r}", weight)
+        for name, x in metrics.items()
+    }

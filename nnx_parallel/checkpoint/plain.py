@@ -22,24 +22,17 @@ from nnx_parallel.errors import (
     CheckpointNotFoundError,
     CheckpointReadError,
 )
-from nnx_parallel.sharding.model import nest
-from nnx_parallel.sharding.names import path_of
-
-Arrays = Mapping[str, Any]
-"""Arrays, or their shapes, by dotted path."""
+from nnx_parallel.sharding.model import flatten, nest
+from nnx_parallel.sharding.names import dotted
 
 
 def read_weights(
-    path: str | os.PathLike, wanted: Arrays, known: Collection[str]
+    path: str | os.PathLike, wanted: Mapping[str, Any], known: Collection[str]
 ) -> dict[str, jax.Array]:
     """The arrays of a plain checkpoint that a model asks for, placed like its own.
 
-    All processes call it; an error of one is an error on all.
-
-    Args:
-        path: The checkpoint's directory, or a URL.
-        wanted: Arrays with the shape, dtype and sharding to read, by dotted path.
-        known: All paths of the model: the checkpoint may hold these too.
+    ``wanted`` are arrays of the shape, dtype and sharding to read, by dotted path; the
+    checkpoint may hold all ``known`` paths. All processes call it, and raise together.
 
     Raises:
         CheckpointNotFoundError: If there is nothing.
@@ -61,11 +54,13 @@ def read_weights(
     return found
 
 
-def _read(where: str, wanted: Arrays, known: Collection[str]) -> dict[str, jax.Array]:
+def _read(
+    where: str, wanted: Mapping[str, Any], known: Collection[str]
+) -> dict[str, jax.Array]:
     if not is_url(where) and not Path(where).is_dir():
         raise CheckpointNotFoundError(f"There is no directory '{where}'.")
     try:
-        leaves = jax.tree_util.tree_leaves_with_path(describe_plain(where))
+        found = flatten(describe_plain(where))
     except (ValueError, KeyError, FileNotFoundError) as error:
         raise CheckpointReadError(
             f"'{where}' is no plain Orbax checkpoint: {root_cause(error)} Give the "
@@ -73,16 +68,16 @@ def _read(where: str, wanted: Arrays, known: Collection[str]) -> dict[str, jax.A
             "one step of a CheckpointManager. For the directory of a Trainer use "
             "restore(directory=..., weights_only=True)."
         ) from error
+    leaves = {keys: x for keys, x in found.items() if hasattr(x, "shape")}
     # A Variable is saved as a node with one array, `kernel.value`; in a pure dict it is
-    # the array itself.
-    there = {}
-    for keys, leaf in leaves:
-        name = path_of(keys)
-        name = name if name in known else name.removesuffix(".value")
-        there[name] = tuple(key.key for key in keys), leaf
+    # the array itself (docs/library-notes.md, "Orbax: reading").
+    keys = {
+        name if (name := dotted(k)) in known else name.removesuffix(".value"): k
+        for k in leaves
+    }
     stored = {
-        name: _as_asked(leaf, wanted.get(name))
-        for name, (_, leaf) in there.items()
+        name: _as_asked(leaves[k], wanted.get(name))
+        for name, k in keys.items()
         if name in wanted or name not in known
     }
     if lines := list(group_differences(stored, wanted)):
@@ -92,23 +87,17 @@ def _read(where: str, wanted: Arrays, known: Collection[str]) -> dict[str, jax.A
             + "\nNothing has changed. Build the same model, or read a part of it, such "
             "as load_weights(path, only=nnx.Param)."
         )
-    paths = {name: there[name][0] for name in wanted}
-    tree = nest(
-        {
-            paths[name]: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-            for name, x in wanted.items()
-        }
-    )
-    read = load_plain(where, tree)
-    by_keys = {path_of(k): x for k, x in jax.tree_util.tree_leaves_with_path(read)}
-    return {name: by_keys[".".join(map(str, keys))] for name, keys in paths.items()}
+    asked = {
+        keys[name]: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        for name, x in wanted.items()
+    }
+    read = flatten(load_plain(where, nest(asked)))
+    return {name: read[keys[name]] for name in wanted}
 
 
 def _as_asked(leaf: Any, wanted: Any) -> jax.ShapeDtypeStruct:
     """Shape and dtype of an array on disk; a float's dtype is the one asked for."""
-    dtype = leaf.dtype
-    if wanted is not None and jnp.issubdtype(dtype, jnp.floating):
-        # Orbax casts while it reads.
-        is_float = jnp.issubdtype(wanted.dtype, jnp.floating)
-        dtype = wanted.dtype if is_float else dtype
-    return jax.ShapeDtypeStruct(tuple(leaf.shape), dtype)
+    dtypes = [x.dtype for x in (wanted, leaf) if x is not None]
+    are_floats = all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
+    # Orbax casts while it reads.
+    return jax.ShapeDtypeStruct(tuple(leaf.shape), dtypes[0 if are_floats else -1])

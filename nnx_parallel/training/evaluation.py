@@ -57,74 +57,53 @@ class Programs:
         """The compiled update; it donates the state."""
         return make_train_step(self.plan, self.loss, self.options)
 
-    def _make_eval_step(self, loss: LossFn) -> Callable[..., Means]:
-        """The compiled evaluation: ``(params, variables, key, index, batch)`` to means.
+    @cached_property
+    def _step(self) -> Callable[[Callable, bool], Callable[..., Any]]:
+        # Programs of functions that are made for each call must not add up.
+        return lru_cache(maxsize=16)(self._make_step)
 
-        A plain scalar weighs by the batch's rows, a `Mean` by its weight. Each batch,
-        by its index, draws random numbers of its own, the same in every evaluation.
+    def _make_step(self, function: Callable, is_loss: bool) -> Callable[..., Any]:
+        """A compiled loss or prediction: ``(params, variables, key, draws, batch)``.
+
+        A loss gives means: a plain scalar weighs by the batch's rows, a `Mean` by its
+        weight. Random numbers depend on ``draws``, a tuple of numbers: on the batch's
+        index, so that each draws its own, the same in every evaluation.
         """
         plan, count = self.plan, self.options.num_microbatches
 
-        def means_of(model: nnx.Module, batch: Batch, key: jax.Array) -> Means:
-            output = call_loss(plan, loss, model, batch, key)
+        def outputs_of(model: nnx.Module, batch: Batch, key: jax.Array) -> Any:
+            output = call_loss(plan, function, model, batch, key)
+            if not is_loss:
+                return output
             mean, metrics = split_loss_output(output, weight=count_rows(batch))
             return {"loss": mean, **metrics}
 
-        def eval_step(
-            params: dict, variables: dict, key: jax.Array, index: int, batch: Batch
-        ) -> Means:
+        def add_up(means: Means) -> Means:
+            # (microbatches, ...) -> (...): totals and weights of a Mean add up.
+            return jax.tree.map(lambda x: jnp.sum(x, axis=0), means)
+
+        def step(
+            params: dict,
+            variables: dict,
+            key: jax.Array,
+            draws: tuple[int, ...],
+            batch: Batch,
+        ) -> Any:
+            for number in draws:
+                key = jax.random.fold_in(key, number)
             return execution_of(plan).outputs(
                 plan,
-                means_of,
+                outputs_of,
                 (params, variables),
                 batch,
-                jax.random.fold_in(key, index),
+                key,
                 count,
-                # (microbatches, ...) -> (...): totals and weights of a Mean add up.
-                join=lambda means: jax.tree.map(lambda x: jnp.sum(x, axis=0), means),
+                join=add_up if is_loss else join_rows,
                 # A loss without a Stack is an error in a pipeline's training too.
-                needs_stack=True,
+                needs_stack=is_loss,
             )
 
-        return jax.jit(eval_step)
-
-    @cached_property
-    def _eval_step(self) -> Callable[[LossFn], Callable[..., Means]]:
-        # Programs of functions that are made for each call must not add up.
-        return lru_cache(maxsize=8)(self._make_eval_step)
-
-    @cached_property
-    def _predict_step(self) -> Callable[[Callable | None], Callable[..., Any]]:
-        """A function's prediction: ``(params, variables, key, seed, index, batch)``."""
-        plan, count = self.plan, self.options.num_microbatches
-
-        @lru_cache(maxsize=8)
-        def make(function: Callable[..., Any] | None) -> Callable[..., Any]:
-            def call(model: Any, batch: Batch, key: jax.Array) -> Any:
-                return call_loss(plan, function or _apply, model, batch, key)
-
-            def predict_step(
-                params: dict,
-                variables: dict,
-                key: jax.Array,
-                seed: int,
-                index: int,
-                batch: Batch,
-            ) -> Any:
-                return execution_of(plan).outputs(
-                    plan,
-                    call,
-                    (params, variables),
-                    batch,
-                    jax.random.fold_in(jax.random.fold_in(key, seed), index),
-                    count,
-                    join=join_rows,
-                    needs_stack=False,
-                )
-
-            return jax.jit(predict_step)
-
-        return make
+        return jax.jit(step)
 
     def shard_batch(self, batch: Batch) -> Batch:
         """Puts a training batch on the mesh, checked to divide evenly."""
@@ -168,7 +147,7 @@ class Programs:
             # Fetched before the next is dispatched: independent programs with
             # collectives deadlock on simulated devices, which share a pool of threads
             # (docs/library-notes.md, "Simulated devices").
-            found = jax.device_get(self._eval_step(loss)(*arrays, index, batch))
+            found = jax.device_get(self._step(loss, True)(*arrays, (index,), batch))
             self._compiled_evals.add(program)
             rearm()
             # In double precision: a float32 sum of many batches loses whole rows. By
@@ -178,9 +157,7 @@ class Programs:
         if not total:
             raise DataError("There is no batch to evaluate on: the data is empty.")
         found = jax.tree.unflatten(jax.tree.structure(found), total)
-        values = {name: np.asarray(mean.value) for name, mean in found.items()}
-        # A number for all that can be logged.
-        return {name: x if x.ndim else float(x) for name, x in values.items()}
+        return jax.tree.map(_to_number, {name: x.value for name, x in found.items()})
 
     def _warn_of_training(
         self, loss: LossFn, params: dict, variables: dict, key: jax.Array, batch: Batch
@@ -194,10 +171,10 @@ class Programs:
             shown = ", ".join(f"`{path}`" for path in found[:4])
             warnings.warn(
                 f"The evaluation changes {len(found)} variables as training does: "
-                f"{shown}. Dropout or batch statistics act in it, because the loss "
-                "calls the model in training mode, which overrides model.eval(): "
-                "model(x, training=True), for instance. Pass Trainer(eval_loss=...), "
-                "or evaluate(loss=...), a loss that calls it for evaluation.",
+                f"{shown}. Dropout or batch statistics act in it: the loss calls the "
+                "model in training mode, such as model(x, training=True), which "
+                "overrides model.eval(). Pass a loss that calls it for evaluation: "
+                "Trainer(eval_loss=...) or evaluate(loss=...).",
                 ParallelWarning,
                 stacklevel=4,  # the call of `Trainer.evaluate`
             )
@@ -212,11 +189,11 @@ class Programs:
         ema: bool = False,
     ) -> Any:
         """Outputs of ``function`` for all rows, as NumPy arrays."""
-        run = self._predict_step(function)
-        arrays = (params_of(state, ema=ema), state.variables, state.key, seed)
+        run = self._step(function or _apply, False)
+        arrays = (params_of(state, ema=ema), state.variables, state.key)
         # To the host batch by batch: on the devices all outputs may not fit.
         batches = enumerate(self._batches(data))
-        parts = [gather(run(*arrays, index, batch)) for index, batch in batches]
+        parts = [gather(run(*arrays, (seed, i), batch)) for i, batch in batches]
         if not parts:
             raise DataError("There is no batch to predict on: the data is empty.")
         return jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
@@ -224,9 +201,9 @@ class Programs:
     def label_ranges(self, state: TrainState, batch: Batch) -> list[LabelRange]:
         """The labels that our losses find in a batch on the mesh, where they can."""
         # Compiled once more: the losses report their labels only if traced here.
-        step = self._make_eval_step(self.loss)
+        step = self._make_step(self.loss, is_loss=True)
         return execution_of(self.plan).observe_labels(
-            lambda: step(state.params, state.variables, state.key, 0, batch)
+            lambda: step(state.params, state.variables, state.key, (0,), batch)
         )
 
     def _batches(
@@ -255,6 +232,11 @@ class Programs:
 
 def _apply(model: Any, batch: Batch) -> Any:
     return model(batch)
+
+
+def _to_number(value: Any) -> Any:
+    """A float, which can be logged, or an array."""
+    return np.asarray(value) if np.ndim(value) else float(value)
 
 
 def training_in(
