@@ -1,5 +1,6 @@
 """Evaluation by another loss, metrics that are no means, sampled predictions."""
 
+import dataclasses
 import re
 import warnings
 from collections.abc import Iterator
@@ -142,6 +143,16 @@ def test_a_loss_of_its_own_evaluates_under_every_strategy(name: str) -> None:
     assert isinstance(found["f1"], float)
 
 
+@dataclasses.dataclass
+class Scaled:
+    """A loss that has no hash."""
+
+    factor: float
+
+    def __call__(self, model: Any, batch: Any) -> jax.Array:
+        return self.factor * eval_loss(model, batch)
+
+
 def test_one_evaluation_by_another_loss() -> None:
     trainer = make_trainer(eval_loss=eval_loss)
     usual = trainer.evaluate(HELD_OUT)["loss"]
@@ -153,6 +164,8 @@ def test_one_evaluation_by_another_loss() -> None:
     np.testing.assert_allclose(
         trainer.evaluate(HELD_OUT, loss=doubled)["loss"], 2 * usual, rtol=1e-6
     )
+    scaled = trainer.evaluate(HELD_OUT, loss=Scaled(3.0))["loss"]
+    np.testing.assert_allclose(scaled, 3 * usual, rtol=1e-6)
     assert trainer.evaluate(HELD_OUT)["loss"] == usual
 
 

@@ -6,7 +6,7 @@ both run the forward half of the schedule, each microbatch like a batch of its o
 
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -40,6 +40,20 @@ from nnx_parallel.training.step import (
 )
 
 
+class _Known:
+    """A function as a key: by its own equality, or its identity if it has no hash."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self._key = function if isinstance(function, Hashable) else id(function)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Known) and self._key == other._key
+
+
 @dataclass(frozen=True, eq=False)
 class Programs:
     """The compiled programs of a run; each is traced at its first call."""
@@ -50,19 +64,23 @@ class Programs:
     global_batch_size: int | None = None  # rows that each training batch must have
     eval_loss: LossFn | None = None  # of evaluations; by default the loss
     _compiled_evals: set[tuple] = field(default_factory=set, init=False)
-    _traced_evals: set[LossFn] = field(default_factory=set, init=False)
+    _traced_evals: set[_Known] = field(default_factory=set, init=False)
 
     @cached_property
     def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
         """The compiled update; it donates the state."""
         return make_train_step(self.plan, self.loss, self.options)
 
+    # Programs of functions that are made for each call must not add up.
     @cached_property
-    def _step(self) -> Callable[[Callable, bool], Callable[..., Any]]:
-        # Programs of functions that are made for each call must not add up.
-        return lru_cache(maxsize=16)(self._make_step)
+    def _eval_step(self) -> Callable[[_Known], Callable[..., Means]]:
+        return lru_cache(maxsize=8)(partial(self._make_step, is_loss=True))
 
-    def _make_step(self, function: Callable, is_loss: bool) -> Callable[..., Any]:
+    @cached_property
+    def _predict_step(self) -> Callable[[_Known], Callable[..., Any]]:
+        return lru_cache(maxsize=8)(partial(self._make_step, is_loss=False))
+
+    def _make_step(self, known: _Known, *, is_loss: bool) -> Callable[..., Any]:
         """A compiled loss or prediction: ``(params, variables, key, draws, batch)``.
 
         A loss gives means: a plain scalar weighs by the batch's rows, a `Mean` by its
@@ -72,7 +90,7 @@ class Programs:
         plan, count = self.plan, self.options.num_microbatches
 
         def outputs_of(model: nnx.Module, batch: Batch, key: jax.Array) -> Any:
-            output = call_loss(plan, function, model, batch, key)
+            output = call_loss(plan, known.function, model, batch, key)
             if not is_loss:
                 return output
             mean, metrics = split_loss_output(output, weight=count_rows(batch))
@@ -131,7 +149,8 @@ class Programs:
         ``None``; all of several processes then stop there.
         """
         watchdog = watchdog or Watchdog(None)
-        loss = loss or self.eval_loss or self.loss
+        known = _Known(loss or self.eval_loss or self.loss)
+        run = self._eval_step(known)
         rearm = partial(watchdog.arm, int(state.step), "batch of the evaluation")
         arrays = (params_of(state, ema=ema), state.variables, state.key)
         total, found = list[Any](), Means()
@@ -140,14 +159,14 @@ class Programs:
             if batch is None:
                 return {}
             leaves, structure = jax.tree.flatten(batch)
-            program = loss, ema, structure, *map(jax.typeof, leaves)
+            program = known, ema, structure, *map(jax.typeof, leaves)
             if program not in self._compiled_evals:
                 watchdog.disarm()  # compilation may take longer than any step
-                self._warn_of_training(loss, *arrays, batch)
+                self._warn_of_training(known, *arrays, batch)
             # Fetched before the next is dispatched: independent programs with
             # collectives deadlock on simulated devices, which share a pool of threads
             # (docs/library-notes.md, "Simulated devices").
-            found = jax.device_get(self._step(loss, True)(*arrays, (index,), batch))
+            found = jax.device_get(run(*arrays, (index,), batch))
             self._compiled_evals.add(program)
             rearm()
             # In double precision: a float32 sum of many batches loses whole rows. By
@@ -160,13 +179,13 @@ class Programs:
         return jax.tree.map(_to_number, {name: x.value for name, x in found.items()})
 
     def _warn_of_training(
-        self, loss: LossFn, params: dict, variables: dict, key: jax.Array, batch: Batch
+        self, known: _Known, params: dict, variables: dict, key: jax.Array, batch: Batch
     ) -> None:
         """Warns, once for a loss, of what still behaves as in training."""
-        if loss in self._traced_evals:
+        if known in self._traced_evals:
             return
-        self._traced_evals.add(loss)
-        found = training_in(self.plan, loss, params, variables, batch, key)
+        self._traced_evals.add(known)
+        found = training_in(self.plan, known.function, params, variables, batch, key)
         if found:
             shown = ", ".join(f"`{path}`" for path in found[:4])
             warnings.warn(
@@ -189,7 +208,7 @@ class Programs:
         ema: bool = False,
     ) -> Any:
         """Outputs of ``function`` for all rows, as NumPy arrays."""
-        run = self._step(function or _apply, False)
+        run = self._predict_step(_Known(function or _apply))
         arrays = (params_of(state, ema=ema), state.variables, state.key)
         # To the host batch by batch: on the devices all outputs may not fit.
         batches = enumerate(self._batches(data))
@@ -201,7 +220,7 @@ class Programs:
     def label_ranges(self, state: TrainState, batch: Batch) -> list[LabelRange]:
         """The labels that our losses find in a batch on the mesh, where they can."""
         # Compiled once more: the losses report their labels only if traced here.
-        step = self._make_step(self.loss, is_loss=True)
+        step = self._make_step(_Known(self.loss), is_loss=True)
         return execution_of(self.plan).observe_labels(
             lambda: step(state.params, state.variables, state.key, (0,), batch)
         )
