@@ -183,6 +183,8 @@ def test_an_evaluation_in_training_mode_is_said_once(name: str) -> None:
     assert [warning.filename for warning in caught] == [__file__]
     trainer.evaluate([make_batch(4, 5)])  # warnings are errors: none comes again
     trainer.evaluate(HELD_OUT, loss=eval_loss)
+    with pytest.warns(ParallelWarning, match="or a function to predict"):
+        trainer.predict(HELD_OUT, lambda model, batch: model(batch["x"], training=True))
 
 
 class Sampler(nnx.Module):

@@ -181,7 +181,7 @@ class Programs:
     def _warn_of_training(
         self, known: _Known, params: dict, variables: dict, key: jax.Array, batch: Batch
     ) -> None:
-        """Warns, once for a loss, of what still behaves as in training."""
+        """Warns, once for a function, of what still behaves as in training."""
         if known in self._traced_evals:
             return
         self._traced_evals.add(known)
@@ -190,10 +190,10 @@ class Programs:
             shown = ", ".join(f"`{path}`" for path in found[:4])
             warnings.warn(
                 f"The evaluation changes {len(found)} variables as training does: "
-                f"{shown}. Dropout or batch statistics act in it: the loss calls the "
-                "model in training mode, such as model(x, training=True), which "
-                "overrides model.eval(). Pass a loss that calls it for evaluation: "
-                "Trainer(eval_loss=...) or evaluate(loss=...).",
+                f"{shown}. Dropout or batch statistics act in it: the model is called "
+                "in training mode, such as model(x, training=True), which overrides "
+                "model.eval(). Pass what calls it for evaluation: Trainer("
+                "eval_loss=...), evaluate(loss=...), or a function to predict.",
                 ParallelWarning,
                 stacklevel=4,  # the call of `Trainer.evaluate`
             )
@@ -208,11 +208,14 @@ class Programs:
         ema: bool = False,
     ) -> Any:
         """Outputs of ``function`` for all rows, as NumPy arrays."""
-        run = self._predict_step(_Known(function or _apply))
+        known = _Known(function or _apply)
+        run = self._predict_step(known)
         arrays = (params_of(state, ema=ema), state.variables, state.key)
-        # To the host batch by batch: on the devices all outputs may not fit.
-        batches = enumerate(self._batches(data))
-        parts = [gather(run(*arrays, (seed, i), batch)) for i, batch in batches]
+        parts = []
+        for index, batch in enumerate(self._batches(data)):
+            self._warn_of_training(known, *arrays, batch)
+            # To the host batch by batch: on the devices all outputs may not fit.
+            parts.append(gather(run(*arrays, (seed, index), batch)))
         if not parts:
             raise DataError("There is no batch to predict on: the data is empty.")
         return jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
@@ -266,7 +269,7 @@ def training_in(
     batch: Batch,
     key: jax.Array,
 ) -> list[str]:
-    """Paths of the variables that an evaluation changes as training does.
+    """Paths of the variables that a loss or prediction changes as training does.
 
     Those are batch statistics, and counters of the streams of dropout. Only traced:
     nothing runs, and nothing of it is kept.

@@ -367,6 +367,9 @@ class Trainer:
 
         Raises:
             DataError: If there is no batch.
+
+        Warns:
+            ParallelWarning: If dropout or batch statistics act as in training.
         """
         seed = check_seed(seed)
         meet("predict")
