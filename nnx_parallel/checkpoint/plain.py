@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from nnx_parallel.checkpoint.contents import group_differences
-from nnx_parallel.checkpoint.options import is_url
+from nnx_parallel.checkpoint.files import is_url
 from nnx_parallel.checkpoint.orbax_compat import (
     describe_plain,
     load_plain,

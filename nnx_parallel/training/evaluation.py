@@ -310,12 +310,14 @@ def _run_one_layer(call: StackCall) -> tuple[Any, dict, Any]:
     """Runs one layer of a `Stack`; what it does not assign stays the same object."""
     first = partial(jax.tree.map, lambda x: x[0])
     given = first(call.others)
-    x, after, slots = call.block(first(call.params), given, call.x, call.args, None)
+    x, after, out = call.block(first(call.params), given, call.x, call.args, None)
     others = {
         path: array if after[path] is given[path] else array.copy()
         for path, array in call.others.items()
     }
-    return x, others, slots
+    (num_layers, *_), *_ = map(jnp.shape, jax.tree.leaves((call.params, call.others)))
+    # (...) -> (layers, ...)
+    return x, others, jax.tree.map(lambda a: jax.lax.broadcast(a, (num_layers,)), out)
 
 
 def params_of(state: TrainState, *, ema: bool) -> dict[str, Any]:
