@@ -315,9 +315,9 @@ def _run_one_layer(call: StackCall) -> tuple[Any, dict, Any]:
         path: array if after[path] is given[path] else array.copy()
         for path, array in call.others.items()
     }
-    (num_layers, *_), *_ = map(jnp.shape, jax.tree.leaves((call.params, call.others)))
+    count = jax.tree.leaves((call.params, call.others))[0].shape[:1]
     # (...) -> (layers, ...)
-    return x, others, jax.tree.map(lambda a: jax.lax.broadcast(a, (num_layers,)), out)
+    return x, others, jax.tree.map(lambda a: jax.lax.broadcast(a, count), out)
 
 
 def params_of(state: TrainState, *, ema: bool) -> dict[str, Any]:
