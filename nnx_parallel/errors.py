@@ -11,12 +11,12 @@ from pathlib import Path
 _PACKAGE = str(Path(__file__).parent)
 
 
-def warn_user(text: str) -> None:
+def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
     """Warns at the line that led here: the innermost outside of this package."""
     level, frame = 1, inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         level, frame = level + 1, frame.f_back
-    warnings.warn(text, stacklevel=level)
+    warnings.warn(text, category, stacklevel=level)
 
 
 class ParallelError(Exception):

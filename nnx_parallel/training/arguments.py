@@ -25,6 +25,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _KINDS: dict[str, tuple[Any, str]] = {
+    "eval_loss": (Callable, "a function loss(model, batch), as the loss is"),
     "strategy": (Strategy, "a Strategy, such as FSDP() or Composite(FSDP(), ...)"),
     "precision": (Precision, "a Precision, such as Precision.mixed_bfloat16()"),
     "mesh": (Mesh, "a jax.sharding.Mesh, such as FSDP().make_mesh()"),

@@ -5,7 +5,6 @@ both run the forward half of the schedule, each microbatch like a batch of its o
 """
 
 import operator
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
@@ -20,7 +19,7 @@ from nnx_parallel.data.batches import BatchAgreement, place_batch
 from nnx_parallel.data.prefetch import PrefetchIterator
 from nnx_parallel.data.rows import count_rows, join_rows
 from nnx_parallel.distributed.runtime import Watchdog
-from nnx_parallel.errors import DataError, ParallelWarning
+from nnx_parallel.errors import DataError, ParallelWarning, warn_user
 from nnx_parallel.layers.loss import LabelRange
 from nnx_parallel.layers.scan import StackCall
 from nnx_parallel.layers.stack import using_runner
@@ -188,14 +187,13 @@ class Programs:
         found = training_in(self.plan, known.function, params, variables, batch, key)
         if found:
             shown = ", ".join(f"`{path}`" for path in found[:4])
-            warnings.warn(
+            warn_user(
                 f"The evaluation changes {len(found)} variables as training does: "
                 f"{shown}. Dropout or batch statistics act in it: the model is called "
                 "in training mode, such as model(x, training=True), which overrides "
                 "model.eval(). Pass what calls it for evaluation: Trainer("
                 "eval_loss=...), evaluate(loss=...), or a function to predict.",
                 ParallelWarning,
-                stacklevel=4,  # the call of `Trainer.evaluate`
             )
 
     def predict(

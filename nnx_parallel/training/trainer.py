@@ -132,6 +132,7 @@ class Trainer:
             model,
             optimizer,
             loss,
+            eval_loss=eval_loss,
             strategy=strategy,
             precision=precision,
             mesh=mesh,
