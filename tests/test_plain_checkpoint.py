@@ -61,12 +61,12 @@ def _quick_compilation() -> Iterator[None]:
 
 def standard(path: Path, tree: Any) -> Path:
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path, tree)
+        checkpointer.save(str(path), tree)
     return path
 
 
 def in_a_manager(path: Path, tree: Any) -> Path:
-    with ocp.CheckpointManager(path) as manager:
+    with ocp.CheckpointManager(str(path)) as manager:
         manager.save(3, args=ocp.args.StandardSave(tree))
     return path / "3"
 
@@ -132,7 +132,7 @@ def test_parameters_alone_are_read_into_another_dtype(tmp_path: Path) -> None:
 
 
 def test_what_differs_is_listed_and_nothing_has_changed(tmp_path: Path) -> None:
-    source = Net(nnx.Rngs(0), width=4)
+    source: Any = Net(nnx.Rngs(0), width=4)
     source.extra = nnx.Linear(2, 2, use_bias=False, rngs=nnx.Rngs(0))
     path = standard(tmp_path / "other", nnx.state(source))
     trainer = make_trainer()

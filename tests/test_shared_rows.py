@@ -129,7 +129,7 @@ def test_prediction_gives_the_function_the_values_themselves() -> None:
         return model(batch["x"], batch["tables"]["mask"]) * batch["scale"]
 
     found = trainer.predict([make_batch()], function)
-    expected = 0.5 * trainer.model(X, TABLES["mask"])  # pyright: ignore[reportCallIssue]
+    expected = 0.5 * trainer.model(X, TABLES["mask"])
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -178,7 +178,7 @@ def test_processes_must_give_the_same_shared_values(
     other = make_batch(0.25)
 
     def exchange(name: str, mine: list) -> list:
-        theirs = [*mine[:-1], batches._shared_checksums(other)]
+        theirs = [*mine[:-1], batches.shared_checksums(other)]
         return [mine, theirs]
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)

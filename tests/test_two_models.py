@@ -100,7 +100,7 @@ def part(name: str) -> Any:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_two_optimizers_in_one_step(strategy: Strategy) -> None:
     labels = {"critic": "critic", "generator": "generator"}
-    optimizer = optax.multi_transform(TX, labels)
+    optimizer = optax.multi_transform({**TX}, labels)
     trainer = make_trainer(GAN, optimizer, both_losses, strategy=strategy)
     model = GAN(nnx.Rngs(0))
     optimizers = plain_optimizers(model)

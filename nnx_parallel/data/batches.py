@@ -205,7 +205,7 @@ class BatchAgreement:
         if batch is not END:
             try:
                 num_rows = check_batch(batch, index=index)
-                signature, shared = batch_signature(batch), _shared_checksums(batch)
+                signature, shared = batch_signature(batch), shared_checksums(batch)
             except DataError as error:
                 problem = error  # raised once the others know of it
         text = None if problem is None else str(problem)
@@ -250,7 +250,7 @@ class BatchAgreement:
         return num_rows, None
 
 
-def _shared_checksums(batch: Any) -> dict[str, int]:
+def shared_checksums(batch: Any) -> dict[str, int]:
     """A checksum of each array that all rows share, by its path."""
     own, shared, join = partition(batch)
     leaves = _named_leaves(join([None] * len(own), shared))
