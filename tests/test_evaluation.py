@@ -129,7 +129,7 @@ def test_a_loss_of_its_own_evaluates_under_every_strategy(name: str) -> None:
     found = trainer.evaluate(HELD_OUT)
     # What plain NNX computes with the same arrays, all rows at once.
     model = trainer.model
-    logits = np.asarray(model(ROWS["x"], training=False))  # pyright: ignore[reportCallIssue]
+    logits = np.asarray(model(ROWS["x"], training=False))
     expected = float(eval_loss(model, ROWS))
     np.testing.assert_allclose(found["loss"], expected, rtol=1e-5)
     np.testing.assert_allclose(history["eval_loss"], [expected], rtol=1e-5)
@@ -272,7 +272,7 @@ def test_what_follows_from_all_rows_comes_from_their_outputs() -> None:
     area = (ours[:, None] > others).mean()
     assert len(ours) + len(others) == len(ROWS["label"])
     model = trainer.model
-    logits = np.asarray(model(ROWS["x"], training=False))[:, 0]  # pyright: ignore[reportCallIssue]
+    logits = np.asarray(model(ROWS["x"], training=False))[:, 0]
     is_0 = ROWS["label"] == 0
     assert area == (logits[is_0][:, None] > logits[~is_0]).mean()
 

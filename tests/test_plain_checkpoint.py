@@ -72,7 +72,7 @@ def in_a_manager(path: Path, tree: Any) -> Path:
 
 
 def v1(path: Path, tree: Any) -> Path:
-    ocp.v1.save(path, tree)
+    ocp.v1.save(str(path), tree)
     return path
 
 
