@@ -22,7 +22,10 @@ from nnx_parallel import (
 )
 from tests.parity.runs import compiling, to_host
 
-STRATEGIES = [FSDP(min_size=0), Composite(DataParallel(2), FSDP(min_size=0))]
+STRATEGIES = [
+    FSDP(min_size=0),
+    pytest.param(Composite(DataParallel(2), FSDP(min_size=0)), marks=pytest.mark.deep),
+]
 X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
 NUM_STEPS = 3
 
