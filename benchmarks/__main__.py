@@ -12,6 +12,8 @@ import jax
 
 NAMES = {
     "overhead": "the Trainer's step against the same step written by hand",
+    "first_step": "the time to the first step against plain nnx.jit on one device",
+    "imports": "the time to import this library, after the libraries that it needs",
     "sharded_jit": "sharded_jit against jax.jit with the same shardings",
     "overlap": "bytes that a TPU's schedule overlaps with matmuls; compiled, not run",
     "fsdp": "FSDP against activations constrained by hand, and against none",

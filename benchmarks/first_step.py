@@ -1,0 +1,55 @@
+"""The time to the first step of a fit, over that of plain ``nnx.jit`` on one device.
+
+A step's compilation and all that comes before it: tracing, initializers, placement.
+Each first step has a process of its own, for the second of a process finds programs
+compiled; variants alternate within a round.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.first_step_child import CASES, STRATEGIES
+from benchmarks.timing import Ratio, Table, interleave
+
+ROOT = Path(__file__).parents[1]
+PLAIN = "nnx.jit"
+_TIMEOUT_SECONDS = 600
+
+
+def measure(rounds: int = 5) -> Table:
+    """Ratios of every model under every strategy."""
+    table = Table(f"Seconds to the first step, over those of {PLAIN} on one device")
+    for model in CASES:
+        ways = {way: partial(first_step, model, way) for way in (PLAIN, *STRATEGIES)}
+        seconds = interleave(ways, rounds, warm_up=0)
+        table.add(f"{model}: {PLAIN}, seconds", float(np.median(seconds[PLAIN])))
+        for way in STRATEGIES:
+            ratio = Ratio.of(seconds[way], seconds[PLAIN])
+            table.add(f"{model}: {way} / {PLAIN}", ratio)
+    return table
+
+
+def first_step(model: str, way: str) -> float:
+    """Seconds to the first step in a new process."""
+    command = [sys.executable, "-m", "benchmarks.first_step_child", model, way]
+    found = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_SECONDS,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    if found.returncode:
+        raise RuntimeError(f"{model}, {way}, has failed:\n{found.stderr}")
+    seconds, _ = json.loads(found.stdout.splitlines()[-1])
+    return seconds
