@@ -18,6 +18,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.errors import StateStructureError
+from nnx_parallel.init import compute_in_shards
 from nnx_parallel.precision import Precision, cast_floating
 from nnx_parallel.sharding.constrain import use_params, using
 from nnx_parallel.sharding.layout import Layout, Placement
@@ -378,14 +379,13 @@ def init_state(
     """
     if isinstance(source, nnx.Module):
         shardings = stored_shardings(plan.placements, plan.layout)
-        arrays = placed_arrays(source, rngs, shardings)
-        # Donated: the copies become the state.
-        run = jax.jit(plan.build, out_shardings=plan.shardings, donate_argnums=0)
-        return run(arrays, seed)
-    # With a function, model and optimizer are one program: it compiles faster than two.
+        args = placed_arrays(source, shardings), jnp.asarray(seed)
+        # The copies become the state.
+        return compute_in_shards(plan.build, args, plan.shardings, owns_args=True)
     make_arrays, streams = arrays_from(source, rngs)
 
     def build_all(streams: dict, seed: jax.Array | int) -> TrainState:
         return plan.build(make_arrays(streams), seed)
 
-    return jax.jit(build_all, out_shardings=plan.shardings)(streams, seed)
+    args = streams, jnp.asarray(seed)
+    return compute_in_shards(build_all, args, plan.shardings)

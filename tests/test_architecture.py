@@ -35,6 +35,7 @@ ORDER = [
     "layers",
     "data",
     "visualize",
+    "init",
     "state",
     "pipeline",
     "strategies",

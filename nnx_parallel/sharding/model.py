@@ -121,20 +121,9 @@ def stored_shardings(
     return {p: layout.sharding(place.stored) for p, place in placements.items()}
 
 
-def placed_arrays(
-    source: nnx.Module | ModelFn, rngs: nnx.Rngs, shardings: dict[Path, NamedSharding]
-) -> dict:
-    """The arrays of a model, each in its place, in nested dicts.
-
-    A function runs under jit, so that no device ever holds the model whole; ``rngs``
-    are not advanced. A model's arrays are copied: donating them leaves it whole.
-    """
-    if not isinstance(source, nnx.Module):
-        build, random = arrays_from(source, rngs)
-        # Random numbers do not depend on shardings (partitionable threefry), so each
-        # strategy starts from the same weights.
-        return jax.jit(build, out_shardings=nest(shardings))(random)
-    arrays = {path: v.get_value() for path, v in variables_of(source)}
+def placed_arrays(model: nnx.Module, shardings: dict[Path, NamedSharding]) -> dict:
+    """Copies of a model's arrays, each in its place, in nested dicts."""
+    arrays = {path: v.get_value() for path, v in variables_of(model)}
     if jax.process_count() > 1:
         # Compiled, so that each process places its own shards of what all of them have.
         return nest(jax.jit(dict, out_shardings=shardings)(arrays))

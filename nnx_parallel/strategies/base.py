@@ -11,13 +11,13 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from nnx_parallel.init import first_arrays
 from nnx_parallel.mesh import MESH_AXES, Device, check_mesh, make_mesh
 from nnx_parallel.sharding.layout import Claims, Layout
 from nnx_parallel.sharding.model import (
     ModelFn,
     abstract_model,
     place_model,
-    placed_arrays,
     stored_shardings,
     stored_specs,
 )
@@ -125,7 +125,7 @@ class Strategy(abc.ABC):
         abstract = abstract_model(source, rngs)
         shardings = stored_shardings(place_model(abstract, layout), layout)
         graphdef, _ = nnx.split(abstract)
-        return nnx.merge(graphdef, placed_arrays(source, rngs, shardings))
+        return nnx.merge(graphdef, first_arrays(source, rngs, shardings))
 
     def merge(self, graphdef: nnx.GraphDef, state: nnx.State) -> nnx.Module:
         """``nnx.merge``: the model with the arrays of ``state``."""

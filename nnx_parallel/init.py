@@ -1,0 +1,352 @@
+"""The first arrays of a run, each computed in its shards.
+
+As one program, a model's initializers take minutes to compile if it has many layers. So
+they are traced together and cut into parts that share nothing but random keys. Parts
+that differ in their keys alone are one program: the time to compile depends on how many
+kinds of arrays a model has, not on its depth.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+
+from nnx_parallel.layers.jaxprs import (
+    ClosedJaxpr,
+    Eqns,
+    bind,
+    inputs_of,
+    needed,
+    run,
+    trace,
+    variables_in,
+)
+from nnx_parallel.sharding.model import (
+    ModelFn,
+    Path,
+    arrays_from,
+    nest,
+    placed_arrays,
+)
+from nnx_parallel.sharding.names import is_inexact
+
+_FEW = 64
+"""Elements of an array that is cheaper to compute again than to share."""
+
+_CACHED_BYTES = 2**20
+"""Constants of a program that is kept for the next model."""
+
+Values = Mapping[jex.Var, Any]
+
+
+def compute_in_shards(
+    function: Callable, args: tuple, shardings: Any, *, owns_args: bool = False
+) -> Any:
+    """The outputs of a function, none of which is ever whole on one device.
+
+    Args:
+        function: Of pytrees of arrays; it is traced.
+        args: Its arguments.
+        shardings: The sharding of each output, a tree like the outputs.
+        owns_args: Whether an argument that is an output too, and in its place, may be
+            returned as it is. Else each output has memory of its own.
+    """
+    # Calls with several results, such as a user's jitted function that builds a block,
+    # are cut too.
+    traced = trace(function, *args, inlined=lambda eqn: len(eqn.outvars) > 1)
+    if traced.effects:
+        # No output depends on what it prints: one program, as it is written.
+        return jax.jit(function, out_shardings=shardings)(*args)
+    outputs, structure = jax.tree.flatten(traced.outputs)
+    places, of_args = jax.tree.leaves(shardings), bind(traced.inputs, args)
+    found = _in_place(outputs, places, of_args) if owns_args else {}
+    consts = {var: _from_device(x) for var, x in traced.consts.items()}
+    eqns, known = _derive_keys(needed(traced.eqns, outputs), of_args | consts, consts)
+    alike: dict[_Part, list[_Part]] = defaultdict(list)
+    for part in _cut(eqns, outputs, places, known, consts, found):
+        alike[part].append(part)
+    # Kinds of parts that occur equally often, as those of a block, are one program.
+    programs: dict[int, list[list[_Part]]] = defaultdict(list)
+    for parts in alike.values():
+        programs[len(parts)].append(parts)
+    for kinds in programs.values():
+        program = _program(tuple(parts[0] for parts in kinds))
+        for parts in zip(*kinds, strict=True):
+            values = program([[known[v] for v in part.inputs] for part in parts])
+            # One at a time: what programs need for themselves must not add up.
+            jax.block_until_ready(values)
+            for part, results in zip(parts, values, strict=True):
+                found.update(zip(part.indices, results, strict=True))
+    return jax.tree.unflatten(structure, [found[i] for i in range(len(outputs))])
+
+
+def first_arrays(
+    source: nnx.Module | ModelFn, rngs: nnx.Rngs, shardings: dict[Path, NamedSharding]
+) -> dict:
+    """The arrays of a model, each in its place, in nested dicts.
+
+    Those of a built model are copied. ``rngs`` are not advanced.
+    """
+    if isinstance(source, nnx.Module):
+        return placed_arrays(source, shardings)
+    build, streams = arrays_from(source, rngs)
+    # Random numbers do not depend on shardings (partitionable threefry), so each
+    # strategy starts from the same weights.
+    return compute_in_shards(build, (streams,), nest(shardings))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some outputs with the equations that only they need.
+
+    Parts are equal if they compute the same from their inputs, to the same shardings.
+    """
+
+    signature: Hashable
+    shardings: tuple[NamedSharding, ...]
+    indices: tuple[int, ...] = field(compare=False)  # of the outputs
+    eqns: Eqns = field(compare=False)
+    consts: Values = field(compare=False)  # in the signature by their bits
+    inputs: Sequence[jex.Var] = field(compare=False)
+    outputs: Sequence[Any] = field(compare=False)
+
+
+def _program(kinds: tuple[_Part, ...]) -> Callable[[list[list]], list[list]]:
+    avals = [_aval(var) for kind in kinds for var in kind.consts]
+    num_bytes = sum(aval.size * aval.dtype.itemsize for aval in avals)
+    return (_compiled if num_bytes <= _CACHED_BYTES else _compiled.__wrapped__)(kinds)
+
+
+# Also for the next Trainer of the same model.
+@lru_cache(maxsize=128)
+def _compiled(kinds: tuple[_Part, ...]) -> Callable[[list[list]], list[list]]:
+    def compute(inputs: list[list]) -> list[list]:
+        return [
+            run(
+                kind.eqns,
+                list(kind.outputs),
+                {**kind.consts, **dict(zip(kind.inputs, values, strict=True))},
+            )
+            for kind, values in zip(kinds, inputs, strict=True)
+        ]
+
+    return jax.jit(compute, out_shardings=[list(kind.shardings) for kind in kinds])
+
+
+def _in_place(outputs: list, places: list, values: Values) -> dict[int, jax.Array]:
+    """Outputs, by index, that are values already in their places; each value once."""
+    indices: dict[jex.Var, int] = {}
+    for index, atom in enumerate(outputs):
+        if not isinstance(atom, jex.Literal) and atom in values:
+            indices.setdefault(atom, index)
+    return {
+        index: x
+        for var, index in indices.items()
+        if isinstance(x := values[var], jax.Array)
+        and not isinstance(x, Tracer)
+        and x.sharding == places[index]
+    }
+
+
+def _from_device(x: Any) -> Any:
+    """A constant as an argument for programs on the mesh, wherever it is."""
+    if isinstance(x, jax.Array) and not isinstance(x, Tracer):
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        # A user has put it onto one device, and such a program would refuse it.
+        if x.committed and len(x.sharding.device_set) == 1 and not is_key:
+            return np.asarray(x)
+    return x
+
+
+def _derive_keys(
+    eqns: Eqns, known: Values, consts: Values
+) -> tuple[Eqns, dict[jex.Var, Any]]:
+    """Computes keys and single integers now; the equations that are left, all values.
+
+    Each layer has keys of its own, by their numbers: in the programs, these would make
+    all layers different. They are exact, whichever program computes them.
+    """
+    exact = {v for v in known if _is_key(v) or (_is_exact(v) and v not in consts)}
+    now, later = [], []
+    for eqn in eqns:
+        inputs = variables_in(eqn.invars)
+        # What comes from constants alone stays among them: the compiler computes it,
+        # and the logarithm of an integer may differ from a program's in its last bit.
+        moves = bool(inputs) or any(map(_is_key, eqn.outvars))
+        if moves and exact.issuperset(inputs) and all(map(_is_exact, eqn.outvars)):
+            now.append(eqn)
+            exact.update(eqn.outvars)
+        else:
+            later.append(eqn)
+    made = [v for e in now for v in e.outvars if not isinstance(v, jex.DropVar)]
+    return later, dict(known) | dict(zip(made, run(now, made, known), strict=True))
+
+
+def _is_key(var: jex.Var) -> bool:
+    return jnp.issubdtype(_aval(var).dtype, jax.dtypes.prng_key)
+
+
+def _is_small(var: jex.Var) -> bool:
+    return _aval(var).size <= _FEW
+
+
+def _aval(var: jex.Var) -> Any:
+    return var.aval  # of an array: tokens and references come with effects
+
+
+def _is_exact(var: jex.Var) -> bool:
+    """True for keys, and for a few integers."""
+    return _is_key(var) or (_is_small(var) and not is_inexact(var.aval))
+
+
+def _is_constant(var: jex.Var, consts: Values) -> bool:
+    """True if a program may have a value among its constants."""
+    x = consts.get(var)
+    is_here = getattr(x, "is_fully_addressable", True)  # on this process
+    return var in consts and is_here and not (_is_key(var) or isinstance(x, Tracer))
+
+
+def _cut(
+    eqns: Eqns,
+    outputs: Sequence[Any],
+    places: Sequence[NamedSharding],
+    known: Values,
+    consts: Values,
+    found: Collection[int],
+) -> list[_Part]:
+    """The outputs that are not found yet, in parts that share no large value."""
+    groups: dict[Hashable, list[int]] = defaultdict(list)
+    root = _components(eqns, known)
+    for index, atom in enumerate(outputs):
+        if index not in found:
+            var = None if isinstance(atom, jex.Literal) else root(atom)
+            groups[index if var is None else var].append(index)
+    made_by = {var: i for i, eqn in enumerate(eqns) for var in eqn.outvars}
+    sign = _Signatures()
+    parts = []
+    for indices in groups.values():
+        wanted = [outputs[i] for i in indices]
+        chosen: set[int] = set()
+        left = variables_in(wanted)
+        while left:
+            i = made_by.get(left.pop())
+            if i is not None and i not in chosen:
+                chosen.add(i)
+                left += variables_in(eqns[i].invars)
+        own = [eqns[i] for i in sorted(chosen)]
+        used = inputs_of(own, wanted)
+        # A constant that is an output itself is no part of the program.
+        fixed = {v: consts[v] for v in used if own and _is_constant(v, consts)}
+        inputs = [v for v in used if v not in fixed]
+        parts.append(
+            _Part(
+                signature=sign(inputs, own, wanted, fixed),
+                shardings=tuple(places[i] for i in indices),
+                indices=tuple(indices),
+                eqns=own,
+                consts=fixed,
+                inputs=inputs,
+                outputs=wanted,
+            )
+        )
+    return parts
+
+
+def _components(eqns: Eqns, known: Values) -> Callable[[jex.Var], jex.Var | None]:
+    """A function of a variable to one that stands for all that share values with it.
+
+    It is ``None`` for a variable that every part may compute for itself: a key, or a
+    few numbers that are not random.
+    """
+    free = {v for v in known if _is_key(v) or _is_small(v)}
+    parents: dict[jex.Var, jex.Var] = {}
+
+    def root(var: jex.Var) -> jex.Var | None:
+        if var in free:
+            return None
+        while (parent := parents.setdefault(var, var)) is not var:
+            parents[var] = parents[parent]
+            var = parent
+        return var
+
+    for eqn in eqns:
+        inputs = variables_in(eqn.invars)
+        is_cheap = all(map(_is_small, eqn.outvars))
+        if is_cheap and free.issuperset(inputs) and not any(map(_is_key, inputs)):
+            free.update(eqn.outvars)
+        roots = [r for v in (*inputs, *eqn.outvars) if (r := root(v)) is not None]
+        for var in roots:
+            parents[var] = roots[0]
+    return root
+
+
+class _Signatures:
+    """Signatures of equations, equal if the equations compute the same."""
+
+    def __init__(self) -> None:
+        self._of_jaxprs: dict[int, Hashable] = {}  # by id, in one trace
+
+    def __call__(
+        self,
+        inputs: Iterable[jex.Var],
+        eqns: Eqns,
+        outputs: Iterable[Any],
+        consts: Values = MappingProxyType({}),
+    ) -> Hashable:
+        """The equations with variables by number, in the order in which they occur."""
+        numbers = {var: number for number, var in enumerate(inputs)}
+
+        def name(atom: Any) -> Hashable:
+            if isinstance(atom, jex.Literal):
+                # In bits: 0.0 and -0.0 are equal.
+                return atom.aval, np.asarray(atom.val).tobytes()
+            if atom in consts:
+                return atom.aval, np.asarray(consts[atom]).tobytes()
+            return numbers[atom]
+
+        avals = tuple(var.aval for var in numbers)
+        lines = []
+        for eqn in eqns:
+            arguments = tuple(map(name, eqn.invars))
+            numbers |= {v: len(numbers) + i for i, v in enumerate(eqn.outvars)}
+            line = (eqn.primitive, eqn.ctx, self._of_params(eqn), arguments)
+            lines.append(line)
+        return avals, tuple(lines), tuple(map(name, outputs))
+
+    def _of_params(self, eqn: jex.JaxprEqn) -> Hashable:
+        params = eqn.params
+        if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
+            # Nothing is differentiated, and the rules are new objects in each trace.
+            params = {k: v for k, v in params.items() if not callable(v)}
+        return tuple((k, self._of_static(v)) for k, v in params.items())
+
+    def _of_static(self, value: Any) -> Hashable:
+        if isinstance(value, list | tuple):
+            return tuple(map(self._of_static, value))
+        if isinstance(value, jex.Jaxpr | ClosedJaxpr):  # one class in jax 0.12
+            if id(value) not in self._of_jaxprs:
+                jaxpr = getattr(value, "jaxpr", value)
+                inputs = (*jaxpr.constvars, *jaxpr.invars)
+                consts = tuple(map(id, getattr(value, "consts", ())))
+                signature = self(inputs, jaxpr.eqns, jaxpr.outvars)
+                self._of_jaxprs[id(value)] = consts, signature
+            return self._of_jaxprs[id(value)]
+        try:
+            hash(value)
+        except TypeError:
+            # An array, or a dict. Its id is not given again as long as it is kept,
+            # as it is by the equations of a part.
+            return id(value)
+        return type(value), value  # 1, 1.0 and True are equal
