@@ -107,7 +107,8 @@ def soak(
 
 
 def _settings(num_steps: int, out: Path, checkpoint: dict | None) -> dict[str, Any]:
-    options = {"model": "linear", "steps": num_steps, "out": str(out)}
+    # Rows that 1, 2 and 3 processes divide, in 2 microbatches.
+    options = {"model": "linear", "steps": num_steps, "num_rows": 12, "out": str(out)}
     return options | ({"checkpoint": checkpoint} if checkpoint else {})
 
 

@@ -68,6 +68,7 @@ class Settings:
             compile fast; arrays of ``wide`` are too large to be saved inside of other
             files.
         steps: Updates in all.
+        num_rows: Rows of the global batch.
         out: Where process 0 writes losses and digests, by strategy.
         checkpoint: Options of a `Checkpoint`, or ``None``.
         trainer: More options of the `Trainer`.
@@ -80,6 +81,7 @@ class Settings:
     strategies: list[str] = field(default_factory=lambda: ["fsdp"])
     model: str = "gpt"
     steps: int = 4
+    num_rows: int = NUM_ROWS
     out: str | None = None
     checkpoint: dict[str, Any] | None = None
     trainer: dict[str, Any] = field(default_factory=dict)
@@ -89,11 +91,11 @@ class Settings:
     notice_seconds: float = 20.0
 
 
-def global_batches(count: int) -> list[np.ndarray]:
-    """The same batches in every run, 8 windows of 9 tokens each."""
+def global_batches(count: int, num_rows: int = NUM_ROWS) -> list[np.ndarray]:
+    """The same batches in every run, windows of 9 tokens each."""
     rng = np.random.default_rng(0)
     return [
-        rng.integers(0, 64, (NUM_ROWS, CONFIG.seq_len + 1)).astype(np.int32)
+        rng.integers(0, 64, (num_rows, CONFIG.seq_len + 1)).astype(np.int32)
         for _ in range(count)
     ]
 
@@ -103,11 +105,14 @@ class Batches:
 
     def __init__(self, settings: Settings, index: int, count: int) -> None:
         self._settings = settings
-        self._rows = slice(index * NUM_ROWS // count, (index + 1) * NUM_ROWS // count)
+        num_rows = settings.num_rows
+        self._rows = slice(index * num_rows // count, (index + 1) * num_rows // count)
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
         fault = active_fault(self._settings)
-        for step, tokens in enumerate(global_batches(self._settings.steps)):
+        for step, tokens in enumerate(
+            global_batches(self._settings.steps, self._settings.num_rows)
+        ):
             if fault.get("step") == step and fault["kind"] == "dry":
                 return
             if fault.get("step") == step and fault["kind"] == "data":
