@@ -34,6 +34,11 @@ def test_orbax_writes_to_no_other_object_store(url: str) -> None:
         _ = CheckpointManager(Checkpoint(url)).saved
 
 
+def test_the_name_in_an_object_store_is_no_pattern() -> None:
+    with pytest.raises(CheckpointDirectoryError, match="a name may hold none of"):
+        _ = CheckpointManager(Checkpoint("gs://bucket/lr=[0.1]")).saved
+
+
 TRAIN = """
 import sys
 import jax, numpy as np, optax
@@ -118,7 +123,7 @@ def finish(process: subprocess.Popen[str]) -> str:
 def test_a_run_is_saved_kept_killed_resumed_and_inspected(
     server: dict[str, str], tmp_path: Path
 ) -> None:
-    url, width = "gs://bucket/runs/lr=[0.1]", 1 << 12
+    url, width = "gs://bucket/runs/lr=0.1", 1 << 12
     whole = finish(start(server, "-c", TRAIN, tmp_path, 12, width)).splitlines()[-1]
     run = start(server, "-c", TRAIN, url, 50_000, width)
     assert run.stdout is not None

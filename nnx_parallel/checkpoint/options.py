@@ -5,6 +5,7 @@ it is left to Orbax.
 """
 
 import dataclasses
+import glob
 import importlib
 import importlib.util
 import math
@@ -60,6 +61,12 @@ def check_url(url: str) -> None:
             f"Cannot write checkpoints to '{url}': Orbax writes arrays to Google Cloud "
             "Storage (gs://bucket/run) and to file systems. Mount another object store "
             "as a file system, and give the path."
+        )
+    # What is deleted there is found by gcsfs, which takes the name for a pattern.
+    if glob.has_magic(url):
+        raise CheckpointDirectoryError(
+            f"Cannot write checkpoints to '{url}': in an object store a name may hold "
+            "none of [, * and ?. Choose another."
         )
     try:
         importlib.import_module("google.cloud.storage")
