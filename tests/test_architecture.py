@@ -231,7 +231,7 @@ def test_the_package_is_small() -> None:
     """A new capability may raise these by what it needs; slices of one may not."""
     files = files_of(PACKAGE)
     assert len(files) <= 95
-    assert sum(map(num_lines, files)) <= 20_250
+    assert sum(map(num_lines, files)) <= 22_500
 
 
 def test_the_code_gives_its_reasons() -> None:
