@@ -17,13 +17,13 @@ ROOT = Path(__file__).parents[1]
 
 
 class ErrorList(SphinxDirective):
-    """Every named error with its docstring, the base first."""
+    """Every named error and warning with its docstring, the bases first."""
 
     def run(self) -> list[Node]:
         """Documents the classes of `nnx_parallel.errors` in their order there."""
-        lines = []
+        lines, bases = [], (errors.ParallelError, errors.ParallelWarning)
         for name, value in vars(errors).items():
-            if isinstance(value, type) and issubclass(value, errors.ParallelError):
+            if isinstance(value, type) and issubclass(value, bases):
                 lines += [
                     f".. autoclass:: nnx_parallel.errors.{name}",
                     "   :show-inheritance:",

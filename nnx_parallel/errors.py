@@ -81,6 +81,17 @@ class PlacementTreeError(ParallelError, ValueError):
     """
 
 
+class RuleError(ParallelError, TypeError):
+    """A rule is an object with a method ``match``, which answers with a spec or passes."""
+
+
+class DonatedArrayError(ParallelError, RuntimeError):
+    """A donated array is gone after the call, so each is passed once and used once.
+
+    Keep what the call returns in its place; copy an array that you need later.
+    """
+
+
 class UnmatchedRuleError(ParallelError, ValueError):
     """A strict set of rules must match every array, and every rule some array."""
 

@@ -114,6 +114,8 @@ def make_mesh(
         {'data': 4, 'tensor': 2}
     """
     devices = list(jax.devices() if devices is None else devices)
+    if not devices:
+        raise MeshShapeError("A mesh needs at least one device, and devices= is empty.")
     sizes = complete_axis_sizes(axis_sizes, len(devices))
     order = {axis: i for i, axis in enumerate(MESH_AXES)}
     names = tuple(sorted(sizes, key=lambda axis: order.get(axis, -1)))
@@ -185,6 +187,11 @@ def complete_axis_sizes(
         >>> complete_axis_sizes({"data": 2, "fsdp": None}, 8)
         {'data': 2, 'fsdp': 4}
     """
+    if not isinstance(axis_sizes, Mapping):
+        raise MeshShapeError(
+            f"A mesh got {axis_sizes!r} for its axis sizes. They are a mapping, None "
+            "for the size that takes the devices that remain: make_mesh({'fsdp': None})."
+        )
     for axis, size in axis_sizes.items():
         if size is None:
             continue

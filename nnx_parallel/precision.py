@@ -12,13 +12,18 @@ import numpy as np
 from jax.typing import DTypeLike
 
 
+# Short names of the field, which NumPy does not know ("f4" are its four bytes).
+_SHORT_NAMES = {"bf16": jnp.bfloat16, "fp16": "f2", "fp32": "f4", "fp64": "f8"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Precision:
     """The three dtypes of mixed-precision training [1].
 
     A parameter is cast to ``compute`` before it is gathered, so that a sharded bfloat16
     step sends half the bytes. Sums over devices inside a product's gradient are placed
-    by the compiler, in the product's own dtype.
+    by the compiler, in the product's own dtype. A dtype may be given by its name, also
+    as ``"bf16"``, ``"fp16"`` or ``"fp32"``.
 
     Attributes:
         params: Of stored parameters, hence of the optimizer state; ``None``: as made.
@@ -50,9 +55,12 @@ class Precision:
             given = getattr(self, field)
             if given is None and field != "reduction":
                 continue
-            # NumPy's objects, so that equal dtypes compare equal however written.
-            dtype = jnp.dtype(given)
-            if not jnp.issubdtype(dtype, jnp.floating):
+            try:
+                # NumPy's objects, so that equal dtypes compare equal however written.
+                dtype: Any = as_dtype(given)
+            except TypeError:
+                dtype = repr(given)
+            if isinstance(dtype, str) or not jnp.issubdtype(dtype, jnp.floating):
                 raise ValueError(
                     f"Precision.{field} is {dtype}; it must be a floating-point "
                     "dtype: float32, bfloat16 or float16."
@@ -83,6 +91,11 @@ class Precision:
         return cls(compute=jnp.float16)
 
 
+def as_dtype(dtype: Any) -> np.dtype:
+    """A dtype, however it is written; short names such as ``"bf16"`` too."""
+    return jnp.dtype(_SHORT_NAMES.get(dtype, dtype))
+
+
 def cast_floating(tree: Any, dtype: DTypeLike | None) -> Any:
     """A pytree, its floating-point arrays cast; other leaves are the same objects.
 
@@ -95,10 +108,11 @@ def cast_floating(tree: Any, dtype: DTypeLike | None) -> Any:
     """
     if dtype is None:
         return tree
+    target = as_dtype(dtype)
 
     def cast(leaf: Any) -> Any:
         is_floating = jnp.issubdtype(getattr(leaf, "dtype", int), jnp.floating)
-        return leaf.astype(dtype) if is_floating else leaf
+        return leaf.astype(target) if is_floating else leaf
 
     return jax.tree.map(cast, tree)
 

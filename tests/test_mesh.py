@@ -96,11 +96,21 @@ def test_a_mesh_over_some_of_the_devices(devices: list) -> None:
             "out to take the devices that remain.",
         ),
         ({"data": -2, "fsdp": -4}, "Mesh axis 'data' has size -2."),
+        ({"data": 2.0}, "Mesh axis 'data' has size 2.0. A size is an integer"),
+        ({"data": "8"}, "Mesh axis 'data' has size '8'."),
     ],
 )
 def test_sizes_that_do_not_fit(sizes: dict, message: str) -> None:
     with pytest.raises(MeshShapeError, match=re.escape(message)):
         make_mesh(sizes)
+
+
+def test_a_mesh_of_no_devices() -> None:
+    with pytest.raises(MeshShapeError, match="at least one device, and devices= is em"):
+        make_mesh({"data": None}, devices=[])
+    message = "A mesh got [-1] for its axis sizes. They are a mapping"
+    with pytest.raises(MeshShapeError, match=re.escape(message)):
+        make_mesh([-1], ["fsdp"])  # pyright: ignore[reportArgumentType]
 
 
 def test_a_composite_names_every_axis_when_sizes_do_not_fit() -> None:

@@ -107,6 +107,40 @@ def test_a_dtype_that_is_not_floating(field: str) -> None:
         Precision(**{field: jnp.int8})
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("bf16", jnp.bfloat16),
+        ("bfloat16", jnp.bfloat16),
+        ("fp16", jnp.float16),
+        ("float16", jnp.float16),
+        ("half", jnp.float16),
+        ("fp32", jnp.float32),
+        ("float32", jnp.float32),
+        (np.dtype("float32"), jnp.float32),
+        ("fp64", np.float64),
+    ],
+)
+def test_a_dtype_by_any_of_its_names(name: Any, dtype: Any) -> None:
+    assert Precision(compute=name) == Precision(compute=dtype)
+    assert Precision(reduction=name).reduction == dtype
+    if dtype is not np.float64:
+        assert cast_floating({"x": jnp.ones(2)}, name)["x"].dtype == dtype
+
+
+@pytest.mark.parametrize("name", ["bf17", "fp", "", 16, ["bf16"]])
+def test_a_name_of_no_dtype(name: Any) -> None:
+    message = f"Precision.compute is {name!r}; it must be a floating-point dtype: float"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Precision(compute=name)
+
+
+def test_a_name_is_not_a_precision() -> None:
+    message = "precision is 'bf16-mixed', a str. Pass a Precision, such as Precision(co"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        make_trainer(squares, "bf16-mixed")  # pyright: ignore[reportArgumentType]
+
+
 def test_a_subclass_may_have_fields_that_are_no_dtypes() -> None:
     @dataclasses.dataclass(frozen=True)
     class Recipe(Precision):

@@ -247,6 +247,29 @@ def test_a_placement_does_not_depend_on_earlier_calls(first: str, mesh: Mesh) ->
     assert found == {"weak": P("fsdp"), "strong": P("data")}
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_nor_does_it_depend_on_whose_numbers_they_are(order: int, mesh: Mesh) -> None:
+    """NumPy's float64 is float32 on a device, and float32 to a rule."""
+    by_dtype = PolicyRules(
+        lambda info: P("fsdp" if info.dtype == jnp.float32 else "data")
+    )
+    ones = [np.ones(8), np.ones(8, np.float32), jnp.ones(8), np.ones(8, np.int64)]
+    jitted = sharded_jit(lambda x: x + 1, mesh, constrain_args=by_dtype)
+    found = [spec(jitted(x)) for x in ones[::order]][::order]
+    assert found == [P("fsdp")] * 3 + [P("data")]
+    scalars = [2, 2.0, True, 2j, np.float64(2), np.float32(2), np.int8(2), jnp.ones(())]
+    wanted = [spec(_scaled(mesh, by_dtype)(scalar)) for scalar in scalars]
+    jitted = _scaled(mesh, by_dtype)
+    for _ in range(2):
+        assert [spec(jitted(s)) for s in scalars[::order]][::order] == wanted
+    assert set(wanted) == {P("fsdp"), P("data")}
+
+
+def _scaled(mesh: Mesh, rules: PolicyRules) -> Callable:
+    half = jnp.ones(8, jnp.bfloat16)
+    return sharded_jit(lambda s: half * s, mesh, out_shardings=rules)
+
+
 # What is active
 
 

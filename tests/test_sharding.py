@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -12,12 +13,15 @@ from nnx_parallel import (
     FSDP,
     Composite,
     DataParallel,
+    FSDPRules,
     PathRules,
     TensorParallel,
     constrain,
+    make_mesh,
 )
-from nnx_parallel.errors import SpecRankError, UnknownAxisError
+from nnx_parallel.errors import PlacementTreeError, SpecRankError, UnknownAxisError
 from nnx_parallel.sharding import Layout, using
+from nnx_parallel.sharding.tree import layout_of
 from tests.placing import FSDP_TP, place
 
 # Who decides
@@ -157,6 +161,49 @@ def test_constrain_checks_names_with_and_without_a_strategy(layout: Layout) -> N
         constrain(jnp.ones((8, 4)), "batch")
     with using(layout), pytest.raises(UnknownAxisError, match="Did you mean 'batch'"):
         constrain(jnp.ones((8, 4)), "bach", None)
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "spec"),
+    [
+        ((8, 16), (("data", "tensor"), None), P(("data", "tensor"))),
+        ((8, 16), (None, ("tensor", "data")), P(None, ("tensor", "data"))),
+        ((8,), (("data", "tensor"),), P(("data", "tensor"))),
+        ((8, 16), ((), "tensor"), P(None, "tensor")),
+        ((8, 16), (P("tensor"),), P("tensor")),
+    ],
+)
+def test_constrain_on_a_bare_mesh_takes_effect(
+    shape: tuple, names: tuple, spec: P
+) -> None:
+    layout = layout_of(make_mesh({"data": 4, "tensor": 2}))
+
+    @jax.jit
+    def function(x: jax.Array) -> jax.Array:
+        with using(layout):
+            return constrain(x, *names) + 0
+
+    expected = layout.sharding(spec)
+    assert function(jnp.ones(shape)).sharding.is_equivalent_to(expected, len(shape))
+
+
+@pytest.mark.parametrize(
+    ("x", "names"),
+    [
+        (np.ones((8, 4)), (P("data"), P())),
+        (np.ones((8, 4)), ("batch", P("data"))),
+        (np.ones((8, 4)), (FSDPRules(), None)),
+        ({"a": np.ones((8, 4))}, ("batch", None)),
+        (np.ones(8), (3, None)),
+    ],
+)
+def test_constrain_takes_names_or_one_placement(x: Any, names: tuple) -> None:
+    message = re.escape(f"constrain got {names} for a {type(x).__name__}. One array")
+    for where in (None, layout_of(make_mesh({"data": None})), DataParallel().layout()):
+        with using(where), pytest.raises(PlacementTreeError, match=message):
+            constrain(x, *names)
+    with pytest.raises(SpecRankError, match=re.escape("constrain got 3 names")):
+        constrain(np.ones((8, 4)), ("data", "tensor"), None, None)
 
 
 def test_a_layout_is_active_only_inside() -> None:

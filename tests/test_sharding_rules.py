@@ -1,6 +1,8 @@
 """Names in a model and rules of a user, and the errors that teach them."""
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +20,17 @@ from nnx_parallel import (
     PathRules,
     PolicyRules,
     TensorParallel,
+    make_mesh,
+    resolve_shardings,
+    shard,
+    sharded_jit,
 )
 from nnx_parallel.errors import (
     IndivisibleDimError,
     ParallelError,
     PlacementConflictError,
+    PlacementTreeError,
+    RuleError,
     SpecRankError,
     UnknownAxisError,
     UnmatchedRuleError,
@@ -276,3 +284,114 @@ def test_names_travel_in_flaxs_own_metadata() -> None:
     assert dense.kernel.get_metadata()["out_sharding"] == ("embed", "mlp")
     value = named(nnx.initializers.ones_init(), "mlp")(jax.random.key(0), (4,))
     assert nnx.Param(value).get_metadata()["out_sharding"] == ("mlp",)
+
+
+# Malformed rules
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: PathRules({"kernel": P("fsdp")}),  # pyright: ignore[reportArgumentType]
+            "PathRules got {'kernel': P('fsdp',)}. Its arguments are pairs of a regex "
+            "and a PartitionSpec: PathRules((r'up.*kernel', P(None, 'tensor')), ...).",
+        ),
+        (
+            lambda: PathRules((r"kernel", "fsdp")),  # pyright: ignore[reportArgumentType]
+            "PathRules got ('kernel', 'fsdp'). Its arguments are pairs of a regex",
+        ),
+        (
+            lambda: PathRules([(r"kernel", P())]),  # pyright: ignore[reportArgumentType]
+            "PathRules got [('kernel', P())]. Its arguments are pairs",
+        ),
+        (
+            lambda: PathRules(r"kernel", P()),  # pyright: ignore[reportArgumentType]
+            "PathRules got 'kernel'. Its arguments are pairs",
+        ),
+        (
+            lambda: PolicyRules(lambda path, leaf: P("fsdp")),  # pyright: ignore[reportArgumentType]
+            "missing a required argument: 'leaf'. A policy takes one ArrayInfo, with "
+            "path, shape and dtype: lambda info: P('fsdp').",
+        ),
+        (
+            lambda: PolicyRules(P("fsdp")),  # pyright: ignore[reportArgumentType]
+            "PolicyRules got P('fsdp',): P('fsdp',) is not a callable object. A policy ",
+        ),
+        (
+            lambda: LogicalRules([("mlp", "tensor")]),  # pyright: ignore[reportArgumentType]
+            "LogicalRules got [('mlp', 'tensor')]. It takes a mapping whose values are",
+        ),
+        (
+            lambda: LogicalRules({"mlp": P("tensor")}),  # pyright: ignore[reportArgumentType]
+            "LogicalRules got {'mlp': P('tensor',)}. It takes a mapping whose values ",
+        ),
+        (
+            lambda: FSDPRules(2**20),  # pyright: ignore[reportArgumentType]
+            "FSDPRules got 1048576 for its axis, the name of a mesh axis. Other "
+            "arguments go by keyword: FSDPRules(min_size=2**20).",
+        ),
+        (
+            lambda: ChainRules(FSDPRules(), PathRules),  # pyright: ignore[reportArgumentType]
+            "ChainRules got <class 'nnx_parallel.sharding.rules.PathRules'>, a type. "
+            "Its rules are instances, several in a tuple: of PathRules, PolicyRules, ",
+        ),
+        (
+            lambda: FSDP(rules=FSDPRules()).layout(),  # pyright: ignore[reportArgumentType]
+            "a strategy got FSDPRules(axis='fsdp', min_size=1024), a FSDPRules. Its ",
+        ),
+        (
+            lambda: Composite(FSDP(), rules=PathRules()),  # pyright: ignore[reportArgumentType]
+            "Composite got PathRules(pairs=(), strict=None), a PathRules. Its rules ",
+        ),
+        (
+            lambda: DataParallel(rules=({"kernel": P()},)).layout(),  # pyright: ignore[reportArgumentType]
+            "a strategy got {'kernel': P()}, a dict. Its rules are instances",
+        ),
+    ],
+)
+def test_a_malformed_rule_is_named_where_it_is_made(
+    make: Callable, message: str
+) -> None:
+    with pytest.raises(RuleError, match=re.escape(message)):
+        make()
+
+
+class Answers:
+    """A rule of a user, with any answer."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    def match(self, info: ArrayInfo, mesh: Any) -> Any:
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        PolicyRules(lambda info: "fsdp"),  # pyright: ignore[reportArgumentType]
+        PolicyRules(lambda info: ("fsdp", None)),  # pyright: ignore[reportArgumentType]
+        Answers(P("fsdp")),
+        Answers(("fsdp", "why")),
+        Answers(()),
+    ],
+)
+def test_an_answer_that_is_no_spec_is_named(rule: Any) -> None:
+    message = "for `block.kernel`. A policy returns a jax.sharding.PartitionSpec, such"
+    with pytest.raises(RuleError, match=re.escape(message)):
+        place(FSDP(rules=(rule,)), 64, 64)
+    tree = {"block": {"kernel": jnp.ones((8, 8))}}
+    with pytest.raises(RuleError, match=re.escape(message)):
+        resolve_shardings(tree, rule, make_mesh({"fsdp": None}))
+
+
+def test_a_class_is_no_rule() -> None:
+    mesh = make_mesh({"fsdp": None})
+    message = "Cannot place `in_shardings`: <class 'nnx_parallel.sharding.rules.FSDPRul"
+    with pytest.raises(PlacementTreeError, match=re.escape(message)):
+        sharded_jit(lambda x, y: x, mesh, in_shardings=(FSDPRules, None))
+    with pytest.raises(PlacementTreeError, match="in_shardings is a type. Pass one"):
+        sharded_jit(lambda x, y: x, mesh, in_shardings=FSDPRules)
+    with pytest.raises(PlacementTreeError, match=re.escape("Use a rule (not its cla")):
+        shard({"a": jnp.ones(8)}, FSDPRules, mesh)

@@ -25,6 +25,7 @@ from nnx_parallel.errors import (
     IndivisibleDimError,
     MeshAxisTypeError,
     ParallelError,
+    ParallelWarning,
     PlacementTreeError,
     SpecRankError,
     UnknownAxisError,
@@ -95,12 +96,14 @@ def test_rules_place_a_training_state_of_any_library(mesh: Mesh) -> None:
 
 def test_path_rules_search_the_dotted_path_from_where_they_stand(mesh: Mesh) -> None:
     tree = {"a": abstract(8, 8), "b": [abstract(8, 8), abstract(8, 8)]}
-    rules = PathRules((r"^a$", P("data", "fsdp")), (r"^b\.0$", P("fsdp")))
+    rules = PathRules(
+        (r"^a$", P("data", "fsdp")), (r"^b\.0$", P("fsdp")), strict=False
+    )
     assert specs(tree, rules, mesh) == {
         "a": P("data", "fsdp"),
         "b": [P("fsdp"), P()],
     }
-    nested = {"a": None, "b": PathRules((r"^0$", P("fsdp")))}
+    nested = {"a": None, "b": PathRules((r"^0$", P("fsdp")), strict=False)}
     found = resolve_shardings(tree, nested, mesh)
     assert found["a"] is None
     assert [s.spec for s in found["b"]] == [P("fsdp"), P()]
@@ -126,8 +129,29 @@ def test_a_regex_that_matches_nothing_is_named(mesh: Mesh) -> None:
         "Paths: bias, kernel."
     )
     tree = {"kernel": abstract(8, 8), "bias": abstract(8)}
-    with pytest.warns(UserWarning, match=re.escape(message)):
-        resolve_shardings(tree, PathRules((r"kernal", P("fsdp"))), mesh)
+    rules = PathRules((r"kernal", P("fsdp")), strict=False)
+    with pytest.warns(ParallelWarning, match=re.escape(message)):
+        resolve_shardings(tree, rules, mesh)
+
+
+def test_arrays_that_no_regex_matches_are_named_once(mesh: Mesh) -> None:
+    tree = {"w": abstract(8, 8), "b": [abstract(8), abstract(4)], "n": abstract()}
+    message = (
+        "2 arrays match no path rule and stay replicated: `b.0` (8,); `b.1` (4,). End "
+        "with (r'.*', P()) if this is meant; strict=True refuses them."
+    )
+    pair = r"w", P("fsdp")
+    with pytest.warns(ParallelWarning, match=re.escape(message)) as caught:
+        found = specs(tree, PathRules(pair), mesh)
+    assert len(caught) == 1
+    said = (
+        PathRules(pair, strict=False),
+        PathRules(pair, (r".*", P())),
+        # Who passes on small arrays has been asked about them too.
+        ChainRules(PathRules(pair), FSDPRules()),
+    )
+    for rules in said:
+        assert specs(tree, rules, mesh) == found
 
 
 def test_a_policy_sees_path_shape_and_dtype(mesh: Mesh) -> None:
@@ -204,7 +228,7 @@ def test_rules_see_the_names_in_an_nnx_model(mesh: Mesh) -> None:
         (
             {"a": "fsdp"},
             PlacementTreeError,
-            "'fsdp', a str, says nothing about placement. Use rules, a PartitionSpec, ",
+            "Cannot place `a`: 'fsdp', a str, says nothing about placement. Use a rule ",
         ),
         (
             {"a": P(), "c": P()},

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.errors import SpecRankError
+from nnx_parallel.errors import PlacementTreeError, SpecRankError
 from nnx_parallel.sharding.layout import Layout, Placement
 from nnx_parallel.sharding.names import LOGICAL_AXES, suggest
 from nnx_parallel.sharding.tree import constrain_tree
@@ -62,9 +62,9 @@ def constrain(x: Any, *names: Any) -> Any:
 
     Args:
         x: An activation.
-        names: The logical axis of each of its dims, or ``None``. Or one placement:
-            rules or a spec, or a prefix tree of these; ``x`` may then be any pytree,
-            and an axis that does not divide its dim is an error.
+        names: The logical axis of each of its dims, a tuple of mesh axes, or ``None``.
+            Or one placement: rules or a spec, or a prefix tree of these; ``x`` may then
+            be any pytree, and an axis that does not divide its dim is an error.
 
     Note:
         JAX remembers traces: an inner ``jax.jit``, or a body of ``jax.lax.scan`` that
@@ -74,20 +74,41 @@ def constrain(x: Any, *names: Any) -> Any:
     Raises:
         SpecRankError: If there is not one name for each dim.
         UnknownAxisError: If a name is neither a logical nor a mesh axis.
+        PlacementTreeError: If a dim is given a spec or a rule, or a pytree is given
+            names.
 
     Example:
         >>> constrain(jax.numpy.ones((8, 16)), "batch", "embed").shape
         (8, 16)
     """
     layout = _active.get()
-    if len(names) == 1 and not isinstance(names[0], str | None):
+    if len(names) == 1 and not _is_name(names[0]):
         return x if layout is None else constrain_tree(x, names[0], layout.mesh)
+    # Also where no strategy is active: the model is wrong on one device as on many.
+    _check_activation(x, names)
+    return _constrain_by_names(x, names, Layout.activation_spec)
+
+
+def _is_name(entry: Any) -> bool:
+    """True if it names one dim: a logical axis, mesh axes, or nothing."""
+    # A tree of placements holds no strings, so that a tuple of them is not one. A spec
+    # may be a tuple to Python.
+    parts = entry if type(entry) is tuple else (entry,)
+    return entry is None or all(isinstance(part, str) for part in parts)
+
+
+def _check_activation(x: Any, names: tuple) -> None:
+    if not hasattr(x, "ndim") or not all(map(_is_name, names)):
+        raise PlacementTreeError(
+            f"constrain got {names} for a {type(x).__name__}. One array takes a name, "
+            "a tuple of mesh axes, or None for each of its dims; an array or any pytree "
+            "takes one placement, such as P('fsdp', None) or rules."
+        )
     if len(names) != x.ndim:
         raise SpecRankError(
             f"constrain got {len(names)} names {names} for an array of shape "
             f"{x.shape}. Give one name, or None, for each of its {x.ndim} dims."
         )
-    return _constrain_by_names(x, names, Layout.activation_spec)
 
 
 def constrain_param(x: jax.Array, *names: str | None) -> jax.Array:

@@ -1,6 +1,7 @@
 """`sharded_jit`: ``jax.jit`` with rules, which are resolved where shapes are known."""
 
 import inspect
+import math
 import threading
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.errors import PlacementTreeError
 from nnx_parallel.sharding.constrain import annotated
+from nnx_parallel.sharding.donation import Donating
 from nnx_parallel.sharding.names import as_tuple, suggest
 from nnx_parallel.sharding.tree import (
     MeshLike,
@@ -36,19 +38,35 @@ _PLACEMENTS = ("in_shardings", "out_shardings", "constrain_args", "annotations")
 class Arguments:
     """The parameters of a function, static ones among them, and placements of each."""
 
-    def __init__(self, fn: Callable[..., Any], static: Names) -> None:
+    def __init__(self, fn: Callable[..., Any], options: Mapping[str, Any]) -> None:
         try:
             self._signature = inspect.signature(fn)
         except (TypeError, ValueError):  # some functions in C have none
             self._signature = inspect.signature(lambda *args, **kwargs: None)
-        self.static, self.known = static, self._signature.parameters
+        self.known = self._signature.parameters
         # Of ``*args`` and ``**kwargs`` there is at most one.
         by_kind = {parameter.kind: name for name, parameter in self.known.items()}
         self._var_positional = by_kind.get(Parameter.VAR_POSITIONAL, "")
         self._var_keyword = by_kind.get(Parameter.VAR_KEYWORD, "")
         in_order = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
         self._positional = [n for n, p in self.known.items() if p.kind in in_order]
-        self._dynamic = [name for name in self._positional if name not in static]
+        self.static = self._select(options, "static_argnames", "static_argnums")
+        self.donated = self._select(options, "donate_argnames", "donate_argnums")
+        self._dynamic = [name for name in self._positional if name not in self.static]
+
+    def _select(self, options: Mapping[str, Any], by_name: str, by_index: str) -> Names:
+        """The parameters that a pair of options selects."""
+        names, indices = as_tuple(options[by_name]), options[by_index]
+        self.check_names(names, by_name)
+        count = len(self._positional)
+        for i in (indices,) if isinstance(indices, int) else indices or ():
+            if not -count <= i < (math.inf if self._var_positional else count):
+                raise ValueError(
+                    f"{by_index} has {i}, but the function takes {count} positional "
+                    f"arguments: {self._positional}."
+                )
+            names += (self._positional[i] if i < count else f"args_{i - count}",)
+        return names
 
     def check_names(self, names: Iterable[str], option: str) -> None:
         """Refuses names given to an option that are no parameters."""
@@ -121,6 +139,9 @@ def sharded_jit(
     annotations: Mapping[str, Any] | None = None,
     static_argnames: str | Iterable[str] = (),
     donate_argnames: str | Iterable[str] = (),
+    static_argnums: int | Iterable[int] = (),
+    donate_argnums: int | Iterable[int] = (),
+    **jit_options: Any,
 ) -> Any:
     """Compiles any function over any pytrees, placed by rules on a mesh.
 
@@ -144,8 +165,12 @@ def sharded_jit(
         annotations: Placements of what ``fn`` passes through `annotate`, by name.
         static_argnames: Hashable arguments: a new value is a new program.
         donate_argnames: Arguments whose memory the outputs may take.
+        static_argnums: Static arguments by position.
+        donate_argnums: Donated arguments by position.
+        **jit_options: ``keep_unused``, ``inline``, ``compiler_options`` of ``jax.jit``.
 
     Raises:
+        DonatedArrayError: If a call donates an array that is gone, or passes it twice.
         UnknownAxisError: If a spec names an axis that the mesh lacks.
         PlacementTreeError: If placements do not fit the arguments or outputs.
         TypeError: If ``mesh`` is none, or an argument that is not static is no array.
@@ -160,34 +185,40 @@ def sharded_jit(
         >>> float(mean({"w": jax.numpy.ones((4, 2))}, jax.numpy.ones((8, 4))))
         4.0
     """
-    static_argnames = as_tuple(static_argnames)
-    donate_argnames = as_tuple(donate_argnames)
-    annotations = dict(annotations or {})
     # Copied at once: a loop over ``locals()`` fails under a debugger or a profiler.
     options = dict(locals())
-    del options["fn"]
+    del options["fn"], options["jit_options"]
+    if unknown := jit_options.keys() - {"keep_unused", "inline", "compiler_options"}:
+        name, known = min(unknown), [*options, "keep_unused", "inline", "compiler_options"]
+        raise TypeError(
+            f"sharded_jit got an unknown option {name!r}.{suggest(name, known)}"
+        )
     if fn is None:
-        return partial(sharded_jit, **options)
+        return partial(sharded_jit, **options, **jit_options)
     if isinstance(fn, MeshLike) or not callable(fn):
         raise TypeError(
             f"sharded_jit got a {type(fn).__name__} for the function. Write "
             "sharded_jit(fn, mesh, ...), or @sharded_jit(mesh=mesh, ...) above it."
         )
-    return ShardedFunction(fn, options)
+    return ShardedFunction(fn, options, jit_options)
 
 
 class ShardedFunction:
     """A function compiled by `sharded_jit`; call it as the function itself."""
 
-    def __init__(self, fn: Callable[..., Any], options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        options: dict[str, Any],
+        jit_options: dict[str, Any],
+    ) -> None:
         update_wrapper(self, fn)
         self._fn, self._layout = fn, layout_of(options["mesh"])
-        self._donated = options["donate_argnames"]
-        self._arguments = Arguments(fn, options["static_argnames"])
-        for option in ("static_argnames", "donate_argnames"):
-            self._arguments.check_names(options[option], option)
+        self._arguments, self._jit_options = Arguments(fn, options), jit_options
         for option in ("in_shardings", "constrain_args"):
             self._arguments.check_placements(options[option], option)
+        # Before the tree: a mapping that is no dict is a leaf to JAX.
+        options["annotations"] = dict(options["annotations"] or {})
         placed = (on_mesh(options[n], self._layout.mesh, n) for n in _PLACEMENTS)
         self._in, self._out, self._constraints, self._annotations = placed
         self._programs: dict[tuple, Any] = {}
@@ -220,19 +251,20 @@ class ShardedFunction:
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The program of a call, lowered; ``jax.ShapeDtypeStruct`` does for arrays."""
-        values, keywords = _by_position(args, kwargs)
-        lowered = self._find(values, keywords).lower(*values)
-        # JAX takes from these how the compiled program is called: by the same keywords.
-        infos, _ = lowered.args_info
-        named = [name for name in keywords if name not in self._arguments.static]
-        at = len(infos) - len(named)
-        lowered.args_info = infos[:at], dict(zip(named, infos[at:], strict=True))
-        return lowered
+        return self.trace(*args, **kwargs).lower()
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-        """The jaxpr of a call; keywords are its last inputs, sorted by name."""
+        """The jaxpr of a call; its last inputs are keywords, sorted by name."""
         values, keywords = _by_position(args, kwargs)
-        return self._find(values, keywords).trace(*values)
+        traced = self._find(values, keywords).trace(*values)
+        if named := [name for name in keywords if name not in self._arguments.static]:
+            # The stages that follow take from this tree how they are called: without
+            # it keywords would be positions, in the order of the alphabet.
+            infos, _ = traced.args_info
+            at = len(infos) - len(named)
+            tree = infos[:at], dict(zip(named, infos[at:], strict=True))
+            traced._in_tree = jax.tree.structure(tree)  # pyright: ignore[reportPrivateUsage]
+        return traced
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """The outputs of a call as ``jax.ShapeDtypeStruct``; nothing is compiled."""
@@ -253,7 +285,8 @@ class ShardedFunction:
         if fixed := self._arguments.static:
             names = self._arguments.names(values, keywords)
             pairs = list(zip(names, values, strict=True))
-            static = tuple(value for name, value in pairs if name in fixed)
+            # With types, as JAX has it: True, 1 and 1.0 are equal.
+            static = tuple((type(x), x) for name, x in pairs if name in fixed)
             values = tuple(value for name, value in pairs if name not in fixed)
         try:
             hash(static)
@@ -311,13 +344,11 @@ class ShardedFunction:
                 resolve_leaves(self._out, out, mesh, "output")
             return out
 
-        # JAX names the program and, in its errors, the arguments by these.
-        traced.__name__ = getattr(self._fn, "__name__", type(self._fn).__name__)
-        only = Parameter.POSITIONAL_ONLY
-        traced.__signature__ = Signature([Parameter(name, only) for name in names])
+        _name_as(traced, self._fn, names)
         static = [i for i, name in enumerate(names) if name in arguments.static]
-        donated = [i for i, name in enumerate(names) if name in self._donated]
+        donated = [i for i, name in enumerate(names) if name in arguments.donated]
         jit = partial(jax.jit, traced, static_argnums=static, donate_argnums=donated)
+        jit = partial(jit, **self._jit_options)
         out_shardings = self._out
         # For rules alone: a class of the user's may hold no shapes, and there is no
         # trace under `jax.disable_jit`.
@@ -328,7 +359,21 @@ class ShardedFunction:
         # No sharding at all leaves JAX free to choose by where the arguments lie.
         if jax.tree.leaves(in_shardings):
             jit = partial(jit, in_shardings=in_shardings)
-        return jit(out_shardings=out_shardings)
+        program = jit(out_shardings=out_shardings)
+        return Donating(program, names, donated) if donated else program
+
+
+def _name_as(traced: Any, fn: Callable[..., Any], names: Names) -> None:
+    """Gives what JAX traces the names that its errors and programs mention."""
+    traced.__name__ = getattr(fn, "__name__", type(fn).__name__)
+    only = Parameter.POSITIONAL_ONLY
+    try:
+        signature = Signature([Parameter(name, only) for name in names])
+    except ValueError:  # of ``**kwargs``: any string, or another argument's name
+        signature = inspect.signature(traced)  # (*values)
+    traced.__signature__ = signature
+    # The line of an error in the trace is that of the user's function.
+    traced.__wrapped__ = fn
 
 
 def _by_position(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, Names]:

@@ -36,6 +36,7 @@ from nnx_parallel.sharding.rules import (
     LogicalRules,
     Rules,
     answer_of,
+    check_rules,
     logical_items,
 )
 
@@ -162,6 +163,9 @@ class Claims:
     execution: Execution | None = None
     owner: str = "a strategy"
     parts: tuple[Claims, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rules", check_rules(self.rules, self.owner))
 
     def __or__(self, other: Claims) -> Claims:
         """Both claims as one, unless both use one mesh axis, run the step, or disagree.
@@ -296,7 +300,8 @@ class Layout:
     def is_silent(self, names: Sequence) -> bool:
         """True if it says nothing about an array's names: a mesh alone does not."""
         claims = self.claims.logical or self.claims.batch or self.claims.activations
-        return not claims and self.mesh.shape.keys().isdisjoint(names)
+        named = (axis for name in names for axis in as_tuple(name))
+        return not claims and self.mesh.shape.keys().isdisjoint(named)
 
     def sharding(self, spec: P) -> NamedSharding:
         """The spec on this mesh; in a manual region, on the mesh as it is there."""

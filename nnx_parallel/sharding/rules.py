@@ -5,8 +5,10 @@ choice; in any order, two that disagree are an error. In placements of a pytree
 (`shard`, `sharded_jit`, `constrain`) `ChainRules` orders several.
 """
 
+import contextlib
 import functools
 import hashlib
+import inspect
 import re
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -18,7 +20,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.errors import (
+    ParallelWarning,
     PlacementConflictError,
+    RuleError,
     UnknownAxisError,
     UnmatchedRuleError,
 )
@@ -48,7 +52,9 @@ class PathRules:
 
     Attributes:
         pairs: ``(regex, spec)`` in order; the regex is searched, not anchored.
-        strict: Raise for an array that no regex matches.
+        strict: Raise for an array that no regex matches. By default one that is
+            replicated for it, as no later rule answers either, is named in a warning;
+            ``False`` leaves that out.
 
     Example:
         >>> rules = PathRules((r"mlp.*kernel", P(None, "tensor")), (r".*", P()))
@@ -57,11 +63,16 @@ class PathRules:
     """
 
     pairs: tuple[tuple[str, P], ...]
-    strict: bool = False
+    strict: bool | None = None
 
-    def __init__(self, *pairs: tuple[str, P], strict: bool = False) -> None:
-        for regex, _ in pairs:
-            re.compile(regex)  # refused here, not when the first model is placed
+    def __init__(self, *pairs: tuple[str, P], strict: bool | None = None) -> None:
+        for pair in pairs:
+            if not (type(pair) is tuple and len(pair) == 2 and isinstance(pair[1], P)):
+                raise RuleError(
+                    f"PathRules got {pair!r}. Its arguments are pairs of a regex and a "
+                    "PartitionSpec: PathRules((r'up.*kernel', P(None, 'tensor')), ...)."
+                )
+            re.compile(pair[0])  # refused here, not when the first model is placed
         object.__setattr__(self, "pairs", tuple(pairs))
         object.__setattr__(self, "strict", strict)
 
@@ -90,6 +101,16 @@ class PolicyRules:
 
     policy: Callable[[ArrayInfo], P | None]
 
+    def __post_init__(self) -> None:
+        with contextlib.suppress(ValueError):  # some functions in C have no signature
+            try:
+                inspect.signature(self.policy).bind("info")
+            except TypeError as error:
+                raise RuleError(
+                    f"PolicyRules got {self.policy!r}: {error}. A policy takes one "
+                    "ArrayInfo, with path, shape and dtype: lambda info: P('fsdp')."
+                ) from None
+
     def __repr__(self) -> str:
         # Processes compare the reprs of their strategies before the first step; that
         # of a function has its address.
@@ -117,6 +138,13 @@ class LogicalRules:
     items: tuple[tuple[str, MeshAxes], ...]
 
     def __init__(self, mapping: Mapping[str, MeshAxes]) -> None:
+        is_mapping = isinstance(mapping, Mapping)
+        kinds = (str, tuple, type(None))
+        if not is_mapping or not all(type(axes) in kinds for axes in mapping.values()):
+            raise RuleError(
+                f"LogicalRules got {mapping!r}. It takes a mapping whose values are a "
+                "mesh axis, a tuple of them, or None: LogicalRules({'mlp': 'tensor'})."
+            )
         object.__setattr__(self, "items", tuple(mapping.items()))
 
     @property
@@ -150,6 +178,13 @@ class FSDPRules:
 
     axis: str = "fsdp"
     min_size: int = 1024
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.axis, str):  # often the least size, from other libraries
+            raise RuleError(
+                f"FSDPRules got {self.axis!r} for its axis, the name of a mesh axis. "
+                "Other arguments go by keyword: FSDPRules(min_size=2**20)."
+            )
 
     def match(self, info: ArrayInfo, mesh: Mesh) -> tuple[P, str] | None:
         """The spec with the axis on the dim that it chooses; passes without one."""
@@ -202,19 +237,30 @@ class ChainRules:
     rules: tuple[Rules, ...]
 
     def __init__(self, *rules: Rules) -> None:
-        for rule in rules:
-            if not isinstance(rule, Rules):
-                raise TypeError(
-                    f"ChainRules got {rule!r}, a {type(rule).__name__}. Its arguments "
-                    "are rules: PathRules, PolicyRules, LogicalRules, FSDPRules, or "
-                    "an object with a method match(info, mesh)."
-                )
-        object.__setattr__(self, "rules", tuple(rules))
+        object.__setattr__(self, "rules", check_rules(rules, "ChainRules"))
 
     def match(self, info: ArrayInfo, mesh: Mesh) -> tuple[P, str] | None:
         """The first answer."""
         answers = (rule.match(info, mesh) for rule in self.rules)
         return next((answer for answer in answers if answer is not None), None)
+
+
+def is_rule(x: object) -> bool:
+    """True of a rule, but not of its class, which has the same methods."""
+    return isinstance(x, Rules) and not isinstance(x, type)
+
+
+def check_rules(rules: Any, where: str) -> tuple[Rules, ...]:
+    """Rules as a tuple, each checked to be one."""
+    is_sequence = isinstance(rules, tuple | list)
+    wrong = [rule for rule in rules if not is_rule(rule)] if is_sequence else [rules]
+    if wrong:
+        raise RuleError(
+            f"{where} got {wrong[0]!r}, a {type(wrong[0]).__name__}. Its rules are "
+            "instances, several in a tuple: of PathRules, PolicyRules, LogicalRules, "
+            "FSDPRules, or of a class with a method match(info, mesh)."
+        )
+    return tuple(rules)
 
 
 def members(rules: Rules) -> tuple[Rules, ...]:
@@ -232,6 +278,7 @@ def warn_idle(rules: Iterable[Rules], reasons: Container[str], hint: str) -> Non
         warnings.warn(
             f"Path rules {idle} match no array, or an earlier rule takes them all. "
             f"{hint}",
+            ParallelWarning,
             stacklevel=4,
         )
 
@@ -243,7 +290,8 @@ def answer_of(
 
     ``path`` is that of messages, if not the array's own.
     """
-    found = [answer for rule in rules if (answer := rule.match(info, mesh))]
+    asked = (_ask(rule, info, mesh) for rule in rules)
+    found = [answer for answer in asked if answer is not None]
     if not found:
         return None
     (first, first_reason), ndim = found[0], len(info.shape)
@@ -256,6 +304,20 @@ def answer_of(
             )
     check_spec(path or info.path, info.shape, first, mesh)
     return found[0]
+
+
+def _ask(rule: Rules, info: ArrayInfo, mesh: Mesh) -> tuple[P, str] | None:
+    """One rule's answer, which may be a user's function."""
+    answer: Any = rule.match(info, mesh)
+    # A spec may be a tuple to Python.
+    is_pair = type(answer) is tuple and len(answer) == 2
+    if answer is None or (is_pair and isinstance(answer[0], P)):
+        return answer
+    raise RuleError(
+        f"{rule} answers {answer!r} for `{info.path}`. A policy returns a "
+        "jax.sharding.PartitionSpec, such as P('fsdp', None), or None to pass; match "
+        "returns such a spec and the reason for it, or None."
+    )
 
 
 def logical_items(rules: tuple[Rules, ...]) -> list[tuple[str, MeshAxes]]:

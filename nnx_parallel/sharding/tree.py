@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.distributed.agreement import meet
-from nnx_parallel.errors import PlacementTreeError
+from nnx_parallel.errors import ParallelWarning, PlacementTreeError
 from nnx_parallel.mesh import check_mesh
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.names import (
@@ -26,8 +26,10 @@ from nnx_parallel.sharding.names import (
 from nnx_parallel.sharding.rules import (
     ChainRules,
     FSDPRules,
+    PathRules,
     Rules,
     answer_of,
+    is_rule,
     members,
     warn_idle,
 )
@@ -111,8 +113,8 @@ def resolve_shardings(tree: Any, rules: Any, mesh: MeshLike) -> Any:
         TypeError: If a leaf is not an array.
 
     Warns:
-        UserWarning: If a path rule matches no array, or an array that `FSDPRules` would
-            shard has no dim that its axis divides.
+        ParallelWarning: If a path rule matches no array, or the reverse, or an array
+            that `FSDPRules` would shard has no dim that its axis divides.
 
     Example:
         >>> from nnx_parallel import FSDPRules, make_mesh
@@ -128,26 +130,32 @@ def resolve_shardings(tree: Any, rules: Any, mesh: MeshLike) -> Any:
 def as_chain(rules: Any) -> Any:
     """A tuple of nothing but rules as one `ChainRules`; anything else as it is."""
     # A NamedTuple, like a state of Optax, is a tree of placements, and so is ().
-    if type(rules) is tuple and rules and all(isinstance(r, Rules) for r in rules):
+    if type(rules) is tuple and rules and all(map(is_rule, rules)):
         return ChainRules(*rules)
     return rules
 
 
 def is_placeable(x: object) -> bool:
     """True if a node of a tree of placements places everything below it."""
-    return x is None or isinstance(x, P | Sharding | Rules)
+    return x is None or isinstance(x, P | Sharding) or is_rule(x)
 
 
 def has_rules(placements: Any) -> bool:
     """True if a tree of placements must see an array's shape to say where it lives."""
     entries = jax.tree.leaves(placements, is_leaf=is_placeable)
-    return any(isinstance(x, Rules) for x in entries)
+    return any(map(is_rule, entries))
 
 
 def on_mesh(placements: Any, mesh: Mesh, where: str) -> Any:
     """Placements with every spec on the mesh, its axes checked."""
 
     def place(entry: Any) -> Any:
+        if not is_placeable(entry):
+            raise PlacementTreeError(
+                f"Cannot place `{where}`: {entry!r}, a {type(entry).__name__}, says "
+                "nothing about placement. Use a rule (not its class), a PartitionSpec, "
+                "a NamedSharding, or None."
+            )
         if not isinstance(entry, P):
             return entry
         # NamedSharding's own error does not say which argument has the spec.
@@ -202,11 +210,6 @@ def _shardings(entry: Any, tree: Any, mesh: Mesh, where: str) -> list[Sharding |
             check_spec(path, info.shape, entry.spec, entry.mesh)  # pyright: ignore[reportArgumentType]
     if entry is None or isinstance(entry, Sharding):
         return [entry] * len(jax.tree.leaves(tree))
-    if not isinstance(entry, Rules):
-        raise PlacementTreeError(
-            f"{entry!r}, a {type(entry).__name__}, says nothing about placement. Use "
-            "rules, a PartitionSpec, a NamedSharding, or None."
-        )
     return _by_rules(entry, list(array_infos(tree, where)), mesh)
 
 
@@ -227,7 +230,9 @@ def array_infos(tree: Any, root: str = "") -> Iterator[tuple[ArrayInfo, str]]:
         elif isinstance(leaf, bool | int | float | complex):
             yield ArrayInfo(path=path, shape=(), dtype=np.result_type(leaf)), full
         elif hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-            yield ArrayInfo(path=path, shape=tuple(leaf.shape), dtype=leaf.dtype), full
+            # As on the device: the place of NumPy's float64 is that of float32.
+            dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+            yield ArrayInfo(path=path, shape=tuple(leaf.shape), dtype=dtype), full
         else:
             raise TypeError(
                 f"`{full}` is a {type(leaf).__name__}, not an array, and has no place "
@@ -239,32 +244,47 @@ def array_infos(tree: Any, root: str = "") -> Iterator[tuple[ArrayInfo, str]]:
 def _by_rules(
     rules: Rules, infos: list[tuple[ArrayInfo, str]], mesh: Mesh
 ) -> list[Sharding | None]:
-    specs, reasons = [], set()
-    whole = []  # large arrays that `FSDPRules` could not split
-    fsdp = [rule for rule in members(rules) if isinstance(rule, FSDPRules)]
-    for info, path in infos:
-        # Scalars have no dim to split: a rule need not provide for them.
-        answer = answer_of([rules], info, mesh, path) if info.shape else None
-        spec, reason = answer or (P(), "")
-        specs.append(spec)
-        reasons.add(reason)
-        large = [rule for rule in fsdp if info.shape and info.size >= rule.min_size]
-        if answer is None and large:
-            # No dim is taken: in a tree one rule decides, and names claim nothing.
-            _, why = large[0].choose_dim(info, ((),) * len(info.shape), mesh)
-            whole.append(f"`{path}` {info.shape}: {why}")
+    # Scalars have no dim to split: a rule need not provide for them.
+    answers = [
+        answer_of([rules], info, mesh, path) if info.shape else None
+        for info, path in infos
+    ]
     if infos:
         shown = ", ".join(info.path for info, _ in infos[:8])
         more = ", ..." if len(infos) > 8 else ""
+        reasons = {answer[1] for answer in answers if answer}
         warn_idle([rules], reasons, f"Paths: {shown}{more}.")
-    if whole:
-        shown = "; ".join(whole[:4]) + ("; ..." if len(whole) > 4 else "")
+    pairs = zip(infos, answers, strict=True)
+    whole = [pair for pair, answer in pairs if answer is None and pair[0].shape]
+    _warn_replicated(members(rules), whole, mesh)
+    return [NamedSharding(mesh, answer[0] if answer else P()) for answer in answers]
+
+
+def _warn_replicated(
+    rules: tuple[Rules, ...], infos: list[tuple[ArrayInfo, str]], mesh: Mesh
+) -> None:
+    """Warns of arrays for which no rule answers, where that may not be meant."""
+    fsdp = [rule for rule in rules if isinstance(rule, FSDPRules)]
+    found = []
+    if fsdp:
+        kind, remedy = "large arrays", "Pad a dim, or place them with PathRules."
+        for info, path in infos:
+            # Those below `min_size` are left whole on purpose. No dim is taken: in a
+            # tree one rule decides, and names claim nothing.
+            if large := [rule for rule in fsdp if info.size >= rule.min_size]:
+                _, why = large[0].choose_dim(info, ((),) * len(info.shape), mesh)
+                found.append(f"`{path}` {info.shape}: {why}")
+    elif any(isinstance(rule, PathRules) and rule.strict is None for rule in rules):
+        kind = "arrays match no path rule and"
+        remedy = "End with (r'.*', P()) if this is meant; strict=True refuses them."
+        found = [f"`{path}` {info.shape}" for info, path in infos if info.is_param]
+    if found:
+        shown = "; ".join(found[:4]) + ("; ..." if len(found) > 4 else "")
         warnings.warn(
-            f"{len(whole)} large arrays stay replicated: {shown}. Pad a dim, or place "
-            "them with PathRules.",
-            stacklevel=4,
+            f"{len(found)} {kind} stay replicated: {shown}. {remedy}",
+            ParallelWarning,
+            stacklevel=5,
         )
-    return [NamedSharding(mesh, spec) for spec in specs]
 
 
 def constrain_tree(tree: Any, placements: Any, mesh: Mesh, root: str = "") -> Any:

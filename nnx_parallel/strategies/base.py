@@ -22,7 +22,7 @@ from nnx_parallel.sharding.model import (
     stored_specs,
 )
 from nnx_parallel.sharding.names import is_spec
-from nnx_parallel.sharding.rules import Rules
+from nnx_parallel.sharding.rules import Rules, check_rules
 from nnx_parallel.visualize.describe import Description, describe_model
 
 Source = nnx.Module | ModelFn
@@ -197,6 +197,7 @@ class Composite(Strategy):
                 )
         # Flat and in the mesh's order, so that equal composites are equal values.
         flat: list[Strategy] = []
+        rules = check_rules(rules, "Composite")
         for part in sorted(parts, key=_mesh_order):
             is_nested = isinstance(part, Composite)
             flat += part.parts if is_nested else (part,)

@@ -27,6 +27,7 @@ from nnx_parallel.layers.stack import Stack
 from nnx_parallel.metrics import Mean, check_scalar, split_loss_output
 from nnx_parallel.precision import cast_floating
 from nnx_parallel.sharding.constrain import using
+from nnx_parallel.sharding.donation import Donating
 from nnx_parallel.sharding.layout import Execution
 from nnx_parallel.sharding.names import dotted
 from nnx_parallel.state import StatePlan, TrainState, values_of
@@ -84,7 +85,7 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The compiled update: ``(state, batch) -> (state, metrics)``.
 
-    The state is donated. Metrics are scalars on the device: ``loss``, ``grad_norm``,
+    The state is donated; one that is gone is a `DonatedArrayError`. Metrics are scalars on the device: ``loss``, ``grad_norm``,
     ``learning_rate`` under ``optax.inject_hyperparams``, and the loss's own.
     """
     warn_of_modes(plan, options.remat)
@@ -104,7 +105,8 @@ def make_train_step(
 
     # The new state takes the old one's memory, and its place: without shardings the
     # compiler would choose others, and the next call would compile again.
-    return jax.jit(train_step, donate_argnums=0, out_shardings=(plan.shardings, None))
+    step = jax.jit(train_step, donate_argnums=0, out_shardings=(plan.shardings, None))
+    return Donating(step, ("state", "batch"), (0,))
 
 
 def call_loss(

@@ -233,7 +233,8 @@ class Trainer:
     def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
         """The compiled step, for a loop of your own: ``(state, batch)`` to the same.
 
-        It is pure but for donating the state; take batches from `shard_batch`.
+        It is pure but for donating the state; take batches from `shard_batch`. A state
+        that an earlier step has taken is a `DonatedArrayError`.
         """
         return self._programs.train_step
 

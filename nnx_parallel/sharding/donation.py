@@ -1,0 +1,68 @@
+"""Donated arguments, checked on the host before a compiled program takes them."""
+
+from collections.abc import Sequence
+from operator import methodcaller
+from typing import Any
+
+import jax
+
+from nnx_parallel.errors import DonatedArrayError
+from nnx_parallel.sharding.names import path_of
+
+_is_deleted = methodcaller("is_deleted")
+
+
+class Donating:
+    """A ``jax.jit`` by position that refuses donated arrays it cannot take.
+
+    Those that an earlier call took, and those that are passed a second time. XLA raises
+    for them on one device; on several CPU devices it ends the process.
+    """
+
+    def __init__(
+        self, jitted: Any, names: Sequence[str], donated: Sequence[int]
+    ) -> None:
+        self._jitted, self._names, self._donated = jitted, names, donated
+        self._kept = [i for i in range(len(names)) if i not in donated]
+
+    def __call__(self, *values: Any) -> Any:
+        """Checks the donated arguments, and runs the program."""
+        given = jax.tree.leaves([values[i] for i in self._donated])
+        kept = jax.tree.leaves([values[i] for i in self._kept])
+        # Costs a few microseconds where all is well; the paths are found afterwards.
+        ids = set(map(id, given))
+        try:
+            is_free = len(ids) == len(given) and ids.isdisjoint(map(id, kept))
+            is_free = is_free and not any(map(_is_deleted, given))
+        except (AttributeError, TypeError):  # NumPy arrays, numbers, tracers
+            is_free = False
+        if not is_free:
+            self._check(values)
+        return self._jitted(*values)
+
+    def __getattr__(self, name: str) -> Any:
+        """``lower``, ``trace`` and all else that ``jax.jit`` has."""
+        return getattr(self._jitted, name)
+
+    def _check(self, values: tuple) -> None:
+        donated: dict[int, str] = {}
+        for i in (*self._donated, *self._kept):
+            for keys, x in jax.tree.leaves_with_path({self._names[i]: values[i]}):
+                if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+                    continue  # nothing that a device could take
+                path = path_of(keys)
+                if id(x) in donated:
+                    raise DonatedArrayError(
+                        f"`{path}` is the same array as `{donated[id(x)]}`, which is "
+                        "donated: the outputs take its memory while it is read. Pass "
+                        "a copy of one of them: jnp.copy(x)."
+                    )
+                if i not in self._donated:
+                    continue
+                if x.is_deleted():
+                    raise DonatedArrayError(
+                        f"`{path}`, of shape {x.shape}, is gone: it was donated to an "
+                        "earlier call, or deleted. Pass what that call returned, or "
+                        "give it a copy to take: jnp.copy(x)."
+                    )
+                donated[id(x)] = path
