@@ -82,7 +82,7 @@ class PlacementTreeError(ParallelError, ValueError):
 
 
 class RuleError(ParallelError, TypeError):
-    """A rule is an object with a method ``match``, which answers with a spec or passes."""
+    """A rule is an object whose method ``match`` answers with a spec, or passes."""
 
 
 class DonatedArrayError(ParallelError, RuntimeError):

@@ -189,8 +189,8 @@ def complete_axis_sizes(
     """
     if not isinstance(axis_sizes, Mapping):
         raise MeshShapeError(
-            f"A mesh got {axis_sizes!r} for its axis sizes. They are a mapping, None "
-            "for the size that takes the devices that remain: make_mesh({'fsdp': None})."
+            f"A mesh got {axis_sizes!r} for its axis sizes. They are a mapping, with "
+            "None for the size that takes all that remain: make_mesh({'fsdp': None})."
         )
     for axis, size in axis_sizes.items():
         if size is None:

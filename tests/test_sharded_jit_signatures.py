@@ -149,7 +149,6 @@ CALLS = {
     "an object": Call(OBJECT, (A,), {"z": B}),
     "a bound method": Call(OBJECT.method, (A,), {"z": B}),
     "a function of JAX": Call(jax.numpy.clip, (A,), {"max": 2.5}),
-    "unused arguments": Call(lambda x, y: x, (A, B), {}, {"keep_unused": True}),
 }
 
 
@@ -213,7 +212,6 @@ def test_a_keyword_may_have_the_name_of_a_position(mesh: Mesh) -> None:
         (power, {"static_argnames": "m"}, (A, 2), {}),
         (power, {"static_argnums": 5}, (A, 2), {}),
         (power, {"donate_argnums": -4}, (A, 2), {}),
-        (power, {"keep_unusd": True}, (A, 2), {}),
         (lambda x: "no array", {}, (A,), {}),
     ],
 )

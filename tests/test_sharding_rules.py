@@ -316,7 +316,7 @@ def test_names_travel_in_flaxs_own_metadata() -> None:
         ),
         (
             lambda: PolicyRules(P("fsdp")),  # pyright: ignore[reportArgumentType]
-            "PolicyRules got P('fsdp',): P('fsdp',) is not a callable object. A policy ",
+            "PolicyRules got P('fsdp',): P('fsdp',) is not a callable object. A pol",
         ),
         (
             lambda: LogicalRules([("mlp", "tensor")]),  # pyright: ignore[reportArgumentType]
@@ -391,7 +391,7 @@ def test_a_class_is_no_rule() -> None:
     message = "Cannot place `in_shardings`: <class 'nnx_parallel.sharding.rules.FSDPRul"
     with pytest.raises(PlacementTreeError, match=re.escape(message)):
         sharded_jit(lambda x, y: x, mesh, in_shardings=(FSDPRules, None))
-    with pytest.raises(PlacementTreeError, match="in_shardings is a type. Pass one"):
+    with pytest.raises(PlacementTreeError, match=r"in_shardings is a type\. Pass"):
         sharded_jit(lambda x, y: x, mesh, in_shardings=FSDPRules)
     with pytest.raises(PlacementTreeError, match=re.escape("Use a rule (not its cla")):
         shard({"a": jnp.ones(8)}, FSDPRules, mesh)

@@ -16,6 +16,8 @@ from nnx_parallel import (
     FSDP,
     FSDPRules,
     Trainer,
+    annotate,
+    constrain,
     make_mesh,
     sharded_jit,
     simulate_devices,
@@ -89,41 +91,70 @@ np.testing.assert_allclose(after, before, rtol=1e-5)
 # ## From scalax
 #
 # scalax shards arrays by rules and leaves the step to you. So does `sharded_jit`, with the rules in
-# the same places.
+# the same places. This is its README, line by line: a state sharded by FSDP, a batch that is split
+# when it arrives, and intermediate values placed by a rule or by a name.
 
 # %%
 graphdef, start = nnx.split(MLP(nnx.Rngs(0)))
+tx = optax.adamw(1e-2)
 
 
 @sharded_jit(
     mesh=make_mesh({"fsdp": None}),
-    in_shardings=(FSDPRules(), P("fsdp")),
-    out_shardings=None,
+    in_shardings=(FSDPRules(), None),
+    out_shardings=(FSDPRules(), None),
+    constrain_args=(FSDPRules(), P("fsdp")),
+    annotations={"weights": FSDPRules(), "activations": P("fsdp")},
 )
-def evaluate(params, batch):
-    return loss(nnx.merge(graphdef, params), batch)
+def readme_step(train_state, batch):
+    def objective(params):
+        params = annotate(params, "weights")
+        model = nnx.merge(graphdef, params)
+        hidden = annotate(nnx.gelu(model.up(batch)), "activations")
+        return ((model.down(hidden) - batch[:, ::-1]) ** 2).mean()
+
+    value, grads = jax.value_and_grad(objective)(train_state["params"])
+    grads = constrain(grads, FSDPRules())
+    updates, opt = tx.update(grads, train_state["opt"], train_state["params"])
+    params = optax.apply_updates(train_state["params"], updates)
+    return {"params": params, "opt": opt}, {"loss": value}
 
 
-first = float(evaluate(nnx.to_pure_dict(start), batches[0]))
-np.testing.assert_allclose(first, before[0], rtol=1e-5)
+params = nnx.to_pure_dict(start)
+train_state = {"params": params, "opt": tx.init(params)}
+readme = []
+for batch in batches:
+    train_state, metrics = readme_step(train_state, batch)
+    readme.append(float(metrics["loss"]))
+np.testing.assert_allclose(readme, before, rtol=1e-5)
+moment = train_state["opt"][0].mu["up"]["kernel"]
+print(moment.sharding.spec)
+assert moment.sharding.spec == P(None, "fsdp")
 
 # %% [markdown]
+# The result has `lower`, `trace` and `eval_shape`, takes keywords and compiles methods, as what
+# `jax.jit` returns. An array that is donated and used again is a named error.
+#
 # | scalax | here |
 # |---|---|
 # | `MeshShardingHelper([-1], ["fsdp"])` | `make_mesh({"fsdp": None})` |
 # | `mesh.sjit(f, in_shardings=, out_shardings=)` | `sharded_jit(f, mesh, in_shardings=, out_shardings=)` |
 # | `args_sharding_constraint=` | `constrain_args=` |
 # | `annotation_shardings=` | `annotations=` |
-# | `static_argnums=`, `donate_argnums=` | `static_argnames=`, `donate_argnames=` |
+# | `static_argnums=`, `donate_argnums=` | the same, or `static_argnames=`, `donate_argnames=` |
 # | `with_sharding_annotation(x, name)` | `annotate(x, name)` |
+# | `get_global_mesh()` | `active_mesh()` |
 # | `with_sharding_constraint(x, rule)` | `constrain(x, rule)` |
 # | `FSDPShardingRule(min_fsdp_size=2**20)`, the default | `FSDPRules(min_size=2**20)`; the default is 1,024 |
-# | `TreePathShardingRule((regex, spec), ...)`, strict | `PathRules((regex, spec), ..., strict=True)` |
+# | `TreePathShardingRule((regex, spec), ...)`, strict | `PathRules((regex, spec), ..., strict=True)`; by default a warning lists what no regex matches |
 # | a path `up/kernel` | `up.kernel`: write `\.` where a regex had `/` |
 # | `PolicyShardingRule(lambda path, leaf: spec)` | `PolicyRules(lambda info: spec)`, with `info.path`, `info.shape` and `info.dtype` |
 # | `mesh.match_sharding_rule(rule, tree)` | `resolve_shardings(tree, rule, mesh)` |
 # | `mesh.make_shard_and_gather_fns(tree, rule)` | `shard(tree, rule, mesh)`, `gather(tree)` |
 # | `mesh.local_data_to_global_array(batch)` | `process_local_to_global(batch, mesh)` |
+# | `float_to_dtype(tree, "bf16")`, `get_float_dtype_by_name` | `cast_floating(tree, "bf16")`, `Precision(compute="bf16")` |
+# | `named_tree_map(f, tree, sep="/")` | `named_tree_map(f, tree, separator="/")` |
+# | `JaxRNG` | `nnx.Rngs` |
 #
 # ## From DistJax's linen modules
 #

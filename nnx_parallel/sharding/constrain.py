@@ -101,7 +101,7 @@ def _check_activation(x: Any, names: tuple) -> None:
     if not hasattr(x, "ndim") or not all(map(_is_name, names)):
         raise PlacementTreeError(
             f"constrain got {names} for a {type(x).__name__}. One array takes a name, "
-            "a tuple of mesh axes, or None for each of its dims; an array or any pytree "
+            "a tuple of mesh axes, or None for each of its dims; an array or a pytree "
             "takes one placement, such as P('fsdp', None) or rules."
         )
     if len(names) != x.ndim:

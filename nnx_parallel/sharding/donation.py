@@ -5,6 +5,7 @@ from operator import methodcaller
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from nnx_parallel.errors import DonatedArrayError
 from nnx_parallel.sharding.names import path_of
@@ -48,7 +49,7 @@ class Donating:
         donated: dict[int, str] = {}
         for i in (*self._donated, *self._kept):
             for keys, x in jax.tree.leaves_with_path({self._names[i]: values[i]}):
-                if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+                if not isinstance(x, jax.Array) or isinstance(x, Tracer):
                     continue  # nothing that a device could take
                 path = path_of(keys)
                 if id(x) in donated:

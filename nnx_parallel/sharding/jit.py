@@ -141,7 +141,6 @@ def sharded_jit(
     donate_argnames: str | Iterable[str] = (),
     static_argnums: int | Iterable[int] = (),
     donate_argnums: int | Iterable[int] = (),
-    **jit_options: Any,
 ) -> Any:
     """Compiles any function over any pytrees, placed by rules on a mesh.
 
@@ -167,7 +166,6 @@ def sharded_jit(
         donate_argnames: Arguments whose memory the outputs may take.
         static_argnums: Static arguments by position.
         donate_argnums: Donated arguments by position.
-        **jit_options: ``keep_unused``, ``inline``, ``compiler_options`` of ``jax.jit``.
 
     Raises:
         DonatedArrayError: If a call donates an array that is gone, or passes it twice.
@@ -187,34 +185,24 @@ def sharded_jit(
     """
     # Copied at once: a loop over ``locals()`` fails under a debugger or a profiler.
     options = dict(locals())
-    del options["fn"], options["jit_options"]
-    if unknown := jit_options.keys() - {"keep_unused", "inline", "compiler_options"}:
-        name, known = min(unknown), [*options, "keep_unused", "inline", "compiler_options"]
-        raise TypeError(
-            f"sharded_jit got an unknown option {name!r}.{suggest(name, known)}"
-        )
+    del options["fn"]
     if fn is None:
-        return partial(sharded_jit, **options, **jit_options)
+        return partial(sharded_jit, **options)
     if isinstance(fn, MeshLike) or not callable(fn):
         raise TypeError(
             f"sharded_jit got a {type(fn).__name__} for the function. Write "
             "sharded_jit(fn, mesh, ...), or @sharded_jit(mesh=mesh, ...) above it."
         )
-    return ShardedFunction(fn, options, jit_options)
+    return ShardedFunction(fn, options)
 
 
 class ShardedFunction:
     """A function compiled by `sharded_jit`; call it as the function itself."""
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        options: dict[str, Any],
-        jit_options: dict[str, Any],
-    ) -> None:
+    def __init__(self, fn: Callable[..., Any], options: dict[str, Any]) -> None:
         update_wrapper(self, fn)
         self._fn, self._layout = fn, layout_of(options["mesh"])
-        self._arguments, self._jit_options = Arguments(fn, options), jit_options
+        self._arguments = Arguments(fn, options)
         for option in ("in_shardings", "constrain_args"):
             self._arguments.check_placements(options[option], option)
         # Before the tree: a mapping that is no dict is a leaf to JAX.
@@ -263,7 +251,7 @@ class ShardedFunction:
             infos, _ = traced.args_info
             at = len(infos) - len(named)
             tree = infos[:at], dict(zip(named, infos[at:], strict=True))
-            traced._in_tree = jax.tree.structure(tree)  # pyright: ignore[reportPrivateUsage]
+            traced._in_tree = jax.tree.structure(tree)
         return traced
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
@@ -348,7 +336,6 @@ class ShardedFunction:
         static = [i for i, name in enumerate(names) if name in arguments.static]
         donated = [i for i, name in enumerate(names) if name in arguments.donated]
         jit = partial(jax.jit, traced, static_argnums=static, donate_argnums=donated)
-        jit = partial(jit, **self._jit_options)
         out_shardings = self._out
         # For rules alone: a class of the user's may hold no shapes, and there is no
         # trace under `jax.disable_jit`.

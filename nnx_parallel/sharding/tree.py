@@ -231,7 +231,7 @@ def array_infos(tree: Any, root: str = "") -> Iterator[tuple[ArrayInfo, str]]:
             yield ArrayInfo(path=path, shape=(), dtype=np.result_type(leaf)), full
         elif hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
             # As on the device: the place of NumPy's float64 is that of float32.
-            dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+            dtype: Any = jax.dtypes.canonicalize_dtype(leaf.dtype, True)
             yield ArrayInfo(path=path, shape=tuple(leaf.shape), dtype=dtype), full
         else:
             raise TypeError(
@@ -264,20 +264,20 @@ def _warn_replicated(
     rules: tuple[Rules, ...], infos: list[tuple[ArrayInfo, str]], mesh: Mesh
 ) -> None:
     """Warns of arrays for which no rule answers, where that may not be meant."""
-    fsdp = [rule for rule in rules if isinstance(rule, FSDPRules)]
-    found = []
-    if fsdp:
+    kind = "arrays match no path rule and"
+    remedy = "End with (r'.*', P()) if this is meant; strict=True refuses them."
+    found = [f"`{path}` {info.shape}" for info, path in infos if info.is_param]
+    if fsdp := [rule for rule in rules if isinstance(rule, FSDPRules)]:
         kind, remedy = "large arrays", "Pad a dim, or place them with PathRules."
+        found = []
         for info, path in infos:
-            # Those below `min_size` are left whole on purpose. No dim is taken: in a
-            # tree one rule decides, and names claim nothing.
+            # Smaller ones are left whole on purpose. No dim is taken: in a tree one
+            # rule decides, and names claim nothing.
             if large := [rule for rule in fsdp if info.size >= rule.min_size]:
                 _, why = large[0].choose_dim(info, ((),) * len(info.shape), mesh)
                 found.append(f"`{path}` {info.shape}: {why}")
-    elif any(isinstance(rule, PathRules) and rule.strict is None for rule in rules):
-        kind = "arrays match no path rule and"
-        remedy = "End with (r'.*', P()) if this is meant; strict=True refuses them."
-        found = [f"`{path}` {info.shape}" for info, path in infos if info.is_param]
+    elif not any(isinstance(r, PathRules) and r.strict is None for r in rules):
+        return  # a policy that passes, or names alone, say what they mean
     if found:
         shown = "; ".join(found[:4]) + ("; ..." if len(found) > 4 else "")
         warnings.warn(

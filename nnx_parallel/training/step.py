@@ -85,8 +85,9 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The compiled update: ``(state, batch) -> (state, metrics)``.
 
-    The state is donated; one that is gone is a `DonatedArrayError`. Metrics are scalars on the device: ``loss``, ``grad_norm``,
-    ``learning_rate`` under ``optax.inject_hyperparams``, and the loss's own.
+    The state is donated; one that is gone is a `DonatedArrayError`. Metrics are scalars
+    on the device: ``loss``, ``grad_norm``, ``learning_rate`` under
+    ``optax.inject_hyperparams``, and the loss's own.
     """
     warn_of_modes(plan, options.remat)
 
