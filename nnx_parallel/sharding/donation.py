@@ -16,8 +16,9 @@ _is_deleted = methodcaller("is_deleted")
 class Donating:
     """A ``jax.jit`` by position that refuses donated arrays it cannot take.
 
-    Those that an earlier call took, and those that are passed a second time. XLA raises
-    for them on one device; on several CPU devices it ends the process.
+    Those that an earlier call took, and those that are passed twice: each device finds
+    these by itself, while others may wait for it in a collective
+    (docs/library-notes.md, "Arrays and buffers").
     """
 
     def __init__(

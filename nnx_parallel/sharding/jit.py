@@ -247,7 +247,8 @@ class ShardedFunction:
         traced = self._find(values, keywords).trace(*values)
         if named := [name for name in keywords if name not in self._arguments.static]:
             # The stages that follow take from this tree how they are called: without
-            # it keywords would be positions, in the order of the alphabet.
+            # it keywords would be positions, in the order of the alphabet
+            # (docs/library-notes.md, "Tracing and compiling").
             infos, _ = traced.args_info
             at = len(infos) - len(named)
             tree = infos[:at], dict(zip(named, infos[at:], strict=True))
