@@ -302,11 +302,6 @@ def plan_state(
             f"ema_decay={ema_decay}. It must be at least 0 and below 1, such as 0.999."
         )
     precision = precision or Precision()
-    if not isinstance(precision, Precision):
-        raise TypeError(
-            f"precision is {precision!r}, a {type(precision).__name__}. Pass a "
-            "Precision, such as Precision(compute='bf16')."
-        )
     tx = as_transformation(optimizer, model)
     placements = place_model(model, layout)
     for _, module in nnx.iter_modules(model):

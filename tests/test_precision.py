@@ -135,12 +135,6 @@ def test_a_name_of_no_dtype(name: Any) -> None:
         Precision(compute=name)
 
 
-def test_a_name_is_not_a_precision() -> None:
-    message = "precision is 'bf16-mixed', a str. Pass a Precision, such as Precision(co"
-    with pytest.raises(TypeError, match=re.escape(message)):
-        make_trainer(squares, "bf16-mixed")  # pyright: ignore[reportArgumentType]
-
-
 def test_a_subclass_may_have_fields_that_are_no_dtypes() -> None:
     @dataclasses.dataclass(frozen=True)
     class Recipe(Precision):

@@ -5,7 +5,6 @@ A step is traced inside ``using(layout)``. Outside, `constrain`, `use_params` an
 """
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import partial
@@ -15,7 +14,12 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.errors import PlacementTreeError, SpecRankError
+from nnx_parallel.errors import (
+    ParallelWarning,
+    PlacementTreeError,
+    SpecRankError,
+    warn_user,
+)
 from nnx_parallel.sharding.layout import Layout, Placement
 from nnx_parallel.sharding.names import LOGICAL_AXES, suggest
 from nnx_parallel.sharding.tree import constrain_tree
@@ -224,8 +228,8 @@ def annotated(layout: Layout, placements: Mapping[str, Any]) -> Iterator[None]:
     finally:
         _bound.reset(token)
     if idle := [name for name in placements if name not in met]:
-        warnings.warn(
+        warn_user(
             f"Annotations {idle} are never met. Names that the function gives with "
             f"annotate: {sorted(met)}.",
-            stacklevel=4,
+            ParallelWarning,
         )

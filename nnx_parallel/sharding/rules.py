@@ -10,7 +10,6 @@ import functools
 import hashlib
 import inspect
 import re
-import warnings
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from types import CodeType
@@ -25,6 +24,7 @@ from nnx_parallel.errors import (
     RuleError,
     UnknownAxisError,
     UnmatchedRuleError,
+    warn_user,
 )
 from nnx_parallel.sharding.names import (
     ArrayInfo,
@@ -275,11 +275,10 @@ def warn_idle(rules: Iterable[Rules], reasons: Container[str], hint: str) -> Non
     paths = [r for rule in rules for r in members(rule) if isinstance(r, PathRules)]
     regexes = [regex for rule in paths for regex, _ in rule.pairs]
     if idle := [r for r in regexes if f"path rule {r!r}" not in reasons]:
-        warnings.warn(
+        warn_user(
             f"Path rules {idle} match no array, or an earlier rule takes them all. "
             f"{hint}",
             ParallelWarning,
-            stacklevel=4,
         )
 
 

@@ -1,6 +1,5 @@
 """Any pytree onto a mesh and back, by a tree of rules, specs, shardings or ``None``."""
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.distributed.agreement import meet
-from nnx_parallel.errors import ParallelWarning, PlacementTreeError
+from nnx_parallel.errors import ParallelWarning, PlacementTreeError, warn_user
 from nnx_parallel.mesh import check_mesh
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.names import (
@@ -280,11 +279,8 @@ def _warn_replicated(
         return  # a policy that passes, or names alone, say what they mean
     if found:
         shown = "; ".join(found[:4]) + ("; ..." if len(found) > 4 else "")
-        warnings.warn(
-            f"{len(found)} {kind} stay replicated: {shown}. {remedy}",
-            ParallelWarning,
-            stacklevel=5,
-        )
+        text = f"{len(found)} {kind} stay replicated: {shown}. {remedy}"
+        warn_user(text, ParallelWarning)
 
 
 def constrain_tree(tree: Any, placements: Any, mesh: Mesh, root: str = "") -> Any:
