@@ -192,19 +192,32 @@ def check_scalar(value: Any, name: str) -> None:
         )
 
 
+def _by_name(aux: Any) -> dict[str, Any]:
+    """Metrics of any pytree by their paths: ``accuracy.top_1``; ``aux`` for one."""
+    named = {}
+    for name, part in aux.items() if isinstance(aux, Mapping) else [("aux", aux)]:
+        leaves = jax.tree.leaves_with_path(
+            part, is_leaf=lambda x: isinstance(x, Mean | Sum)
+        )
+        for keys, x in leaves:
+            inner = jax.tree_util.keystr(keys, simple=True, separator=".")
+            named[f"{name}.{inner}" if keys else name] = x
+    return named
+
+
 def split_loss_output(
     output: Any, weight: float = 1.0
 ) -> tuple[Mean, dict[str, Mean | Sum]]:
     """A loss function's ``loss`` or ``(loss, metrics)``, checked, as means and sums."""
     loss, metrics = output, {}
     if isinstance(output, tuple):
-        if len(output) != 2 or not isinstance(output[1], Mapping):
+        if len(output) != 2:
             kinds = ", ".join(type(part).__name__ for part in output)
             raise LossError(
                 f"The loss returned a tuple of ({kinds}). Return loss, or (loss, "
                 "metrics) with metrics a dict of scalars or Means."
             )
-        loss, metrics = output
+        loss, metrics = output[0], _by_name(output[1])
     mean = as_mean(loss, "The loss", weight)
     # Of what was returned: `as_mean` makes float32 of an integer.
     dtype = jnp.result_type(loss.total if isinstance(loss, Mean) else loss)

@@ -126,7 +126,10 @@ TUPLE = " Return loss, or (loss, metrics) with metrics a dict of scalars or Mean
             (1.0, {}, {}),
             f"The loss returned a tuple of (float, dict, dict).{TUPLE}",
         ),
-        ((1.0, 2.0), f"The loss returned a tuple of (float, float).{TUPLE}"),
+        (
+            (1.0, jnp.ones((2, 4))),
+            f"Metric 'aux' has shape (2, 4) and dtype float32.{SCALAR}: reduce it",
+        ),
         (
             (1.0, {"logits": jnp.ones((2, 4))}),
             f"Metric 'logits' has shape (2, 4) and dtype float32.{SCALAR}: reduce it",
