@@ -23,19 +23,24 @@ from nnx_parallel.precision import Precision, cast_floating
 from nnx_parallel.sharding.constrain import use_params, using
 from nnx_parallel.sharding.layout import Layout, Placement
 from nnx_parallel.sharding.model import (
+    ModelDef,
     ModelFn,
-    Optimizer,
     Path,
     arrays_from,
-    as_transformation,
+    arrays_of,
     flatten,
     nest,
-    optimizer_specs,
     place_model,
     placed_arrays,
+    placed_copies,
     stored_shardings,
 )
 from nnx_parallel.sharding.names import dotted, variables_of
+from nnx_parallel.sharding.optimizer import (
+    Optimizer,
+    as_transformation,
+    optimizer_specs,
+)
 
 MODES = ("deterministic", "use_running_average")
 """Attributes of modules that tell evaluation from training."""
@@ -119,8 +124,8 @@ class StatePlan:
     Attributes:
         model_name: Class of the model.
         layout: The strategy's claims over the mesh.
-        graphdef: The model's structure in the modes that it came in.
-        eval_graphdef: The same in evaluation mode.
+        model: The model's structure in the modes that it came in.
+        eval_model: The same in evaluation mode.
         placements: Placement of each array of the model, by path.
         param_placements: Those of all parameters, trained or frozen.
         trained_paths: Paths of the trained ones.
@@ -130,8 +135,8 @@ class StatePlan:
 
     model_name: str
     layout: Layout
-    graphdef: nnx.GraphDef
-    eval_graphdef: nnx.GraphDef
+    model: ModelDef
+    eval_model: ModelDef
     placements: dict[Path, Placement]
     param_placements: dict[Path, Placement]
     trained_paths: frozenset[Path]
@@ -148,9 +153,8 @@ class StatePlan:
     @property
     def modules(self) -> list[nnx.Module]:
         """Every module of the model, with shapes for arrays."""
-        arrays = self.abstract.params, self.abstract.variables
-        model = nnx.merge(self.graphdef, *arrays)
-        return [module for _, module in nnx.iter_modules(model)]
+        arrays = flatten(self.abstract.params) | flatten(self.abstract.variables)
+        return [module for _, module in nnx.iter_modules(self.model.merge(arrays))]
 
     @property
     def is_evaluating(self) -> bool:
@@ -171,7 +175,12 @@ class StatePlan:
         for path, x in flatten(arrays).items():
             group = params if path in self.trained_paths else others
             is_param = path in self.param_placements
-            group[path] = cast_floating(x, self.precision.params) if is_param else x
+            x = cast_floating(x, self.precision.params) if is_param else x
+            # A weak type, as jnp.full makes it, would be gone after the first step, and
+            # the second one compiled again.
+            if jax.typeof(x).weak_type:
+                x = jax.lax.convert_element_type(x, jnp.result_type(x))
+            group[path] = x
         params = nest(params)
         if self.ema_decay is not None:
             # float32, for bfloat16 has no room to move by a thousandth; and a copy,
@@ -212,10 +221,10 @@ class StatePlan:
                 flat[path] = cast_floating(flat[path], self.precision.compute)
         # A `Stack` gathers its own, layer by layer, inside the remat.
         gathered = {p: place for p, place in places.items() if not place.is_stacked}
-        graphdef = self.graphdef if training else self.eval_graphdef
-        # Takes dicts of arrays and makes new Variables with the graphdef's metadata,
-        # in which placements reach the layers.
-        return nnx.merge(graphdef, nest(use_params(flat, gathered)))
+        model = self.model if training else self.eval_model
+        # New Variables with the graphdef's metadata, in which placements reach the
+        # layers.
+        return model.merge(use_params(flat, gathered))
 
     def evaluate(
         self, function: Callable[..., Any], params: dict, variables: dict, *args: Any
@@ -227,18 +236,20 @@ class StatePlan:
     def variables_after(
         self, variables: dict, given: dict[Path, Any], after: dict[Path, Any]
     ) -> dict[str, Any]:
-        """The other variables, as stored, after a forward pass, checked.
+        """The other variables after a forward pass, and the parameters it assigned.
 
-        ``given`` and ``after`` are `values_of` the model before and after that pass.
+        As they are stored. ``given`` and ``after`` are `arrays_of` the model before and
+        after that pass.
 
         Raises:
             StateStructureError: If one has vanished, appeared, or changed its shape.
         """
-        before = flatten(variables)
-        # Trained parameters are in `after` alone: the step has them apart.
-        new = after.keys() - before.keys() - self.trained_paths
+        others, trained = flatten(variables), flatten(self.abstract.params)
+        # In the model's order: a set's would give each process another program.
+        changed = (p for p in self.placements if after.get(p) is not given.get(p))
+        before = others | {p: trained[p] for p in changed if p in trained}
         problems = [f"`{dotted(p)}` is gone" for p in before if p not in after]
-        problems += [f"`{dotted(p)}` is new" for p in after if p in new]
+        problems += [f"`{dotted(p)}` is new" for p in after if p not in given]
         problems += [
             f"`{dotted(p)}` went from shape {x.shape} to {after[p].shape}"
             for p, x in before.items()
@@ -258,21 +269,56 @@ class StatePlan:
             path: x if after[path] is given[path] else after[path].astype(x.dtype)
             for path, x in before.items()
         }
-        return nest(kept)
+        assigned = nest({path: kept.pop(path) for path in before if path in trained})
+        # From where the forward pass used them, to where they are kept.
+        return nest(kept | flatten(self.constrain(assigned, "stored")))
+
+    def take_assigned(self, params: dict, after: dict) -> tuple[dict, dict]:
+        """Parameters and other variables after a pass that left `variables_after`."""
+        flat, others = flatten(params), flatten(after)
+        assigned = {path: others.pop(path) for path in flat if path in others}
+        return nest(flat | assigned), nest(others)
+
+    def assign(
+        self, state: TrainState, arrays: dict[Path, Any], *, ema: bool
+    ) -> tuple[TrainState, dict[Path, jax.Array]]:
+        """A state with other values of some arrays, and these in their places.
+
+        Args:
+            state: The state, which stays as it is.
+            arrays: Arrays of the model by path, on the host or on any devices.
+            ema: Whether those of parameters are for their moving average.
+
+        Raises:
+            StateStructureError: If one has another shape than in the state.
+        """
+        groups = ("ema" if ema else "params", "variables")
+        wanted: dict[Path, Any] = {}
+        for group in groups:
+            wanted |= flatten(getattr(self.abstract, group))
+        if problems := [
+            f"`{dotted(path)}` has shape {jnp.shape(x)} instead of {wanted[path].shape}"
+            for path, x in arrays.items()
+            if jnp.shape(x) != wanted[path].shape
+        ]:
+            raise StateStructureError(
+                f"Assigned to trainer.model: {'; '.join(problems)}. The arrays of a "
+                "run keep their shapes: build a new Trainer for another model."
+            )
+        cast = {path: jnp.asarray(x, wanted[path].dtype) for path, x in arrays.items()}
+        placed = placed_copies(cast, {path: wanted[path].sharding for path in cast})
+
+        for group in groups:
+            flat = flatten(getattr(state, group))
+            flat |= {path: placed[path] for path in flat if path in placed}
+            state = dataclasses.replace(state, **{group: nest(flat)})
+        return state, placed
 
     def constrain(self, params: dict, role: str) -> dict:
         """Constrains a tree like the trained parameters to their specs of one role."""
         specs = {path: getattr(self.placements[path], role) for path in flatten(params)}
         shardings = {path: self.layout.sharding(spec) for path, spec in specs.items()}
         return jax.lax.with_sharding_constraint(params, nest(shardings))
-
-
-def values_of(model: nnx.Module) -> dict[Path, Any]:
-    """The arrays of a model by path, without what a forward pass has sown."""
-    # Sown in a pass: kept, they would be a change of structure.
-    sown = nnx.Intermediate
-    kept = ((p, v) for p, v in variables_of(model) if not isinstance(v, sown))
-    return {path: variable.get_value() for path, variable in kept}
 
 
 def plan_state(
@@ -308,11 +354,10 @@ def plan_state(
         for name in MODES:
             if getattr(module, name, True) is None:
                 setattr(module, name, False)  # without a mode it trains
-    graphdef, trained, _ = nnx.split(model, wrt, ...)
-    # After that split: modes are part of the graphdef, arrays are the same in both.
+    training = ModelDef.of(model)
+    # After that: modes are part of the structure, arrays are the same in both.
     model.eval()
-    eval_graphdef = nnx.split(model)[0]
-    trained_paths = frozenset(path for path, _ in nnx.to_flat_state(trained))
+    trained_paths = frozenset(path for path, _ in variables_of(model, wrt))
     if not trained_paths:
         kinds = sorted({type(v).__name__ for _, v in variables_of(model)})
         raise ValueError(
@@ -324,8 +369,8 @@ def plan_state(
     plan = StatePlan(
         model_name=type(model).__name__,
         layout=layout,
-        graphdef=graphdef,
-        eval_graphdef=eval_graphdef,
+        model=training,
+        eval_model=ModelDef.of(model),
         placements=placements,
         param_placements={p: x for p, x in placements.items() if p in are_params},
         trained_paths=trained_paths,
@@ -335,7 +380,7 @@ def plan_state(
         precision=precision,
         ema_decay=ema_decay,
     )
-    arrays = nnx.to_pure_dict(nnx.state(model))
+    arrays = nest(arrays_of(model))
     return dataclasses.replace(plan, abstract=_abstract_state(plan, arrays))
 
 

@@ -113,19 +113,6 @@ class Table(nnx.Module):
         return self.linear(x) * self.table[...][None]
 
 
-@pytest.mark.parametrize("make", [jnp.arange, np.arange])
-@pytest.mark.parametrize("is_built", [False, True])
-def test_an_array_in_no_variable(make: Any, *, is_built: bool) -> None:
-    message = (
-        "The model holds arrays in no Variable: ['table']. Wrap each where it is made: "
-        "nnx.Param(x) if it is trained, nnx.Variable(x) if it is a constant."
-    )
-    model = Table(nnx.Rngs(0), make) if is_built else lambda rngs: Table(rngs, make)
-    for use in (lambda: make_trainer(model=model), lambda: FSDP().describe(model)):
-        with pytest.raises(ModelError, match=re.escape(message)):
-            use()
-
-
 def test_two_arrays_of_one_name() -> None:
     inner = nnx.Dict({"b": nnx.Param(jnp.ones(2))})
     model = nnx.Dict({"a.b": nnx.Param(jnp.ones(2)), "a": inner})

@@ -22,8 +22,9 @@ from nnx_parallel import (
 )
 from nnx_parallel.errors import OptimizerError
 from nnx_parallel.layers import Dense, Embed, Stack
-from nnx_parallel.sharding.model import abstract_model, as_transformation
+from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.sharding.names import flatten_pure, path_of
+from nnx_parallel.sharding.optimizer import as_transformation
 from nnx_parallel.training.optimizers import learning_rate
 from tests.parity.runs import compiling
 

@@ -183,7 +183,7 @@ def random_key(model: Any, batch: Any) -> jax.Array:
 @pytest.mark.parametrize(
     ("loss", "found"),
     [
-        (doubled_weights, "that it has changed before.*inside the blocks"),
+        (doubled_weights, "assigns trained parameters while it runs: `stack.layer.ke"),
         (weight_of_the_output, "weight of the loss depends.*come from the batch"),
         (integers, "must be floating-point.*arguments of the blocks"),
         (random_key, r"random key.*jax.random.key_data"),

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from nnx_parallel.collectives.ring import Mode, gather_hops, join_hops
+from nnx_parallel.errors import StackError
 from nnx_parallel.layers.jaxprs import Layers, LayerWithResiduals
 from nnx_parallel.sharding.constrain import (
     active_layout,
@@ -21,7 +22,7 @@ from nnx_parallel.sharding.constrain import (
     use_params,
 )
 from nnx_parallel.sharding.layout import Placement
-from nnx_parallel.sharding.names import dim_axes, is_inexact
+from nnx_parallel.sharding.names import dim_axes, dotted, is_inexact
 
 Remat = Literal["none", "dots", "full"]
 """Recomputation in the backward pass [1].
@@ -332,6 +333,12 @@ class _PrefetchedLayers:
             )
             x, inputs = jax.tree.unflatten(self.tree, leaves)
             out, after, _ = block(trained, layer.state | state, x, inputs, None)
+            if assigned := sorted(dotted(path) for path in after if path in trained):
+                raise StackError(
+                    f"A block of the Stack assigns its own parameters: {assigned}. "
+                    "FSDP(prefetch=...) gathers those of the next layer meanwhile: "
+                    "leave prefetch out for such blocks."
+                )
             smooth = {k: v for k, v in after.items() if is_inexact(v)}
             # Integers and keys have no gradient: they leave as auxiliary outputs.
             return (jax.tree.leaves(out), smooth), after

@@ -17,7 +17,12 @@ from nnx_parallel.layers.scan import (
     run_layers,
 )
 from nnx_parallel.sharding.constrain import active_layout
-from nnx_parallel.sharding.model import nest
+from nnx_parallel.sharding.model import (
+    ModelDef,
+    arrays_of,
+    build_model,
+    update_arrays,
+)
 from nnx_parallel.sharding.names import dotted, is_inexact, path_of, variables_of
 
 Runner = Callable[[StackCall], tuple[Any, dict, Any]]
@@ -79,11 +84,12 @@ class Stack(nnx.Module):
         self.num_layers = num_layers
         self.remat: Remat | None = remat
         keys = jax.random.split(rngs.params(), num_layers)
-        self.layer = jax.vmap(lambda key: make_block(nnx.Rngs(key)))(keys)
-        for _, variable in variables_of(self.layer):
-            names = tuple(variable.get_metadata().get("out_sharding") or ())
-            # No mesh is known yet, on which Flax could place it now.
-            variable.set_metadata(out_sharding=("layers", *names), eager_sharding=False)
+        self.layer = jax.vmap(lambda key: build_model(make_block, nnx.Rngs(key)))(keys)
+        for _, leaf in nnx.to_flat_state(nnx.state(self.layer)):
+            if isinstance(leaf, nnx.Variable):
+                names = tuple(leaf.get_metadata().get("out_sharding") or ())
+                # No mesh is known yet, on which Flax could place it now.
+                leaf.set_metadata(out_sharding=("layers", *names), eager_sharding=False)
 
     def __call__(self, x: jax.Array, *args: Any, scanned: Any = None) -> Any:
         """Runs the blocks in order.
@@ -103,11 +109,11 @@ class Stack(nnx.Module):
         run = _runner.get() if scanned is None else run_layers
         x, others, scanned_out = run(call)
         if others:
-            nnx.update(self.layer, nest(others))
+            update_arrays(self.layer, others)
         return x if scanned is None else (x, scanned_out)
 
     def _call(self, x: jax.Array, args: tuple, scanned: Any) -> StackCall:
-        graphdef, _ = nnx.split(self.layer)
+        model = ModelDef.of(self.layer)
         params, others, placements = {}, {}, {}
         for path, variable in variables_of(self.layer):
             group = params if isinstance(variable, nnx.Param) else others
@@ -116,13 +122,14 @@ class Stack(nnx.Module):
                 placements[path] = placement.of_layer()
 
         def inner(used: dict, others: dict, x: jax.Array, args: Any, slot: Any):
-            # Merged from plain dicts: the metadata travels in the graphdef.
-            module = nnx.merge(graphdef, nest(used | others))
+            module = model.merge(used | others)
             slots = () if slot is None else (slot,)
             out = module(x, *args, *slots)
             out, slot = out if slots else (out, None)
-            state = dict(variables_of(module))
-            return out, {path: state[path].get_value() for path in others}, slot
+            after = arrays_of(module)
+            # By identity: a parameter that the block assigns is another array.
+            assigned = {p: after[p] for p in used if after[p] is not used[p]}
+            return out, {path: after[path] for path in others} | assigned, slot
 
         layout = active_layout()
         moves = any(p.used != p.stored for p in placements.values())
@@ -162,7 +169,7 @@ def _check_unshared(make_block: Callable[[nnx.Rngs], nnx.Module]) -> None:
     found: dict[str, bool] = {}  # whether each is from outside
 
     def build() -> nnx.Module:
-        block = make_block(nnx.Rngs(0))
+        block = build_model(make_block, nnx.Rngs(0))
         leaves = jax.tree_util.tree_leaves_with_path(
             block, is_leaf=lambda x: isinstance(x, nnx.Variable)
         )
@@ -172,7 +179,8 @@ def _check_unshared(make_block: Callable[[nnx.Rngs], nnx.Module]) -> None:
         return block
 
     # The pytree has a shared Variable as often as it occurs, NNX's graph once.
-    once = dict(variables_of(nnx.eval_shape(build)))
+    leaves = nnx.to_flat_state(nnx.state(nnx.eval_shape(build)))
+    once = [path for path, leaf in leaves if isinstance(leaf, nnx.Variable)]
     if outside := [name for name, is_outside in found.items() if is_outside]:
         raise StackError(
             f"A block of the stack holds Variables from outside of it: {outside}. "
@@ -181,7 +189,7 @@ def _check_unshared(make_block: Callable[[nnx.Rngs], nnx.Module]) -> None:
             "argument."
         )
     if len(found) > len(once):
-        shared = sorted(found.keys() - {dotted(path) for path in once})
+        shared = sorted(found.keys() - set(map(dotted, once)))
         raise StackError(
             f"A block of the stack holds the same Variable in several places: {shared} "
             "are elsewhere in it too. Stacked blocks would silently untie them. Give "

@@ -158,6 +158,7 @@ class PartitionedJaxpr:
         eqns = [e for e in traced.eqns if e is not eqn]
         self.traced = replace(traced, eqns=eqns)
         of_params, of_variables, *of_data = traced.inputs
+        check_unassigned(path for path in traced.outputs[1] if path in of_params)
         self._inputs: Arrays = of_params | of_variables
         from_params = _reached(eqns, of_params.values())
         from_data = _reached(eqns, jax.tree.leaves((of_variables, of_data)))
@@ -358,6 +359,18 @@ class PartitionedJaxpr:
         outputs = jax.tree.leaves((self.traced.outputs[0], self.epilogue_changes))
         used = set(inputs_of(needed(self.traced.eqns, outputs, given=kept), outputs))
         return [var for var in kept if var in used]
+
+
+def check_unassigned(paths: Iterable[Path]) -> None:
+    """Refuses a loss or a block that assigns trained parameters."""
+    if assigned := ", ".join(f"`{dotted(path)}`" for path in paths):
+        raise PipelineError(
+            f"The model assigns trained parameters while it runs: {assigned}. Under a "
+            "Pipeline other microbatches are in flight, which would use the old values "
+            "or the new ones as the schedule has it. Assign them between steps, keep "
+            "what changes in an nnx.Variable of another kind, or use FSDP or "
+            "TensorParallel, which run one microbatch after the other."
+        )
 
 
 def _reached(eqns: list[jex.JaxprEqn], start: Iterable[jex.Var]) -> set[jex.Var]:

@@ -20,7 +20,7 @@ from nnx_parallel.layers.jaxprs import (
     variables_in,
 )
 from nnx_parallel.layers.scan import apply_remat
-from nnx_parallel.pipeline.cut import PartitionedJaxpr
+from nnx_parallel.pipeline.cut import PartitionedJaxpr, check_unassigned
 from nnx_parallel.precision import cast_floating
 from nnx_parallel.sharding.names import dotted
 
@@ -201,6 +201,10 @@ class Stage:
 
     def _checked_block(self, held: dict, activations: list) -> tuple[list, dict]:
         x, after = self.cut.run_layer(held, activations)
+        assigned = [key for key in after if key in self.cut.call.params]
+        # In an evaluation nothing outlives the microbatch that has assigned it.
+        if self.stash is not None:
+            check_unassigned(self.cut.layer_paths[key] for key in assigned)
         given = [(a.shape, a.dtype) for a in activations[: len(x)]]
         found = [(a.shape, a.dtype) for a in x]
         if found != given:
@@ -208,7 +212,8 @@ class Stage:
                 f"A block of the Stack maps arrays of {given} to {found}. Its output "
                 "must be like its input: the next block takes it."
             )
-        return x, {key: _like(new, held[key], key) for key, new in after.items()}
+        kept = {key: new for key, new in after.items() if key not in assigned}
+        return x, {key: _like(new, held[key], key) for key, new in kept.items()}
 
     def _check_indices(self) -> None:
         """Checks that a layer gathers and scatters nothing by computed indices.

@@ -101,8 +101,9 @@ class Execution(abc.ABC):
         """Gradients of the batch's mean loss, summed over microbatches and devices.
 
         ``forward`` maps ``(params, variables, batch, key)`` to means by name, ``loss``
-        among them, and the variables after it. Returns the gradients of the parameters,
-        the variables after the step, and the means.
+        among them, and the variables after it, and with these the trained parameters
+        that the loss has assigned. Returns the gradients of the parameters, the
+        variables after the step, with the same ones, and the means.
         """
 
     @abc.abstractmethod

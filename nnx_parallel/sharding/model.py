@@ -1,33 +1,37 @@
-"""Placement of a whole model and its optimizer: decided from shapes, built sharded."""
+"""Placement of a whole model: decided from shapes, built sharded."""
 
+from __future__ import annotations
+
+import inspect
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jax.core import Tracer
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.errors import ModelError
+from nnx_parallel.errors import ModelError, warn_user
 from nnx_parallel.sharding.layout import Layout, Placement
 from nnx_parallel.sharding.names import (
+    Constant,
     array_info,
-    dim_axes,
-    dividing_prefix,
     dotted,
-    to_spec,
+    holds_one_array,
+    inner_variables,
+    is_inexact,
     variables_of,
 )
 from nnx_parallel.sharding.rules import warn_idle
 
 Path = tuple[Hashable, ...]
 ModelFn = Callable[[nnx.Rngs], nnx.Module]
-Optimizer = optax.GradientTransformation | optax.GradientTransformationExtraArgs
 
 nest = nnx.traversals.unflatten_mapping
 """A flat dict by path as nested dicts."""
@@ -36,56 +40,243 @@ flatten = nnx.traversals.flatten_mapping
 """Nested dicts as one flat dict by path."""
 
 
+@dataclass(frozen=True)
+class ModelDef:
+    """A model whose arrays are to be given; the structure is NNX's graphdef.
+
+    ``state`` has its Variables, with their metadata and the structure of their values.
+    """
+
+    graphdef: nnx.GraphDef
+    state: nnx.State
+
+    @classmethod
+    def of(cls, model: nnx.Module) -> ModelDef:
+        """The structure of a model in which nothing is sown."""
+        graphdef, state = nnx.split(model)
+        return cls(graphdef, state)
+
+    def merge(self, arrays: Mapping[Path, Any]) -> nnx.Module:
+        """The model around its arrays, in new Variables."""
+        # In nested dicts of arrays NNX would take a value that is a dict for a module.
+        state = map_arrays(lambda path, _: arrays[path], self.state)
+        return unwrap_constants(nnx.merge(self.graphdef, state))
+
+
+def map_arrays(
+    function: Callable[[Path, nnx.Variable], Any], state: nnx.State
+) -> nnx.State:
+    """The same state with ``function(path, variable)`` in place of each array."""
+    leaves = {}
+    for path, leaf in nnx.to_flat_state(state):
+        is_variable = isinstance(leaf, nnx.Variable)
+        tree = jax.tree.structure(leaf.get_value() if is_variable else leaf)
+        value = tree.unflatten(function(p, v) for p, v in inner_variables(path, leaf))
+        leaves[path] = leaf.replace(value) if is_variable else value
+    return nnx.from_flat_state(leaves)
+
+
+def arrays_of(model: nnx.Module) -> dict[Path, Any]:
+    """The arrays of a model by path."""
+    # A forward pass may have put an array of its trace in the place of a constant,
+    # which is static to Flax, and would escape.
+    for _, module in nnx.iter_modules(model):
+        for name, value in [*vars(module).items()]:
+            if isinstance(value, Tracer):
+                setattr(module, name, nnx.data(value))
+    return {path: variable.get_value() for path, variable in variables_of(model)}
+
+
+def update_arrays(model: nnx.Module, arrays: Mapping[Path, Any]) -> None:
+    """Replaces some arrays of a model, in its own Variables."""
+    # No others: NNX refuses to touch Variables of an outer trace.
+    changed = {
+        path: leaf
+        for path, leaf in nnx.to_flat_state(nnx.state(model))
+        if any(inner in arrays for inner, _ in inner_variables(path, leaf))
+    }
+    state = nnx.from_flat_state(changed)
+    nnx.update(model, map_arrays(lambda p, v: arrays.get(p, v.get_value()), state))
+
+
 def abstract_model(source: nnx.Module | ModelFn, rngs: nnx.Rngs) -> nnx.Module:
     """The model with shapes for arrays; nothing is allocated, ``rngs`` not advanced.
 
     Raises:
-        ModelError: If an array is in no Variable, or two have one name.
+        ModelError: If an array in no Variable is drawn from ``rngs``, or if two arrays
+            have one name.
     """
     if isinstance(source, nnx.Module):
-        _check_arrays(source)
-        graphdef, state = nnx.split(source)
-        # A copy, whose metadata are free to be changed.
-        shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)),
-            nnx.to_pure_dict(state),
-        )
+
+        def shape(path: Path, variable: nnx.Variable) -> jax.ShapeDtypeStruct:
+            x = variable.get_value()
+            return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+
         with nnx.use_eager_sharding(False):
-            return nnx.merge(graphdef, shapes)
-    model_fn: ModelFn = source
-    graphdef, state = nnx.split(rngs)
+            # A copy, whose attributes and metadata are free to be changed.
+            copied = wrap_constants(nnx.merge(*nnx.split(source), copy=True))
+            graphdef, state = nnx.split(copied)
+            model = nnx.merge(graphdef, map_arrays(shape, state))
+    else:
+        graphdef, state = nnx.split(rngs)
 
-    def build() -> nnx.Module:
-        model = model_fn(nnx.merge(graphdef, state, copy=True))
-        _check_arrays(model)
-        return model
+        def build() -> nnx.Module:
+            return build_model(source, nnx.merge(graphdef, state, copy=True))
 
-    with nnx.use_eager_sharding(False):
-        return nnx.eval_shape(build)
+        with nnx.use_eager_sharding(False):
+            model = nnx.eval_shape(build)
+    _check_names(model)
+    # Sown in a pass before the training: kept, every further pass would add to it.
+    nnx.pop(model, nnx.Intermediate)
+    _check_constants(model, source, rngs)
+    return model
 
 
-def _check_arrays(model: nnx.Module) -> None:
-    leaves = nnx.to_flat_state(nnx.state(model))
-    names = Counter(dotted(path) for path, _ in leaves)
+def as_source(model: Any) -> Any:
+    """The model behind a ``(graphdef, state)`` pair; anything else as it is."""
+    match model:
+        case (nnx.GraphDef() as graphdef, *states):
+            # Copied: else the model would have the state's own Variables.
+            return nnx.merge(graphdef, *states, copy=True)
+    return model
+
+
+def build_model(model_fn: ModelFn, rngs: nnx.Rngs) -> nnx.Module:
+    """The model that a function, a class or a partial of one makes of random streams.
+
+    Raises:
+        TypeError: If it cannot be called with ``rngs`` alone, or returns no model.
+    """
+    build: Callable[..., Any] = model_fn
+    signature, remedy = _signature(model_fn), "Pass lambda rngs: Model(..., rngs=rngs)."
+    # Flax's own layers take it by name alone.
+    by_name = signature is not None and "rngs" in signature.parameters
+    args, keywords = ((), {"rngs": rngs}) if by_name else ((rngs,), {})
+    try:
+        if signature is not None:
+            signature.bind(*args, **keywords)
+    except TypeError as error:
+        raise TypeError(
+            f"model={model_fn} cannot be called with rngs alone: {error}. {remedy}"
+        ) from None
+    model = build(*args, **keywords)
+    if not isinstance(model, nnx.Module):
+        found = type(model).__name__
+        raise TypeError(f"model={model_fn} returns a {found}, no nnx.Module. {remedy}")
+    return wrap_constants(model)
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    held = function if isinstance(function, partial) else partial(function)
+    target: Any = held.func
+    # NNX's metaclass hides the parameters of its classes.
+    if isinstance(target, type):
+        held = partial(getattr(target, "__init__"), None, *held.args, **held.keywords)  # noqa: B009
+    try:
+        return inspect.signature(held)
+    except ValueError:
+        return None  # a function in C may not tell
+
+
+def wrap_constants(model: nnx.Module) -> nnx.Module:
+    """Puts each array in no Variable into a `Constant`; returns the model.
+
+    In a model of shapes Flax finds Variables again, but no bare array that is in a dict
+    or was made under a trace.
+    """
+    kinds = jax.Array | np.ndarray
+    _map_attributes(model, lambda x: Constant(x) if isinstance(x, kinds) else x)
+    return model
+
+
+def unwrap_constants(model: nnx.Module) -> nnx.Module:
+    """The inverse of `wrap_constants`: what the model's code works with."""
+    _map_attributes(model, lambda x: x.get_value() if isinstance(x, Constant) else x)
+    return model
+
+
+def _map_attributes(model: nnx.Module, function: Callable[[Any], Any]) -> None:
+    """Maps the attributes of all modules, and what lists and dicts among them hold."""
+
+    def convert(value: Any) -> Any:
+        if type(value) is dict:
+            new = {key: convert(x) for key, x in value.items()}
+            return new if any(new[key] is not value[key] for key in new) else value
+        if type(value) in (list, tuple):
+            parts = [convert(x) for x in value]
+            is_new = any(a is not b for a, b in zip(parts, value, strict=True))
+            return type(value)(parts) if is_new else value
+        return function(value)
+
+    for _, module in [*nnx.iter_modules(model)]:
+        for name, value in [*vars(module).items()]:
+            if (new := convert(value)) is not value:
+                setattr(module, name, nnx.data(new))
+
+
+def _check_names(model: nnx.Module) -> None:
+    names = Counter(dotted(path) for path, _ in variables_of(model))
     if twice := [name for name, count in names.items() if count > 1]:
         raise ModelError(
             f"Several arrays of the model are called {twice}. Paths are written with "
             "dots between their parts: use names without dots, or other names."
         )
-    bare = [path for path, leaf in leaves if not isinstance(leaf, nnx.Variable)]
-    # Flax takes an array that is made under a trace for no data, and lets it escape.
-    bare += [
-        (*path, name)
-        for path, module in nnx.iter_modules(model)
-        for name, value in vars(module).items()
-        if isinstance(value, Tracer)
+
+
+def _check_constants(
+    model: nnx.Module, source: nnx.Module | ModelFn, rngs: nnx.Rngs
+) -> None:
+    """Refuses weights that somebody forgot to wrap, and names what may be one.
+
+    An array in no Variable is a constant, as in plain NNX: it is not trained. Integers
+    and single numbers are left at that. Floating-point numbers that a function draws
+    from its ``rngs`` are a weight, or say that they are none. Of all others nothing
+    shows what they are.
+    """
+    bare = [
+        path
+        for path, variable in variables_of(model)
+        if isinstance(variable, Constant)
+        and (value := variable.get_value()).shape
+        and is_inexact(value)
     ]
-    if bare:
+    is_built = isinstance(source, nnx.Module)
+    if drawn := [] if is_built or not bare else _drawn(source, rngs, bare):
         raise ModelError(
-            f"The model holds arrays in no Variable: {sorted(map(dotted, bare))}. Wrap "
-            "each where it is made: nnx.Param(x) if it is trained, nnx.Variable(x) if "
-            "it is a constant."
+            f"The model draws random numbers that are in no Variable: {drawn}. They "
+            "would silently not be trained. Wrap each where it is made: nnx.Param(x) "
+            "if it is trained, nnx.Variable(x) if it is a constant."
         )
+    if bare:
+        warn_user(
+            f"Arrays in no Variable are constants and not trained: "
+            f"{[dotted(path) for path in bare]}. nnx.Param(x) would train one; "
+            "nnx.Variable(x) says that it is a constant, and keeps this silent."
+        )
+
+
+def _drawn(model_fn: ModelFn, rngs: nnx.Rngs, paths: list[Path]) -> list[str]:
+    """The arrays of a model that depend on its random streams."""
+    build, streams = arrays_from(model_fn, rngs)
+
+    def wanted(streams: dict) -> list:
+        arrays = flatten(build(streams))
+        return [arrays[path] for path in paths]
+
+    jaxpr = jax.make_jaxpr(wanted)(streams).jaxpr
+    random = set(jaxpr.invars)
+
+    def is_random(atom: Any) -> bool:
+        return not isinstance(atom, jex.Literal) and atom in random
+
+    for eqn in jaxpr.eqns:
+        if any(map(is_random, eqn.invars)):
+            random.update(eqn.outvars)
+    return [
+        dotted(path)
+        for path, x in zip(paths, jaxpr.outvars, strict=True)
+        if is_random(x)
+    ]
 
 
 def place_model(model: nnx.Module, layout: Layout) -> dict[Path, Placement]:
@@ -94,13 +285,21 @@ def place_model(model: nnx.Module, layout: Layout) -> dict[Path, Placement]:
     Metadata travels in the graphdef, so that a `Stack` knows where its arrays live.
     Warns of path rules that match no array.
     """
-    placements = {}
-    for path, variable in variables_of(model):
-        placements[path] = layout.place(array_info(path, variable))
-        # Eager sharding would have Flax place the array by its names, on a mesh of
-        # its own context, when the model is merged.
-        variable.set_metadata(placement=placements[path], eager_sharding=False)
-    reasons = {placement.reason for placement in placements.values()}
+    found = {p: (v, layout.place(array_info(p, v))) for p, v in variables_of(model)}
+    reasons = {placement.reason for _, placement in found.values()}
+    placements = {
+        path: replace(place, reason=f"in no Variable: {place.reason or 'whole'}")
+        if isinstance(variable, Constant)
+        else place
+        for path, (variable, place) in found.items()
+    }
+    for path, leaf in nnx.to_flat_state(nnx.state(model)):
+        if isinstance(leaf, nnx.Variable):
+            own = tuple(placements[p] for p, _ in inner_variables(path, leaf))
+            placement = own[0] if holds_one_array(leaf) else own
+            # Eager sharding would have Flax place the array by its names, on a mesh of
+            # its own context, when the model is merged.
+            leaf.set_metadata(placement=placement, eager_sharding=False)
     warn_idle(
         layout.claims.rules, reasons, "strategy.describe(model) lists every path."
     )
@@ -109,9 +308,7 @@ def place_model(model: nnx.Module, layout: Layout) -> dict[Path, Placement]:
 
 def stored_specs(state: nnx.State, layout: Layout) -> nnx.State:
     """The spec in which each array of a state is kept, as the same tree."""
-    flat = nnx.to_flat_state(state)
-    placed = [(path, v, layout.place(array_info(path, v))) for path, v in flat]
-    return nnx.from_flat_state([(p, v.replace(place.stored)) for p, v, place in placed])
+    return map_arrays(lambda p, v: layout.place(array_info(p, v)).stored, state)
 
 
 def stored_shardings(
@@ -123,14 +320,20 @@ def stored_shardings(
 
 def placed_arrays(model: nnx.Module, shardings: dict[Path, NamedSharding]) -> dict:
     """Copies of a model's arrays, each in its place, in nested dicts."""
-    arrays = {path: v.get_value() for path, v in variables_of(model)}
+    return nest(placed_copies(arrays_of(model), shardings))
+
+
+def placed_copies(
+    arrays: dict[Path, Any], shardings: Mapping[Path, NamedSharding]
+) -> dict[Path, jax.Array]:
+    """Copies of arrays in their places, which may be donated."""
     if jax.process_count() > 1:
         # Compiled, so that each process places its own shards of what all of them have.
-        return nest(jax.jit(dict, out_shardings=shardings)(arrays))
+        return jax.jit(dict, out_shardings=shardings)(arrays)
     # `may_alias=False` is not enough: of a replicated array the shard on the device
     # that holds the source is the source itself, and donating it deletes the source
     # (docs/library-notes.md, "Arrays and buffers").
-    return nest({p: jax.device_put(_copy(x), shardings[p]) for p, x in arrays.items()})
+    return {p: jax.device_put(_copy(x), shardings[p]) for p, x in arrays.items()}
 
 
 def _copy(x: jax.typing.ArrayLike) -> Any:
@@ -148,75 +351,7 @@ def arrays_from(
 
     def build(state: dict) -> dict:
         with nnx.use_eager_sharding(False):
-            model = model_fn(nnx.merge(graphdef, state))
-        return nnx.to_pure_dict(nnx.state(model))
+            model = build_model(model_fn, nnx.merge(graphdef, state))
+        return nest(arrays_of(model))
 
     return build, nnx.to_pure_dict(state)
-
-
-def optimizer_specs(
-    abstract_state: optax.OptState,
-    shapes: dict[Path, tuple[int, ...]],
-    placements: dict[Path, Placement],
-    layout: Layout,
-) -> optax.OptState:
-    """The spec of every array of an Optax state, as the same tree.
-
-    Transformations keep trees like the parameters' inside their state, whole or with
-    parts masked out. An array has the ``optimizer`` spec of the parameter whose path
-    ends its own; one of another shape (the row and column factors of Adafactor) follows
-    the dims whose sizes match; counters and all other arrays are replicated.
-
-    Args:
-        abstract_state: ``jax.eval_shape(tx.init, params)``.
-        shapes: Shape of each parameter, by its path in the parameters' nested dict.
-        placements: Placement of each parameter, by the same paths.
-        layout: The layout, for divisibility.
-    """
-
-    # A part that a mask leaves out is an `optax.MaskedNode`: a node without leaves,
-    # which stays as it is.
-    def spec(path: tuple, leaf: Any) -> P:
-        owner = owner_of(path, shapes)
-        if owner is None:
-            return P()
-        shape = shapes[owner]
-        axes = dim_axes(placements[owner].optimizer, len(shape))
-        kept: list[tuple[str, ...]] = []
-        start = 0  # Adafactor keeps one dim of a matrix in one array, one in another
-        for size in leaf.shape:
-            matches = [d for d in range(start, len(shape)) if shape[d] == size]
-            of_dim = axes[matches[0]] if matches else ()
-            start = matches[0] + 1 if matches else start
-            kept.append(dividing_prefix(size, of_dim, layout.mesh.shape))
-        return to_spec(kept)
-
-    return jax.tree_util.tree_map_with_path(spec, abstract_state)
-
-
-def owner_of(path: tuple, shapes: dict[Path, tuple[int, ...]]) -> Path | None:
-    """The parameter whose path ends that of an array of the state, if one does."""
-    # Optax's masks, chains and partitions only add keys before a parameter's path
-    # (docs/library-notes.md, "Optax").
-    keys = tuple(getattr(entry, "key", None) for entry in path)
-    endings = (keys[start:] for start in range(len(keys)))
-    return next((ending for ending in endings if ending in shapes), None)
-
-
-def as_transformation(optimizer: Any, model: Any) -> Optimizer:
-    """The Optax transformation behind what a user passes as ``optimizer``.
-
-    That is a transformation; ``optax.MultiSteps``; or a function from the abstract
-    model to one of them. Else a `TypeError` is raised.
-    """
-    if isinstance(optimizer, Callable) and not isinstance(optimizer, tuple):
-        optimizer = optimizer(model)
-    if isinstance(optimizer, optax.MultiSteps):
-        optimizer = optimizer.gradient_transformation()
-    if not isinstance(optimizer, optax.GradientTransformation):
-        raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}. Pass an Optax transformation "
-            "such as optax.adamw(3e-4), optax.MultiSteps(...), or a function of the "
-            "abstract model that returns one."
-        )
-    return optimizer

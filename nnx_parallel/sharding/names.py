@@ -85,9 +85,51 @@ def path_of(keys: tuple[Any, ...], separator: str = ".") -> str:
     return jax.tree_util.keystr(keys, simple=True, separator=separator)
 
 
-def variables_of(model: object) -> Iterator[tuple[tuple[Hashable, ...], nnx.Variable]]:
-    """Path and Variable of every array of a model, each shared one once."""
-    yield from nnx.to_flat_state(nnx.state(model))
+class Constant(nnx.Variable):
+    """An array that a module holds in no Variable: as in plain NNX, not trained."""
+
+
+def variables_of(
+    model: object, *filters: Any
+) -> Iterator[tuple[tuple[Hashable, ...], nnx.Variable]]:
+    """Path and Variable of every array of a model, each shared one once.
+
+    Of a Variable that holds a pytree each array comes in a Variable like it, at a path
+    of its own; an array in no Variable comes as a `Constant`. What a pass has sown is
+    left out: it is no state.
+    """
+    for path, leaf in nnx.to_flat_state(nnx.state(model, *filters)):
+        if not isinstance(leaf, nnx.Intermediate):
+            yield from inner_variables(path, leaf)
+
+
+def inner_variables(
+    path: tuple[Hashable, ...], leaf: Any
+) -> Iterator[tuple[tuple[Hashable, ...], nnx.Variable]]:
+    """`variables_of` one leaf of NNX's graph."""
+    if not isinstance(leaf, nnx.Variable):
+        yield path, Constant(leaf)
+    elif holds_one_array(leaf):
+        yield path, leaf
+    else:
+        placements = leaf.get_metadata().get("placement")
+        arrays = jax.tree.leaves_with_path(leaf.get_value())
+        for index, (keys, x) in enumerate(arrays):
+            variable = leaf.replace(x)
+            if placements:
+                variable.set_metadata(placement=placements[index])
+            yield (*path, *map(_entry, keys)), variable
+
+
+def holds_one_array(variable: nnx.Variable) -> bool:
+    """False if a Variable holds ``None``, or a pytree with arrays inside."""
+    return jax.tree_util.all_leaves([variable.get_value()])
+
+
+def _entry(key: Any) -> Hashable:
+    """A part of a JAX key path as part of a path."""
+    names = ("key", "idx", "name")  # of dicts, of sequences, of dataclasses
+    return next(getattr(key, name) for name in names if hasattr(key, name))
 
 
 def array_info(path: tuple[Hashable, ...], variable: nnx.Variable) -> ArrayInfo:

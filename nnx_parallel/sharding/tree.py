@@ -20,6 +20,7 @@ from nnx_parallel.sharding.names import (
     array_info,
     check_axes,
     check_spec,
+    holds_one_array,
     path_of,
 )
 from nnx_parallel.sharding.rules import (
@@ -218,7 +219,7 @@ def array_infos(tree: Any, root: str = "") -> Iterator[tuple[ArrayInfo, str]]:
     def is_variable(x: Any) -> bool:
         # A Variable brings names and kind along. One that holds several arrays, or
         # none, has no single shape.
-        return isinstance(x, nnx.Variable) and len(jax.tree.leaves(x)) == 1
+        return isinstance(x, nnx.Variable) and holds_one_array(x)
 
     for keys, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_variable):
         path = path_of(keys)

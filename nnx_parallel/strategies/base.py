@@ -15,8 +15,10 @@ from nnx_parallel.init import first_arrays
 from nnx_parallel.mesh import MESH_AXES, Device, check_mesh, make_mesh
 from nnx_parallel.sharding.layout import Claims, Layout
 from nnx_parallel.sharding.model import (
+    ModelDef,
     ModelFn,
     abstract_model,
+    flatten,
     place_model,
     stored_shardings,
     stored_specs,
@@ -124,8 +126,8 @@ class Strategy(abc.ABC):
         # its own. The graphdef takes them along, and keeps tied weights tied.
         abstract = abstract_model(source, rngs)
         shardings = stored_shardings(place_model(abstract, layout), layout)
-        graphdef, _ = nnx.split(abstract)
-        return nnx.merge(graphdef, first_arrays(source, rngs, shardings))
+        arrays = first_arrays(source, rngs, shardings)
+        return ModelDef.of(abstract).merge(flatten(arrays))
 
     def merge(self, graphdef: nnx.GraphDef, state: nnx.State) -> nnx.Module:
         """``nnx.merge``: the model with the arrays of ``state``."""

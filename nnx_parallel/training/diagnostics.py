@@ -8,10 +8,11 @@ import contextlib
 import hashlib
 import inspect
 import numbers
+import sys
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, wraps
 from itertools import chain
 from typing import Any, TypeGuard
 
@@ -69,13 +70,69 @@ def _is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
+def check_loss(loss: Callable) -> None:
+    """Refuses a loss that needs other arguments than it will be given."""
+    try:
+        signature = inspect.signature(loss)
+    except ValueError:
+        return  # a function in C may not tell
+    keywords = {"rngs": None} if "rngs" in signature.parameters else {}
+    try:
+        signature.bind(None, None, **keywords)
+    except TypeError as error:
+        raise LossError(
+            f"The loss, of signature {signature}, cannot be called with a model and a "
+            f"batch: {error}. Write loss(model, batch), or loss(model, batch, rngs), "
+            "which gets nnx.Rngs by that name: rngs() is a new key. Bind other "
+            "arguments with functools.partial."
+        ) from None
+
+
+@contextlib.contextmanager
+def watching_wrapped(model: nnx.Module) -> Iterator[None]:
+    """Refuses a loss that calls none of the methods which a wrapper has replaced.
+
+    Qwix quantizes what runs inside one method, which it overrides in a subclass that it
+    makes for the model: a loss that calls another one silently trains in full precision
+    (docs/library-notes.md, "Qwix").
+    """
+    wrapper, called = type(model), set()
+    home = sys.modules.get(wrapper.__module__)
+    is_named = "<locals>" in wrapper.__qualname__ or hasattr(home, wrapper.__name__)
+    if is_named or wrapper.__name__ != wrapper.__bases__[0].__name__:
+        yield
+        return
+
+    def noting(method: Callable) -> Callable:
+        @wraps(method)
+        def call(self: Any, *args: Any, **keywords: Any) -> Any:
+            called.add(method)
+            return method(self, *args, **keywords)
+
+        return call
+
+    own = {n: f for n, f in vars(wrapper).items() if inspect.isfunction(f)}
+    noted = {name: noting(method) for name, method in own.items()}
+    watched = type(wrapper.__name__, (wrapper,), noted)
+    object.__setattr__(model, "__class__", watched)
+    yield
+    object.__setattr__(model, "__class__", wrapper)
+    if own and not called:
+        raise LossError(
+            f"A wrapper has replaced {sorted(own)} of {wrapper.__name__}, as Qwix's "
+            "quantize_model does, and the loss calls none of them: it would silently "
+            "train without the wrapper. Wrap the method that the loss calls, as in "
+            "qwix.quantize_model(model, provider, ..., methods=('hidden',))."
+        )
+
+
 def check_model(model: object, loss: Callable) -> None:
     """Refuses a model whose arrays were donated, or that the loss holds on to."""
+    check_loss(loss)
     if not isinstance(model, nnx.Module):
         return
     for path, variable in variables_of(model):
-        # An array in no Variable is refused a moment later, with its remedy.
-        value = variable.get_value() if isinstance(variable, nnx.Variable) else variable
+        value = variable.get_value()
         if isinstance(value, jax.Array) and value.is_deleted():
             raise ValueError(
                 f"`{dotted(path)}` of the model was donated to a step, and is gone. "

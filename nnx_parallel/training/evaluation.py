@@ -24,9 +24,10 @@ from nnx_parallel.layers.loss import LabelRange
 from nnx_parallel.layers.scan import StackCall
 from nnx_parallel.layers.stack import using_runner
 from nnx_parallel.metrics import split_loss_output
+from nnx_parallel.sharding.model import arrays_of, flatten
 from nnx_parallel.sharding.names import dotted, variables_of
 from nnx_parallel.sharding.tree import gather
-from nnx_parallel.state import MODES, StatePlan, TrainState, values_of
+from nnx_parallel.state import MODES, StatePlan, TrainState
 from nnx_parallel.training.step import (
     Batch,
     LossFn,
@@ -272,7 +273,7 @@ def training_in(
     Those are batch statistics, and counters of the streams of dropout. Only traced:
     nothing runs, and nothing of it is kept.
     """
-    model = nnx.merge(plan.eval_graphdef, params, variables)
+    model = plan.eval_model.merge(flatten(params) | flatten(variables))
     modules = dict(nnx.iter_modules(model))
     watched = [p for p, v in variables_of(model) if _is_of_training(p, v, modules)]
     if not watched:
@@ -280,9 +281,9 @@ def training_in(
     changed: list[str] = []
 
     def watch(model: nnx.Module, batch: Batch, key: jax.Array) -> None:
-        given = values_of(model)  # by identity: what the loss assigns is another
+        given = arrays_of(model)  # by identity: what the loss assigns is another
         call_loss(plan, loss, model, batch, key)
-        after = values_of(model)
+        after = arrays_of(model)
         changed.extend(
             dotted(path) for path in watched if after.get(path) is not given[path]
         )

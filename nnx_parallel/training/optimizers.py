@@ -15,8 +15,9 @@ from flax import nnx
 from optax.contrib import MuonDimensionNumbers
 
 from nnx_parallel.errors import OptimizerError, warn_user
-from nnx_parallel.sharding.model import Optimizer, nest
-from nnx_parallel.sharding.names import array_info, path_of
+from nnx_parallel.sharding.model import nest
+from nnx_parallel.sharding.names import array_info, path_of, variables_of
+from nnx_parallel.sharding.optimizer import Optimizer
 from nnx_parallel.state import StatePlan, TrainState
 
 
@@ -59,7 +60,7 @@ def muon_dimension_numbers(model: nnx.Module, wrt: Any = nnx.Param) -> dict[str,
 
 
 def _map_params(function: Callable, model: nnx.Module, wrt: Any) -> dict[str, Any]:
-    flat = nnx.to_flat_state(nnx.state(model, wrt))
+    flat = variables_of(model, wrt)
     return nest({path: function(path, variable) for path, variable in flat})
 
 

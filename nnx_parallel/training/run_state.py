@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,11 +16,52 @@ from nnx_parallel.checkpoint.options import Checkpoint
 from nnx_parallel.checkpoint.plain import read_weights
 from nnx_parallel.data.position import DataState
 from nnx_parallel.distributed.agreement import strip_addresses
-from nnx_parallel.errors import CheckpointError
-from nnx_parallel.sharding.model import ModelFn
-from nnx_parallel.sharding.names import dotted
+from nnx_parallel.errors import CheckpointError, StateStructureError
+from nnx_parallel.sharding.model import (
+    ModelFn,
+    Path,
+    arrays_of,
+    flatten,
+    update_arrays,
+)
+from nnx_parallel.sharding.names import dotted, variables_of
 from nnx_parallel.state import StatePlan, TrainState, init_state
 from nnx_parallel.training.optimizers import warn_of_changes
+
+
+class HandedModel:
+    """A model that the user was given, and the arrays that it was given with."""
+
+    def __init__(self, model: nnx.Module, arrays: Mapping[Path, jax.Array]) -> None:
+        # Weak: a model that the user keeps must not keep the memory of its arrays, nor
+        # this record the model.
+        self._model = weakref.ref(model)
+        self._given = {path: weakref.ref(x) for path, x in arrays.items()}
+
+    @property
+    def is_alive(self) -> bool:
+        """True while somebody holds the model."""
+        return self._model() is not None
+
+    def note(self, arrays: Mapping[Path, jax.Array]) -> None:
+        """Puts arrays into the model, of which the state has them too."""
+        if (model := self._model()) is not None:
+            update_arrays(model, arrays)
+        self._given |= {path: weakref.ref(x) for path, x in arrays.items()}
+
+    def assigned(self) -> dict[Path, Any]:
+        """The arrays that have been replaced since, random streams apart."""
+        if (model := self._model()) is None:
+            return {}
+        # A stream moves on when the model draws from it: a sample taken between two
+        # steps must not change the random numbers of the run.
+        streams = {p for p, v in variables_of(model) if isinstance(v, nnx.RngState)}
+        present = arrays_of(model)
+        return {
+            path: present[path]
+            for path, given in self._given.items()
+            if path in present and path not in streams and present[path] is not given()
+        }
 
 
 @dataclass
@@ -46,20 +88,62 @@ class RunState:
     is_fresh: bool = True
     _state: TrainState | None = None
     _is_counting: bool = False
+    # By whether it has the averages: the models of this state, then those of earlier
+    # ones, whose arrays were donated.
+    _models: dict[bool, tuple[nnx.Module, HandedModel]] = field(default_factory=dict)
+    _used_up: list[HandedModel] = field(default_factory=list)
 
     @property
     def state(self) -> TrainState:
-        """The training state, built on first use."""
+        """The training state, built on first use, with what was assigned to `model`."""
         # Not in the constructor: a run that resumes would build it for nothing.
         if self._state is None:
             rngs = nnx.Rngs(self.seed)
             self._state = init_state(self.plan, self.source, rngs, self.seed)
+        for ema, (_, handed) in self._models.items():
+            if assigned := handed.assigned():
+                self._state, placed = self.plan.assign(self._state, assigned, ema=ema)
+                handed.note(placed)
         return self._state
 
     @state.setter
     def state(self, state: TrainState) -> None:
-        self._state = state
+        self._replace(state)
         self.is_fresh = False
+
+    def _replace(self, state: TrainState) -> None:
+        if self._models and jax.tree.leaves(self._state.params)[0].is_deleted():  # pyright: ignore[reportOptionalMemberAccess]
+            self._used_up += [handed for _, handed in self._models.values()]
+        self._state, self._models = state, {}
+
+    def model(self, *, ema: bool) -> nnx.Module:
+        """The model around the arrays of the state: the same one for the same state."""
+        state = self.state
+        self.check_models()
+        if ema not in self._models:
+            params = state.ema if ema else state.params
+            arrays = flatten(params) | flatten(state.variables)  # pyright: ignore[reportArgumentType]
+            model = self.plan.eval_model.merge(arrays)
+            self._models[ema] = (model, HandedModel(model, arrays))
+        model, _ = self._models[ema]
+        model.eval()
+        return model
+
+    def check_models(self) -> None:
+        """Refuses what was assigned to a model whose other arrays a step has donated.
+
+        Raises:
+            StateStructureError: Once, with the paths.
+        """
+        used_up, self._used_up = self._used_up, []
+        for handed in used_up:
+            if assigned := ", ".join(f"`{dotted(p)}`" for p in handed.assigned()):
+                raise StateStructureError(
+                    f"Assigned to a model of an earlier step: {assigned}. The steps "
+                    "since then have donated its other arrays, and do not see it. Take "
+                    "trainer.model anew after each step, and assign to that."
+                )
+        self._used_up = [handed for handed in used_up if handed.is_alive]
 
     @property
     def step(self) -> int:
@@ -117,20 +201,20 @@ class RunState:
         # Another run's state is a beginning: the same program, started again, must
         # resume from its own checkpoints and not begin once more.
         is_fresh = self.is_fresh and source.directory != own.directory
-        self._state, self.is_fresh = state, is_fresh
+        self._replace(state)
+        self.is_fresh = is_fresh
 
     def load_weights(self, path: str | os.PathLike, only: Any) -> None:
         """Replaces weights by those of a plain checkpoint; `Trainer.load_weights`."""
         state = self.state
-        model = nnx.merge(self.plan.graphdef, state.params, state.variables)
+        held = flatten(state.params) | flatten(state.variables)
+        model = self.plan.model.merge(held)
         arrays = to_groups(state)["model"]
-        names = [
-            dotted(found) for found, _ in nnx.to_flat_state(nnx.state(model, only))
-        ]
+        names = [dotted(found) for found, _ in variables_of(model, only)]
         found = read_weights(path, {name: arrays[name] for name in names}, arrays)
         # A run begins with them, as with a state of another directory.
         state = from_groups(state, {"model": arrays | found})
-        self._state = state.with_new_average()
+        self._replace(state.with_new_average())
 
     def resume(
         self, state: TrainState, position: Mapping[str, Any], notes: list[str]

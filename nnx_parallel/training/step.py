@@ -5,7 +5,7 @@ A step is ``jax.jit`` over plain state; the model is walked once, when it is tra
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -29,26 +29,30 @@ from nnx_parallel.precision import cast_floating
 from nnx_parallel.sharding.constrain import using
 from nnx_parallel.sharding.donation import Donating
 from nnx_parallel.sharding.layout import Execution
+from nnx_parallel.sharding.model import arrays_of, flatten, nest
 from nnx_parallel.sharding.names import dotted
-from nnx_parallel.state import StatePlan, TrainState, values_of
-from nnx_parallel.training.diagnostics import check_count
+from nnx_parallel.state import StatePlan, TrainState
+from nnx_parallel.training.diagnostics import check_count, watching_wrapped
 from nnx_parallel.training.optimizers import learning_rate, update_with
 
 Batch = Any
 Metrics = dict[str, jax.Array]
 Means = dict[str, Any]
 """Each `Mean` or `Sum` by name; ``loss`` is a `Mean`."""
-LossOutput = jax.Array | Mean | tuple[jax.Array | Mean, Mapping[str, Any]]
+LossOutput = jax.Array | Mean | tuple[jax.Array | Mean, Any]
 Forward = Callable[[dict, dict, Batch, jax.Array], tuple[Means, dict]]
-"""``(params, variables, batch, key)`` to means by name, and the variables after it."""
+"""``(params, variables, batch, key)`` to means by name, and the variables after it.
+
+Among these are the trained parameters that the loss has assigned, and no others.
+"""
 
 
 class LossFn(Protocol):
     """A loss as users write it, for one device.
 
     ``loss(model, batch)`` or, if it draws random numbers, ``loss(model, batch, rngs)``.
-    It returns a scalar or a `Mean`, or one of them with a dict of metrics: scalars,
-    means, or a `Sum`.
+    It returns a scalar or a `Mean`, or one of them with metrics: a dict, or any pytree,
+    whose paths name them, of scalars, means, or a `Sum`.
     """
 
     def __call__(self, model: Any, batch: Any, /) -> LossOutput:
@@ -102,7 +106,8 @@ def make_train_step(
             if (loss_scale := state.loss_scale) is not None:
                 grads = jax.tree.map(lambda g: g / loss_scale.scale, grads)
             grads = plan.constrain(grads, "gradient")
-            return _update(plan, state, grads, variables, means)
+            params, variables = plan.take_assigned(state.params, variables)
+            return _update(plan, state, params, grads, variables, means)
 
     # The new state takes the old one's memory, and its place: without shardings the
     # compiler would choose others, and the next call would compile again.
@@ -115,11 +120,11 @@ def call_loss(
 ) -> LossOutput:
     """Calls a loss as its signature asks for, on floating input of the right dtype."""
     batch = unmarked(cast_floating(batch, plan.precision.inputs))
-    if takes_rngs(loss):
-        # The key is folded with step and microbatch, never with a device: the numbers
-        # do not depend on the strategy.
-        return loss(model, batch, rngs=nnx.Rngs(key))  # pyright: ignore[reportCallIssue]
-    return loss(model, batch)
+    # The key is folded with step and microbatch, never with a device: the numbers do
+    # not depend on the strategy.
+    rngs = {"rngs": nnx.Rngs(key)} if takes_rngs(loss) else {}
+    with watching_wrapped(model):
+        return loss(model, batch, **rngs)  # pyright: ignore[reportCallIssue]
 
 
 def execution_of(plan: StatePlan) -> Execution:
@@ -135,9 +140,9 @@ def _forward(plan: StatePlan, loss: LossFn) -> Forward:
     ) -> tuple[Means, dict]:
         with jax.named_scope("forward"):
             model = execution_of(plan).merge(plan, params, variables, training=True)
-            given = values_of(model)  # by identity: what the loss assigns is another
+            given = arrays_of(model)  # by identity: what the loss assigns is another
             mean, metrics = split_loss_output(call_loss(plan, loss, model, batch, key))
-            after = values_of(model)
+            after = arrays_of(model)
             warn_of_statistics(plan, model, given, after)
         after = plan.variables_after(variables, given, after)
         return {"loss": mean, **metrics}, after
@@ -213,14 +218,20 @@ def _accumulate(
         microbatch = join(rows, shared)
         return forward(params, variables, microbatch, jax.random.fold_in(key, index))
 
+    # Parameters that the loss assigns go on to the next microbatch, as variables do.
+    first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), indexed)
+    _, after = jax.eval_shape(run, state.params, state.variables, first)
+    arrays = flatten(state.params) | flatten(state.variables)
+    carried = nest({path: arrays[path] for path in flatten(after)})
+
     def weigh(variables: dict, item: Any) -> tuple[dict, Any]:
-        means, variables = run(state.params, variables, item)
+        means, variables = run(*plan.take_assigned(state.params, variables), item)
         return variables, [term.weight for term in means["loss"].terms]
 
     # Each term of the loss is divided by its weight in the whole batch, which is needed
     # before the first gradient. Weights depend on the data alone, as a rule: then this
     # costs no forward pass, for the compiler drops what they do not need.
-    _, weights = jax.lax.scan(weigh, state.variables, indexed)
+    _, weights = jax.lax.scan(weigh, carried, indexed)
     weights = [jnp.sum(jnp.asarray(w, jnp.float32)) for w in weights]
 
     def objective(params: dict, variables: dict, item: Any) -> Any:
@@ -230,7 +241,8 @@ def _accumulate(
     def step(carry: Any, item: Any) -> tuple[Any, Means]:
         grads, variables = carry
         compute = jax.grad(objective, has_aux=True)
-        new, (means, variables) = compute(state.params, variables, item)
+        params, variables = plan.take_assigned(state.params, variables)
+        new, (means, variables) = compute(params, variables, item)
         # Before they are added: a gradient that is sharded is never summed up whole.
         new = plan.constrain(new, "gradient")
         grads = jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, new)
@@ -240,20 +252,26 @@ def _accumulate(
         return jnp.zeros(x.shape, plan.precision.gradient_dtype(x.dtype))
 
     zeros = jax.tree.map(zero, state.params)
-    start = (plan.constrain(zeros, "gradient"), state.variables)
+    start = (plan.constrain(zeros, "gradient"), carried)
     (grads, variables), means = jax.lax.scan(step, start, indexed)
     return grads, variables, jax.tree.map(lambda x: jnp.sum(x, axis=0), means)
 
 
 def _update(
-    plan: StatePlan, state: TrainState, grads: dict, variables: dict, means: Means
+    plan: StatePlan,
+    state: TrainState,
+    params: dict,
+    grads: dict,
+    variables: dict,
+    means: Means,
 ) -> tuple[TrainState, Metrics]:
+    """The state after a step, and its metrics; ``params`` are as the loss left them."""
     with jax.named_scope("optimizer"):
         metrics = {name: mean.value for name, mean in means.items()}
         for name, value in metrics.items():
             check_scalar(value, f"In training, metric {name!r}")
         metrics["grad_norm"] = optax.tree.norm(grads)
-        params, opt_state = _optimize(plan, state, grads, metrics)
+        params, opt_state = _optimize(plan, state, params, grads, metrics)
         if (rate := learning_rate(opt_state)) is not None:
             metrics["learning_rate"] = rate
         if (ema := state.ema) is not None:
@@ -275,10 +293,10 @@ def _update(
 
 
 def _optimize(
-    plan: StatePlan, state: TrainState, grads: dict, metrics: Metrics
+    plan: StatePlan, state: TrainState, params: dict, grads: dict, metrics: Metrics
 ) -> tuple[dict, optax.OptState]:
     """Parameters and optimizer state after one update, in the dtypes that they had."""
-    before = plan.constrain(state.params, "optimizer")
+    before = plan.constrain(params, "optimizer")
     grads = plan.constrain(grads, "optimizer")
     updates, opt_state = update_with(
         plan.tx, grads, state.opt_state, before, value=metrics["loss"], grad=grads

@@ -15,7 +15,7 @@ from nnx_parallel.layers.scan import Remat
 from nnx_parallel.loggers.logger import Logger
 from nnx_parallel.mesh import Device
 from nnx_parallel.precision import Precision
-from nnx_parallel.sharding.model import ModelFn, abstract_model
+from nnx_parallel.sharding.model import ModelFn, abstract_model, as_source
 from nnx_parallel.state import TrainState, plan_state
 from nnx_parallel.strategies.base import Strategy
 from nnx_parallel.strategies.data_parallel import DataParallel
@@ -36,8 +36,11 @@ class Trainer:
     losses stay equal.
 
     Args:
-        model: A function from ``nnx.Rngs`` to a model, which is then built already
-            sharded; or a built model, whose arrays are copied.
+        model: A function, or a class, from ``nnx.Rngs`` to a model, which is then built
+            already sharded; or a built model, whose arrays are copied; or the
+            ``(graphdef, state)`` of one. What the loss assigns to its Variables is
+            kept, trained parameters included. An array in no Variable is a constant,
+            as in plain NNX.
         optimizer: An Optax transformation, or a function of the abstract model that
             returns one (for masks and dimension numbers).
         loss: ``loss(model, batch)`` or ``loss(model, batch, rngs)``: a scalar or
@@ -97,7 +100,7 @@ class Trainer:
     @suggests_names
     def __init__(
         self,
-        model: nnx.Module | ModelFn,
+        model: nnx.Module | ModelFn | tuple[nnx.GraphDef, nnx.State],
         optimizer: Any,
         loss: LossFn,
         *,
@@ -128,8 +131,9 @@ class Trainer:
                 "pass one of the two."
             )
         # Arguments are checked before anything is built or compiled.
+        source = as_source(model)
         check_arguments(
-            model,
+            source,
             optimizer,
             loss,
             eval_loss=eval_loss,
@@ -142,8 +146,8 @@ class Trainer:
             callbacks=callbacks,
         )
         for function in (loss, eval_loss):
-            check_model(model, function or loss)
-        self._source, self._optimizer, self._wrt = model, optimizer, wrt
+            check_model(source, function or loss)
+        self._source, self._optimizer, self._wrt = source, optimizer, wrt
         self._seed = check_seed(seed)
         self._settings = Settings(
             loggers=loggers,
@@ -172,7 +176,7 @@ class Trainer:
             None if fast_dev_run else checkpoint,
             describe_run(plan, self.strategy, options.num_microbatches, self._seed),
         )
-        self._run = RunState(plan, model, self._seed, checkpoints)
+        self._run = RunState(plan, source, self._seed, checkpoints)
         self._loop: Loop | None = None
 
     def _abstract_model(self) -> nnx.Module:
@@ -215,7 +219,8 @@ class Trainer:
         """The model with its present arrays, global and sharded, in evaluation mode.
 
         The arrays are those of `state`: the next step donates them, and with them this
-        model. Ask again after it, or copy.
+        model. Ask again after it, or copy. What is assigned to its Variables until then
+        is trained on, evaluated and saved, random streams apart.
         """
         return self._model(ema=False)
 
@@ -225,9 +230,8 @@ class Trainer:
         return self._model(ema=True)
 
     def _model(self, *, ema: bool) -> nnx.Module:
-        # New Variables around the same arrays.
-        arrays = params_of(self.state, ema=ema), self.state.variables
-        return nnx.merge(self._programs.plan.eval_graphdef, *arrays)
+        params_of(self.state, ema=ema)  # an error if there is no average
+        return self._run.model(ema=ema)
 
     @property
     def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
@@ -292,6 +296,7 @@ class Trainer:
             BatchShapeError: If a batch does not divide, or changes its shape.
         """
         meet("fit")
+        self._run.check_models()
         # Kept for `stop`, which a callback calls from within the fit.
         self._loop = Loop(
             self,
@@ -343,6 +348,7 @@ class Trainer:
         if loss is not None:
             check_model(self._source, loss)
         meet("evaluate")
+        self._run.check_models()
         return self._programs.evaluate(self.state, data, loss=loss, ema=ema)
 
     def predict(
@@ -375,6 +381,7 @@ class Trainer:
         """
         seed = check_seed(seed)
         meet("predict")
+        self._run.check_models()
         return self._programs.predict(self.state, data, function, seed=seed, ema=ema)
 
     def save(self) -> None:
@@ -385,6 +392,7 @@ class Trainer:
             CheckpointError: If this step or a later one is saved already.
         """
         meet("save")
+        self._run.check_models()
         with self._run.checkpoints:  # which waits in the end
             self._run.save(once=False)
 

@@ -16,14 +16,7 @@ from rich.text import Text
 from nnx_parallel.mesh import axes_across_processes
 from nnx_parallel.precision import Precision, array_bytes, format_bytes
 from nnx_parallel.sharding.layout import Layout, Placement
-from nnx_parallel.sharding.model import (
-    Path,
-    as_transformation,
-    nest,
-    optimizer_specs,
-    owner_of,
-    place_model,
-)
+from nnx_parallel.sharding.model import Path, nest, place_model
 from nnx_parallel.sharding.names import (
     ArrayInfo,
     array_info,
@@ -31,6 +24,11 @@ from nnx_parallel.sharding.names import (
     is_spec,
     path_of,
     variables_of,
+)
+from nnx_parallel.sharding.optimizer import (
+    as_transformation,
+    optimizer_specs,
+    owner_of,
 )
 from nnx_parallel.visualize.picture import Picture
 
@@ -189,7 +187,7 @@ def describe_model(
             model makes them.
         keeps_average: Whether a moving average of the parameters is kept.
     """
-    trained = {path for path, _ in nnx.to_flat_state(nnx.state(abstract, wrt))}
+    trained = {path for path, _ in variables_of(abstract, wrt)}
     placements = place_model(abstract, layout)
     rows, stored, gradients, average = [], {}, 0, 0
     for path, variable in variables_of(abstract):

@@ -1,0 +1,82 @@
+"""Placement of optimizer state: by the parameters that it belongs to."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import PartitionSpec as P
+
+from nnx_parallel.sharding.layout import Layout, Placement
+from nnx_parallel.sharding.model import Path
+from nnx_parallel.sharding.names import dim_axes, dividing_prefix, to_spec
+
+Optimizer = optax.GradientTransformation | optax.GradientTransformationExtraArgs
+
+
+def optimizer_specs(
+    abstract_state: optax.OptState,
+    shapes: dict[Path, tuple[int, ...]],
+    placements: dict[Path, Placement],
+    layout: Layout,
+) -> optax.OptState:
+    """The spec of every array of an Optax state, as the same tree.
+
+    Transformations keep trees like the parameters' inside their state, whole or with
+    parts masked out. An array has the ``optimizer`` spec of the parameter whose path
+    ends its own; one of another shape (the row and column factors of Adafactor) follows
+    the dims whose sizes match; counters and all other arrays are replicated.
+
+    Args:
+        abstract_state: ``jax.eval_shape(tx.init, params)``.
+        shapes: Shape of each parameter, by its path in the parameters' nested dict.
+        placements: Placement of each parameter, by the same paths.
+        layout: The layout, for divisibility.
+    """
+
+    # A part that a mask leaves out is an `optax.MaskedNode`: a node without leaves,
+    # which stays as it is.
+    def spec(path: tuple, leaf: Any) -> P:
+        owner = owner_of(path, shapes)
+        if owner is None:
+            return P()
+        shape = shapes[owner]
+        axes = dim_axes(placements[owner].optimizer, len(shape))
+        kept: list[tuple[str, ...]] = []
+        start = 0  # Adafactor keeps one dim of a matrix in one array, one in another
+        for size in leaf.shape:
+            matches = [d for d in range(start, len(shape)) if shape[d] == size]
+            of_dim = axes[matches[0]] if matches else ()
+            start = matches[0] + 1 if matches else start
+            kept.append(dividing_prefix(size, of_dim, layout.mesh.shape))
+        return to_spec(kept)
+
+    return jax.tree_util.tree_map_with_path(spec, abstract_state)
+
+
+def owner_of(path: tuple, shapes: dict[Path, tuple[int, ...]]) -> Path | None:
+    """The parameter whose path ends that of an array of the state, if one does."""
+    # Optax's masks, chains and partitions only add keys before a parameter's path
+    # (docs/library-notes.md, "Optax").
+    keys = tuple(getattr(entry, "key", None) for entry in path)
+    endings = (keys[start:] for start in range(len(keys)))
+    return next((ending for ending in endings if ending in shapes), None)
+
+
+def as_transformation(optimizer: Any, model: Any) -> Optimizer:
+    """The Optax transformation behind what a user passes as ``optimizer``.
+
+    That is a transformation; ``optax.MultiSteps``; or a function from the abstract
+    model to one of them. Else a `TypeError` is raised.
+    """
+    if isinstance(optimizer, Callable) and not isinstance(optimizer, tuple):
+        optimizer = optimizer(model)
+    if isinstance(optimizer, optax.MultiSteps):
+        optimizer = optimizer.gradient_transformation()
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}. Pass an Optax transformation "
+            "such as optax.adamw(3e-4), optax.MultiSteps(...), or a function of the "
+            "abstract model that returns one."
+        )
+    return optimizer

@@ -1,0 +1,334 @@
+"""Arrays of a model that are not the one value of one Variable."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from nnx_parallel import (
+    FSDP,
+    DataParallel,
+    FSDPRules,
+    PathRules,
+    Pipeline,
+    Trainer,
+    decay_mask,
+    make_mesh,
+    resolve_shardings,
+)
+from nnx_parallel.errors import ModelError, StateStructureError
+from nnx_parallel.layers import Stack
+from nnx_parallel.sharding.names import flatten_pure
+from tests.parity.runs import compiling
+
+WIDTH = 16
+TX = optax.adam(0.05)
+CONSTANTS = pytest.mark.filterwarnings("ignore:Arrays in no Variable")
+# What is sown leaves a Variable behind, which nnx.capture does not.
+SOWS = pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_compilation() -> Iterator[None]:
+    with compiling(optimized=False):
+        yield
+
+
+def squares(model: Any, batch: Any) -> jax.Array:
+    return ((model(batch["x"]).sum(-1) - batch["y"]) ** 2).mean()
+
+
+def make_batches(count: int = 3, rows: int = 8) -> list[dict]:
+    x = np.random.default_rng(0).normal(size=(count, rows, WIDTH)).astype(np.float32)
+    return [{"x": part, "y": part.sum(1)} for part in x]
+
+
+def plain(model: nnx.Module, batches: list[dict]) -> list[float]:
+    """The losses of plain NNX, with an optimizer of pytrees."""
+
+    @nnx.jit
+    def step(model: Any, opt_state: Any, batch: Any) -> tuple[jax.Array, Any]:
+        value, grads = nnx.value_and_grad(squares)(model, batch)
+        state = nnx.state(model, nnx.Param)
+        old = nnx.to_pure_dict(state)
+        updates, opt_state = TX.update(nnx.to_pure_dict(grads), opt_state, old)
+        for path, variable in nnx.to_flat_state(state):
+            new: Any = optax.apply_updates(old, updates)
+            for part in path:
+                new = new[part]
+            variable.set_value(new)
+        return value, opt_state
+
+    opt_state = TX.init(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    losses = []
+    for batch in batches:
+        value, opt_state = step(model, opt_state, batch)
+        losses.append(float(value))
+    return losses
+
+
+def make_trainer(model: Any, **options: Any) -> Trainer:
+    settings = {"strategy": FSDP(min_size=0), "loggers": ()} | options
+    return Trainer(model, TX, squares, **settings)
+
+
+# Variables that hold no single array
+
+
+class Held(nnx.Module):
+    """Parameters in a dict and in a list, and Variables that hold nothing yet."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        kernel = jax.random.normal(rngs.params(), (WIDTH, WIDTH)) / WIDTH
+        self.dense = nnx.Param({"kernel": kernel, "bias": jnp.zeros(WIDTH)})
+        self.scales = nnx.Param([jnp.ones(WIDTH), (jnp.ones(WIDTH),)])
+        self.nothing = nnx.Param(None)
+        self.cache = nnx.Cache(None)
+        self.seen = nnx.BatchStat({"rows": jnp.int32(0), "mean": jnp.zeros(WIDTH)})
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        dense, (first, (second,)) = self.dense.get_value(), self.scales.get_value()
+        x = jnp.tanh(x @ dense["kernel"] + dense["bias"][None])
+        self.sow(nnx.Intermediate, "hidden", x)
+        seen = self.seen.get_value()
+        mean = jax.lax.stop_gradient(x.mean(0))
+        self.seen.set_value({"rows": seen["rows"] + 1, "mean": seen["mean"] + mean})
+        return x * first[None] * second[None] + seen["mean"][None]
+
+
+INNER = ["dense.bias", "dense.kernel", "scales.0", "scales.1.0"]
+
+
+@SOWS
+@pytest.mark.parametrize("is_built", [False, True])
+def test_variables_that_hold_a_dict_a_list_or_nothing(
+    tmp_path: Path, *, is_built: bool
+) -> None:
+    batches = make_batches()
+    expected = plain(Held(nnx.Rngs(0)), batches)
+    model: Any = Held
+    if is_built:
+        model = Held(nnx.Rngs(0))
+        before = model.seen.get_value()
+        model(batches[0]["x"])  # what it sows is no state
+        model.seen.set_value(before)
+    trainer = make_trainer(model, checkpoint=str(tmp_path))
+    history = trainer.fit(batches[:2], 2)
+    np.testing.assert_allclose(history["loss"], expected[:2], rtol=1e-5)
+    params = flatten_pure(trainer.state.params)
+    assert sorted(params) == INNER
+    assert params["dense.kernel"].sharding.spec == P("fsdp")
+    assert flatten_pure(trainer.state.variables)["seen.rows"] == 2
+    rows = {row.info.path: row for row in trainer.describe().rows}
+    assert {*INNER, "seen.mean", "seen.rows"} == rows.keys()
+    # Saved and restored by these paths, under another strategy.
+    other = make_trainer(Held, strategy=DataParallel(), checkpoint=str(tmp_path))
+    found = other.fit(batches, 3)["loss"]
+    np.testing.assert_allclose(found, expected[2:], rtol=1e-5)
+    trained: Any = other.model
+    assert trained.nothing.get_value() is None
+    assert set(trained.dense.get_value()) == {"kernel", "bias"}
+    assert isinstance(trained.scales.get_value(), list)
+    if is_built:
+        assert model.hidden.get_value()
+
+
+def test_such_variables_in_placements_masks_and_rules() -> None:
+    model = Held(nnx.Rngs(0))
+    strategy = FSDP(min_size=0, rules=(PathRules((r"dense\.kernel", P(None, "fsdp"))),))
+    _, state = strategy.split(model)
+    assert state["dense"].get_value()["kernel"].sharding.spec == P(None, "fsdp")
+    specs = strategy.specs(nnx.state(model))
+    assert specs["scales"].get_value() == [P("fsdp"), (P("fsdp"),)]
+    mask = flatten_pure(decay_mask(model))
+    assert mask == {path: path == "dense.kernel" for path in INNER}
+    tree = resolve_shardings(
+        nnx.state(model, nnx.Param), FSDPRules(min_size=0), make_mesh({"fsdp": None})
+    )
+    assert {s.spec for s in jax.tree.leaves(tree)} == {P("fsdp")}
+
+
+class HeldBlock(nnx.Module):
+    """A block with its parameters in a dict, and a constant in no Variable."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        kernel = jax.random.normal(rngs.params(), (WIDTH, WIDTH)) / WIDTH
+        self.dense = nnx.Param({"kernel": kernel, "bias": jnp.zeros(WIDTH)})
+        self.halves = jnp.full(WIDTH, 0.5)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        dense = self.dense.get_value()
+        x = x + jnp.tanh(x @ dense["kernel"] + dense["bias"][None])
+        return x * self.halves[None]
+
+
+class HeldBlocks(nnx.Module):
+    """A Stack of them."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.blocks = Stack(HeldBlock, 2, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.blocks(x)
+
+
+@CONSTANTS
+def test_such_variables_in_a_stack() -> None:
+    batches = make_batches(2)
+    expected = plain(HeldBlocks(nnx.Rngs(0)), batches)
+    # A layer at a time, so not the dim of the layers.
+    trainer = make_trainer(HeldBlocks)
+    spec = trainer.state.params["blocks"]["layer"]["dense"]["kernel"].sharding.spec
+    assert spec[0] is None
+    assert spec[1] == "fsdp"
+    found = trainer.fit(batches, 2)["loss"]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    options = {"num_microbatches": 2, "devices": jax.devices()[:2]}
+    piped = make_trainer(HeldBlocks, strategy=Pipeline(2), **options)
+    found = piped.fit(batches, 2)["loss"]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@SOWS
+def test_a_value_that_changes_its_structure_is_named() -> None:
+    def loss(model: Any, batch: Any) -> jax.Array:
+        model.cache.set_value(batch["x"])
+        return squares(model, batch)
+
+    trainer = Trainer(Held, TX, loss, strategy=FSDP(min_size=0), loggers=())
+    with pytest.raises(StateStructureError, match="structure: `cache` is new"):
+        trainer.fit(make_batches(1), 1)
+
+
+# Arrays in no Variable
+
+
+class Constants(nnx.Module):
+    """Positions, a scale and a table in no Variable; the count of calls moves."""
+
+    def __init__(self, rngs: nnx.Rngs, make: Any = jnp.arange) -> None:
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.positions = make(WIDTH)
+        self.scale = np.array(2.0, np.float32)
+        self.tables = nnx.List([jnp.linspace(0.0, 1.0, WIDTH)])
+        self.calls = jnp.zeros((), jnp.int32)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.calls = self.calls + 1
+        table = self.tables[0] * (self.positions % 2) * self.scale * self.calls
+        return self.linear(x) + table[None]
+
+
+@pytest.mark.parametrize("make", [jnp.arange, np.arange])
+@pytest.mark.parametrize("is_built", [False, True])
+def test_arrays_in_no_variable_are_constants(
+    make: Any, tmp_path: Path, *, is_built: bool
+) -> None:
+    batches = make_batches()
+    expected = plain(Constants(nnx.Rngs(0), make), batches)
+    model: Any = Constants(nnx.Rngs(0), make)
+    model = model if is_built else lambda rngs: Constants(rngs, make)
+    # Single numbers and integers are no weights; of a table it is said once.
+    message = "Arrays in no Variable are constants and not trained: ['tables.0']. nnx"
+    with pytest.warns(UserWarning, match=re.escape(message)):
+        trainer = make_trainer(model, checkpoint=str(tmp_path))
+    history = trainer.fit(batches[:2], 2)
+    np.testing.assert_allclose(history["loss"], expected[:2], rtol=1e-5)
+    state = flatten_pure(trainer.state.variables)
+    assert sorted(state) == ["calls", "positions", "scale", "tables.0"]
+    assert all(x.sharding.spec == P() for x in state.values())
+    with pytest.warns(UserWarning, match="Arrays in no Variable"):
+        rows = {row.info.path: row.placement.reason for row in trainer.describe().rows}
+    assert rows["positions"].startswith("in no Variable")
+    with pytest.warns(UserWarning, match="Arrays in no Variable"):
+        other = make_trainer(model, strategy=DataParallel(), checkpoint=str(tmp_path))
+    found = other.fit(batches, 3)["loss"]
+    np.testing.assert_allclose(found, expected[2:], rtol=1e-5)
+    trained: Any = other.model
+    assert trained.calls == 3
+    np.testing.assert_array_equal(trained.positions, np.arange(WIDTH))
+
+
+class Forgotten(nnx.Module):
+    """A weight that somebody forgot to wrap."""
+
+    def __init__(self, rngs: nnx.Rngs, wrap: Any = lambda x: x) -> None:
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.gain = wrap(0.1 * jax.random.normal(rngs.params(), (WIDTH,)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.linear(x) * self.gain[...][None]
+
+
+def test_a_weight_in_no_variable_is_refused() -> None:
+    message = "The model draws random numbers that are in no Variable: ['gain']. They"
+    for use in (make_trainer, FSDP().describe):
+        with pytest.raises(ModelError, match=re.escape(message)):
+            use(Forgotten)
+    # Of a built model nothing shows how an array was made.
+    message = "are constants and not trained: ['gain']. nnx.Param(x) would train one;"
+    with pytest.warns(UserWarning, match=re.escape(message)):
+        make_trainer(Forgotten(nnx.Rngs(0)))
+    for kind in (nnx.Param, nnx.Variable):
+        make_trainer(lambda rngs, kind=kind: Forgotten(rngs, kind))
+
+
+class Nested(nnx.Module):
+    """Arrays in a dict of lists, as Flax's WeightNorm had them before 0.12.12."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.tables = nnx.data({("a", 1): [jnp.arange(WIDTH), np.arange(WIDTH)]})
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        first, second = self.tables["a", 1]
+        return self.linear(x) + (first % 3 + second % 2)[None]
+
+
+@pytest.mark.parametrize("is_built", [False, True])
+def test_constants_in_lists_and_dicts(*, is_built: bool) -> None:
+    batches, built = make_batches(2), Nested(nnx.Rngs(0))
+    expected = plain(Nested(nnx.Rngs(0)), batches)
+    trainer = make_trainer(built if is_built else Nested)
+    found = trainer.fit(batches, 2)["loss"]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    for model in (trainer.model, built):
+        assert not isinstance(model.tables["a", 1][0], nnx.Variable)
+    paths = {row.info.path for row in trainer.describe().rows}
+    assert {"tables.('a', 1).0", "tables.('a', 1).1"} < paths
+
+
+class Weak(nnx.Module):
+    """A Variable whose array has a weak type."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.seen = nnx.BatchStat(jnp.full(WIDTH, 0.5))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.seen[...] = jax.lax.stop_gradient(self.seen[...] + x.mean(0))
+        return self.linear(x) + self.seen[...][None]
+
+
+def test_a_weak_type_does_not_compile_a_second_step() -> None:
+    traces = []
+
+    def loss(model: Any, batch: Any) -> jax.Array:
+        traces.append(model)
+        return squares(model, batch)
+
+    trainer = Trainer(Weak, TX, loss, strategy=DataParallel(), loggers=())
+    batch = trainer.shard_batch(make_batches(1)[0])
+    trainer.state, _ = trainer.train_step(trainer.state, batch)
+    count = len(traces)
+    for _ in range(2):
+        trainer.state, _ = trainer.train_step(trainer.state, batch)
+    assert len(traces) == count
