@@ -42,7 +42,8 @@ class Clipped(nnx.Module):
         self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        for param in (self.linear.kernel, self.linear.bias):
+        params: Any = (self.linear.kernel, self.linear.bias)
+        for param in params:
             param[...] = jnp.clip(param[...], -0.2, 0.2)
         return self.linear(x)
 
@@ -146,10 +147,10 @@ def test_what_the_forward_pass_assigns_is_kept_as_in_plain_nnx(
         value = wanted[path].get_value()
         atol = 1e-5 * max(0.1, float(abs(value).max()))
         np.testing.assert_allclose(variable.get_value(), value, rtol=0, atol=atol)
-        shardings = trainer.state.params
+        own: Any = trainer.state.params
         for part in path:
-            shardings = shardings[part]
-        assert variable.get_value().sharding == shardings.sharding
+            own = own[part]
+        assert variable.get_value().sharding == own.sharding
 
 
 def test_assignments_go_from_one_microbatch_to_the_next() -> None:

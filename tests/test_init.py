@@ -16,7 +16,8 @@ from flax import nnx
 from nnx_parallel import FSDP, Composite, DataParallel, Strategy, TensorParallel
 from nnx_parallel.init import compute_in_shards
 from nnx_parallel.layers import Stack, named
-from nnx_parallel.sharding.model import Optimizer, abstract_model, arrays_from
+from nnx_parallel.sharding.model import abstract_model, arrays_from
+from nnx_parallel.sharding.optimizer import Optimizer
 from nnx_parallel.state import StatePlan, init_state, plan_state
 from tests.parity.checks import assert_same_bits
 from tests.parity.runs import compiling, to_host

@@ -95,7 +95,9 @@ class Held(nnx.Module):
         self.seen = nnx.BatchStat({"rows": jnp.int32(0), "mean": jnp.zeros(WIDTH)})
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        dense, (first, (second,)) = self.dense.get_value(), self.scales.get_value()
+        dense: Any = self.dense.get_value()
+        scales: Any = self.scales.get_value()
+        first, (second,) = scales
         x = jnp.tanh(x @ dense["kernel"] + dense["bias"][None])
         self.sow(nnx.Intermediate, "hidden", x)
         seen = self.seen.get_value()
@@ -123,7 +125,7 @@ def test_variables_that_hold_a_dict_a_list_or_nothing(
     trainer = make_trainer(model, checkpoint=str(tmp_path))
     history = trainer.fit(batches[:2], 2)
     np.testing.assert_allclose(history["loss"], expected[:2], rtol=1e-5)
-    params = flatten_pure(trainer.state.params)
+    params: Any = flatten_pure(trainer.state.params)
     assert sorted(params) == INNER
     assert params["dense.kernel"].sharding.spec == P("fsdp")
     assert flatten_pure(trainer.state.variables)["seen.rows"] == 2
@@ -144,9 +146,9 @@ def test_variables_that_hold_a_dict_a_list_or_nothing(
 def test_such_variables_in_placements_masks_and_rules() -> None:
     model = Held(nnx.Rngs(0))
     strategy = FSDP(min_size=0, rules=(PathRules((r"dense\.kernel", P(None, "fsdp"))),))
-    _, state = strategy.split(model)
+    state: Any = strategy.split(model)[1]
     assert state["dense"].get_value()["kernel"].sharding.spec == P(None, "fsdp")
-    specs = strategy.specs(nnx.state(model))
+    specs: Any = strategy.specs(nnx.state(model))
     assert specs["scales"].get_value() == [P("fsdp"), (P("fsdp"),)]
     mask = flatten_pure(decay_mask(model))
     assert mask == {path: path == "dense.kernel" for path in INNER}
@@ -242,7 +244,7 @@ def test_arrays_in_no_variable_are_constants(
         trainer = make_trainer(model, checkpoint=str(tmp_path))
     history = trainer.fit(batches[:2], 2)
     np.testing.assert_allclose(history["loss"], expected[:2], rtol=1e-5)
-    state = flatten_pure(trainer.state.variables)
+    state: Any = flatten_pure(trainer.state.variables)
     assert sorted(state) == ["calls", "positions", "scale", "tables.0"]
     assert all(x.sharding.spec == P() for x in state.values())
     with pytest.warns(UserWarning, match="Arrays in no Variable"):
@@ -300,7 +302,8 @@ def test_constants_in_lists_and_dicts(*, is_built: bool) -> None:
     trainer = make_trainer(built if is_built else Nested)
     found = trainer.fit(batches, 2)["loss"]
     np.testing.assert_allclose(found, expected, rtol=1e-5)
-    for model in (trainer.model, built):
+    models: Any = (trainer.model, built)
+    for model in models:
         assert not isinstance(model.tables["a", 1][0], nnx.Variable)
     paths = {row.info.path for row in trainer.describe().rows}
     assert {"tables.('a', 1).0", "tables.('a', 1).1"} < paths

@@ -90,15 +90,15 @@ class Constant(nnx.Variable):
 
 
 def variables_of(
-    model: object, *filters: Any
+    model: object, wrt: Any = ...
 ) -> Iterator[tuple[tuple[Hashable, ...], nnx.Variable]]:
     """Path and Variable of every array of a model, each shared one once.
 
-    Of a Variable that holds a pytree each array comes in a Variable like it, at a path
+    ``wrt`` is an NNX filter of them. Of a Variable that holds a pytree each array comes in a Variable like it, at a path
     of its own; an array in no Variable comes as a `Constant`. What a pass has sown is
     left out: it is no state.
     """
-    for path, leaf in nnx.to_flat_state(nnx.state(model, *filters)):
+    for path, leaf in nnx.to_flat_state(nnx.state(model, wrt)):
         if not isinstance(leaf, nnx.Intermediate):
             yield from inner_variables(path, leaf)
 

@@ -124,7 +124,7 @@ def call_loss(
     # not depend on the strategy.
     rngs = {"rngs": nnx.Rngs(key)} if takes_rngs(loss) else {}
     with watching_wrapped(model):
-        return loss(model, batch, **rngs)  # pyright: ignore[reportCallIssue]
+        return loss(model, batch, **rngs)
 
 
 def execution_of(plan: StatePlan) -> Execution:
@@ -301,8 +301,8 @@ def _optimize(
     updates, opt_state = update_with(
         plan.tx, grads, state.opt_state, before, value=metrics["loss"], grad=grads
     )
-    params = optax.apply_updates(before, updates)
-    if (lost := lost_updates(before, updates, params)) is not None:
+    after: Any = optax.apply_updates(before, updates)
+    if (lost := lost_updates(before, updates, after)) is not None:
         metrics["lost_updates"] = lost
     # Optax promotes some (a bfloat16 moment by a float32 rate): the next call would
     # compile again, for another dtype.
@@ -310,7 +310,7 @@ def _optimize(
         lambda new, old: new.astype(old.dtype), opt_state, state.opt_state
     )
     # Updated in the optimizer's shards (ZeRO), and from there to the stored layout.
-    return plan.constrain(params, "stored"), opt_state  # pyright: ignore[reportArgumentType]
+    return plan.constrain(after, "stored"), opt_state
 
 
 def lost_updates(before: Any, updates: Any, after: Any) -> jax.Array | None:
