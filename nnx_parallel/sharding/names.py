@@ -94,9 +94,9 @@ def variables_of(
 ) -> Iterator[tuple[tuple[Hashable, ...], nnx.Variable]]:
     """Path and Variable of every array of a model, each shared one once.
 
-    ``wrt`` is an NNX filter of them. Of a Variable that holds a pytree each array comes in a Variable like it, at a path
-    of its own; an array in no Variable comes as a `Constant`. What a pass has sown is
-    left out: it is no state.
+    ``wrt`` filters them as in NNX. An array of a pytree that a Variable holds comes in
+    a Variable like it, at a path of its own; an array in no Variable as a `Constant`.
+    What a pass has sown is left out: it is no state.
     """
     for path, leaf in nnx.to_flat_state(nnx.state(model, wrt)):
         if not isinstance(leaf, nnx.Intermediate):
