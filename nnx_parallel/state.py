@@ -169,6 +169,12 @@ class StatePlan:
         places = self.param_placements.values()
         return any(p.is_gathered and not p.is_stacked for p in places)
 
+    @property
+    def scanned(self) -> dict[Path, Placement]:
+        """Those that are gathered in the loops of the loss that scan them."""
+        places = self.param_placements.items()
+        return {path: p for path, p in places if p.is_scanned and p.is_gathered}
+
     def build(self, arrays: dict, seed: jax.Array | int) -> TrainState:
         """The first state, from all arrays of the model."""
         params, others, ema = {}, {}, None
@@ -219,8 +225,14 @@ class StatePlan:
             if cast_stacked or not place.is_stacked:
                 # Before the gather, which then sends half the bytes in bfloat16.
                 flat[path] = cast_floating(flat[path], self.precision.compute)
-        # A `Stack` gathers its own, layer by layer, inside the remat.
-        gathered = {p: place for p, place in places.items() if not place.is_stacked}
+        # A `Stack` gathers its own, layer by layer, inside the remat; `gather_late`
+        # those that the loss scans by itself, but in a pipeline's prologue.
+        late = self.scanned if cast_stacked else {}
+        gathered = {
+            path: place
+            for path, place in places.items()
+            if not place.is_stacked and path not in late
+        }
         model = self.model if training else self.eval_model
         # New Variables with the graphdef's metadata, in which placements reach the
         # layers.

@@ -19,7 +19,7 @@ from nnx_parallel import (
     Strategy,
     Table,
 )
-from nnx_parallel.errors import PipelineError, ScheduleError
+from nnx_parallel.errors import PipelineError, ScheduleError, StackError
 from nnx_parallel.layers import Stack
 from tests.pipelines import assert_like_one_device, make_trainer
 
@@ -198,7 +198,7 @@ def test_a_block_gives_what_it_takes() -> None:
     def widening(rngs: nnx.Rngs) -> nnx.Linear:
         return nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
 
-    with pytest.raises(PipelineError, match="must be like its input"):
+    with pytest.raises(StackError, match="must be like its input"):
         step(once, lambda rngs: Model(rngs, widening))
 
 
@@ -216,7 +216,7 @@ def test_a_block_gives_as_many_arrays_as_it_takes() -> None:
     def loss(model: Any, batch: Any) -> jax.Array:
         return model(batch["x"], batch["x"])[0].mean()
 
-    with pytest.raises(PipelineError, match="must be like its input"):
+    with pytest.raises(StackError, match="must be like its input"):
         step(loss, lambda rngs: Model(rngs, Forking))
 
 

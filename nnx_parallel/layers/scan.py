@@ -103,11 +103,24 @@ class StackCall:
     params: dict  # by path, each with a leading `layers` dim
     others: dict  # the other variables, likewise
     x: Any  # input of the first layer
-    args: tuple  # passed to every layer as they are
+    args: tuple  # (args, kwargs), passed to every layer as they are
     scanned: Any  # a pytree with a leading `layers` dim, or None
     remat: Remat  # what a layer keeps for the backward pass
     placements: dict[Any, Placement]  # of one layer, by path
+    is_plain: bool  # a layer calls its block, which returns its output alone
     prefetch: Mode | None  # how to gather the next layer during the present one
+
+    @property
+    def has_out(self) -> bool:
+        """True if a layer returns more than its output and its variables."""
+        if self.is_plain:
+            return False
+        params, others = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
+            (self.params, self.others),
+        )
+        inner = partial(self.inner, x=self.x, inputs=self.args, slot=None)
+        return bool(jax.tree.leaves(jax.eval_shape(inner, params, others)[2]))
 
     def block(self, params: dict, *rest: Any) -> tuple[Any, dict, Any]:
         """One layer of parameters as they are stored."""
@@ -115,6 +128,20 @@ class StackCall:
         # are never kept for the backward pass: 1.5 GiB of temporaries instead of 5.3
         # (v5p, 64 chips, 16 layers of 4096/16384).
         return self.inner(use_params(params, self.placements), *rest)
+
+
+def check_carry(given: Any, found: Any) -> None:
+    """Checks that a layer returns what the next one takes."""
+    given, found = (
+        jax.tree.map(lambda a: f"{jnp.result_type(a)}{list(jnp.shape(a))}", tree)
+        for tree in (given, found)
+    )
+    if found != given:
+        raise StackError(
+            f"A block of the Stack maps {given} to {found}. Its output must be like "
+            "its input: the next block takes it. If it returns more, or in another "
+            "order, say so with stack.scan(step, x, xs, *args)."
+        )
 
 
 def run_layers(call: StackCall) -> tuple[Any, dict, Any]:

@@ -1,22 +1,27 @@
 """`Stack`: N alike blocks as one module, scanned."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
+from dataclasses import replace
+from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 from flax import errors, nnx
 
 from nnx_parallel.errors import StackError
+from nnx_parallel.layers.blocks import check_blocks, stack_blocks, unstack_block
 from nnx_parallel.layers.scan import (
     Remat,
     StackCall,
     active_remat,
+    check_carry,
     check_remat,
     run_layers,
 )
 from nnx_parallel.sharding.constrain import active_layout
+from nnx_parallel.sharding.layer_names import name_dim
 from nnx_parallel.sharding.model import (
     ModelDef,
     arrays_of,
@@ -27,6 +32,9 @@ from nnx_parallel.sharding.names import dotted, is_inexact, path_of, variables_o
 
 Runner = Callable[[StackCall], tuple[Any, dict, Any]]
 """Runs all layers of a call: the output, the other variables after it, the slots."""
+
+Step = Callable[..., tuple[Any, Any]]
+"""``(block, x, slice, *args, **kwargs) -> (x, out)`` of one block."""
 
 _runner: ContextVar[Runner] = ContextVar("runner", default=run_layers)
 
@@ -82,37 +90,165 @@ class Stack(nnx.Module):
         check_remat(remat)
         _check_unshared(make_block)
         self.num_layers = num_layers
+        self.period = 1
         self.remat: Remat | None = remat
         keys = jax.random.split(rngs.params(), num_layers)
         self.layer = jax.vmap(lambda key: build_model(make_block, nnx.Rngs(key)))(keys)
+        self.name_layers()
+
+    @classmethod
+    def of(
+        cls, blocks: Sequence[Any], *, period: int = 1, remat: Remat | None = None
+    ) -> Self:
+        """A stack of blocks that are built, pretrained ones too.
+
+        Its arrays are copies, with a leading dim; the blocks stay as they are. Blocks
+        may be abstract, of ``nnx.eval_shape``.
+
+        Args:
+            blocks: A list, ``nnx.List`` or tuple of N modules that differ in the
+                values of their arrays alone.
+            period: Layers of several kinds that alternate, in a pattern of this
+                length: a layer of the stack is then a group of so many blocks, its
+                ``num_layers`` N / period, and FSDP gathers a group at a time.
+            remat: As in `Stack`, of a group.
+
+        Raises:
+            StackError: If two blocks differ in more, by the first difference; if they
+                share a Variable; if N is no multiple of the period.
+
+        Example:
+            >>> blocks = [nnx.Linear(4, 4, rngs=nnx.Rngs(seed)) for seed in range(3)]
+            >>> stack = Stack.of(blocks)
+            >>> stack.layer.kernel.shape
+            (3, 4, 4)
+            >>> bool((stack.unstack()[2].kernel == blocks[2].kernel).all())
+            True
+        """
+        blocks = list(blocks)
+        check_blocks(blocks, period)
+        groups = range(0, len(blocks), period)
+        layers = [nnx.List(blocks[i : i + period]) for i in groups]
+        # A call of the class alone makes an NNX object: one of an empty block, filled.
+        stack = cls(lambda _: nnx.Module(), len(layers), rngs=nnx.Rngs(0), remat=remat)
+        stack.period = period
+        stack.layer = stack_blocks(layers if period > 1 else blocks)
+        stack.name_layers()
+        return stack
+
+    def unstack(self) -> list[Any]:
+        """The blocks one by one, with copies of their arrays, in order."""
+        count = range(self.num_layers)
+        layers: list[Any] = [unstack_block(self.layer, i) for i in count]
+        return layers if self.period == 1 else [block for g in layers for block in g]
+
+    def name_layers(self) -> None:
+        """Names the leading dim of every array ``layers``."""
         for _, leaf in nnx.to_flat_state(nnx.state(self.layer)):
             if isinstance(leaf, nnx.Variable):
-                names = tuple(leaf.get_metadata().get("out_sharding") or ())
-                # No mesh is known yet, on which Flax could place it now.
-                leaf.set_metadata(out_sharding=("layers", *names), eager_sharding=False)
+                name_dim(leaf)
 
-    def __call__(self, x: jax.Array, *args: Any, scanned: Any = None) -> Any:
+    def __call__(self, x: Any, *args: Any, scanned: Any = None, **kwargs: Any) -> Any:
         """Runs the blocks in order.
 
         Args:
-            x: Input of the first block.
-            args: Passed to every block as they are.
+            x: Input of the first block: an array or a pytree of arrays.
+            args: Passed to every block as they are. A ``nnx.Rngs`` goes from block to
+                block, which draw from it in order.
             scanned: A pytree with a leading dim of N (a cache): each block gets its
                 own slice as last argument and returns ``(x, slice)``.
+            kwargs: Passed to every block as they are.
 
         Returns:
             The last block's output; ``(output, scanned)`` when ``scanned`` is given.
         """
-        call = self._call(x, args, scanned)
-        # A pipeline runs the layers of training and evaluation; decoding with a cache
-        # is a scan everywhere.
-        run = _runner.get() if scanned is None else run_layers
-        x, others, scanned_out = run(call)
-        if others:
-            update_arrays(self.layer, others)
+
+        def step(block: Any, x: Any, slot: Any, *args: Any, **kwargs: Any) -> Any:
+            if slot is None:
+                return block(x, *args, **kwargs), None
+            return block(x, *args, slot, **kwargs)
+
+        is_plain = scanned is None
+        x, scanned_out = self._scan(step, x, scanned, (args, kwargs), is_plain)
         return x if scanned is None else (x, scanned_out)
 
-    def _call(self, x: jax.Array, args: tuple, scanned: Any) -> StackCall:
+    def scan(
+        self, step: Step, x: Any, xs: Any = None, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """``jax.lax.scan`` over the blocks, for those that take or return more.
+
+        Args:
+            step: What a loop over the blocks would do with one:
+                ``(block, x, slice, *args, **kwargs) -> (x, out)``. Arrays from outside
+                reach it as arguments.
+            x: Passed from step to step.
+            xs: A pytree with a leading dim of N, or a list of N alike modules (a cache
+                each): each step gets its own ``slice``.
+            args: Passed to every step as they are.
+            kwargs: Likewise.
+
+        Returns:
+            The last ``x``, and the ``out`` of all steps with a leading dim of N.
+
+        Example:
+            >>> stack = Stack.of([nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(3)])
+            >>> def step(block, x, scale):
+            ...     x = block(x) * scale
+            ...     return x, x.mean()
+            >>> x, means = stack.scan(step, jax.numpy.ones((2, 4)), jax.numpy.ones(3))
+            >>> means.shape
+            (3,)
+        """
+        return self._scan(step, x, xs, (args, kwargs), is_plain=False)
+
+    def _scan(
+        self, step: Step, x: Any, xs: Any, inputs: tuple, is_plain: bool
+    ) -> tuple[Any, Any]:
+        leaves, tree = jax.tree.flatten(inputs, is_leaf=_is_stream)
+        if any(map(_is_stream, leaves)):
+            return self._scan_with_streams(step, x, xs, leaves, tree)
+        if isinstance(xs, nnx.List | list) and isinstance(next(iter(xs)), nnx.Module):
+            xs = stack_blocks(xs)
+        if self.period > 1:
+            # (N, ...) -> (N / period, period, ...)
+            sizes, step = (self.num_layers, self.period), _in_groups(step)
+            xs = jax.tree.map(lambda a: a.reshape(*sizes, *a.shape[1:]), xs)
+        call = self._call(step, x, inputs, xs, is_plain)
+        # A pipeline runs the layers of training and evaluation; decoding with a cache
+        # is a scan everywhere.
+        run = _runner.get() if xs is None else run_layers
+        x, others, out = run(call)
+        if others:
+            update_arrays(self.layer, others)
+        if self.period > 1:
+            out = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), out)
+        return x, out
+
+    def _scan_with_streams(
+        self, step: Step, x: Any, xs: Any, leaves: list, tree: Any
+    ) -> tuple[Any, Any]:
+        """`scan` with random streams among the arguments: part of what is passed on."""
+        at = [i for i, leaf in enumerate(leaves) if _is_stream(leaf)]
+        streams = nnx.List([leaves[i] for i in at])
+        graphdef, state = nnx.split(streams)
+        leaves = [None if i in at else leaf for i, leaf in enumerate(leaves)]
+
+        def inner(block: Any, carry: Any, slot: Any, *leaves: Any) -> tuple[Any, Any]:
+            x, state = carry
+            streams = nnx.merge(graphdef, state)
+            filled = dict(enumerate(leaves)) | dict(zip(at, streams, strict=True))
+            args, kwargs = jax.tree.unflatten(tree, filled.values())
+            x, out = step(block, x, slot, *args, **kwargs)
+            return (x, nnx.to_pure_dict(nnx.state(streams))), out
+
+        carry = (x, nnx.to_pure_dict(state))
+        (x, after), out = self.scan(inner, carry, xs, *leaves)
+        nnx.update(streams, after)
+        return x, out
+
+    def _call(
+        self, step: Step, x: Any, inputs: tuple, xs: Any, is_plain: bool
+    ) -> StackCall:
         model = ModelDef.of(self.layer)
         params, others, placements = {}, {}, {}
         for path, variable in variables_of(self.layer):
@@ -121,11 +257,11 @@ class Stack(nnx.Module):
             if placement := variable.get_metadata().get("placement"):
                 placements[path] = placement.of_layer()
 
-        def inner(used: dict, others: dict, x: jax.Array, args: Any, slot: Any):
+        def inner(used: dict, others: dict, x: Any, inputs: tuple, slot: Any):
             module = model.merge(used | others)
-            slots = () if slot is None else (slot,)
-            out = module(x, *args, *slots)
-            out, slot = out if slots else (out, None)
+            args, kwargs = inputs
+            out, slot = step(module, x, slot, *args, **kwargs)
+            check_carry(x, out)
             after = arrays_of(module)
             # By identity: a parameter that the block assigns is another array.
             assigned = {p: after[p] for p in used if after[p] is not used[p]}
@@ -135,18 +271,39 @@ class Stack(nnx.Module):
         moves = any(p.used != p.stored for p in placements.values())
         # Prefetching has a custom gradient, by x and the arguments alone.
         smooth = all(map(is_inexact, jax.tree.leaves(x)))
-        prefetches = moves and smooth and scanned is None and self.num_layers > 1
-        return StackCall(
+        prefetches = moves and smooth and xs is None and self.num_layers > 1
+        mode = layout.prefetch if layout and prefetches else None
+        call = StackCall(
             inner=inner,
             params=params,
             others=others,
             x=x,
-            args=args,
-            scanned=scanned,
+            args=inputs,
+            scanned=xs,
             remat=self.remat or active_remat(),
             placements=placements,
-            prefetch=layout.prefetch if layout and prefetches else None,
+            is_plain=is_plain,
+            prefetch=mode,
         )
+        return replace(call, prefetch=None) if mode and call.has_out else call
+
+
+def _in_groups(step: Step) -> Step:
+    """A step of all blocks of a group, one after the other."""
+
+    def run(group: Any, x: Any, slices: Any, *args: Any, **kwargs: Any) -> Any:
+        outs = []
+        for i, block in enumerate(group):
+            own = jax.tree.map(lambda a, i=i: a[i], slices)
+            x, out = step(block, x, own, *args, **kwargs)
+            outs.append(out)
+        return x, jax.tree.map(lambda *each: jnp.stack(each), *outs)
+
+    return run
+
+
+def _is_stream(x: object) -> bool:
+    return isinstance(x, nnx.Rngs | nnx.RngStream)
 
 
 def _is_from_outside(variable: nnx.Variable) -> bool:

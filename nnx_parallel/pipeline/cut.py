@@ -48,17 +48,25 @@ def record(call: StackCall) -> tuple[Any, dict, None]:
     """A runner that leaves one equation in place of the layers."""
     call = replace(call, x=jax.tree.map(jnp.asarray, call.x))
     x, leaves = jax.tree.leaves(call.x), jax.tree.leaves((call.x, call.args))
+    arrays = [a for a in leaves if isinstance(a, jax.Array)]
+    if any(jnp.issubdtype(a.dtype, jax.dtypes.prng_key) for a in arrays):
+        raise PipelineError(
+            "A random key or an nnx.Rngs is passed to the blocks of the Stack. Under a "
+            "Pipeline pass jax.random.key_data(key), or let the blocks hold their own "
+            "nnx.Rngs."
+        )
     if not all(map(is_inexact, x)):
         raise PipelineError(
             f"The Stack's input has dtypes {[str(leaf.dtype) for leaf in x]}. Under a "
             "Pipeline it must be floating-point, for its gradient travels back: pass "
             "indices and masks as further arguments of the blocks."
         )
-    arrays = [a for a in leaves if isinstance(a, jax.Array)]
-    if any(jnp.issubdtype(a.dtype, jax.dtypes.prng_key) for a in arrays):
+    if call.has_out:
         raise PipelineError(
-            "A random key is passed to the blocks of the Stack. Under a Pipeline pass "
-            "jax.random.key_data(key), or let the blocks hold their own nnx.Rngs."
+            "The blocks of the Stack return more than their output, each layer its own "
+            "(stack.scan). A Pipeline sends on the output alone: add what the loss "
+            "needs to it, for instance stack((x, total)), whose blocks return "
+            "(x, total + own)."
         )
     # `vmap` and `grad` ask a primitive for its rule when they meet it; what only holds
     # the equation (`scan`, `cond`) is found in the jaxpr, by `_find_stack`.
@@ -118,7 +126,8 @@ def _find_stack(traced: TracedFunction) -> jex.JaxprEqn:
         raise PipelineError(
             f"The loss calls {found}. A Pipeline spreads the layers of one Stack over "
             "its stages: put the repeated blocks into one nnx_parallel.layers.Stack "
-            "and call it once in the loss, or use FSDP or TensorParallel instead."
+            "and call it once in the loss, without an own slice for each layer "
+            "(scanned=, stack.scan with xs); or use FSDP or TensorParallel instead."
         )
     return calls[0]
 
@@ -254,12 +263,6 @@ class PartitionedJaxpr:
         x, args = jax.tree.unflatten(tree, leaves)
         params, others = ({k: held[k] for k in g} for g in (call.params, call.others))
         x, others, _ = call.block(params, others, x, args, None)
-        found, given = jax.tree.structure(x), jax.tree.structure(call.x)
-        if found != given:
-            raise PipelineError(
-                f"A block of the Stack maps {given} to {found}. Its output must be "
-                "like its input: the next block takes it."
-            )
         return jax.tree.leaves(x), others
 
     def _find_paths(self, atoms: Sequence[Any]) -> dict[Any, Path]:

@@ -80,13 +80,23 @@ class PipelineSchedule(Execution):
             if isinstance(module, Stack)
         }
         # The loss is cut at the call of the stack, so that there can be only one.
-        if len(stacks) != 1:
-            found = f"Stacks {sorted(stacks)}" if stacks else "no Stack"
+        if not stacks:
             raise PipelineError(
-                f"{type(model).__name__} has {found}. A Pipeline spreads the layers of "
-                "one nnx_parallel.layers.Stack over its stages: put the model's "
-                "repeated blocks into one Stack, and other repeated blocks into plain "
-                "modules; or use FSDP or TensorParallel, which need none."
+                f"{type(model).__name__} has no Stack. A Pipeline spreads the layers "
+                "of one nnx_parallel.layers.Stack over its stages: put the model's "
+                "repeated blocks into one Stack, as Stack.of(blocks) does; or use FSDP "
+                "or TensorParallel, which need none."
+            )
+        if len(stacks) > 1:
+            paths = sorted(stacks)
+            raise PipelineError(
+                f"{type(model).__name__} has Stacks {paths}, of "
+                f"{[stacks[path].num_layers for path in paths]} layers. A Pipeline "
+                "spreads the layers of one Stack over its stages: there is no schedule "
+                "for two, such as an encoder and a decoder. Keep the one that costs "
+                "most, and take the others apart, nnx.List(stack.unstack()): these "
+                "blocks then run before or after the pipeline, on all devices. Or use "
+                "FSDP or TensorParallel, which take any number."
             )
         (path, stack), *_ = stacks.items()
         # Each chunk of each stage is as many layers as any other: all run one program.

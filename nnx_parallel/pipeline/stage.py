@@ -8,6 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -82,6 +83,7 @@ class Stage:
         )
         with jax.sharding.use_abstract_mesh(manual):
             self._layer = trace(self._checked_block, shapes, activations)
+            self._check_closure()
             self._check_indices()
             x, after = self._layer.outputs
             self.num_x = len(x)
@@ -205,15 +207,17 @@ class Stage:
         # In an evaluation nothing outlives the microbatch that has assigned it.
         if self.stash is not None:
             check_unassigned(self.cut.layer_paths[key] for key in assigned)
-        given = [(a.shape, a.dtype) for a in activations[: len(x)]]
-        found = [(a.shape, a.dtype) for a in x]
-        if found != given:
-            raise PipelineError(
-                f"A block of the Stack maps arrays of {given} to {found}. Its output "
-                "must be like its input: the next block takes it."
-            )
         kept = {key: new for key, new in after.items() if key not in assigned}
         return x, {key: _like(new, held[key], key) for key, new in kept.items()}
+
+    def _check_closure(self) -> None:
+        """Checks that a layer uses no array of the loss that it is not given."""
+        if any(isinstance(x, Tracer) for x in self._layer.consts.values()):
+            raise PipelineError(
+                "A block of the Stack, or the step of stack.scan, uses an array of the "
+                "loss that it is not given. A layer runs on its own stage: pass the "
+                "array as an argument of the Stack's call."
+            )
 
     def _check_indices(self) -> None:
         """Checks that a layer gathers and scatters nothing by computed indices.

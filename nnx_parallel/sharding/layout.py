@@ -247,6 +247,8 @@ class Placement:
         optimizer: Of its optimizer state.
         reason: Which rule decided, or what kept it replicated.
         is_stacked: Whether dim 0 enumerates layers, which a `Stack` gathers one by one.
+        is_scanned: Whether it enumerates layers of no `Stack`: gathered one by one in a
+            loop of the loss that scans them.
     """
 
     stored: P
@@ -255,13 +257,14 @@ class Placement:
     optimizer: P
     reason: str
     is_stacked: bool = False
+    is_scanned: bool = False
 
     def of_layer(self) -> Placement:
         """The placement of one layer of a stacked array."""
         # (layers, ...) to (...), in all four roles.
         roles = ("stored", "used", "gradient", "optimizer")
         specs: dict[str, Any] = {role: P(*getattr(self, role)[1:]) for role in roles}
-        return replace(self, **specs, is_stacked=False)
+        return replace(self, **specs, is_stacked=False, is_scanned=False)
 
     @property
     def is_gathered(self) -> bool:

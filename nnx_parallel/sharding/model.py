@@ -18,6 +18,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from nnx_parallel.errors import ModelError, warn_user
+from nnx_parallel.sharding.layer_names import is_inside, name_layers, stacks_of
 from nnx_parallel.sharding.layout import Layout, Placement
 from nnx_parallel.sharding.names import (
     Constant,
@@ -125,6 +126,7 @@ def abstract_model(source: nnx.Module | ModelFn, rngs: nnx.Rngs) -> nnx.Module:
 
         with nnx.use_eager_sharding(False):
             model = nnx.eval_shape(build)
+    name_layers(model)
     _check_names(model)
     # Sown in a pass before the training: kept, every further pass would add to it.
     nnx.pop(model, nnx.Intermediate)
@@ -287,12 +289,17 @@ def place_model(model: nnx.Module, layout: Layout) -> dict[Path, Placement]:
     """
     found = {p: (v, layout.place(array_info(p, v))) for p, v in variables_of(model)}
     reasons = {placement.reason for _, placement in found.values()}
-    placements = {
-        path: replace(place, reason=f"in no Variable: {place.reason or 'whole'}")
-        if isinstance(variable, Constant)
-        else place
-        for path, (variable, place) in found.items()
-    }
+    stacks, placements = stacks_of(model), {}
+    for path, (variable, place) in found.items():
+        reason = place.reason
+        if isinstance(variable, Constant):
+            reason = f"in no Variable: {reason or 'whole'}"
+        is_scanned = place.is_stacked and not is_inside(path, stacks)
+        if is_scanned and place.is_gathered:
+            reason += "; dim 0: layers, gathered one by one where a loop scans them"
+        is_stacked = place.is_stacked and not is_scanned
+        place = replace(place, is_stacked=is_stacked, is_scanned=is_scanned)
+        placements[path] = replace(place, reason=reason)
     for path, leaf in nnx.to_flat_state(nnx.state(model)):
         if isinstance(leaf, nnx.Variable):
             own = tuple(placements[p] for p, _ in inner_variables(path, leaf))

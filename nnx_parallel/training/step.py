@@ -7,6 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -15,6 +16,7 @@ import optax
 from flax import nnx
 
 from nnx_parallel.data.rows import constrain_rows, partition, split_rows, unmarked
+from nnx_parallel.layers.late_gather import gather_late
 from nnx_parallel.layers.loss import LabelRange, observing_labels
 from nnx_parallel.layers.scan import (
     Remat,
@@ -175,7 +177,10 @@ class AccumulateMicrobatches(Execution):
         # Keeps no parameter gathered outside the stacks; but a checkpoint around the
         # whole would replace the policies of those inside, and undo their remat
         # (docs/library-notes.md, "Remat").
-        if remats <= {"none"} and not (remats and plan.layout.prefetch):
+        is_kept = not remats <= {"none"} or bool(remats and plan.layout.prefetch)
+        if plan.scanned:
+            forward = gather_late(forward, plan.scanned, is_kept=is_kept)
+        elif not is_kept:
             gathers = plan.gathers_outside_stack
             forward = apply_remat(forward, "none", gathers=gathers, prevent_cse=True)
         if num_microbatches > 1:
@@ -203,7 +208,9 @@ class AccumulateMicrobatches(Execution):
         needs_stack: bool,
     ) -> Any:
         """Outputs of the whole batch at once."""
-        return plan.evaluate(function, *arrays, batch, key)
+        run = gather_late(partial(plan.evaluate, function), plan.scanned)
+        with using(plan.layout):
+            return run(*arrays, batch, key)
 
 
 def _accumulate(

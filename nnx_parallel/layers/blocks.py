@@ -1,0 +1,177 @@
+"""Blocks that were built one by one: compared, and their arrays stacked."""
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from nnx_parallel.errors import StackError
+from nnx_parallel.sharding.model import ModelDef, Path
+from nnx_parallel.sharding.names import dotted, inner_variables, variables_of
+
+
+def check_blocks(blocks: Sequence[nnx.Module], period: int) -> None:
+    """Checks that blocks can be layers of one stack, in groups of ``period``.
+
+    Raises:
+        StackError: If they do not divide into groups, share a Variable, or differ in
+            more than the values of their arrays.
+    """
+    if not blocks or period < 1 or len(blocks) % period:
+        raise StackError(
+            f"A stack of {len(blocks)} blocks with period {period}: it needs at least "
+            "1 block, and as many as a multiple of the period."
+        )
+    _check_unshared(blocks, period)
+    for i, block in enumerate(blocks):
+        if found := _difference(blocks[i % period], block):
+            raise StackError(
+                f"Blocks {i % period} and {i} of the stack differ: {found}. One "
+                "program runs every layer: blocks may differ in the values of their "
+                f"arrays alone. {_remedy(blocks)}"
+            )
+
+
+def _remedy(blocks: Sequence[nnx.Module]) -> str:
+    count = len(blocks)
+    for period in (p for p in range(2, count) if count % p == 0):
+        pairs = ((blocks[i % period], block) for i, block in enumerate(blocks))
+        if not any(_difference(*pair) for pair in pairs):
+            return f"They repeat after {period}: pass period={period}."
+    return (
+        "Hold a number that differs in an nnx.Variable, which is stacked; give an "
+        "attribute that no layer reads the same value in all; or leave blocks of "
+        "another kind out of the stack."
+    )
+
+
+def _check_unshared(blocks: Sequence[nnx.Module], period: int) -> None:
+    # Within a group a shared Variable stays one: the graphdef has it once.
+    owners: dict[int, int] = {}
+    for i, block in enumerate(blocks):
+        for path, variable in variables_of(block):
+            # Of no kind that changes: its copies stay equal.
+            if type(variable) is nnx.Variable:
+                continue
+            owner = owners.setdefault(id(variable), i)
+            if owner // period != i // period:
+                raise StackError(
+                    f"Blocks {owner} and {i} of the stack hold the same Variable: "
+                    f"`{dotted(path)}`. Stacked blocks would silently train a copy "
+                    "each of their own. Give each block its own, or keep the shared "
+                    "module outside the stack and pass its output to the blocks as "
+                    "an argument."
+                )
+
+
+def _difference(first: nnx.Module, other: nnx.Module) -> str:
+    """The first difference of two blocks in words; empty if they are alike."""
+    if first is other:
+        return ""
+    ours, theirs = map(_parts, (first, other))
+    for path in dict.fromkeys((*ours, *theirs)):
+        if path not in ours or path not in theirs:
+            return f"only one of them has `{dotted(path)}`"
+        one, two = ours[path], theirs[path]
+        if not _is_same(one, two):
+            where = f"`{dotted(path)}`" if path else "the block"
+            return f"{where} is {one!r} in the first and {two!r} in the second"
+    return ""
+
+
+def _parts(block: nnx.Module) -> dict[tuple, Any]:
+    """Modules, Variables and static attributes of a block, comparable, by path."""
+    parts = {}
+    for path, node in nnx.iter_graph(block):
+        name = str(path[-1]) if path else ""
+        # Flax's initializers have done their work; a model may scale them by depth.
+        if not name.startswith("_pytree__") and not name.endswith("_init"):
+            parts[path] = _part(node)
+    return parts
+
+
+def _part(node: Any) -> Any:
+    if isinstance(node, nnx.Variable):
+        names = node.get_metadata().get("out_sharding")
+        return (type(node).__name__, _types(node.get_value()), names)
+    if isinstance(node, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        return _types(node)
+    return type(node).__name__ if isinstance(node, nnx.Pytree) else node
+
+
+def _types(tree: Any) -> Any:
+    """A tree of arrays with their dtypes and shapes, as JAX writes them."""
+    return jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree)
+
+
+def _is_same(one: Any, two: Any) -> bool:
+    """True if two static values do the same when a block runs."""
+    if one is two:
+        return True
+    if type(one) is not type(two):
+        return False
+    if isinstance(one, types.FunctionType):
+        # A lambda in __init__ is another object in each block.
+        return one.__code__ is two.__code__ and _is_same(_bound(one), _bound(two))
+    if isinstance(one, functools.partial):
+        one, two = ((f.func, f.args, f.keywords) for f in (one, two))
+    if isinstance(one, dict):
+        one, two = (tuple(sorted(d.items(), key=str)) for d in (one, two))
+    if isinstance(one, list | tuple):
+        return len(one) == len(two) and all(map(_is_same, one, two))
+    if isinstance(one, jax.Array | np.ndarray):
+        return np.array_equal(one, two)
+    # Modules among a function's free variables: the blocks, compared by themselves.
+    return isinstance(one, nnx.Pytree) or bool(one == two)
+
+
+def _bound(function: types.FunctionType) -> tuple:
+    """The values that a function has taken from where it was defined."""
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    return function.__defaults__, function.__kwdefaults__, cells
+
+
+def stack_blocks(blocks: Sequence[nnx.Module]) -> nnx.Module:
+    """Alike modules as one, whose arrays have a leading dim for them."""
+    every = [_arrays(block) for block in blocks]
+    stacked = {p: _of_arrays(jnp.stack, [x[p] for x in every]) for p in every[0]}
+    return _like(blocks[0], stacked)
+
+
+def unstack_block(stacked: nnx.Module, index: int) -> nnx.Module:
+    """One of the modules that were stacked, without the ``layers`` in its names."""
+    arrays = _arrays(stacked).items()
+    block = _like(stacked, {p: _of_arrays(lambda x: x[index], x) for p, x in arrays})
+    for _, leaf in nnx.to_flat_state(nnx.state(block)):
+        if isinstance(leaf, nnx.Variable):
+            names = leaf.get_metadata().get("out_sharding") or ()
+            leaf.set_metadata(out_sharding=tuple(names)[1:] or None)
+    return block
+
+
+def _arrays(module: nnx.Module) -> dict[Path, Any]:
+    leaves = nnx.to_flat_state(nnx.state(module))
+    every = (inner_variables(path, leaf) for path, leaf in leaves)
+    return {p: variable.get_value() for inner in every for p, variable in inner}
+
+
+def _like(module: nnx.Module, arrays: dict[Path, Any]) -> nnx.Module:
+    """A module with other arrays, which are not placed yet."""
+    # Flax would place them by their names, which are those of other dims.
+    with nnx.use_eager_sharding(False):
+        new = ModelDef.of(module).merge(arrays)
+    for _, leaf in nnx.to_flat_state(nnx.state(new)):
+        if isinstance(leaf, nnx.Variable):
+            leaf.set_metadata(placement=None)
+    return new
+
+
+def _of_arrays(function: Callable, arrays: Any) -> Any:
+    """A function of arrays, or of their shapes."""
+    is_abstract = isinstance(jax.tree.leaves(arrays)[0], jax.ShapeDtypeStruct)
+    return jax.eval_shape(function, arrays) if is_abstract else function(arrays)

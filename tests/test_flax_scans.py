@@ -1,0 +1,203 @@
+"""Models that Flax itself vmaps and scans: FSDP gathers one layer of them at a time."""
+
+from collections import Counter
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from nnx_parallel import FSDP, Composite, Strategy, TensorParallel, audit
+from nnx_parallel.layers.jaxprs import walk
+from nnx_parallel.sharding.model import abstract_model
+from tests.parity.checks import assert_gradients_close
+from tests.pipelines import ONE_DEVICE, make_trainer, one_step
+from tests.steps import QUICKLY
+
+LAYERS, WIDTH = 4, 16
+BATCH = np.random.default_rng(0).normal(size=(16, WIDTH)).astype(np.float32)
+
+
+class Block(nnx.Module):
+    """Two products, statistics, dropout, and a parameter of its own."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+        self.mix = nnx.Param(jax.random.normal(rngs.params(), (WIDTH, WIDTH)) / 8)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        hidden = nnx.gelu(self.up(self.norm(x @ self.mix[...])))
+        return x + self.dropout(self.down(hidden))
+
+
+def vmapped(rngs: nnx.Rngs, **metadata: Any) -> Block:
+    """The blocks as Flax's guide makes them; without names nothing says `layers`."""
+
+    @nnx.split_rngs(splits=LAYERS)
+    @nnx.vmap(in_axes=(0,), out_axes=0, **metadata)
+    def make(rngs: nnx.Rngs) -> Block:
+        return Block(rngs)
+
+    return make(rngs)
+
+
+class Scanned(nnx.Module):
+    """`nnx.scan` over `nnx.vmap`'s blocks."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.blocks = vmapped(rngs)
+        self.head = nnx.Linear(WIDTH, 64, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def run(x: jax.Array, block: Block) -> jax.Array:
+            return self.call(block, x)
+
+        return self.head(run(x, self.blocks))
+
+    def call(self, block: Block, x: jax.Array) -> jax.Array:
+        return block(x)
+
+
+class Rematted(Scanned):
+    """The same, its activations recomputed."""
+
+    def call(self, block: Block, x: jax.Array) -> jax.Array:
+        return nnx.remat(lambda block, x: block(x))(block, x)
+
+
+class ByHand(Scanned):
+    """`jax.lax.scan` over the blocks' state."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        graphdef, state = nnx.split(self.blocks)
+
+        def step(x: jax.Array, state: nnx.State) -> tuple[jax.Array, nnx.State]:
+            block = nnx.merge(graphdef, state)
+            return block(x), nnx.state(block)
+
+        x, state = jax.lax.scan(step, x, state)
+        nnx.update(self.blocks, state)
+        return self.head(x)
+
+
+def loss(model: Any, batch: Any) -> jax.Array:
+    return (model(batch) ** 2).mean()
+
+
+def gathers(build: Any, strategy: Strategy) -> Counter:
+    """How often a step gathers how many bytes."""
+    trainer = make_trainer(build, loss, strategy, num_microbatches=1)
+    step: Any = trainer.train_step
+    step = step.lower(trainer.state, trainer.shard_batch(BATCH)).compile(QUICKLY)
+    found = Counter()
+    for each in audit(step).collectives:
+        if each.kind == "all-gather":
+            found[each.bytes_each] += each.count
+    return found
+
+
+KERNEL = 4 * 4 * WIDTH**2  # bytes of one layer's
+
+
+DEEP = pytest.mark.deep
+
+
+@pytest.mark.parametrize(
+    "build",
+    [Scanned, pytest.param(Rematted, marks=DEEP), pytest.param(ByHand, marks=DEEP)],
+)
+def test_one_layer_at_a_time(build: Any) -> None:
+    found = gathers(build, FSDP(4, min_size=4 * WIDTH**2))
+    assert max(found) == KERNEL
+    # Two kernels of each layer, forward and backward (and the head's, of their size).
+    assert 4 * LAYERS <= found[KERNEL] <= 4 * LAYERS + 2
+
+
+@pytest.mark.parametrize(
+    ("build", "num_microbatches"),
+    [
+        (ByHand, 1),
+        pytest.param(Scanned, 2, marks=DEEP),
+        pytest.param(Rematted, 1, marks=DEEP),
+    ],
+)
+def test_the_numbers_of_one_device(build: Any, num_microbatches: int) -> None:
+    def train(strategy: Strategy) -> tuple:
+        count = num_microbatches
+        trainer = make_trainer(build, loss, strategy, num_microbatches=count)
+        found = one_step(trainer, BATCH)
+        # Evaluation gathers in the loop too.
+        return *found, trainer.evaluate([BATCH]) if build is ByHand else {}
+
+    expected, found = train(ONE_DEVICE), train(FSDP(4, min_size=0))
+    assert_gradients_close(found[0], expected[0])
+    for path, value in expected[1].items():
+        np.testing.assert_allclose(found[1][path], value, rtol=1e-5, atol=1e-6)
+    for i in (2, 3):
+        for name, value in expected[i].items():
+            np.testing.assert_allclose(found[i][name], value, rtol=1e-5)
+
+
+def test_the_models_own_remat_is_kept() -> None:
+    def num_products(build: Any) -> int:
+        """Those of a step, a loop's body counted once."""
+        trainer = make_trainer(build, loss, FSDP(4, min_size=0), num_microbatches=1)
+        arguments = trainer.state, trainer.shard_batch(BATCH)
+        traced = jax.make_jaxpr(trainer.train_step)(*arguments)
+        names = [eqn.primitive.name for eqn, _ in walk(traced.jaxpr)]
+        return names.count("dot_general")
+
+    # Three products of a layer are computed again, the last of them in vain.
+    assert num_products(Rematted) >= num_products(Scanned) + 2
+
+
+def test_describe_tells_and_never_splits_the_layers() -> None:
+    rows = FSDP(8, min_size=0).describe(Scanned).rows
+    rows = {row.info.path: row for row in rows}
+    for path in ("blocks.up.kernel", "blocks.mix", "blocks.norm.scale"):
+        place = rows[path].placement
+        assert place.stored[0] is None
+        assert "dim 0: layers, gathered one by one" in place.reason
+        assert rows[path].info.names[0] == "layers"  # pyright: ignore[reportOptionalSubscript]
+    assert "layers" not in rows["head.kernel"].placement.reason
+    assert rows["head.kernel"].info.names is None
+
+
+class Named(nnx.Module):
+    """A block whose kernel has names, with Flax's name of the layers or without."""
+
+    def __init__(self, metadata: dict, rngs: nnx.Rngs) -> None:
+        init = nnx.with_partitioning(
+            nnx.initializers.normal(), ("embed", "mlp"), eager_sharding=False
+        )
+
+        @nnx.split_rngs(splits=LAYERS)
+        @nnx.vmap(in_axes=(0,), out_axes=0, **metadata)
+        def make(rngs: nnx.Rngs) -> nnx.Linear:
+            return nnx.Linear(WIDTH, 4 * WIDTH, kernel_init=init, rngs=rngs)
+
+        self.blocks = make(rngs)
+
+
+@pytest.mark.parametrize(
+    "metadata", [{}, {"transform_metadata": {nnx.PARTITION_NAME: "layers"}}]
+)
+def test_names_are_those_of_a_layers_dims(metadata: dict) -> None:
+    strategy = Composite(FSDP(4, min_size=0), TensorParallel(2))
+    rows = strategy.describe(lambda rngs: Named(metadata, rngs)).rows
+    (kernel,) = (row for row in rows if row.info.path == "blocks.kernel")
+    assert kernel.info.names == ("layers", "embed", "mlp")
+    assert tuple(kernel.placement.stored) == (None, "fsdp", "tensor")
+
+
+def test_what_is_not_vmapped_has_no_layers() -> None:
+    def build(rngs: nnx.Rngs) -> nnx.Module:
+        return nnx.List([nnx.Linear(4, 4, rngs=rngs), nnx.Conv(4, 4, (4,), rngs=rngs)])
+
+    for _, variable in nnx.to_flat_state(nnx.state(abstract_model(build, nnx.Rngs(0)))):
+        assert not variable.get_metadata().get("out_sharding")
