@@ -49,7 +49,7 @@ def name_layers(model: nnx.Module) -> None:
     stacks = stacks_of(model)
     for stack in stacks.values():
         stack.name_layers()
-    arrays = {
+    arrays: dict[Path, nnx.Variable] = {
         path: leaf
         for path, leaf in nnx.to_flat_state(nnx.state(model))
         if isinstance(leaf, nnx.Variable) and not is_inside(path, stacks)
