@@ -21,14 +21,19 @@ from nnx_parallel.layers.scan import (
     run_layers,
 )
 from nnx_parallel.sharding.constrain import active_layout
-from nnx_parallel.sharding.layer_names import name_dim
 from nnx_parallel.sharding.model import (
     ModelDef,
     arrays_of,
     build_model,
     update_arrays,
 )
-from nnx_parallel.sharding.names import dotted, is_inexact, path_of, variables_of
+from nnx_parallel.sharding.names import (
+    dotted,
+    is_inexact,
+    name_dim,
+    path_of,
+    variables_of,
+)
 
 Runner = Callable[[StackCall], tuple[Any, dict, Any]]
 """Runs all layers of a call: the output, the other variables after it, the slots."""

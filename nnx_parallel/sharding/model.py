@@ -18,7 +18,6 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from nnx_parallel.errors import ModelError, warn_user
-from nnx_parallel.sharding.layer_names import is_inside, name_layers, stacks_of
 from nnx_parallel.sharding.layout import Layout, Placement
 from nnx_parallel.sharding.names import (
     Constant,
@@ -27,6 +26,9 @@ from nnx_parallel.sharding.names import (
     holds_one_array,
     inner_variables,
     is_inexact,
+    is_inside,
+    name_layers,
+    stacks_of,
     variables_of,
 )
 from nnx_parallel.sharding.rules import warn_idle
