@@ -242,7 +242,7 @@ def test_a_time_that_means_nothing() -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         Watchdog(0)
     with pytest.raises(ValueError, match=re.escape(message)):
-        Trainer(lambda rngs: None, None, None, step_timeout=0)  # pyright: ignore[reportArgumentType]
+        Trainer(lambda rngs: None, None, print, step_timeout=0)  # pyright: ignore[reportArgumentType]
 
 
 def can_listen(host: str) -> bool:

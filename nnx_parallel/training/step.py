@@ -226,8 +226,9 @@ def _accumulate(
         return forward(params, variables, microbatch, jax.random.fold_in(key, index))
 
     # Parameters that the loss assigns go on to the next microbatch, as variables do.
-    first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), indexed)
-    _, after = jax.eval_shape(run, state.params, state.variables, first)
+    # Arrays of the step, not their shapes: the scans then find this trace again.
+    first = partial(jax.tree.map, lambda x: x[0], indexed)
+    _, after = jax.eval_shape(lambda: run(state.params, state.variables, first()))
     arrays = flatten(state.params) | flatten(state.variables)
     carried = nest({path: arrays[path] for path in flatten(after)})
 
