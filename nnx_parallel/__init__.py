@@ -38,6 +38,7 @@ from nnx_parallel.schedules.table import Table
 from nnx_parallel.sharding.constrain import active_mesh, annotate, constrain
 from nnx_parallel.sharding.jit import sharded_jit
 from nnx_parallel.sharding.layout import Claims
+from nnx_parallel.sharding.path_names import TRANSFORMER_NAMES, PathNames
 from nnx_parallel.sharding.rules import (
     ChainRules,
     FSDPRules,
@@ -82,6 +83,7 @@ __all__ = [
     "LogicalRules",
     "Mean",
     "OneFOneB",
+    "PathNames",
     "PathRules",
     "Pipeline",
     "PolicyRules",
@@ -91,6 +93,7 @@ __all__ = [
     "Shared",
     "Strategy",
     "Sum",
+    "TRANSFORMER_NAMES",
     "Table",
     "TensorBoardLogger",
     "TensorParallel",

@@ -1,10 +1,11 @@
 """Meshes: every device named by its coordinates along the axes of a strategy."""
 
+import contextlib
 import math
 import os
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import flax
@@ -62,6 +63,9 @@ else:
 # gradients, FSDP parameters too, the others activations in each layer.
 MESH_AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 """The mesh axes that this library's strategies use, outermost first."""
+
+
+_NO_MESH = "not under a mesh context", "a non-empty mesh", "mesh cannot be empty"
 
 
 def simulate_devices(count: int) -> None:
@@ -226,6 +230,39 @@ def complete_axis_sizes(
         f"{fewer if product < num_devices else ''}. Valid sizes of one axis: "
         f"{divisors}."
     )
+
+
+def is_without_mesh(error: Exception) -> bool:
+    """True if JAX refuses something since its context has no mesh."""
+    return any(words in str(error) for words in _NO_MESH)
+
+
+@contextlib.contextmanager
+def explaining_axes() -> Iterator[None]:
+    """Turns JAX's refusals of placements that a model asks for into named errors.
+
+    Its words are those of jax 0.10 to 0.12; others pass as they are.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        found = str(error)
+        if "is not found in mesh" in found:
+            raise UnknownAxisError(
+                f"{found} The model names axes of another mesh. In place of "
+                "jax.lax.with_sharding_constraint call nnx_parallel.constrain, which "
+                "understands tp, dp and the like and takes an axis that the mesh lacks "
+                "for one of size one; or build the model without its own shardings."
+            ) from error
+        if "of type Auto" in found or is_without_mesh(error):
+            raise MeshAxisTypeError(
+                f"{found} The model places its arrays itself, as Explicit axes have it "
+                "(out_sharding=, reshard); the axes of a strategy are Auto. Build it "
+                "without its own shardings (a config such as no_sharding() or "
+                "use_tp=False), and name its dims by path: Trainer(..., "
+                "names=TRANSFORMER_NAMES) or names=PathNames(...)."
+            ) from error
+        raise
 
 
 def check_mesh(mesh: Mesh, axis_sizes: Mapping[str, int | None]) -> None:

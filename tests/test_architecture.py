@@ -201,7 +201,8 @@ def test_public_is_exactly_what_the_package_imports() -> None:
 
 def test_every_public_name_has_a_docstring() -> None:
     public = {name: getattr(nnx_parallel, name) for name in nnx_parallel.__all__}
-    assert [name for name, value in public.items() if not has_docstring(value)] == []
+    bare = {name for name, value in public.items() if not has_docstring(value)}
+    assert bare <= documented_constants()
 
 
 def has_docstring(value: object) -> bool:
@@ -210,6 +211,20 @@ def has_docstring(value: object) -> bool:
     if inspect.isclass(value):
         return bool(text) and not text.startswith(f"{value.__name__}(")
     return bool(text) and text != type(value).__doc__
+
+
+@functools.cache
+def documented_constants() -> set[str]:
+    """Names of constants of the package that a string follows, as Sphinx reads it."""
+    return {
+        target.id
+        for file in files_of(PACKAGE)
+        for node, after in pairwise(tree_of(file).body)
+        if isinstance(node, ast.Assign) and isinstance(after, ast.Expr)
+        if isinstance(after.value, ast.Constant) and isinstance(after.value.value, str)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
 
 
 # What keeps the package readable, as figures.

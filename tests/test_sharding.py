@@ -15,6 +15,7 @@ from nnx_parallel import (
     DataParallel,
     FSDPRules,
     PathRules,
+    Pipeline,
     TensorParallel,
     constrain,
     make_mesh,
@@ -138,6 +139,7 @@ def layout() -> Layout:
         ((3, 7), ("batch", "mlp"), P()),
         ((8, 8), ("mlp", "heads"), P("tensor")),
         ((8, 8), ("tensor", "context"), P("tensor")),
+        ((8, 8), ("ep", "tp"), P(None, "tensor")),
     ],
 )
 def test_constrain_places_what_divides(
@@ -150,6 +152,16 @@ def test_constrain_places_what_divides(
 
     expected = layout.sharding(spec)
     assert function(jnp.ones(shape)).sharding.is_equivalent_to(expected, len(shape))
+
+
+@pytest.mark.parametrize("names", [("fsdp", "tp"), (P("fsdp", "tp"),), ("dp", None)])
+def test_rows_that_others_split_over_an_axis_are_split_as_the_batch(
+    names: tuple,
+) -> None:
+    layout = Composite(DataParallel(4), Pipeline(2)).layout()
+    with using(layout):
+        found = constrain(jnp.ones((8, 8)), *names).sharding
+    assert found.is_equivalent_to(layout.sharding(P("data")), 2)
 
 
 def test_constrain_checks_names_with_and_without_a_strategy(layout: Layout) -> None:

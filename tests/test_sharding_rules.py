@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel import (
@@ -19,6 +20,7 @@ from nnx_parallel import (
     LogicalRules,
     PathRules,
     PolicyRules,
+    Strategy,
     TensorParallel,
     make_mesh,
     resolve_shardings,
@@ -28,6 +30,7 @@ from nnx_parallel import (
 from nnx_parallel.errors import (
     IndivisibleDimError,
     ParallelError,
+    ParallelWarning,
     PlacementConflictError,
     PlacementTreeError,
     RuleError,
@@ -36,9 +39,15 @@ from nnx_parallel.errors import (
     UnmatchedRuleError,
 )
 from nnx_parallel.layers import Dense, named
-from nnx_parallel.sharding import ArrayInfo
+from nnx_parallel.mesh import MESH_AXES
+from nnx_parallel.sharding import ArrayInfo, Rules
 from nnx_parallel.sharding.constrain import check_names
-from nnx_parallel.sharding.names import array_info, variables_of
+from nnx_parallel.sharding.names import (
+    AXIS_NAMES,
+    array_info,
+    axes_on,
+    variables_of,
+)
 from tests.placing import FSDP_TP, place
 
 # Names
@@ -86,21 +95,86 @@ class Annotated(nnx.Module):
         self.linear = nnx.Linear(64, 64, kernel_init=init, use_bias=False, rngs=rngs)
 
 
-def test_a_name_of_flaxs_guide_is_an_error_that_offers_a_mapping() -> None:
-    message = (
-        "Name 'model' of `linear.kernel` is neither a logical axis nor a mesh axis. "
-        "Map it with rules=(LogicalRules({'model': 'tensor'}),), or to None to "
-        "replicate."
-    )
-    with pytest.raises(UnknownAxisError, match=re.escape(message)):
-        TensorParallel().init(Annotated, 0)
-
-
-def test_a_name_of_flaxs_guide_works_once_it_is_mapped() -> None:
-    strategy = TensorParallel(8, rules=(LogicalRules({"model": "tensor"}),))
-    kernel = strategy.init(Annotated, 0).linear.kernel[...]  # pyright: ignore[reportAttributeAccessIssue]
+def test_a_name_of_flaxs_guide_is_that_of_an_axis_of_ours() -> None:
+    kernel = TensorParallel(8).init(Annotated, 0).linear.kernel[...]  # pyright: ignore[reportAttributeAccessIssue]
     assert kernel.sharding.spec == P(None, "tensor")
     assert kernel.addressable_shards[0].data.shape == (64, 8)
+    # A rule of the user comes before the convention.
+    strategy = TensorParallel(8, rules=(LogicalRules({"model": None}),))
+    assert place(strategy, 64, 64, names=(None, "model")).stored == P()
+
+
+def test_an_unknown_name_is_an_error_whose_advice_works_under_every_strategy() -> None:
+    message = (
+        "Name 'columns' of `block.kernel` is neither a logical axis nor a mesh axis. "
+        "Map it with rules=(LogicalRules({'columns': 'tensor'}),), or to None to "
+        "replicate."
+    )
+    names = (None, "columns")
+    for strategy in (TensorParallel, FSDP, DataParallel):
+        with pytest.raises(UnknownAxisError, match=re.escape(message)):
+            place(strategy(), 64, 64, names=names)
+        rules = (LogicalRules({"columns": "tensor"}),)
+        place(strategy(rules=rules), 64, 64, names=names)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "stored", "absent"),
+    [
+        (DataParallel(), P(), ("fsdp", "tp")),
+        (FSDP(), P("fsdp"), ("tp",)),
+        (TensorParallel(), P(None, "tensor"), ("fsdp",)),
+        (FSDP_TP, P("fsdp", "tensor"), ()),
+    ],
+    ids=repr,
+)
+def test_axes_of_other_models_are_understood_and_of_size_one_where_absent(
+    strategy: Strategy, stored: P, absent: tuple[str, ...]
+) -> None:
+    found = place(strategy, 64, 128, names=("fsdp", "tp"))
+    assert found.stored == stored
+    assert found.absent == absent
+
+
+def test_every_conventional_name_is_that_of_an_axis_of_ours() -> None:
+    assert set(AXIS_NAMES) == set(MESH_AXES)
+    for axis, names in AXIS_NAMES.items():
+        for name in names:
+            assert axes_on(make_mesh({axis: None}), name) == (axis,)
+            # A mesh of the user's may have an axis of that name.
+            assert axes_on(make_mesh({name: None}), name) == (name,)
+
+
+def test_the_description_says_which_axes_are_absent() -> None:
+    init = nnx.with_partitioning(nnx.initializers.ones_init(), ("fsdp", "tp"))
+
+    def build(rngs: nnx.Rngs) -> nnx.Module:
+        return nnx.Linear(64, 64, kernel_init=init, rngs=rngs)
+
+    text = str(FSDP().describe(build))
+    assert "name 'fsdp' -> fsdp; axis 'tp' has size one here" in text
+
+
+def named_by_sharding(rngs: nnx.Rngs) -> nnx.Module:
+    """As the JAX AI stack's miniGPT does it, on a mesh of the model's own."""
+    mesh = jax.make_mesh((2, 4), ("batch", "model"))
+    sharding = NamedSharding(mesh, P(None, "model"))
+    init = nnx.with_partitioning(nnx.initializers.ones_init(), sharding)  # pyright: ignore[reportArgumentType]
+    return nnx.Linear(64, 64, kernel_init=init, rngs=rngs)
+
+
+def test_a_sharding_in_the_metadata_is_read_for_its_spec() -> None:
+    message = (
+        "1 arrays of the model name their dims by a NamedSharding, such as "
+        "P(None, 'model') on {'batch': 2, 'model': 4}. Its spec is read; the mesh is "
+        "the strategy's: {'tensor': 8}."
+    )
+    with pytest.warns(ParallelWarning, match=re.escape(message)):
+        model: Any = TensorParallel(8).init(named_by_sharding, 0)
+    assert model.kernel[...].sharding.spec == P(None, "tensor")
+    with pytest.warns(ParallelWarning, match="by a NamedSharding"):
+        model = FSDP(min_size=0).init(named_by_sharding, 0)
+    assert model.kernel[...].sharding == NamedSharding(FSDP().make_mesh(), P("fsdp"))
 
 
 def test_an_error_suggests_the_nearest_name() -> None:
@@ -203,6 +277,52 @@ def test_a_rule_whose_spec_does_not_fit(
 ) -> None:
     with pytest.raises(error, match=re.escape(message)):
         place(FSDP(rules=(PathRules((r"kernel", spec)),)), 64, 64)
+
+
+SERVES_ALL = {
+    "paths": PathRules((r"kernel", P("fsdp", "tensor"))),
+    "others' names": PathRules((r"kernel", P("fsdp", "tp"))),
+    "policy": PolicyRules(lambda info: P(("fsdp",), ("tensor",))),
+    "chain": ChainRules(PathRules((r"kernel", P("fsdp", "tensor"))), FSDPRules()),
+}
+
+
+@pytest.mark.parametrize("rule", SERVES_ALL.values(), ids=SERVES_ALL)
+def test_a_rule_serves_every_strategy(rule: Rules) -> None:
+    specs = {
+        FSDP(rules=(rule,)): P("fsdp"),
+        TensorParallel(rules=(rule,)): P(None, "tensor"),
+        DataParallel(rules=(rule,)): P(),
+        Composite(FSDP(4), TensorParallel(2), rules=(rule,)): P("fsdp", "tensor"),
+    }
+    assert {s: place(s, 64, 128).stored for s in specs} == specs
+    absent = place(DataParallel(rules=(rule,)), 64, 128).absent
+    assert absent[0] == "fsdp"
+    assert len(absent) == 2
+
+
+def test_logical_rules_serve_every_strategy() -> None:
+    rules = (LogicalRules({"columns": "tensor", "rows": ("dp", "fsdp")}),)
+    specs = {
+        FSDP(rules=rules): P("fsdp"),
+        TensorParallel(rules=rules): P(None, "tensor"),
+        DataParallel(rules=rules): P("data"),
+        Composite(FSDP(4), TensorParallel(2), rules=rules): P("fsdp", "tensor"),
+    }
+    names = ("rows", "columns")
+    assert {s: place(s, 64, 128, names=names).stored for s in specs} == specs
+
+
+def test_a_rule_for_an_axis_of_fsdp_splits_nothing_without_it() -> None:
+    rules = (ChainRules(PathRules((r"bias", P())), FSDPRules()),)
+    assert place(TensorParallel(rules=rules), 64, 64).stored == P()
+    assert place(FSDP(rules=rules), 64, 64).stored == P("fsdp")
+
+
+def test_on_a_mesh_alone_an_axis_that_it_lacks_is_an_error() -> None:
+    message = "Cannot shard `the array` as P('tensor',): the mesh has no axis 'tensor'."
+    with pytest.raises(UnknownAxisError, match=re.escape(message)):
+        shard(jnp.ones(8), P("tensor"), make_mesh({"fsdp": None}))
 
 
 def test_two_rules_that_claim_one_array() -> None:

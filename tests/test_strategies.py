@@ -108,6 +108,7 @@ def build(request: pytest.FixtureRequest) -> Callable[[nnx.Rngs], nnx.Module]:
     return BUILDERS[request.param]
 
 
+@pytest.mark.filterwarnings("ignore:TensorParallel.* splits no parameter")
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
 def test_init_gives_every_strategy_the_same_numbers_in_its_own_places(
     build: Callable, strategy: Strategy
@@ -130,6 +131,7 @@ def test_no_device_holds_a_model_whole_under_fsdp(build: Callable) -> None:
             assert shards == [x.nbytes // 8] * 8, path
 
 
+@pytest.mark.filterwarnings("ignore:TensorParallel.* splits no parameter")
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
 def test_split_and_merge_give_the_model_back_and_leave_the_users_alone(
     build: Callable, strategy: Strategy

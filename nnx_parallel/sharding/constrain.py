@@ -7,10 +7,11 @@ A step is traced inside ``using(layout)``. Outside, `constrain`, `use_params` an
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import jax
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -20,8 +21,9 @@ from nnx_parallel.errors import (
     SpecRankError,
     warn_user,
 )
+from nnx_parallel.mesh import explaining_axes, is_without_mesh
 from nnx_parallel.sharding.layout import Layout, Placement
-from nnx_parallel.sharding.names import LOGICAL_AXES, suggest
+from nnx_parallel.sharding.names import LOGICAL_AXES, is_spec, suggest
 from nnx_parallel.sharding.tree import constrain_tree
 
 # Placements of annotations by name, and the names that were met.
@@ -39,6 +41,29 @@ def using(layout: Layout | None) -> Iterator[None]:
         yield
     finally:
         _active.reset(token)
+
+
+def in_context(layout: Layout, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is traced in the context that the models of others expect.
+
+    They find the mesh where JAX keeps it: ``with_sharding_constraint`` with a bare
+    spec, ``jax.shard_map`` and others. A trace that asks for none is made without.
+    """
+
+    @wraps(function)  # whose name is that of the program
+    def traced(*args: Any) -> Any:
+        # Else Flax places each new Variable with names, on a mesh with axes like them.
+        with nnx.use_eager_sharding(False), explaining_axes():
+            try:
+                return function(*args)
+            except (RuntimeError, ValueError) as error:
+                if not is_without_mesh(error):
+                    raise
+            # Only then: jaxprs, and with them the programs, depend on the context.
+            with jax.sharding.use_abstract_mesh(layout.mesh.abstract_mesh):
+                return function(*args)
+
+    return traced
 
 
 def active_layout() -> Layout | None:
@@ -87,7 +112,15 @@ def constrain(x: Any, *names: Any) -> Any:
     """
     layout = _active.get()
     if len(names) == 1 and not _is_name(names[0]):
-        return x if layout is None else constrain_tree(x, names[0], layout.mesh)
+        if layout is None:
+            return x
+        place = partial(layout.translate, is_activation=True)
+        placements = jax.tree.map(
+            lambda entry: place(entry) if is_spec(entry) else entry,
+            names[0],
+            is_leaf=is_spec,
+        )
+        return constrain_tree(x, placements, layout.mesh)
     # Also where no strategy is active: the model is wrong on one device as on many.
     _check_activation(x, names)
     return _constrain_by_names(x, names, Layout.activation_spec)

@@ -18,26 +18,29 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.collectives.ring import Mode, Overlap
 from nnx_parallel.errors import PlacementConflictError, UnknownAxisError
-from nnx_parallel.mesh import MESH_AXES
 from nnx_parallel.sharding.names import (
     LOGICAL_AXES,
     ArrayInfo,
     DimAxes,
     MeshAxes,
+    absent_from,
     as_tuple,
+    axes_on,
     check_spec,
     dim_axes,
     dividing_prefix,
+    spec_on,
+    splits_rows,
     suggest,
     to_spec,
 )
 from nnx_parallel.sharding.rules import (
     FSDPRules,
-    LogicalRules,
     Rules,
     answer_of,
     check_rules,
     logical_items,
+    placing_rules,
 )
 
 ZeroKind = Literal["params", "gradients", "optimizer"]
@@ -218,21 +221,21 @@ class Claims:
         """The claims over one mesh: its order of axes, and the user's word on names."""
         decided: dict[str, tuple[str, ...]] = {}
         for name, axes in logical_items(self.rules):
-            claimed = as_tuple(axes)  # 'tensor' and ('tensor',) agree
+            claimed = axes_on(mesh, axes)  # 'tensor' and ('tensor',) agree
             if decided.setdefault(name, claimed) != claimed:
                 raise PlacementConflictError(
                     f"Two LogicalRules give dims named {name!r} to {decided[name]} and "
                     f"to {claimed}. Keep one."
                 )
-        activations = self.activations.items()
+        activations = {n: a for n, a in self.activations.items() if n not in decided}
         return replace(
             self,
             # The order of the mesh, however the parts were merged: rows that not all
             # axes divide are split by the outer ones (`Layout.batch_spec`).
             batch=tuple(axis for axis in mesh.axis_names if axis in self.batch),
-            logical={n: as_tuple(axes) for n, axes in self.logical.items()} | decided,
+            logical={n: axes_on(mesh, a) for n, a in self.logical.items()} | decided,
             # The user's word on a name holds for activations too.
-            activations={n: as_tuple(a) for n, a in activations if n not in decided},
+            activations={n: axes_on(mesh, a) for n, a in activations.items()},
         )
 
 
@@ -249,6 +252,7 @@ class Placement:
         is_stacked: Whether dim 0 enumerates layers, which a `Stack` gathers one by one.
         is_scanned: Whether it enumerates layers of no `Stack`: gathered one by one in a
             loop of the loss that scans them.
+        absent: Axes that a rule or a name gives it and the mesh lacks: of size one.
     """
 
     stored: P
@@ -258,6 +262,7 @@ class Placement:
     reason: str
     is_stacked: bool = False
     is_scanned: bool = False
+    absent: tuple[str, ...] = ()
 
     def of_layer(self) -> Placement:
         """The placement of one layer of a stacked array."""
@@ -316,9 +321,15 @@ class Layout:
 
     def place(self, info: ArrayInfo) -> Placement:
         """The four specs of an array, which rules and names must fit (`check_spec`)."""
-        # `Claims.on` has applied LogicalRules: they change names, and place no array.
-        rules = tuple(r for r in self.claims.rules if not isinstance(r, LogicalRules))
-        if explicit := answer_of(rules, info, self.mesh):
+        given: list[MeshAxes] = list(info.names or ())
+
+        def translate(spec: P) -> P:
+            given[:] = spec  # it replaces the names
+            return self.translate(spec)
+
+        rules = placing_rules(self.claims.rules, self.mesh)
+        explicit = answer_of(rules, info, self.mesh, translate=translate)
+        if explicit:
             # The user's word on every dim: FSDP adds no axis, even if all are whole.
             spec, reason = explicit
             axes = dim_axes(spec, len(info.shape))
@@ -338,7 +349,15 @@ class Layout:
             optimizer=with_zero("params", "gradients", "optimizer"),
             reason=reason,
             is_stacked=info.is_stacked,
+            absent=absent_from(self.mesh, given, self.claims.logical),
         )
+
+    def translate(self, spec: P, *, is_activation: bool = False) -> P:
+        """A spec in the axes of this mesh (`spec_on`)."""
+        # A mesh alone has no strategy that may change: there a wrong axis is an error.
+        if not self.claims.axis_sizes:
+            return spec
+        return spec_on(self.mesh, spec, self.claims.batch if is_activation else None)
 
     def _by_names(self, info: ArrayInfo) -> tuple[DimAxes, str]:
         if info.names is None:
@@ -361,10 +380,11 @@ class Layout:
             return as_tuple(self.claims.logical[name])
         if name == "batch":
             return self.claims.batch
-        if name in self.mesh.shape:
-            return (name,)
+        axes = axes_on(self.mesh, name)
+        if all(axis in self.mesh.shape for axis in axes):
+            return axes
         # A model names dims for techniques that this run does not use.
-        if name in LOGICAL_AXES or name in MESH_AXES:
+        if name in LOGICAL_AXES:
             return ()
         where = f" of `{path}`" if path else ""
         raise UnknownAxisError(
@@ -403,6 +423,10 @@ class Layout:
 
     def activation_spec(self, shape: Sequence[int], names: Sequence) -> P:
         """Spec of an activation; axes that do not divide their dim are left out."""
+        known, mesh = self.claims.logical, self.mesh
+        names = [
+            "batch" if n not in known and splits_rows(mesh, n) else n for n in names
+        ]
         # Two rounds: what names claim comes first, whichever dim is written first.
         axes = self._claimed(shape, names)
         for dim, (size, name) in enumerate(zip(shape, names, strict=True)):

@@ -18,6 +18,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from nnx_parallel.errors import ModelError, warn_user
+from nnx_parallel.mesh import explaining_axes
 from nnx_parallel.sharding.layout import Layout, Placement
 from nnx_parallel.sharding.names import (
     Constant,
@@ -102,8 +103,14 @@ def update_arrays(model: nnx.Module, arrays: Mapping[Path, Any]) -> None:
     nnx.update(model, map_arrays(lambda p, v: arrays.get(p, v.get_value()), state))
 
 
-def abstract_model(source: nnx.Module | ModelFn, rngs: nnx.Rngs) -> nnx.Module:
+def abstract_model(
+    source: nnx.Module | ModelFn,
+    rngs: nnx.Rngs,
+    names: Callable[[nnx.Module], object] | None = None,
+) -> nnx.Module:
     """The model with shapes for arrays; nothing is allocated, ``rngs`` not advanced.
+
+    ``names`` writes names of dims into its metadata.
 
     Raises:
         ModelError: If an array in no Variable is drawn from ``rngs``, or if two arrays
@@ -126,13 +133,17 @@ def abstract_model(source: nnx.Module | ModelFn, rngs: nnx.Rngs) -> nnx.Module:
         def build() -> nnx.Module:
             return build_model(source, nnx.merge(graphdef, state, copy=True))
 
-        with nnx.use_eager_sharding(False):
+        # In a context with a mesh Flax would give the shapes shardings, by their names.
+        no_mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+        with no_mesh, nnx.use_eager_sharding(False), explaining_axes():
             model = nnx.eval_shape(build)
     name_layers(model)
     _check_names(model)
     # Sown in a pass before the training: kept, every further pass would add to it.
     nnx.pop(model, nnx.Intermediate)
     _check_constants(model, source, rngs)
+    if names is not None:
+        names(model)
     return model
 
 

@@ -27,6 +27,20 @@ LOGICAL_AXES = (
 )  # fmt: skip
 """The names that this library's models give to their dims."""
 
+# "sp" as an axis of its own splits long sequences; sequence parallelism, which some
+# call so too, has the axis "tensor".
+AXIS_NAMES = {
+    "pipe": ("pp", "pipeline", "stage", "stages"),
+    "data": ("dp", "ddp", "replica", "replicas"),
+    "fsdp": (),
+    "expert": ("ep", "experts"),
+    "context": ("cp", "sp", "sequence"),
+    "tensor": ("tp", "mp", "mdl", "model"),
+}
+"""Our mesh axes, and what models of others conventionally call them."""
+
+_AXES = {n: axis for axis, others in AXIS_NAMES.items() for n in (axis, *others)}
+
 MeshAxes = str | tuple[str, ...] | None
 """Mesh axes as users write them."""
 
@@ -135,8 +149,7 @@ def _entry(key: Any) -> Hashable:
 def array_info(path: tuple[Hashable, ...], variable: nnx.Variable) -> ArrayInfo:
     """Reads shape and names of a Variable; more names than dims are an error."""
     value = variable.get_value()
-    # The key under which Flax keeps the names of nnx.with_partitioning.
-    names = tuple(variable.get_metadata().get("out_sharding") or ()) or None
+    names = names_of(variable) or None
     if names:
         if len(names) > value.ndim:
             raise SpecRankError(
@@ -177,7 +190,7 @@ class HasLayers(Protocol):
 
 def name_dim(variable: nnx.Variable) -> None:
     """Names dim 0 of an array ``layers``, where it is not yet so."""
-    names = tuple(variable.get_metadata().get("out_sharding") or ())
+    names = names_of(variable)
     if names[:1] != ("layers",):
         # With a name for each dim already, that of dim 0 is None.
         ndim = getattr(variable.get_value(), "ndim", None)
@@ -229,7 +242,7 @@ def _name_vmapped(
 
     def is_vmapped(variable: nnx.Variable) -> bool:
         shape = getattr(variable.get_value(), "shape", ())
-        names: Any = variable.get_metadata().get("out_sharding") or ()
+        names = names_of(variable)
         # One whose every dim has a name of the user's is as the user says.
         is_free = len(names) < len(shape) or names[0] in (None, "layers")
         return shape[:1] == (count,) and is_free
@@ -238,6 +251,16 @@ def _name_vmapped(
         path = path[:-1]
     for variable in filter(is_vmapped, below(path)):
         name_dim(variable)
+
+
+def names_of(variable: nnx.Variable) -> tuple[MeshAxes, ...]:
+    """The names of dims in a Variable's metadata, also where a sharding gives them."""
+    # The key under which Flax keeps the names of nnx.with_partitioning: a tuple, a
+    # spec, a sharding with a spec, or a format with a sharding.
+    found = variable.get_metadata().get("out_sharding")
+    found = getattr(found, "sharding", found)
+    names = as_tuple(getattr(found, "spec", found))
+    return tuple(None if name is P.UNCONSTRAINED else name for name in names)
 
 
 def flatten_pure(tree: Mapping) -> dict[str, jax.Array]:
@@ -253,6 +276,59 @@ def is_inexact(x: Any) -> bool:
 def as_tuple(names: str | Iterable[str] | None) -> tuple[str, ...]:
     """Names, such as those of mesh axes, in any of their spellings as a tuple."""
     return (names,) if isinstance(names, str) else tuple(names or ())
+
+
+def axes_on(mesh: Mesh, axes: MeshAxes) -> tuple[str, ...]:
+    """Mesh axes as a mesh has them; one that is neither its nor ours stays as it is.
+
+    Conventional names of others are ours. One of ours that the mesh lacks has size one,
+    and is left out: the same rules then serve every strategy.
+
+    Example:
+        >>> from nnx_parallel import make_mesh
+        >>> axes_on(make_mesh({"tensor": None}), ("fsdp", "tp", "mine"))
+        ('tensor', 'mine')
+    """
+    shape = mesh.shape
+    own = (a if a in shape else _AXES.get(a, a) for a in as_tuple(axes))
+    return tuple(axis for axis in own if axis in shape or axis not in AXIS_NAMES)
+
+
+def absent_from(
+    mesh: Mesh, names: Iterable[MeshAxes], logical: Iterable[str]
+) -> tuple[str, ...]:
+    """The axes among names of dims that a mesh lacks; logical ones are none."""
+    known = {*logical, *LOGICAL_AXES}
+    flat = (axis for name in names for axis in as_tuple(name))
+    return tuple(a for a in flat if a not in known and not axes_on(mesh, a))
+
+
+def splits_rows(mesh: Mesh, axes: MeshAxes) -> bool:
+    """True of axes of data parallelism that a mesh lacks.
+
+    Models of others name the rows of their activations so. Of size one, they would have
+    the rows gathered on all devices of the axes that split the batch here.
+    """
+    own = {_AXES.get(axis, axis) for axis in as_tuple(axes)}
+    return bool(own) and own <= {"data", "fsdp"} and not axes_on(mesh, axes)
+
+
+def spec_on(mesh: Mesh, spec: P, batch: tuple[str, ...] | None = None) -> P:
+    """A spec in the axes of a mesh (`axes_on`); that of an activation with the batch's.
+
+    Example:
+        >>> from nnx_parallel import make_mesh
+        >>> spec_on(make_mesh({"tensor": None}), P("fsdp", "tp"))
+        P(None, 'tensor')
+    """
+
+    def on_mesh(axes: MeshAxes) -> tuple[str, ...]:
+        if batch is not None and splits_rows(mesh, axes):
+            return batch
+        return axes_on(mesh, axes)
+
+    dims = map(on_mesh, spec)
+    return P(*(dim[0] if len(dim) == 1 else dim or None for dim in dims))
 
 
 def dim_axes(spec: P | Sequence, ndim: int) -> DimAxes:

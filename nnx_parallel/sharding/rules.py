@@ -30,6 +30,7 @@ from nnx_parallel.sharding.names import (
     ArrayInfo,
     DimAxes,
     MeshAxes,
+    axes_on,
     check_spec,
     dim_axes,
     suggest,
@@ -270,29 +271,54 @@ def members(rules: Rules) -> tuple[Rules, ...]:
     return tuple(member for rule in rules.rules for member in members(rule))
 
 
+def placing_rules(rules: Iterable[Rules], mesh: Mesh) -> list[Rules]:
+    """The rules of a strategy that place arrays on a mesh."""
+
+    # `Claims.on` has applied LogicalRules: they change names. An axis of ours that the
+    # mesh lacks splits nothing, nor does a rule for it.
+    def is_idle(rule: Rules) -> bool:
+        return isinstance(rule, FSDPRules) and not axes_on(mesh, rule.axis)
+
+    placing = (rule for rule in rules if not isinstance(rule, LogicalRules))
+    return [ChainRules(*(m for m in members(r) if not is_idle(m))) for r in placing]
+
+
 def warn_idle(rules: Iterable[Rules], reasons: Container[str], hint: str) -> None:
     """Warns of path rules that gave none of the reasons: they decide about no array."""
     paths = [r for rule in rules for r in members(rule) if isinstance(r, PathRules)]
     regexes = [regex for rule in paths for regex, _ in rule.pairs]
-    if idle := [r for r in regexes if f"path rule {r!r}" not in reasons]:
+    idle = [r for r in regexes if f"path rule {r!r}" not in reasons]
+    warn_unmatched("Path rules", idle, hint)
+
+
+def warn_unmatched(kind: str, regexes: list[str], hint: str) -> None:
+    """Warns of the regular expressions among ``kind`` that decide about no array."""
+    if regexes:
         warn_user(
-            f"Path rules {idle} match no array, or an earlier rule takes them all. "
+            f"{kind} {regexes} match no array, or an earlier rule takes them all. "
             f"{hint}",
             ParallelWarning,
         )
 
 
 def answer_of(
-    rules: Iterable[Rules], info: ArrayInfo, mesh: Mesh, path: str = ""
+    rules: Iterable[Rules],
+    info: ArrayInfo,
+    mesh: Mesh,
+    path: str = "",
+    *,
+    translate: Callable[[P], P] = lambda spec: spec,
 ) -> tuple[P, str] | None:
     """The one answer of several rules, checked; their order means nothing.
 
-    ``path`` is that of messages, if not the array's own.
+    ``path`` is that of messages, if not the array's own; ``translate`` writes a spec in
+    the axes of the mesh.
     """
     asked = (_ask(rule, info, mesh) for rule in rules)
     found = [answer for answer in asked if answer is not None]
     if not found:
         return None
+    found = [(translate(spec), reason) for spec, reason in found]
     (first, first_reason), ndim = found[0], len(info.shape)
     for spec, reason in found[1:]:
         # Compared by dims: P('fsdp') and P('fsdp', None) are one answer.

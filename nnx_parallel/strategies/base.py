@@ -25,7 +25,11 @@ from nnx_parallel.sharding.model import (
 )
 from nnx_parallel.sharding.names import is_spec
 from nnx_parallel.sharding.rules import Rules, check_rules
-from nnx_parallel.visualize.describe import Description, describe_model
+from nnx_parallel.visualize.describe import (
+    Description,
+    describe_model,
+    warn_idle_parts,
+)
 
 Source = nnx.Module | ModelFn
 
@@ -94,7 +98,7 @@ class Strategy(abc.ABC):
             MeshAxisTypeError: If an axis of the mesh is not Auto.
         """
         mesh = self.make_mesh() if mesh is None else mesh
-        claims = self.claims()
+        claims = replace(self.claims(), owner=repr(self))  # for messages
         check_mesh(mesh, claims.axis_sizes)
         return Layout(mesh=mesh, claims=claims.on(mesh))
 
@@ -125,7 +129,9 @@ class Strategy(abc.ABC):
         # Placements are written into metadata, so into a copy: the user's model keeps
         # its own. The graphdef takes them along, and keeps tied weights tied.
         abstract = abstract_model(source, rngs)
-        shardings = stored_shardings(place_model(abstract, layout), layout)
+        placements = place_model(abstract, layout)
+        warn_idle_parts(abstract, layout, placements)
+        shardings = stored_shardings(placements, layout)
         arrays = first_arrays(source, rngs, shardings)
         return ModelDef.of(abstract).merge(flatten(arrays))
 

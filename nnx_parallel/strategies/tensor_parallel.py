@@ -31,7 +31,7 @@ class TensorParallel(Strategy):
     none did (``python -m benchmarks overlap``).
 
     A model says which dims those are by naming them. One without names is replicated,
-    which `describe` says; place its arrays with ``rules``.
+    of which a warning and `describe` tell: name its dims by path (`PathNames`).
 
     Attributes:
         size: Number of parts; ``None`` takes the devices that remain.

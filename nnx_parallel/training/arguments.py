@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from nnx_parallel.checkpoint.options import Checkpoint
 from nnx_parallel.precision import Precision
+from nnx_parallel.sharding.path_names import PathNames
 from nnx_parallel.strategies.base import Strategy
 from nnx_parallel.training.loop import Callback
 
@@ -29,6 +30,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "strategy": (Strategy, "a Strategy, such as FSDP() or Composite(FSDP(), ...)"),
     "precision": (Precision, "a Precision, such as Precision.mixed_bfloat16()"),
     "mesh": (Mesh, "a jax.sharding.Mesh, such as FSDP().make_mesh()"),
+    "names": (PathNames, "a PathNames, such as TRANSFORMER_NAMES"),
     "checkpoint": ((str, os.PathLike, Checkpoint), "a directory, or a Checkpoint"),
 }
 """What an argument must be, and how that is said; ``None`` is always valid."""
@@ -78,6 +80,7 @@ def check_arguments(
 
     Raises:
         TypeError: With what was found and what is valid.
+        ValueError: If two of them contradict each other.
     """
     if _is_transformation(loss) and callable(optimizer):
         raise TypeError(
@@ -88,6 +91,11 @@ def check_arguments(
         raise TypeError(
             f"loss is {_found(loss)}. It must be a function loss(model, batch), which "
             "returns a scalar or a Mean."
+        )
+    if arguments["devices"] is not None and arguments["mesh"] is not None:
+        raise ValueError(
+            "Trainer got devices= and mesh=. A mesh names its devices already: pass "
+            "one of the two."
         )
     _check_model(model)
     module = getattr(optimizer, "__module__", None) or ""

@@ -24,6 +24,7 @@ from nnx_parallel.layers.loss import LabelRange
 from nnx_parallel.layers.scan import StackCall
 from nnx_parallel.layers.stack import using_runner
 from nnx_parallel.metrics import split_loss_output
+from nnx_parallel.sharding.constrain import in_context
 from nnx_parallel.sharding.model import arrays_of, flatten
 from nnx_parallel.sharding.names import dotted, variables_of
 from nnx_parallel.sharding.tree import gather
@@ -121,7 +122,7 @@ class Programs:
                 needs_stack=is_loss,
             )
 
-        return jax.jit(step)
+        return jax.jit(in_context(plan.layout, step))
 
     def shard_batch(self, batch: Batch) -> Batch:
         """Puts a training batch on the mesh, checked to divide evenly."""

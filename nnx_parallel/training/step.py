@@ -28,7 +28,7 @@ from nnx_parallel.layers.scan import (
 from nnx_parallel.layers.stack import Stack
 from nnx_parallel.metrics import Mean, check_scalar, split_loss_output
 from nnx_parallel.precision import cast_floating
-from nnx_parallel.sharding.constrain import using
+from nnx_parallel.sharding.constrain import in_context, using
 from nnx_parallel.sharding.donation import Donating
 from nnx_parallel.sharding.layout import Execution
 from nnx_parallel.sharding.model import arrays_of, flatten, nest
@@ -113,7 +113,11 @@ def make_train_step(
 
     # The new state takes the old one's memory, and its place: without shardings the
     # compiler would choose others, and the next call would compile again.
-    step = jax.jit(train_step, donate_argnums=0, out_shardings=(plan.shardings, None))
+    step = jax.jit(
+        in_context(plan.layout, train_step),
+        donate_argnums=0,
+        out_shardings=(plan.shardings, None),
+    )
     return Donating(step, ("state", "batch"), (0,))
 
 

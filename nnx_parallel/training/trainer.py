@@ -16,6 +16,7 @@ from nnx_parallel.loggers.logger import Logger
 from nnx_parallel.mesh import Device
 from nnx_parallel.precision import Precision
 from nnx_parallel.sharding.model import ModelFn, abstract_model, as_source
+from nnx_parallel.sharding.path_names import PathNames
 from nnx_parallel.state import TrainState, plan_state
 from nnx_parallel.strategies.base import Strategy
 from nnx_parallel.strategies.data_parallel import DataParallel
@@ -26,7 +27,7 @@ from nnx_parallel.training.loop import Callback, Loop, Settings
 from nnx_parallel.training.recorder import History
 from nnx_parallel.training.run_state import RunState, describe_run
 from nnx_parallel.training.step import Batch, LossFn, Metrics, StepOptions
-from nnx_parallel.visualize.describe import Description, describe_model
+from nnx_parallel.visualize.describe import Description, describe_model, warn_idle_parts
 
 
 class Trainer:
@@ -61,6 +62,7 @@ class Trainer:
             itself; ``None`` saves nothing.
         devices: The devices to use; by default all.
         mesh: A mesh to use instead, with the strategy's axes, all Auto.
+        names: Names of the model's dims by path, for a model without its own.
         loggers: Where metrics go; by default the console, and ``metrics.jsonl`` in
             the checkpoint's directory.
         callbacks: Hooks of the fit.
@@ -115,6 +117,7 @@ class Trainer:
         checkpoint: Checkpoint | str | os.PathLike | None = None,
         devices: Sequence[Device] | None = None,
         mesh: Mesh | None = None,
+        names: PathNames | None = None,
         loggers: Sequence[Logger] | None = None,
         callbacks: Sequence[Callback] = (),
         log_every: int = 1,
@@ -125,11 +128,6 @@ class Trainer:
         step_timeout: float | None = None,
         check_replicas_every: int = 0,
     ) -> None:
-        if devices is not None and mesh is not None:
-            raise ValueError(
-                "Trainer got devices= and mesh=. A mesh names its devices already: "
-                "pass one of the two."
-            )
         # Arguments are checked before anything is built or compiled.
         source = as_source(model)
         check_arguments(
@@ -140,6 +138,7 @@ class Trainer:
             strategy=strategy,
             precision=precision,
             mesh=mesh,
+            names=names,
             checkpoint=checkpoint,
             devices=devices,
             loggers=loggers,
@@ -148,6 +147,7 @@ class Trainer:
         for function in (loss, eval_loss):
             check_model(source, function or loss)
         self._source, self._optimizer, self._wrt = source, optimizer, wrt
+        self._names = names
         self._seed = check_seed(seed)
         self._settings = Settings(
             loggers=loggers,
@@ -170,6 +170,7 @@ class Trainer:
         plan = plan_state(
             shapes, layout, optimizer, wrt=wrt, precision=precision, ema_decay=ema_decay
         )
+        warn_idle_parts(shapes, layout, plan.placements)
         self._programs = Programs(plan, loss, options, global_batch_size, eval_loss)
         checkpoints = CheckpointManager(
             # A test run must neither resume a real one nor leave steps behind.
@@ -180,7 +181,7 @@ class Trainer:
         self._loop: Loop | None = None
 
     def _abstract_model(self) -> nnx.Module:
-        return abstract_model(self._source, nnx.Rngs(self._seed))
+        return abstract_model(self._source, nnx.Rngs(self._seed), self._names)
 
     @property
     def mesh(self) -> Mesh:

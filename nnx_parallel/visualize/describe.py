@@ -1,6 +1,7 @@
 """The table that explains a placement: every array, its specs, and why."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -8,11 +9,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Group
 from rich.table import Column, Table
 from rich.text import Text
 
+from nnx_parallel.errors import ParallelWarning, warn_user
 from nnx_parallel.mesh import axes_across_processes
 from nnx_parallel.precision import Precision, array_bytes, format_bytes
 from nnx_parallel.sharding.layout import Layout, Placement
@@ -20,6 +23,7 @@ from nnx_parallel.sharding.model import Path, nest, place_model
 from nnx_parallel.sharding.names import (
     ArrayInfo,
     array_info,
+    as_tuple,
     dotted,
     is_spec,
     path_of,
@@ -30,6 +34,7 @@ from nnx_parallel.sharding.optimizer import (
     optimizer_specs,
     owner_of,
 )
+from nnx_parallel.sharding.rules import FSDPRules
 from nnx_parallel.visualize.picture import Picture
 
 
@@ -112,7 +117,8 @@ class Description:
             if not info.is_param:  # then there is no gradient, and no optimizer state
                 shown[2:] = "", ""
             shape, dtype = " ".join(map(str, info.shape)), str(info.dtype)
-            table.add_row(info.path, shape, dtype, *shown, f"{size:,}", place.reason)
+            why = "; ".join(filter(None, (place.reason, *map(_of_one, place.absent))))
+            table.add_row(info.path, shape, dtype, *shown, f"{size:,}", why)
         return table
 
     def summary(self) -> str:
@@ -126,6 +132,9 @@ class Description:
         lines = [f"per device: {', '.join(shown)}"]
         # On one device every array is whole: there is nothing to report.
         if self.layout.mesh.size > 1:
+            arrays = [(info, place) for info, place, _ in self.rows]
+            idle = idle_parts(self.layout, arrays)
+            lines += [f"no effect: {finding}" for finding, _ in idle]
             lines += _largest(
                 [(i.path, i.shape, size, p.reason) for i, p, size in self.replicated]
             )
@@ -156,6 +165,10 @@ def _largest(rows: Sequence[tuple]) -> list[str]:
     return lines
 
 
+def _of_one(axis: str) -> str:
+    return f"axis {axis!r} has size one here"
+
+
 def _short(spec: P) -> str:
     parts = (
         "-" if e is None else e if isinstance(e, str) else "+".join(e) for e in spec
@@ -165,6 +178,60 @@ def _short(spec: P) -> str:
 
 def _shard_bytes(layout: Layout, shape: tuple, dtype: Any, spec: P) -> int:
     return array_bytes(layout.sharding(spec).shard_shape(shape), dtype)
+
+
+def idle_parts(
+    layout: Layout, arrays: Sequence[tuple[ArrayInfo, Placement]]
+) -> Iterator[tuple[str, str]]:
+    """Strategies that split no array of a model: what each repeats, and what helps."""
+    # The specs of the optimizer state have every axis that any of the four has.
+    used = {axis for _, p in arrays for dim in p.optimizer for axis in as_tuple(dim)}
+    for part in layout.claims.parts or (layout.claims,):
+        sizes = {a: layout.mesh.shape[a] for a in part.axis_sizes if a not in used}
+        sizes = {axis: size for axis, size in sizes.items() if size > 1}
+        claims_arrays = part.logical or part.zero or part.rules
+        is_of_activations = part.activations and not claims_arrays
+        if any(zero.rules.axis in sizes for zero in part.zero):
+            # Others are small, or stay whole on purpose: a rule says so.
+            large = [(i, p) for i, p in arrays if i.size >= FSDPRules.min_size]
+            whole = [(i, p) for i, p in large if "divides no free dim" in p.reason]
+            for info, place in sorted(whole, key=lambda row: -row[0].size)[:1]:
+                yield (
+                    f"{part.owner} splits no parameter: each device holds the whole "
+                    f"training state. The largest is `{info.path}` {info.shape}: "
+                    f"{place.reason}.",
+                    "Pad a dim of the large ones, or use DataParallel.",
+                )
+        # What a layer or `constrain` splits by itself is not known before they run.
+        elif sizes and not (part.batch or part.execution or is_of_activations):
+            dims = ", ".join(map(repr, part.logical or sizes))
+            across = " * ".join(f"{axis}={size}" for axis, size in sizes.items())
+            yield (
+                f"{part.owner} splits no parameter, for no dim has one of its names: "
+                f"{dims}. The devices along {across} repeat the same work, each "
+                f"{math.prod(sizes.values())} times its share.",
+                "Name the dims by path: Trainer(..., names=TRANSFORMER_NAMES), or "
+                "names=PathNames(...) where those are not the model's; FSDP() needs "
+                "no names.",
+            )
+
+
+def warn_idle_parts(
+    model: nnx.Module, layout: Layout, placements: dict[Path, Placement]
+) -> None:
+    """Warns of strategies that split no array of a model, and of meshes not used."""
+    found = variables_of(model)
+    arrays = [(array_info(path, v), placements[path]) for path, v in found]
+    for finding, remedy in idle_parts(layout, arrays):
+        warn_user(f"{finding} {remedy}", ParallelWarning)
+    shardings = (v.get_metadata().get("out_sharding") for _, v in variables_of(model))
+    if given := [x for x in shardings if isinstance(x, NamedSharding)]:
+        warn_user(
+            f"{len(given)} arrays of the model name their dims by a NamedSharding, "
+            f"such as {given[0].spec} on {dict(given[0].mesh.shape)}. Its spec is "
+            f"read; the mesh is the strategy's: {dict(layout.mesh.shape)}.",
+            ParallelWarning,
+        )
 
 
 def describe_model(

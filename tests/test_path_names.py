@@ -1,0 +1,390 @@
+"""Names by path: a transformer of others is split as one of ours."""
+
+import re
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from nnx_parallel import (
+    FSDP,
+    TRANSFORMER_NAMES,
+    Claims,
+    Composite,
+    DataParallel,
+    PathNames,
+    PathRules,
+    Pipeline,
+    Strategy,
+    TensorParallel,
+    Trainer,
+    audit,
+)
+from nnx_parallel.errors import ParallelWarning, SpecRankError
+from nnx_parallel.layers import Stack, named
+from nnx_parallel.sharding.names import names_of, variables_of
+
+EMBED, HEADS, VOCAB = 32, 4, 64
+
+
+class Block(nnx.Module):
+    """A block as Llama's are written, of stock modules without a name."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        def linear(size_in: int, size_out: int) -> nnx.Linear:
+            return nnx.Linear(size_in, size_out, use_bias=False, rngs=rngs)
+
+        self.input_layernorm = nnx.RMSNorm(EMBED, rngs=rngs)
+        self.q_proj = linear(EMBED, EMBED)
+        self.k_proj = linear(EMBED, EMBED // 2)
+        self.v_proj = linear(EMBED, EMBED // 2)
+        self.o_proj = linear(EMBED, EMBED)
+        self.gate_proj = linear(EMBED, 4 * EMBED)
+        self.up_proj = linear(EMBED, 4 * EMBED)
+        self.down_proj = linear(4 * EMBED, EMBED)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        h = self.input_layernorm(x)
+        q, k, v = (
+            y.reshape(*y.shape[:2], -1, EMBED // HEADS)
+            for y in (self.q_proj(h), self.k_proj(h), self.v_proj(h))
+        )
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o_proj(y.reshape(x.shape))
+        return x + self.down_proj(nnx.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Llama(nnx.Module):
+    """Its blocks in a `Stack`, for a pipeline; the rest is stock."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed_tokens = nnx.Embed(VOCAB, EMBED, rngs=rngs)
+        self.layers = Stack(Block, 2, rngs=rngs)
+        self.lm_head = nnx.Linear(EMBED, VOCAB, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return self.lm_head(self.layers(self.embed_tokens(tokens)))
+
+
+def loss(model: Llama, tokens: jax.Array) -> jax.Array:
+    logits = model(tokens[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+TOKENS = np.random.default_rng(0).integers(VOCAB, size=(8, 17), dtype=np.int32)
+
+
+def train(strategy: Strategy, **options: Any) -> tuple[np.ndarray, float, Trainer]:
+    """Losses of three steps, FLOPs of a step on each device, and the Trainer."""
+    sizes = [size or 1 for size in strategy.axis_sizes.values()]
+    trainer = Trainer(
+        Llama,
+        optax.sgd(0.5),
+        loss,
+        strategy=strategy,
+        num_microbatches=2,
+        devices=jax.devices()[: int(np.prod(sizes))],
+        loggers=(),
+        **options,
+    )
+    step: Any = trainer.train_step
+    batch = trainer.shard_batch(TOKENS)
+    flops = audit(step.lower(trainer.state, batch).compile()).flops
+    return trainer.fit([TOKENS] * 3, num_steps=3)["loss"], flops, trainer
+
+
+@pytest.fixture(scope="module")
+def one_device() -> tuple[np.ndarray, float, Trainer]:
+    return train(DataParallel(1))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        TensorParallel(2),
+        Composite(TensorParallel(2), FSDP(2, min_size=0)),
+        Composite(Pipeline(2), TensorParallel(2)),
+    ],
+    ids=repr,
+)
+def test_a_transformer_without_names_is_split_in_one_argument(
+    strategy: Strategy, one_device: tuple
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it has an effect
+        losses, flops, trainer = train(strategy, names=TRANSFORMER_NAMES)
+    np.testing.assert_allclose(losses, one_device[0], rtol=1e-5)
+    specs = {r.info.path: r.placement.used for r in trainer.describe().rows}
+    pipe = "pipe" if "pipe" in trainer.mesh.shape else None
+    assert specs["layers.layer.q_proj.kernel"] == P(pipe, None, "tensor")
+    assert specs["layers.layer.down_proj.kernel"] == P(pipe, "tensor")
+    assert specs["embed_tokens.embedding"] == P("tensor")
+    if pipe is None:  # a pipeline computes masked slots too
+        assert flops == pytest.approx(one_device[1] / trainer.mesh.size, rel=0.05)
+
+
+# Paths and shapes as the packages have them: Tunix 0.1.7 (Llama 3, Qwen 2 and 3,
+# Gemma), Bonsai (Qwen 3, Gemma 3, ViT, DINOv3, Whisper), Flax's example (Gemma), and
+# GPT-2 and Llama as their checkpoints call them.
+PARAMETERS = {
+    "embedder.input_embedding": ((64, 16), "vocab embed"),
+    "embedder.embedding": ((64, 16), "vocab embed"),
+    "embed_tokens.weight.embedding": ((64, 16), "vocab embed"),
+    "transformer.wte.embedding": ((64, 16), "vocab embed"),
+    "tok_embeddings.embedding": ((64, 16), "vocab embed"),
+    "vision.embeddings.position_embedding.embedding": ((64, 16), ""),
+    "layers.0.attn.q_proj.w": ((16, 4, 8), "embed heads head_dim"),
+    "layers.0.attn.q_proj.kernel": ((16, 4, 8), "embed heads head_dim"),
+    "layers.1.self_attn.q_proj.kernel": ((16, 32), "embed heads"),
+    "layers.1.self_attn.q_proj.bias": ((32,), "heads"),
+    "layers.0.attn.q_bias": ((32,), "heads"),
+    "layers.0.attn.k_proj.w": ((16, 2, 8), "embed kv_heads head_dim"),
+    "layers.1.self_attn.v_proj.kernel": ((16, 16), "embed kv_heads"),
+    "layers.0.attn.v_bias": ((16,), "kv_heads"),
+    "layers.0.attn.o_proj.w": ((4, 8, 16), "heads head_dim embed"),
+    "layers.1.self_attn.o_proj.kernel": ((32, 16), "heads embed"),
+    "layers.1.self_attn.out_proj.kernel": ((16, 16), "heads embed"),
+    "layers.1.self_attn.out_proj.bias": ((16,), "embed"),
+    "layers.0.attn.q_norm.w": ((8,), ""),
+    "layers.0.attn._query_norm.scale": ((8,), ""),
+    "layers.0.input_layernorm.w": ((16,), ""),
+    "layers.0.mlp.gate_proj.kernel": ((16, 32), "embed mlp"),
+    "layers.0.mlp.up_proj.kernel": ((16, 32), "embed mlp"),
+    "layers.0.mlp.down_proj.kernel": ((32, 16), "mlp embed"),
+    "layers.1.mlp.gate_proj": ((4, 16, 32), "expert embed mlp"),
+    "layers.1.mlp.down_proj": ((4, 32, 16), "expert mlp embed"),
+    "layers.1.mlp.router.kernel": ((16, 4), ""),
+    "lm_head.w": ((16, 64), "embed vocab"),
+    "lm_head.kernel": ((16, 64), "embed vocab"),
+    "layers.2.attn.q_einsum.w": ((4, 16, 8), "heads embed head_dim"),
+    "layers.2.attn.kv_einsum.kernel": ((2, 2, 16, 8), ". kv_heads embed head_dim"),
+    "layers.2.attn.qkv_einsum.w": ((3, 4, 16, 8), ". heads embed head_dim"),
+    "layers.2.attn.attn_vec_einsum.w": ((4, 8, 16), "heads head_dim embed"),
+    "h.0.attn.c_attn.kernel": ((16, 48), "embed heads"),
+    "h.0.attn.c_attn.bias": ((48,), "heads"),
+    "h.0.attn.c_proj.kernel": ((16, 16), "heads embed"),
+    "h.0.mlp.c_fc.kernel": ((16, 64), "embed mlp"),
+    "h.0.mlp.c_fc.bias": ((64,), "mlp"),
+    "h.0.mlp.c_proj.kernel": ((64, 16), "mlp embed"),
+    "h.0.mlp.c_proj.bias": ((16,), "embed"),
+    "encoder.0.attention.query.kernel": ((16, 4, 4), "embed heads head_dim"),
+    "encoder.0.attention.query.bias": ((4, 4), "heads head_dim"),
+    "encoder.0.attention.key.bias": ((4, 4), "kv_heads head_dim"),
+    "encoder.0.attention.out.kernel": ((4, 4, 16), "heads head_dim embed"),
+    "encoder.0.attention.out.bias": ((16,), "embed"),
+    "encoder.0.linear1.kernel": ((16, 32), "embed mlp"),
+    "encoder.0.linear1.bias": ((32,), "mlp"),
+    "encoder.0.linear2.kernel": ((32, 16), "mlp embed"),
+    "encoder.0.mlp.fc1.kernel": ((16, 32), "embed mlp"),
+    "encoder.0.mlp.fc2.bias": ((16,), "embed"),
+    "encoder.0.attn.qkv.kernel": ((16, 48), "embed heads"),
+    "encoder.0.attn.proj.kernel": ((16, 16), "heads embed"),
+    "patch_embed.proj.kernel": ((8, 8, 3, 16), ""),
+    "classifier.kernel": ((16, 10), ""),
+    "blocks.0.attention.wq.kernel": ((16, 16), "embed heads"),
+    "blocks.0.attention.wo.kernel": ((16, 16), "heads embed"),
+    "blocks.0.feed_forward.w1.kernel": ((16, 32), "embed mlp"),
+    "blocks.0.feed_forward.w2.kernel": ((32, 16), "mlp embed"),
+}
+
+
+def tree(shapes: dict[str, tuple[int, ...]]) -> nnx.Module:
+    """A model with parameters of these shapes, by dotted path."""
+    root = nnx.Dict()
+    for path, shape in shapes.items():
+        *parents, last = path.split(".")
+        node: Any = root
+        for part in parents:
+            if part not in node:
+                node[part] = nnx.Dict()
+            node = node[part]
+        node[last] = nnx.Param(jnp.zeros(shape))
+    return root
+
+
+def names_by_path(model: nnx.Module) -> dict[str, tuple]:
+    return {".".join(map(str, p)): names_of(v) for p, v in variables_of(model)}
+
+
+def test_the_names_of_common_transformers() -> None:
+    model = tree({path: shape for path, (shape, _) in PARAMETERS.items()})
+    expected = {
+        path: tuple(None if name == "." else name for name in names.split())
+        for path, (_, names) in PARAMETERS.items()
+    }
+    assert names_by_path(TRANSFORMER_NAMES(model)) == expected
+
+
+def test_names_replace_those_of_the_model_and_keep_its_layers() -> None:
+    def build(rngs: nnx.Rngs) -> nnx.Module:
+        init = named(nnx.initializers.ones_init(), "fsdp", "tp")
+        return Stack(
+            lambda rngs: nnx.Linear(4, 8, kernel_init=init, rngs=rngs), 2, rngs=rngs
+        )
+
+    names = PathNames((r"kernel", ("embed", "mlp")), (r"bias", ("layers", "mlp")))
+    model = build(nnx.Rngs(0))
+    assert names(model) is model
+    assert names_by_path(names(model)) == {
+        "layer.kernel": ("layers", "embed", "mlp"),
+        "layer.bias": ("layers", "mlp"),
+    }
+
+
+def test_the_first_pair_with_a_name_for_each_dim_counts() -> None:
+    names = PathNames(
+        (r"w$", ("heads",)), (r"a", ("embed", "mlp")), (r"w$", ("mlp", None))
+    )
+    model = tree({"a.w": (4, 8), "b.w": (4, 8), "c.w": (4,)})
+    assert names_by_path(names(model)) == {
+        "a.w": ("embed", "mlp"),
+        "b.w": ("mlp", None),
+        "c.w": ("heads",),
+    }
+
+
+def test_names_for_another_rank() -> None:
+    model = tree({"up.kernel": (4, 8, 2)})
+    text = (
+        "`up.kernel` has shape (4, 8, 2), and none of [('embed', 'mlp')] has a name "
+        "for each of its dims. "
+    )
+    pair = (r"up\.kernel", ("embed", "mlp"))
+    with pytest.raises(
+        SpecRankError, match=re.escape(f"{text}Add a pair with as many")
+    ):
+        PathNames(pair)(model)
+    optional = PathNames(pair, optional=True)
+    with pytest.warns(ParallelWarning, match=re.escape(f"{text}It keeps what names")):
+        assert names_by_path(optional(model)) == {"up.kernel": ()}
+
+
+def test_names_for_no_array() -> None:
+    model = tree({"up.kernel": (4, 8)})
+    pairs = (r"up", ("embed", "mlp")), (r"down\.kernel", ("mlp", "embed"))
+    message = (
+        r"Names for paths ['down\\.kernel'] match no array, or an earlier rule takes"
+    )
+    with pytest.warns(ParallelWarning, match=re.escape(message)):
+        PathNames(*pairs)(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        PathNames(*pairs, optional=True)(model)
+    with pytest.warns(ParallelWarning, match="match no array"):
+        PathNames(pairs[1], optional=True)(model)
+
+
+@pytest.mark.parametrize("names", ["embed", ("mlp", "mlp")])
+def test_names_that_are_none(names: Any) -> None:
+    message = f"PathNames got {names!r} for 'up'. Give a tuple with one name for each"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        PathNames((r"up", names))
+
+
+def stock(rngs: nnx.Rngs) -> nnx.Module:
+    return nnx.Dict(up_proj=nnx.Linear(64, 64, rngs=rngs))
+
+
+def squares(model: Any, batch: jax.Array) -> jax.Array:
+    return (model.up_proj(batch) ** 2).mean()
+
+
+def trainer(strategy: Strategy, model: Any = stock, **options: Any) -> Trainer:
+    return Trainer(
+        model, optax.sgd(0.1), squares, strategy=strategy, loggers=(), **options
+    )
+
+
+def test_a_trainer_leaves_the_names_of_a_built_model_alone() -> None:
+    model = stock(nnx.Rngs(0))
+    named_trainer = trainer(TensorParallel(), model, names=TRANSFORMER_NAMES)
+    assert named_trainer.model.up_proj.kernel[...].sharding.spec == P(None, "tensor")  # pyright: ignore[reportAttributeAccessIssue]
+    assert names_by_path(model) == {"up_proj.kernel": (), "up_proj.bias": ()}
+    # The verbs of a strategy take a model that has its names.
+    _, state = TensorParallel().split(TRANSFORMER_NAMES(model))
+    assert state["up_proj"]["kernel"][...].sharding.spec == P(None, "tensor")
+
+
+def test_rules_are_no_names() -> None:
+    message = "It must be a PathNames, such as TRANSFORMER_NAMES"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        trainer(FSDP(), names=PathRules((r"up", P("fsdp"))))
+
+
+# Strategies without effect
+
+
+class Columns(Strategy):
+    """A technique of a user, whose name no model gives."""
+
+    def claims(self) -> Claims:
+        return Claims(axis_sizes={"columns": None}, logical={"column": "columns"})
+
+
+IDLE = {
+    TensorParallel(8): (
+        "TensorParallel(size=8) splits no parameter, for no dim has one of its names: "
+        "'heads', 'kv_heads', 'mlp', 'vocab'. The devices along tensor=8 repeat the "
+        "same work, each 8 times its share."
+    ),
+    Composite(TensorParallel(4), FSDP()): (
+        "TensorParallel(size=4) splits no parameter, for no dim has one of its names: "
+        "'heads', 'kv_heads', 'mlp', 'vocab'. The devices along tensor=4 repeat the "
+        "same work, each 4 times its share."
+    ),
+    Columns(): (
+        "Columns() splits no parameter, for no dim has one of its names: 'column'. The "
+        "devices along columns=8 repeat the same work, each 8 times its share."
+    ),
+}
+REMEDY = " Name the dims by path: Trainer(..., names=TRANSFORMER_NAMES), or names="
+
+
+@pytest.mark.parametrize(("strategy", "finding"), IDLE.items(), ids=map(repr, IDLE))
+def test_a_strategy_without_effect_says_so(strategy: Strategy, finding: str) -> None:
+    message = re.escape(finding + REMEDY)
+    with pytest.warns(ParallelWarning, match=message):
+        idle = trainer(strategy)
+    with pytest.warns(ParallelWarning, match=message):
+        strategy.init(stock, 0)
+    with pytest.warns(ParallelWarning, match=message):
+        strategy.split(stock(nnx.Rngs(0)))
+    assert f"\nno effect: {finding}\n" in idle.describe().summary()
+
+
+def test_fsdp_that_divides_no_dim_says_so() -> None:
+    def odd(rngs: nnx.Rngs) -> nnx.Module:
+        return nnx.Dict(up_proj=nnx.Linear(33, 65, rngs=rngs))
+
+    finding = (
+        "FSDP() splits no parameter: each device holds the whole training state. The "
+        "largest is `up_proj.kernel` (33, 65): fsdp=8 divides no free dim of [33, 65]."
+    )
+    with pytest.warns(ParallelWarning, match=re.escape(finding)):
+        idle = trainer(FSDP(), odd)
+    assert f"no effect: {finding}" in idle.describe().summary()
+
+
+def test_strategies_with_an_effect_say_nothing() -> None:
+    one = jax.devices()[:1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer(DataParallel())
+        trainer(FSDP())
+        trainer(FSDP(min_size=10**6))  # all stay whole as the user has it
+        Trainer(  # too small to be worth a word
+            lambda rngs: nnx.Linear(4, 1, rngs=rngs),
+            optax.sgd(0.1),
+            squares,
+            strategy=FSDP(min_size=0),
+            loggers=(),
+        )
+        trainer(TensorParallel(), devices=one)  # nothing to repeat
+        trainer(TensorParallel(rules=(PathRules((r"kernel", P("tensor"))),)))
+        trainer(Composite(TensorParallel(4), FSDP()), names=TRANSFORMER_NAMES)

@@ -1,0 +1,154 @@
+"""Models that place their activations themselves, by the mesh of JAX's context."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from nnx_parallel import (
+    FSDP,
+    Composite,
+    DataParallel,
+    Pipeline,
+    Strategy,
+    TensorParallel,
+    Trainer,
+)
+from nnx_parallel.errors import MeshAxisTypeError, UnknownAxisError
+from nnx_parallel.layers import Stack
+
+X = np.linspace(-1, 1, 8 * 64, dtype=np.float32).reshape(8, 64)
+FSDP_TP = Composite(FSDP(4, min_size=0), TensorParallel(2))
+
+
+class Placing(nnx.Module):
+    """A product whose output it places by a bare spec, or by what it is given."""
+
+    def __init__(self, rngs: nnx.Rngs, spec: Any = None) -> None:
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "tp"))
+        self.linear = nnx.Linear(64, 64, kernel_init=init, rngs=rngs)
+        self.spec = spec
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = jnp.tanh(self.linear(x))
+        if self.spec is None:
+            return y
+        return jax.lax.with_sharding_constraint(y, self.spec)
+
+
+def loss(model: Any, x: jax.Array) -> jax.Array:
+    return (model(x) ** 2).mean()
+
+
+def trainer(model: Any, strategy: Strategy, **options: Any) -> Trainer:
+    return Trainer(
+        model, optax.sgd(1.0), loss, strategy=strategy, loggers=(), **options
+    )
+
+
+def lowered(of: Trainer) -> str:
+    step: Any = of.train_step
+    return step.lower(of.state, of.shard_batch(X)).as_text()
+
+
+def test_a_bare_spec_finds_the_strategys_mesh() -> None:
+    spec = P("tensor", "fsdp")  # as nothing of ours would have it
+    placing = trainer(lambda rngs: Placing(rngs, spec), FSDP_TP)
+    with jax.set_mesh(placing.mesh):
+        under_set_mesh = lowered(placing)
+    for text in (lowered(placing), under_set_mesh):
+        assert re.search(r'sharding_constraint.*\{"tensor"\}, \{"fsdp"\}', text)
+    plain = trainer(Placing, DataParallel(1), devices=jax.devices()[:1])
+    found = placing.fit([X] * 2, num_steps=2)["loss"]
+    np.testing.assert_allclose(found, plain.fit([X] * 2, num_steps=2)["loss"], 1e-5)
+    np.testing.assert_allclose(
+        placing.evaluate([X])["loss"], plain.evaluate([X])["loss"], 1e-5
+    )
+
+
+def test_a_bare_spec_in_a_stage_of_a_pipeline() -> None:
+    def build(rngs: nnx.Rngs) -> nnx.Module:
+        return Stack(lambda rngs: Placing(rngs, P("fsdp")), 2, rngs=rngs)
+
+    strategy = Composite(Pipeline(2), FSDP(4, min_size=0))
+    staged = trainer(build, strategy, num_microbatches=2)
+    assert re.search(r'sharding_constraint.*\{"fsdp"', lowered(staged))
+
+
+def test_a_bare_spec_of_an_axis_that_the_mesh_lacks() -> None:
+    placing = trainer(lambda rngs: Placing(rngs, P(None, "tp")), TensorParallel())
+    message = (
+        "Resource axis: tp of P(None, 'tp') is not found in mesh: ('tensor',). The "
+        "model names axes of another mesh. In place of "
+        "jax.lax.with_sharding_constraint call nnx_parallel.constrain"
+    )
+    with pytest.raises(UnknownAxisError, match=re.escape(message)):
+        placing.fit([X], num_steps=1)
+
+
+class Explicit(nnx.Module):
+    """Written for Explicit axes, in its call or as it is built."""
+
+    def __init__(self, rngs: nnx.Rngs, *, is_built_so: bool) -> None:
+        zeros = jnp.zeros(64, out_sharding=P("fsdp")) if is_built_so else jnp.zeros(64)
+        self.w = nnx.Param(rngs.params.normal((64, 64)))
+        self.b = nnx.Param(zeros)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.einsum("bi,io->bo", x, self.w[...], out_sharding=P("fsdp")) + self.b
+
+
+EXPLICIT = (
+    "The model places its arrays itself, as Explicit axes have it (out_sharding=, "
+    "reshard); the axes of a strategy are Auto. Build it without its own shardings "
+)
+
+
+def test_a_model_for_explicit_axes_is_refused_by_name() -> None:
+    strategy = FSDP(min_size=0)
+    explicit = trainer(lambda rngs: Explicit(rngs, is_built_so=False), strategy)
+    for run in (lambda: explicit.fit([X], num_steps=1), lambda: explicit.evaluate([X])):
+        with pytest.raises(MeshAxisTypeError, match=re.escape(EXPLICIT)):
+            run()
+    assert explicit.step == 0
+    with pytest.raises(MeshAxisTypeError, match=re.escape(EXPLICIT)):
+        trainer(lambda rngs: Explicit(rngs, is_built_so=True), strategy)
+
+
+class Caching(nnx.Module):
+    """Makes a Variable with names while it is called."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.w = nnx.Param(rngs.params.normal((64, 64)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        cache = nnx.Cache(x @ self.w, out_sharding=("batch", "embed"))
+        return cache[...]
+
+
+def test_a_variable_that_a_loss_makes_needs_no_axes_of_the_mesh() -> None:
+    caching = trainer(Caching, FSDP(min_size=0))
+    assert np.isfinite(caching.fit([X], num_steps=1)["loss"]).all()
+
+
+class Asking(Placing):
+    """As code of others asks: on one device there is no mesh."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if jax.sharding.get_abstract_mesh().empty:
+            return jnp.tanh(self.linear(x))
+        return super().__call__(x)
+
+
+def test_a_model_that_asks_for_the_mesh_runs_with_and_without_one() -> None:
+    asking = trainer(lambda rngs: Asking(rngs, P("tensor", "fsdp")), FSDP_TP)
+    assert '{"tensor"}, {"fsdp"}' not in lowered(asking)
+    with jax.set_mesh(asking.mesh):
+        fresh = trainer(lambda rngs: Asking(rngs, P("tensor", "fsdp")), FSDP_TP)
+        assert '{"tensor"}, {"fsdp"}' in lowered(fresh)
