@@ -19,6 +19,7 @@ from nnx_parallel import (
     Composite,
     DataParallel,
     Mean,
+    PathNames,
     Pipeline,
     Sum,
     TensorParallel,
@@ -128,7 +129,10 @@ STRATEGIES = {
 )
 def test_a_loss_of_its_own_evaluates_under_every_strategy(name: str) -> None:
     trainer = make_trainer(
-        strategy=STRATEGIES[name], eval_loss=confusion, num_microbatches=2
+        strategy=STRATEGIES[name],
+        names=PathNames((r"^first\.kernel$", (None, "mlp"))),
+        eval_loss=confusion,
+        num_microbatches=2,
     )
     history = trainer.fit(TRAINING, 2, eval_data=HELD_OUT)
     found = trainer.evaluate(HELD_OUT)
