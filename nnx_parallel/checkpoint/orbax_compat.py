@@ -293,6 +293,7 @@ class AsyncSave(logging.Filter):
                 # Only now: as long as this step is not saved, none is deleted.
                 if jax.process_index() == 0:
                     self.problems = delete_steps(self._directory, self.superseded)
+                    self.discard()
             except BaseException as error:  # whatever ended Orbax's thread
                 self.error = error
             finally:
@@ -313,15 +314,15 @@ class AsyncSave(logging.Filter):
         self._has_ended.set()
 
     def discard(self) -> None:
-        """Deletes what this save, which has failed, has written; the disk may be full.
+        """Deletes what this and earlier saves that failed have written, once it ended.
 
-        Orbax does so when the directory is opened again.
+        Orbax does so only when the directory is opened again. Threads of a save that
+        has just failed may still be writing: what they leave goes after the next save.
         """
         if jax.process_index() == 0:
-            # What cannot be deleted now is deleted then.
             with contextlib.suppress(Exception):
-                for path in LiteralPath(self._directory).iterdir():
-                    if path.name.startswith(f"{self._step}.{UNFINISHED}"):
+                for path in LiteralPath(self._directory).glob(f"*.{UNFINISHED}*"):
+                    with contextlib.suppress(Exception):
                         path.rmtree()
 
     def join(self, *, patiently: bool) -> None:

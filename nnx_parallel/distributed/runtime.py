@@ -169,7 +169,9 @@ def place_of(frame: FrameType | None) -> str:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
         place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
         if package == __name__.partition(".")[0]:
-            call = f"{frame.f_code.co_qualname}, at "
+            name = frame.f_code.co_qualname
+            # A decorator's inner function is not what the script has called.
+            call = call if "<locals>" in name else f"{name}, at "
         elif package not in _LIBRARIES:
             break
         frame = frame.f_back
