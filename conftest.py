@@ -1,7 +1,7 @@
 """Eight simulated CPU devices for the tests and for the examples in docstrings.
 
-It stands at the root because pytest collects `nnx_parallel/` and `models/` for their
-examples too, and devices can only be chosen before jax first counts them.
+It stands at the root because pytest collects `nnx_parallel/` for its examples
+too, and devices can only be chosen before jax first counts them.
 """
 
 import gc

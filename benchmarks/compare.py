@@ -31,9 +31,9 @@ from benchmarks.peers import (
     make_nnx_jit_step,
 )
 from benchmarks.timing import Ratio, Runner, Table, interleave
-from models import GPT, next_token_loss
 from nnx_parallel import FSDP, Trainer, audit
 from nnx_parallel.audit.collectives import KINDS
+from nnx_parallel.models import GPT, next_token_loss
 
 CODE: dict[str, tuple[Callable, ...]] = {}
 """The code of each variant, in addition to the model and its loss."""

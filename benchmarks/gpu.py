@@ -34,7 +34,7 @@ import numpy as np
 
 from benchmarks.gpu_task import WAYS, Task
 from benchmarks.timing import Ratio, Table
-from models import GPTConfig
+from nnx_parallel.models import GPTConfig
 
 # Vocabulary padded to a multiple of 128 for both, as one would in earnest.
 MODELS = {

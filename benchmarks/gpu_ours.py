@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.gpu_task import Task
-from models import GPT, next_token_loss
 from nnx_parallel import DataParallel, Precision, Trainer
+from nnx_parallel.models import GPT, next_token_loss
 
 _product = jax.jit(jnp.matmul)
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from models import GPTConfig
+from nnx_parallel.models import GPTConfig
 
 WAYS = ("ours", "torch flash", "torch cuDNN")
 

@@ -1,6 +1,6 @@
 """PyTorch's side of the comparison on a GPU: the same GPT, compiled.
 
-The shape is that of `models.GPT` with GPT-2's parts: biases everywhere but at the tied
+The shape is that of `GPT` with GPT-2's parts: biases everywhere but at the tied
 head, GELU in its tanh form, epsilon 1e-5. Queries, keys and values come from one
 matmul, as PyTorch's users write it.
 """
@@ -20,7 +20,7 @@ from torch.nn.attention import (  # pyright: ignore[reportMissingImports]
 )
 
 from benchmarks.gpu_task import Task
-from models import GPTConfig
+from nnx_parallel.models import GPTConfig
 
 KERNELS = {
     "torch flash": SDPBackend.FLASH_ATTENTION,

@@ -25,9 +25,9 @@ import optax
 
 from benchmarks.peers import copied, copy_state, make_gpt_step, make_nnx_jit_step
 from benchmarks.timing import Ratio, Runner, Table, interleave
-from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import FSDP, Callback, DataParallel, Strategy, Trainer, audit
 from nnx_parallel.loggers import JSONLinesLogger
+from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 
 CONFIG = GPTConfig.tiny(num_layers=2, seq_len=32)
 TINY = GPTConfig.tiny(num_layers=1, seq_len=8, embed_dim=16, vocab_size=16)

@@ -23,8 +23,8 @@ from flax import nnx
 
 from benchmarks.schedule import read_schedule
 from benchmarks.timing import Table
-from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import FSDP, Precision, Strategy, TensorParallel
+from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.state import plan_state
 from nnx_parallel.training.step import StepOptions, make_train_step

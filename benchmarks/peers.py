@@ -19,10 +19,10 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from models import GPT, next_token_loss
 from nnx_parallel import GPipe, Mean, TrainState
 from nnx_parallel.data.rows import split_rows
 from nnx_parallel.layers import Remat, default_remat, linear_cross_entropy
+from nnx_parallel.models import GPT, next_token_loss
 from nnx_parallel.pipeline.prologue_epilogue import PipelineInputs
 from nnx_parallel.pipeline.run import PipelinedFunction, PipelineSchedule
 from nnx_parallel.precision import cast_floating

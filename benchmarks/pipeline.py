@@ -22,7 +22,6 @@ from rich.table import Table as Grid
 
 from benchmarks.pipeline_slots import slot_runs
 from benchmarks.timing import Ratio, Runner, Table, circumstances, interleave
-from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import (
     GPipe,
     Interleaved,
@@ -34,6 +33,7 @@ from nnx_parallel import (
     audit,
 )
 from nnx_parallel import schedules as pipelines
+from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.state import StatePlan, init_state, plan_state
 from nnx_parallel.training.step import StepOptions, make_train_step

@@ -15,8 +15,8 @@ import numpy as np
 import optax
 
 from benchmarks.timing import Ratio, Table, interleave
-from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import FSDP, DataParallel, Strategy, Trainer
+from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 
 CONFIG = GPTConfig.tiny(num_layers=2, embed_dim=128, seq_len=64)
 ROWS = 16

@@ -22,7 +22,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.timing import Ratio, Runner, Table, interleave
-from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import (
     FSDPRules,
     audit,
@@ -31,6 +30,7 @@ from nnx_parallel import (
     shard,
     sharded_jit,
 )
+from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 
 RULES = FSDPRules("fsdp")
 WIDTHS = (64, 256, 256, 64)

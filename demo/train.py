@@ -14,7 +14,6 @@ from flax import nnx
 
 from demo import report
 from demo.corpus import RandomWindows, spread_windows, standard_library
-from models import GPT, GPTConfig, generate, next_token_loss
 from nnx_parallel import (
     FSDP,
     Checkpoint,
@@ -27,6 +26,7 @@ from nnx_parallel import (
     Trainer,
     muon_dimension_numbers,
 )
+from nnx_parallel.models import GPT, GPTConfig, generate, next_token_loss
 
 STRATEGIES: Mapping[str, Callable[[], Strategy]] = {
     "default": lambda: Composite(TensorParallel(2), FSDP()),

@@ -10,7 +10,7 @@ from pathlib import Path
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 sys.path[:0] = [str(DOCS), str(ROOT)]
-# Kernels of the tutorials import the library and the models of this checkout.
+# Kernels of the tutorials import the library of this checkout.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
 )
@@ -65,11 +65,7 @@ napoleon_use_ivar = True
 
 def _sources_hash() -> str:
     """Of all code that a tutorial can run: with it the cache of outputs changes."""
-    files = [
-        file
-        for package in ("nnx_parallel", "models")
-        for file in sorted((ROOT / package).rglob("*.py"))
-    ]
+    files = sorted((ROOT / "nnx_parallel").rglob("*.py"))
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files))
     return digest.hexdigest()[:16]
 

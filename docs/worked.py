@@ -11,7 +11,6 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 
-from models import GPT, GPTConfig, ResNet, ResNetConfig, ViT, ViTConfig
 from nnx_parallel import (
     FSDP,
     Composite,
@@ -21,6 +20,7 @@ from nnx_parallel import (
     TensorParallel,
 )
 from nnx_parallel.mesh import MESH_AXES
+from nnx_parallel.models import GPT, GPTConfig, ResNet, ResNetConfig, ViT, ViTConfig
 from nnx_parallel.visualize.describe import Description
 
 

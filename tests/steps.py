@@ -13,8 +13,8 @@ import numpy as np
 import optax
 from flax import nnx
 
-from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import Report, Strategy, audit
+from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.state import StatePlan, plan_state
 from nnx_parallel.training.step import StepOptions, make_train_step

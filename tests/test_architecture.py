@@ -18,7 +18,7 @@ import nnx_parallel
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "nnx_parallel"
-MODELS = ROOT / "models"
+MODELS = PACKAGE / "models"
 
 # A module imports only from those above it.
 ORDER = [
@@ -33,6 +33,7 @@ ORDER = [
     "collectives",
     "sharding",
     "layers",
+    "models",
     "data",
     "visualize",
     "init",
@@ -44,7 +45,7 @@ ORDER = [
     "cli",
     "__main__",
 ]
-OPEN_TO_MODELS = {"layers", "sharding", "metrics"}
+OPEN_TO_MODELS = {"layers", "sharding", "metrics", "models"}
 
 # Where a distribution's import name is not its own name.
 IMPORT_NAMES = {"orbax-checkpoint": "orbax", "pyyaml": "yaml"}
@@ -244,7 +245,7 @@ def test_a_file_has_at_most_450_lines(file: Path) -> None:
 
 def test_the_package_is_small() -> None:
     """A new capability may raise these by what it needs; slices of one may not."""
-    files = files_of(PACKAGE)
+    files = set(files_of(PACKAGE)) - set(files_of(MODELS))
     assert len(files) <= 95
     assert sum(map(num_lines, files)) <= 22_500
 
@@ -262,7 +263,8 @@ def test_the_order_of_imports_is_short() -> None:
 
 @pytest.mark.parametrize("file", files_of(PACKAGE), ids=dotted_name)
 def test_names_are_imported_from_the_module_that_defines_them(file: Path) -> None:
-    if file.name == "__init__.py":
+    # Models are there to be copied: they import what is public.
+    if file.name == "__init__.py" or MODELS in file.parents:
         return
     borrowed = {
         f"{source}.{name}"

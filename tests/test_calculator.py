@@ -16,7 +16,6 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 
-from models import GPT, GPTConfig
 from nnx_parallel import (
     FSDP,
     Composite,
@@ -31,6 +30,7 @@ from nnx_parallel import (
     ZeroBubble,
 )
 from nnx_parallel.mesh import MESH_AXES
+from nnx_parallel.models import GPT, GPTConfig
 from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.visualize.describe import Description, describe_model
 from tests.steps import compile_gpt

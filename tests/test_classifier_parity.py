@@ -7,7 +7,6 @@ from functools import cache
 import jax
 import pytest
 
-from models import MLPClassifier, classification_loss
 from nnx_parallel import (
     FSDP,
     Composite,
@@ -18,6 +17,7 @@ from nnx_parallel import (
     TensorParallel,
     ZeroBubble,
 )
+from nnx_parallel.models import MLPClassifier, classification_loss
 from tests.parity.checks import assert_parts, assert_same_numbers
 from tests.parity.models import CLASSES, CLASSIFIER, Case, label_batch
 from tests.parity.runs import Run, compiling, measure

@@ -13,7 +13,6 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.stock import StockTransformer, stock_loss
-from models import GPTConfig
 from nnx_parallel import (
     FSDP,
     Composite,
@@ -23,6 +22,7 @@ from nnx_parallel import (
     Strategy,
     TensorParallel,
 )
+from nnx_parallel.models import GPTConfig
 from tests.steps import CompiledStep, compile_gpt, compile_step
 
 LAYERS, ROWS, SEQ, WIDTH = 3, 32, 16, 32

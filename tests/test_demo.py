@@ -17,7 +17,7 @@ from demo.corpus import (
     unigram_bits,
 )
 from demo.train import STRATEGIES, Settings, run
-from models import GPTConfig
+from nnx_parallel.models import GPTConfig
 from tests.parity.runs import compiling
 
 

@@ -9,8 +9,8 @@ import optax
 import pytest
 from flax import nnx
 
-from models import GPT, GPTConfig, generate, next_token_loss
 from nnx_parallel import Trainer
+from nnx_parallel.models import GPT, GPTConfig, generate, next_token_loss
 from tests.parity.models import SEQ_LEN
 from tests.parity.strategies import ONE_DEVICE, PLANS, Plan
 

@@ -15,7 +15,7 @@ from flax import nnx
 from benchmarks import gpu
 from benchmarks.gpu_child import is_out_of_memory
 from benchmarks.gpu_task import Task
-from models import GPT, GPTConfig, next_token_loss
+from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.sharding.names import flatten_pure
 
 CONFIG = GPTConfig.tiny(num_layers=2, seq_len=16)

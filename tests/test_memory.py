@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 
 from benchmarks.peers import make_gpt_step
-from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import FSDP, DataParallel, Strategy, Trainer
+from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.state import init_state, plan_state
 from tests.steps import TX, compile_gpt

@@ -14,7 +14,9 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
-from models import (
+from nnx_parallel.audit import audit
+from nnx_parallel.metrics import Mean
+from nnx_parallel.models import (
     GPT,
     GPTConfig,
     MLPClassifier,
@@ -23,9 +25,7 @@ from models import (
     generate,
     next_token_loss,
 )
-from models.gpt import Attention, Block
-from nnx_parallel.audit import audit
-from nnx_parallel.metrics import Mean
+from nnx_parallel.models.gpt import Attention, Block
 from nnx_parallel.sharding import Claims, FSDPRules, Layout, ZeroAxis, using
 from nnx_parallel.sharding.names import array_info, variables_of
 

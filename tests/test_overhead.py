@@ -6,8 +6,8 @@ import optax
 import pytest
 
 from benchmarks.peers import copy_state, make_gpt_step
-from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import FSDP, DataParallel, Strategy, Trainer, audit
+from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from tests.steps import QUICKLY
 
 CONFIG = GPTConfig.tiny(embed_dim=32, num_layers=2, vocab_size=64, seq_len=16)

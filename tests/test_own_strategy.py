@@ -12,9 +12,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel
-from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import FSDP, Claims, Composite, DataParallel, Pipeline, Strategy
 from nnx_parallel.errors import PipelineError
+from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.sharding.names import flatten_pure
 from tests.parity.runs import compiling
 from tests.pipelines import make_trainer

@@ -16,10 +16,10 @@ import optax
 import pytest
 from flax import nnx
 
-from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import Mean, Trainer
 from nnx_parallel.layers import cross_entropy
 from nnx_parallel.metrics import as_mean
+from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.training.step import LossFn
 from tests.parity.checks import (
     assert_gradients_close,

@@ -9,7 +9,6 @@ import optax
 import pytest
 from flax import nnx
 
-from models import GPT, GPTConfig, generate, next_token_loss
 from nnx_parallel import (
     FSDP,
     Composite,
@@ -22,6 +21,7 @@ from nnx_parallel import (
     ZeroBubble,
 )
 from nnx_parallel.layers import Remat
+from nnx_parallel.models import GPT, GPTConfig, generate, next_token_loss
 from nnx_parallel.sharding.layout import ZeroKind
 from tests.parity.models import GPT_SIZES, Arrays, token_batch
 from tests.pipelines import assert_like_one_device, make_trainer

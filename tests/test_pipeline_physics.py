@@ -16,7 +16,6 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.peers import make_gpipe_step
-from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import (
     FSDP,
     Composite,
@@ -33,6 +32,7 @@ from nnx_parallel import (
     audit,
 )
 from nnx_parallel.audit.hlo import parse
+from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.pipeline.run import PipelineSchedule
 from nnx_parallel.schedules.table import plan_buffers
 from nnx_parallel.state import init_state

@@ -19,7 +19,6 @@ import optax
 import pytest
 from flax import nnx
 
-from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import (
     FSDP,
     Composite,
@@ -32,6 +31,7 @@ from nnx_parallel.collectives import Mode, gather_hops, join_hops
 from nnx_parallel.layers import Dense, Remat, Stack
 from nnx_parallel.layers.jaxprs import derived, inline, needed, walk
 from nnx_parallel.mesh import make_mesh
+from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.sharding import using
 from nnx_parallel.sharding.model import place_model
 from nnx_parallel.training.step import StepOptions, make_train_step

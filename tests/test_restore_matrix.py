@@ -10,9 +10,9 @@ import optax
 import pytest
 from jax.sharding import Sharding
 
-from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import Checkpoint, Trainer, TrainState
 from nnx_parallel.checkpoint.contents import to_groups
+from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from tests.parity.models import GPT_SIZES, Arrays, token_batch
 from tests.parity.runs import as_numpy, compiling
 from tests.parity.strategies import ONE_DEVICE, PLANS, Plan

@@ -16,7 +16,6 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from models import GPTConfig
 from nnx_parallel import (
     FSDP,
     Composite,
@@ -26,6 +25,7 @@ from nnx_parallel import (
     TensorParallel,
 )
 from nnx_parallel.layers import Dense, Embed
+from nnx_parallel.models import GPTConfig
 from nnx_parallel.sharding import constrain, using
 from nnx_parallel.strategies import Pipeline
 from tests.parity.models import CASES

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import models
 import nnx_parallel
+import nnx_parallel.models
 
 ROOT = Path(__file__).parents[1]
 TUTORIALS = sorted((ROOT / "tutorials").glob("*.py"))
@@ -17,7 +17,7 @@ PUBLIC = {
     "nnx_parallel": set(nnx_parallel.__all__),
     "nnx_parallel.errors": set(vars(nnx_parallel.errors)),
     "nnx_parallel.layers": set(vars(nnx_parallel.layers)),
-    "models": set(vars(models)),
+    "nnx_parallel.models": set(vars(nnx_parallel.models)),
 }
 
 

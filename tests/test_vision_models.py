@@ -11,7 +11,6 @@ import optax
 import pytest
 from flax import nnx
 
-from models import ResNet, ResNetConfig, ViT, ViTConfig, classification_loss
 from nnx_parallel import (
     FSDP,
     Composite,
@@ -19,6 +18,13 @@ from nnx_parallel import (
     Strategy,
     TensorParallel,
     Trainer,
+)
+from nnx_parallel.models import (
+    ResNet,
+    ResNetConfig,
+    ViT,
+    ViTConfig,
+    classification_loss,
 )
 from tests.parity.checks import (
     assert_params_close,

@@ -13,7 +13,7 @@ import jax, numpy as np, optax
 from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import PartitionSpec as P
-from models import GPT, GPTConfig, next_token_loss
+from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import *
 from nnx_parallel.layers import attention
 from nnx_parallel.state import plan_state

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 import optax
 
-from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import FSDP, DataParallel, Trainer, audit, simulate_devices, visualize
+from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 
 simulate_devices(8)
 

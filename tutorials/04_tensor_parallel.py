@@ -13,7 +13,6 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
-from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import (
     Composite,
     DataParallel,
@@ -25,6 +24,7 @@ from nnx_parallel import (
     simulate_devices,
     visualize,
 )
+from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 
 simulate_devices(8)
 

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import optax
 
-from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import (
     DataParallel,
     GPipe,
@@ -24,6 +23,7 @@ from nnx_parallel import (
     simulate_devices,
     visualize,
 )
+from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 
 simulate_devices(8)
 

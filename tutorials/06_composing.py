@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import optax
 
-from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import (
     FSDP,
     Composite,
@@ -23,6 +22,7 @@ from nnx_parallel import (
     simulate_devices,
     visualize,
 )
+from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 
 simulate_devices(8)
 

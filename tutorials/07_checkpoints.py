@@ -13,7 +13,6 @@ import jax
 import numpy as np
 import optax
 
-from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import (
     FSDP,
     Checkpoint,
@@ -24,6 +23,7 @@ from nnx_parallel import (
     simulate_devices,
     visualize,
 )
+from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 
 simulate_devices(8)
 runs = Path(tempfile.mkdtemp())

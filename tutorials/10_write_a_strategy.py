@@ -16,7 +16,6 @@ import jax
 import numpy as np
 import optax
 
-from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import (
     FSDP,
     Claims,
@@ -30,6 +29,7 @@ from nnx_parallel import (
     visualize,
 )
 from nnx_parallel.errors import PlacementConflictError
+from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 
 simulate_devices(8)
 

@@ -17,8 +17,8 @@ import jax
 import numpy as np
 import optax
 
-from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import FSDP, Trainer, audit, simulate_devices
+from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 
 simulate_devices(8)
 

@@ -388,7 +388,7 @@ function script(model, judged, machine) {
     ...(precision === "bfloat16" ? ["import jax.numpy as jnp"] : []),
     "import optax",
     `from nnx_parallel import ${ours.join(", ")}`,
-    "from models import GPT, GPTConfig, next_token_loss",
+    "from nnx_parallel.models import GPT, GPTConfig, next_token_loss",
     "",
     "config = GPTConfig(",
     ...lines,

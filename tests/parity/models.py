@@ -14,7 +14,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from models import (
+from nnx_parallel import LogicalRules, PathRules
+from nnx_parallel.models import (
     GPT,
     GPTConfig,
     MLPClassifier,
@@ -22,7 +23,6 @@ from models import (
     classification_loss,
     next_token_loss,
 )
-from nnx_parallel import LogicalRules, PathRules
 from nnx_parallel.sharding import Rules
 from nnx_parallel.training.step import LossFn
 

@@ -22,7 +22,6 @@ import optax
 from flax import nnx
 
 import nnx_parallel
-from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import (
     FSDP,
     Callback,
@@ -36,6 +35,7 @@ from nnx_parallel import (
 )
 from nnx_parallel.checkpoint import orbax_compat
 from nnx_parallel.distributed import messages
+from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.sharding.names import flatten_pure
 
 STRATEGIES = {

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.gpt_config import GPTConfig
 from nnx_parallel.layers import (
     Dense,
     Embed,
@@ -30,6 +29,7 @@ from nnx_parallel.layers import (
     named,
 )
 from nnx_parallel.metrics import Mean
+from nnx_parallel.models.gpt_config import GPTConfig
 from nnx_parallel.sharding import constrain
 
 Cache = tuple[jax.Array, jax.Array]

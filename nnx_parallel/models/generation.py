@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.gpt import GPT, Cache
-from models.gpt_config import GPTConfig
+from nnx_parallel.models.gpt import GPT, Cache
+from nnx_parallel.models.gpt_config import GPTConfig
 
 
 def generate(
@@ -43,7 +43,7 @@ def generate(
         ValueError: If an argument is out of range, or learned positions end too early.
 
     Example:
-        >>> from models import GPT, GPTConfig
+        >>> from nnx_parallel.models import GPT, GPTConfig
         >>> model = GPT(GPTConfig.tiny(), rngs=nnx.Rngs(0))
         >>> prompt = jnp.array([[1, 2, 3]])
         >>> generate(model, prompt, max_new_tokens=5, temperature=0).shape

@@ -1,0 +1,13 @@
+"""Example models: they name their dims and know nothing of meshes."""
+
+from nnx_parallel.models.classifier import MLPClassifier as MLPClassifier
+from nnx_parallel.models.classifier import MLPClassifierConfig as MLPClassifierConfig
+from nnx_parallel.models.classifier import classification_loss as classification_loss
+from nnx_parallel.models.generation import generate as generate
+from nnx_parallel.models.gpt import GPT as GPT
+from nnx_parallel.models.gpt import next_token_loss as next_token_loss
+from nnx_parallel.models.gpt_config import GPTConfig as GPTConfig
+from nnx_parallel.models.resnet import ResNet as ResNet
+from nnx_parallel.models.resnet import ResNetConfig as ResNetConfig
+from nnx_parallel.models.vit import ViT as ViT
+from nnx_parallel.models.vit import ViTConfig as ViTConfig
