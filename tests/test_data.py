@@ -215,6 +215,7 @@ next(placed)
     assert (done.returncode, done.stdout) == (0, b""), done.stderr.decode()
 
 
+@pytest.mark.deep
 def test_closing_over_data_that_blocks_warns_instead_of_hanging() -> None:
     release = threading.Event()
 

@@ -125,7 +125,8 @@ STRATEGIES = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("data", marks=DEEP), "tensor", "pipeline"]
+    "name",
+    [pytest.param("data", marks=DEEP), pytest.param("tensor", marks=DEEP), "pipeline"],
 )
 def test_a_loss_of_its_own_evaluates_under_every_strategy(name: str) -> None:
     trainer = make_trainer(

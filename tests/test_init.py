@@ -118,7 +118,7 @@ def as_one_program(plan: StatePlan, build: Callable) -> Any:
     ("strategy", "num_devices"),
     [
         (Composite(TensorParallel(2), FSDP(min_size=0)), 8),
-        (DataParallel(), 1),
+        pytest.param(DataParallel(), 1, marks=pytest.mark.deep),
     ],
     ids=["tensor-fsdp", "one"],
 )

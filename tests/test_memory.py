@@ -82,6 +82,7 @@ def test_arrays_hold_what_describe_says(shard):
     assert max(held.values()) <= 1.02 * share * total
 
 
+@pytest.mark.deep
 class TestTemporaries:
     """How scratch memory grows with a layer, where weights outweigh activations."""
 

@@ -60,7 +60,9 @@ def test_the_compiled_step_is_the_one_written_by_hand(strategy: Strategy):
         assert float(value) == float(hand_metrics[name])
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize(
+    "num_microbatches", [1, pytest.param(4, marks=pytest.mark.deep)]
+)
 def test_a_step_is_traced_once_for_each_shape(num_microbatches: int):
     traces = []
 

@@ -1,8 +1,9 @@
 """Every strategy trains every model to the numbers of one device.
 
-``make test`` runs every value and every pair of values of models, strategies and
-microbatches, and each strategy with one of two further models; ``make test-all`` the
-rest of their product too, with all of the compiler's optimizations.
+``make test`` runs every model, and every strategy with every number of microbatches;
+``make test-deep`` every pair of models, strategies and microbatches, and each strategy
+with one of two further models; ``make test-all`` the rest of their product too, with all
+of the compiler's optimizations.
 """
 
 from functools import cache
@@ -39,6 +40,7 @@ from tests.parity.runs import (
 )
 from tests.parity.strategies import ONE_DEVICE, PLANS, Plan
 
+DEEP = pytest.mark.deep
 MICROBATCHES = (1, 4)
 PRODUCT = list(product(CASES, PLANS, MICROBATCHES))
 FURTHER = ("rnn", "annotated")
@@ -48,20 +50,30 @@ PAIRS = all_pairs(MAIN, list(PLANS), MICROBATCHES)
 CHOSEN = PAIRS + [
     (FURTHER[i % 2], plan, MICROBATCHES[i // 2 % 2]) for i, plan in enumerate(PLANS)
 ]
+QUICK = [
+    (list(CASES)[i % len(CASES)], plan, n)
+    for i, (plan, n) in enumerate(product(PLANS, MICROBATCHES))
+]
 
 
 def parametrized() -> list:
-    """The product; what is not chosen is slow. One worker runs what shares programs."""
+    """The product, each with its mark. One worker runs what shares programs."""
     return [
         pytest.param(
             *combination,
             marks=[
                 pytest.mark.xdist_group(f"parity {combination[0]}"),
-                *([] if combination in CHOSEN else [pytest.mark.slow]),
+                *marks_of(combination),
             ],
         )
         for combination in PRODUCT
     ]
+
+
+def marks_of(combination: tuple) -> list[pytest.MarkDecorator]:
+    if combination in QUICK:
+        return []
+    return [DEEP if combination in CHOSEN else pytest.mark.slow]
 
 
 def test_every_pair_is_chosen() -> None:
@@ -69,13 +81,15 @@ def test_every_pair_is_chosen() -> None:
     assert {(m, n) for m, _, n in CHOSEN} == set(product(CASES, MICROBATCHES))
     assert {plan for m, plan, _ in CHOSEN if m in FURTHER} == set(PLANS)
     assert len(CHOSEN) < 0.6 * len(PRODUCT)
+    assert {(plan, n) for _, plan, n in QUICK} == set(product(PLANS, MICROBATCHES))
+    assert {model for model, *_ in QUICK} == set(CASES)
 
 
 @pytest.mark.parametrize(("model", "plan", "microbatches"), parametrized())
 def test_same_numbers_as_one_device(model: str, plan: str, microbatches: int) -> None:
     case, strategy = CASES[model], PLANS[plan].strategy(CASES[model])
     devices = PLANS[plan].devices()
-    optimized = (model, plan, microbatches) not in CHOSEN
+    optimized = (model, plan, microbatches) not in [*QUICK, *CHOSEN]
     expected = reference(model, microbatches, optimized=optimized)
     with compiling(optimized=optimized):
         run = measure(case, strategy, devices, microbatches)
@@ -135,7 +149,7 @@ def by_hand(loss: LossFn) -> tuple[float, Arrays]:
 
 @pytest.mark.xdist_group("means")
 @pytest.mark.parametrize("plan", [ONE_DEVICE, PLANS["dp8"]], ids=["one", "dp8"])
-@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=DEEP), 4])
 @pytest.mark.parametrize("loss", [masked_loss, loss_of_two_weights])
 def test_accumulated_mean_is_that_of_the_batch(
     loss: LossFn, microbatches: int, plan: Plan
@@ -162,7 +176,7 @@ def test_accumulated_mean_is_that_of_the_batch(
 
 
 @pytest.mark.xdist_group("means")
-@pytest.mark.parametrize("plan", ["dp8", "fsdp4_tp2"])
+@pytest.mark.parametrize("plan", [pytest.param("dp8", marks=DEEP), "fsdp4_tp2"])
 @pytest.mark.parametrize("loss", [masked_loss, token_loss])
 def test_evaluation_is_the_mean_over_all_rows(loss: LossFn, plan: str) -> None:
     """Without dropout, whatever the sizes of batches; a plain scalar weighs by rows."""

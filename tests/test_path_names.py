@@ -107,9 +107,9 @@ def one_device() -> tuple[np.ndarray, float, Trainer]:
 @pytest.mark.parametrize(
     "strategy",
     [
-        TensorParallel(2),
+        pytest.param(TensorParallel(2), marks=pytest.mark.deep),
         Composite(TensorParallel(2), FSDP(2, min_size=0)),
-        Composite(Pipeline(2), TensorParallel(2)),
+        pytest.param(Composite(Pipeline(2), TensorParallel(2)), marks=pytest.mark.deep),
     ],
     ids=repr,
 )

@@ -45,6 +45,7 @@ def test_the_map_shows_every_room_of_the_package() -> None:
             assert (PACKAGE / (room[1] if room else "") / name).exists(), name
 
 
+@pytest.mark.deep
 def test_python_blocks_run_and_print_what_stands_below_them(tmp_path: Path) -> None:
     found = run_page(README, tmp_path)
     assert any(shown is not None for _, shown in found)

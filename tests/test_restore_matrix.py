@@ -18,6 +18,12 @@ from tests.parity.runs import as_numpy, compiling
 from tests.parity.strategies import ONE_DEVICE, PLANS, Plan
 
 ALL_PLANS = {"one_device": ONE_DEVICE, **PLANS}
+QUICK = [
+    plan
+    if plan in ("one_device", "fsdp8", "dp2_fsdp2_tp2")
+    else pytest.param(plan, marks=pytest.mark.deep)
+    for plan in ALL_PLANS
+]
 CONFIG = GPTConfig.tiny(**GPT_SIZES)
 
 
@@ -105,7 +111,7 @@ def targets() -> list[tuple[Trainer, dict[str, Sharding]]]:
 
 
 @pytest.mark.xdist_group("restore matrix")
-@pytest.mark.parametrize("saved", ALL_PLANS)
+@pytest.mark.parametrize("saved", QUICK)
 def test_restores_under_every_strategy(
     saved: str,
     trained: tuple[Path, Arrays],
@@ -167,7 +173,9 @@ def shuffled_rows() -> grain.IterDataset:
 
 
 @pytest.mark.xdist_group("resume")
-@pytest.mark.parametrize("make_data", [Epochs, shuffled_rows])
+@pytest.mark.parametrize(
+    "make_data", [pytest.param(Epochs, marks=pytest.mark.deep), shuffled_rows]
+)
 def test_a_stopped_run_goes_on(make_data, tmp_path: Path) -> None:
     """Bit for bit on the same strategy; within rounding on another one."""
     plan, other = PLANS["fsdp4_tp2"], PLANS["dp8"]

@@ -110,7 +110,9 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    "name", ["data", pytest.param("pipeline", marks=pytest.mark.deep)]
+)
 def test_every_row_and_microbatch_gets_shared_entries_whole(name: str) -> None:
     trainer = make_trainer(strategy=STRATEGIES[name], num_microbatches=2)
     scales = [0.5, 0.25, 0.125]

@@ -358,7 +358,10 @@ def gradients_of(build: Any, loss: Any, batch: Any, strategy: Any) -> dict:
 
 @pytest.mark.parametrize(
     ("model", "loss", "batch"),
-    [(Qwen, qwen_loss, TOKENS[:, 0]), (ViT, vit_loss, TOKENS)],
+    [
+        (Qwen, qwen_loss, TOKENS[:, 0]),
+        pytest.param(ViT, vit_loss, TOKENS, marks=pytest.mark.deep),
+    ],
     ids=["qwen", "vit"],
 )
 def test_five_lines_and_the_same_gradients(model: Any, loss: Any, batch: Any) -> None:
