@@ -2,8 +2,8 @@
 
 ``make test`` runs every model, and every strategy with every number of microbatches;
 ``make test-deep`` every pair of models, strategies and microbatches, and each strategy
-with one of two further models; ``make test-all`` the rest of their product too, with all
-of the compiler's optimizations.
+with one of two further models; ``make test-all`` the rest of their product too, with
+all of the compiler's optimizations.
 """
 
 from functools import cache

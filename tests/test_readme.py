@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.pages import FENCE, blocks, run_page
 
 ROOT = Path(__file__).parents[1]
