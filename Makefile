@@ -13,7 +13,7 @@ pytest := $(python) -m pytest -n 2 --own-cores --dist loadgroup --no-loadscope-r
 install := $(python) -m pip install -qq --disable-pip-version-check --no-input \
 	$(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
-.PHONY: help demo demo-clean setup test test-deep test-faults test-all lint docs clean
+.PHONY: help demo demo-clean setup test test-deep test-faults test-all lint docs docs-fast clean
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -51,6 +51,11 @@ lint: $(VENV)/.dev  ## style, format, types
 docs: $(VENV)/.docs  ## build the site in docs/_build/html; runs every tutorial
 	$(python) -m sphinx -q -W --keep-going -d docs/_build/doctrees docs docs/_build/html
 	@echo "docs/_build/html/index.html"
+
+docs-fast: $(VENV)/.docs  ## build the site in docs/_build/fast without running tutorials; 1 minute
+	$(python) -m sphinx -q -W --keep-going -D nb_execution_mode=off \
+		-d docs/_build/fast-doctrees docs docs/_build/fast
+	@echo "docs/_build/fast/index.html"
 
 clean:  ## remove caches and builds; environments and runs/ stay
 	rm -rf build dist docs/_build docs/tutorials .pytest_cache .ruff_cache

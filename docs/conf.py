@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import shutil
 import sys
 import urllib.request
 from pathlib import Path
@@ -17,7 +16,15 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
 
+import frame  # noqa: E402
+
 import nnx_parallel  # noqa: E402
+
+nnx_parallel.simulate_devices(8)  # pictures and tables are of real shardings
+
+# The address of the repository, https://github.com/OWNER/NAME. Where it is given every
+# page links to its source, to an edit of it and to the issues, and tutorials to Colab.
+repository = os.environ.get("NNX_PARALLEL_REPOSITORY", "")
 
 project = "nnx_parallel"
 author = "The nnx_parallel authors"
@@ -26,10 +33,12 @@ release = version = nnx_parallel.__version__
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx.ext.intersphinx",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
+    "frame",
     "pages",
 ]
 exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
@@ -37,13 +46,29 @@ html_theme = "sphinx_book_theme"
 html_title = "nnx_parallel"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_favicon = "_static/logo.svg"
+html_extra_path = ["_build/extra"]  # tutorials to download
 html_theme_options = {
+    "logo": {
+        "text": f"nnx_parallel {release}",
+        "image_light": "_static/logo.svg",
+        "image_dark": "_static/logo.svg",
+    },
     "show_toc_level": 2,
     "home_page_in_toc": True,
     "use_download_button": False,
     "use_fullscreen_button": False,
     "navbar_persistent": [],  # search stands in the sidebar
 }
+if repository:
+    html_theme_options |= {
+        "repository_url": repository,
+        "repository_branch": "main",
+        "path_to_docs": "docs",
+        "use_repository_button": True,
+        "use_issues_button": True,
+        "use_edit_page_button": True,
+    }
 html_show_sourcelink = False
 html_copy_source = False
 
@@ -55,7 +80,9 @@ copybutton_prompt_is_regexp = True
 # A name in single backticks is a link where the API has it.
 default_role = "py:obj"
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+maximum_signature_line_length = 72  # longer ones have a parameter a line
 autodoc_class_signature = "mixed"
 autodoc_preserve_defaults = True
 napoleon_google_docstring = True
@@ -70,24 +97,14 @@ def _sources_hash() -> str:
     return digest.hexdigest()[:16]
 
 
-def _copy_tutorials() -> None:
-    """Sphinx reads what lies below its own directory."""
-    target = DOCS / "tutorials"
-    target.mkdir(exist_ok=True)
-    for old in target.glob("*.py"):
-        old.unlink()
-    for file in sorted((ROOT / "tutorials").glob("[0-9]*.py")):
-        shutil.copyfile(file, target / file.name)
-
-
-_copy_tutorials()
+frame.copy_tutorials()
 nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
 # Scripts of the site itself are no pages.
-exclude_patterns += ["conf.py", "pages.py", "worked.py", "results.py"]
+exclude_patterns += ["*.py"]
 nb_execution_mode = "cache"
 nb_execution_cache_path = str(DOCS / "_build" / "executed" / _sources_hash())
 nb_execution_in_temp = True
-nb_execution_timeout = 300
+nb_execution_timeout = 3600  # of a cell: only a hang takes longer, on any machine
 nb_execution_raise_on_error = True
 nb_merge_streams = True
 nb_render_image_options = {"align": "center"}

@@ -2,7 +2,12 @@
 
 from pathlib import Path
 
+import cards
+import drawings
+import error_help
+import frame
 import results
+import vector
 import worked
 from docutils import nodes
 from docutils.nodes import Node
@@ -11,29 +16,82 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 import nnx_parallel
-from nnx_parallel import errors
 
 ROOT = Path(__file__).parents[1]
 
 
 class ErrorList(SphinxDirective):
-    """Every named error and warning with its docstring, the bases first."""
+    """Every named error and warning: docstring, cause, fix and an example."""
 
     def run(self) -> list[Node]:
         """Documents the classes of `nnx_parallel.errors` in their order there."""
-        lines, bases = [], (errors.ParallelError, errors.ParallelWarning)
-        for name, value in vars(errors).items():
-            if isinstance(value, type) and issubclass(value, bases):
-                lines += [
-                    f".. autoclass:: nnx_parallel.errors.{name}",
-                    "   :show-inheritance:",
-                    "",
-                ]
+        _depend_on(self, Path(str(error_help.__file__)))
         node = nodes.container()
-        self.state.nested_parse(
-            StringList(["```{eval-rst}", *lines, "```"], "errors"), 0, node
-        )
+        lines: list[str] = []
+        for name in error_help.error_names():
+            lines += [
+                "```{eval-rst}",
+                f".. autoclass:: nnx_parallel.errors.{name}",
+                "   :show-inheritance:",
+                "```",
+                *error_help.entry(name),
+                "",
+            ]
+        self.state.nested_parse(StringList(lines, "errors"), 0, node)
         return node.children
+
+
+class Figure(SphinxDirective):
+    """A picture of `drawings`, by its name."""
+
+    required_arguments = 1
+
+    def run(self) -> list[Node]:
+        """Draws it."""
+        for module in (drawings, vector):
+            _depend_on(self, Path(str(module.__file__)))
+        html = drawings.figure(self.arguments[0])
+        return [nodes.raw("", html, format="html")]
+
+
+class TutorialCards(SphinxDirective):
+    """A card for each tutorial."""
+
+    def run(self) -> list[Node]:
+        """Draws them."""
+        _depend_on(self, Path(str(cards.__file__)), *frame.tutorials())
+        return [nodes.raw("", cards.cards(), format="html")]
+
+
+class MigrationTables(SphinxDirective):
+    """The sections of the last part of tutorial 12: a heading and a table each."""
+
+    def run(self) -> list[Node]:
+        """Takes headings and tables, and leaves code and prose to the tutorial."""
+        (file,) = (ROOT / "tutorials").glob("*_migrating.py")
+        _depend_on(self, file)
+        node = nodes.section()
+        node.document = self.state.document
+        lines = migration_tables(file.read_text())
+        self.state.nested_parse(StringList(lines, "migrating"), 0, node)
+        return node.children
+
+
+def migration_tables(tutorial: str) -> list[str]:
+    """Lines of Markdown: each table under the heading that it has in the tutorial."""
+    lines: list[str] = []
+    heading = None
+    for line in tutorial.splitlines():
+        words = line.removeprefix("# ")
+        if words.startswith("## "):
+            heading = words
+        elif words.startswith("|"):
+            if heading:
+                # A rubric: what is parsed within a directive has no sections.
+                lines += ["", "```{rubric} " + heading.removeprefix("## "), "```", ""]
+                heading = None
+            lines.append(words)
+    return lines
 
 
 class WorkedExamples(SphinxDirective):
@@ -76,6 +134,9 @@ def _depend_on(directive: SphinxDirective, *files: Path) -> None:
 def setup(app: Sphinx) -> dict[str, bool | str]:
     """Registers the directives."""
     app.add_directive("error-list", ErrorList)
+    app.add_directive("drawing", Figure)
+    app.add_directive("tutorial-cards", TutorialCards)
+    app.add_directive("migration-tables", MigrationTables)
     app.add_directive("worked-examples", WorkedExamples)
     app.add_directive("benchmark-results", BenchmarkResults)
     return {"version": nnx_parallel.__version__, "parallel_read_safe": True}

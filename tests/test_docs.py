@@ -16,6 +16,13 @@ from tests.pages import blocks, run_page
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
+# The site's scripts import each other, as they do when it is built.
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(DOCS)
+    import cards
+    import drawings
+    import error_help
+    import vector
 
 
 def with_code() -> list:
@@ -108,7 +115,9 @@ def test_every_block_is_of_a_known_kind() -> None:
     known |= {"bash", "yaml"}  # what a command above them has printed
     known |= {"{include} ../CHANGELOG.md", "{include} ../README.md"}
     known |= {"{raw} html", "{error-list}"}
-    known |= {"{worked-examples}", "{benchmark-results}"}
+    known |= {"{worked-examples}", "{benchmark-results}", "{tutorial-cards}"}
+    known |= {"{migration-tables}", "{glossary}"}
+    known |= {f"{{drawing}} {name}" for name in drawings.FIGURES}
     for page in PAGES:
         assert {kind for kind, _ in blocks(page)} <= known, page.name
 

@@ -1,0 +1,295 @@
+"""Each named error: what causes it, what mends it, and what it looks like."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from nnx_parallel import errors
+
+
+class Help(NamedTuple):
+    """What the page of errors says below a class's docstring.
+
+    Attributes:
+        cause: What one does to get it.
+        fix: What to do.
+        example: A message, shortened; or a link to a page that shows a whole one.
+    """
+
+    cause: str
+    fix: str
+    example: str
+
+
+HELP = {
+    "VersionError": Help(
+        "`import nnx_parallel` found a jax or flax older than the oldest that is tested.",
+        "Run the `pip install` line that ends the message.",
+        "Found jax 0.9.2. ... pip install 'jax>=0.10,<0.13'",
+    ),
+    "DeviceMemoryError": Help(
+        "The first step ran out of the memory of a device.",
+        "Follow the advice in the message: shard more of the state, then "
+        '`remat="full"`, then more `num_microbatches`. '
+        "[The calculator](choose.md) says what fits before you run.",
+        "Out of device memory: RESOURCE_EXHAUSTED ...",
+    ),
+    "DeviceCountError": Help(
+        "`simulate_devices` was called after JAX had counted its devices.",
+        "Call it right after the imports, before any array exists; in a notebook "
+        "restart the kernel first.",
+        "[Devices were counted before they were simulated]"
+        "(pitfalls.md#devices-were-counted-before-they-were-simulated)",
+    ),
+    "MeshShapeError": Help(
+        "The sizes of a strategy do not multiply to the number of devices.",
+        "Leave one size out: it takes the devices that remain. Or pass "
+        "`devices=jax.devices()[:6]`.",
+        "[Sizes that do not multiply](pitfalls.md#sizes-that-do-not-multiply)",
+    ),
+    "MeshAxisTypeError": Help(
+        "A mesh from `jax.make_mesh`, whose axes are Explicit by default; or a model "
+        "that places its arrays itself.",
+        "Build the mesh with `make_mesh`, or pass `axis_types`; build the model "
+        "without its own shardings.",
+        "Mesh axes ['data'] are not Auto. Build the mesh with nnx_parallel.make_mesh ...",
+    ),
+    "UnknownAxisError": Help(
+        "A model or a rule names a dim or a mesh axis that does not exist, often by "
+        "a typing error.",
+        "Use one of the names in the message, or map yours with `LogicalRules`.",
+        "[A mesh axis that does not exist](pitfalls.md#a-mesh-axis-that-does-not-exist)",
+    ),
+    "IndivisibleDimError": Help(
+        "A rule or a name shards a dim into parts that are not equal.",
+        "Pad the dim, choose another axis size, or map its name to `None`.",
+        "[A dim that does not divide](pitfalls.md#a-dim-that-does-not-divide)",
+    ),
+    "SpecRankError": Help(
+        "A `PartitionSpec`, or a tuple of names, has more entries than the array has "
+        "dims. A rule by path often matches a bias as well as its kernel.",
+        "Shorten it, or make the regex end in `kernel`.",
+        "Cannot shard `mlp.bias` ...: the spec has 2 entries for 1 dims. Shorten it.",
+    ),
+    "CollectiveProductError": Help(
+        "A collective matmul got arrays whose dims do not fit, or a dim to shard that "
+        "the matmul contracts.",
+        "Choose one of the dims in the message.",
+        "dim=1 of x ..., whose dims [1] are contracted. Choose a dim that is kept ...",
+    ),
+    "AttentionKernelError": Help(
+        "`implementation=` asks for a fused kernel that cannot compute this attention.",
+        "Leave `implementation=None`: the kernel is then used where it fits.",
+        "implementation='cudnn' cannot compute this attention: ...",
+    ),
+    "PlacementConflictError": Help(
+        "Two parts of a `Composite` own the same mesh axis, or two rules shard one dim.",
+        "Keep one part and give it the product of the sizes; or make the rules agree.",
+        "[Two claims on one axis](pitfalls.md#two-claims-on-one-axis)",
+    ),
+    "PlacementTreeError": Help(
+        "`in_shardings` or `out_shardings` has a structure that the arguments do not "
+        "have.",
+        "Pass one value for all, a tuple with one for each argument, or a mapping by "
+        "name.",
+        "in_shardings has 3 entries for the arguments ['params', 'x']. Give one for "
+        "each ...",
+    ),
+    "RuleError": Help(
+        "Something that is no rule stands where one is expected: a dict, a spec, a "
+        "single pair.",
+        "Pass rules in a tuple: `rules=(PathRules((r'kernel', P('fsdp'))),)`.",
+        "PathRules got 'kernel'. Its arguments are pairs of a regex and a PartitionSpec "
+        "...",
+    ),
+    "DonatedArrayError": Help(
+        "An array was used after a step that took its memory (donated it).",
+        "Keep what the step returns in its place; copy what you need later with "
+        "`jnp.copy`.",
+        "`params['up']`, of shape (64, 256), is gone: it was donated to an earlier call "
+        "...",
+    ),
+    "UnmatchedRuleError": Help(
+        "`PathRules(..., strict=True)` and a parameter that no regex matches, or a "
+        "regex that matches nothing.",
+        "Add a rule, or end with `(r'.*', P())` to replicate the rest.",
+        "No path rule matches `head.kernel` with shape (64, 10). Strict rules must "
+        "match every parameter ...",
+    ),
+    "ModelError": Help(
+        "A weight of the model is a plain array, so that it would be neither trained "
+        "nor saved.",
+        "Wrap it: `nnx.Param(x)` if it is trained, `nnx.Variable(x)` if not.",
+        "[A weight outside of any Variable](pitfalls.md#a-weight-outside-of-any-variable)",
+    ),
+    "StackError": Help(
+        "The blocks of a `Stack` differ, or share a Variable.",
+        "Make the blocks alike (`period=` for layers that alternate), and keep what "
+        "they share outside of the stack.",
+        "A block of the stack holds Variables from outside of it: ['table'] ...",
+    ),
+    "StateStructureError": Help(
+        "A loss created a Variable or changed a shape; or a model of an earlier step "
+        "was assigned to.",
+        "Create all Variables in `__init__`; ask for `trainer.model` again after each "
+        "step.",
+        "The loss changed the model's structure: ... A model keeps the names and shapes "
+        "of its Variables from step to step ...",
+    ),
+    "LossError": Help(
+        "The loss returns an array, `None` or something else than a scalar.",
+        "Reduce it: `.mean()`, or `Mean(total, weight)`.",
+        "[A loss per row](pitfalls.md#a-loss-per-row)",
+    ),
+    "OptimizerError": Help(
+        "The optimizer computes the loss again within an update, as line searches do; "
+        "or is not an Optax transformation.",
+        "Use it without the search, or another one.",
+        "The optimizer needs what a step cannot give it: ... such as optax.lbfgs(1e-2, "
+        "linesearch=None).",
+    ),
+    "NonFiniteLossError": Help(
+        "The loss became `nan` or `inf`: a division by zero, a `log` of zero, a "
+        "learning rate that is too high.",
+        "The message names the step and the arrays. Look at that batch; clip gradients "
+        "with `optax.clip_by_global_norm(1.0)`.",
+        "[A loss that is not finite](pitfalls.md#a-loss-that-is-not-finite)",
+    ),
+    "DataError": Help(
+        "A batch holds strings, objects or integers beyond 32 bits; or the data is no "
+        "iterable.",
+        "Convert to NumPy arrays of numbers before the Trainer sees them.",
+        "[64-bit numbers](pitfalls.md#64-bit-numbers)",
+    ),
+    "BatchShapeError": Help(
+        "The rows of a batch do not divide among devices and microbatches; or a later "
+        "batch has another shape, such as the last of an epoch.",
+        "Take one of the sizes in the message; drop or pad the last batch.",
+        "[Rows that do not divide](pitfalls.md#rows-that-do-not-divide), "
+        "[shapes that change](pitfalls.md#shapes-that-change)",
+    ),
+    "DataExhaustedError": Help(
+        "The data ended before `num_steps`, the total of the run.",
+        "Repeat it, for instance with `itertools.cycle(batches)`.",
+        "[The data ends too early](pitfalls.md#the-data-ends-too-early)",
+    ),
+    "LogFileError": Help(
+        "`JSONLinesLogger` was given a file that another program wrote.",
+        "Choose another path.",
+        "Line 1 of 'notes.txt' is 'Monday' ...",
+    ),
+    "CheckpointError": Help(
+        "A checkpoint is saved out of order, with data that JSON cannot hold, or "
+        "restored in the middle of a fit.",
+        "Stop the fit first with `trainer.stop(reason)`; keep steps ascending.",
+        "restore() in the middle of a fit, which counts its steps from the state that "
+        "it began with ...",
+    ),
+    "CheckpointDirectoryError": Help(
+        "The directory cannot be written, or another run uses it.",
+        "Give each run a directory of its own, or end the other run.",
+        "'runs/a' is in use by another run: ... Two runs would delete each other's "
+        "checkpoints ...",
+    ),
+    "CheckpointSaveError": Help(
+        "A save failed in the background: a full disk, a lost connection.",
+        'Free space and start again; `Checkpoint(on_save_error="warn")` trains on.',
+        "Saving step 500 failed: No space left on device ...",
+    ),
+    "CheckpointReadError": Help(
+        "Files of a checkpoint are missing, half written, or of another layout.",
+        "Restore an older step; `python -m nnx_parallel inspect DIR --verify` says "
+        "which are intact.",
+        "Cannot read step 500 in 'runs/a': ... Its files are damaged, half ...",
+    ),
+    "CheckpointFormatError": Help(
+        "The directory was written by another program, or by a later version.",
+        "Move it elsewhere, or install the later version. `trainer.load_weights` reads "
+        "plain Orbax checkpoints.",
+        "... was not written by this library: it has no header ...",
+    ),
+    "CheckpointUnavailableError": Help(
+        "Reading failed for a reason outside of the checkpoint: no memory, no file "
+        "handles, a disk that does not respond.",
+        "Start again when that is over. Nothing has changed.",
+        "Cannot read step 500 in 'runs/a' now: ... That is no damage ...",
+    ),
+    "CheckpointDamagedError": Help(
+        "Saved bits have changed: an array no longer has the checksum it was saved with.",
+        'Restore an older step, or start with `Checkpoint(on_damage="previous")`, '
+        "which does so by itself.",
+        "... is damaged: 1 arrays are not what was saved ...",
+    ),
+    "CheckpointNotFoundError": Help(
+        "The step was never saved, or was deleted by `keep_last`.",
+        "Take one of the steps in the message; `step=None` is the latest.",
+        "[A step that was never saved](pitfalls.md#a-step-that-was-never-saved)",
+    ),
+    "CheckpointMismatchError": Help(
+        "The model or the optimizer has changed since the checkpoint was saved.",
+        "Build the same model, or read a part: `load_weights(path, only=nnx.Param)`.",
+        "Checkpoint 500 in 'runs/a' differs from what is asked for: ...",
+    ),
+    "ProcessError": Help(
+        "A process did not start, was lost, or did not take part in a call of all.",
+        "Read the last lines of the process that the message names.",
+        "Process 1 is lost: its connection closed without an exit message",
+    ),
+    "DisagreementError": Help(
+        "The processes run different scripts, options, versions or data.",
+        "The message lists each difference; make them equal.",
+        "The processes disagree about the run: seed: process 0 has 0, process 1 has 1",
+    ),
+    "ReplicaError": Help(
+        "Copies of one array on several devices differ: faulty memory, or processes "
+        "that trained apart.",
+        "Go back to the last checkpoint, without the devices in the message.",
+        "Copies of 1 arrays differ at step 1000: ...",
+    ),
+    "ScheduleError": Help(
+        "A schedule or a `Table` of your own breaks a rule: a slot before its input, a "
+        "microbatch left out.",
+        "The message names tick, stage and microbatch; draw the table with `visualize`.",
+        "The slot at tick 3 of stage 1 has microbatch 2 but chunk -1 ...",
+    ),
+    "PipelineError": Help(
+        "The model has no `Stack`, its layers do not divide among the stages, or the "
+        "loss calls the stack in a way that cannot be cut.",
+        "Put the repeated blocks into one `Stack`; choose a number of stages from the "
+        "message.",
+        "[No stack to cut](pitfalls.md#no-stack-to-cut), "
+        "[layers that do not divide](pitfalls.md#layers-that-do-not-divide)",
+    ),
+}
+
+BASES = ("ParallelError", "ParallelWarning")
+
+
+def error_names() -> list[str]:
+    """All classes of `nnx_parallel.errors` in their order there, the bases first."""
+    bases = tuple(getattr(errors, name) for name in BASES)
+    return [
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, bases)
+    ]
+
+
+def entry(name: str) -> list[str]:
+    """Lines of Markdown below the docstring; none for the bases."""
+    known = HELP.get(name)
+    if known is None:
+        return []
+    example = known.example
+    if not example.startswith("["):  # else it links to a page that shows a whole one
+        example = f"`` {name}: {example} ``"
+    return [
+        "::::{container} error-help",
+        f"**Cause.** {known.cause}",
+        "",
+        f"**Fix.** {known.fix}",
+        "",
+        f"**Example.** {example}",
+        "::::",
+    ]
+

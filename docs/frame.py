@@ -1,0 +1,139 @@
+"""A Sphinx extension: what frames the pages.
+
+Descriptions for search engines, tutorials to download, and which of them runs now.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jupytext
+from docutils import nodes
+from myst_nb.sphinx_ import NbMetadataCollector
+from sphinx.application import Sphinx
+from sphinx.errors import ExtensionError
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+EXTRA = DOCS / "_build" / "extra"
+
+RUNTIME = "<!--runtime of %s-->"
+"""In HTML: replaced by the seconds that the tutorial took when it last ran."""
+
+_DESCRIPTION = 160  # characters that search engines show
+
+
+def tutorials() -> list[Path]:
+    """The tutorials by number."""
+    return sorted((ROOT / "tutorials").glob("[0-9]*.py"))
+
+
+def copy_tutorials() -> None:
+    """Sphinx reads what lies below its own directory, and serves copies to download."""
+    sources, downloads = DOCS / "tutorials", EXTRA / "tutorials"
+    for directory in (sources, downloads):
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+    for file in tutorials():
+        head, title, rest = re.split(r"(?m)^(# # .*\n)", file.read_text(), maxsplit=1)
+        links = (
+            f'# <p class="downloads"><a href="{file.stem}.ipynb" download>Notebook</a>'
+            f'<a href="{file.name}" download>Script</a>'
+            f"{RUNTIME % file.stem}</p>\n"
+        )
+        # Only cells of code are keys of the cache of outputs: this changes none.
+        (sources / file.name).write_text(f"{head}{title}#\n{links}{rest}")
+        shutil.copyfile(file, downloads / file.name)
+        notebook = jupytext.read(file, fmt="py:percent")
+        jupytext.write(notebook, downloads / f"{file.stem}.ipynb")
+
+
+class Progress:
+    """Says which tutorial runs, and how long it took."""
+
+    def __init__(self) -> None:
+        self._started = 0.0
+
+    def begin(self, app: Sphinx, page: str, source: list[str]) -> None:
+        """A page is about to be read, and with it run."""
+        if _runs(app, page):
+            self._started = time.monotonic()
+            print(f"{page} ... ", end="", file=sys.stderr, flush=True)  # noqa: T201
+
+    def end(self, app: Sphinx, document: nodes.document) -> None:
+        """A page was read."""
+        if _runs(app, app.env.docname):
+            took = time.monotonic() - self._started
+            print(f"{took:.0f} s", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _runs(app: Sphinx, page: str) -> bool:
+    return page.startswith("tutorials/") and app.config.nb_execution_mode != "off"
+
+
+def describe_page(
+    app: Sphinx,
+    page: str,
+    template: str,
+    context: dict[str, Any],
+    document: nodes.document | None,
+) -> None:
+    """The first paragraph of a page is its description, if it gives no other."""
+    if document is None or "name=description" in context["metatags"].replace('"', ""):
+        return
+    for paragraph in document.findall(nodes.paragraph):
+        words = " ".join(paragraph.astext().split())
+        if len(words) > 40:  # no title of a table, no line of links
+            break
+    else:
+        return
+    if len(words) > _DESCRIPTION:
+        words = f"{words[:_DESCRIPTION].rpartition(' ')[0]} …"
+    content = words.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
+    context["metatags"] += f'<meta name="description" content="{content}" />\n'
+
+
+def summarize(app: Sphinx, page: str, source: list[str]) -> None:
+    """A table of the names of a page of the API, before the first."""
+    if not page.startswith("api/"):
+        return
+    names = re.findall(r"(?m)^\.\. auto(?!module|summary)\w+:: (\w+)$", source[0])
+    module = re.search(r"(?m)^\.\. currentmodule:: ([\w.]+)$", source[0])
+    if not names:
+        return
+    if module is None:
+        raise ExtensionError(f"{page} has names, and no `.. currentmodule::` above.")
+    table = ".. autosummary::\n   :nosignatures:\n\n" + "".join(
+        f"   {name}\n" for name in names
+    )
+    before, after = source[0].split(module[0], 1)
+    source[0] = f"{before}{module[0]}\n\n{table}{after}"
+
+
+def fill_runtimes(app: Sphinx, document: nodes.document, page: str) -> None:
+    """Puts measured seconds in their places; without a run there are none."""
+    for raw in document.findall(nodes.raw):
+        shown = raw.astext()
+        for stem in re.findall(RUNTIME.replace("%s", r"(\w+)"), shown):
+            ran = NbMetadataCollector.get_exec_data(app.env, f"tutorials/{stem}")
+            seconds = ran and ran["runtime"]
+            words = f" · ran in {seconds:.0f} s" if seconds else ""
+            shown = shown.replace(RUNTIME % stem, f"<span>{words}</span>")
+        raw.children = [nodes.Text(shown)]
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Connects everything."""
+    progress = Progress()
+    app.connect("source-read", progress.begin)
+    app.connect("source-read", summarize)
+    app.connect("doctree-read", progress.end)
+    app.connect("doctree-resolved", fill_runtimes)
+    app.connect("html-page-context", describe_page)
+    # Progress is said in order.
+    return {"parallel_read_safe": False}

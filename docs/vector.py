@@ -1,0 +1,161 @@
+"""SVG for pages that are light or dark: marks, arrays in blocks, and documents.
+
+Inks are CSS classes, so that a picture in a page follows its theme; a picture in a file
+brings the rules along and follows the reader's system.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from xml.sax.saxutils import escape
+
+import numpy as np
+from jax.sharding import Sharding
+
+from nnx_parallel.visualize.arrays import device_colour
+from nnx_parallel.visualize.picture import fill
+
+Marks = list[str]
+
+_RULES = """
+.ink { fill: %s } .soft { fill: %s } .line { stroke: %s; fill: none }
+.whole { fill: %s } .absent { fill: none; stroke: %s; stroke-dasharray: 2 2 }
+.ground { fill: %s }
+"""
+_LIGHT = ("#1f2933", "#52606d", "#7b8794", "#d9dfe5", "#9aa5b1", "#ffffff")
+_DARK = ("#e4e7eb", "#a9b4c0", "#8a96a3", "#4a5560", "#6b7783", "#14181e")
+
+
+def document(marks: Marks, width: float, height: float, title: str) -> str:
+    """A picture within a page, as wide as its column."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" viewBox="0 0 {width:g} '
+        f'{height:g}" font-family="system-ui, sans-serif" font-size="12">'
+        f"<title>{escape(title)}</title>{''.join(marks)}</svg>"
+    )
+
+
+def standalone(marks: Marks, width: float, height: float, title: str) -> str:
+    """A picture in a file, on a ground of its own."""
+    rules = _RULES % _LIGHT
+    rules += f"@media (prefers-color-scheme: dark) {{{_RULES % _DARK}}}"
+    ground = f'<rect class="ground" width="{width:g}" height="{height:g}" rx="10"/>'
+    style = f"<style>{rules}</style>"
+    return document([style, ground, *marks], width, height, title) + "\n"
+
+
+def rect(
+    x: float, y: float, width: float, height: float, look: str, radius: float = 1.5
+) -> str:
+    """A rectangle; its look is a class, or a colour that begins with ``#``."""
+    paint = f'fill="{look}"' if look.startswith("#") else f'class="{look}"'
+    return (
+        f'<rect x="{x:.5g}" y="{y:.5g}" width="{width:.5g}" height="{height:.5g}" '
+        f'rx="{radius:g}" {paint}/>'
+    )
+
+
+def text(x: float, y: float, words: str, look: str = "ink", **style: object) -> str:
+    """Words, centred at ``x`` unless told."""
+    options = {"text_anchor": "middle", **style}
+    shown = "".join(f' {k.replace("_", "-")}="{v}"' for k, v in options.items())
+    paint = f'fill="{look}"' if look.startswith("#") else f'class="{look}"'
+    return f'<text x="{x:g}" y="{y:g}" {paint}{shown}>{escape(words)}</text>'
+
+
+def line(*points: tuple[float, float], width: float = 1.5, arrow: bool = False) -> str:
+    """Straight lines from point to point, with a head at the last."""
+    path = "M" + " L".join(f"{x:g} {y:g}" for x, y in points)
+    marks = f'<path class="line" stroke-width="{width:g}" d="{path}"/>'
+    if arrow:
+        (x0, y0), (x1, y1) = points[-2:]
+        length = np.hypot(x1 - x0, y1 - y0)
+        ux, uy = 4.5 * (x1 - x0) / length, 4.5 * (y1 - y0) / length
+        left, right = (x1 - ux - uy, y1 - uy + ux), (x1 - ux + uy, y1 - uy - ux)
+        head = " L".join(f"{x:.4g} {y:.4g}" for x, y in (left, (x1, y1), right))
+        marks += f'<path class="line" stroke-width="{width:g}" d="M{head}"/>'
+    return marks
+
+
+def shift(marks: Marks, x: float, y: float) -> Marks:
+    """The marks at another place."""
+    return [f'<g transform="translate({x:g} {y:g})">', *marks, "</g>"]
+
+
+def device(index: int, count: int = 8) -> str:
+    """The colour of a device, as in every picture of the library."""
+    return f"#{bytes(device_colour(index, count)).hex()}"
+
+
+def ink(index: int, count: int = 8) -> str:
+    """Black or white, whichever reads better on a device's colour."""
+    colour = fill(device_colour(index, count)).color
+    return colour.name if colour else "#000000"
+
+
+def array(
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    sharding: Sharding,
+    shape: Sequence[int],
+    at: Mapping[int, int] | None = None,
+) -> Marks:
+    """The blocks of an array of two dims, each in the colours of its devices.
+
+    Args:
+        x: Left edge.
+        y: Upper edge.
+        width: Of the whole array.
+        height: Of the whole array.
+        sharding: Says who holds what.
+        shape: Global shape.
+        at: Index of each dim that is not drawn.
+    """
+    at = at or {}
+    held: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    count = len(sharding.device_set)
+    for where, index in sharding.devices_indices_map(tuple(shape)).items():
+        spans = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
+        if all(spans[d][0] <= i < spans[d][1] for d, i in at.items()):
+            drawn = tuple(span for d, span in enumerate(spans) if d not in at)
+            held.setdefault(drawn, []).append(where.id)
+    rows, columns = (n for d, n in enumerate(shape) if d not in at)
+    marks = []
+    for ((top, bottom), (left, right)), ids in held.items():
+        gap = 1.0 if len(held) > 1 else 0.0
+        box = (
+            x + width * left / columns,
+            y + height * top / rows,
+            width * (right - left) / columns - gap,
+            height * (bottom - top) / rows - gap,
+        )
+        if len(ids) == count > 1:
+            marks.append(rect(*box, "whole"))
+        else:
+            marks += _shared(*box, [device(i, count) for i in sorted(ids)])
+    return marks
+
+
+def _shared(
+    x: float, y: float, width: float, height: float, colours: Sequence[str]
+) -> Marks:
+    """A block in slanted stripes, one for each device that holds a copy."""
+    slant = min(height, width) / 2 if len(colours) > 1 else 0
+    edges = np.linspace(0, width, len(colours) + 1)
+    marks = []
+    for n, ((a, b), colour) in enumerate(
+        zip(itertools.pairwise(edges), colours, strict=True)
+    ):
+        low, high = (slant if n else 0), (slant if n < len(colours) - 1 else 0)
+        corners = [
+            (x + a + low / 2, y),
+            (x + b + high / 2, y),
+            (x + b - high / 2, y + height),
+            (x + a - low / 2, y + height),
+        ]
+        points = " ".join(f"{px:.5g},{py:.5g}" for px, py in corners)
+        marks.append(f'<polygon points="{points}" fill="{colour}"/>')
+    return marks
