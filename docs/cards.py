@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 
-import frame
 from vector import Marks, device, document, line, rect, text
 
 from nnx_parallel import Interleaved
@@ -15,6 +15,13 @@ from nnx_parallel.schedules.table import Table
 from nnx_parallel.visualize.schedules import COLOURS
 
 SIZE = (168, 84)
+RUNTIME = "<!--runtime of %s-->"
+"""In HTML: replaced by the seconds that the tutorial took when it last ran."""
+
+
+def tutorials() -> list[Path]:
+    """The tutorials by number."""
+    return sorted((Path(__file__).parents[1] / "tutorials").glob("[0-9]*.py"))
 
 
 @dataclass(frozen=True)
@@ -187,10 +194,10 @@ CARDS = {
 
 def cards() -> str:
     """All tutorials as HTML, in their order; relative to the page of tutorials."""
-    return f'<div class="cards">{"".join(map(_card, frame.tutorials()))}</div>'
+    return f'<div class="cards">{"".join(map(_card, tutorials()))}</div>'
 
 
-def _card(file: object) -> str:
+def _card(file: Path) -> str:
     number = int(file.stem[:2])
     title = re.search(r"(?m)^# # (.*)$", file.read_text())[1].replace("`", "")
     known = CARDS.get(number)
@@ -204,5 +211,5 @@ def _card(file: object) -> str:
     return (
         f'<a class="card-link" href="tutorials/{file.stem}.html">{picture}'
         f"<b>{escape(title)}</b><span>{escape(words)}</span>"
-        f"<small>{needs}{frame.RUNTIME % file.stem}</small></a>"
+        f"<small>{needs}{RUNTIME % file.stem}</small></a>"
     )

@@ -13,24 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import jupytext
+from cards import RUNTIME, tutorials
 from docutils import nodes
 from myst_nb.sphinx_ import NbMetadataCollector
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 
 DOCS = Path(__file__).parent
-ROOT = DOCS.parent
 EXTRA = DOCS / "_build" / "extra"
 
-RUNTIME = "<!--runtime of %s-->"
-"""In HTML: replaced by the seconds that the tutorial took when it last ran."""
-
 _DESCRIPTION = 160  # characters that search engines show
-
-
-def tutorials() -> list[Path]:
-    """The tutorials by number."""
-    return sorted((ROOT / "tutorials").glob("[0-9]*.py"))
 
 
 def copy_tutorials() -> None:

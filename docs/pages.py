@@ -5,7 +5,6 @@ from pathlib import Path
 import cards
 import drawings
 import error_help
-import frame
 import results
 import vector
 import worked
@@ -59,7 +58,7 @@ class TutorialCards(SphinxDirective):
 
     def run(self) -> list[Node]:
         """Draws them."""
-        _depend_on(self, Path(str(cards.__file__)), *frame.tutorials())
+        _depend_on(self, Path(str(cards.__file__)), *cards.tutorials())
         return [nodes.raw("", cards.cards(), format="html")]
 
 

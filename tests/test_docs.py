@@ -7,23 +7,17 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 import nnx_parallel
 from tests.pages import blocks, run_page
+from tests.site_scripts import cards, drawings, error_help
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-# The site's scripts import each other, as they do when it is built.
-with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(DOCS)
-    import cards
-    import drawings
-    import error_help
-    import vector
-
 
 def with_code() -> list:
     pages = [
@@ -160,3 +154,65 @@ def test_every_page_is_reached_from_home() -> None:
     listed = "".join(text for _, text in blocks(DOCS / "index.md")).split()
     pages = {page.stem for page in PAGES} - {"index"}
     assert pages <= set(listed)
+
+
+def headings(page: Path) -> set[str]:
+    """Anchors of a page, as the site makes them."""
+    found = re.findall(r"^##+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in found}
+
+
+def test_every_error_has_a_cause_a_fix_and_an_example() -> None:
+    assert set(error_help.HELP) == set(error_help.error_names()) - {
+        *error_help.BASES
+    }
+    for name, known in error_help.HELP.items():
+        assert min(map(len, known)) > 10, name
+        for page, anchor in re.findall(r"\((\w+\.md)(?:#([\w-]+))?\)", "".join(known)):
+            assert not anchor or anchor in headings(DOCS / page), (name, anchor)
+
+
+def test_every_tutorial_has_a_card_and_is_read_after_others_that_exist() -> None:
+    numbers = {int(file.stem[:2]) for file in cards.tutorials()}
+    assert numbers <= set(cards.CARDS)
+    for number in numbers:
+        assert set(cards.CARDS[number].after) <= numbers
+    html = cards.cards()
+    assert html.count("<title>Sketch: ") == len(numbers)
+
+
+@pytest.mark.parametrize("name", drawings.FIGURES)
+def test_pictures_are_read_on_a_phone_and_aloud(name: str) -> None:
+    for panel in drawings.FIGURES[name]():
+        width, _ = panel.size
+        # A phone shows two small panels in a row, and one of the others.
+        shown = 170 if width < 200 else 358
+        sizes = [12.0, *map(float, re.findall(r'font-size="([\d.]+)"', "".join(panel.marks)))]
+        assert min(sizes) * min(1.0, shown / width) >= 9
+        assert len(panel.alt) > 30
+        svg = ElementTree.fromstring(drawings.document(panel.marks, *panel.size, panel.alt))
+        assert svg.find("{http://www.w3.org/2000/svg}title").text == panel.alt
+
+
+def test_pictures_of_one_model_show_who_holds_what() -> None:
+    data, fsdp, tensor, pipeline = ("".join(panel.marks) for panel in drawings.hero())
+    colours = [f'fill="{drawings.device(i)}"' for i in range(8)]
+    assert data.count('class="whole"') == 4
+    assert [data.count(colour) for colour in colours] == [1] * 8  # rows of the batch
+    assert [fsdp.count(colour) for colour in colours] == [1 + 4] * 8
+    assert [tensor.count(colour) for colour in colours] == [1 + 4] * 8
+    assert [pipeline.count(colour) for colour in colours] == [1 + 2] * 8
+
+
+def test_the_bars_of_zero_are_bytes_of_the_description() -> None:
+    (panel,) = drawings.zero()
+    found = [int(number) for number in re.findall(r"(\d+) GB", panel.alt)]
+    state = 16 * 8.03  # AdamW in float32: 16 bytes a parameter
+    shards = [1, 8 / 16 + 8 / 16 / 8, 4 / 16 + 12 / 16 / 8, 1 / 8]
+    assert found == [round(state * share) for share in shards]
+
+
+def test_pictures_in_files_are_those_that_are_drawn() -> None:
+    for name, draw in drawings.FILES.items():
+        text = (drawings.STATIC / name).read_text()
+        assert text == draw(), "python docs/drawings.py draws them again"

@@ -7,6 +7,7 @@ width, measures them, and writes what it found; headless Chromium prints the res
 import functools
 import http.server
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -18,6 +19,8 @@ from urllib.parse import unquote
 
 import pytest
 
+import nnx_parallel
+
 pytestmark = pytest.mark.slow
 
 HTML = Path(__file__).parents[1] / "docs" / "_build" / "html"
@@ -25,10 +28,17 @@ CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
 PAGES = {
     "home": "index.html",
     "calculator": "choose.html",
+    "tutorials": "tutorials.html",
     "tutorial": "tutorials/03_fsdp.html",
     "api": "api/strategies.html",
+    "models": "api/models.html",
+    "errors": "errors.html",
+    "recipes": "recipes.html",
+    "migrating": "migrating.html",
+    "glossary": "glossary.html",
 }
 WIDTHS = (390, 1280)
+THEMES = ("light", "dark")
 
 CHECK = """<!doctype html><body style="margin:0"><pre id="result">waiting</pre><script>
 const load = (url, width) => new Promise((resolve) => {
@@ -131,18 +141,58 @@ def test_no_page_is_wider_than_its_window(server: str, tmp_path: Path) -> None:
     assert [entry for entry in found if entry[2] > entry[1]] == []
 
 
+@pytest.mark.parametrize("page", ["home", "calculator", "tutorials", "tutorial"])
 def test_pictures_have_words_for_those_who_cannot_see_them(
-    server: str, tmp_path: Path
+    page: str, server: str, tmp_path: Path
 ) -> None:
     script = """
-    const page = (await load("/tutorials/03_fsdp.html", 1280)).contentDocument;
+    const page = (await load("/PAGE", 1280)).contentDocument;
     const images = [...page.querySelectorAll("article img, article svg[role=img]")];
     return images.map((image) => image.getAttribute("alt")
       || image.querySelector("title")?.textContent || "");
     """
-    found = evaluate(server, tmp_path, script)
+    found = evaluate(server, tmp_path, script.replace("PAGE", PAGES[page]))
     assert found
     assert all(found)
+
+
+def test_pages_describe_themselves_and_name_the_version(
+    server: str, tmp_path: Path
+) -> None:
+    script = """
+    const found = [];
+    for (const url of CASES) {
+      const page = (await load("/" + url, 1280)).contentDocument;
+      found.push([page.querySelector("meta[name=description]")?.content || "",
+        page.querySelector(".logo__title").textContent]);
+    }
+    return found;
+    """
+    urls = [*PAGES.values(), "quickstart.html", "tutorials/01_meshes.html"]
+    found = evaluate(server, tmp_path, script.replace("CASES", json.dumps(urls)))
+    for url, (description, brand) in zip(urls, found, strict=True):
+        assert 40 < len(description) <= 162, url
+        assert brand.strip() == f"nnx_parallel {nnx_parallel.__version__}"
+    assert len({description for description, _ in found}) == len(urls)
+
+
+def test_tutorials_can_be_downloaded() -> None:
+    sources = sorted((HTML.parents[2] / "tutorials").glob("[0-9]*.py"))
+    for source in sources:
+        copy = HTML / "tutorials" / source.name
+        assert copy.read_text() == source.read_text()
+        notebook = json.loads(copy.with_suffix(".ipynb").read_text())
+        assert notebook["nbformat"] == 4
+        page = copy.with_suffix(".html").read_text()
+        for file in (copy, copy.with_suffix(".ipynb")):
+            assert f'href="{file.name}"' in page
+
+
+def test_a_repository_is_linked_where_it_is_known() -> None:
+    """The setting of docs/conf.py; without it no link leads nowhere."""
+    page = (HTML / "faq.html").read_text()
+    known = bool(os.environ.get("NNX_PARALLEL_REPOSITORY"))
+    assert ("btn-source-edit-button" in page) == known
 
 
 def test_search_finds_fsdp(server: str, tmp_path: Path) -> None:
@@ -200,8 +250,11 @@ def test_the_calculator_answers(server: str, tmp_path: Path) -> None:
     assert found["bar"].startswith("Memory of a device: parameters ")
 
 
+@pytest.mark.parametrize("theme", THEMES)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_screenshots_are_kept(server: str, tmp_path: Path, width: int) -> None:
+def test_screenshots_are_kept(
+    server: str, tmp_path: Path, width: int, theme: str
+) -> None:
     """In docs/_build/screenshots, to be looked at."""
     target = HTML.parent / "screenshots"
     target.mkdir(exist_ok=True)
@@ -209,9 +262,11 @@ def test_screenshots_are_kept(server: str, tmp_path: Path, width: int) -> None:
         # Chromium has windows of no less than 500 pixels; a frame is as narrow as told.
         Quiet.check = (
             '<!doctype html><body style="margin:0"><iframe style="border:0;'
-            f'width:{width}px;height:1400px" src="/{url}"></iframe>'
+            f'width:{width}px;height:1400px" src="/{url}" '
+            f"onload=\"this.contentDocument.documentElement.dataset.theme='{theme}'\">"
+            "</iframe>"
         )
-        picture = target / f"{name}-{width}.png"
+        picture = target / f"{name}-{width}-{theme}.png"
         picture.unlink(missing_ok=True)
         chromium(
             tmp_path,
