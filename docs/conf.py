@@ -98,7 +98,7 @@ def _sources_hash() -> str:
 
 
 frame.copy_tutorials()
-nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
+nb_custom_formats = {".py": "frame.read_tutorial"}
 # Scripts of the site itself are no pages.
 exclude_patterns += ["*.py"]
 nb_execution_mode = "cache"

@@ -16,6 +16,7 @@ import jupytext
 from cards import RUNTIME, tutorials
 from docutils import nodes
 from myst_nb.sphinx_ import NbMetadataCollector
+from nbformat import NotebookNode
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 
@@ -43,6 +44,13 @@ def copy_tutorials() -> None:
         shutil.copyfile(file, downloads / file.name)
         notebook = jupytext.read(file, fmt="py:percent")
         jupytext.write(notebook, downloads / f"{file.stem}.ipynb")
+
+
+def read_tutorial(text: str) -> NotebookNode:
+    """A tutorial as a notebook; of Python, which else is known once it has run."""
+    notebook = jupytext.reads(text, fmt="py:percent")
+    notebook.metadata["language_info"] = {"name": "python", "pygments_lexer": "python3"}
+    return notebook
 
 
 class Progress:
