@@ -61,7 +61,7 @@ def _meshes() -> Marks:
 def _data_parallel() -> Marks:
     return [
         *[rect(22, 10 + 8 * n, 44, 7, device(n)) for n in range(8)],
-        text(82, 47, "×"),
+        text(82, 47, "\u00d7"),
         rect(98, 12, 48, 60, "whole"),
     ]
 
@@ -78,7 +78,7 @@ def _fsdp() -> Marks:
 
 def _tensor() -> Marks:
     rows = [rect(110, 10 + 16 * n, 34, 14, device(n)) for n in range(4)]
-    return [*_grid(18, 24, 72, 36, 1, 4), text(100, 46, "×"), *rows]
+    return [*_grid(18, 24, 72, 36, 1, 4), text(100, 46, "\u00d7"), *rows]
 
 
 def _schedule(table: Table, width: float) -> Marks:
@@ -106,7 +106,9 @@ def _composing() -> Marks:
         x = 18 + 72 * stage
         marks += [rect(x, 14, 60, 56, "whole", 5)]
         marks += [
-            rect(x + 6 + 25 * (n % 2), 20 + 23 * (n // 2), 23, 21, device(4 * stage + n))
+            rect(
+                x + 6 + 25 * (n % 2), 20 + 23 * (n // 2), 23, 21, device(4 * stage + n)
+            )
             for n in range(4)
         ]
     return [*marks, line((78, 42), (89, 42), arrow=True)]
@@ -148,7 +150,14 @@ def _own_strategy() -> Marks:
 
 
 def _profiles() -> Marks:
-    bars = ((0, 20, 40), (0, 64, 26), (0, 100, 48), (1, 36, 22), (1, 84, 20), (3, 20, 8))
+    bars = (
+        (0, 20, 40),
+        (0, 64, 26),
+        (0, 100, 48),
+        (1, 36, 22),
+        (1, 84, 20),
+        (3, 20, 8),
+    )
     return [
         line((14, 12), (14, 74), (156, 74)),
         *[rect(x, 16 + 14 * row, width, 11, device(row)) for row, x, width in bars],
@@ -178,7 +187,9 @@ CARDS = {
         _data_parallel,
         (1,),
     ),
-    3: Card("Where a device's bytes go, and how ZeRO 1, 2 and 3 free them.", _fsdp, (2,)),
+    3: Card(
+        "Where a device's bytes go, and how ZeRO 1, 2 and 3 free them.", _fsdp, (2,)
+    ),
     4: Card("Split the matmuls themselves, and count what is sent.", _tensor, (1,)),
     5: Card("Schedules, their idle time, and a picture of each.", _pipelines, (2,)),
     6: Card("Combine data, tensor and pipeline parallelism.", _composing, (3, 4, 5)),
@@ -188,7 +199,9 @@ CARDS = {
     10: Card("A strategy in one class, composed and tested.", _own_strategy, (4, 6)),
     11: Card("Is a step computing, communicating or waiting?", _profiles, (3,)),
     12: Card("One script before and after, and tables of names.", _migrating),
-    13: Card("From plain NNX to every strategy, a change at a time.", _transformer, (3,)),
+    13: Card(
+        "From plain NNX to every strategy, a change at a time.", _transformer, (3,)
+    ),
 }
 
 

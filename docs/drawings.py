@@ -206,7 +206,7 @@ def matmuls() -> list[Panel]:
     hidden = NamedSharding(mesh, P(None, "tensor"))
     column = [
         rect(10, 46, 44, 60, "whole"),
-        text(68, 81, "×", font_size=16),
+        text(68, 81, "\u00d7", font_size=16),
         *kernel("up", 82, 36, 96, 44),
         text(192, 81, "=", font_size=16),
         *array(206, 46, 96, 60, hidden, (8, 8)),
@@ -217,7 +217,7 @@ def matmuls() -> list[Panel]:
     ]
     row = [
         *array(6, 46, 96, 60, hidden, (8, 8)),
-        text(114, 81, "×", font_size=16),
+        text(114, 81, "\u00d7", font_size=16),
         *kernel("down", 126, 26, 44, 96),
         text(182, 81, "=", font_size=16),
         *[
@@ -271,7 +271,12 @@ def machines() -> list[Panel]:
         marks.append(
             text(x + 10, y + 17, f"machine {number}", "soft", text_anchor="start")
         )
-        places = [(x + 18, y + 28), (x + 88, y + 28), (x + 88, y + 70), (x + 18, y + 70)]
+        places = [
+            (x + 18, y + 28),
+            (x + 88, y + 28),
+            (x + 88, y + 70),
+            (x + 18, y + 70),
+        ]
         middle = [(px + 20, py + 16) for px, py in places]
         marks.append(line(*middle, middle[0], width=4))
         for place, found in zip(places, mesh[stage, shard], strict=True):
@@ -313,6 +318,7 @@ def zero() -> list[Panel]:
     build = worked.gpt(GPTConfig.llama3_8b())
     marks: Marks = []
     unit, said = 340 / 130e9, []
+    limit = 6 + unit * 80e9
     for n, (name, strategy) in enumerate(ZERO.items()):
         example = worked.Example(name="", build=build, strategy=strategy, why="")
         found = example.describe()
@@ -332,9 +338,9 @@ def zero() -> list[Panel]:
             )
             x += unit * size
         words = f"{total / 1e9:.0f} GB"
-        marks.append(text(x + 5, y + 22, words, text_anchor="start", font_weight=600))
+        at = limit if x < limit < x + 50 else x  # not across the mark
+        marks.append(text(at + 5, y + 22, words, text_anchor="start", font_weight=600))
     # In pieces beside the bars, since it would cross the words between them.
-    limit = 6 + unit * 80e9
     ticks = " ".join(f"M{limit:.5g} {50 * n + 26} v26" for n in range(len(ZERO)))
     marks.append(f'<path class="line" d="{ticks}" stroke-width="2"/>')
     marks.append(text(limit, 222, "80 GB: one device", "soft"))

@@ -292,4 +292,3 @@ def entry(name: str) -> list[str]:
         f"**Example.** {example}",
         "::::",
     ]
-

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 
+
 def with_code() -> list:
     pages = [
         page for page in PAGES if any(kind == "python" for kind, _ in blocks(page))
@@ -163,9 +164,7 @@ def headings(page: Path) -> set[str]:
 
 
 def test_every_error_has_a_cause_a_fix_and_an_example() -> None:
-    assert set(error_help.HELP) == set(error_help.error_names()) - {
-        *error_help.BASES
-    }
+    assert set(error_help.HELP) == set(error_help.error_names()) - {*error_help.BASES}
     for name, known in error_help.HELP.items():
         assert min(map(len, known)) > 10, name
         for page, anchor in re.findall(r"\((\w+\.md)(?:#([\w-]+))?\)", "".join(known)):
@@ -187,10 +186,15 @@ def test_pictures_are_read_on_a_phone_and_aloud(name: str) -> None:
         width, _ = panel.size
         # A phone shows two small panels in a row, and one of the others.
         shown = 170 if width < 200 else 358
-        sizes = [12.0, *map(float, re.findall(r'font-size="([\d.]+)"', "".join(panel.marks)))]
+        sizes = [
+            12.0,
+            *map(float, re.findall(r'font-size="([\d.]+)"', "".join(panel.marks))),
+        ]
         assert min(sizes) * min(1.0, shown / width) >= 9
         assert len(panel.alt) > 30
-        svg = ElementTree.fromstring(drawings.document(panel.marks, *panel.size, panel.alt))
+        svg = ElementTree.fromstring(
+            drawings.document(panel.marks, *panel.size, panel.alt)
+        )
         assert svg.find("{http://www.w3.org/2000/svg}title").text == panel.alt
 
 
