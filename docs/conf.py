@@ -23,7 +23,7 @@ import nnx_parallel  # noqa: E402
 nnx_parallel.simulate_devices(8)  # pictures and tables are of real shardings
 
 # The address of the repository, https://github.com/OWNER/NAME. Where it is given every
-# page links to its source, to an edit of it and to the issues, and tutorials to Colab.
+# page links to it, to an edit of its source, and to the issues.
 repository = os.environ.get("NNX_PARALLEL_REPOSITORY", "")
 
 project = "nnx_parallel"

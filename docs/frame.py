@@ -98,6 +98,16 @@ def describe_page(
     context["metatags"] += f'<meta name="description" content="{content}" />\n'
 
 
+def link_tutorials(
+    app: Sphinx, page: str, template: str, context: dict[str, Any], document: object
+) -> None:
+    """Tutorials are edited where they are, and not where Sphinx reads them."""
+    for group in context.get("header_buttons", ()) if "tutorials/" in page else ():
+        for button in group.get("buttons", ()):
+            url = button.get("url", "").replace("/docs/tutorials/", "/tutorials/")
+            button["url"] = url
+
+
 def summarize(app: Sphinx, page: str, source: list[str]) -> None:
     """A table of the names of a page of the API, before the first."""
     if not page.startswith("api/"):
@@ -135,5 +145,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("doctree-read", progress.end)
     app.connect("doctree-resolved", fill_runtimes)
     app.connect("html-page-context", describe_page)
+    app.connect("html-page-context", link_tutorials, priority=900)  # after the theme
     # Progress is said in order.
     return {"parallel_read_safe": False}

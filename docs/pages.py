@@ -5,6 +5,7 @@ from pathlib import Path
 import cards
 import drawings
 import error_help
+import migrating
 import results
 import vector
 import worked
@@ -68,29 +69,12 @@ class MigrationTables(SphinxDirective):
     def run(self) -> list[Node]:
         """Takes headings and tables, and leaves code and prose to the tutorial."""
         (file,) = (ROOT / "tutorials").glob("*_migrating.py")
-        _depend_on(self, file)
+        _depend_on(self, file, Path(str(migrating.__file__)))
         node = nodes.section()
         node.document = self.state.document
-        lines = migration_tables(file.read_text())
+        lines = migrating.tables(file.read_text())
         self.state.nested_parse(StringList(lines, "migrating"), 0, node)
         return node.children
-
-
-def migration_tables(tutorial: str) -> list[str]:
-    """Lines of Markdown: each table under the heading that it has in the tutorial."""
-    lines: list[str] = []
-    heading = None
-    for line in tutorial.splitlines():
-        words = line.removeprefix("# ")
-        if words.startswith("## "):
-            heading = words
-        elif words.startswith("|"):
-            if heading:
-                # A rubric: what is parsed within a directive has no sections.
-                lines += ["", "```{rubric} " + heading.removeprefix("## "), "```", ""]
-                heading = None
-            lines.append(words)
-    return lines
 
 
 class WorkedExamples(SphinxDirective):

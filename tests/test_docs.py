@@ -13,7 +13,7 @@ import pytest
 
 import nnx_parallel
 from tests.pages import blocks, run_page
-from tests.site_scripts import cards, drawings, error_help
+from tests.site_scripts import cards, drawings, error_help, migrating
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -178,6 +178,15 @@ def test_every_tutorial_has_a_card_and_is_read_after_others_that_exist() -> None
         assert set(cards.CARDS[number].after) <= numbers
     html = cards.cards()
     assert html.count("<title>Sketch: ") == len(numbers)
+
+
+def test_migrating_has_every_table_of_its_tutorial_under_a_heading() -> None:
+    (tutorial,) = (ROOT / "tutorials").glob("*_migrating.py")
+    lines = migrating.tables(tutorial.read_text())
+    rows = re.findall(r"^# (\|.*)$", tutorial.read_text(), re.MULTILINE)
+    assert [line for line in lines if line.startswith("|")] == rows
+    headings = [line for line in lines if line.startswith("```{rubric} ")]
+    assert len(headings) == sum(set(row) <= set("|-: ") for row in rows) >= 3
 
 
 @pytest.mark.parametrize("name", drawings.FIGURES)

@@ -1,0 +1,18 @@
+"""Tables of names from the tutorial about migrating, without its code and prose."""
+
+
+def tables(tutorial: str) -> list[str]:
+    """Lines of Markdown: each table under the heading that it has in the tutorial."""
+    lines: list[str] = []
+    heading = None
+    for line in tutorial.splitlines():
+        words = line.removeprefix("# ")
+        if words.startswith("## "):
+            heading = words
+        elif words.startswith("|"):
+            if heading:
+                # A rubric: what is parsed within a directive has no sections.
+                lines += ["", "```{rubric} " + heading.removeprefix("## "), "```", ""]
+                heading = None
+            lines.append(words)
+    return lines
