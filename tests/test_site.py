@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote_plus, unquote
 
 import pytest
 
@@ -205,6 +205,35 @@ def test_search_finds_fsdp(server: str, tmp_path: Path) -> None:
     found = evaluate(server, tmp_path, script)
     assert any("api/strategies.html" in link for link in found), found
     assert any("tutorials/03_fsdp.html" in link for link in found), found
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("epoch", "faq.html"),
+        ("DataLoader", "faq.html"),
+        ("out of memory", "recipes.html"),
+        ("learning rate", "recipes.html"),
+        ("pretrained", "recipes.html"),
+        ("fine-tune", "recipes.html"),
+        ("early stopping", "recipes.html"),
+        ("wandb", "recipes.html"),
+        ("MeshShapeError", "errors.html"),
+        ("all-gather", "glossary.html"),
+    ],
+)
+def test_search_finds_what_people_type(
+    words: str, page: str, server: str, tmp_path: Path
+) -> None:
+    script = """
+    const page = (await load("/search.html?q=WORDS", 1280)).contentDocument;
+    await wait(() => page.querySelectorAll("ul.search li a").length > 0);
+    await new Promise((r) => setTimeout(r, 1500));
+    const links = [...page.querySelectorAll("ul.search li a")];
+    return links.map((a) => a.getAttribute("href"));
+    """
+    found = evaluate(server, tmp_path, script.replace("WORDS", quote_plus(words)))
+    assert any(page in link for link in found), found
 
 
 def test_the_calculator_answers(server: str, tmp_path: Path) -> None:
