@@ -204,7 +204,7 @@ def test_pictures_are_read_on_a_phone_and_aloud(name: str) -> None:
         svg = ElementTree.fromstring(
             drawings.document(panel.marks, *panel.size, panel.alt)
         )
-        assert svg.find("{http://www.w3.org/2000/svg}title").text == panel.alt
+        assert svg.findtext("{http://www.w3.org/2000/svg}title") == panel.alt
 
 
 def test_pictures_of_one_model_show_who_holds_what() -> None:
