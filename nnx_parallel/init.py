@@ -265,7 +265,7 @@ def _cut(
 
 
 def _components(eqns: Eqns, known: Values) -> Callable[[jex.Var], jex.Var | None]:
-    """A function of a variable to one that stands for all that share values with it.
+    """Maps a variable to one representative of all that share values with it.
 
     It is ``None`` for a variable that every part may compute for itself: a key, or a
     few numbers that are not random.

@@ -145,7 +145,7 @@ def test_a_shape_that_changes_in_the_middle() -> None:
 def test_eval_data_that_one_evaluation_would_use_up() -> None:
     message = (
         "eval_data is an iterator, which one evaluation would use up. Pass a list, or "
-        "an object whose __iter__ starts anew."
+        "an object whose __iter__ starts over."
     )
     with pytest.raises(DataError, match=re.escape(message)):
         make_trainer().fit([make_batch()], 1, eval_data=iter([make_batch()]))

@@ -232,7 +232,7 @@ def printable(value: object) -> str:
 
 
 def matches(value: object, kind: Any) -> bool:
-    """True if JSON has the types of ``kind``; the key ``"*"`` stands for any."""
+    """True if JSON has the types of ``kind``; the key ``"*"`` matches any."""
     if not isinstance(kind, dict) or not isinstance(value, dict):
         return not isinstance(kind, dict) and isinstance(value, kind)
     if "*" in kind:

@@ -136,7 +136,7 @@ def check_model(model: object, loss: Callable) -> None:
         if isinstance(value, jax.Array) and value.is_deleted():
             raise ValueError(
                 f"`{dotted(path)}` of the model was donated to a step, and is gone. "
-                "Take trainer.model anew after each step, or build a new model."
+                "Take trainer.model again after each step, or build a new model."
             )
     if held := [name for name, value in _held_by(loss) if value is model]:
         raise LossError(

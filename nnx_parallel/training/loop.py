@@ -159,7 +159,7 @@ class Loop:
         if isinstance(self.eval_data, Iterator):
             raise DataError(
                 "eval_data is an iterator, which one evaluation would use up. Pass a "
-                "list, or an object whose __iter__ starts anew."
+                "list, or an object whose __iter__ starts over."
             )
         # Of several processes one alone may have none: they say so together, later.
         is_empty = isinstance(self.eval_data, list | tuple) and not self.eval_data

@@ -141,7 +141,7 @@ class RunState:
                 raise StateStructureError(
                     f"Assigned to a model of an earlier step: {assigned}. The steps "
                     "since then have donated its other arrays, and do not see it. Take "
-                    "trainer.model anew after each step, and assign to that."
+                    "trainer.model again after each step, and assign to that."
                 )
         self._used_up = [handed for handed in used_up if handed.is_alive]
 

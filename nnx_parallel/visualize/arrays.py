@@ -144,7 +144,7 @@ def ids_text(ids: Sequence[int]) -> str:
 
 
 def elided(count: int, limit: int) -> list[int | None]:
-    """Indices of the rows or columns that are drawn; ``None`` stands for the rest.
+    """Indices of the rows or columns that are drawn; ``None`` for the rest.
 
     Example:
         >>> elided(9, 5)
