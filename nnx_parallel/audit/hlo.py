@@ -23,7 +23,9 @@ _SHAPE = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
 _COMPUTATION = re.compile(r"(ENTRY\s+)?%?([\w.\-$]+)\s*\(.*\{\s*$")
 _END = re.compile(r"\}\s*(,\s*execution_thread=.*)?$")
 _INSTRUCTION = re.compile(r"\s+(ROOT\s+)?%?([\w.\-$]+) = ")
-_OPCODE = re.compile(r"\s*([\w\-$]+)\(")
+# The first name after a space and before a parenthesis: types, also of tuples, have none.
+_OPCODE = re.compile(r"\s([\w\-$]+)\(")
+_INTEGER_SCALAR = re.compile(r"\b[sup]\w*\[\]")  # s32[], u8[], pred[]
 _COMMENT = re.compile(r"/\*.*?\*/")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _SEPARATOR = re.compile(r"[()\[\]{},]")
@@ -66,20 +68,44 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Instruction:
-    """One line of a computation.
+    """One line of a computation: `%name = type opcode(operands), attributes`.
+
+    A program has tens of thousands, of which few are looked at: each is read then.
 
     Attributes:
         opcode: The operation, such as `"dot"`.
-        shapes: The arrays it yields; the leaves of a tuple in order.
-        operands: Their names; of a constant or parameter, the text in parentheses.
-        attributes: The text after the operands.
+        type: The text before it, such as `f32[8]{0}` or `(f32[8]{0}, s32[])`.
+        rest: The text from its opening parenthesis on.
     """
 
     name: str
     opcode: str
-    shapes: tuple[Shape, ...]
-    operands: tuple[str, ...]
-    attributes: str
+    type: str
+    rest: str
+
+    @cached_property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The arrays it yields; the leaves of a tuple in order."""
+        return tuple(
+            # A dim of dynamic size is printed `<=8`.
+            Shape(dtype=dtype, dims=tuple(map(int, re.findall(r"\d+", dims))))
+            for dtype, dims in _SHAPE.findall(self.type)
+        )
+
+    @cached_property
+    def operands(self) -> tuple[str, ...]:
+        """Their names; of a constant or parameter, the text in parentheses."""
+        return tuple(_operand_name(each) for each in self._split[0] if each.strip())
+
+    @property
+    def attributes(self) -> str:
+        """The text after the operands."""
+        return self._split[1]
+
+    @cached_property
+    def _split(self) -> tuple[list[str], str]:
+        operands, end = _parenthesised(self.rest)
+        return operands, self.rest[end:].lstrip(", ")
 
     @property
     def source(self) -> str:
@@ -160,9 +186,8 @@ class Module:
         """
         values: dict[str, KnownValue] = {}
         for instruction in self.computations[name].instructions.values():
-            # s32, u8, pred. Tuples too: a loop's state is one, with its counter among
-            # the arrays.
-            if any(not s.dims and s.dtype[0] in "sup" for s in instruction.shapes):
+            # Tuples too: a loop's state is one, with its counter among the arrays.
+            if _INTEGER_SCALAR.search(instruction.type):
                 operands = tuple(map(values.get, instruction.operands))
                 value = self._evaluate(instruction, operands, arguments)
                 values[instruction.name] = value
@@ -269,11 +294,10 @@ def parse(text: str) -> Module:
     for header, lines in _split_computations(text):
         is_entry, name = header.groups()
         body, root = {}, ""
-        for line in lines:
-            if start := _INSTRUCTION.match(line):
-                is_root, key = start.groups()
-                body[key] = _parse_instruction(key, line[start.end() :])
-                root = key if is_root or not root else root
+        for start, line in lines:
+            is_root, key = start.groups()
+            body[key] = _parse_instruction(key, line[start.end() :])
+            root = key if is_root or not root else root
         computations[name] = Computation(name=name, instructions=body, root=root)
         entry = name if is_entry else entry
     if entry is None:
@@ -288,45 +312,38 @@ def parse(text: str) -> Module:
     return Module(computations=computations, entry=entry, num_devices=num_devices)
 
 
-def _split_computations(text: str) -> Iterator[tuple[re.Match[str], list[str]]]:
+def _split_computations(
+    text: str,
+) -> Iterator[tuple[re.Match[str], list[tuple[re.Match[str], str]]]]:
+    """The header of each computation, and its instructions, each with its beginning."""
     header, lines = None, []
     for line in text.splitlines():
         if header is None:
             header = _COMPUTATION.match(line)
+        elif start := _INSTRUCTION.match(line):
+            lines.append((start, line))
         elif _END.match(line):
             yield header, lines
             header, lines = None, []
-        elif lines and not _INSTRUCTION.match(line):
+        elif lines:
             # The TPU compiler prints a Pallas kernel's metadata over several lines, one
             # of which begins with a brace.
-            lines[-1] += line
-        else:
-            lines.append(line)
+            start, first = lines[-1]
+            lines[-1] = start, first + line
 
 
 def _parse_instruction(name: str, text: str) -> Instruction:
     # `f32[8]{0} add(%a, %b), metadata=...`, or `(f32[8]{0}, s32[]) while(%state), ...`
-    end = _parenthesised(text, 0)[1] if text.startswith("(") else text.index(" ")
-    opcode = _OPCODE.match(text, end)
+    opcode = _OPCODE.search(text)
     assert opcode, f"no opcode in {text[:200]!r}"
-    operands, close = _parenthesised(text, opcode.end() - 1)
-    return Instruction(
-        name=name,
-        opcode=opcode[1],
-        shapes=tuple(
-            # A dim of dynamic size is printed `<=8`.
-            Shape(dtype=dtype, dims=tuple(map(int, re.findall(r"\d+", dims))))
-            for dtype, dims in _SHAPE.findall(text[:end])
-        ),
-        operands=tuple(_operand_name(each) for each in operands if each.strip()),
-        attributes=text[close:].lstrip(", "),
-    )
+    type_, rest = text[: opcode.start()], text[opcode.end() - 1 :]
+    return Instruction(name=name, opcode=opcode[1], type=type_, rest=rest)
 
 
-def _parenthesised(text: str, start: int) -> tuple[list[str], int]:
-    """Operands in the parentheses at `start`, and the index where these end."""
-    parts, depth = [], 0
-    for found in _SEPARATOR.finditer(text, start):
+def _parenthesised(text: str) -> tuple[list[str], int]:
+    """Operands in the parentheses that a text begins with, and where these end."""
+    parts, depth, start = [], 0, 0
+    for found in _SEPARATOR.finditer(text):
         bracket = found.group()
         if depth == 1 and bracket in ",)":
             parts.append(text[start + 1 : found.start()])

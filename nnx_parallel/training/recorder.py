@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nnx_parallel.audit.report import audit
+from nnx_parallel.audit.report import flops_of
 from nnx_parallel.data.rows import count_rows, partition
 from nnx_parallel.errors import NonFiniteLossError
 from nnx_parallel.loggers.logger import Logger
@@ -75,7 +75,7 @@ class Throughput:
     def of(cls, compiled: jax.stages.Compiled, batch: Any, device: Device) -> Self:
         """Throughput of a compiled step on a global batch."""
         try:
-            flops = audit(compiled).flops
+            flops = flops_of(compiled)
         except (jax.errors.JaxRuntimeError, ValueError, KeyError, IndexError):
             # libtpu may be newer than jaxlib, which then cannot print its programs.
             flops = None
