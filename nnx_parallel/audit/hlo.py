@@ -23,7 +23,7 @@ _SHAPE = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
 _COMPUTATION = re.compile(r"(ENTRY\s+)?%?([\w.\-$]+)\s*\(.*\{\s*$")
 _END = re.compile(r"\}\s*(,\s*execution_thread=.*)?$")
 _INSTRUCTION = re.compile(r"\s+(ROOT\s+)?%?([\w.\-$]+) = ")
-# The first name after a space and before a parenthesis: types, also of tuples, have none.
+# The first name between a space and a parenthesis; types, also of tuples, have none.
 _OPCODE = re.compile(r"\s([\w\-$]+)\(")
 _INTEGER_SCALAR = re.compile(r"\b[sup]\w*\[\]")  # s32[], u8[], pred[]
 _COMMENT = re.compile(r"/\*.*?\*/")
