@@ -10,15 +10,17 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jupytext
 from cards import RUNTIME, tutorials
 from docutils import nodes
+from flax import nnx
 from myst_nb.sphinx_ import NbMetadataCollector
 from nbformat import NotebookNode
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
+from sphinx.util import inspect
 
 DOCS = Path(__file__).parent
 EXTRA = DOCS / "_build" / "extra"
@@ -98,6 +100,25 @@ def describe_page(
     context["metatags"] += f'<meta name="description" content="{content}" />\n'
 
 
+def sign_modules(
+    app: Sphinx,
+    kind: str,
+    name: str,
+    thing: object,
+    options: object,
+    signature: str | None,
+    returns: str | None,
+) -> tuple[str, str | None] | None:
+    """The arguments of an NNX module, whose metaclass says ``*args, **kwargs``."""
+    if kind != "class" or not issubclass(cast("type", thing), nnx.Module):
+        return None
+    arguments = inspect.signature(thing.__init__, bound_method=True)
+    shown = inspect.stringify_signature(
+        arguments, show_return_annotation=False, unqualified_typehints=True
+    )
+    return shown, None
+
+
 def link_tutorials(
     app: Sphinx, page: str, template: str, context: dict[str, Any], document: object
 ) -> None:
@@ -144,6 +165,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("source-read", summarize)
     app.connect("doctree-read", progress.end)
     app.connect("doctree-resolved", fill_runtimes)
+    app.connect("autodoc-process-signature", sign_modules)
     app.connect("html-page-context", describe_page)
     app.connect("html-page-context", link_tutorials, priority=900)  # after the theme
     # Progress is said in order.
