@@ -176,6 +176,19 @@ def test_pages_describe_themselves_and_name_the_version(
     assert len({description for description, _ in found}) == len(urls)
 
 
+def test_the_reference_has_types_and_a_table_of_names() -> None:
+    for page, name, argument in (
+        ("models", "GPT", "GPT(config: GPTConfig, *, rngs: Rngs)"),
+        ("trainer", "Trainer", "num_microbatches: int"),
+        ("strategies", "FSDP", "min_size: int"),
+    ):
+        html = (HTML / "api" / f"{page}.html").read_text()
+        table, _, rest = html.partition("</table>")
+        assert 'class="autosummary' in table
+        assert re.search(rf'href="#nnx_parallel\.\S*{name}"', table)
+        assert argument in re.sub(r"<[^>]+>", "", rest)
+
+
 def test_tutorials_can_be_downloaded() -> None:
     sources = sorted((HTML.parents[2] / "tutorials").glob("[0-9]*.py"))
     for source in sources:
