@@ -23,6 +23,7 @@ MODELS = PACKAGE / "models"
 # A module imports only from those above it.
 ORDER = [
     "errors",
+    "drawing",
     "precision",
     "metrics",
     "mesh",
@@ -246,8 +247,8 @@ def test_a_file_has_at_most_450_lines(file: Path) -> None:
 def test_the_package_is_small() -> None:
     """A new capability may raise these by what it needs; slices of one may not."""
     files = set(files_of(PACKAGE)) - set(files_of(MODELS))
-    assert len(files) <= 95
-    assert sum(map(num_lines, files)) <= 22_500
+    assert len(files) <= 97  # the doctor, and hooks of a fit apart from its loop
+    assert sum(map(num_lines, files)) <= 23_000
 
 
 def test_the_code_gives_its_reasons() -> None:

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from nnx_parallel import visualize
+from nnx_parallel.drawing import Picture, fill
 from nnx_parallel.schedules.schedules import (
     GPipe,
     Interleaved,
@@ -22,7 +23,6 @@ from nnx_parallel.schedules.schedules import (
 )
 from nnx_parallel.schedules.simulate import TimedSlot
 from nnx_parallel.schedules.table import Table
-from nnx_parallel.visualize.picture import Picture, fill
 from nnx_parallel.visualize.schedules import COLOURS
 
 SCHEDULES = (GPipe(), OneFOneB(), ZeroBubble(), Interleaved(2), Interleaved(3))

@@ -16,11 +16,11 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 from nnx_parallel import FSDP, make_mesh
+from nnx_parallel.drawing import fill
 from nnx_parallel.sharding.rules import FSDPRules
 from nnx_parallel.sharding.tree import shard
 from nnx_parallel.visualize import visualize
 from nnx_parallel.visualize.arrays import ShardMap, device_colour, ids_text
-from nnx_parallel.visualize.picture import fill
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -188,7 +188,7 @@ def test_the_verb_is_the_function_whatever_was_imported_before() -> None:
     """`nnx_parallel.visualize` is a package too, and so is `nnx_parallel.audit`."""
     for first in ("visualize.describe", "cli.launch"):
         script = (
-            f"import nnx_parallel.{first}, nnx_parallel.visualize.picture\n"
+            f"import nnx_parallel.{first}, nnx_parallel.drawing\n"
             "import nnx_parallel.audit.report\n"
             "from nnx_parallel import audit, visualize\n"
             "import nnx_parallel\n"

@@ -145,12 +145,15 @@ def test_every_conventional_name_is_that_of_an_axis_of_ours() -> None:
             assert axes_on(make_mesh({name: None}), name) == (name,)
 
 
-def test_the_description_says_which_axes_are_absent() -> None:
+def test_the_description_says_which_axes_are_absent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     init = nnx.with_partitioning(nnx.initializers.ones_init(), ("fsdp", "tp"))
 
     def build(rngs: nnx.Rngs) -> nnx.Module:
         return nnx.Linear(64, 64, kernel_init=init, rngs=rngs)
 
+    monkeypatch.setenv("COLUMNS", "200")
     text = str(FSDP().describe(build))
     assert "name 'fsdp' -> fsdp; axis 'tp' has size one here" in text
 

@@ -27,6 +27,7 @@ from nnx_parallel.audit.hlo import (
     Shape,
     parse,
 )
+from nnx_parallel.drawing import aligned, as_html
 
 if TYPE_CHECKING:
     import jax
@@ -267,6 +268,9 @@ class Report:
 
     def table(self) -> str:
         """Totals, then a line for each group of equal collectives."""
+        return "\n".join((*self._totals(), "", aligned(self._rows())))
+
+    def _rows(self) -> list[tuple[str, ...]]:
         # Layers outside of a loop send the same: their groups and counts are merged.
         alike = Counter()
         for each in self.collectives:
@@ -283,12 +287,18 @@ class Report:
             )
             for each, count in sorted(alike.items(), key=lambda item: item[0].kind)
         ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        aligned = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-        return "\n".join((*self._totals(), "", *aligned))
+        return rows
 
     def __str__(self) -> str:
         return self.table()
+
+    def __repr__(self) -> str:
+        sent = f"{self.count()} collectives of {_readable(self.bytes(), 'B')}"
+        return f"<{_readable(self.flops, '')} FLOPs, {sent} on each device>"
+
+    def _repr_html_(self) -> str:
+        header, *rows = self._rows()
+        return as_html(header, rows, title=repr(self)[1:-1], notes=self._totals())
 
     def _of_kind(self, kind: str | None) -> tuple[Collective, ...]:
         if kind is not None and kind not in KINDS:

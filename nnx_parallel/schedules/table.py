@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike
 
+from nnx_parallel.drawing import as_html
 from nnx_parallel.errors import ScheduleError
 from nnx_parallel.schedules.simulate import (
     LiveRanges,
@@ -152,6 +153,24 @@ class Table:
             for (row, microbatch), tick in np.ndenumerate(at)
         )
         return cls.from_slots(num_stages, shape[1], slots, shape[0] // num_stages, name)
+
+    def __repr__(self) -> str:
+        sizes = f"{self.num_stages} stages, {self.num_microbatches} microbatches"
+        chunks = f", {self.num_chunks} chunks" * (self.num_chunks > 1)
+        return f"<{self.name}: {sizes}{chunks}, {self.num_ticks} ticks>"
+
+    def _repr_html_(self) -> str:
+        # A joint backward slot is in both tables: it is shown once.
+        is_joint = not (self.is_forward_only or self.is_split)
+        rows = [[f"stage {i}"] + [""] * self.num_ticks for i in range(self.num_stages)]
+        for letter, kind in zip("FB" if is_joint else "FBW", KINDS, strict=False):
+            found = getattr(self, kind)
+            for tick, stage in np.argwhere(found.active):
+                chunk = f".{found.chunk[tick, stage]}" * (self.num_chunks > 1)
+                label = f"{letter}{found.microbatch[tick, stage]}{chunk}"
+                rows[stage][tick + 1] = f"{rows[stage][tick + 1]} {label}".strip()
+        header = ["", *map(str, range(self.num_ticks))]
+        return as_html(header, rows, title=repr(self)[1:-1])
 
     # Once: every rule, simulation and plan asks for it.
     @cached_property

@@ -3,14 +3,12 @@
 from typing import Any
 
 import jax
-from rich.console import Group
-from rich.text import Text
 
+from nnx_parallel.drawing import Picture as Picture
 from nnx_parallel.schedules.table import Table
 from nnx_parallel.sharding.names import path_of
 from nnx_parallel.visualize.arrays import ShardMap, array_picture, tree_picture
 from nnx_parallel.visualize.describe import Description
-from nnx_parallel.visualize.picture import Picture as Picture
 from nnx_parallel.visualize.schedules import schedule_picture
 
 
@@ -63,9 +61,7 @@ def visualize(thing: Any, **costs: Any) -> Picture:
             "schedule has."
         )
     if isinstance(thing, Description):
-        # As wide as `Description.__str__`, so that both print the same text.
-        body = Group(thing.table(), Text(thing.summary()))
-        return Picture(thing.title, body, columns=180, svg_columns=180)
+        return thing.picture()
     # By attributes, since a `jax.ShapeDtypeStruct` is drawn like an array.
     if hasattr(thing, "shape") and hasattr(thing, "sharding"):
         return array_picture(ShardMap(thing))

@@ -11,9 +11,9 @@ from rich.console import Group
 from rich.table import Column, Table
 from rich.text import Text
 
+from nnx_parallel.drawing import Colour, Picture, fill
 from nnx_parallel.precision import array_bytes, format_bytes
 from nnx_parallel.sharding.names import dim_axes
-from nnx_parallel.visualize.picture import Colour, Picture, fill
 
 # Of a block that every device holds.
 _WHOLE: Colour = (0xD9, 0xDF, 0xE5)

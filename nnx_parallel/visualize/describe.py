@@ -1,6 +1,7 @@
 """The table that explains a placement: every array, its specs, and why."""
 
 import math
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -11,10 +12,11 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from rich.console import Group
-from rich.table import Column, Table
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.table import Table
 from rich.text import Text
 
+from nnx_parallel.drawing import Picture, as_html
 from nnx_parallel.errors import ParallelWarning, warn_user
 from nnx_parallel.mesh import axes_across_processes
 from nnx_parallel.precision import Precision, array_bytes, format_bytes
@@ -35,7 +37,6 @@ from nnx_parallel.sharding.optimizer import (
     owner_of,
 )
 from nnx_parallel.sharding.rules import FSDPRules
-from nnx_parallel.visualize.picture import Picture
 
 
 class ArrayRow(NamedTuple):
@@ -107,10 +108,9 @@ class Description:
         across = ", ".join(axes_across_processes(self.layout.mesh))
         return f"mesh {mesh}" + (f" (across processes: {across})" if across else "")
 
-    def table(self) -> Table:
-        """The rows as a rich table."""
-        names = ("path", "shape", "dtype", "stored", "used", "gradient", "optimizer")
-        table = Table(*names, Column("bytes/device", justify="right"), "why")
+    def _cells(self) -> dict[str, list[str]]:
+        """The columns of the table by name, with a cell for each array of the model."""
+        cells: dict[str, list[str]] = {name: [] for name in _COLUMNS}
         for info, place, size in self.rows:
             specs = (place.stored, place.used, place.gradient, place.optimizer)
             shown = list(map(_short, specs))
@@ -118,7 +118,43 @@ class Description:
                 shown[2:] = "", ""
             shape, dtype = " ".join(map(str, info.shape)), str(info.dtype)
             why = "; ".join(filter(None, (place.reason, *map(_of_one, place.absent))))
-            table.add_row(info.path, shape, dtype, *shown, f"{size:,}", why)
+            row = (info.path, shape, dtype, *shown, f"{size:,}", why)
+            for name, cell in zip(_COLUMNS, row, strict=True):
+                cells[name].append(cell)
+        return cells
+
+    def table(self, width: int | None = None) -> Table:
+        """The rows as a rich table.
+
+        Args:
+            width: Characters of a line. Columns that do not fit are left out, the least
+                important first, which the caption says; without it all are there.
+        """
+        cells = self._cells()
+        widths = {name: max(map(len, (name, *x))) for name, x in cells.items()}
+        # Only the reason, which is prose, is broken into lines where it must be.
+        reason, widths["why"] = widths["why"], min(widths["why"], _LEAST_WHY)
+        # Each column has two spaces and a line besides.
+        spare = math.inf if width is None else width - 1 - 3 * len(cells)
+        hidden = []
+        for name in _DROPPED:
+            if sum(widths.values()) <= spare:
+                break
+            hidden.append(name)
+            del cells[name], widths[name]
+            spare += 3
+        left = spare - sum(widths.values())
+        # If even then it is too wide, paths give way.
+        flexible, most = ("why", reason) if "why" in cells else ("path", widths["path"])
+        widths[flexible] = int(max(1, min(most, widths[flexible] + left)))
+        table = Table(caption_justify="left", caption_style="")
+        if hidden:
+            table.caption = f"not shown in {width} columns: {', '.join(hidden)}"
+        for name, each in widths.items():
+            justify = "right" if name == "bytes/device" else "left"
+            table.add_column(name, justify=justify, overflow="fold", width=each)
+        for row in zip(*cells.values(), strict=True):
+            table.add_row(*row)
         return table
 
     def summary(self) -> str:
@@ -146,11 +182,48 @@ class Description:
             )
         return "\n".join(lines)
 
+    def picture(self) -> Picture:
+        """The table and its totals, at the width of the terminal."""
+        # Where nothing says how wide it is, in a notebook, a file or a page, 120.
+        width = shutil.get_terminal_size((120, 24)).columns
+        return Picture(self.title, _Body(self), columns=width, svg_columns=180)
+
     def __rich__(self) -> Group:
-        return Group(Text(self.title), self.table(), Text(self.summary()))
+        return Group(Text(self.title), _Body(self))
 
     def __str__(self) -> str:
-        return f"{Picture(self.title, self.table(), columns=180)}\n{self.summary()}"
+        return str(self.picture())
+
+    def __repr__(self) -> str:
+        size = format_bytes(self.params_bytes)
+        return f"<{len(self.rows)} arrays on {self.title}, {size} of parameters each>"
+
+    def _repr_html_(self) -> str:
+        cells = self._cells()
+        rows = [*zip(*cells.values(), strict=True)]
+        notes = self.summary().splitlines()
+        return as_html([*cells], rows, title=self.title, notes=notes)
+
+
+@dataclass(frozen=True)
+class _Body:
+    """Table and totals of a description, at the width that rich gives it."""
+
+    description: Description
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> RenderResult:
+        yield self.description.table(options.max_width)
+        yield Text(self.description.summary())
+
+
+_COLUMNS = (
+    "path", "shape", "dtype", "stored", "used", "gradient", "optimizer",
+    "bytes/device", "why",
+)  # fmt: skip
+_DROPPED = ("dtype", "gradient", "optimizer", "used", "shape", "why")
+_LEAST_WHY = 24
 
 
 def _largest(rows: Sequence[tuple]) -> list[str]:
@@ -239,8 +312,8 @@ def describe_model(
     layout: Layout,
     optimizer: object = None,
     wrt: Any = nnx.Param,
-    *,
     precision: Precision | None = None,
+    *,
     keeps_average: bool = False,
 ) -> Description:
     """Describes a model under a layout.

@@ -8,9 +8,9 @@ from rich.console import Console, ConsoleOptions
 from rich.style import Style
 from rich.text import Text
 
+from nnx_parallel.drawing import Colour, Picture, fill
 from nnx_parallel.schedules.simulate import Simulation, TimedSlot
 from nnx_parallel.schedules.table import Table
-from nnx_parallel.visualize.picture import Colour, Picture, fill
 
 COLOURS: dict[str, Colour] = {
     "forward": (0x2F, 0x6D, 0xB5),

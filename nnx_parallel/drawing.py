@@ -1,7 +1,12 @@
-"""A picture: drawn once with rich, shown in terminals and notebooks, saved as SVG."""
+"""Pictures, drawn once with rich, and tables: in terminals and notebooks, as SVG.
+
+Below everything that is shown: audits and schedules draw themselves too.
+"""
 
 import io
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from html import escape as escape_html
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
@@ -111,3 +116,34 @@ def fill(colour: Colour) -> Style:
     # At 0.179 black and white have the same contrast: (L + 0.05)^2 = 1.05 * 0.05.
     ink = "#000000" if luminance > 0.179 else "#ffffff"
     return Style(color=ink, bgcolor=f"#{bytes(colour).hex()}")
+
+
+Rows = Sequence[Sequence[str]]
+
+
+def aligned(rows: Rows, *, indent: str = "") -> str:
+    """Lines whose columns begin one below the other.
+
+    Example:
+        >>> print(aligned([("step", "loss"), ("1,000", "2.4")]))
+        step   loss
+        1,000  2.4
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(indent + line for line in lines)
+
+
+def as_html(
+    header: Sequence[str], rows: Rows, *, title: str = "", notes: Iterable[str] = ()
+) -> str:
+    """A table that scrolls where a notebook is too narrow for it; all text escaped."""
+    head = "".join(f"<th>{escape_html(name)}</th>" for name in header)
+    # No colours: those of the notebook fit its theme, light or dark.
+    cell = '<td style="text-align: left; white-space: nowrap">{}</td>'
+    lines = ("".join(cell.format(escape_html(x)) for x in row) for row in rows)
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    table = f"<thead><tr>{head}</tr></thead>" * bool(header) + f"<tbody>{body}</tbody>"
+    below = "".join(f"<div>{escape_html(line)}</div>" for line in notes)
+    table = f"<b>{escape_html(title)}</b><table>{table}</table>{below}"
+    return f'<div style="overflow-x: auto">{table}</div>'
