@@ -238,19 +238,68 @@ def test_plain_lines_come_at_the_first_every_and_the_last_step() -> None:
     assert lines[3].endswith("0:00 left")
 
 
+FULL = {
+    "loss": 2.4131,
+    "accuracy": 0.75,
+    "z_loss": 0.0001,
+    "grad_norm": 1.0,
+    "learning_rate": 3e-4,
+    "tokens_per_second": 48_213.0,
+    "examples_per_second": 48.2,
+    "step_seconds": 0.3104,
+    "device_memory_bytes": 12.5 * 2**30,
+    "device_memory_fraction": 0.312,
+    "tflops_per_device": 12.0,
+    "mfu": 0.412,
+    "data_wait_seconds": 0.1,
+    "compile_seconds": 9.0,
+    "loss_scale": 1024.0,
+    "skipped": 0.0,
+    "lost_updates": 0.0,
+}
+
+
 def test_a_plain_line_is_one_line_however_long() -> None:
-    metrics = {
-        "loss": 2.4131,
-        "tokens_per_second": 48_213.0,
-        "step_seconds": 0.3104,
-        "mfu": 0.412,
-        "grad_norm": 1.0,
-    }
-    lines = plain_lines(1, [(7, metrics), (7, {"eval_loss": 12345.0, "eval_f1": 0.5})])
+    logs: list[Any] = [(7, FULL), (7, {"eval_loss": 12345.0, "eval_f1": 0.5})]
+    lines = plain_lines(1, logs)
     assert lines[:2] == [
-        "step   7/120 · loss  2.413 · 48.2k tok/s ·  310 ms/step · 41% MFU",
+        "step   7/120 · loss  2.413 · accuracy 0.750 · z_loss 1.00e-04 · "
+        "grad norm 1.000 · lr 0.0003 · 48.2k tok/s ·  310 ms/step · "
+        "memory 12.5 GiB (31%) · 41% MFU",
         "step   7/120 · eval_loss 1.23e+04 · eval_f1 0.500",
     ]
+
+
+LOSS, OWN, SPEED, TOOK = "loss  2.413", "accuracy 0.750", "48.2k tok/s", "took 0:00"
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        (70, [LOSS, TOOK]),
+        (90, [LOSS, OWN, SPEED, TOOK]),
+        (120, [LOSS, OWN, "z_loss 1.00e-04", SPEED, TOOK]),
+        (
+            200,
+            [
+                *(LOSS, OWN, "z_loss 1.00e-04", "grad norm 1.000", "lr 0.0003", SPEED),
+                *(" 310 ms/step", "memory 12.5 GiB (31%)", "41% MFU", TOOK),
+            ],
+        ),
+    ],
+)
+def test_a_narrow_terminal_keeps_what_matters_most(
+    columns: int, shown: list[str]
+) -> None:
+    file, options = io.StringIO(), {"force_terminal": True, "color_system": None}
+    console = Console(file=file, width=columns, _environ={"TERM": "xterm"}, **options)
+    logger = ConsoleLogger(console=console)
+    logger.start(first_step=0, num_steps=120)
+    logger.log(1, FULL)
+    logger.finish()
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", file.getvalue())
+    *_, last = filter(None, re.split(r"[\r\n]", text))
+    assert last.strip().split("% ", 1)[1].split(" · ") == shown
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -10,18 +10,51 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
+from nnx_parallel.precision import format_bytes
+
 _MIN_BAR_WIDTH, _MAX_BAR_WIDTH = 16, 30
+
+Metrics = Mapping[str, float]
+
+
+def _memory(metrics: Metrics) -> str:
+    share = metrics.get("device_memory_fraction")
+    of_all = "" if share is None else f" ({share:.0%})"
+    return f"memory {format_bytes(metrics['device_memory_bytes'])}{of_all}"
+
+
+# The Trainer's own metrics in their order on the line, behind those of the loss; and
+# the rank by which a narrow terminal drops them, the highest first.
+_FIELDS: dict[str, tuple[int, Callable[[Metrics], str]]] = {
+    "grad_norm": (4, lambda m: f"grad norm {_number(m['grad_norm'])}"),
+    "learning_rate": (8, lambda m: f"lr {m['learning_rate']:.3g}"),
+    "tokens_per_second": (2, lambda m: f"{_count(m['tokens_per_second']):>5} tok/s"),
+    "examples_per_second": (
+        2,
+        lambda m: f"{_count(m['examples_per_second']):>5} rows/s",
+    ),
+    "step_seconds": (7, lambda m: f"{_duration(m['step_seconds']):>7}/step"),
+    "device_memory_bytes": (6, _memory),
+    "mfu": (5, lambda m: f"{m['mfu']:>3.0%} MFU"),
+}
+_CLOCK_RANK, _OWN_RANK = 1, 3
+_NOT_SHOWN = {
+    "loss", "compile_seconds", "data_wait_seconds", "device_memory_fraction",
+    "loss_scale", "lost_updates", "skipped", "tflops_per_device",
+}  # fmt: skip
 
 
 class ConsoleLogger:
-    """Shows progress, loss, speed and time left.
+    """Shows progress, loss, the loss's own metrics, speed, memory and time left.
 
     On a terminal this is one line, redrawn in place::
 
         step  120/1000 ━━━━╸━━━━━━━━━━ 12% loss  2.413 · 48.2k tok/s · 4:32 left
 
-    Elsewhere it is a plain line for every ``every`` steps. Evaluations and messages are
-    lines of their own on both.
+    It has what fits: learning rate and seconds of a step are left out first, then
+    memory, MFU, the gradient's norm, and the loss's own metrics. Elsewhere it is a
+    plain line with all of these, one for every ``every`` steps. Evaluations and
+    messages are lines of their own on both.
 
     Args:
         every: Steps from one plain line to the next.
@@ -58,7 +91,7 @@ class ConsoleLogger:
             self._live = Live(self._line, console=self._console, refresh_per_second=8)
             self._live.start()
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         """Update the line; print a plain one if it is due."""
         evaluation = {k: v for k, v in metrics.items() if k.startswith("eval_")}
         training = {k: v for k, v in metrics.items() if k not in evaluation}
@@ -105,7 +138,7 @@ class _StatusLine:
         self.first: tuple[int, float] | None = None
         self.ended: float | None = None
 
-    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+    def update(self, step: int, metrics: Metrics) -> None:
         self._step = step
         # A new dict: the thread that redraws the line may be reading the old one.
         self._metrics = {**self._metrics, **metrics}
@@ -115,19 +148,29 @@ class _StatusLine:
     def position(self, step: int) -> str:
         return f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}"
 
-    def fields(self) -> list[str]:
-        """The metrics, the most important first, and then the clock."""
-        units = {
-            "loss": lambda value: f"loss {_number(value):>6}",
-            "tokens_per_second": lambda value: f"{_count(value):>5} tok/s",
-            "examples_per_second": lambda value: f"{_count(value):>5} rows/s",
-            "step_seconds": lambda value: f"{_duration(value):>7}/step",
-            "mfu": lambda value: f"{value:>3.0%} MFU",
-        }
-        if "tokens_per_second" in self._metrics:
-            del units["examples_per_second"]
-        fields = [f(self._metrics[n]) for n, f in units.items() if n in self._metrics]
-        return [*fields, clock] if (clock := self._clock()) else fields
+    def fields(self, width: int | None = None) -> list[str]:
+        """The loss first, the clock last: all, or the most important that fit."""
+        found = list(self._ranked_fields())
+        # The first stays, whatever the width; the last of equal rank goes first.
+        while width is not None and len(found) > 1:
+            if sum(len(text) + 3 for _, text in found) - 3 <= width:
+                break
+            found.pop(max(range(1, len(found)), key=lambda i: (found[i][0], i)))
+        return [text for _, text in found]
+
+    def _ranked_fields(self) -> Iterator[tuple[int, str]]:
+        metrics = self._metrics
+        if "loss" in metrics:
+            yield 0, f"loss {_number(metrics['loss']):>6}"
+        for name, value in metrics.items():
+            if name not in _FIELDS and name not in _NOT_SHOWN:
+                yield _OWN_RANK, f"{name} {_number(value)}"
+        for name, (rank, spell) in _FIELDS.items():
+            is_said = name == "examples_per_second" and "tokens_per_second" in metrics
+            if name in metrics and not is_said:
+                yield rank, spell(metrics)
+        if clock := self._clock():
+            yield _CLOCK_RANK, clock
 
     def _clock(self) -> str:
         if self.ended is not None:
@@ -145,14 +188,10 @@ class _StatusLine:
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> RenderResult:
-        separator, fields = _separator(options), self.fields()
         position, total = self.position(self._step), self.num_steps
         fraction = min(1.0, self._step / total) if total else 1.0
         free = options.max_width - len(f"{position}  100% ") - 1
-        while len(fields) > 1 and free - len(separator.join(fields)) < _MIN_BAR_WIDTH:
-            # Of the last three the clock goes before the loss.
-            fields.pop(-2 if len(fields) > 2 else -1)
-        text = separator.join(fields)
+        text = _separator(options).join(self.fields(free - _MIN_BAR_WIDTH))
         width = min(_MAX_BAR_WIDTH, free - len(text))
         percent = Text(f"{int(100 * fraction):>3}%", style="bold")
         if width <= 0:

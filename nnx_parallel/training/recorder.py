@@ -100,7 +100,11 @@ class Throughput:
             if peak := peak_flops(self.device):
                 rates["mfu"] = flops / peak
         if stats := self.device.memory_stats():  # CPUs have none
-            rates["device_memory_bytes"] = float(stats.get("peak_bytes_in_use", 0))
+            peak_bytes = float(stats.get("peak_bytes_in_use", 0))
+            rates["device_memory_bytes"] = peak_bytes
+            # Of what JAX may take: three quarters of a GPU, unless told otherwise.
+            if limit := stats.get("bytes_limit"):
+                rates["device_memory_fraction"] = peak_bytes / limit
         return rates
 
 
