@@ -5,6 +5,8 @@ import gc
 import itertools
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +20,9 @@ from flax import nnx
 
 from nnx_parallel import Callback, Checkpoint, DataParallel, Trainer
 from nnx_parallel.data import PrefetchIterator
+from nnx_parallel.distributed import runtime
 from tests.parity.runs import compiling, to_host
+from tests.processes.running import ENVIRONMENT
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -223,3 +227,105 @@ def test_whatever_reads_a_generator_next_gets_them() -> None:
     placed = PrefetchIterator(data, np.array, limit=2)
     seen = [float(item.batch[0, 0]) for item in placed]
     assert seen == [first.step + 1, first.step + 2]
+
+
+SCRIPT = """
+import os, signal, sys
+import jax, numpy as np, optax
+from flax import nnx
+from nnx_parallel import Callback, Checkpoint, Trainer
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class Interrupts(Callback):
+    def on_step_end(self, trainer, step, metrics):
+        for _ in range(int(sys.argv[1]) if step == 2 else 0):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+trainer = Trainer(
+    lambda rngs: nnx.Linear(4, 4, rngs=rngs),
+    optax.adam(0.1),
+    lambda model, batch: (model(batch) ** 2).mean(),
+    checkpoint=Checkpoint(sys.argv[2], every=100),
+    callbacks=[Interrupts()],
+)
+"""
+CELL = "trainer.fit([np.ones((8, 4), np.float32)] * 9, 9); print('not reached')"
+NOTEBOOK = f"""
+import sys
+from IPython.core.interactiveshell import InteractiveShell
+
+shell = InteractiveShell()
+assert shell.run_cell({SCRIPT!r}).success
+assert not shell.run_cell({CELL!r}).success
+shell.run_cell("print('still here, at step', trainer.step)")
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "signals", "code", "said"),
+    [
+        (SCRIPT + CELL, 1, -signal.SIGINT, ""),
+        (
+            SCRIPT + CELL,
+            2,
+            -signal.SIGINT,
+            "KeyboardInterrupt: Ctrl-C twice, without a save, in Interrupts.on_step_",
+        ),
+        (NOTEBOOK, 1, 0, "KeyboardInterrupt: Ctrl-C\n"),
+    ],
+    ids=["script", "twice", "notebook"],
+)
+def test_an_interrupted_fit_ends_with_a_line_and_no_traceback(
+    script: str, signals: int, code: int, said: str, tmp_path: Path
+) -> None:
+    """A shell reports the death by SIGINT, Python's own after a Ctrl-C, as code 130."""
+    if script is NOTEBOOK:
+        pytest.importorskip("IPython", reason="IPython is not installed")
+    run = tmp_path / "run"
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(signals), str(run)],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    text = done.stdout + done.stderr
+    assert done.returncode == code, text
+    assert "Traceback" not in text
+    assert 'File "' not in text
+    assert "not reached" not in text
+    assert said in text
+    if signals == 2:
+        return
+    (step,) = saved_steps(run)
+    assert "Ctrl-C: the fit ends after this step, once it is saved." in done.stderr
+    saved = f"Saved step {step} in '{run}': resume with the same command."
+    assert done.stdout.count("Saved step") == 1
+    assert saved in done.stdout
+    if script is NOTEBOOK:
+        assert f"still here, at step {step}" in done.stdout
+    else:
+        assert done.stdout.splitlines()[-1] == saved
+        assert "KeyboardInterrupt" not in text
+
+
+def test_a_ctrl_c_does_not_promise_a_save_that_there_is_not(capfd: Any) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(At(2, interrupt)).fit(Data(), 12)
+    said = "Ctrl-C: the fit ends after this step. It saves no checkpoint. A second one"
+    assert said in capfd.readouterr().err
+
+
+def test_other_errors_are_shown_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: seen.append(error))
+    monkeypatch.setattr(runtime, "_excepthook", None)
+    for _ in range(2):  # the second fit installs nothing
+        make_trainer().fit(Data(), 2)
+    error = ValueError("no interrupt")
+    sys.excepthook(ValueError, error, None)
+    assert seen == [(ValueError, error, None)]

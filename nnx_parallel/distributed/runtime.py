@@ -114,6 +114,47 @@ def tag_logging() -> None:
     logging.setLogRecordFactory(make_tagged_record)
 
 
+def make_interrupt(text: str) -> KeyboardInterrupt:
+    """A KeyboardInterrupt that is shown as one line, without a traceback, if uncaught.
+
+    A script then ends as after any Ctrl-C: by SIGINT, which shells report as code 130.
+    A notebook, or Python's prompt, has control again.
+    """
+    # Not a subclass: Python ends by SIGINT after this very class alone; and IPython
+    # asks for the lines to show (docs/library-notes.md, "Python" and "Notebooks").
+    error = KeyboardInterrupt(text)
+    vars(error)["_render_traceback_"] = lambda: [f"KeyboardInterrupt: {text}"]
+    return error
+
+
+def _line(error: BaseException) -> str | None:
+    """The line of an interrupt that a fit has made; ``None`` for other errors."""
+    lines = vars(error).get("_render_traceback_")
+    return lines()[0] if isinstance(error, KeyboardInterrupt) and lines else None
+
+
+_excepthook: Callable[..., object] | None = None
+
+
+def _show_interrupts_as_lines() -> None:
+    """Installs a hook for uncaught exceptions; runs of many processes have theirs."""
+    global _excepthook
+    if _excepthook is None and sys.excepthook is not _end_by_exception:
+        _excepthook, sys.excepthook = sys.excepthook, _show
+
+
+def _show(
+    kind: type[BaseException], error: BaseException, place: TracebackType | None
+) -> None:
+    line = _line(error)
+    if line is None:
+        assert _excepthook is not None
+        _excepthook(kind, error, place)
+    # In a script the fit's last messages have said it.
+    elif error.args != (INTERRUPT,) or hasattr(sys, "ps1"):
+        write_error(line)
+
+
 def install(notify: Callable[[str | None], None]) -> None:
     """Makes an uncaught exception end the process, once it has told the others."""
     global _notify
@@ -133,9 +174,9 @@ def _end_by_exception(
     reason = f"{kind.__name__}: {text[0]}" if text else kind.__name__
     # A fit has said that it ends, on all processes.
     is_alike = error.args == (INTERRUPT,)
-    spell = traceback.format_exception_only if is_alike else traceback.format_exception
+    text = "".join(traceback.format_exception(error))
     _end(
-        "".join(spell(error)),
+        _line(error) or text,
         lambda: _notify(None if is_alike else reason),
         # As shells spell a signal.
         128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1,
@@ -252,14 +293,18 @@ class Termination:
     to save. A handler installed earlier is called as well, and is restored on exit. Of
     SIGINT only Python's own handler is replaced. A second Ctrl-C is raised at once.
 
+    Args:
+        saves: Whether the fit saves a checkpoint before it ends.
+
     Attributes:
         is_requested: Whether a SIGTERM has come.
         is_interrupted: Whether a Ctrl-C has come.
         defers: Whether the first Ctrl-C is recorded alone. Otherwise it is raised too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, saves: bool = True) -> None:
         self.is_requested = self.is_interrupted = self.defers = False
+        self._saves = saves
         self._previous: Any = None
         self._handlers: dict[int, Any] = {}  # those to restore
         self._is_watching = False
@@ -282,6 +327,7 @@ class Termination:
         # One that is ignored, as under nohup, or the user's own, stays.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._install(signal.SIGINT, self._record_interrupt)
+            _show_interrupts_as_lines()
         return self
 
     def _install(self, number: int, handler: Callable[..., None]) -> None:
@@ -320,12 +366,21 @@ class Termination:
         # it may come, swallows exceptions (docs/library-notes.md, "Lost processes").
         is_first, self.is_interrupted = not self.is_interrupted, True
         if not (is_first and self.defers):
-            raise KeyboardInterrupt
+            when = "before the first step" if is_first else "twice, without a save"
+            raise make_interrupt(f"{INTERRUPT} {when}, in {_place(frame)}")
+        saved = ", once it is saved" if self._saves else ". It saves no checkpoint"
         with contextlib.suppress(Exception):  # it may have come within another write
             write_error(
-                "Ctrl-C: the fit ends after this step, once it is saved. A second one "
-                "ends it at once."
+                f"Ctrl-C: the fit ends after this step{saved}. A second one ends it at "
+                "once."
             )
+
+
+def _place(frame: FrameType | None) -> str:
+    """Where Python is: of a run that hangs, all that its traceback would tell."""
+    if frame is None:
+        return "no line of Python"
+    return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
 
 
 def _name(handler: Any) -> str:
