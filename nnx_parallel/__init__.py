@@ -59,7 +59,7 @@ from nnx_parallel.strategies.data_parallel import DataParallel
 from nnx_parallel.strategies.fsdp import FSDP
 from nnx_parallel.strategies.pipeline import Pipeline
 from nnx_parallel.strategies.tensor_parallel import TensorParallel
-from nnx_parallel.training.loop import Callback
+from nnx_parallel.training.callback import Callback
 from nnx_parallel.training.optimizers import decay_mask, muon_dimension_numbers
 from nnx_parallel.training.trainer import Trainer
 from nnx_parallel.visualize import visualize

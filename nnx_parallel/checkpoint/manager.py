@@ -3,7 +3,7 @@
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -64,6 +64,7 @@ class CheckpointManager:
         local_directory: The directory if it is no URL: other files can go there.
         last_saved: The step that this object has saved or resumed from, which `save`
             need not save again.
+        report: Called with a line for people once a checkpoint is on disk.
 
     Example:
         >>> import tempfile, jax.numpy as jnp
@@ -88,6 +89,7 @@ class CheckpointManager:
         self.directory = where = options and str(options.directory)
         self.local_directory = Path(where) if where and not is_url(where) else None
         self.last_saved: int | None = None
+        self.report: Callable[[str], object] = str
         self._read_only = read_only
         self._opened: SavedSteps | None = None
         self._save: AsyncSave | None = None
@@ -299,6 +301,8 @@ class CheckpointManager:
             save.check()
             return
         opened.forget(save.superseded)
+        where = f"step {save.step} in '{self.directory}'"
+        self.report(f"Saved {where} ({save.seconds:.1f} s)")
         for problem in save.problems:
             warn_user(
                 f"An older checkpoint in '{self.directory}' could not be deleted: "

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -252,14 +253,16 @@ class AsyncSave(logging.Filter):
         error: With which the save has ended on all processes, or ``None``.
         superseded: Older steps to delete once this one is saved.
         problems: A line for each of them that could not be deleted.
+        step, seconds: What is saved, and how long that took.
     """
 
     def __init__(self, step: int, directory: str) -> None:
         super().__init__()
-        self._step, self._directory = step, directory
+        self.step, self._directory = step, directory
         self.error: BaseException | None = None
         self.superseded: list[int] = []
         self.problems: list[str] = []
+        self._began, self.seconds = time.monotonic(), 0.0
         self._logged: Exception | None = None
         self._has_ended = threading.Event()
         self._is_reported = False
@@ -280,7 +283,7 @@ class AsyncSave(logging.Filter):
 
     def failure(self, error: BaseException) -> CheckpointSaveError:
         """The error to raise when the save cannot start or does not end well."""
-        where = f"step {self._step} in '{self._directory}'"
+        where = f"step {self.step} in '{self._directory}'"
         why = f"{root_cause(error).rstrip('.')}. No other checkpoint was deleted."
         return CheckpointSaveError(f"Saving {where} failed: {why}")
 
@@ -311,6 +314,7 @@ class AsyncSave(logging.Filter):
         """Marks the save as ended and stops reading the log."""
         _LOGGER.removeFilter(self)
         _LOGGER.addFilter(_hide_stragglers)
+        self.seconds = time.monotonic() - self._began
         self._has_ended.set()
 
     def discard(self) -> None:
@@ -342,10 +346,7 @@ class AsyncSave(logging.Filter):
             raise self.failure(error) from first_cause(error)
 
     def state(self) -> str:
-        """``"ended"``, ``"failed"`` here while others wait, or ``"running"``.
-
-        Takes half a second at most.
-        """
+        """``"ended"``, ``"failed"`` (others wait) or ``"running"``, after 0.5 s."""
         if self._has_ended.wait(0.5):
             return "ended"
         return "running" if self._logged is None else "failed"

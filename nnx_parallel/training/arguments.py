@@ -20,7 +20,7 @@ from nnx_parallel.checkpoint.options import Checkpoint
 from nnx_parallel.precision import Precision
 from nnx_parallel.sharding.path_names import PathNames
 from nnx_parallel.strategies.base import Strategy
-from nnx_parallel.training.loop import Callback
+from nnx_parallel.training.callback import Callback
 
 P = ParamSpec("P")
 R = TypeVar("R")

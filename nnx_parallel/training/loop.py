@@ -5,7 +5,7 @@ import copy
 import itertools
 import signal
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,12 @@ from nnx_parallel.data.batches import BatchAgreement, copy_if_writeable
 from nnx_parallel.data.position import is_one_shot
 from nnx_parallel.data.prefetch import PrefetchIterator, check_data
 from nnx_parallel.distributed.agreement import allgather_object, count_step
-from nnx_parallel.distributed.runtime import INTERRUPT, Termination, Watchdog
+from nnx_parallel.distributed.runtime import (
+    INTERRUPT,
+    Termination,
+    Watchdog,
+    make_interrupt,
+)
 from nnx_parallel.errors import (
     CheckpointError,
     DataError,
@@ -23,6 +28,7 @@ from nnx_parallel.errors import (
     warn_user,
 )
 from nnx_parallel.loggers.logger import Logger, LoggerGroup, default_loggers
+from nnx_parallel.training.callback import Callback
 from nnx_parallel.training.diagnostics import (
     agree_on_batch,
     agree_on_program,
@@ -48,33 +54,6 @@ _SIGNALS = (SIGTERM, INTERRUPT)  # after which there is no time to evaluate
 
 _STEPS_TO_FIRST_METRICS = 4
 """After so many steps the metrics of the first are known, which are 2 steps behind."""
-
-
-class Callback:
-    """Hooks of a fit; each does nothing by default. Subclass it and override some.
-
-    Metrics reach a hook when they have arrived from the devices, up to two steps after
-    the step itself. A hook ends the fit early with ``trainer.stop(reason)``.
-
-    Example:
-        >>> class StopBelow(Callback):
-        ...     def on_step_end(self, trainer, step, metrics):
-        ...         if metrics["loss"] < 0.1:
-        ...             trainer.stop("the loss is below 0.1")
-    """
-
-    # `trainer` is `Any`, since the Trainer's module imports this one.
-    def on_fit_start(self, trainer: Any) -> None:
-        """Before the first step, the state built or restored."""
-
-    def on_step_end(self, trainer: Any, step: int, metrics: Values) -> None:
-        """Once the metrics of a step are known."""
-
-    def on_eval_end(self, trainer: Any, step: int, metrics: Values) -> None:
-        """After each evaluation."""
-
-    def on_fit_end(self, trainer: Any, history: Mapping[str, Any]) -> None:
-        """After the last step, checkpoint included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +114,7 @@ class Loop:
         self._recorder = Recorder(self._logger, self._on_step_end, settings.log_every)
         self._tracer = Tracer(settings.profile, directory)
         self._watchdog = Watchdog(settings.step_timeout)
-        self._termination = Termination()
+        self._termination = Termination(saves=self.run.checkpoints.options is not None)
         self._stop_request: str | None = None
         self._agreed_stop: str | None = None
         self._first_batch: Batch | None = None
@@ -190,12 +169,15 @@ class Loop:
             checkpoints.abandon_if_shared()
             raise
         finally:
-            with checkpoints:
-                self._logger.finish()
+            with contextlib.ExitStack() as stack:
+                # The loggers last: a save that ends here is reported to them.
+                stack.callback(self._logger.finish)
+                stack.callback(setattr, checkpoints, "report", str)
+                stack.enter_context(checkpoints)
         if self._stop_reason == SIGTERM:
             raise SystemExit(0 if checkpoints.options else 128 + signal.SIGTERM)
         if self._stop_reason == INTERRUPT:
-            raise KeyboardInterrupt(INTERRUPT)
+            raise make_interrupt(INTERRUPT)
         return history
 
     def _fit(self) -> None:
@@ -230,6 +212,9 @@ class Loop:
         losses = {"loss": self.programs.loss, "eval_loss": self.programs.eval_loss}
         agree_on_run(self.programs.plan, losses, settings, run.step)
         logger.start(first_step=run.step, num_steps=self.num_steps)
+        checkpoints.report = self._report_save
+        if header := run.header(self.num_steps):
+            logger.message(header)
         if resumed:
             logger.message(resumed)
         for callback in self.settings.callbacks:
@@ -250,6 +235,10 @@ class Loop:
             logger.message(f"Stopped at step {run.step}: {self._stop_reason}")
         if self._stop_reason in _SIGNALS:
             logger.message(checkpoints.exit_message(run.step))
+
+    def _report_save(self, text: str) -> None:
+        if self._stop_reason not in _SIGNALS:  # whose last message says it
+            self._logger.message(text)
 
     def _run_steps(self) -> None:
         run, recorder, checkpoints = self.run, self._recorder, self.run.checkpoints

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,7 +17,9 @@ from nnx_parallel.checkpoint.options import Checkpoint
 from nnx_parallel.checkpoint.plain import read_weights
 from nnx_parallel.data.position import DataState
 from nnx_parallel.distributed.agreement import strip_addresses
+from nnx_parallel.drawing import aligned
 from nnx_parallel.errors import CheckpointError, StateStructureError
+from nnx_parallel.precision import array_bytes, format_bytes
 from nnx_parallel.sharding.model import (
     ModelFn,
     Path,
@@ -88,6 +91,7 @@ class RunState:
     is_fresh: bool = True
     _state: TrainState | None = None
     _is_counting: bool = False
+    _is_introduced: bool = False
     # By whether it has the averages: the models of this state, then those of earlier
     # ones, whose arrays were donated.
     _models: dict[bool, tuple[nnx.Module, HandedModel]] = field(default_factory=dict)
@@ -224,6 +228,71 @@ class RunState:
         self.state, self.data = state, DataState.from_json(position)
         done = f"Resumed from step {self.step} in '{self.checkpoints.directory}'."
         return "\n".join([*notes, done])
+
+    def header(self, num_steps: int) -> str:
+        """What runs where, for the beginning of a fit; empty after the first time."""
+        if self._is_introduced:
+            return ""
+        self._is_introduced = True
+        facts = self.facts() | {"step": f"{self.step:,} of {num_steps:,}"}
+        return aligned([*facts.items()])
+
+    def facts(self) -> dict[str, str]:
+        """The run in words, by name; builds nothing and waits for no step."""
+        run, options = self.checkpoints.description, self.checkpoints.options
+        mesh, state = self.plan.layout.mesh, self._state
+        params = all_params(self.plan).values()
+        total, trained = sum(x.size for x in params), run["num_params"]
+        kinds = Counter(device.device_kind for device in mesh.devices.flat)
+        devices = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+        count = len({device.process_index for device in mesh.devices.flat})
+        sizes = bytes_per_device(self.plan).items()
+        facts = {
+            "model": f"{run['model']}, {total:,} parameters"
+            + f", {trained:,} of them trained" * (trained != total),
+            "strategy": run["strategy"],
+            "devices": devices + f", of {count} processes" * (count > 1),
+            "mesh": " * ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
+            "per device": ", ".join(f"{k} {format_bytes(size)}" for k, size in sizes),
+        }
+        if options is not None:
+            every = f"every {options.every:,} steps and at the end"
+            facts["checkpoints"] = f"'{self.checkpoints.directory}', {every}"
+        facts |= {name: x for name in _COMPILER if (x := os.environ.get(name))}
+        step: Any = state and state.step
+        is_known = state and not step.is_deleted() and step.is_ready()
+        return facts | {"step": f"{int(step):,}" if is_known else "-"}
+
+
+# Variables with options of XLA, and of TPUs' compiler.
+_COMPILER = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+
+
+def all_params(plan: StatePlan) -> dict[Path, Any]:
+    """The shapes of all parameters, trained or frozen."""
+    arrays = flatten(plan.abstract.params) | flatten(plan.abstract.variables)
+    return {path: x for path, x in arrays.items() if path in plan.param_placements}
+
+
+def bytes_per_device(plan: StatePlan) -> dict[str, int]:
+    """Bytes on each device of a state's parts, and of gradients; of those that are."""
+
+    def held(tree: Any) -> int:
+        shards = ((x.sharding, x.shape, x.dtype) for x in jax.tree.leaves(tree))
+        return sum(array_bytes(s.shard_shape(n), dtype) for s, n, dtype in shards)
+
+    gradients = 0
+    for path, x in flatten(plan.abstract.params).items():
+        sharding = plan.layout.sharding(plan.placements[path].gradient)
+        dtype = plan.precision.gradient_dtype(x.dtype)
+        gradients += array_bytes(sharding.shard_shape(x.shape), dtype)
+    sizes = {
+        "parameters": held(all_params(plan)),
+        "gradients": gradients,
+        "optimizer state": held(plan.abstract.opt_state),
+        "moving average": held(plan.abstract.ema),
+    }
+    return {name: size for name, size in sizes.items() if size}
 
 
 def describe_run(

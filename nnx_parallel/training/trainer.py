@@ -11,6 +11,7 @@ from nnx_parallel.checkpoint.manager import CheckpointManager
 from nnx_parallel.checkpoint.options import Checkpoint
 from nnx_parallel.data.batches import data_share
 from nnx_parallel.distributed.agreement import meet
+from nnx_parallel.drawing import as_html
 from nnx_parallel.layers.scan import Remat
 from nnx_parallel.loggers.logger import Logger
 from nnx_parallel.mesh import Device
@@ -21,9 +22,10 @@ from nnx_parallel.state import TrainState, plan_state
 from nnx_parallel.strategies.base import Strategy
 from nnx_parallel.strategies.data_parallel import DataParallel
 from nnx_parallel.training.arguments import check_arguments, suggests_names
+from nnx_parallel.training.callback import Callback
 from nnx_parallel.training.diagnostics import check_model, check_seed
 from nnx_parallel.training.evaluation import Programs, params_of
-from nnx_parallel.training.loop import Callback, Loop, Settings
+from nnx_parallel.training.loop import Loop, Settings
 from nnx_parallel.training.recorder import History
 from nnx_parallel.training.run_state import RunState, describe_run
 from nnx_parallel.training.step import Batch, LossFn, Metrics, StepOptions
@@ -180,6 +182,14 @@ class Trainer:
         self._run = RunState(plan, source, self._seed, checkpoints)
         self._loop: Loop | None = None
 
+    def __repr__(self) -> str:
+        facts = self._run.facts()
+        shown = (f"{name} {facts[name]}" for name in ("model", "mesh", "step"))
+        return f"Trainer({self.strategy!r}, {', '.join(shown)})"
+
+    def _repr_html_(self) -> str:
+        return as_html((), [*self._run.facts().items()], title="Trainer")
+
     def _abstract_model(self) -> nnx.Module:
         return abstract_model(self._source, nnx.Rngs(self._seed), self._names)
 
@@ -223,16 +233,13 @@ class Trainer:
         model. Ask again after it, or copy. What is assigned to its Variables until then
         is trained on, evaluated and saved, random streams apart.
         """
-        return self._model(ema=False)
+        return self._run.model(ema=False)
 
     @property
     def ema_model(self) -> nnx.Module:
         """`model` with the moving average; a `ValueError` if the Trainer keeps none."""
-        return self._model(ema=True)
-
-    def _model(self, *, ema: bool) -> nnx.Module:
-        params_of(self.state, ema=ema)  # an error if there is no average
-        return self._run.model(ema=ema)
+        params_of(self.state, ema=True)  # an error if there is no average
+        return self._run.model(ema=True)
 
     @property
     def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
@@ -253,13 +260,10 @@ class Trainer:
 
     def describe(self) -> Description:
         """Where every array lives and why, with bytes per device."""
-        plan = self._programs.plan
-        # A new one: `describe_model` writes placements into its metadata.
-        arguments = self._abstract_model(), self.layout, self._optimizer, self._wrt
-        averages = plan.ema_decay is not None
-        return describe_model(
-            *arguments, precision=plan.precision, keeps_average=averages
-        )
+        plan, layout = self._programs.plan, self.layout
+        model = self._abstract_model()  # a new one: it gets placements in its metadata
+        arguments = model, layout, self._optimizer, self._wrt, plan.precision
+        return describe_model(*arguments, keeps_average=plan.ema_decay is not None)
 
     @suggests_names
     def fit(
@@ -288,7 +292,9 @@ class Trainer:
         Raises:
             SystemExit: With code 0 after a SIGTERM, once a checkpoint is saved.
             KeyboardInterrupt: After Ctrl-C, once the step in work is done and saved; a
-                second one ends the fit at once.
+                second one ends the fit at once. Uncaught, a script ends without a
+                traceback, with code 130; a notebook has control again, the Trainer as
+                after a fit that has ended.
             DisagreementError: If processes are about to run different programs.
             NonFiniteLossError: If a loss is not finite; names what went bad.
             ValueError: If ``num_steps`` or ``eval_every`` is no number of steps.
@@ -299,16 +305,8 @@ class Trainer:
         meet("fit")
         self._run.check_models()
         # Kept for `stop`, which a callback calls from within the fit.
-        self._loop = Loop(
-            self,
-            self._settings,
-            self._run,
-            self._programs,
-            data,
-            num_steps,
-            eval_data=eval_data,
-            eval_every=eval_every,
-        )
+        parts = self._settings, self._run, self._programs
+        self._loop = Loop(self, *parts, data, num_steps, eval_data, eval_every)
         try:
             return self._loop.fit()
         finally:

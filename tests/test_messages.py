@@ -1,0 +1,148 @@
+"""What a fit says besides its metrics: at the start, at a save, at the end."""
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from rich.console import Console
+
+from nnx_parallel import (
+    FSDP,
+    Checkpoint,
+    Composite,
+    ConsoleLogger,
+    DataParallel,
+    JSONLinesLogger,
+    Trainer,
+)
+from nnx_parallel.loggers import Logger
+from nnx_parallel.training.run_state import bytes_per_device
+from tests.parity.runs import compiling
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_compilation() -> Any:
+    with compiling(optimized=False):
+        yield
+
+
+class Memory(Logger):
+    """Keeps messages, and whether each came while the logger was open."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+        self._is_open = False
+
+    def start(self, *, first_step: int, num_steps: int) -> None:
+        self._is_open = True
+
+    def finish(self) -> None:
+        self._is_open = False
+
+    def log(self, step: int, metrics: Any) -> None:
+        pass
+
+    def message(self, text: str) -> None:
+        assert self._is_open
+        self.messages.append(text)
+
+
+def make_trainer(*loggers: Logger, **options: Any) -> Trainer:
+    settings: dict[str, Any] = {
+        "model": lambda rngs: nnx.Linear(64, 64, rngs=rngs),
+        "optimizer": optax.adam(0.1),
+        "strategy": Composite(DataParallel(2), FSDP()),
+    }
+    loss = lambda model, batch: (model(batch) ** 2).mean()  # noqa: E731
+    return Trainer(loss=loss, loggers=loggers, **(settings | options))
+
+
+DATA = [np.ones((8, 64), np.float32)] * 8
+
+
+def test_a_fit_begins_with_what_runs_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/x")  # JAX has read it before
+    monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
+    memory = Memory()
+    options = Checkpoint(tmp_path / "run", every=3)
+    trainer = make_trainer(memory, checkpoint=options, ema_decay=0.9)
+    trainer.fit(DATA, 4)
+    header, first, last = memory.messages
+    assert header.splitlines() == [
+        "model        Linear, 4,160 parameters",
+        "strategy     Composite(DataParallel(size=2), FSDP())",
+        "devices      8 x cpu",
+        "mesh         data=2 * fsdp=4",
+        "per device   parameters 4.25 KiB, gradients 4.25 KiB, optimizer state 8.504 "
+        "KiB, moving average 4.25 KiB",
+        f"checkpoints  '{tmp_path / 'run'}', every 3 steps and at the end",
+        "XLA_FLAGS    --xla_dump_to=/tmp/x",
+        "step         0 of 4",
+    ]
+    where = re.escape(f"in '{tmp_path / 'run'}'")
+    assert re.fullmatch(rf"Saved step 3 {where} \(\d+\.\d s\)", first)
+    assert re.fullmatch(rf"Saved step 4 {where} \(\d+\.\d s\)", last)
+    trainer.fit(DATA, 5)  # said once
+    assert len(memory.messages) == 4
+    again = Memory()
+    make_trainer(again, checkpoint=options, ema_decay=0.9).fit(DATA, 6)
+    header, resumed, _ = again.messages
+    assert header.splitlines()[-1] == "step         5 of 6"
+    assert resumed == f"Resumed from step 5 in '{tmp_path / 'run'}'."
+
+
+def test_the_bytes_are_those_that_are_described() -> None:
+    trainer: Any = make_trainer(
+        model=lambda rngs: nnx.LoRA(
+            64, 8, 64, base_module=nnx.Linear(64, 64, rngs=rngs), rngs=rngs
+        ),
+        strategy=FSDP(min_size=0),
+        wrt=nnx.LoRAParam,
+    )
+    found = trainer.describe()
+    sizes = bytes_per_device(trainer._run.plan)
+    assert sizes == {
+        "parameters": found.params_bytes,
+        "gradients": found.gradients_bytes,
+        "optimizer state": found.optimizer_bytes,
+    }
+    assert "5,184 parameters, 1,024 of them trained" in trainer._repr_html_()
+
+
+def test_nothing_is_said_where_nobody_listens(capfd: Any) -> None:
+    make_trainer().fit(DATA, 2)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_terminal_and_a_file_have_the_same_messages(tmp_path: Path) -> None:
+    file = io.StringIO()
+    console = ConsoleLogger(console=Console(file=file, width=40))
+    lines = JSONLinesLogger(tmp_path / "metrics.jsonl")
+    make_trainer(console, lines, checkpoint=tmp_path / "run").fit(DATA, 2)
+    text = file.getvalue()
+    assert text.startswith("model        Linear, 4,160 parameters\n")
+    assert re.search(r"^Saved step 2 in '", text, re.MULTILINE)
+    written = (tmp_path / "metrics.jsonl").read_text()
+    assert '"message": "model ' in written
+    assert '"message": "Saved step 2 in ' in written
+
+
+def test_a_save_that_ends_after_an_error_is_reported(tmp_path: Path) -> None:
+    """While the loggers are open: `Memory` asserts it."""
+
+    def batches() -> Any:
+        yield from DATA[:2]
+        raise OSError("the disk with the data is gone")
+
+    memory = Memory()
+    trainer = make_trainer(memory, checkpoint=Checkpoint(tmp_path, every=2))
+    with pytest.raises(OSError, match="the disk"), pytest.warns(match="one-shot"):
+        trainer.fit(batches(), 4)
+    assert memory.messages[-1].startswith("Saved step 2 in ")
