@@ -1,4 +1,4 @@
-"""``python -m nnx_parallel``: `launch` processes, `inspect` checkpoints."""
+"""``python -m nnx_parallel``: `launch`, `inspect` and `doctor`."""
 
 import sys
 

@@ -1,22 +1,27 @@
 """The command line: what it writes for schedulers, and what it says of checkpoints."""
 
+import argparse
+import datetime
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 import pytest
 import yaml
 from flax import nnx
 
+import nnx_parallel
 from nnx_parallel import Checkpoint, Trainer
 from nnx_parallel.checkpoint.saved_steps import SavedSteps
-from nnx_parallel.cli import main
+from nnx_parallel.cli import _parser, main  # pyright: ignore[reportPrivateUsage]
 from nnx_parallel.cli.inspect import _judge  # pyright: ignore[reportPrivateUsage]
 from nnx_parallel.cli.launch import MANIFESTS, Job
 from tests.processes.running import ENVIRONMENT
@@ -217,7 +222,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_inspect_lists_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(run), "--verify"]) == 0
+    assert main(["inspect", str(run), "--verify", "--arrays"]) == 0
     text = capsys.readouterr().out
     assert text.count("whole: every array has its checksum") == 2
     for line in (
@@ -225,9 +230,59 @@ def test_inspect_lists_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> N
         "model: Linear",
         "optimizer: ScaleByAdamState",
         "model: 2 arrays, 80 B",
-        "kernel  float32[4,4]  ",
+        "kernel  float32[4, 4]  ",
     ):
         assert line in text, text
+
+
+def test_inspect_is_a_table_of_steps(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(run)]) == 0
+    text = capsys.readouterr().out
+    where, header, *lines = text.splitlines()
+    assert where == str(run)
+    assert header.split() == ["step", "date", "size", "loss", "arrays"]
+    today = datetime.datetime.now().strftime("%Y-%m-%d")
+    with closing(SavedSteps(Checkpoint(run), read_only=True)) as saved:
+        losses = {step: saved.describe(step).metrics["loss"] for step in (2, 4)}
+    for (step, loss), line in zip(losses.items(), lines, strict=False):
+        row = rf" +{step}  {today} \d\d:\d\d +[\d.]+ KiB +(\S+)  not verified"
+        found = re.fullmatch(row, line)
+        assert found, line
+        assert float(found[1]) == pytest.approx(loss, rel=1e-4)
+    assert "model: 2 arrays, 80 B" in text
+    assert "kernel" not in text  # --arrays lists them
+    assert max(map(len, (header, *lines[:2]))) <= 80
+
+
+def options_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    for action in parser._actions:
+        if isinstance(action.choices, dict) and action.nargs == argparse.PARSER:
+            for command in action.choices.values():
+                yield from options_of(command)
+        else:
+            yield action
+
+
+def test_every_option_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    found = list(options_of(_parser()))
+    assert len(found) > 12
+    assert [option.dest for option in found if not option.help] == []
+    for command in ("launch", "inspect", "doctor"):
+        with pytest.raises(SystemExit, match="0"):
+            main([command, "--help"])
+        assert f"{command} [-h]" in capsys.readouterr().out
+
+
+def test_the_version_names_those_of_its_relatives(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    text = capsys.readouterr().out.replace("\n", " ")
+    assert text.startswith(f"nnx-parallel {nnx_parallel.__version__} (python ")
+    assert f"jax {jax.__version__}" in text
 
 
 def test_inspect_names_what_is_damaged(

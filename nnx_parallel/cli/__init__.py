@@ -1,16 +1,18 @@
-"""Command line: ``python -m nnx_parallel``, with ``launch`` and ``inspect``."""
+"""Command line: ``python -m nnx_parallel`` ``launch``, ``inspect`` or ``doctor``."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 
+from nnx_parallel.cli.doctor import doctor
 from nnx_parallel.cli.inspect import inspect
 from nnx_parallel.cli.launch import MANIFESTS, Job, launch
+from nnx_parallel.distributed.agreement import versions
 from nnx_parallel.errors import ParallelError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs ``launch`` or ``inspect``.
+    """Runs ``launch``, ``inspect`` or ``doctor``.
 
     Args:
         arguments: The command line after the program; by default the process's own.
@@ -18,40 +20,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code; 2 if the run cannot be started.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m nnx_parallel",
-        description="Starts the processes of a run, or lists its checkpoints.",
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    starting = commands.add_parser(
-        "launch",
-        help="start the processes of a run",
-        description="Starts the processes of a run on this machine; the script calls "
-        "nnx_parallel.initialize(). When one fails, all are stopped, and started "
-        "again up to --max-restarts times.",
-    )
-    starting.add_argument("--processes", type=int, required=True, metavar="N")
-    starting.add_argument("--devices-per-process", type=int, metavar="K")
-    starting.add_argument("--max-restarts", type=int, default=0, metavar="R")
-    starting.add_argument("--cpu", action="store_true", help="simulate devices on CPU")
-    host = "address of the coordinator (default: %(default)s, for this machine only)"
-    starting.add_argument("--host", default="127.0.0.1", help=host)
-    manifest = "write a script or manifest for a cluster's scheduler instead"
-    starting.add_argument("--print", choices=MANIFESTS, help=manifest)
-    starting.add_argument("script")
-    # Options behind the script are the script's, also those of the same name as ours.
-    starting.add_argument("arguments", nargs=argparse.REMAINDER)
-    listing = commands.add_parser(
-        "inspect",
-        help="list a run's checkpoints",
-        description="Lists what a run's checkpoint directory holds. Writes nothing.",
-    )
-    listing.add_argument("directory", help="a run's checkpoint directory")
-    verify = "read every array and check it"
-    listing.add_argument("--verify", action="store_true", help=verify)
+    parser = _parser()
     options = parser.parse_args(arguments)
     if options.command == "inspect":
-        return inspect(options.directory, verify=options.verify)
+        return inspect(options.directory, verify=options.verify, arrays=options.arrays)
+    if options.command == "doctor":
+        return doctor(options.directory)
     if options.processes < 1 or options.max_restarts < 0:
         parser.error("--processes is at least 1 and --max-restarts at least 0")
     job = Job(
@@ -71,3 +45,68 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # A mistake in the command, which its message explains: no traceback.
         sys.stderr.write(f"{error}\n")
         return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m nnx_parallel",
+        description="Starts the processes of a run, lists its checkpoints, or checks "
+        "the installation.",
+    )
+    package = sys.modules[__name__.partition(".")[0]]
+    found = ", ".join(f"{name} {number}" for name, number in versions().items())
+    text = f"nnx-parallel {getattr(package, '__version__', '?')} ({found})"
+    about = "print the version, and those of JAX and its relatives, and exit"
+    parser.add_argument("--version", action="version", version=text, help=about)
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", title="commands"
+    )
+    starting = commands.add_parser(
+        "launch",
+        help="start the processes of a run",
+        description="Starts the processes of a run on this machine; the script calls "
+        "nnx_parallel.initialize(). When one fails, all are stopped, and started "
+        "again up to --max-restarts times.",
+    )
+    listing = commands.add_parser(
+        "inspect",
+        help="list a run's checkpoints",
+        description="Lists the checkpoints of a run, with date, size and loss, and "
+        "what the newest one holds. Writes nothing; the run may go on meanwhile. The "
+        "exit code is 1 if one is damaged, 2 if there is none.",
+    )
+    checking = commands.add_parser(
+        "doctor",
+        help="check the installation and its devices",
+        description="Prints versions, devices and JAX's variables, and a line for "
+        "each thing that is wrong with them. The exit code is 1 if there is any.",
+    )
+    _add_launch_options(starting)
+    listing.add_argument("directory", help="the run's checkpoint directory")
+    verify = "read every array of every step and compare its checksum"
+    listing.add_argument("--verify", action="store_true", help=verify)
+    arrays = "list each array of the newest step, with shape, dtype and checksum"
+    listing.add_argument("--arrays", action="store_true", help=arrays)
+    where = "a directory for checkpoints, to see if it can be written (default: .)"
+    checking.add_argument("directory", nargs="?", default=".", help=where)
+    return parser
+
+
+def _add_launch_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--processes", type=int, required=True, metavar="N", help="how many to start")
+    of_each = (
+        "devices of each process: GPUs of this machine, or simulated ones with --cpu "
+        "(default: as JAX finds them; 1 with --cpu)"
+    )
+    add("--devices-per-process", type=int, metavar="K", help=of_each)
+    restarts = "restarts of all processes after a failure (default: %(default)s)"
+    add("--max-restarts", type=int, default=0, metavar="R", help=restarts)
+    add("--cpu", action="store_true", help="simulate the devices on CPU")
+    host = "address of the coordinator (default: %(default)s, for this machine only)"
+    add("--host", default="127.0.0.1", metavar="ADDRESS", help=host)
+    manifest = "write a script or manifest for a cluster's scheduler instead"
+    add("--print", choices=MANIFESTS, help=manifest)
+    add("script", help="the Python script that each process runs")
+    # Options behind the script are the script's, also those of the same name as ours.
+    add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+from datetime import datetime
 
 import jax
 
@@ -13,9 +14,11 @@ from nnx_parallel.checkpoint.files import (
     LiteralPath,
     is_deleted,
     printable,
+    read_step_metadata,
 )
 from nnx_parallel.checkpoint.options import Checkpoint
 from nnx_parallel.checkpoint.saved_steps import SavedSteps
+from nnx_parallel.drawing import aligned
 from nnx_parallel.errors import (
     CheckpointError,
     CheckpointFormatError,
@@ -26,10 +29,11 @@ from nnx_parallel.errors import (
 from nnx_parallel.precision import array_bytes, format_bytes
 
 
-def inspect(directory: str, *, verify: bool) -> int:
+def inspect(directory: str, *, verify: bool, arrays: bool) -> int:
     """Prints the steps of a run's checkpoint directory, and the newest one's contents.
 
-    To ``verify``, it reads every array of every step and compares its checksum.
+    To ``verify``, it reads every array of every step and compares its checksum. With
+    ``arrays``, each one of the newest step has a line.
 
     Returns:
         0 if all is well, 1 if a step is damaged or cannot be read, 2 if there is
@@ -41,27 +45,33 @@ def inspect(directory: str, *, verify: bool) -> int:
         # The run may be alive: nothing of it is deleted, written or cleaned up.
         options = Checkpoint(directory, keep_last=None)
         with contextlib.closing(SavedSteps(options, read_only=True)) as saved:
-            return _show(saved, LiteralPath(options.directory), verify=verify)
+            where = LiteralPath(options.directory)
+            return _show(saved, where, verify=verify, arrays=arrays)
     except (CheckpointNotFoundError, CheckpointError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
 
 
-def _show(saved: SavedSteps, directory: LiteralPath, *, verify: bool) -> int:
+def _show(
+    saved: SavedSteps, directory: LiteralPath, *, verify: bool, arrays: bool
+) -> int:
     steps = sorted({*saved.steps, *saved.corrupt_steps})
     if not steps:
         sys.stderr.write(f"No checkpoint in '{directory}'.\n")
         return 2
     newest: StoredCheckpoint | None = None
     num_damaged = 0
-    _write(str(directory))
+    _write(f"{directory}\n{_ROW.format('step', 'date', 'size', 'loss', 'arrays')}")
     for step in steps:
         stored, verdict = _judge(saved, step, verify=verify)
         newest = stored or newest
         # A step that a live run deletes meanwhile is not damaged.
         num_damaged += verdict.startswith(("DAMAGED", "NOT READ"))
-        size = format_bytes(_size(directory / str(step)))
-        _write(f"  step {step:>9,}  {size:>9}  {verdict}".replace("\n", "\n    "))
+        path = directory / str(step)
+        loss = stored.metrics.get("loss") if stored else None
+        shown = f"{step:,}", _date(path), format_bytes(_size(path))
+        row = (*shown, "-" if loss is None else f"{loss:.5g}", verdict)
+        _write(_ROW.format(*row).replace("\n", "\n    "))
     for name in sorted(path.name for path in directory.iterdir()):
         if UNFINISHED in name:
             _write(f"  '{name}': left by a save that died; the next start removes it")
@@ -70,8 +80,12 @@ def _show(saved: SavedSteps, directory: LiteralPath, *, verify: bool) -> int:
         elif name.startswith(QUARANTINED):
             _write(f"  '{name}': in quarantine, as corrupt")
     if newest is not None:
-        _describe(newest)
+        _describe(newest, arrays=arrays)
     return 1 if num_damaged else 0
+
+
+# Of a fixed width: a line is written as soon as its step is read, which may take long.
+_ROW = "{:>11}  {:16}  {:>9}  {:>9}  {}"
 
 
 def _size(path: LiteralPath) -> int:
@@ -80,6 +94,14 @@ def _size(path: LiteralPath) -> int:
             return path.stat().length
         return sum(_size(x) for x in path.iterdir() if not os.path.islink(x))
     return 0
+
+
+def _date(path: LiteralPath) -> str:
+    """When the step was complete, in local time; its metadata may be corrupt."""
+    with contextlib.suppress(OSError, ValueError, TypeError, OverflowError):
+        seconds = read_step_metadata(path)["commit_timestamp_nsecs"] / 1e9
+        return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M}"
+    return "-"
 
 
 def _judge(
@@ -95,7 +117,7 @@ def _judge(
     try:
         stored = saved.describe(step)
         if not verify:
-            return stored, "listed (--verify reads its arrays)"
+            return stored, "not verified"
         cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
         # One group at a time: the host need not hold optimizer and parameters together.
         for name, group in stored.groups.items():
@@ -123,7 +145,7 @@ def _is_gone(saved: SavedSteps, step: int) -> bool:
     return step not in {*saved.steps, *saved.corrupt_steps}
 
 
-def _describe(stored: StoredCheckpoint) -> None:
+def _describe(stored: StoredCheckpoint, *, arrays: bool) -> None:
     _write(f"step {stored.step:,}:")
     for name, value in stored.meta.items():
         _write(f"  {printable(name)}: {printable(value)}")
@@ -132,11 +154,12 @@ def _describe(stored: StoredCheckpoint) -> None:
     for name, group in stored.groups.items():
         size = sum(array_bytes(x.shape, x.dtype) for x in group.values())
         _write(f"  {name}: {len(group)} arrays, {format_bytes(size)}")
-        width = max(map(len, group), default=0)
-        for path, x in group.items():
-            shape = ",".join(map(str, x.shape))
-            number = stored.checksums[name][path]
-            _write(f"    {path:<{width}}  {x.dtype}[{shape}]  {number:08x}")
+        rows = [
+            (path, f"{x.dtype}{list(x.shape)}", f"{stored.checksums[name][path]:08x}")
+            for path, x in group.items()
+        ]
+        if arrays:
+            _write(aligned(rows, indent="    "))
 
 
 def _write(text: str) -> None:
