@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,64 +30,21 @@ from nnx_parallel import (
 from nnx_parallel.errors import ParallelWarning, SpecRankError
 from nnx_parallel.layers import Stack, named
 from nnx_parallel.sharding.names import names_of, variables_of
+from tests.strangers.cases import CASES, stacked
 
-EMBED, HEADS, VOCAB = 32, 4, 64
-
-
-class Block(nnx.Module):
-    """A block as Llama's are written, of stock modules without a name."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        def linear(size_in: int, size_out: int) -> nnx.Linear:
-            return nnx.Linear(size_in, size_out, use_bias=False, rngs=rngs)
-
-        self.input_layernorm = nnx.RMSNorm(EMBED, rngs=rngs)
-        self.q_proj = linear(EMBED, EMBED)
-        self.k_proj = linear(EMBED, EMBED // 2)
-        self.v_proj = linear(EMBED, EMBED // 2)
-        self.o_proj = linear(EMBED, EMBED)
-        self.gate_proj = linear(EMBED, 4 * EMBED)
-        self.up_proj = linear(EMBED, 4 * EMBED)
-        self.down_proj = linear(4 * EMBED, EMBED)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        h = self.input_layernorm(x)
-        q, k, v = (
-            y.reshape(*y.shape[:2], -1, EMBED // HEADS)
-            for y in (self.q_proj(h), self.k_proj(h), self.v_proj(h))
-        )
-        y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.o_proj(y.reshape(x.shape))
-        return x + self.down_proj(nnx.silu(self.gate_proj(x)) * self.up_proj(x))
+LLAMA = CASES["llama"]  # of stock modules without a name
+TOKENS = np.random.default_rng(0).integers(64, size=(8, 17), dtype=np.int32)
+BATCH = {"tokens": TOKENS}
 
 
-class Llama(nnx.Module):
-    """Its blocks in a `Stack`, for a pipeline; the rest is stock."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.embed_tokens = nnx.Embed(VOCAB, EMBED, rngs=rngs)
-        self.layers = Stack(Block, 2, rngs=rngs)
-        self.lm_head = nnx.Linear(EMBED, VOCAB, use_bias=False, rngs=rngs)
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        return self.lm_head(self.layers(self.embed_tokens(tokens)))
-
-
-def loss(model: Llama, tokens: jax.Array) -> jax.Array:
-    logits = model(tokens[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-
-
-TOKENS = np.random.default_rng(0).integers(VOCAB, size=(8, 17), dtype=np.int32)
-
-
+@jax.numpy_rank_promotion("allow")
 def train(strategy: Strategy, **options: Any) -> tuple[np.ndarray, float, Trainer]:
     """Losses of three steps, FLOPs of a step on each device, and the Trainer."""
     sizes = [size or 1 for size in strategy.axis_sizes.values()]
     trainer = Trainer(
-        Llama,
+        partial(stacked, LLAMA),
         optax.sgd(0.5),
-        loss,
+        LLAMA.loss,
         strategy=strategy,
         num_microbatches=2,
         devices=jax.devices()[: int(np.prod(sizes))],
@@ -94,9 +52,9 @@ def train(strategy: Strategy, **options: Any) -> tuple[np.ndarray, float, Traine
         **options,
     )
     step: Any = trainer.train_step
-    batch = trainer.shard_batch(TOKENS)
+    batch = trainer.shard_batch(BATCH)
     flops = audit(step.lower(trainer.state, batch).compile()).flops
-    return trainer.fit([TOKENS] * 3, num_steps=3)["loss"], flops, trainer
+    return trainer.fit([BATCH] * 3, num_steps=3)["loss"], flops, trainer
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +80,8 @@ def test_a_transformer_without_names_is_split_in_one_argument(
     np.testing.assert_allclose(losses, one_device[0], rtol=1e-5)
     specs = {r.info.path: r.placement.used for r in trainer.describe().rows}
     pipe = "pipe" if "pipe" in trainer.mesh.shape else None
-    assert specs["layers.layer.q_proj.kernel"] == P(pipe, None, "tensor")
-    assert specs["layers.layer.down_proj.kernel"] == P(pipe, "tensor")
+    assert specs["layers.0.layer.self_attn.q_proj.kernel"] == P(pipe, None, "tensor")
+    assert specs["layers.0.layer.mlp.down_proj.kernel"] == P(pipe, "tensor")
     assert specs["embed_tokens.embedding"] == P("tensor")
     if pipe is None:  # a pipeline computes masked slots too
         assert flops == pytest.approx(one_device[1] / trainer.mesh.size, rel=0.05)

@@ -132,7 +132,7 @@ def test_prediction_gives_the_function_the_values_themselves() -> None:
 
     found = trainer.predict([make_batch()], function)
     expected = 0.5 * trainer.model(X, TABLES["mask"])
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_shared_entries_are_on_every_device_and_rows_are_not() -> None:

@@ -2,7 +2,9 @@
 
 import functools
 import types
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -35,6 +37,22 @@ def check_blocks(blocks: Sequence[nnx.Module], period: int) -> None:
                 "program runs every layer: blocks may differ in the values of their "
                 f"arrays alone. {_remedy(blocks)}"
             )
+
+
+def find_blocks(model: nnx.Module) -> tuple[Path, int]:
+    """Path and length of the longest list of blocks that can be one stack, or 0."""
+    lists: dict[Path, dict[int, nnx.Module]] = defaultdict(dict)
+    for path, module in nnx.iter_modules(model):
+        if path and isinstance(index := path[-1], int):
+            lists[path[:-1]][index] = module
+    found: list[tuple[Path, int]] = []
+    for path, blocks in lists.items():
+        # With a gap, such as a function in a Sequential, they are no list of blocks.
+        if len(blocks) > 1 and set(blocks) == set(range(len(blocks))):
+            with suppress(StackError):
+                check_blocks([blocks[i] for i in range(len(blocks))], period=1)
+                found.append((path, len(blocks)))
+    return max(found, key=lambda each: each[1], default=((), 0))
 
 
 def _remedy(blocks: Sequence[nnx.Module]) -> str:

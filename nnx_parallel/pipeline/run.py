@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from nnx_parallel.data.rows import count_rows, split_rows
 from nnx_parallel.errors import PipelineError, ScheduleError
+from nnx_parallel.layers.blocks import find_blocks
 from nnx_parallel.layers.jaxprs import Layers, trace
 from nnx_parallel.layers.stack import Stack, using_runner
 from nnx_parallel.metrics import Mean
@@ -84,8 +85,8 @@ class PipelineSchedule(Execution):
             raise PipelineError(
                 f"{type(model).__name__} has no Stack. A Pipeline spreads the layers "
                 "of one nnx_parallel.layers.Stack over its stages: put the model's "
-                "repeated blocks into one Stack, as Stack.of(blocks) does; or use FSDP "
-                "or TensorParallel, which need none."
+                "repeated blocks into one Stack, as Stack.of(blocks) does"
+                f"{_hint(model)}; or use FSDP or TensorParallel, which need none."
             )
         if len(stacks) > 1:
             paths = sorted(stacks)
@@ -170,6 +171,18 @@ class PipelineSchedule(Execution):
         num_stages = plan.layout.mesh.shape[self.axis]
         table = self.schedule.forward_table(num_stages, count)
         return join(PipelinedFunction(plan, self, run, inputs, table).outputs())
+
+
+def _hint(model: nnx.Module) -> str:
+    """The line that makes a stack of a model's list of blocks; empty if it has none."""
+    path, count = find_blocks(model)
+    if not count:
+        return ""
+    code = "model" + "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path)
+    return (
+        f" (`{dotted(path)}` has {count} alike: if a loop passes x through them all, "
+        f"{code} = nnx.List([Stack.of({code})]) is enough)"
+    )
 
 
 @dataclass(eq=False)

@@ -1,0 +1,162 @@
+"""Models as others write them train to the numbers of plain NNX, wherever they run.
+
+Each runs under one strategy in `make test` or `make test-deep`; the whole product, of
+some minutes, is marked ``slow``.
+"""
+
+import re
+from collections.abc import Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from nnx_parallel import (
+    FSDP,
+    Composite,
+    DataParallel,
+    Pipeline,
+    Strategy,
+    TensorParallel,
+    Trainer,
+)
+from nnx_parallel.errors import PipelineError
+from tests.parity.checks import assert_params_close
+from tests.parity.models import Arrays
+from tests.parity.runs import compiling, to_host
+from tests.strangers.cases import (
+    CASES,
+    NUM_STEPS,
+    Case,
+    make_batches,
+    stacked,
+    table,
+    unstacked,
+)
+
+# Where a gradient is zero but for rounding (of a bias before batch statistics, of an
+# attention key's bias) Adam makes whole steps of the rounding; not with this eps.
+TX = optax.adam(1e-3, eps=1e-3)
+BATCHES = make_batches()
+
+STRATEGIES: dict[str, tuple[Strategy, int]] = {  # and how many devices
+    "alone": (DataParallel(1), 1),
+    "fsdp": (FSDP(min_size=0), 4),
+    "tensor": (Composite(TensorParallel(2), FSDP(min_size=0)), 4),
+    "pipeline": (Pipeline(2), 2),
+}
+# Each model under one strategy; a pipeline of the Llama is in `test_path_names` too.
+QUICK = {
+    "gemma": "tensor",
+    "clip": "tensor",
+    "vae": "fsdp",
+    "critics": "tensor",
+}
+DEEP = {
+    "llama": "tensor",
+    "lm1b": "tensor",
+    "cnn": "fsdp",
+    "seq2seq": "pipeline",
+    "lora": "tensor",
+    "vit": "pipeline",
+    "unet": "fsdp",
+    "lstm": "fsdp",
+    "mamba": "tensor",
+    "scan": "fsdp",
+}
+
+
+pytestmark = [
+    # What Flax and this library have to say about a table in no Variable, and `sow`.
+    pytest.mark.filterwarnings("ignore:Arrays in no Variable"),
+    pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _as_others_run_them() -> Iterator[None]:
+    with jax.numpy_rank_promotion("allow"), compiling(optimized=False):
+        yield
+
+
+@cache
+def plain(name: str) -> tuple[list[float], Arrays]:
+    """Losses and all variables of plain NNX."""
+    case = CASES[name]
+    model: Any = case.build(rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, TX, wrt=case.wrt)
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any, batch: Any) -> Any:
+        def scalar(model: Any) -> jax.Array:
+            out = case.loss(model, batch)
+            return out[0] if isinstance(out, tuple) else out
+
+        diff = nnx.DiffState(0, case.wrt)
+        loss, grads = nnx.value_and_grad(scalar, argnums=diff)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    losses = [float(step(model, optimizer, batch)) for batch in BATCHES]
+    return losses, variables(model)
+
+
+def variables(model: nnx.Module) -> Arrays:
+    return to_host(nnx.to_pure_dict(nnx.state(model)))
+
+
+def make_trainer(case: Case, name: str, build: Any = None) -> Trainer:
+    strategy, num_devices = STRATEGIES[name]
+    return Trainer(
+        build or case.build,
+        TX,
+        case.loss,
+        strategy=Composite(strategy, rules=case.rules) if case.rules else strategy,
+        names=case.names,
+        wrt=case.wrt,
+        num_microbatches=2 if name == "pipeline" else 1,
+        devices=jax.devices()[:num_devices],
+        loggers=(),
+    )
+
+
+def pairs() -> Iterator[Any]:
+    for name, case in CASES.items():
+        for strategy in STRATEGIES:
+            if strategy == "pipeline" and not case.blocks:
+                continue
+            marks = () if QUICK.get(name) == strategy else pytest.mark.slow
+            marks = pytest.mark.deep if DEEP.get(name) == strategy else marks
+            yield pytest.param(name, strategy, marks=marks, id=f"{name}-{strategy}")
+
+
+@pytest.mark.parametrize(("name", "strategy"), [*pairs()])
+def test_the_numbers_of_plain_nnx(name: str, strategy: str) -> None:
+    case = CASES[name]
+    is_stacked = strategy == "pipeline"
+    build = partial(stacked, case) if is_stacked else case.build
+    trainer = make_trainer(case, strategy, build)
+    losses, expected = plain(name)
+    found = trainer.fit(BATCHES, NUM_STEPS)["loss"]
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    model = unstacked(case, trainer.model) if is_stacked else trainer.model
+    assert_params_close(variables(model), expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_pipeline_names_what_it_lacks_and_the_line_that_adds_it(name: str) -> None:
+    blocks = CASES[name].blocks
+    line = f"model.{blocks} = nnx.List([Stack.of(model.{blocks})]) is enough); or use"
+    expected = line if blocks else "as Stack.of(blocks) does; or use"
+    with pytest.raises(PipelineError, match="has no Stack.*" + re.escape(expected)):
+        make_trainer(CASES[name], "pipeline")
+
+
+def test_the_how_to_lists_these_shapes() -> None:
+    page = Path(__file__).parents[2] / "docs" / "howto.md"
+    assert "\n".join(table()) in page.read_text()
