@@ -28,7 +28,7 @@ class Forecaster(nnx.Module):
         )
         self.head = nnx.Linear(2 * hidden, 4, rngs=rngs)
 
-    def __call__(self, x):
+    def __call__(self, x: Any):
         for rnn in self.rnns:
             x = rnn(x)
         return self.head(x[:, -1])

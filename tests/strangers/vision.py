@@ -169,11 +169,11 @@ class CLIP(nnx.Module):
         out = {
             k: x / jnp.linalg.norm(x, axis=-1, keepdims=True) for k, x in out.items()
         }
-        logits = out["image"] @ out["text"].T * jnp.exp(self.logit_scale)
+        logits = out["image"] @ out["text"].T * jnp.exp(self.logit_scale[...])
         return logits, logits.T
 
 
-def contrastive_loss(model: Any, batch: Any) -> jax.Array:
+def contrastive_loss(model: Any, batch: Any) -> Any:
     labels = jnp.arange(batch["image"].shape[0])
     both = model(batch["image"], batch["tokens"])
     each = (optax.softmax_cross_entropy_with_integer_labels(x, labels) for x in both)
