@@ -118,7 +118,7 @@ def test_a_step_is_not_taken_for_another(
     with pytest.raises(CheckpointReadError, match=re.escape(message)):
         restore(run, 4)
     assert main(["inspect", str(run), "--verify"]) == 1
-    shown = re.findall(r"step +4 .* DAMAGED: (.*)", capsys.readouterr().out)
+    shown = re.findall(r"^ +4 .* DAMAGED: (.*)", capsys.readouterr().out, re.M)
     assert len(shown) == 1
     assert message in shown[0]
 
