@@ -13,8 +13,8 @@ from xml.sax.saxutils import escape
 import numpy as np
 from jax.sharding import Sharding
 
+from nnx_parallel.drawing import fill
 from nnx_parallel.visualize.arrays import device_colour
-from nnx_parallel.visualize.picture import fill
 
 Marks = list[str]
 
