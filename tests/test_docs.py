@@ -44,8 +44,8 @@ def test_python_blocks_run_and_print_what_stands_below_them(
 
 
 OURS = "python -m nnx_parallel "
-# Cannot be run here: they install, take the whole Makefile, or need a cluster.
-OTHERS = ("pip install ", "sbatch ", "kubectl apply ", "TPU=")
+# Cannot be run here: they install, are a script of the reader, or need a cluster.
+OTHERS = ("pip install ", "sbatch ", "kubectl apply ", "TPU=", "python train.py")
 
 
 def with_commands() -> list:
