@@ -86,11 +86,18 @@ def test_of_many_dims_two_are_shown_and_the_caption_says_which(
     assert f"rows: dim {dims[0]} of {shape[dims[0]]}" in shards.caption
 
 
-def test_a_third_sharded_dim_is_told() -> None:
-    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
-    shards = ShardMap(abstract(mesh, (2, 8, 4), P("data", "fsdp", "tensor")))
-    assert shards.dims == (1, 2)
-    assert shards.notes == ["devices of a block share it along dim 0"]
+def test_shards_along_a_third_dim_have_blocks_of_their_own() -> None:
+    """A block with several devices means copies, and nothing else."""
+    mesh = make_mesh({"pipe": 2, "fsdp": 2, "tensor": 2})
+    shards = ShardMap(abstract(mesh, (4, 8, 6), P("pipe", "fsdp", "tensor")))
+    assert shards.blocks == [[(0,), (1,)], [(2,), (3,)], [(4,), (5,)], [(6,), (7,)]]
+    assert shards.caption == (
+        "rows: dim 0 of 4 in 2 over pipe \N{MULTIPLICATION SIGN} dim 1 of 8 in 2 over "
+        "fsdp · columns: dim 2 of 6 in 2 over tensor"
+    )
+    copies = ShardMap(abstract(mesh, (4, 8, 6), P("pipe", None, "tensor")))
+    assert copies.blocks == [[(0, 2), (1, 3)], [(4, 6), (5, 7)]]
+    assert "devices of a block hold the same copy" in copies.notes
 
 
 def test_text_of_an_array(mesh: Mesh) -> None:

@@ -22,14 +22,14 @@ _FEW = (0x2F6DB5, 0xE38B3A, 0x2E7D57, 0xC84B50, 0x8A63A8, 0x5FB0B7, 0xE2C04B, 0x
 
 
 class ShardMap:
-    """The blocks of one array, concrete or abstract, over at most two of its dims.
+    """The blocks of one array, concrete or abstract, along all sharded dims.
 
     Attributes:
         name: The array's path, or ``array``.
         shape: Global shape in words.
         dtype: Name of its dtype.
         spec: How it is sharded, in words.
-        dims: The dims that are shown: rows and columns, or columns alone.
+        dims: The dims that are shown: the last as columns, those before it as rows.
         starts: Along each of these, where blocks begin.
         blocks: Device ids of each block, row by row.
         devices: Ids of the devices that hold any of it, ascending.
@@ -60,16 +60,15 @@ class ShardMap:
         # every sharding has a spec.
         starts = [sorted(set(along)) for along in zip(*held.values(), strict=True)]
         split = [d for d, along in enumerate(starts) if len(along) > 1]
-        # Two dims at most: sharded ones first, then large ones.
+        # Every sharded dim, or a block would hold shards that differ; then large ones.
         order = sorted(range(len(shape)), key=lambda d: (d not in split, -shape[d], d))
         self.name, self.dtype = name, str(x.dtype)
         self.shape = " \u00d7 ".join(map(str, shape)) or "scalar"
-        self.dims = tuple(sorted(order[:2]))  # the first is the rows
+        self.dims = tuple(sorted(order[: max(2, len(split))]))
         self.spec = _spec_text(sharding, len(held))
         self.starts = [starts[d] for d in self.dims]
         self.devices = sorted(held)
         self.bytes_per_device = array_bytes(sharding.shard_shape(shape), x.dtype)
-        # One block is not enough: a dim that is not drawn may be split.
         self.is_whole = not split
         grid: dict[tuple[int, ...], list[int]] = {}
         # Ascending, so that `ids_text` finds runs.
@@ -81,28 +80,27 @@ class ShardMap:
         # One dim is a row; a scalar is one block.
         width = len(self.starts[-1]) if self.dims else 1
         self.blocks = [blocks[i : i + width] for i in range(0, len(blocks), width)]
-        self.notes = self._notes(range(len(shape)), split)
+        self.notes = self._notes(range(len(shape)))
         axes = [()] * len(shape)
         if isinstance(sharding, NamedSharding):  # only these have axes with names
             axes = dim_axes(sharding.spec, len(shape))
         shown = []
-        for word, d in zip(("columns", "rows"), reversed(self.dims), strict=False):
+        for d in self.dims:
             over = f" over {' + '.join(axes[d])}" if axes[d] else ""
             parts = f" in {len(starts[d])}{over}" if d in split else ", whole"
-            shown.insert(0, f"{word}: dim {d} of {shape[d]}{parts}")
-        self.caption = " · ".join([*shown, *self.notes])
+            shown.append(f"dim {d} of {shape[d]}{parts}")
+        rows, columns = " \u00d7 ".join(shown[:-1]), "".join(shown[-1:])
+        words = [f"rows: {rows}"] * bool(rows) + [f"columns: {columns}"] * bool(columns)
+        self.caption = " · ".join(words + self.notes)
 
-    def _notes(self, dims: Sequence[int], split: Sequence[int]) -> list[str]:
-        hidden = [d for d in split if d not in self.dims]
+    def _notes(self, dims: Sequence[int]) -> list[str]:
         # Of the dims that are drawn, the caption says which are whole.
-        whole = [d for d in dims if d not in self.dims and d not in split]
+        whole = [d for d in dims if d not in self.dims]
         notes = [f"not shown: {_dims(whole)}, whole"] if whole else []
-        if hidden:
-            notes.append(f"devices of a block share it along {_dims(hidden)}")
-        elif self.is_whole and len(self.devices) > 1:
+        if self.is_whole and len(self.devices) > 1:
             notes.append("every device holds all of it")
         elif any(len(ids) > 1 for row in self.blocks for ids in row):
-            # With no hidden dim left, devices of one block can only hold copies.
+            # All sharded dims are drawn: devices of one block can only hold copies.
             notes.append("devices of a block hold the same copy")
         return notes
 
