@@ -1,7 +1,8 @@
-"""Every tutorial runs by itself and uses what is public."""
+"""Every tutorial runs by itself, uses what is public, and shows readers no checks."""
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,9 @@ import nnx_parallel
 import nnx_parallel.models
 
 ROOT = Path(__file__).parents[1]
+HEAD = re.compile(r"^# %%(.*)$", re.MULTILINE)
+# Its subject is how a strategy is tested.
+SHOWS_CHECKS = "10_write_a_strategy"
 TUTORIALS = sorted((ROOT / "tutorials").glob("*.py"))
 PUBLIC = {
     "nnx_parallel": set(nnx_parallel.__all__),
@@ -68,3 +72,69 @@ def test_assertions_back_what_is_said() -> None:
     for path in TUTORIALS:
         source = path.read_text()
         assert source.count("\nassert ") + source.count("assert_") >= 2, path.stem
+
+
+def code_cells(path: Path) -> list[tuple[str, ast.Module]]:
+    """Options and code of each cell, in order."""
+    _, *parts = HEAD.split(path.read_text())
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    return [(head, ast.parse(text)) for head, text in pairs if "[markdown]" not in head]
+
+
+def is_check(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.FunctionDef):
+        return False
+    text = ast.unparse(statement)
+    return "np.testing." in text or any(
+        isinstance(node, ast.Assert) for node in ast.walk(statement)
+    )
+
+
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+def test_checks_are_folded(path: Path) -> None:
+    if path.stem != SHOWS_CHECKS:
+        for head, code in code_cells(path):
+            checks = [node for node in code.body if is_check(node)]
+            assert "hide-cell" in head or not checks, ast.unparse(checks[0])
+
+
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+def test_the_exercise_has_an_answer_that_runs_and_is_folded(path: Path) -> None:
+    heads = [head for head, _ in code_cells(path)]
+    answers = [head for head in heads if "Show an answer" in head]
+    assert answers == heads[-1:]
+    assert 'tags=["hide-cell"]' in answers[0]
+    assert path.read_text().rindex("## Exercise") < path.read_text().rindex("# %% tags")
+
+
+def fits(tree: ast.AST) -> list[ast.AST]:
+    """The calls of `fit` in a cell, but not in the functions that it defines."""
+    found, nodes = [], [tree]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".fit"):
+            found.append(node)
+        kinds = ast.FunctionDef | ast.Lambda
+        nodes += [n for n in ast.iter_child_nodes(node) if not isinstance(n, kinds)]
+    return found
+
+
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+def test_a_cell_trains_under_one_strategy(path: Path) -> None:
+    repeats = ast.For | ast.ListComp | ast.DictComp | ast.GeneratorExp
+    for head, code in code_cells(path):
+        if "hide-cell" not in head:
+            assert len(fits(code)) <= 1, ast.unparse(code)
+            loops = [node for node in ast.walk(code) if isinstance(node, repeats)]
+            assert not any(fits(loop) for loop in loops), ast.unparse(code)
+
+
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+def test_no_cell_shows_a_value_by_accident(path: Path) -> None:
+    """A notebook shows the value of a cell's last line, such as a count of bytes."""
+    for _, code in code_cells(path):
+        match code.body[-1]:
+            case ast.Expr(value=ast.Call(func=ast.Attribute() as method)):
+                assert ast.unparse(method).startswith("np.testing."), ast.unparse(code)
+            case ast.Expr(value=value):
+                assert isinstance(value, ast.Call), ast.unparse(code)

@@ -1,9 +1,10 @@
 # %% [markdown]
 # # 3. FSDP and ZeRO: where the bytes go
 #
-# In data parallelism every device holds a replica of everything. With AdamW in float32 that is
-# 16 bytes per parameter: 4 for itself, 4 for its gradient, 8 for the optimizer's two moments.
-# Sharding removes the replicas, one kind after the other. We count.
+# In data parallelism every device holds a replica of the whole training state. With AdamW in
+# float32 the state has 16 bytes per parameter: 4 for the parameter, 4 for its gradient, and 8 for
+# the optimizer's two moments. FSDP shards this state, so that a device holds a part of it. This
+# tutorial counts the bytes that each variant saves, and the communication that it costs.
 
 # %%
 import jax
@@ -21,7 +22,7 @@ print(f"{config.num_params:,} parameters")
 # %% [markdown]
 # ## Four strategies
 #
-# How much of each does a device hold, of N?
+# How much of the state does one of N devices hold?
 #
 # | | parameters | gradients | optimizer state |
 # |---|---|---|---|
@@ -30,71 +31,97 @@ print(f"{config.num_params:,} parameters")
 # | `FSDP(shard="gradients")`, ZeRO-2 | all | 1/N | 1/N |
 # | `FSDP()`, ZeRO-3 | 1/N | 1/N | 1/N |
 #
-# Whatever is sharded must be gathered before it is used. We train the same model under all
-# four.
+# The next function trains the model for five steps and draws the memory of one device: a block is
+# 128 KiB.
 
 # %%
-strategies = {
-    "data parallel": DataParallel(),
-    "ZeRO-1": FSDP(shard="optimizer"),
-    "ZeRO-2": FSDP(shard="gradients"),
-    "ZeRO-3": FSDP(),
-}
 rng = np.random.default_rng(0)
 batches = [rng.integers(0, 256, (16, 65), dtype=np.int32) for _ in range(5)]
+trainers, losses = {}, {}
 
 
-def make_trainer(strategy):
-    return Trainer(
+def train(name, strategy):
+    trainer = Trainer(
         lambda rngs: GPT(config, rngs=rngs),
         optax.adamw(1e-3),
         next_token_loss,
         strategy=strategy,
         loggers=(),
     )
+    trainers[name] = trainer
+    losses[name] = trainer.fit(batches, num_steps=5)["loss"]
+    print("losses    ", np.round(losses[name], 4))
+    draw_memory(trainer.describe())
 
 
-trainers = {name: make_trainer(strategy) for name, strategy in strategies.items()}
-losses = {name: t.fit(batches, num_steps=5)["loss"] for name, t in trainers.items()}
-for name, values in losses.items():
-    print(f"{name:14}", np.round(values, 4))
-    np.testing.assert_allclose(values, losses["data parallel"], rtol=1e-5)
+# %% tags=["hide-input"] mystnb={"code_prompt_show": "Show the code"}
+def draw_memory(description):
+    """One line for parameters, gradients and optimizer state."""
+    sizes = {
+        "parameters": description.params_bytes,
+        "gradients": description.gradients_bytes,
+        "optimizer": description.optimizer_bytes,
+    }
+    for name, size in sizes.items():
+        print(f"{name:10} {size / 2**20:6.2f} MiB ", "█" * round(size / 2**17))
+
 
 # %% [markdown]
-# The losses are the same: shardings do not change the mathematics.
-#
-# ## Bytes per device
-#
-# `describe` states the shardings of a strategy. We compare its bytes with the arrays after five
-# steps.
-
+# **Data parallelism** keeps everything on every device.
 
 # %%
+train("data parallel", DataParallel())
+
+# %% [markdown]
+# **ZeRO-1** shards the optimizer state, which is half of the total. Each device updates its shard of
+# the parameters, and then all devices gather the updated parameters.
+
+# %%
+train("ZeRO-1", FSDP(shard="optimizer"))
+
+# %% [markdown]
+# **ZeRO-2** also shards the gradients. A device needs the gradients of the parameters that it
+# updates, and no others.
+
+# %%
+train("ZeRO-2", FSDP(shard="gradients"))
+
+# %% [markdown]
+# **ZeRO-3** also shards the parameters. They are gathered before each use.
+
+# %%
+train("ZeRO-3", FSDP())
+
+# %% [markdown]
+# The losses are the same under all four: shardings do not change the mathematics.
+#
+# Each device holds a little more than an eighth under ZeRO-3, because small arrays (biases and
+# norms) stay replicated. To gather them would cost a message and save next to nothing. The
+# description lists every array that is replicated, with the reason:
+
+# %%
+zero3 = trainers["ZeRO-3"].describe()
+print(zero3.summary())
+
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
 def held_by_one_device(tree):
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
-print(f"{'':14}{'parameters':>12}{'gradients':>12}{'optimizer':>12}  bytes per device")
 for name, trainer in trainers.items():
+    np.testing.assert_allclose(losses[name], losses["data parallel"], rtol=1e-5)
     table = trainer.describe()
-    sizes = (table.params_bytes, table.gradients_bytes, table.optimizer_bytes)
-    print(f"{name:14}" + "".join(f"{size:12,}" for size in sizes))
     assert held_by_one_device(trainer.state.params) == table.params_bytes
     assert held_by_one_device(trainer.state.opt_state) == table.optimizer_bytes
-
-# %% [markdown]
-# Each of 8 devices holds about an eighth. "About", because small arrays (biases, norms) stay
-# replicated: gathering them would cost a message and save next to nothing. Nothing is silently
-# replicated; the description lists it.
-
-# %%
-zero3 = trainers["ZeRO-3"].describe()
 replicated = sum(row.bytes_per_device for row in zero3.replicated)
 assert (zero3.params_bytes - replicated) * 8 == 4 * config.num_params - replicated
-print(zero3.summary())
 
 # %% [markdown]
-# Here is the state itself. Each block shows the number of the device that holds it.
+# ## Which device holds what
+#
+# Here are some of the parameters under ZeRO-3. Each block shows the number of the device that holds
+# it.
 
 # %%
 params = trainers["ZeRO-3"].state.params
@@ -103,30 +130,46 @@ visualize(
 )
 
 # %% [markdown]
-# `FSDP` shards the largest dim that its axis divides. It never takes the leading `layers` dim,
-# over which the model is scanned: then one device would hold complete layers, and the others
-# would wait for them.
+# `FSDP` shards the largest dim that the size of its axis divides. It never shards the leading
+# `layers` dim: the model runs one layer after the other, so one device would hold the complete
+# layer in work, and all others would wait for it.
 #
-# ## Communication volume
+# ## Communication
 #
-# A sharded parameter is all-gathered just before it is used: once in the forward pass, and once
-# more in the backward pass, since the gathered copy is dropped in between. Compare the
-# collectives of a step.
+# A sharded parameter is all-gathered just before it is used. Then the gathered copy is dropped, so
+# the backward pass gathers it a second time. `audit` counts the bytes that a step's collectives
+# work on. The table gives them in units of the parameters' bytes:
 
-# %%
+# %% tags=["hide-input"] mystnb={"code_prompt_show": "Show the code"}
+param_bytes = 4 * config.num_params
 reports = {}
 for name, trainer in trainers.items():
     batch = trainer.shard_batch(batches[0])
     reports[name] = audit(trainer.train_step.lower(trainer.state, batch).compile())
-
-param_bytes = 4 * config.num_params
-print(
-    f"{'':14}{'all-reduce':>12}{'all-gather':>12}   in units of the parameters' bytes"
-)
+print(f"{'':14}{'all-reduce':>12}{'all-gather':>12}{'temporaries':>14}")
 for name, report in reports.items():
     sent = [report.bytes(kind) / param_bytes for kind in ("all-reduce", "all-gather")]
-    print(f"{name:14}{sent[0]:12.2f}{sent[1]:12.2f}")
+    scratch = report.temporary_bytes / 2**20
+    print(f"{name:14}{sent[0]:12.2f}{sent[1]:12.2f}{scratch:10.1f} MiB")
 
+# %% [markdown]
+# - Data parallelism all-reduces the gradients once.
+# - ZeRO-1 and ZeRO-2 also all-gather the parameters once, after the update.
+# - ZeRO-3 all-gathers them twice.
+#
+# The all-reduce column is a little over 1 because the embedding is used twice, for tokens and for
+# logits: its gradient is summed twice.
+#
+# On an accelerator the communication volume is smaller than the table suggests. An all-reduce is a
+# reduce-scatter followed by an all-gather, and so sends twice the bytes of either. ZeRO-2 and
+# ZeRO-3 need only the reduce-scatter of their gradients. So ZeRO-2 sends as much as data
+# parallelism, and ZeRO-3 sends one and a half times as much. ZeRO-1 keeps its gradients replicated
+# and also sends one and a half times as much. XLA's CPU compiler writes an all-reduce and a slice
+# for every reduce-scatter, and those are counted here. In mixed precision gradients and gathered
+# parameters have half the bytes, except the updated parameters of ZeRO-1 and ZeRO-2, which are
+# float32.
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
 gathered = {
     name: report.bytes("all-gather") / param_bytes for name, report in reports.items()
 }
@@ -136,37 +179,41 @@ assert gathered["ZeRO-1"] == gathered["ZeRO-2"] == sharded  # updated parameters
 assert 1.9 * sharded < gathered["ZeRO-3"] <= 2 * sharded  # forward and backward
 
 # %% [markdown]
-# Data parallelism all-reduces the gradients. ZeRO-1 and 2 gather the parameters after each
-# shard has been updated on its device. ZeRO-3 gathers them twice.
-#
-# An all-reduce is a reduce-scatter and an all-gather, so it sends twice the bytes of either.
-# Sharded gradients only need the reduce-scatter on an accelerator: ZeRO-2 then sends as much as
-# data parallelism, and ZeRO-3 one and a half times that. So does ZeRO-1, whose gradients are
-# replicated. (XLA for CPU compiles every sum to an all-reduce and a slice, which is what is
-# counted here. In mixed precision gradients and gathered parameters are half as large, except
-# those that ZeRO-1 and 2 gather: updated parameters are float32.)
-# A tied embedding is used twice, so its gradient is summed twice: hence a little over 1.
-#
 # ## One layer at a time
 #
-# Gathering all parameters at once would undo the saving. Here a layer's parameters are gathered
-# inside the scan over layers, and the compiler's scratch memory shows it: ZeRO-3 needs hardly
-# more than the others, although it gathers every parameter twice.
+# To gather all parameters at once would undo the saving. FSDP gathers the parameters of one layer
+# inside the loop over layers, and drops them before the next. The last column of the table shows
+# it: ZeRO-3 gathers every parameter twice, and its temporaries are hardly larger than those of the
+# others.
 
-# %%
-for name, report in reports.items():
-    print(f"{name:14}{report.temporary_bytes / 2**20:6.1f} MiB of temporaries")
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
 extra = reports["ZeRO-3"].temporary_bytes - reports["data parallel"].temporary_bytes
 assert extra < param_bytes / 2
 
 # %% [markdown]
 # ## Which one?
 #
-# The first that fits. ZeRO-2 needs a third of the memory here, and in float32 sends no more bytes;
-# ZeRO-3 is for models whose parameters do not fit. [Choose a strategy](../choose.md) does the
-# arithmetic.
+# Choose the first that fits. ZeRO-2 needs a third of the memory here, and in float32 sends no more
+# bytes than data parallelism. ZeRO-3 is for models whose parameters do not fit. [Choose a
+# strategy](../choose.md) does the arithmetic.
 #
 # ## Exercise
 #
 # `FSDP(min_size=0)` shards the small arrays too. How many bytes does it save here, and how many
 # more collectives does a step have? Use `report.count("all-gather")`.
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show an answer"}
+train("all sharded", FSDP(min_size=0))
+trainer = trainers["all sharded"]
+batch = trainer.shard_batch(batches[0])
+report = audit(trainer.train_step.lower(trainer.state, batch).compile())
+saved = sum(
+    getattr(zero3, kind) - getattr(trainer.describe(), kind)
+    for kind in ("params_bytes", "gradients_bytes", "optimizer_bytes")
+)
+gathers = report.count("all-gather"), reports["ZeRO-3"].count("all-gather")
+print(
+    f"saves {saved / 1024:.0f} KiB per device; {gathers[0]} all-gathers, not {gathers[1]}"
+)
+assert saved > 0
+assert gathers[0] > gathers[1]

@@ -1,14 +1,13 @@
 # %% [markdown]
 # # 4. Tensor and sequence parallelism
 #
-# Data parallelism shards rows. Tensor parallelism shards *matmuls*: each device has a part of
-# every weight matrix and computes a part of every layer. The aim is little communication. Two
-# consecutive matmuls communicate once, if the first is sharded by columns and the second by
-# rows.
+# Data parallelism shards the rows of a batch. Tensor parallelism shards *matmuls*: each device has
+# a part of every weight matrix and computes a part of every layer. The art is to communicate
+# little. Two consecutive matmuls communicate only once if the first is sharded by columns and the
+# second by rows.
 
 # %%
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
@@ -16,10 +15,13 @@ from jax.sharding import PartitionSpec as P
 from nnx_parallel import (
     Composite,
     DataParallel,
+    LogicalRules,
     TensorParallel,
     Trainer,
     audit,
+    errors,
     make_mesh,
+    shard,
     sharded_jit,
     simulate_devices,
     visualize,
@@ -31,10 +33,10 @@ simulate_devices(8)
 # %% [markdown]
 # ## By columns, then by rows
 #
-# An MLP is `gelu(x @ up) @ down`. With `up` sharded by columns, a device computes complete values
-# of some hidden units, and the nonlinearity needs no communication. With `down` sharded by rows,
-# the device multiplies just its own units, which gives a partial sum of each output. One
-# all-reduce adds the partial sums.
+# An MLP computes `gelu(x @ up) @ down`. Shard `up` by columns: a device computes the complete
+# values of a quarter of the hidden units, and can apply the nonlinearity to them. Shard `down` by
+# rows: the device multiplies its own hidden units with its rows, and gets a partial sum of every
+# output. One all-reduce adds the partial sums.
 
 # %%
 mesh = make_mesh({"tensor": 4}, jax.devices()[:4])
@@ -42,6 +44,17 @@ rng = np.random.default_rng(0)
 x = rng.normal(size=(16, 64)).astype(np.float32)  # (batch, embed)
 up = rng.normal(size=(64, 256)).astype(np.float32)  # (embed, mlp)
 down = rng.normal(size=(256, 64)).astype(np.float32)  # (mlp, embed)
+visualize(
+    {
+        "up, by columns": shard(up, P(None, "tensor"), mesh),
+        "down, by rows": shard(down, P("tensor"), mesh),
+    }
+)
+
+# %% [markdown]
+# The next function compiles the MLP with given shardings, and counts the bytes of its collectives.
+
+# %%
 
 
 def mlp(x, up, down):
@@ -52,29 +65,33 @@ def sent(up_spec, down_spec):
     step = sharded_jit(
         mlp, mesh, in_shardings=(P(), up_spec, down_spec), out_shardings=P()
     )
-    np.testing.assert_allclose(
-        step(x, up, down), mlp(x, up, down), rtol=1e-3, atol=1e-2
-    )
     report = audit(step.lower(x, up, down).compile())
     return {kind: report.bytes(kind) for kind in {c.kind for c in report.collectives}}
 
 
 columns_rows = sent(P(None, "tensor"), P("tensor", None))
+print("columns, then rows:   ", columns_rows)
 columns_columns = sent(P(None, "tensor"), P(None, "tensor"))
-print("columns, rows:   ", columns_rows)
-print("columns, columns:", columns_columns)
+print("columns, then columns:", columns_columns)
+
+# %% [markdown]
+# By columns and then by rows, one all-reduce of the output is enough. With both matrices sharded by
+# columns, the whole hidden layer is gathered as well, which is four times as large.
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
 assert columns_rows == {"all-reduce": x.nbytes}  # once, the size of the output
 assert sum(columns_columns.values()) > 4 * x.nbytes  # the hidden layer is gathered
 
 # %% [markdown]
 # ## In a transformer
 #
-# The same pattern twice in each block: query, key and value by columns (that is, by heads), the
-# output projection by rows; and the MLP. So a block all-reduces its activations twice in the
-# forward pass and, for the gradients, twice in the backward pass.
+# A transformer's block has this pattern twice. In its attention, query, key and value are sharded by
+# columns, which means by heads, and the output projection by rows. Its MLP is the one above. So a
+# block all-reduces its activations twice in the forward pass and, for their gradients, twice in
+# the backward pass.
 #
-# The model names its dims: `heads`, `mlp`, `vocab`, `embed`. `TensorParallel` shards the first
-# three. Nothing in the model mentions a mesh.
+# The model names its dims `heads`, `mlp`, `vocab` and `embed`, and never mentions a mesh.
+# `TensorParallel` shards the dims with the first three names.
 
 # %%
 config = GPTConfig.tiny(num_layers=3, embed_dim=64, num_heads=8, seq_len=32)
@@ -98,14 +115,12 @@ mlp_params = tensor.state.params["blocks"]["layer"]["mlp"]
 visualize({name: layer["kernel"] for name, layer in mlp_params.items()})
 
 # %% [markdown]
-# `up` is sharded along its last dim, `down` along the one before it. Dim 0 is the layers.
+# `up` is sharded along its last dim and `down` along the one before it. Dim 0 counts the layers.
 #
-# Count the collectives of a step. The loop over layers has three iterations, forward and
-# backward.
+# These are the collectives of the forward pass, in a loop over three layers:
+
 
 # %%
-
-
 def step_report(trainer):
     batch = trainer.shard_batch(tokens[0])
     return audit(trainer.train_step.lower(trainer.state, batch).compile())
@@ -116,20 +131,26 @@ forward = [
     c for c in report.collectives if c.count == 3 and "transpose" not in c.source
 ]
 activation_bytes = 16 * 32 * 64 * 4  # (batch, seq, embed) in float32
-print([f"{c.kind}: {c.count} times {c.bytes_each:,} bytes" for c in forward])
+for each in forward:
+    print(f"{each.kind}: {each.count} times {each.bytes_each:,} bytes")
+print(f"activations of the batch: {activation_bytes:,} bytes")
+
+# %% [markdown]
+# The communication volume grows with the *batch*, not with the parameters, and every layer waits
+# for it. So use few devices for this axis, and only devices of one machine, where links are fast.
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
 assert [c.kind for c in forward] == ["all-reduce", "all-reduce"]
 assert all(c.bytes_each == activation_bytes for c in forward)
 
 # %% [markdown]
-# The communication volume grows with the *batch*, not with the parameters, and each layer waits
-# for it. So keep the axis small and where links are fast, within one machine.
-#
 # ## Sequence parallelism
 #
-# Between the matmuls (norms, residuals, dropout) every device holds the same activations and
-# computes the same numbers. `sequence=True` shards those along `seq`. The all-reduce becomes its
-# two halves: a reduce-scatter after the matmuls, an all-gather before the next. The
-# communication volume is the same, and each device saves a quarter of the activations.
+# Between the matmuls there are norms, residuals and dropout. There, every device holds the same
+# activations and computes the same numbers. `sequence=True` shards these activations along `seq`.
+# The all-reduce then becomes its two halves: a reduce-scatter after one matmul and an all-gather
+# before the next. The communication volume stays the same, and a device keeps a quarter of the
+# activations.
 
 # %%
 sequence = make_trainer(TensorParallel(4, sequence=True), four)
@@ -142,43 +163,78 @@ for name, found in {"tensor": report, "and sequence": sequence_report}.items():
     print(
         f"{name:13}", kinds, f"{found.temporary_bytes / 2**20:.2f} MiB of temporaries"
     )
+
+# %% [markdown]
+# XLA's CPU compiler writes an all-reduce and a slice for every reduce-scatter.
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
 assert sequence_report.count("all-gather") > report.count("all-gather")
 assert sequence_report.temporary_bytes < report.temporary_bytes
 
 # %% [markdown]
 # ## Overlap
 #
-# A matmul waits for the all-gather before it. It need not: the local shard can be multiplied while
-# the next one arrives. `overlap="ring"` sends shards around a ring, one hop at a time
-# (`collective-permute`), and computes a part of the matmul during each hop.
+# A matmul waits for the all-gather before it. With `overlap="ring"` it does not wait: the devices
+# send their shards around a ring, one hop at a time, and multiply the shard that they have while
+# the next one arrives. Each hop is a `collective-permute`.
 
 # %%
 ring = make_trainer(TensorParallel(4, overlap="ring"), four)
 ring_report = step_report(ring)
 print({kind: ring_report.count(kind) for kind in ("all-gather", "collective-permute")})
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
 assert ring_report.count("collective-permute") > 0
 assert ring_report.count("all-gather") < sequence_report.count("all-gather")
 
 # %% [markdown]
-# On simulated devices this gains nothing, since they share one memory. With the TPU compiler for 4
-# chips, 95 % of the ring's bytes overlap with matmuls; without the ring none do
+# On simulated devices the ring gains nothing, since they share one memory. With the TPU compiler for
+# 4 chips, 95 % of the ring's bytes overlap with matmuls; without the ring none do
 # (`python -m benchmarks overlap`).
 #
 # ## The same numbers
+#
+# On one device:
 
 # %%
-trainers = {
-    "one device": make_trainer(DataParallel(1), jax.devices()[:1]),
-    "tensor": tensor,
-    "sequence": sequence,
-    "ring": ring,
-    "with data": make_trainer(Composite(DataParallel(2), TensorParallel(4))),
-}
-losses = {name: t.fit(tokens, num_steps=4)["loss"] for name, t in trainers.items()}
-for name, values in losses.items():
-    print(f"{name:11}", np.round(values, 5))
-    np.testing.assert_allclose(values, losses["one device"], rtol=1e-5)
-assert jnp.isfinite(losses["ring"]).all()
+one = make_trainer(DataParallel(1), jax.devices()[:1])
+expected = one.fit(tokens, num_steps=4)["loss"]
+print(expected)
+
+# %% [markdown]
+# Tensor parallelism over four devices:
+
+# %%
+tensor_losses = tensor.fit(tokens, num_steps=4)["loss"]
+print(tensor_losses)
+
+# %% [markdown]
+# With sequence parallelism:
+
+# %%
+sequence_losses = sequence.fit(tokens, num_steps=4)["loss"]
+print(sequence_losses)
+
+# %% [markdown]
+# With the ring:
+
+# %%
+ring_losses = ring.fit(tokens, num_steps=4)["loss"]
+print(ring_losses)
+
+# %% [markdown]
+# Tensor parallelism and data parallelism together, on all eight devices:
+
+# %%
+both = make_trainer(Composite(DataParallel(2), TensorParallel(4)))
+both_losses = both.fit(tokens, num_steps=4)["loss"]
+print(both_losses)
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
+for losses in (tensor_losses, sequence_losses, ring_losses, both_losses):
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+step = sharded_jit(mlp, mesh, in_shardings=(P(), P(None, "tensor"), P("tensor")))
+np.testing.assert_allclose(step(x, up, down), mlp(x, up, down), rtol=1e-3, atol=1e-2)
 
 # %% [markdown]
 # ## Exercise
@@ -186,3 +242,25 @@ assert jnp.isfinite(losses["ring"]).all()
 # Llama has fewer key heads than query heads: `GPTConfig.tiny_llama()` has 4 query heads and 2 key
 # heads. Which error does `TensorParallel(4)` raise? Replicate `kv_heads` by a rule, and see the
 # cost in `describe()`: `TensorParallel(4, rules=(LogicalRules({"kv_heads": None}),))`.
+
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show an answer"}
+def llama(rngs):
+    return GPT(GPTConfig.tiny_llama(), rngs=rngs)
+
+
+try:
+    TensorParallel(4).describe(llama, mesh=mesh)
+except errors.IndivisibleDimError as error:
+    print(error)
+else:
+    raise AssertionError("no error")
+
+# Four devices cannot share two heads. With the rule each device holds both key heads.
+rules = (LogicalRules({"kv_heads": None}),)
+table = TensorParallel(4, rules=rules).describe(llama, mesh=mesh)
+for row in table.rows:
+    if "attention" in row.info.path:
+        print(
+            f"{row.info.path:36} {row.placement.stored!s:28} {row.bytes_per_device:6,} bytes"
+        )

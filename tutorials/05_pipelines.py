@@ -1,15 +1,17 @@
 # %% [markdown]
 # # 5. Pipelines: schedules, bubbles, and a picture of each
 #
-# A pipeline puts the first layers on one device and the last ones on another. Only the
-# activations between them are sent, so it is the strategy for slow links. Its price is idle
-# time: a stage has nothing to do before the first microbatch reaches it. That idle time is the
-# *bubble*, and schedules are ways to shrink it.
+# A pipeline puts the first layers of a model on one device and the last layers on another. Only
+# the activations between them are sent, so a pipeline suits slow links. Its price is idle time: a
+# stage has no work before the first microbatch reaches it. This idle time is called the *bubble*.
+# A schedule decides which microbatch each stage works on at each time; good schedules have small
+# bubbles.
 
 # %%
 import jax
 import numpy as np
 import optax
+from flax import nnx
 
 from nnx_parallel import (
     DataParallel,
@@ -17,6 +19,7 @@ from nnx_parallel import (
     Interleaved,
     OneFOneB,
     Pipeline,
+    Table,
     Trainer,
     ZeroBubble,
     audit,
@@ -30,9 +33,9 @@ simulate_devices(8)
 # %% [markdown]
 # ## GPipe
 #
-# Split the batch into microbatches. While stage 1 processes microbatch 0, stage 0 takes
-# microbatch 1. In the picture time goes to the right, and a cell shows the number of its
-# microbatch; blue is forward, orange is backward.
+# The batch is split into microbatches. While stage 1 works on microbatch 0, stage 0 works on
+# microbatch 1. In the picture, time runs to the right, each row is a stage, and a cell shows the
+# number of its microbatch. Forward passes are blue, backward passes orange.
 
 # %%
 S, M = 4, 8  # stages, microbatches
@@ -40,84 +43,101 @@ gpipe = GPipe().table(num_stages=S, num_microbatches=M)
 visualize(gpipe)
 
 # %% [markdown]
-# The empty corners are the bubble. A stage is idle for `S - 1` slots of each direction, and works
-# in `M`. So its efficiency is `M / (M + S - 1)`.
+# The empty corners are the bubble. Each stage works in `M` slots of each direction, and is idle in
+# `S - 1` of them. So the efficiency is `M / (M + S - 1)`:
 
 # %%
 cost = gpipe.simulate()
 print(f"efficiency {cost.efficiency:.1%}, bubble {cost.bubble:.1%}")
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
 assert np.isclose(cost.efficiency, M / (M + S - 1))
 
 # %% [markdown]
-# More microbatches, less bubble. But GPipe saves the inputs of all of them until the backward
-# passes begin: memory grows with `M`.
+# More microbatches make the bubble smaller. But GPipe runs all forward passes before the first
+# backward pass, so a stage keeps the inputs of all microbatches: memory grows with `M`.
 
 # %%
+kept = []
 for microbatches in (4, 8, 16, 32, 64):
     cost = GPipe().table(S, microbatches).simulate()
-    print(
-        f"M={microbatches:3}: bubble {cost.bubble:5.1%}, keeps {cost.peak_stage_inputs} inputs"
-    )
-    assert cost.peak_stage_inputs == microbatches
+    kept.append(cost.peak_stage_inputs)
+    print(f"M={microbatches:3}: bubble {cost.bubble:5.1%}, keeps {kept[-1]} inputs")
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
+assert kept == [4, 8, 16, 32, 64]
 
 # %% [markdown]
-# ## 1F1B
+# ## 1F1B: one forward, one backward
 #
-# One forward, one backward. The backward pass of a microbatch starts as early as possible, which
-# frees its saved input. The bubble is the same; memory no longer depends on `M`. Papers count `S`
-# inputs on the first stage. Here it is `2 S - 1`: stages run in lock step, a forward and a
-# backward slot in each tick, so that a microbatch spends a tick in each stage in both passes.
+# The backward pass of a microbatch starts as early as possible, which frees its saved input. The
+# bubble is as large as GPipe's, but memory no longer depends on `M`.
 
 # %%
 one_f_one_b = OneFOneB().table(S, M)
 visualize(one_f_one_b)
 
 # %%
-assert one_f_one_b.simulate().efficiency == gpipe.simulate().efficiency
 kept = {m: OneFOneB().table(S, m).simulate().peak_stage_inputs for m in (8, 16, 64)}
-print(kept)
+for microbatches, inputs in kept.items():
+    print(f"M={microbatches:3}: keeps {inputs} inputs")
+
+# %% [markdown]
+# Papers count `S` inputs on the first stage; here there are `2 S - 1`. The reason is that all stages
+# run in lock step, one tick at a time, and a tick has a slot for a forward and a slot for a
+# backward pass. A microbatch therefore spends one tick in each stage on its way forward, and one
+# on its way back.
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
+assert one_f_one_b.simulate().efficiency == gpipe.simulate().efficiency
 assert set(kept.values()) == {2 * S - 1}
 
 # %% [markdown]
-# ## Interleaved
+# ## Interleaved 1F1B
 #
-# Give a stage several *chunks* of layers instead of one: layers 0, 4, 8 and so on go to
-# stage 0. A microbatch then passes every stage `V` times, and a stage has work after a `V`-th of
-# the time: `M / (M + (S - 1) / V)`. Activations are sent `V` times as often.
+# Each stage has `V` *chunks* of layers instead of one. With 8 layers, 4 stages and 2 chunks, stage 0
+# has layers 0 and 4. A microbatch then passes every stage `V` times, and reaches the last stage
+# after a `V`-th of the time. The efficiency is `M / (M + (S - 1) / V)`, and activations are sent
+# `V` times as often.
 
 # %%
 V = 2
 interleaved = Interleaved(chunks=V).table(S, M)
 visualize(interleaved)
 
-# %%
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
 assert np.isclose(interleaved.simulate().efficiency, M / (M + (S - 1) / V))
 
 # %% [markdown]
 # ## Zero bubble
 #
-# The backward pass computes two gradients: that of a stage's *input*, for which the previous stage
-# waits, and that of its *weights*, which is needed only for the update. Compute the first
-# immediately, and fill idle slots with the second (green). This is the schedule ZB-H1 of the
-# paper that introduced the name: its bubble is smaller, not zero.
+# A backward pass computes two gradients. The previous stage waits for the gradient of the stage's
+# *input*. Nothing waits for the gradient of its *weights*, except the update at the end of the
+# step. The zero-bubble schedule computes the first at once, and fills idle slots with the second
+# (green). This is ZB-H1 of the paper that introduced the name; its bubble is smaller, but not zero.
 
 # %%
 zero_bubble = ZeroBubble().table(S, M)
 visualize(zero_bubble)
 
+# %% [markdown]
+# The four schedules side by side:
+
 # %%
-assert np.isclose(zero_bubble.simulate().efficiency, 3 * M / (3 * M + 2 * (S - 1)))
 for table in (gpipe, one_f_one_b, interleaved, zero_bubble):
     cost = table.simulate()
     print(
         f"{table.name:17} bubble {cost.bubble:5.1%}, keeps {cost.peak_stage_inputs:2} inputs"
     )
 
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
+assert np.isclose(zero_bubble.simulate().efficiency, 3 * M / (3 * M + 2 * (S - 1)))
+
 # %% [markdown]
 # ## Run them
 #
-# The loss is the one for a single device; the library finds the call of the model's `Stack` of
-# layers in it and cuts there. Every schedule gives the losses of one device.
+# A loss for a pipeline is the loss for one device. The library finds the call of the model's
+# `Stack` of layers in it, and cuts the computation there. First, one device:
 
 # %%
 config = GPTConfig.tiny(
@@ -125,11 +145,12 @@ config = GPTConfig.tiny(
 )
 rng = np.random.default_rng(0)
 batches = [rng.integers(0, 64, (16, 17), dtype=np.int32) for _ in range(3)]
+model = GPT(config, rngs=nnx.Rngs(0))
 
 
 def make_trainer(strategy, num_devices):
     return Trainer(
-        lambda rngs: GPT(config, rngs=rngs),
+        model,
         optax.adamw(1e-3),
         next_token_loss,
         strategy=strategy,
@@ -139,30 +160,71 @@ def make_trainer(strategy, num_devices):
     )
 
 
-one = make_trainer(DataParallel(1), 1).fit(batches, num_steps=3)["loss"]
-print("one device        ", one)
-for schedule in (GPipe(), Interleaved(chunks=V), ZeroBubble(), OneFOneB()):
-    trainer = make_trainer(Pipeline(S, schedule), S)
-    losses = trainer.fit(batches, num_steps=3)["loss"]
-    print(f"{type(schedule).__name__:18}", losses)
-    np.testing.assert_allclose(losses, one, rtol=1e-5)
+expected = make_trainer(DataParallel(1), 1).fit(batches, num_steps=3)["loss"]
+print(expected)
+
+# %% [markdown]
+# Now four stages, under each schedule. GPipe:
+
+# %%
+gpipe_losses = make_trainer(Pipeline(S, GPipe()), S).fit(batches, num_steps=3)["loss"]
+print(gpipe_losses)
+
+# %% [markdown]
+# Interleaved 1F1B:
+
+# %%
+chunks = Pipeline(S, Interleaved(chunks=V))
+chunks_losses = make_trainer(chunks, S).fit(batches, num_steps=3)["loss"]
+print(chunks_losses)
+
+# %% [markdown]
+# Zero bubble:
+
+# %%
+zero_losses = make_trainer(Pipeline(S, ZeroBubble()), S).fit(batches, num_steps=3)[
+    "loss"
+]
+print(zero_losses)
+
+# %% [markdown]
+# 1F1B, which is the default:
+
+# %%
+trainer = make_trainer(Pipeline(S), S)
+losses = trainer.fit(batches, num_steps=3)["loss"]
+print(losses)
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
+for found in (gpipe_losses, chunks_losses, zero_losses, losses):
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 # %% [markdown]
 # ## Communication
 #
-# A microbatch's activations go from stage to stage: `collective-permute`s to the neighbour, one in
-# each tick, forward and backward. (Small ones carry random keys and the numbers of
-# microbatches.) A stage holds a quarter of the layers.
+# Each stage holds two of the eight layers:
+
+# %%
+kernel = trainer.state.params["blocks"]["layer"]["mlp"]["up"]["kernel"]
+visualize(kernel)
+
+# %% [markdown]
+# In every tick, each stage sends the activations of one microbatch to the next stage, and
+# gradients to the previous one. Each of these hops is a `collective-permute`. (The small ones
+# carry random keys and the numbers of microbatches.)
 
 # %%
 batch = trainer.shard_batch(batches[0])
 report = audit(trainer.train_step.lower(trainer.state, batch).compile())
 hop = (16 // M) * 16 * 32 * 4  # (microbatch, seq, embed) in float32
+print(f"activations of one microbatch: {hop:,} bytes")
 hops = [c for c in report.collectives if c.kind == "collective-permute"]
-print([f"{c.count} times {c.bytes_each} bytes" for c in hops], "one hop:", hop)
+for each in hops:
+    print(f"{each.kind}: {each.count} times {each.bytes_each:,} bytes")
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
 assert max(c.bytes_each for c in hops) == hop
 assert {c.count for c in hops} == {one_f_one_b.num_ticks}
-kernel = trainer.state.params["blocks"]["layer"]["mlp"]["up"]["kernel"]
 assert kernel.shape[0] == 8
 assert kernel.addressable_shards[0].data.shape[0] == 2  # layers on each stage
 
@@ -170,5 +232,14 @@ assert kernel.addressable_shards[0].data.shape[0] == 2  # layers on each stage
 # ## Exercise
 #
 # A `Table` of your own runs like the others. Write GPipe with the microbatches in reverse order in
-# the backward pass, by passing `Table.from_ticks` the tick of every slot (row: stage, column:
-# microbatch), and draw it. How many inputs does it save?
+# the backward pass: give `Table.from_ticks` the tick of every slot (row: stage, column:
+# microbatch), and draw it. How many inputs does it keep?
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show an answer"}
+stage, microbatch = np.indices((S, M))
+forward = stage + microbatch
+backward = (S + M - 1) + (S - 1 - stage) + (M - 1 - microbatch)
+reverse = Table.from_ticks(S, forward, backward, name="GPipe, reversed")
+# As many as GPipe: the first backward pass still waits for the last forward pass.
+assert reverse.simulate().peak_stage_inputs == M
+visualize(reverse)

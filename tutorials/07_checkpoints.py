@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 7. Checkpoints: save here, restore there
 #
-# A checkpoint that depends on the devices that wrote it is a trap: the cluster you resume on is
-# never the one you saved on. Here a checkpoint does not depend on the strategy. We save under
-# FSDP on 8 devices, and restore under tensor parallelism on 2.
+# The cluster on which a run resumes is often not the one that saved it. So a checkpoint here does
+# not depend on the strategy or on the number of devices. This tutorial saves under FSDP on 8
+# devices, and restores under tensor parallelism on 2.
 
 # %%
 import tempfile
@@ -47,29 +47,35 @@ def make_trainer(strategy, checkpoint, num_devices=8):
 # %% [markdown]
 # ## Killed and resumed
 #
-# First an uninterrupted run of 8 steps, as the reference.
+# An uninterrupted run of 8 steps is the reference:
 
 # %%
 reference = make_trainer(FSDP(), None)
 expected = reference.fit(batches, num_steps=8)["loss"]
+print(expected)
 
 # %% [markdown]
-# Then a run that ends after 5 steps, and a new one with the same arguments. It finds the
-# checkpoint automatically, and skips the batches already seen.
+# Another run ends after 5 steps:
 
 # %%
 first = make_trainer(FSDP(), runs / "resumed").fit(batches, num_steps=5)["loss"]
-again = make_trainer(FSDP(), runs / "resumed")
-second = again.fit(batches, num_steps=8)["loss"]
-print(len(first), "steps, then", len(second))
-np.testing.assert_array_equal(np.concatenate([first, second]), expected)
+print(first)
 
 # %% [markdown]
-# Not close: bit for bit equal. So are all parameters.
+# A new Trainer with the same arguments finds the checkpoint automatically. It skips the batches that
+# were already seen, and runs the last three steps:
 
 # %%
+again = make_trainer(FSDP(), runs / "resumed")
+second = again.fit(batches, num_steps=8)["loss"]
+print(second)
+
+# %% [markdown]
+# These losses are those of the uninterrupted run, bit for bit. So are all parameters and the
+# optimizer state.
 
 
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
 def same(a, b):
     return all(
         np.array_equal(x, y)
@@ -77,23 +83,20 @@ def same(a, b):
     )
 
 
+np.testing.assert_array_equal(np.concatenate([first, second]), expected)
 assert same(again.state.params, reference.state.params)
 assert same(again.state.opt_state, reference.state.opt_state)
 
 # %% [markdown]
 # ## Restored on other devices
 #
-# The same directory, another strategy, fewer devices. Each process reads just the shards that
-# its devices need.
+# The next Trainer reads the same directory under another strategy, on fewer devices. Each process
+# reads only the shards that its devices need.
 
 # %%
 elsewhere = make_trainer(TensorParallel(2), runs / "resumed", num_devices=2)
 elsewhere.restore()
 print("step", elsewhere.step)
-assert elsewhere.step == 8
-assert same(elsewhere.state.params, reference.state.params)
-
-# %%
 
 
 def up_kernel(trainer):
@@ -102,31 +105,52 @@ def up_kernel(trainer):
 
 visualize({"saved": up_kernel(again), "restored": up_kernel(elsewhere)})
 
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
+assert elsewhere.step == 8
+assert same(elsewhere.state.params, reference.state.params)
+
 # %% [markdown]
-# Training continues there, with the numbers of the others up to rounding.
+# Training continues from there, with the same losses up to rounding. A Trainer can also restore from
+# a directory that is not its own. On 8 devices under FSDP:
 
 # %%
 more = [rng.integers(0, 64, (16, 33), dtype=np.int32) for _ in range(3)]
-results = {}
-for name, strategy, devices in [
-    ("fsdp 8", FSDP(), 8),
-    ("tensor 2", TensorParallel(2), 2),
-    ("data 1", DataParallel(), 1),
-]:
-    trainer = make_trainer(strategy, None, devices)
+
+
+def continued(strategy, num_devices):
+    trainer = make_trainer(strategy, None, num_devices)
     trainer.restore(directory=runs / "resumed")
-    results[name] = trainer.fit(batches + more, num_steps=11)["loss"]
-    print(f"{name:9}", results[name])
-for values in results.values():
-    assert len(values) == 3
-    np.testing.assert_allclose(values, results["fsdp 8"], rtol=1e-5)
+    return trainer.fit(batches + more, num_steps=11)["loss"]
+
+
+fsdp_losses = continued(FSDP(), 8)
+print(fsdp_losses)
+
+# %% [markdown]
+# On 2 devices under tensor parallelism:
+
+# %%
+tensor_losses = continued(TensorParallel(2), 2)
+print(tensor_losses)
+
+# %% [markdown]
+# On one device:
+
+# %%
+one_losses = continued(DataParallel(), 1)
+print(one_losses)
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
+for losses in (tensor_losses, one_losses):
+    assert len(losses) == 3
+    np.testing.assert_allclose(losses, fsdp_losses, rtol=1e-5)
 
 # %% [markdown]
 # ## Retention
 #
-# `every` sets the interval; `keep_last` and `keep_best` choose which checkpoints are kept. Saves
-# run in the background: the arrays are copied to the host, and written while the next steps
-# run.
+# `every` sets the number of steps from one checkpoint to the next. `keep_last` and `keep_best` choose
+# which checkpoints are kept. Saving does not stop the training: arrays are copied to the host, and
+# written to disk while the next steps run.
 
 # %%
 options = Checkpoint(runs / "kept", every=2, keep_last=2, keep_best="eval_loss")
@@ -135,14 +159,18 @@ saved = sorted(
     int(path.name) for path in (runs / "kept").iterdir() if path.name.isdigit()
 )
 print("saved steps:", saved)
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
 assert saved[-2:] == [6, 8]
 
 # %% [markdown]
 # ## A checkpoint of another model
 #
-# raises an error that lists the arrays that differ, and changes nothing.
+# A checkpoint of a model with other shapes is refused. The error lists the arrays that differ, and
+# the Trainer stays as it was.
 
 # %%
+narrow = config
 config = GPTConfig.tiny(num_layers=2, embed_dim=128, seq_len=32, vocab_size=64)
 try:
     make_trainer(FSDP(), None).restore(directory=runs / "resumed")
@@ -156,3 +184,18 @@ else:
 #
 # Fine-tuning needs the weights but not the optimizer state: `restore(weights_only=True)`. Restore
 # them under SGD, and check that the step is 0 and the first loss is that of the trained model.
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show an answer"}
+config = narrow
+tuned = Trainer(
+    lambda rngs: GPT(config, rngs=rngs),
+    optax.sgd(0.1),
+    next_token_loss,
+    strategy=FSDP(),
+    loggers=(),
+)
+tuned.restore(directory=runs / "resumed", weights_only=True)
+assert tuned.step == 0
+loss = tuned.fit(more, num_steps=1)["loss"]
+print(f"first loss {loss[0]:.5f}, of the trained model {fsdp_losses[0]:.5f}")
+np.testing.assert_allclose(loss[0], fsdp_losses[0], rtol=1e-5)

@@ -1,13 +1,16 @@
 # %% [markdown]
 # # 8. Many processes and machines
 #
-# A process drives the devices of one machine. Several machines need several processes, which all
-# run the same script. This tutorial starts real ones on a laptop, checks that they compute the
-# numbers of one, and then kills some.
+# A process drives the devices of one machine. Several machines need several processes, and all
+# processes run the same script. This tutorial starts real processes on a laptop, compares their
+# numbers with those of one process, and then kills some of them.
 
 # %%
+import contextlib
+import io
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -18,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 directory = Path(tempfile.mkdtemp())
+script = directory / "train.py"
 
 # %% [markdown]
 # ## The script
@@ -28,8 +32,8 @@ directory = Path(tempfile.mkdtemp())
 # - `data_share` says which rows of each batch this process loads.
 # - `print_once` prints on one process only.
 #
-# The callback is here to do harm: on request, process 1 sends itself a signal after step 5, but
-# not after a restart, which the launcher counts.
+# The callback does harm on request: process 1 sends itself a signal after step 5. It does so only
+# at the first start; the launcher tells each process how often it was restarted.
 
 # %%
 SCRIPT = """
@@ -97,38 +101,37 @@ print(f"share {index} of {count}, {jax.local_device_count()} devices")
 print_once("devices:", jax.device_count())
 trainer.fit(Batches(index, count), num_steps=12)
 """
-script = directory / "train.py"
-script.write_text(SCRIPT)
 
 # %% [markdown]
 # ## Two processes give the numbers of one
 #
-# `launch` starts the processes of a machine, and prefixes each line with the number of its
-# process. `--cpu` simulates the devices. First one process with 4 devices.
+# A terminal runs `python -m nnx_parallel launch --processes 2 train.py`. `launch` starts the
+# processes and prefixes each line of output with the number of the process that wrote it. On this
+# page a function runs the same command.
 
-
-# %%
-# Notebooks set FORCE_COLOR for their children; these write to a pipe.
-ENVIRONMENT = {key: x for key, x in os.environ.items() if key != "FORCE_COLOR"}
+# %% tags=["hide-input"] mystnb={"code_prompt_show": "Show the code"}
+script.write_text(SCRIPT)
+# Notebooks set it for their children; these write to a pipe.
+os.environ.pop("FORCE_COLOR", None)
 
 
 def run(*command):
     """Runs `python -m nnx_parallel ...`; returns its exit code and its output."""
-    done = subprocess.run(
-        [sys.executable, "-m", "nnx_parallel", *map(str, command)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=ENVIRONMENT,
-        text=True,
-        check=False,
-    )
-    text = done.stdout.replace(str(directory), "...")
+    sys.argv = ["nnx_parallel", *map(str, command)]
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        try:
+            runpy.run_module("nnx_parallel", run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+    text = output.getvalue().replace(str(directory), "...")
     # Gloo, which communicates between CPU processes, prints a greeting in each.
     lines = [line for line in text.splitlines() if "[Gloo]" not in line]
-    return done.returncode, "\n".join(lines)
+    return code, "\n".join(lines)
 
 
 def launch(name, *harm, processes=2, devices=2, max_restarts=0):
+    """Runs the script on simulated devices; prints its output, returns its exit code."""
     options = ["--cpu", "--processes", processes, "--devices-per-process", devices]
     options += ["--max-restarts", max_restarts]
     code, text = run("launch", *options, script, directory / name, *harm)
@@ -136,126 +139,139 @@ def launch(name, *harm, processes=2, devices=2, max_restarts=0):
     return code
 
 
-assert launch("one", processes=1, devices=4) == 0
-
-# %% [markdown]
-# Now two processes with 2 devices each: the same script, the same 64 rows per step, 32 from
-# each process.
-
-# %%
-assert launch("two", processes=2, devices=2) == 0
-
-# %% [markdown]
-# FSDP shards over 4 devices both times, now across processes. The losses are equal up to
-# rounding, since sums over devices have another order.
-
-
-# %%
 def losses(name):
+    """What the run has written to its `metrics.jsonl`."""
     lines = (directory / name / "metrics.jsonl").read_text().splitlines()
     entries = map(json.loads, lines)
     return np.array([entry["loss"] for entry in entries if "loss" in entry])
 
 
+# %% [markdown]
+# First, one process with 4 devices:
+
+# %%
+one_code = launch("one", processes=1, devices=4)
+
+# %% [markdown]
+# Now two processes with 2 devices each. Each process loads 32 of the 64 rows of a step:
+
+# %%
+two_code = launch("two", processes=2, devices=2)
+
+# %% [markdown]
+# FSDP shards over 4 devices in both runs. The losses are equal up to rounding, since sums over
+# devices are added in another order:
+
+# %%
 print(np.stack([losses("one"), losses("two")]))  # (2, 12)
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
+assert one_code == two_code == 0
 assert losses("two").shape == (12,)
 np.testing.assert_allclose(losses("two"), losses("one"), rtol=1e-5)
 
 # %% [markdown]
 # ## One process dies
 #
-# SIGKILL ends process 1 without a message, as Linux does when memory is exhausted. Process 0
-# would deadlock in the next collective. Instead it prints which process is lost, and ends.
+# SIGKILL ends process 1 without a message, as Linux does when memory is exhausted. Without help,
+# process 0 would deadlock in the next collective. Instead it prints which process is lost, and
+# ends.
 
 # %%
-code = launch("killed", "SIGKILL")
+killed_code = launch("killed", "SIGKILL")
 seconds = time.time() - (directory / "killed" / "harmed").stat().st_mtime
-print(f"all over {seconds:.1f} s after the signal")
-assert code == 128 + signal.SIGKILL
+print(f"all processes ended {seconds:.1f} s after the signal")
+
+# %% [markdown]
+# The exit code is that of the first process to fail. As in a shell, it is 128 plus the number of
+# the signal. The checkpoint of step 4 remains.
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
+assert killed_code == 128 + signal.SIGKILL
 assert seconds < 30
 assert (directory / "killed" / "4").is_dir()
 
 # %% [markdown]
-# The exit code is that of the first process to fail, as in a shell: 128 plus the signal's number.
-# The checkpoint of step 4 remains.
-#
 # ## Restarts
 #
-# The same command resumes; with `--max-restarts 1` the launcher restarts once automatically.
-# Process 1 dies again after step 5, but not after the restart.
+# The same command resumes from the checkpoint. With `--max-restarts 1` the launcher also restarts
+# all processes once when one fails. Here process 1 dies again after step 5, and the launcher
+# restarts the run, which then ends at step 12:
 
 # %%
-assert launch("killed", "SIGKILL", max_restarts=1) == 0
+restarted_code = launch("killed", "SIGKILL", max_restarts=1)
 
 # %% [markdown]
-# Three starts, two deaths, and bit for bit the losses of the uninterrupted run.
+# The processes were started three times and killed twice. The losses equal those of the
+# uninterrupted run bit for bit.
 
-# %%
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
+assert restarted_code == 0
 np.testing.assert_array_equal(losses("killed"), losses("two"))
 
 # %% [markdown]
 # ## Preemption
 #
-# Clouds and schedulers first send SIGTERM, and then wait some seconds. Process 1 gets it. All
-# processes agree on the step after which they stop, save it, and exit with code 0: nothing has
+# Clouds and schedulers send SIGTERM some seconds before they take a machine away. Here process 1
+# gets it. All processes agree on a step, save it, and exit with code 0, because nothing has
 # failed.
 
 # %%
-assert launch("taken", "SIGTERM") == 0
+taken_code = launch("taken", "SIGTERM")
 
 # %% [markdown]
-# Checkpoints can be verified without a run: `inspect --verify` reads every array and compares its
-# checksum.
+# `inspect` lists the checkpoints of a run. With `--verify` it reads every array and compares its
+# checksum:
 
 # %%
-code, text = run("inspect", directory / "taken", "--verify")
-steps = [line for line in text.splitlines() if line.startswith("  step  ")]
-print("\n".join(steps))
-assert code == 0
-assert all("whole: every array has its checksum" in line for line in steps)
-assert int(steps[-1].split()[1]) == len(losses("taken"))
-np.testing.assert_array_equal(losses("taken"), losses("two")[: len(losses("taken"))])
+verify_code, text = run("inspect", directory / "taken", "--verify")
+print(text)
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
+assert taken_code == verify_code == 0
+count = len(losses("taken"))
+assert (directory / "taken" / str(count)).is_dir()
+np.testing.assert_array_equal(losses("taken"), losses("two")[:count])
 
 # %% [markdown]
 # ## On a cluster
 #
-# There the scheduler starts the processes, one or more per machine, and the script does not
-# change: `initialize()` reads the environment. `--print` writes the input of the scheduler. For
-# Slurm that is a batch script.
+# On a cluster the scheduler starts the processes, one or more per machine. The script stays the
+# same: `initialize()` reads the environment. `launch --print` writes the input of the scheduler.
 
 
-# %%
+# %% tags=["hide-input"] mystnb={"code_prompt_show": "Show the code"}
 def manifest(kind):
+    """The output of `launch --print kind` for 16 processes of 4 devices."""
     sizes = ["--processes", 16, "--devices-per-process", 4, "--max-restarts", 3]
     code, text = run("launch", *sizes, "--print", kind, "train.py", "runs/a")
     assert code == 0
     return text
 
 
-def is_bash(text):
-    return (
-        subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode
-        == 0
-    )
+# %% [markdown]
+# For Slurm it is a batch script:
 
-
+# %%
 slurm = manifest("slurm")
 print(slurm)
-assert is_bash(slurm)
 
 # %% [markdown]
-# For Kubernetes with JobSet it is a manifest.
+# For Kubernetes with JobSet it is a manifest:
 
 # %%
 print(manifest("jobset"))
 
 # %% [markdown]
-# For a TPU slice it is a command for every host.
+# For a TPU slice it is a script that runs the command on every host:
 
 # %%
 tpu = manifest("tpu")
 print(tpu)
-assert is_bash(tpu)
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
+for text in (slurm, tpu):  # bash accepts them
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 # %% [markdown]
 # [Many processes](../processes.md) lists what else can fail, and the messages.
@@ -263,5 +279,20 @@ assert is_bash(tpu)
 # ## Exercise
 #
 # Launch four processes of one device each with `Composite(TensorParallel(2), FSDP())`. Before you
-# run it: how many shares does the data have, and which processes load the same rows? Then make one
-# of them load other rows, and read the error before the first step.
+# run it: how many shares does the data have, and which processes load the same rows? Then let one
+# process load other rows, and read the error before the first step.
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show an answer"}
+# The mesh is fsdp=2 * tensor=2. The batch is sharded over `fsdp` only, so it has two shares:
+# processes 0 and 1, a tensor-parallel pair, load the same rows, and so do processes 2 and 3.
+changed = SCRIPT.replace(
+    "strategy=FSDP()", "strategy=Composite(TensorParallel(2), FSDP())"
+)
+changed = changed.replace("import FSDP,", "import FSDP, Composite, TensorParallel,")
+# Process 1 loads the rows of the other share.
+changed = changed.replace(
+    "Batches(index, count)", "Batches(index ^ (jax.process_index() == 1), count)"
+)
+script.write_text(changed)
+other_rows_code = launch("other", processes=4, devices=1)
+assert other_rows_code != 0

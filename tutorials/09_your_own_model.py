@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 9. Bring your own: model, rules, training step
 #
-# The library has few layers, and requires none of them. Here a stock Flax model is sharded in
-# three ways: without any change, with names or rules, and with a training step of your own that
-# uses only the shardings.
+# The library has few layers, and requires none of them. This tutorial shards a stock Flax model in
+# four ways: as it is, with names in the model, with rules from outside, and with a training step of
+# your own. [Tutorial 13](13_your_transformer.py) does the same for a transformer, with a pipeline.
 
 # %%
 import jax
@@ -22,6 +22,7 @@ from nnx_parallel import (
     TensorParallel,
     Trainer,
     constrain,
+    errors,
     make_mesh,
     shard,
     sharded_jit,
@@ -31,9 +32,10 @@ from nnx_parallel import (
 
 simulate_devices(8)
 
-
 # %% [markdown]
 # ## A model as it is
+#
+# `FSDP` needs no help with a model: it may shard any dim that its axis divides.
 
 
 # %%
@@ -61,20 +63,26 @@ def train(model, strategy):
 
 plain, expected = train(MLP, FSDP())
 print(expected)
+
+# %%
+visualize({name: plain.state.params[name]["kernel"] for name in ("up", "down")})
+
+# %%
 for row in plain.describe().rows:
     print(f"{row.info.path:12} {row.placement.stored!s:18} {row.placement.reason}")
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
 assert not plain.state.params["up"]["kernel"].sharding.is_fully_replicated
 
 # %% [markdown]
-# `FSDP` needs no help: it can shard any dim that its axis divides. Tensor parallelism must know
-# more, since it shards matmuls, and only the model knows which dims are contracted. There are two
-# ways to state it.
+# Tensor parallelism needs to know more. It shards matmuls, and only the model knows which dims a
+# matmul contracts. Names or rules say so.
 #
 # ## Names in the model
 #
-# Flax has metadata for this. The names say what a dim means, not where it goes, so the model
-# still mentions no mesh; `constrain` does the same for an activation, and does nothing outside
-# of a strategy.
+# Flax can store a name for each dim in the metadata of a parameter. A name says what the dim means,
+# not where it is placed, so the model still mentions no mesh. `constrain` names the dims of an
+# activation; outside of a strategy it does nothing.
 
 
 # %%
@@ -95,23 +103,24 @@ class NamedMLP(nnx.Module):
 
 both = Composite(FSDP(4), TensorParallel(2))
 with_names, losses = train(NamedMLP, both)
-np.testing.assert_allclose(losses, expected, rtol=1e-5)
-visualize({name: with_names.state.params[name]["kernel"] for name in ("up", "down")})
-
-# %% [markdown]
-# Outside of a strategy the model is unchanged.
+print(losses)
 
 # %%
+visualize({name: with_names.state.params[name]["kernel"] for name in ("up", "down")})
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
+np.testing.assert_allclose(losses, expected, rtol=1e-5)
+# Outside of a strategy the model is unchanged.
 x = jnp.ones((2, 32))
 np.testing.assert_array_equal(NamedMLP(nnx.Rngs(0))(x), MLP(nnx.Rngs(0))(x))
 
 # %% [markdown]
 # ## Rules
 #
-# A model that you cannot change gets its shardings by rules: a regular expression for the path,
-# and a spec. Rules take precedence over names, and names over FSDP's own choice. A rule decides
-# completely on the arrays that it matches: FSDP adds nothing, so the spec has both axes. Arrays
-# that no rule matches are left to FSDP.
+# A model that you cannot change gets its shardings by rules. A rule has a regular expression for the
+# path of an array, and a spec. Rules take precedence over names, and names over FSDP's own choice.
+# FSDP adds nothing to an array that a rule matches, so the specs below mention both axes. All other
+# arrays are left to FSDP.
 
 # %%
 rules = PathRules(
@@ -120,9 +129,17 @@ rules = PathRules(
     (r"down\.kernel", P("tensor", "fsdp")),
 )
 with_rules, losses = train(MLP, Composite(FSDP(4), TensorParallel(2), rules=(rules,)))
-np.testing.assert_allclose(losses, expected, rtol=1e-5)
+print(losses)
+
+# %%
 for row in with_rules.describe().rows:
     print(f"{row.info.path:12} {row.placement.stored!s:26} {row.placement.reason}")
+
+# %% [markdown]
+# The kernels have the shardings that the names gave them.
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
+np.testing.assert_allclose(losses, expected, rtol=1e-5)
 for name in ("up", "down"):
     by_rule, by_name = (
         t.state.params[name]["kernel"] for t in (with_rules, with_names)
@@ -130,12 +147,10 @@ for name in ("up", "down"):
     assert by_rule.sharding == by_name.sharding
 
 # %% [markdown]
-# The kernels have the shardings that the names gave them.
-#
 # ## A training step of your own
 #
-# `Trainer` has a compiled step for loops of your own (`trainer.train_step`). To write the step
-# yourself too, in any library, use only the shardings: `sharded_jit` is `jax.jit` that takes rules
+# For a loop of your own, `trainer.train_step` is the compiled step. You can also write the step
+# yourself, in any library, and use only the shardings: `sharded_jit` is `jax.jit` that takes rules
 # in place of shardings. The state below is a plain dict.
 
 # %%
@@ -168,20 +183,46 @@ for batch in batches:
     state, value = step(state, batch)
     losses.append(float(value))
 print(np.array(losses))
-np.testing.assert_allclose(losses[0], expected[0], rtol=1e-4)
 
 # %% [markdown]
-# The optimizer's moments are sharded like their parameters, since the rules match their paths too
-# (`opt.0.mu.up.kernel`).
+# The optimizer's moments are sharded like their parameters, since the rules match their paths too,
+# such as `opt.0.mu.up.kernel`:
 
 # %%
 kernel, moment = state["params"]["up"]["kernel"], state["opt"][0].mu["up"]["kernel"]
+visualize(moment)
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
+np.testing.assert_allclose(losses[0], expected[0], rtol=1e-4)
 assert kernel.sharding == moment.sharding
 assert kernel.addressable_shards[0].data.size * 8 == kernel.size
-visualize(moment)
 
 # %% [markdown]
 # ## Exercise
 #
-# Add a third `nnx.Linear` to `MLP` and make the rules strict: `PathRules(..., strict=True)`. Read
-# the error, and fix the rules.
+# Add a third `nnx.Linear` to `MLP`, and make the rules strict: `PathRules(..., strict=True)`. Read
+# the error, and complete the rules.
+
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show an answer"}
+class Deeper(MLP):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.last = nnx.Linear(32, 32, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(super().__call__(x))
+
+
+strict = PathRules(*rules.pairs, strict=True)
+try:
+    Composite(FSDP(4), TensorParallel(2), rules=(strict,)).describe(Deeper)
+except errors.UnmatchedRuleError as error:
+    print(error)
+else:
+    raise AssertionError("no error")
+
+# The last pair matches all that is left.
+strict = PathRules(*rules.pairs, (r"down\.bias|last", P()), strict=True)
+described = Composite(FSDP(4), TensorParallel(2), rules=(strict,)).describe(Deeper)
+assert {row.info.path for row in described.replicated} >= {"last.kernel", "last.bias"}

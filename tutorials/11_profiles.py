@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 11. Read a profile: where a step's time goes
 #
-# A step is slow. Is it computing, communicating, or waiting for the host? Ask three questions,
-# the cheapest first: what *should* the step do, what does the compiled program do, and what did
-# the devices do while it ran?
+# When a step is slow, it may be computing, communicating, or waiting for the host. Three questions
+# find out which, the cheapest first. What *should* the step do? What does the compiled program do?
+# And what did the devices do while it ran?
 
 # %%
 import collections
@@ -43,8 +43,8 @@ def make_trainer(**options):
 # %% [markdown]
 # ## 1. What it should do
 #
-# A training step of a transformer costs `6 N` FLOPs per token, where `N` counts the parameters in
-# matmuls, and `12 L E T` for attention over `T` tokens.
+# A training step of a transformer costs `6 N` FLOPs per token, where `N` is the number of parameters
+# in matmuls. Attention costs `12 L E T` more, for `L` layers of width `E` over `T` tokens.
 
 # %%
 theory = config.flops_per_token(SEQ) * ROWS * SEQ
@@ -53,26 +53,30 @@ print(f"{theory / 1e9:.2f} GFLOP a step")
 # %% [markdown]
 # ## 2. What the program does
 #
-# `audit` reads the compiled program, loops multiplied out. FLOPs above the theory mean that
-# something is recomputed (by remat, or because of a bad sharding). A collective that the strategy
-# does not need means that a `constrain` is missing.
+# `audit` counts the operations of the compiled program; the body of a loop counts once for each
+# iteration. More FLOPs than in theory mean that something is computed twice, by remat or because of
+# a bad sharding. A collective that the strategy does not need means that a `constrain` is missing.
 
 # %%
 trainer = make_trainer(checkpoint=directory, profile=(6, 10))
 batch = trainer.shard_batch(batches[0])
 report = audit(trainer.train_step.lower(trainer.state, batch).compile())
 print(report.table())
+print(f"\nall devices: {report.flops * 8 / 1e9:.2f} GFLOP a step")
+
+# %% [markdown]
+# Program and theory agree to within 5 %, so nothing is computed twice. The only collectives are
+# all-gathers and all-reduces, as FSDP needs them.
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
 assert abs(report.flops * 8 / theory - 1) < 0.05
 assert {c.kind for c in report.collectives} == {"all-gather", "all-reduce"}
 
 # %% [markdown]
-# Here the two agree to within 5 %: nothing is recomputed. FSDP gathers and reduces, and nothing
-# else.
-#
 # ## 3. What the devices did
 #
-# `Trainer(profile=(6, 10))` traces steps 6 to 9. Choose steps from the middle: the first one
-# compiles, and the next few warm caches. The trace is in the checkpoint directory.
+# `Trainer(profile=(6, 10))` traces steps 6 to 9. Choose steps from the middle of a run: the first
+# step compiles, and the next few warm up caches. The trace is in the checkpoint directory.
 
 # %%
 trainer.fit(batches, num_steps=12)
@@ -81,18 +85,17 @@ events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
 print(f"{len(events):,} events in {trace.name.partition('.')[2]}")
 
 # %% [markdown]
-# To look at it, open <https://ui.perfetto.dev> and drop the file there, or point TensorBoard's
-# profile plugin or XProf at the directory. A picture is best for a first look; for a number to
-# compare later, add up the events. Every operation of the compiled program is an event with a
-# duration in microseconds. (`ynn` and `xnn` are matmul kernels for CPUs.)
+# To see the trace, open <https://ui.perfetto.dev> and drop the file there, or point TensorBoard's
+# profile plugin or XProf at the directory. For a number that you can compare later, add up the
+# events: every operation of the compiled program is an event with a duration in microseconds.
 
-# %%
+# %% tags=["hide-input"] mystnb={"code_prompt_show": "Show the code"}
 steps = [e for e in events if e.get("name", "").startswith("train") and "dur" in e]
 print(len(steps), "steps were traced")
-assert len(steps) >= 4
 
 KINDS = {
     "collectives": ("all-reduce", "all-gather", "reduce-scatter", "collective-permute"),
+    # `ynn` and `xnn` are matmul kernels for CPUs.
     "matmuls": ("dot", "ynn", "xnn", "convolution", "custom-call"),
     "fused elementwise": ("fusion", "reduce", "broadcast", "transpose", "copy"),
 }
@@ -112,20 +115,24 @@ for event in events:
         continue  # a loop's duration is that of its operations, which have events of their own
     microseconds[kind_of(name) or "other"] += event["dur"]
 total = sum(microseconds.values())
-assert total > 0
 for kind, spent in microseconds.most_common():
-    print(f"{kind:18} {spent / total:5.0%}")
+    print(f"{kind:18} {spent / total:5.0%}", "█" * round(40 * spent / total))
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
+assert len(steps) >= 4
+assert total > 0
 
 # %% [markdown]
 # These are shares of the total time of operations, summed over devices. Simulated devices wait for
-# each other *inside* their collectives, on a machine with fewer cores than devices for longer than
-# they compute. On an accelerator read the list differently: a collective that is alone on the
-# timeline is *exposed* and costs time; one that overlaps with matmuls is free.
+# each other *inside* their collectives. On a machine with fewer cores than devices they wait longer
+# than they compute. On an accelerator, look at the timeline instead. A collective that overlaps with
+# matmuls is free; one that overlaps with nothing is *exposed*, and costs its whole time.
 #
 # ## The host
 #
-# A device that waits for Python shows gaps between steps. JAX dispatches a step and returns
-# immediately; so compare the time until the call returns with the time until the step is done.
+# When a device waits for Python, the timeline has gaps between steps. JAX dispatches a step and
+# returns immediately. So compare the time until the call returns with the time until the step is
+# done:
 
 # %%
 state = trainer.state
@@ -141,14 +148,30 @@ print(
     f"call returns after {1e3 * np.median(dispatch):.2f} ms, step done after "
     f"{1e3 * np.median(done):.2f} ms"
 )
+
+# %% [markdown]
+# While the first number is well below the second, the host is ahead of the devices, and they never
+# wait for it. Two things undo this lead: slow data, and reading a metric in each step, since
+# `float(loss)` waits for the step. `Trainer` reads metrics up to two steps late, and prefetches
+# batches.
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
 assert np.median(dispatch) < np.median(done) / 2
 
 # %% [markdown]
-# As long as the first is well below the second, the host is ahead and the devices never wait for
-# it. Two things undo that lead: reading a metric in each step (`float(loss)` waits for the step),
-# and slow data. `Trainer` reads metrics up to two steps late, and prefetches batches.
-#
 # ## Exercise
 #
 # Set `remat="full"` in the Trainer. Predict the FLOPs before you look: the forward pass is a third
 # of them, and is repeated for the layers. How many bytes of temporaries does it save?
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show an answer"}
+# The forward pass is a third of the FLOPs. It runs once more for the layers, and not for the logits,
+# which are outside of the stack: a little less than 4/3 in all.
+remat = make_trainer(remat="full")
+saved = audit(remat.train_step.lower(remat.state, batch).compile())
+print(f"FLOPs: {saved.flops / report.flops:.2f} times those without remat")
+print(
+    f"temporaries: {saved.temporary_bytes:,} bytes, without remat {report.temporary_bytes:,}"
+)
+assert 1.2 < saved.flops / report.flops < 4 / 3
+assert saved.temporary_bytes < report.temporary_bytes

@@ -1,8 +1,9 @@
 # %% [markdown]
 # # 12. Migrating
 #
-# From plain `nnx.jit`, scalax, DistJax, PyTorch's FSDP and Lightning. First one script before and
-# after, with equal losses. Then tables of the corresponding names.
+# This tutorial is for users of plain `nnx.jit`, scalax, DistJax, PyTorch's FSDP and Lightning. It
+# first shows one script before and after, with equal losses. Then it has a table of corresponding
+# names for each library.
 
 # %%
 import jax
@@ -21,6 +22,7 @@ from nnx_parallel import (
     make_mesh,
     sharded_jit,
     simulate_devices,
+    visualize,
 )
 
 simulate_devices(8)
@@ -45,8 +47,9 @@ batches = [rng.normal(size=(32, 32)).astype(np.float32) for _ in range(5)]
 # %% [markdown]
 # ## From `nnx.jit`: before
 #
-# Flax's guide for several devices: a mesh, a batch sharded by hand, and `nnx.jit` over model and
-# optimizer. This is data parallel. For more, each parameter's spec is written into the model.
+# This is the script of Flax's guide for several devices. It makes a mesh, shards each batch by hand,
+# and calls `nnx.jit` with model and optimizer. The result is data parallelism; for more, the spec of
+# each parameter would be written into the model.
 
 # %%
 mesh = make_mesh({"data": None})
@@ -73,26 +76,28 @@ print(np.array(before))
 # %% [markdown]
 # ## After
 #
-# The model and the loss stay. The mesh, the shardings, the step and the loop are gone. And the
-# parameters are sharded now, which took one word.
+# Model and loss stay as they are. The mesh, the shardings, the step and the loop are gone. The
+# parameters are sharded now, because the strategy is `FSDP()`.
 
 # %%
 trainer = Trainer(MLP, optax.adamw(1e-2), loss, strategy=FSDP(), loggers=())
 after = trainer.fit(batches, num_steps=5)["loss"]
 print(after)
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
 np.testing.assert_allclose(after, before, rtol=1e-5)
 
 # %% [markdown]
-# The step is `jax.jit` over pure state, built once; `nnx.jit` traverses the model in Python at each
-# call. The cost depends on the size of the model: see the [benchmarks](../benchmarks.md).
+# The Trainer's step is `jax.jit` over pure state, built once. `nnx.jit` traverses the model in Python
+# at each call, which takes longer the larger the model is: see the [benchmarks](../benchmarks.md).
 #
 # To keep your loop: `trainer.state, metrics = trainer.train_step(trainer.state, batch)`.
 #
 # ## From scalax
 #
-# scalax shards arrays by rules and leaves the step to you. So does `sharded_jit`, with the rules in
-# the same places. This is its README, line by line: a state sharded by FSDP, a batch that is split
-# when it arrives, and intermediate values placed by a rule or by a name.
+# scalax shards arrays by rules and leaves the step to you. `sharded_jit` does the same, and takes the
+# rules in the same places. Here is the example of scalax's README, line by line. FSDP shards the
+# state, the batch is split when it arrives, and intermediate values are placed by rules or names.
 
 # %%
 graphdef, start = nnx.split(MLP(nnx.Rngs(0)))
@@ -126,14 +131,23 @@ readme = []
 for batch in batches:
     train_state, metrics = readme_step(train_state, batch)
     readme.append(float(metrics["loss"]))
-np.testing.assert_allclose(readme, before, rtol=1e-5)
+print(np.array(readme))
+
+# %% [markdown]
+# The optimizer's moments are sharded like their parameters:
+
+# %%
 moment = train_state["opt"][0].mu["up"]["kernel"]
 print(moment.sharding.spec)
+visualize(moment)
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
+np.testing.assert_allclose(readme, before, rtol=1e-5)
 assert moment.sharding.spec == P(None, "fsdp")
 
 # %% [markdown]
-# The result has `lower`, `trace` and `eval_shape`, takes keywords and compiles methods, as what
-# `jax.jit` returns. An array that is donated and used again is a named error.
+# `sharded_jit` returns a function with `lower`, `trace` and `eval_shape`, as `jax.jit` does. It takes
+# keywords and compiles methods. The use of a donated array is a named error.
 #
 # | scalax | here |
 # |---|---|
@@ -158,8 +172,8 @@ assert moment.sharding.spec == P(None, "fsdp")
 #
 # ## From DistJax's linen modules
 #
-# DistJax wraps modules in `shard_map`: each layer knows its axis, and calls the collective itself.
-# Here the layer does not change, and its dims get names.
+# DistJax wraps modules in `shard_map`: each layer knows its mesh axis, and calls the collective
+# itself. Here a layer stays as it is for one device, and its dims get names.
 #
 # | DistJax | here |
 # |---|---|
@@ -207,12 +221,23 @@ assert moment.sharding.spec == P(None, "fsdp")
 # | `activation_checkpointing` | `remat="full"` |
 # | `CPUOffload`, `context_parallel`, float8 | not here |
 #
-# One habit to drop: per-device thinking. `loss` gets the global batch (or a global microbatch), not
-# a device's part, and its mean is the mean over all rows. Only the loading of data depends on the
+# One habit is worth dropping: to think of one device at a time. `loss` gets the global batch, or a
+# global microbatch, and its mean is the mean over all rows. Only the loading of data depends on the
 # process.
 #
 # ## Exercise
 #
-# Take a training script of your own. Write its loss as `loss(model, batch)`. Run it on 8 simulated
-# devices, first with `fast_dev_run=True`, which takes two steps as a smoke test. Then compare five
+# Take a training script of your own, and write its loss as `loss(model, batch)`. First run it on 8
+# simulated devices with `fast_dev_run=True`, which takes two steps as a test. Then compare five
 # losses with those of the original.
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show an answer"}
+# For the script above; yours has other lines in place of model, optimizer, loss and batches.
+smoke = Trainer(
+    MLP, optax.adamw(1e-2), loss, strategy=FSDP(), loggers=(), fast_dev_run=True
+)
+smoke.fit(batches, num_steps=5)
+assert smoke.step == 2
+full = Trainer(MLP, optax.adamw(1e-2), loss, strategy=FSDP(), loggers=())
+np.testing.assert_allclose(full.fit(batches, num_steps=5)["loss"], before, rtol=1e-5)
+print("equal")
