@@ -294,5 +294,9 @@ changed = changed.replace(
     "Batches(index, count)", "Batches(index ^ (jax.process_index() == 1), count)"
 )
 script.write_text(changed)
-other_rows_code = launch("other", processes=4, devices=1)
-assert other_rows_code != 0
+options = ["--cpu", "--processes", 4, "--devices-per-process", 1]
+other_code, text = run("launch", *options, script, directory / "other")
+lines = [line for line in text.splitlines() if "share " in line or "Error: " in line]
+print("\n".join(sorted(line for line in lines if "is lost" not in line)))
+assert other_code == 1
+assert "hold the same part of the batch but gave different rows" in text
