@@ -231,15 +231,21 @@ assert kernel.addressable_shards[0].data.shape[0] == 2  # layers on each stage
 # %% [markdown]
 # ## Exercise
 #
-# A `Table` of your own runs like the others. Write GPipe with the microbatches in reverse order in
-# the backward pass: give `Table.from_ticks` the tick of every slot (row: stage, column:
-# microbatch), and draw it. How many inputs does it keep?
+# A `Table` of your own runs like the others. Write GPipe in two rounds: all passes of the first half
+# of the microbatches, and then all passes of the second half. Give `Table.from_ticks` the tick of
+# every slot (row: stage, column: microbatch), and draw the table. How many inputs does a stage keep,
+# and how large is the bubble?
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show an answer"}
 stage, microbatch = np.indices((S, M))
-forward = stage + microbatch
-backward = (S + M - 1) + (S - 1 - stage) + (M - 1 - microbatch)
-reverse = Table.from_ticks(S, forward, backward, name="GPipe, reversed")
-# As many as GPipe: the first backward pass still waits for the last forward pass.
-assert reverse.simulate().peak_stage_inputs == M
-visualize(reverse)
+half = M // 2
+ticks = half + S - 1  # of a round's forward passes, and of its backward passes
+start = 2 * ticks * (microbatch // half)
+forward = start + stage + microbatch % half
+backward = start + ticks + (S - 1 - stage) + microbatch % half
+rounds = Table.from_ticks(S, forward, backward, name="GPipe in two rounds")
+# Half as many inputs as GPipe, and two bubbles instead of one.
+cost = rounds.simulate()
+assert cost.peak_stage_inputs == half
+assert np.isclose(cost.efficiency, M / (M + 2 * (S - 1)))
+visualize(rounds)
