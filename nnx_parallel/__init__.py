@@ -14,7 +14,7 @@ from nnx_parallel.collectives.matmul import (
     matmul_reduce_scatter,
     row_parallel_matmul,
 )
-from nnx_parallel.data.rows import Shared
+from nnx_parallel.data.rows import Pad, Shared
 from nnx_parallel.distributed.initialize import initialize
 from nnx_parallel.distributed.runtime import print_once
 from nnx_parallel.loggers.console import ConsoleLogger
@@ -83,6 +83,7 @@ __all__ = [
     "LogicalRules",
     "Mean",
     "OneFOneB",
+    "Pad",
     "PathNames",
     "PathRules",
     "Pipeline",

@@ -217,18 +217,24 @@ def complete_axis_sizes(
         return {axis: size or remaining for axis, size in axis_sizes.items()}
     shape = " * ".join(f"{axis}={size or '?'}" for axis, size in axis_sizes.items())
     divisors = [d for d in range(1, num_devices + 1) if num_devices % d == 0]
+    simulated = ""
+    if num_devices == 1:  # as on a laptop
+        simulated = (
+            f" To try it on one machine, call simulate_devices({product}) before "
+            "anything that touches a device."
+        )
     if open_axes:
         raise MeshShapeError(
             f"Mesh {shape} cannot cover {num_devices} devices: the known sizes "
             f"multiply to {product}, which does not divide {num_devices}. Valid "
-            f"products of the known sizes: {divisors}."
+            f"products of the known sizes: {divisors}.{simulated}"
         )
     fewer = f", or pass devices=jax.devices()[:{product}]"
     raise MeshShapeError(
         f"Mesh {shape} covers {product} devices but {num_devices} are available. Axis "
         f"sizes must multiply to {num_devices}; leave one size out to infer it"
         f"{fewer if product < num_devices else ''}. Valid sizes of one axis: "
-        f"{divisors}."
+        f"{divisors}.{simulated}"
     )
 
 

@@ -13,7 +13,12 @@ import pytest
 from flax import nnx
 
 from nnx_parallel import FSDP, Callback, DataParallel, Pipeline, Precision, Trainer
-from nnx_parallel.errors import PipelineError, StackError, StateStructureError
+from nnx_parallel.errors import (
+    DonatedArrayError,
+    PipelineError,
+    StackError,
+    StateStructureError,
+)
 from nnx_parallel.layers import Stack
 from tests.parity.runs import compiling
 
@@ -344,6 +349,56 @@ def test_an_assignment_that_comes_too_late_or_does_not_fit_is_named() -> None:
     message = "`kernel` has shape (3, 1) instead of (4, 1). The arrays of a run keep"
     with pytest.raises(StateStructureError, match=re.escape(message)):
         trainer.fit(batches, 2)
+
+
+def test_a_model_that_is_kept_over_a_step_says_why_its_arrays_are_gone() -> None:
+    batches = make_batches(2)
+    trainer = make_trainer(lambda rngs: nnx.BatchNorm(4, rngs=rngs), ema_decay=0.9)
+    old: Any = trainer.model
+    kept = [old, trainer.ema_model]
+    copied: Any = jax.tree.map(jnp.copy, old)
+    expected = copied(batches[0]["x"])
+    trainer.fit(batches, 1)
+    message = (
+        "of a model that trainer.model returned is gone: a step since then has taken "
+        "its memory for the new state. Take trainer.model anew after each step and fit;"
+        " to keep a model as it is, copy it before: jax.tree.map(jnp.copy, "
+        "trainer.model)."
+    )
+
+    def assign(model: Any) -> None:
+        model.scale[...] = 1.0
+
+    uses: list[Callable] = [
+        lambda model: model(batches[0]["x"]),
+        nnx.jit(lambda model: model(batches[0]["x"])),
+        lambda model: nnx.jit(lambda model: model.scale + 1)(model),
+        lambda model: model.scale.mean(),
+        lambda model: jax.device_get(nnx.state(model)),
+        assign,
+    ]
+    for model in kept:
+        for use in uses:
+            with pytest.raises(DonatedArrayError, match=re.escape(message)):
+                use(model)
+        assert "gone: a step has taken it" in repr(model)
+    with pytest.raises(DonatedArrayError, match=re.escape(f"`scale` {message}")):
+        old.scale[...].sum()
+    # A copy, what is asked for anew, and the fit itself are as before.
+    np.testing.assert_array_equal(copied(batches[0]["x"]), expected)
+    present: Any = trainer.model
+    assert np.isfinite(present(batches[0]["x"])).all()
+    trainer.fit(batches, 2)
+
+
+def test_a_model_that_was_passed_in_keeps_its_own_arrays() -> None:
+    model: Any = linear(nnx.Rngs(0))
+    trainer = make_trainer(model)
+    trainer.fit(make_batches(1), 1)
+    first: Any = linear(nnx.Rngs(0))
+    np.testing.assert_array_equal(model.kernel[...], first.kernel[...])
+    trained: Any = trainer.model
+    assert (trained.kernel[...] != first.kernel[...]).any()
 
 
 class Clipping(Callback):

@@ -1,6 +1,9 @@
 """Names by path: a transformer of others is split as one of ours."""
 
+import os
 import re
+import subprocess
+import sys
 import warnings
 from functools import partial
 from typing import Any
@@ -327,6 +330,49 @@ def test_fsdp_that_divides_no_dim_says_so() -> None:
     with pytest.warns(ParallelWarning, match=re.escape(finding)):
         idle = trainer(FSDP(), odd)
     assert f"no effect: {finding}" in idle.describe().summary()
+
+
+def test_one_device_where_several_were_meant_says_so() -> None:
+    script = """
+import warnings
+import jax, optax
+from flax import nnx
+from nnx_parallel import FSDP, Composite, DataParallel, TensorParallel, Trainer
+def trainer(**options):
+    Trainer(lambda rngs: nnx.Linear(8, 8, rngs=rngs), optax.sgd(0.1), len, **options)
+with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    for strategy in (None, DataParallel(), FSDP(1)):
+        trainer(strategy=strategy)
+    for strategy in (TensorParallel(2), Composite(TensorParallel(2), FSDP()), FSDP()):
+        try:
+            trainer(strategy=strategy)
+        except Exception as found:
+            print(f"{type(found).__name__}: {found}")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    simulated = (
+        " To try it on one machine, call simulate_devices(2) before anything that "
+        "touches a device."
+    )
+    assert done.stdout.splitlines() == [
+        "MeshShapeError: Mesh tensor=2 covers 2 devices but 1 are available. Axis sizes"
+        " must multiply to 1; leave one size out to infer it. Valid sizes of one axis: "
+        f"[1].{simulated}",
+        "MeshShapeError: Mesh tensor=2 * fsdp=? cannot cover 1 devices: the known sizes"
+        " multiply to 2, which does not divide 1. Valid products of the known sizes: "
+        f"[1].{simulated}",
+        "ParallelWarning: FSDP() takes all devices, and JAX has found one, of platform "
+        "'cpu': nothing is split. To try it on 8 simulated ones, call simulate_devices("
+        "8) before anything that touches a device; give sizes of 1 if one is meant.",
+    ], done.stderr
 
 
 def test_strategies_with_an_effect_say_nothing() -> None:

@@ -1,5 +1,6 @@
 """Any loss with one stack trains in a pipeline as on one device."""
 
+import re
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from nnx_parallel import (
     Strategy,
     ZeroBubble,
 )
+from nnx_parallel.errors import ParallelWarning
 from nnx_parallel.layers import Stack
 from nnx_parallel.layers.jaxprs import trace
 from nnx_parallel.layers.stack import using_runner
@@ -144,7 +146,12 @@ def test_any_number_of_microbatches(num_microbatches: int) -> None:
 
 
 def test_one_stage() -> None:
-    assert_like_one_device(Plain, squares, Pipeline(1), make_rows)
+    message = (
+        "Pipeline(size=1) has one stage: nothing is spread or pipelined. Give it 2 "
+        "stages or more, whose number divides that of the layers, or leave it out."
+    )
+    with pytest.warns(ParallelWarning, match=re.escape(message)):
+        assert_like_one_device(Plain, squares, Pipeline(1), make_rows)
 
 
 def noisy_loss(model: Any, batch: Any, rngs: nnx.Rngs) -> jax.Array:

@@ -29,6 +29,7 @@ Signature = dict[str, tuple[tuple[int, ...], str]]
 """Shape and dtype of each array of a batch, by its path."""
 
 END = object()  # in place of a batch where the data has ended
+DROPPED = object()  # in place of a smaller one that is left out
 
 
 def check_batch(batch: Any, *, index: int = 0) -> int:
@@ -100,8 +101,9 @@ def check_same(batch: Any, first: Signature | None, *, index: int) -> Signature:
             raise BatchShapeError(
                 f"{name} of batch {index} has shape {shape} and dtype {dtype}, but in "
                 f"the first batch {first_shape} and {first_dtype}. Each new shape "
-                "would compile the step again: drop the last, smaller batch of an "
-                "epoch (`drop_remainder=True`), or pad to one shape."
+                "would compile the step again: pad to one shape. The last, smaller "
+                "batch of an epoch is left out by fit(..., last_batch='drop'), and "
+                "filled up by last_batch=Pad('weights')."
             )
     return found
 
@@ -182,27 +184,33 @@ class BatchAgreement:
     name: str = "batch"
     stop_reason: Callable[[], str | None] = lambda: None
 
-    def check(self, batch: Any, *, index: int, num_read: int) -> tuple[int, str | None]:
+    def check(
+        self, batch: Any, *, index: int, num_read: int
+    ) -> tuple[int | None, str | None]:
         """Waits until each process has a batch, or knows that it has none.
 
         Args:
-            batch: The batch, or `END`.
+            batch: The batch, `END`, or `DROPPED`.
             index: Its number, for messages.
             num_read: Batches that this process has read before, for messages.
 
         Returns:
-            Rows of the batch, and why all processes stop before it; ``None`` if they
-            use it, or if the data of all has ended.
+            Rows of the batch, ``None`` if any process drops its own and so all do; and
+            why all processes stop before it, ``None`` if they use it, or if the data of
+            all has ended.
 
         Raises:
             DataError: As `check_batch`, on the process whose batch is unusable.
             BatchShapeError: On all others, and if shapes or dtypes differ.
             DataExhaustedError: If the data of some processes has ended, but not of all.
         """
+        is_dropped = batch is DROPPED
+        if jax.process_count() == 1 and (is_dropped or batch is END):
+            return None if is_dropped else 0, None
         if jax.process_count() == 1:
-            return 0 if batch is END else check_batch(batch, index=index), None
+            return check_batch(batch, index=index), None
         num_rows, signature, problem, shared = 0, None, None, None
-        if batch is not END:
+        if batch is not END and not is_dropped:
             try:
                 num_rows = check_batch(batch, index=index)
                 signature, shared = batch_signature(batch), shared_checksums(batch)
@@ -211,12 +219,14 @@ class BatchAgreement:
         text = None if problem is None else str(problem)
         # Not `multihost_utils.process_allgather`: that runs a program, on a thread that
         # prefetches. Processes that launch programs in different orders deadlock.
-        mine = [signature, text, self.stop_reason(), shared]
+        mine = [signature, text, self.stop_reason(), shared, is_dropped]
         found = allgather_object(self.name, mine)
-        signatures, problems, reasons, all_shared = zip(*found, strict=True)
+        signatures, problems, reasons, all_shared, drops = zip(*found, strict=True)
         for reason in reasons:
             if reason is not None:  # first of all: a run that stops needs no batch
                 return num_rows, reason
+        if any(drops):
+            return None, None
         if problem is not None:
             raise problem  # with its own traceback; the others quote its text
         ended = [i for i, x in enumerate(found) if x[:2] == [None, None]]

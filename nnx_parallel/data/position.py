@@ -1,18 +1,23 @@
 """Position of a run in its data, so that a resumed run sees the next batch."""
 
 import base64
+import contextlib
+import itertools
+import sys
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self, runtime_checkable
 
 import jax
 import numpy as np
 
+from nnx_parallel.data.batches import copy_if_writeable
+from nnx_parallel.data.rows import LastBatch, rows_of
 from nnx_parallel.distributed.agreement import allgather_object
-from nnx_parallel.errors import DataError
+from nnx_parallel.errors import DataError, warn_user
 
 # The state of a Grain `DataLoader` is bytes, that of a dataset a dict
 # (docs/library-notes.md, "Grain").
@@ -44,6 +49,124 @@ def is_one_shot(data: object) -> bool:
     return isinstance(data, Iterator) and not isinstance(data, Resumable)
 
 
+def warn_of_one_shot(data: object) -> None:
+    """Warns of data whose position a checkpoint cannot hold."""
+    if is_one_shot(data):
+        warn_user(
+            f"The run saves checkpoints, but its data is a one-shot iterator "
+            f"({type(data).__name__}), whose position cannot be saved: a "
+            "resumed run skips as many batches as were used, which is right only "
+            "if the iterator then starts at its beginning. Pass an object whose "
+            "`__iter__` starts again, or a Grain dataset.",
+        )
+
+
+class Repeated:
+    """The first batches of data, over and over; can be iterated over again."""
+
+    def __init__(self, data: Iterable[Any], count: int) -> None:
+        first = itertools.islice(data, count)
+        self._batches = [jax.tree.map(copy_if_writeable, batch) for batch in first]
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.cycle(self._batches)
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """Some passes over sized data, one after the other.
+
+    Each pass calls ``data.set_epoch(number)``, or that of ``data.sampler``, if there is
+    one: data that shuffles by this number alone is resumed without reading the passes
+    before. Grain's are repeated by Grain, which shuffles each anew and knows its place.
+
+    Attributes:
+        data: The data of one pass.
+        count: Number of passes.
+        first: The pass to begin with.
+    """
+
+    data: Any
+    count: int
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        found = f"num_epochs={self.count} counts passes over the data, but"
+        kind = type(self.data).__name__
+        if isinstance(self.data, Iterator):
+            raise DataError(
+                f"{found} one pass uses up an iterator ({kind}). Pass what it was made "
+                "of, such as a list or a DataLoader, or num_steps=."
+            )
+        if not 0 < self.num_batches < sys.maxsize:  # of Grain's endless datasets
+            length = "is empty" if self.num_batches == 0 else "has no length"
+            raise DataError(
+                f"{found} {kind} {length}. Pass data with a len(), the number of its "
+                "batches, or num_steps= in place of num_epochs=."
+            )
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of one pass; -1 if its length is not known."""
+        try:
+            return len(self.data)
+        except TypeError:  # no length, or one that only some objects of a class have
+            return -1
+
+    @property
+    def _repeats(self) -> bool:
+        return hasattr(self.data, "to_iter_dataset") and hasattr(self.data, "repeat")
+
+    @property
+    def _set_epoch(self) -> Any:
+        sampler = getattr(self.data, "sampler", None)
+        return getattr(self.data, "set_epoch", getattr(sampler, "set_epoch", None))
+
+    def num_steps(self, last_batch: LastBatch | None) -> int:
+        """Batches of all passes that a fit uses, as far as is known before."""
+        num_rows, last = rows_at_ends(self.data)
+        is_dropped = last < num_rows and last_batch in ("drop", None)
+        return self.count * (self.num_batches - is_dropped)
+
+    def after(self, num_read: int) -> tuple[Self, int]:
+        """All that is left to read, and how many batches of it were read before."""
+        is_known = self._set_epoch is not None or isinstance(self.data, list | tuple)
+        if self._repeats or not is_known:
+            return self, num_read
+        first, rest = divmod(num_read, self.num_batches)
+        return replace(self, first=first), rest
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.data.repeat(self.count)) if self._repeats else self._passes()
+
+    def _passes(self) -> Iterator[Any]:
+        for epoch in range(self.first, self.count):
+            if self._set_epoch is not None:
+                self._set_epoch(epoch)
+            yield from self.data
+
+
+def rows_at_ends(data: Any) -> tuple[int, int]:
+    """Rows of the first and of the last batch of sized data; zeros if unknown.
+
+    Example:
+        >>> rows_at_ends([np.zeros(4), np.zeros(4), np.zeros(3)])
+        (4, 3)
+    """
+    size = getattr(data, "batch_size", None)
+    # Data of others, asked for what not all of it can tell: any failure is a "no".
+    with contextlib.suppress(Exception):
+        if hasattr(data, "__getitem__"):
+            return rows_of(data[0]), rows_of(data[len(data) - 1])
+        if isinstance(size, int):  # as PyTorch's DataLoader
+            rest = 0 if data.drop_last else len(data.sampler) % size
+            return size, rest or size
+    return 0, 0
+
+
 _returned: weakref.WeakKeyDictionary[Any, deque[Any]] = weakref.WeakKeyDictionary()
 _newest: list[Any] = [None, deque()]
 
@@ -65,6 +188,10 @@ def returned_batches(data: Iterator[Any]) -> deque[Any]:
         return _newest[1]
 
 
+_COUNTS = ("first_step", "num_steps", "num_dropped", "num_rows")
+"""What a checkpoint has of a `DataState` besides the iterators' own states."""
+
+
 @dataclass
 class DataState:
     """Position in the data of a run.
@@ -76,11 +203,16 @@ class DataState:
         first_step: Step at which the present data began.
         state: `PlacedBatch.state` of the newest batch that a step has used.
         num_steps: Last step of the fit that reads the present data; 0 if unknown.
+        num_dropped: Smaller batches of the present data that no step has used.
+        num_rows: Rows of a batch in this process; 0 if unknown.
     """
 
     first_step: int = 0
     state: Any = None
     num_steps: int = 0
+    num_dropped: int = 0
+    num_rows: int = 0
+    _passed: int = field(default=0, init=False)  # last step of data before the present
     _data: Any = field(default=None, init=False)
     _is_read: bool = field(default=False, init=False)
 
@@ -92,6 +224,22 @@ class DataState:
         is_last = num_steps > self.first_step and num_steps >= self.num_steps
         if self._data is None and is_last:
             self._data = data
+        self._passed = num_steps
+
+    def last_step(self, data: Any, num_steps: int, step: int) -> int:
+        """The step at which ``num_steps`` of ``data`` are done, from its first one.
+
+        ``step`` is the present one, at which other data than the newest would begin.
+        """
+        if self._data is not None:
+            return num_steps + (self.first_step if self._data is data else step)
+        # A resumed program comes by the data that it had read before the present one.
+        earlier = self._passed + num_steps
+        return earlier if earlier <= self.first_step else self.first_step + num_steps
+
+    def advance(self, state: Any, num_dropped: int, num_rows: int) -> None:
+        """Moves on behind a batch; see the attributes of `PlacedBatch`."""
+        self.state, self.num_dropped, self.num_rows = state, num_dropped, num_rows
 
     def open(self, data: Any, step: int, num_steps: int) -> tuple[int, Any]:
         """Batches to skip for a fit that begins at ``step``, and a state to restore."""
@@ -99,16 +247,18 @@ class DataState:
         # By identity: equal data may be read from the start on purpose.
         if self._data is not None and self._data is not data:
             self.first_step, self.state = step, None
+            self.num_dropped = self.num_rows = 0
         # A generator that an earlier fit of this process has read is at the next batch.
         continues = self._is_read and self._data is data and is_one_shot(data)
         self._data, self._is_read = data, True
-        return 0 if continues else step - self.first_step, self.state
+        num_read = step - self.first_step + self.num_dropped
+        return 0 if continues else num_read, self.state
 
     def to_json(self) -> dict[str, Any]:
         """The position as JSON can hold it. All processes must call it."""
         # Each process reads files of its own: the positions differ, and all are saved.
         states = allgather_object("position in the data", self.state)
-        counts = {"first_step": self.first_step, "num_steps": self.num_steps}
+        counts = {name: getattr(self, name) for name in _COUNTS}
         return counts | {"states": states}
 
     @classmethod
@@ -120,9 +270,9 @@ class DataState:
         Raises:
             DataError: If `to_json` cannot have made it.
         """
-        first_step, states = saved.get("first_step", 0), saved.get("states", [None])
-        num_steps = saved.get("num_steps", 0)
-        numbers = isinstance(first_step, int) and isinstance(num_steps, int)
+        counts = {name: saved.get(name, 0) for name in _COUNTS}
+        states = saved.get("states", [None])
+        numbers = all(isinstance(count, int) for count in counts.values())
         if not numbers or not isinstance(states, list):
             raise DataError(
                 f"The checkpoint's metadata gives the position in the data as "
@@ -141,7 +291,9 @@ class DataState:
                 "share of the same global batches.",
                 stacklevel=2,
             )
-        return cls(first_step, state, num_steps)
+        if state is None:  # then the batches are counted, and looked at, from the first
+            counts["num_rows"] = 0
+        return cls(state=state, **counts)
 
 
 def encode_state(state: Any) -> Any:

@@ -17,19 +17,29 @@ import jax
 import numpy as np
 
 from nnx_parallel.data.batches import (
+    DROPPED,
     END,
     BatchAgreement,
     check_same,
     copy_if_writeable,
 )
 from nnx_parallel.data.position import (
+    Epochs,
     Resumable,
     decode_state,
     encode_state,
     is_one_shot,
     returned_batches,
+    rows_at_ends,
 )
-from nnx_parallel.errors import DataError, DataExhaustedError
+from nnx_parallel.data.rows import LastBatch, Pad, rows_of
+from nnx_parallel.errors import (
+    BatchShapeError,
+    DataError,
+    DataExhaustedError,
+    ParallelWarning,
+    warn_user,
+)
 
 T = TypeVar("T")
 
@@ -54,6 +64,7 @@ class PlacedBatch(Generic[T]):
     batch: T
     num_rows: int = 0
     state: Any = None
+    num_dropped: int = 0
     wait_seconds: float = 0.0
     stop_reason: str | None = None
 
@@ -80,6 +91,11 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
         state: Position to restore, from `PlacedBatch.state`.
         prefetch: Batches placed ahead. 0 does all work in the caller's thread.
         uniform: Whether structure, shapes and dtypes must stay the same.
+        last_batch: What happens then to a batch of fewer rows: it is an error, left out
+            (``"drop"``; by ``None`` with a warning), or filled up.
+        num_rows: Rows of a batch, of which fewer are a smaller one; 0: of the first.
+        num_dropped: Batches that were left out before.
+        may_end: Whether the data may end before ``limit``.
         first_step: Steps done before the first batch, for messages; default ``skip``.
         agreement: Compares each batch with those of other processes.
 
@@ -104,6 +120,10 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
     state: Any = None
     prefetch: int = 2
     uniform: bool = True
+    last_batch: LastBatch | None = "error"
+    num_rows: int = 0
+    num_dropped: int = 0
+    may_end: bool = False
     first_step: int | None = None
     agreement: BatchAgreement = dataclasses.field(default_factory=BatchAgreement)
 
@@ -111,6 +131,7 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
         if self.prefetch < 0:
             raise ValueError(f"prefetch={self.prefetch}. It must be 0 or more.")
         self._first_step = self.skip if self.first_step is None else self.first_step
+        self._dropped_before = self.num_dropped
         self._stop = threading.Event()
         self._open()
         # A copy reads, so that neither it nor the thread refers to this object: an
@@ -173,23 +194,70 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
                 "`__iter__` starts again, or a Grain dataset.",
                 stacklevel=4,
             )
-        # A list that is too short is refused before its first batch is used; with
-        # several processes all find out together.
-        is_list = isinstance(data, list | tuple) and jax.process_count() == 1
-        if is_list and self.limit is not None and len(data) < self.skip + self.limit:
-            raise self._exhausted(len(data))
+        self._check_ends()
+
+    def _check_ends(self) -> None:
+        """Refuses lists that are too short, and last batches, where these are known."""
+        data, stop = self.data, 0
+        if isinstance(data, Epochs):
+            data = data.data  # all of it is read
+        # With several processes all find out together.
+        elif not isinstance(data, list | tuple) or jax.process_count() > 1:
+            return
+        elif self.limit is not None:
+            stop = self.skip + self.limit
+        num_rows, last = rows_at_ends(data)
+        is_reached = last < num_rows and (data is not self.data or stop >= len(data))
+        dropped = int(is_reached and self.last_batch in ("drop", None))
+        if stop > len(data) - dropped:
+            raise self._exhausted(len(data), dropped)
+        if is_reached and self.last_batch == "error":
+            raise BatchShapeError(
+                f"Batch {len(data) - 1}, the last one, has {last} rows, and the first "
+                f"has {num_rows}. Leave it out by last_batch='drop', fill it up by "
+                "last_batch=Pad('weights'), or let the data drop it."
+            )
+        if is_reached:
+            self._warn_of_drop(last, num_rows)
+
+    def _warn_of_drop(self, found: int, num_rows: int) -> None:
+        if self.last_batch is None:
+            warn_user(
+                f"A last batch of {found} rows, where others have {num_rows}, is left "
+                "out of the training. Say last_batch='drop' if this is meant; "
+                "last_batch=Pad('weights') trains on it, without an effect of the rows "
+                "that are added.",
+                ParallelWarning,
+            )
+            self.last_batch = "drop"  # said once
+
+    def _sized(self, batch: Any) -> Any:
+        """The batch with the rows of the others, or `DROPPED`; else as it is."""
+        if batch is END or not self.uniform or self.last_batch == "error":
+            return batch
+        found = rows_of(batch)
+        self.num_rows = self.num_rows or found
+        if isinstance(self.last_batch, Pad):
+            return self.last_batch.fill(batch, self.num_rows) if found else batch
+        if not 0 < found < self.num_rows:
+            return batch
+        self._warn_of_drop(found, self.num_rows)
+        return DROPPED
 
     def _read(self) -> Iterator[PlacedBatch[Any]]:
         """Reads, checks and places batches, in the thread that iterates over them."""
         for done in range(self.skip):
             if self._stop.is_set():  # skipping may take minutes
                 return
-            if next(self._iterator, END) is END:
-                raise self._exhausted(done)
-        first = None
-        for num_read in itertools.islice(itertools.count(self.skip), self.limit):
             batch = next(self._iterator, END)
-            index = self._first_step + num_read - self.skip
+            if batch is END:
+                raise self._exhausted(done)
+            # The batch that is read first may be the last, smaller one of an epoch.
+            self.num_rows = self.num_rows or rows_of(batch)
+        first, num_read, num_used = None, self.skip, 0
+        while num_used != self.limit:
+            batch = self._sized(next(self._iterator, END))
+            index = self._first_step + num_used
             num_rows, stop_reason = self.agreement.check(
                 batch, index=index, num_read=num_read
             )
@@ -197,10 +265,17 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
                 self._keep(batch)
                 yield PlacedBatch(batch=None, stop_reason=stop_reason)
                 return
+            num_read += 1
+            if num_rows is None:
+                self.num_dropped += 1
+                # Of a resumed run with smaller batches the next one is no last one.
+                self.num_rows = self.num_rows if num_used else 0
+                continue
             if batch is END:
-                if self.limit is None:
+                if self.limit is None or self.may_end:
                     return
-                raise self._exhausted(num_read)
+                raise self._exhausted(num_read - 1)
+            num_used += 1
             if self.uniform:
                 first = check_same(batch, first, index=index)
             # Now, not when the batch is used: the iterator is ahead of its use by then.
@@ -211,26 +286,34 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
             batch = self._keep(batch)
             # No local name for the placed batch: this frame would keep its device
             # memory until the next one is read.
-            yield PlacedBatch(batch=self.place(batch), num_rows=num_rows, state=state)
+            yield PlacedBatch(
+                batch=self.place(batch),
+                num_rows=num_rows,
+                state=state,
+                num_dropped=self.num_dropped,
+            )
 
     def _keep(self, batch: Any) -> Any:
         """The batch, which stays as it is until it is taken, or read once more."""
-        if self._keeps and batch is not END:
+        if self._keeps and batch is not END and batch is not DROPPED:
             batch = jax.tree.map(_freeze, batch)
             # The thread may come here after `close`, from data that took long.
             (self._returned if self._stop.is_set() else self._unused).append(batch)
         return batch
 
-    def _exhausted(self, num_read: int) -> DataExhaustedError:
+    def _exhausted(self, num_read: int, dropped: int = 0) -> DataExhaustedError:
+        """The error of data that ends, with as many of its batches ``dropped``."""
+        dropped = dropped or self.num_dropped - self._dropped_before
         skipped = min(self.skip, num_read)
-        step = self._first_step + num_read - skipped + 1
+        step = self._first_step + num_read - skipped - dropped + 1
         last = "" if self.limit is None else f" of {self._first_step + self.limit}"
         used_up = ""
         if num_read == 0 and is_one_shot(self.data):
             used_up = " It is an iterator, which may have been read before."
         return DataExhaustedError(
             f"Data ended before step {step}{last}: {type(self.data).__name__} gave "
-            f"{num_read} batches here, {skipped} of them skipped to resume.{used_up} "
+            f"{num_read} batches here, {skipped} of them skipped to resume"
+            f"{f', {dropped} left out as smaller' * bool(dropped)}.{used_up} "
             "Every step needs a batch. To repeat the data, pass an object whose "
             "`__iter__` never ends (`while True: yield from ...`), "
             "`itertools.cycle(batches)`, or a Grain dataset with `.repeat()`."

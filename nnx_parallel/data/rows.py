@@ -6,16 +6,17 @@ data marks as `Shared`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from einops import rearrange
 from jax.sharding import PartitionSpec as P
 
+from nnx_parallel.errors import DataError
 from nnx_parallel.sharding.layout import Layout
 
 
@@ -39,6 +40,66 @@ class Shared:
     """
 
     value: Any
+
+
+@dataclass(frozen=True)
+class Pad:
+    """Trains on a smaller batch too, filled up with copies of its last row.
+
+    Batches are dicts, and ``weights`` is the entry that tells the loss: the rows that
+    are added have zeros there. Where batches have no such entry, each gets one of ones.
+    The loss, and each metric that the rows change, must be a `Mean` whose total and
+    weight count the rows by it: it is then the one of the batch as it came.
+
+    Attributes:
+        weights: Key of an array whose dim 0 is the rows, such as a mask of tokens.
+
+    Example:
+        >>> batch = Pad("weights").fill({"x": np.array([3.0, 4.0])}, 4)
+        >>> batch["x"].tolist(), batch["weights"].tolist()
+        ([3.0, 4.0, 4.0, 4.0], [1.0, 1.0, 0.0, 0.0])
+    """
+
+    weights: str
+
+    def fill(self, batch: Any, num_rows: int) -> Any:
+        """A batch of at most ``num_rows`` rows with so many, and with weights."""
+        if not isinstance(batch, Mapping):
+            raise DataError(
+                f"last_batch={self} of batches of type {type(batch).__name__}. It "
+                f"gives a batch the entry {self.weights!r}: batches must be dicts."
+            )
+        found = count_rows(batch)
+        weights = batch.get(self.weights, np.ones(found, np.float32))
+        if np.ndim(weights) == 0:
+            raise DataError(
+                f"batch[{self.weights!r}] is {weights!r}, and last_batch={self} gives "
+                "rows the weight 0 in it: dim 0 must be the rows."
+            )
+        batch = {**batch, self.weights: weights}
+        if found >= num_rows:
+            return batch
+        index = np.arange(num_rows)
+        rows, shared, join = partition(batch)
+        # Copies, not zeros: a row of the data's own kind gives no NaN.
+        batch = join([x[np.minimum(index, found - 1)] for x in rows], shared)
+        weights = np.array(batch[self.weights])
+        weights[found:] = 0
+        return batch | {self.weights: weights}
+
+
+LastBatch = Literal["drop", "error"] | Pad
+"""What happens in training to a batch of fewer rows than the others."""
+
+
+def check_last_batch(value: object) -> None:
+    """Refuses what is no `LastBatch`, by name."""
+    if not (value in (None, "drop", "error") or isinstance(value, Pad)):
+        raise ValueError(
+            f"last_batch={value!r}. Valid values are 'drop', which leaves a smaller "
+            "batch out, Pad('weights'), which fills it up with rows of weight 0, and "
+            "'error'."
+        )
 
 
 def is_marked(entry: Any) -> bool:
@@ -70,6 +131,12 @@ def partition(batch: Any) -> tuple[list, list, Callable[[Sequence, Sequence], An
 def count_rows(batch: Any) -> int:
     """The number of rows of a batch that has some."""
     return partition(batch)[0][0].shape[0]
+
+
+def rows_of(batch: Any) -> int:
+    """The number of rows of a batch that is not checked; 0 if it has none."""
+    rows = partition(batch)[0]
+    return getattr(rows[0], "shape", (0,))[0] if rows else 0
 
 
 def unmarked(batch: Any) -> Any:

@@ -112,6 +112,15 @@ def derived(eqns: Eqns, given: Iterable[jex.Var]) -> set[jex.Var]:
     return found
 
 
+def reached(eqns: Eqns, given: Iterable[jex.Var]) -> set[jex.Var]:
+    """The variables that follow from any of ``given``, themselves among them."""
+    found = set(given)
+    for eqn in eqns:
+        if not found.isdisjoint(variables_in(eqn.invars)):
+            found.update(eqn.outvars)
+    return found
+
+
 def warn_of_effects(traced: TracedFunction) -> None:
     """Warns of prints and callbacks: lost where only what is `needed` is run."""
     if traced.effects:

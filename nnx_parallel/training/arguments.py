@@ -48,12 +48,14 @@ _LISTS: dict[str, tuple[Callable[[object], bool], str, str]] = {
 """The same of lists: whether an element is valid, what it is called, an example."""
 
 _OTHER_NAMES = {
-    "epochs": "num_steps",
-    "max_epochs": "num_steps",
-    "num_epochs": "num_steps",
+    "epochs": "num_epochs",
+    "max_epochs": "num_epochs",
     "steps": "num_steps",
     "max_steps": "num_steps",
     "train_steps": "num_steps",
+    "num_train_epochs": "num_epochs",
+    "drop_last": "last_batch",
+    "drop_remainder": "last_batch",
     "accumulate_grad_batches": "num_microbatches",
     "gradient_accumulation_steps": "num_microbatches",
     "grad_accum": "num_microbatches",

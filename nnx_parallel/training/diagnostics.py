@@ -23,12 +23,14 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from nnx_parallel.checkpoint.checksum import start_hashes
+from nnx_parallel.data.prefetch import check_data
 from nnx_parallel.distributed.agreement import (
     allgather_object,
     check_consistent,
     versions,
 )
 from nnx_parallel.errors import (
+    DataError,
     DeviceMemoryError,
     DisagreementError,
     LossError,
@@ -54,6 +56,48 @@ def check_count(name: str, value: object, least: int, meaning: str) -> int:
             f"{name}={value!r}. It must be an integer of at least {least}{meaning}."
         )
     return int(value)
+
+
+def check_length(num_steps: object, num_epochs: object) -> int:
+    """The steps of a fit, 0 if ``num_epochs`` gives them; one of the two is needed."""
+    if num_steps is not None and num_epochs is not None:
+        found = f"num_steps={num_steps!r} and num_epochs={num_epochs!r}"
+    elif num_steps is None and num_epochs is None:
+        found = "neither num_steps nor num_epochs"
+    elif num_epochs is None:
+        rule = ": all updates of the run, those before included"
+        return check_count("num_steps", num_steps, 0, rule)
+    else:
+        rule = ": all passes over the data, those before included"
+        return 0 * check_count("num_epochs", num_epochs, 1, rule)
+    raise ValueError(
+        f"fit got {found}. It takes one of them: num_steps, the number of updates, or "
+        "num_epochs, that of passes over data with a length."
+    )
+
+
+def check_evaluation(data: object, every: object) -> int | None:
+    """Checks the data of a fit's evaluations; returns the steps between two."""
+    if every is not None:
+        rule = "; 0 and None evaluate at the end alone"
+        every = check_count("eval_every", every, 0, rule)
+    if data is None:
+        if every:
+            raise ValueError(
+                f"eval_every={every} without eval_data, so that nothing would be "
+                "evaluated. Pass eval_data=, or leave eval_every out."
+            )
+        return every
+    check_data(data)
+    if isinstance(data, Iterator):
+        raise DataError(
+            "eval_data is an iterator, which one evaluation would use up. Pass a list, "
+            "or an object whose __iter__ starts over."
+        )
+    # Of several processes one alone may have none: they say so together, later.
+    if isinstance(data, list | tuple) and not data and jax.process_count() == 1:
+        raise DataError("eval_data is empty. Pass batches, or leave it out.")
+    return every
 
 
 def check_seed(seed: object) -> int:

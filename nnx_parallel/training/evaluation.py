@@ -36,6 +36,7 @@ from nnx_parallel.training.step import (
     Metrics,
     StepOptions,
     call_loss,
+    check_padding,
     execution_of,
     make_train_step,
 )
@@ -71,6 +72,10 @@ class Programs:
     def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
         """The compiled update; it donates the state."""
         return make_train_step(self.plan, self.loss, self.options)
+
+    def check_padding(self, state: TrainState, batch: Batch, weights: str) -> None:
+        """Refuses a loss that rows of weight 0 in a batch would change."""
+        check_padding(self.plan, self.loss, state, batch, weights)
 
     # Programs of functions that are made for each call must not add up.
     @cached_property

@@ -5,15 +5,16 @@ import copy
 import itertools
 import signal
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from nnx_parallel.data.batches import BatchAgreement, copy_if_writeable
-from nnx_parallel.data.position import is_one_shot
+from nnx_parallel.data.batches import BatchAgreement
+from nnx_parallel.data.position import Epochs, Repeated, warn_of_one_shot
 from nnx_parallel.data.prefetch import PrefetchIterator, check_data
+from nnx_parallel.data.rows import LastBatch, Pad, check_last_batch
 from nnx_parallel.distributed.agreement import allgather_object, count_step
 from nnx_parallel.distributed.runtime import (
     INTERRUPT,
@@ -23,9 +24,7 @@ from nnx_parallel.distributed.runtime import (
 )
 from nnx_parallel.errors import (
     CheckpointError,
-    DataError,
     NonFiniteLossError,
-    warn_user,
 )
 from nnx_parallel.loggers.logger import Logger, LoggerGroup, default_loggers
 from nnx_parallel.training.callback import Callback
@@ -34,6 +33,7 @@ from nnx_parallel.training.diagnostics import (
     agree_on_program,
     agree_on_run,
     check_count,
+    check_evaluation,
     check_replicas,
     explain_non_finite,
     explaining_memory,
@@ -97,15 +97,19 @@ class Loop:
     programs: Programs
     data: Iterable[Batch]
     num_steps: int
+    num_epochs: int | None
     eval_data: Iterable[Batch] | None
     eval_every: int | None
+    last_batch: LastBatch | None
 
     def __post_init__(self) -> None:
         self._is_alone = jax.process_count() == 1
-        rule = ": all updates of the run, those before included"
-        self.num_steps = check_count("num_steps", self.num_steps, 0, rule)
         check_data(self.data)
-        self._check_evaluation()
+        check_last_batch(self.last_batch)
+        self.eval_every = check_evaluation(self.eval_data, self.eval_every)
+        if count := self.settings.overfit_batches:
+            self.data = Repeated(self.data, count)
+        self._epochs = Epochs(self.data, self.num_epochs) if self.num_epochs else None
         settings, directory = self.settings, self.run.checkpoints.local_directory
         loggers = settings.loggers
         if loggers is None or settings.fast_dev_run:
@@ -120,30 +124,6 @@ class Loop:
         self._first_batch: Batch | None = None
         self._temporary_bytes: int | None = None
         self._evaluated_step: int | None = None
-        if settings.overfit_batches:
-            self.data = _Repeated(self.data, settings.overfit_batches)
-
-    def _check_evaluation(self) -> None:
-        if self.eval_every is not None:
-            rule = "; 0 and None evaluate at the end alone"
-            self.eval_every = check_count("eval_every", self.eval_every, 0, rule)
-        if self.eval_data is None:
-            if self.eval_every:
-                raise ValueError(
-                    f"eval_every={self.eval_every} without eval_data, so that nothing "
-                    "would be evaluated. Pass eval_data=, or leave eval_every out."
-                )
-            return
-        check_data(self.eval_data)
-        if isinstance(self.eval_data, Iterator):
-            raise DataError(
-                "eval_data is an iterator, which one evaluation would use up. Pass a "
-                "list, or an object whose __iter__ starts over."
-            )
-        # Of several processes one alone may have none: they say so together, later.
-        is_empty = isinstance(self.eval_data, list | tuple) and not self.eval_data
-        if is_empty and self._is_alone:
-            raise DataError("eval_data is empty. Pass batches, or leave it out.")
 
     def stop(self, reason: str) -> None:
         """Requests that the fit ends after the step in work."""
@@ -187,6 +167,9 @@ class Loop:
         checkpoints.check_options()
         found = checkpoints.resume(abstract) if run.is_fresh else None
         resumed = run.resume(*found) if found else None
+        if self._epochs:
+            count = self._epochs.num_steps(self.last_batch)
+            self.num_steps = run.data.last_step(self.data, count, run.step)
         checkpoints.check_ahead(run.step)
         if run.step < self.num_steps:
             # A save that must fail fails here, not after hours of training.
@@ -196,14 +179,8 @@ class Loop:
             if self.eval_data is not None:
                 self.eval_data = list(itertools.islice(self.eval_data, 1))
         # A resumed run is warned where its batches are skipped.
-        if checkpoints.options and run.step == 0 and is_one_shot(self.data):
-            warn_user(
-                f"The run saves checkpoints, but its data is a one-shot iterator "
-                f"({type(self.data).__name__}), whose position cannot be saved: a "
-                "resumed run skips as many batches as were used, which is right only "
-                "if the iterator then starts at its beginning. Pass an object whose "
-                "`__iter__` starts again, or a Grain dataset.",
-            )
+        if checkpoints.options and run.step == 0:
+            warn_of_one_shot(self.data)
         # From here on the processes' programs depend on what they agree on here.
         settings = checkpoints.description | {
             "num_steps": self.num_steps,
@@ -270,7 +247,7 @@ class Loop:
                     run.state, metrics = self.programs.train_step(run.state, item.batch)
                 step += 1
                 # With the state: a hook that saves must find both at the same step.
-                run.data.state = item.state
+                run.data.advance(item.state, item.num_dropped, item.num_rows)
                 if step > first_step + _STEPS_TO_FIRST_METRICS:
                     self._first_batch = None
                 # After the dispatch, so that hooks and the wait for data count.
@@ -295,19 +272,31 @@ class Loop:
                     ends = self._pause(step, saves=saves)
                 if ends:
                     break
+            else:
+                # Epochs are as long as their data, whatever its length has said.
+                self.num_steps = step
+                if step > first_step:
+                    self._pause(step, saves=False)
             self._tracer.stop(run.state)
 
     def _prefetch(self, step: int) -> PrefetchIterator:
         run = self.run
         before = copy.copy(run.data)
         skip, state = run.data.open(self.data, step, self.num_steps)
+        data: Iterable[Batch] = self.data
+        if self._epochs:
+            data, skip = self._epochs.after(skip)
         try:
             return PrefetchIterator(
-                self.data,
+                data,
                 self.programs.shard_batch,
                 limit=self.num_steps - step,
                 skip=skip,
                 state=state,
+                last_batch=self.last_batch,
+                num_rows=run.data.num_rows,
+                num_dropped=run.data.num_dropped,
+                may_end=self._epochs is not None,
                 first_step=step,
                 agreement=BatchAgreement("batch", self._requested_stop),
             )
@@ -320,6 +309,8 @@ class Loop:
         start = time.perf_counter()
         self._first_batch = batch
         agree_on_batch(batch)
+        if isinstance(self.last_batch, Pad):
+            self.programs.check_padding(self.run.state, batch, self.last_batch.weights)
         # The call of the step finds this in jax's caches: one trace, one compilation.
         lowered = self.programs.train_step.lower(self.run.state, batch)  # pyright: ignore[reportFunctionMemberAccess]
         agree_on_program(lowered)
@@ -426,14 +417,3 @@ class Loop:
     def _on_step_end(self, step: int, metrics: Values) -> None:
         for callback in self.settings.callbacks:
             callback.on_step_end(self.trainer, step, metrics)
-
-
-class _Repeated:
-    """The first batches of data, over and over; can be iterated over again."""
-
-    def __init__(self, data: Iterable[Batch], count: int) -> None:
-        first = itertools.islice(data, count)
-        self._batches = [jax.tree.map(copy_if_writeable, batch) for batch in first]
-
-    def __iter__(self) -> Iterator[Batch]:
-        return itertools.cycle(self._batches)

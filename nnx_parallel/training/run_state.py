@@ -18,18 +18,58 @@ from nnx_parallel.checkpoint.plain import read_weights
 from nnx_parallel.data.position import DataState
 from nnx_parallel.distributed.agreement import strip_addresses
 from nnx_parallel.drawing import aligned
-from nnx_parallel.errors import CheckpointError, StateStructureError
+from nnx_parallel.errors import (
+    CheckpointError,
+    DonatedArrayError,
+    StateStructureError,
+)
 from nnx_parallel.precision import array_bytes, format_bytes
 from nnx_parallel.sharding.model import (
     ModelFn,
     Path,
-    arrays_of,
     flatten,
     update_arrays,
 )
 from nnx_parallel.sharding.names import dotted, variables_of
 from nnx_parallel.state import StatePlan, TrainState, init_state
 from nnx_parallel.training.optimizers import warn_of_changes
+
+
+class _Gone:
+    """In place of an array of a model that a step has taken: whatever reads it raises.
+
+    A pytree node that cannot be flattened: a Variable flattens its value when it is
+    read, and `jit` those of its arguments.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __repr__(self) -> str:
+        return "gone: a step has taken it"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise self.error()
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise self.error()
+
+    def error(self) -> DonatedArrayError:
+        return DonatedArrayError(
+            f"`{dotted(self._path)}` of a model that trainer.model returned is gone: "
+            "a step since then has taken its memory for the new state. Take "
+            "trainer.model anew after each step and fit; to keep a model as it is, "
+            "copy it before: jax.tree.map(jnp.copy, trainer.model)."
+        )
+
+
+def _refuse(gone: _Gone) -> Any:
+    raise gone.error()
+
+
+jax.tree_util.register_pytree_node(_Gone, _refuse, lambda _, children: children)
 
 
 class HandedModel:
@@ -59,12 +99,24 @@ class HandedModel:
         # A stream moves on when the model draws from it: a sample taken between two
         # steps must not change the random numbers of the run.
         streams = {p for p, v in variables_of(model) if isinstance(v, nnx.RngState)}
-        present = arrays_of(model)
+        # Raw: to read what is gone is an error.
+        present = {path: v.get_raw_value() for path, v in variables_of(model)}
         return {
             path: present[path]
             for path, given in self._given.items()
             if path in present and path not in streams and present[path] is not given()
         }
+
+    def end(self) -> None:
+        """Puts what raises in the place of each array, which a step has taken."""
+        if (model := self._model()) is None:
+            return
+        assigned = self.assigned()  # is said later, by its path
+        for path, variable in variables_of(model):
+            if path in self._given and path not in assigned:
+                gone: Any = _Gone(path)
+                variable.set_raw_value(gone)
+                self._given[path] = weakref.ref(gone)
 
 
 @dataclass
@@ -117,7 +169,9 @@ class RunState:
 
     def _replace(self, state: TrainState) -> None:
         if self._models and jax.tree.leaves(self._state.params)[0].is_deleted():  # pyright: ignore[reportOptionalMemberAccess]
-            self._used_up += [handed for _, handed in self._models.values()]
+            for _, handed in self._models.values():
+                handed.end()
+                self._used_up.append(handed)
         self._state, self._models = state, {}
 
     def model(self, *, ema: bool) -> nnx.Module:

@@ -15,7 +15,15 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from nnx_parallel.data.rows import constrain_rows, partition, split_rows, unmarked
+from nnx_parallel.data.rows import (
+    constrain_rows,
+    is_marked,
+    partition,
+    split_rows,
+    unmarked,
+)
+from nnx_parallel.errors import LossError
+from nnx_parallel.layers.jaxprs import is_call, reached, trace, variables_in
 from nnx_parallel.layers.late_gather import gather_late
 from nnx_parallel.layers.loss import LabelRange, observing_labels
 from nnx_parallel.layers.scan import (
@@ -32,7 +40,7 @@ from nnx_parallel.sharding.constrain import in_context, using
 from nnx_parallel.sharding.donation import Donating
 from nnx_parallel.sharding.layout import Execution
 from nnx_parallel.sharding.model import arrays_of, flatten, nest
-from nnx_parallel.sharding.names import dotted
+from nnx_parallel.sharding.names import dotted, path_of
 from nnx_parallel.state import StatePlan, TrainState
 from nnx_parallel.training.diagnostics import check_count, watching_wrapped
 from nnx_parallel.training.optimizers import learning_rate, update_with
@@ -131,6 +139,57 @@ def call_loss(
     rngs = {"rngs": nnx.Rngs(key)} if takes_rngs(loss) else {}
     with watching_wrapped(model):
         return loss(model, batch, **rngs)
+
+
+def check_padding(
+    plan: StatePlan, loss: LossFn, state: TrainState, batch: Batch, weights: str
+) -> None:
+    """Refuses a loss or a model that rows of weight 0 in a batch would change.
+
+    Only traced. What follows from the rows must follow from the weights too: no more
+    can be known, and less is wrong for sure.
+
+    Raises:
+        LossError: With the name of all that would change.
+    """
+    forward = in_context(plan.layout, _forward(plan, loss))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the step's own trace repeats them
+        key = jax.random.fold_in(state.key, state.step)
+        traced = trace(
+            forward, state.params, state.variables, batch, key, inlined=is_call
+        )
+    entries, structure = jax.tree.flatten(batch, is_leaf=is_marked)
+    inputs = structure.flatten_up_to(traced.inputs[2])
+    has_rows = [not is_marked(x) and x.ndim > 0 for x in entries]
+    told = variables_in(jax.tree.leaves(traced.inputs[2][weights]))
+    rows = {v for v, has in zip(inputs, has_rows, strict=True) if has}.difference(told)
+    by_rows, by_weights = reached(traced.eqns, rows), reached(traced.eqns, told)
+
+    def is_from(found: set, part: Any) -> bool:
+        return not found.isdisjoint(variables_in(jax.tree.leaves(part)))
+
+    means, variables = traced.outputs
+    wrong = [
+        f"the metric {name!r}" if name != "loss" else "the loss"
+        for name, mean in means.items()
+        for part in (mean.terms if isinstance(mean, Mean) else (mean,))
+        if is_from(by_rows, part.total)
+        and not all(is_from(by_weights, x) for x in vars(part).values() if x != ())
+    ]
+    wrong += [
+        f"`{path_of(keys)}`"
+        for keys, x in jax.tree.leaves_with_path(variables)
+        if is_from(by_rows, x) and not is_from(by_weights, x)
+    ]
+    if wrong:
+        raise LossError(
+            f"last_batch=Pad({weights!r}) adds rows of weight 0, which would change "
+            f"{', '.join(dict.fromkeys(wrong))}. A loss or metric of the rows must be "
+            f"a Mean whose total and weight follow from batch[{weights!r}], such as "
+            f"cross_entropy(logits, labels, batch[{weights!r}]); batch statistics "
+            "count every row. Return a Mean, or leave the batch out: last_batch='drop'."
+        )
 
 
 def execution_of(plan: StatePlan) -> Execution:

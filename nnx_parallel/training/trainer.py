@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from nnx_parallel.checkpoint.manager import CheckpointManager
 from nnx_parallel.checkpoint.options import Checkpoint
 from nnx_parallel.data.batches import data_share
+from nnx_parallel.data.rows import LastBatch
 from nnx_parallel.distributed.agreement import meet
 from nnx_parallel.drawing import as_html
 from nnx_parallel.layers.scan import Remat
@@ -23,7 +24,7 @@ from nnx_parallel.strategies.base import Strategy
 from nnx_parallel.strategies.data_parallel import DataParallel
 from nnx_parallel.training.arguments import check_arguments, suggests_names
 from nnx_parallel.training.callback import Callback
-from nnx_parallel.training.diagnostics import check_model, check_seed
+from nnx_parallel.training.diagnostics import check_length, check_model, check_seed
 from nnx_parallel.training.evaluation import Programs, params_of
 from nnx_parallel.training.loop import Loop, Settings
 from nnx_parallel.training.recorder import History
@@ -238,7 +239,7 @@ class Trainer:
     @property
     def ema_model(self) -> nnx.Module:
         """`model` with the moving average; a `ValueError` if the Trainer keeps none."""
-        params_of(self.state, ema=True)  # an error if there is no average
+        params_of(self.state, ema=True)  # an error if there is none
         return self._run.model(ema=True)
 
     @property
@@ -269,12 +270,14 @@ class Trainer:
     def fit(
         self,
         data: Iterable[Batch],
-        num_steps: int,
+        num_steps: int | None = None,
         *,
+        num_epochs: int | None = None,
         eval_data: Iterable[Batch] | None = None,
         eval_every: int | None = None,
+        last_batch: LastBatch | None = None,
     ) -> History:
-        """Trains until ``num_steps`` updates are done in all, those before included.
+        """Trains until so many updates, or passes, are done in all, earlier included.
 
         Starts from the newest checkpoint if there is one and nothing has been trained
         yet. A checkpoint is saved as its options say, and at the end.
@@ -283,8 +286,12 @@ class Trainer:
             data: Batches: pytrees of NumPy arrays with this process's share of the
                 global batch (`data_share`), with one process the whole of it.
             num_steps: Total number of updates of the run.
+            num_epochs: Instead, of passes over data with a ``len()``, its batches.
             eval_data: Batches to evaluate on, iterated again each time.
             eval_every: Steps between evaluations; ``None`` evaluates at the end.
+            last_batch: Of fewer rows than others, in training: ``"drop"`` leaves it
+                out, `Pad` fills it up, ``"error"`` refuses it. ``None`` warns and drops
+                it. An evaluation takes it whole.
 
         Returns:
             Metrics by name, an entry for each step done in this call.
@@ -298,15 +305,18 @@ class Trainer:
             DisagreementError: If processes are about to run different programs.
             NonFiniteLossError: If a loss is not finite; names what went bad.
             ValueError: If ``num_steps`` or ``eval_every`` is no number of steps.
-            DataError: If data is no iterable of batches, or ``eval_data`` an iterator.
+            DataError: If data is no iterable of batches, ``eval_data`` an iterator, or
+                data for ``num_epochs`` without a length.
             DataExhaustedError: If the data ends before ``num_steps``.
             BatchShapeError: If a batch does not divide, or changes its shape.
         """
         meet("fit")
         self._run.check_models()
+        num_steps = check_length(num_steps, num_epochs)
+        run = self, self._settings, self._run, self._programs
+        evaluation = eval_data, eval_every
         # Kept for `stop`, which a callback calls from within the fit.
-        parts = self._settings, self._run, self._programs
-        self._loop = Loop(self, *parts, data, num_steps, eval_data, eval_every)
+        self._loop = Loop(*run, data, num_steps, num_epochs, *evaluation, last_batch)
         try:
             return self._loop.fit()
         finally:

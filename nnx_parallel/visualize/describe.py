@@ -264,6 +264,12 @@ def idle_parts(
         sizes = {axis: size for axis, size in sizes.items() if size > 1}
         claims_arrays = part.logical or part.zero or part.rules
         is_of_activations = part.activations and not claims_arrays
+        if part.execution is not None and 1 in part.axis_sizes.values():
+            yield (
+                f"{part.owner} has one stage: nothing is spread or pipelined.",
+                "Give it 2 stages or more, whose number divides that of the layers, or "
+                "leave it out.",
+            )
         if any(zero.rules.axis in sizes for zero in part.zero):
             # Others are small, or stay whole on purpose: a rule says so.
             large = [(i, p) for i, p in arrays if i.size >= FSDPRules.min_size]
@@ -293,6 +299,7 @@ def warn_idle_parts(
     model: nnx.Module, layout: Layout, placements: dict[Path, Placement]
 ) -> None:
     """Warns of strategies that split no array of a model, and of meshes not used."""
+    _warn_of_one_device(layout)
     found = variables_of(model)
     arrays = [(array_info(path, v), placements[path]) for path, v in found]
     for finding, remedy in idle_parts(layout, arrays):
@@ -305,6 +312,27 @@ def warn_idle_parts(
             f"read; the mesh is the strategy's: {dict(layout.mesh.shape)}.",
             ParallelWarning,
         )
+
+
+def _warn_of_one_device(layout: Layout) -> None:
+    """Warns of a strategy that takes all devices, where there is only one."""
+    claims = layout.claims
+    if jax.device_count() > 1 or None not in claims.axis_sizes.values():
+        return
+    if not (claims.zero or claims.logical or claims.execution):
+        return  # data parallelism over one device is what a single device does
+    platform = jax.default_backend()
+    remedy = (
+        "To try it on 8 simulated ones, call simulate_devices(8) before anything that "
+        "touches a device"
+    )
+    if platform != "cpu":
+        remedy = "Check which devices this process may see (CUDA_VISIBLE_DEVICES)"
+    warn_user(
+        f"{claims.owner} takes all devices, and JAX has found one, of platform "
+        f"{platform!r}: nothing is split. {remedy}; give sizes of 1 if one is meant.",
+        ParallelWarning,
+    )
 
 
 def describe_model(
