@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import linen, nnx
+from jax.sharding import PartitionSpec as P
 
 from nnx_parallel import (
     FSDP,
@@ -15,11 +16,15 @@ from nnx_parallel import (
     Composite,
     ConsoleLogger,
     DataParallel,
+    PathNames,
+    PathRules,
     Pipeline,
+    PolicyRules,
+    Strategy,
     TensorParallel,
     Trainer,
 )
-from nnx_parallel.errors import MeshShapeError
+from nnx_parallel.errors import MeshShapeError, OptimizerError, RuleError
 
 
 class Net(nnx.Module):
@@ -50,7 +55,11 @@ IS = "It must be "
             f"strategy is the class FSDP. {IS}a Strategy, such as FSDP() or "
             "Composite(FSDP(), ...). Call the class: FSDP(...).",
         ),
-        ({"strategy": "fsdp"}, f"strategy is 'fsdp'. {IS}a Strategy, such as FSDP()"),
+        (
+            {"strategy": "fsdp"},
+            f"strategy is 'fsdp'. {IS}a Strategy, such as FSDP() or Composite(FSDP(), "
+            "...).",
+        ),
         ({"strategy": [FSDP()]}, f"strategy is a list. {IS}a Strategy"),
         (
             {"precision": "bfloat16"},
@@ -133,9 +142,12 @@ def test_what_is_trained(arguments: tuple[Any, ...], message: str) -> None:
     [
         (
             "max_steps",
-            "Trainer.fit has no argument 'max_steps'. Did you mean num_steps",
+            "Trainer.fit has no argument 'max_steps'. Did you mean num_steps=?",
         ),
-        ("epochs", "Trainer.fit has no argument 'epochs'. Did you mean num_"),
+        *(
+            (name, f"Trainer.fit has no argument {name!r}. Did you mean num_epochs=?")
+            for name in ("epochs", "max_epochs", "num_train_epochs")
+        ),
         (
             "val_data",
             "has no argument 'val_data'. Did you mean eval_data=?",
@@ -164,7 +176,7 @@ def test_an_argument_of_the_trainer_by_another_name() -> None:
 
 @pytest.mark.parametrize("parts", [([FSDP(), TensorParallel(2)],), (FSDP,), ("fsdp",)])
 def test_parts_of_a_composite(parts: tuple[Any, ...]) -> None:
-    message = "each argument must be a strategy, as in Composite(TensorParallel(2), FSD"
+    message = "such as Composite(TensorParallel(2), FSDP()): no list of them, no class."
     with pytest.raises(TypeError, match=re.escape(message)):
         Composite(*parts)
 
@@ -182,6 +194,81 @@ def test_stages(size: Any) -> None:
     message = f"Pipeline({size!r}): it needs at least 1 stage."
     with pytest.raises(ValueError, match=re.escape(message)):
         Pipeline(size)
+
+
+RULES = (
+    "Its rules are instances, several in a tuple: of PathRules, PolicyRules, "
+    "LogicalRules, FSDPRules, or of a class with a method match(info, mesh)."
+)
+PAIRS = (
+    "Its arguments are pairs of a regex and a PartitionSpec: PathRules((r'up.*kernel', "
+    "P(None, 'tensor')), ...)."
+)
+REGEX = (
+    "which Python's re refuses: missing ), unterminated subpattern at position 0. It is"
+    r" searched in dotted paths, such as r'mlp\.up\.kernel'; re.escape(text) takes a "
+    "text as it is."
+)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: FSDP(rules=PathRules(("up", P("fsdp")))),  # pyright: ignore[reportArgumentType]
+            "got PathRules(pairs=(('up', P('fsdp',)),), strict=None), a PathRules. "
+            f"{RULES}",
+        ),
+        (
+            lambda: FSDP(rules={"up": P("fsdp")}),  # pyright: ignore[reportArgumentType]
+            f"got {{'up': P('fsdp',)}}, a dict. {RULES}",
+        ),
+        (
+            lambda: FSDP(rules=(PathRules({"up": P("fsdp")}),)),  # pyright: ignore[reportArgumentType]
+            f"PathRules got {{'up': P('fsdp',)}}. {PAIRS}",
+        ),
+        (
+            lambda: FSDP(rules=(PathRules(("up", "fsdp")),)),  # pyright: ignore[reportArgumentType]
+            f"PathRules got ('up', 'fsdp'). {PAIRS}",
+        ),
+        (
+            lambda: FSDP(rules=(PathRules(("(up", P("fsdp"))),)),
+            f"PathRules got '(up' for a regex, {REGEX}",
+        ),
+        (
+            lambda: FSDP(rules=(PolicyRules(lambda info: "fsdp"),)),  # pyright: ignore[reportArgumentType]
+            "A policy returns a jax.sharding.PartitionSpec, such as P('fsdp', None), or"
+            " None to pass; match returns such a spec and the reason for it, or None.",
+        ),
+    ],
+    ids=["alone", "dict", "dict of paths", "string", "regex", "policy"],
+)
+def test_rules_of_another_kind(make: Callable[[], Strategy], message: str) -> None:
+    with pytest.raises(RuleError, match=re.escape(message)):
+        Trainer(MODEL, SGD, loss, strategy=make())
+
+
+def test_names_of_another_kind() -> None:
+    message = (
+        "PathNames got 'embed' for 'up'. Give a tuple with one name for each dim, each "
+        "once, or None: ('embed', None, 'mlp')."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        PathNames(("up", "embed"))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(RuleError, match=re.escape(f"'(up' for a regex, {REGEX}")):
+        PathNames(("(up", ("embed",)))
+
+
+def test_an_optimizer_that_computes_the_loss_again() -> None:
+    message = (
+        "It gets the gradients and, if it takes them, value= (the loss) and grad=. What"
+        " computes the loss again within an update (value_fn=, grad_fn=), as line "
+        "searches do, has no place in a sharded step: use it without, such as "
+        "optax.lbfgs(1e-2, linesearch=None)."
+    )
+    with pytest.raises(OptimizerError, match=re.escape(message)):
+        trainer = Trainer(MODEL, optax.lbfgs(), loss, loggers=())
+        trainer.fit([jnp.ones((8, 4))], num_steps=1)
 
 
 def test_a_layer_taken_from_the_package() -> None:

@@ -339,7 +339,9 @@ import jax, optax
 from flax import nnx
 from nnx_parallel import FSDP, Composite, DataParallel, TensorParallel, Trainer
 def trainer(**options):
-    Trainer(lambda rngs: nnx.Linear(8, 8, rngs=rngs), optax.sgd(0.1), len, **options)
+    Trainer(lambda rngs: nnx.Linear(8, 8, rngs=rngs), optax.sgd(0.1), loss, **options)
+def loss(model, batch):
+    return model(batch).mean()
 with warnings.catch_warnings():
     warnings.simplefilter("error")
     for strategy in (None, DataParallel(), FSDP(1)):

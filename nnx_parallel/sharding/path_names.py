@@ -13,7 +13,7 @@ from nnx_parallel.sharding.names import (
     array_info,
     holds_one_array,
 )
-from nnx_parallel.sharding.rules import warn_unmatched
+from nnx_parallel.sharding.rules import check_regex, warn_unmatched
 
 Names = tuple[MeshAxes, ...]
 Model = TypeVar("Model", bound=nnx.Module)
@@ -55,7 +55,7 @@ class PathNames:
 
     def __init__(self, *pairs: tuple[str, Names], optional: bool = False) -> None:
         for regex, names in pairs:
-            re.compile(regex)  # refused here, not when the first model is named
+            check_regex("PathNames", regex)  # here, not when a model is named
             given = [name for name in names if name is not None]
             if isinstance(names, str) or len(set(given)) < len(given):
                 raise ValueError(

@@ -47,6 +47,18 @@ class Rules(Protocol):
         ...
 
 
+def check_regex(owner: str, regex: str) -> None:
+    """Refuses a regex of a path that does not compile."""
+    try:
+        re.compile(regex)
+    except (re.error, TypeError) as error:
+        raise RuleError(
+            f"{owner} got {regex!r} for a regex, which Python's re refuses: {error}. It "
+            r"is searched in dotted paths, such as r'mlp\.up\.kernel'; re.escape(text) "
+            "takes a text as it is."
+        ) from None
+
+
 @dataclass(frozen=True, init=False)
 class PathRules:
     """Specs by regular expression over the dotted path; the first that matches counts.
@@ -73,7 +85,7 @@ class PathRules:
                     f"PathRules got {pair!r}. Its arguments are pairs of a regex and a "
                     "PartitionSpec: PathRules((r'up.*kernel', P(None, 'tensor')), ...)."
                 )
-            re.compile(pair[0])  # refused here, not when the first model is placed
+            check_regex("PathRules", pair[0])  # here, not when a model is placed
         object.__setattr__(self, "pairs", tuple(pairs))
         object.__setattr__(self, "strict", strict)
 

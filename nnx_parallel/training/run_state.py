@@ -27,6 +27,7 @@ from nnx_parallel.precision import array_bytes, format_bytes
 from nnx_parallel.sharding.model import (
     ModelFn,
     Path,
+    arrays_of,
     flatten,
     update_arrays,
 )
@@ -80,6 +81,7 @@ class HandedModel:
         # this record the model.
         self._model = weakref.ref(model)
         self._given = {path: weakref.ref(x) for path, x in arrays.items()}
+        self._ended: dict[Path, nnx.Variable] = {}  # of which a step took the arrays
 
     @property
     def is_alive(self) -> bool:
@@ -96,11 +98,13 @@ class HandedModel:
         """The arrays that have been replaced since, random streams apart."""
         if (model := self._model()) is None:
             return {}
+        if self._ended:
+            present = {path: v.get_raw_value() for path, v in self._ended.items()}
+            return {p: x for p, x in present.items() if not isinstance(x, _Gone)}
         # A stream moves on when the model draws from it: a sample taken between two
         # steps must not change the random numbers of the run.
         streams = {p for p, v in variables_of(model) if isinstance(v, nnx.RngState)}
-        # Raw: to read what is gone is an error.
-        present = {path: v.get_raw_value() for path, v in variables_of(model)}
+        present = arrays_of(model)
         return {
             path: present[path]
             for path, given in self._given.items()
@@ -112,11 +116,11 @@ class HandedModel:
         if (model := self._model()) is None:
             return
         assigned = self.assigned()  # is said later, by its path
-        for path, variable in variables_of(model):
+        self._ended = dict(variables_of(model))
+        for path, variable in self._ended.items():
             if path in self._given and path not in assigned:
                 gone: Any = _Gone(path)
                 variable.set_raw_value(gone)
-                self._given[path] = weakref.ref(gone)
 
 
 @dataclass

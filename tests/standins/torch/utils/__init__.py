@@ -1,0 +1,1 @@
+"""Of PyTorch 2: where the loader is."""
