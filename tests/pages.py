@@ -56,6 +56,8 @@ def run_page(page: Path, directory: Path) -> list[tuple[str, str | None]]:
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "JAX_PLATFORMS": "cpu",
+            # A script for a cluster, tried on one machine, would warn of one device.
+            "JAX_NUM_CPU_DEVICES": "2",
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # as conftest.py has it
         },
         capture_output=True,

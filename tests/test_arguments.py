@@ -176,7 +176,11 @@ def test_an_argument_of_the_trainer_by_another_name() -> None:
 
 @pytest.mark.parametrize("parts", [([FSDP(), TensorParallel(2)],), (FSDP,), ("fsdp",)])
 def test_parts_of_a_composite(parts: tuple[Any, ...]) -> None:
-    message = "such as Composite(TensorParallel(2), FSDP()): no list of them, no class."
+    name = getattr(parts[0], "__name__", type(parts[0]).__name__)
+    message = (
+        f"Composite({name}): each argument must be a strategy, as in "
+        "Composite(TensorParallel(2), FSDP()): no list of them, no class."
+    )
     with pytest.raises(TypeError, match=re.escape(message)):
         Composite(*parts)
 
@@ -267,8 +271,7 @@ def test_an_optimizer_that_computes_the_loss_again() -> None:
         "optax.lbfgs(1e-2, linesearch=None)."
     )
     with pytest.raises(OptimizerError, match=re.escape(message)):
-        trainer = Trainer(MODEL, optax.lbfgs(), loss, loggers=())
-        trainer.fit([jnp.ones((8, 4))], num_steps=1)
+        Trainer(MODEL, optax.lbfgs(), loss).fit([jnp.ones((8, 4))], num_steps=1)
 
 
 def test_a_layer_taken_from_the_package() -> None:

@@ -368,7 +368,7 @@ with warnings.catch_warnings():
         "MeshShapeError: Mesh tensor=2 covers 2 devices but 1 are available. Axis sizes"
         " must multiply to 1; leave one size out to infer it. Valid sizes of one axis: "
         f"[1].{simulated}",
-        "MeshShapeError: Mesh tensor=2 * fsdp=? cannot cover 1 devices: the known sizes"
+        "MeshShapeError: Mesh fsdp=? * tensor=2 cannot cover 1 devices: the known sizes"
         " multiply to 2, which does not divide 1. Valid products of the known sizes: "
         f"[1].{simulated}",
         "ParallelWarning: FSDP() takes all devices, and JAX has found one, of platform "

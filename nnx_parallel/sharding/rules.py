@@ -53,8 +53,8 @@ def check_regex(owner: str, regex: str) -> None:
         re.compile(regex)
     except (re.error, TypeError) as error:
         raise RuleError(
-            f"{owner} got {regex!r} for a regex, which Python's re refuses: {error}. It "
-            r"is searched in dotted paths, such as r'mlp\.up\.kernel'; re.escape(text) "
+            f"{owner} got {regex!r} for a regex, which Python's re refuses: {error}. "
+            r"It is searched in dotted paths, such as r'mlp\.up\.kernel'; re.escape(text) "
             "takes a text as it is."
         ) from None
 

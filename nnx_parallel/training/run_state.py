@@ -46,9 +46,6 @@ class _Gone:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def __repr__(self) -> str:
-        return "gone: a step has taken it"
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
