@@ -54,8 +54,8 @@ def check_regex(owner: str, regex: str) -> None:
     except (re.error, TypeError) as error:
         raise RuleError(
             f"{owner} got {regex!r} for a regex, which Python's re refuses: {error}. "
-            r"It is searched in dotted paths, such as r'mlp\.up\.kernel'; re.escape(text) "
-            "takes a text as it is."
+            r"It is searched in dotted paths, such as r'mlp\.up\.kernel'; "
+            "re.escape(text) takes a text as it is."
         ) from None
 
 
