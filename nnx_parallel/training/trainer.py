@@ -51,8 +51,7 @@ class Trainer:
             `Mean`, or one with a dict of metrics: scalars, `Mean` or `Sum`.
         strategy: Where everything lives; by default `DataParallel` over all devices.
         num_microbatches: Parts of each batch, whose gradients are accumulated. A loss
-            that compares rows with one another (contrastive) compares those of one
-            microbatch: it has fewer negatives than the batch has rows.
+            that compares rows (contrastive) has the negatives of one microbatch.
         eval_loss: The loss of evaluations, if it is another function. The model is in
             evaluation mode for either; a model whose mode is an argument,
             ``model(x, training=True)``, needs one that passes the other.
@@ -150,8 +149,7 @@ class Trainer:
         for function in (loss, eval_loss):
             check_model(source, function or loss)
         self._source, self._optimizer, self._wrt = source, optimizer, wrt
-        self._names = names
-        self._seed = check_seed(seed)
+        self._names, self._seed = names, check_seed(seed)
         self._settings = Settings(
             loggers=loggers,
             callbacks=callbacks,
@@ -166,9 +164,9 @@ class Trainer:
         options = StepOptions(num_microbatches=num_microbatches, remat=remat)
         # From here on shapes alone: no array is made before `state` is asked for.
         self.strategy = strategy or DataParallel()
-        layout = self.strategy.layout(mesh or self.strategy.make_mesh(devices))
-        self.layout = layout
-        shapes = self._abstract_model()
+        mesh = mesh or self.strategy.make_mesh(devices)
+        self.layout = layout = self.strategy.layout(mesh)
+        shapes = abstract_model(source, nnx.Rngs(self._seed), names)
         self.strategy.check(shapes, layout.mesh)
         plan = plan_state(
             shapes, layout, optimizer, wrt=wrt, precision=precision, ema_decay=ema_decay
@@ -190,9 +188,6 @@ class Trainer:
 
     def _repr_html_(self) -> str:
         return as_html((), [*self._run.facts().items()], title="Trainer")
-
-    def _abstract_model(self) -> nnx.Module:
-        return abstract_model(self._source, nnx.Rngs(self._seed), self._names)
 
     @property
     def mesh(self) -> Mesh:
@@ -261,9 +256,10 @@ class Trainer:
 
     def describe(self) -> Description:
         """Where every array lives and why, with bytes per device."""
-        plan, layout = self._programs.plan, self.layout
-        model = self._abstract_model()  # a new one: it gets placements in its metadata
-        arguments = model, layout, self._optimizer, self._wrt, plan.precision
+        # A new one: it gets placements in its metadata.
+        model = abstract_model(self._source, nnx.Rngs(self._seed), self._names)
+        plan, optimizer = self._programs.plan, self._optimizer
+        arguments = model, self.layout, optimizer, self._wrt, plan.precision
         return describe_model(*arguments, keeps_average=plan.ema_decay is not None)
 
     @suggests_names
@@ -289,34 +285,28 @@ class Trainer:
             num_epochs: Instead, of passes over data with a ``len()``, its batches.
             eval_data: Batches to evaluate on, iterated again each time.
             eval_every: Steps between evaluations; ``None`` evaluates at the end.
-            last_batch: Of fewer rows than others, in training: ``"drop"`` leaves it
-                out, `Pad` fills it up, ``"error"`` refuses it. ``None`` warns and drops
-                it. An evaluation takes it whole.
+            last_batch: In training, of fewer rows than others: ``"drop"`` (``None``:
+                and warn), `Pad`, or ``"error"``. An evaluation takes it whole.
 
         Returns:
             Metrics by name, an entry for each step done in this call.
 
         Raises:
             SystemExit: With code 0 after a SIGTERM, once a checkpoint is saved.
-            KeyboardInterrupt: After Ctrl-C, once the step in work is done and saved; a
-                second one ends the fit at once. Uncaught, a script ends without a
-                traceback, with code 130; a notebook has control again, the Trainer as
-                after a fit that has ended.
+            KeyboardInterrupt: After Ctrl-C, once the step is saved; a second ends now.
             DisagreementError: If processes are about to run different programs.
             NonFiniteLossError: If a loss is not finite; names what went bad.
             ValueError: If ``num_steps`` or ``eval_every`` is no number of steps.
-            DataError: If data is no iterable of batches, ``eval_data`` an iterator, or
-                data for ``num_epochs`` without a length.
+            DataError: If data is no iterable, or of no length, or used up by one pass.
             DataExhaustedError: If the data ends before ``num_steps``.
             BatchShapeError: If a batch does not divide, or changes its shape.
         """
         meet("fit")
         self._run.check_models()
-        num_steps = check_length(num_steps, num_epochs)
         run = self, self._settings, self._run, self._programs
-        evaluation = eval_data, eval_every
+        length = check_length(num_steps, num_epochs), num_epochs
         # Kept for `stop`, which a callback calls from within the fit.
-        self._loop = Loop(*run, data, num_steps, num_epochs, *evaluation, last_batch)
+        self._loop = Loop(*run, data, *length, eval_data, eval_every, last_batch)
         try:
             return self._loop.fit()
         finally:
