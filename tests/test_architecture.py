@@ -248,7 +248,9 @@ def test_the_package_is_small() -> None:
     """A new capability may raise these by what it needs; slices of one may not."""
     files = set(files_of(PACKAGE)) - set(files_of(MODELS))
     assert len(files) <= 97  # the doctor, and hooks of a fit apart from its loop
-    assert sum(map(num_lines, files)) <= 23_000
+    assert (
+        sum(map(num_lines, files)) <= 23_400
+    )  # epochs, smaller batches filled up, and what says it is gone
 
 
 def test_the_code_gives_its_reasons() -> None:
