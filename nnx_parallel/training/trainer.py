@@ -293,8 +293,8 @@ class Trainer:
 
         Raises:
             SystemExit: With code 0 after a SIGTERM, once a checkpoint is saved.
-            KeyboardInterrupt: After Ctrl-C, once the step in work is saved; a second one
-                ends the fit at once. Uncaught, a script ends without a traceback, with
+            KeyboardInterrupt: After Ctrl-C, once the step in work is saved; a second
+                ends the fit at once. Uncaught, a script ends without traceback, with
                 code 130; a notebook has control, the Trainer as after its end.
             DisagreementError: If processes are about to run different programs.
             NonFiniteLossError: If a loss is not finite; names what went bad.
