@@ -247,7 +247,7 @@ def test_a_file_has_at_most_450_lines(file: Path) -> None:
 def test_the_package_is_small() -> None:
     """A new capability may raise these by what it needs; slices of one may not."""
     files = set(files_of(PACKAGE)) - set(files_of(MODELS))
-    assert len(files) <= 97  # the doctor, and hooks of a fit apart from its loop
+    assert len(files) <= 98  # the doctor, and hooks of a fit apart from its loop
     assert (
         sum(map(num_lines, files)) <= 23_400
     )  # epochs, smaller batches filled up, and what says it is gone

@@ -318,7 +318,7 @@ class CheckpointManager:
             self.last_saved = None
             if not self.warns:
                 raise
-            warnings.warn(f"{error} Training goes on.", stacklevel=4)
+            warn_user(f"{error} Training goes on.")
 
     def restore(
         self, abstract: TrainState, step: int | Literal["best"] | None = None

@@ -33,6 +33,13 @@ from nnx_parallel.checkpoint.files import (
     read_step_metadata,
 )
 from nnx_parallel.checkpoint.options import Checkpoint
+from nnx_parallel.checkpoint.orbax_log import (
+    DEBUG,
+    LOGGER,
+    hide_closed_loops,
+    hide_log,
+    hide_stragglers,
+)
 from nnx_parallel.distributed.agreement import allgather_object
 from nnx_parallel.errors import (
     CheckpointReadError,
@@ -216,30 +223,6 @@ def describe_group(directory: str, group: str) -> Any:
         return pool.submit(lambda: asyncio.run(handler().metadata(path))).result()
 
 
-_LOGGER = logging.getLogger("absl")
-_DEBUG = logging.getLogger("nnx_parallel.checkpoint")
-
-
-def hide_log(record: logging.LogRecord) -> bool:
-    """Filter of a logger: passes on what is not Orbax's.
-
-    Of a failure it logs hundreds of lines, of which our one message has the cause. The
-    rest is there for who debugs: ``logging.getLogger("nnx_parallel.checkpoint")``.
-    """
-    if record.levelno < logging.WARNING or "orbax" not in record.pathname:
-        return True
-    _DEBUG.debug("Orbax: %s", record.getMessage(), exc_info=record.exc_info)
-    return False
-
-
-def _hide_stragglers(record: logging.LogRecord) -> bool:
-    """`hide_log` for what Orbax's writing threads log once their save has failed."""
-    return hide_log(record) if _OF_A_SAVE.search(record.getMessage()) else True
-
-
-_OF_A_SAVE = re.compile(r"_SignalingThread|Handler Commit|metadata=|Save Finalize")
-
-
 class AsyncSave(logging.Filter):
     """One save in progress, and how it ends; the filter of what its thread logs.
 
@@ -269,9 +252,10 @@ class AsyncSave(logging.Filter):
 
     def listen(self) -> None:
         """Reads the log, until `end`."""
+        hide_closed_loops()
         # A filter that hides a record hides it from those after it.
-        _LOGGER.removeFilter(_hide_stragglers)
-        _LOGGER.addFilter(self)
+        LOGGER.removeFilter(hide_stragglers)
+        LOGGER.addFilter(self)
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Keeps the error that Orbax's writing thread logs; hides Orbax's lines."""
@@ -312,8 +296,8 @@ class AsyncSave(logging.Filter):
 
     def end(self) -> None:
         """Marks the save as ended and stops reading the log."""
-        _LOGGER.removeFilter(self)
-        _LOGGER.addFilter(_hide_stragglers)
+        LOGGER.removeFilter(self)
+        LOGGER.addFilter(hide_stragglers)
         self.seconds = time.monotonic() - self._began
         self._has_ended.set()
 
@@ -400,14 +384,14 @@ def reading(where: str, steps: list[int] | None = None) -> Iterator[None]:
             the saved ones, an error says nothing of them and is raised as it is.
         CheckpointUnavailableError: If they may be intact, and read well later.
     """
-    _LOGGER.addFilter(hide_log)
+    LOGGER.addFilter(hide_log)
     try:
         yield
     except ParallelError:
         raise
     except Exception as error:
         # Without its chain of tracebacks, which is Orbax's inner life.
-        _DEBUG.debug("Cannot read %s", where, exc_info=error)
+        DEBUG.debug("Cannot read %s", where, exc_info=error)
         if is_transient(error) or _are_files_short():
             raise CheckpointUnavailableError(
                 f"Cannot read {where} now: {root_cause(error)} That is no damage, and "
@@ -420,7 +404,7 @@ def reading(where: str, steps: list[int] | None = None) -> Iterator[None]:
             f"deleted, or not this library's. Saved steps: {steps}."
         ) from None
     finally:
-        _LOGGER.removeFilter(hide_log)
+        LOGGER.removeFilter(hide_log)
 
 
 def is_transient(error: BaseException) -> bool:
