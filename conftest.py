@@ -39,7 +39,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Chooses the cores, before jax starts its threads."""
+    """Chooses the cores, before jax starts its threads; and the width of tables."""
+    os.environ["COLUMNS"] = "120"  # as in a file; a worker's would be 80, or yours
     if config.getoption("own_cores"):
         keep_to_own_cores()
 
