@@ -25,6 +25,8 @@ from nnx_parallel import (
     Pipeline,
     Trainer,
 )
+from nnx_parallel.data import batches
+from nnx_parallel.data.batches import DROPPED, BatchAgreement
 from nnx_parallel.errors import (
     BatchShapeError,
     DataError,
@@ -390,3 +392,25 @@ def test_weights_of_ones_own_keep_their_kind() -> None:
         Pad("mask").fill((mask,), 4)
     with pytest.raises(DataError, match="dim 0 must be the rows"):
         Pad("mask").fill({"x": mask, "mask": np.float32(1)}, 4)
+
+
+def test_all_processes_drop_what_one_drops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loader of its own rows may come to its last, smaller batch before the others'."""
+    mine = {"x": np.zeros((4, 2), np.float32)}
+    signature = batches.batch_signature(mine)
+    theirs = {
+        "whole": [signature, None, None, {}, False],
+        "dropped": [None, None, None, None, True],
+    }
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+
+    def check(batch: Any, other: str) -> tuple[int | None, str | None]:
+        monkeypatch.setattr(
+            batches, "allgather_object", lambda _, mine: [mine, theirs[other]]
+        )
+        return BatchAgreement().check(batch, index=3, num_read=3)
+
+    assert check(mine, "whole") == (4, None)
+    assert check(mine, "dropped") == (None, None)
+    assert check(DROPPED, "whole") == (None, None)
+    assert check(DROPPED, "dropped") == (None, None)
