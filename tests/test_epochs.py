@@ -395,7 +395,7 @@ def test_weights_of_ones_own_keep_their_kind() -> None:
 
 
 def test_all_processes_drop_what_one_drops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loader of its own rows may come to its last, smaller batch before the others'."""
+    """One of them may come to its last, smaller batch before the others."""
     mine = {"x": np.zeros((4, 2), np.float32)}
     signature = batches.batch_signature(mine)
     theirs = {
