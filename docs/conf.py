@@ -15,6 +15,11 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
+# Kernels have no settings of whoever builds the site, and do not warn of their ports.
+profile = DOCS / "_build" / "ipython" / "profile_default"
+profile.mkdir(parents=True, exist_ok=True)
+(profile / "ipython_kernel_config.py").write_text("c.IPKernelApp.log_level = 40\n")
+os.environ["IPYTHONDIR"] = str(profile.parent)
 
 import frame  # noqa: E402
 
