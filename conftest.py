@@ -1,6 +1,6 @@
 """Eight simulated CPU devices for the tests and for the examples in docstrings.
 
-It stands at the root because pytest collects `nnx_parallel/` for its examples
+It is at the root because pytest collects `nnx_parallel/` for its examples
 too, and devices can only be chosen before jax first counts them.
 """
 

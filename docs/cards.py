@@ -26,7 +26,7 @@ def tutorials() -> list[Path]:
 
 @dataclass(frozen=True)
 class Card:
-    """What a card says beside the tutorial's title.
+    """The text of a card below the tutorial's title.
 
     Attributes:
         line: What you learn.

@@ -15,7 +15,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
-# Kernels have no settings of whoever builds the site, and do not warn of their ports.
+# Kernels ignore the IPython settings of the user who builds, and do not warn of ports.
 profile = DOCS / "_build" / "ipython" / "profile_default"
 profile.mkdir(parents=True, exist_ok=True)
 (profile / "ipython_kernel_config.py").write_text("c.IPKernelApp.log_level = 40\n")

@@ -340,7 +340,7 @@ def zero() -> list[Panel]:
         words = f"{total / 1e9:.0f} GB"
         at = limit if x < limit < x + 50 else x  # not across the mark
         marks.append(text(at + 5, y + 22, words, text_anchor="start", font_weight=600))
-    # In pieces beside the bars, since it would cross the words between them.
+    # One piece for each bar: a line from top to bottom would cross the words.
     ticks = " ".join(f"M{limit:.5g} {50 * n + 26} v26" for n in range(len(ZERO)))
     marks.append(f'<path class="line" d="{ticks}" stroke-width="2"/>')
     marks.append(text(limit, 222, "80 GB: one device", "soft"))

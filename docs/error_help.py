@@ -96,7 +96,7 @@ HELP = {
         "each ...",
     ),
     "RuleError": Help(
-        "Something that is no rule stands where one is expected: a dict, a spec, a "
+        "Something that is no rule was given in place of one: a dict, a spec, a "
         "single pair.",
         "Pass rules in a tuple: `rules=(PathRules((r'kernel', P('fsdp'))),)`.",
         "PathRules got 'kernel'. Its arguments are pairs of a regex and a PartitionSpec "

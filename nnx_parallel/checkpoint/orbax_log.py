@@ -18,8 +18,7 @@ _OF_A_SAVE = re.compile(r"_SignalingThread|Handler Commit|metadata=|Save Finaliz
 def hide_log(record: logging.LogRecord) -> bool:
     """Filter of a logger: passes on what is not Orbax's.
 
-    Of a failure it logs hundreds of lines, of which our one message has the cause. The
-    rest is there for who debugs: ``logging.getLogger("nnx_parallel.checkpoint")``.
+    The rest is there for debugging: ``logging.getLogger("nnx_parallel.checkpoint")``.
     """
     if record.levelno < logging.WARNING or "orbax" not in record.pathname:
         return True
@@ -42,7 +41,9 @@ def hide_closed_loops() -> None:
     show = sys.unraisablehook
 
     def hook(found: Any) -> None:
-        if str(found.exc_value) != "Event loop is closed" or found.object is not None:
+        if str(found.exc_value) == "Event loop is closed" and found.object is None:
+            DEBUG.debug("A write of a failed save has ended: %s", found.exc_value)
+        else:
             show(found)
 
     sys.unraisablehook = hook

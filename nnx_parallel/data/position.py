@@ -81,7 +81,7 @@ class Epochs:
 
     Each pass calls ``data.set_epoch(number)``, or that of ``data.sampler``, if there is
     one: data that shuffles by this number alone is resumed without reading the passes
-    before. Grain's are repeated by Grain, which shuffles each anew and knows its place.
+    before. Grain repeats its own: it shuffles each pass and saves its position.
 
     Attributes:
         data: The data of one pass.
