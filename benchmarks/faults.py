@@ -238,9 +238,9 @@ class _Starter:
 def _signal(run: _Run, where: Path, draw: random.Random, number: signal.Signals) -> int:
     """Sends a signal some steps after the start; 1 if a save was in progress."""
     log = where / "metrics.jsonl"
-    wanted = _num_lines(log) + draw.randrange(1, 3 * STEPS_PER_SIGNAL // 4)
+    wanted = _num_logged(log) + draw.randrange(1, 3 * STEPS_PER_SIGNAL // 4)
     deadline = time.monotonic() + _START_SECONDS
-    while _num_lines(log) < wanted:
+    while _num_logged(log) < wanted:
         is_over = time.monotonic() > deadline
         if is_over or run.codes() != [None] * len(run.pids):
             raise RuntimeError(f"It did not come to its {number.name}: {run.text()}")
@@ -259,9 +259,10 @@ def _signal(run: _Run, where: Path, draw: random.Random, number: signal.Signals)
     return any(where.glob("*orbax-checkpoint-tmp*"))
 
 
-def _num_lines(log: Path) -> int:
+def _num_logged(log: Path) -> int:
     try:
-        return log.read_bytes().count(b"\n")
+        # Not the lines of messages, some of which come before the first step.
+        return log.read_bytes().count(b'"loss"')
     except FileNotFoundError:
         return 0
 

@@ -20,7 +20,14 @@ import optax
 from flax import nnx
 
 from benchmarks.stock import StockBlock, StockTransformer
-from nnx_parallel import FSDP, Composite, DataParallel, TensorParallel, Trainer
+from nnx_parallel import (
+    FSDP,
+    Composite,
+    DataParallel,
+    PathNames,
+    TensorParallel,
+    Trainer,
+)
 from nnx_parallel.models import GPT, GPTConfig, ResNet, ResNetConfig, next_token_loss
 
 ROWS, SEQ_LEN, VOCAB, CLASSES, IMAGE_SIZE = 16, 32, 256, 16, 32
@@ -177,21 +184,40 @@ def gpt_loss(model: Any, batch: Any) -> jax.Array:
 
 @dataclass(frozen=True)
 class Case:
-    """A model and its loss."""
+    """A model, its loss, and the names of its dims if it gives none."""
 
     build: Callable[[nnx.Rngs], nnx.Module]
     loss: Callable[[Any, Any], jax.Array] = token_loss
+    names: PathNames | None = None
 
+
+# Without them each part of `tensor` would compute all of the model, and compile it.
+_MLP_NAMES = (
+    (r"(gate|up)\.kernel", ("embed", "mlp")),
+    (r"down\.kernel", ("mlp", "embed")),
+)
+LLAMA_NAMES = PathNames(
+    (r"query\.kernel", ("embed", "heads")),
+    (r"(key|value)\.kernel", ("embed", "kv_heads")),
+    (r"out\.kernel", ("heads", "embed")),
+    *_MLP_NAMES,
+)
+STOCK_NAMES = PathNames(
+    (r"(query|key|value)\.kernel", ("embed", "heads", None)),
+    (r"out\.kernel", ("heads", None, "embed")),
+    *_MLP_NAMES,
+    optional=True,
+)
 
 GPT_CONFIG = GPTConfig.tiny(num_layers=12, seq_len=SEQ_LEN, vocab_size=VOCAB)
 RESNET = ResNetConfig.resnet18(num_classes=CLASSES, width=16, is_small=True)
 CASES = {
     "GPT, a Stack of 12": Case(lambda rngs: GPT(GPT_CONFIG, rngs=rngs), gpt_loss),
-    "Llama, a list of 28": Case(Llama),
+    "Llama, a list of 28": Case(Llama, names=LLAMA_NAMES),
     "stock transformer, a list of 12": Case(
-        lambda rngs: StockTransformer(VOCAB, 64, 12, 4, rngs=rngs)
+        lambda rngs: StockTransformer(VOCAB, 64, 12, 4, rngs=rngs), names=STOCK_NAMES
     ),
-    "ViT, a list of 12": Case(VisionTransformer, image_loss),
+    "ViT, a list of 12": Case(VisionTransformer, image_loss, STOCK_NAMES),
     "ResNet, BatchNorm": Case(lambda rngs: ResNet(RESNET, rngs=rngs), image_loss),
     "Mamba, a list of 12": Case(Mamba),
 }
@@ -227,7 +253,13 @@ def ours(case: Case, way: str) -> float:
     strategy = STRATEGIES[way]
     devices = jax.devices()[:1] if way == "one device" else None
     trainer = Trainer(
-        case.build, TX, case.loss, strategy=strategy, devices=devices, loggers=()
+        case.build,
+        TX,
+        case.loss,
+        strategy=strategy,
+        names=case.names,
+        devices=devices,
+        loggers=(),
     )
     return trainer.fit([make_batch()], num_steps=1)["loss"][0]
 

@@ -29,11 +29,16 @@ from nnx_parallel.distributed import (
     Watchdog,
     check_consistent,
     messages,
+    runtime,
 )
 from nnx_parallel.distributed.initialize import ProcessSpec, find_process
 from nnx_parallel.distributed.messages import Client, Server
 from nnx_parallel.distributed.sockets import connect, listen
-from nnx_parallel.errors import DisagreementError, ProcessError
+from nnx_parallel.errors import (
+    CheckpointSaveError,
+    DisagreementError,
+    ProcessError,
+)
 from nnx_parallel.sharding.rules import hash_code
 from tests.processes.running import ENVIRONMENT, ROOT
 from tests.waiting import wait_until
@@ -527,3 +532,34 @@ def test_records_of_logging_are_tagged(caplog: pytest.LogCaptureFixture) -> None
         assert caplog.messages == ["50 percent"]
     finally:
         logging.setLogRecordFactory(factory)
+
+
+GLOO = ValueError("UNKNOWN: Gloo AllGather failed: Connection reset by peer")
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "waits"),
+    [
+        (GLOO, None, True),
+        (CheckpointSaveError("Saving step 5 failed"), GLOO, True),
+        (CheckpointSaveError("Saving step 5 failed"), OSError("no space left"), False),
+        (ValueError("a mistake"), None, False),
+    ],
+)
+def test_a_failed_collective_first_hears_who_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    cause: Exception | None,
+    waits: bool,
+) -> None:
+    """The name of the lost process comes on another thread, which ends this one."""
+    heard, ended = threading.Event(), threading.Event()
+    waited: list[float] = []
+    monkeypatch.setattr(heard, "wait", lambda seconds: waited.append(seconds))
+    monkeypatch.setattr(runtime.threading, "Event", lambda: heard)
+    monkeypatch.setattr(runtime, "_ending", threading.Lock())
+    monkeypatch.setattr(runtime, "_end", lambda *given: ended.set())
+    error.__cause__ = cause
+    runtime._end_by_exception(type(error), error, None)
+    assert bool(waited) is waits
+    assert ended.is_set()

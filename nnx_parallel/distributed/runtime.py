@@ -165,8 +165,8 @@ def install(notify: Callable[[str | None], None]) -> None:
 def _end_by_exception(
     kind: type[BaseException], error: BaseException, _: TracebackType | None
 ) -> None:
-    if issubclass(kind, jax.errors.JaxRuntimeError) or _STATUS.match(str(error)):
-        # Most likely a collective failed because another process is gone. Which one
+    if _is_of_collective(error):
+        # Most likely it failed because another process is gone. Which one
         # and why arrives on another thread, and ends this process from there.
         threading.Event().wait(_REASON_SECONDS)
     _ending.acquire(timeout=_ENDING_SECONDS)
@@ -180,6 +180,16 @@ def _end_by_exception(
         lambda: _notify(None if is_alike else reason),
         # As shells spell a signal.
         128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1,
+    )
+
+
+def _is_of_collective(error: BaseException | None) -> bool:
+    """True if it, or what it was raised from, is an error of the devices' runtime."""
+    # A save has collectives too, and its error is raised from theirs.
+    return error is not None and (
+        isinstance(error, jax.errors.JaxRuntimeError)
+        or _STATUS.match(str(error)) is not None
+        or _is_of_collective(error.__cause__)
     )
 
 
