@@ -559,7 +559,10 @@ def test_a_failed_collective_first_hears_who_is_lost(
     monkeypatch.setattr(runtime.threading, "Event", lambda: heard)
     monkeypatch.setattr(runtime, "_ending", threading.Lock())
     monkeypatch.setattr(runtime, "_end", lambda *given: ended.set())
+    monkeypatch.setattr(runtime, "_notify", None)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # put back at the end
+    runtime.install(lambda reason: None)
     error.__cause__ = cause
-    runtime._end_by_exception(type(error), error, None)
+    sys.excepthook(type(error), error, None)
     assert bool(waited) is waits
     assert ended.is_set()
