@@ -23,6 +23,7 @@ from nnx_parallel.precision import Precision, cast_floating
 from nnx_parallel.sharding.constrain import use_params, using
 from nnx_parallel.sharding.layout import Layout, Placement
 from nnx_parallel.sharding.model import (
+    MODES,
     ModelDef,
     ModelFn,
     Path,
@@ -41,9 +42,6 @@ from nnx_parallel.sharding.optimizer import (
     as_transformation,
     optimizer_specs,
 )
-
-MODES = ("deterministic", "use_running_average")
-"""Attributes of modules that tell evaluation from training."""
 
 
 @jax.tree_util.register_dataclass

@@ -1,6 +1,7 @@
 """Parameters that are assigned: in the forward pass, or from outside on the model."""
 
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from flax import nnx
 from nnx_parallel import FSDP, Callback, DataParallel, Pipeline, Precision, Trainer
 from nnx_parallel.errors import (
     DonatedArrayError,
+    ParallelWarning,
     PipelineError,
     StackError,
     StateStructureError,
@@ -349,6 +351,50 @@ def test_an_assignment_that_comes_too_late_or_does_not_fit_is_named() -> None:
     message = "`kernel` has shape (3, 1) instead of (4, 1). The arrays of a run keep"
     with pytest.raises(StateStructureError, match=re.escape(message)):
         trainer.fit(batches, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "paths"),
+    [
+        (lambda model: setattr(model, "bias", None), "['bias']"),
+        (lambda model: setattr(model, "new", linear(nnx.Rngs(0))), "['new.bias', 'new"),
+    ],
+)
+def test_a_parameter_that_is_gone_or_new_is_named(change: Any, paths: str) -> None:
+    trainer = make_trainer(linear)
+    change(trainer.model)
+    message = f"Of trainer.model parameters are gone or new: {paths}"
+    with pytest.raises(StateStructureError, match=re.escape(message)):
+        trainer.evaluate(make_batches(1))
+
+
+class Counting(nnx.Module):
+    """Counts its calls in an attribute, which plain NNX would trace again and again."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear, self.dropout = linear(rngs), nnx.Dropout(0.1, rngs=rngs)
+        self.calls = 0
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.calls += 1
+        return self.dropout(self.linear(x)) * self.calls
+
+
+def test_attributes_that_are_no_arrays_have_no_effect_which_is_said() -> None:
+    batches = make_batches(1)
+    trainer = make_trainer(Counting)
+    message = "Attributes that are no arrays have changed in the loss: `calls`. That"
+    with pytest.warns(ParallelWarning, match=re.escape(message)):
+        trainer.fit(batches, 1)
+    model: Any = trainer.model
+    model.train()  # the mode is the user's: what the Trainer runs has its own
+    model.eval()
+    model.dropout.rate = 0.5
+    with pytest.warns(ParallelWarning, match=r"in trainer\.model: `dropout\.rate`"):
+        trainer.evaluate(batches)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # said once
+        trainer.evaluate(batches)
 
 
 def test_a_model_that_is_kept_over_a_step_says_why_its_arrays_are_gone() -> None:

@@ -370,8 +370,15 @@ def test_failure_in_the_background_is_raised_under_its_own_step(tmp_path):
         assert not list(tmp_path.glob("run/20.*")), "what was written keeps its bytes"
         assert manager.saved.steps == [10]
         assert_same(manager.saved.restore(abstract(weights()))[0], weights(1))
+        late, other = (tmp_path / f"run/{n}.orbax-checkpoint-tmp" for n in (20, 90))
+        late.mkdir()  # threads of the failed save may still write
         manager.save_groups(30, weights(3), {})
         assert manager.saved.steps == [30]
+        assert not late.exists()
+        other.mkdir()
+        manager.save_groups(40, weights(4), {})
+        assert manager.saved.steps == [40]
+        assert other.exists(), "after a good save nobody looks for remains"
 
 
 def test_failure_of_the_last_save_is_raised_by_close(options):

@@ -97,3 +97,13 @@ def test_a_training_state_is_stepped_once() -> None:
     trainer.state, metrics = trainer.train_step(trainer.state, batch)
     assert jnp.isfinite(metrics["loss"])
     assert trainer.step == 2
+    # A loop that keeps the new state to itself.
+    state, _ = trainer.train_step(trainer.state, batch)
+    for use in (
+        lambda: trainer.step,
+        lambda: trainer.evaluate([{"x": np.ones((8, 8))}]),
+    ):
+        with pytest.raises(DonatedArrayError, match="Hand that back in a loop of your"):
+            use()
+    trainer.state = state
+    assert trainer.step == 3

@@ -308,6 +308,19 @@ def test_predictions_draw_random_numbers_by_their_seed() -> None:
         trainer.predict(twice, sample, seed=0.5)  # pyright: ignore[reportArgumentType]
 
 
+def test_predictions_are_rows() -> None:
+    trainer = make_trainer()
+
+    def summed(model: Any, batch: Any) -> dict:
+        logits = model(batch["x"], training=False)
+        return {"logits": logits, "sum": logits.sum()}
+
+    with pytest.raises(LossError, match="The output `sum` of predict's function has"):
+        trainer.predict(TRAINING, summed)
+    with pytest.raises(LossError, match="missing a required argument: 'key'. Write f"):
+        trainer.predict(TRAINING, lambda model, batch, key: batch)
+
+
 def test_metrics_of_flax() -> None:
     """In a loss, whose metrics they compute; and on the host, from the outputs."""
 

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -21,7 +22,6 @@ from nnx_parallel import (
     Trainer,
 )
 from nnx_parallel.loggers import Logger
-from nnx_parallel.training.run_state import bytes_per_device
 from tests.parity.runs import compiling
 
 
@@ -98,6 +98,11 @@ def test_a_fit_begins_with_what_runs_where(
     assert resumed == f"Resumed from step 5 in '{tmp_path / 'run'}'."
 
 
+def held(tree: Any) -> int:
+    """Bytes of the arrays on the first device."""
+    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+
+
 def test_the_bytes_are_those_that_are_described() -> None:
     trainer: Any = make_trainer(
         model=lambda rngs: nnx.LoRA(
@@ -106,13 +111,12 @@ def test_the_bytes_are_those_that_are_described() -> None:
         strategy=FSDP(min_size=0),
         wrt=nnx.LoRAParam,
     )
-    found = trainer.describe()
-    sizes = bytes_per_device(trainer._run.plan)
-    assert sizes == {
-        "parameters": found.params_bytes,
-        "gradients": found.gradients_bytes,
-        "optimizer state": found.optimizer_bytes,
-    }
+    found, state = trainer.describe(), trainer.state
+    assert found.params_bytes == held((state.params, state.variables))
+    assert found.gradients_bytes == held(state.params)
+    assert found.optimizer_bytes == held(state.opt_state)
+    assert f"per device: {found.per_device}" == found.summary().splitlines()[0]
+    assert found.per_device in trainer._repr_html_()
     assert "5,184 parameters, 1,024 of them trained" in trainer._repr_html_()
 
 

@@ -165,9 +165,11 @@ def windows(*sizes: int) -> list[Any]:
         ([*windows(4), Wide(nnx.Rngs(0))], "the block is 'Windowed' .* 'Wide'"),
         ([with_lambda(1.0), with_lambda(2.0)], "`activation` is <function"),
         ([], "A stack of 0 blocks with period 1: it needs at least 1 block"),
+        ([*windows(4), len], "Element 1 of the blocks is a builtin_function_or_method"),
+        (Windowed(nnx.Rngs(0)), "Stack.of got one Windowed. It takes a list of blocks"),
     ],
 )
-def test_the_first_difference_is_named(blocks: list, found: str) -> None:
+def test_the_first_difference_is_named(blocks: Any, found: str) -> None:
     pattern = found.replace("[8]", r"\[8\]").replace("[4]", r"\[4\]")
     pattern = pattern.replace("('embed', 'mlp')", r"\('embed', 'mlp'\)")
     with pytest.raises(StackError, match=pattern):

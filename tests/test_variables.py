@@ -1,5 +1,7 @@
 """Arrays of a model that are not the one value of one Variable."""
 
+import dataclasses
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -247,8 +249,7 @@ def test_arrays_in_no_variable_are_constants(
     state: Any = flatten_pure(trainer.state.variables)
     assert sorted(state) == ["calls", "positions", "scale", "tables.0"]
     assert all(x.sharding.spec == P() for x in state.values())
-    with pytest.warns(UserWarning, match="Arrays in no Variable"):
-        rows = {row.info.path: row.placement.reason for row in trainer.describe().rows}
+    rows = {row.info.path: row.placement.reason for row in trainer.describe().rows}
     assert rows["positions"].startswith("in no Variable")
     with pytest.warns(UserWarning, match="Arrays in no Variable"):
         other = make_trainer(model, strategy=DataParallel(), checkpoint=str(tmp_path))
@@ -307,6 +308,44 @@ def test_constants_in_lists_and_dicts(*, is_built: bool) -> None:
         assert not isinstance(model.tables["a", 1][0], nnx.Variable)
     paths = {row.info.path for row in trainer.describe().rows}
     assert {"tables.('a', 1).0", "tables.('a', 1).1"} < paths
+
+
+@dataclasses.dataclass
+class Table:
+    """An object of no kind that Flax looks into."""
+
+    values: Any
+
+
+def as_partial(values: Any) -> Any:
+    return functools.partial(jnp.multiply, values)
+
+
+def as_closure(values: Any) -> Any:
+    return lambda x: x * values
+
+
+@pytest.mark.parametrize("hold", [Table, as_partial, as_closure])
+def test_an_array_in_an_object_that_flax_does_not_look_into(hold: Any) -> None:
+    class Holds(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+            self.held = hold(jnp.arange(WIDTH) % 3)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            held = self.held
+            x = self.linear(x)
+            return x * held.values if isinstance(held, Table) else held(x)
+
+    message = re.escape("`held` is a ") + ".* with an array that __init__ has made"
+    with pytest.raises(ModelError, match=message):
+        make_trainer(Holds)
+    # One that is built has it as it is: as in plain NNX, a constant of the program.
+    batches = make_batches(1)
+    with jax.numpy_rank_promotion("allow"):
+        expected = plain(Holds(nnx.Rngs(0)), batches)
+        found = make_trainer(Holds(nnx.Rngs(0))).fit(batches, 1)["loss"]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 class Weak(nnx.Module):

@@ -93,6 +93,7 @@ class CheckpointManager:
         self._read_only = read_only
         self._opened: SavedSteps | None = None
         self._save: AsyncSave | None = None
+        self._has_remains = False  # of a save that failed, in the directory
 
     @property
     def ranks_by_eval(self) -> bool:
@@ -233,7 +234,7 @@ class CheckpointManager:
             raise CheckpointError(problem)
         check_step(directory, step, self.latest_step, overwrite=overwrite)
         check_groups(groups)
-        save = AsyncSave(step, directory)
+        save = AsyncSave(step, directory, cleans=self._has_remains)
         try:
             # Before anything is read there: a disk that is away is a save that fails;
             # a process that is lost in the exchange is not.
@@ -262,6 +263,7 @@ class CheckpointManager:
         except Exception as error:
             save.end()
             save.discard()
+            self._has_remains = True
             raise save.failure(error) from first_cause(error)
         assert response is not None, "a forced save is never skipped"
         save.follow(response)
@@ -297,9 +299,11 @@ class CheckpointManager:
             with contextlib.suppress(Exception):
                 opened.orbax.wait()  # Orbax raises a failure once in each thread
             save.discard()
+            self._has_remains = True  # late threads may still write
             opened.reload()
             save.check()
             return
+        self._has_remains = False
         opened.forget(save.superseded)
         where = f"step {save.step} in '{self.directory}'"
         self.report(f"Saved {where} ({save.seconds:.1f} s)")

@@ -232,6 +232,8 @@ class AsyncSave(logging.Filter):
     fails logs its error at once, from the thread that writes. `listen` before the save
     starts: the error may be logged before Orbax returns.
 
+    With ``cleans``, it deletes what an earlier one has left when it ends well.
+
     Attributes:
         error: With which the save has ended on all processes, or ``None``.
         superseded: Older steps to delete once this one is saved.
@@ -239,9 +241,9 @@ class AsyncSave(logging.Filter):
         step, seconds: What is saved, and how long that took.
     """
 
-    def __init__(self, step: int, directory: str) -> None:
+    def __init__(self, step: int, directory: str, *, cleans: bool = False) -> None:
         super().__init__()
-        self.step, self._directory = step, directory
+        self.step, self._directory, self._cleans = step, directory, cleans
         self.error: BaseException | None = None
         self.superseded: list[int] = []
         self.problems: list[str] = []
@@ -280,7 +282,8 @@ class AsyncSave(logging.Filter):
                 # Only now: as long as this step is not saved, none is deleted.
                 if jax.process_index() == 0:
                     self.problems = delete_steps(self._directory, self.superseded)
-                    self.discard()
+                    if self._cleans:
+                        self.discard()
             except BaseException as error:  # whatever ended Orbax's thread
                 self.error = error
             finally:

@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.data.rows import count_rows, partition
+from nnx_parallel.data.rows import DROPPED, END, count_rows, partition
 from nnx_parallel.distributed.agreement import allgather_object, differences
 from nnx_parallel.errors import (
     BatchShapeError,
@@ -27,9 +27,6 @@ from nnx_parallel.sharding.layout import Layout
 
 Signature = dict[str, tuple[tuple[int, ...], str]]
 """Shape and dtype of each array of a batch, by its path."""
-
-END = object()  # in place of a batch where the data has ended
-DROPPED = object()  # in place of a smaller one that is left out
 
 
 def check_batch(batch: Any, *, index: int = 0) -> int:

@@ -1,7 +1,6 @@
 """Position of a run in its data, so that a resumed run sees the next batch."""
 
 import base64
-import contextlib
 import itertools
 import sys
 import warnings
@@ -15,7 +14,7 @@ import jax
 import numpy as np
 
 from nnx_parallel.data.batches import copy_if_writeable
-from nnx_parallel.data.rows import LastBatch, rows_of
+from nnx_parallel.data.rows import LastBatch, SmallerBatches, rows_at_ends
 from nnx_parallel.distributed.agreement import allgather_object
 from nnx_parallel.errors import DataError, warn_user
 
@@ -128,8 +127,8 @@ class Epochs:
     def num_steps(self, last_batch: LastBatch | None) -> int:
         """Batches of all passes that a fit uses, as far as is known before."""
         num_rows, last = rows_at_ends(self.data)
-        is_dropped = last < num_rows and last_batch in ("drop", None)
-        return self.count * (self.num_batches - is_dropped)
+        dropped = SmallerBatches(last_batch).drops(last, num_rows)
+        return self.count * (self.num_batches - dropped)
 
     def after(self, num_read: int) -> tuple[Self, int]:
         """All that is left to read, and how many batches of it were read before."""
@@ -147,24 +146,6 @@ class Epochs:
             if self._set_epoch is not None:
                 self._set_epoch(epoch)
             yield from self.data
-
-
-def rows_at_ends(data: Any) -> tuple[int, int]:
-    """Rows of the first and of the last batch of sized data; zeros if unknown.
-
-    Example:
-        >>> rows_at_ends([np.zeros(4), np.zeros(4), np.zeros(3)])
-        (4, 3)
-    """
-    size = getattr(data, "batch_size", None)
-    # Data of others, asked for what not all of it can tell: any failure is a "no".
-    with contextlib.suppress(Exception):
-        if hasattr(data, "__getitem__"):
-            return rows_of(data[0]), rows_of(data[len(data) - 1])
-        if isinstance(size, int):  # as PyTorch's DataLoader
-            rest = 0 if data.drop_last else len(data.sampler) % size
-            return size, rest or size
-    return 0, 0
 
 
 _returned: weakref.WeakKeyDictionary[Any, deque[Any]] = weakref.WeakKeyDictionary()

@@ -17,8 +17,6 @@ import jax
 import numpy as np
 
 from nnx_parallel.data.batches import (
-    DROPPED,
-    END,
     BatchAgreement,
     check_same,
     copy_if_writeable,
@@ -30,16 +28,9 @@ from nnx_parallel.data.position import (
     encode_state,
     is_one_shot,
     returned_batches,
-    rows_at_ends,
 )
-from nnx_parallel.data.rows import LastBatch, Pad, rows_of
-from nnx_parallel.errors import (
-    BatchShapeError,
-    DataError,
-    DataExhaustedError,
-    ParallelWarning,
-    warn_user,
-)
+from nnx_parallel.data.rows import DROPPED, END, SmallerBatches, rows_at_ends, rows_of
+from nnx_parallel.errors import DataError, DataExhaustedError
 
 T = TypeVar("T")
 
@@ -77,7 +68,7 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
     ever read. Those of a one-shot iterator that are not taken are kept on the host for
     the next of these that reads it: none is lost between two fits. An error in the
     data, in a check or in ``place`` is raised from the iteration, where its batch would
-    have come, with its own traceback.
+    have come, with its own traceback. `Epochs` may end before the limit.
 
     Attributes:
         data: The batches: pytrees of NumPy arrays whose dim 0 is the rows, of the
@@ -91,11 +82,7 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
         state: Position to restore, from `PlacedBatch.state`.
         prefetch: Batches placed ahead. 0 does all work in the caller's thread.
         uniform: Whether structure, shapes and dtypes must stay the same.
-        last_batch: What happens then to a batch of fewer rows: it is an error, left out
-            (``"drop"``; by ``None`` with a warning), or filled up.
-        num_rows: Rows of a batch, of which fewer are a smaller one; 0: of the first.
-        num_dropped: Batches that were left out before.
-        may_end: Whether the data may end before ``limit``.
+        smaller: What happens then to a batch of fewer rows.
         first_step: Steps done before the first batch, for messages; default ``skip``.
         agreement: Compares each batch with those of other processes.
 
@@ -120,10 +107,7 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
     state: Any = None
     prefetch: int = 2
     uniform: bool = True
-    last_batch: LastBatch | None = "error"
-    num_rows: int = 0
-    num_dropped: int = 0
-    may_end: bool = False
+    smaller: SmallerBatches = dataclasses.field(default_factory=SmallerBatches)
     first_step: int | None = None
     agreement: BatchAgreement = dataclasses.field(default_factory=BatchAgreement)
 
@@ -131,7 +115,7 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
         if self.prefetch < 0:
             raise ValueError(f"prefetch={self.prefetch}. It must be 0 or more.")
         self._first_step = self.skip if self.first_step is None else self.first_step
-        self._dropped_before = self.num_dropped
+        self._dropped_before = self.smaller.num_dropped
         self._stop = threading.Event()
         self._open()
         # A copy reads, so that neither it nor the thread refers to this object: an
@@ -206,43 +190,11 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
             return
         elif self.limit is not None:
             stop = self.skip + self.limit
-        num_rows, last = rows_at_ends(data)
-        is_reached = last < num_rows and (data is not self.data or stop >= len(data))
-        dropped = int(is_reached and self.last_batch in ("drop", None))
-        if stop > len(data) - dropped:
+        is_reached = data is not self.data or stop >= len(data)
+        num_rows, last = rows_at_ends(data) if is_reached else (0, 0)
+        if stop > len(data) - (dropped := int(self.smaller.drops(last, num_rows))):
             raise self._exhausted(len(data), dropped)
-        if is_reached and self.last_batch == "error":
-            raise BatchShapeError(
-                f"Batch {len(data) - 1}, the last one, has {last} rows, and the first "
-                f"has {num_rows}. Leave it out by last_batch='drop', fill it up by "
-                "last_batch=Pad('weights'), or let the data drop it."
-            )
-        if is_reached:
-            self._warn_of_drop(last, num_rows)
-
-    def _warn_of_drop(self, found: int, num_rows: int) -> None:
-        if self.last_batch is None:
-            warn_user(
-                f"A last batch of {found} rows, where others have {num_rows}, is left "
-                "out of the training. Say last_batch='drop' if this is meant; "
-                "last_batch=Pad('weights') trains on it, without an effect of the rows "
-                "that are added.",
-                ParallelWarning,
-            )
-            self.last_batch = "drop"  # said once
-
-    def _sized(self, batch: Any) -> Any:
-        """The batch with the rows of the others, or `DROPPED`; else as it is."""
-        if batch is END or not self.uniform or self.last_batch == "error":
-            return batch
-        found = rows_of(batch)
-        self.num_rows = self.num_rows or found
-        if isinstance(self.last_batch, Pad):
-            return self.last_batch.fill(batch, self.num_rows) if found else batch
-        if not 0 < found < self.num_rows:
-            return batch
-        self._warn_of_drop(found, self.num_rows)
-        return DROPPED
+        self.smaller.check_last(last, num_rows, index=len(data) - 1)
 
     def _read(self) -> Iterator[PlacedBatch[Any]]:
         """Reads, checks and places batches, in the thread that iterates over them."""
@@ -253,10 +205,10 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
             if batch is END:
                 raise self._exhausted(done)
             # The batch that is read first may be the last, smaller one of an epoch.
-            self.num_rows = self.num_rows or rows_of(batch)
+            self.smaller.num_rows = self.smaller.num_rows or rows_of(batch)
         first, num_read, num_used = None, self.skip, 0
         while num_used != self.limit:
-            batch = self._sized(next(self._iterator, END))
+            batch = self.smaller.resize(next(self._iterator, END))
             index = self._first_step + num_used
             num_rows, stop_reason = self.agreement.check(
                 batch, index=index, num_read=num_read
@@ -267,12 +219,10 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
                 return
             num_read += 1
             if num_rows is None:
-                self.num_dropped += 1
-                # Of a resumed run with smaller batches the next one is no last one.
-                self.num_rows = self.num_rows if num_used else 0
+                self.smaller.count_dropped(is_first=num_used == 0)
                 continue
             if batch is END:
-                if self.limit is None or self.may_end:
+                if self.limit is None or isinstance(self.data, Epochs):
                     return
                 raise self._exhausted(num_read - 1)
             num_used += 1
@@ -290,7 +240,7 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
                 batch=self.place(batch),
                 num_rows=num_rows,
                 state=state,
-                num_dropped=self.num_dropped,
+                num_dropped=self.smaller.num_dropped,
             )
 
     def _keep(self, batch: Any) -> Any:
@@ -303,7 +253,7 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
 
     def _exhausted(self, num_read: int, dropped: int = 0) -> DataExhaustedError:
         """The error of data that ends, with as many of its batches ``dropped``."""
-        dropped = dropped or self.num_dropped - self._dropped_before
+        dropped = dropped or self.smaller.num_dropped - self._dropped_before
         skipped = min(self.skip, num_read)
         step = self._first_step + num_read - skipped - dropped + 1
         last = "" if self.limit is None else f" of {self._first_step + self.limit}"

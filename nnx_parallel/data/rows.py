@@ -6,6 +6,7 @@ data marks as `Shared`.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +17,16 @@ import numpy as np
 from einops import rearrange
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.errors import DataError
+from nnx_parallel.errors import (
+    BatchShapeError,
+    DataError,
+    ParallelWarning,
+    warn_user,
+)
 from nnx_parallel.sharding.layout import Layout
+
+END = object()  # in place of a batch where the data has ended
+DROPPED = object()  # in place of a smaller one that is left out
 
 
 @jax.tree_util.register_dataclass
@@ -100,6 +109,83 @@ def check_last_batch(value: object) -> None:
             "batch out, Pad('weights'), which fills it up with rows of weight 0, and "
             "'error'."
         )
+
+
+@dataclass
+class SmallerBatches:
+    """What a batch of fewer rows than others is, and what happens to it.
+
+    Attributes:
+        rule: It is an error, left out (``"drop"``; by ``None`` with a warning), or
+            filled up.
+        num_rows: Rows of a batch, of which fewer are a smaller one; 0: of the first.
+        num_dropped: Batches that were left out.
+    """
+
+    rule: LastBatch | None = "error"
+    num_rows: int = 0
+    num_dropped: int = 0
+
+    def resize(self, batch: Any) -> Any:
+        """The batch with the rows of the others, or `DROPPED`; else as it is."""
+        found = 0 if batch is END or self.rule == "error" else rows_of(batch)
+        self.num_rows = self.num_rows or found
+        if isinstance(self.rule, Pad):
+            return self.rule.fill(batch, self.num_rows) if found else batch
+        if not 0 < found < self.num_rows:
+            return batch
+        self._warn(found, self.num_rows)
+        return DROPPED
+
+    def count_dropped(self, *, is_first: bool) -> None:
+        """Notes that a batch was left out, perhaps before any was used."""
+        self.num_dropped += 1
+        # Of a resumed run with smaller batches the next one is no last one.
+        self.num_rows = 0 if is_first else self.num_rows
+
+    def drops(self, last: int, num_rows: int) -> bool:
+        """True if a last batch of ``last`` rows is left out."""
+        return last < num_rows and self.rule in ("drop", None)
+
+    def check_last(self, last: int, num_rows: int, *, index: int) -> None:
+        """Refuses, or warns of, a last batch that is known before any is read."""
+        if last < num_rows and self.rule == "error":
+            raise BatchShapeError(
+                f"Batch {index}, the last one, has {last} rows, and the first has "
+                f"{num_rows}. Leave it out by last_batch='drop', fill it up by "
+                "last_batch=Pad('weights'), or let the data drop it."
+            )
+        if last < num_rows:
+            self._warn(last, num_rows)
+
+    def _warn(self, found: int, num_rows: int) -> None:
+        if self.rule is None:
+            warn_user(
+                f"A last batch of {found} rows, where others have {num_rows}, is left "
+                "out of the training. Say last_batch='drop' if this is meant; "
+                "last_batch=Pad('weights') trains on it, without an effect of the rows "
+                "that are added.",
+                ParallelWarning,
+            )
+            self.rule = "drop"  # said once
+
+
+def rows_at_ends(data: Any) -> tuple[int, int]:
+    """Rows of the first and of the last batch of sized data; zeros if unknown.
+
+    Example:
+        >>> rows_at_ends([np.zeros(4), np.zeros(4), np.zeros(3)])
+        (4, 3)
+    """
+    size = getattr(data, "batch_size", None)
+    # Data of others, asked for what not all of it can tell: any failure is a "no".
+    with contextlib.suppress(Exception):
+        if hasattr(data, "__getitem__"):
+            return rows_of(data[0]), rows_of(data[len(data) - 1])
+        if isinstance(size, int):  # as PyTorch's DataLoader
+            rest = 0 if data.drop_last else len(data.sampler) % size
+            return size, rest or size
+    return 0, 0
 
 
 def is_marked(entry: Any) -> bool:

@@ -24,6 +24,11 @@ def check_blocks(blocks: Sequence[nnx.Module], period: int) -> None:
         StackError: If they do not divide into groups, share a Variable, or differ in
             more than the values of their arrays.
     """
+    for i, block in enumerate(blocks):
+        if not isinstance(block, nnx.Module):
+            raise StackError(
+                f"Element {i} of the blocks is a {type(block).__name__}, no nnx.Module."
+            )
     if not blocks or period < 1 or len(blocks) % period:
         raise StackError(
             f"A stack of {len(blocks)} blocks with period {period}: it needs at least "

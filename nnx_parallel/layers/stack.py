@@ -1,7 +1,7 @@
 """`Stack`: N alike blocks as one module, scanned."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, Self
@@ -130,6 +130,11 @@ class Stack(nnx.Module):
             >>> bool((stack.unstack()[2].kernel == blocks[2].kernel).all())
             True
         """
+        if not isinstance(blocks, Iterable):
+            raise StackError(
+                f"Stack.of got one {type(blocks).__name__}. It takes a list of blocks: "
+                "nnx.List, list or tuple, or the layers of an nnx.Sequential."
+            )
         blocks = list(blocks)
         check_blocks(blocks, period)
         groups = range(0, len(blocks), period)

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import filterfalse
+from types import CellType
 from typing import Any
 
 import jax
@@ -33,6 +35,11 @@ from nnx_parallel.sharding.names import (
     variables_of,
 )
 from nnx_parallel.sharding.rules import warn_idle
+
+MODES = ("deterministic", "use_running_average")
+"""Attributes of modules that tell evaluation from training."""
+
+_EMPTY = CellType()  # of a name that has no value yet
 
 Path = tuple[Hashable, ...]
 ModelFn = Callable[[nnx.Rngs], nnx.Module]
@@ -178,7 +185,9 @@ def build_model(model_fn: ModelFn, rngs: nnx.Rngs) -> nnx.Module:
     if not isinstance(model, nnx.Module):
         found = type(model).__name__
         raise TypeError(f"model={model_fn} returns a {found}, no nnx.Module. {remedy}")
-    return wrap_constants(model)
+    wrap_constants(model)
+    _check_hidden(model)
+    return model
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
@@ -211,22 +220,63 @@ def unwrap_constants(model: nnx.Module) -> nnx.Module:
 
 
 def _map_attributes(model: nnx.Module, function: Callable[[Any], Any]) -> None:
-    """Maps the attributes of all modules, and what lists and dicts among them hold."""
+    """Maps the attributes of all modules, and what pytrees among them hold."""
 
     def convert(value: Any) -> Any:
-        if type(value) is dict:
-            new = {key: convert(x) for key, x in value.items()}
-            return new if any(new[key] is not value[key] for key in new) else value
-        if type(value) in (list, tuple):
-            parts = [convert(x) for x in value]
-            is_new = any(a is not b for a, b in zip(parts, value, strict=True))
-            return type(value)(parts) if is_new else value
-        return function(value)
+        held, tree = _parts(value)
+        new = [function(x) for x in held]
+        is_new = any(a is not b for a, b in zip(new, held, strict=True))
+        return tree.unflatten(new) if is_new else value
 
     for _, module in [*nnx.iter_modules(model)]:
         for name, value in [*vars(module).items()]:
             if (new := convert(value)) is not value:
                 setattr(module, name, nnx.data(new))
+
+
+def _parts(value: Any) -> tuple[list, Any]:
+    """What an attribute holds, and its structure."""
+    try:
+        return jax.tree.flatten(value, is_leaf=_is_part_of_graph)
+    except ValueError:  # keys of a dict that have no order: settings, not arrays
+        return jax.tree.flatten(value, is_leaf=lambda _: True)
+
+
+def _is_part_of_graph(value: object) -> bool:
+    return isinstance(value, nnx.Variable | nnx.Pytree)
+
+
+def _check_hidden(model: nnx.Module) -> None:
+    """Refuses arrays of this trace in objects that Flax does not look into.
+
+    Raises:
+        ModelError: With the attribute. JAX would name the tracer that has escaped.
+    """
+    for path, module in nnx.iter_modules(model):
+        for name, value in vars(module).items():
+            for x in filterfalse(_is_part_of_graph, _parts(value)[0]):
+                held = [getattr(x, "__dict__", {})]
+                held += [getattr(x, n, ()) for n in ("args", "keywords")]  # partial
+                for cell in getattr(x, "__closure__", None) or ():
+                    held += [cell.cell_contents] if cell != _EMPTY else []
+                if any(isinstance(each, Tracer) for each in _parts(held)[0]):
+                    raise ModelError(
+                        f"`{dotted((*path, name))}` is a {type(x).__name__} with an "
+                        "array that __init__ has made. Flax does not look into such an "
+                        "object, and the model is built in a trace, after which the "
+                        "array is gone. Make it an attribute of the module, or an "
+                        "nnx.Variable; or pass a model that is built."
+                    )
+
+
+def plain_attributes(model: nnx.Module) -> dict[Path, Any]:
+    """Numbers, strings and flags of a model's modules, which a compiled step has."""
+    return {
+        (*path, name): value
+        for path, module in nnx.iter_modules(model)
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | float | str) and name not in MODES
+    }
 
 
 def _check_names(model: nnx.Module) -> None:

@@ -11,7 +11,7 @@ import numbers
 import sys
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial, wraps
 from itertools import chain
 from typing import Any, TypeGuard
@@ -34,10 +34,13 @@ from nnx_parallel.errors import (
     DeviceMemoryError,
     DisagreementError,
     LossError,
+    ParallelWarning,
     ReplicaError,
+    warn_user,
 )
 from nnx_parallel.layers.loss import LabelRange
 from nnx_parallel.precision import array_bytes
+from nnx_parallel.sharding.model import Path
 from nnx_parallel.sharding.names import (
     dotted,
     flatten_pure,
@@ -114,10 +117,10 @@ def _is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def check_loss(loss: Callable) -> None:
-    """Refuses a loss that needs other arguments than it will be given."""
+def check_loss(function: Callable, name: str = "loss") -> None:
+    """Refuses a function that needs other arguments than it will be given."""
     try:
-        signature = inspect.signature(loss)
+        signature = inspect.signature(function)
     except ValueError:
         return  # a function in C may not tell
     keywords = {"rngs": None} if "rngs" in signature.parameters else {}
@@ -125,9 +128,9 @@ def check_loss(loss: Callable) -> None:
         signature.bind(None, None, **keywords)
     except TypeError as error:
         raise LossError(
-            f"The loss, of signature {signature}, cannot be called with a model and a "
-            f"batch: {error}. Write loss(model, batch), or loss(model, batch, rngs), "
-            "which gets nnx.Rngs by that name: rngs() is a new key. Bind other "
+            f"The {name}, of signature {signature}, cannot be called with a model and "
+            f"a batch: {error}. Write {name}(model, batch), or {name}(model, batch, "
+            "rngs), which gets nnx.Rngs by that name: rngs() is a new key. Bind other "
             "arguments with functools.partial."
         ) from None
 
@@ -170,9 +173,11 @@ def watching_wrapped(model: nnx.Module) -> Iterator[None]:
         )
 
 
-def check_model(model: object, loss: Callable) -> None:
-    """Refuses a model whose arrays were donated, or that the loss holds on to."""
-    check_loss(loss)
+def check_model(model: object, *losses: Callable | None) -> None:
+    """Refuses a model whose arrays were donated, or that a loss holds on to."""
+    given = [loss for loss in losses if loss is not None]
+    for loss in given:
+        check_loss(loss)
     if not isinstance(model, nnx.Module):
         return
     for path, variable in variables_of(model):
@@ -182,7 +187,8 @@ def check_model(model: object, loss: Callable) -> None:
                 f"`{dotted(path)}` of the model was donated to a step, and is gone. "
                 "Take trainer.model again after each step, or build a new model."
             )
-    if held := [name for name, value in _held_by(loss) if value is model]:
+    names = (name for loss in given for name, x in _held_by(loss) if x is model)
+    if held := [*names]:
         raise LossError(
             f"The loss uses the model as {held[0]!r} from outside, where it is not "
             "trained: its gradient would be 0. Use the model that it is given as its "
@@ -203,6 +209,21 @@ def _held_by(function: Callable) -> list[tuple[str, object]]:
         with contextlib.suppress(ValueError):  # it gets its value further down
             found.append((name, cell.cell_contents))
     return found
+
+
+def warn_of_attributes(
+    before: Mapping[Path, Any], after: Mapping[Path, Any], where: str
+) -> None:
+    """Warns of `plain_attributes` that have changed: no compiled step will see it."""
+    paths = dict.fromkeys((*before, *after))
+    if changed := [f"`{dotted(p)}`" for p in paths if before.get(p) != after.get(p)]:
+        warn_user(
+            f"Attributes that are no arrays have changed in {where}: "
+            f"{', '.join(changed)}. That has no effect: a step is compiled once, with "
+            "the values from before. Keep what changes in an nnx.Variable, or build a "
+            "new Trainer.",
+            ParallelWarning,
+        )
 
 
 def agree_on_run(

@@ -19,16 +19,17 @@ from nnx_parallel.data.batches import BatchAgreement, place_batch
 from nnx_parallel.data.prefetch import PrefetchIterator
 from nnx_parallel.data.rows import count_rows, join_rows
 from nnx_parallel.distributed.runtime import Watchdog
-from nnx_parallel.errors import DataError, ParallelWarning, warn_user
+from nnx_parallel.errors import DataError, LossError, ParallelWarning, warn_user
 from nnx_parallel.layers.loss import LabelRange
 from nnx_parallel.layers.scan import StackCall
 from nnx_parallel.layers.stack import using_runner
 from nnx_parallel.metrics import split_loss_output
 from nnx_parallel.sharding.constrain import in_context
-from nnx_parallel.sharding.model import arrays_of, flatten
-from nnx_parallel.sharding.names import dotted, variables_of
+from nnx_parallel.sharding.model import MODES, arrays_of, flatten
+from nnx_parallel.sharding.names import dotted, path_of, variables_of
 from nnx_parallel.sharding.tree import gather
-from nnx_parallel.state import MODES, StatePlan, TrainState
+from nnx_parallel.state import StatePlan, TrainState
+from nnx_parallel.training.diagnostics import check_loss
 from nnx_parallel.training.step import (
     Batch,
     LossFn,
@@ -98,6 +99,7 @@ class Programs:
         def outputs_of(model: nnx.Module, batch: Batch, key: jax.Array) -> Any:
             output = call_loss(plan, known.function, model, batch, key)
             if not is_loss:
+                _check_rows(output)
                 return output
             mean, metrics = split_loss_output(output, weight=count_rows(batch))
             return {"loss": mean, **metrics}
@@ -214,6 +216,7 @@ class Programs:
     ) -> Any:
         """Outputs of ``function`` for all rows, as NumPy arrays."""
         known = _Known(function or _apply)
+        check_loss(known.function, "function")
         run = self._predict_step(known)
         arrays = (params_of(state, ema=ema), state.variables, state.key)
         parts = []
@@ -259,6 +262,17 @@ class Programs:
 
 def _apply(model: Any, batch: Batch) -> Any:
     return model(batch)
+
+
+def _check_rows(outputs: Any) -> None:
+    for keys, x in jax.tree.leaves_with_path(outputs):
+        if jnp.ndim(x) == 0:
+            name = f" `{path_of(keys)}`" if keys else ""
+            raise LossError(
+                f"The output{name} of predict's function has no rows. They are joined "
+                "over all batches, along dim 0 of each output. For means of all rows "
+                "use evaluate(loss=...)."
+            )
 
 
 def _to_number(value: Any) -> Any:

@@ -14,7 +14,7 @@ import jax
 from nnx_parallel.data.batches import BatchAgreement
 from nnx_parallel.data.position import Epochs, Repeated, warn_of_one_shot
 from nnx_parallel.data.prefetch import PrefetchIterator, check_data
-from nnx_parallel.data.rows import LastBatch, Pad, check_last_batch
+from nnx_parallel.data.rows import LastBatch, Pad, SmallerBatches, check_last_batch
 from nnx_parallel.distributed.agreement import allgather_object, count_step
 from nnx_parallel.distributed.runtime import (
     INTERRUPT,
@@ -87,7 +87,7 @@ class Settings:
         Watchdog(self.step_timeout)  # refuses a time that means nothing
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Loop:
     """One fit, with the arguments and errors of `Trainer.fit`."""
 
@@ -293,10 +293,9 @@ class Loop:
                 limit=self.num_steps - step,
                 skip=skip,
                 state=state,
-                last_batch=self.last_batch,
-                num_rows=run.data.num_rows,
-                num_dropped=run.data.num_dropped,
-                may_end=self._epochs is not None,
+                smaller=SmallerBatches(
+                    self.last_batch, run.data.num_rows, run.data.num_dropped
+                ),
                 first_step=step,
                 agreement=BatchAgreement("batch", self._requested_stop),
             )

@@ -16,24 +16,26 @@ from nnx_parallel.checkpoint.manager import CheckpointManager
 from nnx_parallel.checkpoint.options import Checkpoint
 from nnx_parallel.checkpoint.plain import read_weights
 from nnx_parallel.data.position import DataState
-from nnx_parallel.distributed.agreement import strip_addresses
+from nnx_parallel.distributed.agreement import meet, strip_addresses
 from nnx_parallel.drawing import aligned
 from nnx_parallel.errors import (
     CheckpointError,
     DonatedArrayError,
     StateStructureError,
 )
-from nnx_parallel.precision import array_bytes, format_bytes
 from nnx_parallel.sharding.model import (
     ModelFn,
     Path,
     arrays_of,
     flatten,
+    plain_attributes,
     update_arrays,
 )
 from nnx_parallel.sharding.names import dotted, variables_of
 from nnx_parallel.state import StatePlan, TrainState, init_state
+from nnx_parallel.training.diagnostics import warn_of_attributes
 from nnx_parallel.training.optimizers import warn_of_changes
+from nnx_parallel.visualize.describe import Description, describe_model
 
 
 class _Gone:
@@ -78,6 +80,7 @@ class HandedModel:
         # this record the model.
         self._model = weakref.ref(model)
         self._given = {path: weakref.ref(x) for path, x in arrays.items()}
+        self._params, self._plain = _params_of(model), plain_attributes(model)
         self._ended: dict[Path, nnx.Variable] = {}  # of which a step took the arrays
 
     @property
@@ -92,12 +95,24 @@ class HandedModel:
         self._given |= {path: weakref.ref(x) for path, x in arrays.items()}
 
     def assigned(self) -> dict[Path, Any]:
-        """The arrays that have been replaced since, random streams apart."""
+        """The arrays that have been replaced since, random streams apart.
+
+        Raises:
+            StateStructureError: If a parameter is gone, or new.
+        """
         if (model := self._model()) is None:
             return {}
         if self._ended:
             present = {path: v.get_raw_value() for path, v in self._ended.items()}
             return {p: x for p, x in present.items() if not isinstance(x, _Gone)}
+        if changed := sorted(map(dotted, self._params ^ _params_of(model))):
+            raise StateStructureError(
+                f"Of trainer.model parameters are gone or new: {changed}. A run keeps "
+                "those that it has: assign arrays to them, and build a new Trainer for "
+                "another model."
+            )
+        before, self._plain = self._plain, plain_attributes(model)
+        warn_of_attributes(before, self._plain, "trainer.model")
         # A stream moves on when the model draws from it: a sample taken between two
         # steps must not change the random numbers of the run.
         streams = {p for p, v in variables_of(model) if isinstance(v, nnx.RngState)}
@@ -120,6 +135,10 @@ class HandedModel:
                 variable.set_raw_value(gone)
 
 
+def _params_of(model: nnx.Module) -> set[Path]:
+    return {path for path, _ in variables_of(model, nnx.Param)}
+
+
 @dataclass
 class RunState:
     """The training state, the position in the data, and the newest metrics of a run.
@@ -129,6 +148,7 @@ class RunState:
 
     Attributes:
         seed: Of the model and of the loss's random numbers.
+        wrt: Filter of the Variables that are trained.
         checkpoints: The run's own checkpoints.
         metrics: Of the step at which the fit last paused, named by ``"step"``, with
             those of its evaluation.
@@ -139,6 +159,7 @@ class RunState:
     source: nnx.Module | ModelFn
     seed: int
     checkpoints: CheckpointManager
+    wrt: Any = nnx.Param
     data: DataState = field(default_factory=DataState)
     metrics: dict[str, float] = field(default_factory=dict)
     is_fresh: bool = True
@@ -157,6 +178,12 @@ class RunState:
         if self._state is None:
             rngs = nnx.Rngs(self.seed)
             self._state = init_state(self.plan, self.source, rngs, self.seed)
+        if self._state.step.is_deleted():
+            raise DonatedArrayError(
+                "The Trainer's state is gone: a step has taken its memory for the new "
+                "one. Hand that back in a loop of your own: "
+                "trainer.state, metrics = trainer.train_step(trainer.state, batch)."
+            )
         for ema, (_, handed) in self._models.items():
             if assigned := handed.assigned():
                 self._state, placed = self.plan.assign(self._state, assigned, ema=ema)
@@ -187,6 +214,11 @@ class RunState:
         model, _ = self._models[ema]
         model.eval()
         return model
+
+    def begin(self, call: str) -> None:
+        """Meets the other processes in a call; raises as `check_models`."""
+        meet(call)
+        self.check_models()
 
     def check_models(self) -> None:
         """Refuses what was assigned to a model whose other arrays a step has donated.
@@ -292,23 +324,36 @@ class RunState:
         facts = self.facts() | {"step": f"{self.step:,} of {num_steps:,}"}
         return aligned([*facts.items()])
 
+    def describe(self) -> Description:
+        """Where every array lives and why; traces nothing of the model."""
+        plan = self.plan
+        return describe_model(
+            nnx.merge(plan.model.graphdef, plan.model.state, copy=True),
+            plan.layout,
+            plan.tx,
+            self.wrt,
+            plan.precision,
+            keeps_average=plan.ema_decay is not None,
+            placements=plan.placements,
+        )
+
     def facts(self) -> dict[str, str]:
         """The run in words, by name; builds nothing and waits for no step."""
         run, options = self.checkpoints.description, self.checkpoints.options
         mesh, state = self.plan.layout.mesh, self._state
-        params = all_params(self.plan).values()
-        total, trained = sum(x.size for x in params), run["num_params"]
+        described, trained = self.describe(), run["num_params"]
+        params = (row.info for row in described.rows if row.info.is_param)
+        total = sum(info.size for info in params)
         kinds = Counter(device.device_kind for device in mesh.devices.flat)
         devices = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
         count = len({device.process_index for device in mesh.devices.flat})
-        sizes = bytes_per_device(self.plan).items()
         facts = {
             "model": f"{run['model']}, {total:,} parameters"
             + f", {trained:,} of them trained" * (trained != total),
             "strategy": run["strategy"],
             "devices": devices + f", of {count} processes" * (count > 1),
             "mesh": " * ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
-            "per device": ", ".join(f"{k} {format_bytes(size)}" for k, size in sizes),
+            "per device": described.per_device,
         }
         if options is not None:
             every = f"every {options.every:,} steps and at the end"
@@ -321,33 +366,6 @@ class RunState:
 
 # Variables with options of XLA, and of TPUs' compiler.
 _COMPILER = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-
-
-def all_params(plan: StatePlan) -> dict[Path, Any]:
-    """The shapes of all parameters, trained or frozen."""
-    arrays = flatten(plan.abstract.params) | flatten(plan.abstract.variables)
-    return {path: x for path, x in arrays.items() if path in plan.param_placements}
-
-
-def bytes_per_device(plan: StatePlan) -> dict[str, int]:
-    """Bytes on each device of a state's parts, and of gradients; of those that are."""
-
-    def held(tree: Any) -> int:
-        shards = ((x.sharding, x.shape, x.dtype) for x in jax.tree.leaves(tree))
-        return sum(array_bytes(s.shard_shape(n), dtype) for s, n, dtype in shards)
-
-    gradients = 0
-    for path, x in flatten(plan.abstract.params).items():
-        sharding = plan.layout.sharding(plan.placements[path].gradient)
-        dtype = plan.precision.gradient_dtype(x.dtype)
-        gradients += array_bytes(sharding.shard_shape(x.shape), dtype)
-    sizes = {
-        "parameters": held(all_params(plan)),
-        "gradients": gradients,
-        "optimizer state": held(plan.abstract.opt_state),
-        "moving average": held(plan.abstract.ema),
-    }
-    return {name: size for name, size in sizes.items() if size}
 
 
 def describe_run(

@@ -39,10 +39,14 @@ from nnx_parallel.precision import cast_floating
 from nnx_parallel.sharding.constrain import in_context, using
 from nnx_parallel.sharding.donation import Donating
 from nnx_parallel.sharding.layout import Execution
-from nnx_parallel.sharding.model import arrays_of, flatten, nest
+from nnx_parallel.sharding.model import arrays_of, flatten, nest, plain_attributes
 from nnx_parallel.sharding.names import dotted, path_of
 from nnx_parallel.state import StatePlan, TrainState
-from nnx_parallel.training.diagnostics import check_count, watching_wrapped
+from nnx_parallel.training.diagnostics import (
+    check_count,
+    warn_of_attributes,
+    watching_wrapped,
+)
 from nnx_parallel.training.optimizers import learning_rate, update_with
 
 Batch = Any
@@ -206,9 +210,11 @@ def _forward(plan: StatePlan, loss: LossFn) -> Forward:
         with jax.named_scope("forward"):
             model = execution_of(plan).merge(plan, params, variables, training=True)
             given = arrays_of(model)  # by identity: what the loss assigns is another
+            plain = plain_attributes(model)
             mean, metrics = split_loss_output(call_loss(plan, loss, model, batch, key))
             after = arrays_of(model)
             warn_of_statistics(plan, model, given, after)
+            warn_of_attributes(plain, plain_attributes(model), "the loss")
         after = plan.variables_after(variables, given, after)
         return {"loss": mean, **metrics}, after
 

@@ -30,7 +30,7 @@ from nnx_parallel.training.loop import Loop, Settings
 from nnx_parallel.training.recorder import History
 from nnx_parallel.training.run_state import RunState, describe_run
 from nnx_parallel.training.step import Batch, LossFn, Metrics, StepOptions
-from nnx_parallel.visualize.describe import Description, describe_model, warn_idle_parts
+from nnx_parallel.visualize.describe import Description, warn_idle_parts
 
 
 class Trainer:
@@ -146,10 +146,8 @@ class Trainer:
             loggers=loggers,
             callbacks=callbacks,
         )
-        for function in (loss, eval_loss):
-            check_model(source, function or loss)
-        self._source, self._optimizer, self._wrt = source, optimizer, wrt
-        self._names, self._seed = names, check_seed(seed)
+        check_model(source, loss, eval_loss)
+        self._source, seed = source, check_seed(seed)
         self._settings = Settings(
             loggers=loggers,
             callbacks=callbacks,
@@ -166,7 +164,7 @@ class Trainer:
         self.strategy = strategy or DataParallel()
         mesh = mesh or self.strategy.make_mesh(devices)
         self.layout = layout = self.strategy.layout(mesh)
-        shapes = abstract_model(source, nnx.Rngs(self._seed), names)
+        shapes = abstract_model(source, nnx.Rngs(seed), names)
         self.strategy.check(shapes, layout.mesh)
         plan = plan_state(
             shapes, layout, optimizer, wrt=wrt, precision=precision, ema_decay=ema_decay
@@ -176,9 +174,9 @@ class Trainer:
         checkpoints = CheckpointManager(
             # A test run must neither resume a real one nor leave steps behind.
             None if fast_dev_run else checkpoint,
-            describe_run(plan, self.strategy, options.num_microbatches, self._seed),
+            describe_run(plan, self.strategy, options.num_microbatches, seed),
         )
-        self._run = RunState(plan, source, self._seed, checkpoints)
+        self._run = RunState(plan, source, seed, checkpoints, wrt)
         self._loop: Loop | None = None
 
     def __repr__(self) -> str:
@@ -256,11 +254,7 @@ class Trainer:
 
     def describe(self) -> Description:
         """Where every array lives and why, with bytes per device."""
-        # A new one: it gets placements in its metadata.
-        model = abstract_model(self._source, nnx.Rngs(self._seed), self._names)
-        plan, optimizer = self._programs.plan, self._optimizer
-        arguments = model, self.layout, optimizer, self._wrt, plan.precision
-        return describe_model(*arguments, keeps_average=plan.ema_decay is not None)
+        return self._run.describe()
 
     @suggests_names
     def fit(
@@ -303,12 +297,20 @@ class Trainer:
             DataExhaustedError: If the data ends before ``num_steps``.
             BatchShapeError: If a batch does not divide, or changes its shape.
         """
-        meet("fit")
-        self._run.check_models()
-        run = self, self._settings, self._run, self._programs
-        length = check_length(num_steps, num_epochs), num_epochs
+        self._run.begin("fit")
         # Kept for `stop`, which a callback calls from within the fit.
-        self._loop = Loop(*run, data, *length, eval_data, eval_every, last_batch)
+        self._loop = Loop(
+            trainer=self,
+            settings=self._settings,
+            run=self._run,
+            programs=self._programs,
+            data=data,
+            num_steps=check_length(num_steps, num_epochs),
+            num_epochs=num_epochs,
+            eval_data=eval_data,
+            eval_every=eval_every,
+            last_batch=last_batch,
+        )
         try:
             return self._loop.fit()
         finally:
@@ -346,10 +348,8 @@ class Trainer:
         Warns:
             ParallelWarning: If dropout or batch statistics act as in training.
         """
-        if loss is not None:
-            check_model(self._source, loss)
-        meet("evaluate")
-        self._run.check_models()
+        check_model(self._source, loss)
+        self._run.begin("evaluate")
         return self._programs.evaluate(self.state, data, loss=loss, ema=ema)
 
     def predict(
@@ -376,13 +376,13 @@ class Trainer:
 
         Raises:
             DataError: If there is no batch.
+            LossError: If an output has no rows.
 
         Warns:
             ParallelWarning: If dropout or batch statistics act as in training.
         """
         seed = check_seed(seed)
-        meet("predict")
-        self._run.check_models()
+        self._run.begin("predict")
         return self._programs.predict(self.state, data, function, seed=seed, ema=ema)
 
     def save(self) -> None:
@@ -392,8 +392,7 @@ class Trainer:
             CheckpointNotFoundError: If the Trainer has no checkpoint directory.
             CheckpointError: If this step or a later one is saved already.
         """
-        meet("save")
-        self._run.check_models()
+        self._run.begin("save")
         with self._run.checkpoints:  # which waits in the end
             self._run.save(once=False)
 

@@ -157,15 +157,19 @@ class Description:
             table.add_row(*row)
         return table
 
-    def summary(self) -> str:
-        """Totals per device, and the largest arrays left replicated."""
+    @property
+    def per_device(self) -> str:
+        """The bytes on each device in words."""
         totals = {"parameters": self.params_bytes, "gradients": self.gradients_bytes}
         if self.optimizer_rows:
             totals["optimizer state"] = self.optimizer_bytes
         if self.average_bytes:
             totals["moving average"] = self.average_bytes
-        shown = (f"{name} {format_bytes(size)}" for name, size in totals.items())
-        lines = [f"per device: {', '.join(shown)}"]
+        return ", ".join(f"{name} {format_bytes(x)}" for name, x in totals.items())
+
+    def summary(self) -> str:
+        """Totals per device, and the largest arrays left replicated."""
+        lines = [f"per device: {self.per_device}"]
         # On one device every array is whole: there is nothing to report.
         if self.layout.mesh.size > 1:
             arrays = [(info, place) for info, place, _ in self.rows]
@@ -343,20 +347,23 @@ def describe_model(
     precision: Precision | None = None,
     *,
     keeps_average: bool = False,
+    placements: dict[Path, Placement] | None = None,
 ) -> Description:
     """Describes a model under a layout.
 
     Args:
-        abstract: An abstract model; it gets its placements written into its metadata.
+        abstract: An abstract model.
         layout: The layout.
         optimizer: An optimizer as a Trainer takes it, for its state's bytes.
         wrt: Filter of the Variables that are trained: these have gradients.
         precision: The dtypes of parameters and gradients; ``None`` leaves them as the
             model makes them.
         keeps_average: Whether a moving average of the parameters is kept.
+        placements: Where its arrays live; without them they are found, and written
+            into the model's metadata.
     """
     trained = {path for path, _ in variables_of(abstract, wrt)}
-    placements = place_model(abstract, layout)
+    placements = placements or place_model(abstract, layout)
     rows, stored, gradients, average = [], {}, 0, 0
     for path, variable in variables_of(abstract):
         info, place = array_info(path, variable), placements[path]
