@@ -99,10 +99,7 @@ def test_a_training_state_is_stepped_once() -> None:
     assert trainer.step == 2
     # A loop that keeps the new state to itself.
     state, _ = trainer.train_step(trainer.state, batch)
-    for use in (
-        lambda: trainer.step,
-        lambda: trainer.evaluate([{"x": np.ones((8, 8))}]),
-    ):
+    for use in (trainer.save, lambda: trainer.step, lambda: trainer.evaluate([batch])):
         with pytest.raises(DonatedArrayError, match="Hand that back in a loop of your"):
             use()
     trainer.state = state

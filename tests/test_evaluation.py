@@ -317,7 +317,7 @@ def test_predictions_are_rows() -> None:
 
     with pytest.raises(LossError, match="The output `sum` of predict's function has"):
         trainer.predict(TRAINING, summed)
-    with pytest.raises(LossError, match="missing a required argument: 'key'. Write f"):
+    with pytest.raises(LossError, match="missing a required argument: 'key'"):
         trainer.predict(TRAINING, lambda model, batch, key: batch)
 
 
