@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -12,14 +13,48 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel
-from nnx_parallel import FSDP, Claims, Composite, DataParallel, Pipeline, Strategy
+from nnx_parallel import (
+    FSDP,
+    Claims,
+    Composite,
+    DataParallel,
+    Mean,
+    Pipeline,
+    Strategy,
+)
 from nnx_parallel.errors import PipelineError
-from nnx_parallel.models import GPT, GPTConfig, next_token_loss
+from nnx_parallel.layers import Dense, Embed, Stack, cross_entropy
 from nnx_parallel.sharding.names import flatten_pure
 from tests.parity.runs import compiling
 from tests.pipelines import make_trainer
 
-CONFIG = GPTConfig.tiny(num_layers=2, vocab_size=64, seq_len=16)
+VOCAB, WIDTH = 64, 16
+
+
+class Words(nnx.Module):
+    """What a language model has of the axes in question: a lexicon at both ends."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed = Embed(VOCAB, WIDTH, rngs=rngs)
+        self.blocks = Stack(lambda rngs: Block(rngs), 2, rngs=rngs)
+        self.head = Dense({"embed": WIDTH}, {"vocab": VOCAB}, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return self.head(self.blocks(self.embed(tokens)))
+
+
+class Block(nnx.Module):
+    """A residual product."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + nnx.gelu(self.linear(x))
+
+
+def loss(model: Any, tokens: jax.Array) -> Mean:
+    return cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
 
 
 @dataclass(frozen=True, repr=False)
@@ -42,13 +77,8 @@ COMPOSITE = Composite(Pipeline(2), LexiconParallel(2), FSDP(2, min_size=0))
 def fit(strategy: Strategy) -> tuple[np.ndarray, dict[str, Any]]:
     """Losses of a few steps, and the parameters after them by path."""
     rng = np.random.default_rng(0)
-    batches = [rng.integers(0, 64, (16, 17), dtype=np.int32) for _ in range(3)]
-    trainer = make_trainer(
-        lambda rngs: GPT(CONFIG, rngs=rngs),
-        next_token_loss,
-        strategy,
-        optimizer=optax.adamw(1e-3),
-    )
+    batches = [rng.integers(0, VOCAB, (16, 9), dtype=np.int32) for _ in range(3)]
+    trainer = make_trainer(Words, loss, strategy, optimizer=optax.adamw(1e-3))
     with compiling(optimized=False):
         losses = trainer.fit(batches, num_steps=3)["loss"]
     return losses, flatten_pure(trainer.state.params)
@@ -78,24 +108,19 @@ class BorrowedPipeline(Strategy):
 
 def test_borrowed_claims_are_checked_as_their_owners_are() -> None:
     with pytest.raises(PipelineError, match="has 2 layers, which 4 stages"):
-        make_trainer(
-            lambda rngs: GPT(CONFIG, rngs=rngs),
-            next_token_loss,
-            BorrowedPipeline(),
-            optimizer=optax.adamw(1e-3),
-        )
+        make_trainer(Words, loss, BorrowedPipeline())
 
 
 def test_its_axis_splits_rows_and_shows_in_the_table() -> None:
     layout = COMPOSITE.layout()
     assert dict(layout.mesh.shape) == {"lexicon": 2, "pipe": 2, "fsdp": 2}
     assert layout.batch_spec(8) == P(("lexicon", "fsdp"))
-    found = COMPOSITE.describe(lambda rngs: GPT(CONFIG, rngs=rngs))
+    found = COMPOSITE.describe(Words)
     (row,) = (row for row in found.rows if row.info.path == "embed.embedding")
     assert row.placement.reason.startswith("name 'vocab' -> lexicon")
 
 
 def test_its_specs_are_those_of_its_names() -> None:
-    state = nnx.state(GPT(CONFIG, rngs=nnx.Rngs(0)))
+    state = nnx.state(Words(nnx.Rngs(0)))
     specs = flatten_pure(nnx.to_pure_dict(LexiconParallel().specs(state)))
     assert specs["embed.embedding"] == P("lexicon")

@@ -1,7 +1,9 @@
 """A checkpoint of any strategy restores under any other, and a run goes on from it."""
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grain
 import jax
@@ -12,33 +14,28 @@ from jax.sharding import Sharding
 
 from nnx_parallel import Checkpoint, Trainer, TrainState
 from nnx_parallel.checkpoint.contents import to_groups
-from nnx_parallel.models import GPT, GPTConfig, next_token_loss
-from tests.parity.models import GPT_SIZES, Arrays, token_batch
+from tests.parity.models import CASES, Arrays
 from tests.parity.runs import as_numpy, compiling
 from tests.parity.strategies import ONE_DEVICE, PLANS, Plan
 
 ALL_PLANS = {"one_device": ONE_DEVICE, **PLANS}
-QUICK = [
-    plan
-    if plan in ("one_device", "fsdp8", "dp2_fsdp2_tp2")
-    else pytest.param(plan, marks=pytest.mark.deep)
-    for plan in ALL_PLANS
-]
-CONFIG = GPTConfig.tiny(**GPT_SIZES)
+# Both have stacked layers, names of dims, and dropout; the GPT has twice the arrays.
+PAIRS = [("mlp", plan) for plan in ("one_device", "fsdp8", "dp2_fsdp2_tp2")]
+PAIRS += [pytest.param("gpt", plan, marks=pytest.mark.deep) for plan in ALL_PLANS]
 
 
 def make_trainer(
-    plan: Plan, directory: Path | None = None, *, seed: int = 0, every: int = 1000
+    model: str, plan: Plan, directory: Path | None = None, *, seed: int = 0
 ) -> Trainer:
     return Trainer(
-        lambda rngs: GPT(CONFIG, rngs=rngs),
+        CASES[model].build,
         optax.adamw(1e-2),
-        next_token_loss,
+        CASES[model].loss,
         strategy=plan.strategy(),
         num_microbatches=2,
         seed=seed,
         ema_decay=0.9,
-        checkpoint=directory and Checkpoint(directory, every=every),
+        checkpoint=directory and Checkpoint(directory),
         devices=plan.devices(),
         loggers=(),
     )
@@ -60,28 +57,25 @@ def assert_same_bits(found: TrainState, expected: Arrays) -> None:
     assert different == []
 
 
-def make_batches(count: int) -> list[Arrays]:
-    rng = np.random.default_rng(0)
-    return [token_batch(rng) for _ in range(count)]
-
-
 # Every pair of strategies
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Arrays]:
+def trained(
+    model: str, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Arrays]:
     """A run of two steps on one device: its directory and all that it held."""
     directory = tmp_path_factory.mktemp("trained")
     with compiling(optimized=False):
-        trainer = make_trainer(ONE_DEVICE, directory)
-        trainer.fit(make_batches(2), num_steps=2)
-        assert_is_trained(trainer.state)
+        trainer = make_trainer(model, ONE_DEVICE, directory)
+        trainer.fit(CASES[model].batches(2), num_steps=2)
+        assert_is_trained(model, trainer.state)
         return directory, all_arrays(trainer.state)
 
 
-def assert_is_trained(state: TrainState) -> None:
+def assert_is_trained(model: str, state: TrainState) -> None:
     """No part of the state is what another start would give."""
-    before = all_arrays(make_trainer(ONE_DEVICE, seed=1).state)
+    before = all_arrays(make_trainer(model, ONE_DEVICE, seed=1).state)
     after = all_arrays(state)
     assert before.keys() == after.keys()
     assert {path.split(":")[0] for path in after} == {
@@ -95,9 +89,9 @@ def assert_is_trained(state: TrainState) -> None:
 
 
 @pytest.fixture(scope="module")
-def targets() -> list[tuple[Trainer, dict[str, Sharding]]]:
+def targets(model: str) -> list[tuple[Trainer, dict[str, Sharding]]]:
     """A Trainer for each strategy, its seed another, and where parameters shall lie."""
-    trainers = [make_trainer(plan, seed=1) for plan in ALL_PLANS.values()]
+    trainers = [make_trainer(model, plan, seed=1) for plan in ALL_PLANS.values()]
     return [
         (
             trainer,
@@ -111,8 +105,9 @@ def targets() -> list[tuple[Trainer, dict[str, Sharding]]]:
 
 
 @pytest.mark.xdist_group("restore matrix")
-@pytest.mark.parametrize("saved", QUICK)
+@pytest.mark.parametrize(("model", "saved"), PAIRS, scope="module")
 def test_restores_under_every_strategy(
+    model: str,
     saved: str,
     trained: tuple[Path, Arrays],
     targets: list[tuple[Trainer, dict[str, Sharding]]],
@@ -120,7 +115,7 @@ def test_restores_under_every_strategy(
 ) -> None:
     source, expected = trained
     with compiling(optimized=False):
-        saver = make_trainer(ALL_PLANS[saved], tmp_path, seed=1)
+        saver = make_trainer(model, ALL_PLANS[saved], tmp_path, seed=1)
         saver.restore(directory=source)
         saver.save()
         for trainer, stored in targets:
@@ -144,52 +139,55 @@ def assert_lives_on(trainer: Trainer, stored: dict[str, Sharding]) -> None:
 # A run that was stopped
 
 
+@dataclasses.dataclass
 class Epochs:
     """Four batches over and over: the third step of six is inside the first epoch."""
 
+    batches: list[Arrays]
+
     def __iter__(self) -> Iterator[Arrays]:
         while True:
-            yield from make_batches(4)
+            yield from self.batches
 
 
 class Rows:
     """Rows for Grain to shuffle."""
 
-    def __init__(self) -> None:
-        batches = make_batches(4)
+    def __init__(self, batches: list[Arrays]) -> None:
         self._rows = {k: np.concatenate([b[k] for b in batches]) for k in batches[0]}
 
     def __len__(self) -> int:
-        return len(self._rows["tokens"])
+        return len(next(iter(self._rows.values())))
 
     def __getitem__(self, index: int) -> Arrays:
         return {name: rows[index] for name, rows in self._rows.items()}
 
 
-def shuffled_rows() -> grain.IterDataset:
+def shuffled_rows(batches: list[Arrays]) -> grain.IterDataset:
     """Four batches an epoch, each epoch in an order of its own."""
-    rows = grain.MapDataset.source(Rows()).seed(7).shuffle().repeat()
+    rows = grain.MapDataset.source(Rows(batches)).seed(7).shuffle().repeat()
     return rows.to_iter_dataset().batch(32)
 
 
 @pytest.mark.xdist_group("resume")
 @pytest.mark.parametrize(
-    "make_data", [pytest.param(Epochs, marks=pytest.mark.deep), shuffled_rows]
+    ("model", "data"),
+    [("mlp", shuffled_rows), pytest.param("gpt", Epochs, marks=pytest.mark.deep)],
 )
-def test_a_stopped_run_goes_on(make_data, tmp_path: Path) -> None:
+def test_a_stopped_run_goes_on(model: str, data: Any, tmp_path: Path) -> None:
     """Bit for bit on the same strategy; within rounding on another one."""
-    plan, other = PLANS["fsdp4_tp2"], PLANS["dp8"]
+    plan, other, batches = PLANS["fsdp4_tp2"], PLANS["dp8"], CASES[model].batches(4)
     with compiling(optimized=False):
-        whole = make_trainer(plan)
-        expected = whole.fit(make_data(), num_steps=6)["loss"]
+        whole = make_trainer(model, plan)
+        expected = whole.fit(data(batches), num_steps=6)["loss"]
 
-        stopped = make_trainer(plan, tmp_path)
-        first = stopped.fit(make_data(), num_steps=3)["loss"]
-        elsewhere = make_trainer(other, seed=1)
+        stopped = make_trainer(model, plan, tmp_path)
+        first = stopped.fit(data(batches), num_steps=3)["loss"]
+        elsewhere = make_trainer(model, other, seed=1)
         elsewhere.restore(directory=tmp_path)
-        resumed = make_trainer(plan, tmp_path, seed=1)
-        rest = resumed.fit(make_data(), num_steps=6)["loss"]
-        rest_elsewhere = elsewhere.fit(make_data(), num_steps=6)["loss"]
+        resumed = make_trainer(model, plan, tmp_path, seed=1)
+        rest = resumed.fit(data(batches), num_steps=6)["loss"]
+        rest_elsewhere = elsewhere.fit(data(batches), num_steps=6)["loss"]
 
     np.testing.assert_array_equal(np.concatenate([first, rest]), expected)
     assert_same_bits(resumed.state, all_arrays(whole.state))

@@ -193,7 +193,7 @@ class GPT(nnx.Module):
 
     Example:
         >>> model = GPT(GPTConfig.tiny(), rngs=nnx.Rngs(0))
-        >>> model(jnp.zeros((2, 16), jnp.int32)).shape
+        >>> nnx.jit(model)(jnp.zeros((2, 16), jnp.int32)).shape
         (2, 16, 256)
     """
 
@@ -299,7 +299,7 @@ def next_token_loss(model: GPT, batch: jax.Array | Mapping[str, jax.Array]) -> M
 
     Example:
         >>> model = GPT(GPTConfig.tiny(), rngs=nnx.Rngs(0))
-        >>> loss = next_token_loss(model, jnp.zeros((2, 17), jnp.int32))
+        >>> loss = nnx.jit(next_token_loss)(model, jnp.zeros((2, 17), jnp.int32))
         >>> float(loss.weight)
         32.0
     """
