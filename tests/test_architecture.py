@@ -248,9 +248,8 @@ def test_the_package_is_small() -> None:
     """A new capability may raise these by what it needs; slices of one may not."""
     files = set(files_of(PACKAGE)) - set(files_of(MODELS))
     assert len(files) <= 98  # the doctor, and hooks of a fit apart from its loop
-    assert (
-        sum(map(num_lines, files)) <= 23_400
-    )  # epochs, smaller batches filled up, and what says it is gone
+    # What a compiled step does not see, or Flax does not look into, is named.
+    assert sum(map(num_lines, files)) <= 23_520
 
 
 def test_the_code_gives_its_reasons() -> None:
