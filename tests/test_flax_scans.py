@@ -14,7 +14,7 @@ from nnx_parallel.sharding.model import abstract_model
 from tests.parity.checks import assert_gradients_close
 from tests.pipelines import ONE_DEVICE, make_trainer, one_step
 from tests.steps import QUICKLY
-from tests.strangers.scanned import LAYERS, WIDTH, ByHand, Rematted, Scanned
+from tests.strangers.scanned import LAYERS, WIDTH, ByHand, Jitted, Rematted, Scanned
 
 BATCH = np.random.default_rng(0).normal(size=(16, WIDTH)).astype(np.float32)
 
@@ -43,7 +43,7 @@ DEEP = pytest.mark.deep
 
 @pytest.mark.parametrize(
     "build",
-    [Scanned, pytest.param(Rematted, marks=DEEP), pytest.param(ByHand, marks=DEEP)],
+    [Jitted, *(pytest.param(m, marks=DEEP) for m in (Scanned, Rematted, ByHand))],
 )
 def test_one_layer_at_a_time(build: Any) -> None:
     found = gathers(build, FSDP(4, min_size=4 * WIDTH**2))

@@ -176,6 +176,9 @@ def _shape(value: Any) -> jax.ShapeDtypeStruct:
 
 _RUNNERS = {
     "convert_element_type": _run_cast,
+    # Of what `nnx.jit` inside the loss hands back: it counts as assigned, and is whole
+    # no more than it was.
+    "sharding_constraint": _run_cast,
     "remat2": _run_checkpoint,
     "checkpoint": _run_checkpoint,
     "scan": _run_scan,

@@ -54,6 +54,13 @@ class Scanned(nnx.Module):
         return block(x)
 
 
+class Jitted(Scanned):
+    """The same as a program of its own, which hands back all parameters."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nnx.jit(Scanned.__call__)(self, x)
+
+
 class Rematted(Scanned):
     """The same, its activations recomputed."""
 
