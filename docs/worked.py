@@ -84,37 +84,38 @@ EXAMPLES = (
         name="ResNet-50",
         build=lambda rngs: ResNet(ResNetConfig.resnet50(), rngs=rngs),
         strategy=DataParallel(8),
-        why="The state is small compared with the activations: sharding gains nothing.",
+        why="The state is small against the activations: sharding it gains nothing.",
     ),
     Example(
         name="GPT-2 Medium",
         build=gpt(MEDIUM),
         strategy=FSDP(8, shard="gradients"),
-        why="All of it fits on a device; ZeRO-2 frees memory for a larger batch.",
+        why="The state fits on a device. ZeRO-2 frees memory for a larger batch.",
     ),
     Example(
         name="ViT-g/14",
         build=lambda rngs: ViT(ViTConfig.g14(), rngs=rngs),
         strategy=FSDP(8),
-        why="16 GB of state would fit one device, and leave little for activations.",
+        why="16 GB of state fit on one device, but leave less memory for activations.",
     ),
     Example(
         name="Llama 3 8B",
         build=gpt(GPTConfig.llama3_8b()),
         strategy=Composite(DataParallel(8), FSDP(8)),
-        why="Shards within a machine; between machines only gradients are sent.",
+        why="FSDP shards within a machine. Between machines only gradients are sent.",
     ),
     Example(
         name="Llama 3 70B",
         build=gpt(GPTConfig.llama3_70b()),
         strategy=Composite(FSDP(32), TensorParallel(8)),
-        why="A device gets less than one long row: a machine shards each matmul.",
+        why="A device gets less than one long row, so the 8 devices of a machine share "
+        "each matmul.",
     ),
     Example(
         name="GPT-3 175B",
         build=gpt(GPT3),
         strategy=Composite(Pipeline(8), FSDP(16), TensorParallel(8)),
-        why="Stages of 128 devices: all-gathers span 16 of them instead of all 128.",
+        why="A stage has 128 devices. Its all-gathers span 16 of them, not all 128.",
     ),
 )
 

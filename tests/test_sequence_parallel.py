@@ -12,6 +12,7 @@ from itertools import product
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -23,7 +24,9 @@ from nnx_parallel import (
     LogicalRules,
     Strategy,
     TensorParallel,
+    Trainer,
 )
+from nnx_parallel.errors import ParallelWarning
 from nnx_parallel.layers import Dense, Embed
 from nnx_parallel.models import GPTConfig
 from nnx_parallel.sharding import constrain, using
@@ -283,3 +286,83 @@ def test_unknown_overlap():
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         TensorParallel(4, overlap="rings")  # pyright: ignore[reportArgumentType]
+
+
+class Plain(nnx.Module):
+    """An MLP whose parameters have names; its activations have what is constrained."""
+
+    def __init__(self, rngs: nnx.Rngs, activation: tuple | None = None) -> None:
+        def named(*names: str):
+            init = nnx.initializers.lecun_normal()
+            return nnx.with_partitioning(init, names, eager_sharding=False)
+
+        self.up = nnx.Linear(8, 16, kernel_init=named("embed", "mlp"), rngs=rngs)
+        self.down = nnx.Linear(16, 8, kernel_init=named("mlp", "embed"), rngs=rngs)
+        self.activation = activation
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = self.down(nnx.gelu(self.up(x)))
+        return constrain(y, *self.activation) if self.activation else y
+
+
+def trace_step(strategy: Strategy, length: int = 16, names: tuple | None = None):
+    def loss(model, batch):
+        return (model(batch) ** 2).mean()
+
+    trainer = Trainer(
+        lambda rngs: Plain(rngs, names),
+        optax.sgd(0.1),
+        loss,
+        strategy=strategy,
+        devices=jax.devices()[:4],
+        loggers=(),
+    )
+    batch = np.ones((2, length, 8), np.float32)
+    trainer.train_step.trace(trainer.state, trainer.shard_batch(batch))  # pyright: ignore[reportFunctionMemberAccess]
+
+
+NAMES = ("batch", "seq", "embed")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "length", "names", "message"),
+    [
+        *(
+            (
+                strategy,
+                16,
+                names,
+                f"{strategy!r} splits activations along 'seq' over ['tensor'], and "
+                "finds none to split: the model does not name them. Name them where "
+                "they are computed, constrain(x, 'batch', 'seq', 'embed') after the "
+                "embedding and each block, or use Dense and Embed of "
+                "nnx_parallel.layers, which do.",
+            )
+            for strategy in (SEQUENCE, RING)
+            for names in (None, ("batch", None, "embed"))
+        ),
+        (
+            SEQUENCE,
+            15,
+            NAMES,
+            f"{SEQUENCE!r} splits activations along 'seq' over ['tensor'], which "
+            "divides none of the lengths [15]. Pad them, so that it does.",
+        ),
+        (
+            RING,
+            16,
+            NAMES,
+            f"{RING!r} overlaps the matmuls of Dense with their transfers, and the "
+            "model has none: nothing overlaps. Use Dense of nnx_parallel.layers for "
+            "its matmuls, or sequence=True.",
+        ),
+    ],
+)
+def test_a_split_that_has_no_effect_says_so(strategy, length, names, message):
+    with pytest.warns(ParallelWarning, match=re.escape(message)) as found:
+        trace_step(strategy, length, names)
+    assert len(found) == 1
+
+
+def test_a_split_that_has_an_effect_is_silent():
+    trace_step(SEQUENCE, names=NAMES)

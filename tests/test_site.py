@@ -1,144 +1,18 @@
-"""The built site in a browser: nothing overflows, search finds, the calculator answers.
+"""The built site at work: search finds, the calculator answers."""
 
-A page made for the check shows pages of the site in frames of a phone's and a desktop's
-width, measures them, and writes what it found; headless Chromium prints the result.
-"""
-
-import functools
-import http.server
 import json
 import os
 import re
-import shutil
-import subprocess
-import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-from urllib.parse import quote_plus, unquote
+from urllib.parse import quote_plus
 
 import pytest
 
 import nnx_parallel
+from tests.browser import HTML, PAGES, evaluate, serve
 
 pytestmark = pytest.mark.slow
-
-HTML = Path(__file__).parents[1] / "docs" / "_build" / "html"
-CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
-PAGES = {
-    "home": "index.html",
-    "calculator": "choose.html",
-    "tutorials": "tutorials.html",
-    "tutorial": "tutorials/03_fsdp.html",
-    "api": "api/strategies.html",
-    "models": "api/models.html",
-    "errors": "errors.html",
-    "recipes": "recipes.html",
-    "migrating": "migrating.html",
-    "glossary": "glossary.html",
-}
-WIDTHS = (390, 1280)
-THEMES = ("light", "dark")
-
-CHECK = """<!doctype html><body style="margin:0"><pre id="result">waiting</pre><script>
-const load = (url, width) => new Promise((resolve) => {
-  const frame = document.createElement("iframe");
-  frame.style.cssText = `width:${width}px;height:900px;border:0`;
-  frame.onload = () => setTimeout(() => resolve(frame), 300);
-  frame.src = url;
-  document.body.append(frame);
-});
-const wait = async (found) => {
-  for (let i = 0; i < 100 && !found(); i++) {
-    await new Promise((r) => setTimeout(r, 100));
-  }
-  return found();
-};
-const run = async () => { %s };
-run().catch((e) => ({error: String(e)})).then((value) => {
-  const encoded = encodeURIComponent(JSON.stringify(value));
-  document.getElementById("result").textContent = `=== ${encoded} ===`;
-});
-</script>"""
-
-
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    """Serves the site and the page of the check."""
-
-    check = ""
-
-    def do_GET(self) -> None:
-        if not self.path.startswith("/__check__"):
-            super().do_GET()
-            return
-        body = type(self).check.encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "text/html; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Says nothing."""
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    if not Path(CHROMIUM).exists():
-        pytest.skip("There is no Chromium at /usr/bin/chromium or on the path.")
-    if not (HTML / "index.html").exists():
-        pytest.skip("There is no site in docs/_build/html: `make docs` builds it.")
-    handler = functools.partial(Quiet, directory=str(HTML))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
-
-
-def chromium(profile: Path, *arguments: str) -> str:
-    """Runs headless Chromium: what it prints."""
-    command = [
-        CHROMIUM,
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--hide-scrollbars",
-        f"--user-data-dir={profile}",
-        "--virtual-time-budget=30000",
-        *arguments,
-    ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=180
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def evaluate(server: str, profile: Path, script: str) -> Any:
-    """The value that a script of the check returns."""
-    Quiet.check = CHECK % script
-    dom = chromium(profile, "--dump-dom", f"{server}/__check__")
-    found = re.search(r"=== (\S*) ===</pre>", dom)
-    assert found, dom[:2000]
-    return json.loads(unquote(found[1]))
-
-
-def test_no_page_is_wider_than_its_window(server: str, tmp_path: Path) -> None:
-    script = """
-    const found = [];
-    for (const [url, width] of CASES) {
-      const page = (await load(url, width)).contentDocument.documentElement;
-      found.push([url, width, page.scrollWidth]);
-    }
-    return found;
-    """
-    cases = [(f"/{url}", width) for url in PAGES.values() for width in WIDTHS]
-    script = script.replace("CASES", json.dumps(cases))
-    found = evaluate(server, tmp_path, script)
-    assert len(found) == len(PAGES) * len(WIDTHS)
-    assert [entry for entry in found if entry[2] > entry[1]] == []
+server = serve
 
 
 @pytest.mark.parametrize("page", ["home", "calculator", "tutorials", "tutorial"])
@@ -290,30 +164,3 @@ def test_the_calculator_answers(server: str, tmp_path: Path) -> None:
     assert "num_layers=32" in found["script"]
     assert found["shared"] == found["script"]
     assert found["bar"].startswith("Memory of a device: parameters ")
-
-
-@pytest.mark.parametrize("theme", THEMES)
-@pytest.mark.parametrize("width", WIDTHS)
-def test_screenshots_are_kept(
-    server: str, tmp_path: Path, width: int, theme: str
-) -> None:
-    """In docs/_build/screenshots, to be looked at."""
-    target = HTML.parent / "screenshots"
-    target.mkdir(exist_ok=True)
-    for name, url in PAGES.items():
-        # Chromium has windows of no less than 500 pixels; a frame is as narrow as told.
-        Quiet.check = (
-            '<!doctype html><body style="margin:0"><iframe style="border:0;'
-            f'width:{width}px;height:1400px" src="/{url}" '
-            f"onload=\"this.contentDocument.documentElement.dataset.theme='{theme}'\">"
-            "</iframe>"
-        )
-        picture = target / f"{name}-{width}-{theme}.png"
-        picture.unlink(missing_ok=True)
-        chromium(
-            tmp_path,
-            f"--screenshot={picture}",
-            f"--window-size={max(width, 500)},1400",
-            f"{server}/__check__",
-        )
-        assert picture.stat().st_size > 10_000

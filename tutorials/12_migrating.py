@@ -207,8 +207,8 @@ assert moment.sharding.spec == P(None, "fsdp")
 # | `LightningModule.training_step` | the `loss` function |
 # | `self.log("accuracy", ...)` | `return loss, {"accuracy": ...}` |
 # | `configure_optimizers`, schedulers, `gradient_clip_val=1.0` | Optax: `optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))` |
-# | `Trainer.fit(model, datamodule)` | `Trainer(...).fit(batches, num_steps)` |
-# | `max_steps=`, `max_epochs=` | `num_steps`, the total of the run; there are no epochs |
+# | `Trainer.fit(model, datamodule)` | `Trainer(...).fit(batches, num_steps=)` |
+# | `max_steps=`, `max_epochs=` | `fit(..., num_steps=)` or `num_epochs=`: the total of the run |
 # | `val_dataloaders`, `val_check_interval=` | `fit(..., eval_data=, eval_every=)` |
 # | `DistributedSampler` | one process yields the global batch; each of several its rows, `trainer.data_share` |
 # | `accumulate_grad_batches=` | `num_microbatches=` (of one batch, not more batches) |

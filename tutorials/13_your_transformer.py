@@ -384,11 +384,14 @@ class Parallel(nnx.Module):
 
 # %% [markdown]
 # **Sequence parallelism** has no effect on the model without `constrain`. The numbers are those of
-# tensor parallelism:
+# tensor parallelism, and a warning says so:
 
 # %%
 sequence = Composite(TensorParallel(2, sequence=True), FSDP())
-measure("sequence, no constrain", Stacked, sequence, names=NAMES)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    measure("sequence, no constrain", Stacked, sequence, names=NAMES)
+print("\n" + textwrap.fill(f"Warning: {caught[0].message}", 90))
 
 # %% [markdown]
 # With `constrain`, a device keeps half of each sequence between the matmuls. Its temporaries shrink,

@@ -21,10 +21,12 @@ from jax.sharding import NamedSharding
 from nnx_parallel.collectives.matmul import column_parallel_matmul, row_parallel_matmul
 from nnx_parallel.layers.scan import OVERLAPPED
 from nnx_parallel.sharding.constrain import (
+    activation_spec,
     active_layout,
     check_names,
     constrain,
     constrain_param,
+    note_overlap,
 )
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.names import DimAxes, dim_axes, to_spec
@@ -81,6 +83,7 @@ def matmul(
         return jnp.tensordot(x, w, axes=contracting)
     if layout.claims.overlap is None:
         return _partitioned(split, x, w)
+    note_overlap()
     run: Any = column_parallel_matmul if split.gathers else row_parallel_matmul
     y = run(
         x,
@@ -129,7 +132,7 @@ def _find_split(
     w_kept = [d for d in range(w.ndim) if d not in contracting[1]]
 
     def axes_of(shape: tuple[int, ...], names: Names) -> DimAxes:
-        spec = layout.activation_spec(shape, ("batch", "seq", *names))
+        spec = activation_spec(layout, shape, ("batch", "seq", *names))
         return dim_axes(spec, len(shape))
 
     in_axes = axes_of(x.shape, in_names)

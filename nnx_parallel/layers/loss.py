@@ -18,7 +18,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.metrics import Mean
-from nnx_parallel.sharding.constrain import active_layout
+from nnx_parallel.sharding.constrain import activation_spec, active_layout
 from nnx_parallel.sharding.names import dim_axes
 
 
@@ -226,7 +226,7 @@ class _ChunkPlan:
         vocab = kernel.shape[vocab_dim]
         if layout is not None:
             sizes, names = layout.mesh.shape, ("batch", "seq", "embed")
-            axes = dim_axes(layout.activation_spec(hidden.shape, names), 3)
+            axes = dim_axes(activation_spec(layout, hidden.shape, names), 3)
             self.rows, self.parts = (math.prod(sizes[a] for a in d) for d in axes[:2])
             logits = layout.activation_spec((self.rows, vocab), ("batch", "vocab"))
             splits = math.prod(sizes[a] for a in dim_axes(logits, 2)[1])

@@ -5,8 +5,9 @@ A step is traced inside ``using(layout)``. Outside, `constrain`, `use_params` an
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any
 
@@ -23,13 +24,23 @@ from nnx_parallel.errors import (
 )
 from nnx_parallel.mesh import explaining_axes, is_without_mesh
 from nnx_parallel.sharding.layout import Layout, Placement
-from nnx_parallel.sharding.names import LOGICAL_AXES, is_spec, suggest
+from nnx_parallel.sharding.names import LOGICAL_AXES, dim_axes, is_spec, suggest
 from nnx_parallel.sharding.tree import constrain_tree
 
 # Placements of annotations by name, and the names that were met.
 _Bound = tuple[Mapping[str, Any], set[str]]
 
+
+@dataclass(frozen=True)
+class _Effects:
+    """What claims on activations have split in a step, and lengths that they cannot."""
+
+    split: set[str] = field(default_factory=set)
+    indivisible: dict[str, set[int]] = field(default_factory=dict)
+
+
 _active: ContextVar[Layout | None] = ContextVar("layout", default=None)
+_effects: ContextVar[_Effects | None] = ContextVar("effects", default=None)
 _bound: ContextVar[_Bound | None] = ContextVar("annotations", default=None)
 
 
@@ -123,7 +134,7 @@ def constrain(x: Any, *names: Any) -> Any:
         return constrain_tree(x, placements, layout.mesh)
     # Also where no strategy is active: the model is wrong on one device as on many.
     _check_activation(x, names)
-    return _constrain_by_names(x, names, Layout.activation_spec)
+    return _constrain_by_names(x, names, activation_spec)
 
 
 def _is_name(entry: Any) -> bool:
@@ -163,6 +174,61 @@ def _constrain_by_names(
     if layout.is_silent(names):
         return x
     return jax.lax.with_sharding_constraint(x, layout.sharding(spec))
+
+
+def activation_spec(layout: Layout, shape: Sequence[int], names: Sequence) -> P:
+    """`Layout.activation_spec` of what a model or a loss names: it counts as used."""
+    spec = layout.activation_spec(shape, names)
+    if (effects := _effects.get()) is None:
+        return spec
+    for size, name, axes in zip(shape, names, dim_axes(spec, len(shape)), strict=True):
+        claimed = layout.activation_axes(name)
+        if not set(axes).isdisjoint(claimed):
+            effects.split.add(name)
+        elif any(size % layout.mesh.shape[axis] for axis in claimed):
+            effects.indivisible.setdefault(name, set()).add(size)
+    return spec
+
+
+def note_overlap() -> None:
+    """A product of the step being traced overlaps with its transfers."""
+    if (effects := _effects.get()) is not None:
+        effects.split.add("overlap")
+
+
+@contextlib.contextmanager
+def noticing_idle_claims(layout: Layout) -> Iterator[None]:
+    """Warns of claims on activations that split none of those traced within."""
+    token = _effects.set(effects := _Effects())
+    try:
+        yield
+    finally:
+        _effects.reset(token)
+    for part in layout.claims.parts or (layout.claims,):
+        for name in part.activations:
+            axes = [a for a in layout.activation_axes(name) if layout.mesh.shape[a] > 1]
+            if not axes or name in effects.split:
+                continue
+            finding = f"{part.owner} splits activations along {name!r} over {axes}"
+            if sizes := effects.indivisible.get(name):
+                finding += f", which divides none of the lengths {sorted(sizes)}."
+                remedy = "Pad them, so that it does."
+            else:
+                finding += ", and finds none to split: the model does not name them."
+                remedy = (
+                    "Name them where they are computed, constrain(x, 'batch', "
+                    f"{name!r}, 'embed') after the embedding and each block, or use "
+                    "Dense and Embed of nnx_parallel.layers, which do."
+                )
+            warn_user(f"{finding} {remedy}", ParallelWarning)
+            return
+        if part.overlap and "overlap" not in effects.split:
+            warn_user(
+                f"{part.owner} overlaps the matmuls of Dense with their transfers, and "
+                "the model has none: nothing overlaps. Use Dense of "
+                "nnx_parallel.layers for its matmuls, or sequence=True.",
+                ParallelWarning,
+            )
 
 
 def use_params(leaves: dict, placements: dict) -> dict:

@@ -172,14 +172,14 @@ class Strategy(abc.ABC):
 class Composite(Strategy):
     """Several strategies over one mesh: hybrid, 2D and 3D parallelism.
 
-    Their claims merge: the batch is split over all batch axes, each array over the
-    axes that claim its dims. The order of the arguments means nothing; the mesh's
-    axes are ordered by how much they communicate. ``rules`` for single arrays are in
-    addition to those of the parts.
+    The batch is split over the batch axes of all parts, and each array over the axes
+    that claim its dims. The order of the arguments does not matter: the axes of the
+    mesh are ordered by how much they communicate. ``rules`` for single arrays are added
+    to the rules of the parts.
 
     Raises:
-        PlacementConflictError: If two parts use one mesh axis, or give one name to
-            different axes.
+        PlacementConflictError: If two parts use the same mesh axis, or give one name
+            to different axes.
 
     Example:
         >>> from nnx_parallel import FSDP, TensorParallel

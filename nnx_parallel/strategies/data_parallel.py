@@ -11,10 +11,10 @@ from nnx_parallel.strategies.base import Strategy
 class DataParallel(Strategy):
     """Data parallelism: the axis ``data`` splits the batch, each device has a replica.
 
-    Each microbatch sends each gradient as an all-reduce, about twice its bytes per
-    device; that of a tied table twice, from its two uses. Memory per device does not
-    fall with the number of devices, except for activations; use `FSDP` where that is
-    too much.
+    Each microbatch all-reduces each gradient, which sends about twice its bytes per
+    device. The gradient of a tied table is all-reduced twice, once for each use.
+    Parameters, gradients and optimizer state take the same memory on any number of
+    devices; only activations shrink. Use `FSDP` if that does not fit.
 
     Attributes:
         size: Number of replicas; ``None`` takes the devices that remain.

@@ -14,38 +14,38 @@ from nnx_parallel.strategies.base import Strategy
 class FSDP(Strategy):
     """Fully sharded data parallelism: one mesh axis splits batch and training state.
 
-    Each parameter is sharded along its largest free dim that the axis divides; its
-    gradient and optimizer state follow it. It is all-gathered just before use, again
-    for the backward pass, and its gradient is reduce-scattered: a device keeps
-    ``1 / size`` of the training state and sends at most 1.5 times the bytes of
-    `DataParallel` per step [1].
+    Each parameter is sharded along its largest free dim that the axis divides. Its
+    gradient and its optimizer state are sharded in the same way. The parameter is
+    all-gathered just before use, and again for the backward pass; its gradient is
+    reduce-scattered. A device keeps ``1 / size`` of the training state and sends at
+    most 1.5 times the bytes of `DataParallel` per step [1].
 
-    A `Stack` gathers one layer at a time, when it runs. With ``prefetch`` it gathers
-    the next layer while the present one runs, forward and backward [2]: two layers are
-    then held gathered, and N layers gathered 2 N + 1 times a step instead of 2 N.
+    A `Stack` gathers one layer at a time, just before it runs. With ``prefetch`` it
+    gathers the next layer while the current one runs, in both passes [2]: a device then
+    holds two gathered layers, and N layers take 2 N + 1 gathers a step instead of 2 N.
 
     Attributes:
         size: Number of shards; ``None`` takes the devices that remain.
-        shard: The state that is split. ``params`` (ZeRO-3): parameters, gradients and
-            optimizer state. ``gradients`` (ZeRO-2): parameters stay whole; a step sends
-            no more bytes than `DataParallel`, but for what was updated, which is
-            gathered in the dtype that it is stored in. ``optimizer`` (ZeRO-1):
-            gradients stay whole too, and are all-reduced.
-        min_size: Parameters of fewer elements stay whole.
+        shard: The state that is sharded. ``params`` (ZeRO-3): parameters, gradients and
+            optimizer state. ``gradients`` (ZeRO-2): parameters are replicated. A step
+            sends no more bytes than with `DataParallel`, except that updated parameters
+            are gathered in the dtype in which they are stored. ``optimizer`` (ZeRO-1):
+            gradients are replicated too, and all-reduced.
+        min_size: Parameters of fewer elements are replicated.
         rules: Explicit rules for single arrays. A rule that names the axis ``fsdp``
-            chooses the dim; one that does not keeps the array whole.
-        prefetch: How a `Stack` gathers its next layer during the present one. ``ring``
-            or ``bidirectional``: in ``size - 1`` hops, for few shards and compilers
-            that run those during products but no whole all-gather (TPU v5p: 75 % of the
-            layers' bytes are hidden instead of none, ``python -m benchmarks overlap``).
-            ``bulk``: one all-gather for each array, for compilers that run that
-            asynchronously. ``None``: not at all. It needs ``shard="params"``; stages of
-            a `Pipeline` gather as that says. A stack of one layer, or whose input is no
-            floating-point array, gathers when it runs; a dim that two axes split is
-            gathered in one collective.
+            chooses the dim; a rule that does not name it keeps the array replicated.
+        prefetch: How a `Stack` gathers the next layer during the current one. ``ring``
+            or ``bidirectional``: in ``size - 1`` hops, for few shards, and for
+            compilers that overlap hops with matmuls, but not a whole all-gather (TPU
+            v5p: 75 % of the layers' bytes are hidden instead of none, ``python -m
+            benchmarks overlap``). ``bulk``: one all-gather for each array, for
+            compilers that run it asynchronously. ``None``: no prefetch. It needs
+            ``shard="params"``; in stages of a `Pipeline` its ``gather`` decides. A
+            stack of one layer, or whose input is not a floating-point array, gathers
+            when it runs; a dim that two axes shard is gathered in one collective.
 
     Raises:
-        ValueError: If a value is none of these, or there is nothing to prefetch.
+        ValueError: If a value is not one of these, or there is nothing to prefetch.
 
     Example:
         >>> FSDP(shard="optimizer").make_mesh().axis_names

@@ -15,26 +15,27 @@ from nnx_parallel.strategies.base import Strategy
 class Pipeline(Strategy):
     """Pipeline parallelism: stages of consecutive layers, run on many microbatches.
 
-    The model's one `Stack` is spread over the mesh axis ``pipe``; what comes before and
-    after it in the loss is computed by all devices together, the part before it twice,
-    for its backward pass. Loss and gradients are those of a single device. Give the
-    Trainer ``num_microbatches`` of several times ``size``: the schedule's efficiency
-    grows with it.
+    The layers of the model's one `Stack` are spread over the mesh axis ``pipe``. All
+    devices together compute what the loss does before and after the stack; the part
+    before it runs twice, the second time for the backward pass. Loss and gradients are
+    those of a single device. Set the Trainer's ``num_microbatches`` to several times
+    ``size``: more microbatches make the schedule more efficient.
 
     Attributes:
         size: Number of stages; it must divide the number of layers.
-        schedule: `GPipe`, `OneFOneB`, `Interleaved`, `ZeroBubble`, which have the
-            references, or a `Table` of your own.
-        stash: Residuals that a stage keeps of a microbatch from its forward to its
-            backward slot. ``policy``: as the remat policy says (``none``: all
-            activations of its layers; ``full``: the input of each layer). ``inputs``:
-            the stage's input alone; the backward pass runs its layers again first, and
-            then keeps as the policy says for one microbatch at a time.
+        schedule: `GPipe`, `OneFOneB`, `Interleaved` or `ZeroBubble`, whose pages cite
+            the papers, or a `Table` of your own.
+        stash: What a stage keeps of a microbatch between its forward and its backward
+            slot. ``policy``: what the remat policy says (``none``: all activations of
+            its layers; ``full``: the input of each layer). ``inputs``: only the input
+            of the stage; the backward slot first runs the layers again, and then keeps
+            what the policy says, for one microbatch at a time.
         gather: How often FSDP's shards of a stage's weights are gathered.
-            ``microbatch``: layer by layer in every slot; a device holds the weights of
-            one layer. ``step``: once; a device holds those of its stage for the step
-            (parameters / size, in the compute dtype) and sends them once instead of
-            twice per microbatch. Both reduce-scatter gradients once per microbatch.
+            ``microbatch``: layer by layer in every slot; a device holds the gathered
+            weights of one layer. ``step``: once a step; a device holds the gathered
+            weights of its stage (parameters / size, in the compute dtype), and sends
+            them once instead of twice per microbatch. Both reduce-scatter gradients
+            once per microbatch.
 
     Example:
         >>> from nnx_parallel import Composite, FSDP, TensorParallel

@@ -1,4 +1,4 @@
-"""Tensor parallelism: each product is split over devices."""
+"""Tensor parallelism: each matmul is split over devices."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -14,30 +14,33 @@ from nnx_parallel.strategies.base import Strategy
 class TensorParallel(Strategy):
     """Tensor parallelism: the axis ``tensor`` splits heads, hidden units, vocabulary.
 
-    Kernels into ``mlp`` and ``heads`` are split by columns, those out of them by rows;
-    a transformer block then all-reduces its activations twice forward and twice
-    backward [1]. The batch is not split: keep the axis inside one machine, and combine
-    it with `FSDP` or `DataParallel`.
+    Kernels into ``mlp`` and ``heads`` are split by columns, and kernels out of them by
+    rows. A transformer block then all-reduces its activations twice in the forward pass
+    and twice in the backward pass [1]. The batch is not split: keep the axis inside one
+    machine, and combine it with `FSDP` or `DataParallel`.
 
-    All between the products (norms, residuals, dropout) is whole on every device,
-    unless ``sequence`` splits it along ``seq`` [2]: an all-reduce then becomes an
-    all-gather before the products and a reduce-scatter after them, the same bytes, and
-    a device keeps ``1 / size`` of those activations. ``overlap`` runs both during the
-    products they feed, as `all_gather_matmul` and `matmul_reduce_scatter`. Products
-    that share an input (query, key and value; up and gate) each have a ring: compilers
-    merge those that gather it, but its gradient is summed once for each, 3 times into
-    attention and twice into a gated MLP. For a GPT on 4 TPU v5p rings send 9.2 GiB a
-    step where ``sequence`` alone sends 7.7, and 95 % of it runs during products, where
-    none did (``python -m benchmarks overlap``).
+    Everything between the matmuls (norms, residuals, dropout) is replicated, unless
+    ``sequence`` splits it along ``seq`` [2]. Each all-reduce then becomes an all-gather
+    before the matmuls and a reduce-scatter after them. They send the same bytes, and a
+    device keeps ``1 / size`` of those activations. ``overlap`` runs these transfers
+    during the matmuls that they feed, with `all_gather_matmul` and
+    `matmul_reduce_scatter`. Matmuls that share an input (query, key and value; up and
+    gate) each have a ring. Compilers merge the rings that gather the input, but its
+    gradient is summed once for each ring: 3 times into attention, twice into a gated
+    MLP. For a GPT on 4 TPU v5p the rings send 9.2 GiB a step, against 7.7 with
+    ``sequence`` alone; 95 % of these bytes overlap with matmuls, and without rings none
+    do (``python -m benchmarks overlap``).
 
-    A model says which dims those are by naming them. One without names is replicated,
-    of which a warning and `describe` tell: name its dims by path (`PathNames`).
+    A model says which dims to split by naming them. A model without names is
+    replicated, and a warning says so: name its dims by path (`PathNames`). ``sequence``
+    and ``overlap`` need names of activations, from `constrain` or from the layers
+    ``Dense`` and ``Embed``, and warn if they find none.
 
     Attributes:
         size: Number of parts; ``None`` takes the devices that remain.
-        sequence: Whether activations between the products are split along ``seq``. A
+        sequence: Whether activations between the matmuls are split along ``seq``. A
             length that ``size`` does not divide stays whole.
-        overlap: ``ring`` or ``bidirectional``: products that gather their input or
+        overlap: ``ring`` or ``bidirectional``: matmuls that gather their input or
             scatter their output overlap with the transfers; implies ``sequence``.
         rules: Explicit rules for single arrays; `LogicalRules` change what a name
             means, for instance ``{"vocab": None}``.

@@ -36,7 +36,7 @@ from nnx_parallel.layers.scan import (
 from nnx_parallel.layers.stack import Stack
 from nnx_parallel.metrics import Mean, check_scalar, split_loss_output
 from nnx_parallel.precision import cast_floating
-from nnx_parallel.sharding.constrain import in_context, using
+from nnx_parallel.sharding.constrain import in_context, noticing_idle_claims, using
 from nnx_parallel.sharding.donation import Donating
 from nnx_parallel.sharding.layout import Execution
 from nnx_parallel.sharding.model import arrays_of, flatten, nest, plain_attributes
@@ -113,9 +113,11 @@ def make_train_step(
         with using(plan.layout), default_remat(options.remat):
             # From the step, so that a resumed run draws what an unbroken one would.
             key = jax.random.fold_in(state.key, state.step)
-            grads, variables, means = execution_of(plan).gradients(
-                plan, _forward(plan, loss), state, batch, key, options.num_microbatches
-            )
+            arguments = state, batch, key, options.num_microbatches
+            with noticing_idle_claims(plan.layout):
+                grads, variables, means = execution_of(plan).gradients(
+                    plan, _forward(plan, loss), *arguments
+                )
             grads = cast_floating(grads, plan.precision.reduction)
             if (loss_scale := state.loss_scale) is not None:
                 grads = jax.tree.map(lambda g: g / loss_scale.scale, grads)

@@ -42,47 +42,47 @@ class Trainer:
     Args:
         model: A function, or a class, from ``nnx.Rngs`` to a model, which is then built
             already sharded; or a built model, whose arrays are copied; or the
-            ``(graphdef, state)`` of one. What the loss assigns to its Variables is
-            kept, trained parameters included. An array in no Variable is a constant,
-            as in plain NNX.
+            ``(graphdef, state)`` of a model. What the loss assigns to Variables of the
+            model is kept, also if they are trained. An array in no Variable is a
+            constant, as in plain NNX.
         optimizer: An Optax transformation, or a function of the abstract model that
             returns one (for masks and dimension numbers).
         loss: ``loss(model, batch)`` or ``loss(model, batch, rngs)``: a scalar or
             `Mean`, or one with a dict of metrics: scalars, `Mean` or `Sum`.
         strategy: Where everything lives; by default `DataParallel` over all devices.
         num_microbatches: Parts of each batch, whose gradients are accumulated. A loss
-            that compares rows (contrastive) has the negatives of one microbatch.
-        eval_loss: The loss of evaluations, if it is another function. The model is in
-            evaluation mode for either; a model whose mode is an argument,
-            ``model(x, training=True)``, needs one that passes the other.
-        seed: Of the model's parameters and of every random stream; 32 bits.
+            that compares rows (contrastive) sees the negatives of one microbatch.
+        eval_loss: The loss of evaluations, if it is another function. Both get the
+            model in evaluation mode. A model that takes its mode as an argument,
+            ``model(x, training=True)``, needs an ``eval_loss`` that passes False.
+        seed: Seed of the parameters and of every random stream; 32 bits.
         wrt: Filter of the Variables that are trained.
         precision: The dtypes.
-        remat: What is kept for the backward pass, where the model does not say.
+        remat: What a `Stack` keeps for the backward pass, if the model does not say.
         ema_decay: Keep an exponential moving average of the parameters.
         checkpoint: A directory, or a `Checkpoint`, from which ``fit`` resumes by
             itself; ``None`` saves nothing.
         devices: The devices to use; by default all.
-        mesh: A mesh to use instead, with the strategy's axes, all Auto.
-        names: Names of the model's dims by path, for a model without its own.
+        mesh: A mesh to use instead of them, with the strategy's axes, all Auto.
+        names: Names of the model's dims by path, for a model that has no names.
         loggers: Where metrics go; by default the console, and ``metrics.jsonl`` in
             the checkpoint's directory.
         callbacks: Hooks of the fit.
         log_every: Steps between logged metrics.
         profile: ``(start, stop)``: trace these steps with ``jax.profiler``.
-        fast_dev_run: Two steps and one batch of evaluation, and nothing is written.
+        fast_dev_run: Run two steps and one batch of evaluation, and write nothing.
         overfit_batches: Train on this many batches over and over.
         global_batch_size: Rows that each training batch must have, of all processes.
-        step_timeout: Seconds after which a step, or a batch of the fit's evaluation,
-            that has not ended ends the process, with the stack of every thread;
-            ``None`` never does. The wait for its data and ``on_step_end`` count,
-            compilation, the first batch, checkpoints and ``on_eval_end`` do not.
-        check_replicas_every: Steps after which copies of arrays on several devices are
-            compared bit by bit, by their hashes; 0 never does.
+        step_timeout: Seconds that a step, or a batch of the fit's evaluation, may take.
+            Then the process ends and prints the stack of every thread; ``None``: no
+            limit. The wait for data and ``on_step_end`` count; compilation, the first
+            batch, checkpoints and ``on_eval_end`` do not.
+        check_replicas_every: Steps between comparisons of the copies that devices hold
+            of one array, bit by bit, by their hashes; 0: never.
 
     Raises:
         MeshShapeError: If the strategy's sizes do not multiply to the devices.
-        ParallelError: Whatever else a strategy finds wrong with the model, by name.
+        ParallelError: If the strategy cannot place the model; the message names where.
 
     Example:
         >>> import numpy as np
@@ -194,10 +194,10 @@ class Trainer:
 
     @property
     def data_share(self) -> tuple[int, int]:
-        """``(index, count)``: the part of each batch's rows that this process gives.
+        """``(index, count)``: the part of each batch's rows that this process loads.
 
-        With one process ``(0, 1)``. Processes that hold the same rows, as those of one
-        tensor-parallel group do, have the same index.
+        With one process ``(0, 1)``. Processes that hold the same rows, such as those of
+        one tensor-parallel group, have the same index.
         """
         return data_share(self.layout)
 
@@ -205,7 +205,7 @@ class Trainer:
     def state(self) -> TrainState:
         """The training state, built on first use. A step donates and replaces it.
 
-        A loop of your own hands the new one back, for all else that the Trainer does:
+        A loop of your own assigns the new state, so that the Trainer can go on with it:
         ``trainer.state, metrics = trainer.train_step(trainer.state, batch)``.
         """
         return self._run.state
@@ -221,11 +221,11 @@ class Trainer:
 
     @property
     def model(self) -> nnx.Module:
-        """The model with its present arrays, global and sharded, in evaluation mode.
+        """The model with its current arrays, global and sharded, in evaluation mode.
 
-        The arrays are those of `state`: the next step donates them, and with them this
-        model. Ask again after it, or copy. What is assigned to its Variables until then
-        is trained on, evaluated and saved, random streams apart.
+        The arrays are those of `state`: the next step donates them, and this model has
+        none then. Read `model` again after a step, or copy it. What you assign to its
+        Variables before is trained, evaluated and saved, except for random streams.
         """
         return self._run.model(ema=False)
 
@@ -239,8 +239,8 @@ class Trainer:
     def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
         """The compiled step, for a loop of your own: ``(state, batch)`` to the same.
 
-        It is pure but for donating the state; take batches from `shard_batch`. A state
-        that an earlier step has taken is a `DonatedArrayError`.
+        It is pure, except that it donates the state; take batches from `shard_batch`.
+        A state that was donated to an earlier step raises a `DonatedArrayError`.
         """
         return self._programs.train_step
 
@@ -267,33 +267,33 @@ class Trainer:
         eval_every: int | None = None,
         last_batch: LastBatch | None = None,
     ) -> History:
-        """Trains until so many updates, or passes, are done in all, earlier included.
+        """Trains until the run has ``num_steps`` updates or ``num_epochs`` passes.
 
-        Starts from the newest checkpoint if there is one and nothing has been trained
-        yet. A checkpoint is saved as its options say, and at the end.
+        Earlier ones count. Starts from the newest checkpoint, if there is one and
+        nothing has been trained yet. Saves as the `Checkpoint` says, and at the end.
 
         Args:
             data: Batches: pytrees of NumPy arrays with this process's share of the
                 global batch (`data_share`), with one process the whole of it.
             num_steps: Total number of updates of the run.
-            num_epochs: Instead, of passes over data with a ``len()``, its batches.
+            num_epochs: Instead, passes over data whose ``len()`` counts its batches.
             eval_data: Batches to evaluate on, iterated again each time.
             eval_every: Steps between evaluations; ``None`` evaluates at the end.
-            last_batch: In training, of fewer rows than others: ``"drop"`` (``None``:
-                and warn), `Pad`, or ``"error"``. An evaluation takes it whole.
+            last_batch: Of fewer rows: train without it (``"drop"``; ``None`` warns
+                too), fill it up (`Pad`), or ``"error"``. Evaluations use all rows.
 
         Returns:
             Metrics by name, an entry for each step done in this call.
 
         Raises:
             SystemExit: With code 0 after a SIGTERM, once a checkpoint is saved.
-            KeyboardInterrupt: After Ctrl-C, once the step in work is saved; a second
-                ends the fit at once. Uncaught, a script ends without traceback, with
-                code 130; a notebook has control, the Trainer as after its end.
+            KeyboardInterrupt: After Ctrl-C, once the current step is saved; a second
+                Ctrl-C ends the fit at once. If nothing catches it, a script ends with
+                code 130 and no traceback; in a notebook the Trainer can still be used.
             DisagreementError: If processes are about to run different programs.
-            NonFiniteLossError: If a loss is not finite; names what went bad.
+            NonFiniteLossError: If a loss is not finite; names the arrays that are not.
             ValueError: If ``num_steps`` or ``eval_every`` is no number of steps.
-            DataError: If data is no iterable, or of no length, or used up by one pass.
+            DataError: If data is no iterable, has no length, or lasts for one pass.
             DataExhaustedError: If the data ends before ``num_steps``.
             BatchShapeError: If a batch does not divide, or changes its shape.
         """
@@ -317,7 +317,7 @@ class Trainer:
             self._loop = None  # it holds the evaluation's data
 
     def stop(self, reason: str) -> None:
-        """Ends the fit after the step in work, evaluated and saved as the last one."""
+        """Ends the fit after the current step; evaluates and saves it as the last."""
         if self._loop is not None:  # else there is nothing to stop
             self._loop.stop(reason)
 
@@ -330,8 +330,8 @@ class Trainer:
     ) -> dict[str, Any]:
         """Mean loss and metrics over all rows, the model in evaluation mode.
 
-        A remainder that the devices do not divide runs unpadded. Plain scalars weigh
-        by rows, a `Mean` by its weight; a `Sum` adds up.
+        A last batch of fewer rows runs without padding. Plain scalars are weighted by
+        rows, and a `Mean` by its weight; a `Sum` adds up.
 
         Args:
             data: Batches, of any number of rows each.
@@ -403,24 +403,24 @@ class Trainer:
         directory: str | os.PathLike | None = None,
         weights_only: bool = False,
     ) -> None:
-        """Replaces the state by a saved one, whatever strategy has saved it.
+        """Replaces the state by a saved one, under whichever strategy it was saved.
 
-        A state from another directory is what a run begins with: once it has
-        checkpoints of its own, the same program resumes from these.
+        A state from another directory is only where a run starts: once the run has
+        checkpoints of its own, the same program resumes from those.
 
         Args:
             step: A saved step; ``"best"`` by ``Checkpoint(keep_best=...)``; ``None``
                 for the latest.
-            directory: Where from; by default the Trainer's own directory.
-            weights_only: Restore parameters and other variables alone; optimizer,
-                step and data stay as they are. `load_weights` reads those that another
-                program has saved.
+            directory: The directory to read; by default the Trainer's own.
+            weights_only: Restore only parameters and other variables; optimizer, step
+                and data stay as they are. `load_weights` reads what another program
+                has saved.
 
         Raises:
             CheckpointNotFoundError: If there is no such step.
             CheckpointMismatchError: If an array differs; each is listed, and nothing
                 has changed.
-            CheckpointError: If a hook of a fit restores more than weights.
+            CheckpointError: If a callback restores more than weights during a fit.
         """
         meet("restore")
         self._run.restore(step, directory, weights_only=weights_only)
@@ -428,20 +428,20 @@ class Trainer:
     def load_weights(self, path: str | os.PathLike, *, only: Any = None) -> None:
         """Replaces weights by those of a plain Orbax checkpoint.
 
-        One that Orbax alone has written: ``nnx.state(model)``, a part of it, or
-        ``nnx.to_pure_dict`` of it, by `StandardCheckpointer`, a step of a
-        `CheckpointManager`, or Orbax's v1 functions. Each device reads its own shards;
+        It was written without this library: ``nnx.state(model)``, a part of it, or
+        ``nnx.to_pure_dict`` of it, by `StandardCheckpointer`, a `CheckpointManager`
+        (pass one step), or Orbax's v1 functions. Each device reads its own shards;
         floating-point arrays are cast to the model's dtypes. Optimizer, step and data
         stay as they are; a moving average starts from the new parameters.
 
         Args:
             path: Directory of the checkpoint.
-            only: Filter of the Variables to read, which must all be there, in their
-                shapes; by default all but random streams. Others stay as they are:
-                pass ``nnx.Param`` for a checkpoint without batch statistics.
+            only: Filter of the Variables to read; by default all but random streams.
+                The checkpoint must have all of them, in their shapes; others stay as
+                they are: pass ``nnx.Param`` if it has no batch statistics.
 
         Raises:
-            CheckpointMismatchError: If an array differs, or is in one place alone; each
+            CheckpointMismatchError: If an array differs, or only one side has it; each
                 is listed, and nothing has changed.
             CheckpointReadError: If it is no such checkpoint.
         """

@@ -1,0 +1,105 @@
+"""Each kind of page as an eye sees it: on a phone and a desktop, light and dark.
+
+`looks.js` finds what can be measured; the pictures are for all else.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.browser import HTML, PAGES, Quiet, chromium, evaluate, serve
+
+pytestmark = pytest.mark.slow
+server = serve
+
+LOOKS = (Path(__file__).parent / "looks.js").read_text()
+PICTURES = HTML.parent / "screenshots"
+WIDTHS = (390, 1280)
+THEMES = ("light", "dark")
+TALLEST = 12_000
+
+
+@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_has_no_faults_and_its_picture_is_kept(
+    name: str,
+    width: int,
+    theme: str,
+    server: str,
+    tmp_path: Path,
+) -> None:
+    """In docs/_build/screenshots, to be looked at."""
+    script = f"""{LOOKS}
+    const frame = await load("/{PAGES[name]}", {width}, "{theme}");
+    const page = frame.contentDocument;
+    const height = page.documentElement.scrollHeight;
+    frame.style.height = `${{height}}px`; // nothing waits to be scrolled to
+    await new Promise((resolve) => setTimeout(resolve, 300));
+    return [await faults(page, {width}, {json.dumps(theme == "dark")}), height];
+    """
+    faults, height = evaluate(server, tmp_path, script)
+    take_picture(server, tmp_path, name, (width, min(height, TALLEST)), theme)
+    assert faults == []
+
+
+def take_picture(
+    server: str,
+    profile: Path,
+    name: str,
+    size: tuple[int, int],
+    theme: str,
+) -> None:
+    PICTURES.mkdir(exist_ok=True)
+    picture = PICTURES / f"{name}-{size[0]}-{theme}.png"
+    picture.unlink(missing_ok=True)
+    # Chromium has windows of no less than 500 pixels; a frame is as narrow as told.
+    Quiet.check = (
+        '<!doctype html><body style="margin:0"><iframe style="border:0;'
+        f'width:{size[0]}px;height:{size[1]}px" src="/{PAGES[name]}" '
+        f"onload=\"this.contentDocument.documentElement.dataset.theme='{theme}'\">"
+        "</iframe>"
+    )
+    chromium(
+        profile,
+        f"--screenshot={picture}",
+        f"--window-size={max(size[0], 500)},{size[1]}",
+        f"{server}/__check__",
+    )
+    assert picture.stat().st_size > 10_000
+
+
+FAULTY = """<!doctype html><style>
+article div { width: 90px; white-space: nowrap }
+</style><body style="margin:0"><article>
+<p>Ten words that are here to be read, and no more.</p>
+<div>A line that is wider than its box</div>
+<p style="color:#ccc">Pale</p>
+<svg width="90" height="30"><rect width="90" height="30" fill="#111"/>
+<text x="5" y="20" fill="#333">dark on dark</text></svg>
+<div style="height:400px"></div>
+<pre style="width:500px;overflow:visible">code</pre>
+<p>One</p><p>Two</p><p>Three</p>
+</article></body>"""
+
+
+def test_what_is_wrong_is_found(server: str, tmp_path: Path) -> None:
+    script = f"""{LOOKS}
+    const frame = await load("/robots.txt", 390);
+    const page = frame.contentDocument;
+    page.open(); page.write({json.dumps(FAULTY)}); page.close();
+    await new Promise((resolve) => setTimeout(resolve, 300));
+    return faults(page, 390, true);
+    """
+    found = evaluate(server, tmp_path, script)
+    for fault in (
+        "the page is 500 px wide",
+        '"A line that is wider than its box" is wider than its div',
+        '"Pale" (p) has a contrast of 1.6',
+        '"dark on dark" (in a picture) has a contrast of 1.5',
+        'code does not scroll: "code"',
+        "the menu has no button",
+    ):
+        assert fault in found, found
+    assert any(" px are empty at " in fault for fault in found)
