@@ -174,9 +174,9 @@ def _migrating() -> Marks:
 def _transformer() -> Marks:
     colours = (0, 0, 2, 2)
     return [
-        *[rect(50, 8 + 18 * n, 68, 15, device(c), 3) for n, c in enumerate(colours)],
-        line((40, 8), (34, 8), (34, 77), (40, 77)),
-        text(26, 46, "Stack", "soft", font_size=10, text_anchor="end"),
+        *[rect(58, 8 + 18 * n, 68, 15, device(c), 3) for n, c in enumerate(colours)],
+        line((48, 8), (42, 8), (42, 77), (48, 77)),
+        text(36, 46, "Stack", "soft", font_size=10, text_anchor="end"),
     ]
 
 
@@ -215,14 +215,19 @@ def _card(file: Path) -> str:
     title = re.search(r"(?m)^# # (.*)$", file.read_text())[1].replace("`", "")
     known = CARDS.get(number)
     if known is None:  # one that was added: its title says enough
-        picture, words, after = document([], *SIZE, ""), "", ()
+        picture, words = document([], *SIZE, ""), ""
     else:
         alt = f"Sketch: {known.line}"
         picture = document(known.draw(), *SIZE, alt)
-        words, after = known.line, known.after
-    needs = f"after {', '.join(map(str, after))}" if after else "needs nothing before"
+        words = known.line
     return (
         f'<a class="card-link" href="tutorials/{file.stem}.html">{picture}'
         f"<b>{escape(title)}</b><span>{escape(words)}</span>"
-        f"<small>{needs}{RUNTIME % file.stem}</small></a>"
+        f"<small>{needs(number)}{RUNTIME % file.stem}</small></a>"
     )
+
+
+def needs(number: int) -> str:
+    """What to read before a tutorial."""
+    after = CARDS[number].after if number in CARDS else ()
+    return f"after {', '.join(map(str, after))}" if after else "needs nothing before"

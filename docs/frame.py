@@ -5,6 +5,7 @@ Descriptions for search engines, tutorials to download, and which of them runs n
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import jupytext
-from cards import RUNTIME, tutorials
+from cards import RUNTIME, needs, tutorials
 from docutils import nodes
 from flax import nnx
 from myst_nb.sphinx_ import NbMetadataCollector
@@ -39,7 +40,7 @@ def copy_tutorials() -> None:
         links = (
             f'# <p class="downloads"><a href="{file.stem}.ipynb" download>Notebook</a>'
             f'<a href="{file.name}" download>Script</a>'
-            f"{RUNTIME % file.stem}</p>\n"
+            f"<span>{needs(int(file.stem[:2]))}{RUNTIME % file.stem}</span></p>\n"
         )
         # Only cells of code are keys of the cache of outputs: this changes none.
         (sources / file.name).write_text(f"{head}{title}#\n{links}{rest}")
@@ -109,7 +110,19 @@ def sign_modules(
     signature: str | None,
     returns: str | None,
 ) -> tuple[str, str | None] | None:
-    """The arguments of an NNX module, whose metaclass says ``*args, **kwargs``."""
+    """The arguments of a class.
+
+    The metaclass of an NNX module says ``*args, **kwargs``, and a dataclass
+    ``<factory>`` for a default.
+    """
+    if kind == "class" and signature and dataclasses.is_dataclass(thing):
+        # As Sphinx cannot parse "<factory>", it would not format the others either.
+        made = {f.name: f.default_factory for f in dataclasses.fields(thing)}
+        for name in inspect.signature(thing).parameters:
+            if made[name] is not dataclasses.MISSING:
+                factory = getattr(made[name], "__name__", "...")
+                signature = signature.replace("<factory>", f"{factory}()", 1)
+        return signature, returns
     if kind != "class" or not issubclass(cast("type", thing), nnx.Module):
         return None
     arguments = inspect.signature(thing.__init__, bound_method=True)
@@ -158,6 +171,13 @@ def fill_runtimes(app: Sphinx, document: nodes.document, page: str) -> None:
         raw.children = [nodes.Text(shown)]
 
 
+def call_attributes_so(app: Sphinx, document: nodes.document, page: str) -> None:
+    """Sphinx calls the attributes of a class "Variables"."""
+    for name in document.findall(nodes.field_name):
+        if name.astext() == "Variables":
+            name.children = [nodes.Text("Attributes")]
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Connects everything."""
     progress = Progress()
@@ -165,6 +185,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("source-read", summarize)
     app.connect("doctree-read", progress.end)
     app.connect("doctree-resolved", fill_runtimes)
+    app.connect("doctree-resolved", call_attributes_so)
     app.connect("autodoc-process-signature", sign_modules)
     app.connect("html-page-context", describe_page)
     app.connect("html-page-context", link_tutorials, priority=900)  # after the theme

@@ -23,7 +23,8 @@ def _part(name: str, found: dict[str, Any]) -> list[str]:
     figures = found["figures"]
     ratios = {key: each for key, each in figures.items() if _is_ratio(each)}
     versions = ", ".join(f"{key} {value}" for key, value in found["versions"].items())
-    lines = [f"**{found['title']}**", ""]
+    # A rubric: what is parsed within a directive has no sections.
+    lines = [f"```{{rubric}} {found['title']}", "```", ""]
     if ratios:
         _plot(name, ratios)
         alt = "; ".join(f"{key}: {each['median']:.2f}" for key, each in ratios.items())

@@ -353,9 +353,11 @@ def plan_state(
     Raises:
         ValueError: If ``wrt`` selects nothing, or ``ema_decay`` averages nothing.
     """
-    if ema_decay is not None and not 0 <= ema_decay < 1:
+    is_number = isinstance(ema_decay, int | float)
+    if ema_decay is not None and not (is_number and 0 <= ema_decay < 1):
         raise ValueError(
-            f"ema_decay={ema_decay}. It must be at least 0 and below 1, such as 0.999."
+            f"ema_decay={ema_decay!r}. It must be a number of at least 0 and below 1, "
+            "such as 0.999."
         )
     precision = precision or Precision()
     tx = as_transformation(optimizer, model)

@@ -45,7 +45,10 @@ const load = (url, width, theme = "light") => new Promise((resolve) => {
   const frame = document.createElement("iframe");
   frame.style.cssText = `width:${width}px;height:900px;border:0`;
   frame.onload = () => {
-    frame.contentDocument.documentElement.dataset.theme = theme;
+    const root = frame.contentDocument.documentElement;
+    root.dataset.theme = theme;
+    // Colours change at once, so that none is measured on its way.
+    root.insertAdjacentHTML("beforeend", "<style>* { transition: none !important }</style>");
     setTimeout(() => resolve(frame), 300);
   };
   frame.src = url;

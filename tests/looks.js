@@ -122,6 +122,8 @@ const pictureFaults = (page, isDark) => {
       found.push(`${name} is not shown`);
       continue;
     }
+    const scale = image.getBoundingClientRect().width / image.naturalWidth;
+    if (scale < 0.5) found.push(`${name} is shown at ${scale.toFixed(2)} of its size`);
     ink.clearRect(0, 0, 32, 32);
     ink.filter = styleOf(image).filter;
     ink.drawImage(image, 0, 0, 32, 32);
@@ -148,7 +150,7 @@ const blankFaults = (page) => {
   }
   spans.sort((a, b) => a[0] - b[0]);
   let [end, found] = [article.top, []];
-  for (const [top, bottom] of [...spans, [article.bottom, article.bottom]]) {
+  for (const [top, bottom] of spans) {
     if (top - end > 160) found.push(`${Math.round(top - end)} px are empty at ${end}`);
     end = Math.max(end, bottom);
   }

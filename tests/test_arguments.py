@@ -42,9 +42,20 @@ def loss(model: Any, batch: Any) -> Any:
     return (model.layer(batch) ** 2).mean()
 
 
+def whole(message: str) -> str:
+    """A pattern of all of a message: found, rule and valid value."""
+    return f"^{re.escape(message)}$"
+
+
 MODEL: Any = Net
 SGD = optax.sgd(0.1)
 IS = "It must be "
+LINEN = (
+    f"which Flax Linen has made. {IS}an NNX module: nnx.bridge.ToNNX(model, "
+    "rngs=rngs).lazy_init(x) makes one of it, and "
+    "https://flax.readthedocs.io/en/latest/guides/linen_to_nnx.html says how to port "
+    "it."
+)
 
 
 @pytest.mark.parametrize(
@@ -60,27 +71,42 @@ IS = "It must be "
             f"strategy is 'fsdp'. {IS}a Strategy, such as FSDP() or Composite(FSDP(), "
             "...).",
         ),
-        ({"strategy": [FSDP()]}, f"strategy is a list. {IS}a Strategy"),
+        (
+            {"strategy": [FSDP()]},
+            f"strategy is a list. {IS}a Strategy, such as FSDP() or Composite(FSDP(), "
+            "...).",
+        ),
         (
             {"precision": "bfloat16"},
             f"precision is 'bfloat16'. {IS}a Precision, such as "
             "Precision.mixed_bfloat16().",
         ),
-        ({"precision": jnp.bfloat16}, "precision is the class bfloat16."),
+        (
+            {"precision": jnp.bfloat16},
+            f"precision is the class bfloat16. {IS}a Precision, such as "
+            "Precision.mixed_bfloat16().",
+        ),
         (
             {"devices": 8},
             f"devices is 8. {IS}a list, also of a single device, such as "
             "jax.devices()[:8].",
         ),
         ({"devices": [0, 1]}, f"devices[0] is 0. {IS}a device."),
-        ({"mesh": "data"}, f"mesh is 'data'. {IS}a jax.sharding.Mesh, such as"),
+        (
+            {"mesh": "data"},
+            f"mesh is 'data'. {IS}a jax.sharding.Mesh, such as FSDP().make_mesh().",
+        ),
         ({"checkpoint": 5}, f"checkpoint is 5. {IS}a directory, or a Checkpoint."),
         (
             {"loggers": "tensorboard"},
             f"loggers is 'tensorboard'. {IS}a list, also of a single Logger, such as "
             "[ConsoleLogger()].",
         ),
-        ({"loggers": ConsoleLogger()}, "loggers is a ConsoleLogger."),
+        (
+            {"loggers": ConsoleLogger()},
+            f"loggers is a ConsoleLogger. {IS}a list, also of a single Logger, such as "
+            "[ConsoleLogger()].",
+        ),
         (
             {"loggers": [ConsoleLogger]},
             f"loggers[0] is the class ConsoleLogger. {IS}a Logger. Call the class: "
@@ -88,15 +114,23 @@ IS = "It must be "
         ),
         (
             {"callbacks": Callback()},
-            f"callbacks is a Callback. {IS}a list, also of a single Callback",
+            f"callbacks is a Callback. {IS}a list, also of a single Callback, such as "
+            "[SaveSamples()].",
         ),
-        ({"callbacks": [print]}, "callbacks[0] is a builtin_function_or_method."),
-        ({"callbacks": [Callback]}, "Call the class: Callback(...)."),
+        (
+            {"callbacks": [print]},
+            f"callbacks[0] is a builtin_function_or_method. {IS}a Callback.",
+        ),
+        (
+            {"callbacks": [Callback]},
+            f"callbacks[0] is the class Callback. {IS}a Callback. Call the class: "
+            "Callback(...).",
+        ),
     ],
     ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
 )
 def test_an_argument_of_another_kind(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(TypeError, match=re.escape(message)):
+    with pytest.raises(TypeError, match=whole(message)):
         Trainer(MODEL, SGD, loss, **arguments)
 
 
@@ -113,17 +147,19 @@ def test_an_argument_of_another_kind(arguments: dict[str, Any], message: str) ->
             "optimizer is the function optax.adamw. Call it, with a learning rate: "
             "optax.adamw(3e-4).",
         ),
-        ((MODEL, 1e-3, loss), "optimizer is a float. Pass an Optax transformation"),
+        (
+            (MODEL, 1e-3, loss),
+            "optimizer is of type float. Pass an Optax transformation such as "
+            "optax.adamw(3e-4), optax.MultiSteps(...), or a function of the abstract "
+            "model that returns one.",
+        ),
         (
             (MODEL, SGD, "mse"),
-            f"loss is 'mse'. {IS}a function loss(model, batch), which returns a scalar",
+            f"loss is 'mse'. {IS}a function loss(model, batch), which returns a scalar "
+            "or a Mean.",
         ),
-        (
-            (LinenNet(), SGD, loss),
-            f"model is a LinenNet, which Flax Linen has made. {IS}an NNX module: "
-            "nnx.bridge.ToNNX(model, rngs=rngs)",
-        ),
-        ((LinenNet, SGD, loss), "model is the class LinenNet, which Flax Linen"),
+        ((LinenNet(), SGD, loss), f"model is a LinenNet, {LINEN}"),
+        ((LinenNet, SGD, loss), f"model is the class LinenNet, {LINEN}"),
         (
             ({"w": 1}, SGD, loss),
             f"model is a dict. {IS}an nnx.Module, or a function of random keys that "
@@ -133,7 +169,7 @@ def test_an_argument_of_another_kind(arguments: dict[str, Any], message: str) ->
     ids=["exchanged", "adamw", "rate", "name", "linen", "linen class", "dict"],
 )
 def test_what_is_trained(arguments: tuple[Any, ...], message: str) -> None:
-    with pytest.raises(TypeError, match=re.escape(message)):
+    with pytest.raises(TypeError, match=whole(message)):
         Trainer(*arguments)
 
 
@@ -148,29 +184,29 @@ def test_what_is_trained(arguments: tuple[Any, ...], message: str) -> None:
             (name, f"Trainer.fit has no argument {name!r}. Did you mean num_epochs=?")
             for name in ("epochs", "max_epochs", "num_train_epochs")
         ),
-        (
-            "val_data",
-            "has no argument 'val_data'. Did you mean eval_data=?",
+        *(
+            (name, f"Trainer.fit has no argument {name!r}. Did you mean eval_data=?")
+            for name in ("val_data", "evaldata")
         ),
-        ("evaldata", "has no argument 'evaldata'. Did you mean eval_data=?"),
         ("zebra", "Trainer.fit has no argument 'zebra'. See help(Trainer.fit)."),
     ],
 )
 def test_an_argument_of_fit_by_another_name(name: str, message: str) -> None:
     fit: Callable = Trainer(MODEL, SGD, loss, loggers=()).fit
-    with pytest.raises(TypeError, match=re.escape(message)):
+    with pytest.raises(TypeError, match=whole(message)):
         fit([], **{name: 3})
 
 
 def test_an_argument_of_the_trainer_by_another_name() -> None:
     make: Any = Trainer
     message = (
-        "Trainer has no argument 'gradient_accumulation_steps'. Did you mean num_m"
+        "Trainer has no argument 'gradient_accumulation_steps'. Did you mean "
+        "num_microbatches=?"
     )
-    with pytest.raises(TypeError, match=re.escape(message)):
+    with pytest.raises(TypeError, match=whole(message)):
         make(MODEL, SGD, loss, gradient_accumulation_steps=4)
     message = "Trainer has no argument 'strategi'. Did you mean strategy=?"
-    with pytest.raises(TypeError, match=re.escape(message)):
+    with pytest.raises(TypeError, match=whole(message)):
         make(MODEL, SGD, loss, strategi=FSDP())
 
 
@@ -181,22 +217,29 @@ def test_parts_of_a_composite(parts: tuple[Any, ...]) -> None:
         f"Composite({name}): each argument must be a strategy, as in "
         "Composite(TensorParallel(2), FSDP()): no list of them, no class."
     )
-    with pytest.raises(TypeError, match=re.escape(message)):
+    with pytest.raises(TypeError, match=whole(message)):
         Composite(*parts)
 
 
 @pytest.mark.parametrize("size", ["4", 4.0, 0, -1, True, [2]])
 @pytest.mark.parametrize("strategy", [DataParallel, FSDP, TensorParallel])
 def test_sizes(strategy: Callable, size: Any) -> None:
-    message = f"has size {size!r}. A size is an integer of at least 1; leave it out"
-    with pytest.raises(MeshShapeError, match=re.escape(message)):
+    axis = {DataParallel: "data", FSDP: "fsdp", TensorParallel: "tensor"}[strategy]
+    message = (
+        f"Mesh axis {axis!r} has size {size!r}. A size is an integer of at least 1; "
+        "leave it out to take the devices that remain."
+    )
+    with pytest.raises(MeshShapeError, match=whole(message)):
         strategy(size).make_mesh()
 
 
 @pytest.mark.parametrize("size", ["4", 4.0, 0, None])
 def test_stages(size: Any) -> None:
-    message = f"Pipeline({size!r}): it needs at least 1 stage."
-    with pytest.raises(ValueError, match=re.escape(message)):
+    message = (
+        f"Pipeline({size!r}): the number of stages is an integer of at least 1, such "
+        "as Pipeline(4)."
+    )
+    with pytest.raises(ValueError, match=whole(message)):
         Pipeline(size)
 
 
@@ -264,19 +307,20 @@ def test_names_of_another_kind() -> None:
 
 
 def test_an_optimizer_that_computes_the_loss_again() -> None:
-    message = (
+    rule = (
         "It gets the gradients and, if it takes them, value= (the loss) and grad=. What"
         " computes the loss again within an update (value_fn=, grad_fn=), as line "
         "searches do, has no place in a sharded step: use it without, such as "
         "optax.lbfgs(1e-2, linesearch=None)."
     )
-    with pytest.raises(OptimizerError, match=re.escape(message)):
+    found = "^The optimizer needs what a step cannot give it: .*missing 3 required .*"
+    with pytest.raises(OptimizerError, match=found + re.escape(rule) + "$"):
         Trainer(MODEL, optax.lbfgs(), loss).fit([jnp.ones((8, 4))], num_steps=1)
 
 
 def test_a_layer_taken_from_the_package() -> None:
     message = "Stack is in nnx_parallel.layers: from nnx_parallel.layers import Stack."
-    with pytest.raises(ImportError, match=re.escape(message)):
+    with pytest.raises(ImportError, match=whole(message)):
         exec("from nnx_parallel import Stack")
     with pytest.raises(ImportError, match="cannot import name 'Zebra'"):
         exec("from nnx_parallel import Zebra")

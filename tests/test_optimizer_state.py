@@ -374,7 +374,7 @@ def test_masks_are_of_what_is_trained(optimizer: Callable) -> None:
 def test_what_is_no_optimizer(wrong: Any) -> None:
     kind = "NoneType" if callable(wrong) else type(wrong).__name__
     message = (
-        f"optimizer is a {kind}. Pass an Optax transformation such as "
+        f"optimizer is of type {kind}. Pass an Optax transformation such as "
         "optax.adamw(3e-4), optax.MultiSteps(...), or a function of the abstract model "
         "that returns one."
     )

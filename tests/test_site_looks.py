@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser import HTML, PAGES, Quiet, chromium, evaluate, serve
+from tests.browser import CHECK, HTML, PAGES, Quiet, chromium, evaluate, serve
 
 pytestmark = pytest.mark.slow
 server = serve
@@ -55,11 +55,13 @@ def take_picture(
     picture = PICTURES / f"{name}-{size[0]}-{theme}.png"
     picture.unlink(missing_ok=True)
     # Chromium has windows of no less than 500 pixels; a frame is as narrow as told.
-    Quiet.check = (
-        '<!doctype html><body style="margin:0"><iframe style="border:0;'
-        f'width:{size[0]}px;height:{size[1]}px" src="/{PAGES[name]}" '
-        f"onload=\"this.contentDocument.documentElement.dataset.theme='{theme}'\">"
-        "</iframe>"
+    Quiet.check = CHECK.replace(
+        "SCRIPT",
+        f"""
+        const frame = await load("/{PAGES[name]}", {size[0]}, "{theme}");
+        frame.style.height = "{size[1]}px";
+        document.getElementById("result").hidden = true;
+        """,
     )
     chromium(
         profile,

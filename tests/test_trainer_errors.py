@@ -79,7 +79,8 @@ def make_trainer(**options: Any) -> Trainer:
         ),
         (
             {"ema_decay": 1.0},
-            "ema_decay=1.0. It must be at least 0 and below 1, such as 0.999.",
+            "ema_decay=1.0. It must be a number of at least 0 and below 1, such as "
+            "0.999.",
         ),
         (
             {"remat": "some"},
@@ -87,7 +88,8 @@ def make_trainer(**options: Any) -> Trainer:
         ),
         (
             {"profile": (5, 5)},
-            "profile=(5, 5) covers no step. Give 0 <= start < stop, such as (10, 15).",
+            "profile=(5, 5) covers no step. Give two numbers of steps, 0 <= start < "
+            "stop, such as (10, 15).",
         ),
         ({"profile": (-1, 5)}, "profile=(-1, 5) covers no step."),
     ],

@@ -213,6 +213,11 @@ class Checkpoint:
                     f"Checkpoint({name}={value!r}) must be a whole number of at "
                     "least 1 (keep_last and keep_every may be None)."
                 )
+        if not isinstance(self.keep_best, str | None):
+            raise CheckpointError(
+                f"Checkpoint(keep_best={self.keep_best!r}) must be the name of a "
+                "metric, such as 'eval_loss', or None."
+            )
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise CheckpointError(

@@ -257,9 +257,10 @@ class Watchdog:
     """
 
     def __init__(self, timeout_seconds: float | None) -> None:
-        if timeout_seconds is not None and timeout_seconds <= 0:
+        is_number = isinstance(timeout_seconds, int | float)
+        if timeout_seconds is not None and not (is_number and timeout_seconds > 0):
             raise ValueError(
-                f"step_timeout={timeout_seconds}. It must be a positive number of "
+                f"step_timeout={timeout_seconds!r}. It must be a positive number of "
                 "seconds, or None to watch nothing."
             )
         self._timeout = timeout_seconds

@@ -247,7 +247,11 @@ def use_params(leaves: dict, placements: dict) -> dict:
     def use(x: jax.Array, place: Placement | None) -> jax.Array:
         if place is None or not place.is_gathered:
             return x
-        return _gather(x, layout.sharding(place.used), layout.sharding(place.gradient))
+        used, gradient = layout.sharding(place.used), layout.sharding(place.gradient)
+        x = _gather(x, used, gradient)
+        # The gradient of a lookup is summed as it is used, and cut afterwards; else its
+        # shards pull the activations apart (docs/library-notes.md, "The partitioner").
+        return jax.lax.with_sharding_constraint(x, used) if place.is_looked_up else x
 
     return {key: use(x, placements.get(key)) for key, x in leaves.items()}
 

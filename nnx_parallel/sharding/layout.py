@@ -250,9 +250,9 @@ class Placement:
         optimizer: Of its optimizer state.
         reason: Which rule decided, or what kept it replicated.
         is_stacked: Whether dim 0 enumerates layers, which a `Stack` gathers one by one.
-        is_scanned: Whether it enumerates layers of no `Stack`: gathered one by one in a
-            loop of the loss that scans them.
+        is_scanned: The same of layers of no `Stack`, which a loop of the loss scans.
         absent: Axes that a rule or a name gives it and the mesh lacks: of size one.
+        is_looked_up: Whether it is a table whose rows are split in its gradient.
     """
 
     stored: P
@@ -263,6 +263,7 @@ class Placement:
     is_stacked: bool = False
     is_scanned: bool = False
     absent: tuple[str, ...] = ()
+    is_looked_up: bool = False
 
     def of_layer(self) -> Placement:
         """The placement of one layer of a stacked array."""

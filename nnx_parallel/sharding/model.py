@@ -353,6 +353,11 @@ def place_model(model: nnx.Module, layout: Layout) -> dict[Path, Placement]:
     found = {p: (v, layout.place(array_info(p, v))) for p, v in variables_of(model)}
     reasons = {placement.reason for _, placement in found.values()}
     stacks, placements = stacks_of(model), {}
+    tables = {
+        (*path, "embedding")
+        for path, module in nnx.iter_modules(model)
+        if isinstance(module, nnx.Embed)
+    }
     for path, (variable, place) in found.items():
         reason = place.reason
         if isinstance(variable, Constant):
@@ -361,7 +366,14 @@ def place_model(model: nnx.Module, layout: Layout) -> dict[Path, Placement]:
         if is_scanned and place.is_gathered:
             reason += "; dim 0: layers, gathered one by one where a loop scans them"
         is_stacked = place.is_stacked and not is_scanned
-        place = replace(place, is_stacked=is_stacked, is_scanned=is_scanned)
+        # (vocab, embed): shards of whole rows leave the activations alone.
+        is_looked_up = path in tables and place.gradient[1:] != place.used[1:]
+        place = replace(
+            place,
+            is_stacked=is_stacked,
+            is_scanned=is_scanned,
+            is_looked_up=is_looked_up,
+        )
         placements[path] = replace(place, reason=reason)
     for path, leaf in nnx.to_flat_state(nnx.state(model)):
         if isinstance(leaf, nnx.Variable):

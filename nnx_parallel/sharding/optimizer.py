@@ -74,9 +74,12 @@ def as_transformation(optimizer: Any, model: Any) -> Optimizer:
     if isinstance(optimizer, optax.MultiSteps):
         optimizer = optimizer.gradient_transformation()
     if not isinstance(optimizer, optax.GradientTransformation):
+        remedy = (
+            " That of an nnx.Optimizer is its `tx`." if hasattr(optimizer, "tx") else ""
+        )
         raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}. Pass an Optax transformation "
-            "such as optax.adamw(3e-4), optax.MultiSteps(...), or a function of the "
-            "abstract model that returns one."
+            f"optimizer is of type {type(optimizer).__name__}. Pass an Optax "
+            "transformation such as optax.adamw(3e-4), optax.MultiSteps(...), or a "
+            f"function of the abstract model that returns one.{remedy}"
         )
     return optimizer

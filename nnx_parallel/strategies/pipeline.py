@@ -51,7 +51,10 @@ class Pipeline(Strategy):
 
     def __post_init__(self) -> None:
         if not isinstance(self.size, int) or self.size < 1:
-            raise ValueError(f"Pipeline({self.size!r}): it needs at least 1 stage.")
+            raise ValueError(
+                f"Pipeline({self.size!r}): the number of stages is an integer of at "
+                "least 1, such as Pipeline(4)."
+            )
         if isinstance(self.schedule, Table):
             # A table fits one number of stages and microbatches: `Fixed` checks both.
             object.__setattr__(self, "schedule", Fixed(self.schedule))

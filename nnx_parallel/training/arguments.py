@@ -74,6 +74,9 @@ _OTHER_NAMES = {
 }
 """Our names of what other libraries' trainers take."""
 
+_KNOWN: dict[str, list[str]] = {}
+"""Arguments by the name of what takes them, once `suggests_names` has seen it."""
+
 
 def check_arguments(
     model: object, optimizer: object, loss: object, **arguments: object
@@ -102,11 +105,15 @@ def check_arguments(
     _check_model(model)
     module = getattr(optimizer, "__module__", None) or ""
     if inspect.isfunction(optimizer) and module.partition(".")[0] == "optax":
-        name = optimizer.__name__
-        raise TypeError(
-            f"optimizer is the function optax.{name}. Call it, with a learning rate: "
-            f"optax.{name}(3e-4)."
-        )
+        name, _, inner = optimizer.__qualname__.partition(".<locals>")
+        found = f"a function that optax.{name} returned" if inner else f"optax.{name}"
+        remedy = f"Call it, with a learning rate: optax.{name}(3e-4)."
+        if inner:  # `update` of a transformation, or a schedule
+            remedy = (
+                "It must be a whole transformation; a schedule is the learning rate of "
+                "one: optax.adamw(schedule)."
+            )
+        raise TypeError(f"optimizer is {found}. {remedy}")
     for name, (kind, rule) in _KINDS.items():
         value = arguments[name]
         if value is not None and not isinstance(value, kind):
@@ -152,18 +159,33 @@ def _check_model(model: object) -> None:
 
 
 def suggests_names(function: Callable[P, R]) -> Callable[P, R]:
-    """A function whose error for a keyword that it lacks names the nearest it has."""
-    known = list(inspect.signature(function).parameters)[1:]  # after `self`
+    """A function whose errors for arguments that it does not take name the valid ones.
+
+    For a keyword: the nearest it has, or the method that has it.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    known = [p.name for p in parameters][1:]  # after `self`
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+    title = function.__qualname__.removesuffix(".__init__")
+    _KNOWN[title] = known
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        if extra := args[len(positional) + 1 :]:
+            raise TypeError(
+                f"{title} takes {', '.join(positional)} by position, and got "
+                f"{_found(extra[0])} after them. Pass all others by name, such as "
+                f"{known[len(positional)]}=."
+            )
         for name in kwargs:
             if name not in known:
-                other = _OTHER_NAMES.get(name)
+                other = _OTHER_NAMES.get(name, name)
                 near = difflib.get_close_matches(name, known, n=1)
                 near = [other] if other in known else near
-                title = function.__qualname__.removesuffix(".__init__")
+                homes = [home for home, names in _KNOWN.items() if other in names]
                 remedy = f"Did you mean {near[0]}=?" if near else f"See help({title})."
+                if homes and title not in homes:
+                    remedy = f"{homes[0]} has: {other}=."
                 raise TypeError(f"{title} has no argument {name!r}. {remedy}")
         return function(*args, **kwargs)
 

@@ -123,6 +123,11 @@ def check_loss(function: Callable, name: str = "loss") -> None:
         signature = inspect.signature(function)
     except ValueError:
         return  # a function in C may not tell
+    if [*signature.parameters][1:2] == ["model"]:
+        raise LossError(
+            f"The loss, of signature {signature}, has the model second, but gets it "
+            "first. Write loss(model, batch)."
+        )
     keywords = {"rngs": None} if "rngs" in signature.parameters else {}
     try:
         signature.bind(None, None, **keywords)

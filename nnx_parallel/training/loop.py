@@ -76,12 +76,16 @@ class Settings:
             ("check_replicas_every", 0, "compares nothing"),
         ):
             check_count(name, getattr(self, name), least, f", which {meaning}")
-        start, stop = (0, 1) if self.profile is None else self.profile
-        if not 0 <= start < stop:
-            raise ValueError(
-                f"profile=({start}, {stop}) covers no step. Give 0 <= start < stop, "
-                "such as (10, 15)."
-            )
+        match self.profile:
+            case None:
+                pass
+            case (int(start), int(stop)) if 0 <= start < stop:
+                pass
+            case found:
+                raise ValueError(
+                    f"profile={found!r} covers no step. Give two numbers of steps, "
+                    "0 <= start < stop, such as (10, 15)."
+                )
         # An iterator would be empty at the second hook.
         object.__setattr__(self, "callbacks", tuple(self.callbacks))
         Watchdog(self.step_timeout)  # refuses a time that means nothing

@@ -1,0 +1,309 @@
+"""Twenty mistakes of a first day, beyond those of `test_arguments`.
+
+Each says what was found, the rule and a valid value, before a step is compiled.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from nnx_parallel import (
+    FSDP,
+    Checkpoint,
+    Composite,
+    OneFOneB,
+    Pipeline,
+    TensorParallel,
+    Trainer,
+    make_mesh,
+)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.layer = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.layer(x)
+
+
+def loss(model: Any, batch: Any) -> Any:
+    return (model(batch["x"]) ** 2).mean()
+
+
+SGD = optax.sgd(0.1)
+X = np.ones((8, 4), np.float32)
+BATCH = {"x": X}
+
+
+def make(**options: Any) -> Trainer:
+    settings: dict[str, Any] = {"model": Net, "optimizer": SGD, "loss": loss}
+    return Trainer(**(settings | {"loggers": ()} | options))
+
+
+def fit(data: Any = (BATCH,), num_steps: Any = 1, **options: Any) -> Any:
+    return make(**options).fit(data, num_steps)
+
+
+def exchanged(batch: Any, model: Any) -> Any:
+    return loss(model, batch)
+
+
+def of_logits(model: Any, batch: Any) -> Any:
+    return model(batch["x"])
+
+
+def with_logits(model: Any, batch: Any) -> Any:
+    return loss(model, batch), of_logits(model, batch)
+
+
+def update_by_hand(trainer: Any) -> None:
+    """A callback as other libraries have it."""
+
+
+CALL: Any = Trainer
+ONE = (
+    "Data is one {}. It must be an iterable of batches; pass `[batch]` for a single "
+    "one."
+)
+SEEDS = "It must be an integer of 32 bits: from -2147483648 to 2147483647."
+POSITIVE = (
+    "must be a whole number of at least 1 (keep_last and keep_every may be None)."
+)
+OPTIMIZER = (
+    "Pass an Optax transformation such as optax.adamw(3e-4), optax.MultiSteps(...), or "
+    "a function of the abstract model that returns one."
+)
+SCALAR = (
+    "has shape (8, 4) and dtype float32. It must be a real scalar or a Mean(total, "
+    "weight): reduce it, for instance with .mean()."
+)
+
+MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
+    "rows that eight devices cannot share": (
+        lambda: fit([{"x": np.ones((12, 4), np.float32)}], strategy=FSDP()),
+        "Batch of 12 rows cannot be split: 1 microbatch * fsdp=8 need a multiple of 8 "
+        "rows. Nearest: 8, 16.",
+    ),
+    "more microbatches than rows": (
+        lambda: fit(num_microbatches=3),
+        "Batch of 8 rows cannot be split: 3 microbatches * data=8 need a multiple of "
+        "24 rows. Nearest: 24.",
+    ),
+    "rows that are not those stated": (
+        lambda: fit(global_batch_size=16),
+        "Batch of 8 rows, but global_batch_size=16. Make the two equal, or leave "
+        "global_batch_size out.",
+    ),
+    "a loss that returns logits": (
+        lambda: fit(loss=of_logits),
+        f"The loss {SCALAR}",
+    ),
+    "logits as a metric": (
+        lambda: fit(loss=with_logits),
+        f"Metric 'aux' {SCALAR}",
+    ),
+    "a loss that returns nothing": (
+        lambda: fit(loss=lambda model, batch: None),
+        "The loss is a NoneType. It must be a real scalar or a Mean(total, weight).",
+    ),
+    "a loss with the batch first": (
+        lambda: make(loss=exchanged),
+        "The loss, of signature (batch: Any, model: Any) -> Any, has the model second, "
+        "but gets it first. Write loss(model, batch).",
+    ),
+    "one array in place of batches": (
+        lambda: fit(np.ones((64, 4))),
+        ONE.format("ndarray"),
+    ),
+    "one batch to evaluate": (
+        lambda: make().evaluate(BATCH),
+        ONE.format("dict"),
+    ),
+    "one batch to predict": (
+        lambda: make().predict(X),  # pyright: ignore[reportArgumentType]
+        ONE.format("ndarray"),
+    ),
+    "a function in place of data": (
+        lambda: fit(lambda: [BATCH]),
+        "Data of type function cannot be iterated over. It must be an iterable of "
+        "batches, for instance a list, an object with `__iter__`, or a Grain dataset.",
+    ),
+    "lists of numbers in a batch": (
+        lambda: fit([{"x": [[1.0, 2.0, 3.0, 4.0]] * 8}]),
+        "batch['x'][0][0] of batch 0 has type float. Leaves must be NumPy or JAX "
+        "arrays: convert it with `np.asarray`, dim 0 being the rows. One without dims, "
+        "such as np.asarray(0.5), is shared by all rows.",
+    ),
+    "text in a batch": (
+        lambda: fit([BATCH | {"label": np.array(["cat"] * 8)}]),
+        "batch['label'] of batch 0 has dtype <U3. Leaves must hold booleans or "
+        "numbers: encode it, or leave it out of the batch.",
+    ),
+    "arrays of unlike rows": (
+        lambda: fit([{"x": X, "y": np.ones(6, np.float32)}]),
+        "Arrays of batch 0 disagree about the number of rows (batch['x']: 8, "
+        "batch['y']: 6). Dim 0 of every array is the rows of the global batch; give an "
+        "array that all rows share as nnx_parallel.Shared(array).",
+    ),
+    "a number of steps in quotes": (
+        lambda: fit(num_steps="100"),
+        "num_steps='100'. It must be an integer of at least 0: all updates of the run, "
+        "those before included.",
+    ),
+    "no data to evaluate on": (
+        lambda: make().fit([BATCH], 1, eval_every=1),
+        "eval_every=1 without eval_data, so that nothing would be evaluated. Pass "
+        "eval_data=, or leave eval_every out.",
+    ),
+    "data to evaluate on by position": (
+        lambda: CALL.fit(make(), [BATCH], 1, [BATCH]),
+        "Trainer.fit takes data, num_steps by position, and got a list after them. "
+        "Pass all others by name, such as num_epochs=.",
+    ),
+    "a strategy by position": (
+        lambda: CALL(Net, SGD, loss, FSDP()),
+        "Trainer takes model, optimizer, loss by position, and got a FSDP after them. "
+        "Pass all others by name, such as strategy=.",
+    ),
+    "the length of a fit in the constructor": (
+        lambda: CALL(Net, SGD, loss, max_epochs=3),
+        "Trainer has no argument 'max_epochs'. Trainer.fit has: num_epochs=.",
+    ),
+    "a strategy in the fit": (
+        lambda: CALL.fit(make(), [BATCH], 1, strategy=FSDP()),
+        "Trainer.fit has no argument 'strategy'. Trainer has: strategy=.",
+    ),
+    "three of eight devices": (
+        lambda: make(strategy=TensorParallel(3)),
+        "Mesh tensor=3 covers 3 devices but 8 are available. Axis sizes must multiply "
+        "to 8; leave one size out to infer it, or pass devices=jax.devices()[:3]. "
+        "Valid sizes of one axis: [1, 2, 4, 8].",
+    ),
+    "a size that is a word": (
+        lambda: make(strategy=FSDP("params")),  # pyright: ignore[reportArgumentType]
+        "Mesh axis 'fsdp' has size 'params'. A size is an integer of at least 1; leave "
+        "it out to take the devices that remain.",
+    ),
+    "a mesh of other axes": (
+        lambda: make(strategy=FSDP(), mesh=make_mesh({"data": 8})),
+        "The mesh has axes ['data'] but the strategy uses ['fsdp']. They must be the "
+        "same names: build the mesh with strategy.make_mesh(), or compose strategies "
+        "for every axis of the mesh.",
+    ),
+    "a mesh of another size": (
+        lambda: make(strategy=FSDP(8), mesh=FSDP().make_mesh(jax.devices()[:4])),
+        "The strategy asks for fsdp=8 but the mesh has fsdp=4. Make the two equal, or "
+        "leave the strategy's size out to take the mesh's.",
+    ),
+    "a mesh as JAX makes it": (
+        lambda: make(strategy=FSDP(), mesh=jax.make_mesh((8,), ("fsdp",))),
+        "Mesh axes {'fsdp': Explicit} are not Auto. Build the mesh with "
+        "nnx_parallel.make_mesh, or with jax.make_mesh(..., "
+        "axis_types=(AxisType.Auto,) * 1).",
+    ),
+    "no parts": (
+        Composite,
+        "Composite() has no strategies. Give it at least one.",
+    ),
+    "a schedule's name": (
+        lambda: Pipeline(2, "1f1b"),  # pyright: ignore[reportArgumentType]
+        "Pipeline(schedule='1f1b'): it must be a Schedule, such as OneFOneB() or "
+        "Interleaved(chunks=2), or a Table.",
+    ),
+    "a schedule's class": (
+        lambda: Pipeline(2, OneFOneB),  # pyright: ignore[reportArgumentType]
+        "Pipeline(schedule=<class 'nnx_parallel.schedules.schedules.OneFOneB'>): it "
+        "must be a Schedule, such as OneFOneB() or Interleaved(chunks=2), or a Table.",
+    ),
+    "a learning rate's schedule for the optimizer": (
+        lambda: make(optimizer=optax.cosine_decay_schedule(1e-3, 100)),
+        "optimizer is a function that optax.cosine_decay_schedule returned. It must be "
+        "a whole transformation; a schedule is the learning rate of one: "
+        "optax.adamw(schedule).",
+    ),
+    "an optimizer of NNX": (
+        lambda: make(optimizer=nnx.Optimizer(Net(nnx.Rngs(0)), SGD, wrt=nnx.Param)),
+        f"optimizer is of type Optimizer. {OPTIMIZER} That of an nnx.Optimizer is its "
+        "`tx`.",
+    ),
+    "a list of transformations": (
+        lambda: make(optimizer=[optax.clip(1.0), SGD]),
+        f"optimizer is of type list. {OPTIMIZER}",
+    ),
+    "a callback that is a function": (
+        lambda: make(callbacks=update_by_hand),
+        "callbacks is a function. It must be a list, also of a single Callback, such "
+        "as [SaveSamples()].",
+    ),
+    "names in a dict": (
+        lambda: make(names={"kernel": ("embed", "mlp")}),
+        "names is a dict. It must be a PathNames, such as TRANSFORMER_NAMES.",
+    ),
+    "what is trained, in quotes": (
+        lambda: make(wrt="Param"),
+        "wrt=Param selects no Variable of the model, so nothing would be trained. The "
+        "model has Variables of kinds ['Param'].",
+    ),
+    "a random key for a seed": (
+        lambda: make(seed=0.5),
+        f"seed=0.5. {SEEDS}",
+    ),
+    "remat switched on": (
+        lambda: make(remat=True),
+        "Unknown remat policy True. Policies: ['none', 'dots', 'full'], or None to "
+        "follow the Trainer's.",
+    ),
+    "an average's decay in quotes": (
+        lambda: make(ema_decay="0.99"),
+        "ema_decay='0.99'. It must be a number of at least 0 and below 1, such as "
+        "0.999.",
+    ),
+    "a timeout in words": (
+        lambda: make(step_timeout="5m"),
+        "step_timeout='5m'. It must be a positive number of seconds, or None to watch "
+        "nothing.",
+    ),
+    "one step to profile": (
+        lambda: make(profile=5),
+        "profile=5 covers no step. Give two numbers of steps, 0 <= start < stop, such "
+        "as (10, 15).",
+    ),
+    "a save every epoch": (
+        lambda: Checkpoint("runs/a", every="epoch"),  # pyright: ignore[reportArgumentType]
+        f"Checkpoint(every='epoch') {POSITIVE}",
+    ),
+    "the best, of what": (
+        lambda: Checkpoint("runs/a", keep_best=True),  # pyright: ignore[reportArgumentType]
+        "Checkpoint(keep_best=True) must be the name of a metric, such as 'eval_loss', "
+        "or None.",
+    ),
+    "a save to nowhere": (
+        lambda: make().save(),
+        "This Trainer has no checkpoint directory. Pass checkpoint='runs/name'.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake(name: str) -> None:
+    mistake, message = MISTAKES[name]
+    with pytest.raises(
+        (TypeError, ValueError, FileNotFoundError), match=f"^{re.escape(message)}$"
+    ):
+        mistake()
+
+
+def test_a_model_that_needs_more() -> None:
+    message = (
+        "cannot be called with rngs alone: missing a required argument: 'in_features'. "
+        "Pass lambda rngs: Model(..., rngs=rngs)."
+    )
+    with pytest.raises(TypeError, match=f"^model=.* {re.escape(message)}$"):
+        make(model=nnx.Linear)
