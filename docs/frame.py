@@ -119,7 +119,7 @@ def sign_modules(
         # As Sphinx cannot parse "<factory>", it would not format the others either.
         made = {f.name: f.default_factory for f in dataclasses.fields(thing)}
         for name in inspect.signature(thing).parameters:
-            if made[name] is not dataclasses.MISSING:
+            if made.get(name, dataclasses.MISSING) is not dataclasses.MISSING:
                 factory = getattr(made[name], "__name__", "...")
                 signature = signature.replace("<factory>", f"{factory}()", 1)
         return signature, returns

@@ -48,7 +48,8 @@ const load = (url, width, theme = "light") => new Promise((resolve) => {
     const root = frame.contentDocument.documentElement;
     root.dataset.theme = theme;
     // Colours change at once, so that none is measured on its way.
-    root.insertAdjacentHTML("beforeend", "<style>* { transition: none !important }</style>");
+    const still = "<style>* { transition: none !important }</style>";
+    root.insertAdjacentHTML("beforeend", still);
     setTimeout(() => resolve(frame), 300);
   };
   frame.src = url;

@@ -313,8 +313,8 @@ def test_an_optimizer_that_computes_the_loss_again() -> None:
         "searches do, has no place in a sharded step: use it without, such as "
         "optax.lbfgs(1e-2, linesearch=None)."
     )
-    found = "^The optimizer needs what a step cannot give it: .*missing 3 required .*"
-    with pytest.raises(OptimizerError, match=found + re.escape(rule) + "$"):
+    found = "^The optimizer needs what a step cannot give it: .*missing 1 required .*"
+    with pytest.raises(OptimizerError, match=found + re.escape(rule)):
         Trainer(MODEL, optax.lbfgs(), loss).fit([jnp.ones((8, 4))], num_steps=1)
 
 

@@ -210,6 +210,32 @@ def test_a_table_split_by_columns_does_not_pull_activations_apart():
     assert kinds(report) <= {"all-gather", "all-reduce"}
 
 
+class NamedMLP(nnx.Module):
+    """Flax's own table and layers, their dims named."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        def named(*names: str):
+            init = nnx.initializers.normal(0.02)
+            return nnx.with_partitioning(init, names, eager_sharding=False)
+
+        table, up = named("vocab", "embed"), named("embed", "mlp")
+        down, head = named("mlp", "embed"), named("embed", "vocab")
+        self.embed = nnx.Embed(512, 256, embedding_init=table, rngs=rngs)
+        self.up = nnx.Linear(256, 1024, kernel_init=up, rngs=rngs)
+        self.down = nnx.Linear(1024, 256, kernel_init=down, rngs=rngs)
+        self.head = nnx.Linear(256, 512, kernel_init=head, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array, _: object) -> jax.Array:
+        x = self.embed(tokens)
+        return self.head(x + self.down(nnx.gelu(self.up(x))))
+
+
+def test_a_stock_table_with_names_does_not_pull_activations_apart():
+    strategy = Composite(FSDP(4), TensorParallel(2))
+    step = compile_step(NamedMLP, stock_loss, strategy, num_rows=ROWS, seq_len=SEQ)
+    assert step.report.count("all-to-all") == 0
+
+
 def test_a_stock_model_without_names_is_gathered_at_use():
     def build(rngs: nnx.Rngs) -> nnx.Module:
         return StockTransformer(64, WIDTH, 2, 4, rngs=rngs)

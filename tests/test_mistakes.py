@@ -295,7 +295,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
 def test_a_mistake(name: str) -> None:
     mistake, message = MISTAKES[name]
     with pytest.raises(
-        (TypeError, ValueError, FileNotFoundError), match=f"^{re.escape(message)}$"
+        (TypeError, ValueError, FileNotFoundError),
+        # JAX may add lines on its traceback.
+        match=rf"\A{re.escape(message)}(\n|\Z)",
     ):
         mistake()
 
@@ -305,5 +307,5 @@ def test_a_model_that_needs_more() -> None:
         "cannot be called with rngs alone: missing a required argument: 'in_features'. "
         "Pass lambda rngs: Model(..., rngs=rngs)."
     )
-    with pytest.raises(TypeError, match=f"^model=.* {re.escape(message)}$"):
+    with pytest.raises(TypeError, match=f"^model=.* {re.escape(message)}"):
         make(model=nnx.Linear)

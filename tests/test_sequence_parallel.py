@@ -322,31 +322,25 @@ def trace_step(strategy: Strategy, length: int = 16, names: tuple | None = None)
 
 
 NAMES = ("batch", "seq", "embed")
+UNSPLIT = (
+    "splits activations along 'seq', and has split none: the model names no such dim "
+    "of a length that 4 divides. Name it where they are computed, constrain(x, 'batch',"
+    " 'seq', 'embed') after the embedding and each block, or use Dense and Embed of "
+    "nnx_parallel.layers; pad lengths that do not divide."
+)
 
 
 @pytest.mark.parametrize(
     ("strategy", "length", "names", "message"),
     [
         *(
-            (
-                strategy,
-                16,
-                names,
-                f"{strategy!r} splits activations along 'seq' over ['tensor'], and "
-                "finds none to split: the model does not name them. Name them where "
-                "they are computed, constrain(x, 'batch', 'seq', 'embed') after the "
-                "embedding and each block, or use Dense and Embed of "
-                "nnx_parallel.layers, which do.",
-            )
+            (strategy, length, names, f"{strategy!r} {UNSPLIT}")
             for strategy in (SEQUENCE, RING)
-            for names in (None, ("batch", None, "embed"))
-        ),
-        (
-            SEQUENCE,
-            15,
-            NAMES,
-            f"{SEQUENCE!r} splits activations along 'seq' over ['tensor'], which "
-            "divides none of the lengths [15]. Pad them, so that it does.",
+            for length, names in (
+                (16, None),
+                (16, ("batch", None, "embed")),
+                (15, NAMES),
+            )
         ),
         (
             RING,

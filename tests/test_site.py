@@ -82,6 +82,20 @@ def test_a_repository_is_linked_where_it_is_known() -> None:
     assert ("btn-source-edit-button" in page) == known
 
 
+def test_no_link_is_empty_or_lacks_its_repository() -> None:
+    """What depends on an address that is not set is left out."""
+    for file in HTML.rglob("*.html"):
+        links = re.findall(
+            r"""(?:href|src|action)=["']([^"']*)["']""", file.read_text()
+        )
+        for link in links:
+            assert link, file
+            assert not re.search(r"\bNone\b|^/?/(?!/)|github\.com//", link), (
+                file,
+                link,
+            )
+
+
 def test_search_finds_fsdp(server: str, tmp_path: Path) -> None:
     script = """
     const page = (await load("/search.html?q=FSDP", 1280)).contentDocument;

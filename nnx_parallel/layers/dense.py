@@ -26,7 +26,7 @@ from nnx_parallel.sharding.constrain import (
     check_names,
     constrain,
     constrain_param,
-    note_overlap,
+    note_effect,
 )
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.names import DimAxes, dim_axes, to_spec
@@ -83,7 +83,7 @@ def matmul(
         return jnp.tensordot(x, w, axes=contracting)
     if layout.claims.overlap is None:
         return _partitioned(split, x, w)
-    note_overlap()
+    note_effect("overlap")
     run: Any = column_parallel_matmul if split.gathers else row_parallel_matmul
     y = run(
         x,

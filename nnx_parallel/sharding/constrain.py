@@ -5,9 +5,9 @@ A step is traced inside ``using(layout)``. Outside, `constrain`, `use_params` an
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any
 
@@ -30,17 +30,9 @@ from nnx_parallel.sharding.tree import constrain_tree
 # Placements of annotations by name, and the names that were met.
 _Bound = tuple[Mapping[str, Any], set[str]]
 
-
-@dataclass(frozen=True)
-class _Effects:
-    """What claims on activations have split in a step, and lengths that they cannot."""
-
-    split: set[str] = field(default_factory=set)
-    indivisible: dict[str, set[int]] = field(default_factory=dict)
-
-
 _active: ContextVar[Layout | None] = ContextVar("layout", default=None)
-_effects: ContextVar[_Effects | None] = ContextVar("effects", default=None)
+# What claims on activations have split in the step that is traced.
+_split: ContextVar[set[str] | None] = ContextVar("split", default=None)
 _bound: ContextVar[_Bound | None] = ContextVar("annotations", default=None)
 
 
@@ -179,50 +171,41 @@ def _constrain_by_names(
 def activation_spec(layout: Layout, shape: Sequence[int], names: Sequence) -> P:
     """`Layout.activation_spec` of what a model or a loss names: it counts as used."""
     spec = layout.activation_spec(shape, names)
-    if (effects := _effects.get()) is None:
-        return spec
-    for size, name, axes in zip(shape, names, dim_axes(spec, len(shape)), strict=True):
-        claimed = layout.activation_axes(name)
-        if not set(axes).isdisjoint(claimed):
-            effects.split.add(name)
-        elif any(size % layout.mesh.shape[axis] for axis in claimed):
-            effects.indivisible.setdefault(name, set()).add(size)
+    for name, axes in zip(names, dim_axes(spec, len(shape)), strict=True):
+        if not set(axes).isdisjoint(layout.activation_axes(name)):
+            note_effect(name)
     return spec
 
 
-def note_overlap() -> None:
-    """A product of the step being traced overlaps with its transfers."""
-    if (effects := _effects.get()) is not None:
-        effects.split.add("overlap")
+def note_effect(name: str) -> None:
+    """A claim on activations has an effect: the name of a dim, or ``overlap``."""
+    if (split := _split.get()) is not None:
+        split.add(name)
 
 
 @contextlib.contextmanager
 def noticing_idle_claims(layout: Layout) -> Iterator[None]:
     """Warns of claims on activations that split none of those traced within."""
-    token = _effects.set(effects := _Effects())
+    token = _split.set(split := set())
     try:
         yield
     finally:
-        _effects.reset(token)
+        _split.reset(token)
     for part in layout.claims.parts or (layout.claims,):
         for name in part.activations:
-            axes = [a for a in layout.activation_axes(name) if layout.mesh.shape[a] > 1]
-            if not axes or name in effects.split:
-                continue
-            finding = f"{part.owner} splits activations along {name!r} over {axes}"
-            if sizes := effects.indivisible.get(name):
-                finding += f", which divides none of the lengths {sorted(sizes)}."
-                remedy = "Pad them, so that it does."
-            else:
-                finding += ", and finds none to split: the model does not name them."
-                remedy = (
-                    "Name them where they are computed, constrain(x, 'batch', "
+            size = math.prod(layout.mesh.shape[a] for a in layout.activation_axes(name))
+            if size > 1 and name not in split:
+                warn_user(
+                    f"{part.owner} splits activations along {name!r}, and has split "
+                    f"none: the model names no such dim of a length that {size} "
+                    "divides. Name it where they are computed, constrain(x, 'batch', "
                     f"{name!r}, 'embed') after the embedding and each block, or use "
-                    "Dense and Embed of nnx_parallel.layers, which do."
+                    "Dense and Embed of nnx_parallel.layers; pad lengths that do not "
+                    "divide.",
+                    ParallelWarning,
                 )
-            warn_user(f"{finding} {remedy}", ParallelWarning)
-            return
-        if part.overlap and "overlap" not in effects.split:
+                return
+        if part.overlap and "overlap" not in split:
             warn_user(
                 f"{part.owner} overlaps the matmuls of Dense with their transfers, and "
                 "the model has none: nothing overlaps. Use Dense of "

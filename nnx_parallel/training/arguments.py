@@ -106,14 +106,16 @@ def check_arguments(
     module = getattr(optimizer, "__module__", None) or ""
     if inspect.isfunction(optimizer) and module.partition(".")[0] == "optax":
         name, _, inner = optimizer.__qualname__.partition(".<locals>")
-        found = f"a function that optax.{name} returned" if inner else f"optax.{name}"
-        remedy = f"Call it, with a learning rate: optax.{name}(3e-4)."
         if inner:  # `update` of a transformation, or a schedule
-            remedy = (
-                "It must be a whole transformation; a schedule is the learning rate of "
-                "one: optax.adamw(schedule)."
+            raise TypeError(
+                f"optimizer is a function that optax.{name} returned. It must be a "
+                "whole transformation; a schedule is the learning rate of one: "
+                "optax.adamw(schedule)."
             )
-        raise TypeError(f"optimizer is {found}. {remedy}")
+        raise TypeError(
+            f"optimizer is the function optax.{name}. Call it, with a learning rate: "
+            f"optax.{name}(3e-4)."
+        )
     for name, (kind, rule) in _KINDS.items():
         value = arguments[name]
         if value is not None and not isinstance(value, kind):
