@@ -44,7 +44,8 @@ BATCH = {"x": X}
 
 def make(**options: Any) -> Trainer:
     settings: dict[str, Any] = {"model": Net, "optimizer": SGD, "loss": loss}
-    return Trainer(**(settings | {"loggers": ()} | options))
+    settings["loggers"] = ()
+    return Trainer(**(settings | options))
 
 
 def fit(data: Any = (BATCH,), num_steps: Any = 1, **options: Any) -> Any:
@@ -127,7 +128,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         ONE.format("dict"),
     ),
     "one batch to predict": (
-        lambda: make().predict(X),  # pyright: ignore[reportArgumentType]
+        lambda: make().predict(X),
         ONE.format("ndarray"),
     ),
     "a function in place of data": (
