@@ -6,6 +6,7 @@ Descriptions for search engines, tutorials to download, and which of them runs n
 from __future__ import annotations
 
 import dataclasses
+import html
 import re
 import shutil
 import sys
@@ -178,6 +179,15 @@ def call_attributes_so(app: Sphinx, document: nodes.document, page: str) -> None
             name.children = [nodes.Text("Attributes")]
 
 
+def describe_pictures(app: Sphinx, document: nodes.document, page: str) -> None:
+    """A picture that a tutorial draws is described by its title."""
+    for image in document.findall(nodes.image):
+        file = Path(app.srcdir) / image["uri"]
+        if "alt" not in image and file.suffix == ".svg":
+            words = re.search(r"<title>([^<]+)<", file.read_text())
+            image["alt"] = " ".join(html.unescape(words[1]).split()) if words else ""
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Connects everything."""
     progress = Progress()
@@ -186,6 +196,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("doctree-read", progress.end)
     app.connect("doctree-resolved", fill_runtimes)
     app.connect("doctree-resolved", call_attributes_so)
+    app.connect("doctree-resolved", describe_pictures)
     app.connect("autodoc-process-signature", sign_modules)
     app.connect("html-page-context", describe_page)
     app.connect("html-page-context", link_tutorials, priority=900)  # after the theme

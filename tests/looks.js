@@ -146,7 +146,7 @@ const blankFaults = (page) => {
     .map(([, , box]) => [box.top, box.bottom]);
   for (const e of page.querySelectorAll("article :is(img, svg, input, button)")) {
     const box = e.getBoundingClientRect();
-    if (box.height) spans.push([box.top, box.bottom]);
+    if (box.height && !isHidden(e)) spans.push([box.top, box.bottom]);
   }
   spans.sort((a, b) => a[0] - b[0]);
   let [end, found] = [article.top, []];

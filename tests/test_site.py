@@ -28,6 +28,7 @@ def test_pictures_have_words_for_those_who_cannot_see_them(
     found = evaluate(server, tmp_path, script.replace("PAGE", PAGES[page]))
     assert found
     assert all(found)
+    assert not any(words.endswith((".svg", ".png")) for words in found)
 
 
 def test_pages_describe_themselves_and_name_the_version(
