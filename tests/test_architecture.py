@@ -250,7 +250,7 @@ def test_the_package_is_small() -> None:
     assert len(files) <= 98  # the doctor, and hooks of a fit apart from its loop
     # What a compiled step does not see, or Flax does not look into, is named; so are
     # splits of activations without effect, and more mistakes.
-    assert sum(map(num_lines, files)) <= 23_520
+    assert sum(map(num_lines, files)) <= 23_660
 
 
 def test_the_code_gives_its_reasons() -> None:
