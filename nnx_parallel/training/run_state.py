@@ -325,16 +325,16 @@ class RunState:
         return aligned([*facts.items()])
 
     def describe(self) -> Description:
-        """Where every array lives and why; traces nothing of the model."""
+        """Where every array lives and why; traces nothing."""
         plan = self.plan
         return describe_model(
             nnx.merge(plan.model.graphdef, plan.model.state, copy=True),
             plan.layout,
-            plan.tx,
-            self.wrt,
-            plan.precision,
+            wrt=self.wrt,
+            precision=plan.precision,
             keeps_average=plan.ema_decay is not None,
             placements=plan.placements,
+            opt_state=plan.abstract.opt_state,
         )
 
     def facts(self) -> dict[str, str]:

@@ -348,6 +348,7 @@ def describe_model(
     *,
     keeps_average: bool = False,
     placements: dict[Path, Placement] | None = None,
+    opt_state: Any = None,
 ) -> Description:
     """Describes a model under a layout.
 
@@ -361,6 +362,8 @@ def describe_model(
         keeps_average: Whether a moving average of the parameters is kept.
         placements: Where its arrays live; without them they are found, and written
             into the model's metadata.
+        opt_state: Shapes of the optimizer's state, where they are known: then nothing
+            is traced.
     """
     trained = {path for path, _ in variables_of(abstract, wrt)}
     placements = placements or place_model(abstract, layout)
@@ -381,8 +384,11 @@ def describe_model(
             # for small moves.
             dtype = jnp.promote_types(info.dtype, jnp.float32)
             average += _shard_bytes(layout, info.shape, dtype, place.stored)
-    tx = None if optimizer is None else as_transformation(optimizer, abstract)
-    optimizer_rows = _optimizer_rows(tx, stored, placements, layout) if tx else ()
+    if optimizer is not None:
+        # By shapes, for any transformation: none of Optax's is known by name.
+        tx = as_transformation(optimizer, abstract)
+        opt_state = jax.eval_shape(tx.init, nest(stored))
+    optimizer_rows = _optimizer_rows(opt_state, stored, placements, layout)
     return Description(
         layout=layout,
         rows=tuple(rows),
@@ -395,13 +401,11 @@ def describe_model(
 
 
 def _optimizer_rows(
-    tx: optax.GradientTransformation,
+    state: optax.OptState,
     params: dict[Path, jax.ShapeDtypeStruct],
     placements: dict[Path, Placement],
     layout: Layout,
 ) -> tuple[OptimizerRow, ...]:
-    # By shapes, for any transformation: none of Optax's is known by name.
-    state = jax.eval_shape(tx.init, nest(params))
     shapes = {path: tuple(value.shape) for path, value in params.items()}
     specs = optimizer_specs(state, shapes, placements, layout)
     leaves = jax.tree_util.tree_leaves_with_path(state)
