@@ -13,12 +13,13 @@ pytest := $(python) -m pytest -n 2 --own-cores --dist loadgroup --no-loadscope-r
 install := $(python) -m pip install -qq --disable-pip-version-check --no-input \
 	$(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
-.PHONY: help demo demo-clean setup test test-deep test-faults test-all lint docs docs-fast clean
+.PHONY: help demo demo-clean setup test test-deep test-faults test-all lint docs docs-fast \
+	screenshots clean
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-11s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' Makefile
 	@echo
 	@echo "Settable: PYTHON=$(PYTHON) VENV=$(VENV) CONSTRAINTS=$(CONSTRAINTS)" \
 		"STRATEGY='$(STRATEGY)' PYTEST_ARGS='$(PYTEST_ARGS)'"
@@ -56,6 +57,10 @@ docs-fast: $(VENV)/.docs  ## build the site in docs/_build/fast without running 
 	$(python) -m sphinx -q -W --keep-going -D nb_execution_mode=off \
 		-d docs/_build/fast-doctrees docs docs/_build/fast
 	@echo "docs/_build/fast/index.html"
+
+screenshots: $(VENV)/.dev  ## check how the built site looks, and keep pictures; 6 minutes
+	@echo "Each kind of page, at 390 and 1280 px, light and dark: docs/_build/screenshots"
+	$(python) -m pytest -q -m slow tests/test_site_looks.py
 
 clean:  ## remove caches and builds; environments and runs/ stay
 	rm -rf build dist docs/_build docs/tutorials .pytest_cache .ruff_cache

@@ -38,10 +38,11 @@ def copy_tutorials() -> None:
         directory.mkdir(parents=True)
     for file in tutorials():
         head, title, rest = re.split(r"(?m)^(# # .*\n)", file.read_text(), maxsplit=1)
+        before = needs(int(file.stem[:2])).replace("after", "read after tutorial")
         links = (
             f'# <p class="downloads"><a href="{file.stem}.ipynb" download>Notebook</a>'
             f'<a href="{file.name}" download>Script</a>'
-            f"<span>{needs(int(file.stem[:2]))}{RUNTIME % file.stem}</span></p>\n"
+            f"<span>{before}{RUNTIME % file.stem}</span></p>\n"
         )
         # Only cells of code are keys of the cache of outputs: this changes none.
         (sources / file.name).write_text(f"{head}{title}#\n{links}{rest}")

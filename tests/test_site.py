@@ -43,7 +43,7 @@ def test_pages_describe_themselves_and_name_the_version(
     }
     return found;
     """
-    urls = [*PAGES.values(), "quickstart.html", "tutorials/01_meshes.html"]
+    urls = [*PAGES.values(), "tutorials/01_meshes.html"]
     found = evaluate(server, tmp_path, script.replace("CASES", json.dumps(urls)))
     for url, (description, brand) in zip(urls, found, strict=True):
         assert 40 < len(description) <= 162, url
