@@ -28,19 +28,27 @@ from nnx_parallel import (
 )
 from nnx_parallel.errors import AttentionKernelError
 from nnx_parallel.layers import Dense, Stack, attention
-from nnx_parallel.layers.attention import (
+from nnx_parallel.layers.attention import per_shard, splits_queries
+from nnx_parallel.layers.kernels import (
     FUSED,
-    per_shard,
+    AttentionCall,
     plain_attention,
     splash_attention,
-    splits_queries,
 )
 from nnx_parallel.sharding import constrain, using
 from tests.parity.checks import assert_gradients_close
 from tests.parity.runs import compiling, to_host
 from tests.tpus import numbers_from
 
-CAUSAL = partial(plain_attention, is_causal=True)
+
+def call_of(query: Any, key: Any, value: Any, **options: Any) -> AttentionCall:
+    return AttentionCall(query=query, key=key, value=value, **options)
+
+
+def plain_causal(*arrays: jax.Array) -> jax.Array:
+    return plain_attention(call_of(*arrays, causal=True))
+
+
 NAMES = ("batch", "seq", "heads", "head_dim")
 STRATEGIES: dict[str, Strategy] = {
     "dp": DataParallel(8),
@@ -101,10 +109,10 @@ def test_per_shard_is_the_whole(name: str, kv_heads: int):
     def run(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         with using(layout):
             query = constrain(query, *NAMES)
-            return per_shard(CAUSAL, query, key, value, None)
+            return per_shard(plain_attention, call_of(query, key, value, causal=True))
 
     arrays = operands(8, kv_heads)
-    expected = value_and_gradients(partial(CAUSAL, mask=None), arrays)
+    expected = value_and_gradients(plain_causal, arrays)
     found = value_and_gradients(run, arrays)
     assert_close(found, expected)
     spec = layout.activation_spec(found[0].shape, ("batch", None, "heads", None))
@@ -116,15 +124,14 @@ def test_a_mask_is_split_along_what_it_has(shape: tuple[int, int]):
     layout = STRATEGIES["composite"].layout()
     mask = np.random.default_rng(1).random((*shape, 16, 16)) < 0.7
     mask |= np.eye(16, dtype=bool)
-    kernel = partial(plain_attention, is_causal=False)
-    query, key, value = operands(8, 4)
+    call = call_of(*operands(8, 4), mask=jnp.asarray(mask))
 
     @jax.jit
     def run() -> jax.Array:
         with using(layout):
-            return per_shard(kernel, query, key, value, jnp.asarray(mask))
+            return per_shard(plain_attention, call)
 
-    expected = kernel(query, key, value, mask=jnp.asarray(mask))
+    expected = plain_attention(call)
     np.testing.assert_allclose(run(), expected, rtol=2e-5, atol=2e-6)
 
 
@@ -142,8 +149,9 @@ class Block(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         query, key, value = self.query(x), self.key(x), self.value(x)
         if self.is_split:
-            return x + self.out(per_shard(CAUSAL, query, key, value, None))
-        return x + self.out(CAUSAL(query, key, value))
+            call = call_of(query, key, value, causal=True)
+            return x + self.out(per_shard(plain_attention, call))
+        return x + self.out(plain_causal(query, key, value))
 
 
 def loss(blocks: Stack, batch: dict[str, jax.Array]) -> jax.Array:
@@ -192,10 +200,13 @@ def test_a_step_is_that_of_one_device(strategy: Strategy):
 @pytest.mark.parametrize("kv_heads", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_splash_is_plain_attention(kv_heads: int, causal: bool):
     arrays = operands(4, kv_heads, rows=2, seq=128, head_dim=64)
-    kernel = partial(splash_attention, is_causal=causal, interpret=True)
-    found = value_and_gradients(partial(kernel, mask=None), arrays)
-    plain = partial(plain_attention, is_causal=causal)
-    expected = value_and_gradients(partial(plain, mask=None), arrays)
+
+    def run(kernel: Any, *arrays: jax.Array) -> jax.Array:
+        return kernel(call_of(*arrays, causal=causal))
+
+    splash = partial(splash_attention, interpret=True)
+    found = value_and_gradients(partial(run, splash), arrays)
+    expected = value_and_gradients(partial(run, plain_attention), arrays)
     for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         assert np.max(np.abs(a - b)) <= 1e-5 * np.max(np.abs(b))
 
@@ -297,10 +308,10 @@ def test_cudnn_takes_a_mask_over_even_lengths():
     x, odd = jnp.zeros((1, 8, 2, 64), jnp.bfloat16), jnp.zeros((1, 7, 2, 64))
     mask = jnp.ones((1, 1, 8, 7), bool)
     refusals = FUSED["cudnn"].refusals
-    assert list(refusals(x, x, mask[..., :1])) == []
-    assert list(refusals(x, odd, None)) == []
+    assert list(refusals(call_of(x, x, x, mask=mask[..., :1]))) == []
+    assert list(refusals(call_of(x, odd, odd))) == []
     reason = "a mask over 8 queries and 7 keys; with one it takes even numbers"
-    assert list(refusals(x, odd, mask)) == [reason]
+    assert list(refusals(call_of(x, odd, odd, mask=mask))) == [reason]
 
 
 @pytest.mark.parametrize(("axes", "is_split"), [("fsdp", True), (None, False)])

@@ -1,10 +1,11 @@
 """The few layers that know an axis; everything else is stock Flax NNX."""
 
-from nnx_parallel.layers.attention import Implementation as Implementation
 from nnx_parallel.layers.attention import attention as attention
+from nnx_parallel.layers.attention import segment_positions as segment_positions
 from nnx_parallel.layers.dense import Dense as Dense
 from nnx_parallel.layers.dense import Embed as Embed
 from nnx_parallel.layers.dense import named as named
+from nnx_parallel.layers.kernels import Implementation as Implementation
 from nnx_parallel.layers.loss import cross_entropy as cross_entropy
 from nnx_parallel.layers.loss import linear_cross_entropy as linear_cross_entropy
 from nnx_parallel.layers.scan import Remat as Remat

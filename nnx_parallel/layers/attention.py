@@ -2,126 +2,37 @@
 
 A fused kernel is one opaque operation to the partitioner, which would gather its
 operands whole. Heads and rows of the batch are independent, so each device calls it on
-its own shard (`per_shard`).
+its own shard (`per_shard`), and attention in blocks likewise.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from nnx_parallel.errors import AttentionKernelError
+from nnx_parallel.layers.kernels import (
+    FUSED,
+    HEADS,
+    AttentionCall,
+    FusedKernel,
+    Implementation,
+    attention_in_blocks,
+    plain_attention,
+)
 from nnx_parallel.sharding.constrain import active_layout, constrain
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.names import dim_axes, to_spec
 
-Implementation = Literal["xla", "cudnn", "splash"]
-"""Implementations of attention.
-
-- ``xla``: plain operations, which the partitioner splits; all scores are held.
-- ``cudnn``: NVIDIA's fused kernel, in float16 and bfloat16.
-- ``splash``: a Pallas kernel for TPUs, for sequences of a multiple of 128.
-"""
-
-HEADS = ("batch", None, "heads", None)
-SPLASH_BLOCK = 128
-"""Sequences that the TPU's kernel takes are multiples of it."""
-
-
-class FusedKernel(NamedTuple):
-    """A kernel that computes attention in one operation."""
-
-    platform: str
-    call: Callable[..., Array]  # (query, key, value, *, mask, is_causal) -> output
-    # Reasons why it cannot take (query, key, mask); none if it can.
-    refusals: Callable[[Array, Array, Array | None], Iterator[str]]
-    is_default: Callable[[Layout | None], bool]  # taken unasked, where it fits
-
-
-plain_attention = partial(jax.nn.dot_product_attention, implementation="xla")
-cudnn_attention = partial(jax.nn.dot_product_attention, implementation="cudnn")
-
-
-def cudnn_refusals(query: Array, key: Array, mask: Array | None) -> Iterator[str]:
-    """Reasons why cuDNN's kernel cannot take these arrays."""
-    # Without NVIDIA's libraries JAX cannot even trace the kernel: asked of the arrays,
-    # not tried.
-    head_dim = query.shape[-1]
-    if query.dtype not in (jnp.float16, jnp.bfloat16):
-        yield f"dtype {query.dtype}; it takes float16 or bfloat16"
-    if head_dim % 8 or head_dim > 128:
-        yield f"head_dim {head_dim}; it takes multiples of 8 up to 128"
-    if mask is not None and (query.shape[1] % 2 or key.shape[1] % 2):
-        lengths = f"{query.shape[1]} queries and {key.shape[1]} keys"
-        yield f"a mask over {lengths}; with one it takes even numbers"
-
-
-def splash_refusals(query: Array, key: Array, mask: Array | None) -> Iterator[str]:
-    """Reasons why the TPU's kernel cannot take these arrays."""
-    for name, length in (("queries", query.shape[1]), ("keys", key.shape[1])):
-        if length % SPLASH_BLOCK:
-            yield f"{length} {name}; it takes multiples of {SPLASH_BLOCK}"
-    if mask is not None:
-        yield "an array as mask; it takes causal=True or none"
-
-
-def splash_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    *,
-    mask: None,
-    is_causal: bool,
-    interpret: bool = False,
-) -> Array:
-    """The TPU's kernel; ``interpret`` runs it on any platform, slowly."""
-    from jax.experimental.pallas.ops.tpu import splash_attention as splash
-
-    heads, seqs = query.shape[2], (query.shape[1], key.shape[1])
-    one = splash.CausalMask(seqs) if is_causal else splash.FullMask(seqs)
-    # Blocks of up to 512 that divide the sequences; the backward kernels need theirs.
-    q, kv = (math.gcd(length, 4 * SPLASH_BLOCK) for length in seqs)
-    blocks: dict[str, Any] = {f"block_q{of}": q for of in ("", "_dkv", "_dq")}
-    blocks |= {f"block_kv{of}": kv for of in ("", "_dkv", "_dq")}
-    kernel: Any = splash.make_splash_mha(
-        splash.MultiHeadMask([one] * heads),
-        block_sizes=splash.BlockSizes(**blocks),
-        head_shards=1,
-        q_seq_shards=1,
-        interpret=interpret,
-    )
-    # The kernel does not scale, and takes (heads, seq, head_dim) of one row: here
-    # (batch, seq, heads, head_dim) -> (batch, heads, seq, head_dim) and back.
-    query = query * jnp.asarray(query.shape[-1] ** -0.5, query.dtype)
-    operands = (x.swapaxes(1, 2) for x in (query, key, value))
-    return jax.vmap(kernel)(*operands).swapaxes(1, 2)
-
-
-def _is_ampere(layout: Layout | None) -> bool:
-    """True if an NVIDIA GPU has the units that cuDNN's kernel needs."""
-    device = jax.devices()[0] if layout is None else layout.mesh.devices.flat[0]
-    return float(getattr(device, "compute_capability", 8.0)) >= 8.0
-
-
-def _is_placed(layout: Layout | None) -> bool:
-    """True if it is known which device has what; a Pallas kernel is not partitioned."""
-    if layout is None:
-        return jax.device_count() == 1
-    return layout.mesh.size == 1 or not layout.is_silent(HEADS)
-
-
-FUSED = {
-    "cudnn": FusedKernel("gpu", cudnn_attention, cudnn_refusals, _is_ampere),
-    "splash": FusedKernel("tpu", splash_attention, splash_refusals, _is_placed),
-}
+NAMES = ("batch", "seq", "heads", "head_dim")
 
 
 def choose_kernel(
-    query: Array, key: Array, mask: Array | None, wanted: Implementation | None
+    call: AttentionCall, wanted: Implementation | None
 ) -> FusedKernel | None:
     """The kernel wanted, by default the platform's; ``None`` for plain operations.
 
@@ -137,18 +48,18 @@ def choose_kernel(
     layout = active_layout()
     platform = _platform(layout)
     if wanted is None:
-        if layout is not None and splits_queries(layout, query):
+        if layout is not None and splits_queries(layout, call.query):
             return None  # queries would be gathered, and computed by each device
         fitting = (
             kernel
             for kernel in FUSED.values()
             if kernel.platform == platform
             and kernel.is_default(layout)
-            and not any(kernel.refusals(query, key, mask))
+            and not any(kernel.refusals(call))
         )
         return next(fitting, None)
     kernel = FUSED[wanted]
-    reasons = [*kernel.refusals(query, key, mask)]
+    reasons = [*kernel.refusals(call)]
     if kernel.platform != platform:
         needs = f"it runs on {kernel.platform} and the devices are {platform}"
         reasons.insert(0, needs)
@@ -174,46 +85,70 @@ def _platform(layout: Layout | None) -> str:
 
 def splits_queries(layout: Layout, query: Array) -> bool:
     """True if an axis splits the sequence, rather than rows and heads alone."""
-    names = ("batch", "seq", "heads", "head_dim")
-    return bool(dim_axes(layout.activation_spec(query.shape, names), query.ndim)[1])
+    return bool(dim_axes(layout.activation_spec(query.shape, NAMES), query.ndim)[1])
 
 
 def per_shard(
-    kernel: Callable, query: Array, key: Array, value: Array, mask: Array | None
+    kernel: Callable[[AttentionCall], Array],
+    call: AttentionCall,
+    *,
+    splits_seq: bool = False,
 ) -> Array:
-    """Calls a kernel for each device's rows and heads of the arrays of `attention`.
+    """Calls a kernel for each device's rows and heads of a call of `attention`.
 
     Key heads that the axes of the query's heads do not divide are repeated until they
-    do, so that every device has those that its query heads use.
+    do, so that every device has those that its query heads use. With ``splits_seq``
+    queries stay split along the sequence where the layout splits them, and have their
+    positions; keys are whole.
     """
-    layout = active_layout()
+    layout, query = active_layout(), call.query
     context = jax.sharding.get_abstract_mesh()
     manual = set(context.manual_axes)
     free = set() if layout is None else set(layout.mesh.axis_names) - manual
-    if layout is None or not free or layout.is_silent(HEADS) or layout.mesh.size == 1:
-        return kernel(query, key, value, mask=mask)
-    axes = dim_axes(layout.used_spec(query.shape, HEADS), query.ndim)
-    rows, _, heads, _ = (tuple(a for a in dim if a in free) for dim in axes)
+    names = NAMES if splits_seq else HEADS
+    if layout is None or not free or layout.is_silent(names) or layout.mesh.size == 1:
+        return kernel(call)
+    spec_of = layout.activation_spec if splits_seq else layout.used_spec
+    axes = dim_axes(spec_of(query.shape, names), query.ndim)
+    rows, seq, heads, _ = (tuple(a for a in dim if a in free) for dim in axes)
     size = math.prod(layout.mesh.shape[axis] for axis in heads)
-    repeats = size // math.gcd(key.shape[2], size)
+    repeats = size // math.gcd(call.key.shape[2], size)
     # (batch, keys, kv_heads, head_dim) -> (batch, keys, kv_heads * repeats, head_dim)
-    key, value = (jnp.repeat(x, repeats, axis=2) for x in (key, value))
-    # Dims of size 1 of a mask are the same on all devices.
-    dims = zip(() if mask is None else mask.shape, (rows, heads), strict=False)
-    mask_spec = to_spec(tuple(a if size > 1 else () for size, a in dims))
-    spec = to_spec((rows, (), heads))
+    key, value = (jnp.repeat(x, repeats, axis=2) for x in (call.key, call.value))
+    positions = tuple(jnp.arange(n)[None] for n in call.lengths) if seq else None
+    call = replace(call, key=key, value=value, positions=positions)
     region = jax.shard_map(
-        lambda query, key, value, mask: kernel(query, key, value, mask=mask),
+        kernel,
         # In a pipeline's stage, which is manual over `pipe`, the region nests.
         mesh=context if manual else layout.mesh,
-        in_specs=(spec, spec, spec, mask_spec),
-        out_specs=spec,
+        in_specs=(_specs(call, rows, seq, heads),),
+        out_specs=to_spec((rows, seq, heads)),
         # All axes, those that split nothing here too: XLA's partitioner fails on
         # cuDNN's custom call where some are left automatic.
         axis_names=free,
         check_vma=False,
     )
-    return region(query, key, value, mask)
+    return region(call)
+
+
+def _specs(call: AttentionCall, rows: tuple, seq: tuple, heads: tuple) -> AttentionCall:
+    """The spec of each array of a call: axes of its rows, queries and heads."""
+    whole = to_spec((rows, (), heads))
+    # Dims of size 1 of a mask are the same on all devices.
+    sizes = (1, 1, 1) if call.mask is None else call.mask.shape[:3]
+    dims = zip(sizes, (rows, heads, seq), strict=True)
+    of_mask = to_spec(tuple(a if size > 1 else () for size, a in dims))
+    specs: dict[str, Any] = {
+        "query": to_spec((rows, seq, heads)),
+        "key": whole,
+        "value": whole,
+        "mask": of_mask,
+        "segments": (to_spec((rows, seq)), to_spec((rows,))),
+        "positions": (to_spec(((), seq)), to_spec(())),
+        "sinks": to_spec((heads,)),
+    }
+    given = {n: spec for n, spec in specs.items() if getattr(call, n) is not None}
+    return replace(call, **given)
 
 
 def attention(
@@ -222,6 +157,11 @@ def attention(
     value: Array,
     *,
     causal: bool = False,
+    segments: Array | tuple[Array, Array] | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    scale: float | None = None,
     mask: Array | None = None,
     implementation: Implementation | None = None,
 ) -> Array:
@@ -230,36 +170,163 @@ def attention(
     Heads are independent: split over ``tensor``, they need no communication. A fused
     kernel runs on each device's rows and heads, under any strategy, and holds no scores
     [3]; whatever the remat policy, it is computed again for the backward pass unless
-    everything is kept.
+    everything is kept. So does ``xla`` in blocks, for packed documents, windows, soft
+    caps and sinks, and from more scores on than 2048 x 2048: no array is queries x keys
+    then, and the blocks that are not seen cost nothing.
 
     Args:
         query: ``(batch, seq, heads, head_dim)``.
         key: ``(batch, keys, kv_heads, head_dim)``; kv_heads divides heads.
-        value: Like ``key``.
+        value: ``(batch, keys, kv_heads, value_dim)``.
         causal: Whether position i sees positions up to i only.
-        mask: bool ``(batch or 1, heads or 1, seq, keys)``, True where seen.
+        segments: int ``(batch, seq)``, the document of each token: it sees no other. 0
+            is padding, which sees nothing and is seen by nothing; its output is 0. Of
+            cross-attention a pair, ``(batch, seq)`` and ``(batch, keys)``.
+        window: How many keys are seen to the left of a query's own position, and to
+            the right unless ``causal``. (A `sliding_window` of Mistral counts the own
+            position too: one more.)
+        softcap: Bounds the scores, ``softcap * tanh(scores / softcap)`` [4].
+        sinks: ``(heads,)``, one more logit per head that draws weight from all keys
+            and has no value [5].
+        scale: Factor of the scores; ``None``: ``head_dim ** -0.5``.
+        mask: bool ``(batch or 1, heads or 1, seq, keys)``, True where seen, if the
+            other arguments let it.
         implementation: ``cudnn`` on NVIDIA GPUs, ``splash`` on TPUs, or ``xla``: plain
-            operations, which the partitioner splits. ``None``: the platform's kernel
-            where it takes these arrays, else ``xla``.
+            operations. ``None``: the platform's kernel where it takes these arguments,
+            else ``xla``. None of them ever sees more than was asked for.
 
     Returns:
-        Like ``query``.
+        ``(batch, seq, heads, value_dim)``.
 
     Raises:
-        ValueError: If there is no such implementation.
+        ValueError: If there is no such implementation, or an argument has another
+            shape, dtype or range.
         AttentionKernelError: If the one asked for cannot compute this: another
             platform, dtype or ``head_dim`` (cudnn), sequence length or mask (splash).
+
+    Example:
+        >>> x = jnp.ones((1, 6, 2, 8))
+        >>> documents = jnp.array([[1, 1, 1, 2, 2, 0]])  # two, and padding
+        >>> out = attention(x, x, x, causal=True, segments=documents)
+        >>> out[0, :, 0, 0]
+        Array([1., 1., 1., 1., 1., 0.], dtype=float32)
 
     References:
         [1] Vaswani et al., "Attention Is All You Need", 2017, section 3.2,
         https://arxiv.org/abs/1706.03762
         [2] Ainslie et al., "GQA", 2023, https://arxiv.org/abs/2305.13245
         [3] Dao et al., "FlashAttention", 2022, https://arxiv.org/abs/2205.14135
+        [4] Gemma Team, "Gemma 2", 2024, section 2, https://arxiv.org/abs/2408.00118
+        [5] Xiao et al., "Efficient Streaming Language Models with Attention Sinks",
+        2023, https://arxiv.org/abs/2309.17453
     """
-    kernel = choose_kernel(query, key, mask, implementation)
-    if kernel is None:  # plain operations, which the partitioner splits by itself
-        out = plain_attention(query, key, value, mask=mask, is_causal=causal)
+    pair = segments if isinstance(segments, tuple) else (segments, segments)
+    call = AttentionCall(
+        query=query,
+        key=key,
+        value=value,
+        mask=mask,
+        segments=None if segments is None else pair,
+        sinks=sinks,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        scale=scale,
+    )
+    check_call(call)
+    kernel = choose_kernel(call, implementation)
+    if kernel is not None:
+        out = per_shard(kernel.call, call)
+    elif call.is_plain:  # which the partitioner splits by itself
+        out = plain_attention(call)
     else:
-        run = partial(kernel.call, is_causal=causal)
-        out = per_shard(run, query, key, value, mask)
-    return constrain(out, "batch", "seq", "heads", "head_dim")
+        out = per_shard(attention_in_blocks, call, splits_seq=True)
+    return constrain(out, *NAMES)
+
+
+def check_call(call: AttentionCall) -> None:
+    """Checks the arguments of `attention`.
+
+    Raises:
+        ValueError: If one has another shape, dtype or range.
+    """
+    query, key, value = (jnp.shape(x) for x in (call.query, call.key, call.value))
+    is_met = len(query) == len(key) == len(value) == 4 and key[:3] == value[:3]
+    is_met = is_met and query[::3] == key[::3] and query[2] % key[2] == 0
+    if not is_met:
+        raise ValueError(
+            f"Attention of queries, keys and values of shapes {query}, {key}, {value}; "
+            "they must be (batch, seq, heads, head_dim), (batch, keys, kv_heads, "
+            "head_dim) and (batch, keys, kv_heads, value_dim), and kv_heads must "
+            "divide heads."
+        )
+    batch, heads, lengths = query[0], query[2], call.lengths
+    if call.segments is not None:
+        _check_segments(call.segments, batch, lengths)
+    window, softcap = call.window, call.softcap
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise ValueError(
+            f"window is {window!r}; it is the number of keys that a query sees on a "
+            "side, besides its own position: an int of at least 1, or None for all."
+        )
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(
+            f"softcap is {softcap!r}; scores are bounded by it: a number above 0, or "
+            "None for no bound."
+        )
+    if call.sinks is not None and jnp.shape(call.sinks) != (heads,):
+        raise ValueError(
+            f"Sinks of shape {jnp.shape(call.sinks)} for {heads} query heads; each has "
+            f"its own: ({heads},)."
+        )
+    if call.mask is not None:
+        dims = zip(jnp.shape(call.mask), (batch, heads, *lengths), strict=False)
+        is_met = jnp.ndim(call.mask) == 4 and all(n in (1, most) for n, most in dims)
+        if not is_met or call.mask.dtype != bool:
+            raise ValueError(
+                f"A mask of shape {jnp.shape(call.mask)} and dtype {call.mask.dtype}; "
+                f"it must be bool {(batch, heads, *lengths)}, or 1 where it is the "
+                "same for all."
+            )
+
+
+def _check_segments(
+    segments: tuple[Array, ...], batch: int, lengths: tuple[int, int]
+) -> None:
+    shapes = [(batch, length) for length in lengths]
+    if len(segments) != 2 or (segments[0] is segments[1] and lengths[0] != lengths[1]):
+        found = "one array" if len(segments) == 2 else f"{len(segments)} arrays"
+        raise ValueError(
+            f"Segments are {found}, for {lengths[0]} queries and {lengths[1]} keys; "
+            f"cross-attention takes a pair, int {shapes[0]} and {shapes[1]}."
+        )
+    for side, ids, shape in zip(("queries", "keys"), segments, shapes, strict=True):
+        if jnp.shape(ids) != shape:
+            raise ValueError(
+                f"Segments of {side} have shape {jnp.shape(ids)}; each token has the "
+                f"id of its document: int {shape}."
+            )
+        if not jnp.issubdtype(ids.dtype, jnp.integer):
+            raise ValueError(
+                f"Segments of {side} have dtype {ids.dtype}; ids of documents are "
+                "integers, and 0 is padding."
+            )
+
+
+def segment_positions(segments: Array) -> Array:
+    """Positions that restart in each document of a packed row.
+
+    Args:
+        segments: int ``(batch, seq)``, the document of each token, neighbours of one
+            document next to each other.
+
+    Returns:
+        int32 ``(batch, seq)``, the number of tokens before in the document.
+
+    Example:
+        >>> segment_positions(jnp.array([[1, 1, 1, 2, 2, 0]]))
+        Array([[0, 1, 2, 0, 1, 0]], dtype=int32)
+    """
+    index = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
+    starts = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
+    return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +28,14 @@ from nnx_parallel.layers import (
     attention,
     linear_cross_entropy,
     named,
+    segment_positions,
 )
 from nnx_parallel.metrics import Mean
 from nnx_parallel.models.gpt_config import GPTConfig
 from nnx_parallel.sharding import constrain
 
+Start = int | jax.Array
+"""Position of the first token, the others follow; or int (batch, seq), of each."""
 Cache = tuple[jax.Array, jax.Array]
 """Keys and values so far, each (batch, total_len, kv_heads, head_dim)."""
 
@@ -84,17 +88,26 @@ def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
 
     Args:
         x: ``(batch, seq, heads, head_dim)``, queries or keys.
-        positions: int ``(seq,)``.
+        positions: int ``(seq,)``, or ``(batch, seq)``.
         theta: Base of the wavelengths.
     """
     half = x.shape[-1] // 2
     frequencies = theta ** (-jnp.arange(half) / half)  # (half,)
-    angles = positions[:, None] * frequencies[None, :]  # (seq, half)
-    cos = jnp.cos(angles)[None, :, None, :]  # (1, seq, 1, half)
-    sin = jnp.sin(angles)[None, :, None, :]
+    frequencies = jnp.expand_dims(frequencies, range(positions.ndim))
+    angles = positions[..., None] * frequencies  # (seq, half) or (batch, seq, half)
+    dims = (0, 2) if positions.ndim == 1 else (2,)
+    cos = jnp.expand_dims(jnp.cos(angles), dims)  # (1 or batch, seq, 1, half)
+    sin = jnp.expand_dims(jnp.sin(angles), dims)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def _positions(start: Start, length: int) -> jax.Array:
+    """Positions of tokens: int (seq,) or (batch, seq)."""
+    if isinstance(start, jax.Array) and start.ndim:
+        return start
+    return start + jnp.arange(length)
 
 
 class Attention(nnx.Module):
@@ -107,13 +120,18 @@ class Attention(nnx.Module):
         self.value = dense("embed", "kv_heads head_dim")
         self.out = dense("heads head_dim", "embed", is_residual=True)
         self.implementation: Implementation | None = config.attention
+        self.window, self.softcap = config.window, config.softcap
         self.rope_theta = config.rope_theta if config.positions == "rope" else None
 
     def __call__(
-        self, x: jax.Array, start: int | jax.Array, cache: Cache | None
+        self,
+        x: jax.Array,
+        start: Start,
+        cache: Cache | None,
+        segments: jax.Array | None,
     ) -> tuple[jax.Array, Cache | None]:
-        """Attends from ``x``, whose first token has position ``start``."""
-        positions = start + jnp.arange(x.shape[1])  # (seq,)
+        """Attends from ``x``, whose tokens have positions from ``start``."""
+        positions = _positions(start, x.shape[1])
         # (batch, seq, embed) -> (batch, seq, heads or kv_heads, head_dim)
         query = constrain(self.query(x), "batch", "seq", "heads", "head_dim")
         key = constrain(self.key(x), "batch", "seq", "kv_heads", "head_dim")
@@ -121,11 +139,17 @@ class Attention(nnx.Module):
         if self.rope_theta is not None:
             query = rotate(query, positions, self.rope_theta)
             key = rotate(key, positions, self.rope_theta)
-        attend = partial(attention, query, implementation=self.implementation)
+        attend = partial(
+            attention, query, implementation=self.implementation, softcap=self.softcap
+        )
         if cache is None:
-            return self.out(attend(key, value, causal=True)), None
+            rules: dict[str, Any] = {"segments": segments, "window": self.window}
+            return self.out(attend(key, value, causal=True, **rules)), None
         keys, values = _write(cache[0], key, start), _write(cache[1], value, start)
         seen = jnp.arange(keys.shape[1])[None, :] <= positions[:, None]
+        if self.window is not None:
+            first = positions[:, None] - self.window
+            seen &= jnp.arange(keys.shape[1])[None, :] >= first
         mask = seen[None, None]  # (1, 1, seq, total_len)
         return self.out(attend(keys, values, mask=mask)), (keys, values)
 
@@ -168,11 +192,15 @@ class Block(nnx.Module):
         self.dropout = _dropout(config, rngs=rngs)
 
     def __call__(
-        self, x: jax.Array, start: int | jax.Array = 0, cache: Cache | None = None
+        self,
+        x: jax.Array,
+        start: Start = 0,
+        cache: Cache | None = None,
+        segments: jax.Array | None = None,
     ) -> jax.Array | tuple[jax.Array, Cache | None]:
         """(batch, seq, embed) to the same; given a cache, returns it with x added."""
         normed = self.attention_norm(x)
-        attended, new_cache = self.attention(normed, start, cache)
+        attended, new_cache = self.attention(normed, start, cache, segments)
         x = constrain(x + self.dropout(attended), "batch", "seq", "embed")
         if self.mlp_norm is not None:
             normed = self.mlp_norm(x)
@@ -222,17 +250,29 @@ class GPT(nnx.Module):
         # Last, so that parameters start the same with dropout and without.
         self.dropout = _dropout(config, rngs=rngs)
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __call__(
+        self, tokens: jax.Array, segments: jax.Array | None = None
+    ) -> jax.Array:
         """Logits of the token after each: int (batch, seq) to (batch, seq, vocab).
+
+        Args:
+            tokens: int ``(batch, seq)``.
+            segments: int ``(batch, seq)``, the document of each token; 0 is padding. A
+                document has the logits that it has alone in a row.
 
         Raises:
             ValueError: If learned positions end before the sequence.
         """
-        return self._logits(self.hidden(tokens))
+        return self._logits(self.hidden(tokens, segments))
 
-    def hidden(self, tokens: jax.Array) -> jax.Array:
+    def hidden(self, tokens: jax.Array, segments: jax.Array | None = None) -> jax.Array:
         """Inputs of the head: int (batch, seq) to (batch, seq, embed)."""
-        return self.norm(self.blocks(self._embed(tokens, 0)))
+        if segments is None:
+            return self.norm(self.blocks(self._embed(tokens, 0)))
+        # Once, here: each layer and each stage of a pipeline takes them as they are.
+        positions = segment_positions(segments)
+        x = self._embed(tokens, positions)
+        return self.norm(self.blocks(x, positions, segments=segments))
 
     @property
     def head_kernel(self) -> tuple[jax.Array, int]:
@@ -266,12 +306,12 @@ class GPT(nnx.Module):
         empty = constrain(empty, "layers", "batch", None, "kv_heads", "head_dim")
         return empty, empty
 
-    def _embed(self, tokens: jax.Array, start: int | jax.Array) -> jax.Array:
+    def _embed(self, tokens: jax.Array, start: Start) -> jax.Array:
         self.config.check_length(tokens.shape[1])
         x = self.embed(tokens)  # (batch, seq, embed)
         if self.positions is not None:
-            positions = start + jnp.arange(tokens.shape[1])
-            x = x + self.positions(positions[None, :])  # + (1, seq, embed)
+            positions = jnp.atleast_2d(_positions(start, tokens.shape[1]))
+            x = x + self.positions(positions)  # + (1 or batch, seq, embed)
         return constrain(self.dropout(x), "batch", "seq", "embed")
 
     def _logits(self, x: jax.Array) -> jax.Array:
@@ -289,13 +329,16 @@ def next_token_loss(model: GPT, batch: jax.Array | Mapping[str, jax.Array]) -> M
         model: The model.
         batch: int ``(batch, seq + 1)``, or a mapping with it as ``tokens`` and perhaps
             ``weights`` of the same shape: 0 leaves a token out of the loss (not out of
-            sight). The first token is never predicted.
+            sight). The first token is never predicted. Of packed documents the mapping
+            has ``segments``, int of the same shape, as `GPT` takes them: no token is
+            predicted from another document, and no padding.
 
     Returns:
-        The `Mean` in nats per token.
+        The `Mean` in nats per token that is predicted.
 
     Raises:
-        ValueError: If tokens are no (batch, seq + 1), or weights differ in shape.
+        ValueError: If tokens are no (batch, seq + 1), or weights or segments differ in
+            shape.
 
     Example:
         >>> model = GPT(GPTConfig.tiny(), rngs=nnx.Rngs(0))
@@ -306,18 +349,24 @@ def next_token_loss(model: GPT, batch: jax.Array | Mapping[str, jax.Array]) -> M
     if not isinstance(batch, Mapping):
         batch = {"tokens": batch}
     tokens, weights = batch["tokens"], batch.get("weights")
+    segments = batch.get("segments")
     if tokens.ndim != 2 or tokens.shape[1] < 2:
         raise ValueError(
             f"Tokens of shape {tokens.shape}; they must be (batch, seq + 1), the input "
             "and the last label, with seq at least 1."
         )
-    if weights is not None and weights.shape != tokens.shape:
-        raise ValueError(
-            f"Weights of shape {weights.shape} for tokens of shape {tokens.shape}; "
-            "each token has its weight, the first one too."
-        )
-    hidden = model.hidden(tokens[:, :-1])
+    for name, of_each in (("Weights", weights), ("Segments", segments)):
+        if of_each is not None and of_each.shape != tokens.shape:
+            raise ValueError(
+                f"{name} of shape {of_each.shape} for tokens of shape {tokens.shape}; "
+                "each token has its own, the first one too."
+            )
+    seen = None if segments is None else segments[:, :-1]
+    hidden = model.hidden(tokens[:, :-1], seen)
     weights = None if weights is None else weights[:, 1:]
+    if segments is not None:
+        is_next = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
+        weights = is_next if weights is None else jnp.where(is_next, weights, 0)
     kernel, vocab_dim = model.head_kernel
     return linear_cross_entropy(
         hidden,

@@ -50,6 +50,8 @@ class GPTConfig:
         dropout: Probability of dropping an output of embedding, attention and MLP.
         attention: What computes attention; ``None``: the platform's fused kernel where
             it fits (`nnx_parallel.layers.attention`).
+        window: How many earlier keys a query sees besides its own; ``None``: all.
+        softcap: Bound of attention's scores; ``None``: none.
         remat: What a block keeps for the backward pass; ``None`` follows the Trainer.
         z_loss: Weight of the squared log-normaliser in the loss [5].
 
@@ -80,6 +82,8 @@ class GPTConfig:
     tied: bool = True
     dropout: float = 0.0
     attention: Implementation | None = None
+    window: int | None = None
+    softcap: float | None = None
     remat: Remat | None = None
     z_loss: float = 0.0
 
@@ -98,10 +102,11 @@ class GPTConfig:
             ),
             ("rope_theta", self.rope_theta > 0, "above 0"),
             ("dropout", 0 <= self.dropout < 1, "a probability in [0, 1)"),
+            ("softcap", self.softcap is None or self.softcap > 0, "above 0, or None"),
             ("z_loss", self.z_loss >= 0, "at least 0"),
         )
         numbers = ("vocab_size", "seq_len", "num_layers", "embed_dim", "num_heads")
-        numbers += ("num_kv_heads", "head_dim", "mlp_dim")
+        numbers += ("num_kv_heads", "head_dim", "mlp_dim", "window")
         given = {n: v for n in numbers if (v := getattr(self, n)) is not None}
         rules += tuple((n, v >= 1, "at least 1") for n, v in given.items())
         for name, is_met, rule in rules:

@@ -1,0 +1,245 @@
+"""Implementations of attention: each honours an argument or refuses it by name.
+
+None ever answers with a wider mask than it was asked for. `Takes` of the documentation
+is a table of what the refusals here say.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from nnx_parallel.layers.blockwise import blockwise_attention
+from nnx_parallel.layers.score_blocks import Pattern, Tokens
+from nnx_parallel.sharding.layout import Layout
+
+Implementation = Literal["xla", "cudnn", "splash"]
+"""Implementations of attention.
+
+- ``xla``: plain operations. Short sequences at once, all scores held; long ones in
+  blocks.
+- ``cudnn``: NVIDIA's fused kernel, in float16 and bfloat16.
+- ``splash``: a Pallas kernel for TPUs, for sequences of a multiple of 128.
+"""
+
+HEADS = ("batch", None, "heads", None)
+SPLASH_BLOCK = 128
+"""Sequences that the TPU's kernel takes are multiples of it."""
+AT_ONCE = 2048
+"""Queries and keys whose scores plain operations hold all at once, at most.
+
+Beyond, their scores and softmax, kept for the backward pass, are most of a layer's
+memory, and blocks of them are as fast.
+"""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall:
+    """The arguments of `attention`; in a region of shards, those of one shard."""
+
+    query: Array  # (batch, seq, heads, head_dim)
+    key: Array  # (batch, keys, kv_heads, head_dim)
+    value: Array  # (batch, keys, kv_heads, value_dim)
+    mask: Array | None = None  # bool (batch or 1, heads or 1, seq, keys)
+    # Of queries and of keys, int (batch, seq); one array twice of self-attention.
+    segments: tuple[Array, Array] | None = None
+    # Likewise, int (1, seq); ``None``: both in order from 0.
+    positions: tuple[Array, Array] | None = None
+    sinks: Array | None = None  # (heads,)
+    causal: bool = field(default=False, metadata={"static": True})
+    window: int | None = field(default=None, metadata={"static": True})
+    softcap: float | None = field(default=None, metadata={"static": True})
+    scale: float | None = field(default=None, metadata={"static": True})
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Numbers of queries and of keys."""
+        return self.query.shape[1], self.key.shape[1]
+
+    @property
+    def factor(self) -> float:
+        """Factor of the scores."""
+        return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+    @property
+    def pattern(self) -> Pattern:
+        """What is static of it, for `blockwise_attention`."""
+        return Pattern(
+            scale=self.factor,
+            causal=self.causal,
+            window=(self.window, self.window),
+            softcap=self.softcap,
+        )
+
+    @property
+    def tokens(self) -> tuple[Tokens, Tokens]:
+        """Where queries and keys are, for `blockwise_attention`."""
+        own, other = self.positions or (jnp.arange(n)[None] for n in self.lengths)
+        segments = self.segments or (None, None)
+        return Tokens(own, segments[0]), Tokens(other, segments[1])
+
+    @property
+    def is_plain(self) -> bool:
+        """True if plain operations, all scores at once, can compute it."""
+        queries, keys = self.lengths
+        special = (self.segments, self.positions, self.window, self.softcap, self.sinks)
+        return (
+            queries * keys <= AT_ONCE**2
+            and all(given is None for given in special)
+            and self.value.shape == self.key.shape
+        )
+
+
+def plain_attention(call: AttentionCall, implementation: Any = "xla") -> Array:
+    """JAX's own attention; by default in plain operations, all scores at once."""
+    window = None if call.window is None else (call.window, 0)
+    return jax.nn.dot_product_attention(
+        call.query,
+        call.key,
+        call.value,
+        mask=call.mask,
+        is_causal=call.causal,
+        scale=call.scale,
+        local_window_size=window,
+        implementation=implementation,
+    )
+
+
+def attention_in_blocks(call: AttentionCall) -> Array:
+    """Attention that holds the scores of one block at a time; it takes all."""
+    return blockwise_attention(
+        call.pattern,
+        call.query,
+        call.key,
+        call.value,
+        *call.tokens,
+        call.sinks,
+        call.mask,
+    )
+
+
+class FusedKernel(NamedTuple):
+    """A kernel that computes attention in one operation."""
+
+    platform: str
+    call: Callable[[AttentionCall], Array]
+    # Reasons why it cannot compute a call; none if it can.
+    refusals: Callable[[AttentionCall], Iterator[str]]
+    is_default: Callable[[Layout | None], bool]  # taken unasked, where it fits
+
+
+def cudnn_attention(call: AttentionCall) -> Array:
+    """NVIDIA's kernel."""
+    return plain_attention(call, "cudnn")
+
+
+def cudnn_refusals(call: AttentionCall) -> Iterator[str]:
+    """Reasons why cuDNN's kernel cannot compute a call."""
+    # Without NVIDIA's libraries JAX cannot even trace the kernel: asked of the arrays,
+    # not tried.
+    query, key, value = call.query, call.key, call.value
+    head_dim = query.shape[-1]
+    if query.dtype not in (jnp.float16, jnp.bfloat16):
+        yield f"dtype {query.dtype}; it takes float16 or bfloat16"
+    if head_dim % 8 or head_dim > 128:
+        yield f"head_dim {head_dim}; it takes multiples of 8 up to 128"
+    if value.shape != key.shape:
+        yield f"values of width {value.shape[-1]}; it takes {head_dim}, as of the keys"
+    queries, keys = call.lengths
+    if call.mask is not None and (queries % 2 or keys % 2):
+        lengths = f"{queries} queries and {keys} keys"
+        yield f"a mask over {lengths}; with one it takes even numbers"
+    if call.segments is not None:
+        # Its packed layout exists behind JAX's private modules alone: jax.nn has
+        # lengths of rows (docs/library-notes.md, "Attention").
+        yield "segments; it takes rows of one document"
+    if call.window is not None and (not call.causal or queries != keys):
+        yield f"window={call.window}; it takes one with causal=True, of self-attention"
+    if call.window is not None and call.mask is not None:
+        yield "a window and a mask; it takes one of the two"
+    yield from _unsupported(call, "softcap", "sinks")
+
+
+def splash_refusals(call: AttentionCall) -> Iterator[str]:
+    """Reasons why the TPU's kernel cannot compute a call."""
+    for name, length in zip(("queries", "keys"), call.lengths, strict=True):
+        if length % SPLASH_BLOCK:
+            yield f"{length} {name}; it takes multiples of {SPLASH_BLOCK}"
+    if call.mask is not None:
+        yield "an array as mask; it takes causal=True or none"
+    # A query that sees no key would get the mean of all values.
+    if call.segments is not None and call.segments[0] is not call.segments[1]:
+        yield "a pair of segments; it takes those of self-attention"
+    queries, keys = call.lengths
+    if call.window is not None and queries > keys:
+        yield f"a window over {queries} queries and {keys} keys; it takes no fewer keys"
+
+
+def _unsupported(call: AttentionCall, *names: str) -> Iterator[str]:
+    for name in names:
+        if getattr(call, name) is not None:
+            yield f"{name}; it takes none"
+
+
+def splash_attention(call: AttentionCall, *, interpret: bool = False) -> Array:
+    """The TPU's kernel; ``interpret`` runs it on any platform, slowly."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    lengths, query = call.lengths, call.query
+    # Blocks of up to 512 that divide the sequences; the backward kernels need theirs.
+    q, kv = (math.gcd(length, 4 * SPLASH_BLOCK) for length in lengths)
+    blocks: dict[str, Any] = {f"block_q{of}": q for of in ("", "_dkv", "_dq")}
+    blocks |= {f"block_kv{of}": kv for of in ("", "_dkv", "_dq")}
+    kernel: Any = splash.make_splash_mha(
+        splash.MultiHeadMask([_splash_mask(call)] * query.shape[2]),
+        block_sizes=splash.BlockSizes(**blocks),
+        head_shards=1,
+        q_seq_shards=1,
+        attn_logits_soft_cap=call.softcap,
+        interpret=interpret,
+    )
+    # The kernel does not scale, and takes (heads, seq, head_dim) of one row: here
+    # (batch, seq, heads, head_dim) -> (batch, heads, seq, head_dim) and back.
+    query = query * jnp.asarray(call.factor, query.dtype)
+    operands = (x.swapaxes(1, 2) for x in (query, call.key, call.value))
+    ids = None if call.segments is None else splash.SegmentIds(*call.segments)
+    in_axes = (0, 0, 0, None if ids is None else 0, None)
+    out = jax.vmap(kernel, in_axes)(*operands, ids, call.sinks).swapaxes(1, 2)
+    if call.segments is None:
+        return out
+    # Padding saw padding: it must see nothing, and then has no gradient either.
+    return jnp.where((call.segments[0] != 0)[:, :, None, None], out, 0)
+
+
+def _splash_mask(call: AttentionCall) -> Any:
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    if call.window is not None:
+        window = (call.window, 0 if call.causal else call.window)
+        return splash.LocalMask(call.lengths, window, offset=0)
+    mask = splash.CausalMask if call.causal else splash.FullMask
+    return mask(call.lengths)
+
+
+def _is_ampere(layout: Layout | None) -> bool:
+    """True if an NVIDIA GPU has the units that cuDNN's kernel needs."""
+    device = jax.devices()[0] if layout is None else layout.mesh.devices.flat[0]
+    return float(getattr(device, "compute_capability", 8.0)) >= 8.0
+
+
+def _is_placed(layout: Layout | None) -> bool:
+    """True if it is known which device has what; a Pallas kernel is not partitioned."""
+    if layout is None:
+        return jax.device_count() == 1
+    return layout.mesh.size == 1 or not layout.is_silent(HEADS)
+
+
+FUSED = {
+    "cudnn": FusedKernel("gpu", cudnn_attention, cudnn_refusals, _is_ampere),
+    "splash": FusedKernel("tpu", splash_attention, splash_refusals, _is_placed),
+}
