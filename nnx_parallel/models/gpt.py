@@ -93,8 +93,8 @@ def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
     """
     half = x.shape[-1] // 2
     frequencies = theta ** (-jnp.arange(half) / half)  # (half,)
-    frequencies = jnp.expand_dims(frequencies, range(positions.ndim))
-    angles = positions[..., None] * frequencies  # (seq, half) or (batch, seq, half)
+    of_all = (None,) * positions.ndim
+    angles = positions[..., None] * frequencies[of_all]  # (seq, half), or of a batch
     dims = (0, 2) if positions.ndim == 1 else (2,)
     cos = jnp.expand_dims(jnp.cos(angles), dims)  # (1 or batch, seq, 1, half)
     sin = jnp.expand_dims(jnp.sin(angles), dims)
@@ -310,7 +310,8 @@ class GPT(nnx.Module):
         self.config.check_length(tokens.shape[1])
         x = self.embed(tokens)  # (batch, seq, embed)
         if self.positions is not None:
-            positions = jnp.atleast_2d(_positions(start, tokens.shape[1]))
+            positions = _positions(start, tokens.shape[1])
+            positions = positions if positions.ndim > 1 else positions[None, :]
             x = x + self.positions(positions)  # + (1 or batch, seq, embed)
         return constrain(self.dropout(x), "batch", "seq", "embed")
 

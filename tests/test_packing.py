@@ -1,0 +1,138 @@
+"""Packed documents: a row of k of them is k rows, in loss and in gradients."""
+
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from models import GPT, GPTConfig, next_token_loss
+from nnx_parallel import (
+    FSDP,
+    Composite,
+    DataParallel,
+    Pipeline,
+    Strategy,
+    TensorParallel,
+    Trainer,
+)
+from nnx_parallel.layers import segment_positions
+from tests.parity.checks import assert_gradients_close
+from tests.parity.runs import compiling, to_host
+
+LENGTHS = [(7, 1, 9), (12, 3), (17,), (2, 2, 10)]  # of documents, in rows of 17
+Batch = dict[str, np.ndarray]
+
+
+def batches() -> tuple[Batch, Batch]:
+    """Documents packed, and the same ones with a row each."""
+    rng = np.random.default_rng(0)
+    packed = np.zeros((2, len(LENGTHS), 17), np.int32)
+    alone = []
+    for row, lengths in enumerate(LENGTHS):
+        start = 0
+        for document, length in enumerate(lengths, 1):
+            tokens = rng.integers(0, 64, length)
+            packed[:, row, start : start + length] = tokens, np.full(length, document)
+            alone.append((np.pad(tokens, (0, 17 - length)), np.arange(17) < length))
+            start += length
+    tokens, segments = (np.stack(x) for x in zip(*alone, strict=True))
+    apart = {"tokens": tokens.astype(np.int32), "segments": segments.astype(np.int32)}
+    return {"tokens": packed[0], "segments": packed[1]}, apart
+
+
+def one_step(
+    strategy: Strategy, config: GPTConfig, batch: Batch, num_microbatches: int = 1
+) -> tuple[float, Any]:
+    """Loss and gradients of a step."""
+    sizes = strategy.axis_sizes.values()
+    with compiling(optimized=False):
+        trainer = Trainer(
+            lambda rngs: GPT(config, rngs=rngs),
+            optax.trace(decay=0.0),  # its state is the gradient
+            next_token_loss,
+            strategy=strategy,
+            num_microbatches=num_microbatches,
+            devices=jax.devices()[: math.prod(n or 1 for n in sizes)],
+            loggers=(),
+        )
+        state, metrics = trainer.train_step(trainer.state, trainer.shard_batch(batch))
+    return float(metrics["loss"]), to_host(state.opt_state.trace)
+
+
+LEARNED = GPTConfig.tiny(vocab_size=64, num_layers=2, embed_dim=32)
+LLAMA = GPTConfig.tiny_llama(
+    vocab_size=64, num_layers=2, embed_dim=32, window=4, softcap=3.0
+)
+DEEP = pytest.mark.deep
+
+
+@pytest.mark.parametrize(
+    ("config", "strategy"),
+    [
+        (LEARNED, Composite(FSDP(2, min_size=0), TensorParallel(2, sequence=True))),
+        (LLAMA, Composite(Pipeline(2), TensorParallel(2))),
+        pytest.param(LLAMA, FSDP(4, min_size=0), marks=DEEP),
+        pytest.param(LEARNED, FSDP(2, min_size=0, prefetch="ring"), marks=DEEP),
+        pytest.param(LLAMA, TensorParallel(2), marks=DEEP),
+        pytest.param(LEARNED, Pipeline(2), marks=DEEP),
+    ],
+    ids=lambda x: "rope" if x is LLAMA else "learned" if x is LEARNED else repr(x),
+)
+def test_packed_documents_are_rows(config: GPTConfig, strategy: Strategy):
+    """One device has a document a row; the strategy has them packed."""
+    packed, apart = batches()
+    expected_loss, expected = one_step(DataParallel(1), config, apart)
+    found_loss, found = one_step(strategy, config, packed, num_microbatches=2)
+    assert found_loss == pytest.approx(expected_loss, rel=1e-5)
+    assert_gradients_close(found, expected)
+
+
+def test_a_document_has_the_logits_that_it_has_alone():
+    """Whatever is packed with it, and whatever padding holds."""
+    model = GPT(LLAMA, rngs=nnx.Rngs(0))
+    packed, _ = batches()
+    tokens, segments = packed["tokens"][1:2], packed["segments"][1:2]  # 12 and 3
+    alone = nnx.jit(lambda model, tokens: model(tokens))(model, tokens[:, 12:15])
+    tokens = np.where(segments == 2, tokens, tokens + 1)
+    logits = nnx.jit(lambda model, *given: model(*given))(model, tokens, segments)
+    np.testing.assert_allclose(logits[:, 12:15], alone, rtol=1e-5, atol=1e-6)
+
+
+def test_the_loss_counts_what_has_a_label_in_its_document():
+    packed, apart = batches()
+    model = GPT(LEARNED, rngs=nnx.Rngs(0))
+    count = sum(n - 1 for lengths in LENGTHS for n in lengths)
+    for batch in (packed, apart):
+        given = {name: jnp.asarray(x) for name, x in batch.items()}
+        assert next_token_loss(model, given).weight == count
+    weights = jnp.ones((4, 17)).at[0].set(0.0)  # a row left out
+    given = {"weights": weights, **{k: jnp.asarray(x) for k, x in packed.items()}}
+    assert next_token_loss(model, given).weight == count - sum(LENGTHS[0]) + 3
+    text = "Segments of shape (2, 17) for tokens of shape (4, 17); each token has"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        next_token_loss(model, {**given, "segments": jnp.ones((2, 17), jnp.int32)})
+
+
+def test_positions_restart():
+    """Ids need not be in order; a padded end has positions too."""
+    ids = jnp.array([[3, 3, 1, 1, 1, 2, 0, 0], [0, 0, 5, 5, 5, 5, 5, 6]])
+    expected = [[0, 1, 0, 1, 2, 0, 0, 1], [0, 1, 0, 1, 2, 3, 4, 0]]
+    assert segment_positions(ids).tolist() == expected
+
+
+def test_a_window_holds_while_decoding():
+    """Token by token from a cache, the logits of the whole sequence."""
+    model = GPT(LLAMA, rngs=nnx.Rngs(0))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 10)))
+    expected = model(tokens)
+    cache = model.make_cache(2, 10)
+    _, cache = model.decode(tokens[:, :8], 0, cache)
+    for i in (8, 9):
+        logits, cache = model.decode(tokens[:, i : i + 1], i, cache)
+        np.testing.assert_allclose(logits, expected[:, i], rtol=1e-5, atol=1e-5)
