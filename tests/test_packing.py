@@ -62,6 +62,7 @@ def one_step(
             loggers=(),
         )
         state, metrics = trainer.train_step(trainer.state, trainer.shard_batch(batch))
+    assert isinstance(state.opt_state, optax.TraceState)
     return float(metrics["loss"]), to_host(state.opt_state.trace)
 
 

@@ -220,13 +220,15 @@ def attention(
         [5] Xiao et al., "Efficient Streaming Language Models with Attention Sinks",
         2023, https://arxiv.org/abs/2309.17453
     """
-    pair = segments if isinstance(segments, tuple) else (segments, segments)
+    pair = segments
+    if pair is not None and not isinstance(pair, tuple):
+        pair = (pair, pair)
     call = AttentionCall(
         query=query,
         key=key,
         value=value,
         mask=mask,
-        segments=None if segments is None else pair,
+        segments=pair,
         sinks=sinks,
         causal=causal,
         window=window,

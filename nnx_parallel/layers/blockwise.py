@@ -160,7 +160,7 @@ def backward_block(
             return (dqueries, dkey, dvalue), None
 
         zeros = (jnp.zeros(key.shape, dtype), jnp.zeros(value.shape, dtype))
-        xs = (jnp.arange(grid.q.count), queries, grid.q_tokens, column)
+        xs = (jnp.arange(grid.q.num), queries, grid.q_tokens, column)
         (dqueries, *dkeys), _ = _scan(of_queries, (dqueries, *zeros), xs)
         return dqueries, tuple(dkeys)
 

@@ -73,9 +73,9 @@ class Pattern:
 
 
 class Cut(NamedTuple):
-    """How a sequence is cut: ``count`` blocks of ``size``, the last one padded."""
+    """How a sequence is cut: ``num`` blocks of ``size``, the last one padded."""
 
-    count: int
+    num: int
     size: int
 
     @classmethod
@@ -89,9 +89,9 @@ class Cut(NamedTuple):
     def __call__(self, x: Array, mode: Any = "constant") -> Array:
         """``(batch, seq, ...)`` to ``(blocks, batch, size, ...)``."""
         padding = [(0, 0)] * x.ndim
-        padding[1] = (0, self.count * self.size - x.shape[1])
+        padding[1] = (0, self.num * self.size - x.shape[1])
         x = jnp.pad(x, padding, mode) if padding[1][1] else x
-        x = x.reshape(x.shape[0], self.count, self.size, *x.shape[2:])
+        x = x.reshape(x.shape[0], self.num, self.size, *x.shape[2:])
         return jnp.moveaxis(x, 1, 0)
 
     def tokens(self, tokens: Tokens, *, is_padded: bool) -> Tokens:
@@ -124,7 +124,7 @@ class Grid:
         self.group = key.shape[2], query.shape[2] // key.shape[2]
         self.q, self.k = map(Cut.of, lengths, pattern.block)
         cuts = zip((self.q, self.k), lengths, strict=True)
-        is_padded = any(cut.count * cut.size > length for cut, length in cuts)
+        is_padded = any(cut.num * cut.size > length for cut, length in cuts)
         # (blocks, batch, size)
         self.q_tokens = self.q.tokens(q_tokens, is_padded=is_padded)
         self.k_tokens = self.k.tokens(k_tokens, is_padded=is_padded)
@@ -168,7 +168,7 @@ class Grid:
 
     def _needed(self) -> Array | None:
         """False of (q blocks, k blocks) where no query of any row sees a key."""
-        if self.q.count * self.k.count == 1:
+        if self.q.num * self.k.num == 1:
             return None
         conditions = []
         # Ranges of (blocks, batch); pairs of them of (q blocks, k blocks, batch).
@@ -180,11 +180,9 @@ class Grid:
             conditions.append(high[:, None] - k_low[None] >= least)
         if greatest is not None:
             conditions.append(low[:, None] - k_high[None] <= greatest)
-        if self.q_tokens.segments is not None:
-            (low, high), (k_low, k_high) = (
-                _ranges(x.segments, x.segments != 0)
-                for x in (self.q_tokens, self.k_tokens)
-            )
+        own, other = self.q_tokens.segments, self.k_tokens.segments
+        if own is not None and other is not None:
+            (low, high), (k_low, k_high) = (_ranges(x, x != 0) for x in (own, other))
             conditions.append(
                 (low[:, None] <= k_high[None]) & (k_low[None] <= high[:, None])
             )
@@ -198,7 +196,7 @@ class Grid:
             return None
         batch, heads = mask.shape[:2]
         mask = jnp.broadcast_to(mask, (batch, heads, *lengths))
-        sizes = [(cut.count, cut.size) for cut in (self.q, self.k)]
+        sizes = [(cut.num, cut.size) for cut in (self.q, self.k)]
         ends = [(0, c * s - n) for (c, s), n in zip(sizes, lengths, strict=True)]
         mask = jnp.pad(mask, [(0, 0), (0, 0), *ends])
         group = (1, 1) if heads == 1 else self.group
