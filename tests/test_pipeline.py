@@ -22,7 +22,7 @@ from nnx_parallel import (
 )
 from nnx_parallel.layers import Remat
 from nnx_parallel.models import GPT, GPTConfig, generate, next_token_loss
-from nnx_parallel.sharding.layout import ZeroKind
+from nnx_parallel.sharding.rules import ZeroKind
 from tests.parity.models import GPT_SIZES, Arrays, token_batch
 from tests.pipelines import assert_like_one_device, make_trainer
 

@@ -28,6 +28,23 @@ Mode = Literal["bulk", Overlap]
   half a shard.
 """
 
+Exchange = Literal["ring", "all_to_all", "gather"]
+"""What attention sends over the axis that splits its sequence.
+
+- ``ring``: keys and values travel from device to device, each hop during the product
+  with those that came before.
+- ``all_to_all``: each device gets the whole sequence of its share of the heads.
+- ``gather``: each device gets all keys and values, and keeps its queries.
+"""
+
+
+class SequenceAxis(NamedTuple):
+    """The mesh axis that splits long sequences, and how attention exchanges them."""
+
+    axis: str
+    exchange: Exchange
+
+
 Pointwise = Callable[[jax.Array], jax.Array]
 """Treats every position of a ring's dim by itself, and keeps the dim."""
 

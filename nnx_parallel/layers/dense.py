@@ -295,8 +295,10 @@ class Embed(nnx.Module):
         tokens = jnp.where(tokens < 0, table.shape[0], tokens.astype(jnp.int32))
         rows = jnp.take(table, tokens, axis=0, mode="fill")
         # Whole along `seq` first: a table split by rows is else gathered for a lookup
-        # whose rows are split as well.
-        rows = constrain_param(rows, "batch", "seq", "embed")
+        # whose rows are split as well. An axis that never splits a table is no such.
+        layout = active_layout()
+        seq = ("seq", *(layout.sequence_axes if layout else ()))
+        rows = constrain_param(rows, "batch", seq, "embed")
         return constrain(rows, "batch", "seq", "embed")
 
     def attend(self, x: Array) -> Array:

@@ -221,7 +221,7 @@ class _ChunkPlan:
             layout = None
         self.vocab_dim, self.kernel_dtype = vocab_dim, kernel.dtype
         self.z_loss, self.layout = z_loss, layout
-        self.rows = self.parts = splits = 1
+        self.rows = self.parts = splits = gathered = 1
         self.token_spec = P()  # of rows and parts, where their logits are
         vocab = kernel.shape[vocab_dim]
         if layout is not None:
@@ -232,12 +232,14 @@ class _ChunkPlan:
             splits = math.prod(sizes[a] for a in dim_axes(logits, 2)[1])
             shape, names = (self.rows, self.parts, vocab), ("batch", "seq", "vocab")
             self.token_spec = P(*layout.activation_spec(shape, names)[:2])
+            kept = dim_axes(self.token_spec, 2)[1]
+            gathered = self.parts // math.prod(sizes[a] for a in kept)
         tokens = hidden.shape[0] * hidden.shape[1] // (self.rows * self.parts)
         if chunk_size is None:  # 4 bytes for each class that a device has
             chunk_size = CHUNK_BYTES // (4 * vocab // splits)
-        # Where `vocab` is split, the parts of a sequence are gathered for the product:
-        # each gives its share of a chunk.
-        chunk_size = max(chunk_size // (self.parts if splits > 1 else 1), 1)
+        # Parts over an axis that splits `vocab` are gathered for the product: each
+        # gives its share of a chunk.
+        chunk_size = max(chunk_size // gathered, 1)
         self.num_chunks = -(-tokens // chunk_size)
         # Letters of the dims in which a gradient of the kernel is summed up. A scan's
         # carry cannot hold partial sums that are still to be reduced: so each part of

@@ -314,6 +314,12 @@ def spread_over_stages(layout: Layout, axis: str, num_rows: int) -> Layout:
     batch = (*claims.batch, axis)
     if num_rows % math.prod(layout.mesh.shape[name] for name in batch) == 0:
         return replace(layout, claims=replace(claims, batch=batch))
+    if claims.sequence is not None:
+        # A part of the tokens that a device holds already, likewise.
+        own, given = layout.sequence_axes, as_tuple(claims.activations.get("seq"))
+        seq = (*own, axis, *(name for name in given if name not in own))
+        activations = {**claims.activations, "seq": seq}
+        return replace(layout, claims=replace(claims, activations=activations))
     seq = (axis, *as_tuple(claims.logical.get("seq")))
     logical = {**claims.logical, "seq": seq}
     return replace(layout, claims=replace(claims, logical=logical))

@@ -15,7 +15,6 @@ from nnx_parallel.sharding.layout import Claims as Claims
 from nnx_parallel.sharding.layout import Execution as Execution
 from nnx_parallel.sharding.layout import Layout as Layout
 from nnx_parallel.sharding.layout import Placement as Placement
-from nnx_parallel.sharding.layout import ZeroAxis as ZeroAxis
 from nnx_parallel.sharding.names import LOGICAL_AXES as LOGICAL_AXES
 from nnx_parallel.sharding.names import ArrayInfo as ArrayInfo
 from nnx_parallel.sharding.rules import ChainRules as ChainRules
@@ -24,6 +23,7 @@ from nnx_parallel.sharding.rules import LogicalRules as LogicalRules
 from nnx_parallel.sharding.rules import PathRules as PathRules
 from nnx_parallel.sharding.rules import PolicyRules as PolicyRules
 from nnx_parallel.sharding.rules import Rules as Rules
+from nnx_parallel.sharding.rules import ZeroAxis as ZeroAxis
 from nnx_parallel.sharding.tree import gather as gather
 from nnx_parallel.sharding.tree import named_tree_map as named_tree_map
 from nnx_parallel.sharding.tree import (

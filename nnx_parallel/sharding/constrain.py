@@ -24,7 +24,13 @@ from nnx_parallel.errors import (
 )
 from nnx_parallel.mesh import explaining_axes, is_without_mesh
 from nnx_parallel.sharding.layout import Layout, Placement
-from nnx_parallel.sharding.names import LOGICAL_AXES, dim_axes, is_spec, suggest
+from nnx_parallel.sharding.names import (
+    LOGICAL_AXES,
+    MeshAxes,
+    dim_axes,
+    is_spec,
+    suggest,
+)
 from nnx_parallel.sharding.tree import constrain_tree
 
 # Placements of annotations by name, and the names that were met.
@@ -151,7 +157,7 @@ def _check_activation(x: Any, names: tuple) -> None:
         )
 
 
-def constrain_param(x: jax.Array, *names: str | None) -> jax.Array:
+def constrain_param(x: jax.Array, *names: MeshAxes) -> jax.Array:
     """A parameter at its use, placed without the axes that split activations only."""
     return _constrain_by_names(x, names, Layout.used_spec)
 

@@ -10,13 +10,13 @@ import abc
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.collectives.ring import Mode, Overlap
+from nnx_parallel.collectives.ring import Mode, Overlap, SequenceAxis
 from nnx_parallel.errors import PlacementConflictError, UnknownAxisError
 from nnx_parallel.sharding.names import (
     LOGICAL_AXES,
@@ -29,43 +29,22 @@ from nnx_parallel.sharding.names import (
     check_spec,
     dim_axes,
     dividing_prefix,
+    in_order,
+    merge_axes,
     spec_on,
     splits_rows,
     suggest,
     to_spec,
 )
 from nnx_parallel.sharding.rules import (
-    FSDPRules,
     Rules,
+    ZeroAxis,
+    ZeroKind,
     answer_of,
     check_rules,
     logical_items,
     placing_rules,
 )
-
-ZeroKind = Literal["params", "gradients", "optimizer"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ZeroAxis:
-    """A mesh axis that splits training state which the computation uses whole [1].
-
-    Attributes:
-        rules: The axis and how it chooses a dim.
-        shard: State that it splits: ``params`` (ZeRO-3: with gradients and optimizer
-            state), ``gradients`` (ZeRO-2: with optimizer state) or ``optimizer``
-            (ZeRO-1).
-        prefetch: How a `Stack` gathers a layer's parameters while the last one runs:
-            at once (``bulk``) or hop by hop; ``None``: each layer gathers its own.
-
-    References:
-        [1] Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
-        Parameter Models", 2020, section 5, https://arxiv.org/abs/1910.02054
-    """
-
-    rules: FSDPRules
-    shard: ZeroKind = "params"
-    prefetch: Mode | None = None
 
 
 # Abstract, since `training` must not import `pipeline`: each has a form of its own.
@@ -140,12 +119,14 @@ class Claims:
             remain.
         batch: Mesh axes that split the batch.
         logical: Mesh axes by logical name, for parameters and activations alike.
-        activations: Those for activations alone. They yield: another dim of the same
-            activation that claims the axis has it.
+        activations: Those for activations alone, of all parts that claim a name. They
+            yield: another dim of the same activation that claims the axis has it.
         zero: Axes that split training state which is gathered at use.
         rules: Explicit rules of the user; they come before names and choices.
         overlap: How products that gather their input or scatter their output run;
             ``None``: as the partitioner has it.
+        sequence: The axis of long sequences, and what attention sends over it. The
+            first of ``zero`` takes it along.
         execution: How the step is run; ``None``: one microbatch after the other.
         owner: The strategy that claims, as messages call it.
         parts: The claims that were merged into these.
@@ -164,6 +145,7 @@ class Claims:
     zero: tuple[ZeroAxis, ...] = ()
     rules: tuple[Rules, ...] = ()
     overlap: Overlap | None = None
+    sequence: SequenceAxis | None = None
     execution: Execution | None = None
     owner: str = "a strategy"
     parts: tuple[Claims, ...] = ()
@@ -181,17 +163,19 @@ class Claims:
         decided = {name for name, _ in logical_items(self.rules + other.rules)}
         for mine, theirs in itertools.product(left, right):
             mine._check(theirs, decided)
-        # Keys of `axis_sizes` are disjoint now; at most one side has an execution.
+        # Keys of `axis_sizes` are disjoint now; at most one side has an execution, and
+        # at most one the axis `context`.
         # `owner` stays the default: messages take the owners from `parts`.
         return Claims(
             axis_sizes={**self.axis_sizes, **other.axis_sizes},
             batch=self.batch + other.batch,
             # Equal where both have a name, or a rule decides in `on`.
             logical={**self.logical, **other.logical},
-            activations={**self.activations, **other.activations},
+            activations=merge_axes(self.activations, other.activations),
             zero=self.zero + other.zero,
             rules=self.rules + other.rules,
             overlap=self.overlap or other.overlap,
+            sequence=self.sequence or other.sequence,
             execution=self.execution or other.execution,
             parts=left + right,
         )
@@ -228,14 +212,19 @@ class Claims:
                     f"to {claimed}. Keep one."
                 )
         activations = {n: a for n, a in self.activations.items() if n not in decided}
+        along = () if self.sequence is None else (self.sequence.axis,)
         return replace(
             self,
             # The order of the mesh, however the parts were merged: rows that not all
             # axes divide are split by the outer ones (`Layout.batch_spec`).
             batch=tuple(axis for axis in mesh.axis_names if axis in self.batch),
             logical={n: axes_on(mesh, a) for n, a in self.logical.items()} | decided,
-            # The user's word on a name holds for activations too.
-            activations={n: axes_on(mesh, a) for n, a in activations.items()},
+            # The user's word on a name holds for activations too. Of several axes the
+            # outer ones split first: a group of the inner ones holds neighbours.
+            activations={
+                n: in_order(axes_on(mesh, a), mesh) for n, a in activations.items()
+            },
+            zero=tuple(replace(z, along=along) for z in self.zero[:1]) + self.zero[1:],
         )
 
 
@@ -307,6 +296,12 @@ class Layout:
         """How a stack gathers its next layer's parameters, or ``None``."""
         return next((z.prefetch for z in self.claims.zero if z.prefetch), None)
 
+    @property
+    def sequence_axes(self) -> tuple[str, ...]:
+        """Axes that split long sequences and no parameter: one, or none."""
+        split = self.claims.sequence
+        return (split.axis,) if split else ()
+
     def is_silent(self, names: Sequence) -> bool:
         """True if it says nothing about an array's names: a mesh alone does not."""
         claims = self.claims.logical or self.claims.batch or self.claims.activations
@@ -340,7 +335,8 @@ class Layout:
 
         # ZeRO-1, 2 and 3 are one array of axes, from which each role drops some.
         def with_zero(*kept: ZeroKind) -> P:
-            dropped = {z.rules.axis for z in self.claims.zero if z.shard not in kept}
+            idle = (z for z in self.claims.zero if z.shard not in kept)
+            dropped = {axis for z in idle for axis in z.axes}
             return to_spec([tuple(a for a in dim if a not in dropped) for dim in axes])
 
         return Placement(
@@ -404,10 +400,14 @@ class Layout:
         for zero in self.claims.zero if info.is_param else ():
             if any(zero.rules.axis in dim for dim in axes):
                 continue  # a name gives it a dim already
-            dim, why = zero.rules.choose_dim(info, axes, self.mesh)
+            along = tuple(a for a in zero.along if not any(a in dim for dim in axes))
+            dim, why = zero.rules.choose_dim(info, axes, self.mesh, along)
+            if dim is None and along:  # better one axis than none
+                along = ()
+                dim, why = zero.rules.choose_dim(info, axes, self.mesh)
             reasons.append(why)
             if dim is not None:
-                axes = (*axes[:dim], (zero.rules.axis,), *axes[dim + 1 :])
+                axes = (*axes[:dim], (zero.rules.axis, *along), *axes[dim + 1 :])
         if not reasons and self.mesh.size > 1:
             reasons.append("no rule names it" if info.is_param else "not a parameter")
         return axes, "; ".join(reasons)

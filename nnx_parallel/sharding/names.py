@@ -294,6 +294,24 @@ def axes_on(mesh: Mesh, axes: MeshAxes) -> tuple[str, ...]:
     return tuple(axis for axis in own if axis in shape or axis not in AXIS_NAMES)
 
 
+def merge_axes(
+    left: Mapping[str, MeshAxes], right: Mapping[str, MeshAxes]
+) -> dict[str, MeshAxes]:
+    """The axes of each name, those of both sides together."""
+    return {
+        name: tuple(dict.fromkeys((*as_tuple(left.get(name)), *as_tuple(right[name]))))
+        if name in right
+        else left[name]
+        for name in {**left, **right}
+    }
+
+
+def in_order(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
+    """Axes in the order of a mesh; those that it lacks come last."""
+    order = (*mesh.axis_names, *axes)
+    return tuple(sorted(axes, key=order.index))
+
+
 def absent_from(
     mesh: Mesh, names: Iterable[MeshAxes], logical: Iterable[str]
 ) -> tuple[str, ...]:

@@ -9,15 +9,17 @@ import contextlib
 import functools
 import hashlib
 import inspect
+import math
 import re
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from nnx_parallel.collectives.ring import Mode
 from nnx_parallel.errors import (
     ParallelWarning,
     PlacementConflictError,
@@ -211,13 +213,15 @@ class FSDPRules:
         return None if dim is None else (P(*[None] * dim, self.axis), reason)
 
     def choose_dim(
-        self, info: ArrayInfo, taken: DimAxes, mesh: Mesh
+        self, info: ArrayInfo, taken: DimAxes, mesh: Mesh, along: tuple[str, ...] = ()
     ) -> tuple[int | None, str]:
         """The dim to split and the reason, or ``None`` and what kept it whole.
 
-        ``taken`` has the mesh axes that other claims give to each dim.
+        ``taken`` has the mesh axes that other claims give to each dim; those ``along``
+        split the dim too.
         """
-        size = mesh.shape[self.axis]
+        axes = (self.axis, *along)
+        size, name = math.prod(mesh.shape[a] for a in axes), "+".join(axes)
         if info.size < self.min_size:
             return None, f"{info.size} elements < min_size {self.min_size}"
         # A scan takes one layer at a time: split over dim 0, it would have to be sent
@@ -227,11 +231,44 @@ class FSDPRules:
         fitting = [d for d in free if info.shape[d] % size == 0 and info.shape[d]]
         if not fitting:
             dims = [info.shape[d] for d in free]
-            return None, f"{self.axis}={size} divides no free dim of {dims}"
+            return None, f"{name}={size} divides no free dim of {dims}"
         # On a tie not the last: gathered copies of a kernel that is split along its
         # minor dim are transposed (12 % of estimated cycles, Llama-2 7B over 64 chips).
         dim = max(fitting, key=lambda d: (info.shape[d], -d))
-        return dim, f"{self.axis}: largest free dim {dim}"
+        return dim, f"{name}: largest free dim {dim}"
+
+
+ZeroKind = Literal["params", "gradients", "optimizer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroAxis:
+    """A mesh axis that splits training state which the computation uses whole [1].
+
+    Attributes:
+        rules: The axis and how it chooses a dim.
+        shard: State that it splits: ``params`` (ZeRO-3: with gradients and optimizer
+            state), ``gradients`` (ZeRO-2: with optimizer state) or ``optimizer``
+            (ZeRO-1).
+        prefetch: How a `Stack` gathers a layer's parameters while the last one runs:
+            at once (``bulk``) or hop by hop; ``None``: each layer gathers its own.
+        along: Axes that split the same dim too, where all divide one. On a mesh it is
+            that of long sequences, whose devices would hold the same state.
+
+    References:
+        [1] Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+        Parameter Models", 2020, section 5, https://arxiv.org/abs/1910.02054
+    """
+
+    rules: FSDPRules
+    shard: ZeroKind = "params"
+    prefetch: Mode | None = None
+    along: tuple[str, ...] = ()
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """All axes that the computation gathers over."""
+        return (self.rules.axis, *self.along)
 
 
 @dataclass(frozen=True, init=False)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import get_args
 
 from nnx_parallel.collectives.ring import Mode
-from nnx_parallel.sharding.layout import Claims, ZeroAxis, ZeroKind
-from nnx_parallel.sharding.rules import FSDPRules, Rules
+from nnx_parallel.sharding.layout import Claims
+from nnx_parallel.sharding.rules import FSDPRules, Rules, ZeroAxis, ZeroKind
 from nnx_parallel.strategies.base import Strategy
 
 

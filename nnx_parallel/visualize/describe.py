@@ -74,6 +74,8 @@ class Description:
         gradients_bytes: Their gradients on each device.
         optimizer_bytes: Optimizer state on each device.
         average_bytes: Moving average of the parameters on each device, if one is kept.
+        gathered: Paths of modules around which a sequence is gathered that the strategy
+            splits.
     """
 
     layout: Layout
@@ -83,6 +85,7 @@ class Description:
     gradients_bytes: int
     optimizer_bytes: int
     average_bytes: int = 0
+    gathered: tuple[str, ...] = ()
 
     @property
     def replicated(self) -> tuple[ArrayRow, ...]:
@@ -175,6 +178,13 @@ class Description:
             arrays = [(info, place) for info, place, _ in self.rows]
             idle = idle_parts(self.layout, arrays)
             lines += [f"no effect: {finding}" for finding, _ in idle]
+            if self.gathered:
+                paths = ", ".join(f"`{path}`" for path in self.gathered[:5])
+                lines.append(
+                    f"gathered: the sequence, around {len(self.gathered)} modules of "
+                    f"Flax's own attention ({paths}): each device holds it whole "
+                    "there. nnx_parallel.layers.attention exchanges it."
+                )
             lines += _largest(
                 [(i.path, i.shape, size, p.reason) for i, p, size in self.replicated]
             )
@@ -397,7 +407,17 @@ def describe_model(
         gradients_bytes=gradients,
         optimizer_bytes=sum(row.bytes_per_device for row in optimizer_rows),
         average_bytes=average if keeps_average else 0,
+        gathered=_gathered_sequences(abstract, layout),
     )
+
+
+def _gathered_sequences(model: nnx.Module, layout: Layout) -> tuple[str, ...]:
+    """Paths of attention that knows no split sequence, where a strategy has one."""
+    if layout.claims.sequence is None:
+        return ()
+    modules = nnx.iter_modules(model)
+    stock = (p for p, m in modules if isinstance(m, nnx.MultiHeadAttention))
+    return tuple(map(dotted, stock))
 
 
 def _optimizer_rows(

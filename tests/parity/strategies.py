@@ -9,7 +9,7 @@ import jax
 from nnx_parallel import FSDP, Composite, DataParallel, Strategy, TensorParallel
 from nnx_parallel.mesh import Device
 from nnx_parallel.sharding import Rules
-from nnx_parallel.sharding.layout import ZeroKind
+from nnx_parallel.sharding.rules import ZeroKind
 from tests.parity.models import Case
 
 
