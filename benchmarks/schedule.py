@@ -102,13 +102,18 @@ class _Schedule:
     def _has_matmul(self, computation: Computation, instruction: Instruction) -> bool:
         if count_flops(computation, instruction):
             return True
-        if instruction.opcode == "while":
-            inner = self.module.computations[instruction.attribute("body") or ""]
-        elif instruction.opcode in ("fusion", "call"):
-            inner = self.module.computations[instruction.called or ""]
-        else:
-            return False
-        return any(self._has_matmul(inner, i) for i in inner.instructions.values())
+        called = {
+            "while": (instruction.attribute("body"),),
+            "fusion": (instruction.called,),
+            "call": (instruction.called,),
+            "conditional": instruction.branches,  # one that is not always taken too
+        }
+        return any(
+            self._has_matmul(inner, each)
+            for name in called.get(instruction.opcode, ())
+            for inner in (self.module.computations[name or ""],)
+            for each in inner.instructions.values()
+        )
 
 
 def sent_bytes(collective: Collective) -> float:

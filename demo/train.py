@@ -18,6 +18,7 @@ from nnx_parallel import (
     FSDP,
     Checkpoint,
     Composite,
+    ContextParallel,
     DataParallel,
     Mean,
     Pipeline,
@@ -35,6 +36,7 @@ STRATEGIES: Mapping[str, Callable[[], Strategy]] = {
     "fsdp": lambda: FSDP(),
     "hsdp": lambda: Composite(DataParallel(2), FSDP()),
     "tp": lambda: Composite(DataParallel(), TensorParallel(4)),
+    "long": lambda: Composite(ContextParallel(4), FSDP()),
     "3d": lambda: Composite(Pipeline(2), TensorParallel(2), FSDP()),
 }
 

@@ -171,6 +171,21 @@ def _migrating() -> Marks:
     return [*before, line((82, 42), (96, 42), arrow=True), *after]
 
 
+def _long() -> Marks:
+    side = 9
+    return [
+        rect(
+            48 + side * key,
+            6 + side * query,
+            side - 1,
+            side - 1,
+            device(min(query, 7 - query)) if key <= query else "absent",
+        )
+        for query in range(8)
+        for key in range(8)
+    ]
+
+
 def _transformer() -> Marks:
     colours = (0, 0, 2, 2)
     return [
@@ -202,6 +217,7 @@ CARDS = {
     13: Card(
         "From plain NNX to every strategy, a change at a time.", _transformer, (3,)
     ),
+    14: Card("Split the tokens of a sequence, and balance the work.", _long, (3,)),
 }
 
 

@@ -35,6 +35,7 @@ from nnx_parallel import (
     TensorParallel,
     simulate_devices,
 )
+from nnx_parallel.collectives.sequence import balanced_moves
 from nnx_parallel.mesh import MESH_AXES
 from nnx_parallel.models import GPT, GPTConfig
 
@@ -253,6 +254,36 @@ def _is_mlp(row: object) -> bool:
 _MACHINE = (146, 116)
 
 
+def balance() -> list[Panel]:
+    """Which of four devices computes which block of a causal attention."""
+    size, side = 4, 15
+    chunks = range(2 * size)
+    # Chunk 2 d is the first half of a device's own, chunk 2 d + 1 the second.
+    moves = itertools.chain(*zip(*balanced_moves(size), strict=True))
+    owners = {
+        "In turn.": [chunk // 2 for chunk in chunks],
+        "Balanced.": [to for _, to in moves],
+    }
+    panels = []
+    for name, owner in owners.items():
+        marks: Marks = [text(103, 12, "keys", "soft", font_size=11)]
+        marks.append(text(22, 84, "queries", "soft", font_size=11))
+        for query, key in itertools.product(chunks, chunks):
+            look = device(owner[query]) if key <= query else "absent"
+            box = (44 + side * key, 18 + side * query, side - 2, side - 2)
+            marks.append(rect(*box, look))
+        work = [
+            sum(query + 0.5 for query in chunks if owner[query] == each)
+            for each in range(size)
+        ]
+        shown = ", ".join(f"{blocks:g}" for blocks in work)
+        words = f"Devices 0 to {size - 1} compute {shown} blocks."
+        if name == "Balanced.":
+            words += " Each has a chunk from the start and one from the end."
+        panels.append(Panel(marks, (176, 146), words, f"<b>{name}</b> {words}"))
+    return panels
+
+
 def machines() -> list[Panel]:
     """A 3D mesh over four machines of four devices."""
     strategy = Composite(Pipeline(2), FSDP(2), TensorParallel(4))
@@ -359,6 +390,7 @@ FIGURES: dict[str, Callable[[], list[Panel]]] = {
     "hero": hero,
     "fsdp": fsdp,
     "matmuls": matmuls,
+    "balance": balance,
     "machines": machines,
     "zero": zero,
 }

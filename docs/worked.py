@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType
 from nnx_parallel import (
     FSDP,
     Composite,
+    ContextParallel,
     DataParallel,
     Pipeline,
     Strategy,
@@ -110,6 +111,12 @@ EXAMPLES = (
         strategy=Composite(FSDP(32), TensorParallel(8)),
         why="A device gets less than one long row, so the 8 devices of a machine share "
         "each matmul.",
+    ),
+    Example(
+        name="Llama 3 8B, 131,072 tokens",
+        build=gpt(GPTConfig.llama3_8b(seq_len=131_072)),
+        strategy=Composite(FSDP(16), ContextParallel(4)),
+        why="A row does not fit on a device; those that share one share the state too.",
     ),
     Example(
         name="GPT-3 175B",

@@ -55,6 +55,7 @@ from nnx_parallel.sharding.tree import (
 )
 from nnx_parallel.state import TrainState
 from nnx_parallel.strategies.base import Composite, Strategy
+from nnx_parallel.strategies.context_parallel import ContextParallel
 from nnx_parallel.strategies.data_parallel import DataParallel
 from nnx_parallel.strategies.fsdp import FSDP
 from nnx_parallel.strategies.pipeline import Pipeline
@@ -73,6 +74,7 @@ __all__ = [
     "Claims",
     "Composite",
     "ConsoleLogger",
+    "ContextParallel",
     "DataParallel",
     "FSDP",
     "FSDPRules",

@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, AxisType
 from nnx_parallel import (
     FSDP,
     Composite,
+    ContextParallel,
     DataParallel,
     GPipe,
     Interleaved,
@@ -96,6 +97,9 @@ CASES = [
     ),
     (GPT3, Composite(Pipeline(8), TensorParallel(8), DataParallel(16)), None),
     (GPTConfig.tiny(), Composite(DataParallel(2), FSDP(4)), "params"),
+    (GPTConfig.llama3_8b(), Composite(FSDP(4), ContextParallel(16)), "params"),
+    (GPTConfig.tiny_llama(), Composite(FSDP(4), ContextParallel(3)), "params"),
+    (GPTConfig.tiny(), ContextParallel(8), None),
     (GPTConfig.tiny_llama(), Composite(FSDP(3), TensorParallel(2)), "params"),
 ]
 
@@ -342,6 +346,33 @@ def test_microbatches_make_room_without_a_pipeline() -> None:
     once = {"plan": whole, "machine": given}
     judged = compute("c.judge(c.MODELS['Llama 3 70B'], a.plan, a.machine)", once)
     assert not judged["fits"]
+
+
+def test_long_sequences_are_split() -> None:
+    """Four rows of 262,144 tokens, and 64 devices: no row for each of them."""
+    given = MACHINE | {"rows": 4, "seq": 262_144}
+    found = compute(
+        "c.choose(c.MODELS['Llama 3 8B'], a).fitting.map((x) => [c.code(x.plan), "
+        "x.memory])",
+        given,
+    )
+    split = [code for code, _ in found if "ContextParallel" in code]
+    assert "Composite(FSDP(4), ContextParallel(16))" in split
+    assert all(isinstance(eval(code), Strategy) for code in split)
+
+
+def test_a_ring_sends_what_theory_says() -> None:
+    plan = plan_of(ContextParallel(4), None)
+    sent = compute("c.sentBytes(c.MODELS['Llama 3 8B'], a, 1000, 2)", plan)
+    # 32 layers of 8 key heads of 128: keys and values twice, gradients of 4 bytes.
+    assert sent["ring"] == 32 * 1000 * 2 * 8 * 128 * (2 + 2 + 4)
+    assert (
+        compute(
+            "c.sentBytes(c.MODELS['Llama 3 8B'], a, 1000, 2)",
+            plan_of(FSDP(4), "params"),
+        )["ring"]
+        == 0
+    )
 
 
 def test_what_fits_nowhere_names_the_smallest() -> None:

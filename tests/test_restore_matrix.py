@@ -12,13 +12,14 @@ import optax
 import pytest
 from jax.sharding import Sharding
 
-from nnx_parallel import Checkpoint, Trainer, TrainState
+from nnx_parallel import Checkpoint, Composite, ContextParallel, Trainer, TrainState
 from nnx_parallel.checkpoint.contents import to_groups
 from tests.parity.models import CASES, Arrays
 from tests.parity.runs import as_numpy, compiling
-from tests.parity.strategies import ONE_DEVICE, PLANS, Plan
+from tests.parity.strategies import ONE_DEVICE, PLANS, Plan, fsdp
 
-ALL_PLANS = {"one_device": ONE_DEVICE, **PLANS}
+LONG = Plan(make=lambda rules: Composite(ContextParallel(4), fsdp(2), rules=rules))
+ALL_PLANS = {"one_device": ONE_DEVICE, **PLANS, "fsdp2_context4": LONG}
 # Both have stacked layers, names of dims, and dropout; the GPT has twice the arrays.
 PAIRS = [("mlp", plan) for plan in ("one_device", "fsdp8", "dp2_fsdp2_tp2")]
 PAIRS += [pytest.param("gpt", plan, marks=pytest.mark.deep) for plan in ALL_PLANS]

@@ -92,6 +92,7 @@ function arrays(model) {
 
 const product = (numbers) => numbers.reduce((a, b) => a * b, 1);
 const MIN_SIZE = 1024; // FSDP leaves smaller arrays whole
+const contextOf = (plan) => plan.context || 1; // devices that share a sequence
 const TENSOR = ["heads", "kv_heads", "mlp", "vocab"];
 
 /* Elements on a device without and with the fsdp axis; null if an axis does not divide. */
@@ -103,10 +104,12 @@ function placed(array, plan) {
   if (array.shape.some((size, dim) => size % axes[dim])) return null;
   const used = product(array.shape) / product(axes);
   const first = array.names[0] === "layers" ? 1 : 0;
-  const free = array.shape.filter((size, dim) =>
-    dim >= first && !claimed[dim] && size % plan.fsdp === 0);
-  const split = product(array.shape) >= MIN_SIZE && free.length > 0;
-  return { used, stored: split ? used / plan.fsdp : used };
+  const divides = (n) => array.shape.some((size, dim) =>
+    dim >= first && !claimed[dim] && size % n === 0);
+  // FSDP takes the axis `context` along; alone that splits no state.
+  const parts = plan.fsdp === 1 || product(array.shape) < MIN_SIZE ? []
+    : [plan.fsdp * contextOf(plan), plan.fsdp];
+  return { used, stored: used / (parts.find(divides) || 1) };
 }
 
 /* Bytes per device of parameters, gradients and the optimizer's state.
@@ -163,13 +166,13 @@ function schedule(name, stages, microbatches, chunks = 1) {
 }
 
 /* Bytes that a device puts into the collectives of one forward and backward pass.
- * `tokens`: of the pass, per replica; `width`: bytes of a number in the computation, and
+ * `tokens`: of the pass, on a device; `width`: bytes of a number in the computation, and
  * `stored` of a parameter. */
 function sentBytes(model, plan, tokens, width, stored = 4) {
   const m = complete(model), share = width / (plan.tensor * plan.pipe);
   const head = m.vocab * m.embed;
   const uses = countParams(m) + (m.llama ? 0 : head); // a tied table has two uses
-  const replicas = plan.data * plan.fsdp;
+  const replicas = plan.data * plan.fsdp * contextOf(plan);
   const sharded = plan.shard === "params" && plan.fsdp > 1;
   const activation = tokens * m.embed * width;
   return {
@@ -178,6 +181,9 @@ function sentBytes(model, plan, tokens, width, stored = 4) {
     // Once a step, what was updated: as it is stored.
     updated: plan.fsdp > 1 && !sharded
       ? countParams(m) * stored / (plan.tensor * plan.pipe) : 0,
+    // The ring: keys and values forward and backward, and their gradients in float32.
+    ring: contextOf(plan) > 1 ? 2 * tokens * m.kv_heads * m.head_dim * (2 * width + 4)
+      * m.layers / (plan.tensor * plan.pipe) : 0,
     tensor: plan.tensor > 1 ? 4 * (m.layers / plan.pipe) * activation : 0,
     pipe: plan.pipe > 1 ? 2 * activation : 0,
   };
@@ -191,22 +197,26 @@ function bandwidth(n, inner, machine) {
   return 1e9 * Math.min(machine.fast, machine.slow * adapters);
 }
 
-/* Seconds that a device sends in a step. The mesh puts `tensor` innermost, then `fsdp`,
- * `data` and `pipe`. */
+/* Seconds that a device sends in a step. The mesh puts `tensor` innermost, then `context`,
+ * `fsdp`, `data` and `pipe`. */
 function commSeconds(plan, sent, machine) {
   const over = (bytes, n, inner) => bytes * (n - 1) / n / bandwidth(n, inner, machine);
-  const { tensor, fsdp, data } = plan;
+  const { tensor, data } = plan, context = contextOf(plan);
+  const fsdp = plan.fsdp > 1 ? plan.fsdp * context : 1; // one collective over both
+  const copies = plan.fsdp > 1 ? data : data * context;
   // Gradients that stay whole are all-reduced; others are scattered over `fsdp`, and what
   // is left of them summed over `data`.
   const gradients = plan.shard === "optimizer"
-    ? 2 * over(sent.gradients, data * fsdp, tensor)
+    ? 2 * over(sent.gradients, copies * fsdp, tensor)
     : over(sent.gradients, fsdp, tensor)
-      + 2 * over(sent.gradients / fsdp, data, fsdp * tensor);
+      + 2 * over(sent.gradients / fsdp, copies, fsdp * tensor);
+  // A hop goes to the next device: keys and values of all others pass by.
+  const hops = (context - 1) * (sent.ring || 0) / bandwidth(context, tensor, machine);
   // A hop to the next stage goes from one device to one other.
-  const isInside = plan.pipe * data * fsdp * tensor <= machine.local;
+  const isInside = plan.pipe * copies * fsdp * tensor <= machine.local;
   const pipe = sent.pipe / (1e9 * (isInside ? machine.fast : machine.slow));
   return over(sent.updated, fsdp, tensor) + plan.microbatches * (gradients
-    + over(sent.gathered, fsdp, tensor) + 2 * over(sent.tensor, tensor, 1) + pipe);
+    + over(sent.gathered, fsdp, tensor) + 2 * over(sent.tensor, tensor, 1) + pipe + hops);
 }
 
 /* Numbers that a layer keeps for the backward pass, for each token; with remat="none" all
@@ -235,7 +245,9 @@ function judge(model, plan, machine, settings = DEFAULTS) {
   if (state === null || !Number.isInteger(rows) || rows < 1) return null;
   if (plan.fsdp > 1 && !state.isSharded) return null; // FSDP that shards nothing
   const { width, stored, speed } = PRECISIONS[settings.precision];
-  const tokens = rows * machine.seq; // of one pass on one device
+  const context = contextOf(plan);
+  if (machine.seq % (2 * context) && context > 1) return null; // or unbalanced
+  const tokens = rows * machine.seq / context; // of one pass on one device
   const table = schedule("1F1B", plan.pipe, plan.microbatches);
   const stage = m.layers / plan.pipe;
   const kept = table.kept * stage * tokens * width * keptNumbers(m, plan, settings.remat);
@@ -249,7 +261,7 @@ function judge(model, plan, machine, settings = DEFAULTS) {
     "saved activations": kept, "one running layer": block };
   const memory = Object.values(owners).reduce((a, b) => a + b);
 
-  const devices = replicas * plan.tensor * plan.pipe;
+  const devices = replicas * context * plan.tensor * plan.pipe;
   const all = machine.rows * machine.seq; // tokens of a step
   const flops = flopsPerToken(m, machine.seq) * all / devices;
   const again = recomputedFlops(m, machine.seq, settings.remat) * all / devices;
@@ -282,6 +294,8 @@ function plans(model, machine) {
     : [1, 2, 4, 8, 16].map((microbatches) => ({ ...plan, microbatches })));
 }
 
+const RING_TOKENS = 4096;
+
 /* Their sizes. */
 function places(model, machine) {
   const found = [], m = complete(model);
@@ -289,9 +303,16 @@ function places(model, machine) {
     for (const pipe of divisors(machine.devices / tensor).filter((p) => p <= 64)) {
       if (m.layers % pipe) continue;
       const rest = machine.devices / (tensor * pipe);
-      const base = { tensor, pipe };
+      const base = { tensor, pipe, context: 1 };
       found.push({ ...base, data: rest, fsdp: 1, shard: null });
       if (rest === 1) continue;
+      // A ring hides its hops behind the products of some thousand tokens a device.
+      const shares = divisors(rest).filter((c) => c > 1 && machine.seq >= RING_TOKENS * c);
+      for (const context of shares) {
+        const fsdp = rest / context;
+        const shard = fsdp > 1 ? "params" : null;
+        found.push({ ...base, context, data: 1, fsdp, shard });
+      }
       for (const shard of ["gradients", "params"]) {
         found.push({ ...base, data: 1, fsdp: rest, shard });
       }
@@ -308,7 +329,7 @@ function places(model, machine) {
 function choose(model, machine, settings = DEFAULTS) {
   const judged = plans(model, machine)
     .map((plan) => judge(model, plan, machine, settings)).filter((each) => each !== null);
-  const simple = (each) => ["tensor", "pipe"].filter((a) => each.plan[a] > 1).length;
+  const simple = (each) => ["tensor", "pipe", "context"].filter((a) => each.plan[a] > 1).length;
   const found = judged.filter((each) => each.fits)
     .sort((a, b) => Math.round(100 * b.slow.mfu) - Math.round(100 * a.slow.mfu)
       || simple(a) - simple(b) || a.plan.microbatches - b.plan.microbatches
@@ -362,6 +383,7 @@ function code(plan) {
     const shard = plan.shard === "params" ? "" : `, shard="${plan.shard}"`;
     parts.push(`FSDP(${plan.fsdp}${shard})`);
   }
+  if (contextOf(plan) > 1) parts.push(`ContextParallel(${plan.context})`);
   if (plan.tensor > 1) parts.push(`TensorParallel(${plan.tensor})`);
   if (parts.length === 0) parts.push("DataParallel(1)");
   return parts.length === 1 ? parts[0] : `Composite(${parts.join(", ")})`;
@@ -371,7 +393,8 @@ function code(plan) {
 function script(model, judged, machine) {
   const m = complete(model), { plan, settings } = judged;
   const strategy = code(plan);
-  const names = ["Composite", "DataParallel", "FSDP", "Pipeline", "TensorParallel"]
+  const names = ["Composite", "ContextParallel", "DataParallel", "FSDP", "Pipeline",
+    "TensorParallel"]
     .filter((name) => strategy.includes(`${name}(`));
   const ours = [...names, "Precision", "Trainer"].sort();
   const sizes = { vocab_size: m.vocab, seq_len: model.seq, num_layers: m.layers,

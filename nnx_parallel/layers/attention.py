@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from nnx_parallel.collectives.ring import SequenceAxis
 from nnx_parallel.errors import AttentionKernelError
+from nnx_parallel.layers.context import context_attention, split_sequence
 from nnx_parallel.layers.kernels import (
     FUSED,
     HEADS,
@@ -23,6 +25,7 @@ from nnx_parallel.layers.kernels import (
     Implementation,
     attention_in_blocks,
     plain_attention,
+    specs_of,
 )
 from nnx_parallel.sharding.constrain import active_layout, constrain
 from nnx_parallel.sharding.layout import Layout
@@ -32,7 +35,9 @@ NAMES = ("batch", "seq", "heads", "head_dim")
 
 
 def choose_kernel(
-    call: AttentionCall, wanted: Implementation | None
+    call: AttentionCall,
+    wanted: Implementation | None,
+    split: SequenceAxis | None = None,
 ) -> FusedKernel | None:
     """The kernel wanted, by default the platform's; ``None`` for plain operations.
 
@@ -48,8 +53,10 @@ def choose_kernel(
     layout = active_layout()
     platform = _platform(layout)
     if wanted is None:
-        if layout is not None and splits_queries(layout, call.query):
+        if split is None and layout is not None and splits_queries(layout, call.query):
             return None  # queries would be gathered, and computed by each device
+        if split is not None and split.exchange != "all_to_all":
+            return None
         fitting = (
             kernel
             for kernel in FUSED.values()
@@ -60,6 +67,12 @@ def choose_kernel(
         return next(fitting, None)
     kernel = FUSED[wanted]
     reasons = [*kernel.refusals(call)]
+    if split is not None and split.exchange != "all_to_all":
+        reasons.insert(
+            0,
+            f"exchange={split.exchange!r} of a split sequence; it takes whole "
+            "sequences, as of exchange='all_to_all'",
+        )
     if kernel.platform != platform:
         needs = f"it runs on {kernel.platform} and the devices are {platform}"
         reasons.insert(0, needs)
@@ -121,7 +134,7 @@ def per_shard(
         kernel,
         # In a pipeline's stage, which is manual over `pipe`, the region nests.
         mesh=context if manual else layout.mesh,
-        in_specs=(_specs(call, rows, seq, heads),),
+        in_specs=(specs_of(call, rows, seq, heads),),
         out_specs=to_spec((rows, seq, heads)),
         # All axes, those that split nothing here too: XLA's partitioner fails on
         # cuDNN's custom call where some are left automatic.
@@ -129,26 +142,6 @@ def per_shard(
         check_vma=False,
     )
     return region(call)
-
-
-def _specs(call: AttentionCall, rows: tuple, seq: tuple, heads: tuple) -> AttentionCall:
-    """The spec of each array of a call: axes of its rows, queries and heads."""
-    whole = to_spec((rows, (), heads))
-    # Dims of size 1 of a mask are the same on all devices.
-    sizes = (1, 1, 1) if call.mask is None else call.mask.shape[:3]
-    dims = zip(sizes, (rows, heads, seq), strict=True)
-    of_mask = to_spec(tuple(a if size > 1 else () for size, a in dims))
-    specs: dict[str, Any] = {
-        "query": to_spec((rows, seq, heads)),
-        "key": whole,
-        "value": whole,
-        "mask": of_mask,
-        "segments": (to_spec((rows, seq)), to_spec((rows,))),
-        "positions": (to_spec(((), seq)), to_spec(())),
-        "sinks": to_spec((heads,)),
-    }
-    given = {n: spec for n, spec in specs.items() if getattr(call, n) is not None}
-    return replace(call, **given)
 
 
 def attention(
@@ -236,8 +229,13 @@ def attention(
         scale=scale,
     )
     check_call(call)
-    kernel = choose_kernel(call, implementation)
-    if kernel is not None:
+    layout = active_layout()
+    split = split_sequence(layout, call)
+    kernel = choose_kernel(call, implementation, split)
+    if layout is not None and split is not None:
+        whole = attention_in_blocks if kernel is None else kernel.call
+        out = context_attention(layout, call, whole)
+    elif kernel is not None:
         out = per_shard(kernel.call, call)
     elif call.is_plain:  # which the partitioner splits by itself
         out = plain_attention(call)

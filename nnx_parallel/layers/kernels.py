@@ -6,7 +6,7 @@ is a table of what the refusals here say.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ from jax import Array
 from nnx_parallel.layers.blockwise import blockwise_attention
 from nnx_parallel.layers.score_blocks import Pattern, Tokens
 from nnx_parallel.sharding.layout import Layout
+from nnx_parallel.sharding.names import to_spec
 
 Implementation = Literal["xla", "cudnn", "splash"]
 """Implementations of attention.
@@ -93,6 +94,27 @@ class AttentionCall:
             and all(given is None for given in special)
             and self.value.shape == self.key.shape
         )
+
+
+def specs_of(
+    call: AttentionCall, rows: tuple, seq: tuple, heads: tuple, keys: tuple = ()
+) -> AttentionCall:
+    """The spec of each array of a call: axes of its rows, queries, heads and keys."""
+    # Dims of size 1 of a mask are the same on all devices.
+    sizes = (1, 1, 1, 1) if call.mask is None else call.mask.shape
+    dims = zip(sizes, (rows, heads, seq, keys), strict=True)
+    of_mask = to_spec(tuple(a if size > 1 else () for size, a in dims))
+    specs: dict[str, Any] = {
+        "query": to_spec((rows, seq, heads)),
+        "key": to_spec((rows, keys, heads)),
+        "value": to_spec((rows, keys, heads)),
+        "mask": of_mask,
+        "segments": (to_spec((rows, seq)), to_spec((rows, keys))),
+        "positions": (to_spec(((), seq)), to_spec(((), keys))),
+        "sinks": to_spec((heads,)),
+    }
+    given = {n: spec for n, spec in specs.items() if getattr(call, n) is not None}
+    return replace(call, **given)
 
 
 def plain_attention(call: AttentionCall, implementation: Any = "xla") -> Array:

@@ -1,0 +1,367 @@
+"""Attention over a sequence that the mesh splits: ring, heads for sequence, or gather.
+
+All in one region that is manual over every axis: a device has its rows, its heads and
+its tokens of queries, keys and values, and sends what the exchange needs. Masks are
+made from positions, which each device knows of all others, and from segment ids, which
+travel with their keys.
+"""
+
+import abc
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from nnx_parallel.collectives.ring import SequenceAxis, check_divides
+from nnx_parallel.collectives.sequence import (
+    SequenceOrder,
+    heads_for_sequence,
+    send_on,
+    sequence_for_heads,
+)
+from nnx_parallel.errors import IndivisibleDimError, ParallelWarning, warn_user
+from nnx_parallel.layers.blockwise import (
+    Partial,
+    backward_block,
+    forward_block,
+    merge,
+    output_delta,
+    sinks_gradient,
+    with_sinks,
+)
+from nnx_parallel.layers.kernels import HEADS, AttentionCall, specs_of
+from nnx_parallel.layers.score_blocks import BLOCK, Pattern, Tokens, sum_dtype
+from nnx_parallel.sharding.layout import Layout
+from nnx_parallel.sharding.names import dim_axes
+
+Kernel = Callable[[AttentionCall], Array]
+
+
+def split_sequence(layout: Layout | None, call: AttentionCall) -> SequenceAxis | None:
+    """The axis over which an attention is exchanged, if a strategy splits its queries.
+
+    One query, of a model that generates, is not split. Around an array as mask, which
+    is queries x keys itself, the partitioner gathers.
+
+    Raises:
+        IndivisibleDimError: If the axis does not divide the queries.
+    """
+    query = call.query
+    found = None if layout is None else layout.claims.sequence
+    if layout is None or found is None or query.shape[1] == 1 or call.mask is not None:
+        return None
+    is_manual = found.axis in jax.sharding.get_abstract_mesh().manual_axes
+    size = layout.mesh.shape[found.axis]
+    if is_manual or size == 1 or found.axis not in layout.activation_axes("seq"):
+        return None
+    # Left whole, as other activations are, it would be computed whole by each device.
+    check_divides(found.axis, size, ("the queries of an attention", query, 1))
+    return found
+
+
+def context_attention(layout: Layout, call: AttentionCall, kernel: Kernel) -> Array:
+    """Attention whose sequence a mesh axis splits (`split_sequence`).
+
+    Keys of another sequence that the axis does not divide are whole on each device, and
+    not exchanged. Under ``all_to_all`` the kernel computes whole sequences.
+
+    Raises:
+        IndivisibleDimError: If it shares heads that the axis does not divide.
+    """
+    split = layout.claims.sequence
+    assert split is not None
+    context = jax.sharding.get_abstract_mesh()
+    free = set(layout.mesh.axis_names) - set(context.manual_axes)
+    axes = dim_axes(layout.used_spec(call.query.shape, HEADS), 4)
+    rows, _, heads, _ = (tuple(a for a in dim if a in free) for dim in axes)
+    sizes = layout.mesh.shape
+    tensor, size = math.prod(sizes[a] for a in heads), sizes[split.axis]
+    # Key heads that the axes of the query's heads do not divide are repeated until they
+    # do: (batch, keys, kv_heads, dim) -> (batch, keys, kv_heads * repeats, dim)
+    key, value = (_repeat(x, tensor) for x in (call.key, call.value))
+    call = replace(call, key=key, value=value)
+    keys = (split.axis,) if call.lengths[1] % size == 0 else ()
+    if split.exchange == "all_to_all" and keys:
+        _check_heads(call, tensor, split.axis, size)
+        run = partial(_all_to_all, split.axis, kernel)
+    else:
+        exchange = _EXCHANGES[split.exchange] if keys else _Local
+        run = exchange.of(call, split.axis, size).attend
+    specs = specs_of(call, rows, (split.axis,), heads, keys)
+    region = jax.shard_map(
+        run,
+        # In a pipeline's stage, which is manual over `pipe`, the region nests.
+        mesh=context if context.manual_axes else layout.mesh,
+        in_specs=(specs,),
+        out_specs=specs.query,
+        axis_names=free,
+        check_vma=False,
+    )
+    return region(call)
+
+
+def _repeat(x: Array, size: int) -> Array:
+    """Each head of ``(batch, keys, kv_heads, dim)`` until a size divides them."""
+    return jnp.repeat(x, size // math.gcd(x.shape[2], size), axis=2)
+
+
+def _check_heads(call: AttentionCall, tensor: int, axis: str, size: int) -> None:
+    heads = call.query.shape[2] // tensor
+    if heads % size:
+        own = f" (of {call.query.shape[2]}, those of a tensor shard)"
+        divisors = [d for d in range(1, heads + 1) if heads % d == 0]
+        raise IndivisibleDimError(
+            f"exchange='all_to_all' shares the heads of attention over {axis}={size}, "
+            f"which does not divide {heads} heads{own if tensor > 1 else ''}. Take a "
+            f"size among {divisors}, or exchange='ring' or 'gather', which share none."
+        )
+
+
+def _all_to_all(axis: str, kernel: Kernel, call: AttentionCall) -> Array:
+    """Whole sequences of each device's share of the heads, and back."""
+    size, index = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    key, value = (_repeat(x, size) for x in (call.key, call.value))
+    query, key, value = (heads_for_sequence(x, axis) for x in (call.query, key, value))
+    gather = partial(jax.lax.all_gather, axis_name=axis, axis=1, tiled=True)
+    segments, sinks = jax.tree.map(gather, call.segments), call.sinks
+    if sinks is not None:
+        share = len(sinks) // size
+        sinks = jax.lax.dynamic_slice_in_dim(sinks, index * share, share)
+    whole = replace(
+        call, query=query, key=key, value=value, segments=segments, sinks=sinks
+    )
+    return sequence_for_heads(kernel(whole), axis)
+
+
+class _Keys(NamedTuple):
+    """Keys and values of some tokens, which travel together."""
+
+    key: Array
+    value: Array
+    segments: Array | None
+
+
+Sides = tuple[Array, ...]
+"""Queries and what the backward pass knows of each: gradient, log-sum-exp, delta."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Exchange(abc.ABC):
+    """How a device's queries meet the keys of all others."""
+
+    order: SequenceOrder
+    pattern: Pattern
+
+    # True where keys are exchanged for those that their device computes with.
+    moves_keys: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, call: AttentionCall, axis: str, size: int) -> Self:
+        """For global queries and keys, split over an axis of some size."""
+        queries, keys = call.lengths
+        length, is_causal = queries // size, call.causal and queries == keys
+        if is_causal and length % 2:
+            warn_user(
+                f"Causal attention of {queries} tokens over {axis}={size} is not "
+                f"balanced: the last device has {2 * size - 1} times the work of the "
+                f"first. Take sequences of a multiple of {2 * size}.",
+                ParallelWarning,
+            )
+        is_balanced = is_causal and length % 2 == 0
+        # Blocks of one chunk each: one that had the end of one chunk and the start of
+        # another would hardly ever be skipped.
+        chunk = length // 2 if is_balanced else length
+        block = -(-chunk // -(-chunk // BLOCK))
+        return cls(
+            order=SequenceOrder(axis=axis, is_balanced=is_balanced),
+            pattern=replace(call.pattern, block=(block, block)),
+        )
+
+    @abc.abstractmethod
+    def forward(self, query: Array, q_tokens: Tokens, keys: _Keys) -> Partial:
+        """Attention to the keys of all devices."""
+
+    @abc.abstractmethod
+    def backward(self, sides: Sides, q_tokens: Tokens, keys: _Keys) -> tuple:
+        """Gradients of this device's queries, keys and values, in float32."""
+
+    def attend(self, call: AttentionCall) -> Array:
+        """The attention of this device's queries, in a region manual over the axis."""
+        own, other = call.segments or (None, None)
+        keys = _Keys(call.key, call.value, other)
+        query, own = jax.tree.map(self.order.enter, (call.query, own))
+        if self.moves_keys:
+            keys = jax.tree.map(self.order.enter, keys)
+        return self.order.leave(_attend(self, query, keys, own, call.sinks))
+
+    def q_tokens(self, query: Array, segments: Array | None) -> Tokens:
+        """Where this device's queries are."""
+        index = jax.lax.axis_index(self.order.axis)
+        return Tokens(self.order.positions(index, query.shape[1]), segments)
+
+
+# The exchange twice, forward and backward: JAX's own gradient would keep every piece of
+# the keys that has passed by.
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(
+    exchange: _Exchange,
+    query: Array,
+    keys: _Keys,
+    q_segments: Array | None,
+    sinks: Array | None,
+) -> Array:
+    return _attend_forward(exchange, query, keys, q_segments, sinks)[0]
+
+
+def _attend_forward(
+    exchange: _Exchange,
+    query: Array,
+    keys: _Keys,
+    q_segments: Array | None,
+    sinks: Array | None,
+) -> tuple[Array, tuple]:
+    part = exchange.forward(query, exchange.q_tokens(query, q_segments), keys)
+    out, lse = with_sinks(part, sinks)
+    out = out.astype(query.dtype)
+    return out, (query, keys, q_segments, sinks, out, lse)
+
+
+def _attend_backward(exchange: _Exchange, saved: tuple, grad: Array) -> tuple:
+    query, keys, q_segments, sinks, out, lse = saved
+    # Else XLA finds what the forward pass was sent to be the same, and keeps it.
+    keys, grad = jax.lax.optimization_barrier((keys, grad))
+    delta = output_delta(out, grad)
+    sides = (query, grad, lse, delta)
+    grads = exchange.backward(sides, exchange.q_tokens(query, q_segments), keys)
+    operands = zip(grads, (query, keys.key, keys.value), strict=True)
+    dquery, dkey, dvalue = (g.astype(x.dtype) for g, x in operands)
+    return dquery, _Keys(dkey, dvalue, None), None, sinks_gradient(sinks, lse, delta)
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+class _Local(_Exchange):
+    """Keys that every device has: nothing is sent."""
+
+    def forward(self, query: Array, q_tokens: Tokens, keys: _Keys) -> Partial:
+        key, value, segments = keys
+        tokens = Tokens.in_order(key.shape[1], segments)
+        return forward_block(query, key, value, q_tokens, tokens, self.pattern)
+
+    def backward(self, sides: Sides, q_tokens: Tokens, keys: _Keys) -> tuple:
+        query, *rest = sides
+        key, value, segments = keys
+        tokens = Tokens.in_order(key.shape[1], segments)
+        return backward_block(query, key, value, *rest, q_tokens, tokens, self.pattern)
+
+
+class _Gather(_Local):
+    """Keys of all devices at once, gathered again for the backward pass."""
+
+    def forward(self, query: Array, q_tokens: Tokens, keys: _Keys) -> Partial:
+        return super().forward(query, q_tokens, self._gather(keys))
+
+    def backward(self, sides: Sides, q_tokens: Tokens, keys: _Keys) -> tuple:
+        dquery, *grads = super().backward(sides, q_tokens, self._gather(keys))
+        axis = self.order.axis
+        return dquery, *(
+            jax.lax.psum_scatter(g, axis, scatter_dimension=1, tiled=True)
+            for g in grads
+        )
+
+    def _gather(self, keys: _Keys) -> _Keys:
+        axis = self.order.axis
+        return jax.tree.map(
+            lambda x: jax.lax.all_gather(x, axis, axis=1, tiled=True), keys
+        )
+
+
+class _Ring(_Exchange):
+    """Keys travel from device to device, and backward their gradients with them.
+
+    Each hop is issued before the product that hides it. Products and hops of one turn
+    end together (the barriers): a device holds two pieces of the keys, and XLA's
+    scheduler for TPUs cannot move a hop behind the last product.
+    """
+
+    moves_keys: ClassVar[bool] = True
+
+    def forward(self, query: Array, q_tokens: Tokens, keys: _Keys) -> Partial:
+        def attend(part: Partial, keys: _Keys, hop: int | Array) -> Partial:
+            key, value, k_tokens = self._tokens(keys, hop)
+            found = forward_block(query, key, value, q_tokens, k_tokens, self.pattern)
+            return merge(part, found)
+
+        def turn(state: tuple, hop: Array) -> tuple[tuple, None]:
+            part, keys = state
+            following = send_on(keys, self.order.axis)
+            state = attend(part, keys, hop), following
+            return jax.lax.optimization_barrier(state), None
+
+        last = self.order.size - 1
+        dtype = sum_dtype(query)
+        out = jnp.zeros((*query.shape[:3], keys.value.shape[-1]), dtype)
+        start = (out, jnp.full(out.shape[:3], -jnp.inf, dtype)), keys
+        (part, keys), _ = jax.lax.scan(turn, start, jnp.arange(last))
+        return attend(part, keys, last)
+
+    def backward(self, sides: Sides, q_tokens: Tokens, keys: _Keys) -> tuple:
+        axis, last = self.order.axis, self.order.size - 1
+        # The product with this device's own keys, which need no hop, in two: half of
+        # the queries hide the first hop of the keys, the others the last one of the
+        # gradients.
+        half = sides[0].shape[1] // 2
+        early, late = (
+            jax.tree.map(lambda x, at=at: x[:, at], (sides, q_tokens))
+            for at in (slice(half), slice(half, None))
+        )
+        passing = send_on(keys, axis)
+        dearly, *own = self._backward(*early, keys, 0)
+        dquery = jnp.zeros(sides[0].shape, dearly.dtype)
+        own, passing = jax.lax.optimization_barrier((own, passing))
+
+        def turn(state: tuple, hop: int | Array, *, ends: bool = False) -> tuple:
+            # `sums`: gradients of the keys that pass by, none at the first hop.
+            dquery, sums, passing = state
+            following = () if ends else send_on(passing, axis)
+            arriving = send_on(sums, axis)
+            more, *found = self._backward(sides, q_tokens, passing, hop)
+            # Added after the product, which is not to wait for them.
+            found, arriving = jax.lax.optimization_barrier((found, arriving))
+            found = jax.tree.map(jnp.add, found, arriving) if arriving else found
+            return jax.lax.optimization_barrier((dquery + more, found, following)), None
+
+        state = turn((dquery, [], passing), 1, ends=last == 1)[0]
+        if last > 2:
+            state, _ = jax.lax.scan(turn, state, jnp.arange(2, last))
+        if last > 1:
+            state = turn(state, last, ends=True)[0]
+        dquery, sums, _ = state
+        home = send_on(sums, axis)
+        dlate, *more = self._backward(*late, keys, 0)
+        dquery += jnp.concatenate([dearly, dlate], axis=1)
+        return dquery, *(a + b + c for a, b, c in zip(own, more, home, strict=True))
+
+    def _backward(
+        self, sides: Sides, q_tokens: Tokens, keys: _Keys, hop: int | Array
+    ) -> tuple:
+        query, *rest = sides
+        key, value, k_tokens = self._tokens(keys, hop)
+        return backward_block(
+            query, key, value, *rest, q_tokens, k_tokens, self.pattern
+        )
+
+    def _tokens(self, keys: _Keys, hop: int | Array) -> tuple[Array, Array, Tokens]:
+        """Keys that have come so many hops far, values, and where they are."""
+        owner = (jax.lax.axis_index(self.order.axis) - hop) % self.order.size
+        positions = self.order.positions(owner, keys.key.shape[1])
+        return keys.key, keys.value, Tokens(positions, keys.segments)
+
+
+_EXCHANGES: dict[str, type[_Exchange]] = {"ring": _Ring, "gather": _Gather}

@@ -1,0 +1,377 @@
+"""Attention whose sequence a mesh axis splits: one device's numbers, balanced work."""
+
+import re
+from collections import Counter
+from functools import cache
+from itertools import product
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+
+from nnx_parallel import (
+    FSDP,
+    Composite,
+    ContextParallel,
+    DataParallel,
+    Strategy,
+    TensorParallel,
+    audit,
+)
+from nnx_parallel.errors import (
+    AttentionKernelError,
+    IndivisibleDimError,
+    ParallelWarning,
+)
+from nnx_parallel.layers import attention, score_blocks
+from nnx_parallel.sharding import constrain, using
+from nnx_parallel.sharding.layout import Layout
+from tests.parity.pairs import all_pairs, pairs_met
+from tests.parity.runs import compiling
+from tests.steps import QUICKLY
+
+NAMES = ("batch", "seq", "heads", "head_dim")
+ROWS, SEQ, HEADS, WIDTH = 4, 32, 8, 8
+
+EXCHANGES = ("ring", "all_to_all", "gather")
+MASKS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "causal_window": {"causal": True, "window": 5},
+    "packed": {"causal": True, "segments": True},
+    "packed_window": {"causal": True, "segments": True, "window": 5},
+    "bidirectional": {"segments": True, "window": 9},
+}
+KV_HEADS = (8, 2, 1)
+MESHES: dict[str, tuple[Strategy, ...]] = {
+    "alone": (),
+    "fsdp": (FSDP(2),),
+    "tp": (TensorParallel(2),),
+    "tp_sequence": (TensorParallel(2, sequence=True),),
+}
+FACTORS = (EXCHANGES, tuple(MASKS), KV_HEADS, tuple(MESHES))
+PAIRS = all_pairs(*FACTORS)
+FEW = [
+    ("ring", "causal", 2, "fsdp"),
+    ("all_to_all", "packed", 1, "tp"),
+    ("gather", "causal_window", 8, "tp_sequence"),
+    ("gather", "packed_window", 2, "alone"),
+    ("ring", "bidirectional", 8, "tp_sequence"),
+]
+"""Cases of the main selection: they have every value."""
+
+
+def parametrized() -> list:
+    marks = {case: [] if case in FEW else [pytest.mark.deep] for case in PAIRS}
+    marks |= {case: [] for case in FEW}
+    return [
+        pytest.param(*case, marks=marks.get(case, [pytest.mark.slow]))
+        for case in product(*FACTORS)
+    ]
+
+
+def test_the_selections_hold_what_they_say():
+    values = [set(column) for column in zip(*FEW, strict=True)]
+    assert values == [set(factor) for factor in FACTORS]
+    assert pairs_met(PAIRS) == pairs_met(product(*FACTORS))
+
+
+def layout_of(strategy: Strategy) -> Layout:
+    sizes = strategy.axis_sizes.values()
+    devices = jax.devices()[: int(np.prod([size or 1 for size in sizes]))]
+    return strategy.layout(strategy.make_mesh(devices))
+
+
+def operands(kv_heads: int, seq: int = SEQ, keys: int | None = None) -> list[Array]:
+    rng = np.random.default_rng(0)
+    keys = keys or seq
+    shapes = [(ROWS, seq, HEADS, WIDTH), *[(ROWS, keys, kv_heads, WIDTH)] * 2]
+    arrays = [rng.normal(size=shape) for shape in (*shapes, (HEADS,))]
+    return [jnp.asarray(x, jnp.float32) for x in arrays]
+
+
+def documents(seq: int = SEQ) -> Array:
+    """Ids of three documents and of padding, other lengths in each row."""
+    ends = np.sort(np.random.default_rng(1).integers(1, seq, (ROWS, 3)), axis=1)
+    ids = (np.arange(seq)[None, None] >= ends[..., None]).sum(1)
+    return jnp.asarray((ids + 1) % 4, jnp.int32)
+
+
+def value(layout: Layout | None, arrays: list[Array], **rules: Any) -> Array:
+    """The output of an attention with sinks."""
+    query, key, value, sinks = arrays
+    with compiling(optimized=False), using(layout):
+        run = jax.jit(lambda q, k, v: attention(q, k, v, sinks=sinks, **rules))
+        return run(query, key, value)
+
+
+def value_and_gradients(
+    layout: Layout | None, arrays: list[Array], **rules: Any
+) -> tuple:
+    """Of a scalar in which every output has a weight of its own; sinks come last."""
+
+    def loss(*arrays: Array) -> tuple[Array, Array]:
+        query, key, value, sinks = arrays
+        with using(layout):
+            query = constrain(query, *NAMES)
+            out = attention(query, key, value, sinks=sinks, **rules)
+        return jnp.sum(out * jnp.cos(jnp.arange(out.size).reshape(out.shape))), out
+
+    with compiling(optimized=False):
+        run = jax.jit(jax.grad(loss, range(4), has_aux=True))
+        grads, out = run(*arrays)
+    return out, *grads
+
+
+@cache
+def expected(mask: str, kv_heads: int) -> tuple:
+    return value_and_gradients(None, operands(kv_heads), **rules_of(mask))
+
+
+def rules_of(mask: str) -> dict[str, Any]:
+    rules = MASKS[mask]
+    return rules | {"segments": documents()} if "segments" in rules else rules
+
+
+def assert_same(found: tuple, wanted: tuple) -> None:
+    for a, b in zip(found, wanted, strict=True):
+        assert np.isfinite(a).all()
+        assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max()
+
+
+@pytest.mark.parametrize(("exchange", "mask", "kv_heads", "mesh"), parametrized())
+def test_it_is_that_of_one_device(exchange, mask, kv_heads, mesh):
+    """Outputs, and gradients of queries, keys, values and sinks."""
+    size = 4 if mesh == "alone" else 2
+    strategy = Composite(ContextParallel(size, exchange), *MESHES[mesh])
+    found = value_and_gradients(
+        layout_of(strategy), operands(kv_heads), **rules_of(mask)
+    )
+    assert_same(found, expected(mask, kv_heads))
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("keys", [16, 15])
+def test_keys_of_another_sequence(exchange, keys):
+    """Exchanged where the axis divides them, else whole on each device."""
+    arrays = operands(2, keys=keys)
+    found = value_and_gradients(layout_of(ContextParallel(4, exchange)), arrays)
+    assert_same(found, value_and_gradients(None, arrays))
+
+
+# Work
+
+
+@pytest.mark.parametrize(
+    ("exchange", "is_trained"),
+    [
+        ("ring", False),
+        ("gather", False),
+        pytest.param("ring", True, marks=pytest.mark.deep),
+        pytest.param("gather", True, marks=pytest.mark.deep),
+    ],
+)
+def test_causal_work_is_balanced(exchange, is_trained, monkeypatch):
+    """Blocks that eight devices compute, counted while they run.
+
+    With neighbours on a device, the last would compute 1.88 times the mean.
+    """
+    counts: Counter[int] = Counter()
+
+    def counting(self: Any, needed: Any, attend: Any, *state: Any) -> Any:
+        def run(*state: Any) -> Any:
+            index = jax.lax.axis_index("context")
+            area = self.q.size * self.k.size
+            jax.debug.callback(lambda i: counts.update({int(i): area}), index)
+            return attend(*state)
+
+        if needed is None:
+            return run(*state)
+        return jax.lax.cond(needed, run, lambda *state: state, *state)
+
+    seq = 256
+    monkeypatch.setattr(score_blocks.Grid, "unless_empty", counting)
+    run = value_and_gradients if is_trained else value
+    run(layout_of(ContextParallel(8, exchange)), operands(8, seq), causal=True)
+    jax.effects_barrier()
+    assert set(counts) == set(range(8))
+    assert max(counts.values()) <= 1.05 * np.mean(list(counts.values()))
+    # No block is computed of which no query sees a key: what is more than half of all
+    # are the blocks on the diagonal, 16 to a side.
+    assert sum(counts.values()) == (1 + is_trained) * seq * (seq + 16) // 2
+
+
+def test_uneven_work_is_said(monkeypatch):
+    layout = layout_of(ContextParallel(8))
+    message = (
+        "Causal attention of 24 tokens over context=8 is not balanced: the last device "
+        "has 15 times the work of the first. Take sequences of a multiple of 16."
+    )
+    query, key, value, _ = operands(8, 24)
+    with using(layout), pytest.warns(ParallelWarning, match=re.escape(message)):
+        jax.eval_shape(lambda *x: attention(*x, causal=True), query, key, value)
+
+
+# What a compiled program sends and holds
+
+
+LONG, KV_HEADS_OF_LONG = 1024, 2
+SHARD = LONG // 4 * WIDTH * 4
+"""Bytes of one head of one device's tokens, in float32."""
+
+
+@cache
+def compiled(exchange: Any, *, causal: bool, is_trained: bool) -> jax.stages.Compiled:
+    layout = layout_of(ContextParallel(4, exchange))
+    names = ((HEADS, "heads"), *[(KV_HEADS_OF_LONG, "kv_heads")] * 2)
+    arrays = [
+        jax.ShapeDtypeStruct(
+            (1, LONG, heads, WIDTH),
+            jnp.float32,
+            sharding=layout.sharding(
+                layout.activation_spec(
+                    (1, LONG, heads, WIDTH), ("batch", "seq", name, "head_dim")
+                )
+            ),
+        )
+        for heads, name in names
+    ]
+
+    def run(*arrays: Array) -> Array:
+        with using(layout):
+            return attention(*arrays, causal=causal)
+
+    def loss(*arrays: Array) -> Array:
+        return (run(*arrays) ** 2).sum()
+
+    function = jax.grad(loss, range(3)) if is_trained else run
+    return jax.jit(function).lower(*arrays).compile(QUICKLY)
+
+
+def sent(exchange: str, *, causal: bool, is_trained: bool) -> dict[str, int]:
+    """Bytes by kind that a device sends in one attention."""
+    found: Counter[str] = Counter()
+    for each in audit(
+        compiled(exchange, causal=causal, is_trained=is_trained)
+    ).collectives:
+        # An all-gather is counted with what it gathers: a device sends its shard to 3.
+        share = 3 / 4 if each.kind != "collective-permute" else 1
+        found[each.kind] += int(each.bytes * share)
+    # Single numbers, as of a sum over all devices in the loss.
+    return {kind: size for kind, size in found.items() if size > 64}
+
+
+KEYS = 2 * KV_HEADS_OF_LONG * SHARD  # and values, of one device
+
+
+@pytest.mark.parametrize(
+    ("exchange", "is_trained", "expected"),
+    [
+        # Of n shards n - 1 pass by; backward again, and their gradients with them.
+        ("ring", False, {"collective-permute": 3 * KEYS}),
+        ("ring", True, {"collective-permute": 3 * 3 * KEYS}),
+        # Backward gathered again, and the gradients scattered.
+        ("gather", False, {"all-gather": 3 * KEYS}),
+        ("gather", True, {"all-gather": 6 * KEYS, "reduce-scatter": 3 * KEYS}),
+        # Queries, outputs, keys and values repeated to 4 heads; and all gradients.
+        ("all_to_all", False, {"all-to-all": (2 * HEADS + 2 * 4) * SHARD * 3 // 4}),
+        ("all_to_all", True, {"all-to-all": 2 * (2 * HEADS + 2 * 4) * SHARD * 3 // 4}),
+    ],
+)
+def test_bytes_are_those_of_theory(exchange, is_trained, expected):
+    assert sent(exchange, causal=False, is_trained=is_trained) == expected
+
+
+def test_balance_sends_each_token_once_there_and_back():
+    """Queries, keys and values, and the output; nothing besides the ring."""
+    found = sent("ring", causal=True, is_trained=False)
+    halves = (2 * HEADS + 2 * KV_HEADS_OF_LONG) * SHARD
+    assert found == {"collective-permute": 3 * KEYS + halves}
+
+
+@pytest.mark.parametrize(
+    "exchange",
+    ["ring", *(pytest.param(e, marks=pytest.mark.deep) for e in EXCHANGES[1:])],
+)
+def test_no_array_is_queries_by_keys(exchange):
+    text = compiled(exchange, causal=True, is_trained=True).as_text()
+    assert text is not None
+    shapes = re.findall(r"(?:f|s|u|pred)\d*\[([\d,]+)\]", text)
+    largest = max(np.prod([int(n) for n in shape.split(",")]) for shape in shapes)
+    # The scores of one block of all heads, or of one device's: not of all queries.
+    assert largest <= HEADS * 256 * 512 < LONG * LONG * HEADS // 4
+
+
+# Errors
+
+
+def attend(strategy: Strategy, seq: int, kv_heads: int = 8, **rules: Any) -> Array:
+    query, key, value, _ = operands(kv_heads, seq)
+    with using(layout_of(strategy)):
+        return attention(query, key, value, causal=True, **rules)
+
+
+def test_a_length_that_does_not_divide():
+    message = (
+        "Cannot split dim 1 of the queries of an attention with shape (4, 30, 8, 8) "
+        "over the mesh axis 'context' of size 4: it does not divide 30. Pad the dim "
+        "to 32."
+    )
+    with pytest.raises(IndivisibleDimError, match=re.escape(message)):
+        attend(ContextParallel(4), 30)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "text"),
+    [
+        (
+            ContextParallel(3, "all_to_all"),
+            "exchange='all_to_all' shares the heads of attention over context=3, which "
+            "does not divide 8 heads. Take a size among [1, 2, 4, 8], or "
+            "exchange='ring' or 'gather', which share none.",
+        ),
+        (
+            Composite(ContextParallel(8, "all_to_all"), DataParallel(1)),
+            "",
+        ),
+        (
+            Composite(ContextParallel(4, "all_to_all"), TensorParallel(2)),
+            "",
+        ),
+    ],
+)
+def test_heads_that_do_not_divide(strategy, text):
+    if not text:
+        jax.eval_shape(lambda: attend(strategy, 48))
+        return
+    with pytest.raises(IndivisibleDimError, match=re.escape(text)):
+        attend(strategy, 48)
+
+
+def test_an_unknown_exchange():
+    message = (
+        "ContextParallel(exchange='zigzag'): valid values are ['ring', 'all_to_all', "
+        "'gather']."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ContextParallel(2, "zigzag")  # pyright: ignore[reportArgumentType]
+
+
+def test_a_kernel_that_needs_whole_sequences():
+    message = "exchange='ring' of a split sequence; it takes whole sequences, as of"
+    with pytest.raises(AttentionKernelError, match=re.escape(message)):
+        attend(ContextParallel(4), 32, implementation="splash")
+
+
+@pytest.mark.parametrize("seq", [1, 30])
+def test_a_model_that_generates_is_not_split(seq):
+    """One token, or an array as mask: the partitioner has them."""
+    query, key, value, _ = operands(2, seq)
+    mask = jnp.ones((1, 1, seq, seq), bool)
+    with using(layout_of(ContextParallel(4))):
+        found = attention(query, key, value, mask=mask)
+    wanted = attention(query, key, value)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)

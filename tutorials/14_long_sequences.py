@@ -1,0 +1,170 @@
+# %% [markdown]
+# # 14. Long sequences
+#
+# A batch can be split by rows until each device has one. Then the sequence itself must be split: its
+# activations grow with every token, and one row may be too long for a device. `ContextParallel`
+# shards the tokens of each sequence. The model does not change, and neither do the numbers.
+
+# %%
+import jax
+import numpy as np
+import optax
+
+from nnx_parallel import (
+    FSDP,
+    Composite,
+    ContextParallel,
+    DataParallel,
+    Trainer,
+    audit,
+    simulate_devices,
+)
+from nnx_parallel.models import GPT, GPTConfig, next_token_loss
+
+simulate_devices(8)
+
+# %% [markdown]
+# ## What a token costs
+#
+# One row, and a small Llama with four heads that share two key heads. The next function compiles a
+# training step, and asks the compiler what memory a device needs besides the parameters.
+
+# %%
+eight, one = jax.devices(), jax.devices()[:1]
+
+
+def make_trainer(strategy, devices, seq_len):
+    config = GPTConfig.tiny_llama(
+        num_layers=2, embed_dim=64, num_heads=4, num_kv_heads=2, seq_len=seq_len
+    )
+    return Trainer(
+        lambda rngs: GPT(config, rngs=rngs),
+        optax.adamw(1e-3),
+        next_token_loss,
+        strategy=strategy,
+        devices=devices,
+        loggers=(),
+    )
+
+
+def compile_step(strategy, devices, seq_len):
+    trainer = make_trainer(strategy, devices, seq_len)
+    batch = trainer.shard_batch(np.zeros((1, seq_len + 1), np.int32))
+    return trainer.train_step.lower(trainer.state, batch).compile()
+
+
+def kib_per_token(strategy, devices):
+    short, long = (
+        compile_step(strategy, devices, n).memory_analysis().temp_size_in_bytes
+        for n in (4096, 8192)
+    )
+    return (long - short) / 4096 / 1024
+
+
+before = kib_per_token(DataParallel(1), one)
+after = kib_per_token(ContextParallel(8), eight)
+print(f"one device:         {before:5.2f} KiB a token")
+print(f"ContextParallel(8): {after:5.2f} KiB a token, on each device")
+
+# %% [markdown]
+# Each device has an eighth of the tokens, and about an eighth of their activations: sequences can be
+# eight times as long. No device ever holds the scores of all queries with all keys, which for 8,192
+# tokens and four heads would be 1 GiB: attention runs in blocks.
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
+assert before / after > 6
+
+# %% [markdown]
+# ## The same numbers
+#
+# A few steps on one device and on eight. With `FSDP` the training state is split over both axes.
+
+# %%
+rng = np.random.default_rng(0)
+batches = [rng.integers(0, 256, (2, 257), dtype=np.int32) for _ in range(3)]
+strategy = Composite(ContextParallel(4), FSDP())
+alone = make_trainer(DataParallel(1), one, 256).fit(batches, 3)["loss"]
+split = make_trainer(strategy, eight, 256).fit(batches, 3)["loss"]
+print("one device:", alone)
+print(f"{strategy.make_mesh().shape}:", split)
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
+np.testing.assert_allclose(split, alone, rtol=1e-5)
+
+# %% [markdown]
+# ## Who computes what
+#
+# Under a causal mask a query sees the keys before it, so late tokens cost more than early ones. Were
+# each device to have neighbours, the last would have most of the work, and the others would wait.
+# So the sequence is cut into twice as many chunks as there are devices, and device i computes chunk
+# i and the i-th from the end. Devices exchange halves of what they hold around the attention, so
+# that nothing else in the model sees another order.
+#
+# A row is a chunk of queries, a column a chunk of keys; the number is the device that computes it.
+
+# %%
+SIZE = 4
+
+
+def show(title, owner):
+    chunks = range(2 * SIZE)
+    print(title)
+    for query in chunks:
+        seen = [str(owner(query)) if key <= query else "·" for key in chunks]
+        print("   ", " ".join(seen))
+    # A block on the diagonal is half seen.
+    work = [
+        sum(query + 0.5 for query in chunks if owner(query) == device)
+        for device in range(SIZE)
+    ]
+    print(
+        f"    work: {work}, the most is {max(work) / np.mean(work):.2f} of the mean\n"
+    )
+    return work
+
+
+in_turn = show("in turn", lambda chunk: chunk // 2)
+balanced = show("balanced", lambda chunk: min(chunk, 2 * SIZE - 1 - chunk))
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
+assert max(balanced) == min(balanced)
+assert max(in_turn) == 7 * min(in_turn)
+
+# %% [markdown]
+# ## What is sent
+#
+# `exchange` says how queries meet the keys of other devices.
+#
+# - `ring`, the default: keys and values travel from device to device, each hop during the matmuls of
+#   the keys that came before; backward their gradients travel with them.
+# - `all_to_all`: a device gets the whole sequence of its share of the heads. The size must divide the
+#   heads; here it is four.
+# - `gather`: a device gets all keys and values.
+
+# %%
+sent = {}
+for exchange in ("ring", "all_to_all", "gather"):
+    report = audit(compile_step(ContextParallel(4, exchange), eight[:4], 1024))
+    kinds = {each.kind for each in report.collectives} - {"all-reduce"}
+    sent[exchange] = {kind: report.bytes(kind) for kind in sorted(kinds)}
+    print(f"{exchange:>10}: {sent[exchange]}")
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
+assert "collective-permute" in sent["ring"]
+assert "all-to-all" in sent["all_to_all"]
+assert "all-gather" in sent["gather"]
+
+# %% [markdown]
+# The all-reduces that are left out are those of the gradients.
+#
+# ## What to choose
+#
+# - Keep `ring` while a device has thousands of tokens: the matmuls of a hop then take longer than
+#   the hop, and nothing waits. It works with any number of heads.
+# - `all_to_all` runs the platform's fused kernel on whole sequences, and is quick inside a machine.
+# - `gather` is simple, and as good as the others where few key heads are shared by many heads.
+#
+# The size must divide the sequence, and twice the size should, or causal work is not balanced. Packed
+# documents (`segments`), windows, sinks and soft caps work under all three. A model with another
+# attention, such as `nnx.MultiHeadAttention`, runs too: XLA gathers its sequence, and `describe` says
+# so.
