@@ -28,6 +28,7 @@ from nnx_parallel import (
     ZeroBubble,
 )
 from nnx_parallel.collectives.ring import Exchange
+from nnx_parallel.mesh import Device
 from nnx_parallel.models import GPT, GPTConfig, generate, next_token_loss
 from nnx_parallel.sharding import constrain
 from tests.parity.checks import (
@@ -117,7 +118,7 @@ def strategy_of(exchange: Exchange, model: str, mesh: str) -> Strategy:
     return Composite(ContextParallel(size, exchange), *MESHES[mesh], rules=rules)
 
 
-def devices_of(strategy: Strategy) -> Sequence[jax.Device]:
+def devices_of(strategy: Strategy) -> Sequence[Device]:
     return jax.devices()[: math.prod(n or 1 for n in strategy.axis_sizes.values())]
 
 

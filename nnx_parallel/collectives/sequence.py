@@ -4,6 +4,7 @@ Used inside a region that is manual over the axis, on ``(batch, seq_shard, ...)`
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +79,7 @@ def balanced_moves(size: int) -> tuple[list[tuple[int, int]], list[tuple[int, in
     return first, second
 
 
-def send_on(tree: object, axis: str) -> object:
+def send_on(tree: Any, axis: str) -> Any:
     """Arrays of the device before along a ring."""
     size = jax.lax.axis_size(axis)
     return jax.lax.ppermute(tree, axis, [(i, (i + 1) % size) for i in range(size)])

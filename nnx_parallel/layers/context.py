@@ -146,8 +146,13 @@ class _Keys(NamedTuple):
     segments: Array | None
 
 
-Sides = tuple[Array, ...]
-"""Queries and what the backward pass knows of each: gradient, log-sum-exp, delta."""
+class _Sides(NamedTuple):
+    """Queries and what the backward pass knows of each."""
+
+    query: Array
+    grad: Array
+    lse: Array
+    delta: Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +192,7 @@ class _Exchange(abc.ABC):
         """Attention to the keys of all devices."""
 
     @abc.abstractmethod
-    def backward(self, sides: Sides, q_tokens: Tokens, keys: _Keys) -> tuple:
+    def backward(self, sides: _Sides, q_tokens: Tokens, keys: _Keys) -> tuple:
         """Gradients of this device's queries, keys and values, in float32."""
 
     def attend(self, call: AttentionCall) -> Array:
@@ -198,6 +203,20 @@ class _Exchange(abc.ABC):
         if self.moves_keys:
             keys = jax.tree.map(self.order.enter, keys)
         return self.order.leave(_attend(self, query, keys, own, call.sinks))
+
+    def outputs(
+        self, query: Array, q_tokens: Tokens, keys: _Keys, k_tokens: Tokens
+    ) -> Partial:
+        """Attention to some keys."""
+        operands = query, keys.key, keys.value, q_tokens, k_tokens
+        return forward_block(*operands, self.pattern)
+
+    def gradients(
+        self, sides: _Sides, q_tokens: Tokens, keys: _Keys, k_tokens: Tokens
+    ) -> tuple[Array, Array, Array]:
+        """What some keys add to the gradients, and theirs, in float32."""
+        operands = sides.query, keys.key, keys.value, sides.grad, sides.lse, sides.delta
+        return backward_block(*operands, q_tokens, k_tokens, self.pattern)
 
     def q_tokens(self, query: Array, segments: Array | None) -> Tokens:
         """Where this device's queries are."""
@@ -236,7 +255,7 @@ def _attend_backward(exchange: _Exchange, saved: tuple, grad: Array) -> tuple:
     # Else XLA finds what the forward pass was sent to be the same, and keeps it.
     keys, grad = jax.lax.optimization_barrier((keys, grad))
     delta = output_delta(out, grad)
-    sides = (query, grad, lse, delta)
+    sides = _Sides(query, grad, lse, delta)
     grads = exchange.backward(sides, exchange.q_tokens(query, q_segments), keys)
     operands = zip(grads, (query, keys.key, keys.value), strict=True)
     dquery, dkey, dvalue = (g.astype(x.dtype) for g, x in operands)
@@ -250,15 +269,12 @@ class _Local(_Exchange):
     """Keys that every device has: nothing is sent."""
 
     def forward(self, query: Array, q_tokens: Tokens, keys: _Keys) -> Partial:
-        key, value, segments = keys
-        tokens = Tokens.in_order(key.shape[1], segments)
-        return forward_block(query, key, value, q_tokens, tokens, self.pattern)
+        tokens = Tokens.in_order(keys.key.shape[1], keys.segments)
+        return self.outputs(query, q_tokens, keys, tokens)
 
-    def backward(self, sides: Sides, q_tokens: Tokens, keys: _Keys) -> tuple:
-        query, *rest = sides
-        key, value, segments = keys
-        tokens = Tokens.in_order(key.shape[1], segments)
-        return backward_block(query, key, value, *rest, q_tokens, tokens, self.pattern)
+    def backward(self, sides: _Sides, q_tokens: Tokens, keys: _Keys) -> tuple:
+        tokens = Tokens.in_order(keys.key.shape[1], keys.segments)
+        return self.gradients(sides, q_tokens, keys, tokens)
 
 
 class _Gather(_Local):
@@ -267,7 +283,7 @@ class _Gather(_Local):
     def forward(self, query: Array, q_tokens: Tokens, keys: _Keys) -> Partial:
         return super().forward(query, q_tokens, self._gather(keys))
 
-    def backward(self, sides: Sides, q_tokens: Tokens, keys: _Keys) -> tuple:
+    def backward(self, sides: _Sides, q_tokens: Tokens, keys: _Keys) -> tuple:
         dquery, *grads = super().backward(sides, q_tokens, self._gather(keys))
         axis = self.order.axis
         return dquery, *(
@@ -294,8 +310,7 @@ class _Ring(_Exchange):
 
     def forward(self, query: Array, q_tokens: Tokens, keys: _Keys) -> Partial:
         def attend(part: Partial, keys: _Keys, hop: int | Array) -> Partial:
-            key, value, k_tokens = self._tokens(keys, hop)
-            found = forward_block(query, key, value, q_tokens, k_tokens, self.pattern)
+            found = self.outputs(query, q_tokens, keys, self._tokens(keys, hop))
             return merge(part, found)
 
         def turn(state: tuple, hop: Array) -> tuple[tuple, None]:
@@ -311,7 +326,7 @@ class _Ring(_Exchange):
         (part, keys), _ = jax.lax.scan(turn, start, jnp.arange(last))
         return attend(part, keys, last)
 
-    def backward(self, sides: Sides, q_tokens: Tokens, keys: _Keys) -> tuple:
+    def backward(self, sides: _Sides, q_tokens: Tokens, keys: _Keys) -> tuple:
         axis, last = self.order.axis, self.order.size - 1
         # The product with this device's own keys, which need no hop, in two: half of
         # the queries hide the first hop of the keys, the others the last one of the
@@ -349,19 +364,15 @@ class _Ring(_Exchange):
         return dquery, *(a + b + c for a, b, c in zip(own, more, home, strict=True))
 
     def _backward(
-        self, sides: Sides, q_tokens: Tokens, keys: _Keys, hop: int | Array
+        self, sides: _Sides, q_tokens: Tokens, keys: _Keys, hop: int | Array
     ) -> tuple:
-        query, *rest = sides
-        key, value, k_tokens = self._tokens(keys, hop)
-        return backward_block(
-            query, key, value, *rest, q_tokens, k_tokens, self.pattern
-        )
+        return self.gradients(sides, q_tokens, keys, self._tokens(keys, hop))
 
-    def _tokens(self, keys: _Keys, hop: int | Array) -> tuple[Array, Array, Tokens]:
-        """Keys that have come so many hops far, values, and where they are."""
+    def _tokens(self, keys: _Keys, hop: int | Array) -> Tokens:
+        """Where keys are that have come so many hops far."""
         owner = (jax.lax.axis_index(self.order.axis) - hop) % self.order.size
         positions = self.order.positions(owner, keys.key.shape[1])
-        return keys.key, keys.value, Tokens(positions, keys.segments)
+        return Tokens(positions, keys.segments)
 
 
 _EXCHANGES: dict[str, type[_Exchange]] = {"ring": _Ring, "gather": _Gather}
