@@ -332,12 +332,12 @@ class _Ring(_Exchange):
         # the queries hide the first hop of the keys, the others the last one of the
         # gradients.
         half = sides[0].shape[1] // 2
-        early, late = (
+        (early, early_tokens), (late, late_tokens) = (
             jax.tree.map(lambda x, at=at: x[:, at], (sides, q_tokens))
             for at in (slice(half), slice(half, None))
         )
         passing = send_on(keys, axis)
-        dearly, *own = self._backward(*early, keys, 0)
+        dearly, *own = self._backward(early, early_tokens, keys, 0)
         dquery = jnp.zeros(sides[0].shape, dearly.dtype)
         own, passing = jax.lax.optimization_barrier((own, passing))
 
@@ -359,7 +359,7 @@ class _Ring(_Exchange):
             state = turn(state, last, ends=True)[0]
         dquery, sums, _ = state
         home = send_on(sums, axis)
-        dlate, *more = self._backward(*late, keys, 0)
+        dlate, *more = self._backward(late, late_tokens, keys, 0)
         dquery += jnp.concatenate([dearly, dlate], axis=1)
         return dquery, *(a + b + c for a, b, c in zip(own, more, home, strict=True))
 
