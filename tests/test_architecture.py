@@ -247,8 +247,8 @@ def test_a_file_has_at_most_450_lines(file: Path) -> None:
 def test_the_package_is_small() -> None:
     """A new capability may raise these by what it needs; slices of one may not."""
     files = set(files_of(PACKAGE)) - set(files_of(MODELS))
-    # The doctor, hooks of a fit apart from its loop, attention in blocks, and over a split
-    # sequence.
+    # The doctor, hooks of a fit apart from its loop, attention in blocks, and over a
+    # split sequence.
     assert len(files) <= 104
     # What a compiled step does not see, or Flax does not look into, is named; so are
     # splits of activations without effect, and more mistakes; attention in blocks,
