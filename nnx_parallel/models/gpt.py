@@ -128,7 +128,7 @@ class Attention(nnx.Module):
         x: jax.Array,
         start: Start,
         cache: Cache | None,
-        segments: jax.Array | None,
+        segments: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache | None]:
         """Attends from ``x``, whose tokens have positions from ``start``."""
         positions = _positions(start, x.shape[1])
