@@ -4,19 +4,38 @@ Each refines a built-in, so that ``except ValueError`` keeps working, and holds 
 but a docstring that teaches the rule. The message is written at the check.
 """
 
-import inspect
+import sys
+import threading
 import warnings
 from pathlib import Path
+from types import FrameType
 
 _PACKAGE = str(Path(__file__).parent)
 
 
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warns at the line that led here: the innermost outside of this package."""
-    level, frame = 1, inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(text, category, stacklevel=level)
+    """Warns at the line that led here: the innermost that calls this package.
+
+    On a thread of the package itself, such as that of the data, that is the line of the
+    main thread which waits for it.
+    """
+    here = sys._getframe()
+    main = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = _caller(here) or _caller(main) or here
+    known = frame.f_globals.setdefault("__warningregistry__", {})
+    place = frame.f_code.co_filename, frame.f_lineno
+    warnings.warn_explicit(text, category, *place, frame.f_globals["__name__"], known)
+
+
+def _caller(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame that calls this package, or ``None``."""
+    is_inside = False
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_inside and not file.startswith(_PACKAGE):
+            return None if file == threading.__file__ else frame
+        is_inside, frame = file.startswith(_PACKAGE), frame.f_back
+    return None
 
 
 class ParallelError(Exception):

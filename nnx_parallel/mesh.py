@@ -81,6 +81,8 @@ def simulate_devices(count: int) -> None:
         >>> jax.device_count()
         8
     """
+    if not isinstance(count, int) or count < 1:
+        raise ValueError(f"simulate_devices({count!r}). It takes a number of devices.")
     # The devices share a pool of threads, by default as many as devices. Collectives
     # wait in them, and independent programs have deadlocked once none was left
     # (docs/library-notes.md, "Simulated devices").
@@ -230,6 +232,9 @@ def complete_axis_sizes(
             f"products of the known sizes: {divisors}.{simulated}"
         )
     fewer = f", or pass devices=jax.devices()[:{product}]"
+    if rest == 0:
+        other = "FSDP" if "data" in axis_sizes else "DataParallel"
+        fewer += f", or give a part to another strategy: Composite(..., {other}())"
     raise MeshShapeError(
         f"Mesh {shape} covers {product} devices but {num_devices} are available. Axis "
         f"sizes must multiply to {num_devices}; leave one size out to infer it"

@@ -189,6 +189,8 @@ def check_scalar(value: Any, name: str) -> None:
         raise LossError(
             f"{name} has shape {shape} and dtype {dtype}. It must be a real scalar or "
             "a Mean(total, weight): reduce it, for instance with .mean()."
+            + " A Sum(array) may have any shape."
+            * name.startswith("Metric")
         )
 
 
@@ -216,6 +218,12 @@ def split_loss_output(
             raise LossError(
                 f"The loss returned a tuple of ({kinds}). Return loss, or (loss, "
                 "metrics) with metrics a dict of scalars or Means."
+            )
+        if shape := getattr(output[1], "shape", ()):
+            raise LossError(
+                f"The loss returned (loss, an array of shape {shape}). The second part "
+                "is a dict of metrics, such as {'accuracy': accuracy}. For outputs of "
+                "the model, such as logits, call trainer.predict."
             )
         loss, metrics = output[0], _by_name(output[1])
     mean = as_mean(loss, "The loss", weight)

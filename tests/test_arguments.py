@@ -100,7 +100,13 @@ LINEN = (
         (
             {"loggers": "tensorboard"},
             f"loggers is 'tensorboard'. {IS}a list, also of a single Logger, such as "
-            "[ConsoleLogger()].",
+            "[ConsoleLogger()]; () for none.",
+        ),
+        (
+            {"names": {"up": ("embed", "mlp")}},
+            f"names is a dict. {IS}a PathNames, such as TRANSFORMER_NAMES, or pairs of "
+            r"a regex and the names of the dims: PathNames((r'up\.kernel', ('embed', "
+            "'mlp'))).",
         ),
         (
             {"loggers": ConsoleLogger()},
@@ -154,6 +160,17 @@ def test_an_argument_of_another_kind(arguments: dict[str, Any], message: str) ->
             "model that returns one.",
         ),
         (
+            (MODEL, optax.cosine_decay_schedule, loss),
+            "optimizer is optax.cosine_decay_schedule, which makes a schedule. Give "
+            "what it returns to an optimizer, in place of the rate: "
+            "optax.adamw(schedule).",
+        ),
+        (
+            (MODEL, nnx.Optimizer(Net(nnx.Rngs(0)), SGD, wrt=nnx.Param), loss),
+            "optimizer is an nnx.Optimizer. The Trainer keeps the optimizer's state "
+            "itself: pass the Optax transformation that it was made of.",
+        ),
+        (
             (MODEL, SGD, "mse"),
             f"loss is 'mse'. {IS}a function loss(model, batch), which returns a scalar "
             "or a Mean.",
@@ -166,7 +183,17 @@ def test_an_argument_of_another_kind(arguments: dict[str, Any], message: str) ->
             "builds one: lambda rngs: Net(rngs=rngs).",
         ),
     ],
-    ids=["exchanged", "adamw", "rate", "name", "linen", "linen class", "dict"],
+    ids=[
+        "exchanged",
+        "adamw",
+        "rate",
+        "schedule",
+        "nnx",
+        "name",
+        "linen",
+        "linen class",
+        "dict",
+    ],
 )
 def test_what_is_trained(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(TypeError, match=whole(message)):

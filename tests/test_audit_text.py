@@ -270,3 +270,21 @@ def test_table_sums_what_is_alike():
         "kB",
         "4",
     ]
+
+
+def test_the_source_of_a_collective_is_spelled_as_in_python():
+    path = "state.params[\\'up\\'][\\'kernel\\']"
+    text = f"""\
+HloModule m, num_partitions=8
+
+ENTRY %main (p: f32[8,4]) -> f32[8,4] {{
+  %p = f32[8,4]{{1,0}} parameter(0)
+  %a = f32[8,4]{{1,0}} all-reduce(%p), to_apply=%add, metadata={{op_name="{path}"}}
+  ROOT %r = f32[8,4]{{1,0}} all-reduce(%a), to_apply=%add, \
+metadata={{op_name="jit(step)/{"mul:" * 50}"}}
+}}
+"""
+    first, second = str(audit(text)).splitlines()[-2:]
+    assert first.endswith(" state.params['up']['kernel']")
+    assert second.endswith("...")
+    assert len(second) < 160

@@ -19,6 +19,7 @@ from nnx_parallel.errors import (
     BatchShapeError,
     CheckpointDirectoryError,
     CheckpointError,
+    CheckpointMismatchError,
     CheckpointSaveError,
     DataError,
     DeviceMemoryError,
@@ -29,7 +30,7 @@ from nnx_parallel.errors import (
     VersionError,
 )
 from nnx_parallel.layers import cross_entropy, linear_cross_entropy
-from nnx_parallel.mesh import check_versions
+from nnx_parallel.mesh import check_versions, simulate_devices
 from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.state import plan_state
 from nnx_parallel.training.diagnostics import explaining_memory
@@ -150,6 +151,57 @@ def test_a_number_of_steps_that_is_none(num_steps: Any) -> None:
     message = f"num_steps={num_steps}. It must be an integer of at least 0: all updates"
     with pytest.raises(ValueError, match=re.escape(message)):
         make_trainer().fit([BATCH] * 8, num_steps)
+
+
+def test_a_directory_in_place_of_a_step(tmp_path: Path) -> None:
+    trainer: Any = make_trainer()
+    for directory in ("runs/tiny", tmp_path):
+        message = "None for the latest; a directory is passed by name: directory="
+        with pytest.raises(TypeError, match=re.escape(message + repr(str(directory)))):
+            trainer.restore(directory)
+
+
+def test_another_optimizer_may_take_the_weights(tmp_path: Path) -> None:
+    make_trainer(checkpoint=tmp_path).fit([BATCH], 1)
+    other = make_trainer(checkpoint=tmp_path, optimizer=optax.adam(0.1))
+    message = ", or take the weights alone: trainer.restore(weights_only=True). Saved"
+    with pytest.raises(CheckpointMismatchError, match=re.escape(message)):
+        other.fit([BATCH] * 2, 2)
+    other.restore(weights_only=True)
+    wide = make_trainer(model=lambda rngs: nnx.Linear(8, 8, rngs=rngs))
+    with pytest.raises(CheckpointMismatchError) as found:
+        wide.restore(directory=tmp_path)
+    assert "weights_only" not in str(found.value)
+
+
+def test_a_metric_that_a_history_lacks() -> None:
+    trainer = make_trainer()
+    history = trainer.fit([BATCH], 1)
+    with pytest.raises(KeyError, match=r"'val_loss' is no metric of this fit\. It has"):
+        history["val_loss"]
+    with pytest.raises(KeyError, match="'loss': the fit had no step to do"):
+        trainer.fit([BATCH], 1)["loss"]
+    assert history.get("val_loss") is None
+
+
+def test_a_step_without_its_state() -> None:
+    step: Any = make_trainer().train_step
+    message = "The step takes (state, batch), but got 1 arguments."
+    with pytest.raises(TypeError, match=re.escape(message)):
+        step(BATCH)
+
+
+def test_a_prediction_of_whole_batches() -> None:
+    with pytest.raises((TypeError, ValueError)) as found:
+        make_trainer().predict([BATCH])
+    message = "predict called model(batch) with a whole batch: ['x']. Pass what"
+    assert any(note.startswith(message) for note in found.value.__notes__)
+
+
+@pytest.mark.parametrize("count", ["8", 0])
+def test_a_number_of_devices_that_is_none(count: Any) -> None:
+    with pytest.raises(ValueError, match=r"It takes a number of devices\."):
+        simulate_devices(count)
 
 
 def test_evaluations_of_nothing() -> None:

@@ -432,7 +432,7 @@ Checkpoint 1 in '{options.directory}' differs from what is asked for:
 `mlp.up.kernal`)
   variables: `key` is key<fry>[] in the checkpoint and key<rbg>[] here
   variables: `same` is float32[8] in the checkpoint and bfloat16[8] here
-Build the same model and optimizer, or restore other groups. Saved groups: \
+Build the same model and optimizer. Saved groups: \
 ['params', 'variables']."""
     with CheckpointManager(options) as manager:
         manager.save_groups(1, saved, {})
@@ -530,11 +530,21 @@ def test_what_cannot_be_saved_is_refused_at_once(options):
         ({"keep_last": 0}, "Checkpoint(keep_last=0) must be a whole number"),
         ({"num_best": None}, "Checkpoint(num_best=None) must be a whole number"),
         ({"best_mode": "low"}, "Checkpoint(best_mode='low') must be 'min' or 'max'."),
+        (
+            {"keep_best": "eval_accuracy"},
+            "Checkpoint(keep_best='eval_accuracy') would keep the smallest values. Say "
+            "which are the best: best_mode='max', or 'min'.",
+        ),
     ],
 )
 def test_options_are_checked(wrong, message):
     with pytest.raises(CheckpointError, match=re.escape(message)):
         Checkpoint("run", **wrong)
+
+
+def test_the_smallest_is_the_best_unless_a_name_says_otherwise():
+    assert Checkpoint("run", keep_best="eval_loss").best_mode == "min"
+    assert Checkpoint("run", keep_best="eval_f1", best_mode="min").best_mode == "min"
 
 
 def test_directories_become_absolute():

@@ -252,6 +252,26 @@ def test_a_drop_that_nobody_asked_for_is_said_before_the_first_step() -> None:
         make_trainer().fit(Loader(drop_last=True), num_epochs=1)
 
 
+def test_a_drop_that_is_met_in_the_data_is_said_at_the_line_of_the_fit() -> None:
+    said: list[str] = []
+    logger = SimpleNamespace(start=_ignore, log=_ignore, finish=_ignore)
+    logger.message = said.append
+    trainer = make_trainer(loggers=[logger])
+    # Met by the thread that reads: a class with no order shows no last batch before.
+    with pytest.warns(ParallelWarning, match="A last batch of 5 rows") as found:
+        trainer.fit(Files(), num_epochs=3)
+    assert [w.filename for w in found] == [__file__]
+    assert trainer.step == 6
+    message = (
+        "Done at step 6, not 9: 3 batches of the 3 epochs were left out, or missing."
+    )
+    assert message in said
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
 def test_a_smaller_batch_is_refused_before_the_first_step() -> None:
     message = (
         "Batch 2, the last one, has 5 rows, and the first has 16. Leave it out by "

@@ -74,6 +74,12 @@ def test_a_mesh_over_some_of_the_devices(devices: list) -> None:
             "devices=jax.devices()[:6]. Valid sizes of one axis: [1, 2, 4, 8].",
         ),
         (
+            {"tensor": 2},
+            "pass devices=jax.devices()[:2], or give a part to another strategy: "
+            "Composite(..., DataParallel()). Valid sizes",
+        ),
+        ({"data": 2}, "Composite(..., FSDP()). Valid sizes"),
+        (
             {"data": 4, "tensor": 4},
             "Mesh data=4 * tensor=4 covers 16 devices but 8 are available. Axis sizes "
             "must multiply to 8; leave one size out to infer it. "

@@ -128,11 +128,14 @@ TUPLE = " Return loss, or (loss, metrics) with metrics a dict of scalars or Mean
         ),
         (
             (1.0, jnp.ones((2, 4))),
-            f"Metric 'aux' has shape (2, 4) and dtype float32.{SCALAR}: reduce it",
+            "The loss returned (loss, an array of shape (2, 4)). The second part is a "
+            "dict of metrics, such as {'accuracy': accuracy}. For outputs of the model,"
+            " such as logits, call trainer.predict.",
         ),
         (
             (1.0, {"logits": jnp.ones((2, 4))}),
-            f"Metric 'logits' has shape (2, 4) and dtype float32.{SCALAR}: reduce it",
+            f"Metric 'logits' has shape (2, 4) and dtype float32.{SCALAR}: reduce it, "
+            "for instance with .mean(). A Sum(array) may have any shape.",
         ),
         ((1.0, {"name": "x"}), f"Metric 'name' is a str.{SCALAR}."),
         *[

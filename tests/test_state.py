@@ -134,7 +134,7 @@ def test_metrics_are_means_over_the_batch_however_it_is_split() -> None:
         ),
         (
             lambda errors: (errors.mean(), errors),
-            "Metric 'aux' has shape (16,) and dtype float32. It must be a real scalar",
+            "The loss returned (loss, an array of shape (16,)).",
         ),
         (
             lambda errors: (errors.mean(), {"loss": errors.mean()}),

@@ -271,6 +271,7 @@ def test_a_trainer_describes_what_it_trains() -> None:
             r"FSDP\(shard='weights'\): valid values are "
             r"\['params', 'gradients', 'optimizer'\]\.",
         ),
+        (lambda: FSDP(min_size="1k"), r"FSDP\(min_size='1k'\): it must be 0"),  # pyright: ignore[reportArgumentType]
         (lambda: FSDP(min_size=-1), r"FSDP\(min_size=-1\): it must be 0 or more\."),
     ],
 )

@@ -111,7 +111,7 @@ class Instruction:
     def source(self) -> str:
         """The JAX operation it came from; empty when the compiler does not say."""
         found = _OP_NAME.search(self.attributes)
-        return found[1] if found else ""
+        return found[1].replace("\\'", "'") if found else ""
 
     @property
     def called(self) -> str | None:

@@ -283,7 +283,8 @@ class Report:
                 _readable(each.bytes_each, "B"),
                 _readable(each.bytes_each * count, "B"),
                 str(each.group_size),
-                each.source,
+                # A collective of many arrays has the names of all, in one text.
+                each.source[:100] + "..." * (len(each.source) > 100),
             )
             for each, count in sorted(alike.items(), key=lambda item: item[0].kind)
         ]

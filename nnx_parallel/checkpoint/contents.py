@@ -289,10 +289,17 @@ def check_match(
         for line in group_differences(stored.groups.get(name), group)
     ]
     if lines:
+        # Of another optimizer alone, the model's arrays are of use as they are.
+        is_model = any(line.startswith("model: ") for line in lines)
+        weights = (
+            ""
+            if is_model or "model" not in stored.groups
+            else (", or take the weights alone: trainer.restore(weights_only=True)")
+        )
         raise CheckpointMismatchError(
             f"Checkpoint {stored.step} in '{directory}' differs from what is asked "
-            "for:\n  " + "\n  ".join(lines) + "\nBuild the same model and optimizer, "
-            f"or restore other groups. Saved groups: {list(stored.groups)}."
+            "for:\n  " + "\n  ".join(lines) + "\nBuild the same model and optimizer"
+            f"{weights}. Saved groups: {list(stored.groups)}."
         )
 
 

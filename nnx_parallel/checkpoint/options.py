@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import math
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -150,6 +151,9 @@ def check_space(directory: str, needed_bytes: int) -> None:
         )
 
 
+_GROWING = {"acc", "accuracy", "auc", "bleu", "f1", "iou", "recall", "reward", "score"}
+"""Words in the names of metrics of which nobody wants the smallest."""
+
 _CHOICES = {
     "best_mode": ("min", "max"),
     "on_damage": ("error", "previous"),
@@ -171,7 +175,9 @@ class Checkpoint:
         keep_every: Saved steps that this divides are never deleted.
         keep_best: Name of the metric by which the best are kept. Checkpoints without
             it, or with a value that is not finite, never count as best.
-        best_mode: Whether the smallest or the largest value is the best.
+        best_mode: Whether the smallest or the largest value is the best; by default
+            ``"min"``, but for a metric that grows, such as an accuracy, it must be
+            said.
         num_best: How many of the best are kept.
         asynchronous: Whether a save returns before its files are written.
         resume: Whether a fit continues from the latest checkpoint.
@@ -196,7 +202,7 @@ class Checkpoint:
     keep_last: int | None = 3
     keep_every: int | None = None
     keep_best: str | None = None
-    best_mode: Literal["min", "max"] = "min"
+    best_mode: Literal["min", "max"] | None = None
     num_best: int = 1
     asynchronous: bool = True
     resume: bool = True
@@ -218,6 +224,13 @@ class Checkpoint:
                 f"Checkpoint(keep_best={self.keep_best!r}) must be the name of a "
                 "metric, such as 'eval_loss', or None."
             )
+        words = set(re.split(r"[^a-z0-9]+", (self.keep_best or "").lower()))
+        if self.best_mode is None and words & _GROWING:
+            raise CheckpointError(
+                f"Checkpoint(keep_best={self.keep_best!r}) would keep the smallest "
+                "values. Say which are the best: best_mode='max', or 'min'."
+            )
+        object.__setattr__(self, "best_mode", self.best_mode or "min")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise CheckpointError(

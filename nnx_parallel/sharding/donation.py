@@ -29,6 +29,11 @@ class Donating:
 
     def __call__(self, *values: Any) -> Any:
         """Checks the donated arguments, and runs the program."""
+        if len(values) != len(self._names):
+            raise TypeError(
+                f"The step takes ({', '.join(self._names)}), but got {len(values)} "
+                "arguments."
+            )
         given = jax.tree.leaves([values[i] for i in self._donated])
         kept = jax.tree.leaves([values[i] for i in self._kept])
         # Costs a few microseconds where all is well; the paths are found afterwards.

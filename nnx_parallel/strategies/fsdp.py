@@ -70,8 +70,8 @@ class FSDP(Strategy):
     def __post_init__(self) -> None:
         if self.shard not in (kinds := list(get_args(ZeroKind))):
             raise ValueError(f"FSDP(shard={self.shard!r}): valid values are {kinds}.")
-        if self.min_size < 0:
-            raise ValueError(f"FSDP(min_size={self.min_size}): it must be 0 or more.")
+        if not isinstance(self.min_size, int) or self.min_size < 0:
+            raise ValueError(f"FSDP(min_size={self.min_size!r}): it must be 0 or more.")
         if self.prefetch not in (None, *get_args(Mode)):
             raise ValueError(
                 f"FSDP(prefetch={self.prefetch!r}): valid values are "

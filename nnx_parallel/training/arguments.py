@@ -30,7 +30,11 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "strategy": (Strategy, "a Strategy, such as FSDP() or Composite(FSDP(), ...)"),
     "precision": (Precision, "a Precision, such as Precision.mixed_bfloat16()"),
     "mesh": (Mesh, "a jax.sharding.Mesh, such as FSDP().make_mesh()"),
-    "names": (PathNames, "a PathNames, such as TRANSFORMER_NAMES"),
+    "names": (
+        PathNames,
+        "a PathNames, such as TRANSFORMER_NAMES, or pairs of a regex and the names of "
+        r"the dims: PathNames((r'up\.kernel', ('embed', 'mlp')))",
+    ),
     "checkpoint": ((str, os.PathLike, Checkpoint), "a directory, or a Checkpoint"),
 }
 """What an argument must be, and how that is said; ``None`` is always valid."""
@@ -38,7 +42,11 @@ _KINDS: dict[str, tuple[Any, str]] = {
 _LISTS: dict[str, tuple[Callable[[object], bool], str, str]] = {
     # Devices of a described TPU slice, which is not there, are of a class of their own.
     "devices": (lambda x: hasattr(x, "process_index"), "device", "jax.devices()[:8]"),
-    "loggers": (lambda x: hasattr(x, "log"), "Logger", "[ConsoleLogger()]"),
+    "loggers": (
+        lambda x: hasattr(x, "log"),
+        "Logger",
+        "[ConsoleLogger()]; () for none",
+    ),
     "callbacks": (
         lambda x: issubclass(x if inspect.isclass(x) else type(x), Callback),
         "Callback",
@@ -59,6 +67,7 @@ _OTHER_NAMES = {
     "accumulate_grad_batches": "num_microbatches",
     "gradient_accumulation_steps": "num_microbatches",
     "grad_accum": "num_microbatches",
+    "gradient_accumulation": "num_microbatches",
     "batch_size": "global_batch_size",
     "val_data": "eval_data",
     "validation_data": "eval_data",
@@ -103,6 +112,11 @@ def check_arguments(
             "one of the two."
         )
     _check_model(model)
+    if isinstance(optimizer, nnx.Optimizer):
+        raise TypeError(
+            "optimizer is an nnx.Optimizer. The Trainer keeps the optimizer's state "
+            "itself: pass the Optax transformation that it was made of."
+        )
     module = getattr(optimizer, "__module__", None) or ""
     if inspect.isfunction(optimizer) and module.partition(".")[0] == "optax":
         name, _, inner = optimizer.__qualname__.partition(".<locals>")
@@ -111,6 +125,11 @@ def check_arguments(
                 f"optimizer is a function that optax.{name} returned. It must be a "
                 "whole transformation; a schedule is the learning rate of one: "
                 "optax.adamw(schedule)."
+            )
+        if module.startswith("optax.schedules"):
+            raise TypeError(
+                f"optimizer is optax.{name}, which makes a schedule. Give what it "
+                "returns to an optimizer, in place of the rate: optax.adamw(schedule)."
             )
         raise TypeError(
             f"optimizer is the function optax.{name}. Call it, with a learning rate: "

@@ -107,8 +107,10 @@ def check_seed(seed: object) -> int:
     """A seed as Python's `int`; a `ValueError` if it is no integer of 32 bits."""
     least, most = -(2**31), 2**31 - 1
     if not _is_integer(seed) or not least <= seed <= most:
+        # A key or an nnx.Rngs would fill the screen.
+        found = seed if isinstance(seed, int | float | str) else type(seed)
         raise ValueError(
-            f"seed={seed!r}. It must be an integer of 32 bits: from {least} to {most}."
+            f"seed={found!r}. It must be an integer of 32 bits: from {least} to {most}."
         )
     return int(seed)
 

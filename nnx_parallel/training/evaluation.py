@@ -5,7 +5,7 @@ both run the forward half of the schedule, each microbatch like a batch of its o
 """
 
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -261,7 +261,16 @@ class Programs:
 
 
 def _apply(model: Any, batch: Batch) -> Any:
-    return model(batch)
+    try:
+        return model(batch)
+    except Exception as error:
+        if isinstance(batch, Mapping | tuple | list):
+            found = list(batch) if isinstance(batch, Mapping) else type(batch).__name__
+            error.add_note(
+                f"predict called model(batch) with a whole batch: {found}. Pass what "
+                "it computes: predict(data, lambda model, batch: model(...))."
+            )
+        raise
 
 
 def _check_rows(outputs: Any) -> None:

@@ -277,11 +277,19 @@ class Loop:
                 if ends:
                     break
             else:
-                # Epochs are as long as their data, whatever its length has said.
-                self.num_steps = step
+                self._end_epochs(step)
                 if step > first_step:
                     self._pause(step, saves=False)
             self._tracer.stop(run.state)
+
+    def _end_epochs(self, step: int) -> None:
+        # Epochs are as long as their data, whatever its length has said.
+        if missing := self.num_steps - step:
+            self._logger.message(
+                f"Done at step {step}, not {self.num_steps}: {missing} batches of the "
+                f"{self.num_epochs} epochs were left out, or missing."
+            )
+        self.num_steps = step
 
     def _prefetch(self, step: int) -> PrefetchIterator:
         run = self.run

@@ -111,7 +111,16 @@ class Throughput:
 Values = Mapping[str, float]
 """Metrics by name, on the host."""
 
-History = dict[str, np.ndarray]
+
+class History(dict[str, np.ndarray]):
+    """Metrics by name, an entry for each step; a name that it lacks is an error."""
+
+    def __missing__(self, name: str) -> np.ndarray:
+        if not self:
+            raise KeyError(
+                f"{name!r}: the fit had no step to do, for all were done before it."
+            )
+        raise KeyError(f"{name!r} is no metric of this fit. It has {list(self)}.")
 
 
 @dataclass
@@ -195,11 +204,11 @@ class Recorder:
 
         ``step`` numbers the entries; ``eval_step`` those of the evaluations.
         """
-        return {
-            name: np.asarray([row.get(name, math.nan) for row in rows])
+        return History(
+            (name, np.asarray([row.get(name, math.nan) for row in rows]))
             for rows in (self._rows, self._evals)
             for name in dict.fromkeys(name for row in rows for name in row)
-        }
+        )
 
     def _timing(self, wait_seconds: float) -> dict[str, float]:
         before, self._last_time = self._last_time, time.perf_counter()

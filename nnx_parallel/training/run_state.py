@@ -275,6 +275,11 @@ class RunState:
         weights_only: bool,
     ) -> None:
         """Replaces the state by a saved one; see `Trainer.restore`."""
+        if isinstance(step, os.PathLike) or (isinstance(step, str) and step != "best"):
+            raise TypeError(
+                f"restore got step={step!r}. A step is a number, 'best', or None for "
+                f"the latest; a directory is passed by name: directory={str(step)!r}."
+            )
         if self._is_counting and not weights_only:
             raise CheckpointError(
                 "restore() in the middle of a fit, which counts its steps from the "
