@@ -7,6 +7,7 @@ but a docstring that teaches the rule. The message is written at the check.
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -20,22 +21,24 @@ def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
     main thread which waits for it.
     """
     here = sys._getframe()
-    main = sys._current_frames().get(threading.main_thread().ident or 0)
-    frame = _caller(here) or _caller(main) or here
+    frame = next(_callers(here), here)
+    if frame.f_code.co_filename == threading.__file__:
+        main = sys._current_frames().get(threading.main_thread().ident or 0)
+        # The outermost: JAX, which traces for the package, calls it too.
+        *_, frame = frame, *_callers(main)
     known = frame.f_globals.setdefault("__warningregistry__", {})
     place = frame.f_code.co_filename, frame.f_lineno
     warnings.warn_explicit(text, category, *place, frame.f_globals["__name__"], known)
 
 
-def _caller(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame that calls this package, or ``None``."""
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frames outside of this package that call it, from the innermost."""
     is_inside = False
     while frame is not None:
-        file = frame.f_code.co_filename
-        if is_inside and not file.startswith(_PACKAGE):
-            return None if file == threading.__file__ else frame
-        is_inside, frame = file.startswith(_PACKAGE), frame.f_back
-    return None
+        was_inside, is_inside = is_inside, frame.f_code.co_filename.startswith(_PACKAGE)
+        if was_inside and not is_inside:
+            yield frame
+        frame = frame.f_back
 
 
 class ParallelError(Exception):
