@@ -20,10 +20,11 @@ def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
     On a thread of the package itself, such as that of the data, that is the line of the
     main thread which waits for it.
     """
-    here = sys._getframe()
+    here = sys._getframe()  # pyright: ignore[reportPrivateUsage]
     frame = next(_callers(here), here)
     if frame.f_code.co_filename == threading.__file__:
-        main = sys._current_frames().get(threading.main_thread().ident or 0)
+        frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+        main = frames.get(threading.main_thread().ident or 0)
         # The outermost: JAX, which traces for the package, calls it too.
         *_, frame = frame, *_callers(main)
     known = frame.f_globals.setdefault("__warningregistry__", {})
