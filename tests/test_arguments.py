@@ -111,7 +111,7 @@ LINEN = (
         (
             {"loggers": ConsoleLogger()},
             f"loggers is a ConsoleLogger. {IS}a list, also of a single Logger, such as "
-            "[ConsoleLogger()].",
+            "[ConsoleLogger()]; () for none.",
         ),
         (
             {"loggers": [ConsoleLogger]},
