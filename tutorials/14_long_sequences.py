@@ -54,11 +54,8 @@ def compile_step(strategy, devices, seq_len):
 
 
 def kib_per_token(strategy, devices):
-    short, long = (
-        compile_step(strategy, devices, n).memory_analysis().temp_size_in_bytes
-        for n in (4096, 8192)
-    )
-    return (long - short) / 4096 / 1024
+    memory = compile_step(strategy, devices, 4096).memory_analysis()
+    return memory.temp_size_in_bytes / 4096 / 1024
 
 
 before = kib_per_token(DataParallel(1), one)
@@ -68,8 +65,8 @@ print(f"ContextParallel(8): {after:5.2f} KiB a token, on each device")
 
 # %% [markdown]
 # Each device has an eighth of the tokens, and about an eighth of their activations: sequences can be
-# eight times as long. No device ever holds the scores of all queries with all keys, which for 8,192
-# tokens and four heads would be 1 GiB: attention runs in blocks.
+# eight times as long. No device ever holds the scores of all queries with all keys, which for 4,096
+# tokens and four heads would be 256 MiB: attention runs in blocks.
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
 assert before / after > 6
@@ -82,10 +79,12 @@ assert before / after > 6
 # %%
 rng = np.random.default_rng(0)
 batches = [rng.integers(0, 256, (2, 257), dtype=np.int32) for _ in range(3)]
-strategy = Composite(ContextParallel(4), FSDP())
 alone = make_trainer(DataParallel(1), one, 256).fit(batches, 3)["loss"]
-split = make_trainer(strategy, eight, 256).fit(batches, 3)["loss"]
 print("one device:", alone)
+
+# %%
+strategy = Composite(ContextParallel(4), FSDP())
+split = make_trainer(strategy, eight, 256).fit(batches, 3)["loss"]
 print(f"{strategy.make_mesh().shape}:", split)
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
@@ -168,3 +167,17 @@ assert "all-gather" in sent["gather"]
 # documents (`segments`), windows, sinks and soft caps work under all three. A model with another
 # attention, such as `nnx.MultiHeadAttention`, runs too: XLA gathers its sequence, and `describe` says
 # so.
+#
+# ## Exercise
+#
+# How much more than the mean would the busiest of eight devices compute, were each to have
+# neighbours? And which chunks does device 5 have instead?
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show an answer"}
+# Chunk c sees c whole chunks and half of its own. The last device has the chunks 14 and 15.
+of_device = [sum(chunk + 0.5 for chunk in (2 * n, 2 * n + 1)) for n in range(8)]
+print(f"{max(of_device) / np.mean(of_device):.2f} of the mean")
+own = [chunk for chunk in range(16) if min(chunk, 15 - chunk) == 5]
+print("device 5:", own)
+assert own == [5, 10]
+assert max(of_device) / np.mean(of_device) == 1.875
