@@ -1,7 +1,6 @@
 """Implementations of attention: each honours an argument or refuses it by name.
 
-None ever answers with a wider mask than it was asked for. `Takes` of the documentation
-is a table of what the refusals here say.
+None ever answers with a wider mask than it was asked for.
 """
 
 import math
