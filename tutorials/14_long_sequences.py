@@ -158,8 +158,9 @@ assert "all-gather" in sent["gather"]
 #
 # ## What to choose
 #
-# - Keep `ring` while a device has thousands of tokens: the matmuls of a hop then take longer than
-#   the hop, and nothing waits. It works with any number of heads.
+# - `ring` works with any number of heads, and no device holds more than two shards of the keys. With
+#   thousands of tokens a device, the matmuls of a hop take longer than the hop: a compiler that runs
+#   both at once has nothing to wait for.
 # - `all_to_all` runs the platform's fused kernel on whole sequences, and is quick inside a machine.
 # - `gather` is simple, and as good as the others where few key heads are shared by many heads.
 #
