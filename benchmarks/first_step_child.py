@@ -272,9 +272,9 @@ def main(model: str, way: str) -> None:
     jax.devices()  # a backend takes as long to start for either
     compiling = [0.0]
 
-    def add(event: str, seconds: float, **_: Any) -> None:
+    def add(event: str, duration_secs: float, **_: Any) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            compiling[0] += seconds
+            compiling[0] += duration_secs
 
     jax.monitoring.register_event_duration_secs_listener(add)
     start = time.perf_counter()
