@@ -8,6 +8,8 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 from types import FrameType
 
@@ -43,7 +45,30 @@ def _callers(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 class ParallelError(Exception):
-    """Base of every error that this library raises on purpose."""
+    """Base of every error that this library raises on purpose.
+
+    Its traceback ends with a link to what the site says about the class, if the
+    installed package names its site.
+    """
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        if address := _site():
+            # A note, not the message: that stays what a program compares or logs.
+            name = f"{__name__}.{type(self).__name__}"
+            self.add_note(f"More: {address.rstrip('/')}/errors.html#{name}")
+
+
+@cache
+def _site() -> str | None:
+    """The address under ``Documentation`` in the metadata of the package."""
+    try:
+        urls = metadata("nnx-parallel").get_all("Project-URL") or []
+    except PackageNotFoundError:  # a checkout that is not installed
+        return None
+    # "Documentation, https://..." as core metadata has it, the label in any case.
+    pairs = (url.partition(", ")[::2] for url in urls)
+    return next((url for label, url in pairs if label.lower() == "documentation"), None)
 
 
 class ParallelWarning(UserWarning):

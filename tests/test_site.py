@@ -9,6 +9,7 @@ from urllib.parse import quote_plus
 import pytest
 
 import nnx_parallel
+from nnx_parallel import errors
 from tests.browser import HTML, PAGES, evaluate, serve
 
 pytestmark = pytest.mark.slow
@@ -107,6 +108,13 @@ def test_search_finds_fsdp(server: str, tmp_path: Path) -> None:
     found = evaluate(server, tmp_path, script)
     assert any("api/strategies.html" in link for link in found), found
     assert any("tutorials/03_fsdp.html" in link for link in found), found
+
+
+def test_a_link_of_an_error_finds_its_entry() -> None:
+    page = (HTML / "errors.html").read_text()
+    for name, value in vars(errors).items():
+        if isinstance(value, type) and issubclass(value, errors.ParallelError):
+            assert f'id="{errors.__name__}.{name}"' in page
 
 
 @pytest.mark.parametrize(
