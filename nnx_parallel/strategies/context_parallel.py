@@ -33,11 +33,11 @@ class ContextParallel(Strategy):
             the sequence, and twice its size should: else causal work is not balanced.
         exchange: What attention sends. ``ring``: keys and values from device to device
             [1], each piece sent on before the products with it; their gradients travel
-            too. The number of heads does not matter. ``all_to_all``: heads for sequence and back [2];
-            ``size`` must divide the heads (those of one tensor shard), and any kernel
-            then runs on whole sequences. ``gather``: keys and values whole on each
-            device [3], forward and again backward; simple, and cheap with few key
-            heads.
+            too. The number of heads does not matter. ``all_to_all``: heads for sequence
+            and back [2]; ``size`` must divide the heads (those of one tensor shard),
+            and any kernel then runs on whole sequences. ``gather``: keys and values
+            whole on each device [3], forward and again backward; simple, and cheap with
+            few key heads.
         rules: Explicit rules for single arrays.
 
     Raises:
