@@ -115,29 +115,29 @@ EACH = itertools.product(*CHOICES.values())
 PRODUCT = [dict(zip(CHOICES, each, strict=True)) for each in EACH]
 
 
-def covering(cases: list[Operands]) -> list[Operands]:
-    """Few cases that have every pair of choices."""
+def covering(cases: list[Operands], count: int) -> list[Operands]:
+    """Few cases that have every combination of so many choices."""
 
-    def pairs(case: Operands) -> set:
-        return set(itertools.combinations([(k, repr(v)) for k, v in case.items()], 2))
+    def combinations(case: Operands) -> set:
+        choices = [(k, repr(v)) for k, v in case.items()]
+        return set(itertools.combinations(choices, count))
 
-    missing, chosen = set().union(*map(pairs, cases)), []
+    missing, chosen = set().union(*map(combinations, cases)), []
     while missing:
-        best = max(cases, key=lambda case: len(pairs(case) & missing))
+        best = max(cases, key=lambda case: len(combinations(case) & missing))
         chosen.append(best)
-        missing -= pairs(best)
+        missing -= combinations(best)
     return chosen
 
 
-QUICK = covering(PRODUCT)
+QUICK = covering(PRODUCT, 1)
+MORE = [*covering(PRODUCT, 2), *PRODUCT[::11]]
+DEEP = [case for case in PRODUCT if case in MORE and case not in QUICK]
 
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, marks=[] if case in QUICK else [pytest.mark.deep])
-        for case in [*QUICK, *PRODUCT[::11]]
-    ],
+    [*QUICK, *(pytest.param(case, marks=pytest.mark.deep) for case in DEEP)],
     ids=lambda case: "-".join(map(str, case.values())),
 )
 def test_blocks_are_the_whole(case: Operands):

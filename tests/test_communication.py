@@ -30,7 +30,13 @@ TIED = GPTConfig.tiny(
     num_layers=LAYERS, seq_len=SEQ, embed_dim=WIDTH, num_heads=8, vocab_size=64
 )
 UNTIED = replace(TIED, tied=False)
-CONFIGS = pytest.mark.parametrize("config", [TIED, UNTIED], ids=["tied", "untied"])
+CONFIGS = pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(TIED, id="tied", marks=pytest.mark.deep),
+        pytest.param(UNTIED, id="untied"),
+    ],
+)
 
 DP8 = DataParallel(8)
 FSDP8 = FSDP(8, min_size=0)

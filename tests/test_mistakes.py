@@ -108,7 +108,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "logits as a metric": (
         lambda: fit(loss=with_logits),
-        f"Metric 'aux' {SCALAR}",
+        "The loss returned (loss, an array of shape (8, 4)). The second part is a dict "
+        "of metrics, such as {'accuracy': accuracy}. For outputs of the model, such as "
+        "logits, call trainer.predict.",
     ),
     "a loss that returns nothing": (
         lambda: fit(loss=lambda model, batch: None),
@@ -231,8 +233,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "an optimizer of NNX": (
         lambda: make(optimizer=nnx.Optimizer(Net(nnx.Rngs(0)), SGD, wrt=nnx.Param)),
-        f"optimizer is of type Optimizer. {OPTIMIZER} That of an nnx.Optimizer is its "
-        "`tx`.",
+        "optimizer is an nnx.Optimizer. The Trainer keeps the optimizer's state "
+        "itself: pass the Optax transformation that it was made of.",
     ),
     "a list of transformations": (
         lambda: make(optimizer=[optax.clip(1.0), SGD]),
@@ -245,7 +247,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "names in a dict": (
         lambda: make(names={"kernel": ("embed", "mlp")}),
-        "names is a dict. It must be a PathNames, such as TRANSFORMER_NAMES.",
+        "names is a dict. It must be a PathNames, such as TRANSFORMER_NAMES, or pairs "
+        "of a regex and the names of the dims: PathNames((r'up\\.kernel', ('embed', "
+        "'mlp'))).",
     ),
     "what is trained, in quotes": (
         lambda: make(wrt="Param"),

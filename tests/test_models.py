@@ -593,7 +593,7 @@ def test_generation_errors(arguments: dict, message: str) -> None:
         (
             {"tokens": jnp.zeros((2, 5), jnp.int32), "weights": jnp.ones((2, 4))},
             "Weights of shape (2, 4) for tokens of shape (2, 5); each token has its "
-            "weight, the first one too.",
+            "own, the first one too.",
         ),
     ],
 )

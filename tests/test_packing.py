@@ -77,7 +77,7 @@ DEEP = pytest.mark.deep
     ("config", "strategy"),
     [
         (LEARNED, Composite(FSDP(2, min_size=0), TensorParallel(2, sequence=True))),
-        (LLAMA, Composite(Pipeline(2), TensorParallel(2))),
+        pytest.param(LLAMA, Composite(Pipeline(2), TensorParallel(2)), marks=DEEP),
         pytest.param(LLAMA, FSDP(2, min_size=0), marks=DEEP),
         pytest.param(LEARNED, FSDP(2, min_size=0, prefetch="ring"), marks=DEEP),
         pytest.param(LLAMA, TensorParallel(2), marks=DEEP),
@@ -107,14 +107,14 @@ def test_a_document_has_the_logits_that_it_has_alone():
 
 def test_the_loss_counts_what_has_a_label_in_its_document():
     packed, apart = batches()
-    model = GPT(LEARNED, rngs=nnx.Rngs(0))
+    model, loss = GPT(LEARNED, rngs=nnx.Rngs(0)), nnx.jit(next_token_loss)
     count = sum(n - 1 for lengths in LENGTHS for n in lengths)
     for batch in (packed, apart):
         given = {name: jnp.asarray(x) for name, x in batch.items()}
-        assert next_token_loss(model, given).weight == count
+        assert loss(model, given).weight == count
     weights = jnp.ones((4, 17)).at[0].set(0.0)  # a row left out
     given = {"weights": weights, **{k: jnp.asarray(x) for k, x in packed.items()}}
-    assert next_token_loss(model, given).weight == count - sum(LENGTHS[0]) + 3
+    assert loss(model, given).weight == count - sum(LENGTHS[0]) + 3
     text = "Segments of shape (2, 17) for tokens of shape (4, 17); each token has"
     with pytest.raises(ValueError, match=re.escape(text)):
         next_token_loss(model, {**given, "segments": jnp.ones((2, 17), jnp.int32)})
@@ -131,9 +131,9 @@ def test_a_window_holds_while_decoding():
     """Token by token from a cache, the logits of the whole sequence."""
     model = GPT(LLAMA, rngs=nnx.Rngs(0))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 10)))
-    expected = model(tokens)
-    cache = model.make_cache(2, 10)
-    _, cache = model.decode(tokens[:, :8], 0, cache)
+    expected = nnx.jit(GPT.__call__)(model, tokens)
+    cache, decode = model.make_cache(2, 10), nnx.jit(GPT.decode)
+    _, cache = decode(model, tokens[:, :8], 0, cache)
     for i in (8, 9):
-        logits, cache = model.decode(tokens[:, i : i + 1], i, cache)
+        logits, cache = decode(model, tokens[:, i : i + 1], i, cache)
         np.testing.assert_allclose(logits, expected[:, i], rtol=1e-5, atol=1e-5)

@@ -300,7 +300,7 @@ def test_computed_indices_in_a_stage_of_one_device() -> None:
 
 
 def test_arguments_of_the_strategy() -> None:
-    with pytest.raises(ValueError, match="at least 1 stage"):
+    with pytest.raises(ValueError, match=r"Pipeline\(0\): .* an integer of at least 1"):
         Pipeline(0)
     with pytest.raises(ValueError, match=r"stash='all'.*'policy', 'inputs'"):
         Pipeline(2, stash="all")  # pyright: ignore[reportArgumentType]
