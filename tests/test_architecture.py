@@ -253,7 +253,7 @@ def test_the_package_is_small() -> None:
     # What a compiled step does not see, or Flax does not look into, is named; so are
     # splits of activations without effect, and more mistakes, those of a first script
     # among them; attention in blocks, and over a split sequence.
-    assert sum(map(num_lines, files)) <= 25_260
+    assert sum(map(num_lines, files)) <= 25_290
 
 
 def test_the_code_gives_its_reasons() -> None:
