@@ -131,13 +131,17 @@ def covering(cases: list[Operands], count: int) -> list[Operands]:
 
 
 QUICK = covering(PRODUCT, 1)
-MORE = [*covering(PRODUCT, 2), *PRODUCT[::11]]
-DEEP = [case for case in PRODUCT if case in MORE and case not in QUICK]
+PAIRS = [case for case in covering(PRODUCT, 2) if case not in QUICK]
+REST = [case for case in PRODUCT[::11] if case not in (*QUICK, *PAIRS)]
 
 
 @pytest.mark.parametrize(
     "case",
-    [*QUICK, *(pytest.param(case, marks=pytest.mark.deep) for case in DEEP)],
+    [
+        *QUICK,
+        *(pytest.param(case, marks=pytest.mark.deep) for case in PAIRS),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in REST),
+    ],
     ids=lambda case: "-".join(map(str, case.values())),
 )
 def test_blocks_are_the_whole(case: Operands):
