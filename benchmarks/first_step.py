@@ -41,7 +41,7 @@ def measure(rounds: int = 5) -> Table:
         for way in STRATEGIES:
             ratio = Ratio.of(seconds[way], seconds[PLAIN])
             table.add(f"{model}: {way} / {PLAIN}", ratio)
-            # What is left for us to shorten: the rest, beside the plain step's rest.
+            # Only the time outside XLA's compiler is ours to shorten.
             alone = Ratio.of(np.array(compiling[way]), seconds[PLAIN])
             table.add(f"{model}: {way}, XLA's compiler alone / {PLAIN}", alone)
     return table

@@ -244,6 +244,6 @@ def _card(file: Path) -> str:
 
 
 def needs(number: int) -> str:
-    """What to read before a tutorial."""
+    """Prerequisites of a tutorial: the pages to read first."""
     after = CARDS[number].after if number in CARDS else ()
     return f"after {', '.join(map(str, after))}" if after else "needs nothing before"

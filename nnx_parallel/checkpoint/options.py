@@ -152,7 +152,7 @@ def check_space(directory: str, needed_bytes: int) -> None:
 
 
 _GROWING = {"acc", "accuracy", "auc", "bleu", "f1", "iou", "recall", "reward", "score"}
-"""Words in the names of metrics of which nobody wants the smallest."""
+"""Words in the names of metrics whose best value is the largest."""
 
 _CHOICES = {
     "best_mode": ("min", "max"),

@@ -29,10 +29,10 @@ Mode = Literal["bulk", Overlap]
 """
 
 Exchange = Literal["ring", "all_to_all", "gather"]
-"""What attention sends over the axis that splits its sequence.
+"""Communication of attention whose sequence a mesh axis splits.
 
-- ``ring``: keys and values travel from device to device, each hop during the product
-  with those that came before.
+- ``ring``: keys and values travel from device to device; each piece is sent on before
+  the matmuls with it.
 - ``all_to_all``: each device gets the whole sequence of its share of the heads.
 - ``gather``: each device gets all keys and values, and keeps its queries.
 """

@@ -113,7 +113,7 @@ def check_last_batch(value: object) -> None:
 
 @dataclass
 class SmallerBatches:
-    """What a batch of fewer rows than others is, and what happens to it.
+    """The rule for batches of fewer rows than the others.
 
     Attributes:
         rule: It is an error, left out (``"drop"``; by ``None`` with a warning), or

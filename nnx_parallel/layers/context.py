@@ -214,7 +214,7 @@ class _Exchange(abc.ABC):
     def gradients(
         self, sides: _Sides, q_tokens: Tokens, keys: _Keys, k_tokens: Tokens
     ) -> tuple[Array, Array, Array]:
-        """What some keys add to the gradients, and theirs, in float32."""
+        """Contribution of some keys to the gradients, in float32."""
         operands = sides.query, keys.key, keys.value, sides.grad, sides.lse, sides.delta
         return backward_block(*operands, q_tokens, k_tokens, self.pattern)
 

@@ -33,7 +33,8 @@ AT_ONCE = 2048
 """Queries and keys whose scores plain operations hold all at once, at most.
 
 Beyond, their scores and softmax, kept for the backward pass, are most of a layer's
-memory, and blocks of them are as fast.
+memory: 262 MiB at 2048 x 2048 with 4 heads, and 29 MiB in blocks, which on CPU are the
+faster too from 1024 on. Not timed on GPUs or TPUs.
 """
 
 
@@ -68,7 +69,7 @@ class AttentionCall:
 
     @property
     def pattern(self) -> Pattern:
-        """What is static of it, for `blockwise_attention`."""
+        """Its static arguments, for `blockwise_attention`."""
         return Pattern(
             scale=self.factor,
             causal=self.causal,

@@ -235,7 +235,7 @@ def _map_attributes(model: nnx.Module, function: Callable[[Any], Any]) -> None:
 
 
 def _parts(value: Any) -> tuple[list, Any]:
-    """What an attribute holds, and its structure."""
+    """The leaves of an attribute, and its tree structure."""
     try:
         return jax.tree.flatten(value, is_leaf=_is_part_of_graph)
     except ValueError:  # keys of a dict that have no order: settings, not arrays
