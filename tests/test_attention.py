@@ -130,13 +130,20 @@ def test_splash_gives_padding_no_gradient():
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_long_sequences_hold_no_queries_times_keys(packed: bool):
-    """Forward and backward: no array of the program is as large as 4096 x 4096."""
+    """Forward and backward, of layers in a scan too, before which JAX would put masks.
+
+    No array of the program is as large as 4096 x 4096.
+    """
     seq = 4096
     x = jax.ShapeDtypeStruct((1, seq, 1, 4), jnp.float32)
     ids = jax.ShapeDtypeStruct((1, seq), jnp.int32)
 
     def loss(x: jax.Array, ids: jax.Array) -> jax.Array:
-        return attention(x, x, x, causal=True, segments=ids if packed else None).sum()
+        def layer(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            segments = ids if packed else None
+            return attention(x, x, x, causal=True, segments=segments), None
+
+        return jax.lax.scan(layer, x, length=2)[0].sum()
 
     compiled = jax.jit(jax.grad(loss)).lower(x, ids).compile()
     shapes = [

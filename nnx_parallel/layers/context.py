@@ -309,22 +309,23 @@ class _Ring(_Exchange):
     moves_keys: ClassVar[bool] = True
 
     def forward(self, query: Array, q_tokens: Tokens, keys: _Keys) -> Partial:
-        def attend(part: Partial, keys: _Keys, hop: int | Array) -> Partial:
-            found = self.outputs(query, q_tokens, keys, self._tokens(keys, hop))
-            return merge(part, found)
+        def attend(keys: _Keys, hop: int | Array) -> Partial:
+            return self.outputs(query, q_tokens, keys, self._tokens(keys, hop))
 
         def turn(state: tuple, hop: Array) -> tuple[tuple, None]:
             part, keys = state
             following = send_on(keys, self.order.axis)
-            state = attend(part, keys, hop), following
-            return jax.lax.optimization_barrier(state), None
+            found, following = jax.lax.optimization_barrier(
+                (attend(keys, hop), following)
+            )
+            return (merge(part, found), following), None
 
         last = self.order.size - 1
         dtype = sum_dtype(query)
         out = jnp.zeros((*query.shape[:3], keys.value.shape[-1]), dtype)
         start = (out, jnp.full(out.shape[:3], -jnp.inf, dtype)), keys
         (part, keys), _ = jax.lax.scan(turn, start, jnp.arange(last))
-        return attend(part, keys, last)
+        return merge(part, attend(keys, last))
 
     def backward(self, sides: _Sides, q_tokens: Tokens, keys: _Keys) -> tuple:
         axis, last = self.order.axis, self.order.size - 1

@@ -120,6 +120,12 @@ class Grid:
         mask: Array | None,
     ) -> None:
         lengths = query.shape[1], key.shape[1]
+        # Masks depend on the tokens alone: JAX would compute those of all blocks before
+        # a scan over layers, queries x keys, and hold them. The barrier makes tokens
+        # depend on the queries (docs/library-notes.md, "Attention").
+        _, q_tokens, k_tokens = jax.lax.optimization_barrier(
+            (query, q_tokens, k_tokens)
+        )
         self.pattern = pattern
         self.group = key.shape[2], query.shape[2] // key.shape[2]
         self.q, self.k = map(Cut.of, lengths, pattern.block)
