@@ -1,19 +1,124 @@
 """Named errors: what was found, the rule that it breaks, and the valid values.
 
 Each refines a built-in, so that ``except ValueError`` keeps working, and holds nothing
-but a docstring that teaches the rule. The message is written at the check.
+but a docstring that teaches the rule. The message is written at the check; for
+arguments that do not exist, `suggests_names` writes it.
 """
 
+import difflib
+import functools
+import inspect
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 from types import FrameType
+from typing import Any, TypeVar
 
 _PACKAGE = str(Path(__file__).parent)
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+_OTHER_NAMES = {
+    "num_epochs": "epochs max_epochs num_train_epochs",
+    "num_steps": "steps max_steps train_steps",
+    "last_batch": "drop_last drop_remainder",
+    "num_microbatches": "accumulate_grad_batches gradient_accumulation_steps grad_accum"
+    " gradient_accumulation microbatches",
+    "global_batch_size": "batch_size",
+    "eval_data": "val_data validation_data eval_dataset",
+    "eval_every": "val_every",
+    "optimizer": "tx",
+    "loss": "loss_fn",
+    "loggers": "logger",
+    "precision": "dtype",
+    "checkpoint": "checkpoint_dir output_dir",
+    "remat": "gradient_checkpointing activation_checkpointing",
+    "size": "num_shards num_stages num_devices degree world_size tp_size pp_size",
+    "shard": "stage zero_stage sharding_strategy reshard_after_forward",
+    "min_size": "min_num_params min_weight_size min_fsdp_size",
+    "directory": "path dirpath root",
+    "every": "save_every save_steps save_interval_steps every_n_train_steps",
+    "keep_last": "keep max_to_keep save_total_limit total_limit",
+    "keep_best": "monitor metric best_fn metric_for_best_model",
+    "best_mode": "mode greater_is_better",
+    "num_best": "save_top_k top_k",
+    "asynchronous": "async_save enable_async_checkpointing",
+    "params": "param_dtype",
+    "compute": "dtype compute_dtype",
+}
+"""What other libraries call our arguments."""
+
+_HINTS = {"shard": " ZeRO-3 is 'params', ZeRO-2 'gradients', ZeRO-1 'optimizer'."}
+
+_KNOWN: dict[str, list[str]] = {}
+"""Arguments by the name of what takes them, once `suggests_names` has seen it."""
+
+
+def suggests_names(taker: T) -> T:
+    """A method, or a class, whose errors for arguments that it lacks name the valid.
+
+    For a keyword: what other libraries call so, what else has it, or the nearest.
+    """
+    if inspect.isclass(taker):  # such as a dataclass of options
+        taker.__init__ = suggests_names(taker.__init__)
+        return taker  # pyright: ignore[reportReturnType]
+    parameters = list(inspect.signature(taker).parameters.values())[1:]  # after `self`
+    known = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    # Of any number by position, such as a Composite's parts, none is too many.
+    is_limited = len(known) == len(parameters)
+    title = taker.__qualname__.removesuffix(".__init__")
+    _KNOWN[title] = known
+
+    @functools.wraps(taker)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if is_limited and (extra := args[len(positional) + 1 :]):
+            by_name = [name for name in known if name not in positional]
+            rest = f"Pass all others by name, such as {by_name[0]}=." if by_name else ""
+            raise TypeError(
+                f"{title} takes {', '.join(positional)} by position, and got "
+                f"{kind_of(extra[0])} after them. {rest}".rstrip()
+            )
+        for name in kwargs:
+            if name not in known:
+                remedy = _remedy(title, name)
+                raise TypeError(f"{title} has no argument {name!r}. {remedy}")
+        return taker(*args, **kwargs)
+
+    return wrapped  # pyright: ignore[reportReturnType]
+
+
+def _remedy(title: str, name: str) -> str:
+    known = _KNOWN[title]
+    ours = [own for own, theirs in _OTHER_NAMES.items() if name in theirs.split()]
+    near = [own for own in ours if own in known]
+    homes = {own: [x for x in _KNOWN if own in _KNOWN[x]] for own in (*ours, name)}
+    own, owners = next(((x, y) for x, y in homes.items() if y), ("", []))
+    if owners and not near:
+        has = "has" if len(owners) == 1 else "have"
+        return f"{', '.join(owners)} {has}: {own}=.{_HINTS.get(own, '')}"
+    if near := near or difflib.get_close_matches(name, known, n=1):
+        return f"Did you mean {near[0]}=?{_HINTS.get(near[0], '')}"
+    return f"See help({title})."
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """`` Did you mean 'x'?`` for the nearest known name, or nothing."""
+    nearest = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def kind_of(value: object) -> str:
+    """A value of the wrong kind, as an error names it."""
+    if inspect.isclass(value):
+        return f"the class {value.__name__}"
+    if isinstance(value, str | int | float):
+        return f"{value!r}"
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
@@ -59,7 +164,7 @@ class ParallelError(Exception):
             self.add_note(f"More: {address.rstrip('/')}/errors.html#{name}")
 
 
-@cache
+@functools.cache
 def _site() -> str | None:
     """The address under ``Documentation`` in the metadata of the package."""
     try:

@@ -6,6 +6,8 @@ from nnx_parallel.layers.dense import Dense as Dense
 from nnx_parallel.layers.dense import Embed as Embed
 from nnx_parallel.layers.dense import named as named
 from nnx_parallel.layers.kernels import Implementation as Implementation
+from nnx_parallel.layers.lora import lora as lora
+from nnx_parallel.layers.lora import merge_lora as merge_lora
 from nnx_parallel.layers.loss import cross_entropy as cross_entropy
 from nnx_parallel.layers.loss import linear_cross_entropy as linear_cross_entropy
 from nnx_parallel.layers.scan import Remat as Remat

@@ -20,6 +20,7 @@ from nnx_parallel.errors import (
     ParallelWarning,
     PlacementTreeError,
     SpecRankError,
+    suggest,
     warn_user,
 )
 from nnx_parallel.mesh import explaining_axes, is_without_mesh
@@ -29,7 +30,6 @@ from nnx_parallel.sharding.names import (
     MeshAxes,
     dim_axes,
     is_spec,
-    suggest,
 )
 from nnx_parallel.sharding.tree import constrain_tree
 

@@ -14,10 +14,10 @@ from jax.api_util import shaped_abstractify
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.errors import PlacementTreeError
+from nnx_parallel.errors import PlacementTreeError, suggest
 from nnx_parallel.sharding.constrain import annotated
 from nnx_parallel.sharding.donation import Donating
-from nnx_parallel.sharding.names import as_tuple, suggest
+from nnx_parallel.sharding.names import as_tuple
 from nnx_parallel.sharding.tree import (
     MeshLike,
     constrain_tree,

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.collectives.ring import Mode, Overlap, SequenceAxis
-from nnx_parallel.errors import PlacementConflictError, UnknownAxisError
+from nnx_parallel.errors import PlacementConflictError, UnknownAxisError, suggest
 from nnx_parallel.sharding.names import (
     LOGICAL_AXES,
     ArrayInfo,
@@ -33,7 +33,6 @@ from nnx_parallel.sharding.names import (
     merge_axes,
     spec_on,
     splits_rows,
-    suggest,
     to_spec,
 )
 from nnx_parallel.sharding.rules import (

@@ -24,6 +24,7 @@ from nnx_parallel.mesh import explaining_axes
 from nnx_parallel.sharding.layout import Layout, Placement
 from nnx_parallel.sharding.names import (
     Constant,
+    FollowsNames,
     array_info,
     dotted,
     holds_one_array,
@@ -151,6 +152,9 @@ def abstract_model(
     _check_constants(model, source, rngs)
     if names is not None:
         names(model)
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, FollowsNames):
+            module.follow_names()
     return model
 
 

@@ -1,6 +1,5 @@
 """Names of arrays (paths), of their dims (logical axes), and their axes (specs)."""
 
-import difflib
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from nnx_parallel.errors import (
     PlacementConflictError,
     SpecRankError,
     UnknownAxisError,
+    suggest,
 )
 
 # One of these that no strategy maps leaves its dim free. An unknown name is an error,
@@ -216,6 +216,14 @@ def name_layers(model: nnx.Module) -> None:
             array = arrays.get((*path, name)) if isinstance(module, kind) else None
             if array is not None and len(array.get_value().shape) == ndim + 1:
                 _name_vmapped(arrays, path, array.get_value().shape[0])
+
+
+@runtime_checkable
+class FollowsNames(Protocol):
+    """A module some of whose arrays are named as others are (adapters of a kernel)."""
+
+    def follow_names(self) -> None:
+        """Names these arrays by the others, whose names may have changed."""
 
 
 def stacks_of(model: nnx.Module) -> dict[tuple[Hashable, ...], HasLayers]:
@@ -439,9 +447,3 @@ def check_axes(path: str, spec: P | Sequence, mesh: Mesh) -> None:
                 f"Cannot shard `{path}` as {spec}: the mesh has no axis {axis!r}."
                 f"{suggest(axis, mesh.axis_names)} Its axes: {list(mesh.axis_names)}."
             )
-
-
-def suggest(name: str, known: Iterable[str]) -> str:
-    """`` Did you mean 'x'?`` for the nearest known name, or nothing."""
-    nearest = difflib.get_close_matches(name, list(known), n=1)
-    return f" Did you mean {nearest[0]!r}?" if nearest else ""

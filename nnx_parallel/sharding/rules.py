@@ -26,6 +26,7 @@ from nnx_parallel.errors import (
     RuleError,
     UnknownAxisError,
     UnmatchedRuleError,
+    suggest,
     warn_user,
 )
 from nnx_parallel.sharding.names import (
@@ -35,7 +36,6 @@ from nnx_parallel.sharding.names import (
     axes_on,
     check_spec,
     dim_axes,
-    suggest,
 )
 
 

@@ -1,0 +1,259 @@
+"""LoRA: small trained factors beside the frozen kernels of a model's linear layers.
+
+An adapted layer is the layer itself with two more parameters: paths of what it had stay
+as they were, so that weights, names and checkpoints of the base still fit.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from types import new_class
+from typing import Any, TypeVar, cast, overload
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from nnx_parallel.errors import ModelError
+from nnx_parallel.layers.dense import Dense, matmul
+from nnx_parallel.sharding.model import ModelFn, build_model
+from nnx_parallel.sharding.names import dotted, names_of
+from nnx_parallel.sharding.rules import check_regex
+
+Model = TypeVar("Model", bound=nnx.Module)
+
+KINDS = (Dense, nnx.Linear, nnx.LinearGeneral)
+"""Layers that can be adapted: a kernel ``(*in_dims, *out_dims)``."""
+
+
+class Adapted(nnx.Module):
+    """What an adapted layer adds to the layer that it is.
+
+    Attributes:
+        lora_a: ``(*in_dims, rank)``, with a dim of layers in front where the kernel has
+            one; likewise below.
+        lora_b: ``(rank, *out_dims)``, zeros at first.
+        lora_scale: Factor of their product.
+    """
+
+    kernel: nnx.Param
+    lora_a: nnx.LoRAParam
+    lora_b: nnx.LoRAParam
+    lora_scale: float
+
+    def __call__(self, x: Array, *args: Any, **kwargs: Any) -> Array:
+        """The layer's output and that of its factors."""
+        layer = cast(Callable[..., Array], super().__call__)
+        y = layer(x, *args, **kwargs)
+        a, b = (factor[...].astype(y.dtype) for factor in (self.lora_a, self.lora_b))
+        num_in, num_out = a.ndim - 1, b.ndim - 1
+        axes = getattr(self, "axis", range(-num_in, 0))
+        x = jnp.moveaxis(x.astype(y.dtype), tuple(axes), tuple(range(-num_in, 0)))
+        in_names = getattr(self, "in_names", (None,) * num_in)
+        out_names = getattr(self, "out_names", (None,) * num_out)
+        # Scaled where it is smallest: (*leading, *in_dims) -> (*leading, rank)
+        narrow = matmul(x, a, in_names, (None,)) * self.lora_scale
+        return y + matmul(narrow, b, (None,), out_names)
+
+    def follow_names(self) -> None:
+        """Gives the factors the names that the kernel's dims have by now."""
+        names = names_of(self.kernel)
+        if not names:
+            return
+        names += (None,) * (_ndim(self.kernel) - len(names))
+        lead, first_out = self._split()
+        of_a, of_b = (*names[:first_out], None), (*names[:lead], None)
+        for factor, own in (self.lora_a, of_a), (self.lora_b, of_b + names[first_out:]):
+            factor.set_metadata(out_sharding=own, eager_sharding=False)
+
+    def delta(self) -> Array:
+        """What the factors add to the kernel, in its shape, in float32."""
+        lead, _ = self._split()
+        kernel, a, b = (x.get_value() for x in (self.kernel, self.lora_a, self.lora_b))
+        stacked = kernel.shape[:lead]
+        # (*layers, in, rank) by (*layers, rank, out) -> (*layers, in, out)
+        a = a.reshape(*stacked, -1, a.shape[-1]).astype(jnp.float32)
+        b = b.reshape(*stacked, b.shape[lead], -1).astype(jnp.float32)
+        return (self.lora_scale * (a @ b)).reshape(kernel.shape)
+
+    def _split(self) -> tuple[int, int]:
+        """Number of leading dims of layers, and the first of the kernel's out dims."""
+        kernel, a, b = map(_ndim, (self.kernel, self.lora_a, self.lora_b))
+        return a + b - kernel - 2, a - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptedSource:
+    """A function from rngs to an adapted model (`lora`)."""
+
+    source: ModelFn
+    adapt: Callable[[nnx.Module, nnx.Rngs], None]
+
+    def __call__(self, rngs: nnx.Rngs) -> nnx.Module:
+        """Builds the model as it is, then its factors."""
+        model = build_model(self.source, rngs)
+        self.adapt(model, rngs)
+        return model
+
+
+@overload
+def lora(
+    model: Model, *, targets: str, rank: int = ..., alpha: float | None = ...
+) -> Model: ...
+
+
+@overload
+def lora(
+    model: ModelFn, *, targets: str, rank: int = ..., alpha: float | None = ...
+) -> AdaptedSource: ...
+
+
+def lora(
+    model: nnx.Module | ModelFn,
+    *,
+    targets: str,
+    rank: int = 8,
+    alpha: float | None = None,
+    rngs: nnx.Rngs | None = None,
+) -> Any:
+    r"""A model with low-rank adapters [1] beside the kernels of some of its layers.
+
+    A layer then computes ``layer(x) + (alpha / rank) * (x @ A) @ B``. It starts as it
+    was, for B is zeros. Give the Trainer ``wrt=nnx.LoRAParam``: the factors alone are
+    trained, and have optimizer state. They take their names from the kernel's dims, so
+    that every strategy places them as it places the kernel; in a `Stack` each layer has
+    its own.
+
+    Args:
+        model: A model, of which a copy is adapted that shares its arrays; or what a
+            Trainer takes, a function of ``nnx.Rngs``, and then a function is returned.
+        targets: A regex, searched in the dotted path of each layer:
+            ``r"attention\.(query|value)"``.
+        rank: Width of the factors.
+        alpha: Strength; ``None``: the rank, so that the factor is 1.
+        rngs: Keys of the factors, for a model that is built.
+
+    Raises:
+        ModelError: If no layer matches, or one that cannot be adapted, or has been.
+        RuleError: If ``targets`` is no regex.
+        ValueError: If ``rank`` is below 1.
+
+    Example:
+        >>> model = lora(nnx.Linear(4, 6, rngs=nnx.Rngs(0)), targets="", rank=2)
+        >>> model.lora_a.shape, model.lora_b.shape
+        ((4, 2), (2, 6))
+        >>> type(merge_lora(model)).__name__
+        'Linear'
+
+    References:
+        [1] Hu et al., "LoRA", 2021, section 4, https://arxiv.org/abs/2106.09685
+    """
+    check_regex("lora(targets=)", targets)
+    if not isinstance(rank, int) or rank < 1:
+        raise ValueError(f"lora(rank={rank!r}): it must be an int of at least 1.")
+    scale = 1.0 if alpha is None else alpha / rank
+
+    def adapt(model: nnx.Module, rngs: nnx.Rngs) -> None:
+        for layer in _find(model, targets):
+            _adapt(layer, rank, scale, rngs)
+
+    if not isinstance(model, nnx.Module):
+        return AdaptedSource(source=model, adapt=adapt)
+    # New Variables around the same arrays: the given model stays as it is.
+    copied = nnx.merge(*nnx.split(model), copy=True)
+    adapt(copied, rngs or nnx.Rngs(0))
+    return copied
+
+
+def merge_lora(model: Model) -> Model:
+    """The model with its adapters added to the kernels, of plain layers again.
+
+    A new model; arrays that were not adapted are shared with the given one. A kernel
+    keeps its dtype and its sharding.
+
+    Raises:
+        ModelError: If the model has no adapters.
+    """
+    merged = nnx.merge(*nnx.split(model), copy=True)
+    layers = [m for _, m in nnx.iter_modules(merged) if isinstance(m, Adapted)]
+    if not layers:
+        raise ModelError(f"{type(model).__name__} has no adapters to merge.")
+    for layer in layers:
+        kernel = layer.kernel.get_value()
+        add = jax.jit(_add_delta, out_shardings=kernel.sharding)
+        layer.kernel.set_value(add(kernel, layer.delta()))
+        del layer.lora_a, layer.lora_b, layer.lora_scale
+        layer.__class__ = type(layer).__bases__[1]
+    return merged
+
+
+def _add_delta(kernel: Array, delta: Array) -> Array:
+    return (kernel.astype(jnp.float32) + delta).astype(kernel.dtype)
+
+
+def _find(model: nnx.Module, targets: str) -> Iterator[nnx.Module]:
+    """The layers whose paths match."""
+    found = {dotted(path): module for path, module in nnx.iter_modules(model)}
+    fitting = {path: m for path, m in found.items() if isinstance(m, KINDS)}
+    matching = {path: m for path, m in fitting.items() if re.search(targets, path)}
+    if not matching:
+        kinds = ", ".join(kind.__name__ for kind in KINDS)
+        raise ModelError(
+            f"lora(targets={targets!r}) matches no layer that can be adapted ({kinds}) "
+            f"of {type(model).__name__}. It has: {', '.join(fitting) or 'none'}."
+        )
+    for path, layer in matching.items():
+        if isinstance(layer, Adapted):
+            raise ModelError(
+                f"`{path}` has adapters already. Merge them first, with merge_lora."
+            )
+        if getattr(layer, "batch_axis", None):
+            raise ModelError(
+                f"`{path}` has a kernel for each entry of batch_axis, which lora does "
+                "not adapt. Leave it out of targets."
+            )
+        yield layer
+
+
+def _adapt(layer: Any, rank: int, scale: float, rngs: nnx.Rngs) -> None:
+    """Turns a layer into an adapted one, in place."""
+    kernel = layer.kernel.get_value()
+    num_in, num_out = _num_dims(layer)
+    lead = kernel.ndim - num_in - num_out
+    stacked, ins = kernel.shape[:lead], kernel.shape[lead : lead + num_in]
+    # PEFT's start, kaiming_uniform(a=sqrt(5)): within 1 / sqrt(fan_in).
+    bound = math.prod(ins) ** -0.5
+    shape = (*stacked, *ins, rank)
+    a = jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound)
+    b = jnp.zeros((*stacked, rank, *kernel.shape[lead + num_in :]), jnp.float32)
+    layer.__class__ = _adapted(type(layer))
+    layer.lora_a = nnx.LoRAParam(a, num_in_dims=num_in)
+    layer.lora_b = nnx.LoRAParam(b, num_in_dims=1)
+    layer.lora_scale = scale
+    layer.follow_names()
+
+
+def _num_dims(layer: Any) -> tuple[int, int]:
+    """Number of in dims and of out dims of a layer's kernel."""
+    match layer:
+        case Dense():
+            return len(layer.in_names), len(layer.out_names)
+        case nnx.LinearGeneral():
+            return len(layer.in_features), len(layer.out_features)
+    return 1, 1
+
+
+def _ndim(variable: nnx.Variable) -> int:
+    return variable.get_value().ndim
+
+
+# One class for a kind, or two models of one structure would not be alike to JAX.
+@cache
+def _adapted(kind: type[nnx.Module]) -> type[nnx.Module]:
+    def fill(namespace: dict[str, Any]) -> None:
+        namespace |= {"__module__": __name__, "__doc__": kind.__doc__}
+
+    return new_class(f"LoRA{kind.__name__}", (Adapted, kind), exec_body=fill)
