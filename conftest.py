@@ -19,6 +19,9 @@ from tests.sharing import share_compiled_programs
 # otherwise meet at libtpu's lock file, where one aborts.
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
+# It needs torch, and runs for a new family alone.
+collect_ignore = ["tests/goldens/make_goldens.py"]
+
 simulate_devices(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Without the optimizations of machine code programs compile in two thirds of the time;

@@ -1,0 +1,181 @@
+"""Makes the folders beside it: tiny random models of each family, by transformers.
+
+Each folder has ``model.safetensors`` and ``config.json`` as transformers writes them,
+and ``logits.npz``: ``tokens`` int (2, 24), ``logits`` float32 (2, 24, vocab), and
+``greedy`` int (64,), the tokens that follow the first row of ``tokens``. All of that is
+computed in float32, also where the weights are saved in bfloat16.
+
+Not run by the tests, which need neither torch nor transformers. To make them anew:
+``pip install torch transformers safetensors``, then ``python make_goldens.py``. The
+versions that made them are in ``versions.json``.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+HERE = Path(__file__).parent
+NUM_GREEDY = 64
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# Wavelengths of a head of 8: 6, 63, 628, 6283. One is kept, one is between, two are
+# stretched.
+LLAMA_31 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+BFLOAT16 = {"dtype": "bfloat16"}
+# Every setting that a config may have is not at its default in one of them.
+GEMMA = {"query_pre_attn_scalar": 12, "sliding_window": 8, **BFLOAT16}
+
+FAMILIES = {
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": 128,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 128,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "llama": {
+        "model_type": "llama",
+        **SIZES,
+        "rope_theta": 10_000.0,
+        "rope_scaling": LLAMA_31,
+        "tie_word_embeddings": False,
+    },
+    "mistral": {
+        "model_type": "mistral",
+        **SIZES,
+        "sliding_window": 8,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        **BFLOAT16,
+    },
+    "qwen2": {
+        "model_type": "qwen2",
+        **{k: v for k, v in SIZES.items() if k != "head_dim"},
+        "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": True,
+        **BFLOAT16,
+    },
+    "qwen3": {
+        "model_type": "qwen3",
+        **SIZES,
+        "head_dim": 16,  # not hidden_size / num_attention_heads
+        "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": True,
+        **BFLOAT16,
+    },
+    "gemma2": {
+        "model_type": "gemma2",
+        **SIZES,
+        "num_hidden_layers": 4,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 3.0,
+        **GEMMA,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        **SIZES,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        **GEMMA,
+    },
+    "smollm": {
+        "model_type": "llama",
+        **SIZES,
+        "rope_theta": 100_000.0,
+        "tie_word_embeddings": True,
+        **BFLOAT16,
+    },
+}
+
+
+def randomise(model: torch.nn.Module) -> None:
+    """Draws weights of which each matters: no bias is 0 and no scale is 1."""
+    # Gemma multiplies embeddings by the root of their width.
+    scale = 0.07 if "gemma" in model.config.model_type else 0.4
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 1:
+                weight.add_(0.2 * torch.randn_like(weight))
+            elif "embed" in name or "wte" in name or "wpe" in name:
+                weight.copy_(torch.randn_like(weight) * scale)
+            else:
+                weight.copy_(torch.randn_like(weight) * (1.5 / weight.shape[-1] ** 0.5))
+
+
+def make(name: str, seed: int) -> bool:
+    """Writes one folder; false if greedy tokens are nearly a tie, or repeat."""
+    torch.manual_seed(seed)
+    settings = dict(FAMILIES[name])
+    config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    randomise(model)
+    dtype = getattr(torch, settings.get("dtype", "float32"))
+    model.to(dtype).save_pretrained(HERE / name)
+    # Read again: casting there and back would have rounded the rotation's frequencies.
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        HERE / name, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    tokens = torch.randint(3, 128, (2, 24))
+    with torch.no_grad():
+        logits = model(tokens, use_cache=False).logits
+        greedy, margin = tokens[:1], float("inf")
+        for _ in range(NUM_GREEDY):
+            last = model(greedy, use_cache=False).logits[0, -1]
+            best = last.topk(2)
+            margin = min(margin, float(best.values[0] - best.values[1]))
+            greedy = torch.cat([greedy, best.indices[None, :1]], dim=1)
+    num_tokens = len(greedy[0, tokens.shape[1] :].unique())
+    if margin < 2e-3 or num_tokens < 12:
+        return False
+    np.savez_compressed(
+        HERE / name / "logits.npz",
+        tokens=tokens.numpy().astype(np.int32),
+        logits=logits.numpy(),
+        greedy=greedy[0, tokens.shape[1] :].numpy().astype(np.int32),
+    )
+    spread = float(logits.std())
+    print(  # noqa: T201
+        f"{name}: seed {seed}, logits {spread:.2f}, margin {margin:.4f}, "
+        f"{num_tokens} different tokens"
+    )
+    return True
+
+
+def main() -> None:
+    """Makes the families that are named, or all."""
+    for name in sys.argv[1:] or FAMILIES:
+        next(seed for seed in range(100) if make(name, seed))
+    versions = {m.__name__: m.__version__ for m in (torch, transformers, np)}
+    (HERE / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
