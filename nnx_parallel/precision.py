@@ -11,10 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from nnx_parallel.errors import suggests_names
+
 # Short names of the field, which NumPy does not know ("f4" are its four bytes).
 _SHORT_NAMES = {"bf16": jnp.bfloat16, "fp16": "f2", "fp32": "f4", "fp64": "f8"}
 
 
+@suggests_names
 @dataclass(frozen=True, kw_only=True)
 class Precision:
     """The three dtypes of mixed-precision training [1].

@@ -13,13 +13,16 @@ from jax.sharding import PartitionSpec as P
 from nnx_parallel import (
     FSDP,
     Callback,
+    Checkpoint,
     Composite,
     ConsoleLogger,
+    ContextParallel,
     DataParallel,
     PathNames,
     PathRules,
     Pipeline,
     PolicyRules,
+    Precision,
     Strategy,
     TensorParallel,
     Trainer,
@@ -235,6 +238,66 @@ def test_an_argument_of_the_trainer_by_another_name() -> None:
     message = "Trainer has no argument 'strategi'. Did you mean strategy=?"
     with pytest.raises(TypeError, match=whole(message)):
         make(MODEL, SGD, loss, strategi=FSDP())
+
+
+ZERO = "ZeRO-3 is 'params', ZeRO-2 'gradients', ZeRO-1 'optimizer'."
+MEANT = "Did you mean {}=?"
+OPTIONS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "a stage of ZeRO": (FSDP, {"stage": 3}, f"{MEANT.format('shard')} {ZERO}"),
+    "a limit of PyTorch": (FSDP, {"min_num_params": 1}, MEANT.format("min_size")),
+    "Orbax's limit": (Checkpoint, {"max_to_keep": 2}, MEANT.format("keep_last")),
+    "Flax's limit": (Checkpoint, {"keep": 2}, MEANT.format("keep_last")),
+    "what Lightning watches": (
+        Checkpoint,
+        {"monitor": "loss"},
+        MEANT.format("keep_best"),
+    ),
+    "a letter less": (TensorParallel, {"overlp": "ring"}, MEANT.format("overlap")),
+    "stages": (Pipeline, {"num_stages": 2}, MEANT.format("size")),
+    "another's option": (ContextParallel, {"sequence": True}, "TensorParallel has: {}"),
+    "the Trainer's": (Pipeline, {"num_microbatches": 4}, "Trainer has: {}"),
+    "devices": (DataParallel, {"devices": 4}, "Trainer has: {}"),
+    "a mesh for several": (Composite, {"mesh": None}, "Trainer has: {}"),
+    "a dtype": (Precision, {"dtype": "bf16"}, MEANT.format("compute")),
+    "nothing like it": (FSDP, {"zebra": 1}, "See help(FSDP)."),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_by_another_name(name: str) -> None:
+    options, given, remedy = OPTIONS[name]
+    (keyword,) = given
+    remedy = remedy.format(f"{keyword}=.")
+    message = f"{options.__name__} has no argument {keyword!r}. {remedy}"
+    with pytest.raises(TypeError, match=whole(message)):
+        options(**given)
+
+
+def test_an_option_of_several_has_them_all_named() -> None:
+    make: Any = Trainer
+    message = (
+        "Trainer has no argument 'shard'. FSDP has: shard=. "
+        "ZeRO-3 is 'params', ZeRO-2 'gradients', ZeRO-1 'optimizer'."
+    )
+    with pytest.raises(TypeError, match=whole(message)):
+        make(MODEL, SGD, loss, shard="params")
+    pattern = r"^Trainer has no argument 'size'\. .*\bFSDP\b.* have: size=\.$"
+    with pytest.raises(TypeError, match=pattern):
+        make(MODEL, SGD, loss, size=2)
+
+
+def test_too_many_options_by_position() -> None:
+    options: Any = DataParallel
+    message = "DataParallel takes size, rules by position, and got 3 after them."
+    with pytest.raises(TypeError, match=whole(message)):
+        options(1, (), 3)
+    options = Checkpoint
+    message = (
+        "Checkpoint takes directory by position, and got 100 after them. Pass all "
+        "others by name, such as every=."
+    )
+    with pytest.raises(TypeError, match=whole(message)):
+        options("runs/a", 100)
 
 
 @pytest.mark.parametrize("parts", [([FSDP(), TensorParallel(2)],), (FSDP,), ("fsdp",)])

@@ -114,7 +114,7 @@ def test_every_block_is_of_a_known_kind() -> None:
     known |= {"{include} ../CHANGELOG.md", "{include} ../README.md"}
     known |= {"{raw} html", "{error-list}"}
     known |= {"{worked-examples}", "{benchmark-results}", "{tutorial-cards}"}
-    known |= {"{migration-tables}", "{glossary}"}
+    known |= {"{migration-tables}", "{rubric} From plain NNX", "{glossary}"}
     known |= {f"{{drawing}} {name}" for name in drawings.FIGURES}
     for page in PAGES:
         assert {kind for kind, _ in blocks(page)} <= known, page.name

@@ -1,6 +1,7 @@
 """Passes over data with a length, and the last, smaller batch of each."""
 
 import functools
+import io
 import math
 import re
 import warnings
@@ -15,11 +16,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from rich.console import Console
 
 from nnx_parallel import (
     FSDP,
     Callback,
     Checkpoint,
+    ConsoleLogger,
     Mean,
     Pad,
     Pipeline,
@@ -266,6 +269,18 @@ def test_a_drop_that_is_met_in_the_data_is_said_at_the_line_of_the_fit() -> None
         "Done at step 6, not 9: 3 batches of the 3 epochs were left out, or missing."
     )
     assert message in said
+
+
+def test_a_drop_that_is_met_in_the_data_ends_with_a_whole_bar() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=80, force_terminal=False)
+    trainer = make_trainer(loggers=[ConsoleLogger(console=console)])
+    with pytest.warns(ParallelWarning, match="A last batch of 5 rows"):
+        trainer.fit(Files(), num_epochs=3)
+    assert [line[:9] for line in out.getvalue().splitlines() if "loss" in line] == [
+        "step 1/9 ",
+        "step 6/6 ",
+    ]
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:

@@ -60,6 +60,12 @@ def of_logits(model: Any, batch: Any) -> Any:
     return model(batch["x"])
 
 
+class Tensor:
+    """An array of PyTorch, which a DataLoader makes unless told otherwise."""
+
+    __module__ = "torch"
+
+
 def with_logits(model: Any, batch: Any) -> Any:
     return loss(model, batch), of_logits(model, batch)
 
@@ -143,6 +149,13 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         "batch['x'][0][0] of batch 0 has type float. Leaves must be NumPy or JAX "
         "arrays: convert it with `np.asarray`, dim 0 being the rows. One without dims, "
         "such as np.asarray(0.5), is shared by all rows.",
+    ),
+    "a DataLoader's own arrays": (
+        lambda: fit([{"x": Tensor()}]),
+        "batch['x'] of batch 0 has type Tensor. Leaves must be NumPy or JAX arrays: "
+        "convert it with `np.asarray`, dim 0 being the rows. One without dims, such as "
+        "np.asarray(0.5), is shared by all rows. A DataLoader does so in its "
+        "collate_fn.",
     ),
     "text in a batch": (
         lambda: fit([BATCH | {"label": np.array(["cat"] * 8)}]),

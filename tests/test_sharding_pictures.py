@@ -213,6 +213,13 @@ def test_what_cannot_be_drawn(mesh: Mesh) -> None:
         TypeError, match=re.escape("A dict without arrays cannot be dr")
     ):
         visualize({})
+    message = "`array` is a ndarray without a sharding. Place it first"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        visualize(np.ones(3))
+    # An object that is no pytree, as a Trainer is none, is a single leaf to JAX.
+    message = "A object without arrays cannot be drawn. Pass an array that lies on a m"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        visualize(object())
     single: Any = jax.device_put(np.ones(3), jax.devices()[3])
     assert "on one device" in str(visualize(thing=single))
     assert "│  3  │" in str(visualize(single))

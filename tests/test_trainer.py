@@ -186,6 +186,12 @@ def test_log_every_thins_the_log_and_not_the_history() -> None:
     assert len(history["loss"]) == 5
     trainer.fit(make_batches(5), 5)
     assert memory.messages[-1] == "All 5 steps are done: nothing to train."
+    memory = Memory()
+    resumed = make_trainer(loggers=[memory])
+    resumed.state = trainer.state
+    resumed.fit(make_batches(3), 3)
+    found = dict(line.split(maxsplit=1) for line in memory.messages[0].splitlines())
+    assert found["step"] == "5 done, and this fit asks for 3"
 
 
 def test_overfitting_sees_the_first_batches_over_and_over() -> None:

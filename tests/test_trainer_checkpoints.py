@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from nnx_parallel.errors import (
     DataError,
     DataExhaustedError,
     DisagreementError,
+    ParallelWarning,
 )
 from nnx_parallel.loggers import JSONLinesLogger
 from nnx_parallel.training.loop import Loop
@@ -412,6 +414,40 @@ def test_the_best_by_evaluation_is_kept(tmp_path: Path) -> None:
     history = trainer.fit(make_batches(6), 6, eval_data=make_batches(1), eval_every=1)
     best = int(history["eval_step"][np.argmin(history["eval_loss"])])
     assert saved_steps(tmp_path) == {best, 6}
+
+
+def test_a_metric_that_is_not_there_is_named_before_the_first_save(
+    tmp_path: Path,
+) -> None:
+    class Failing(Callback):
+        """Ends the fit at its third step, long before a save."""
+
+        def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
+            if step == 3:
+                raise RuntimeError("third step")
+
+    def fit(keep_best: str, **evaluation: Any) -> list[str]:
+        options = Checkpoint(tmp_path / keep_best, keep_best=keep_best)
+        trainer = make_trainer(options, callbacks=[Failing()])
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            with pytest.raises(RuntimeError, match="third step"):
+                trainer.fit(make_batches(5), 5, **evaluation)
+        said = [w for w in found if issubclass(w.category, ParallelWarning)]
+        assert {w.filename for w in said} <= {__file__}
+        return [str(w.message) for w in said]
+
+    message = "keep_best='los' is not among the metrics of step 1. A checkpoint without"
+    (said,) = fit("los")
+    assert said.startswith(message)
+    assert "'loss'" in said
+    (said,) = fit("eval_loss")
+    assert "the metrics of a fit without eval_data. A checkpoint" in said
+    evaluation = {"eval_data": make_batches(1), "eval_every": 2}
+    (said,) = fit("eval_los", **evaluation)
+    assert "the metrics of step 2. " in said
+    assert fit("grad_norm") == []
+    assert fit("eval_loss", **evaluation) == []
 
 
 def test_an_evaluation_that_cannot_be_logged_is_saved(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -37,6 +37,7 @@ from nnx_parallel.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CheckpointSaveError,
+    ParallelWarning,
     warn_user,
 )
 from nnx_parallel.precision import array_bytes
@@ -93,6 +94,7 @@ class CheckpointManager:
         self._read_only = read_only
         self._opened: SavedSteps | None = None
         self._save: AsyncSave | None = None
+        self._has_warned_of_best = False
         self._has_remains = False  # of a save that failed, in the directory
 
     @property
@@ -100,6 +102,18 @@ class CheckpointManager:
         """True if the best checkpoint is the best by an evaluation."""
         best = self.options and self.options.keep_best
         return (best or "").startswith("eval_")
+
+    def check_best(self, metrics: Collection[str], where: str) -> None:
+        """Warns, once, if the metric of ``keep_best`` is not among those of a step."""
+        best = self.options and self.options.keep_best
+        if best is None or best in metrics or self._has_warned_of_best:
+            return
+        self._has_warned_of_best = True
+        warn_user(
+            f"keep_best={best!r} is not among the metrics of {where}. A checkpoint "
+            f"without it never counts as best. Metrics: {sorted(metrics) or 'none'}.",
+            ParallelWarning,
+        )
 
     @property
     def warns(self) -> bool:
@@ -166,12 +180,12 @@ class CheckpointManager:
             CheckpointError: If another program has saved this step or a later one.
 
         Warns:
-            UserWarning: If the metric of ``keep_best`` is not among ``metrics``, or the
-                step is not saved.
+            UserWarning: If the metric of ``keep_best`` is not among ``metrics`` (once),
+                or the step is not saved.
         """
         if once and self.last_saved == step:
             return
-        options = self._open().options
+        self._open()  # an error if there is no directory
         if self.warns and jax.process_count() > 1:
             # All together, for this save begins with barriers: a process whose last
             # save has failed would wait in them for those that still write it.
@@ -186,13 +200,8 @@ class CheckpointManager:
                     )
                     return
         self.wait()
-        if metrics and options.keep_best not in {None, *metrics}:
-            warnings.warn(
-                f"keep_best={options.keep_best!r} is not among the metrics of step "
-                f"{step}, which therefore never counts as best. Metrics: "
-                f"{sorted(metrics)}.",
-                stacklevel=2,
-            )
+        if metrics:
+            self.check_best(metrics, f"step {step}")
         meta = {**self.description, "position": dict(position)}
         with self._reporting_failures():
             self.save_groups(step, to_groups(state), meta, metrics=metrics)

@@ -24,6 +24,7 @@ from nnx_parallel.errors import (
     CheckpointDirectoryError,
     CheckpointError,
     CheckpointNotFoundError,
+    suggests_names,
 )
 
 Metrics = Mapping[str, float]
@@ -161,6 +162,7 @@ _CHOICES = {
 }
 
 
+@suggests_names
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """Where checkpoints go, how often, and which are kept.

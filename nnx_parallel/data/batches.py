@@ -134,10 +134,12 @@ def _named_leaves(batch: Any) -> dict[str, Any]:
 
 def _check_leaf(name: str, leaf: Any) -> None:
     if not isinstance(leaf, np.ndarray | jax.Array):
+        is_torch = type(leaf).__module__.partition(".")[0] == "torch"
+        place = " A DataLoader does so in its collate_fn." if is_torch else ""
         raise DataError(
             f"{name} has type {type(leaf).__name__}. Leaves must be NumPy or JAX "
             "arrays: convert it with `np.asarray`, dim 0 being the rows. One without "
-            "dims, such as np.asarray(0.5), is shared by all rows."
+            f"dims, such as np.asarray(0.5), is shared by all rows.{place}"
         )
     kinds = (np.number, np.bool_, jax.dtypes.extended)  # extended: typed random keys
     if not any(jnp.issubdtype(leaf.dtype, kind) for kind in kinds):

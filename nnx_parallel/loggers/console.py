@@ -110,6 +110,10 @@ class ConsoleLogger:
         """Print the text on a line of its own."""
         self._print([text])
 
+    def shorten(self, num_steps: int) -> None:
+        """Make this the run's last step: its data had fewer batches than its length."""
+        self._line.num_steps = num_steps
+
     def finish(self) -> None:
         """Stop drawing. The line stays, with the run's time, if there were steps."""
         if self._live is not None:

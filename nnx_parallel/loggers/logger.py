@@ -73,6 +73,12 @@ class LoggerGroup:
         for logger in self._active():
             self._call(logger, logger.message, text)
 
+    def shorten(self, num_steps: int) -> None:
+        """Say that the run ends at this step, to each logger that shows an end."""
+        for logger in self._active():
+            if isinstance(logger, ConsoleLogger):
+                self._call(logger, logger.shorten, num_steps)
+
     def finish(self) -> None:
         """Finish every logger, even if one of them raises."""
         with contextlib.ExitStack() as stack:

@@ -11,6 +11,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from nnx_parallel.errors import suggests_names
 from nnx_parallel.init import first_arrays
 from nnx_parallel.mesh import MESH_AXES, Device, check_mesh, make_mesh
 from nnx_parallel.sharding.layout import Claims, Layout
@@ -168,6 +169,7 @@ class Strategy(abc.ABC):
         return describe_model(abstract, self.layout(mesh), optimizer)
 
 
+@suggests_names
 @dataclass(frozen=True, init=False)
 class Composite(Strategy):
     """Several strategies over one mesh: hybrid, 2D and 3D parallelism.

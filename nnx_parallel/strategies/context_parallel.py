@@ -4,11 +4,13 @@ from dataclasses import dataclass
 from typing import get_args
 
 from nnx_parallel.collectives.ring import Exchange, SequenceAxis
+from nnx_parallel.errors import suggests_names
 from nnx_parallel.sharding.layout import Claims
 from nnx_parallel.sharding.rules import Rules
 from nnx_parallel.strategies.base import Strategy
 
 
+@suggests_names
 @dataclass(frozen=True, repr=False)
 class ContextParallel(Strategy):
     """Context parallelism: the axis ``context`` splits the tokens of each sequence.

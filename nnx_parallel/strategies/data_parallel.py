@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 
+from nnx_parallel.errors import suggests_names
 from nnx_parallel.sharding.layout import Claims
 from nnx_parallel.sharding.rules import Rules
 from nnx_parallel.strategies.base import Strategy
 
 
+@suggests_names
 @dataclass(frozen=True, repr=False)
 class DataParallel(Strategy):
     """Data parallelism: the axis ``data`` splits the batch, each device has a replica.

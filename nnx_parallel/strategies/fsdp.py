@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from typing import get_args
 
 from nnx_parallel.collectives.ring import Mode
+from nnx_parallel.errors import suggests_names
 from nnx_parallel.sharding.layout import Claims
 from nnx_parallel.sharding.rules import FSDPRules, Rules, ZeroAxis, ZeroKind
 from nnx_parallel.strategies.base import Strategy
 
 
+@suggests_names
 @dataclass(frozen=True, repr=False)
 class FSDP(Strategy):
     """Fully sharded data parallelism: one mesh axis splits batch and training state.

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import get_args
 
+from nnx_parallel.errors import suggests_names
 from nnx_parallel.pipeline.run import Gather, PipelineSchedule
 from nnx_parallel.pipeline.stage import Stash
 from nnx_parallel.schedules.schedules import Fixed, OneFOneB, Schedule
@@ -11,6 +12,7 @@ from nnx_parallel.sharding.layout import Claims
 from nnx_parallel.strategies.base import Strategy
 
 
+@suggests_names
 @dataclass(frozen=True, repr=False)
 class Pipeline(Strategy):
     """Pipeline parallelism: stages of consecutive layers, run on many microbatches.

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from typing import get_args
 
 from nnx_parallel.collectives.ring import Overlap
+from nnx_parallel.errors import suggests_names
 from nnx_parallel.sharding.layout import Claims
 from nnx_parallel.sharding.rules import Rules
 from nnx_parallel.strategies.base import Strategy
 
 
+@suggests_names
 @dataclass(frozen=True, repr=False)
 class TensorParallel(Strategy):
     """Tensor parallelism: the axis ``tensor`` splits heads, hidden units, vocabulary.

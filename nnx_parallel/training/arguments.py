@@ -5,25 +5,21 @@ Whatever else is wrong is found where the argument is read.
 
 from __future__ import annotations
 
-import difflib
-import functools
 import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from flax import nnx
 from jax.sharding import Mesh
 
 from nnx_parallel.checkpoint.options import Checkpoint
+from nnx_parallel.errors import kind_of
 from nnx_parallel.precision import Precision
 from nnx_parallel.sharding.path_names import PathNames
 from nnx_parallel.strategies.base import Strategy
 from nnx_parallel.training.callback import Callback
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _KINDS: dict[str, tuple[Any, str]] = {
     "eval_loss": (Callable, "a function loss(model, batch), as the loss is"),
@@ -55,37 +51,6 @@ _LISTS: dict[str, tuple[Callable[[object], bool], str, str]] = {
 }
 """The same of lists: whether an element is valid, what it is called, an example."""
 
-_OTHER_NAMES = {
-    "epochs": "num_epochs",
-    "max_epochs": "num_epochs",
-    "steps": "num_steps",
-    "max_steps": "num_steps",
-    "train_steps": "num_steps",
-    "num_train_epochs": "num_epochs",
-    "drop_last": "last_batch",
-    "drop_remainder": "last_batch",
-    "accumulate_grad_batches": "num_microbatches",
-    "gradient_accumulation_steps": "num_microbatches",
-    "grad_accum": "num_microbatches",
-    "gradient_accumulation": "num_microbatches",
-    "batch_size": "global_batch_size",
-    "val_data": "eval_data",
-    "validation_data": "eval_data",
-    "eval_dataset": "eval_data",
-    "val_every": "eval_every",
-    "tx": "optimizer",
-    "loss_fn": "loss",
-    "logger": "loggers",
-    "dtype": "precision",
-    "checkpoint_dir": "checkpoint",
-    "output_dir": "checkpoint",
-    "gradient_checkpointing": "remat",
-}
-"""Our names of what other libraries' trainers take."""
-
-_KNOWN: dict[str, list[str]] = {}
-"""Arguments by the name of what takes them, once `suggests_names` has seen it."""
-
 
 def check_arguments(
     model: object, optimizer: object, loss: object, **arguments: object
@@ -103,7 +68,7 @@ def check_arguments(
         )
     if not callable(loss):
         raise TypeError(
-            f"loss is {_found(loss)}. It must be a function loss(model, batch), which "
+            f"loss is {kind_of(loss)}. It must be a function loss(model, batch), which "
             "returns a scalar or a Mean."
         )
     if arguments["devices"] is not None and arguments["mesh"] is not None:
@@ -139,21 +104,21 @@ def check_arguments(
         value = arguments[name]
         if value is not None and not isinstance(value, kind):
             called = _if_called(value, lambda x, kind=kind: issubclass(x, kind))
-            raise TypeError(f"{name} is {_found(value)}. It must be {rule}{called}.")
+            raise TypeError(f"{name} is {kind_of(value)}. It must be {rule}{called}.")
     for name, (is_valid, kind, example) in _LISTS.items():
         value = arguments[name]
         if value is None:
             continue
         if isinstance(value, str) or not isinstance(value, Iterable):
             raise TypeError(
-                f"{name} is {_found(value)}. It must be a list, also of a single "
+                f"{name} is {kind_of(value)}. It must be a list, also of a single "
                 f"{kind}, such as {example}."
             )
         # An iterator is not looked into: it would be empty afterwards.
         for i, element in enumerate(value if isinstance(value, list | tuple) else ()):
             if inspect.isclass(element) or not is_valid(element):
                 raise TypeError(
-                    f"{name}[{i}] is {_found(element)}. It must be a {kind}"
+                    f"{name}[{i}] is {kind_of(element)}. It must be a {kind}"
                     f"{_if_called(element, is_valid)}."
                 )
 
@@ -167,60 +132,16 @@ def _check_model(model: object) -> None:
         inspect.isclass(model) and linen and issubclass(model, linen)
     ):
         raise TypeError(
-            f"model is {_found(model)}, which Flax Linen has made. It must be an NNX "
+            f"model is {kind_of(model)}, which Flax Linen has made. It must be an NNX "
             "module: nnx.bridge.ToNNX(model, rngs=rngs).lazy_init(x) makes one of it, "
             "and https://flax.readthedocs.io/en/latest/guides/linen_to_nnx.html says "
             "how to port it."
         )
     if not callable(model):
         raise TypeError(
-            f"model is {_found(model)}. It must be an nnx.Module, or a function of "
+            f"model is {kind_of(model)}. It must be an nnx.Module, or a function of "
             "random keys that builds one: lambda rngs: Net(rngs=rngs)."
         )
-
-
-def suggests_names(function: Callable[P, R]) -> Callable[P, R]:
-    """A function whose errors for arguments that it does not take name the valid ones.
-
-    For a keyword: the nearest it has, or the method that has it.
-    """
-    parameters = inspect.signature(function).parameters.values()
-    known = [p.name for p in parameters][1:]  # after `self`
-    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
-    title = function.__qualname__.removesuffix(".__init__")
-    _KNOWN[title] = known
-
-    @functools.wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        if extra := args[len(positional) + 1 :]:
-            raise TypeError(
-                f"{title} takes {', '.join(positional)} by position, and got "
-                f"{_found(extra[0])} after them. Pass all others by name, such as "
-                f"{known[len(positional)]}=."
-            )
-        for name in kwargs:
-            if name not in known:
-                other = _OTHER_NAMES.get(name, name)
-                near = difflib.get_close_matches(name, known, n=1)
-                near = [other] if other in known else near
-                homes = [home for home, names in _KNOWN.items() if other in names]
-                remedy = f"Did you mean {near[0]}=?" if near else f"See help({title})."
-                if homes and title not in homes:
-                    remedy = f"{homes[0]} has: {other}=."
-                raise TypeError(f"{title} has no argument {name!r}. {remedy}")
-        return function(*args, **kwargs)
-
-    return wrapped
-
-
-def _found(value: object) -> str:
-    """A value as an error names it."""
-    if inspect.isclass(value):
-        return f"the class {value.__name__}"
-    if isinstance(value, str | int | float):
-        return f"{value!r}"
-    name = type(value).__name__
-    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 def _if_called(value: object, is_valid: Callable[[Any], bool]) -> str:

@@ -185,6 +185,8 @@ class Loop:
         # A resumed run is warned where its batches are skipped.
         if checkpoints.options and run.step == 0:
             warn_of_one_shot(self.data)
+        if checkpoints.ranks_by_eval and self.eval_data is None:
+            checkpoints.check_best((), "a fit without eval_data")
         # From here on the processes' programs depend on what they agree on here.
         settings = checkpoints.description | {
             "num_steps": self.num_steps,
@@ -290,6 +292,7 @@ class Loop:
                 f"{self.num_epochs} epochs were left out, or missing."
             )
         self.num_steps = step
+        self._logger.shorten(step)
 
     def _prefetch(self, step: int) -> PrefetchIterator:
         run = self.run
@@ -404,6 +407,7 @@ class Loop:
                 numbers = {k: x for k, x in found.items() if isinstance(x, float)}
                 self.run.metrics |= {f"eval_{name}": x for name, x in numbers.items()}
                 self._recorder.record_eval(step, numbers)
+                self.run.checkpoints.check_best(self.run.metrics, f"step {step}")
                 for callback in self.settings.callbacks:
                     callback.on_eval_end(self.trainer, step, found)
         except Exception as error:
@@ -426,5 +430,8 @@ class Loop:
             error.add_note(f"Besides: {failure}")
 
     def _on_step_end(self, step: int, metrics: Values) -> None:
+        if not self.run.checkpoints.ranks_by_eval:
+            # Now, as soon as names are known, not after hours at the first save.
+            self.run.checkpoints.check_best(metrics, f"step {step}")
         for callback in self.settings.callbacks:
             callback.on_step_end(self.trainer, step, metrics)

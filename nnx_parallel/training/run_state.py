@@ -326,7 +326,9 @@ class RunState:
         if self._is_introduced:
             return ""
         self._is_introduced = True
-        facts = self.facts() | {"step": f"{self.step:,} of {num_steps:,}"}
+        # A run may be past the end that this fit asks for.
+        of = "of" if self.step <= num_steps else "done, and this fit asks for"
+        facts = self.facts() | {"step": f"{self.step:,} {of} {num_steps:,}"}
         return aligned([*facts.items()])
 
     def describe(self) -> Description:

@@ -13,6 +13,7 @@ from nnx_parallel.data.batches import data_share
 from nnx_parallel.data.rows import LastBatch
 from nnx_parallel.distributed.agreement import meet
 from nnx_parallel.drawing import as_html
+from nnx_parallel.errors import suggests_names
 from nnx_parallel.layers.scan import Remat
 from nnx_parallel.loggers.logger import Logger
 from nnx_parallel.mesh import Device
@@ -22,7 +23,7 @@ from nnx_parallel.sharding.path_names import PathNames
 from nnx_parallel.state import TrainState, plan_state
 from nnx_parallel.strategies.base import Strategy
 from nnx_parallel.strategies.data_parallel import DataParallel
-from nnx_parallel.training.arguments import check_arguments, suggests_names
+from nnx_parallel.training.arguments import check_arguments
 from nnx_parallel.training.callback import Callback
 from nnx_parallel.training.diagnostics import check_length, check_model, check_seed
 from nnx_parallel.training.evaluation import Programs, params_of

@@ -65,15 +65,17 @@ def visualize(thing: Any, **costs: Any) -> Picture:
     # By attributes, since a `jax.ShapeDtypeStruct` is drawn like an array.
     if hasattr(thing, "shape") and hasattr(thing, "sharding"):
         return array_picture(ShardMap(thing))
-    maps = [
-        # A Variable's array has a key path in `.value`, which is no part of its name.
-        ShardMap(leaf, path_of(keys).removesuffix(".value"))
-        for keys, leaf in jax.tree_util.tree_leaves_with_path(thing)
-    ]
-    if not maps:
+    leaves = jax.tree_util.tree_leaves_with_path(thing)
+    # What is no pytree, such as a Trainer, is one leaf to JAX, at an empty path.
+    if not leaves or (not leaves[0][0] and not hasattr(thing, "shape")):
         raise TypeError(
             f"A {type(thing).__name__} without arrays cannot be drawn. Pass an array "
-            "that lies on a mesh, a model, any pytree of such arrays, the Table of a "
-            "schedule, or what strategy.describe returns."
+            "that lies on a mesh, a model such as trainer.model, any pytree of such "
+            "arrays, the Table of a schedule, or what strategy.describe returns."
         )
+    maps = [
+        # A Variable's array has a key path in `.value`, which is no part of its name.
+        ShardMap(leaf, path_of(keys).removesuffix(".value") or "array")
+        for keys, leaf in leaves
+    ]
     return tree_picture(type(thing).__name__, maps)
