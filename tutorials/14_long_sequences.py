@@ -53,9 +53,12 @@ def compile_step(strategy, devices, seq_len):
     return trainer.train_step.lower(trainer.state, batch).compile()
 
 
+LENGTH = 32_768
+
+
 def kib_per_token(strategy, devices):
-    memory = compile_step(strategy, devices, 4096).memory_analysis()
-    return memory.temp_size_in_bytes / 4096 / 1024
+    memory = compile_step(strategy, devices, LENGTH).memory_analysis()
+    return memory.temp_size_in_bytes / LENGTH / 1024
 
 
 before = kib_per_token(DataParallel(1), one)
@@ -65,8 +68,8 @@ print(f"ContextParallel(8): {after:5.2f} KiB a token, on each device")
 
 # %% [markdown]
 # Each device has an eighth of the tokens, and about an eighth of their activations: sequences can be
-# eight times as long. No device ever holds the scores of all queries with all keys, which for 4,096
-# tokens and four heads would be 256 MiB: attention runs in blocks.
+# eight times as long. No device ever holds the scores of all queries with all keys, which for 32,768
+# tokens and four heads would be 16 GiB: attention runs in blocks.
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
 assert before / after > 6

@@ -213,7 +213,8 @@ def test_a_save_that_fails_on_one_process_is_told_at_once(tmp_path: Path) -> Non
 def test_a_kill_in_the_middle_of_a_save_ends_all_processes(tmp_path: Path) -> None:
     saved = {"directory": str(tmp_path / "run"), "every": 4}
     settings = break_process("kill", checkpoint=saved)
-    settings |= {"model": "wide", "fault": settings["fault"] | {"step": 9}}
+    fault = {"step": None, "in_save": str(tmp_path / "run/8.orbax-checkpoint-tmp")}
+    settings |= {"model": "wide", "fault": settings["fault"] | fault}
     ended = launch(settings)
     assert ended.code == 128 + signal.SIGKILL, ended.text
     assert "[0] " + LOST + "its connection closed without an exit message" in ended.text
