@@ -219,7 +219,8 @@ def test_a_kill_in_the_middle_of_a_save_ends_all_processes(tmp_path: Path) -> No
     assert ended.code == 128 + signal.SIGKILL, ended.text
     assert "[0] " + LOST + "its connection closed without an exit message" in ended.text
     left = sorted(path.name for path in (tmp_path / "run").glob("[0-9]*"))
-    assert left == ["4", "8.orbax-checkpoint-tmp"]
+    # Process 0 may be in the save too, which then fails and deletes what it wrote.
+    assert left in (["4"], ["4", "8.orbax-checkpoint-tmp"])
     assert ended.seconds < 30
 
 
