@@ -141,6 +141,7 @@ def linear_cross_entropy(
     *,
     vocab_dim: int = 1,
     z_loss: float = 0.0,
+    softcap: float | None = None,
     chunk_size: int | None = None,
 ) -> Mean:
     """`cross_entropy` of ``hidden @ kernel``, without ever holding all of its logits.
@@ -160,13 +161,15 @@ def linear_cross_entropy(
         weights: ``(batch, seq)``; 0 leaves a label out. By default all count 1.
         vocab_dim: The dim of ``kernel`` that is ``vocab``.
         z_loss: Weight of the squared log-normaliser.
+        softcap: Bound c of the logits, which are then ``c * tanh(logits / c)``.
         chunk_size: Tokens of a chunk on each device; by default 128 MiB of logits.
 
     Returns:
         The `Mean` in nats per label. It is differentiable once, in reverse mode.
 
     Raises:
-        ValueError: If shapes do not fit, or ``chunk_size`` is below 1.
+        ValueError: If shapes do not fit, ``chunk_size`` is below 1, or ``softcap`` is
+            not above 0.
 
     Example:
         >>> hidden, kernel = jnp.zeros((2, 8, 4)), jnp.ones((4, 16))
@@ -184,6 +187,8 @@ def linear_cross_entropy(
     _check_shapes(hidden, kernel, labels, weights, vocab_dim)
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1.")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap is {softcap}; it must be above 0, or None.")
     labels = labels.astype(jnp.int32)
     _observe(labels, weights, kernel.shape[vocab_dim])
     if weights is None:
@@ -191,7 +196,7 @@ def linear_cross_entropy(
     else:
         weights = weights.astype(jnp.float32)
         weight = weights.sum()
-    plan = _ChunkPlan(hidden, kernel, vocab_dim % 2, z_loss, chunk_size)
+    plan = _ChunkPlan(hidden, kernel, vocab_dim % 2, (z_loss, softcap), chunk_size)
     hidden, labels, weights = map(plan.split, (hidden, labels, weights))
     total: Any = _chunked(plan, kernel, (hidden, labels, weights))
     return Mean(total, weight)
@@ -212,7 +217,7 @@ class _ChunkPlan:
         hidden: Array,
         kernel: Array,
         vocab_dim: int,
-        z_loss: float,
+        shaped: tuple[float, float | None],  # z_loss and softcap
         chunk_size: int | None,
     ) -> None:
         layout = active_layout()
@@ -220,7 +225,7 @@ class _ChunkPlan:
         if layout is not None and layout.is_silent(("batch", "seq", "embed", "vocab")):
             layout = None
         self.vocab_dim, self.kernel_dtype = vocab_dim, kernel.dtype
-        self.z_loss, self.layout = z_loss, layout
+        (self.z_loss, self.softcap), self.layout = shaped, layout
         self.rows = self.parts = splits = gathered = 1
         self.token_spec = P()  # of rows and parts, where their logits are
         vocab = kernel.shape[vocab_dim]
@@ -294,6 +299,8 @@ class _ChunkPlan:
         logits = jnp.tensordot(x, kernel, axes, preferred_element_type=jnp.float32)
         # (rows, parts, tokens, vocab)
         logits = self.place(logits, "batch", "seq", None, "vocab")
+        if self.softcap:
+            logits = self.softcap * jnp.tanh(logits / self.softcap)
         losses, normaliser, is_class, is_label = _token_losses(logits, labels)
         scale = jnp.where(is_class, weights, 0.0)[..., None]
         softmax = jnp.exp(logits - normaliser[..., None])
@@ -302,6 +309,8 @@ class _ChunkPlan:
         if self.z_loss:
             losses += self.z_loss * normaliser**2
             slope += 2 * self.z_loss * normaliser[..., None] * softmax
+        if self.softcap:  # the derivative of tanh is 1 - tanh**2
+            slope *= 1 - (logits / self.softcap) ** 2
         return losses, scale * slope
 
 

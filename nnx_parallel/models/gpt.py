@@ -1,4 +1,4 @@
-"""A transformer decoder in the shapes of GPT-2 and Llama 3, and its loss.
+"""A transformer decoder in the shapes of GPT-2, Llama, Qwen and Gemma, and its loss.
 
 Written for one device. Every dim of a parameter or activation has a name, by which a
 strategy places it; the sizes are those of `GPTConfig.sizes`.
@@ -6,8 +6,7 @@ strategy places it; the sizes are those of `GPTConfig.sizes`.
 References:
     [1] Radford et al., "Language Models are Unsupervised Multitask Learners", 2019,
     section 2.3 (pre-norm, residual outputs scaled by depth).
-    [2] Su et al., "RoFormer", 2021, section 3.2, https://arxiv.org/abs/2104.09864
-    [3] Chowdhery et al., "PaLM", 2022, section 2, https://arxiv.org/abs/2204.02311
+    [2] Chowdhery et al., "PaLM", 2022, section 2, https://arxiv.org/abs/2204.02311
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from flax import nnx
 from nnx_parallel.layers import (
     Dense,
     Embed,
-    Implementation,
     Stack,
     attention,
     linear_cross_entropy,
@@ -32,6 +30,7 @@ from nnx_parallel.layers import (
 )
 from nnx_parallel.metrics import Mean
 from nnx_parallel.models.gpt_config import GPTConfig
+from nnx_parallel.models.rotary import frequencies, rotate
 from nnx_parallel.sharding import constrain
 
 Start = int | jax.Array
@@ -47,6 +46,7 @@ def _dense(
     *,
     rngs: nnx.Rngs,
     is_residual: bool = False,
+    use_bias: bool | None = None,
 ) -> Dense:
     # 2 outputs per block add to the residual stream: its variance stays put with depth.
     scale = (2 * config.num_layers) ** -0.5 if is_residual else 1.0
@@ -54,23 +54,48 @@ def _dense(
         {name: config.sizes[name] for name in in_names.split()},
         {name: config.sizes[name] for name in out_names.split()},
         rngs=rngs,
-        use_bias=config.use_bias,
+        use_bias=config.use_bias if use_bias is None else use_bias,
         kernel_init=nnx.initializers.normal(0.02 * scale),
     )
 
 
-def _norm(config: GPTConfig, *, rngs: nnx.Rngs) -> nnx.LayerNorm | nnx.RMSNorm:
-    # Both take their statistics and normalise in float32, whatever x and scale are.
-    scale_init = named(nnx.initializers.ones_init(), "embed")
+class ZeroCenteredRMSNorm(nnx.Module):
+    """RMSNorm whose scale is 1 plus a parameter, so that weight decay pulls it to 1."""
+
+    def __init__(self, size: int, epsilon: float, name: str) -> None:
+        init = named(nnx.initializers.zeros_init(), name)
+        self.scale = nnx.Param(init(jax.random.key(0), (size,)))
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """(..., size) to the same, computed in float32."""
+        wide = x.astype(jnp.float32)
+        variance = (wide**2).mean(-1, keepdims=True)
+        scale = 1 + self.scale[...].astype(jnp.float32)
+        normed = wide * jax.lax.rsqrt(variance + self.epsilon)
+        return (normed * jnp.broadcast_to(scale, x.shape)).astype(x.dtype)
+
+
+Norm = nnx.LayerNorm | nnx.RMSNorm | ZeroCenteredRMSNorm
+
+
+def _rms_norm(config: GPTConfig, name: str, *, rngs: nnx.Rngs) -> Norm:
+    size, epsilon = config.sizes[name], config.norm_epsilon
+    if config.zero_centered_norm:
+        return ZeroCenteredRMSNorm(size, epsilon, name)
+    scale_init = named(nnx.initializers.ones_init(), name)
+    return nnx.RMSNorm(size, epsilon=epsilon, scale_init=scale_init, rngs=rngs)
+
+
+def _norm(config: GPTConfig, *, rngs: nnx.Rngs) -> Norm:
+    # All take their statistics and normalise in float32, whatever x and scale are.
     if config.norm == "rms":
-        return nnx.RMSNorm(
-            config.embed_dim, epsilon=1e-5, scale_init=scale_init, rngs=rngs
-        )
+        return _rms_norm(config, "embed", rngs=rngs)
     return nnx.LayerNorm(
         config.embed_dim,
-        epsilon=1e-5,
+        epsilon=config.norm_epsilon,
         use_bias=config.use_bias,
-        scale_init=scale_init,
+        scale_init=named(nnx.initializers.ones_init(), "embed"),
         bias_init=named(nnx.initializers.zeros_init(), "embed"),
         rngs=rngs,
     )
@@ -78,29 +103,6 @@ def _norm(config: GPTConfig, *, rngs: nnx.Rngs) -> nnx.LayerNorm | nnx.RMSNorm:
 
 def _dropout(config: GPTConfig, *, rngs: nnx.Rngs) -> nnx.Dropout:
     return nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
-
-
-def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
-    """Rotary position embedding: scores then depend on distances only [2].
-
-    Feature i and feature i + head_dim / 2 are a point in the plane, which turns by
-    ``position * theta ** (-2 i / head_dim)``.
-
-    Args:
-        x: ``(batch, seq, heads, head_dim)``, queries or keys.
-        positions: int ``(seq,)``, or ``(batch, seq)``.
-        theta: Base of the wavelengths.
-    """
-    half = x.shape[-1] // 2
-    frequencies = theta ** (-jnp.arange(half) / half)  # (half,)
-    of_all = (None,) * positions.ndim
-    angles = positions[..., None] * frequencies[of_all]  # (seq, half), or of a batch
-    dims = (0, 2) if positions.ndim == 1 else (2,)
-    cos = jnp.expand_dims(jnp.cos(angles), dims)  # (1 or batch, seq, 1, half)
-    sin = jnp.expand_dims(jnp.sin(angles), dims)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
 def _positions(start: Start, length: int) -> jax.Array:
@@ -115,13 +117,16 @@ class Attention(nnx.Module):
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         dense = partial(_dense, config, rngs=rngs)
-        self.query = dense("embed", "heads head_dim")
-        self.key = dense("embed", "kv_heads head_dim")
-        self.value = dense("embed", "kv_heads head_dim")
+        self.query = dense("embed", "heads head_dim", use_bias=config.qkv_bias)
+        self.key = dense("embed", "kv_heads head_dim", use_bias=config.qkv_bias)
+        self.value = dense("embed", "kv_heads head_dim", use_bias=config.qkv_bias)
         self.out = dense("heads head_dim", "embed", is_residual=True)
-        self.implementation: Implementation | None = config.attention
-        self.window, self.softcap = config.window, config.softcap
-        self.rope_theta = config.rope_theta if config.positions == "rope" else None
+        norm = partial(_rms_norm, config, "head_dim", rngs=rngs)
+        self.query_norm = norm() if config.qk_norm else None
+        self.key_norm = norm() if config.qk_norm else None
+        # Of each layer, where layers differ: one block serves them all.
+        self.is_local = nnx.Variable(jnp.array(False)) if config.is_mixed else None
+        self.config = config
 
     def __call__(
         self,
@@ -136,22 +141,65 @@ class Attention(nnx.Module):
         query = constrain(self.query(x), "batch", "seq", "heads", "head_dim")
         key = constrain(self.key(x), "batch", "seq", "kv_heads", "head_dim")
         value = constrain(self.value(x), "batch", "seq", "kv_heads", "head_dim")
-        if self.rope_theta is not None:
-            query = rotate(query, positions, self.rope_theta)
-            key = rotate(key, positions, self.rope_theta)
-        attend = partial(
-            attention, query, implementation=self.implementation, softcap=self.softcap
-        )
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if self.config.positions == "rope":
+            angles = self._frequencies()
+            query = rotate(query, positions, angles)
+            key = rotate(key, positions, angles)
         if cache is None:
-            rules: dict[str, Any] = {"segments": segments, "window": self.window}
-            return self.out(attend(key, value, causal=True, **rules)), None
+            return self.out(self._attend(query, key, value, segments)), None
         keys, values = _write(cache[0], key, start), _write(cache[1], value, start)
-        seen = jnp.arange(keys.shape[1])[None, :] <= positions[:, None]
-        if self.window is not None:
-            first = positions[:, None] - self.window
-            seen &= jnp.arange(keys.shape[1])[None, :] >= first
+        seen = self._seen(jnp.arange(keys.shape[1])[None, :], positions[:, None])
         mask = seen[None, None]  # (1, 1, seq, total_len)
-        return self.out(attend(keys, values, mask=mask)), (keys, values)
+        return self.out(self._attention(query, keys, values, mask=mask)), (keys, values)
+
+    def _frequencies(self) -> jax.Array:
+        """Of the rotation in this layer: (head_dim / 2,)."""
+        config, head_dim = self.config, self.config.sizes["head_dim"]
+        plain = frequencies(head_dim, config.rope_theta, config.rope_scaling)
+        if self.is_local is None or config.local_rope_theta is None:
+            return plain
+        local = frequencies(head_dim, config.local_rope_theta)
+        return jnp.where(self.is_local[...], local, plain)
+
+    def _attend(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        segments: jax.Array | None,
+    ) -> jax.Array:
+        """Causal attention, in the window of a local layer."""
+
+        def attend(window: int | None, *qkv: jax.Array) -> jax.Array:
+            return self._attention(*qkv, causal=True, segments=segments, window=window)
+
+        local, whole = partial(attend, self.config.window), partial(attend, None)
+        if self.is_local is not None:  # a layer runs one of the two
+            return jax.lax.cond(self.is_local[...], local, whole, query, key, value)
+        is_local = self.config.kinds[0] == "local"
+        return (local if is_local else whole)(query, key, value)
+
+    def _attention(self, *qkv: jax.Array, **rules: Any) -> jax.Array:
+        config = self.config
+        return attention(
+            *qkv,
+            implementation=config.attention,
+            softcap=config.softcap,
+            scale=config.attention_scale,
+            **rules,
+        )
+
+    def _seen(self, keys: jax.Array, queries: jax.Array) -> jax.Array:
+        """Whether queries (seq, 1) see keys (1, total_len) of a cache, by position."""
+        seen = keys <= queries
+        if self.config.window is None:
+            return seen
+        near = seen & (keys >= queries - self.config.window)
+        if self.is_local is not None:
+            return jnp.where(self.is_local[...], near, seen)
+        return near if self.config.kinds[0] == "local" else seen
 
 
 def _write(cache: jax.Array, new: jax.Array, start: int | jax.Array) -> jax.Array:
@@ -160,27 +208,29 @@ def _write(cache: jax.Array, new: jax.Array, start: int | jax.Array) -> jax.Arra
 
 
 class MLP(nnx.Module):
-    """GELU, or SwiGLU, which gates the hidden layer."""
+    """GELU; or SwiGLU or GEGLU, which gate the hidden layer."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         dense = partial(_dense, config, rngs=rngs)
         self.up = dense("embed", "mlp")
-        self.gate = dense("embed", "mlp") if config.activation == "swiglu" else None
+        self.gate = None if config.activation == "gelu" else dense("embed", "mlp")
         self.down = dense("mlp", "embed", is_residual=True)
+        self.activate = jax.nn.silu if config.activation == "swiglu" else jax.nn.gelu
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """(batch, seq, embed) to the same, through (batch, seq, mlp)."""
         hidden = constrain(self.up(x), "batch", "seq", "mlp")
         if self.gate is None:
-            return self.down(jax.nn.gelu(hidden))
+            return self.down(self.activate(hidden))
         gate = constrain(self.gate(x), "batch", "seq", "mlp")
-        return self.down(jax.nn.silu(gate) * hidden)
+        return self.down(self.activate(gate) * hidden)
 
 
 class Block(nnx.Module):
     """Attention and MLP, added to the residual stream.
 
-    Each behind a norm of its own, one after the other; or both from one norm [3].
+    Each behind a norm of its own, one after the other, and perhaps followed by
+    another; or both from one norm [2].
     """
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
@@ -189,6 +239,9 @@ class Block(nnx.Module):
         is_parallel = config.block == "parallel"
         self.mlp_norm = None if is_parallel else _norm(config, rngs=rngs)
         self.mlp = MLP(config, rngs=rngs)
+        post = config.post_norms
+        self.attention_post_norm = _norm(config, rngs=rngs) if post else None
+        self.mlp_post_norm = _norm(config, rngs=rngs) if post else None
         self.dropout = _dropout(config, rngs=rngs)
 
     def __call__(
@@ -201,10 +254,15 @@ class Block(nnx.Module):
         """(batch, seq, embed) to the same; given a cache, returns it with x added."""
         normed = self.attention_norm(x)
         attended, new_cache = self.attention(normed, start, cache, segments)
+        if self.attention_post_norm is not None:
+            attended = self.attention_post_norm(attended)
         x = constrain(x + self.dropout(attended), "batch", "seq", "embed")
         if self.mlp_norm is not None:
             normed = self.mlp_norm(x)
-        x = x + self.dropout(self.mlp(normed))
+        hidden = self.mlp(normed)
+        if self.mlp_post_norm is not None:
+            hidden = self.mlp_post_norm(hidden)
+        x = x + self.dropout(hidden)
         x = constrain(x, "batch", "seq", "embed")
         return x if cache is None else (x, new_cache)
 
@@ -240,6 +298,10 @@ class GPT(nnx.Module):
             rngs=rngs,
             remat=config.remat,
         )
+        if config.is_mixed:
+            is_local = jnp.array([kind == "local" for kind in config.kinds])
+            block: Any = self.blocks.layer
+            block.attention.is_local.set_value(is_local)
         self.norm = _norm(config, rngs=rngs)
         init = nnx.initializers.normal(0.02)
         self.head = (
@@ -309,6 +371,8 @@ class GPT(nnx.Module):
     def _embed(self, tokens: jax.Array, start: Start) -> jax.Array:
         self.config.check_length(tokens.shape[1])
         x = self.embed(tokens)  # (batch, seq, embed)
+        if self.config.scale_embedding:
+            x = x * jnp.asarray(self.config.embed_dim**0.5, x.dtype)
         if self.positions is not None:
             positions = _positions(start, tokens.shape[1])
             positions = positions if positions.ndim > 1 else positions[None, :]
@@ -317,8 +381,11 @@ class GPT(nnx.Module):
 
     def _logits(self, x: jax.Array) -> jax.Array:
         if self.head is None:
-            return self.embed.attend(x)
-        return constrain(self.head(x), "batch", "seq", "vocab")
+            logits = self.embed.attend(x)
+        else:
+            logits = constrain(self.head(x), "batch", "seq", "vocab")
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def next_token_loss(model: GPT, batch: jax.Array | Mapping[str, jax.Array]) -> Mean:
@@ -376,4 +443,5 @@ def next_token_loss(model: GPT, batch: jax.Array | Mapping[str, jax.Array]) -> M
         weights,
         vocab_dim=vocab_dim,
         z_loss=model.config.z_loss,
+        softcap=model.config.logit_softcap,
     )

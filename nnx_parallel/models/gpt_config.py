@@ -9,6 +9,10 @@ References:
     https://arxiv.org/abs/2002.05202
     [5] Chowdhery et al., "PaLM", 2022, sections 2 and 5, appendix B,
     https://arxiv.org/abs/2204.02311
+    [6] Gemma Team, "Gemma 2", 2024, section 2, https://arxiv.org/abs/2408.00118
+    [7] Dehghani et al., "Scaling Vision Transformers to 22 Billion Parameters", 2023,
+    section 2, https://arxiv.org/abs/2302.05442
+    [8] Gemma Team, "Gemma 3", 2025, section 2, https://arxiv.org/abs/2503.19786
 """
 
 from __future__ import annotations
@@ -17,11 +21,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from nnx_parallel.layers import Implementation, Remat, check_remat
+from nnx_parallel.models.presets import LLAMA, PRESETS
+from nnx_parallel.models.rotary import RopeScaling
 
 Norm = Literal["layer", "rms"]
 Positions = Literal["learned", "rope"]
-Activation = Literal["gelu", "swiglu"]
+Activation = Literal["gelu", "swiglu", "geglu"]
 Arrangement = Literal["sequential", "parallel"]
+LayerKind = Literal["local", "global"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,19 +46,32 @@ class GPTConfig:
         head_dim: Width of a head; ``None``: ``embed_dim / num_heads``.
         mlp_dim: Width of the MLP; ``None``: ``4 * embed_dim``.
         norm: LayerNorm or RMSNorm, before attention and MLP.
+        norm_epsilon: Added to the variance.
+        zero_centered_norm: An RMSNorm's scale is 1 plus its parameter [6].
+        post_norms: Another norm after attention and after the MLP [6].
+        qk_norm: RMSNorm of queries and keys, before they are rotated [7].
         positions: A learned table, or rotation of queries and keys [3].
         rope_theta: Base of the rotation's wavelengths.
-        activation: GELU, or SwiGLU with its third kernel [4].
+        rope_scaling: How they are stretched; ``None``: not.
+        local_rope_theta: Base in local layers, which are not stretched then [8];
+            ``None``: all layers rotate alike.
+        activation: GELU, or with a third kernel SwiGLU or GEGLU [4].
         block: MLP after attention, each behind a norm of its own; or both ``parallel``
             from one norm, added together [5]: their products then share one input and
             one sum, so that tensor parallelism has less to wait for.
         use_bias: Whether kernels and LayerNorms have biases.
+        qkv_bias: Whether queries, keys and values have; ``None`` follows ``use_bias``.
         tied: Whether the embedding is also the head.
+        scale_embedding: Embeddings are multiplied by ``embed_dim ** 0.5`` [6].
         dropout: Probability of dropping an output of embedding, attention and MLP.
         attention: What computes attention; ``None``: the platform's fused kernel where
             it fits (`nnx_parallel.layers.attention`).
+        attention_scale: Factor of the scores; ``None``: ``head_dim ** -0.5``.
         window: How many earlier keys a query sees besides its own; ``None``: all.
+        layer_kinds: Which layers have the window, a pattern that repeats: the
+            ``"local"`` ones, while ``"global"`` ones see all keys [6]. ``None``: all.
         softcap: Bound of attention's scores; ``None``: none.
+        logit_softcap: Bound of the logits; ``None``: none [6].
         remat: What a block keeps for the backward pass; ``None`` follows the Trainer.
         z_loss: Weight of the squared log-normaliser in the loss [5].
 
@@ -74,16 +94,27 @@ class GPTConfig:
     head_dim: int | None = None
     mlp_dim: int | None = None
     norm: Norm = "layer"
+    norm_epsilon: float = 1e-5
+    zero_centered_norm: bool = False
+    post_norms: bool = False
+    qk_norm: bool = False
     positions: Positions = "learned"
     rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    local_rope_theta: float | None = None
     activation: Activation = "gelu"
     block: Arrangement = "sequential"
     use_bias: bool = True
+    qkv_bias: bool | None = None
     tied: bool = True
+    scale_embedding: bool = False
     dropout: float = 0.0
     attention: Implementation | None = None
+    attention_scale: float | None = None
     window: int | None = None
+    layer_kinds: tuple[LayerKind, ...] | None = None
     softcap: float | None = None
+    logit_softcap: float | None = None
     remat: Remat | None = None
     z_loss: float = 0.0
 
@@ -101,9 +132,22 @@ class GPTConfig:
                 f"one of {get_args(Implementation)}, or None",
             ),
             ("rope_theta", self.rope_theta > 0, "above 0"),
+            ("norm_epsilon", self.norm_epsilon > 0, "above 0"),
             ("dropout", 0 <= self.dropout < 1, "a probability in [0, 1)"),
-            ("softcap", self.softcap is None or self.softcap > 0, "above 0, or None"),
             ("z_loss", self.z_loss >= 0, "at least 0"),
+        )
+        rules += tuple(
+            (
+                name,
+                (value := getattr(self, name)) is None or value > 0,
+                "above 0, or None",
+            )
+            for name in (
+                "softcap",
+                "logit_softcap",
+                "attention_scale",
+                "local_rope_theta",
+            )
         )
         numbers = ("vocab_size", "seq_len", "num_layers", "embed_dim", "num_heads")
         numbers += ("num_kv_heads", "head_dim", "mlp_dim", "window")
@@ -115,6 +159,7 @@ class GPTConfig:
                 raise ValueError(f"GPTConfig.{name} is {found!r}; it must be {rule}.")
         check_remat(self.remat)
         self._check_heads()
+        self._check_parts()
 
     def _check_heads(self) -> None:
         heads, kv_heads = self.num_heads, self.sizes["kv_heads"]
@@ -137,6 +182,47 @@ class GPTConfig:
                 "rotates features in pairs: head_dim must be even."
             )
 
+    def _check_parts(self) -> None:
+        kinds = get_args(LayerKind)
+        pattern = self.layer_kinds
+        if pattern is not None and (not pattern or not set(pattern) <= set(kinds)):
+            raise ValueError(
+                f"GPTConfig.layer_kinds is {pattern!r}; it must be a tuple of {kinds}, "
+                "one of each layer of a pattern that repeats, or None."
+            )
+        rope = self.positions == "rope"
+        rules = (
+            ("layer_kinds", "window", self.window is not None, "local layers have it"),
+            ("rope_scaling", "positions='rope'", rope, "it stretches the rotation"),
+            ("local_rope_theta", "layer_kinds", self.is_mixed, "some layers are local"),
+            ("local_rope_theta", "positions='rope'", rope, "local layers rotate by it"),
+            ("zero_centered_norm", "norm='rms'", self.norm == "rms", "it is RMSNorm's"),
+            (
+                "post_norms",
+                "block='sequential'",
+                self.block == "sequential",
+                "each follows what the block adds",
+            ),
+        )
+        for name, needed, is_met, why in rules:
+            found = getattr(self, name)
+            if found not in (None, False) and not is_met:
+                raise ValueError(
+                    f"GPTConfig.{name} is {found!r}, which needs {needed}: {why}."
+                )
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer; a layer without a window is global."""
+        plain: LayerKind = "global" if self.window is None else "local"
+        pattern = self.layer_kinds or (plain,)
+        return tuple(pattern[i % len(pattern)] for i in range(self.num_layers))
+
+    @property
+    def is_mixed(self) -> bool:
+        """True if some layers are local and others global."""
+        return len(set(self.kinds)) > 1
+
     @property
     def sizes(self) -> dict[str, int]:
         """Size of each logical axis."""
@@ -154,11 +240,13 @@ class GPTConfig:
         """Number of parameters."""
         sizes = self.sizes
         embed = sizes["embed"]
+        heads = (sizes["heads"] + 2 * sizes["kv_heads"]) * sizes["head_dim"]
+        gated = self.activation != "gelu"
+        qkv_bias = self.use_bias if self.qkv_bias is None else self.qkv_bias
         norm = embed * (2 if self.norm == "layer" and self.use_bias else 1)
-        biases = (sizes["heads"] + 2 * sizes["kv_heads"]) * sizes["head_dim"] + embed
-        biases += sizes["mlp"] * (2 if self.activation == "swiglu" else 1) + embed
-        num_norms = 1 if self.block == "parallel" else 2
-        block = num_norms * norm + (biases if self.use_bias else 0)
+        block = norm * ((1 if self.block == "parallel" else 2) + 2 * self.post_norms)
+        block += 2 * sizes["head_dim"] * self.qk_norm + heads * qkv_bias
+        block += (2 * embed + sizes["mlp"] * (1 + gated)) * self.use_bias
         looked_up = 0 if self.tied else sizes["vocab"] * embed
         looked_up += self.seq_len * embed if self.positions == "learned" else 0
         return self.num_product_params + self.num_layers * block + norm + looked_up
@@ -173,7 +261,7 @@ class GPTConfig:
         """
         sizes = self.sizes
         attention = 2 * (sizes["heads"] + sizes["kv_heads"]) * sizes["head_dim"]
-        mlp = (3 if self.activation == "swiglu" else 2) * sizes["mlp"]
+        mlp = (2 if self.activation == "gelu" else 3) * sizes["mlp"]
         return sizes["embed"] * (self.num_layers * (attention + mlp) + sizes["vocab"])
 
     def flops_per_token(self, seq_len: int) -> int:
@@ -201,6 +289,21 @@ class GPTConfig:
             )
 
     @classmethod
+    def preset(cls, name: str, **overrides: Any) -> GPTConfig:
+        """A published model by its name, such as ``"qwen3-8b"``.
+
+        Raises:
+            ValueError: If there is none of this name; the error lists them.
+
+        Example:
+            >>> f"{GPTConfig.preset('gemma2-2b').num_params:,}"
+            '2,614,341,888'
+        """
+        if name not in PRESETS:
+            raise ValueError(f"No preset {name!r}. There are: {', '.join(PRESETS)}.")
+        return replace(cls(**PRESETS[name]), **overrides)
+
+    @classmethod
     def tiny(cls, **overrides: Any) -> GPTConfig:
         """GPT-2's parts over bytes, for tests and laptops: 0.2 M parameters."""
         base = cls(vocab_size=256, seq_len=64, num_layers=4, embed_dim=64, num_heads=4)
@@ -209,52 +312,26 @@ class GPTConfig:
     @classmethod
     def tiny_llama(cls, **overrides: Any) -> GPTConfig:
         """Llama's parts in the same size, two query heads to a key head."""
-        base = cls.tiny(num_kv_heads=2, mlp_dim=128, **_LLAMA_PARTS)
+        base = cls.tiny(num_kv_heads=2, mlp_dim=128, rope_theta=500_000.0, **LLAMA)
         return replace(base, **overrides)
 
     @classmethod
     def gpt2_124m(cls, **overrides: Any) -> GPTConfig:
         """GPT-2 small [1]."""
-        base = cls(
-            vocab_size=50_257, seq_len=1024, num_layers=12, embed_dim=768, num_heads=12
-        )
-        return replace(base, **overrides)
+        return cls.preset("gpt2", **overrides)
 
     @classmethod
     def gpt_1_3b(cls, **overrides: Any) -> GPTConfig:
         """GPT-2 in the size of GPT-3 XL; vocabulary padded to a multiple of 128."""
-        base = cls(
-            vocab_size=50_304, seq_len=2048, num_layers=24, embed_dim=2048, num_heads=16
-        )
-        return replace(base, **overrides)
+        sizes = {"vocab_size": 50_304, "seq_len": 2048, "num_heads": 16}
+        return cls.preset("gpt2", num_layers=24, embed_dim=2048, **sizes | overrides)
 
     @classmethod
     def llama3_8b(cls, **overrides: Any) -> GPTConfig:
         """Llama 3 8B [2]."""
-        base = cls(
-            vocab_size=128_256,
-            seq_len=8192,
-            num_layers=32,
-            embed_dim=4096,
-            num_heads=32,
-        )
-        base = replace(base, num_kv_heads=8, mlp_dim=14_336, **_LLAMA_PARTS)
-        return replace(base, **overrides)
+        return cls.preset("llama3-8b", **overrides)
 
     @classmethod
     def llama3_70b(cls, **overrides: Any) -> GPTConfig:
         """Llama 3 70B [2]."""
-        base = cls.llama3_8b(
-            num_layers=80, embed_dim=8192, num_heads=64, mlp_dim=28_672
-        )
-        return replace(base, **overrides)
-
-
-_LLAMA_PARTS: dict[str, Any] = {
-    "norm": "rms",
-    "positions": "rope",
-    "rope_theta": 500_000.0,
-    "activation": "swiglu",
-    "use_bias": False,
-    "tied": False,
-}
+        return cls.preset("llama3-70b", **overrides)

@@ -1,0 +1,331 @@
+"""Hugging Face's ``config.json`` of a language model, as a `GPTConfig`, and back.
+
+GPT-2, Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, and models of these types, such as
+SmolLM and Llama 3.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from nnx_parallel.models.gpt_config import GPTConfig, LayerKind
+from nnx_parallel.models.presets import LLAMA
+from nnx_parallel.models.rotary import RopeScaling
+
+CLASSES = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
+"""The class of transformers for each ``model_type`` that is understood."""
+
+_ACTIVATIONS = {
+    "gpt2": ("activation_function", "gelu_new"),
+    "gemma2": ("hidden_activation", "gelu_pytorch_tanh"),
+    "gemma3_text": ("hidden_activation", "gelu_pytorch_tanh"),
+}
+
+# What changes the numbers of a model and has no counterpart in `GPTConfig`.
+_NEUTRAL = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "add_cross_attention": False,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "use_bidirectional_attention": False,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+}
+
+_KINDS: dict[str, LayerKind] = {
+    "sliding_attention": "local",
+    "full_attention": "global",
+}
+
+
+def config_from_hf(config: Mapping[str, Any], **overrides: Any) -> GPTConfig:
+    """The shape of a model from its ``config.json``.
+
+    Args:
+        config: The file's content, of transformers 4 or 5.
+        overrides: Fields of the `GPTConfig` to set, such as ``remat``.
+
+    Raises:
+        ValueError: If the type of the model is another, or a setting has no counterpart
+            here: the model would compute something else.
+
+    Example:
+        >>> config = {"model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024}
+        >>> config |= {"n_layer": 12, "n_embd": 768, "n_head": 12}
+        >>> config_from_hf(config) == GPTConfig.preset("gpt2")
+        True
+    """
+    config = dict(config.get("text_config") or {}) or dict(config)
+    kind = config.get("model_type")
+    if kind not in CLASSES:
+        raise ValueError(
+            f"config.json has model_type {kind!r}. A GPT is made of one of: "
+            f"{', '.join(CLASSES)}."
+        )
+    _check_neutral(config)
+    parts = _of_gpt2(config) if kind == "gpt2" else _of_llama(config, kind)
+    return replace(GPTConfig(**parts), **overrides)
+
+
+def _check_neutral(config: dict[str, Any]) -> None:
+    name, value = _ACTIVATIONS.get(config["model_type"], ("hidden_act", "silu"))
+    for key, only in (_NEUTRAL | {name: value}).items():
+        if (found := config.get(key, only)) not in (only, None):
+            raise ValueError(
+                f"config.json has {key}={found!r}. A GPT has no counterpart of it: it "
+                f"must be {only!r}, or absent."
+            )
+
+
+def _of_gpt2(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "vocab_size": config["vocab_size"],
+        "seq_len": config["n_positions"],
+        "num_layers": config["n_layer"],
+        "embed_dim": config["n_embd"],
+        "num_heads": config["n_head"],
+        "mlp_dim": config.get("n_inner"),
+        "norm_epsilon": config.get("layer_norm_epsilon", 1e-5),
+        "tied": config.get("tie_word_embeddings", True),
+    }
+
+
+def _of_llama(config: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Of Llama and all that followed it."""
+    is_gemma = kind.startswith("gemma")
+    parts = LLAMA | {
+        "vocab_size": config["vocab_size"],
+        "seq_len": config["max_position_embeddings"],
+        "num_layers": config["num_hidden_layers"],
+        "embed_dim": config["hidden_size"],
+        "num_heads": config["num_attention_heads"],
+        "num_kv_heads": config.get("num_key_value_heads"),
+        "head_dim": config.get("head_dim"),
+        "mlp_dim": config["intermediate_size"],
+        "norm_epsilon": config.get("rms_norm_eps", 1e-6),
+        "tied": config.get("tie_word_embeddings", is_gemma),
+        "qkv_bias": True if kind == "qwen2" else None,
+        "qk_norm": kind in ("qwen3", "gemma3_text"),
+    }
+    parts |= _rotation(config) | _windows(config, kind)
+    if is_gemma:
+        parts |= {
+            "activation": "geglu",
+            "zero_centered_norm": True,
+            "post_norms": True,
+            "scale_embedding": True,
+            "attention_scale": config.get("query_pre_attn_scalar", 256) ** -0.5,
+        }
+        # A missing cap is Gemma 2's; an empty one is none.
+        caps = (50.0, 30.0) if kind == "gemma2" else (None, None)
+        parts["softcap"] = config.get("attn_logit_softcapping", caps[0])
+        parts["logit_softcap"] = config.get("final_logit_softcapping", caps[1])
+    return parts
+
+
+def _rotation(config: dict[str, Any]) -> dict[str, Any]:
+    """Bases and stretching: of transformers 5 in one entry, of 4 in up to three."""
+    given = config.get("rope_parameters")
+    if given is None:
+        whole = {"rope_theta": config.get("rope_theta", 10_000.0)}
+        whole |= config.get("rope_scaling") or {}
+        local = config.get("rope_local_base_freq")
+        if local is None and config["model_type"] == "gemma3_text":
+            local = 10_000.0
+    elif "full_attention" in given:
+        whole = given["full_attention"]
+        local = given["sliding_attention"]["rope_theta"]
+    else:
+        whole, local = given, None
+    return {
+        "rope_theta": whole.get("rope_theta", 10_000.0),
+        "rope_scaling": _scaling(whole),
+        "local_rope_theta": local,
+    }
+
+
+def _scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return RopeScaling(factor=rope["factor"])
+    if kind == "llama3":
+        return RopeScaling(
+            factor=rope["factor"],
+            original_len=rope["original_max_position_embeddings"],
+            low_frequency=rope["low_freq_factor"],
+            high_frequency=rope["high_freq_factor"],
+        )
+    raise ValueError(
+        f"config.json has a rotation of rope_type {kind!r}. A GPT's is one of: "
+        "default, linear, llama3."
+    )
+
+
+def _windows(config: dict[str, Any], kind: str) -> dict[str, Any]:
+    """The window and the layers that have it."""
+    window = config.get("sliding_window")
+    if kind.startswith("qwen") and not config.get("use_sliding_window", False):
+        window = None
+    if window is None or kind == "llama":
+        return {}
+    count, types = config["num_hidden_layers"], config.get("layer_types")
+    if types is None:  # before transformers 4.53
+        every = {"gemma2": 2, "gemma3_text": config.get("sliding_window_pattern", 6)}
+        types = ["sliding_attention"] * count
+        if period := every.get(kind):
+            types[period - 1 :: period] = ["full_attention"] * (count // period)
+        elif kind.startswith("qwen"):  # the first layers see all
+            whole = min(config.get("max_window_layers", count), count)
+            types[:whole] = ["full_attention"] * whole
+    if unknown := set(types) - set(_KINDS):
+        raise ValueError(
+            f"config.json has layer_types {sorted(unknown)}. A GPT's layers are of: "
+            f"{', '.join(_KINDS)}."
+        )
+    kinds = tuple(_KINDS[each] for each in types)
+    if set(kinds) == {"global"}:
+        return {}
+    # Theirs counts the query's own key too.
+    found: dict[str, Any] = {"window": window - 1}
+    return found if set(kinds) == {"local"} else found | {"layer_kinds": kinds}
+
+
+def config_to_hf(config: GPTConfig) -> dict[str, Any]:
+    """The ``config.json`` of a model, as transformers 4.53 and later read it.
+
+    What belongs to training alone (dropout, remat, z-loss, the kernel of attention) is
+    left out.
+
+    Raises:
+        ValueError: If no model of transformers has this shape.
+
+    Example:
+        >>> config_to_hf(GPTConfig.preset("qwen3-8b"))["model_type"]
+        'qwen3'
+    """
+    kind = model_type(config)
+    found = _to_gpt2(config) if kind == "gpt2" else _to_llama(config, kind)
+    found = {"model_type": kind, "architectures": [CLASSES[kind]], **found}
+    back = config_from_hf(found)
+    for name in _SHAPES:
+        ours, theirs = _plain(config)[name], _plain(back)[name]
+        if ours != theirs:
+            raise ValueError(
+                f"GPTConfig.{name} is {ours!r}. The nearest model of transformers, "
+                f"{CLASSES[kind]}, has {theirs!r}: there is none of this shape."
+            )
+    return found
+
+
+def model_type(config: GPTConfig) -> str:
+    """The ``model_type`` of transformers that is nearest to a shape."""
+    if config.positions == "learned":
+        return "gpt2"
+    if config.zero_centered_norm:
+        return "gemma3_text" if config.qk_norm else "gemma2"
+    if config.qk_norm:
+        return "qwen3"
+    if config.qkv_bias:
+        return "qwen2"
+    return "llama" if config.window is None else "mistral"
+
+
+_TRAINING = ("dropout", "attention", "remat", "z_loss")
+_SHAPES = tuple(
+    name for name in GPTConfig.__dataclass_fields__ if name not in _TRAINING
+)
+
+
+def _plain(config: GPTConfig) -> dict[str, Any]:
+    """Fields, with those filled in that follow from others."""
+    found = {name: getattr(config, name) for name in _SHAPES}
+    sizes = config.sizes
+    found |= {f"num_{n}": sizes[n] for n in ("heads", "kv_heads")}
+    found |= {"head_dim": sizes["head_dim"], "mlp_dim": sizes["mlp"]}
+    found["qkv_bias"] = config.use_bias if config.qkv_bias is None else config.qkv_bias
+    found["layer_kinds"] = config.kinds
+    scale = config.attention_scale or sizes["head_dim"] ** -0.5
+    found["attention_scale"] = round(scale, 12)
+    if config.positions == "learned":
+        found["rope_theta"] = None
+    return found
+
+
+def _to_gpt2(config: GPTConfig) -> dict[str, Any]:
+    return {
+        "vocab_size": config.vocab_size,
+        "n_positions": config.seq_len,
+        "n_layer": config.num_layers,
+        "n_embd": config.embed_dim,
+        "n_head": config.num_heads,
+        "n_inner": config.mlp_dim,
+        "layer_norm_epsilon": config.norm_epsilon,
+        "activation_function": "gelu_new",
+        "tie_word_embeddings": config.tied,
+    }
+
+
+def _to_llama(config: GPTConfig, kind: str) -> dict[str, Any]:
+    sizes = config.sizes
+    name, value = _ACTIVATIONS.get(kind, ("hidden_act", "silu"))
+    whole: dict[str, Any] = {"rope_type": "default"}
+    if scaling := config.rope_scaling:
+        whole = {"rope_type": "linear", "factor": scaling.factor}
+        if scaling.original_len is not None:
+            whole |= {
+                "rope_type": "llama3",
+                "original_max_position_embeddings": scaling.original_len,
+                "low_freq_factor": scaling.low_frequency,
+                "high_freq_factor": scaling.high_frequency,
+            }
+    found: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.seq_len,
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.embed_dim,
+        "num_attention_heads": sizes["heads"],
+        "num_key_value_heads": sizes["kv_heads"],
+        "head_dim": sizes["head_dim"],
+        "intermediate_size": sizes["mlp"],
+        "rms_norm_eps": config.norm_epsilon,
+        "tie_word_embeddings": config.tied,
+        name: value,
+        # Both forms: transformers 4, vLLM and others read the first two.
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None if config.rope_scaling is None else whole,
+        "rope_parameters": whole | {"rope_theta": config.rope_theta},
+    }
+    if config.window is not None:
+        theirs = {ours: name for name, ours in _KINDS.items()}
+        found["sliding_window"] = config.window + 1
+        found["layer_types"] = [theirs[each] for each in config.kinds]
+    if kind.startswith("qwen"):
+        found["use_sliding_window"] = config.window is not None
+    if kind.startswith("gemma"):
+        scale = config.attention_scale or sizes["head_dim"] ** -0.5
+        found |= {
+            "query_pre_attn_scalar": round(scale**-2, 6),
+            "attn_logit_softcapping": config.softcap,
+            "final_logit_softcapping": config.logit_softcap,
+        }
+    if kind == "gemma3_text":
+        local = config.local_rope_theta or config.rope_theta
+        found["rope_local_base_freq"] = local
+        found["rope_parameters"] = {
+            "full_attention": found["rope_parameters"],
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        }
+    return found

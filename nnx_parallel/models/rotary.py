@@ -1,0 +1,98 @@
+"""Rotary position embeddings, and how they are stretched to longer sequences.
+
+References:
+    [1] Su et al., "RoFormer", 2021, section 3.2, https://arxiv.org/abs/2104.09864
+    [2] Chen et al., "Extending Context Window of Large Language Models via Positional
+    Interpolation", 2023, section 2.3, https://arxiv.org/abs/2306.15595
+    [3] Grattafiori et al., "The Llama 3 Herd of Models", 2024, section 3.4.2,
+    https://arxiv.org/abs/2407.21783
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Slower rotation, for sequences longer than a model was first trained on.
+
+    Without ``original_len`` all frequencies are divided by ``factor`` [2]. With it,
+    only those are whose wavelength exceeds ``original_len / low_frequency`` tokens;
+    those shorter than ``original_len / high_frequency`` stay, and between the two the
+    divisor changes smoothly, as in Llama 3.1 [3].
+
+    Attributes:
+        factor: What slow frequencies are divided by.
+        original_len: Tokens of the sequences of the first training.
+        low_frequency: Turns in ``original_len`` tokens, below which all is divided.
+        high_frequency: Turns above which nothing is.
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
+
+    factor: float
+    original_len: int | None = None
+    low_frequency: float = 1.0
+    high_frequency: float = 4.0
+
+    def __post_init__(self) -> None:
+        length, low, high = self.original_len, self.low_frequency, self.high_frequency
+        rules = (
+            ("factor", self.factor > 0, "above 0"),
+            ("original_len", length is None or length >= 1, "at least 1, or None"),
+            ("low_frequency", low > 0, "above 0"),
+            ("high_frequency", high > low, f"above low_frequency={low}"),
+        )
+        for name, is_met, rule in rules:
+            if not is_met:
+                found = getattr(self, name)
+                raise ValueError(f"RopeScaling.{name} is {found!r}; it must be {rule}.")
+
+
+def frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None = None
+) -> jax.Array:
+    """Radians per token of each pair of features: float32 ``(head_dim / 2,)``.
+
+    Args:
+        head_dim: Width of a head; even.
+        theta: Base of the wavelengths [1].
+        scaling: How they are stretched; ``None``: not.
+    """
+    half = head_dim // 2
+    plain = theta ** (-jnp.arange(half) / half)
+    if scaling is None:
+        return plain
+    if scaling.original_len is None:
+        return plain / scaling.factor
+    low, high = scaling.low_frequency, scaling.high_frequency
+    turns = plain * scaling.original_len / (2 * math.pi)
+    kept = jnp.clip((turns - low) / (high - low), 0, 1)
+    return plain * (kept + (1 - kept) / scaling.factor)
+
+
+def rotate(x: jax.Array, positions: jax.Array, frequencies: jax.Array) -> jax.Array:
+    """Turns queries or keys, so that scores depend on distances only [1].
+
+    Feature i and feature i + head_dim / 2 are a point in the plane, which turns by
+    ``position * frequencies[i]``, in float32.
+
+    Args:
+        x: ``(batch, seq, heads, head_dim)``, queries or keys.
+        positions: int ``(seq,)``, or ``(batch, seq)``.
+        frequencies: ``(head_dim / 2,)``, from `frequencies`.
+    """
+    of_all = (None,) * positions.ndim
+    angles = positions[..., None] * frequencies[of_all]  # (seq, half), or of a batch
+    dims = (0, 2) if positions.ndim == 1 else (2,)
+    cos = jnp.expand_dims(jnp.cos(angles), dims)  # (1 or batch, seq, 1, half)
+    sin = jnp.expand_dims(jnp.sin(angles), dims)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)

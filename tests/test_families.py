@@ -1,0 +1,332 @@
+"""Families of models against transformers' own: goldens of tiny random models.
+
+`tests/goldens/make_goldens.py` made them. They are read by hand here, so that neither
+torch nor our own reading of weights is between the numbers.
+"""
+
+import json
+import re
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from einops import rearrange
+from flax import nnx
+
+from nnx_parallel import (
+    FSDP,
+    Composite,
+    DataParallel,
+    Pipeline,
+    Strategy,
+    TensorParallel,
+    Trainer,
+)
+from nnx_parallel.layers import linear_cross_entropy
+from nnx_parallel.models import (
+    GPT,
+    GPTConfig,
+    RopeScaling,
+    config_from_hf,
+    config_to_hf,
+    generate,
+    next_token_loss,
+)
+from nnx_parallel.models.hf_names import names_of
+from nnx_parallel.models.presets import PRESETS
+
+GOLDENS = Path(__file__).parent / "goldens"
+FAMILIES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
+DTYPES = {"F32": np.float32, "BF16": ml_dtypes.bfloat16}
+
+
+def hf_config(family: str) -> dict[str, Any]:
+    return json.loads((GOLDENS / family / "config.json").read_text())
+
+
+@cache
+def tensors(family: str) -> dict[str, np.ndarray]:
+    """The arrays of a file: 8 bytes for the length of a JSON header, then the data."""
+    content = (GOLDENS / family / "model.safetensors").read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    found = {}
+    for name, entry in json.loads(content[8:start]).items():
+        if name != "__metadata__":
+            first, last = (start + offset for offset in entry["data_offsets"])
+            data = np.frombuffer(content[first:last], DTYPES[entry["dtype"]])
+            found[name] = data.reshape(entry["shape"]).astype(np.float32)
+    return found
+
+
+@cache
+def golden(family: str) -> dict[str, Any]:
+    return dict(np.load(GOLDENS / family / "logits.npz"))
+
+
+def arrays_of(family: str, config: GPTConfig) -> dict[tuple, np.ndarray]:
+    """Their arrays in our shapes, by path."""
+    given, found = tensors(family), {}
+    sizes = config.sizes | {"seq": config.seq_len, "n": 3}
+    for ours, theirs, pattern in names_of(config):
+        part, pattern = re.findall(r"(?:part (\d) of 3: )?(.+)", pattern)[0]
+        used = {n: sizes[n] for n in re.findall(r"\w+", pattern)}
+        count = config.num_layers if "{}" in theirs else 1
+        names = [theirs.format(i) for i in range(count)]
+        arrays = [rearrange(given[name], pattern, **used) for name in names]
+        if part:
+            arrays = [array[int(part)] for array in arrays]
+        path = tuple(ours.split("."))
+        found[path] = np.stack(arrays) if "{}" in theirs else arrays[0]
+    return found
+
+
+def load(family: str, **changes: Any) -> GPT:
+    config = config_from_hf(hf_config(family))
+    arrays = arrays_of(family, config)
+    model = GPT(replace(config, **changes), rngs=nnx.Rngs(0))
+    params = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+    assert set(params) == set(arrays)
+    for path, param in params.items():
+        assert param.shape == arrays[path].shape, path
+        param.set_value(jnp.asarray(arrays[path]))
+    return model
+
+
+@nnx.jit
+def run(model: GPT, tokens: jax.Array) -> jax.Array:
+    return model(tokens)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(family: str) -> None:
+    logits = run(load(family), golden(family)["tokens"])
+    np.testing.assert_allclose(logits, golden(family)["logits"], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_continuations_are_those_of_transformers(family: str) -> None:
+    prompt = golden(family)["tokens"][:1]
+    go_on = nnx.jit(generate, static_argnames=("max_new_tokens", "temperature"))
+    out = go_on(load(family), jnp.asarray(prompt), max_new_tokens=64, temperature=0)
+    assert out[0, prompt.shape[1] :].tolist() == golden(family)["greedy"].tolist()
+
+
+SETTINGS: list[tuple[str, dict[str, Any]]] = [
+    ("gpt2", {"norm_epsilon": 1e-3}),
+    ("llama", {"rope_scaling": None}),
+    ("llama", {"rope_scaling": RopeScaling(factor=8.0)}),
+    ("mistral", {"window": 8}),
+    ("qwen2", {"rope_theta": 10_000.0}),
+    ("gemma2", {"softcap": None}),
+    ("gemma2", {"logit_softcap": None}),
+    ("gemma2", {"attention_scale": None}),
+    ("gemma2", {"scale_embedding": False}),
+    ("gemma2", {"layer_kinds": ("global", "local")}),
+    ("gemma3", {"local_rope_theta": None}),
+    ("gemma3", {"rope_scaling": None}),
+    ("gemma3", {"activation": "swiglu"}),
+]
+
+
+@pytest.mark.parametrize(("family", "change"), SETTINGS)
+def test_each_setting_matters(family: str, change: dict[str, Any]) -> None:
+    """A golden that a wrong setting passes would prove nothing of it."""
+    logits = run(load(family, **change), golden(family)["tokens"])
+    assert np.abs(np.asarray(logits) - golden(family)["logits"]).max() > 1e-3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_config_is_written_as_it_was_read(family: str) -> None:
+    config = config_from_hf(hf_config(family))
+    written = config_to_hf(config)
+    kept = {"model_type", "architectures", "vocab_size", "tie_word_embeddings"}
+    assert {k: written[k] for k in kept} == {k: hf_config(family)[k] for k in kept}
+    again = config_from_hf(written)
+    assert config_to_hf(again) == written
+    assert again.kinds == config.kinds
+    assert again.sizes == config.sizes
+
+
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.1-70b": 70_553_706_496,
+    "llama3.1-405b": 405_853_388_800,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_241_732_096,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "gemma2-2b": 2_614_341_888,
+    "gemma2-9b": 9_241_705_984,
+    "gemma2-27b": 27_227_128_320,
+    "gemma3-1b": 999_885_952,
+    "gemma3-4b": 3_880_263_168,
+    "gemma3-12b": 11_766_034_176,
+    "gemma3-27b": 27_009_346_304,
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "smollm2-1.7b": 1_711_376_384,
+}
+
+
+def test_presets_have_the_published_sizes() -> None:
+    """Of the language model alone, with the rows of the table as in the files."""
+    found = {name: GPTConfig.preset(name).num_params for name in PRESETS}
+    assert found == PUBLISHED
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_a_config_of_transformers(name: str) -> None:
+    config = GPTConfig.preset(name)
+    again = config_from_hf(config_to_hf(config))
+    assert again.num_params == config.num_params
+    assert again.kinds == config.kinds
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_counted(family: str) -> None:
+    config = config_from_hf(hf_config(family))
+    model = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
+    sizes = [p.size for p in jax.tree.leaves(nnx.state(model, nnx.Param))]
+    assert config.num_params == sum(sizes)
+
+
+BAD = [
+    (
+        {"model_type": "mixtral"},
+        "has model_type 'mixtral'. A GPT is made of one of",
+    ),
+    (
+        {"hidden_act": "relu"},
+        "has hidden_act='relu'. A GPT has no counterpart of",
+    ),
+    ({"attention_bias": True}, "attention_bias=True.*it must be False, or absent"),
+    ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn'.*default, linear"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config.*must be None"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD)
+def test_what_a_gpt_cannot_be_is_an_error(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_from_hf(hf_config("llama") | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer_kinds": ("local",)}, "layer_kinds is .*needs window"),
+        ({"layer_kinds": (), "window": 4}, "layer_kinds is \\(\\); it must be a tuple"),
+        (
+            {"rope_scaling": RopeScaling(factor=2)},
+            "rope_scaling .*positions='rope'",
+        ),
+        ({"local_rope_theta": 1e4}, "local_rope_theta is .*needs layer_kinds"),
+        ({"zero_centered_norm": True}, "zero_centered_norm .*needs norm='rms'"),
+        ({"post_norms": True, "block": "parallel"}, "needs block='sequential'"),
+        ({"logit_softcap": 0.0}, "logit_softcap is 0.0; it must be above 0, or None"),
+    ],
+)
+def test_settings_that_do_not_fit_are_named(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GPTConfig.tiny(**change)
+
+
+def test_a_shape_that_no_family_has_is_not_written() -> None:
+    config = GPTConfig.tiny_llama(block="parallel")
+    with pytest.raises(ValueError, match=r"GPTConfig.block is 'parallel'. The nearest"):
+        config_to_hf(config)
+
+
+def test_a_preset_that_does_not_exist_lists_those_that_do() -> None:
+    with pytest.raises(ValueError, match=r"No preset 'llama4'. There are: gpt2, "):
+        GPTConfig.preset("llama4")
+    with pytest.raises(ValueError, match=r"high_frequency is 1.0; it must be above"):
+        RopeScaling(factor=2.0, high_frequency=1.0)
+
+
+STRATEGIES = {
+    "fsdp": lambda: FSDP(),
+    "tp": lambda: Composite(TensorParallel(2, sequence=True), FSDP()),
+    "pipeline": lambda: Composite(Pipeline(2), FSDP()),
+}
+
+
+def losses(family: str, strategy: Strategy | None) -> np.ndarray:
+    tokens = np.asarray(golden(family)["tokens"])
+    batch = np.concatenate([tokens] * 4)[:, :17]
+    devices = jax.devices() if strategy else jax.devices()[:1]
+    trainer = Trainer(
+        load(family),
+        optax.sgd(0.1),
+        next_token_loss,
+        strategy=strategy or DataParallel(1),
+        devices=devices,
+        loggers=(),
+        num_microbatches=2 if "Pipeline" in repr(strategy) else 1,
+    )
+    return trainer.fit([batch] * 3, 3)["loss"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(f, marks=[] if f == "gemma3" else [pytest.mark.deep])
+        for f in FAMILIES
+    ],
+)
+def test_families_train_alike_under_each_strategy(family: str, strategy: str) -> None:
+    """Layers that alternate, caps and norms of all kinds among them."""
+    alone = losses(family, None)
+    np.testing.assert_allclose(losses(family, STRATEGIES[strategy]()), alone, rtol=1e-5)
+    assert alone[2] < alone[0]
+
+
+def test_capped_logits_have_the_loss_and_gradients_of_plain_jax() -> None:
+    keys = jax.random.split(jax.random.key(0), 3)
+    hidden = jax.random.normal(keys[0], (2, 12, 8))
+    kernel = 2 * jax.random.normal(keys[1], (8, 32))
+    labels = jax.random.randint(keys[2], (2, 12), 0, 32)
+
+    def plain(hidden: jax.Array, kernel: jax.Array) -> jax.Array:
+        logits = 3 * jnp.tanh(hidden @ kernel / 3)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    def ours(hidden: jax.Array, kernel: jax.Array) -> jax.Array:
+        loss = linear_cross_entropy(hidden, kernel, labels, softcap=3.0, chunk_size=5)
+        return loss.value
+
+    expected = jax.value_and_grad(plain, (0, 1))(hidden, kernel)
+    found = jax.value_and_grad(ours, (0, 1))(hidden, kernel)
+    check = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(check, found, expected)
+    with pytest.raises(ValueError, match=r"softcap is 0; it must be above 0, or None"):
+        linear_cross_entropy(hidden, kernel, labels, softcap=0)
