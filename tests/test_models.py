@@ -491,7 +491,8 @@ def test_generation_on_a_mesh_equals_one_device(
         ),
         (
             {"activation": "relu"},
-            "GPTConfig.activation is 'relu'; it must be one of ('gelu', 'swiglu').",
+            "GPTConfig.activation is 'relu'; it must be one of ('gelu', 'swiglu', "
+            "'geglu').",
         ),
         (
             {"block": "serial"},

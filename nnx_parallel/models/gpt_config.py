@@ -323,8 +323,9 @@ class GPTConfig:
     @classmethod
     def gpt_1_3b(cls, **overrides: Any) -> GPTConfig:
         """GPT-2 in the size of GPT-3 XL; vocabulary padded to a multiple of 128."""
-        sizes = {"vocab_size": 50_304, "seq_len": 2048, "num_heads": 16}
-        return cls.preset("gpt2", num_layers=24, embed_dim=2048, **sizes | overrides)
+        base = cls.preset("gpt2", vocab_size=50_304, seq_len=2048)
+        sizes = {"num_layers": 24, "embed_dim": 2048, "num_heads": 16}
+        return replace(base, **sizes | overrides)
 
     @classmethod
     def llama3_8b(cls, **overrides: Any) -> GPTConfig:
