@@ -128,6 +128,12 @@ HELP = {
         "they share outside of the stack.",
         "A block of the stack holds Variables from outside of it: ['table'] ...",
     ),
+    "WeightsError": Help(
+        "Files of weights are damaged, or their names or shapes are not the model's.",
+        "Fetch the files again; compare `config.json` with the model; complete the "
+        "table of names, or pass `ignored=`.",
+        "The files lack 'model.norm.weight', which is `norm.scale`. ...",
+    ),
     "StateStructureError": Help(
         "A loss created a Variable or changed a shape; or a model of an earlier step "
         "was assigned to.",

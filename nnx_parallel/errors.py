@@ -260,6 +260,10 @@ class StackError(ParallelError, ValueError):
     """The blocks of a stack must be alike and must not share arrays."""
 
 
+class WeightsError(ParallelError, ValueError):
+    """Files of weights must be whole, and have the names and shapes of the model."""
+
+
 class StateStructureError(ParallelError, ValueError):
     """A model must keep the structure, shapes and dtypes of its arrays in a step."""
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.extend.core as jex
@@ -36,9 +36,12 @@ from nnx_parallel.layers.jaxprs import (
 from nnx_parallel.sharding.model import (
     ModelFn,
     Path,
+    ReadsArrays,
     arrays_from,
+    arrays_of,
+    flatten,
     nest,
-    placed_arrays,
+    placed_copies,
 )
 from nnx_parallel.sharding.names import is_inexact
 
@@ -93,18 +96,46 @@ def compute_in_shards(
 
 
 def first_arrays(
-    source: nnx.Module | ModelFn, rngs: nnx.Rngs, shardings: dict[Path, NamedSharding]
+    source: nnx.Module | ModelFn | ReadsArrays,
+    rngs: nnx.Rngs,
+    shardings: dict[Path, NamedSharding],
 ) -> dict:
     """The arrays of a model, each in its place, in nested dicts.
 
     Those of a built model are copied. ``rngs`` are not advanced.
     """
     if isinstance(source, nnx.Module):
-        return placed_arrays(source, shardings)
-    build, streams = arrays_from(source, rngs)
+        return nest(placed_copies(arrays_of(source), shardings))
+    build, streams = arrays_from(cast(ModelFn, source), rngs)
+    if isinstance(source, ReadsArrays):
+        return _with_read(source, build, streams, shardings)
     # Random numbers do not depend on shardings (partitionable threefry), so each
     # strategy starts from the same weights.
     return compute_in_shards(build, (streams,), nest(shardings))
+
+
+def _with_read(
+    source: ReadsArrays,
+    build: Callable[[dict], dict],
+    streams: dict,
+    shardings: dict[Path, NamedSharding],
+) -> dict:
+    """What a source reads, and the rest computed."""
+    shapes = flatten(jax.eval_shape(build, streams))
+    read = source.read_arrays(
+        {
+            path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings[path])
+            for path, x in shapes.items()
+            if is_inexact(x)
+        }
+    )
+
+    def rest(streams: dict) -> dict:
+        made = flatten(build(streams))
+        return {path: x for path, x in made.items() if path not in read}
+
+    places = {path: s for path, s in shardings.items() if path not in read}
+    return nest(read | compute_in_shards(rest, (streams,), places))
 
 
 @dataclass(frozen=True)

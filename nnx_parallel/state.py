@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.errors import StateStructureError
-from nnx_parallel.init import compute_in_shards
+from nnx_parallel.init import compute_in_shards, first_arrays
 from nnx_parallel.precision import Precision, cast_floating
 from nnx_parallel.sharding.constrain import use_params, using
 from nnx_parallel.sharding.layout import Layout, Placement
@@ -27,12 +27,12 @@ from nnx_parallel.sharding.model import (
     ModelDef,
     ModelFn,
     Path,
+    ReadsArrays,
     arrays_from,
     arrays_of,
     flatten,
     nest,
     place_model,
-    placed_arrays,
     placed_copies,
     stored_shardings,
 )
@@ -434,10 +434,10 @@ def init_state(
         rngs: Random streams for the function.
         seed: Seed of the state's own key.
     """
-    if isinstance(source, nnx.Module):
+    if isinstance(source, nnx.Module | ReadsArrays):
         shardings = stored_shardings(plan.placements, plan.layout)
-        args = placed_arrays(source, shardings), jnp.asarray(seed)
-        # The copies become the state.
+        args = first_arrays(source, rngs, shardings), jnp.asarray(seed)
+        # The arrays become the state.
         return compute_in_shards(plan.build, args, plan.shardings, owns_args=True)
     make_arrays, streams = arrays_from(source, rngs)
 

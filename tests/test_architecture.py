@@ -33,6 +33,7 @@ ORDER = [
     "schedules",
     "collectives",
     "sharding",
+    "weights",
     "layers",
     "models",
     "data",
@@ -46,7 +47,7 @@ ORDER = [
     "cli",
     "__main__",
 ]
-OPEN_TO_MODELS = {"layers", "sharding", "metrics", "models"}
+OPEN_TO_MODELS = {"layers", "sharding", "metrics", "models", "weights"}
 
 # Where a distribution's import name is not its own name.
 IMPORT_NAMES = {"orbax-checkpoint": "orbax", "pyyaml": "yaml"}

@@ -6,7 +6,7 @@ as they were, so that weights, names and checkpoints of the base still fit.
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import new_class
@@ -19,7 +19,7 @@ from jax import Array
 
 from nnx_parallel.errors import ModelError
 from nnx_parallel.layers.dense import Dense, matmul
-from nnx_parallel.sharding.model import ModelFn, build_model
+from nnx_parallel.sharding.model import ModelFn, ReadsArrays, build_model
 from nnx_parallel.sharding.names import dotted, names_of
 from nnx_parallel.sharding.rules import check_regex
 
@@ -97,6 +97,11 @@ class AdaptedSource:
         model = build_model(self.source, rngs)
         self.adapt(model, rngs)
         return model
+
+    def read_arrays(self, arrays: Mapping) -> dict:
+        """The source's own, if it reads them from files."""
+        source: Any = self.source
+        return source.read_arrays(arrays) if isinstance(source, ReadsArrays) else {}
 
 
 @overload

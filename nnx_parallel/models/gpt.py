@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,13 +26,17 @@ from nnx_parallel.layers import (
     Stack,
     attention,
     linear_cross_entropy,
-    named,
     segment_positions,
 )
 from nnx_parallel.metrics import Mean
 from nnx_parallel.models.gpt_config import GPTConfig
+from nnx_parallel.models.hf_config import config_from_hf, config_to_hf
+from nnx_parallel.models.hf_names import ignored_names, names_of
+from nnx_parallel.models.norms import make_norm, rms_norm
 from nnx_parallel.models.rotary import frequencies, rotate
 from nnx_parallel.sharding import constrain
+from nnx_parallel.weights import Pretrained
+from nnx_parallel.weights.files import find_folder, read_config
 
 Start = int | jax.Array
 """Position of the first token, the others follow; or int (batch, seq), of each."""
@@ -59,48 +64,6 @@ def _dense(
     )
 
 
-class ZeroCenteredRMSNorm(nnx.Module):
-    """RMSNorm whose scale is 1 plus a parameter, so that weight decay pulls it to 1."""
-
-    def __init__(self, size: int, epsilon: float, name: str) -> None:
-        init = named(nnx.initializers.zeros_init(), name)
-        self.scale = nnx.Param(init(jax.random.key(0), (size,)))
-        self.epsilon = epsilon
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """(..., size) to the same, computed in float32."""
-        wide = x.astype(jnp.float32)
-        variance = (wide**2).mean(-1, keepdims=True)
-        scale = 1 + self.scale[...].astype(jnp.float32)
-        normed = wide * jax.lax.rsqrt(variance + self.epsilon)
-        return (normed * jnp.broadcast_to(scale, x.shape)).astype(x.dtype)
-
-
-Norm = nnx.LayerNorm | nnx.RMSNorm | ZeroCenteredRMSNorm
-
-
-def _rms_norm(config: GPTConfig, name: str, *, rngs: nnx.Rngs) -> Norm:
-    size, epsilon = config.sizes[name], config.norm_epsilon
-    if config.zero_centered_norm:
-        return ZeroCenteredRMSNorm(size, epsilon, name)
-    scale_init = named(nnx.initializers.ones_init(), name)
-    return nnx.RMSNorm(size, epsilon=epsilon, scale_init=scale_init, rngs=rngs)
-
-
-def _norm(config: GPTConfig, *, rngs: nnx.Rngs) -> Norm:
-    # All take their statistics and normalise in float32, whatever x and scale are.
-    if config.norm == "rms":
-        return _rms_norm(config, "embed", rngs=rngs)
-    return nnx.LayerNorm(
-        config.embed_dim,
-        epsilon=config.norm_epsilon,
-        use_bias=config.use_bias,
-        scale_init=named(nnx.initializers.ones_init(), "embed"),
-        bias_init=named(nnx.initializers.zeros_init(), "embed"),
-        rngs=rngs,
-    )
-
-
 def _dropout(config: GPTConfig, *, rngs: nnx.Rngs) -> nnx.Dropout:
     return nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
 
@@ -121,7 +84,7 @@ class Attention(nnx.Module):
         self.key = dense("embed", "kv_heads head_dim", use_bias=config.qkv_bias)
         self.value = dense("embed", "kv_heads head_dim", use_bias=config.qkv_bias)
         self.out = dense("heads head_dim", "embed", is_residual=True)
-        norm = partial(_rms_norm, config, "head_dim", rngs=rngs)
+        norm = partial(rms_norm, config, "head_dim", rngs=rngs)
         self.query_norm = norm() if config.qk_norm else None
         self.key_norm = norm() if config.qk_norm else None
         # Of each layer, where layers differ: one block serves them all.
@@ -234,14 +197,14 @@ class Block(nnx.Module):
     """
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
-        self.attention_norm = _norm(config, rngs=rngs)
+        self.attention_norm = make_norm(config, rngs=rngs)
         self.attention = Attention(config, rngs=rngs)
         is_parallel = config.block == "parallel"
-        self.mlp_norm = None if is_parallel else _norm(config, rngs=rngs)
+        self.mlp_norm = None if is_parallel else make_norm(config, rngs=rngs)
         self.mlp = MLP(config, rngs=rngs)
         post = config.post_norms
-        self.attention_post_norm = _norm(config, rngs=rngs) if post else None
-        self.mlp_post_norm = _norm(config, rngs=rngs) if post else None
+        self.attention_post_norm = make_norm(config, rngs=rngs) if post else None
+        self.mlp_post_norm = make_norm(config, rngs=rngs) if post else None
         self.dropout = _dropout(config, rngs=rngs)
 
     def __call__(
@@ -302,7 +265,7 @@ class GPT(nnx.Module):
             is_local = jnp.array([kind == "local" for kind in config.kinds])
             block: Any = self.blocks.layer
             block.attention.is_local.set_value(is_local)
-        self.norm = _norm(config, rngs=rngs)
+        self.norm = make_norm(config, rngs=rngs)
         init = nnx.initializers.normal(0.02)
         self.head = (
             None
@@ -335,6 +298,42 @@ class GPT(nnx.Module):
         positions = segment_positions(segments)
         x = self._embed(tokens, positions)
         return self.norm(self.blocks(x, positions, segments=segments))
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | Path, *, dtype: Any = None, **overrides: Any
+    ) -> Pretrained:
+        """A model with the weights of a folder, as transformers writes it.
+
+        Args:
+            path: The folder, with ``config.json`` and files of safetensors; or the name
+                of a repository, ``org/model``, where `huggingface_hub` is installed.
+            dtype: As in `Pretrained`.
+            overrides: Fields of the `GPTConfig` to set, such as ``remat``.
+
+        Returns:
+            What ``Trainer(model=...)`` takes: each device reads its shards.
+
+        Raises:
+            ValueError: If the config is that of another kind of model.
+            WeightsError: If files are damaged, or config and files disagree.
+        """
+        folder = find_folder(path)
+        config = config_from_hf(read_config(folder), **overrides)
+        entries, ignored = names_of(config), ignored_names(config)
+
+        def build(rngs: nnx.Rngs) -> GPT:
+            return cls(config, rngs=rngs)
+
+        return Pretrained(build, folder, entries, dtype=dtype, ignored=ignored)
+
+    def names_in_files(self) -> tuple[tuple[str, str, str], ...]:
+        """The table of names of its parameters in files of transformers."""
+        return names_of(self.config)
+
+    def config_in_files(self) -> dict[str, Any]:
+        """Its ``config.json``, as transformers reads it."""
+        return config_to_hf(self.config)
 
     @property
     def head_kernel(self) -> tuple[jax.Array, int]:

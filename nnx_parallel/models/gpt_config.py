@@ -20,7 +20,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from nnx_parallel.layers import Implementation, Remat, check_remat
+from nnx_parallel.layers.kernels import Implementation
+from nnx_parallel.layers.scan import Remat, check_remat
 from nnx_parallel.models.presets import LLAMA, PRESETS
 from nnx_parallel.models.rotary import RopeScaling
 
@@ -274,6 +275,19 @@ class GPTConfig:
         """
         attended = self.sizes["heads"] * self.sizes["head_dim"] * seq_len
         return 6 * self.num_product_params + 12 * self.num_layers * attended
+
+    @property
+    def nearest_type(self) -> str:
+        """The ``model_type`` of transformers that is nearest to this shape."""
+        if self.positions == "learned":
+            return "gpt2"
+        if self.zero_centered_norm:
+            return "gemma3_text" if self.qk_norm else "gemma2"
+        if self.qk_norm:
+            return "qwen3"
+        if self.qkv_bias:
+            return "qwen2"
+        return "llama" if self.window is None else "mistral"
 
     def check_length(self, length: int) -> None:
         """Checks that a sequence has a position for each of its tokens.

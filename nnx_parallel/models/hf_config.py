@@ -216,7 +216,7 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
         >>> config_to_hf(GPTConfig.preset("qwen3-8b"))["model_type"]
         'qwen3'
     """
-    kind = model_type(config)
+    kind = config.nearest_type
     found = _to_gpt2(config) if kind == "gpt2" else _to_llama(config, kind)
     found = {"model_type": kind, "architectures": [CLASSES[kind]], **found}
     back = config_from_hf(found)
@@ -228,19 +228,6 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
                 f"{CLASSES[kind]}, has {theirs!r}: there is none of this shape."
             )
     return found
-
-
-def model_type(config: GPTConfig) -> str:
-    """The ``model_type`` of transformers that is nearest to a shape."""
-    if config.positions == "learned":
-        return "gpt2"
-    if config.zero_centered_norm:
-        return "gemma3_text" if config.qk_norm else "gemma2"
-    if config.qk_norm:
-        return "qwen3"
-    if config.qkv_bias:
-        return "qwen2"
-    return "llama" if config.window is None else "mistral"
 
 
 _TRAINING = ("dropout", "attention", "remat", "z_loss")

@@ -7,7 +7,6 @@ says that theirs holds three arrays of ours along the first dim of the result, `
 """
 
 from nnx_parallel.models.gpt_config import GPTConfig
-from nnx_parallel.models.hf_config import model_type
 
 Entry = tuple[str, str, str]
 
@@ -37,8 +36,17 @@ def names_of(config: GPTConfig) -> tuple[Entry, ...]:
         >>> names_of(GPTConfig.preset("llama3-8b"))[0]
         ('embed.embedding', 'model.embed_tokens.weight', 'vocab embed -> vocab embed')
     """
-    kind = model_type(config)
-    return _of_gpt2(config) if kind == "gpt2" else _of_llama(config)
+    is_gpt2 = config.nearest_type == "gpt2"
+    return _of_gpt2(config) if is_gpt2 else _of_llama(config)
+
+
+def ignored_names(config: GPTConfig) -> str:
+    """A regex for arrays in files that a model does not need.
+
+    Masks and frequencies that older versions saved, and the head of a tied model.
+    """
+    tied = [r"^lm_head\.weight$"] if config.tied else []
+    return "|".join((r"\.attn\.(masked_)?bias$", r"rotary_emb\.inv_freq$", *tied))
 
 
 def _of_llama(config: GPTConfig) -> tuple[Entry, ...]:

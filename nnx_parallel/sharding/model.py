@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import filterfalse
 from types import CellType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.extend.core as jex
@@ -50,6 +50,15 @@ nest = nnx.traversals.unflatten_mapping
 
 flatten = nnx.traversals.flatten_mapping
 """Nested dicts as one flat dict by path."""
+
+
+@runtime_checkable
+class ReadsArrays(Protocol):
+    """A function that builds a model, some of whose arrays are read from files."""
+
+    def read_arrays(self, arrays: Mapping[Path, jax.ShapeDtypeStruct]) -> dict:
+        """Those of these arrays that it has, in their shardings, by path."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -402,11 +411,6 @@ def stored_shardings(
 ) -> dict[Path, NamedSharding]:
     """The sharding in which each array is kept, by path."""
     return {p: layout.sharding(place.stored) for p, place in placements.items()}
-
-
-def placed_arrays(model: nnx.Module, shardings: dict[Path, NamedSharding]) -> dict:
-    """Copies of a model's arrays, each in its place, in nested dicts."""
-    return nest(placed_copies(arrays_of(model), shardings))
 
 
 def placed_copies(

@@ -1,0 +1,5 @@
+"""Weights of others: folders of safetensors, read onto a mesh and written from it."""
+
+from nnx_parallel.weights.export import save_pretrained as save_pretrained
+from nnx_parallel.weights.names import Entry as Entry
+from nnx_parallel.weights.pretrained import Pretrained as Pretrained

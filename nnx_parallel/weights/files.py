@@ -1,0 +1,281 @@
+"""Files of safetensors: headers are checked, arrays are views that nothing has read.
+
+A file is the length of its header (8 bytes, little endian), the header (JSON, at most
+100 MB: names to dtype, shape and offsets), and the arrays, with no bytes between.
+https://github.com/huggingface/safetensors#format. The package of this name reads into
+arrays of a framework; to NumPy it gives no slice of bfloat16 (0.8: "data type
+'bfloat16' not understood"), which is what most models are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import jax.numpy as jnp
+import numpy as np
+
+from nnx_parallel.errors import WeightsError
+
+INDEX = "model.safetensors.index.json"
+MAX_HEADER = 100_000_000
+
+DTYPES: dict[str, np.dtype] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(jnp.bfloat16),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+"""Those of which JAX has arrays, by the name in a header."""
+
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An array in a file.
+
+    Attributes:
+        file: Which.
+        dtype: Of its elements.
+        shape: Its shape, in C order.
+        start: Its first byte in the file.
+    """
+
+    file: Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    def view(self) -> np.ndarray:
+        """The array, read-only: a page of it is read when it is looked at."""
+        if not math.prod(self.shape):
+            return np.zeros(self.shape, self.dtype)
+        return np.memmap(self.file, self.dtype, "r", self.start, self.shape)
+
+
+def open_tensors(path: Path) -> dict[str, Tensor]:
+    """The arrays of a file, or of all files of a folder, by name.
+
+    Raises:
+        WeightsError: If a file is none of safetensors, is damaged or cut short, if the
+            index of a folder names files outside of it, or disagrees with them.
+    """
+    if not path.is_dir():
+        return _read_header(path)
+    index = path / INDEX
+    if not index.exists():
+        files = sorted(path.glob("*.safetensors"))
+        if not files:
+            found = sorted(each.name for each in path.glob("*"))[:8]
+            raise WeightsError(
+                f"No file ends with .safetensors in {str(path)!r}. It has: "
+                f"{', '.join(found) or 'nothing'}. Pickled weights (.bin, .pt) are not "
+                "read, for reading them runs their code: convert them."
+            )
+        return _merge(files)
+    places = _read_index(index)
+    tensors = _merge([path / name for name in sorted(set(places.values()))])
+    for name, file in places.items():
+        if name not in tensors or tensors[name].file.name != file:
+            raise WeightsError(f"{INDEX} says that {name!r} is in {file}: it is not.")
+    if unlisted := sorted(tensors.keys() - places.keys()):
+        raise WeightsError(f"{INDEX} lacks {unlisted[:5]}, which the files have.")
+    return tensors
+
+
+def find_folder(path: str | Path) -> Path:
+    """The folder at a path, or that of a repository's name on the Hugging Face hub.
+
+    Raises:
+        WeightsError: If there is no such folder, and it is no name of a repository, or
+            `huggingface_hub` is not installed.
+    """
+    if Path(path).exists() or str(path).count("/") != 1:
+        return Path(path)
+    try:
+        from huggingface_hub import snapshot_download  # pyright: ignore
+    except ImportError:
+        raise WeightsError(
+            f"There is no folder {str(path)!r}. For a model on the Hugging Face hub of "
+            "this name: pip install 'nnx-parallel[hub]'."
+        ) from None
+    kept = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+    return Path(snapshot_download(str(path), allow_patterns=kept))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of a folder's ``config.json``.
+
+    Raises:
+        WeightsError: If there is none, or it is no JSON object.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise WeightsError(f"There is no config.json in {str(folder)!r}.")
+    if path.stat().st_size > MAX_HEADER:
+        raise WeightsError(f"{str(path)!r} has over {MAX_HEADER:,} bytes.")
+    return _parse(path.read_bytes(), path)
+
+
+def _merge(files: list[Path]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        found = _read_header(file)
+        if twice := sorted(found.keys() & tensors.keys()):
+            raise WeightsError(f"{twice[0]!r} is in {file.name} and in another file.")
+        tensors |= found
+    return tensors
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    content = _parse(path.read_bytes(), path)
+    places = content.get("weight_map")
+    if not isinstance(places, dict) or not all(
+        isinstance(name, str) for name in places.values()
+    ):
+        raise WeightsError(f"{str(path)!r} has no weight_map of names to files.")
+    for name in places.values():
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise WeightsError(
+                f"{str(path)!r} names the file {name!r}. It must be a .safetensors "
+                "file in the same folder."
+            )
+    return places
+
+
+def _read_header(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise WeightsError(f"There is no file {str(path)!r}.")
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = int.from_bytes(start, "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER):
+            what = "a pickle" if _is_pickle(start) else "cut short, or another format"
+            raise WeightsError(
+                f"{str(path)!r} is no file of safetensors: its first bytes say that a "
+                f"header of {length:,} bytes follows, and the file has {size:,}. It is "
+                f"{what}."
+            )
+        header = _parse(file.read(length), path)
+    header.pop("__metadata__", None)
+    tensors = {n: _tensor(path, n, e, 8 + length) for n, e in header.items()}
+    _check_places(path, tensors, 8 + length, size)
+    return tensors
+
+
+def _is_pickle(start: bytes) -> bool:
+    """True for a pickle, or the zip archive around one that PyTorch writes."""
+    return start[:2] == b"PK" or start[:1] == b"\x80"
+
+
+def _parse(content: bytes, path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"Cannot read the JSON in {str(path)!r}: {error}.") from None
+    if not isinstance(found, dict):
+        raise WeightsError(f"The JSON in {str(path)!r} is no object.")
+    return found
+
+
+def _tensor(path: Path, name: str, entry: Any, start: int) -> Tensor:
+    where = f"{name!r} in {str(path)!r}"
+    match entry:
+        case {"dtype": str(code), "shape": list(shape), "data_offsets": [first, last]}:
+            pass
+        case _:
+            raise WeightsError(
+                f"The header has no dtype, shape and offsets of {where}."
+            )
+    if code not in DTYPES:
+        raise WeightsError(
+            f"{where} has dtype {code}. Those that are read: {', '.join(DTYPES)}."
+        )
+    numbers = [*shape, first, last]
+    if not all(type(n) is int and 0 <= n < 2**60 for n in numbers):
+        raise WeightsError(f"{where} has shape {shape} and offsets {[first, last]}.")
+    dtype = DTYPES[code]
+    if last - first != math.prod(shape) * dtype.itemsize:
+        raise WeightsError(
+            f"{where} has {last - first:,} bytes, but shape {tuple(shape)} of {code} "
+            f"needs {math.prod(shape) * dtype.itemsize:,}."
+        )
+    return Tensor(path, dtype, tuple(shape), start + first)
+
+
+def _check_places(
+    path: Path, tensors: Mapping[str, Tensor], start: int, size: int
+) -> None:
+    """Checks that arrays follow each other, from the header to the end of the file."""
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):
+        if tensor.start < start:
+            raise WeightsError(
+                f"{name!r} in {str(path)!r} overlaps with another array."
+            )
+        if tensor.start > start:
+            raise WeightsError(f"{str(path)!r} has bytes of nothing before {name!r}.")
+        start += math.prod(tensor.shape) * tensor.dtype.itemsize
+    if start != size:
+        raise WeightsError(
+            f"{str(path)!r} has {size:,} bytes, but its header tells of {start:,}: it "
+            f"is {'cut short' if size < start else 'longer than its arrays'}."
+        )
+
+
+Described = tuple[str, tuple[int, ...], np.dtype]
+"""Name, shape and dtype of an array that is to be written."""
+
+
+def num_bytes(described: Described) -> int:
+    """Bytes of its data."""
+    _, shape, dtype = described
+    return math.prod(shape) * dtype.itemsize
+
+
+def write_tensors(
+    file: BinaryIO, described: list[Described], arrays: Iterator[np.ndarray]
+) -> None:
+    """Writes a file whose arrays come one by one, in the order of ``described``."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    first = 0
+    for each in described:
+        name, shape, dtype = each
+        last = first + num_bytes(each)
+        offsets = [first, last]
+        header[name] = {
+            "dtype": _CODES[dtype],
+            "shape": shape,
+            "data_offsets": offsets,
+        }
+        first = last
+    content = json.dumps(header, separators=(",", ":")).encode()
+    content += b" " * (-len(content) % 8)  # arrays begin at a multiple of 8
+    file.write(len(content).to_bytes(8, "little") + content)
+    for _, array in zip(described, arrays, strict=True):
+        file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def code_of(dtype: np.dtype) -> str:
+    """The name of a dtype in a header.
+
+    Raises:
+        WeightsError: If safetensors has none for it.
+    """
+    if dtype not in _CODES:
+        raise WeightsError(
+            f"safetensors has no dtype for {dtype}. It has: "
+            f"{', '.join(map(str, _CODES))}."
+        )
+    return _CODES[dtype]

@@ -1,0 +1,192 @@
+"""Tables of names: which array of a model is which array of a file, in both directions.
+
+An entry is ``(our path, their name, pattern)``, such as
+``("blocks.layer.mlp.up.kernel", "layers.{}.up.weight", "mlp embed -> embed mlp")``.
+
+- ``{}`` in their name is the number of a layer, the first dim of our array.
+- The pattern, of einops, makes their array ours; it names every dim of ours.
+- ``part 1 of 3: `` in front of it says that their array holds three of ours, along the
+  first dim of the pattern's result.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from einops import rearrange
+
+from nnx_parallel.errors import WeightsError, suggest
+from nnx_parallel.weights.files import Tensor
+
+Entry = tuple[str, str, str]
+
+_PART = re.compile(r"(?:part (\d+) of (\d+): *)?(.+?) *-> *(.+)")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An entry, read.
+
+    Attributes:
+        ours: Dotted path of our array.
+        theirs: Name of theirs, perhaps with ``{}``.
+        left: Dims of theirs, in the notation of einops.
+        right: Dims of ours, without the one of layers, and with that of parts.
+        part: Which part of theirs ours is.
+        num_parts: How many theirs holds; 0: it is ours alone.
+    """
+
+    ours: str
+    theirs: str
+    left: str
+    right: str
+    part: int = 0
+    num_parts: int = 0
+
+    @classmethod
+    def of(cls, entry: Entry) -> Rule:
+        """Reads an entry.
+
+        Raises:
+            WeightsError: If it is not written as above.
+        """
+        match entry:
+            case (str(ours), str(theirs), str(pattern)):
+                pass
+            case _:
+                raise WeightsError(
+                    f"The entry {entry!r} of a table of names must be three strings: "
+                    "our path, their name, a pattern of einops."
+                )
+        found = _PART.fullmatch(pattern)
+        if found is None:
+            raise WeightsError(
+                f"The pattern of `{ours}` is {pattern!r}. It must be as of einops: "
+                "'their dims -> our dims', perhaps after 'part 1 of 3: '."
+            )
+        part, count, left, right = found.groups()
+        return cls(ours, theirs, left, right, int(part or 0), int(count or 0))
+
+    @property
+    def is_stacked(self) -> bool:
+        """True if ours has a dim of layers in front."""
+        return "{}" in self.theirs
+
+    def names(self, shape: Sequence[int]) -> list[str]:
+        """Their names for our array of this shape, layer by layer."""
+        count = shape[0] if self.is_stacked else 1
+        return [self.theirs.format(i) for i in range(count)]
+
+    def sizes(self, shape: Sequence[int]) -> dict[str, int]:
+        """The size of each dim that the pattern names, by our array's shape.
+
+        Raises:
+            WeightsError: If the pattern has another number of dims.
+        """
+        dims = self.right.split()
+        own = [self.num_parts] if self.num_parts else []
+        own += shape[1:] if self.is_stacked else shape
+        if len(dims) != len(own):
+            raise WeightsError(
+                f"`{self.ours}` has shape {tuple(shape)}, but its pattern makes dims "
+                f"({self.right})"
+                + (" after that of layers." if self.is_stacked else ".")
+            )
+        return dict(zip(dims, own, strict=True))
+
+    def to_ours(self, theirs: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
+        """A view of their array as ours is, of one layer: nothing is copied."""
+        view = rearrange(theirs, f"{self.left} -> {self.right}", **sizes)
+        return view[self.part] if self.num_parts else view
+
+    def to_theirs(self, ours: list[np.ndarray], sizes: Mapping[str, int]) -> np.ndarray:
+        """Their array from all of ours that it holds, of one layer."""
+        whole = np.stack(ours) if self.num_parts else ours[0]
+        return rearrange(whole, f"{self.right} -> {self.left}", **sizes)
+
+    def shape_of_theirs(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape of their array."""
+        groups = re.findall(r"\([^)]*\)|\w+", self.left)
+        of_each = [re.findall(r"\w+", group) for group in groups]
+        return tuple(int(np.prod([sizes[n] for n in names])) for names in of_each)
+
+
+def rules_of(entries: Sequence[Entry], shapes: Mapping[str, Any]) -> dict[str, Rule]:
+    """The rule of each array of a model, by its path.
+
+    Raises:
+        WeightsError: If an array has no entry, or an entry no array; if a pattern does
+            not fit the array.
+    """
+    rules = {rule.ours: rule for rule in map(Rule.of, entries)}
+    if missing := sorted(shapes.keys() - rules.keys()):
+        raise WeightsError(
+            f"The table of names lacks `{missing[0]}`"
+            f"{f' and {len(missing) - 1} more' if missing[1:] else ''} of the model."
+            f"{suggest(missing[0], rules)}"
+        )
+    if unused := sorted(rules.keys() - shapes.keys()):
+        raise WeightsError(
+            f"The table of names has `{unused[0]}`, which the model lacks."
+            f"{suggest(unused[0], shapes)}"
+        )
+    for path, rule in rules.items():
+        sizes, given = rule.sizes(shapes[path]), re.findall(r"\w+", rule.left)
+        if sorted(given) != sorted(sizes):
+            raise WeightsError(
+                f"The pattern of `{path}` has dims ({rule.left}) on its left and "
+                f"({rule.right}) on its right: they must be the same."
+            )
+    return rules
+
+
+def check_tensors(
+    rules: Mapping[str, Rule],
+    shapes: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    ignored: str | None,
+) -> None:
+    """Checks names and shapes in the files against those of the model.
+
+    Raises:
+        WeightsError: If an array is missing, has another shape, or is not used and does
+            not match the regex ``ignored``.
+    """
+    used: set[str] = set()
+    for path, rule in rules.items():
+        sizes = rule.sizes(shapes[path])
+        expected = rule.shape_of_theirs(sizes)
+        for name in rule.names(shapes[path]):
+            used.add(name)
+            if name not in tensors:
+                raise WeightsError(
+                    f"The files lack {name!r}, which is `{path}`."
+                    f"{suggest(name, tensors)}"
+                )
+            if (found := tensors[name].shape) != expected:
+                raise WeightsError(
+                    f"{name!r} has shape {found} in the files; for `{path}` of shape "
+                    f"{tuple(shapes[path])} it must be {expected}. Config and files "
+                    "disagree."
+                )
+    unused = sorted(tensors.keys() - used)
+    unused = [n for n in unused if ignored is None or not re.search(ignored, n)]
+    if unused:
+        raise WeightsError(
+            f"The files have {unused[0]!r}"
+            f"{f' and {len(unused) - 1} more' if unused[1:] else ''}, which the model "
+            "does not use. Add an entry to the table, or pass ignored=, a regex."
+        )
+
+
+def groups_of(rules: Mapping[str, Rule]) -> Iterator[list[Rule]]:
+    """Rules by the array of theirs that they share, parts in their order."""
+    groups: dict[str, list[Rule]] = {}
+    for rule in rules.values():
+        groups.setdefault(rule.theirs, []).append(rule)
+    for rules_of_one in groups.values():
+        yield sorted(rules_of_one, key=lambda rule: rule.part)

@@ -1,0 +1,136 @@
+"""A model with weights from files: each device reads its shards, and nothing more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from nnx_parallel.errors import WeightsError
+from nnx_parallel.sharding.model import arrays_of, build_model
+from nnx_parallel.sharding.names import dotted
+from nnx_parallel.weights.files import Tensor, open_tensors
+from nnx_parallel.weights.names import Entry, Rule, check_tensors, rules_of
+
+
+class Pretrained:
+    """A function from ``nnx.Rngs`` to a model whose parameters come from safetensors.
+
+    A Trainer, or a strategy's ``init``, calls it for the shapes, and then has each
+    device's shards read straight from the files, under any strategy: no process holds
+    more than its shards and the slice that it is reading. Parameters that ``names``
+    does not have are an error; Variables of other types start as the model makes them.
+
+    Args:
+        build: Builds the model, as a Trainer takes it.
+        path: A folder of safetensors, with its index if there are several files; or a
+            file.
+        names: The table (`nnx_parallel.weights.names`).
+        dtype: What parameters are cast to, ``"keep"`` for what each has in the files;
+            ``None``: what ``build`` gives them.
+        ignored: A regex, searched in the names of arrays that the model does not need.
+
+    Raises:
+        WeightsError: If files are damaged, or names or shapes do not fit: before any
+            array is read. While reading: if an array has values that are not finite.
+
+    Example:
+        >>> import tempfile
+        >>> rngs = nnx.Rngs(0)
+        >>> names = [("kernel", "w", "o i -> i o"), ("bias", "b", "o -> o")]
+        >>> folder = Path(tempfile.mkdtemp()) / "model"
+        >>> from nnx_parallel.weights import save_pretrained
+        >>> save_pretrained(folder, nnx.Linear(2, 3, rngs=rngs), names=names)
+        >>> model = Pretrained(lambda rngs: nnx.Linear(2, 3, rngs=rngs), folder, names)
+        >>> model.tensors["w"].shape
+        (3, 2)
+    """
+
+    def __init__(
+        self,
+        build: Callable[[nnx.Rngs], nnx.Module],
+        path: str | Path,
+        names: Sequence[Entry],
+        *,
+        dtype: Any = None,
+        ignored: str | None = None,
+    ) -> None:
+        self.build, self.path, self.names = build, Path(path), tuple(names)
+        self.dtype = dtype if dtype in (None, "keep") else jnp.dtype(dtype)
+        self.ignored = ignored
+        self.tensors = open_tensors(self.path)
+
+    def __call__(self, rngs: nnx.Rngs) -> nnx.Module:
+        """Builds the model, with parameters of the dtype that they will have."""
+        model = build_model(self.build, rngs)
+        shapes = {path: x.shape for path, x in _params(model).items()}
+        rules = rules_of(self.names, shapes)
+        check_tensors(rules, shapes, self.tensors, self.ignored)
+        if self.dtype is not None:
+            for path, variable in _variables(model).items():
+                x = variable.get_value()
+                variable.set_value(x.astype(self._dtype_of(rules[path], x.shape)))
+        return model
+
+    def _dtype_of(self, rule: Rule, shape: Sequence[int]) -> Any:
+        if self.dtype != "keep":
+            return self.dtype
+        kinds = {self.tensors[name].dtype for name in rule.names(shape)}
+        return np.result_type(*kinds)
+
+    def read_arrays(self, arrays: Mapping[tuple, jax.ShapeDtypeStruct]) -> dict:
+        """Reads the parameters among these arrays, each into its sharding, by path."""
+        given = {dotted(path): path for path in arrays}
+        found = {}
+        for rule in map(Rule.of, self.names):
+            if path := given.get(rule.ours):
+                found[path] = _read(rule, self.tensors, arrays[path])
+        return found
+
+
+def _variables(model: nnx.Module) -> dict[str, nnx.Variable]:
+    params = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    return {dotted(path): leaf for path, leaf in params}
+
+
+def _params(model: nnx.Module) -> dict[str, Any]:
+    arrays = {dotted(path): x for path, x in arrays_of(model).items()}
+    return {path: arrays[path] for path in _variables(model)}
+
+
+def _read(
+    rule: Rule, tensors: Mapping[str, Tensor], array: jax.ShapeDtypeStruct
+) -> jax.Array:
+    sizes = rule.sizes(array.shape)
+    names = rule.names(array.shape)
+    shards: dict[Any, np.ndarray] = {}  # of this process, each read once
+
+    def shard(index: Any) -> np.ndarray:
+        bounds = [s.indices(n)[:2] for s, n in zip(index, array.shape, strict=True)]
+        key = tuple(bounds)
+        if key not in shards:
+            shape = [last - first for first, last in bounds]
+            out = np.empty(shape, array.dtype)
+            own = names[slice(*bounds[0])] if rule.is_stacked else names
+            inner = tuple(index[1:] if rule.is_stacked else index)
+            for i, name in enumerate(own):
+                part = rule.to_ours(tensors[name].view(), sizes)[inner]
+                _check_finite(name, tensors[name], part)
+                target = out[i] if rule.is_stacked else out
+                target[...] = part
+            shards[key] = out
+        return shards[key]
+
+    return jax.make_array_from_callback(array.shape, array.sharding, shard)
+
+
+def _check_finite(name: str, tensor: Tensor, part: np.ndarray) -> None:
+    if jnp.issubdtype(tensor.dtype, jnp.inexact) and not np.isfinite(part).all():
+        raise WeightsError(
+            f"{name!r} in {str(tensor.file)!r} has values that are not finite."
+        )

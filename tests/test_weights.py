@@ -1,0 +1,391 @@
+"""Weights of others: read onto a mesh, written from it, and refused."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from safetensors import safe_open
+
+from nnx_parallel import (
+    FSDP,
+    Composite,
+    DataParallel,
+    Pipeline,
+    TensorParallel,
+    Trainer,
+)
+from nnx_parallel.errors import WeightsError
+from nnx_parallel.layers import lora
+from nnx_parallel.models import GPT, next_token_loss
+from nnx_parallel.weights import Pretrained, save_pretrained
+from nnx_parallel.weights.files import open_tensors
+
+GOLDENS = Path(__file__).parent / "goldens"
+FAMILIES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
+STRATEGIES: dict[str, Callable] = {
+    "one device": lambda: DataParallel(1),
+    "fsdp": FSDP,
+    "tp": lambda: Composite(TensorParallel(2), FSDP()),
+    "pipeline": lambda: Composite(Pipeline(2), FSDP()),
+}
+IN_DEPTH = [
+    pytest.param(
+        family,
+        strategy,
+        marks=[] if family in ("gpt2", "gemma3") else [pytest.mark.deep],
+    )
+    for family in FAMILIES
+    for strategy in STRATEGIES
+]
+
+
+def make_trainer(model: Any, strategy: str = "fsdp", **options: Any) -> Trainer:
+    one = strategy == "one device"
+    return Trainer(
+        model,
+        optax.sgd(0.1),
+        next_token_loss,
+        strategy=STRATEGIES[strategy](),
+        devices=jax.devices()[:1] if one else jax.devices(),
+        num_microbatches=2 if strategy == "pipeline" else 1,
+        loggers=(),
+        **options,
+    )
+
+
+def content(folder: Path) -> dict[str, np.ndarray]:
+    """By the package safetensors, as its users read."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="flax") as file:
+            names = file.keys()
+            found |= {name: np.asarray(file.get_tensor(name)) for name in names}
+    return found
+
+
+def check_equal(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert found[name].dtype == array.dtype, name
+        assert found[name].tobytes() == array.tobytes(), name
+
+
+@pytest.mark.parametrize(("family", "strategy"), IN_DEPTH)
+def test_a_folder_is_read_into_any_strategy_and_written_bit_for_bit(
+    family: str, strategy: str, tmp_path: Path
+) -> None:
+    folder, written = GOLDENS / family, tmp_path / "written"
+    trainer = make_trainer(GPT.from_pretrained(folder, dtype="keep"), strategy)
+    golden = np.load(folder / "logits.npz")
+    save_pretrained(written, trainer.model, source=folder)
+    check_equal(content(written), content(folder))
+    # Our own reading of what we wrote, in float32, computes transformers' logits.
+    again = make_trainer(GPT.from_pretrained(written), strategy)
+    whole = [np.asarray(x) for x in jax.tree.leaves(nnx.state(again.model, nnx.Param))]
+    alone = make_trainer(GPT.from_pretrained(folder), "one device").model
+    expected = jax.tree.leaves(nnx.state(alone, nnx.Param))
+    for ours, theirs in zip(whole, expected, strict=True):
+        assert np.array_equal(ours, theirs)
+    logits = nnx.jit(lambda model, tokens: model(tokens))(alone, golden["tokens"])
+    np.testing.assert_allclose(logits, golden["logits"], atol=1e-4, rtol=0)
+    config = json.loads((written / "config.json").read_text())
+    theirs = json.loads((folder / "config.json").read_text())
+    assert config["eos_token_id"] == theirs["eos_token_id"]
+    assert config["dtype"] == theirs["dtype"]
+    assert (written / "generation_config.json").is_file()
+
+
+def test_each_device_holds_its_shards_from_the_start() -> None:
+    trainer = make_trainer(GPT.from_pretrained(GOLDENS / "llama"))
+    up = cast(Any, trainer.model).blocks.layer.mlp.up.kernel.get_value()
+    assert {s.data.size for s in up.addressable_shards} == {up.size // 8}
+
+
+def test_training_goes_on_from_the_weights(tmp_path: Path) -> None:
+    tokens = np.load(GOLDENS / "qwen3" / "logits.npz")["tokens"]
+    batch = np.concatenate([tokens] * 4)[:, :17]
+    losses = {}
+    for strategy in ("one device", "tp"):
+        trainer = make_trainer(GPT.from_pretrained(GOLDENS / "qwen3"), strategy)
+        losses[strategy] = trainer.fit([batch] * 3, 3)["loss"]
+        save_pretrained(tmp_path / strategy, trainer.model, dtype="bfloat16")
+    np.testing.assert_allclose(losses["tp"], losses["one device"], rtol=1e-5)
+    found = content(tmp_path / "tp")
+    assert {array.dtype.name for array in found.values()} == {"bfloat16"}
+    assert "model.layers.1.self_attn.q_norm.weight" in found
+
+
+def test_adapters_are_put_beside_weights_from_a_folder() -> None:
+    adapted = lora(GPT.from_pretrained(GOLDENS / "llama"), targets="query|value")
+    trainer = make_trainer(adapted, wrt=nnx.LoRAParam)
+    before = content(GOLDENS / "llama")["model.embed_tokens.weight"]
+    batch = np.load(GOLDENS / "llama" / "logits.npz")["tokens"]
+    trainer.fit([np.concatenate([batch] * 4)] * 2, 2)
+    table = cast(Any, trainer.model).embed.embedding.get_value()
+    np.testing.assert_array_equal(np.asarray(table), before)
+
+
+class Scaled(nnx.Module):
+    """A model of a user: two layers in a list, a Variable of its own."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.layers = nnx.List(
+            [nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)]
+        )
+        self.count = nnx.Variable(jnp.array(3))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.count[...]
+
+
+SCALED = [
+    (f"layers.{i}.{ours}", f"fc{i}.{theirs}", pattern)
+    for i in range(2)
+    for ours, theirs, pattern in (
+        ("kernel", "weight", "out into -> into out"),
+        ("bias", "bias", "out -> out"),
+    )
+]
+
+
+def scaled(rngs: nnx.Rngs) -> nnx.Module:
+    return Scaled(rngs=rngs)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """What the user's model wrote, in several files."""
+    target = tmp_path / "mine"
+    model = Scaled(rngs=nnx.Rngs(1))
+    save_pretrained(target, model, names=SCALED, max_file_bytes=600)
+    return target
+
+
+def test_a_model_of_the_user_has_a_table_of_its_own(folder: Path) -> None:
+    assert len(list(folder.glob("model-*-of-00002.safetensors"))) == 2
+    assert not (folder / "config.json").exists()
+    expected = Scaled(rngs=nnx.Rngs(1))
+    pretrained = Pretrained(scaled, folder, SCALED)
+    params, arrays = FSDP(min_size=1), nnx.state(expected)
+    model = params.init(pretrained, nnx.Rngs(0))
+    for path, leaf in nnx.to_flat_state(nnx.state(model)):
+        ours = dict(nnx.to_flat_state(arrays))[path]
+        assert np.array_equal(leaf.get_value(), ours.get_value()), path
+    kept: Any = Pretrained(scaled, folder, SCALED, dtype="bfloat16")(nnx.Rngs(0))
+    assert kept.layers[0].kernel.get_value().dtype == jnp.bfloat16
+
+
+def rewrite(path: Path, change: Callable[[dict], Any]) -> None:
+    """Changes the header of a file."""
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    text = json.dumps(change(header) or header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[start:])
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"0000")
+
+
+def announce(path: Path) -> None:
+    path.write_bytes((2**40).to_bytes(8, "little") + path.read_bytes()[8:])
+
+
+def pickle_it(path: Path) -> None:
+    path.write_bytes(b"\x80\x04\x95" + bytes(100))
+
+
+def nest_deeply(path: Path) -> None:
+    text = b"[" * 100_000
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+
+
+def poison(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little")
+    data[start : start + 4] = np.float32(np.nan).tobytes()
+    path.write_bytes(bytes(data))
+
+
+def with_entry(**fields: Any) -> Callable[[Path], None]:
+    """Changes the first array's entry in a header."""
+
+    def change(header: dict) -> None:
+        header["fc0.weight"] |= fields
+
+    return lambda path: rewrite(path, change)
+
+
+DAMAGE: list[tuple[Callable[[Path], None], str]] = [
+    (cut, "it is cut short"),
+    (lengthen, "it is longer than its arrays"),
+    (announce, r"no file of safetensors: .* header of 1,099,511,627,776 bytes"),
+    (pickle_it, "It is a pickle"),
+    (nest_deeply, "Cannot read the JSON"),
+    (poison, "has values that are not finite"),
+    (with_entry(data_offsets=[4, 516]), "has bytes of nothing before"),
+    (with_entry(dtype="F8_E4M3"), "has dtype F8_E4M3. Those that are read: F64"),
+    (with_entry(shape=[3]), r"has 512 bytes, but shape \(3,\) of F32 needs 12"),
+    (with_entry(shape=[-1]), r"has shape \[-1\]"),
+    (with_entry(shape="x"), "has no dtype, shape and offsets"),
+    (lambda path: rewrite(path, lambda header: [1]), "is no object"),
+    (
+        lambda path: rewrite(path, lambda h: h | {"b": h["fc0.bias"]}),
+        "overlaps with another array",
+    ),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE)
+def test_damaged_files_are_errors(
+    damage: Callable[[Path], None], message: str, tmp_path: Path
+) -> None:
+    target = tmp_path / "mine"
+    save_pretrained(target, Scaled(rngs=nnx.Rngs(1)), names=SCALED)
+    damage(target / "model.safetensors")
+    with pytest.raises(WeightsError, match=message):
+        FSDP(min_size=1).init(Pretrained(scaled, target, SCALED), nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("places", "message"),
+    [
+        (
+            {"fc0.bias": "../model.safetensors"},
+            "must be a .safetensors file in the same",
+        ),
+        ({"fc0.bias": "/etc/passwd"}, "must be a .safetensors file in the same"),
+        ({"fc0.bias": "model-00009-of-00002.safetensors"}, "There is no file"),
+        ({"fc9.bias": "model-00001-of-00002.safetensors"}, "it is not"),
+        (None, "lacks .*, which the files have"),
+        ("x", "has no weight_map"),
+    ],
+)
+def test_an_index_names_files_of_its_folder(
+    places: Any, message: str, folder: Path
+) -> None:
+    index = folder / "model.safetensors.index.json"
+    found = json.loads(index.read_text())
+    if places is None:
+        del found["weight_map"]["fc0.bias"]
+    else:
+        is_map = isinstance(places, dict)
+        found["weight_map"] = found["weight_map"] | places if is_map else places
+    index.write_text(json.dumps(found))
+    with pytest.raises(WeightsError, match=message):
+        open_tensors(folder)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (SCALED[:3], r"The table of names lacks `layers.1.bias` of the model"),
+        ([*SCALED, ("layers.2.bias", "b", "a -> a")], "has `layers.2.bias`, which the"),
+        ([("layers.0.kernel", "w"), *SCALED[1:]], "must be three strings"),
+        ([("layers.0.kernel", "w", "a b"), *SCALED[1:]], "must be as of einops"),
+        (
+            [("layers.0.kernel", "w", "a -> a"), *SCALED[1:]],
+            r"pattern makes dims \(a\)",
+        ),
+        ([("layers.0.kernel", "w", "a b -> a c"), *SCALED[1:]], "must be the same"),
+        (
+            [("layers.0.kernel", "fc0.wieght", "b a -> a b"), *SCALED[1:]],
+            "The files lack 'fc0.wieght', .* Did you mean 'fc0.weight'?",
+        ),
+        (
+            [("layers.0.kernel", "fc0.weight", "a b -> a b"), *SCALED[1:]],
+            r"has shape \(16, 8\) in the files; .* it must be \(8, 16\)",
+        ),
+    ],
+)
+def test_tables_that_do_not_fit_are_errors_by_name(
+    names: Any, message: str, folder: Path
+) -> None:
+    with pytest.raises(WeightsError, match=message):
+        Pretrained(scaled, folder, names)(nnx.Rngs(0))
+
+
+def test_an_array_that_is_not_used_is_an_error_unless_ignored(folder: Path) -> None:
+    def small(rngs: nnx.Rngs) -> nnx.Module:
+        return nnx.Linear(8, 16, rngs=rngs)
+
+    names = [(ours.removeprefix("layers.0."), b, c) for ours, b, c in SCALED[:2]]
+    with pytest.raises(WeightsError, match=r"have 'fc1.bias' and 1 more, which the"):
+        Pretrained(small, folder, names)(nnx.Rngs(0))
+    assert Pretrained(small, folder, names, ignored="^fc1")(nnx.Rngs(0))
+
+
+def test_folders_that_are_none_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match=r"There is no config\.json in"):
+        GPT.from_pretrained(tmp_path)
+    with pytest.raises(WeightsError, match=r"pip install 'nnx-parallel\[hub\]'"):
+        GPT.from_pretrained("org/model")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
+    with pytest.raises(
+        WeightsError, match=r"It has: pytorch_model.bin. Pickled weights"
+    ):
+        open_tensors(tmp_path)
+
+
+def test_config_and_files_that_disagree_are_an_error(tmp_path: Path) -> None:
+    target = tmp_path / "llama"
+    shutil.copytree(GOLDENS / "llama", target)
+    config = json.loads((target / "config.json").read_text())
+    changed = config | {"intermediate_size": 64}
+    (target / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(WeightsError, match="Config and files disagree"):
+        make_trainer(GPT.from_pretrained(target))
+
+
+def test_nothing_is_written_over_and_nothing_half_written_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, model = tmp_path / "mine", Scaled(rngs=nnx.Rngs(1))
+    save_pretrained(target, model, names=SCALED)
+    before = content(target)
+    with pytest.raises(
+        WeightsError, match="exists and is not empty: nothing is written"
+    ):
+        save_pretrained(target, model, names=SCALED)
+    check_equal(content(target), before)
+
+    def fail(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("nnx_parallel.weights.export._write_texts", fail)
+    with pytest.raises(OSError, match="No space left"):
+        save_pretrained(tmp_path / "new", model, names=SCALED)
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(WeightsError, match="has no table of names of its own: pass"):
+        save_pretrained(tmp_path / "new", model)
+
+
+def test_a_tied_model_leaves_out_a_head_that_files_have(tmp_path: Path) -> None:
+    target = tmp_path / "smollm"
+    shutil.copytree(GOLDENS / "smollm", target)
+    table = open_tensors(target)["model.embed_tokens.weight"]
+    extra = tmp_path / "smollm" / "extra.safetensors"
+    header: dict[str, Any] = {
+        "lm_head.weight": {"dtype": "BF16", "shape": list(table.shape)}
+    }
+    data = np.zeros(table.shape, ml_dtypes.bfloat16).tobytes()
+    header["lm_head.weight"]["data_offsets"] = [0, len(data)]
+    text = json.dumps(header).encode()
+    extra.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    assert GPT.from_pretrained(target)(nnx.Rngs(0))
