@@ -249,13 +249,13 @@ def test_the_package_is_small() -> None:
     """A new capability may raise these by what it needs; slices of one may not."""
     files = set(files_of(PACKAGE)) - set(files_of(MODELS))
     # The doctor, hooks of a fit apart from its loop, attention in blocks, and over a
-    # split sequence; adapters.
-    assert len(files) <= 105
+    # split sequence; adapters; weights of others, four files and their face.
+    assert len(files) <= 110
     # What a compiled step does not see, or Flax does not look into, is named; so are
     # splits of activations without effect, and more mistakes, those of a first script
     # among them, and options by other libraries' names; attention in blocks, and over a
-    # split sequence; adapters.
-    assert sum(map(num_lines, files)) <= 25_640
+    # split sequence; adapters; files of weights, and names both ways.
+    assert sum(map(num_lines, files)) <= 26_500
 
 
 def test_the_code_gives_its_reasons() -> None:
