@@ -16,6 +16,8 @@ NAMES = {
     "imports": "the time to import this library, after the libraries that it needs",
     "sharded_jit": "sharded_jit against jax.jit with the same shardings",
     "overlap": "bytes that a TPU's schedule overlaps with matmuls; compiled, not run",
+    "long_sequences": "memory and the ring's overlap on TPUs; compiled, not run",
+    "weights": "a checkpoint of 2 GB read over 8 devices: bytes, memory, seconds",
     "fsdp": "FSDP against activations constrained by hand, and against none",
     "faults": "a run killed at random moments, --rounds times",
     "integrity": "the cost of checksums, checks and asynchronous saves",

@@ -55,10 +55,11 @@ class SequenceOrder:
             return x
         halves = zip(jnp.split(x, 2, axis=1), balanced_moves(self.size), strict=True)
         moved = []
-        for half, moves in halves:
-            pairs = [(b, a) if is_back else (a, b) for a, b in moves]
-            moved.append(jax.lax.ppermute(half, self.axis, pairs))
-        return jnp.concatenate(moved, axis=1)
+        with jax.named_scope("reorder"):  # a name in profiles and programs
+            for half, moves in halves:
+                pairs = [(b, a) if is_back else (a, b) for a, b in moves]
+                moved.append(jax.lax.ppermute(half, self.axis, pairs))
+            return jnp.concatenate(moved, axis=1)
 
 
 def balanced_moves(size: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

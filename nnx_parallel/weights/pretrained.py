@@ -14,7 +14,7 @@ from flax import nnx
 from nnx_parallel.errors import WeightsError
 from nnx_parallel.sharding.model import arrays_of, build_model
 from nnx_parallel.sharding.names import dotted
-from nnx_parallel.weights.files import Tensor, open_tensors
+from nnx_parallel.weights.files import Tensor, code_of, open_tensors
 from nnx_parallel.weights.names import Entry, Rule, check_tensors, rules_of
 
 
@@ -121,16 +121,45 @@ def _read(
             for i, name in enumerate(own):
                 part = rule.to_ours(tensors[name].view(), sizes)[inner]
                 _check_finite(name, tensors[name], part)
-                target = out[i] if rule.is_stacked else out
-                target[...] = part
+                _copy(part, out[i] if rule.is_stacked else out)
             shards[key] = out
         return shards[key]
 
     return jax.make_array_from_callback(array.shape, array.sharding, shard)
 
 
+def _copy(part: np.ndarray, out: np.ndarray) -> None:
+    """Copies an array, transposed ones in strips that stay in the cache.
+
+    16 rows at a time of bfloat16 (8192, 256) take 1.5 ms, and at once 17 ms.
+    """
+    if part.dtype == out.dtype:  # NumPy copies bfloat16 one by one, integers not
+        part, out = _bits(part), _bits(out)
+    slowest = int(np.argmax(part.strides)) if part.ndim else 0
+    if slowest == 0:
+        out[...] = part
+        return
+    for start in range(0, part.shape[slowest], 16):
+        rows = (slice(None),) * slowest + (slice(start, start + 16),)
+        out[rows] = part[rows]
+
+
+_EXPONENTS = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F80_0000, "F64": 0x7FF0 << 48}
+"""Bits that are all set where a number is infinite, or none."""
+
+
 def _check_finite(name: str, tensor: Tensor, part: np.ndarray) -> None:
-    if jnp.issubdtype(tensor.dtype, jnp.inexact) and not np.isfinite(part).all():
+    exponent = _EXPONENTS.get(code_of(tensor.dtype))
+    if exponent is None:
+        return
+    # By bits: `np.isfinite` of bfloat16 takes ten times as long.
+    bits = _bits(part)
+    mask = bits.dtype.type(exponent)
+    if ((bits & mask) == mask).any():
         raise WeightsError(
             f"{name!r} in {str(tensor.file)!r} has values that are not finite."
         )
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+    return x.view(f"u{x.dtype.itemsize}")
