@@ -148,6 +148,10 @@ def test_a_config_is_written_as_it_was_read(family: str) -> None:
     written = config_to_hf(config)
     kept = {"model_type", "architectures", "vocab_size", "tie_word_embeddings"}
     assert {k: written[k] for k in kept} == {k: hf_config(family)[k] for k in kept}
+    # Theirs checks types: an int is no float.
+    for key, value in written.items():
+        theirs = hf_config(family).get(key)
+        assert theirs is None or type(value) is type(theirs), key
     again = config_from_hf(written)
     assert config_to_hf(again) == written
     assert again.kinds == config.kinds

@@ -24,9 +24,9 @@ from nnx_parallel import (
     Trainer,
 )
 from nnx_parallel.errors import WeightsError
-from nnx_parallel.layers import lora
+from nnx_parallel.layers import lora, merge_lora
 from nnx_parallel.models import GPT, next_token_loss
-from nnx_parallel.weights import Pretrained, save_pretrained
+from nnx_parallel.weights import Pretrained, save_adapters, save_pretrained
 from nnx_parallel.weights.files import open_tensors
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -132,6 +132,47 @@ def test_adapters_are_put_beside_weights_from_a_folder() -> None:
     trainer.fit([np.concatenate([batch] * 4)] * 2, 2)
     table = cast(Any, trainer.model).embed.embedding.get_value()
     np.testing.assert_array_equal(np.asarray(table), before)
+
+
+def test_adapters_are_written_in_the_format_of_peft(tmp_path: Path) -> None:
+    """The factors, multiplied as PEFT does, are what `merge_lora` adds."""
+    base, folder = GOLDENS / "llama", tmp_path / "adapters"
+    adapted = lora(
+        GPT.from_pretrained(base), targets=r"query|out|down", rank=4, alpha=8
+    )
+    trainer = make_trainer(adapted, "tp", wrt=nnx.LoRAParam)
+    batch = np.load(base / "logits.npz")["tokens"]
+    trainer.fit([np.concatenate([batch] * 4)] * 2, 2)
+    save_adapters(folder, trainer.model, base=str(base))
+    save_pretrained(tmp_path / "merged", merge_lora(trainer.model))
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["r"] == 4
+    assert config["lora_alpha"] == 8
+    assert config["target_modules"] == ["down_proj", "o_proj", "q_proj"]
+    found, before = content(folder), content(base)
+    merged = content(tmp_path / "merged")
+    assert len(found) == 2 * 2 * 3
+    for name, array in before.items():
+        layer = f"base_model.model.{name.removesuffix('.weight')}"
+        expected = array
+        if f"{layer}.lora_A.weight" in found:
+            a, b = (found[f"{layer}.lora_{x}.weight"] for x in "AB")
+            assert a.shape == (4, array.shape[1])
+            assert np.abs(b).max() > 0
+            expected = array + 2 * (b @ a)
+        np.testing.assert_allclose(merged[name], expected, atol=1e-6)
+    with pytest.raises(WeightsError, match=r"Pass merge_lora\(model\), or write the"):
+        save_pretrained(tmp_path / "new", trainer.model)
+    with pytest.raises(WeightsError, match=r"has no adapters: see layers\.lora"):
+        save_adapters(tmp_path / "new", merge_lora(trainer.model), base="b")
+    fused = lora(GPT.from_pretrained(GOLDENS / "gpt2"), targets="query")
+    with pytest.raises(WeightsError, match=r"a fused kernel, which PEFT adapts as a"):
+        save_adapters(tmp_path / "new", make_trainer(fused).model, base="b")
+    twice = lora(make_trainer(GPT.from_pretrained(base)).model, targets="up", rank=2)
+    twice = lora(twice, targets="down", rank=3)
+    with pytest.raises(WeightsError, match=r"Adapters have ranks \[2, 3\]"):
+        save_adapters(tmp_path / "new", twice, base="b")
+    assert not (tmp_path / "new").exists()
 
 
 class Scaled(nnx.Module):

@@ -304,7 +304,7 @@ def _to_llama(config: GPTConfig, kind: str) -> dict[str, Any]:
     if kind.startswith("gemma"):
         scale = config.attention_scale or sizes["head_dim"] ** -0.5
         found |= {
-            "query_pre_attn_scalar": round(scale**-2, 6),
+            "query_pre_attn_scalar": round(scale**-2),  # an int, theirs checks
             "attn_logit_softcapping": config.softcap,
             "final_logit_softcapping": config.logit_softcap,
         }

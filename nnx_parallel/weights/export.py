@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -81,31 +82,75 @@ def save_pretrained(
     Raises:
         WeightsError: If the folder has files, or the table does not fit the model.
     """
-    target, own = Path(directory), cast(Any, model)
-    if names is None:
-        if not isinstance(own, HasNames):
-            raise WeightsError(
-                f"A {type(model).__name__} has no table of names of its own: pass "
-                "names=[(our path, their name, pattern), ...]."
-            )
-        names = own.names_in_files()
-        config = own.config_in_files() if config is None else config
+    own = cast(Any, model)
+    if names is None and isinstance(own, HasNames) and config is None:
+        config = own.config_in_files()
+    names = _table_of(model, names)
     params = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    if adapters := [path for path, leaf in params if isinstance(leaf, nnx.LoRAParam)]:
+        raise WeightsError(
+            f"The model has adapters (`{dotted(adapters[0])}`). Pass "
+            "merge_lora(model), or write the adapters alone with save_adapters."
+        )
     arrays = {dotted(path): leaf.get_value() for path, leaf in params}
     rules = rules_of(names, {path: x.shape for path, x in arrays.items()})
+
+    def write_texts(folder: Path, described: list[Described]) -> None:
+        _write_texts(folder, config, described, source)
+
+    save_arrays(directory, rules, arrays, write_texts, dtype, max_file_bytes)
+
+
+Make = Callable[[], np.ndarray]
+
+
+def _table_of(model: nnx.Module, names: Sequence[Entry] | None) -> Sequence[Entry]:
+    own = cast(Any, model)
+    if names is not None:
+        return names
+    if isinstance(own, HasNames):
+        return own.names_in_files()
+    raise WeightsError(
+        f"A {type(model).__name__} has no table of names of its own: pass "
+        "names=[(our path, their name, pattern), ...]."
+    )
+
+
+def save_arrays(
+    directory: str | Path,
+    rules: Mapping[str, Rule],
+    arrays: Mapping[str, jax.Array],
+    write_texts: Callable[[Path, list[Described]], None],
+    dtype: Any = None,
+    max_file_bytes: int = 5 * 10**9,
+    stem: str = "model",
+) -> None:
+    """Writes a folder, which appears whole or not at all; process 0 does.
+
+    Args:
+        directory: The folder.
+        rules: Their names.
+        arrays: Our arrays by path, on any devices.
+        write_texts: Writes the folder's other files.
+        dtype: As in `save_pretrained`.
+        max_file_bytes: As in `save_pretrained`.
+        stem: What the files of arrays are called.
+    """
+    target = Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise WeightsError(
             f"{str(target)!r} exists and is not empty: nothing is written over it. "
             "Pass another directory."
         )
-    described, order = _describe(rules, arrays, dtype)
+    described, makes = _describe(rules, arrays, dtype)
+    files = _files(described, max_file_bytes, stem)
     writes = jax.process_index() == 0
     temporary = target.with_name(f".{target.name}.partial")
     if writes:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-    for file, contents in _files(described, max_file_bytes):
-        tensors = (order[name]() for name, _, _ in contents)
+    for file, contents in files.items():
+        tensors = (makes[name]() for name, _, _ in contents)
         if writes:
             with (temporary / file).open("wb") as out:
                 write_tensors(out, contents, tensors)
@@ -113,15 +158,19 @@ def save_pretrained(
             for _ in tensors:
                 pass
     if writes:
-        files = _files(described, max_file_bytes)
-        _write_texts(temporary, files, config, described, source)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        if len(files) > 1:
+            total = {"total_size": sum(map(num_bytes, described))}
+            places = {name: file for file, own in files.items() for name, _, _ in own}
+            index = {"metadata": total, "weight_map": places}
+            _write_json(temporary / INDEX, index)
+        write_texts(temporary, described)
         temporary.rename(target)
     if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("save_pretrained")
+        multihost_utils.sync_global_devices("save_arrays")
 
 
-Make = Callable[[], np.ndarray]
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _describe(
@@ -160,9 +209,9 @@ def _maker(
 
 
 def _files(
-    described: list[Described], max_bytes: int
-) -> Iterator[tuple[str, list[Described]]]:
-    """Names of files, and what each has: as many arrays as fit."""
+    described: list[Described], max_bytes: int, stem: str
+) -> dict[str, list[Described]]:
+    """What each file has, by its name: as many arrays as fit."""
     files: list[list[Described]] = [[]]
     size = 0
     for each in described:
@@ -171,23 +220,20 @@ def _files(
             size = 0
         files[-1].append(each)
         size += num_bytes(each)
-    for i, own in enumerate(files):
-        numbered = f"model-{i + 1:05}-of-{len(files):05}.safetensors"
-        yield (numbered if len(files) > 1 else "model.safetensors"), own
+    if len(files) == 1:
+        return {f"{stem}.safetensors": files[0]}
+    return {
+        f"{stem}-{i:05}-of-{len(files):05}.safetensors": own
+        for i, own in enumerate(files, 1)
+    }
 
 
 def _write_texts(
     folder: Path,
-    files: Iterator[tuple[str, list[Described]]],
     config: Mapping[str, Any] | None,
     described: list[Described],
     source: str | Path | None,
 ) -> None:
-    places = {name: file for file, own in files for name, _, _ in own}
-    if len(set(places.values())) > 1:
-        total = {"total_size": sum(map(num_bytes, described))}
-        index = {"metadata": total, "weight_map": places}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     given: dict[str, Any] = {}
     if source is not None:
         for pattern in _COPIED:
@@ -201,4 +247,100 @@ def _write_texts(
         kept = {name: given[name] for name in _KEPT if name in given}
         # The second name is that of transformers 4.
         content = {**config, **kept, "dtype": widest.name, "torch_dtype": widest.name}
-        (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
+        _write_json(folder / "config.json", content)
+
+
+def save_adapters(
+    directory: str | Path,
+    model: nnx.Module,
+    *,
+    base: str,
+    names: Sequence[Entry] | None = None,
+    dtype: Any = None,
+) -> None:
+    """Writes the adapters of `layers.lora` alone, in the format of PEFT.
+
+    ``PeftModel.from_pretrained(base_model, directory)`` reads them. With several
+    processes all of them call this, and process 0 writes.
+
+    Args:
+        directory: The folder, which must not exist, or be empty.
+        model: The model, such as ``trainer.model``.
+        base: Folder or name of the model that they adapt, noted in the folder.
+        names: The table of the model without adapters; ``None``: the model's own.
+        dtype: What the factors are cast to; ``None``: kept.
+
+    Raises:
+        WeightsError: If the folder has files; if the model has no adapters, or one on
+            a part of a fused kernel, or of different ranks or strengths.
+    """
+    params = nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))
+    arrays = {dotted(path): leaf.get_value() for path, leaf in params}
+    if not arrays:
+        raise WeightsError(
+            f"The {type(model).__name__} has no adapters: see layers.lora."
+        )
+    rules, targets = {}, set()
+    for entry in _table_of(model, names):
+        rule = Rule.of(entry)
+        path, _, last = rule.ours.rpartition(".")
+        if last == "kernel" and f"{path}.lora_a" in arrays:
+            targets.add(rule.theirs.split(".")[-2])
+            rules |= {each.ours: each for each in _factors(rule)}
+    if missing := sorted(arrays.keys() - rules.keys()):
+        raise WeightsError(f"The table of names lacks the kernel of `{missing[0]}`.")
+    modules: list[Any] = [module for _, module in nnx.iter_modules(model)]
+    scales = {m.lora_scale for m in modules if hasattr(m, "lora_scale")}
+    ranks = {x.shape[-1] for path, x in arrays.items() if path.endswith("lora_a")}
+    if len(scales) > 1 or len(ranks) > 1:
+        raise WeightsError(
+            f"Adapters have ranks {sorted(ranks)} and strengths {sorted(scales)}: a "
+            "folder has those of one."
+        )
+    (rank,), (scale,) = ranks, scales
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": rank * scale,
+        "target_modules": sorted(targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+    def write_texts(folder: Path, described: list[Described]) -> None:
+        _write_json(folder / "adapter_config.json", config)
+
+    save_arrays(directory, rules, arrays, write_texts, dtype, stem="adapter_model")
+
+
+def _factors(kernel: Rule) -> list[Rule]:
+    """The rules of a kernel's factors: theirs are (rank, in) and (out, rank)."""
+    if kernel.num_parts:
+        raise WeightsError(
+            f"`{kernel.ours}` is a part of {kernel.theirs!r}, a fused kernel, which "
+            "PEFT adapts as a whole. Merge the adapters, and use save_pretrained."
+        )
+    groups = re.findall(r"\([^)]*\)|\w+", kernel.left)
+    dims = kernel.right.split()
+    # Ours has the in dims first.
+    ins, outs = sorted(groups, key=lambda g: dims.index(re.findall(r"\w+", g)[0]))
+    path = kernel.ours.removesuffix("kernel")
+    layer = f"base_model.model.{kernel.theirs.removesuffix('.weight')}"
+    return [
+        Rule(
+            f"{path}lora_a",
+            f"{layer}.lora_A.weight",
+            f"rank {ins}",
+            f"{ins.strip('()')} rank",
+        ),
+        Rule(
+            f"{path}lora_b",
+            f"{layer}.lora_B.weight",
+            f"{outs} rank",
+            f"rank {outs.strip('()')}",
+        ),
+    ]
