@@ -298,7 +298,8 @@ def _to_llama(config: GPTConfig, kind: str) -> dict[str, Any]:
     if config.window is not None:
         theirs = {ours: name for name, ours in _KINDS.items()}
         found["sliding_window"] = config.window + 1
-        found["layer_types"] = [theirs[each] for each in config.kinds]
+        if kind != "mistral":  # whose layers all have it
+            found["layer_types"] = [theirs[each] for each in config.kinds]
     if kind.startswith("qwen"):
         found["use_sliding_window"] = config.window is not None
     if kind.startswith("gemma"):
