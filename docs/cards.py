@@ -100,6 +100,15 @@ def _pipelines() -> Marks:
     return _schedule(Interleaved(chunks=2).table(num_stages=4, num_microbatches=4), 140)
 
 
+def _adapters() -> Marks:
+    return [
+        *_grid(20, 14, 72, 56, 2, 4),
+        text(102, 46, "+"),
+        rect(114, 14, 10, 56, device(1)),
+        rect(128, 14, 26, 10, device(5)),
+    ]
+
+
 def _composing() -> Marks:
     marks: Marks = []
     for stage in range(2):
@@ -218,6 +227,7 @@ CARDS = {
         "From plain NNX to every strategy, a change at a time.", _transformer, (3,)
     ),
     14: Card("Split the tokens of a sequence, and balance the work.", _long, (3,)),
+    15: Card("Adapt weights of others, and write them back.", _adapters, (3,)),
 }
 
 
