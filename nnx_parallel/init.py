@@ -126,7 +126,6 @@ def _with_read(
         {
             path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings[path])
             for path, x in shapes.items()
-            if is_inexact(x)
         }
     )
 

@@ -175,6 +175,19 @@ def test_adapters_are_written_in_the_format_of_peft(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+def test_a_direct_call_has_the_weights_and_a_traced_one_is_an_error() -> None:
+    folder = GOLDENS / "llama"
+    golden = np.load(folder / "logits.npz")
+    model: Any = lora(GPT.from_pretrained(folder), targets="query")(nnx.Rngs(0))
+    logits = nnx.jit(lambda model, tokens: model(tokens))(model, golden["tokens"])
+    np.testing.assert_allclose(logits, golden["logits"], atol=1e-4, rtol=0)
+    pretrained = GPT.from_pretrained(folder)
+    with pytest.raises(
+        WeightsError, match=r"cannot be read while a function is traced"
+    ):
+        make_trainer(lambda rngs: pretrained(rngs))
+
+
 class Scaled(nnx.Module):
     """A model of a user: two layers in a list, a Variable of its own."""
 

@@ -93,8 +93,17 @@ class AdaptedSource:
     adapt: Callable[[nnx.Module, nnx.Rngs], None]
 
     def __call__(self, rngs: nnx.Rngs) -> nnx.Module:
-        """Builds the model as it is, then its factors."""
-        model = build_model(self.source, rngs)
+        """Builds the model as it is, with weights from files, then its factors."""
+        reads = isinstance(self.source, ReadsArrays)
+        return self._adapted(
+            self.source(rngs) if reads else build_model(self.source, rngs), rngs
+        )
+
+    def build_shapes(self, rngs: nnx.Rngs) -> nnx.Module:
+        """The same; weights that are in files are not yet read."""
+        return self._adapted(build_model(self.source, rngs), rngs)
+
+    def _adapted(self, model: nnx.Module, rngs: nnx.Rngs) -> nnx.Module:
         self.adapt(model, rngs)
         return model
 

@@ -182,7 +182,8 @@ def build_model(model_fn: ModelFn, rngs: nnx.Rngs) -> nnx.Module:
     Raises:
         TypeError: If it cannot be called with ``rngs`` alone, or returns no model.
     """
-    build: Callable[..., Any] = model_fn
+    # Of weights in files the shapes: they are read later, in their shardings.
+    build: Callable[..., Any] = getattr(model_fn, "build_shapes", model_fn)
     signature, remedy = _signature(model_fn), "Pass lambda rngs: Model(..., rngs=rngs)."
     # Flax's own layers take it by name alone.
     by_name = signature is not None and "rngs" in signature.parameters

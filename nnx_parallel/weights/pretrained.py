@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 
 from nnx_parallel.errors import WeightsError
 from nnx_parallel.sharding.model import arrays_of, build_model
@@ -21,10 +22,11 @@ from nnx_parallel.weights.names import Entry, Rule, check_tensors, rules_of
 class Pretrained:
     """A function from ``nnx.Rngs`` to a model whose parameters come from safetensors.
 
-    A Trainer, or a strategy's ``init``, calls it for the shapes, and then has each
-    device's shards read straight from the files, under any strategy: no process holds
-    more than its shards and the slice that it is reading. Parameters that ``names``
-    does not have are an error; Variables of other types start as the model makes them.
+    Pass it to a Trainer, or a strategy's ``init``, as the model: each device's shards
+    are then read straight from the files, under any strategy, and no process holds
+    more than its shards and the slice that it is reading. Called by hand it returns the
+    whole model. Parameters that ``names`` does not have are an error; Variables of
+    other types start as the model makes them.
 
     Args:
         build: Builds the model, as a Trainer takes it.
@@ -66,7 +68,32 @@ class Pretrained:
         self.tensors = open_tensors(self.path)
 
     def __call__(self, rngs: nnx.Rngs) -> nnx.Module:
-        """Builds the model, with parameters of the dtype that they will have."""
+        """The model with its weights, whole on the default device.
+
+        Raises:
+            WeightsError: If a function is traced: its program would read no file.
+        """
+        probe = jnp.zeros(())
+        if isinstance(probe, Tracer):
+            raise WeightsError(
+                f"The weights of {str(self.path)!r} cannot be read while a function is "
+                "traced, such as model=lambda rngs: ... of a Trainer. Pass what "
+                "from_pretrained returns itself, or change the model that it builds "
+                "outside of the function."
+            )
+        model = self.build_shapes(rngs)
+        params = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+        place = jax.sharding.SingleDeviceSharding(probe.devices().pop())
+        arrays = {
+            path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+            for path, leaf in params.items()
+        }
+        for path, array in self.read_arrays(arrays).items():
+            params[path].set_value(array)
+        return model
+
+    def build_shapes(self, rngs: nnx.Rngs) -> nnx.Module:
+        """The model with parameters of the right shapes and dtypes, not yet read."""
         model = build_model(self.build, rngs)
         shapes = {path: x.shape for path, x in _params(model).items()}
         rules = rules_of(self.names, shapes)
