@@ -1,6 +1,6 @@
 """Weights from files: bytes that a process reads, its memory, and seconds.
 
-A checkpoint in the shape of Llama 3.2 1B is read over 8 simulated devices, beside
+A checkpoint in the shape of Llama 3.2 1B is read over 8 simulated devices, and by
 `safetensors.flax.load_file`, which gives whole arrays on one. Each reading is a process
 of its own; memory is what its peak rises by. On simulated devices the shards are in the
 memory of the host too.

@@ -49,7 +49,7 @@ _OTHER_NAMES = {
     "params": "param_dtype",
     "compute": "dtype compute_dtype",
 }
-"""What other libraries call our arguments."""
+"""Names of our arguments in other libraries."""
 
 _HINTS = {"shard": " ZeRO-3 is 'params', ZeRO-2 'gradients', ZeRO-1 'optimizer'."}
 

@@ -120,7 +120,7 @@ def _with_read(
     streams: dict,
     shardings: dict[Path, NamedSharding],
 ) -> dict:
-    """What a source reads, and the rest computed."""
+    """The arrays that a source reads from files, and the others computed."""
     shapes = flatten(jax.eval_shape(build, streams))
     read = source.read_arrays(
         {

@@ -3,7 +3,7 @@
 #
 # Most models are not trained from nothing. You have a folder from the Hugging Face hub, with
 # `config.json` and files of safetensors. This tutorial reads one onto eight devices, trains adapters
-# beside its kernels, and writes folders that transformers, PEFT and vLLM read.
+# next to its kernels, and writes folders that transformers, PEFT and vLLM read.
 
 # %%
 import json
@@ -73,7 +73,7 @@ assert losses[-1] < 0.2
 # the files: names and shapes must be those of the model in `config.json`, or an error names the first
 # that is not. The Trainer then reads for each device the bytes of its shards. No process holds the whole.
 #
-# `lora` adds two narrow matrices, A and B, beside each kernel whose path matches `targets`. B starts as
+# `lora` adds two narrow matrices, A and B, next to each kernel whose path matches `targets`. B starts as
 # zeros, so the model starts as it was. `wrt=nnx.LoRAParam` trains these factors alone; only they have
 # gradients and optimizer state. The callback ends the fit when the loss is low.
 

@@ -1,4 +1,4 @@
-"""LoRA: small trained factors beside the frozen kernels of a model's linear layers.
+"""LoRA: small trained factors next to the frozen kernels of a model's linear layers.
 
 An adapted layer is the layer itself with two more parameters: paths of what it had stay
 as they were, so that weights, names and checkpoints of the base still fit.
@@ -30,7 +30,7 @@ KINDS = (Dense, nnx.Linear, nnx.LinearGeneral)
 
 
 class Adapted(nnx.Module):
-    """What an adapted layer adds to the layer that it is.
+    """The factors that an adapted layer adds to the layer that it is.
 
     Attributes:
         lora_a: ``(*in_dims, rank)``, with a dim of layers in front where the kernel has
