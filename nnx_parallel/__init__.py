@@ -5,7 +5,7 @@ optimizer state and batch live; `Trainer.fit` does the rest, on one CPU or a tho
 chips, with the same numbers.
 """
 
-from nnx_parallel import errors, layers
+from nnx_parallel import errors, layers, weights
 from nnx_parallel.audit.report import Report, audit
 from nnx_parallel.checkpoint.options import Checkpoint
 from nnx_parallel.collectives.matmul import (
@@ -128,6 +128,7 @@ __all__ = [
     "sharded_jit",
     "simulate_devices",
     "visualize",
+    "weights",
 ]
 
 

@@ -22,6 +22,7 @@ PUBLIC = {
     "nnx_parallel.errors": set(vars(nnx_parallel.errors)),
     "nnx_parallel.layers": set(vars(nnx_parallel.layers)),
     "nnx_parallel.models": set(vars(nnx_parallel.models)),
+    "nnx_parallel.weights": set(vars(nnx_parallel.weights)),
 }
 
 
