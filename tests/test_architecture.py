@@ -255,7 +255,7 @@ def test_the_package_is_small() -> None:
     # splits of activations without effect, and more mistakes, those of a first script
     # among them, and options by other libraries' names; attention in blocks, and over a
     # split sequence; adapters; files of weights, and names both ways.
-    assert sum(map(num_lines, files)) <= 26_710
+    assert sum(map(num_lines, files)) <= 26_740
 
 
 def test_the_code_gives_its_reasons() -> None:

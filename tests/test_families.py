@@ -222,6 +222,28 @@ def test_parameters_are_counted(family: str) -> None:
     assert config.num_params == sum(sizes)
 
 
+def test_settings_that_a_file_leaves_out_are_those_of_transformers() -> None:
+    """The text_config of Gemma 3 4B as it is on the hub; Mistral's window."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    found = config_from_hf({"model_type": "gemma3", "text_config": text})
+    expected = GPTConfig.preset("gemma3-4b")
+    assert config_to_hf(found) == config_to_hf(expected)
+    mistral = hf_config("mistral")
+    del mistral["sliding_window"], mistral["num_key_value_heads"]
+    found = config_from_hf(mistral | {"num_attention_heads": 16})
+    assert (found.window, found.num_kv_heads) == (4095, 8)
+    del mistral["hidden_size"]
+    with pytest.raises(ValueError, match=r"has no 'hidden_size' and is of model_type"):
+        config_from_hf(mistral)
+
+
 BAD = [
     (
         {"model_type": "mixtral"},

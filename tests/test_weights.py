@@ -350,6 +350,11 @@ def test_an_index_names_files_of_its_folder(
     ("names", "message"),
     [
         (SCALED[:3], r"The table of names lacks `layers.1.bias` of the model"),
+        ([*SCALED, SCALED[0]], r"'fc0.weight' is parts \[0, 0\] of"),
+        (
+            [("layers.0.bias", "b", "part 1 of 2: n a -> n a"), *SCALED],
+            r"'b' is parts \[1\] of `layers.0.bias`",
+        ),
         ([*SCALED, ("layers.2.bias", "b", "a -> a")], "has `layers.2.bias`, which the"),
         ([("layers.0.kernel", "w"), *SCALED[1:]], "must be three strings"),
         ([("layers.0.kernel", "w", "a b"), *SCALED[1:]], "must be as of einops"),

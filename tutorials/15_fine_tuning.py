@@ -3,7 +3,7 @@
 #
 # Most models are not trained from nothing. You have a folder from the Hugging Face hub, with
 # `config.json` and files of safetensors. This tutorial reads one onto eight devices, trains adapters
-# next to its kernels, and writes folders that transformers, PEFT and vLLM read.
+# next to its kernels, and writes folders that transformers and PEFT read.
 
 # %%
 import json

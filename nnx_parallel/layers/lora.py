@@ -70,7 +70,7 @@ class Adapted(nnx.Module):
             factor.set_metadata(out_sharding=own, eager_sharding=False)
 
     def delta(self) -> Array:
-        """What the factors add to the kernel, in its shape, in float32."""
+        """The product of the factors, in the kernel's shape, in float32."""
         lead, _ = self._split()
         kernel, a, b = (x.get_value() for x in (self.kernel, self.lora_a, self.lora_b))
         stacked = kernel.shape[:lead]
@@ -133,7 +133,7 @@ def lora(
     alpha: float | None = None,
     rngs: nnx.Rngs | None = None,
 ) -> Any:
-    r"""A model with low-rank adapters [1] beside the kernels of some of its layers.
+    r"""A model with low-rank adapters [1] next to the kernels of some of its layers.
 
     A layer then computes ``layer(x) + (alpha / rank) * (x @ A) @ B``. It starts as it
     was, for B is zeros. Give the Trainer ``wrt=nnx.LoRAParam``: the factors alone are

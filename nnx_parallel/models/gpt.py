@@ -155,7 +155,7 @@ class Attention(nnx.Module):
         )
 
     def _seen(self, keys: jax.Array, queries: jax.Array) -> jax.Array:
-        """Whether queries (seq, 1) see keys (1, total_len) of a cache, by position."""
+        """True where queries (seq, 1) see keys (1, total_len) of a cache."""
         seen = keys <= queries
         if self.config.window is None:
             return seen

@@ -43,6 +43,34 @@ _NEUTRAL = {
     "quantization_config": None,
 }
 
+# What transformers takes for settings that a file leaves out, where it is no default of
+# ours: files of Gemma 3 and Mistral do leave them out.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "gemma2": {
+        "vocab_size": 256_000,
+        "max_position_embeddings": 8192,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 4096,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma3_text": {
+        "vocab_size": 262_208,
+        "max_position_embeddings": 131_072,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 4096,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 10_000.0,
+    },
+}
+
 _KINDS: dict[str, LayerKind] = {
     "sliding_attention": "local",
     "full_attention": "global",
@@ -74,7 +102,13 @@ def config_from_hf(config: Mapping[str, Any], **overrides: Any) -> GPTConfig:
             f"{', '.join(CLASSES)}."
         )
     _check_neutral(config)
-    parts = _of_gpt2(config) if kind == "gpt2" else _of_llama(config, kind)
+    config = _DEFAULTS.get(kind, {}) | config
+    try:
+        parts = _of_gpt2(config) if kind == "gpt2" else _of_llama(config, kind)
+    except KeyError as error:
+        raise ValueError(
+            f"config.json has no {error} and is of model_type {kind!r}, which needs it."
+        ) from None
     return replace(GPTConfig(**parts), **overrides)
 
 
@@ -127,10 +161,8 @@ def _of_llama(config: dict[str, Any], kind: str) -> dict[str, Any]:
             "scale_embedding": True,
             "attention_scale": config.get("query_pre_attn_scalar", 256) ** -0.5,
         }
-        # A missing cap is Gemma 2's; an empty one is none.
-        caps = (50.0, 30.0) if kind == "gemma2" else (None, None)
-        parts["softcap"] = config.get("attn_logit_softcapping", caps[0])
-        parts["logit_softcap"] = config.get("final_logit_softcapping", caps[1])
+        parts["softcap"] = config.get("attn_logit_softcapping")
+        parts["logit_softcap"] = config.get("final_logit_softcapping")
     return parts
 
 
@@ -141,8 +173,6 @@ def _rotation(config: dict[str, Any]) -> dict[str, Any]:
         whole = {"rope_theta": config.get("rope_theta", 10_000.0)}
         whole |= config.get("rope_scaling") or {}
         local = config.get("rope_local_base_freq")
-        if local is None and config["model_type"] == "gemma3_text":
-            local = 10_000.0
     elif "full_attention" in given:
         whole = given["full_attention"]
         local = given["sliding_attention"]["rope_theta"]
@@ -290,7 +320,7 @@ def _to_llama(config: GPTConfig, kind: str) -> dict[str, Any]:
         "rms_norm_eps": config.norm_epsilon,
         "tie_word_embeddings": config.tied,
         name: value,
-        # Both forms: transformers 4, vLLM and others read the first two.
+        # Both forms: transformers 4 reads the first two.
         "rope_theta": config.rope_theta,
         "rope_scaling": None if config.rope_scaling is None else whole,
         "rope_parameters": whole | {"rope_theta": config.rope_theta},

@@ -15,7 +15,7 @@ LLAMA: dict[str, Any] = {
     "use_bias": False,
     "tied": False,
 }
-"""What Llama, Mistral and Qwen share."""
+"""Shared by Llama, Mistral and Qwen."""
 
 _GPT2 = {"vocab_size": 50_257, "seq_len": 1024}
 _LLAMA_2 = LLAMA | {"vocab_size": 32_000, "seq_len": 4096}

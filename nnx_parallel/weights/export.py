@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.experimental import multihost_utils
 
+from nnx_parallel.distributed.agreement import meet
 from nnx_parallel.errors import WeightsError
 from nnx_parallel.sharding.names import dotted
 from nnx_parallel.sharding.tree import gather
@@ -63,7 +63,7 @@ def save_pretrained(
     source: str | Path | None = None,
     max_file_bytes: int = 5 * 10**9,
 ) -> None:
-    """Writes a folder that transformers, vLLM and `Pretrained` read.
+    """Writes a folder that transformers and `Pretrained` read.
 
     The folder appears whole or not at all. With several processes all of them call
     this, and process 0 writes. An array at a time is whole on the host.
@@ -99,9 +99,6 @@ def save_pretrained(
         _write_texts(folder, config, described, source)
 
     save_arrays(directory, rules, arrays, write_texts, dtype, max_file_bytes)
-
-
-Make = Callable[[], np.ndarray]
 
 
 def _table_of(model: nnx.Module, names: Sequence[Entry] | None) -> Sequence[Entry]:
@@ -142,6 +139,9 @@ def save_arrays(
             f"{str(target)!r} exists and is not empty: nothing is written over it. "
             "Pass another directory."
         )
+    if jax.process_count() > 1:
+        # All have seen that it is empty before one of them writes.
+        meet(f"saving weights ({stem})")
     described, makes = _describe(rules, arrays, dtype)
     files = _files(described, max_file_bytes, stem)
     writes = jax.process_index() == 0
@@ -166,7 +166,11 @@ def save_arrays(
         write_texts(temporary, described)
         temporary.rename(target)
     if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("save_arrays")
+        meet(f"weights saved ({stem})")
+
+
+Make = Callable[[], np.ndarray]
+"""Brings an array together; all processes call it."""
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -176,10 +180,10 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 def _describe(
     rules: Mapping[str, Rule], arrays: Mapping[str, jax.Array], dtype: Any
 ) -> tuple[list[Described], dict[str, Make]]:
-    """What is written, in order, and a function that brings each array together."""
+    """The arrays to write, in order, and a function that brings each together."""
     described: list[Described] = []
     makes: dict[str, Make] = {}
-    for group in groups_of(rules):
+    for group in groups_of(rules.values()):
         first = group[0]
         ours = [arrays[rule.ours] for rule in group]
         sizes = first.sizes(ours[0].shape)
@@ -211,7 +215,7 @@ def _maker(
 def _files(
     described: list[Described], max_bytes: int, stem: str
 ) -> dict[str, list[Described]]:
-    """What each file has, by its name: as many arrays as fit."""
+    """The arrays of each file, by its name: as many as fit."""
     files: list[list[Described]] = [[]]
     size = 0
     for each in described:

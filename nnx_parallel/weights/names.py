@@ -12,7 +12,7 @@ An entry is ``(our path, their name, pattern)``, such as
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +79,7 @@ class Rule:
     def names(self, shape: Sequence[int]) -> list[str]:
         """Their names for our array of this shape, layer by layer."""
         count = shape[0] if self.is_stacked else 1
-        return [self.theirs.format(i) for i in range(count)]
+        return [self.theirs.replace("{}", str(i)) for i in range(count)]
 
     def sizes(self, shape: Sequence[int]) -> dict[str, int]:
         """The size of each dim that the pattern names, by our array's shape.
@@ -122,7 +122,16 @@ def rules_of(entries: Sequence[Entry], shapes: Mapping[str, Any]) -> dict[str, R
         WeightsError: If an array has no entry, or an entry no array; if a pattern does
             not fit the array.
     """
-    rules = {rule.ours: rule for rule in map(Rule.of, entries)}
+    read = [Rule.of(entry) for entry in entries]
+    rules = {rule.ours: rule for rule in read}
+    for group in groups_of(read):
+        parts = [rule.part for rule in group]
+        if parts != list(range(max(group[0].num_parts, 1))):
+            ours = ", ".join(f"`{rule.ours}`" for rule in group)
+            raise WeightsError(
+                f"{group[0].theirs!r} is parts {parts} of {ours}. An array is one of "
+                "ours, or holds parts from 0 on, each once."
+            )
     if missing := sorted(shapes.keys() - rules.keys()):
         raise WeightsError(
             f"The table of names lacks `{missing[0]}`"
@@ -183,10 +192,10 @@ def check_tensors(
         )
 
 
-def groups_of(rules: Mapping[str, Rule]) -> Iterator[list[Rule]]:
+def groups_of(rules: Iterable[Rule]) -> Iterator[list[Rule]]:
     """Rules by the array of theirs that they share, parts in their order."""
     groups: dict[str, list[Rule]] = {}
-    for rule in rules.values():
+    for rule in rules:
         groups.setdefault(rule.theirs, []).append(rule)
     for rules_of_one in groups.values():
         yield sorted(rules_of_one, key=lambda rule: rule.part)

@@ -1,11 +1,11 @@
-"""Makes the folders beside it: tiny random models of each family, by transformers.
+"""Makes the folders next to it: tiny random models of each family, by transformers.
 
 Each folder has ``model.safetensors`` and ``config.json`` as transformers writes them,
 and ``logits.npz``: ``tokens`` int (2, 24), ``logits`` float32 (2, 24, vocab), and
 ``greedy`` int (64,), the tokens that follow the first row of ``tokens``. All of that is
 computed in float32, also where the weights are saved in bfloat16.
 
-Not run by the tests, which need neither torch nor transformers. To make them anew:
+Not run by the tests, which need neither torch nor transformers. To make them again:
 ``pip install torch transformers safetensors``, then ``python make_goldens.py``. The
 versions that made them are in ``versions.json``.
 """
