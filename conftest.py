@@ -20,7 +20,7 @@ from tests.sharing import share_compiled_programs
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 # It needs torch, and runs for a new family alone.
-collect_ignore = ["tests/goldens/make_goldens.py"]
+collect_ignore_glob = ["tests/goldens/*.py"]
 
 simulate_devices(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -17,14 +17,17 @@ NAMES = {
     "sharded_jit": "sharded_jit against jax.jit with the same shardings",
     "overlap": "bytes that a TPU's schedule overlaps with matmuls; compiled, not run",
     "long_sequences": "memory and the ring's overlap on TPUs; compiled, not run",
+    "experts": "memory and exchanges of mixtures of experts on TPUs; compiled, not run",
     "weights": "a checkpoint of 2 GB read over 8 devices: bytes, memory, seconds",
     "fsdp": "FSDP against activations constrained by hand, and against none",
+    "muon": "FLOPs and bytes of Muon over the least, and Optax's; compiled, not run",
     "faults": "a run killed at random moments, --rounds times",
     "integrity": "the cost of checksums, checks and asynchronous saves",
     "pipeline": "pipeline schedules: simulated, compiled and measured",
     "peers": "steps by hand, with nnx.jit and scalax (needs the extra `bench`)",
     "scaling": "CPU time and bytes over 1, 2, 4 and 8 devices",
     "gpu": "a GPT on one GPU against PyTorch (needs both; --tiny needs neither)",
+    "grouped": "experts on one GPU against PyTorch's grouped products, likewise",
 }
 
 MODULES = {"peers": "compare"}
@@ -41,7 +44,7 @@ def main() -> int:
     parser.add_argument("name", nargs="?", choices=NAMES)
     parser.add_argument("--rounds", type=int, help="interleaved rounds of steps")
     parser.add_argument("--full", action="store_true", help="pipeline: all sizes")
-    parser.add_argument("--tiny", action="store_true", help="gpu: a trial on CPU")
+    parser.add_argument("--tiny", action="store_true", help="gpu, grouped: on CPU")
     parser.add_argument("--json", metavar="PATH", help="write the figures to a file")
     options = parser.parse_args()
     if options.name is None:

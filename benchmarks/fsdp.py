@@ -73,7 +73,8 @@ def gpt_loss(model: GPT, batch: Mapping[str, jax.Array], place: Place) -> jax.Ar
         assert block.mlp_norm is not None
         attended, _ = block.attention(place(block.attention_norm(x)), 0, None)
         x = place(x + place(attended))
-        return place(x + place(block.mlp(place(block.mlp_norm(x))))), None
+        mlp: Any = block.mlp
+        return place(x + place(mlp(place(block.mlp_norm(x))))), None
 
     x, _ = jax.lax.scan(run_block, x, nnx.to_pure_dict(blocks))
     kernel, vocab_dim = model.head_kernel

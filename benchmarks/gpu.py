@@ -4,7 +4,8 @@ Both train the same shape on the same tokens with the same number of rows: float
 parameters and AdamW state, matmuls and activations in bfloat16. PyTorch has what its
 users use: `torch.compile` over model and loss, `scaled_dot_product_attention`
 with FlashAttention and, from Hopper on, with cuDNN's kernel, and the fused AdamW. Ours
-is a Trainer's step with its defaults, which also computes the norm of the gradient.
+is a Trainer's step with its defaults, which also computes the norm of the gradient. It
+is run once more on rows packed with up to 8 documents, of which none sees another.
 
 Both frameworks preallocate a GPU's memory, so that two at once would compete for it.
 Each therefore runs in a process of its own, with the device to itself; a round runs
@@ -32,7 +33,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.gpu_task import WAYS, Task
+from benchmarks.gpu_task import PACKED, WAYS, Task
 from benchmarks.timing import Ratio, Table
 from nnx_parallel.models import GPTConfig
 
@@ -43,7 +44,7 @@ MODELS = {
 }
 """The models, and the most rows that are tried."""
 TINY = {"tiny": (GPTConfig.tiny(num_layers=2), 2)}
-PEERS = tuple(way for way in WAYS if way != "ours")
+Models = Mapping[str, tuple[GPTConfig, int]]
 
 
 def measure(rounds: int = 5, tiny: bool = False) -> Table:
@@ -57,17 +58,27 @@ def measure(rounds: int = 5, tiny: bool = False) -> Table:
     Raises:
         SystemExit: If there is no GPU, or no PyTorch that sees it.
     """
-    devices = _devices(tiny)
-    ways = [way for way in WAYS if _framework(way) in devices]
+    title = "A GPT on one device: this library and PyTorch"
+    return compare(title, TINY if tiny else MODELS, WAYS, rounds, is_tiny=tiny)
+
+
+def compare(
+    title: str, models: Models, ways: Sequence[str], rounds: int, *, is_tiny: bool
+) -> Table:
+    """Trains each model in each way that can run here, as `measure` does."""
+    tiny, devices = is_tiny, _devices(is_tiny)
+    ways = [way for way in ways if _framework(way) in devices]
     if "torch cuDNN" in ways and (tiny or not _is_hopper()):
         ways.remove("torch cuDNN")
     table = Table(
-        "A GPT on one device: this library and PyTorch",
+        title,
         hardware=", ".join(sorted(set(devices.values()))),
         packages=("torch",) if "torch" in devices else (),
     )
+    if "torch" not in devices:
+        table.add("PyTorch", "is not installed: this library alone")
     with tempfile.TemporaryDirectory() as cache:
-        for name, (config, max_rows) in (TINY if tiny else MODELS).items():
+        for name, (config, max_rows) in models.items():
             rows, first = _fit(Task.of(config, max_rows, tiny), ways, cache)
             table.add(f"{name}: rows of {config.seq_len} tokens", rows)
             if rows == 0:
@@ -79,7 +90,7 @@ def measure(rounds: int = 5, tiny: bool = False) -> Table:
 
 
 def _framework(way: str) -> str:
-    return "jax" if way == "ours" else "torch"
+    return "torch" if way.startswith("torch") else "jax"
 
 
 def _devices(tiny: bool) -> dict[str, str]:
@@ -103,7 +114,7 @@ def _devices(tiny: bool) -> dict[str, str]:
     said = "is not installed" if not has_torch else "sees none"
     versions = {"jax": found["jax"] or "sees none", "torch": found["torch"] or said}
     raise SystemExit(
-        "python -m benchmarks gpu needs a GPU that jax and torch both see: "
+        "This benchmark needs a GPU that jax and torch both see: "
         f"jax {versions['jax']}, torch {versions['torch']}. Install jax for CUDA "
         "(`pip install 'jax[cuda13]'`) and `torch` next to the library, or run a "
         "smoke test on CPU with --tiny."
@@ -190,7 +201,7 @@ def _run(way: str, task: Task, cache: str) -> Found | None:
 
 def _environment(way: str, task: Task, cache: str) -> dict[str, str]:
     """Memory fractions, and a directory for compiled programs."""
-    if task.is_tiny and way == "ours":
+    if task.is_tiny and _framework(way) == "jax":
         return os.environ | {"JAX_PLATFORMS": "cpu"}
     if _framework(way) == "torch":
         return os.environ | {
@@ -224,7 +235,10 @@ def _add_figures(table: Table, name: str, task: Task, found: Sequence[Round]) ->
         if (peak_bytes := found[-1][way].peak_bytes) is not None:
             table.add(f"{name}, {way}: peak bytes", peak_bytes)
         table.add(f"{name}, {way}: first and last loss", list(found[-1][way].losses))
-    for peer in PEERS:
-        if peer in medians:
+    if PACKED in medians:
+        packed = Ratio.of(medians[PACKED], medians["ours"])
+        table.add(f"{name}: seconds of a step, packed documents / whole rows", packed)
+    for peer in medians:
+        if _framework(peer) == "torch":
             ratio = Ratio.of(medians["ours"], medians[peer])
             table.add(f"{name}: seconds of a step, ours / {peer}", ratio)

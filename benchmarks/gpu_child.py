@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu_task import Side, Task
+from benchmarks.gpu_task import GROUPED, PACKED, Side, Task
 
 
 def work(side: Side, task: Task) -> dict[str, Any]:
@@ -50,10 +50,14 @@ def _seconds(call: Callable[[], None]) -> float:
 
 def make_side(way: str, task: Task) -> Side:
     """The framework of a variant, its state on the device."""
-    if way == "ours":
+    if way in ("ours", PACKED):
         from benchmarks.gpu_ours import Ours
 
-        return Ours(task)
+        return Ours(task, is_packed=way == PACKED)
+    if way == GROUPED:
+        from benchmarks.grouped_torch import Grouped
+
+        return Grouped(task)
     from benchmarks.gpu_torch import Torch
 
     return Torch(task, way)

@@ -20,9 +20,11 @@ class Ours:
 
     Args:
         task: The task to train.
+        is_packed: Whether rows are made of several documents, of which none sees
+            another.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, *, is_packed: bool = False) -> None:
         trainer = Trainer(
             lambda rngs: GPT(task.model, rngs=rngs),
             optax.adamw(1e-4, b1=0.9, b2=0.95, weight_decay=0.1),
@@ -32,7 +34,10 @@ class Ours:
             precision=Precision.mixed_bfloat16(),
             loggers=(),
         )
-        self._batch = trainer.shard_batch(task.tokens())
+        batch = {"tokens": task.tokens()}
+        if is_packed:
+            batch["segments"] = task.documents()
+        self._batch = trainer.shard_batch(batch)
         self._step, self._state = trainer.train_step, trainer.state
         self._size = task.product_size
 

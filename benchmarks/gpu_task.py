@@ -8,9 +8,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from nnx_parallel.layers import Experts
 from nnx_parallel.models import GPTConfig
 
-WAYS = ("ours", "torch flash", "torch cuDNN")
+PACKED = "ours, packed documents"
+WAYS = ("ours", PACKED, "torch flash", "torch cuDNN")
+GROUPED = "torch grouped"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +46,10 @@ class Task:
     @property
     def model(self) -> GPTConfig:
         """Shape of the model."""
-        return GPTConfig(**self.config)
+        given: dict[str, Any] = dict(self.config)
+        if (experts := given["experts"]) is not None:
+            given["experts"] = Experts(**experts)
+        return GPTConfig(**given)
 
     @property
     def num_tokens(self) -> int:
@@ -65,6 +71,14 @@ class Task:
         shape = (self.rows, self.model.seq_len + 1)
         rng = np.random.default_rng(0)
         return rng.integers(0, self.model.vocab_size, shape, dtype=np.int32)
+
+    def documents(self) -> np.ndarray:
+        """Ids of the documents in each row: int32 (rows, seq_len + 1), at most 8."""
+        length = self.model.seq_len + 1
+        rng = np.random.default_rng(1)
+        ends = rng.integers(1, length, (self.rows, 7, 1))
+        found = 1 + (np.arange(length) >= ends).sum(1)
+        return found.astype(np.int32)
 
 
 class Side(Protocol):

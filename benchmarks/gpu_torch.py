@@ -103,14 +103,22 @@ class Torch:
         self._device = torch.device("cpu" if task.is_tiny else "cuda")
         self._kernel = KERNELS[way]
         with self._device:
-            model = GPT(task.model, torch.bfloat16)
+            model = self.make_model(task)
         self._optimizer = torch.optim.AdamW(
             model.parameters(), 1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
         self._tokens = torch.from_numpy(task.tokens()).long().to(self._device)
-        compiler = "aot_eager" if task.is_tiny else "inductor"
-        self._model = torch.compile(model, backend=compiler, dynamic=False)
+        self._model = self.compile(model, task)
         self._size = task.product_size
+
+    def make_model(self, task: Task) -> Any:
+        """The model, whose outputs are losses."""
+        return GPT(task.model, torch.bfloat16)
+
+    def compile(self, model: Any, task: Task) -> Any:
+        """Without its compiler of kernels on CPU, whose own one it takes minutes."""
+        compiler = "aot_eager" if task.is_tiny else "inductor"
+        return torch.compile(model, backend=compiler, dynamic=False)
 
     def train(self, num_steps: int) -> float:
         """Dispatches the steps, and waits for the last."""

@@ -5,7 +5,7 @@ Read `run` first. Its ``strategy`` is the only part about distribution.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import numpy as np
@@ -20,13 +20,16 @@ from nnx_parallel import (
     Composite,
     ContextParallel,
     DataParallel,
+    ExpertParallel,
     Mean,
     Pipeline,
     Strategy,
     TensorParallel,
     Trainer,
+    muon,
     muon_dimension_numbers,
 )
+from nnx_parallel.layers import Experts
 from nnx_parallel.models import GPT, GPTConfig, generate, next_token_loss
 
 STRATEGIES: Mapping[str, Callable[[], Strategy]] = {
@@ -37,6 +40,7 @@ STRATEGIES: Mapping[str, Callable[[], Strategy]] = {
     "hsdp": lambda: Composite(DataParallel(2), FSDP()),
     "tp": lambda: Composite(DataParallel(), TensorParallel(4)),
     "long": lambda: Composite(ContextParallel(4), FSDP()),
+    "experts": lambda: Composite(ExpertParallel(4), FSDP()),
     "3d": lambda: Composite(Pipeline(2), TensorParallel(2), FSDP()),
 }
 
@@ -70,8 +74,20 @@ class Settings:
     sample_len: int = 250
 
 
+EXPERTS = Experts(num_experts=8, top_k=2, mlp_dim=128, bias_rate=0.003)
+"""As many FLOPs a token as the MLP that they replace, and four times its parameters."""
+
+
+def with_experts(settings: Settings) -> Settings:
+    """The settings with a mixture of experts in each block, in a directory apart."""
+    model = replace(settings.model, mlp_dim=None, experts=EXPERTS)
+    return replace(settings, model=model, directory=f"{settings.directory}-experts")
+
+
 def run(strategy: Strategy, settings: Settings) -> None:
     """Trains or resumes, restores on half of the devices, and samples text."""
+    if strategy.claims().experts is not None:
+        settings = with_experts(settings)
     corpus = standard_library()
     sizes = {
         "global_batch_size": settings.global_batch_size,
@@ -84,7 +100,7 @@ def run(strategy: Strategy, settings: Settings) -> None:
 
     trainer = Trainer(
         model=lambda rngs: GPT(settings.model, rngs=rngs),
-        optimizer=lambda model: muon(model, settings.num_steps),
+        optimizer=lambda model: with_muon(model, settings.num_steps),
         loss=bits_per_byte,
         strategy=strategy,
         # A pipeline needs several microbatches at once; the losses stay the same.
@@ -105,7 +121,7 @@ def run(strategy: Strategy, settings: Settings) -> None:
     # The same model on other devices under another strategy: the checkpoint fits.
     restored = Trainer(
         model=lambda rngs: GPT(settings.model, rngs=rngs),
-        optimizer=lambda model: muon(model, settings.num_steps),
+        optimizer=lambda model: with_muon(model, settings.num_steps),
         loss=bits_per_byte,
         strategy=DataParallel(),
         devices=jax.devices()[:4],
@@ -135,14 +151,14 @@ def bits_per_byte(model: GPT, batch: jax.Array) -> Mean:
     return next_token_loss(model, batch) / math.log(2)
 
 
-def muon(model: nnx.Module, num_steps: int) -> optax.GradientTransformation:
+def with_muon(model: nnx.Module, num_steps: int) -> optax.GradientTransformation:
     """Muon for the kernels, Adam for the rest; both warm up and decay."""
 
     def schedule(peak: float) -> optax.Schedule:
         warmup = max(1, num_steps // 15)
         return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, num_steps)
 
-    return optax.contrib.muon(
+    return muon(
         schedule(0.02),
         adam_learning_rate=schedule(3e-3),
         muon_weight_dimension_numbers=muon_dimension_numbers(model),

@@ -195,6 +195,15 @@ def _long() -> Marks:
     ]
 
 
+def _experts() -> Marks:
+    marks: Marks = []
+    for token, expert in enumerate((0, 2, 1, 3, 2, 0, 3, 1)):
+        y = 9 + 8.5 * token
+        marks.append(rect(24, y, 24, 6.5, device(expert)))
+        marks.append(line((52, y + 3), (108, 18 + 17 * expert), width=0.7))
+    return [*marks, *[rect(110, 10 + 17 * n, 34, 14, device(n), 3) for n in range(4)]]
+
+
 def _transformer() -> Marks:
     colours = (0, 0, 2, 2)
     return [
@@ -228,6 +237,7 @@ CARDS = {
     ),
     14: Card("Split the tokens of a sequence, and balance the work.", _long, (3,)),
     15: Card("Adapt weights of others, and write them back.", _adapters, (3,)),
+    16: Card("Send tokens to few of many MLPs, balanced and split.", _experts, (3,)),
 }
 
 

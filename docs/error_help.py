@@ -22,6 +22,12 @@ class Help(NamedTuple):
 
 
 HELP = {
+    "PlanError": Help(
+        "`plan` was given a topology, a `fix` or a script that it cannot use.",
+        "Follow the message: it lists the valid names, or what the script did before it "
+        "reached `Trainer.fit`. [From a laptop to a pod](plan.md) shows the forms.",
+        "topology='v5q:4x4x4': no hardware is called 'v5q'. Did you mean 'v5p'? ...",
+    ),
     "VersionError": Help(
         "`import nnx_parallel` found a jax or flax older than the oldest that is tested.",
         "Run the `pip install` line that ends the message.",
@@ -128,6 +134,25 @@ HELP = {
         "they share outside of the stack.",
         "A block of the stack holds Variables from outside of it: ['table'] ...",
     ),
+    "ProgramTextError": Help(
+        "`audit` got a program compiled for TPUs, and jaxlib cannot print it: it is "
+        "older than libtpu.",
+        "Update jax. Or let the compiler write the text: "
+        "`compile(compiler_options={'xla_dump_to': DIRECTORY})`, then pass `audit` the "
+        "text of the file whose name ends in `after_optimizations.txt`.",
+        "jaxlib 0.10.2 cannot print this program: its compiler is newer (INTERNAL: ...",
+    ),
+    "ExpertsError": Help(
+        "A mixture of experts with more choices than experts, groups that leave a "
+        "token too few, or a capacity of 0; or an `ExpertParallel` whose size does not "
+        "divide the experts, that gets a model without any, or that is to send rows "
+        "(`exchange='ragged'`) on CPUs.",
+        "Take one of the values in the message: a size of `ExpertParallel` that divides "
+        "the experts, `exchange=None`; `DataParallel` or `FSDP` for a model without "
+        "experts.",
+        "`blocks.layer.mlp` has 8 experts, which expert=3 devices cannot share "
+        "evenly. ...",
+    ),
     "WeightsError": Help(
         "Files of weights are damaged, or their names or shapes are not the model's.",
         "Fetch the files again; compare `config.json` with the model; complete the "
@@ -149,10 +174,18 @@ HELP = {
     ),
     "OptimizerError": Help(
         "The optimizer computes the loss again within an update, as line searches do; "
-        "or is not an Optax transformation.",
-        "Use it without the search, or another one.",
+        "is not an Optax transformation; or is given arrays that are no matrices.",
+        "Use it without the search, or another one; `muon_dimension_numbers(model)`.",
         "The optimizer needs what a step cannot give it: ... such as optax.lbfgs(1e-2, "
         "linesearch=None).",
+    ),
+    "OffloadError": Help(
+        "Block inputs are to wait on the host, and no remat keeps any; or the devices "
+        "cannot reach pinned memory.",
+        'Pass `remat="full"` with a `Stack`; or leave `offload` out. '
+        "[What to offload](howto.md#a-model-that-does-not-fit-offload-the-optimizer)",
+        "Offload(activations='block_inputs') moves the inputs of blocks that remat "
+        "keeps ... Pass remat='full' to the Trainer ...",
     ),
     "NonFiniteLossError": Help(
         "The loss became `nan` or `inf`: a division by zero, a `log` of zero, a "
@@ -259,12 +292,12 @@ HELP = {
         "The slot at tick 3 of stage 1 has microbatch 2 but chunk -1 ...",
     ),
     "PipelineError": Help(
-        "The model has no `Stack`, its layers do not divide among the stages, or the "
-        "loss calls the stack in a way that cannot be cut.",
+        "The model has no `Stack`, or one with fewer layers than stages, or the loss "
+        "calls the stack in a way that cannot be cut.",
         "Put the repeated blocks into one `Stack`; choose a number of stages from the "
         "message.",
         "[No stack to cut](pitfalls.md#no-stack-to-cut), "
-        "[layers that do not divide](pitfalls.md#layers-that-do-not-divide)",
+        "[fewer layers than stages](pitfalls.md#fewer-layers-than-stages)",
     ),
 }
 

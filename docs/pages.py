@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import attention_table
 import cards
 import drawings
 import error_help
@@ -96,6 +97,20 @@ class WorkedExamples(SphinxDirective):
         return node.children
 
 
+class AttentionTable(SphinxDirective):
+    """Which implementation of attention takes which argument."""
+
+    def run(self) -> list[Node]:
+        """Asks each of them."""
+        layers = (ROOT / "nnx_parallel" / "layers").glob("*.py")
+        _depend_on(self, Path(str(attention_table.__file__)), *layers)
+        node = nodes.container()
+        self.state.nested_parse(
+            StringList(attention_table.table(), "attention"), 0, node
+        )
+        return node.children
+
+
 class BenchmarkResults(SphinxDirective):
     """A section for each file of results: a plot, a table, and the circumstances."""
 
@@ -121,5 +136,6 @@ def setup(app: Sphinx) -> dict[str, bool | str]:
     app.add_directive("tutorial-cards", TutorialCards)
     app.add_directive("migration-tables", MigrationTables)
     app.add_directive("worked-examples", WorkedExamples)
+    app.add_directive("attention-table", AttentionTable)
     app.add_directive("benchmark-results", BenchmarkResults)
     return {"version": nnx_parallel.__version__, "parallel_read_safe": True}

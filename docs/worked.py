@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import jax
 import optax
@@ -16,12 +19,21 @@ from nnx_parallel import (
     Composite,
     ContextParallel,
     DataParallel,
+    ExpertParallel,
     Pipeline,
     Strategy,
     TensorParallel,
 )
 from nnx_parallel.mesh import MESH_AXES
-from nnx_parallel.models import GPT, GPTConfig, ResNet, ResNetConfig, ViT, ViTConfig
+from nnx_parallel.models import (
+    GPT,
+    GPTConfig,
+    ResNet,
+    ResNetConfig,
+    ViT,
+    ViTConfig,
+    config_from_hf,
+)
 from nnx_parallel.visualize.describe import Description
 
 
@@ -75,9 +87,17 @@ def gpt(config: GPTConfig) -> Callable[[nnx.Rngs], nnx.Module]:
     return lambda rngs: GPT(config, rngs=rngs)
 
 
-MEDIUM = GPTConfig.gpt2_124m(
-    vocab_size=50_304, num_layers=24, embed_dim=1024, num_heads=16
-)
+CONFIGS = Path(__file__).parent / "configs"
+
+
+def published(name: str, **overrides: Any) -> GPTConfig:
+    """The shape that a published ``config.json`` says, with fields of ours changed."""
+    content = json.loads((CONFIGS / f"{name}.json").read_text())
+    return config_from_hf(content, **overrides)
+
+
+# Padded, so that devices divide the rows of the table.
+MEDIUM = published("gpt2-medium", vocab_size=50_304)
 GPT3 = GPTConfig.gpt_1_3b(num_layers=96, embed_dim=12_288, num_heads=96)
 
 EXAMPLES = (
@@ -101,22 +121,28 @@ EXAMPLES = (
     ),
     Example(
         name="Llama 3 8B",
-        build=gpt(GPTConfig.llama3_8b()),
+        build=gpt(published("llama-3-8b")),
         strategy=Composite(DataParallel(8), FSDP(8)),
         why="FSDP shards within a machine. Between machines only gradients are sent.",
     ),
     Example(
         name="Llama 3 70B",
-        build=gpt(GPTConfig.llama3_70b()),
+        build=gpt(published("llama-3-70b")),
         strategy=Composite(FSDP(32), TensorParallel(8)),
         why="A device gets less than one long row, so the 8 devices of a machine share "
         "each matmul.",
     ),
     Example(
         name="Llama 3 8B, 131,072 tokens",
-        build=gpt(GPTConfig.llama3_8b(seq_len=131_072)),
+        build=gpt(published("llama-3-8b", seq_len=131_072)),
         strategy=Composite(FSDP(16), ContextParallel(4)),
         why="A row does not fit on a device; those that share one share the state too.",
+    ),
+    Example(
+        name="Mixtral 8x7B",
+        build=gpt(published("mixtral-8x7b")),
+        strategy=Composite(FSDP(8), ExpertParallel(8)),
+        why="Each device of a machine has one expert of a layer; tokens stay inside.",
     ),
     Example(
         name="GPT-3 175B",

@@ -26,6 +26,7 @@ from nnx_parallel.loggers.logger import (
 )
 from nnx_parallel.mesh import make_mesh, simulate_devices
 from nnx_parallel.metrics import Mean, Sum
+from nnx_parallel.plan.search import plan
 from nnx_parallel.precision import Precision, cast_floating
 from nnx_parallel.schedules.schedules import (
     GPipe,
@@ -38,6 +39,7 @@ from nnx_parallel.schedules.table import Table
 from nnx_parallel.sharding.constrain import active_mesh, annotate, constrain
 from nnx_parallel.sharding.jit import sharded_jit
 from nnx_parallel.sharding.layout import Claims
+from nnx_parallel.sharding.offload import Offload
 from nnx_parallel.sharding.path_names import TRANSFORMER_NAMES, PathNames
 from nnx_parallel.sharding.rules import (
     ChainRules,
@@ -57,10 +59,12 @@ from nnx_parallel.state import TrainState
 from nnx_parallel.strategies.base import Composite, Strategy
 from nnx_parallel.strategies.context_parallel import ContextParallel
 from nnx_parallel.strategies.data_parallel import DataParallel
+from nnx_parallel.strategies.expert_parallel import ExpertParallel
 from nnx_parallel.strategies.fsdp import FSDP
 from nnx_parallel.strategies.pipeline import Pipeline
 from nnx_parallel.strategies.tensor_parallel import TensorParallel
-from nnx_parallel.training.callback import Callback
+from nnx_parallel.training.callback import Callback, EarlyStopping
+from nnx_parallel.training.muon import by_matrix, muon
 from nnx_parallel.training.optimizers import decay_mask, muon_dimension_numbers
 from nnx_parallel.training.trainer import Trainer
 from nnx_parallel.visualize import visualize
@@ -76,6 +80,8 @@ __all__ = [
     "ConsoleLogger",
     "ContextParallel",
     "DataParallel",
+    "EarlyStopping",
+    "ExpertParallel",
     "FSDP",
     "FSDPRules",
     "GPipe",
@@ -84,6 +90,7 @@ __all__ = [
     "Logger",
     "LogicalRules",
     "Mean",
+    "Offload",
     "OneFOneB",
     "Pad",
     "PathNames",
@@ -108,6 +115,7 @@ __all__ = [
     "all_gather_matmul",
     "annotate",
     "audit",
+    "by_matrix",
     "cast_floating",
     "column_parallel_matmul",
     "constrain",
@@ -118,8 +126,10 @@ __all__ = [
     "layers",
     "make_mesh",
     "matmul_reduce_scatter",
+    "muon",
     "muon_dimension_numbers",
     "named_tree_map",
+    "plan",
     "print_once",
     "process_local_to_global",
     "resolve_shardings",

@@ -204,6 +204,13 @@ class UnknownAxisError(ParallelError, ValueError):
     """A name in a model or a spec must be a logical axis or a mesh axis."""
 
 
+class ProgramTextError(ParallelError, RuntimeError):
+    """The audit reads a program's text, which a jaxlib older than its compiler lacks.
+
+    The compiler itself can write it to a file.
+    """
+
+
 class IndivisibleDimError(ParallelError, ValueError):
     """The size of a mesh axis must divide the dim that it shards."""
 
@@ -260,6 +267,10 @@ class StackError(ParallelError, ValueError):
     """The blocks of a stack must be alike and must not share arrays."""
 
 
+class ExpertsError(ParallelError, ValueError):
+    """Tokens must find experts to go to, and experts a mesh axis that divides them."""
+
+
 class WeightsError(ParallelError, ValueError):
     """Files of weights must be whole, and have the names and shapes of the model."""
 
@@ -276,6 +287,14 @@ class OptimizerError(ParallelError, ValueError):
     """An optimizer gets gradients and parameters, the loss and nothing that recomputes.
 
     As ``value=`` and ``grad=`` where it takes these; a line search needs ``value_fn=``.
+    One of matrices gets arrays that its dimension numbers make matrices of.
+    """
+
+
+class OffloadError(ParallelError, ValueError):
+    """Arrays wait on the host where the devices reach it and a step can bring them in.
+
+    Block inputs are those that remat keeps: of a ``Stack``, without FSDP's prefetch.
     """
 
 
@@ -385,6 +404,14 @@ class ScheduleError(ParallelError, ValueError):
 class PipelineError(ParallelError, ValueError):
     """A pipeline spreads the layers of one ``Stack``, called once, over its stages.
 
-    Stages times chunks divide the number of layers. The loss calls the stack directly,
+    Each chunk of each stage has a layer or more. The loss calls the stack directly,
     inside no transform, and only the blocks use the layers' parameters and variables.
+    """
+
+
+class PlanError(ParallelError, ValueError):
+    """A plan needs a Trainer, a batch's shapes, and devices that it knows.
+
+    The Trainer's arrays need not exist, nor the devices: a script is run up to
+    ``Trainer.fit``, and whatever it does before that stays on this machine.
     """

@@ -132,7 +132,15 @@ def make_mesh(
     # Only TPUs have a slice; within one, all chips are joined by the fast network.
     slices = {getattr(device, "slice_index", 0) for device in devices}
     if len(slices) < 2:
-        return jax.make_mesh(shape, names, axis_types=auto, devices=devices)
+        try:
+            return jax.make_mesh(shape, names, axis_types=auto, devices=devices)
+        except NotImplementedError:
+            # Two axes in one dim of a TPU's torus, such as tensor=2 in one of 4 chips:
+            # what JAX does only if it is asked to.
+            arranged = mesh_utils.create_device_mesh(
+                shape, devices, allow_split_physical_axes=True
+            )
+            return Mesh(arranged, names, axis_types=auto)
     outer = slice_sizes(dict(zip(names, shape, strict=True)), len(slices))
     inner = [size // across for size, across in zip(shape, outer, strict=True)]
     arranged = mesh_utils.create_hybrid_device_mesh(inner, outer, devices)

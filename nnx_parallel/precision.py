@@ -119,6 +119,38 @@ def cast_floating(tree: Any, dtype: DTypeLike | None) -> Any:
     return jax.tree.map(cast, tree)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class LossScale:
+    """Dynamic loss scale for float16 gradients [1].
+
+    Attributes:
+        scale: float32 scalar by which the loss is multiplied.
+        good_steps: int32 scalar, finite steps since the last change.
+
+    References:
+        [1] Micikevicius et al., "Mixed Precision Training", 2018, section 3.2,
+        https://arxiv.org/abs/1710.03740
+    """
+
+    scale: jax.Array
+    good_steps: jax.Array
+
+    @classmethod
+    def create(cls, initial: float = 2.0**15) -> LossScale:
+        """The scale before the first step."""
+        return cls(scale=jnp.float32(initial), good_steps=jnp.int32(0))
+
+    def adjust(self, is_finite: jax.Array, growth_interval: int = 2000) -> LossScale:
+        """The scale halved after an overflow, doubled after many finite steps."""
+        grown = self.good_steps + 1 >= growth_interval
+        larger = self.scale * jnp.where(grown, 2, 1)
+        scale = jnp.where(is_finite, larger, self.scale / 2)
+        good_steps = jnp.where(is_finite & ~grown, self.good_steps + 1, 0)
+        # At 1 there is nothing left to halve: the loss itself is not finite.
+        return LossScale(scale=jnp.clip(scale, 1.0, 2.0**24), good_steps=good_steps)
+
+
 def array_bytes(shape: tuple[int, ...], dtype: Any) -> int:
     """Bytes of an array, or of a shard; a random key counts as its words."""
     # The dtypes of keys are JAX's own: NumPy has no such dtype, but they have a size.

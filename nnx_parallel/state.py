@@ -19,9 +19,9 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.errors import StateStructureError
 from nnx_parallel.init import compute_in_shards, first_arrays
-from nnx_parallel.precision import Precision, cast_floating
+from nnx_parallel.precision import LossScale, Precision, cast_floating
 from nnx_parallel.sharding.constrain import use_params, using
-from nnx_parallel.sharding.layout import Layout, Placement
+from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.model import (
     MODES,
     ModelDef,
@@ -37,43 +37,13 @@ from nnx_parallel.sharding.model import (
     stored_shardings,
 )
 from nnx_parallel.sharding.names import dotted, variables_of
+from nnx_parallel.sharding.offload import Offload, check_host_memory
 from nnx_parallel.sharding.optimizer import (
     Optimizer,
     as_transformation,
-    optimizer_specs,
+    optimizer_shardings,
 )
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class LossScale:
-    """Dynamic loss scale for float16 gradients [1].
-
-    Attributes:
-        scale: float32 scalar by which the loss is multiplied.
-        good_steps: int32 scalar, finite steps since the last change.
-
-    References:
-        [1] Micikevicius et al., "Mixed Precision Training", 2018, section 3.2,
-        https://arxiv.org/abs/1710.03740
-    """
-
-    scale: jax.Array
-    good_steps: jax.Array
-
-    @classmethod
-    def create(cls, initial: float = 2.0**15) -> LossScale:
-        """The scale before the first step."""
-        return cls(scale=jnp.float32(initial), good_steps=jnp.int32(0))
-
-    def adjust(self, is_finite: jax.Array, growth_interval: int = 2000) -> LossScale:
-        """The scale halved after an overflow, doubled after many finite steps."""
-        grown = self.good_steps + 1 >= growth_interval
-        larger = self.scale * jnp.where(grown, 2, 1)
-        scale = jnp.where(is_finite, larger, self.scale / 2)
-        good_steps = jnp.where(is_finite & ~grown, self.good_steps + 1, 0)
-        # At 1 there is nothing left to halve: the loss itself is not finite.
-        return LossScale(scale=jnp.clip(scale, 1.0, 2.0**24), good_steps=good_steps)
+from nnx_parallel.sharding.placement import Placement
 
 
 @jax.tree_util.register_dataclass
@@ -129,6 +99,7 @@ class StatePlan:
         trained_paths: Paths of the trained ones.
         abstract: The state with shapes for arrays, each with its sharding.
         ema_decay: Decay of the moving average, or ``None``.
+        offload: What waits in the host's memory, or ``None``.
     """
 
     model_name: str
@@ -142,6 +113,12 @@ class StatePlan:
     tx: Optimizer
     precision: Precision
     ema_decay: float | None
+    offload: Offload | None = None
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """True if optimizer state waits in the host's memory."""
+        return self.offload is not None and self.offload.optimizer
 
     @property
     def shardings(self) -> TrainState:
@@ -215,12 +192,12 @@ class StatePlan:
     ) -> nnx.Module:
         """The model as the loss sees it: cast to the compute dtype, gathered at use.
 
-        Without ``cast_stacked`` the layers of stacks are cast where they run.
+        Without ``cast_stacked`` the layers of a pipeline are cast where they run.
         """
         flat, places = flatten(params) | flatten(variables), self.param_placements
         # In the model's order: a set's would give each process another program.
         for path, place in places.items():
-            if cast_stacked or not place.is_stacked:
+            if cast_stacked or not place.is_staged:
                 # Before the gather, which then sends half the bytes in bfloat16.
                 flat[path] = cast_floating(flat[path], self.precision.compute)
         # A `Stack` gathers its own, layer by layer, inside the remat; `gather_late`
@@ -339,6 +316,7 @@ def plan_state(
     wrt: Any = nnx.Param,
     precision: Precision | None = None,
     ema_decay: float | None = None,
+    offload: Offload | None = None,
 ) -> StatePlan:
     """Decides the place of every array of a training state from shapes alone.
 
@@ -349,10 +327,14 @@ def plan_state(
         wrt: Filter of the Variables to train.
         precision: The dtypes; float16 computation adds a loss scale.
         ema_decay: Decay of a moving average of the parameters, or ``None``.
+        offload: What waits in the host's memory, or ``None``.
 
     Raises:
         ValueError: If ``wrt`` selects nothing, or ``ema_decay`` averages nothing.
+        OffloadError: If the devices cannot reach that memory.
     """
+    if offload is not None:
+        check_host_memory(layout.mesh)
     is_number = isinstance(ema_decay, int | float)
     if ema_decay is not None and not (is_number and 0 <= ema_decay < 1):
         raise ValueError(
@@ -391,6 +373,7 @@ def plan_state(
         tx=tx,
         precision=precision,
         ema_decay=ema_decay,
+        offload=offload,
     )
     arrays = nest(arrays_of(model))
     return dataclasses.replace(plan, abstract=_abstract_state(plan, arrays))
@@ -401,7 +384,6 @@ def _abstract_state(plan: StatePlan, arrays: dict) -> TrainState:
     state = jax.eval_shape(plan.build, arrays, 0)
     layout, stored = plan.layout, stored_shardings(plan.placements, plan.layout)
     shapes = {path: tuple(x.shape) for path, x in flatten(state.params).items()}
-    specs = optimizer_specs(state.opt_state, shapes, plan.placements, layout)
 
     def like_model(tree: dict) -> dict:
         return nest({path: stored[path] for path in flatten(tree)})
@@ -412,8 +394,12 @@ def _abstract_state(plan: StatePlan, arrays: dict) -> TrainState:
         params=like_model(state.params),
         variables=like_model(state.variables),
         ema=None if state.ema is None else like_model(state.ema),
-        opt_state=jax.tree.map(
-            layout.sharding, specs, is_leaf=lambda s: isinstance(s, P)
+        opt_state=optimizer_shardings(
+            state.opt_state,
+            shapes,
+            plan.placements,
+            layout,
+            on_host=plan.offloads_optimizer,
         ),
     )
 

@@ -33,8 +33,8 @@ ORDER = [
     "schedules",
     "collectives",
     "sharding",
-    "weights",
     "layers",
+    "weights",
     "models",
     "data",
     "visualize",
@@ -44,6 +44,7 @@ ORDER = [
     "strategies",
     "checkpoint",
     "training",
+    "plan",
     "cli",
     "__main__",
 ]
@@ -174,7 +175,8 @@ def test_placement_reaches_neither_processes_nor_pipelines_nor_pictures() -> Non
 
 
 def test_a_strategy_needs_few_modules() -> None:
-    assert len(closure("nnx_parallel.strategies.data_parallel")) <= 14
+    # `describe` is among them, with rows of the optimizer's state and where they wait.
+    assert len(closure("nnx_parallel.strategies.data_parallel")) <= 17
 
 
 @pytest.mark.parametrize("file", files_of(MODELS), ids=dotted_name)
@@ -249,13 +251,20 @@ def test_the_package_is_small() -> None:
     """A new capability may raise these by what it needs; slices of one may not."""
     files = set(files_of(PACKAGE)) - set(files_of(MODELS))
     # The doctor, hooks of a fit apart from its loop, attention in blocks, and over a
-    # split sequence; adapters; weights of others, four files and their face.
-    assert len(files) <= 110
+    # split sequence; adapters; weights of others, four files and their face; experts,
+    # their strategy, what a step ends with, how rows reach them and in what rounds;
+    # FLOPs of single instructions; layers that stages share unevenly; Muon, and whole
+    # matrices' ways; state that waits on the host, and its update; a plan, from
+    # hardware to its page, and the transfers of a scheduled program.
+    assert len(files) <= 142
     # What a compiled step does not see, or Flax does not look into, is named; so are
     # splits of activations without effect, and more mistakes, those of a first script
     # among them, and options by other libraries' names; attention in blocks, and over a
-    # split sequence; adapters; files of weights, and names both ways.
-    assert sum(map(num_lines, files)) <= 26_740
+    # split sequence; adapters; files of weights, and names both ways;
+    # experts, and how rows find theirs; uneven stages, several stacks; matrices
+    # that are spread over devices; state that waits on the host; a plan, whose table of
+    # hardware is long.
+    assert sum(map(num_lines, files)) <= 34_200
 
 
 def test_the_code_gives_its_reasons() -> None:
@@ -286,7 +295,8 @@ def test_names_are_imported_from_the_module_that_defines_them(file: Path) -> Non
 
 def test_chains_of_imports_are_short() -> None:
     longest = max((chain(name) for name in GRAPH), key=len)
-    assert len(longest) <= 14, " > ".join(longest)
+    # Up to the Trainer 13; a plan stands on it, its command on the plan.
+    assert len(longest) <= 19, " > ".join(longest)
 
 
 def test_schedules_are_plain_numbers() -> None:

@@ -1,5 +1,6 @@
 """The contract of attention: what each implementation takes, refuses, and answers."""
 
+import importlib.util
 import math
 import re
 from functools import partial
@@ -10,51 +11,53 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from docs.attention_table import (
+    ARGUMENTS,
+    HEADS,
+    IMPLEMENTATIONS,
+    SEQ,
+    call_of,
+    refusal,
+)
 from nnx_parallel.audit.hlo import parse
+from nnx_parallel.errors import AttentionKernelError
 from nnx_parallel.layers import attention
+from nnx_parallel.layers.attention_call import AttentionCall
 from nnx_parallel.layers.blockwise import blockwise_attention
 from nnx_parallel.layers.kernels import (
     FUSED,
-    AttentionCall,
     plain_attention,
     splash_attention,
+    tokamax_attention,
 )
 
-SEQ, HEADS = 128, 2
-IDS = jnp.repeat(jnp.array([[1, 1, 2, 0]]), SEQ // 4, axis=1)
-# Each argument, and the implementations that refuse it by what they say.
-ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
-    "causal": ({"causal": True}, {}),
-    "segments": (
-        {"causal": True, "segments": (IDS, IDS)},
-        {"cudnn": "segments; it takes rows of one document"},
-    ),
-    "pair": (
-        {"segments": (IDS, IDS[:, ::-1])},
-        {
-            "cudnn": "segments; it takes rows of one document",
-            "splash": "a pair of segments; it takes those of self-attention",
-        },
-    ),
-    "window": ({"causal": True, "window": 9}, {}),
-    "both_sides": (
-        {"window": 9},
-        {"cudnn": "window=9; it takes one with causal=True, of self-attention"},
-    ),
-    "softcap": ({"softcap": 2.0}, {"cudnn": "softcap; it takes none"}),
-    "sinks": ({"sinks": jnp.array([0.5, -1.0])}, {"cudnn": "sinks; it takes none"}),
-    "scale": ({"causal": True, "scale": 0.3}, {}),
-    "mask": (
-        {"mask": jnp.eye(SEQ, dtype=bool)[None, None].at[..., 3].set(True)},
-        {"splash": "an array as mask; it takes causal=True or none"},
-    ),
+# What the implementations that do not take an argument say of it.
+REFUSED: dict[str, dict[str, str]] = {
+    "`segments`": {
+        "cudnn": "segments; it takes rows of one document",
+        "tokamax": "segments; it takes rows of one document",
+    },
+    "`segments`, a pair": {
+        "cudnn": "segments; it takes rows of one document",
+        "splash": "a pair of segments; it takes those of self-attention",
+        "tokamax": "segments; it takes rows of one document",
+    },
+    "`window`, to both sides": {
+        "cudnn": "window=9; it takes one with causal=True, of self-attention"
+    },
+    "`softcap`": {"cudnn": "softcap; it takes none"},
+    "`sinks`": {
+        "cudnn": "sinks; it takes none",
+        "tokamax": "sinks; it takes none",
+    },
+    "`mask`": {"splash": "an array as mask; it takes causal=True or none"},
+    "values of another width": {
+        "cudnn": "values of width 8; it takes 16, as of the keys"
+    },
+    "float32": {"cudnn": "dtype float32; it takes float16 or bfloat16"},
 }
-
-
-def call_of(dtype: Any = jnp.float32, **options: Any) -> AttentionCall:
-    rng = np.random.default_rng(0)
-    query, key, value = jnp.asarray(rng.normal(size=(3, 1, SEQ, HEADS, 16)), dtype)
-    return AttentionCall(query=query, key=key, value=value, **options)
+HAS_TOKAMAX = importlib.util.find_spec("tokamax") is not None
+IDS = jnp.repeat(jnp.array([[1, 1, 2, 0]]), SEQ // 4, axis=1)
 
 
 def expected(call: AttentionCall) -> np.ndarray:
@@ -63,7 +66,9 @@ def expected(call: AttentionCall) -> np.ndarray:
         np.asarray(x, np.float64)[0] for x in (call.query, call.key, call.value)
     )
     scale = 16**-0.5 if call.scale is None else call.scale
-    out = np.zeros_like(query)
+    repeats = HEADS // key.shape[1]
+    key, value = (np.repeat(x, repeats, axis=1) for x in (key, value))
+    out = np.zeros((SEQ, HEADS, value.shape[-1]))
     keys = np.arange(SEQ)
     for i, head in np.ndindex(SEQ, HEADS):
         seen = np.ones(SEQ, bool) if not call.causal else keys <= i
@@ -85,37 +90,54 @@ def expected(call: AttentionCall) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-@pytest.mark.parametrize("implementation", ["xla", "splash", "cudnn"])
-def test_an_argument_is_honoured_or_refused_by_name(implementation: str, name: str):
-    """CPUs have no cuDNN: its arguments are given to JAX's own function there."""
-    options, refused = ARGUMENTS[name]
-    call = call_of(**options)
-    if implementation in FUSED:
-        half = call_of(jnp.bfloat16, **options)
-        reasons = [*FUSED[implementation].refusals(half)]
-        assert reasons == (
-            [refused[implementation]] if implementation in refused else []
-        )
-        if reasons:
-            return
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_cell_of_the_table_is_true(implementation: str, name: str):
+    """An argument is refused by name, or the answer is right.
+
+    CPUs have no cuDNN: its arguments are given to JAX's own function. Nor do they have
+    kernels of Tokamax, whose function has plain operations too.
+    """
+    found = refusal(implementation, name)
+    assert found == REFUSED.get(name, {}).get(implementation)
+    if found is not None:
+        return
+    call = call_of(**{**ARGUMENTS[name], "dtype": jnp.float32})
     if implementation == "xla":
         args = {k: v for k, v in vars(call).items() if k not in ("positions",)}
-        found = attention(**args, implementation="xla")
+        out = attention(**args, implementation="xla")
     elif implementation == "splash":
-        found = splash_attention(call, interpret=True)
-    else:
-        found = plain_attention(call, "xla")
+        out = splash_attention(call, interpret=True)
+    elif implementation == "cudnn":
+        out = plain_attention(call, "xla")
+    elif HAS_TOKAMAX:
+        out = tokamax_attention(call, "xla_chunked")
+    else:  # Python 3.11, for which there is none
+        assert "pip install" in next(FUSED["tokamax"].refusals(call))
+        return
     wanted = expected(call)
-    assert np.max(np.abs(found[0] - wanted)) <= 1e-5 * np.max(np.abs(wanted))
+    assert np.max(np.abs(out[0] - wanted)) <= 1e-5 * np.max(np.abs(wanted))
+
+
+def test_what_tokamax_has_no_kernel_for_is_said():
+    reason = "Not supported on cpu" if HAS_TOKAMAX else "which is not installed"
+    x = jnp.ones((1, SEQ, 2, 16), jnp.bfloat16)
+    with pytest.raises(AttentionKernelError, match="runs on gpu or tpu") as refused:
+        attention(x, x, x, implementation="tokamax")
+    if HAS_TOKAMAX:
+        call = call_of(causal=True)
+        with pytest.raises(AttentionKernelError, match=reason):
+            tokamax_attention(call)
+    else:
+        assert reason in str(refused.value)
 
 
 def test_splash_gives_padding_no_gradient():
     def loss(query: jax.Array, key: jax.Array, run: Any) -> jax.Array:
-        call = call_of(causal=True, segments=(IDS, IDS))
+        call = call_of(dtype=jnp.float32, causal=True, segments=(IDS, IDS))
         call = AttentionCall(**{**vars(call), "query": query, "key": key})
         return (run(call) ** 2).sum()
 
-    call = call_of()
+    call = call_of(dtype=jnp.float32)
     splash = partial(splash_attention, interpret=True)
     of_blocks = lambda call: blockwise_attention(  # noqa: E731
         call.pattern, call.query, call.key, call.value, *call.tokens

@@ -3,16 +3,22 @@
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from nnx_parallel import ExpertParallel
 from nnx_parallel.audit import Report, audit
+from nnx_parallel.errors import ProgramTextError
+from nnx_parallel.layers import Experts, MoE
+from nnx_parallel.sharding.constrain import using
 
 WIDTH, ROWS, LAYERS = 16, 8, 16
 DOT = 2 * ROWS * WIDTH * WIDTH
@@ -184,7 +190,47 @@ class TestControlFlow:
         report = audit_jit(f, 5, ones(16, 16))
         assert report.flops == 2 * 16**3
         assert len(report.unknown_loops) == 1
-        assert "loop of unknown length" in str(report)
+        assert "loop of unknown length, counted once" in str(report)
+
+    def test_loops_of_unknown_length_can_be_told(self):
+        def f(n, x):
+            with jax.named_scope("many"):
+                return lax.fori_loop(0, n, lambda _, x: x @ x, x)
+
+        compiled = jax.jit(f).lower(5, ones(16, 16)).compile()
+        for trips in (0, 3):
+            report = audit(compiled, trips={"many": trips})
+            assert report.flops == trips * 2 * 16**3
+            assert report.unknown_loops == ()
+        message = (
+            "trips= names the scopes ['few'], but the loops of unknown length are in "
+            "['many']. Put jax.named_scope directly around the jax.lax.while_loop."
+        )
+        with pytest.raises(ValueError, match=re.escape(message)):
+            audit(compiled, trips={"few": 1})
+
+    def test_grouped_products_are_counted(self):
+        """And the further rounds of a mixture are not, unless that is asked."""
+        moe = MoE(16, Experts(num_experts=8, top_k=2, mlp_dim=32), rngs=nnx.Rngs(0))
+        moe.deterministic = True
+        strategy = ExpertParallel(4, "gather")
+        layout = strategy.layout(strategy.make_mesh(jax.devices()[:4]))
+
+        def run(x):
+            with using(layout):
+                return moe(x)[0]
+
+        compiled = jax.jit(run).lower(ones(4, 16, 16)).compile()
+        report, twice = audit(compiled), audit(compiled, trips={"more_rounds": 1})
+        assert "more_rounds/while" in report.unknown_loops[0]
+        assert "loop of unknown length, not counted" in str(report)
+        # A device has 16 tokens, of which 2 experts are chosen, and room for 40 rows.
+        # On CPUs each of its two experts multiplies all of them.
+        assert report.grouped_flops == 3 * 2 * (2 * 40) * 16 * 32
+        assert twice.grouped_flops == 2 * report.grouped_flops
+        assert twice.grouped_products == 2 * report.grouped_products >= 6
+        assert report.flops == report.grouped_flops + 2 * 16 * 16 * 8
+        assert f"of these in {report.grouped_products} grouped products" in str(report)
 
     @pytest.mark.parametrize(
         ("start", "stop", "step"), [(0, 16, 1), (3, 16, 4), (16, 2, -3), (5, 5, 1)]
@@ -304,6 +350,52 @@ def test_text_that_is_not_optimised_hlo():
         ValueError, match="No `ENTRY` computation in a text that starts"
     ):
         audit(jax.jit(jnp.sin).lower(1.0).as_text())
+
+
+# As the compiler's own dump writes it: elements of tuples have no line.
+DUMPED = """HloModule jit_f, is_scheduled=true, num_partitions=4
+
+%async_computation (x: bf16[6,8], y: bf16[9,8], s: s32[4]) -> bf16[9,8] {
+  %x = bf16[6,8]{1,0} parameter(0)
+  %y = bf16[9,8]{1,0} parameter(1)
+  %s = s32[4]{0} parameter(2)
+  ROOT %r = bf16[9,8]{1,0} ragged-all-to-all(%x, %y, %s, %s, %s, %s), \
+replica_groups={{0,1,2,3}}
+}
+
+ENTRY %main (p: bf16[6,8]) -> bf16[9,8] {
+  %p = bf16[6,8]{1,0} parameter(0)
+  %pair = (bf16[6,8]{1,0}, (bf16[9,8]{1,0}, s32[4]{0})) custom-call(%p), \
+custom_call_target="AllocateBuffer"
+  %all-reduce = bf16[9,8]{1,0} all-reduce(%pair#0), replica_groups={{0,1,2,3}}
+  %start = ((bf16[6,8], bf16[9,8], s32[4]), bf16[9,8], u32[]) \
+async-start(%p, %all-reduce, %s), calls=%async_computation
+  ROOT %done = bf16[9,8]{1,0} async-done(%start)
+}
+"""
+
+
+def test_a_compilers_own_dump():
+    """Names of tuples' elements; of the two sides of a ragged exchange the smaller."""
+    report = audit(DUMPED)
+    assert report.bytes("all-reduce") == report.bytes("ragged-all-to-all") == 6 * 8 * 2
+    assert [each.asynchronous for each in report.collectives] == [False, True]
+
+
+class Unprintable:
+    def as_text(self) -> str:
+        raise jax.errors.JaxRuntimeError("INTERNAL: should have 1 operands\nmore")
+
+
+def test_a_program_that_an_old_jaxlib_cannot_print():
+    message = (
+        f"jaxlib {version('jaxlib')} cannot print this program: its compiler is newer "
+        "(INTERNAL: should have 1 operands). Update jax; or compile with "
+        "`compile(compiler_options={'xla_dump_to': DIRECTORY})` and pass `audit` the "
+        "text of the file there whose name ends in `after_optimizations.txt`."
+    )
+    with pytest.raises(ProgramTextError, match=re.escape(message)):
+        audit(Unprintable())  # pyright: ignore[reportArgumentType]
 
 
 TPU_SCRIPT = """

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,15 @@ import optax
 import pytest
 from flax import nnx
 
-from nnx_parallel import FSDP, Callback, Checkpoint, DataParallel, Trainer
+from nnx_parallel import (
+    FSDP,
+    Callback,
+    Checkpoint,
+    Composite,
+    DataParallel,
+    ExpertParallel,
+    Trainer,
+)
 from nnx_parallel.checkpoint.options import check_space
 from nnx_parallel.errors import (
     BatchShapeError,
@@ -24,6 +33,7 @@ from nnx_parallel.errors import (
     DataError,
     DeviceMemoryError,
     DonatedArrayError,
+    ExpertsError,
     LossError,
     ModelError,
     NonFiniteLossError,
@@ -31,6 +41,7 @@ from nnx_parallel.errors import (
 )
 from nnx_parallel.layers import cross_entropy, linear_cross_entropy
 from nnx_parallel.mesh import check_versions, simulate_devices
+from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.state import plan_state
 from nnx_parallel.training.diagnostics import explaining_memory
@@ -461,3 +472,70 @@ def test_a_save_that_fails(choice: Any, tmp_path: Path) -> None:
         with pytest.warns(UserWarning, match=message + ".* Training goes on"):
             trainer.fit([BATCH] * 8, 8)
         assert {p.name for p in run.iterdir() if p.name.isdigit()} == {"2", "6", "8"}
+
+
+MIXTURE = GPTConfig.tiny_experts(num_layers=1, vocab_size=16, seq_len=4, embed_dim=16)
+TOKENS = {"tokens": np.arange(40, dtype=np.int32).reshape(8, 5) % 16}
+
+
+def build_gpt(rngs: nnx.Rngs) -> GPT:
+    return GPT(MIXTURE, rngs=rngs)
+
+
+@pytest.mark.parametrize(
+    ("options", "num_devices", "message"),
+    [
+        (
+            {"model": build_gpt, "strategy": ExpertParallel(3)},
+            3,
+            "`blocks.layer.mlp` has 8 experts, which expert=3 devices cannot share "
+            "evenly. The size of ExpertParallel can be one of [1, 2, 4, 8].",
+        ),
+        (
+            {"strategy": Composite(ExpertParallel(4), FSDP())},
+            8,
+            "Linear has no experts: ExpertParallel splits those of "
+            "nnx_parallel.layers.MoE, and without any its axis only splits the batch. "
+            "Take DataParallel(4) or FSDP(4) instead; or give the model experts",
+        ),
+        (
+            {"model": build_gpt, "strategy": ExpertParallel(2, exchange="ragged")},
+            2,
+            "ExpertParallel(exchange='ragged') on CPUs, for which JAX has no ragged "
+            "all-to-all. Take exchange='gather', or None to choose.",
+        ),
+    ],
+)
+def test_experts_that_cannot_be_split_so(
+    options: dict[str, Any], num_devices: int, message: str
+) -> None:
+    """Before anything is compiled."""
+    with pytest.raises(ExpertsError, match=re.escape(message)):
+        make_trainer(**options, devices=jax.devices()[:num_devices])
+
+
+def test_rows_that_the_axis_of_experts_does_not_divide() -> None:
+    options = {"model": build_gpt, "loss": next_token_loss}
+    trainer = make_trainer(**options, strategy=ExpertParallel(8))
+    message = "Batch of 6 rows cannot be split: 1 microbatch * expert=8 need a multiple"
+    with pytest.raises(BatchShapeError, match=re.escape(message)):
+        trainer.fit([{"tokens": TOKENS["tokens"][:6]}], 1)
+
+
+def test_a_loss_without_the_part_that_balances_experts() -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        logits = model(batch["tokens"][:, :-1])
+        return cross_entropy(logits, batch["tokens"][:, 1:])
+
+    assert MIXTURE.experts is not None
+    config = replace(MIXTURE, experts=replace(MIXTURE.experts, balance_loss=0.01))
+    trainer = make_trainer(
+        model=lambda rngs: GPT(config, rngs=rngs), loss=loss, devices=jax.devices()[:1]
+    )
+    message = (
+        "The loss leaves out what balances the experts: logits are without the losses "
+        "of Experts(balance_loss, z_loss). Take next_token_loss, or add the mean"
+    )
+    with pytest.warns(UserWarning, match=re.escape(message)):
+        trainer.fit([TOKENS], 1)
+    trainer.evaluate([TOKENS])  # where nothing is balanced

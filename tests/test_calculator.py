@@ -5,12 +5,17 @@ Its JavaScript runs in Node, which comes with the type checker or stands on the 
 
 import importlib.util
 import json
+import math
+import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -21,6 +26,7 @@ from nnx_parallel import (
     Composite,
     ContextParallel,
     DataParallel,
+    ExpertParallel,
     GPipe,
     Interleaved,
     OneFOneB,
@@ -30,8 +36,12 @@ from nnx_parallel import (
     TensorParallel,
     ZeroBubble,
 )
+from nnx_parallel.collectives.ring import ExpertAxis
+from nnx_parallel.layers import Experts, MoE, Remat
+from nnx_parallel.layers.jaxprs import walk
 from nnx_parallel.mesh import MESH_AXES
 from nnx_parallel.models import GPT, GPTConfig
+from nnx_parallel.sharding.constrain import using
 from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.visualize.describe import Description, describe_model
 from tests.steps import compile_gpt
@@ -71,12 +81,26 @@ def compute(expression: str, arguments: Any) -> Any:
 
 def model_of(config: GPTConfig) -> dict[str, Any]:
     """A config as the calculator takes it."""
-    return {
+    mixture, sizes = config.experts, config.sizes
+    found = {
         "layers": config.num_layers,
         "seq": config.seq_len,
         "llama": not config.tied,
-        **{k: v for k, v in config.sizes.items() if k != "head_dim"},
+        "qk_norm": config.qk_norm,
+        **{k: v for k, v in sizes.items() if k not in ("head_dim", "expert")},
     }
+    if config.head_dim:
+        found["head_dim"] = config.head_dim
+    if mixture is None:
+        return found
+    found |= {
+        "experts": mixture.num_experts,
+        "top_k": mixture.top_k,
+        "shared": mixture.shared_dim,
+    }
+    if dense := getattr(config, "dense_layers", 0):
+        found |= {"dense_layers": dense, "dense_mlp": config.mlp_dim}
+    return found
 
 
 def plan_of(strategy: Strategy, shard: str | None) -> dict[str, Any]:
@@ -102,6 +126,32 @@ CASES = [
     (GPTConfig.tiny(), ContextParallel(8), None),
     (GPTConfig.tiny_llama(), Composite(FSDP(3), TensorParallel(2)), "params"),
 ]
+MIXTRAL = GPTConfig.preset("mixtral-8x7b")
+A3B = GPTConfig.preset("qwen3-30b-a3b")
+SHARED = GPTConfig.tiny_experts(
+    experts=Experts(num_experts=8, top_k=3, mlp_dim=64, shared_dim=96)
+)
+GELU = GPTConfig.tiny(
+    experts=Experts(num_experts=4, top_k=1, mlp_dim=64, shared_dim=32)
+)
+MIXTURES = [
+    (MIXTRAL, FSDP(8), "params"),
+    (MIXTRAL, ExpertParallel(8), None),
+    (MIXTRAL, Composite(ExpertParallel(4), FSDP(2)), "params"),
+    (A3B, Composite(ExpertParallel(2), FSDP(2), TensorParallel(2)), "params"),
+    (A3B, Composite(ExpertParallel(4), FSDP(2, shard="gradients")), "gradients"),
+    (A3B, Composite(ExpertParallel(2), FSDP(4, shard="optimizer")), "optimizer"),
+    (A3B, Composite(Pipeline(2), ExpertParallel(4)), None),
+    (SHARED, Composite(ExpertParallel(2), FSDP(2), ContextParallel(2)), "params"),
+    (SHARED, Composite(ExpertParallel(2), FSDP(3)), "params"),
+    (SHARED, Composite(ExpertParallel(4), DataParallel(2)), None),
+    (GELU, Composite(ExpertParallel(2), TensorParallel(4)), None),
+    (
+        GPTConfig.preset("deepseek-v3-like"),
+        Composite(ExpertParallel(4), FSDP(2)),
+        "params",
+    ),
+]
 
 
 SETTINGS = {"optimizer": "AdamW", "precision": "mixed bfloat16", "remat": "full"}
@@ -123,7 +173,7 @@ def describe(
     optimizer: str = "AdamW",
     precision: str = "float32",
 ) -> Description:
-    """What the library counts, on a mesh of no devices."""
+    """What the library counts, on a mesh of no devices, or of simulated ones."""
     sizes = {axis: size or 1 for axis, size in strategy.axis_sizes.items()}
     names = sorted(sizes, key=MESH_AXES.index)
     mesh: Any = AbstractMesh(
@@ -131,6 +181,8 @@ def describe(
         tuple(names),
         axis_types=(AxisType.Auto,) * len(names),
     )
+    if config.experts is not None:  # the platform decides how tokens reach them
+        mesh = strategy.make_mesh(jax.devices()[: math.prod(sizes.values())])
     model = abstract_model(lambda rngs: GPT(config, rngs=rngs), nnx.Rngs(0))
     return describe_model(
         model,
@@ -159,6 +211,49 @@ def test_bytes_are_those_of_describe() -> None:
         assert state["params"] == told.params_bytes
         assert state["gradients"] == told.gradients_bytes
         assert state["optimizer"] == told.optimizer_bytes
+
+
+def test_experts_are_counted_as_the_library_counts_them() -> None:
+    given = [
+        {"model": model_of(config), "plan": plan_of(strategy, shard)}
+        for config, strategy, shard in MIXTURES
+    ]
+    found = compute(
+        "a.map((x) => [c.stateBytes(x.model, x.plan), c.countParams(x.model), "
+        "c.countActive(x.model), c.countProducts(x.model), "
+        "c.flopsPerToken(x.model, 128)])",
+        given,
+    )
+    for (config, strategy, _), answer in zip(MIXTURES, found, strict=True):
+        told = describe(config, strategy)
+        state, *counts = answer
+        assert counts == [
+            config.num_params,
+            config.num_active_params,
+            config.num_product_params,
+            config.flops_per_token(128),
+        ]
+        assert state["params"] == told.params_bytes, strategy
+        assert state["gradients"] == told.gradients_bytes
+        assert state["optimizer"] == told.optimizer_bytes
+        assert state["experts"] == bytes_of_experts(told)
+
+
+def bytes_of_experts(told: Description) -> int:
+    """Parameters, gradients in float32 and moments of routed experts, on a device."""
+    is_expert = re.compile(r"mlp\.(up|gate|down)$").search
+    rows = [row for row in told.rows if is_expert(row.info.path)]
+    moments = [row for row in told.optimizer_rows if is_expert(row.path)]
+    assert len(moments) == 2 * len(rows) > 0
+    mesh = told.layout.mesh
+    gradients = [
+        told.layout.sharding(row.placement.gradient).shard_shape(row.info.shape)
+        for row in rows
+    ]
+    assert mesh.size <= len(jax.devices())
+    return sum(row.bytes_per_device for row in (*rows, *moments)) + sum(
+        4 * math.prod(shape) for shape in gradients
+    )
 
 
 def test_optimizers_and_precisions_take_the_bytes_that_describe_counts() -> None:
@@ -234,6 +329,145 @@ def test_bytes_sent_are_those_of_the_compiled_step(
     scalars = report.bytes("all-reduce") - sent["gradients"]
     assert 0 < scalars < 100
     assert report.bytes("all-gather") == sent["gathered"] + sent["updated"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shard", "remat"),
+    [
+        (Composite(ExpertParallel(4), FSDP(2, min_size=0)), "params", "none"),
+        pytest.param(ExpertParallel(4), None, "full", marks=pytest.mark.slow),
+        pytest.param(ExpertParallel(2), None, "dots", marks=pytest.mark.slow),
+    ],
+    ids=["fsdp", "alone", "dots"],
+)
+def test_the_exchange_is_that_of_the_compiled_step(
+    strategy: Strategy, shard: str | None, remat: Remat
+) -> None:
+    """Experts are gathered by FSDP alone, tokens over the axis `expert`."""
+    config = GPTConfig.tiny_experts(
+        num_layers=2, seq_len=8, embed_dim=32, vocab_size=64, remat=remat
+    )
+    plan, rows = plan_of(strategy, shard), 8
+    tokens = rows * config.seq_len // math.prod(plan[a] for a in ("fsdp", "expert"))
+    sent, exchange = compute(
+        "[c.sentBytes(a.model, a.plan, a.tokens, 4, 4, a.remat), "
+        "c.exchangeBytes(a.model, a.plan, a.tokens, 4, a.remat)]",
+        {"model": model_of(config), "plan": plan, "tokens": tokens, "remat": remat},
+    )
+    report = compile_gpt(config, strategy, rows).report
+    moved = report.bytes("all-gather") + report.bytes("reduce-scatter")
+    gathered = sent["gathered"] + sent["experts"]["gathered"]
+    assert moved == exchange["gather"] + gathered
+    scalars = report.bytes("all-reduce") - sent["gradients"]
+    assert 0 < scalars - sent["experts"]["gradients"] < 200
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_ragged_sends_a_row_for_each_choice(remat: str) -> None:
+    """As often as the traced layer does, forward and backward."""
+    strategy, (batch, seq, width) = ExpertParallel(4, "ragged"), (4, 6, 16)
+    mixture = Experts(num_experts=8, top_k=3, mlp_dim=32)
+    layout = strategy.layout(strategy.make_mesh(jax.devices()[:4]))
+    graphdef, params, rest = nnx.split(
+        MoE(width, mixture, rngs=nnx.Rngs(0)), nnx.Param, ...
+    )
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        def run(params: Any, x: jax.Array) -> jax.Array:
+            return nnx.merge(graphdef, params, rest, copy=True)(x)[0]
+
+        with using(layout):
+            return jnp.sum((jax.checkpoint(run) if remat == "full" else run)(params, x))
+
+    traced = jax.make_jaxpr(jax.grad(loss, (0, 1)))(
+        params, jnp.ones((batch, seq, width))
+    )
+    # Without rounds beyond the first, which only uneven choices need.
+    count = sum(
+        eqn.primitive.name == "ragged_all_to_all" and "while" not in path
+        for eqn, path in walk(traced.jaxpr)
+    )
+    model = {"layers": 1, "embed": width, "heads": 1, "vocab": 1, "seq": seq}
+    model |= {"experts": 8, "top_k": 3, "mlp": 32, "llama": True}
+    exchange = compute(
+        "c.exchangeBytes(a.model, a.plan, a.tokens, 4, a.remat)",
+        {
+            "model": model,
+            "plan": plan_of(strategy, None),
+            "tokens": batch * seq // 4,
+            "remat": remat,
+        },
+    )
+    rows = batch * seq // 4 * mixture.top_k
+    assert exchange["ragged"] == count * rows * width * 4 > 0
+
+
+@pytest.mark.parametrize(("top_k", "size"), [(2, 2), (2, 4), (8, 8), (8, 16)])
+def test_it_assumes_the_exchange_that_the_library_chooses(
+    top_k: int, size: int
+) -> None:
+    devices = [SimpleNamespace(platform="tpu")] * size
+    mesh: Any = SimpleNamespace(shape={"expert": size}, devices=np.array(devices))
+    chosen, _ = ExpertAxis("expert", None).choose(mesh, top_k)
+    model = {"layers": 1, "embed": 8, "heads": 1, "vocab": 1, "seq": 8}
+    model |= {"experts": 16, "top_k": top_k}
+    plan = plan_of(ExpertParallel(size), None)
+    given = {"model": model, "plan": plan}
+    assert compute("c.exchangeOf(a.model, a.plan)", given) == chosen
+
+
+def test_experts_are_summed_and_gathered_among_their_copies() -> None:
+    """Over 8 machines of 8 devices, with the experts split inside a machine."""
+    plans = [
+        plan_of(Composite(DataParallel(8), ExpertParallel(8)), None),
+        plan_of(Composite(FSDP(8), ExpertParallel(8)), "params"),
+    ]
+    none = {"gradients": 0, "gathered": 0, "updated": 0}
+    sent: dict[str, Any] = none | {"tensor": 0, "pipe": 0, "exchange": 0}
+    sent["experts"] = {"gradients": 1e9, "gathered": 2e9, "updated": 0}
+    given = {"plans": plans, "sent": sent, "machine": MACHINE}
+    whole, sharded = compute(
+        "a.plans.map((p) => c.commSeconds(p, a.sent, a.machine))", given
+    )
+    # Eight copies, each in a machine of its own: one adapter for each device.
+    assert whole == pytest.approx(2 * 1e9 * 7 / 8 / 50e9)
+    assert sharded == pytest.approx(3e9 * 7 / 8 / 50e9)
+    given["sent"] = none | {"tensor": 0, "pipe": 0, "exchange": 1e9}
+    found = compute("a.plans.map((p) => c.commSeconds(p, a.sent, a.machine))", given)
+    assert found == [pytest.approx(1e9 * 7 / 8 / 450e9)] * 2  # inside
+
+
+PRESETS = {
+    "Mixtral 8x7B": "mixtral-8x7b",
+    "Qwen3 30B-A3B": "qwen3-30b-a3b",
+    "Like DeepSeek-V3": "deepseek-v3-like",
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_mixtures_of_the_form_are_the_presets(name: str) -> None:
+    config = GPTConfig.preset(PRESETS[name])
+    counted, model = compute("[c.countParams(c.MODELS[a]), c.MODELS[a]]", name)
+    assert counted == config.num_params
+    # Those of no layer and no part are left out.
+    assert model == {k: v for k, v in model_of(config).items() if v}
+
+
+def test_what_it_chooses_for_experts_fits_and_splits_them() -> None:
+    machine = MACHINE | {"devices": 512, "rows": 1024}
+    found = compute(
+        "c.choose(c.MODELS['Qwen3 30B-A3B'], a).fitting.map((x) => [c.code(x.plan), "
+        "x.memory, x.state.experts, x.exchange])",
+        machine,
+    )
+    split = [row for row in found if "ExpertParallel" in row[0]]
+    assert split
+    for code, memory, experts, exchange in split:
+        strategy = eval(code)
+        assert math.prod(n or 1 for n in strategy.axis_sizes.values()) == 512
+        assert 0 < experts < memory <= 80e9
+        assert exchange["gather"] > 0
+        assert exchange["ragged"] > 0
 
 
 def test_data_around_fsdp_sends_shards_alone_between_machines() -> None:
@@ -435,6 +669,17 @@ def test_errors_name_the_cause() -> None:
         "number of heads: take 4 key heads."
     )
     assert compute("c.modelProblem(a)", model | {"kv_heads": 8}) is None
+    model |= {"kv_heads": 8, "experts": 4, "top_k": 5, "dense_layers": 0}
+    assert compute("c.modelProblem(a)", model) == (
+        "A token goes to 5 experts, but a layer has 4: take 1 to 4."
+    )
+    model |= {"top_k": 2, "dense_layers": 32}
+    assert compute("c.modelProblem(a)", model) == (
+        "32 of 32 layers are dense, which leaves none with experts: take 0 to 31, or "
+        "no experts."
+    )
+    odd = {"embed": 4096, "heads": 33, "kv_heads": 33, "head_dim": 128}
+    assert compute("c.modelProblem(a)", odd) is None
     found = compute(
         "c.divisionProblem(c.MODELS['Llama 3 8B'], a)", MACHINE | {"devices": 12}
     )
@@ -445,12 +690,20 @@ def test_errors_name_the_cause() -> None:
     )
 
 
-@pytest.mark.parametrize("settings", [SETTINGS, SETTINGS | {"precision": "bfloat16"}])
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        (GPTConfig.tiny_llama(), SETTINGS),
+        (GPTConfig.tiny_llama(), SETTINGS | {"precision": "bfloat16"}),
+        (GPTConfig.tiny_experts(qk_norm=True, head_dim=32), SETTINGS),
+    ],
+    ids=["mixed", "bfloat16", "experts"],
+)
 def test_the_script_builds_the_trainer_that_the_answer_assumes(
-    settings: dict[str, str],
+    config: GPTConfig, settings: dict[str, str]
 ) -> None:
     """As it is printed, for eight devices, which this process has."""
-    model = model_of(GPTConfig.tiny_llama()) | {"kv_heads": 2}
+    model = model_of(config)
     machine = MACHINE | {"devices": 8, "rows": 64, "seq": 64, "usable": 92}
     [text, strategy] = compute(
         "((x) => [c.script(a.model, x, a.machine), c.code(x.plan)])"
@@ -460,7 +713,7 @@ def test_the_script_builds_the_trainer_that_the_answer_assumes(
     assert text.startswith("# Set XLA_PYTHON_CLIENT_MEM_FRACTION=0.92")
     scope: dict[str, Any] = {}
     exec(text, scope)
-    assert scope["config"] == GPTConfig.tiny_llama()
+    assert scope["config"] == config
     trainer = scope["trainer"]
     assert trainer.strategy == eval(strategy)
     assert trainer.mesh.size == 8

@@ -269,7 +269,7 @@ def test_every_option_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> N
     found = list(options_of(_parser()))
     assert len(found) > 12
     assert [option.dest for option in found if not option.help] == []
-    for command in ("launch", "inspect", "doctor"):
+    for command in ("launch", "plan", "inspect", "doctor"):
         with pytest.raises(SystemExit, match="0"):
             main([command, "--help"])
         assert f"{command} [-h]" in capsys.readouterr().out

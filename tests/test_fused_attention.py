@@ -29,12 +29,8 @@ from nnx_parallel import (
 from nnx_parallel.errors import AttentionKernelError
 from nnx_parallel.layers import Dense, Stack, attention
 from nnx_parallel.layers.attention import per_shard, splits_queries
-from nnx_parallel.layers.kernels import (
-    FUSED,
-    AttentionCall,
-    plain_attention,
-    splash_attention,
-)
+from nnx_parallel.layers.attention_call import AttentionCall
+from nnx_parallel.layers.kernels import FUSED, plain_attention, splash_attention
 from nnx_parallel.sharding import constrain, using
 from tests.parity.checks import assert_gradients_close
 from tests.parity.runs import compiling, to_host
@@ -326,7 +322,7 @@ def test_an_unknown_implementation():
     x = jnp.zeros((1, 8, 2, 8))
     text = (
         "Unknown attention implementation 'flash'. Valid values: ['xla', 'cudnn', "
-        "'splash'], or None for the platform's own."
+        "'splash', 'tokamax'], or None for the platform's own."
     )
     with pytest.raises(ValueError, match=re.escape(text)):
         attention(x, x, x, implementation="flash")  # pyright: ignore[reportArgumentType]

@@ -14,7 +14,7 @@ from flax import nnx
 
 from benchmarks import gpu
 from benchmarks.gpu_child import is_out_of_memory
-from benchmarks.gpu_task import Task
+from benchmarks.gpu_task import PACKED, Task
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.sharding.names import flatten_pure
 
@@ -35,7 +35,8 @@ def test_a_task_survives_the_command_line() -> None:
     again = Task(**json.loads(task.to_json()))
     assert again == task
     assert again.model == CONFIG
-    assert again.tokens().shape == (4, 17)
+    assert again.tokens().shape == again.documents().shape == (4, 17)
+    assert set(np.unique(again.documents())) <= set(range(1, 9))
     assert replace(task, rows=2) == task.with_rows(2)
 
 
@@ -59,7 +60,9 @@ def test_the_whole_way_on_cpu(tmp_path: Path) -> None:
     table = gpu.measure(rounds=1, tiny=True)
     figures = dict(table.rows)
     assert figures["tiny: rows of 64 tokens"] == 2
-    ways = ["ours"]
+    ways = ["ours", PACKED]
+    ratio = figures["tiny: seconds of a step, packed documents / whole rows"]
+    assert ratio.rounds == 1
     if importlib.util.find_spec("torch") is not None:
         ways.append("torch flash")
         assert figures["tiny: seconds of a step, ours / torch flash"].rounds == 1

@@ -405,6 +405,23 @@ def tensorboard_scalars(directory: Path) -> list[tuple[str, int, float]]:
     return found
 
 
+def test_tensorboard_shows_each_layer(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
+    lines = JSONLinesLogger(tmp_path / "metrics.jsonl")
+    group = LoggerGroup([TensorBoardLogger(tmp_path / "board"), lines])
+    group.start(first_step=0, num_steps=1)
+    group.log(1, {"expert_load": 2.0})
+    group.log_layers(1, {"expert_loads/blocks.layer.mlp/0": 2.0})
+    group.log_layers(1, {})
+    group.finish()
+    assert tensorboard_scalars(tmp_path / "board") == [
+        ("expert_load", 1, 2.0),
+        ("expert_loads/blocks.layer.mlp/0", 1, 2.0),
+    ]
+    (line,) = read(tmp_path / "metrics.jsonl")
+    assert line.keys() == {"step", "time", "expert_load"}
+
+
 def test_tensorboard_files_hold_the_scalars(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
     logger = TensorBoardLogger(tmp_path)

@@ -25,6 +25,7 @@ from nnx_parallel.errors import (
     UnknownAxisError,
 )
 from nnx_parallel.mesh import MESH_AXES, check_mesh, complete_axis_sizes, slice_sizes
+from tests.tpus import numbers_from
 
 
 @pytest.mark.parametrize(
@@ -214,3 +215,17 @@ def test_slices_that_no_axis_divides_into() -> None:
     message = "Mesh {'data': 3, 'tensor': 2} cannot be laid over 4 slices"
     with pytest.raises(MeshShapeError, match=re.escape(message)):
         slice_sizes({"data": 3, "tensor": 2}, 4)
+
+
+TORUS = """
+from nnx_parallel.mesh import make_mesh
+mesh = make_mesh({"fsdp": 32, "tensor": 2}, devices_of("v5p:4x4x4"))
+near = [abs(a - b) for x, y in mesh.devices for a, b in zip(x.coords, y.coords)]
+print(mesh.devices.size, *mesh.devices.shape, sum(near))
+"""
+
+
+@pytest.mark.slow
+def test_two_axes_share_a_dim_of_a_torus():
+    """Pairs along `tensor` are neighbours, though no dim has two chips."""
+    assert numbers_from(TORUS) == [64, 32, 2, 32]

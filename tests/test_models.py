@@ -162,7 +162,8 @@ def test_a_parallel_block_adds_attention_and_mlp_of_one_norm() -> None:
     normed = block.attention_norm(x)
     attended, _ = block.attention(normed, 0, None)
     found: Any = block(x)
-    np.testing.assert_allclose(found, x + attended + block.mlp(normed), rtol=1e-6)
+    through: Any = block.mlp(normed)
+    np.testing.assert_allclose(found, x + attended + through, rtol=1e-6)
 
 
 # Attention

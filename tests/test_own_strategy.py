@@ -107,7 +107,7 @@ class BorrowedPipeline(Strategy):
 
 
 def test_borrowed_claims_are_checked_as_their_owners_are() -> None:
-    with pytest.raises(PipelineError, match="has 2 layers, which 4 stages"):
+    with pytest.raises(PipelineError, match="has 2 layers, fewer than 4 stages"):
         make_trainer(Words, loss, BorrowedPipeline())
 
 

@@ -144,6 +144,7 @@ def run_trainer(strategy: Strategy) -> tuple:
     "strategy",
     [
         Pipeline(2, Interleaved(chunks=2)),
+        pytest.param(Pipeline(3), marks=pytest.mark.deep),
         pytest.param(PP2_FSDP2_TP2, marks=pytest.mark.slow),
         pytest.param(Pipeline(4, ZeroBubble(), stash="inputs"), marks=pytest.mark.slow),
     ],

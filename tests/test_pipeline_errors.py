@@ -41,12 +41,11 @@ class Model(nnx.Module):
         return self.stack(x, *args)
 
 
-class Two(nnx.Module):
-    """Two stacks."""
+class Nested(nnx.Module):
+    """A stack of stacks."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.left = Stack(linear, 4, rngs=rngs)
-        self.right = Stack(linear, 4, rngs=rngs)
+        self.outer = Stack(lambda rngs: Stack(linear, 2, rngs=rngs), 4, rngs=rngs)
 
 
 def step(
@@ -66,29 +65,34 @@ def once(model: Any, batch: Any) -> jax.Array:
 
 
 @pytest.mark.parametrize(
-    ("build", "found"),
+    ("build", "strategy", "found"),
     [
-        (linear, "Linear has no Stack"),
-        (Two, r"Two has Stacks \['left', 'right'\]"),
+        (linear, Pipeline(2), "Linear has no Stack.*one nnx_parallel.*Stack.*FSDP"),
+        (Nested, Pipeline(2), "`outer.layer` is inside of `outer`.*unstack"),
+        (Model, Pipeline(2, stack="blocks"), r"'blocks'.*has Stacks \['stack'\]"),
     ],
 )
-def test_a_model_with_one_stack(build: Any, found: str) -> None:
-    with pytest.raises(PipelineError, match=found + ".*one Stack.*FSDP"):
-        make_trainer(build, once, Pipeline(2))
+def test_a_model_with_a_stack(build: Any, strategy: Strategy, found: str) -> None:
+    with pytest.raises(PipelineError, match=found):
+        make_trainer(build, once, strategy)
 
 
 @pytest.mark.parametrize(
     ("strategy", "numbers"),
     [
-        (Pipeline(8), r"4 layers.*8 stages of 1 chunks.*\[1, 2, 4\].*\[8\]"),
+        (Pipeline(8), "4 layers.*8 stages of 1 chunks.*there can be 1 to 4 stages"),
         (
             Pipeline(4, Interleaved(chunks=2)),
-            r"4 stages of 2 chunks.*stages can be \[1, 2\].*layers can be \[8\]",
+            "4 layers.*4 stages of 2 chunks.*there can be 1 to 2 stages",
+        ),
+        (
+            Pipeline(2, Interleaved(chunks=5)),
+            "2 stages of 5 chunks.*there can be no stages",
         ),
     ],
     ids=str,
 )
-def test_layers_that_do_not_divide(strategy: Strategy, numbers: str) -> None:
+def test_fewer_layers_than_chunks(strategy: Strategy, numbers: str) -> None:
     with pytest.raises(PipelineError, match=numbers):
         make_trainer(Model, once, strategy)
 

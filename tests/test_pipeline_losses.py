@@ -30,7 +30,9 @@ from nnx_parallel.layers.jaxprs import trace
 from nnx_parallel.layers.stack import using_runner
 from nnx_parallel.pipeline.cut import PartitionedJaxpr, record
 from nnx_parallel.sharding import constrain
-from nnx_parallel.sharding.model import nest
+from nnx_parallel.sharding.constrain import using
+from nnx_parallel.sharding.model import flatten, nest
+from nnx_parallel.state import plan_state
 from tests.pipelines import assert_like_one_device, make_trainer
 
 pytestmark = pytest.mark.deep
@@ -148,7 +150,7 @@ def test_any_number_of_microbatches(num_microbatches: int) -> None:
 def test_one_stage() -> None:
     message = (
         "Pipeline(size=1) has one stage: nothing is spread or pipelined. Give it 2 "
-        "stages or more, whose number divides that of the layers, or leave it out."
+        "stages or more, or leave it out."
     )
     with pytest.warns(ParallelWarning, match=re.escape(message)):
         assert_like_one_device(Plain, squares, Pipeline(1), make_rows)
@@ -264,14 +266,17 @@ class Positional(nnx.Module):
 
 
 def test_arguments_that_come_from_no_parameter_have_no_gradient() -> None:
-    graphdef, params = nnx.split(Positional(nnx.Rngs(0)))
-    shapes: Any = {path: x[...] for path, x in nnx.to_flat_state(params)}
+    layout = Pipeline(2).layout(Pipeline(2).make_mesh(jax.devices()[:2]))
+    plan = plan_state(Positional(nnx.Rngs(0)), layout, optax.sgd(1.0))
+    shapes: Any = {
+        path: jnp.zeros(x.shape) for path, x in flatten(plan.abstract.params).items()
+    }
 
     def loss(params: Any, variables: Any, batch: Any, key: Any) -> Any:
-        model = nnx.merge(graphdef, nest(params))
+        model = plan.merge(nest(params), {}, training=True, cast_stacked=False)
         return squares(model, batch), {}
 
-    with using_runner(record):
+    with using(layout), using_runner(record):
         traced = trace(loss, shapes, {}, make_rows(), jax.random.key(0))
     found = PartitionedJaxpr(traced)
     # The angles are made by every stage. The input comes from the data, but passes

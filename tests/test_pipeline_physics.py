@@ -4,6 +4,7 @@ Read from the compiled step: FLOPs, conditionals, scratch memory, number of
 instructions.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -35,6 +36,7 @@ from nnx_parallel.audit.hlo import parse
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.pipeline.run import PipelineSchedule
 from nnx_parallel.schedules.table import plan_buffers
+from nnx_parallel.sharding.model import flatten
 from nnx_parallel.state import init_state
 from nnx_parallel.training.step import StepOptions, make_train_step
 from tests.origins import origins
@@ -290,6 +292,46 @@ class TestMemory:
             for shape in instruction.shapes
         ]
         assert max(copied, default=0) < self.INPUT_BYTES
+
+
+class TestUneven:
+    """3 layers on 2 stages, whose second one runs a layer that there is not."""
+
+    STRATEGY = Pipeline(2, stash="inputs")
+    EVEN, UNEVEN = (replace(CONFIG, num_layers=n, embed_dim=64) for n in (4, 3))
+
+    def moved(self) -> list[int]:
+        """Bytes of the arrays that are stored along another dim than layers."""
+        plan = plan_step(build(self.UNEVEN), self.STRATEGY)
+        arrays = flatten(plan.abstract.params)
+        moved = [arrays[p] for p, place in plan.placements.items() if place.moved]
+        return [x.size * x.dtype.itemsize for x in moved]
+
+    def test_weights_go_to_their_stages_once_a_step_and_gradients_back(self):
+        even, uneven = (
+            Counter(
+                instruction.opcode
+                for computation in parse(
+                    compiled(config, self.STRATEGY, 4).as_text() or ""
+                ).computations.values()
+                for instruction in computation.instructions.values()
+            )
+            for config in (self.EVEN, self.UNEVEN)
+        )
+        plan, moved = plan_step(build(self.UNEVEN), self.STRATEGY), len(self.moved())
+        small = sum(p.is_staged for p in plan.param_placements.values()) - moved
+        assert moved >= 6
+        assert uneven["all-to-all"] - even["all-to-all"] == 2 * moved
+        # Gradients of what is too small to be split, and whole on all stages.
+        assert uneven["all-gather"] - even["all-gather"] == small
+
+    def test_a_stage_holds_a_copy_of_its_weights(self):
+        even, uneven = (
+            temporaries(config, self.STRATEGY, 4) for config in (self.EVEN, self.UNEVEN)
+        )
+        # 2 of 3 layers, and the gradients of 2 instead of 1.5 before they are sent.
+        weights = sum(self.moved()) * 2 / 3
+        assert uneven - even <= 2.1 * weights
 
 
 class TestCompileTime:

@@ -12,8 +12,7 @@ import pytest
 from flax import nnx
 
 from nnx_parallel import FSDP, Precision, Trainer
-from nnx_parallel.precision import cast_floating
-from nnx_parallel.state import LossScale
+from nnx_parallel.precision import LossScale, cast_floating
 
 BATCH = {
     "x": np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from nnx_parallel.errors import NonFiniteLossError
-from nnx_parallel.loggers import Logger
+from nnx_parallel.loggers import Logger, LoggerGroup
 from nnx_parallel.training.recorder import (
     Recorder,
     Throughput,
@@ -22,6 +22,8 @@ from nnx_parallel.training.recorder import (
 
 class Memory(Logger):
     """Keeps what it is given."""
+
+    logs_layers = False
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, dict]] = []
@@ -46,7 +48,8 @@ def metrics(loss: float = 1.0, grad_norm: float = 2.0, **more: float) -> dict:
 
 def make_recorder(**options: Any) -> tuple[Recorder, list[int], Memory]:
     known, memory = [], Memory()
-    recorder = Recorder(memory, lambda step, _: known.append(step), **options)
+    group = LoggerGroup([memory])
+    recorder = Recorder(group, lambda step, _: known.append(step), **options)
     return recorder, known, memory
 
 
@@ -78,6 +81,24 @@ def test_columns_are_aligned() -> None:
     assert [step for step, _ in memory.rows] == [1, 2, 2]
     assert memory.rows[-1] == (2, {"eval_loss": 5.0})
     assert recorder.last_row()["loss"] == 3.0
+
+
+def test_values_of_layers_go_to_those_loggers_that_show_them() -> None:
+    plain, layered = Memory(), Memory()
+    layered.logs_layers = True
+    rows: list[dict] = []
+    group = LoggerGroup([plain, layered])
+    recorder = Recorder(group, lambda _, row: rows.append(row), log_every=2)
+    for step in (1, 2):
+        loads = jnp.float32([step, 3.0])
+        recorder.push(step, metrics() | {"loads/mlp": loads}, 0.0)
+    recorder.flush()
+    ((step, row),) = plain.rows
+    assert step == 2
+    assert row == rows[1]
+    assert row.keys() == {"loss", "grad_norm", "data_wait_seconds"}
+    assert layered.rows == [(2, row), (2, {"loads/mlp/0": 2.0, "loads/mlp/1": 3.0})]
+    assert "loads/mlp" not in recorder.history()
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,21 @@ def test_a_picture_has_a_cell_for_every_slot_to_scale(schedule: Schedule) -> Non
         )
 
 
+def test_a_stage_with_fewer_layers_has_shorter_cells() -> None:
+    # One layer more than stages: of a slot's time all but the first need a half.
+    table = OneFOneB().table(3, 4)
+    slots = table.simulate(num_layers=4).timeline.slots
+    root = parse(visualize(table, num_layers=4).svg)
+    colours = {ground(slot, 1) for slot in slots}
+    first, second, _ = (
+        [columns for colour, _, columns in boxes(root, stage) if colour in colours]
+        for stage in range(3)
+    )
+    assert len(first) == len(second) == 8
+    # Of the longest, backward cells; the half is a column short where it is odd.
+    assert max(first) // 2 <= max(second) <= max(first) // 2 + 1
+
+
 @schedules
 def test_a_title_is_what_the_simulation_says(schedule: Schedule) -> None:
     table = schedule.table(4, 8)

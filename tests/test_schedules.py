@@ -92,6 +92,26 @@ def test_a_kind_of_slot_is_paid_by_all_stages_and_a_chunk_its_share() -> None:
 
 
 @schedules
+def test_all_stages_wait_for_the_one_with_most_layers(schedule: Schedule) -> None:
+    table, parts = schedule.table(4, 8), 4 * schedule.chunks
+    even, uneven = table.simulate(), table.simulate(num_layers=2 * parts + 1)
+    assert table.simulate(num_layers=3 * parts).efficiency == even.efficiency
+    # 3, 2, 2, ...: a tick takes the time of 3 layers, and their mean is 2 and a bit.
+    longer = 3 * parts / (2 * parts + 1)
+    assert uneven.total_time == pytest.approx(even.total_time * longer, rel=1e-12)
+    assert 1 - uneven.bubble == pytest.approx((1 - even.bubble) / longer, rel=1e-12)
+    work = [
+        sum(s.end - s.start for s in uneven.timeline.slots if s.stage == stage)
+        for stage in range(4)
+    ]
+    layers = [2 * schedule.chunks + (stage == 0) for stage in range(4)]
+    assert work == pytest.approx(np.array(layers) * work[1] / layers[1])
+    assert sum(work) / 4 == pytest.approx(8 * sum(uneven.costs.values()))
+    with pytest.raises(ScheduleError, match=f"fewer than the {parts} chunks"):
+        table.simulate(num_layers=parts - 1)
+
+
+@schedules
 def test_slots_of_one_stage_follow_each_other_in_time(schedule: Schedule) -> None:
     timeline = schedule.table(4, 8).simulate(1.0, 2.0, 3.0).timeline
     for stage in range(4):

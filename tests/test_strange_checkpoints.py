@@ -21,6 +21,7 @@ import tensorstore
 from orbax.checkpoint import v1 as ocp
 
 from nnx_parallel.checkpoint import Checkpoint, CheckpointManager, files
+from nnx_parallel.checkpoint.orbax_log import hide_lost_reads
 from nnx_parallel.cli import main
 from nnx_parallel.errors import (
     CheckpointDamagedError,
@@ -455,6 +456,17 @@ def test_a_damaged_step_is_one_message(
         with pytest.raises(CheckpointReadError):
             restore(run, 4)
         assert "site-packages" in caplog.text  # the whole chain, for who debugs
+
+
+def test_arrays_of_a_failed_read_that_end_late_are_not_logged() -> None:
+    def record(error: Exception) -> logging.LogRecord:
+        info = type(error), error, None
+        return logging.LogRecord("asyncio", 40, "", 0, "never retrieved", (), info)
+
+    lost = ValueError('OUT_OF_RANGE: Error opening "zarr3" driver: Error reading "a"')
+    assert not hide_lost_reads(record(lost))
+    assert hide_lost_reads(record(ValueError("of the user's own task")))
+    assert hide_lost_reads(record(TypeError('Error opening "zarr3" driver')))
 
 
 @pytest.mark.deep

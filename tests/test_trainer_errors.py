@@ -50,6 +50,28 @@ def make_trainer(**options: Any) -> Trainer:
 
 
 @pytest.mark.parametrize(
+    "name", ["callbacks", "loss", "optimizer", "strategy", "loggers", "checkpoint"]
+)
+def test_an_argument_assigned_after_the_construction(name: str):
+    text = f"`trainer.{name} = ...` would have no effect: a Trainer reads its arguments"
+    with pytest.raises(AttributeError, match=re.escape(text)):
+        setattr(make_trainer(), name, ())
+
+
+@pytest.mark.parametrize("name", ["layout", "step", "train_step", "fit"])
+def test_what_is_only_read(name: str):
+    with pytest.raises(AttributeError, match="to be read, not assigned"):
+        setattr(make_trainer(), name, None)
+
+
+def test_notes_of_the_user_may_be_kept_on_a_trainer():
+    trainer: Any = make_trainer()
+    trainer.note = "mine"
+    trainer.state = trainer.state
+    assert trainer.note == "mine"
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         (

@@ -10,33 +10,21 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import optax
 import pytest
 from flax import nnx
-from safetensors import safe_open
 
-from nnx_parallel import (
-    FSDP,
-    Composite,
-    DataParallel,
-    Pipeline,
-    TensorParallel,
-    Trainer,
-)
+from nnx_parallel import FSDP
 from nnx_parallel.errors import WeightsError
-from nnx_parallel.layers import lora, merge_lora
-from nnx_parallel.models import GPT, next_token_loss
-from nnx_parallel.weights import Pretrained, save_adapters, save_pretrained
+from nnx_parallel.layers import lora
+from nnx_parallel.models import GPT
+from nnx_parallel.weights import (
+    Pretrained,
+    save_pretrained,
+)
 from nnx_parallel.weights.files import open_tensors
+from tests.folders import GOLDENS, STRATEGIES, check_equal, content, make_trainer
 
-GOLDENS = Path(__file__).parent / "goldens"
 FAMILIES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
-STRATEGIES: dict[str, Callable] = {
-    "one device": lambda: DataParallel(1),
-    "fsdp": FSDP,
-    "tp": lambda: Composite(TensorParallel(2), FSDP()),
-    "pipeline": lambda: Composite(Pipeline(2), FSDP()),
-}
 IN_DEPTH = [
     pytest.param(
         family,
@@ -46,37 +34,6 @@ IN_DEPTH = [
     for family in FAMILIES
     for strategy in STRATEGIES
 ]
-
-
-def make_trainer(model: Any, strategy: str = "fsdp", **options: Any) -> Trainer:
-    one = strategy == "one device"
-    return Trainer(
-        model,
-        optax.sgd(0.1),
-        next_token_loss,
-        strategy=STRATEGIES[strategy](),
-        devices=jax.devices()[:1] if one else jax.devices(),
-        num_microbatches=2 if strategy == "pipeline" else 1,
-        loggers=(),
-        **options,
-    )
-
-
-def content(folder: Path) -> dict[str, np.ndarray]:
-    """By the package safetensors, as its users read."""
-    found = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="flax") as file:
-            names = file.keys()
-            found |= {name: np.asarray(file.get_tensor(name)) for name in names}
-    return found
-
-
-def check_equal(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    assert found.keys() == expected.keys()
-    for name, array in expected.items():
-        assert found[name].dtype == array.dtype, name
-        assert found[name].tobytes() == array.tobytes(), name
 
 
 @pytest.mark.parametrize(("family", "strategy"), IN_DEPTH)
@@ -122,57 +79,6 @@ def test_training_goes_on_from_the_weights(tmp_path: Path) -> None:
     found = content(tmp_path / "tp")
     assert {array.dtype.name for array in found.values()} == {"bfloat16"}
     assert "model.layers.1.self_attn.q_norm.weight" in found
-
-
-def test_adapters_are_put_beside_weights_from_a_folder() -> None:
-    adapted = lora(GPT.from_pretrained(GOLDENS / "llama"), targets="query|value")
-    trainer = make_trainer(adapted, wrt=nnx.LoRAParam)
-    before = content(GOLDENS / "llama")["model.embed_tokens.weight"]
-    batch = np.load(GOLDENS / "llama" / "logits.npz")["tokens"]
-    trainer.fit([np.concatenate([batch] * 4)] * 2, 2)
-    table = cast(Any, trainer.model).embed.embedding.get_value()
-    np.testing.assert_array_equal(np.asarray(table), before)
-
-
-def test_adapters_are_written_in_the_format_of_peft(tmp_path: Path) -> None:
-    """The factors, multiplied as PEFT does, are what `merge_lora` adds."""
-    base, folder = GOLDENS / "llama", tmp_path / "adapters"
-    adapted = lora(
-        GPT.from_pretrained(base), targets=r"query|out|down", rank=4, alpha=8
-    )
-    trainer = make_trainer(adapted, "tp", wrt=nnx.LoRAParam)
-    batch = np.load(base / "logits.npz")["tokens"]
-    trainer.fit([np.concatenate([batch] * 4)] * 2, 2)
-    save_adapters(folder, trainer.model, base=str(base))
-    save_pretrained(tmp_path / "merged", merge_lora(trainer.model))
-    config = json.loads((folder / "adapter_config.json").read_text())
-    assert config["r"] == 4
-    assert config["lora_alpha"] == 8
-    assert config["target_modules"] == ["down_proj", "o_proj", "q_proj"]
-    found, before = content(folder), content(base)
-    merged = content(tmp_path / "merged")
-    assert len(found) == 2 * 2 * 3
-    for name, array in before.items():
-        layer = f"base_model.model.{name.removesuffix('.weight')}"
-        expected = array
-        if f"{layer}.lora_A.weight" in found:
-            a, b = (found[f"{layer}.lora_{x}.weight"] for x in "AB")
-            assert a.shape == (4, array.shape[1])
-            assert np.abs(b).max() > 0
-            expected = array + 2 * (b @ a)
-        np.testing.assert_allclose(merged[name], expected, atol=1e-6)
-    with pytest.raises(WeightsError, match=r"Pass merge_lora\(model\), or write the"):
-        save_pretrained(tmp_path / "new", trainer.model)
-    with pytest.raises(WeightsError, match=r"has no adapters: see layers\.lora"):
-        save_adapters(tmp_path / "new", merge_lora(trainer.model), base="b")
-    fused = lora(GPT.from_pretrained(GOLDENS / "gpt2"), targets="query")
-    with pytest.raises(WeightsError, match=r"a fused kernel, which PEFT adapts as a"):
-        save_adapters(tmp_path / "new", make_trainer(fused).model, base="b")
-    twice = lora(make_trainer(GPT.from_pretrained(base)).model, targets="up", rank=2)
-    twice = lora(twice, targets="down", rank=3)
-    with pytest.raises(WeightsError, match=r"Adapters have ranks \[2, 3\]"):
-        save_adapters(tmp_path / "new", twice, base="b")
-    assert not (tmp_path / "new").exists()
 
 
 def test_a_direct_call_has_the_weights_and_a_traced_one_is_an_error() -> None:

@@ -229,6 +229,24 @@ assert kernel.shape[0] == 8
 assert kernel.addressable_shards[0].data.shape[0] == 2  # layers on each stage
 
 # %% [markdown]
+# ## Layers that do not divide
+#
+# DeepSeek-V3 has 61 layers: 3 dense ones, then 58 with experts. They are two stacks. `Pipeline` spreads
+# the larger one over its stages; the other runs before it, where all devices share the rows of a
+# microbatch. Four stages share 58 layers as 15, 15, 14 and 14, and all wait for the slowest in each tick:
+
+# %%
+table = OneFOneB().table(S, M)
+for layers in (56, 58, 61, 6):
+    print(f"{layers} layers: bubble {table.simulate(num_layers=layers).bubble:.1%}")
+visualize(table, num_layers=6)
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
+share = M / (M + S - 1)
+assert np.isclose(table.simulate(num_layers=56).efficiency, share)
+assert np.isclose(table.simulate(num_layers=58).efficiency, share * 58 / (4 * 15))
+
+# %% [markdown]
 # ## Exercise
 #
 # A `Table` of your own runs like the others. Write GPipe in two rounds: all passes of the first half

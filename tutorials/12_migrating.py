@@ -214,12 +214,13 @@ assert moment.sharding.spec == P(None, "fsdp")
 # | `accumulate_grad_batches=` | `num_microbatches=` (of one batch, not more batches) |
 # | `precision="bf16-mixed"` | `precision=Precision.mixed_bfloat16()` |
 # | `ModelCheckpoint`, `ckpt_path="last"` | `checkpoint="directory"`; `fit` resumes automatically |
-# | `EarlyStopping` | a `Callback` that calls `trainer.stop(reason)` |
+# | `EarlyStopping` | `EarlyStopping`, a `Callback` |
 # | `SyncBatchNorm` | nothing: statistics cover all rows of a microbatch |
 # | `if dist.get_rank() == 0: print(...)` | `print_once(...)`; metrics and checkpoints need nothing |
 # | `torchrun`, `num_nodes=` | `initialize()` in the script, `python -m nnx_parallel launch` |
 # | `activation_checkpointing` | `remat="full"` |
-# | `CPUOffload`, `context_parallel`, float8 | not here |
+# | `CPUOffload` | `Offload()`: the optimizer's state, not the parameters |
+# | `context_parallel`, float8 | not here |
 #
 # One habit is worth dropping: to think of one device at a time. `loss` gets the global batch, or a
 # global microbatch, and its mean is the mean over all rows. Only the loading of data depends on the

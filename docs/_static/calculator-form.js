@@ -8,7 +8,10 @@
   const find = (name) => document.getElementById(`calculator-${name}`);
   const field = (name) => form.elements.namedItem(name);
   const number = (name) => Number(field(name).value);
-  const SIZES = ["layers", "embed", "heads", "kv_heads", "mlp", "vocab"];
+  const SIZES = ["layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "experts",
+    "top_k", "shared", "dense_layers", "dense_mlp"];
+  const PARTS = ["llama", "qk_norm"];
+  const NONE = { head_dim: 0, experts: 0, top_k: 1, shared: 0, dense_layers: 0, dense_mlp: 0 };
   const MACHINE = ["local", "memory", "usable", "tflops", "fast", "slow"];
   const OWN = "my own";
 
@@ -19,9 +22,9 @@
   function fillModel() {
     const model = MODELS[field("model").value];
     if (!model) return;
-    const all = { kv_heads: model.heads, mlp: 4 * model.embed, ...model };
+    const all = { ...NONE, kv_heads: model.heads, mlp: 4 * model.embed, ...model };
     for (const name of [...SIZES, "seq"]) field(name).value = all[name];
-    field("llama").checked = Boolean(model.llama);
+    for (const name of PARTS) field(name).checked = Boolean(model[name]);
   }
 
   function fillMachine() {
@@ -32,7 +35,7 @@
 
   function read() {
     const model = Object.fromEntries([...SIZES, "seq"].map((name) => [name, number(name)]));
-    model.llama = field("llama").checked;
+    for (const name of PARTS) model[name] = field(name).checked;
     const machine = Object.fromEntries(
       [...MACHINE, "devices", "rows", "seq"].map((name) => [name, number(name)]));
     machine.attained = number("attained") / 100;
@@ -60,7 +63,8 @@
     }
   }
 
-  const gigabytes = (bytes) => `${(bytes / 1e9).toPrecision(3)} GB`;
+  const gigabytes = (bytes) => bytes < 9.995e11 ? `${(bytes / 1e9).toPrecision(3)} GB`
+    : `${(bytes / 1e12).toPrecision(3)} TB`;
   /* Two numbers with one unit: "4.26 to 4.38 s", or "45 %" where both read the same. */
   function range(from, to, unit, digits = 3) {
     const [a, b] = [from, to].map((n) => String(Number(n.toPrecision(digits))));
@@ -119,16 +123,32 @@
     find("script").textContent = script(model, each, machine);
     find("bubble").textContent = each.plan.pipe === 1 ? ""
       : `Bubble of the pipeline: ${percent(each.bubble, each.bubble)} of a step.`;
+    find("experts").textContent = expertsOf(model, each);
     showMemory(each, machine);
     find("detail").hidden = false;
   }
 
+  /* What the experts of a device take and send, in words; nothing without any. */
+  function expertsOf(model, each) {
+    if (!model.experts) return "";
+    const state = `State of experts on a device: ${gigabytes(each.state.experts)}. `;
+    if (!(each.plan.expert > 1)) {
+      return `${state}Tokens stay where they are: all experts of a layer are on each device `
+        + "while it runs.";
+    }
+    const { gather, ragged } = each.exchange;
+    return `${state}Exchange, sent by a device in a step: ${gigabytes(gather)} by gather, `
+      + `${gigabytes(ragged)} by ragged; this assumes ${exchangeOf(model, each.plan)}.`;
+  }
+
   /* What is wrong with the numbers as they are, or null. */
   function problem() {
-    const isValid = (e) => e.value > 0 && e.checkValidity();
+    const least = (e) => e.min === "0" && e.step !== "any" ? 0 : Number.MIN_VALUE;
+    const isLow = (e) => e.value === "" || e.value < least(e);
+    const isValid = (e) => !isLow(e) && e.checkValidity();
     const invalid = [...form.elements].find((e) => e.type === "number" && !isValid(e));
     if (!invalid) return modelProblem(read().model);
-    const rule = !(invalid.value > 0) ? "give a number above 0"
+    const rule = isLow(invalid) ? `give a number ${least(invalid) ? "above 0" : "from 0 on"}`
       : invalid.step === "any" ? `give at most ${invalid.max}` : "give a whole number";
     return `${invalid.labels[0].textContent.trim()}: ${rule}.`;
   }
@@ -138,7 +158,9 @@
     if (wrong) return [wrong, []];
     const { model, machine, settings } = read();
     const { fitting, smallest } = choose(model, machine, settings);
-    const size = `${(countParams(model) / 1e9).toPrecision(3)} B parameters.`;
+    const billions = (count) => `${(count / 1e9).toPrecision(3)} B`;
+    const active = model.experts ? `, of which a token meets ${billions(countActive(model))}` : "";
+    const size = `${billions(countParams(model))} parameters${active}.`;
     if (fitting.length) {
       return [`${size} ${fitting.length} strategies fit into ${gigabytes(usableBytes(machine))} `
         + "a device. The best by MFU without overlap come first:", fitting.slice(0, 8)];
@@ -183,7 +205,7 @@
   form.addEventListener("input", (event) => {
     if (event.target === field("model")) fillModel();
     else if (event.target === field("machine")) fillMachine();
-    else if ([...SIZES, "llama"].includes(event.target.name)) field("model").value = OWN;
+    else if ([...SIZES, ...PARTS].includes(event.target.name)) field("model").value = OWN;
     else if (MACHINE.includes(event.target.name)) field("machine").value = OWN;
     writeAddress();
     show();

@@ -18,6 +18,14 @@ const MODELS = {
   "Llama 3 70B": { layers: 80, embed: 8192, heads: 64, kv_heads: 8, mlp: 28672,
     vocab: 128256, seq: 8192, llama: true },
   "GPT-3 175B": { layers: 96, embed: 12288, heads: 96, vocab: 50304, seq: 2048 },
+  "Mixtral 8x7B": { layers: 32, embed: 4096, heads: 32, kv_heads: 8, mlp: 14336,
+    vocab: 32000, seq: 32768, llama: true, experts: 8, top_k: 2 },
+  "Qwen3 30B-A3B": { layers: 48, embed: 2048, heads: 32, kv_heads: 4, head_dim: 128,
+    mlp: 768, vocab: 151936, seq: 40960, llama: true, qk_norm: true, experts: 128,
+    top_k: 8 },
+  "Like DeepSeek-V3": { layers: 61, embed: 7168, heads: 64, kv_heads: 8, head_dim: 128,
+    mlp: 2048, vocab: 129280, seq: 4096, llama: true, experts: 256, top_k: 8,
+    shared: 2048, dense_layers: 3, dense_mlp: 18432 },
 };
 
 /* Dense bfloat16 FLOP/s, memory, and bandwidth of a device in one direction, from the
@@ -55,80 +63,131 @@ const PRECISIONS = {
 
 const DEFAULTS = { optimizer: "AdamW", precision: "mixed bfloat16", remat: "full" };
 
+/* All sizes. `experts`: their number in a layer, 0 without; `mlp` is then the width of one,
+ * `shared` that of the MLP for every token. The first `dense_layers` have one of `dense_mlp`. */
 function complete(model) {
-  const m = { kv_heads: model.heads, llama: false, ...model };
+  const m = { kv_heads: model.heads, llama: false, qk_norm: false, experts: 0, top_k: 1,
+    shared: 0, dense_layers: 0, ...model };
   m.mlp = m.mlp || 4 * m.embed;
+  m.dense_mlp = m.experts ? m.dense_mlp || 4 * m.embed : m.mlp;
   m.head_dim = m.head_dim || m.embed / m.heads;
   return m;
 }
 
+/* Layers with a plain MLP, and kernels of an MLP. */
+const numDense = (m) => m.experts ? m.dense_layers : m.layers;
+const numKernels = (m) => m.llama ? 3 : 2;
+
 /* Every parameter: its shape and the names of its dims, as models/gpt.py has them. */
 function arrays(model) {
   const m = complete(model);
-  const bias = !m.llama, found = [];
-  const add = (names, count = 1) => {
-    const shape = names.map((name) => m[name]);
+  const found = [];
+  const add = (sizes, names, count = 1) => {
+    const shape = names.map((name) => sizes[name]);
     for (let i = 0; i < count; i++) found.push({ names, shape });
   };
-  const norm = (...stack) => add([...stack, "embed"], bias ? 2 : 1);
-  add(["vocab", "embed"]);
-  if (!m.llama) add(["seq", "embed"]);
-  norm("layers");
-  norm("layers");
-  for (const heads of ["heads", "kv_heads", "kv_heads"]) {
-    add(["layers", "embed", heads, "head_dim"]);
-    if (bias) add(["layers", heads, "head_dim"]);
+  const norm = m.llama ? 1 : 2; // a scale, and a bias
+  add(m, ["vocab", "embed"]);
+  if (!m.llama) add(m, ["seq", "embed"]);
+  const dense = numDense(m);
+  const stacks = [
+    { ...m, layers: dense, mlp: m.dense_mlp, experts: 0, shared: 0 },
+    { ...m, layers: m.layers - dense, expert: m.experts, router: m.experts },
+  ];
+  for (const sizes of stacks.filter((each) => each.layers > 0)) {
+    addLayers(sizes, (names, count) => add(sizes, ["layers", ...names], count), norm);
   }
-  add(["layers", "heads", "head_dim", "embed"]);
-  if (bias) add(["layers", "embed"]);
-  add(["layers", "embed", "mlp"], m.llama ? 2 : 1);
-  if (bias) add(["layers", "mlp"]);
-  add(["layers", "mlp", "embed"]);
-  if (bias) add(["layers", "embed"]);
-  norm();
-  if (m.llama) add(["embed", "vocab"]);
+  add(m, ["embed"], norm);
+  if (m.llama) add(m, ["embed", "vocab"]);
   return found;
+}
+
+/* The arrays of equal layers. */
+function addLayers(m, add, norm) {
+  const bias = !m.llama;
+  add(["embed"], 2 * norm);
+  if (m.qk_norm) add(["head_dim"], 2);
+  for (const heads of ["heads", "kv_heads", "kv_heads"]) {
+    add(["embed", heads, "head_dim"]);
+    if (bias) add([heads, "head_dim"]);
+  }
+  add(["heads", "head_dim", "embed"]);
+  if (bias) add(["embed"]);
+  const kernels = numKernels(m);
+  if (m.experts) { // without biases
+    add(["embed", "router"]);
+    add(["expert", "embed", "mlp"], kernels - 1);
+    add(["expert", "mlp", "embed"]);
+    if (m.shared) add(["embed", "shared"], kernels - 1);
+    if (m.shared) add(["shared", "embed"]);
+    return;
+  }
+  add(["embed", "mlp"], kernels - 1);
+  if (bias) add(["mlp"]);
+  add(["mlp", "embed"]);
+  if (bias) add(["embed"]);
 }
 
 const product = (numbers) => numbers.reduce((a, b) => a * b, 1);
 const MIN_SIZE = 1024; // FSDP leaves smaller arrays whole
 const contextOf = (plan) => plan.context || 1; // devices that share a sequence
-const TENSOR = ["heads", "kv_heads", "mlp", "vocab"];
+const expertOf = (plan) => plan.expert || 1; // devices that share the experts
+const TENSOR = ["heads", "kv_heads", "mlp", "shared", "vocab"];
+const isExpert = (array) => array.names.includes("expert");
 
 /* Elements on a device without and with the fsdp axis; null if an axis does not divide. */
 function placed(array, plan) {
+  const sizes = { layers: plan.pipe, expert: expertOf(plan) };
   const axes = array.names.map((name) =>
-    TENSOR.includes(name) ? plan.tensor : name === "layers" ? plan.pipe : 1);
-  const claimed = array.names.map((name) =>
-    (TENSOR.includes(name) && plan.tensor > 1) || (name === "layers" && plan.pipe > 1));
+    TENSOR.includes(name) ? plan.tensor : sizes[name] || 1);
+  const claimed = axes.map((size) => size > 1);
   if (array.shape.some((size, dim) => size % axes[dim])) return null;
   const used = product(array.shape) / product(axes);
   const first = array.names[0] === "layers" ? 1 : 0;
   const divides = (n) => array.shape.some((size, dim) =>
     dim >= first && !claimed[dim] && size % n === 0);
-  // FSDP takes the axis `context` along; alone that splits no state.
+  // FSDP takes the axes `context` and `expert` along; alone they split no other state.
+  const along = contextOf(plan) * (isExpert(array) ? 1 : expertOf(plan));
   const parts = plan.fsdp === 1 || product(array.shape) < MIN_SIZE ? []
-    : [plan.fsdp * contextOf(plan), plan.fsdp];
+    : [plan.fsdp * along, plan.fsdp];
   return { used, stored: used / (parts.find(divides) || 1) };
 }
 
 /* Bytes per device of parameters, gradients and the optimizer's state.
- * `plan`: sizes of data, fsdp, tensor, pipe; shard: optimizer, gradients or params. */
+ * `plan`: sizes of data, fsdp, expert, context, tensor, pipe; shard: optimizer, gradients
+ * or params. */
 function stateBytes(model, plan, settings = DEFAULTS) {
   const width = PRECISIONS[settings.precision].stored;
   const { moments, counts } = OPTIMIZERS[settings.optimizer];
   let used = 0, stored = 0, outside = 0;
+  const layer = {}, ofExperts = { used: 0, stored: 0 };
   for (const array of arrays(model)) {
     const place = placed(array, plan);
     if (place === null) return null;
     used += place.used;
     stored += place.stored;
     if (array.names[0] !== "layers") outside += place.used;
+    else { // of stacks of as many layers each
+      const [count] = array.shape;
+      layer[count] = (layer[count] || 0) + place.used * plan.pipe / count;
+    }
+    if (isExpert(array)) {
+      ofExperts.used += place.used;
+      ofExperts.stored += place.stored;
+    }
   }
+  const bytes = (x) => [
+    width * (plan.shard === "params" ? x.stored : x.used),
+    4 * (plan.shard === "optimizer" ? x.used : x.stored),
+    moments * width * x.stored,
+  ];
+  const [params, gradients, optimizer] = bytes({ used, stored });
   return {
-    params: width * (plan.shard === "params" ? stored : used),
-    gradients: 4 * (plan.shard === "optimizer" ? used : stored),
-    optimizer: moments * width * stored + (counts ? 4 : 0),
+    params,
+    gradients,
+    optimizer: optimizer + (counts ? 4 : 0),
+    experts: bytes(ofExperts).reduce((a, b) => a + b), // of the three
+    layer: Math.max(...Object.values(layer)), // numbers in use of the largest one
     used, // numbers in use, on a device
     outside, // of them: what belongs to no layer
     isSharded: stored < used, // by the fsdp axis
@@ -139,16 +198,33 @@ function countParams(model) {
   return arrays(model).reduce((sum, array) => sum + product(array.shape), 0);
 }
 
+/* Parameters of the experts, without routers and shared ones. */
+function countExperts(model) {
+  return arrays(model).filter(isExpert).reduce((sum, array) => sum + product(array.shape), 0);
+}
+
+/* Parameters of the experts that a token does not go to. */
+function countIdle(model) {
+  const m = complete(model);
+  return m.experts ? countExperts(m) * (m.experts - m.top_k) / m.experts : 0;
+}
+
+/* Parameters that a token meets. */
+const countActive = (model) => countParams(model) - countIdle(model);
+
 /* Parameters that are multiplied by: kernels and the head. */
 function countProducts(model) {
-  const m = complete(model);
+  const m = complete(model), dense = numDense(m);
   const attention = 2 * (m.heads + m.kv_heads) * m.head_dim;
-  return m.embed * (m.layers * (attention + (m.llama ? 3 : 2) * m.mlp) + m.vocab);
+  const mixture = m.experts + numKernels(m) * m.shared; // a router is one kernel
+  const width = m.layers * attention + dense * numKernels(m) * m.dense_mlp
+    + (m.layers - dense) * mixture + m.vocab;
+  return m.embed * width + countExperts(m);
 }
 
 function flopsPerToken(model, seq) {
-  const m = complete(model);
-  return 6 * countProducts(m) + 12 * m.layers * m.heads * m.head_dim * seq;
+  const m = complete(model), active = countProducts(m) - countIdle(m);
+  return 6 * active + 12 * m.layers * m.heads * m.head_dim * seq;
 }
 
 /* Efficiency of a schedule whose slots cost the same, and the inputs that it keeps. */
@@ -168,25 +244,55 @@ function schedule(name, stages, microbatches, chunks = 1) {
 /* Bytes that a device puts into the collectives of one forward and backward pass.
  * `tokens`: of the pass, on a device; `width`: bytes of a number in the computation, and
  * `stored` of a parameter. */
-function sentBytes(model, plan, tokens, width, stored = 4) {
-  const m = complete(model), share = width / (plan.tensor * plan.pipe);
-  const head = m.vocab * m.embed;
-  const uses = countParams(m) + (m.llama ? 0 : head); // a tied table has two uses
-  const replicas = plan.data * plan.fsdp * contextOf(plan);
+function sentBytes(model, plan, tokens, width, stored = 4, remat = "none") {
+  const m = complete(model), part = 1 / (plan.tensor * plan.pipe);
+  const head = m.vocab * m.embed, experts = countExperts(m);
+  const others = countParams(m) - experts;
+  const uses = others + (m.llama ? 0 : head); // a tied table has two uses
+  const copies = plan.data * plan.fsdp * contextOf(plan); // of an expert
+  const replicas = copies * expertOf(plan);
+  const own = part * experts / expertOf(plan);
   const sharded = plan.shard === "params" && plan.fsdp > 1;
+  const updates = plan.fsdp > 1 && !sharded;
   const activation = tokens * m.embed * width;
+  const exchanged = exchangeBytes(m, plan, tokens, width, remat);
   return {
-    gradients: replicas > 1 ? uses * share : 0,
-    gathered: sharded ? (countParams(m) + countProducts(m) - head) * share : 0,
+    gradients: replicas > 1 ? uses * width * part : 0,
+    gathered: sharded ? (others + countProducts(m) - experts - head) * width * part : 0,
     // Once a step, what was updated: as it is stored.
-    updated: plan.fsdp > 1 && !sharded
-      ? countParams(m) * stored / (plan.tensor * plan.pipe) : 0,
+    updated: updates ? others * stored * part : 0,
+    // Experts stay on the devices that have them: among their copies alone.
+    experts: {
+      gradients: copies > 1 ? own * width : 0,
+      gathered: sharded ? 2 * own * width : 0,
+      updated: updates ? own * stored : 0,
+    },
+    exchange: exchanged[exchangeOf(m, plan)],
     // The ring: keys and values forward and backward, and their gradients in float32.
     ring: contextOf(plan) > 1 ? 2 * tokens * m.kv_heads * m.head_dim * (2 * width + 4)
-      * m.layers / (plan.tensor * plan.pipe) : 0,
+      * m.layers * part : 0,
     tensor: plan.tensor > 1 ? 4 * (m.layers / plan.pipe) * activation : 0,
     pipe: plan.pipe > 1 ? 2 * activation : 0,
   };
+}
+
+/* How tokens reach their experts on GPUs and TPUs, as `ExpertParallel(n)` chooses. */
+function exchangeOf(model, plan) {
+  return complete(model).top_k < expertOf(plan) - 1 ? "ragged" : "gather";
+}
+
+/* Bytes of both exchanges, likewise. Rows go to their experts and back, and their gradients
+ * likewise; what remat computes again is sent again. */
+function exchangeBytes(model, plan, tokens, width, remat) {
+  const m = complete(model), n = expertOf(plan), k = m.top_k;
+  if (n === 1) return { gather: 0, ragged: 0 };
+  const layers = (m.layers - numDense(m)) / plan.pipe, again = remat === "none" ? 0 : 1;
+  // Tokens of all, and their choices (int32) and weights. Outputs are not needed again.
+  const gather = (4 + again) * m.embed * width + (1 + again) * k * 4
+    + (2 + again) * k * width;
+  // A row for each choice; its output is needed again, for the gradient of its weight.
+  const ragged = (4 + 2 * again) * m.embed * width;
+  return { gather: layers * tokens * n * gather, ragged: layers * tokens * k * ragged };
 }
 
 /* Bytes per second of a ring over `n` devices that lie `inner` apart. Where it leaves the
@@ -198,48 +304,70 @@ function bandwidth(n, inner, machine) {
 }
 
 /* Seconds that a device sends in a step. The mesh puts `tensor` innermost, then `context`,
- * `fsdp`, `data` and `pipe`. */
+ * `expert`, `fsdp`, `data` and `pipe`. */
 function commSeconds(plan, sent, machine) {
   const over = (bytes, n, inner) => bytes * (n - 1) / n / bandwidth(n, inner, machine);
-  const { tensor, data } = plan, context = contextOf(plan);
-  const fsdp = plan.fsdp > 1 ? plan.fsdp * context : 1; // one collective over both
-  const copies = plan.fsdp > 1 ? data : data * context;
-  // Gradients that stay whole are all-reduced; others are scattered over `fsdp`, and what
-  // is left of them summed over `data`.
-  const gradients = plan.shard === "optimizer"
-    ? 2 * over(sent.gradients, copies * fsdp, tensor)
-    : over(sent.gradients, fsdp, tensor)
-      + 2 * over(sent.gradients / fsdp, copies, fsdp * tensor);
+  const { tensor, data } = plan, context = contextOf(plan), expert = expertOf(plan);
+  // What is stored: `along` of the axes inside of `fsdp` share it, `inner` devices apart.
+  const ofState = (bytes, along, inner) => {
+    const fsdp = plan.fsdp > 1 ? plan.fsdp * along : 1; // one collective over both
+    const copies = plan.fsdp > 1 ? data : data * along;
+    // Gradients that stay whole are all-reduced; others are scattered over `fsdp`, and
+    // what is left of them summed over `data`.
+    const gradients = plan.shard === "optimizer"
+      ? 2 * over(bytes.gradients, copies * fsdp, inner)
+      : over(bytes.gradients, fsdp, inner)
+        + 2 * over(bytes.gradients / fsdp, copies, fsdp * inner);
+    const ofPass = gradients + over(bytes.gathered, fsdp, inner);
+    return over(bytes.updated, fsdp, inner) + plan.microbatches * ofPass;
+  };
+  const state = ofState(sent, context * expert, tensor)
+    + (sent.experts ? ofState(sent.experts, context, tensor * expert) : 0);
+  const exchange = over(sent.exchange || 0, expert, tensor * context);
   // A hop goes to the next device: keys and values of all others pass by.
   const hops = (context - 1) * (sent.ring || 0) / bandwidth(context, tensor, machine);
   // A hop to the next stage goes from one device to one other.
-  const isInside = plan.pipe * copies * fsdp * tensor <= machine.local;
+  const devices = plan.pipe * data * plan.fsdp * expert * context * tensor;
+  const isInside = devices <= machine.local;
   const pipe = sent.pipe / (1e9 * (isInside ? machine.fast : machine.slow));
-  return over(sent.updated, fsdp, tensor) + plan.microbatches * (gradients
-    + over(sent.gathered, fsdp, tensor) + 2 * over(sent.tensor, tensor, 1) + pipe + hops);
+  return state + plan.microbatches * (2 * over(sent.tensor, tensor, 1) + pipe + hops + exchange);
 }
 
 /* Numbers that a layer keeps for the backward pass, for each token; with remat="none" all
  * activations, with "dots" its input and the outputs of products with weights. */
-function keptNumbers(m, plan, remat) {
+function keptNumbers(m, plan, remat, isDense = true) {
   const heads = m.heads * m.head_dim, keys = m.kv_heads * m.head_dim;
   if (remat === "full") return m.embed;
-  if (remat === "dots") {
-    return 3 * m.embed + (heads + 2 * keys + (m.llama ? 2 : 1) * m.mlp) / plan.tensor;
-  }
-  return 4 * m.embed + (2 * (heads + keys) + (m.llama ? 3 : 2) * m.mlp) / plan.tensor;
+  const isNone = remat === "none";
+  const copies = numKernels(m) - (isNone ? 0 : 1); // of hidden units
+  const attention = isNone ? 4 * m.embed + 2 * (heads + keys) / plan.tensor
+    : 3 * m.embed + (heads + 2 * keys) / plan.tensor;
+  if (isDense) return attention + copies * m.dense_mlp / plan.tensor;
+  // Products of experts count as no products with weights: "dots" computes them again.
+  const routed = isNone ? numRows(m, plan) * (2 * m.embed + copies * m.mlp / plan.tensor) : 0;
+  return attention + copies * m.shared / plan.tensor + routed;
 }
 
-/* FLOPs of a token that are computed again: the forward pass, or attention alone. */
+/* Rows that a device has room for, for each of its tokens: a quarter more than its share, and
+ * no more than can choose its experts. Further rows come in further rounds. */
+function numRows(m, plan) {
+  const most = expertOf(plan) * Math.min(m.top_k, m.experts / expertOf(plan));
+  return Math.min(1.25 * m.top_k, most);
+}
+
+/* FLOPs of a token that are computed again: the forward pass, or attention and experts. */
 function recomputedFlops(model, seq, remat) {
   const m = complete(model);
   if (remat === "full") return flopsPerToken(m, seq) / 3;
-  return remat === "dots" ? 4 * m.layers * m.heads * m.head_dim * seq : 0;
+  if (remat === "none") return 0;
+  return 4 * m.layers * m.heads * m.head_dim * seq + 2 * (countExperts(m) - countIdle(m));
 }
 
 /* One plan on some machines: memory, time, and what keeps it from running. */
 function judge(model, plan, machine, settings = DEFAULTS) {
-  const m = complete(model), replicas = plan.data * plan.fsdp;
+  const m = complete(model), replicas = plan.data * plan.fsdp * expertOf(plan);
+  const dense = numDense(m);
+  if (dense % plan.pipe || m.layers % plan.pipe) return null;
   const state = stateBytes(m, plan, settings);
   const rows = machine.rows / (replicas * plan.microbatches);
   if (state === null || !Number.isInteger(rows) || rows < 1) return null;
@@ -249,10 +377,14 @@ function judge(model, plan, machine, settings = DEFAULTS) {
   if (machine.seq % (2 * context) && context > 1) return null; // or unbalanced
   const tokens = rows * machine.seq / context; // of one pass on one device
   const table = schedule("1F1B", plan.pipe, plan.microbatches);
-  const stage = m.layers / plan.pipe;
-  const kept = table.kept * stage * tokens * width * keptNumbers(m, plan, settings.remat);
-  const block = 2 * tokens * width * keptNumbers(m, plan, "none");
-  const layers = 2 * (state.used - state.outside) / stage;
+  // In the stage of a device: layers of both kinds, and what they keep.
+  const kinds = [[dense, true], [m.layers - dense, false]].filter(([count]) => count > 0);
+  const ofToken = kinds.reduce((sum, [count, isDense]) =>
+    sum + count / plan.pipe * keptNumbers(m, plan, settings.remat, isDense), 0);
+  const kept = table.kept * tokens * width * ofToken;
+  const block = 2 * tokens * width
+    * Math.max(...kinds.map(([, isDense]) => keptNumbers(m, plan, "none", isDense)));
+  const layers = 2 * state.layer;
   // Parameters as the computation has them: gathered, or in another dtype, or both.
   const copies = plan.shard === "params" ? width * Math.max(layers, state.outside)
     : width === stored ? 0 : width * state.used;
@@ -267,11 +399,16 @@ function judge(model, plan, machine, settings = DEFAULTS) {
   const again = recomputedFlops(m, machine.seq, settings.remat) * all / devices;
   const peak = 1e12 * machine.tflops * speed;
   const compute = (flops + again) / (peak * machine.attained) / table.efficiency;
-  const waits = commSeconds(plan, sentBytes(m, plan, tokens, width, stored), machine)
-    / table.efficiency;
+  const sent = sentBytes(m, plan, tokens, width, stored, settings.remat);
+  const waits = commSeconds(plan, sent, machine) / table.efficiency;
+  // To others, of the bytes that are moved in a step.
+  const others = plan.microbatches * (1 - 1 / expertOf(plan));
+  const exchanged = Object.entries(exchangeBytes(m, plan, tokens, width, settings.remat))
+    .map(([name, bytes]) => [name, others * bytes]);
   const timed = (seconds) => ({ seconds, tokens: all / seconds, mfu: flops / (peak * seconds) });
   return {
     plan, settings, state, memory, owners, copies, bubble: 1 - table.efficiency,
+    exchange: Object.fromEntries(exchanged),
     fits: memory <= usableBytes(machine),
     slow: timed(compute + waits), // nothing overlapped
     fast: timed(Math.max(compute, waits)), // all of it
@@ -303,7 +440,7 @@ function places(model, machine) {
     for (const pipe of divisors(machine.devices / tensor).filter((p) => p <= 64)) {
       if (m.layers % pipe) continue;
       const rest = machine.devices / (tensor * pipe);
-      const base = { tensor, pipe, context: 1 };
+      const base = { tensor, pipe, context: 1, expert: 1 };
       found.push({ ...base, data: rest, fsdp: 1, shard: null });
       if (rest === 1) continue;
       // A ring hides its hops behind the products of some thousand tokens a device.
@@ -312,6 +449,14 @@ function places(model, machine) {
         const fsdp = rest / context;
         const shard = fsdp > 1 ? "params" : null;
         found.push({ ...base, context, data: 1, fsdp, shard });
+      }
+      for (const expert of divisors(m.experts).filter((n) => n > 1 && rest % n === 0)) {
+        const others = rest / expert;
+        const whole = { ...base, expert, data: others, fsdp: 1, shard: null };
+        found.push(whole);
+        if (others > 1) {
+          found.push({ ...whole, data: 1, fsdp: others, shard: "params" });
+        }
       }
       for (const shard of ["gradients", "params"]) {
         found.push({ ...base, data: 1, fsdp: rest, shard });
@@ -329,7 +474,8 @@ function places(model, machine) {
 function choose(model, machine, settings = DEFAULTS) {
   const judged = plans(model, machine)
     .map((plan) => judge(model, plan, machine, settings)).filter((each) => each !== null);
-  const simple = (each) => ["tensor", "pipe", "context"].filter((a) => each.plan[a] > 1).length;
+  const axes = ["tensor", "pipe", "context", "expert"];
+  const simple = (each) => axes.filter((a) => each.plan[a] > 1).length;
   const found = judged.filter((each) => each.fits)
     .sort((a, b) => Math.round(100 * b.slow.mfu) - Math.round(100 * a.slow.mfu)
       || simple(a) - simple(b) || a.plan.microbatches - b.plan.microbatches
@@ -342,8 +488,15 @@ function choose(model, machine, settings = DEFAULTS) {
 
 /* What is wrong with a model, in words; null if nothing is. */
 function modelProblem(model) {
-  const { embed, heads, kv_heads } = model;
-  if (embed % heads) {
+  const { embed, heads, kv_heads, head_dim, layers, experts, top_k, dense_layers } = model;
+  if (experts && top_k > experts) {
+    return `A token goes to ${top_k} experts, but a layer has ${experts}: take 1 to ${experts}.`;
+  }
+  if (experts && dense_layers >= layers) {
+    return `${dense_layers} of ${layers} layers are dense, which leaves none with experts: `
+      + `take 0 to ${layers - 1}, or no experts.`;
+  }
+  if (!head_dim && embed % heads) {
     const near = [embed - embed % heads, embed + heads - embed % heads].filter((n) => n > 0);
     return `Width ${embed} is not divisible by ${heads} heads. Heads must divide the width: `
       + `take ${near.join(" or ")} for the width, or ${nearestDivisor(embed, heads)} heads.`;
@@ -383,6 +536,7 @@ function code(plan) {
     const shard = plan.shard === "params" ? "" : `, shard="${plan.shard}"`;
     parts.push(`FSDP(${plan.fsdp}${shard})`);
   }
+  if (expertOf(plan) > 1) parts.push(`ExpertParallel(${plan.expert})`);
   if (contextOf(plan) > 1) parts.push(`ContextParallel(${plan.context})`);
   if (plan.tensor > 1) parts.push(`TensorParallel(${plan.tensor})`);
   if (parts.length === 0) parts.push("DataParallel(1)");
@@ -393,14 +547,23 @@ function code(plan) {
 function script(model, judged, machine) {
   const m = complete(model), { plan, settings } = judged;
   const strategy = code(plan);
-  const names = ["Composite", "ContextParallel", "DataParallel", "FSDP", "Pipeline",
-    "TensorParallel"]
+  const names = ["Composite", "ContextParallel", "DataParallel", "ExpertParallel", "FSDP",
+    "Pipeline", "TensorParallel"]
     .filter((name) => strategy.includes(`${name}(`));
   const ours = [...names, "Precision", "Trainer"].sort();
   const sizes = { vocab_size: m.vocab, seq_len: model.seq, num_layers: m.layers,
-    embed_dim: m.embed, num_heads: m.heads, num_kv_heads: m.kv_heads, mlp_dim: m.mlp };
+    embed_dim: m.embed, num_heads: m.heads, num_kv_heads: m.kv_heads,
+    ...(m.head_dim * m.heads === m.embed ? {} : { head_dim: m.head_dim }),
+    ...(numDense(m) ? { mlp_dim: m.dense_mlp } : {}),
+    ...(m.experts && m.dense_layers ? { dense_layers: m.dense_layers } : {}) };
   const parts = m.llama ? { norm: '"rms"', positions: '"rope"', rope_theta: "500_000.0",
     activation: '"swiglu"', use_bias: "False", tied: "False" } : {};
+  if (m.qk_norm) parts.qk_norm = "True";
+  const shared = m.shared ? `, shared_dim=${m.shared}` : "";
+  if (m.experts) {
+    parts.experts = `Experts(num_experts=${m.experts}, top_k=${m.top_k}, mlp_dim=${m.mlp}`
+      + `${shared}, bias_rate=0.001)`;
+  }
   const lines = Object.entries({ ...sizes, ...parts })
     .map(([name, value]) => `    ${name}=${value},`);
   const { precision, optimizer, remat } = settings;
@@ -411,6 +574,7 @@ function script(model, judged, machine) {
     ...(precision === "bfloat16" ? ["import jax.numpy as jnp"] : []),
     "import optax",
     `from nnx_parallel import ${ours.join(", ")}`,
+    ...(m.experts ? ["from nnx_parallel.layers import Experts"] : []),
     "from nnx_parallel.models import GPT, GPTConfig, next_token_loss",
     "",
     "config = GPTConfig(",
@@ -431,6 +595,7 @@ function script(model, judged, machine) {
 
 if (typeof module !== "undefined") {
   module.exports = { DEFAULTS, MODELS, MACHINES, OPTIMIZERS, PRECISIONS, arrays, bandwidth,
-    choose, code, commSeconds, countParams, countProducts, divisionProblem, flopsPerToken,
-    judge, modelProblem, recomputedFlops, schedule, script, sentBytes, stateBytes };
+    choose, code, commSeconds, countActive, countParams, countProducts, divisionProblem,
+    exchangeBytes, exchangeOf, flopsPerToken, judge, modelProblem, recomputedFlops, schedule,
+    script, sentBytes, stateBytes };
 }

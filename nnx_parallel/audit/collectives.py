@@ -37,6 +37,9 @@ class Collective:
         bytes_each: Bytes per device and execution of the larger side: the output of an
             all-gather, the input of all others; several operands are summed. The size
             of the data, not the communication volume, which depends on the algorithm.
+            Of a ragged-all-to-all the smaller side: the mean of what devices send,
+            and receive, can be no more, and the larger side has room for more than
+            the mean.
         count: Executions per run of the program, loops multiplied out.
         dtypes: The element types that move.
         group_size: Devices that take part together; of a collective-permute, those
@@ -87,7 +90,8 @@ def read_collective(
         return None
     moved = computation.operand_shapes(instruction)
     if opcode.startswith("ragged"):
-        moved = moved[:1]  # then come the output, the offsets and the sizes
+        # Input and output; then come the offsets and the sizes.
+        moved = (min(moved[:2], key=lambda shape: shape.num_bytes),)
     num_bytes = sum(shape.num_bytes for shape in moved)
     root = computation.instructions[computation.root]
     # The TPU compiler's reduce-scatter is an all-reduce fused with a slice.

@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple, TypeAlias
 
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
@@ -32,6 +33,7 @@ _SEPARATOR = re.compile(r"[()\[\]{},]")
 _KNOWN_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _MAX_TRIPS = 2**40  # beyond it a condition is taken to hold forever
 _SAME = {"copy", "bitcast", "convert", "reshape", "opt-barrier"}
+_ELEMENT = re.compile(r"%([\w.\-$]+)#(\d+)")
 _COMPARISONS = ("LT", "LE", "GT", "GE", "EQ", "NE")
 # Nothing but what is linear, so that a few iterations foretell the others.
 _OPERATIONS: Mapping[str, Callable[..., int]] = {
@@ -298,6 +300,7 @@ def parse(text: str) -> Module:
             is_root, key = start.groups()
             body[key] = _parse_instruction(key, line[start.end() :])
             root = key if is_root or not root else root
+        body = _with_elements(body)
         computations[name] = Computation(name=name, instructions=body, root=root)
         entry = name if is_entry else entry
     if entry is None:
@@ -338,6 +341,27 @@ def _parse_instruction(name: str, text: str) -> Instruction:
     assert opcode, f"no opcode in {text[:200]!r}"
     type_, rest = text[: opcode.start()], text[opcode.end() - 1 :]
     return Instruction(name=name, opcode=opcode[1], type=type_, rest=rest)
+
+
+def _with_elements(body: dict[str, Instruction]) -> dict[str, Instruction]:
+    """Adds the `get-tuple-element`s that a compiler's own dump shortens to `%x#1`."""
+    named = (_ELEMENT.findall(each.rest) for each in body.values() if "#" in each.rest)
+    indices: dict[str, set[int]] = {}
+    for name, index in chain.from_iterable(named):
+        indices.setdefault(name, set()).add(int(index))
+    if not indices:
+        return body
+    found = {}
+    for name, instruction in body.items():
+        found[name] = instruction
+        for index in sorted(indices.get(name, ())):
+            found[f"{name}#{index}"] = Instruction(
+                name=f"{name}#{index}",
+                opcode="get-tuple-element",
+                type=_parenthesised(instruction.type)[0][index],
+                rest=f"(%{name}), index={index}",
+            )
+    return found
 
 
 def _parenthesised(text: str) -> tuple[list[str], int]:

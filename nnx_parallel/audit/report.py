@@ -1,36 +1,27 @@
-"""`audit`, its `Report`, and the walk that adds up the costs of instructions.
-
-A multiplication and an addition count two FLOPs. A convolution counts the products that
-it really needs: a kernel element over padding, or over a hole that dilation made, costs
-nothing. So a strided convolution and both its gradients count the same, and a dot that
-a TPU runs as a convolution over its batch dims counts as a dot. A Pallas kernel counts
-what its author estimated.
-"""
+"""`audit`, its `Report`, and the walk that adds up the costs of instructions."""
 
 import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from itertools import chain
-from typing import TYPE_CHECKING
 
-import numpy as np
+import jax
 
 from nnx_parallel.audit.collectives import KINDS, Collective, read_collective
+from nnx_parallel.audit.flops import count_flops
 from nnx_parallel.audit.hlo import (
     Computation,
     Instruction,
     Known,
     KnownValue,
     Module,
-    Shape,
     parse,
 )
 from nnx_parallel.drawing import aligned, as_html
-
-if TYPE_CHECKING:
-    import jax
+from nnx_parallel.errors import ProgramTextError
 
 # Custom calls by which XLA allocates and awaits buffers; no kernels.
 _BOOKKEEPING = {
@@ -40,8 +31,11 @@ _BOOKKEEPING = {
     "ConcatBitcast",
 }
 _CALLS = ("while", "conditional", "fusion", "call", "async-start")
-_MATMUL_CALLS = {"__cublas$gemm", "__cublas$lt$matmul", "__onednn$matmul"}
-_ESTIMATE = re.compile(r'"cost_estimate":\{"flops":"(\d+)"')
+# A mixture of experts takes rows beyond a device's share in further rounds. A count is
+# that of balanced tokens, unless `trips` says otherwise.
+_TRIPS = {"more_rounds": 0}
+# `jax.lax.ragged_dot`, by its name on TPUs, and those of `MoE` on all platforms.
+_GROUPED = re.compile(r"ragged[-_]dot|grouped_products")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +55,7 @@ class Conditional:
     @property
     def scope(self) -> str:
         """The innermost `jax.named_scope` around it; empty if there is none."""
-        return self.source.rpartition("/")[0].rpartition("/")[2]
+        return _scope(self.source)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +63,8 @@ class Cost:
     """The share of a `Report` that a piece of a program contributes, on one device."""
 
     flops: float = 0.0
+    grouped_flops: float = 0.0
+    grouped_products: int = 0
     collectives: tuple[Collective, ...] = ()
     conditionals: tuple[Conditional, ...] = ()
     unknown_loops: tuple[str, ...] = ()
@@ -80,11 +76,15 @@ class Cost:
 
     def times(self, n: int) -> "Cost":
         """The cost of doing the same `n` times."""
+        if n == 0:
+            return Cost(unknown_loops=self.unknown_loops)
         collectives = (replace(c, count=c.count * n) for c in self.collectives)
         conditionals = (replace(c, count=c.count * n) for c in self.conditionals)
         return replace(
             self,
             flops=self.flops * n,
+            grouped_flops=self.grouped_flops * n,
+            grouped_products=self.grouped_products * n,
             collectives=tuple(collectives),
             conditionals=tuple(conditionals),
             custom_calls=Counter({k: m * n for k, m in self.custom_calls.items()}),
@@ -95,6 +95,7 @@ class Cost:
 class _Walk:
     module: Module
     taken: Mapping[str, float]
+    trips: Mapping[str, int]
 
     def computation(self, name: str, arguments: Known) -> Cost:
         computation = self.module.computations[name]
@@ -114,7 +115,12 @@ class _Walk:
         if found := read_collective(computation, instruction, self.module.num_devices):
             return Cost(collectives=(found,))
         if flops := count_flops(computation, instruction):
-            return Cost(flops=flops)
+            is_grouped = bool(_GROUPED.search(instruction.source))
+            return Cost(
+                flops=flops,
+                grouped_flops=flops * is_grouped,
+                grouped_products=int(is_grouped),
+            )
         if instruction.opcode == "custom-call":
             target = instruction.attribute("custom_call_target") or ""
             return Cost(custom_calls=Counter({target} - _BOOKKEEPING))
@@ -142,13 +148,15 @@ class _Walk:
 
     def _loop(self, instruction: Instruction, initial: KnownValue) -> Cost:
         loop = self.module.read_loop(instruction, initial)
-        trips = 1 if loop.trip_count is None else loop.trip_count
+        scope, trips = _scope(instruction.source), loop.trip_count
+        if trips is None:
+            trips = {**_TRIPS, **self.trips}.get(scope, 1)
         body, condition = (
             self.computation(instruction.attribute(key) or "", (loop.invariants,))
             for key in ("body", "condition")
         )
         cost = body.times(trips) + condition.times(trips + 1)  # fails the last time
-        if loop.trip_count is None:
+        if loop.trip_count is None and scope not in self.trips:
             cost += Cost(unknown_loops=(instruction.source or instruction.name,))
         return cost
 
@@ -168,60 +176,6 @@ class _Walk:
         return replace(most, flops=mean) + Cost(conditionals=(found,))
 
 
-def count_flops(computation: Computation, instruction: Instruction) -> float:
-    """FLOPs of an instruction itself on one device, without those of what it calls.
-
-    0 for all but dots, convolutions and known kernels.
-    """
-    if rule := _FLOPS.get(instruction.opcode):
-        return float(rule(instruction, computation.operand_shapes(instruction)))
-    return 0.0
-
-
-def _dot(instruction: Instruction, operands: tuple[Shape, ...]) -> int:
-    contracted = re.findall(r"\d+", instruction.attribute("lhs_contracting_dims") or "")
-    depth = math.prod(operands[0].dims[int(dim)] for dim in contracted)
-    return 2 * instruction.shapes[0].num_elements * depth
-
-
-def _convolution(instruction: Instruction, operands: tuple[Shape, ...]) -> int:
-    shapes = (operands[0].dims, operands[1].dims, instruction.shapes[0].dims)
-    # `b01f_01io->b01f`: batch, feature, input and output feature; digits are spatial.
-    labels = re.split("_|->", instruction.attribute("dim_labels") or "")
-    sizes = [dict(zip(*pair, strict=True)) for pair in zip(labels, shapes, strict=True)]
-    lhs, kernel, output = sizes
-    products = kernel["i"] * output["b"] * output["f"]
-    window = re.findall(r"(\w+)=([\dx_-]+)", instruction.attribute("window") or "")
-    for dim in filter(str.isdigit, lhs):
-        # `pad=0_1x2_3` has the low and the high padding of each dim.
-        low = {k: int(v.split("x")[int(dim)].split("_")[0]) for k, v in window}
-        starts = np.arange(output[dim]) * low.get("stride", 1) - low.get("pad", 0)
-        within = np.arange(kernel[dim]) * low.get("rhs_dilate", 1)
-        position = starts[:, None] + within[None, :]  # (output, kernel)
-        hole = low.get("lhs_dilate", 1)
-        is_inside = (position >= 0) & (position < lhs[dim] * hole)
-        # Pairs of an output and a kernel position that meet an element of the input.
-        products *= int(np.count_nonzero(is_inside & (position % hole == 0)))
-    return 2 * products
-
-
-def _custom_call(instruction: Instruction, operands: tuple[Shape, ...]) -> int:
-    """A Pallas kernel, or a library's matrix product."""
-    if estimate := _ESTIMATE.search(instruction.attributes):
-        return int(estimate[1])
-    if instruction.attribute("custom_call_target") not in _MATMUL_CALLS:
-        return 0
-    # (B, M, K) @ (B, K, N) -> (B, M, N), in any order of dims: the three sizes multiply
-    # to B^3 (M N K)^2.
-    (lhs, rhs), output = operands[:2], instruction.shapes[0]
-    batch = math.prod(rhs.dims[:-2])
-    square = lhs.num_elements * rhs.num_elements * output.num_elements // batch
-    return 2 * math.isqrt(square)
-
-
-_FLOPS = {"dot": _dot, "convolution": _convolution, "custom-call": _custom_call}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """Computation, communication and memory of one run of a program on one device.
@@ -229,10 +183,16 @@ class Report:
     Attributes:
         flops: Floating-point operations of dots and convolutions, and of Pallas kernels
             that state theirs; a multiplication and an addition count two.
+        grouped_flops: Those of grouped products among them. On TPUs, of all rows that
+            they have room for: the kernel takes tiles of rows, and skips those after
+            the last group's. On CPUs each group multiplies all rows, and is counted so.
+        grouped_products: Their number, `jax.lax.ragged_dot` of TPUs and those of
+            `nnx_parallel.layers.MoE`. On CPUs one may take several dots.
         collectives: Every collective instruction among more than one device.
         conditionals: Every conditional. The other attributes count its most expensive
             branch, by FLOPs and then by bytes in collectives.
-        unknown_loops: Loops whose trip count depends on data; bodies are counted once.
+        unknown_loops: Loops whose trip count depends on data; bodies are counted once,
+            and not at all in the rounds of `MoE` that balanced tokens do not need.
         custom_calls: Executions, by target, of kernels of unknown, uncounted FLOPs.
         opcodes: Instructions by opcode in the whole text, loops not multiplied: two
             programs that differ here are not the same.
@@ -242,6 +202,8 @@ class Report:
     """
 
     flops: float
+    grouped_flops: float
+    grouped_products: int
     collectives: tuple[Collective, ...]
     conditionals: tuple[Conditional, ...]
     unknown_loops: tuple[str, ...]
@@ -309,13 +271,17 @@ class Report:
 
     def _totals(self) -> Iterator[str]:
         yield f"FLOPs per device: {_readable(self.flops, '')}"
+        if self.grouped_products:
+            flops = _readable(self.grouped_flops, "")
+            yield f"of these in {self.grouped_products} grouped products: {flops}"
         memory = (self.temporary_bytes, self.argument_bytes, self.output_bytes)
         names = ("temporaries", "arguments", "outputs")
         for name, size in zip(names, memory, strict=True):
             if size is not None:
                 yield f"{name}: {_readable(size, 'B')}"
         for source in self.unknown_loops:
-            yield f"loop of unknown length, counted once: {source}"
+            counted = "counted once" if _TRIPS.get(_scope(source), 1) else "not counted"
+            yield f"loop of unknown length, {counted}: {source}"
         for each in self.conditionals:
             yield f"conditional, most expensive branch counted: {each.source}"
         if calls := ", ".join(f"{k} x {n}" for k, n in self.custom_calls.items()):
@@ -323,7 +289,10 @@ class Report:
 
 
 def audit(
-    compiled: "jax.stages.Compiled | str", *, taken: Mapping[str, float] | None = None
+    compiled: jax.stages.Compiled | str,
+    *,
+    taken: Mapping[str, float] | None = None,
+    trips: Mapping[str, int] | None = None,
 ) -> Report:
     """Counts what a compiled program computes and sends.
 
@@ -336,9 +305,14 @@ def audit(
         taken: Share of the executions in which a conditional takes its most expensive
             branch, by the `jax.named_scope` directly around it. FLOPs are then those of
             the mean; collectives stay those of the most expensive branch.
+        trips: How often loops run whose length depends on data, by the
+            `jax.named_scope` directly around each.
 
     Raises:
-        ValueError: If a text is not optimised HLO, or no conditional has a scope.
+        ValueError: If a text is not optimised HLO, or no conditional or loop has such a
+            scope.
+        ProgramTextError: If this jaxlib cannot print the program, whose compiler is
+            newer; the message says how to get its text.
 
     Example:
         >>> import jax
@@ -353,16 +327,18 @@ def audit(
     """
     # `cost_analysis` counts the body of a loop once, and knows no collectives.
     is_text = isinstance(compiled, str)
-    module = parse((compiled if is_text else compiled.as_text()) or "")
+    module = parse(compiled if is_text else _text_of(compiled))
     memory = None if is_text else compiled.memory_analysis()
-    taken = taken or {}
-    cost = _Walk(module, taken).computation(module.entry, ())
+    taken, trips = taken or {}, trips or {}
+    cost = _Walk(module, taken, trips).computation(module.entry, ())
     scopes = {each.scope for each in cost.conditionals}
     if missing := taken.keys() - scopes:
         raise ValueError(
             f"taken= names the scopes {sorted(missing)}, but the conditionals are in "
             f"{sorted(scopes)}. Put jax.named_scope directly around the jax.lax.cond."
         )
+    if trips:
+        _check_trips(module, trips)
     all_instructions = (c.instructions.values() for c in module.computations.values())
     opcodes = Counter(each.opcode for each in chain.from_iterable(all_instructions))
     return Report(
@@ -374,10 +350,41 @@ def audit(
     )
 
 
-def flops_of(compiled: "jax.stages.Compiled") -> float:
+def flops_of(compiled: jax.stages.Compiled) -> float:
     """The `Report.flops` of a compiled program alone, which takes half of the time."""
-    module = parse(compiled.as_text() or "")
-    return _Walk(module, {}).computation(module.entry, ()).flops
+    module = parse(_text_of(compiled))
+    return _Walk(module, {}, {}).computation(module.entry, ()).flops
+
+
+def _check_trips(module: Module, trips: Mapping[str, int]) -> None:
+    """Refuses names of scopes around no loop of unknown length."""
+    found = _Walk(module, {}, {}).computation(module.entry, ()).unknown_loops
+    scopes = set(map(_scope, found))
+    if missing := trips.keys() - scopes:
+        raise ValueError(
+            f"trips= names the scopes {sorted(missing)}, but the loops of unknown "
+            f"length are in {sorted(scopes)}. Put jax.named_scope directly around the "
+            "jax.lax.while_loop."
+        )
+
+
+def _scope(source: str) -> str:
+    """The innermost `jax.named_scope` around a JAX operation, or empty."""
+    return source.rpartition("/")[0].rpartition("/")[2]
+
+
+def _text_of(compiled: jax.stages.Compiled) -> str:
+    try:
+        return compiled.as_text() or ""
+    except jax.errors.JaxRuntimeError as error:
+        # libtpu 0.0.52 writes an `async-update` of several operands for what it gives
+        # to its sparse cores, which jaxlib 0.10 does not know.
+        raise ProgramTextError(
+            f"jaxlib {version('jaxlib')} cannot print this program: its compiler is "
+            f"newer ({str(error).splitlines()[0]}). Update jax; or compile with "
+            "`compile(compiler_options={'xla_dump_to': DIRECTORY})` and pass `audit` "
+            "the text of the file there whose name ends in `after_optimizations.txt`."
+        ) from error
 
 
 def _readable(number: float, unit: str) -> str:

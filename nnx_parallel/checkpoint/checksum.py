@@ -132,7 +132,6 @@ def _hash_shards(mesh: Mesh, spec: P) -> Any:
     out = P(*mesh.axis_names)  # one element on each device, in the shape of the mesh
 
     # Replicas have equal hashes but are not summed, which `check_vma` cannot know.
-    @jax.jit
     @partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=out, check_vma=False)
     def hash_shard(shard: jax.Array) -> jax.Array:
         dims = []
@@ -141,7 +140,8 @@ def _hash_shards(mesh: Mesh, spec: P) -> Any:
             dims.append((start, size * math.prod(mesh.shape[axis] for axis in axes)))
         return _hash(shard, dims).reshape((1,) * len(mesh.shape))
 
-    return hash_shard
+    # What waits in the host's memory comes in, an array at a time.
+    return jax.jit(lambda x: hash_shard(jax.device_put(x, jax.memory.Space.Device)))
 
 
 @lru_cache(maxsize=64)

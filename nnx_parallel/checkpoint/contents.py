@@ -50,7 +50,8 @@ class StoredCheckpoint:
     """The contents of one checkpoint, without its arrays.
 
     ``groups`` are the global shape and dtype of each array by group and path;
-    ``metrics`` are empty if none were saved.
+    ``metrics`` are empty if none were saved. ``base`` are dtypes and shapes of arrays
+    that it names by checksum and does not have.
     """
 
     step: int
@@ -58,6 +59,7 @@ class StoredCheckpoint:
     meta: dict[str, Any]
     metrics: dict[str, float]
     checksums: Checksums
+    base: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 # On disk the layout depends on no strategy. All arrays of the model are one group,
@@ -121,7 +123,11 @@ def check_groups(groups: Groups | AbstractGroups, kind: type = jax.Array) -> Non
 
 
 def make_header(
-    step: int, groups: Groups, meta: Mapping[str, Any], metrics: Mapping[str, float]
+    step: int,
+    groups: Groups,
+    meta: Mapping[str, Any],
+    metrics: Mapping[str, float],
+    base: Mapping[str, jax.Array],
 ) -> dict[str, Any]:
     """The header that is saved with the arrays, as JSON can hold it."""
     # There and back: what a reader gets, with lists for tuples, is what is hashed.
@@ -147,12 +153,14 @@ def make_header(
             for name, group in groups.items()
         },
         "arrays": {
-            name: {path: _spell(array) for path, array in group.items()}
+            name: {path: spell(array) for path, array in group.items()}
             for name, group in groups.items()
         },
         "metrics": dict(metrics),
         "meta": meta,
     }
+    if base:
+        header["base"] = {path: spell(array) for path, array in base.items()}
     if (size := len(json.dumps(header))) > MAX_METADATA_BYTES // 2:  # Orbax adds some
         raise CheckpointError(
             f"Cannot save {size:,} bytes of metadata: at most "
@@ -235,7 +243,7 @@ def read_stored(
             _check_chunks(path, array)
         # The digest covers our header, not Orbax's metadata, where these come from.
         for path, saved in header["arrays"][name].items():
-            found_here = _spell(groups[name][path]) if path in arrays else "nothing"
+            found_here = spell(groups[name][path]) if path in arrays else "nothing"
             if found_here != saved:
                 raise ValueError(
                     f"`{path}` of group {name!r} was saved as {saved}; its files hold "
@@ -243,7 +251,10 @@ def read_stored(
                 )
         if checksums.get(name, {}).keys() != arrays.keys():
             raise ValueError("Its checksums are of other arrays.")
-    values = {name: header[name] for name in ("meta", "metrics")}
+    # Absent where every array was saved.
+    values = {name: header.get(name, {}) for name in ("meta", "metrics", "base")}
+    if checksums.get("base", {}).keys() != values["base"].keys():
+        raise ValueError("Its checksums are of another base.")
     return StoredCheckpoint(step=step, groups=groups, checksums=checksums, **values)
 
 
@@ -312,7 +323,7 @@ def group_differences(
         yield "the checkpoint has no such group"
         return
     there, here = (
-        {p: _spell(x) for p, x in group.items()} for group in (stored, wanted)
+        {p: spell(x) for p, x in group.items()} for group in (stored, wanted)
     )
     # Nearest: a path that both sides have is no other spelling of one that one lacks.
     for path in dict.fromkeys((*here, *there)):
@@ -331,7 +342,8 @@ def _nearest(path: str, where: str, others: Iterable[str]) -> str:
     return f" (nearest {where}: `{close[0]}`)" if close else ""
 
 
-def _spell(array: jax.ShapeDtypeStruct | jax.Array) -> str:
+def spell(array: jax.ShapeDtypeStruct | jax.Array) -> str:
+    """Dtype and shape in one word, such as ``float32[4,8]``."""
     return f"{array.dtype}[{','.join(map(str, array.shape))}]"
 
 

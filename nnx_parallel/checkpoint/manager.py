@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 
 import jax
 
+from nnx_parallel.checkpoint.base import BASE, Base, split_base
 from nnx_parallel.checkpoint.checksum import PendingChecksums, start_checksums
 from nnx_parallel.checkpoint.contents import (
     Groups,
@@ -21,9 +22,11 @@ from nnx_parallel.checkpoint.files import PART, is_url
 from nnx_parallel.checkpoint.options import (
     Checkpoint,
     Metrics,
+    check_ahead,
     check_space,
     check_step,
     check_writable,
+    exit_message,
 )
 from nnx_parallel.checkpoint.orbax_compat import (
     AsyncSave,
@@ -57,6 +60,7 @@ class CheckpointManager:
             With ``None`` no step is due, and saving and restoring are errors.
         description: Of the run; saved as metadata with each state.
         read_only: As `SavedSteps`.
+        frozen: Paths of parameters that are not trained.
 
     Attributes:
         options: As given; a directory as a `Checkpoint`.
@@ -82,6 +86,7 @@ class CheckpointManager:
         description: Mapping[str, Any] | None = None,
         *,
         read_only: bool = False,
+        frozen: Collection[str] = (),
     ) -> None:
         if options is not None and not isinstance(options, Checkpoint):
             options = Checkpoint(options)
@@ -92,6 +97,7 @@ class CheckpointManager:
         self.last_saved: int | None = None
         self.report: Callable[[str], object] = str
         self._read_only = read_only
+        self._frozen = frozen if options and options.frozen == "checksum" else ()
         self._opened: SavedSteps | None = None
         self._save: AsyncSave | None = None
         self._has_warned_of_best = False
@@ -163,7 +169,7 @@ class CheckpointManager:
         self,
         state: TrainState,
         step: int,
-        position: Mapping[str, Any],
+        progress: Mapping[str, Any],
         metrics: Metrics,
         *,
         once: bool = True,
@@ -173,8 +179,8 @@ class CheckpointManager:
 
         With ``once``, does nothing if this object has saved or restored the step. With
         ``may_skip`` and ``on_save_error="warn"``, saves nothing while an earlier save
-        that failed on one of several processes has not been given up. The ``position``
-        of the data is what JSON can hold.
+        that failed on one of several processes has not been given up. ``progress`` is
+        what JSON can hold: the position in the data, and what callbacks keep.
 
         Raises:
             CheckpointError: If another program has saved this step or a later one.
@@ -202,9 +208,10 @@ class CheckpointManager:
         self.wait()
         if metrics:
             self.check_best(metrics, f"step {step}")
-        meta = {**self.description, "position": dict(position)}
+        meta = {**self.description, **progress}
         with self._reporting_failures():
-            self.save_groups(step, to_groups(state), meta, metrics=metrics)
+            groups, base = split_base(to_groups(state), self._frozen)
+            self.save_groups(step, groups, meta, metrics=metrics, base=base)
             self.last_saved = step
 
     def save_groups(
@@ -215,6 +222,7 @@ class CheckpointManager:
         *,
         metrics: Metrics | None = None,
         overwrite: bool = False,
+        base: Mapping[str, jax.Array] | None = None,
     ) -> None:
         """Copies arrays and begins to write them; each process writes its own shards.
 
@@ -229,6 +237,7 @@ class CheckpointManager:
             metrics: Values at this step, for ``keep_best``.
             overwrite: Replace the latest step, if it is ``step``: it is deleted before
                 the new one is written.
+            base: Arrays by path that are named by checksum, and not written.
 
         Raises:
             CheckpointError: If the step is not later, or an argument cannot be saved.
@@ -251,10 +260,11 @@ class CheckpointManager:
         except CheckpointDirectoryError as error:
             raise save.failure(error) from error
         metrics = {name: float(x) for name, x in (metrics or {}).items()}
-        header = make_header(step, groups, meta, metrics)
+        header = make_header(step, groups, meta, metrics, base or {})
         # Now, for the fit may donate the arrays once this returns. With several
         # processes Orbax's barriers, programs on the devices, queue behind the hashes.
-        pending = start_checksums(groups, "saved checksums")
+        hashed = {**groups, **({BASE: base} if base else {})}
+        pending = start_checksums(hashed, "saved checksums")
         checksums = PendingChecksums(header["digest"], pending)
         save.superseded = saved.superseded(step, metrics)
         saved.known_metrics[step] = metrics
@@ -334,14 +344,17 @@ class CheckpointManager:
             warn_user(f"{error} Training goes on.")
 
     def restore(
-        self, abstract: TrainState, step: int | Literal["best"] | None = None
+        self,
+        abstract: TrainState,
+        step: int | Literal["best"] | None = None,
+        base: Base | None = None,
     ) -> tuple[TrainState, dict[str, Any]]:
-        """The state of a step in the layout of ``abstract``, and the data's position.
+        """The state of a step in the layout of ``abstract``, and the metadata.
 
-        Steps and errors are those of `SavedSteps.restore`.
+        Steps, ``base`` and errors are those of `SavedSteps.restore`.
         """
-        groups, meta = self.saved.restore(to_groups(abstract), step)
-        return from_groups(abstract, groups), meta.get("position", {})
+        groups, meta = self.saved.restore(to_groups(abstract), step, base)
+        return from_groups(abstract, groups), meta
 
     def restore_weights(
         self, state: TrainState, step: int | Literal["best"] | None = None
@@ -354,24 +367,25 @@ class CheckpointManager:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
             {"model": to_groups(state)["model"]},
         )
-        groups, _ = self.saved.restore(wanted, step)
+        own = to_groups(state)["model"]
+        groups, _ = self.saved.restore(wanted, step, lambda: own)
         return from_groups(state, groups).with_new_average()
 
     def resume(
-        self, abstract: TrainState
+        self, abstract: TrainState, base: Base | None = None
     ) -> tuple[TrainState, dict[str, Any], list[str]] | None:
-        """The newest intact state, the data's position, and a line per corrupt step.
+        """The newest intact state, the metadata, and a line per corrupt step.
 
         ``None`` without a directory, or a checkpoint in it. All processes call it;
         errors are those of `SavedSteps.restore_newest`.
         """
-        found = self.options and self.saved.restore_newest(to_groups(abstract))
+        found = self.options and self.saved.restore_newest(to_groups(abstract), base)
         if found is None:
             return None
         (groups, meta), notes = found
         state = from_groups(abstract, groups)
         self.last_saved = int(state.step)
-        return state, meta.get("position", {}), notes
+        return state, meta, notes
 
     def check_options(self) -> None:
         """Raises ``DisagreementError`` on all processes if their options differ."""
@@ -381,13 +395,7 @@ class CheckpointManager:
 
     def check_ahead(self, step: int) -> None:
         """Raises ``CheckpointError`` if a saved step is later than the run's."""
-        latest = self.latest_step
-        if latest is not None and latest > step:
-            raise CheckpointError(
-                f"'{self.directory}' holds a checkpoint of step {latest}, but this run "
-                f"is at step {step} and would write into the same directory. "
-                "Choose another directory for it, or restore() the latest step."
-            )
+        check_ahead(self.directory, self.latest_step, step)
 
     def check_state(self, abstract: TrainState) -> None:
         """Checks that such a state can be saved, before the first step is trained.
@@ -396,21 +404,15 @@ class CheckpointManager:
         ``CheckpointDirectoryError`` if it does not fit on the disk.
         """
         if self.directory is not None:
-            check_groups(to_groups(abstract), jax.ShapeDtypeStruct)
-            arrays = jax.tree.leaves(abstract)
+            groups, _ = split_base(to_groups(abstract), self._frozen)
+            check_groups(groups, jax.ShapeDtypeStruct)
+            arrays = jax.tree.leaves(groups)
             needed = sum(array_bytes(x.shape, x.dtype) for x in arrays)
             check_space(self.directory, needed)
 
     def exit_message(self, step: int) -> str:
         """The last message of a run that ends early, at ``step``."""
-        if self.options is None:
-            return "Nothing is saved: this Trainer has no checkpoint directory."
-        found = self.latest_step
-        if found is None:
-            return f"Nothing is saved in '{self.directory}': step {step} is lost."
-        lost = "" if found == step else f" What step {step} had done since is lost."
-        where = f"Saved step {found} in '{self.directory}'"
-        return f"{where}: resume with the same command.{lost}"
+        return exit_message(self.directory, self.latest_step, step)
 
     def abandon_if_shared(self) -> None:
         """Drops the directory without waiting for a save of several processes."""

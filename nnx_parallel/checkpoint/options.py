@@ -139,6 +139,27 @@ def check_step(
         )
 
 
+def check_ahead(directory: str | None, latest: int | None, step: int) -> None:
+    """Raises ``CheckpointError`` if a saved step is later than the run's."""
+    if latest is not None and latest > step:
+        raise CheckpointError(
+            f"'{directory}' holds a checkpoint of step {latest}, but this run is at "
+            f"step {step} and would write into the same directory. Choose another "
+            "directory for it, or restore() the latest step."
+        )
+
+
+def exit_message(directory: str | None, latest: int | None, step: int) -> str:
+    """The last message of a run that ends early, at ``step``."""
+    if directory is None:
+        return "Nothing is saved: this Trainer has no checkpoint directory."
+    if latest is None:
+        return f"Nothing is saved in '{directory}': step {step} is lost."
+    lost = "" if latest == step else f" What step {step} had done since is lost."
+    where = f"Saved step {latest} in '{directory}'"
+    return f"{where}: resume with the same command.{lost}"
+
+
 def check_space(directory: str, needed_bytes: int) -> None:
     """Checks that a checkpoint fits on the disk; a URL has no limit to ask for."""
     if is_url(directory):
@@ -155,8 +176,15 @@ def check_space(directory: str, needed_bytes: int) -> None:
 _GROWING = {"acc", "accuracy", "auc", "bleu", "f1", "iou", "recall", "reward", "score"}
 """Words in the names of metrics whose best value is the largest."""
 
+
+def grows(metric: str) -> bool:
+    """True if a metric's name is that of one whose best value is the largest."""
+    return bool(set(re.split(r"[^a-z0-9]+", metric.lower())) & _GROWING)
+
+
 _CHOICES = {
     "best_mode": ("min", "max"),
+    "frozen": ("save", "checksum"),
     "on_damage": ("error", "previous"),
     "on_save_error": ("raise", "warn"),
 }
@@ -183,6 +211,10 @@ class Checkpoint:
         num_best: How many of the best are kept.
         asynchronous: Whether a save returns before its files are written.
         resume: Whether a fit continues from the latest checkpoint.
+        frozen: What is kept of parameters that are not trained (``wrt=``): ``"save"``
+            writes them; ``"checksum"`` writes only their checksums, so that a
+            checkpoint of adapters holds the adapters and their optimizer's state. It
+            restores into a Trainer whose model has the same ones, bit for bit.
         on_damage: Whether a fit whose latest checkpoint is corrupt raises an
             ``"error"``, or quarantines it and continues from the newest
             ``"previous"`` one that is intact.
@@ -208,6 +240,7 @@ class Checkpoint:
     num_best: int = 1
     asynchronous: bool = True
     resume: bool = True
+    frozen: Literal["save", "checksum"] = "save"
     on_damage: Literal["error", "previous"] = "error"
     on_save_error: Literal["raise", "warn"] = "raise"
 
@@ -226,8 +259,7 @@ class Checkpoint:
                 f"Checkpoint(keep_best={self.keep_best!r}) must be the name of a "
                 "metric, such as 'eval_loss', or None."
             )
-        words = set(re.split(r"[^a-z0-9]+", (self.keep_best or "").lower()))
-        if self.best_mode is None and words & _GROWING:
+        if self.best_mode is None and grows(self.keep_best or ""):
             raise CheckpointError(
                 f"Checkpoint(keep_best={self.keep_best!r}) would keep the smallest "
                 "values. Say which are the best: best_mode='max', or 'min'."

@@ -36,7 +36,7 @@ from nnx_parallel.checkpoint.options import Checkpoint
 from nnx_parallel.checkpoint.orbax_log import (
     DEBUG,
     LOGGER,
-    hide_closed_loops,
+    hide_late_failures,
     hide_log,
     hide_stragglers,
 )
@@ -254,7 +254,7 @@ class AsyncSave(logging.Filter):
 
     def listen(self) -> None:
         """Reads the log, until `end`."""
-        hide_closed_loops()
+        hide_late_failures()
         # A filter that hides a record hides it from those after it.
         LOGGER.removeFilter(hide_stragglers)
         LOGGER.addFilter(self)
@@ -387,6 +387,7 @@ def reading(where: str, steps: list[int] | None = None) -> Iterator[None]:
             the saved ones, an error says nothing of them and is raised as it is.
         CheckpointUnavailableError: If they may be intact, and read well later.
     """
+    hide_late_failures()
     LOGGER.addFilter(hide_log)
     try:
         yield

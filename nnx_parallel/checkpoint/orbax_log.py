@@ -31,18 +31,29 @@ def hide_stragglers(record: logging.LogRecord) -> bool:
     return hide_log(record) if _OF_A_SAVE.search(record.getMessage()) else True
 
 
-@functools.cache  # once in a process
-def hide_closed_loops() -> None:
-    """Hides tracebacks of writes that end after their save has failed.
+def hide_lost_reads(record: logging.LogRecord) -> bool:
+    """Filter of asyncio's logger: hides errors of arrays whose read failed before."""
+    error = record.exc_info[1] if record.exc_info else None
+    if not isinstance(error, ValueError) or 'Error opening "zarr' not in str(error):
+        return True
+    DEBUG.debug("A read of a failed restore has ended: %s", error)
+    return False
 
-    TensorStore then calls the event loop of Orbax's thread, which is closed, and has
-    Python print the error: one for each array (docs/library-notes.md, "Orbax: saving").
+
+@functools.cache  # once in a process
+def hide_late_failures() -> None:
+    """Hides tracebacks of arrays that end after their save or restore has failed.
+
+    TensorStore then calls the event loop of Orbax's thread, which is closed, and Python
+    prints that error; asyncio logs the exceptions of that loop's tasks. There is one of
+    each for every array (docs/library-notes.md, "Orbax: saving" and "reading").
     """
+    logging.getLogger("asyncio").addFilter(hide_lost_reads)
     show = sys.unraisablehook
 
     def hook(found: Any) -> None:
         if str(found.exc_value) == "Event loop is closed" and found.object is None:
-            DEBUG.debug("A write of a failed save has ended: %s", found.exc_value)
+            DEBUG.debug("A transfer of a failed call has ended: %s", found.exc_value)
         else:
             show(found)
 

@@ -6,6 +6,12 @@ from typing import Any, Literal
 
 import jax
 
+from nnx_parallel.checkpoint.base import (
+    Base,
+    check_base_shapes,
+    same_base,
+    split_base,
+)
 from nnx_parallel.checkpoint.checksum import read_checksums
 from nnx_parallel.checkpoint.contents import (
     AbstractGroups,
@@ -197,7 +203,10 @@ class SavedSteps:
         return check_header(metadata["custom_metadata"], step, where)
 
     def restore(
-        self, wanted: AbstractGroups, step: int | Literal["best"] | None = None
+        self,
+        wanted: AbstractGroups,
+        step: int | Literal["best"] | None = None,
+        base: Base | None = None,
     ) -> Restored:
         """Returns the arrays of some groups, placed as asked, and the metadata.
 
@@ -208,6 +217,7 @@ class SavedSteps:
             wanted: Shape, dtype and sharding of each array, for all groups or some
                 (``{"params": ...}`` reads the weights alone).
             step: As `find`.
+            base: Has the arrays that the checkpoint names by checksum alone.
 
         Raises:
             CheckpointError: If an array has no sharding.
@@ -218,12 +228,17 @@ class SavedSteps:
                 `describe`. Corruption that one process finds is an error on all.
         """
         step = self.find(step)
+        where = f"Checkpoint {step} in '{self.directory}'"
         problem, stored, read = "", None, dict[str, Any]()
+        lent: dict[str, Any] = {}
         try:
             # All that differs is found before an array is read.
             stored = self.describe(step)
-            check_match(stored, wanted, self.directory)
-            groups = {name: dict(group) for name, group in wanted.items() if group}
+            present, lent = split_base(wanted, stored.base)
+            check_match(stored, present, self.directory)
+            if "model" in wanted:
+                check_base_shapes(stored, wanted["model"], where)
+            groups = {name: dict(group) for name, group in present.items() if group}
             with self._reading(step):
                 read = load(f"{self.directory}/{step}", groups)
         except CheckpointReadError as error:
@@ -235,10 +250,12 @@ class SavedSteps:
         bad = [f"On process {i}: {text}" for i, text in enumerate(problems) if text]
         if bad or stored is None:
             raise CheckpointReadError("\n".join(bad))
-        where = f"Checkpoint {step} in '{self.directory}'"
         with reading(where):
             # After the exchange: this gathers the sums of all processes' shards.
             check_checksums(stored, read, where)
+        if lent:
+            own = same_base(stored, lent.keys(), base, where)
+            read["model"] = read.get("model", {}) | own
         # Empty groups were not read, and belong to what was asked for.
         return {name: read.get(name, {}) for name in wanted}, stored.meta
 
@@ -246,7 +263,7 @@ class SavedSteps:
         return reading(f"checkpoint {step} in '{self.directory}'", self.steps)
 
     def restore_newest(
-        self, wanted: AbstractGroups
+        self, wanted: AbstractGroups, base: Base | None = None
     ) -> tuple[Restored, list[str]] | None:
         """Restores the latest step; or the latest intact one, if the options say so.
 
@@ -290,7 +307,7 @@ class SavedSteps:
                 # The same on all processes without another exchange: `restore` raises
                 # on all what one cannot read, and compares checksums of all.
                 try:
-                    found = self.restore(wanted, step)
+                    found = self.restore(wanted, step, base)
                 except CheckpointReadError as error:
                     problems[step] = str(error)
                     continue

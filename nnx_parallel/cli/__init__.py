@@ -1,4 +1,4 @@
-"""Command line: ``python -m nnx_parallel`` ``launch``, ``inspect`` or ``doctor``."""
+"""Command line of ``python -m nnx_parallel``, a command a file."""
 
 import argparse
 import sys
@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from nnx_parallel.cli.doctor import doctor
 from nnx_parallel.cli.inspect import inspect
 from nnx_parallel.cli.launch import MANIFESTS, Job, launch
+from nnx_parallel.cli.plan import add_options, run_plan
 from nnx_parallel.distributed.agreement import versions
 from nnx_parallel.errors import ParallelError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs ``launch``, ``inspect`` or ``doctor``.
+    """Runs ``launch``, ``plan``, ``inspect`` or ``doctor``.
 
     Args:
         arguments: The command line after the program; by default the process's own.
@@ -21,11 +22,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code; 2 if the run cannot be started.
     """
     parser = _parser()
-    options = parser.parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    rest: list[str] = []
+    if given[:1] == ["plan"] and "--" in given:
+        at = given.index("--")
+        given, rest = given[:at], given[at + 1 :]
+    options = parser.parse_args(given)
     if options.command == "inspect":
         return inspect(options.directory, verify=options.verify, arrays=options.arrays)
     if options.command == "doctor":
         return doctor(options.directory)
+    if options.command == "plan":
+        options.arguments = rest
+        return run_plan(options)
     if options.processes < 1 or options.max_restarts < 0:
         parser.error("--processes is at least 1 and --max-restarts at least 0")
     job = Job(
@@ -50,8 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m nnx_parallel",
-        description="Starts the processes of a run, lists its checkpoints, or checks "
-        "the installation.",
+        description="Starts the processes of a run, plans one for devices that are "
+        "not there, lists its checkpoints, or checks the installation.",
     )
     package = sys.modules[__name__.partition(".")[0]]
     found = ", ".join(f"{name} {number}" for name, number in versions().items())
@@ -68,6 +77,14 @@ def _parser() -> argparse.ArgumentParser:
         "nnx_parallel.initialize(). When one fails, all are stopped, and started "
         "again up to --max-restarts times.",
     )
+    planning = commands.add_parser(
+        "plan",
+        help="find the strategy for a script and its devices",
+        description="Runs a script up to Trainer.fit, and finds out which strategy "
+        "fits the devices and is the fastest. Nothing is trained or allocated, and the "
+        "devices need not be there. The exit code is 1 if nothing fits, 2 if there is "
+        "no plan.",
+    )
     listing = commands.add_parser(
         "inspect",
         help="list a run's checkpoints",
@@ -82,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         "each thing that is wrong with them. The exit code is 1 if there is any.",
     )
     _add_launch_options(starting)
+    add_options(planning)
     listing.add_argument("directory", help="the run's checkpoint directory")
     verify = "read every array of every step and compare its checksum"
     listing.add_argument("--verify", action="store_true", help=verify)

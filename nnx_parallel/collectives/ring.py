@@ -45,6 +45,34 @@ class SequenceAxis(NamedTuple):
     exchange: Exchange
 
 
+TokenExchange = Literal["gather", "ragged"]
+"""``gather``: tokens of all devices to all, outputs added and scattered back.
+``ragged``: each row to the device of its expert, and back."""
+
+
+class ExpertAxis(NamedTuple):
+    """The mesh axis that splits experts, and the exchange over it, if it is said."""
+
+    axis: str
+    exchange: TokenExchange | None
+
+    def choose(self, mesh: Mesh, top_k: int) -> tuple[TokenExchange, str]:
+        """The exchange of a mixture whose tokens go to ``top_k`` experts, and why.
+
+        A device sends a token to all others under ``gather``, to ``top_k`` experts at
+        most under ``ragged``; each comes back once.
+        """
+        size = mesh.shape[self.axis]
+        if self.exchange is not None:
+            return self.exchange, "as the strategy says"
+        # A mesh without devices is of accelerators that are not at hand.
+        if isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu":
+            return "gather", "CPUs have no ragged all-to-all"
+        if top_k < size - 1:
+            return "ragged", f"top_k={top_k} is less than {size} - 1 other devices"
+        return "gather", f"top_k={top_k} reaches all {size} devices"
+
+
 Pointwise = Callable[[jax.Array], jax.Array]
 """Treats every position of a ring's dim by itself, and keeps the dim."""
 

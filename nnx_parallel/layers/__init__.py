@@ -5,11 +5,13 @@ from nnx_parallel.layers.attention import segment_positions as segment_positions
 from nnx_parallel.layers.dense import Dense as Dense
 from nnx_parallel.layers.dense import Embed as Embed
 from nnx_parallel.layers.dense import named as named
+from nnx_parallel.layers.experts import Experts as Experts
 from nnx_parallel.layers.kernels import Implementation as Implementation
 from nnx_parallel.layers.lora import lora as lora
 from nnx_parallel.layers.lora import merge_lora as merge_lora
 from nnx_parallel.layers.loss import cross_entropy as cross_entropy
 from nnx_parallel.layers.loss import linear_cross_entropy as linear_cross_entropy
+from nnx_parallel.layers.moe import MoE as MoE
 from nnx_parallel.layers.scan import Remat as Remat
 from nnx_parallel.layers.scan import active_remat as active_remat
 from nnx_parallel.layers.scan import apply_remat as apply_remat

@@ -16,20 +16,23 @@ from jax import Array
 
 from nnx_parallel.collectives.ring import SequenceAxis
 from nnx_parallel.errors import AttentionKernelError
+from nnx_parallel.layers.attention_call import (
+    AttentionCall,
+    for_each_device,
+    free_axes,
+)
 from nnx_parallel.layers.context import context_attention, split_sequence
 from nnx_parallel.layers.kernels import (
     FUSED,
     HEADS,
-    AttentionCall,
     FusedKernel,
     Implementation,
     attention_in_blocks,
     plain_attention,
-    specs_of,
 )
 from nnx_parallel.sharding.constrain import active_layout, constrain
 from nnx_parallel.sharding.layout import Layout
-from nnx_parallel.sharding.names import dim_axes, to_spec
+from nnx_parallel.sharding.names import dim_axes
 
 NAMES = ("batch", "seq", "heads", "head_dim")
 
@@ -60,7 +63,7 @@ def choose_kernel(
         fitting = (
             kernel
             for kernel in FUSED.values()
-            if kernel.platform == platform
+            if platform in kernel.platforms
             and kernel.is_default(layout)
             and not any(kernel.refusals(call))
         )
@@ -73,8 +76,9 @@ def choose_kernel(
             f"exchange={split.exchange!r} of a split sequence; it takes whole "
             "sequences, as of exchange='all_to_all'",
         )
-    if kernel.platform != platform:
-        needs = f"it runs on {kernel.platform} and the devices are {platform}"
+    if platform not in kernel.platforms:
+        runs_on = " or ".join(kernel.platforms)
+        needs = f"it runs on {runs_on} and the devices are {platform}"
         reasons.insert(0, needs)
     if reasons:
         raise AttentionKernelError(
@@ -109,39 +113,22 @@ def per_shard(
 ) -> Array:
     """Calls a kernel for each device's rows and heads of a call of `attention`.
 
-    Key heads that the axes of the query's heads do not divide are repeated until they
-    do, so that every device has those that its query heads use. With ``splits_seq``
-    queries stay split along the sequence where the layout splits them, and have their
-    positions; keys are whole.
+    With ``splits_seq`` queries stay split along the sequence where the layout splits
+    them, and have their positions; keys are whole.
     """
-    layout, query = active_layout(), call.query
-    context = jax.sharding.get_abstract_mesh()
-    manual = set(context.manual_axes)
-    free = set() if layout is None else set(layout.mesh.axis_names) - manual
+    layout = active_layout()
     names = NAMES if splits_seq else HEADS
-    if layout is None or not free or layout.is_silent(names) or layout.mesh.size == 1:
+    if layout is None or layout.is_silent(names) or layout.mesh.size == 1:
+        return kernel(call)
+    free = free_axes(layout)
+    if not free:
         return kernel(call)
     spec_of = layout.activation_spec if splits_seq else layout.used_spec
-    axes = dim_axes(spec_of(query.shape, names), query.ndim)
-    rows, seq, heads, _ = (tuple(a for a in dim if a in free) for dim in axes)
-    size = math.prod(layout.mesh.shape[axis] for axis in heads)
-    repeats = size // math.gcd(call.key.shape[2], size)
-    # (batch, keys, kv_heads, head_dim) -> (batch, keys, kv_heads * repeats, head_dim)
-    key, value = (jnp.repeat(x, repeats, axis=2) for x in (call.key, call.value))
-    positions = tuple(jnp.arange(n)[None] for n in call.lengths) if seq else None
-    call = replace(call, key=key, value=value, positions=positions)
-    region = jax.shard_map(
-        kernel,
-        # In a pipeline's stage, which is manual over `pipe`, the region nests.
-        mesh=context if manual else layout.mesh,
-        in_specs=(specs_of(call, rows, seq, heads),),
-        out_specs=to_spec((rows, seq, heads)),
-        # All axes, those that split nothing here too: XLA's partitioner fails on
-        # cuDNN's custom call where some are left automatic.
-        axis_names=free,
-        check_vma=False,
-    )
-    return region(call)
+    axes = dim_axes(spec_of(call.query.shape, names), 4)
+    if free & set(axes[1]):
+        positions = tuple(jnp.arange(n)[None] for n in call.lengths)
+        call = replace(call, positions=positions)
+    return for_each_device(kernel, call, layout, axes)
 
 
 def attention(
@@ -184,9 +171,10 @@ def attention(
         scale: Factor of the scores; ``None``: ``head_dim ** -0.5``.
         mask: bool ``(batch or 1, heads or 1, seq, keys)``, True where seen, if the
             other arguments let it.
-        implementation: ``cudnn`` on NVIDIA GPUs, ``splash`` on TPUs, or ``xla``: plain
-            operations. ``None``: the platform's kernel where it takes these arguments,
-            else ``xla``. None of them ever sees more than was asked for.
+        implementation: ``cudnn`` on NVIDIA GPUs, ``splash`` on TPUs, ``tokamax`` on
+            both, or ``xla``: plain operations. ``None``: the platform's kernel where it
+            takes these arguments, else ``xla``. None of them ever sees more than was
+            asked for; a table of the site says which takes what.
 
     Returns:
         ``(batch, seq, heads, value_dim)``.
@@ -195,7 +183,8 @@ def attention(
         ValueError: If there is no such implementation, or an argument has another
             shape, dtype or range.
         AttentionKernelError: If the one asked for cannot compute this: another
-            platform, dtype or ``head_dim`` (cudnn), sequence length or mask (splash).
+            platform, dtype, ``head_dim``, sequence length or argument; its message says
+            which.
 
     Example:
         >>> x = jnp.ones((1, 6, 2, 8))

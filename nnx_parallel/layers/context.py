@@ -25,6 +25,12 @@ from nnx_parallel.collectives.sequence import (
     sequence_for_heads,
 )
 from nnx_parallel.errors import IndivisibleDimError, ParallelWarning, warn_user
+from nnx_parallel.layers.attention_call import (
+    AttentionCall,
+    for_each_device,
+    free_axes,
+    repeat_heads,
+)
 from nnx_parallel.layers.blockwise import (
     Partial,
     backward_block,
@@ -34,7 +40,7 @@ from nnx_parallel.layers.blockwise import (
     sinks_gradient,
     with_sinks,
 )
-from nnx_parallel.layers.kernels import HEADS, AttentionCall, specs_of
+from nnx_parallel.layers.kernels import HEADS
 from nnx_parallel.layers.score_blocks import BLOCK, Pattern, Tokens, sum_dtype
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.names import dim_axes
@@ -75,42 +81,24 @@ def context_attention(layout: Layout, call: AttentionCall, kernel: Kernel) -> Ar
     """
     split = layout.claims.sequence
     assert split is not None
-    context = jax.sharding.get_abstract_mesh()
-    free = set(layout.mesh.axis_names) - set(context.manual_axes)
     axes = dim_axes(layout.used_spec(call.query.shape, HEADS), 4)
-    rows, _, heads, _ = (tuple(a for a in dim if a in free) for dim in axes)
-    sizes = layout.mesh.shape
-    tensor, size = math.prod(sizes[a] for a in heads), sizes[split.axis]
-    # Key heads that the axes of the query's heads do not divide are repeated until they
-    # do: (batch, keys, kv_heads, dim) -> (batch, keys, kv_heads * repeats, dim)
-    key, value = (_repeat(x, tensor) for x in (call.key, call.value))
-    call = replace(call, key=key, value=value)
+    axes = (axes[0], (split.axis,), *axes[2:])
+    size = layout.mesh.shape[split.axis]
     keys = (split.axis,) if call.lengths[1] % size == 0 else ()
     if split.exchange == "all_to_all" and keys:
-        _check_heads(call, tensor, split.axis, size)
+        _check_heads(call, layout, axes[2], split.axis)
         run = partial(_all_to_all, split.axis, kernel)
     else:
         exchange = _EXCHANGES[split.exchange] if keys else _Local
         run = exchange.of(call, split.axis, size).attend
-    specs = specs_of(call, rows, (split.axis,), heads, keys)
-    region = jax.shard_map(
-        run,
-        # In a pipeline's stage, which is manual over `pipe`, the region nests.
-        mesh=context if context.manual_axes else layout.mesh,
-        in_specs=(specs,),
-        out_specs=specs.query,
-        axis_names=free,
-        check_vma=False,
-    )
-    return region(call)
+    return for_each_device(run, call, layout, axes, keys)
 
 
-def _repeat(x: Array, size: int) -> Array:
-    """Each head of ``(batch, keys, kv_heads, dim)`` until a size divides them."""
-    return jnp.repeat(x, size // math.gcd(x.shape[2], size), axis=2)
-
-
-def _check_heads(call: AttentionCall, tensor: int, axis: str, size: int) -> None:
+def _check_heads(
+    call: AttentionCall, layout: Layout, shares: tuple[str, ...], axis: str
+) -> None:
+    sizes, size = layout.mesh.shape, layout.mesh.shape[axis]
+    tensor = math.prod(sizes[a] for a in shares if a in free_axes(layout))
     heads = call.query.shape[2] // tensor
     if heads % size:
         own = f" (of {call.query.shape[2]}, those of a tensor shard)"
@@ -125,7 +113,7 @@ def _check_heads(call: AttentionCall, tensor: int, axis: str, size: int) -> None
 def _all_to_all(axis: str, kernel: Kernel, call: AttentionCall) -> Array:
     """Whole sequences of each device's share of the heads, and back."""
     size, index = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
-    key, value = (_repeat(x, size) for x in (call.key, call.value))
+    key, value = (repeat_heads(x, size) for x in (call.key, call.value))
     query, key, value = (heads_for_sequence(x, axis) for x in (call.query, key, value))
     gather = partial(jax.lax.all_gather, axis_name=axis, axis=1, tiled=True)
     segments, sinks = jax.tree.map(gather, call.segments), call.sinks

@@ -3,118 +3,34 @@
 None ever answers with a wider mask than it was asked for.
 """
 
+import importlib.util
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from nnx_parallel.errors import AttentionKernelError
+from nnx_parallel.layers.attention_call import AttentionCall
 from nnx_parallel.layers.blockwise import blockwise_attention
-from nnx_parallel.layers.score_blocks import Pattern, Tokens
 from nnx_parallel.sharding.layout import Layout
-from nnx_parallel.sharding.names import to_spec
 
-Implementation = Literal["xla", "cudnn", "splash"]
+Implementation = Literal["xla", "cudnn", "splash", "tokamax"]
 """Implementations of attention.
 
 - ``xla``: plain operations. Short sequences at once, all scores held; long ones in
   blocks.
 - ``cudnn``: NVIDIA's fused kernel, in float16 and bfloat16.
 - ``splash``: a Pallas kernel for TPUs, for sequences of a multiple of 128.
+- ``tokamax``: Tokamax's Pallas kernel for the GPU or TPU that runs it, from the extra
+  ``kernels``. It is never taken unasked.
 """
 
 HEADS = ("batch", None, "heads", None)
 SPLASH_BLOCK = 128
 """Sequences that the TPU's kernel takes are multiples of it."""
-AT_ONCE = 2048
-"""Queries and keys whose scores plain operations hold all at once, at most.
-
-Beyond, their scores and softmax, kept for the backward pass, are most of a layer's
-memory: 262 MiB at 2048 x 2048 with 4 heads, and 29 MiB in blocks, which on CPU are the
-faster too from 1024 on. Not timed on GPUs or TPUs.
-"""
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class AttentionCall:
-    """The arguments of `attention`; in a region of shards, those of one shard."""
-
-    query: Array  # (batch, seq, heads, head_dim)
-    key: Array  # (batch, keys, kv_heads, head_dim)
-    value: Array  # (batch, keys, kv_heads, value_dim)
-    mask: Array | None = None  # bool (batch or 1, heads or 1, seq, keys)
-    # Of queries and of keys, int (batch, seq); one array twice of self-attention.
-    segments: tuple[Array, Array] | None = None
-    # Likewise, int (1, seq); ``None``: both in order from 0.
-    positions: tuple[Array, Array] | None = None
-    sinks: Array | None = None  # (heads,)
-    causal: bool = field(default=False, metadata={"static": True})
-    window: int | None = field(default=None, metadata={"static": True})
-    softcap: float | None = field(default=None, metadata={"static": True})
-    scale: float | None = field(default=None, metadata={"static": True})
-
-    @property
-    def lengths(self) -> tuple[int, int]:
-        """Numbers of queries and of keys."""
-        return self.query.shape[1], self.key.shape[1]
-
-    @property
-    def factor(self) -> float:
-        """Factor of the scores."""
-        return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
-
-    @property
-    def pattern(self) -> Pattern:
-        """Its static arguments, for `blockwise_attention`."""
-        return Pattern(
-            scale=self.factor,
-            causal=self.causal,
-            window=(self.window, self.window),
-            softcap=self.softcap,
-        )
-
-    @property
-    def tokens(self) -> tuple[Tokens, Tokens]:
-        """Where queries and keys are, for `blockwise_attention`."""
-        own, other = self.positions or (jnp.arange(n)[None] for n in self.lengths)
-        segments = self.segments or (None, None)
-        return Tokens(own, segments[0]), Tokens(other, segments[1])
-
-    @property
-    def is_plain(self) -> bool:
-        """True if plain operations, all scores at once, can compute it."""
-        queries, keys = self.lengths
-        special = (self.segments, self.positions, self.window, self.softcap, self.sinks)
-        return (
-            queries * keys <= AT_ONCE**2
-            and all(given is None for given in special)
-            and self.value.shape == self.key.shape
-        )
-
-
-def specs_of(
-    call: AttentionCall, rows: tuple, seq: tuple, heads: tuple, keys: tuple = ()
-) -> AttentionCall:
-    """The spec of each array of a call: axes of its rows, queries, heads and keys."""
-    # Dims of size 1 of a mask are the same on all devices.
-    sizes = (1, 1, 1, 1) if call.mask is None else call.mask.shape
-    dims = zip(sizes, (rows, heads, seq, keys), strict=True)
-    of_mask = to_spec(tuple(a if size > 1 else () for size, a in dims))
-    specs: dict[str, Any] = {
-        "query": to_spec((rows, seq, heads)),
-        "key": to_spec((rows, keys, heads)),
-        "value": to_spec((rows, keys, heads)),
-        "mask": of_mask,
-        "segments": (to_spec((rows, seq)), to_spec((rows, keys))),
-        "positions": (to_spec(((), seq)), to_spec(((), keys))),
-        "sinks": to_spec((heads,)),
-    }
-    given = {n: spec for n, spec in specs.items() if getattr(call, n) is not None}
-    return replace(call, **given)
 
 
 def plain_attention(call: AttentionCall, implementation: Any = "xla") -> Array:
@@ -148,7 +64,7 @@ def attention_in_blocks(call: AttentionCall) -> Array:
 class FusedKernel(NamedTuple):
     """A kernel that computes attention in one operation."""
 
-    platform: str
+    platforms: tuple[str, ...]
     call: Callable[[AttentionCall], Array]
     # Reasons why it cannot compute a call; none if it can.
     refusals: Callable[[AttentionCall], Iterator[str]]
@@ -248,6 +164,58 @@ def _splash_mask(call: AttentionCall) -> Any:
     return mask(call.lengths)
 
 
+def tokamax_attention(
+    call: AttentionCall, implementation: Any = ("mosaic", "triton")
+) -> Array:
+    """Tokamax's kernels, in the order in which they are tried; it needs Python 3.12.
+
+    Raises:
+        AttentionKernelError: If none of them takes these operands on this device.
+    """
+    # By its name: where it is not installed, types are still checked.
+    tokamax = importlib.import_module("tokamax")
+
+    right = 0 if call.causal else call.window
+    window: Any = None if call.window is None else (call.window, right)
+    try:
+        return tokamax.dot_product_attention(
+            call.query,
+            call.key,
+            call.value,
+            mask=call.mask,
+            scale=call.factor,
+            is_causal=call.causal,
+            local_window_size=window,
+            logits_soft_cap=call.softcap,
+            implementation=implementation,
+        )
+    except (NotImplementedError, ExceptionGroup) as error:
+        each = error.exceptions if isinstance(error, ExceptionGroup) else (error,)
+        reasons = "; ".join(str(reason) for reason in each)
+        raise AttentionKernelError(
+            f"implementation='tokamax' has no kernel for this attention: {reasons}. "
+            "Leave implementation=None, or take 'xla'."
+        ) from error
+
+
+def tokamax_refusals(call: AttentionCall) -> Iterator[str]:
+    """Reasons why Tokamax's kernels cannot compute a call."""
+    if importlib.util.find_spec("tokamax") is None:
+        yield (
+            "it needs Python 3.12 and the package tokamax, which is not installed "
+            "(pip install 'nnx-parallel[kernels]')"
+        )
+    if call.segments is not None:
+        # As a mask, queries x keys, which is what packed rows must not hold.
+        yield "segments; it takes rows of one document"
+    yield from _unsupported(call, "sinks")
+
+
+def _is_never(_: Layout | None) -> bool:
+    """Faster than the platform's own kernel has not been measured."""
+    return False
+
+
 def _is_ampere(layout: Layout | None) -> bool:
     """True if an NVIDIA GPU has the units that cuDNN's kernel needs."""
     device = jax.devices()[0] if layout is None else layout.mesh.devices.flat[0]
@@ -262,6 +230,9 @@ def _is_placed(layout: Layout | None) -> bool:
 
 
 FUSED = {
-    "cudnn": FusedKernel("gpu", cudnn_attention, cudnn_refusals, _is_ampere),
-    "splash": FusedKernel("tpu", splash_attention, splash_refusals, _is_placed),
+    "cudnn": FusedKernel(("gpu",), cudnn_attention, cudnn_refusals, _is_ampere),
+    "splash": FusedKernel(("tpu",), splash_attention, splash_refusals, _is_placed),
+    "tokamax": FusedKernel(
+        ("gpu", "tpu"), tokamax_attention, tokamax_refusals, _is_never
+    ),
 }

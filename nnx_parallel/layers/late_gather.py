@@ -23,8 +23,8 @@ from nnx_parallel.layers.jaxprs import (
     variables_in,
 )
 from nnx_parallel.sharding.constrain import saves_all_but_gathers, use_params
-from nnx_parallel.sharding.layout import Placement
 from nnx_parallel.sharding.model import Path, flatten
+from nnx_parallel.sharding.placement import Placement
 
 Places = dict[jex.Var, Placement]
 """Where values live that are not gathered yet."""

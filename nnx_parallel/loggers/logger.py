@@ -25,6 +25,9 @@ class Logger(Protocol):
     Metrics are scalars on the host, such as ``loss``, ``grad_norm``, ``learning_rate``,
     ``step_seconds``, ``tokens_per_second``, ``mfu``, ``eval_loss``. Steps count from 1:
     the first update is step 1.
+
+    A logger with an attribute ``logs_layers = True`` also gets metrics of each layer,
+    such as ``expert_loads/blocks.layer.mlp/0``.
     """
 
     def start(self, *, first_step: int, num_steps: int) -> None:
@@ -67,6 +70,12 @@ class LoggerGroup:
         """Log to each logger."""
         for logger in self._active():
             self._call(logger, logger.log, step, metrics)
+
+    def log_layers(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log metrics of each layer to those that show them."""
+        for logger in self._active() if metrics else ():
+            if getattr(logger, "logs_layers", False):
+                self._call(logger, logger.log, step, metrics)
 
     def message(self, text: str) -> None:
         """Send the text to each logger."""
@@ -240,6 +249,8 @@ class TensorBoardLogger:
         ImportError: If tensorboardX is not installed.
     """
 
+    logs_layers = True
+
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
         # Here rather than in `start`: a missing library is an error before the fit.
@@ -285,6 +296,8 @@ class WandbLogger:
     Raises:
         ImportError: If wandb is not installed.
     """
+
+    logs_layers = True
 
     def __init__(self, **init_kwargs: Any) -> None:
         self.init_kwargs = init_kwargs

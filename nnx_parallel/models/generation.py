@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from nnx_parallel.models.gpt import GPT, Cache
+from nnx_parallel.models.gpt import GPT, Caches
 from nnx_parallel.models.gpt_config import GPTConfig
 
 
@@ -63,8 +63,8 @@ def _continue(
     graphdef, state = nnx.split(model)
 
     def next_token(
-        tokens: jax.Array, start: int | jax.Array, cache: Cache, key: jax.Array
-    ) -> tuple[jax.Array, Cache]:
+        tokens: jax.Array, start: int | jax.Array, cache: Caches, key: jax.Array
+    ) -> tuple[jax.Array, Caches]:
         # A copy: what it changes (counters) must not leave the trace of the scan.
         copy = nnx.merge(graphdef, state, copy=True)
         copy.eval()

@@ -1,4 +1,4 @@
-"""A transformer decoder in the shapes of GPT-2, Llama, Qwen and Gemma, and its loss.
+"""A transformer decoder in the shapes of GPT-2, Llama, Mixtral, Qwen and Gemma.
 
 Written for one device. Every dim of a parameter or activation has a name, by which a
 strategy places it; the sizes are those of `GPTConfig.sizes`.
@@ -11,7 +11,6 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,13 @@ from flax import nnx
 from nnx_parallel.layers import (
     Dense,
     Embed,
+    MoE,
     Stack,
     attention,
-    linear_cross_entropy,
     segment_positions,
 )
-from nnx_parallel.metrics import Mean
-from nnx_parallel.models.gpt_config import GPTConfig
+from nnx_parallel.layers.moe import warn_of_lost_losses
+from nnx_parallel.models.gpt_config import GPTConfig, LayerKind
 from nnx_parallel.models.hf_config import config_from_hf, config_to_hf
 from nnx_parallel.models.hf_names import ignored_names, names_of
 from nnx_parallel.models.norms import make_norm, rms_norm
@@ -40,8 +39,12 @@ from nnx_parallel.weights.files import find_folder, read_config
 
 Start = int | jax.Array
 """Position of the first token, the others follow; or int (batch, seq), of each."""
+Stream = jax.Array | tuple[jax.Array, jax.Array]
+"""Activations (batch, seq, embed), perhaps with losses of experts (batch, seq)."""
 Cache = tuple[jax.Array, jax.Array]
 """Keys and values so far, each (batch, total_len, kv_heads, head_dim)."""
+Caches = tuple[Cache, ...]
+"""Those of all layers, which are the first dim; one for each stack of a model."""
 
 
 def _dense(
@@ -108,8 +111,7 @@ class Attention(nnx.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         if self.config.positions == "rope":
             angles = self._frequencies()
-            query = rotate(query, positions, angles)
-            key = rotate(key, positions, angles)
+            query, key = (rotate(x, positions, angles) for x in (query, key))
         if cache is None:
             return self.out(self._attend(query, key, value, segments)), None
         keys, values = _write(cache[0], key, start), _write(cache[1], value, start)
@@ -141,8 +143,8 @@ class Attention(nnx.Module):
         local, whole = partial(attend, self.config.window), partial(attend, None)
         if self.is_local is not None:  # a layer runs one of the two
             return jax.lax.cond(self.is_local[...], local, whole, query, key, value)
-        is_local = self.config.kinds[0] == "local"
-        return (local if is_local else whole)(query, key, value)
+        run = local if self.config.kinds[0] == "local" else whole
+        return run(query, key, value)
 
     def _attention(self, *qkv: jax.Array, **rules: Any) -> jax.Array:
         config = self.config
@@ -189,6 +191,24 @@ class MLP(nnx.Module):
         return self.down(self.activate(gate) * hidden)
 
 
+def _split(x: Stream) -> tuple[jax.Array, jax.Array | None]:
+    return x if isinstance(x, tuple) else (x, None)
+
+
+def _make_mlp(config: GPTConfig, *, rngs: nnx.Rngs) -> MLP | MoE:
+    if config.experts is None:
+        return MLP(config, rngs=rngs)
+    out = nnx.initializers.normal(0.02 * (2 * config.num_layers) ** -0.5)
+    return MoE(
+        config.embed_dim,
+        config.experts,
+        rngs=rngs,
+        activation=config.activation,
+        kernel_init=nnx.initializers.normal(0.02),
+        out_init=out,
+    )
+
+
 class Block(nnx.Module):
     """Attention and MLP, added to the residual stream.
 
@@ -201,7 +221,7 @@ class Block(nnx.Module):
         self.attention = Attention(config, rngs=rngs)
         is_parallel = config.block == "parallel"
         self.mlp_norm = None if is_parallel else make_norm(config, rngs=rngs)
-        self.mlp = MLP(config, rngs=rngs)
+        self.mlp = _make_mlp(config, rngs=rngs)
         post = config.post_norms
         self.attention_post_norm = make_norm(config, rngs=rngs) if post else None
         self.mlp_post_norm = make_norm(config, rngs=rngs) if post else None
@@ -209,12 +229,13 @@ class Block(nnx.Module):
 
     def __call__(
         self,
-        x: jax.Array,
+        stream: Stream,
         start: Start = 0,
         cache: Cache | None = None,
         segments: jax.Array | None = None,
-    ) -> jax.Array | tuple[jax.Array, Cache | None]:
+    ) -> Stream | tuple[Stream, Cache | None]:
         """(batch, seq, embed) to the same; given a cache, returns it with x added."""
+        x, losses = _split(stream)
         normed = self.attention_norm(x)
         attended, new_cache = self.attention(normed, start, cache, segments)
         if self.attention_post_norm is not None:
@@ -222,12 +243,30 @@ class Block(nnx.Module):
         x = constrain(x + self.dropout(attended), "batch", "seq", "embed")
         if self.mlp_norm is not None:
             normed = self.mlp_norm(x)
-        hidden = self.mlp(normed)
+        if isinstance(self.mlp, MoE):
+            hidden, own = self.mlp(normed, counts_tokens=cache is None)
+            losses = None if losses is None else losses + own
+        else:
+            hidden = self.mlp(normed)
         if self.mlp_post_norm is not None:
             hidden = self.mlp_post_norm(hidden)
         x = x + self.dropout(hidden)
         x = constrain(x, "batch", "seq", "embed")
-        return x if cache is None else (x, new_cache)
+        out = x if losses is None else (x, losses)
+        return out if cache is None else (out, new_cache)
+
+
+def _stack(config: GPTConfig, kinds: tuple[LayerKind, ...], *, rngs: nnx.Rngs) -> Stack:
+    """A block for each of some kinds."""
+
+    def make(rngs: nnx.Rngs) -> Block:
+        return Block(config, rngs=rngs)
+
+    stack = Stack(make, len(kinds), rngs=rngs, remat=config.remat)
+    if config.is_mixed:
+        block: Any = stack.layer
+        block.attention.is_local.set_value(jnp.array([k == "local" for k in kinds]))
+    return stack
 
 
 class GPT(nnx.Module):
@@ -255,16 +294,11 @@ class GPT(nnx.Module):
             if config.positions == "learned"
             else None
         )
-        self.blocks = Stack(
-            lambda rngs: Block(config, rngs=rngs),
-            config.num_layers,
-            rngs=rngs,
-            remat=config.remat,
+        count = config.dense_layers
+        self.dense_blocks = (
+            _stack(config.dense, config.kinds[:count], rngs=rngs) if count else None
         )
-        if config.is_mixed:
-            is_local = jnp.array([kind == "local" for kind in config.kinds])
-            block: Any = self.blocks.layer
-            block.attention.is_local.set_value(is_local)
+        self.blocks = _stack(config, config.kinds[count:], rngs=rngs)
         self.norm = make_norm(config, rngs=rngs)
         init = nnx.initializers.normal(0.02)
         self.head = (
@@ -292,12 +326,28 @@ class GPT(nnx.Module):
 
     def hidden(self, tokens: jax.Array, segments: jax.Array | None = None) -> jax.Array:
         """Inputs of the head: int (batch, seq) to (batch, seq, embed)."""
-        if segments is None:
-            return self.norm(self.blocks(self._embed(tokens, 0)))
+        hidden, losses = self.hidden_and_losses(tokens, segments)
+        if losses is not None:
+            block: Any = self.blocks.layer
+            warn_of_lost_losses(block.mlp)
+        return hidden
+
+    def hidden_and_losses(
+        self, tokens: jax.Array, segments: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Inputs of the head, and losses (batch, seq) of all mixtures of experts."""
+        experts = self.config.experts
         # Once, here: each layer and each stage of a pipeline takes them as they are.
-        positions = segment_positions(segments)
+        positions = 0 if segments is None else segment_positions(segments)
         x = self._embed(tokens, positions)
-        return self.norm(self.blocks(x, positions, segments=segments))
+        if experts is not None and experts.has_losses:
+            zeros = constrain(jnp.zeros(tokens.shape, jnp.float32), "batch", "seq")
+            x = (x, zeros)
+        args = {} if segments is None else {"start": positions, "segments": segments}
+        for stack in self._stacks:
+            x = stack(x, **args)
+        x, losses = _split(x)
+        return self.norm(x), losses
 
     @classmethod
     def from_pretrained(
@@ -343,8 +393,8 @@ class GPT(nnx.Module):
         return self.head.kernel[...], 1
 
     def decode(
-        self, tokens: jax.Array, start: int | jax.Array, cache: Cache
-    ) -> tuple[jax.Array, Cache]:
+        self, tokens: jax.Array, start: int | jax.Array, cache: Caches
+    ) -> tuple[jax.Array, Caches]:
         """Logits after the last of ``tokens``, which follow what the cache holds.
 
         Args:
@@ -355,17 +405,30 @@ class GPT(nnx.Module):
         Returns:
             Logits ``(batch, vocab)`` and the cache with ``tokens`` in it.
         """
-        x, cache = self.blocks(self._embed(tokens, start), start, scanned=cache)
-        return self._logits(self.norm(x[:, -1:]))[:, 0], cache
+        x, caches = self._embed(tokens, start), []
+        for stack, own in zip(self._stacks, cache, strict=True):
+            x, own = stack(x, start, scanned=own)
+            caches.append(own)
+        return self._logits(self.norm(x[:, -1:]))[:, 0], tuple(caches)
 
-    def make_cache(self, batch_size: int, total_len: int) -> Cache:
-        """An empty cache: (layers, batch, total_len, kv_heads, head_dim), twice."""
+    def make_cache(self, batch_size: int, total_len: int) -> Caches:
+        """An empty cache: (layers, batch, total_len, kv_heads, head_dim), twice.
+
+        And twice more where the first layers are dense.
+        """
         sizes = self.config.sizes
         shape = (batch_size, total_len, sizes["kv_heads"], sizes["head_dim"])
-        dtype = self.embed.embedding.get_value().dtype
-        empty = jnp.zeros((self.config.num_layers, *shape), dtype)
-        empty = constrain(empty, "layers", "batch", None, "kv_heads", "head_dim")
-        return empty, empty
+        dtype, caches = self.embed.embedding.get_value().dtype, []
+        for stack in self._stacks:
+            empty = jnp.zeros((stack.num_layers, *shape), dtype)
+            empty = constrain(empty, "layers", "batch", None, "kv_heads", "head_dim")
+            caches.append((empty, empty))
+        return tuple(caches)
+
+    @property
+    def _stacks(self) -> list[Stack]:
+        """All layers in order."""
+        return [s for s in (self.dense_blocks, self.blocks) if s is not None]
 
     def _embed(self, tokens: jax.Array, start: Start) -> jax.Array:
         self.config.check_length(tokens.shape[1])
@@ -385,62 +448,3 @@ class GPT(nnx.Module):
             logits = constrain(self.head(x), "batch", "seq", "vocab")
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
-
-
-def next_token_loss(model: GPT, batch: jax.Array | Mapping[str, jax.Array]) -> Mean:
-    """Cross-entropy of each token given those before it.
-
-    Logits are computed for a chunk of tokens at a time, and never all of them held.
-
-    Args:
-        model: The model.
-        batch: int ``(batch, seq + 1)``, or a mapping with it as ``tokens`` and perhaps
-            ``weights`` of the same shape: 0 leaves a token out of the loss (not out of
-            sight). The first token is never predicted. Of packed documents the mapping
-            has ``segments``, int of the same shape, as `GPT` takes them: no token is
-            predicted from another document, and no padding.
-
-    Returns:
-        The `Mean` in nats per token that is predicted.
-
-    Raises:
-        ValueError: If tokens are no (batch, seq + 1), or weights or segments differ in
-            shape.
-
-    Example:
-        >>> model = GPT(GPTConfig.tiny(), rngs=nnx.Rngs(0))
-        >>> loss = nnx.jit(next_token_loss)(model, jnp.zeros((2, 17), jnp.int32))
-        >>> float(loss.weight)
-        32.0
-    """
-    if not isinstance(batch, Mapping):
-        batch = {"tokens": batch}
-    tokens, weights = batch["tokens"], batch.get("weights")
-    segments = batch.get("segments")
-    if tokens.ndim != 2 or tokens.shape[1] < 2:
-        raise ValueError(
-            f"Tokens of shape {tokens.shape}; they must be (batch, seq + 1), the input "
-            "and the last label, with seq at least 1."
-        )
-    for name, of_each in (("Weights", weights), ("Segments", segments)):
-        if of_each is not None and of_each.shape != tokens.shape:
-            raise ValueError(
-                f"{name} of shape {of_each.shape} for tokens of shape {tokens.shape}; "
-                "each token has its own, the first one too."
-            )
-    seen = None if segments is None else segments[:, :-1]
-    hidden = model.hidden(tokens[:, :-1], seen)
-    weights = None if weights is None else weights[:, 1:]
-    if segments is not None:
-        is_next = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
-        weights = is_next if weights is None else jnp.where(is_next, weights, 0)
-    kernel, vocab_dim = model.head_kernel
-    return linear_cross_entropy(
-        hidden,
-        kernel,
-        tokens[:, 1:],
-        weights,
-        vocab_dim=vocab_dim,
-        z_loss=model.config.z_loss,
-        softcap=model.config.logit_softcap,
-    )

@@ -13,6 +13,8 @@ References:
     [7] Dehghani et al., "Scaling Vision Transformers to 22 Billion Parameters", 2023,
     section 2, https://arxiv.org/abs/2302.05442
     [8] Gemma Team, "Gemma 3", 2025, section 2, https://arxiv.org/abs/2503.19786
+    [9] DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 4.2,
+    https://arxiv.org/abs/2412.19437
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+from nnx_parallel.layers.experts import Experts
 from nnx_parallel.layers.kernels import Implementation
 from nnx_parallel.layers.scan import Remat, check_remat
 from nnx_parallel.models.presets import LLAMA, PRESETS
@@ -75,6 +78,10 @@ class GPTConfig:
         logit_softcap: Bound of the logits; ``None``: none [6].
         remat: What a block keeps for the backward pass; ``None`` follows the Trainer.
         z_loss: Weight of the squared log-normaliser in the loss [5].
+        experts: A mixture of experts in place of each MLP, without biases; ``None``:
+            none.
+        dense_layers: How many of the first layers have an MLP of ``mlp_dim`` all the
+            same [9].
 
     Raises:
         ValueError: If a value is out of range, or sizes do not divide.
@@ -118,6 +125,8 @@ class GPTConfig:
     logit_softcap: float | None = None
     remat: Remat | None = None
     z_loss: float = 0.0
+    experts: Experts | None = None
+    dense_layers: int = 0
 
     def __post_init__(self) -> None:
         norms, positions = get_args(Norm), get_args(Positions)
@@ -136,6 +145,16 @@ class GPTConfig:
             ("norm_epsilon", self.norm_epsilon > 0, "above 0"),
             ("dropout", 0 <= self.dropout < 1, "a probability in [0, 1)"),
             ("z_loss", self.z_loss >= 0, "at least 0"),
+            (
+                "dense_layers",
+                0 <= self.dense_layers < self.num_layers,
+                f"0 or more and less than num_layers={self.num_layers}",
+            ),
+            (
+                "experts",
+                isinstance(self.experts, Experts | None),
+                "an Experts(...), or None",
+            ),
         )
         rules += tuple(
             (
@@ -193,6 +212,18 @@ class GPTConfig:
             )
         rope = self.positions == "rope"
         rules = (
+            (
+                "mlp_dim",
+                "experts=None or dense_layers",
+                self.experts is None or self.dense_layers > 0,
+                "experts have mlp_dim of their own",
+            ),
+            (
+                "dense_layers",
+                "experts",
+                self.experts is not None,
+                "without them all layers are dense",
+            ),
             ("layer_kinds", "window", self.window is not None, "local layers have it"),
             ("rope_scaling", "positions='rope'", rope, "it stretches the rotation"),
             ("local_rope_theta", "layer_kinds", self.is_mixed, "some layers are local"),
@@ -232,9 +263,41 @@ class GPTConfig:
             "heads": self.num_heads,
             "kv_heads": self.num_kv_heads or self.num_heads,
             "head_dim": self.head_dim or self.embed_dim // self.num_heads,
-            "mlp": self.mlp_dim or 4 * self.embed_dim,
+            "mlp": self.experts.mlp_dim if self.experts else self._dense_dim,
             "vocab": self.vocab_size,
+            "expert": self.experts.num_experts if self.experts else 1,
         }
+
+    @property
+    def _dense_dim(self) -> int:
+        return self.mlp_dim or 4 * self.embed_dim
+
+    @property
+    def _num_dense(self) -> int:
+        """Number of layers without experts."""
+        return self.num_layers if self.experts is None else self.dense_layers
+
+    @property
+    def dense(self) -> GPTConfig:
+        """The same model with an MLP in each layer: the shape of its dense layers."""
+        return replace(self, experts=None, dense_layers=0)
+
+    @property
+    def num_active_params(self) -> int:
+        """Number of parameters that a token meets: of experts those it goes to."""
+        return self.num_params - self._num_idle_params
+
+    @property
+    def _num_idle_params(self) -> int:
+        if (experts := self.experts) is None:
+            return 0
+        idle = (experts.num_experts - experts.top_k) * self._num_kernels
+        count = self.num_layers - self._num_dense
+        return count * idle * self.embed_dim * experts.mlp_dim
+
+    @property
+    def _num_kernels(self) -> int:
+        return 2 if self.activation == "gelu" else 3
 
     @property
     def num_params(self) -> int:
@@ -242,15 +305,17 @@ class GPTConfig:
         sizes = self.sizes
         embed = sizes["embed"]
         heads = (sizes["heads"] + 2 * sizes["kv_heads"]) * sizes["head_dim"]
-        gated = self.activation != "gelu"
         qkv_bias = self.use_bias if self.qkv_bias is None else self.qkv_bias
         norm = embed * (2 if self.norm == "layer" and self.use_bias else 1)
         block = norm * ((1 if self.block == "parallel" else 2) + 2 * self.post_norms)
         block += 2 * sizes["head_dim"] * self.qk_norm + heads * qkv_bias
-        block += (2 * embed + sizes["mlp"] * (1 + gated)) * self.use_bias
+        block += embed * self.use_bias
+        mlp = embed + self._dense_dim * (self._num_kernels - 1)
+        biases = self._num_dense * mlp * self.use_bias
         looked_up = 0 if self.tied else sizes["vocab"] * embed
         looked_up += self.seq_len * embed if self.positions == "learned" else 0
-        return self.num_product_params + self.num_layers * block + norm + looked_up
+        layers = self.num_layers * block + biases
+        return self.num_product_params + layers + norm + looked_up
 
     @property
     def num_product_params(self) -> int:
@@ -262,25 +327,34 @@ class GPTConfig:
         """
         sizes = self.sizes
         attention = 2 * (sizes["heads"] + sizes["kv_heads"]) * sizes["head_dim"]
-        mlp = (2 if self.activation == "gelu" else 3) * sizes["mlp"]
-        return sizes["embed"] * (self.num_layers * (attention + mlp) + sizes["vocab"])
+        width = self.num_layers * attention + sizes["vocab"]
+        width += self._num_dense * self._num_kernels * self._dense_dim
+        if (experts := self.experts) is not None:
+            routed = experts.num_experts * experts.mlp_dim
+            mlp = self._num_kernels * (routed + experts.shared_dim)
+            mlp += experts.num_experts  # the router
+            width += (self.num_layers - self._num_dense) * mlp
+        return sizes["embed"] * width
 
     def flops_per_token(self, seq_len: int) -> int:
         """FLOPs of a training step per token, forward and backward, for MFU [5].
 
-        ``6 N`` for N `num_product_params`, and ``12 L E T`` for the products of queries
-        with keys and of scores with values, E being all heads together. A causal mask
-        halves the work that a good kernel does, but not this number; recomputation does
-        not raise it.
+        ``6 N`` for N `num_product_params`, of experts those that a token goes to, and
+        ``12 L E T`` for the products of queries with keys and of scores with values, E
+        being all heads together. A causal mask halves the work that a good kernel does,
+        but not this number; recomputation does not raise it.
         """
         attended = self.sizes["heads"] * self.sizes["head_dim"] * seq_len
-        return 6 * self.num_product_params + 12 * self.num_layers * attended
+        active = self.num_product_params - self._num_idle_params
+        return 6 * active + 12 * self.num_layers * attended
 
     @property
     def nearest_type(self) -> str:
         """The ``model_type`` of transformers that is nearest to this shape."""
         if self.positions == "learned":
             return "gpt2"
+        if self.experts is not None:
+            return "qwen3_moe" if self.qk_norm else "mixtral"
         if self.zero_centered_norm:
             return "gemma3_text" if self.qk_norm else "gemma2"
         if self.qk_norm:
@@ -328,6 +402,12 @@ class GPTConfig:
         """Llama's parts in the same size, two query heads to a key head."""
         base = cls.tiny(num_kv_heads=2, mlp_dim=128, rope_theta=500_000.0, **LLAMA)
         return replace(base, **overrides)
+
+    @classmethod
+    def tiny_experts(cls, **overrides: Any) -> GPTConfig:
+        """`tiny_llama` with 8 experts, of which a token goes to 2."""
+        experts = Experts(num_experts=8, top_k=2, mlp_dim=64, bias_rate=0.001)
+        return replace(cls.tiny_llama(mlp_dim=None, experts=experts), **overrides)
 
     @classmethod
     def gpt2_124m(cls, **overrides: Any) -> GPTConfig:

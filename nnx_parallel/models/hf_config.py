@@ -1,7 +1,7 @@
 """Hugging Face's ``config.json`` of a language model, as a `GPTConfig`, and back.
 
-GPT-2, Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, and models of these types, such as
-SmolLM and Llama 3.1.
+GPT-2, Llama, Mistral, Mixtral, Qwen 2, 3 and 3 MoE, Gemma 2 and 3, and models of these
+types, such as SmolLM and Llama 3.1.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from nnx_parallel.layers.experts import Experts
 from nnx_parallel.models.gpt_config import GPTConfig, LayerKind
 from nnx_parallel.models.presets import LLAMA
 from nnx_parallel.models.rotary import RopeScaling
@@ -18,8 +19,10 @@ CLASSES = {
     "gpt2": "GPT2LMHeadModel",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
 }
@@ -41,14 +44,29 @@ _NEUTRAL = {
     "use_bidirectional_attention": False,
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
 }
 
 # What transformers takes for settings that a file leaves out, where it is no default of
 # ours: files of Gemma 3 and Mistral do leave them out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "mixtral": {
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rope_theta": 1e6,
+    },
     "qwen2": {"num_key_value_heads": 32},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "qwen3_moe": {
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": False,
+    },
     "gemma2": {
         "vocab_size": 256_000,
         "max_position_embeddings": 8192,
@@ -71,6 +89,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 
+_EXPERTS = ("mixtral", "qwen3_moe")
 _KINDS: dict[str, LayerKind] = {
     "sliding_attention": "local",
     "full_attention": "global",
@@ -150,9 +169,11 @@ def _of_llama(config: dict[str, Any], kind: str) -> dict[str, Any]:
         "norm_epsilon": config.get("rms_norm_eps", 1e-6),
         "tied": config.get("tie_word_embeddings", is_gemma),
         "qkv_bias": True if kind == "qwen2" else None,
-        "qk_norm": kind in ("qwen3", "gemma3_text"),
+        "qk_norm": kind in ("qwen3", "qwen3_moe", "gemma3_text"),
     }
     parts |= _rotation(config) | _windows(config, kind)
+    if kind in _EXPERTS:
+        parts |= {"mlp_dim": None, "experts": _experts(config, kind)}
     if is_gemma:
         parts |= {
             "activation": "geglu",
@@ -164,6 +185,21 @@ def _of_llama(config: dict[str, Any], kind: str) -> dict[str, Any]:
         parts["softcap"] = config.get("attn_logit_softcapping")
         parts["logit_softcap"] = config.get("final_logit_softcapping")
     return parts
+
+
+def _experts(config: dict[str, Any], kind: str) -> Experts:
+    if kind == "mixtral":
+        count, width = config["num_local_experts"], config["intermediate_size"]
+    else:
+        # transformers 5 writes the name of Mixtral too, and the default beside it.
+        count = config.get("num_local_experts", config["num_experts"])
+        width = config["moe_intermediate_size"]
+    return Experts(
+        num_experts=count,
+        top_k=config["num_experts_per_tok"],
+        mlp_dim=width,
+        normalise=config.get("norm_topk_prob", True),
+    )
 
 
 def _rotation(config: dict[str, Any]) -> dict[str, Any]:
@@ -236,8 +272,8 @@ def _windows(config: dict[str, Any], kind: str) -> dict[str, Any]:
 def config_to_hf(config: GPTConfig) -> dict[str, Any]:
     """The ``config.json`` of a model, as transformers 4.53 and later read it.
 
-    What belongs to training alone (dropout, remat, z-loss, the kernel of attention) is
-    left out.
+    What belongs to training alone (dropout, remat, losses that balance experts, the
+    kernel of attention) is left out.
 
     Raises:
         ValueError: If no model of transformers has this shape.
@@ -274,6 +310,9 @@ def _plain(config: GPTConfig) -> dict[str, Any]:
     found |= {"head_dim": sizes["head_dim"], "mlp_dim": sizes["mlp"]}
     found["qkv_bias"] = config.use_bias if config.qkv_bias is None else config.qkv_bias
     found["layer_kinds"] = config.kinds
+    if config.experts is not None:
+        training = {"balance_loss": 0.0, "balance_over": "sequence", "z_loss": 0.0}
+        found["experts"] = replace(config.experts, **training)
     scale = config.attention_scale or sizes["head_dim"] ** -0.5
     found["attention_scale"] = round(scale, 12)
     if config.positions == "learned":
@@ -328,10 +367,11 @@ def _to_llama(config: GPTConfig, kind: str) -> dict[str, Any]:
     if config.window is not None:
         theirs = {ours: name for name, ours in _KINDS.items()}
         found["sliding_window"] = config.window + 1
-        if kind != "mistral":  # whose layers all have it
+        if kind not in ("mistral", "mixtral"):  # whose layers all have it
             found["layer_types"] = [theirs[each] for each in config.kinds]
     if kind.startswith("qwen"):
         found["use_sliding_window"] = config.window is not None
+    found |= _experts_to_hf(config, kind)
     if kind.startswith("gemma"):
         scale = config.attention_scale or sizes["head_dim"] ** -0.5
         found |= {
@@ -347,3 +387,21 @@ def _to_llama(config: GPTConfig, kind: str) -> dict[str, Any]:
             "sliding_attention": {"rope_type": "default", "rope_theta": local},
         }
     return found
+
+
+def _experts_to_hf(config: GPTConfig, kind: str) -> dict[str, Any]:
+    if (experts := config.experts) is None:
+        return {}
+    found: dict[str, Any] = {
+        "num_experts_per_tok": experts.top_k,
+        "num_local_experts": experts.num_experts,
+    }
+    if kind == "mixtral":
+        return found
+    return found | {
+        "num_experts": experts.num_experts,
+        "moe_intermediate_size": experts.mlp_dim,
+        "norm_topk_prob": experts.normalise,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }

@@ -1,9 +1,10 @@
 """Names of the arrays of a `GPT` in the files of transformers, family by family.
 
 An entry is ``(our path, their name, pattern)``. ``{}`` in their name is the number of
-the layer, which is the first dim of our array. The pattern, of einops, makes their
-array ours; dims have the names of `GPTConfig.sizes`. In front of it, ``part 1 of 3:``
-says that theirs holds three arrays of ours along the first dim of the result, ``n``.
+the layer, which is the first dim of our array; a second one is that of the expert, the
+next dim. The pattern, of einops, makes their array ours; dims have the names of
+`GPTConfig.sizes`. In front of it, ``part 1 of 3:`` says that theirs holds three arrays
+of ours along the first dim of the result, ``n``.
 """
 
 from nnx_parallel.models.gpt_config import GPTConfig
@@ -59,9 +60,12 @@ def _of_llama(config: GPTConfig) -> tuple[Entry, ...]:
         found.append((f"{attention}{ours}.kernel", f"{path}weight", _KERNELS[ours]))
         if config.qkv_bias and ours in _BIASES:
             found.append((f"{attention}{ours}.bias", f"{path}bias", _BIASES[ours]))
-    for ours in ("up", "gate", "down"):
-        name = f"{theirs}mlp.{ours}_proj.weight"
-        found.append((f"{mlp}{ours}.kernel", name, _KERNELS[ours]))
+    if config.experts is not None:
+        found += _of_experts(config)
+    else:
+        for ours in ("up", "gate", "down"):
+            name = f"{theirs}mlp.{ours}_proj.weight"
+            found.append((f"{mlp}{ours}.kernel", name, _KERNELS[ours]))
     norms = {"attention_norm": "input", "mlp_norm": "post_attention"}
     if config.post_norms:
         norms = {
@@ -82,6 +86,20 @@ def _of_llama(config: GPTConfig) -> tuple[Entry, ...]:
     if not config.tied:
         found.append(("head.kernel", "lm_head.weight", "vocab embed -> embed vocab"))
     return tuple(found)
+
+
+def _of_experts(config: GPTConfig) -> list[Entry]:
+    """Of the MLPs of Mixtral and Qwen3-MoE."""
+    is_mixtral = config.nearest_type == "mixtral"
+    path = "model.layers.{}." + ("block_sparse_moe" if is_mixtral else "mlp")
+    mixtral = {"up": "w3", "gate": "w1", "down": "w2"}
+    names = mixtral if is_mixtral else {ours: f"{ours}_proj" for ours in mixtral}
+    mlp, router = f"{_LAYER}mlp.", "expert embed -> embed expert"
+    found = [(f"{mlp}router", f"{path}.gate.weight", router)]
+    for ours, name in names.items():
+        theirs = f"{path}.experts.{{}}.{name}.weight"
+        found.append((f"{mlp}{ours}", theirs, _KERNELS[ours]))
+    return found
 
 
 def _of_gpt2(config: GPTConfig) -> tuple[Entry, ...]:

@@ -4,8 +4,10 @@ Sizes are those of each model's ``config.json`` on the Hugging Face hub; a test 
 the number of parameters with the published one.
 """
 
+from dataclasses import replace
 from typing import Any
 
+from nnx_parallel.layers.experts import Experts
 from nnx_parallel.models.rotary import RopeScaling
 
 LLAMA: dict[str, Any] = {
@@ -73,6 +75,38 @@ _SMOLLM = LLAMA | {
     "tied": True,
 }
 
+_2_OF_8 = Experts(num_experts=8, top_k=2, mlp_dim=14_336, balance_loss=0.02)
+_8_OF_128 = Experts(num_experts=128, top_k=8, mlp_dim=768, balance_loss=0.001)
+_MIXTRAL = LLAMA | {
+    "vocab_size": 32_000,
+    "seq_len": 32_768,
+    "rope_theta": 1e6,
+    "experts": _2_OF_8,
+}
+_QWEN_3_EXPERTS = _QWEN_3 | {
+    "experts": _8_OF_128,
+}
+# With key heads in place of its latent attention.
+_DEEPSEEK_V3 = LLAMA | {
+    "vocab_size": 129_280,
+    "seq_len": 4096,
+    "norm_epsilon": 1e-6,
+    "head_dim": 128,
+    "dense_layers": 3,
+    "experts": Experts(
+        num_experts=256,
+        top_k=8,
+        mlp_dim=2048,
+        shared_dim=2048,
+        scores="sigmoid",
+        scale=2.5,
+        num_groups=8,
+        top_groups=4,
+        bias_rate=0.001,
+        balance_loss=0.0001,
+    ),
+}
+
 _SHAPE = ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "mlp_dim")
 
 
@@ -110,6 +144,20 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-8b": _sized(_QWEN_3, "36 4096 32 8 12288"),
     "qwen3-14b": _sized(_QWEN_3, "40 5120 40 8 17408"),
     "qwen3-32b": _sized(_QWEN_3, "64 5120 64 8 25600"),
+    "mixtral-8x7b": _sized(_MIXTRAL, "32 4096 32 8"),
+    "mixtral-8x22b": _sized(
+        _MIXTRAL,
+        "56 6144 48 8",
+        seq_len=65_536,
+        experts=replace(_2_OF_8, mlp_dim=16_384),
+    ),
+    "qwen3-30b-a3b": _sized(_QWEN_3_EXPERTS, "48 2048 32 4"),
+    "qwen3-235b-a22b": _sized(
+        _QWEN_3_EXPERTS,
+        "94 4096 64 4",
+        experts=replace(_8_OF_128, mlp_dim=1536),
+    ),
+    "deepseek-v3-like": _sized(_DEEPSEEK_V3, "61 7168 64 8 18432"),
     "gemma2-2b": _sized(_GEMMA_2, "26 2304 8 4 9216"),
     "gemma2-9b": _sized(_GEMMA_2, "42 3584 16 8 14336"),
     "gemma2-27b": _sized(

@@ -16,13 +16,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import jax
+import numpy as np
 from flax import nnx
 
 from nnx_parallel.layers import named
+from nnx_parallel.models.hf_vision import (
+    resnet_counters,
+    resnet_from_hf,
+    resnet_names,
+    resnet_to_hf,
+)
 from nnx_parallel.sharding import constrain
+from nnx_parallel.weights.files import find_folder, read_config
+from nnx_parallel.weights.pretrained import Pretrained
 
 BlockKind = Literal["basic", "bottleneck"]
 
@@ -109,6 +119,7 @@ def _conv(
         out_channels,
         (size, size),
         strides=stride,
+        padding=size // 2,  # on both sides, as published weights were trained
         use_bias=False,  # the norm behind it would take it out again
         kernel_init=named(init, None, None, *names),
         rngs=rngs,
@@ -220,8 +231,56 @@ class ResNet(nnx.Module):
         """(batch, height, width, 3) to logits (batch, classes)."""
         x = self.config.activation(self.stem_norm(self.stem(images)))
         if not self.config.is_small:
-            x = nnx.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
+            padding: Any = ((1, 1), (1, 1))  # as PyTorch's; "SAME" pads one end alone
+            x = nnx.max_pool(x, (3, 3), strides=(2, 2), padding=padding)
         x = constrain(x, "batch", None, None, None)
         for block in self.blocks:
             x = block(x)
         return self.head(x.mean(axis=(1, 2)))  # (batch, channels) -> (batch, classes)
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | Path, *, dtype: Any = None, **overrides: Any
+    ) -> Pretrained:
+        """A model with the weights of a ``ResNetForImageClassification``.
+
+        Those of transformers, such as ``microsoft/resnet-50``, with the statistics of
+        its norms. Its images have the mean and deviation that
+        ``preprocessor_config.json`` says.
+
+        Args:
+            path: As in `GPT.from_pretrained`.
+            dtype: As in `Pretrained`.
+            overrides: Fields of the `ResNetConfig` to set. With another
+                ``num_classes`` the head is a new one.
+
+        Returns:
+            What ``Trainer(model=...)`` takes: each device reads its shards.
+
+        Raises:
+            ValueError: If the config is that of another kind of model.
+            WeightsError: If files are damaged, or config and files disagree.
+        """
+        folder = find_folder(path)
+        saved = ResNetConfig(**resnet_from_hf(read_config(folder)))
+        config = replace(saved, **overrides)
+        return Pretrained(
+            lambda rngs: cls(config, rngs=rngs),
+            folder,
+            resnet_names(config),
+            dtype=dtype,
+            ignored=r"\.num_batches_tracked$",
+            new=None if config.num_classes == saved.num_classes else r"^head\.",
+        )
+
+    def names_in_files(self) -> tuple[tuple[str, str, str], ...]:
+        """The table of names of its parameters in files of transformers."""
+        return resnet_names(self.config)
+
+    def config_in_files(self) -> dict[str, Any]:
+        """Its ``config.json``, as transformers reads it."""
+        return resnet_to_hf(self.config)
+
+    def constants_in_files(self) -> dict[str, np.ndarray]:
+        """The norms' counters of steps, which nothing here counts: zeros."""
+        return {name: np.zeros((), np.int64) for name in resnet_counters(self.config)}

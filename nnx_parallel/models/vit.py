@@ -13,7 +13,8 @@ References:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,13 @@ from einops import rearrange
 from flax import nnx
 
 from nnx_parallel.layers import Dense, Embed, Stack, attention, named
+from nnx_parallel.models.hf_vision import vit_from_hf, vit_names, vit_to_hf
 from nnx_parallel.sharding import constrain
+from nnx_parallel.weights.files import find_folder, read_config
+from nnx_parallel.weights.pretrained import Pretrained
+
+Pool = Literal["mean", "class"]
+_SIZES = ("num_layers", "embed_dim", "num_heads")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +44,10 @@ class ViTConfig:
         num_heads: Heads of attention; they divide the width.
         mlp_dim: Width inside an MLP; ``None``: ``4 * embed_dim``.
         dropout: Probability of dropping an output of attention and MLP.
+        pool: What the head gets: the mean of the patches' outputs, or the output of a
+            learned class token in front of them [1], as published weights have it.
+        norm_epsilon: Added to variances.
+        exact_gelu: Without the approximation by ``tanh``.
 
     Raises:
         ValueError: If a value is out of range, or sizes do not divide.
@@ -54,10 +65,18 @@ class ViTConfig:
     num_heads: int
     mlp_dim: int | None = None
     dropout: float = 0.0
+    pool: Pool = "mean"
+    norm_epsilon: float = 1e-6
+    exact_gelu: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if name not in ("dropout", "mlp_dim") and value < 1:
+        if self.pool not in get_args(Pool):
+            raise ValueError(
+                f"ViTConfig.pool is {self.pool!r}; it must be one of {get_args(Pool)}."
+            )
+        for name in ("image_size", "patch_size", "num_classes", *_SIZES):
+            value = getattr(self, name)
+            if value < 1:
                 raise ValueError(f"ViTConfig.{name} is {value}; it must be at least 1.")
         if not 0 <= self.dropout < 1:
             raise ValueError(
@@ -73,8 +92,13 @@ class ViTConfig:
 
     @property
     def num_patches(self) -> int:
-        """Length of the sequence."""
+        """Number of patches of an image."""
         return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def seq_len(self) -> int:
+        """Length of the sequence: the patches, and a class token if there is one."""
+        return self.num_patches + (self.pool == "class")
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -92,7 +116,8 @@ class ViTConfig:
         embed, mlp = self.embed_dim, self.sizes["mlp"]
         attention = 4 * embed * (embed + 1)
         block = attention + 2 * embed * mlp + mlp + embed + 4 * embed
-        patches = 3 * self.patch_size**2 * embed + embed + self.num_patches * embed
+        patches = 3 * self.patch_size**2 * embed + embed + self.seq_len * embed
+        patches += embed if self.pool == "class" else 0
         return (
             self.num_layers * block
             + patches
@@ -138,7 +163,7 @@ class ViTConfig:
 def _norm(config: ViTConfig, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
     return nnx.LayerNorm(
         config.embed_dim,
-        epsilon=1e-6,
+        epsilon=config.norm_epsilon,
         scale_init=named(nnx.initializers.ones_init(), "embed"),
         bias_init=named(nnx.initializers.zeros_init(), "embed"),
         rngs=rngs,
@@ -165,6 +190,7 @@ class Block(nnx.Module):
         self.mlp_norm = _norm(config, rngs=rngs)
         self.up = dense("embed", "mlp")
         self.down = dense("mlp", "embed")
+        self.exact_gelu = config.exact_gelu
         self.dropout = nnx.Dropout(
             config.dropout, rngs=rngs if config.dropout else None
         )
@@ -180,14 +206,13 @@ class Block(nnx.Module):
         attended = self.out(attention(query, key, value))
         x = constrain(x + self.dropout(attended), "batch", "seq", "embed")
         hidden = constrain(self.up(self.mlp_norm(x)), "batch", "seq", "mlp")
-        x = x + self.dropout(self.down(jax.nn.gelu(hidden)))
+        hidden = jax.nn.gelu(hidden, approximate=not self.exact_gelu)
+        x = x + self.dropout(self.down(hidden))
         return constrain(x, "batch", "seq", "embed")
 
 
 class ViT(nnx.Module):
     """A vision transformer: images to logits. Train with `classification_loss`.
-
-    The patches' outputs are averaged; there is no class token.
 
     Args:
         config: Its shape.
@@ -208,8 +233,14 @@ class ViT(nnx.Module):
             bias_init=named(nnx.initializers.zeros_init(), "embed"),
             rngs=rngs,
         )
+        zeros = named(nnx.initializers.zeros_init(), "embed")
+        self.class_token = (
+            nnx.Param(zeros(jax.random.key(0), (config.embed_dim,)))
+            if config.pool == "class"
+            else None
+        )
         self.positions = Embed(
-            config.num_patches, config.embed_dim, rngs=rngs, vocab_name="seq"
+            config.seq_len, config.embed_dim, rngs=rngs, vocab_name="seq"
         )
         self.blocks = Stack(
             lambda rngs: Block(config, rngs=rngs), config.num_layers, rngs=rngs
@@ -239,7 +270,53 @@ class ViT(nnx.Module):
         # (batch, height, width, 3) -> (batch, seq, 3 * patch ** 2)
         split = "b (h p) (w q) c -> b (h w) (p q c)"
         x = self.patches(rearrange(images, split, p=patch, q=patch))
-        x = x + self.positions(jnp.arange(self.config.num_patches)[None, :])
+        if self.class_token is not None:
+            token = self.class_token[...].astype(x.dtype)
+            token = jnp.broadcast_to(token, (len(x), 1, x.shape[-1]))
+            x = jnp.concatenate([token, x], axis=1)
+        x = x + self.positions(jnp.arange(self.config.seq_len)[None, :])
         x = self.blocks(constrain(x, "batch", "seq", "embed"))
-        x = constrain(self.norm(x).mean(axis=1), "batch", "embed")
-        return constrain(self.head(x), "batch", None)
+        x = self.norm(x)
+        pooled = x.mean(axis=1) if self.class_token is None else x[:, 0]
+        return constrain(self.head(constrain(pooled, "batch", "embed")), "batch", None)
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | Path, *, dtype: Any = None, **overrides: Any
+    ) -> Pretrained:
+        """A model with the weights of a ``ViTForImageClassification`` of transformers.
+
+        Its images have the mean and deviation that ``preprocessor_config.json`` says.
+
+        Args:
+            path: As in `GPT.from_pretrained`.
+            dtype: As in `Pretrained`.
+            overrides: Fields of the `ViTConfig` to set. With another ``num_classes``
+                the head is a new one.
+
+        Returns:
+            What ``Trainer(model=...)`` takes: each device reads its shards.
+
+        Raises:
+            ValueError: If the config is that of another kind of model.
+            WeightsError: If files are damaged, or config and files disagree.
+        """
+        folder = find_folder(path)
+        saved = ViTConfig(**vit_from_hf(read_config(folder)))
+        config = replace(saved, **overrides)
+        return Pretrained(
+            lambda rngs: cls(config, rngs=rngs),
+            folder,
+            vit_names(config),
+            dtype=dtype,
+            ignored=r"^vit\.pooler\.",
+            new=None if config.num_classes == saved.num_classes else r"^head\.",
+        )
+
+    def names_in_files(self) -> tuple[tuple[str, str, str], ...]:
+        """The table of names of its parameters in files of transformers."""
+        return vit_names(self.config)
+
+    def config_in_files(self) -> dict[str, Any]:
+        """Its ``config.json``, as transformers reads it."""
+        return vit_to_hf(self.config)

@@ -28,7 +28,7 @@ from nnx_parallel.layers.jaxprs import (
     walk,
     warn_of_effects,
 )
-from nnx_parallel.layers.scan import StackCall
+from nnx_parallel.layers.scan import StackCall, run_layers
 from nnx_parallel.sharding.model import Path
 from nnx_parallel.sharding.names import dotted, is_inexact
 
@@ -45,7 +45,11 @@ _ON_A_MESH = {"sharding_constraint", "shard_map", "reshard", "mesh_cast"}
 
 
 def record(call: StackCall) -> tuple[Any, dict, None]:
-    """A runner that leaves one equation in place of the layers."""
+    """A runner that leaves one equation in place of the layers that run in stages."""
+    if not any(place.is_staged for place in call.placements.values()):
+        return run_layers(call)
+    places = {path: place.in_stage() for path, place in call.placements.items()}
+    call = replace(call, placements=places)
     call = replace(call, x=jax.tree.map(jnp.asarray, call.x))
     x, leaves = jax.tree.leaves(call.x), jax.tree.leaves((call.x, call.args))
     arrays = [a for a in leaves if isinstance(a, jax.Array)]

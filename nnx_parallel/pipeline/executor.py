@@ -199,13 +199,17 @@ class Executor:
         activations = read_slot(memory.inputs, slots.forward_input)
         if self.table.is_forward_only:
             activations = run_if(
-                is_any, lambda: self.stage.run(chunk, activations)[0], scope="forward"
+                is_any,
+                lambda: self.stage.run(chunk, activations, slots.forward_layers)[0],
+                scope="forward",
             )
             received = self._send(activations, 1)
             memory = replace(memory, received=received)
             return layers.state, (memory, activations)
         activations, state, stash = run_if(
-            is_any, lambda: self.stage.forward(chunk, activations), scope="forward"
+            is_any,
+            lambda: self.stage.forward(chunk, activations, slots.forward_layers),
+            scope="forward",
         )
         memory = replace(
             memory,
@@ -249,7 +253,8 @@ class Executor:
             add = self._chunks.adder(slots.backward_input_chunk)
 
         def run() -> tuple:
-            return self.stage.backward(chunk, stash, cotangents, grads, add)
+            count = slots.backward_layers
+            return self.stage.backward(chunk, stash, cotangents, grads, add, count)
 
         # Without a slot the gradients pass through as they are: zeros for them would be
         # a second buffer.

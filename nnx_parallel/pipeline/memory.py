@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nnx_parallel.pipeline.division import Division
 from nnx_parallel.schedules.slots import KINDS, Slots
 from nnx_parallel.schedules.table import Buffers, Table
 
@@ -184,7 +185,8 @@ class StageSlots(NamedTuple):
     """Chunks of layers and memory slots of each stage in a tick, or -1.
 
     Arrays of shape (ticks, stages) in all, (stages,) in a tick, () inside a stage. The
-    meaning of each is that of the same field of `Buffers`.
+    meaning of each is that of the same field of `Buffers`; where stages have different
+    numbers of layers, the last two are those of the slot's chunk.
     """
 
     backward_cotangent: Any
@@ -200,6 +202,8 @@ class StageSlots(NamedTuple):
     receive_cotangent: Any
     receive_input: Any
     weight_pending: Any
+    forward_layers: Any = None
+    backward_layers: Any = None
 
 
 class MeshSlots(NamedTuple):
@@ -227,9 +231,13 @@ class TickSlots(NamedTuple):
     mesh: MeshSlots
 
     @classmethod
-    def of(cls, table: Table, buffers: Buffers) -> TickSlots:
+    def of(cls, table: Table, buffers: Buffers, division: Division) -> TickSlots:
         """The slots of all ticks of a table."""
         arrays = vars(buffers) | {f"{k}_chunk": getattr(table, k).chunk for k in KINDS}
+        arrays["forward_layers"] = arrays["backward_layers"] = None
+        if not division.is_even:
+            arrays["forward_layers"] = _layers(table.forward, division)
+            arrays["backward_layers"] = _layers(table.backward_input, division)
 
         def at(slots: Slots, stage: int, chunk: int) -> np.ndarray:
             """The microbatch of one chunk of a stage in each tick, or -1."""
@@ -246,6 +254,13 @@ class TickSlots(NamedTuple):
         )
         stages = StageSlots(**{name: arrays[name] for name in StageSlots._fields})
         return cls(stages, mesh)
+
+
+def _layers(slots: Slots, division: Division) -> np.ndarray:
+    """Layers of the chunk in each slot, of shape (ticks, stages)."""
+    stage = np.arange(division.num_stages)
+    # Without a slot any number does: its results are thrown away.
+    return division.counts[np.maximum(slots.chunk, 0) * division.num_stages + stage]
 
 
 @jax.tree_util.register_dataclass

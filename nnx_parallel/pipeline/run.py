@@ -16,14 +16,20 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.data.rows import count_rows, split_rows
 from nnx_parallel.errors import PipelineError, ScheduleError
-from nnx_parallel.layers.blocks import find_blocks
 from nnx_parallel.layers.jaxprs import Layers, trace
-from nnx_parallel.layers.stack import Stack, using_runner
+from nnx_parallel.layers.stack import using_runner
 from nnx_parallel.metrics import Mean
 from nnx_parallel.pipeline.cut import calls_stack, record
+from nnx_parallel.pipeline.division import (
+    Division,
+    check_stacks,
+    describe_stacks,
+    find_stack,
+)
 from nnx_parallel.pipeline.executor import Executor
 from nnx_parallel.pipeline.memory import (
     TickSlots,
@@ -46,6 +52,7 @@ from nnx_parallel.sharding.constrain import using
 from nnx_parallel.sharding.layout import Execution
 from nnx_parallel.sharding.model import Path, nest
 from nnx_parallel.sharding.names import dotted, is_inexact
+from nnx_parallel.sharding.placement import Staged
 from nnx_parallel.state import StatePlan, TrainState
 
 Gather = Literal["microbatch", "step"]
@@ -60,58 +67,34 @@ class PipelineSchedule(Execution):
         schedule: Makes the table.
         stash: What a stage keeps of a microbatch between its slots.
         gather: How often weights that FSDP shards are gathered.
+        stack: Path of the stack that runs in stages; ``None``: the largest.
     """
 
     axis: str
     schedule: Schedule
     stash: Stash
     gather: Gather
+    stack: str | None = None
 
     def check(self, model: nnx.Module, mesh: Mesh) -> None:
-        """Refuses a model whose one `Stack` does not divide into stages.
+        """Refuses a model without a `Stack` of enough layers (`check_stacks`)."""
+        check_stacks(model, self.stack, self._parts(mesh))
 
-        Raises:
-            PipelineError: If the model has no stack or several, or its number of layers
-                is no multiple of stages times chunks.
-        """
-        num_stages, num_chunks = mesh.shape[self.axis], self.schedule.chunks
-        stacks = {
-            dotted(path): module
-            for path, module in nnx.iter_modules(model)
-            if isinstance(module, Stack)
-        }
-        # The loss is cut at the call of the stack, so that there can be only one.
-        if not stacks:
-            raise PipelineError(
-                f"{type(model).__name__} has no Stack. A Pipeline spreads the layers "
-                "of one nnx_parallel.layers.Stack over its stages: put the model's "
-                "repeated blocks into one Stack, as Stack.of(blocks) does"
-                f"{_hint(model)}; or use FSDP or TensorParallel, which need none."
-            )
-        if len(stacks) > 1:
-            paths = sorted(stacks)
-            raise PipelineError(
-                f"{type(model).__name__} has Stacks {paths}, of "
-                f"{[stacks[path].num_layers for path in paths]} layers. A Pipeline "
-                "spreads the layers of one Stack over its stages: there is no schedule "
-                "for two, such as an encoder and a decoder. Keep the one that costs "
-                "most, and take the others apart, nnx.List(stack.unstack()): these "
-                "blocks then run before or after the pipeline, on all devices. Or use "
-                "FSDP or TensorParallel, which take any number."
-            )
-        (path, stack), *_ = stacks.items()
-        # Each chunk of each stage is as many layers as any other: all run one program.
-        count, parts = stack.num_layers, num_stages * num_chunks
-        if count % parts:
-            valid = [n for n in range(1, count + 1) if count % (n * num_chunks) == 0]
-            multiples = [count // parts * parts or parts, (count // parts + 1) * parts]
-            raise PipelineError(
-                f"`{path}` has {count} layers, which {num_stages} stages of "
-                f"{num_chunks} chunks cannot share evenly. With {count} layers and "
-                f"{num_chunks} chunks the number of stages can be {valid or 'none'}; "
-                f"with {parts} parts the number of layers can be "
-                f"{sorted(set(multiples))}."
-            )
+    def find_staged(self, model: nnx.Module, mesh: Mesh) -> Staged | None:
+        """The stack of most parameters, or of the path that is given."""
+        if (found := find_stack(model, self.stack)) is None:
+            return None
+        path, stack = found
+        division = Division(stack.num_layers, *self._parts(mesh))
+        return Staged(path, division.is_even)
+
+    def describe(self, model: nnx.Module, mesh: Mesh) -> tuple[str, ...]:
+        """Layers that stages share unevenly, and stacks around the pipeline."""
+        return describe_stacks(model, self.stack, self._parts(mesh))
+
+    def _parts(self, mesh: Mesh) -> tuple[int, int]:
+        """Numbers of stages and of chunks of each."""
+        return mesh.shape[self.axis], self.schedule.chunks
 
     def merge(
         self, plan: StatePlan, params: dict, variables: dict, *, training: bool
@@ -173,18 +156,6 @@ class PipelineSchedule(Execution):
         return join(PipelinedFunction(plan, self, run, inputs, table).outputs())
 
 
-def _hint(model: nnx.Module) -> str:
-    """The line that makes a stack of a model's list of blocks; empty if it has none."""
-    path, count = find_blocks(model)
-    if not count:
-        return ""
-    code = "model" + "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path)
-    return (
-        f" (`{dotted(path)}` has {count} alike: if a loop passes x through them all, "
-        f"{code} = nnx.List([Stack.of({code})]) is enough)"
-    )
-
-
 @dataclass(eq=False)
 class PipelinedFunction:
     """A function of a model, cut at its stack and bound to a schedule.
@@ -220,10 +191,12 @@ class PipelinedFunction:
                 "its attribute `chunks`, and fill the table it is asked for."
             )
         buffers = plan_buffers(table)
-        self._ticks = TickSlots.of(table, buffers)
         ends = PrologueEpilogue(self.function, self.inputs, layout, buffers, axis)
         self._ends, self._paths = ends, ends.cut.layer_paths
         arrays = self.inputs.params | self.inputs.variables
+        first = arrays[next(iter(self._paths.values()))]
+        self._division = Division(len(first), table.num_stages, table.num_chunks)
+        self._ticks = TickSlots.of(table, buffers, self._division)
         # Blocks place activations by the layout that is active at their trace.
         with using(layout):
             self._stage = Stage(
@@ -299,7 +272,7 @@ class PipelinedFunction:
             outputs=self._output_slots(),
             grads={path: self._zero(path, x) for path, x in ends.params.items()},
             layer_grads={
-                key: self._zero(self._paths[key], x)
+                key: self._zero(self._paths[key], x, is_layers=True)
                 for key, x in layers.trained.items()
             },
             in_flight=(in_flight := ends.make_in_flight()),
@@ -315,7 +288,7 @@ class PipelinedFunction:
         with using(self.plan.layout):
             state, _ = jax.lax.scan(tick, state, self._ticks)
         stacked = (state.layer_grads, state.layer_state)
-        layer_grads, layer_state = executor.permute(stacked, back=True)
+        layer_grads, layer_state = self._to_store(*stacked)
         grads = dict(state.grads)
         for key, x in layer_grads.items():
             path = self._paths[key]
@@ -356,9 +329,11 @@ class PipelinedFunction:
         grads = ends.go_back(mesh.returns, state, cotangents)
         return replace(state, grads=grads), None
 
-    def _zero(self, path: Path, x: jax.Array) -> jax.Array:
+    def _zero(self, path: Path, x: jax.Array, *, is_layers: bool = False) -> jax.Array:
         """Where a gradient is summed, in the spec and the dtype of gradients."""
         spec = self.plan.placements[path].gradient
+        if is_layers and not self._division.is_even:
+            spec = self._in_stages(path, "gradient")
         # Not in the dtype of the computation: bfloat16 would round off small terms.
         return jax.lax.with_sharding_constraint(
             jnp.zeros(x.shape, self.plan.precision.gradient_dtype(x.dtype)),
@@ -377,14 +352,41 @@ class PipelinedFunction:
         """The layers where the schedule runs them, gathered if once is enough."""
         plan, arrays = self.plan, dict(self._stage.arrays)
         gathers = self.pipeline.gather == "step"
+        is_even, params = self._division.is_even, sorted(self._ends.cut.call.params)
         # With one chunk the layers lie where they run, and nothing is sent.
-        if gathers or self.table.num_chunks > 1:
-            for key in sorted(self._ends.cut.call.params):
+        if gathers or self.table.num_chunks > 1 or not is_even:
+            for key in params:
                 # What is sent is sent in the dtype of the computation: half the bytes.
                 arrays[key] = cast_floating(arrays[key], plan.precision.compute)
-                if gathers:
-                    used = plan.placements[self._paths[key]].used
-                    arrays[key] = jax.lax.with_sharding_constraint(
-                        arrays[key], plan.layout.sharding(used)
-                    )
-        return self._executor.permute(self._stage.split(arrays))
+        for key in params if gathers and is_even else ():
+            used = plan.layout.sharding(plan.placements[self._paths[key]].used)
+            arrays[key] = jax.lax.with_sharding_constraint(arrays[key], used)
+        if is_even:
+            return self._executor.permute(self._stage.split(arrays))
+        for key, x in arrays.items():
+            role = "used" if gathers and key in params else "stored"
+            spec = self._in_stages(self._paths[key], role)
+            stored = plan.placements[self._paths[key]].stored
+            arrays[key] = self._division.to_stages(
+                x, plan.layout.sharding(stored), plan.layout.sharding(spec)
+            )
+        return self._stage.split(arrays)
+
+    def _to_store(self, grads: dict, state: dict) -> tuple[dict, dict]:
+        """Gradients and state of the layers, in the layers' order as it is stored."""
+        if self._division.is_even:
+            return self._executor.permute((grads, state), back=True)
+
+        def store(key: Any, x: jax.Array, role: str) -> jax.Array:
+            spec = getattr(self.plan.placements[self._paths[key]], role)
+            return self._division.to_store(x, self.plan.layout.sharding(spec))
+
+        return (
+            {key: store(key, x, "gradient") for key, x in grads.items()},
+            {key: store(key, x, "stored") for key, x in state.items()},
+        )
+
+    def _in_stages(self, path: Path, role: str) -> P:
+        """The spec of layers that stages share unevenly, where these run."""
+        spec = getattr(self.plan.placements[path].in_stage(), role)
+        return P(self.pipeline.axis, *spec[1:])

@@ -27,6 +27,10 @@ from nnx_parallel.sharding.names import dotted
 
 Stash = Literal["policy", "inputs"]
 
+# How many of the layers there are to run, and whether a layer is one; ``None``: all.
+Count = jax.Array | None
+Mark = jax.Array | None
+
 # ``(totals of all layers, gradients of one layer, its index) -> totals``. A layer's
 # gradients are added as soon as they are there, to a carry that is changed in place:
 # what a scan stacks has memory of its own until it is added to something (0.3 of 2.8
@@ -112,36 +116,46 @@ class Stage:
             state={k: arrays[k] for k in state},
         )
 
-    def run(self, layers: Layers, activations: list) -> tuple[list, dict]:
-        """Runs the layers: the activations to send on, and the layers' state."""
+    def run(
+        self, layers: Layers, activations: list, count: Count = None
+    ) -> tuple[list, dict]:
+        """Runs the layers: the activations to send on, and the layers' state.
+
+        Those from the ``count``-th on leave the activations as they are.
+        """
         x, args = self._split_args(activations)
 
-        def step(x: list, layer: Layers) -> tuple[list, dict]:
+        def step(x: list, xs: tuple[Layers, Mark]) -> tuple[list, dict]:
             # Cast, and gathered by the block, one layer at a time.
-            layer = self._cast_layers(layer)
+            layer = self._cast_layers(xs[0])
             active, rest = self._partition(layer, [*x, *args])
-            return self._rematted(layer.trained, active, rest)
+            out, state = self._rematted(layer.trained, active, rest)
+            return _choose(xs[1], out, x), state
 
         # xs: (layers of the chunk, ...)
-        x, state = jax.lax.scan(step, x, layers)
+        x, state = jax.lax.scan(step, x, (layers, _marks(layers, count)))
         return [*x, *args], state
 
-    def forward(self, layers: Layers, activations: list) -> tuple[list, dict, Any]:
+    def forward(
+        self, layers: Layers, activations: list, count: Count = None
+    ) -> tuple[list, dict, Any]:
         """Runs the layers before a backward pass: as `run`, and the stash."""
         if self.stash == "inputs":
-            return *self.run(layers, activations), (layers.state, activations)
-        return self._forward_saving(layers, activations)
+            return *self.run(layers, activations, count), (layers.state, activations)
+        return self._forward_saving(layers, activations, count)
 
     def _forward_saving(
-        self, layers: Layers, activations: list
+        self, layers: Layers, activations: list, count: Count
     ) -> tuple[list, dict, Any]:
         x, args = self._split_args(activations)
 
-        def step(x: list, layer: Layers) -> tuple[list, Any]:
-            x, *kept = self._residuals.forward(self._cast_layers(layer), x, args)
-            return x, kept
+        def step(x: list, xs: tuple[Layers, Mark]) -> tuple[list, Any]:
+            layer = self._cast_layers(xs[0])
+            out, *kept = self._residuals.forward(layer, x, args)
+            return _choose(xs[1], out, x), kept
 
-        x, (state, saved) = jax.lax.scan(step, x, layers)
+        xs = (layers, _marks(layers, count))
+        x, (state, saved) = jax.lax.scan(step, x, xs)
         return [*x, *args], state, (args, saved)
 
     def backward(
@@ -151,6 +165,7 @@ class Stage:
         cotangents: list,
         totals: dict | None = None,
         add: Add | None = None,
+        count: Count = None,
     ) -> tuple[dict | None, list, Any]:
         """From the last layer to the first.
 
@@ -160,6 +175,8 @@ class Stage:
             cotangents: Of the activations that were sent on.
             totals: Gradients of weights so far.
             add: Adds those of a layer; ``None`` leaves them to `backward_weight`.
+            count: As in `run`. All layers have gradients of weights; those from the
+                ``count``-th on belong to none.
 
         Returns:
             The totals, the cotangents to send back, and what `backward_weight` needs.
@@ -168,23 +185,26 @@ class Stage:
             # With the state as it was, so that dropout draws the same masks again.
             state, activations = stash
             layers = replace(layers, state=state)
-            stash = self._forward_saving(layers, activations)[2]
+            stash = self._forward_saving(layers, activations, count)[2]
         args, saved = stash
         run = self._layer_backward if add else self._backward_parts.run_input
 
         # carry: cotangents of x, sums of those of the arguments, totals
         def step(carry: tuple[list, list, Any], xs: Any) -> tuple[Any, Any]:
-            layer, saved, index = self._cast_layers(xs[0]), xs[1], xs[2]
+            (layer, saved, index), mark = xs
+            layer = self._cast_layers(layer)
             grads_x, grads_args, totals = carry
             kept = (layer.fixed, saved, args, grads_x)
-            (grads_x, more), own = run(layer.trained, kept)
-            grads_args = [a + b for a, b in zip(grads_args, more, strict=True)]
+            (new, more), own = run(layer.trained, kept)
+            grads_x = _choose(mark, new, grads_x)
+            added = [a + b for a, b in zip(grads_args, more, strict=True)]
+            grads_args = _choose(mark, added, grads_args)
             if add is None:
                 return (grads_x, grads_args, totals), own
             return (grads_x, grads_args, add(totals, own, index)), None
 
         carry = (*self._split_args(cotangents), totals)
-        xs = _numbered(layers, saved)
+        xs = (_numbered(layers, saved), _marks(layers, count))
         carry, pending = jax.lax.scan(step, carry, xs, reverse=True)
         grads_x, grads_args, totals = carry
         return totals, [*grads_x, *grads_args], pending
@@ -233,7 +253,7 @@ class Stage:
         if not others:
             return
         inputs = set(jax.tree.leaves(self._layer.inputs))
-        if found := _computed_indices(self._layer.eqns, inputs):
+        if found := _computed_indices(self._layer.eqns, inputs, {*others}):
             raise PipelineError(
                 f"A block of the Stack indexes an array by computed indices (JAX's "
                 f"{sorted(set(found))}, as x[indices], jnp.take or x.at[indices].set "
@@ -314,6 +334,21 @@ def _like(new: jax.Array, old: jax.Array, key: Any) -> jax.Array:
     return new if new.dtype == old.dtype else new.astype(old.dtype)
 
 
+def _marks(layers: Layers, count: Count) -> Mark:
+    """Which layers there are: bool (layers,), or ``None`` if all."""
+    if count is None:
+        return None  # a scan then has the same program as without a choice
+    return jnp.arange(len(jax.tree.leaves(layers)[0])) < count
+
+
+def _choose(mark: Mark, new: list, old: list) -> list:
+    """The new arrays, or the old ones of a layer that there is not."""
+    if mark is None:
+        return new
+    # No branch: its predicate would differ between stages.
+    return [jnp.where(mark, a, b) for a, b in zip(new, old, strict=True)]
+
+
 def _numbered(layers: Layers, stacked: Any) -> tuple[Layers, Any, jax.Array]:
     """The inputs of a backward scan: layers without state, values, and indices."""
     # What the backward pass needs of the state is among the residuals.
@@ -323,21 +358,27 @@ def _numbered(layers: Layers, stacked: Any) -> tuple[Layers, Any, jax.Array]:
 
 
 def _computed_indices(
-    eqns: Sequence[jex.JaxprEqn], computed: set[jex.Var]
+    eqns: Sequence[jex.JaxprEqn], computed: set[jex.Var], others: set[str]
 ) -> list[str]:
-    """Names of the gathers and scatters whose indices are computed from an input."""
+    """Names of the gathers and scatters whose indices are computed from an input.
+
+    But for those in regions that are manual over all ``others``: they are not XLA's to
+    partition.
+    """
     found: list[str] = []
     for eqn in eqns:
+        is_manual = others <= set(eqn.params.get("newly_manual_axes", ()))
         flags = [not isinstance(a, jex.Literal) and a in computed for a in eqn.invars]
         name = eqn.primitive.name
         # Operand 1 of both is the indices; slices have primitives of their own.
         if (name == "gather" or name.startswith("scatter")) and flags[1]:
             found.append(name)
-        for inner in jex.jaxprs_in_params(eqn.params):
+        for inner in () if is_manual else jex.jaxprs_in_params(eqn.params):
             # A loop or a branch takes its operands in another order: any may be one.
             is_call = len(inner.invars) == len(flags)
             marks = flags if is_call else [any(flags)] * len(inner.invars)
-            found += _computed_indices(inner.eqns, set(compress(inner.invars, marks)))
+            own = set(compress(inner.invars, marks))
+            found += _computed_indices(inner.eqns, own, others)
         if any(flags):
             computed.update(variables_in(eqn.outvars))
     return found

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnx_parallel.errors import ScheduleError
-from nnx_parallel.schedules.slots import KINDS, Ints, Ticks
+from nnx_parallel.schedules.slots import KINDS, Ints, Ticks, share_layers
 
 
 class LiveRanges(NamedTuple):
@@ -95,12 +95,13 @@ class Simulation:
 
     Attributes:
         total_time: In the units of the costs.
-        efficiency: One stage's work divided by ``total_time``.
+        efficiency: The stages' mean work divided by ``total_time``.
         peak_stage_inputs: The most inputs of chunks that the busiest stage keeps at
             once between forward and backward.
         peak_residual_bytes: Bytes of all buffers on one device.
         costs: Of one microbatch on one stage, by kind of slot.
-        timeline: When every slot runs.
+        timeline: When every slot runs. One of a chunk with a layer less than others
+            ends before its tick does.
     """
 
     total_time: float
@@ -117,7 +118,10 @@ class Simulation:
 
 
 def simulate_ticks(
-    ticks: Ticks, costs: Sequence[float], value_bytes: Sequence[int]
+    ticks: Ticks,
+    costs: Sequence[float],
+    value_bytes: Sequence[int],
+    num_layers: int | None = None,
 ) -> Simulation:
     """`Table.simulate`, by costs of `KINDS` and bytes of a value in `live_ranges`."""
     named = dict(zip(KINDS, costs, strict=True))
@@ -132,7 +136,7 @@ def simulate_ticks(
         cost, at = kinds.pop("backward_input")
         kinds["backward"] = cost + weight, at
     paid = {kind: cost for kind, (cost, _) in kinds.items()}
-    timeline = _time(ticks.num_stages, kinds)
+    timeline = _time(ticks.num_stages, kinds, _shares(ticks, num_layers))
     total_time = float(timeline.tick_start[-1])
     if not total_time:
         raise ScheduleError(f"Costs {paid} must not all be 0.")
@@ -148,13 +152,34 @@ def simulate_ticks(
     )
 
 
-def _time(num_stages: int, kinds: Mapping[str, tuple[float, Ints]]) -> Timeline:
+def _shares(ticks: Ticks, num_layers: int | None) -> NDArray[np.float64]:
+    """Layers of each virtual stage over their mean, of shape (chunks * stages,)."""
+    parts = len(ticks.by_kind["forward"])
+    if num_layers is None:
+        return np.ones(parts)
+    if num_layers < parts:
+        chunks = parts // ticks.num_stages
+        raise ScheduleError(
+            f"num_layers is {num_layers}, fewer than the {parts} chunks of "
+            f"{ticks.num_stages} stages ({chunks} each), of which every one has a "
+            "layer or more."
+        )
+    return np.array(share_layers(num_layers, parts)) * (parts / num_layers)
+
+
+def _time(
+    num_stages: int,
+    kinds: Mapping[str, tuple[float, Ints]],
+    shares: NDArray[np.float64],
+) -> Timeline:
     num_ticks = max(int(at.max()) for _, at in kinds.values()) + 1
     durations = np.zeros((len(kinds), num_ticks))
     for row, (cost, at) in enumerate(kinds.values()):
         # Predicates of the compiled step are the same on all devices, so a kind of slot
         # that any stage has in a tick takes its time on all of them; a chunk its share.
-        durations[row, at.ravel()] = cost / (len(at) // num_stages)
+        # All chunks run one program, of as many layers as the longest has.
+        chunk_cost = cost / (len(at) // num_stages)
+        durations[row, at.ravel()] = chunk_cost * shares.max()
     tick_start = np.concatenate([[0.0], durations.sum(axis=0).cumsum()])
     # (kinds, ticks): within a tick the kinds run one after the other.
     starts = tick_start[:-1] + durations.cumsum(axis=0) - durations
@@ -163,7 +188,8 @@ def _time(num_stages: int, kinds: Mapping[str, tuple[float, Ints]]) -> Timeline:
         for (virtual, microbatch), tick in np.ndenumerate(at):
             chunk, stage = divmod(virtual, num_stages)
             start = float(starts[row, tick])
-            times = start, start + float(durations[row, tick]), int(tick)
+            own = float(durations[row, tick] * shares[virtual] / shares.max())
+            times = start, start + own, int(tick)
             slots.append(TimedSlot(kind, stage, microbatch, chunk, *times))
     slots.sort(key=lambda slot: (slot.start, slot.tick, slot.stage))
     return Timeline(tick_start, tuple(slots))

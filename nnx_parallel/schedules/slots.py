@@ -107,6 +107,17 @@ class Ticks(NamedTuple):
         return bool(backward) and not np.array_equal(backward[0], backward[1])
 
 
+def share_layers(num_layers: int, parts: int) -> tuple[int, ...]:
+    """Layers of each of some parts, as even as can be: the first have one more.
+
+    Example:
+        >>> share_layers(9, 4)
+        (3, 2, 2, 2)
+    """
+    least, more = divmod(num_layers, parts)
+    return tuple(least + (part < more) for part in range(parts))
+
+
 def frozen_ints(values: ArrayLike) -> Ints:
     """A read-only copy as int32: writing to a cell would change a table's hash."""
     array = np.array(values, np.int32)

@@ -204,6 +204,7 @@ class Table:
         backward_input: float = 1.0,
         backward_weight: float = 1.0,
         *,
+        num_layers: int | None = None,
         input_bytes: int = 0,
         saved_bytes: int = 0,
         cotangent_bytes: int = 0,
@@ -220,6 +221,9 @@ class Table:
                 a chunk costs its share.
             backward_input: The same, for the gradient of the input.
             backward_weight: The same, for the gradient of the parameters.
+            num_layers: Of the stack. If stages times chunks do not divide it, costs are
+                those of the mean stage, and a slot takes the time of the chunk with
+                most layers. ``None``: all chunks have as many.
             input_bytes: Of a chunk's input that waits for its forward slot.
             saved_bytes: Of what a chunk keeps from forward to backward.
             cotangent_bytes: Of a cotangent that waits for its backward slot.
@@ -231,13 +235,16 @@ class Table:
             >>> table = OneFOneB().table(num_stages=4, num_microbatches=12)
             >>> f"{table.simulate().bubble:.1%}"
             '20.0%'
+            >>> f"{table.simulate(num_layers=58).bubble:.1%}"  # 15, 15, 14 and 14
+            '22.7%'
 
         Raises:
-            ScheduleError: If a cost is negative, or all of the table's are 0.
+            ScheduleError: If a cost is negative, all of the table's are 0, or there are
+                fewer layers than chunks of stages.
         """
         costs = (forward, backward_input, backward_weight)
         sizes = (input_bytes, saved_bytes, cotangent_bytes, pending_bytes, flight_bytes)
-        return simulate_ticks(self.ticks, costs, sizes)
+        return simulate_ticks(self.ticks, costs, sizes, num_layers)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

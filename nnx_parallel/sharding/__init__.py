@@ -14,9 +14,9 @@ from nnx_parallel.sharding.jit import sharded_jit as sharded_jit
 from nnx_parallel.sharding.layout import Claims as Claims
 from nnx_parallel.sharding.layout import Execution as Execution
 from nnx_parallel.sharding.layout import Layout as Layout
-from nnx_parallel.sharding.layout import Placement as Placement
 from nnx_parallel.sharding.names import LOGICAL_AXES as LOGICAL_AXES
 from nnx_parallel.sharding.names import ArrayInfo as ArrayInfo
+from nnx_parallel.sharding.placement import Placement as Placement
 from nnx_parallel.sharding.rules import ChainRules as ChainRules
 from nnx_parallel.sharding.rules import FSDPRules as FSDPRules
 from nnx_parallel.sharding.rules import LogicalRules as LogicalRules

@@ -1,13 +1,13 @@
 """Claims: all that a strategy claims, as one value that merges. Layout: on a mesh.
 
-A new kind of claim is one more field of `Claims`, merged in ``__or__`` and read where
-it takes effect; neither `Strategy` nor `Composite` changes.
+A new kind of claim is a field of `Claims`, merged in ``__or__``, read where it acts.
 """
 
 from __future__ import annotations
 
 import abc
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +16,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.collectives.ring import Mode, Overlap, SequenceAxis
+from nnx_parallel.collectives.ring import ExpertAxis, Mode, Overlap, SequenceAxis
 from nnx_parallel.errors import PlacementConflictError, UnknownAxisError, suggest
 from nnx_parallel.sharding.names import (
     LOGICAL_AXES,
@@ -35,7 +35,9 @@ from nnx_parallel.sharding.names import (
     splits_rows,
     to_spec,
 )
+from nnx_parallel.sharding.placement import Placement, Staged, choose_other_dim
 from nnx_parallel.sharding.rules import (
+    FSDPRules,
     Rules,
     ZeroAxis,
     ZeroKind,
@@ -51,12 +53,19 @@ from nnx_parallel.sharding.rules import (
 class Execution(abc.ABC):
     """How a step is run on the mesh: its gradients, and its outputs.
 
-    A plan is a `StatePlan`, a state a `TrainState`, which come later in the order of
-    imports. `merge`, `gradients` and `outputs` are traced.
+    A plan is a `StatePlan`, a state a `TrainState`. All but `check` is traced.
     """
 
     def check(self, model: Any, mesh: Mesh) -> None:  # noqa: B027
         """Refuses a model, concrete or abstract, that cannot be run so on a mesh."""
+
+    def find_staged(self, model: Any, mesh: Mesh) -> Staged | None:
+        """The `Stack` whose layers are spread over stages, if one is."""
+        return None
+
+    def describe(self, model: Any, mesh: Mesh) -> tuple[str, ...]:
+        """What a user should know of how this model runs, in lines of `describe`."""
+        return ()
 
     def merge(self, plan: Any, params: dict, variables: dict, *, training: bool) -> Any:
         """The model as the loss sees it: cast to the compute dtype, gathered at use."""
@@ -122,10 +131,9 @@ class Claims:
             yield: another dim of the same activation that claims the axis has it.
         zero: Axes that split training state which is gathered at use.
         rules: Explicit rules of the user; they come before names and choices.
-        overlap: How products that gather their input or scatter their output run;
-            ``None``: as the partitioner has it.
-        sequence: The axis of long sequences, and what attention sends over it. The
-            first of ``zero`` takes it along.
+        overlap: How products that gather or scatter run; ``None``: as the partitioner.
+        sequence: The axis of long sequences, and what attention sends over it.
+        experts: Likewise of experts. The first of ``zero`` takes both along.
         execution: How the step is run; ``None``: one microbatch after the other.
         owner: The strategy that claims, as messages call it.
         parts: The claims that were merged into these.
@@ -145,6 +153,7 @@ class Claims:
     rules: tuple[Rules, ...] = ()
     overlap: Overlap | None = None
     sequence: SequenceAxis | None = None
+    experts: ExpertAxis | None = None
     execution: Execution | None = None
     owner: str = "a strategy"
     parts: tuple[Claims, ...] = ()
@@ -157,13 +166,11 @@ class Claims:
 
         They disagree if one name has different axes and no `LogicalRules` decide it.
         """
-        # Pair by pair, so that a message names the two strategies that disagree.
+        # Pair by pair: a message names the two strategies that disagree.
         left, right = self.parts or (self,), other.parts or (other,)
         decided = {name for name, _ in logical_items(self.rules + other.rules)}
         for mine, theirs in itertools.product(left, right):
             mine._check(theirs, decided)
-        # Keys of `axis_sizes` are disjoint now; at most one side has an execution, and
-        # at most one the axis `context`.
         # `owner` stays the default: messages take the owners from `parts`.
         return Claims(
             axis_sizes={**self.axis_sizes, **other.axis_sizes},
@@ -175,6 +182,7 @@ class Claims:
             rules=self.rules + other.rules,
             overlap=self.overlap or other.overlap,
             sequence=self.sequence or other.sequence,
+            experts=self.experts or other.experts,
             execution=self.execution or other.execution,
             parts=left + right,
         )
@@ -211,11 +219,11 @@ class Claims:
                     f"to {claimed}. Keep one."
                 )
         activations = {n: a for n, a in self.activations.items() if n not in decided}
-        along = () if self.sequence is None else (self.sequence.axis,)
+        owned = (self.experts, self.sequence)
+        along = in_order(tuple(each.axis for each in owned if each), mesh)
         return replace(
             self,
-            # The order of the mesh, however the parts were merged: rows that not all
-            # axes divide are split by the outer ones (`Layout.batch_spec`).
+            # In the mesh's order: the outer ones split rows that not all axes divide.
             batch=tuple(axis for axis in mesh.axis_names if axis in self.batch),
             logical={n: axes_on(mesh, a) for n, a in self.logical.items()} | decided,
             # The user's word on a name holds for activations too. Of several axes the
@@ -225,45 +233,6 @@ class Claims:
             },
             zero=tuple(replace(z, along=along) for z in self.zero[:1]) + self.zero[1:],
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """The four specs of one array, and why.
-
-    Attributes:
-        stored: Between steps.
-        used: In the computation; differs from ``stored`` where it is gathered at use.
-        gradient: Of its gradient, once summed.
-        optimizer: Of its optimizer state.
-        reason: Which rule decided, or what kept it replicated.
-        is_stacked: Whether dim 0 enumerates layers, which a `Stack` gathers one by one.
-        is_scanned: The same of layers of no `Stack`, which a loop of the loss scans.
-        absent: Axes that a rule or a name gives it and the mesh lacks: of size one.
-        is_looked_up: Whether it is a table whose rows are split in its gradient.
-    """
-
-    stored: P
-    used: P
-    gradient: P
-    optimizer: P
-    reason: str
-    is_stacked: bool = False
-    is_scanned: bool = False
-    absent: tuple[str, ...] = ()
-    is_looked_up: bool = False
-
-    def of_layer(self) -> Placement:
-        """The placement of one layer of a stacked array."""
-        # (layers, ...) to (...), in all four roles.
-        roles = ("stored", "used", "gradient", "optimizer")
-        specs: dict[str, Any] = {role: P(*getattr(self, role)[1:]) for role in roles}
-        return replace(self, **specs, is_stacked=False, is_scanned=False)
-
-    @property
-    def is_gathered(self) -> bool:
-        """True if the computation uses it in another layout than it is stored in."""
-        return self.used != self.stored or self.gradient != self.stored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,6 +291,7 @@ class Layout:
             given[:] = spec  # it replaces the names
             return self.translate(spec)
 
+        moved: tuple[str, ...] = ()
         rules = placing_rules(self.claims.rules, self.mesh)
         explicit = answer_of(rules, info, self.mesh, translate=translate)
         if explicit:
@@ -331,11 +301,16 @@ class Layout:
         else:
             axes, reason = self._by_names(info)
             axes, reason = self._with_zero_axes(info, axes, reason)
+            axes, reason, moved = self._with_moved_axes(info, axes, reason)
+
+        found = self.claims.experts  # which are not gathered over their axis
+        own = {found.axis} if found and "expert" in (info.names or ()) else set()
 
         # ZeRO-1, 2 and 3 are one array of axes, from which each role drops some.
         def with_zero(*kept: ZeroKind) -> P:
             idle = (z for z in self.claims.zero if z.shard not in kept)
-            dropped = {axis for z in idle for axis in z.axes}
+            dropped = {axis for z in idle for axis in z.axes} - own
+            dropped |= set() if kept else {*moved}
             return to_spec([tuple(a for a in dim if a not in dropped) for dim in axes])
 
         return Placement(
@@ -346,6 +321,7 @@ class Layout:
             reason=reason,
             is_stacked=info.is_stacked,
             absent=absent_from(self.mesh, given, self.claims.logical),
+            moved=moved,
         )
 
     def translate(self, spec: P, *, is_activation: bool = False) -> P:
@@ -359,12 +335,36 @@ class Layout:
         if info.names is None:
             return ((),) * len(info.shape), ""
         axes = tuple(self.axes_of(name, info.path) for name in info.names)
-        if info.is_stacked and "layers" not in self.claims.logical:
+        if info.is_stacked and not self._splits_layers(info):
             axes = ((), *axes[1:])  # also where a mesh axis is called so
         check_spec(info.path, info.shape, to_spec(axes), self.mesh)
         pairs = zip(info.names, axes, strict=True)
         found = [f"{name!r} -> {'+'.join(dim)}" for name, dim in pairs if dim]
         return axes, "name " + ", ".join(found) if found else ""
+
+    def _splits_layers(self, info: ArrayInfo) -> bool:
+        """True if the dim ``layers`` of an array is split by its name."""
+        if self.claims.execution is None:
+            return "layers" in self.claims.logical  # one that does not fit is an error
+        size = math.prod(self.mesh.shape[a] for a in self.axes_of("layers"))
+        return info.splits_layers and info.shape[0] % size == 0
+
+    def _with_moved_axes(
+        self, info: ArrayInfo, axes: DimAxes, reason: str
+    ) -> tuple[DimAxes, str, tuple[str, ...]]:
+        """Axes of stages over another dim than the layers that they cannot split."""
+        wanted = self.axes_of("layers") if self.claims.execution else ()
+        free = not any(axis in dim for dim in axes for axis in wanted)
+        is_moved = info.is_stacked and info.is_param and not self._splits_layers(info)
+        if not (is_moved and wanted and free):
+            return axes, reason, ()
+        least = FSDPRules.min_size
+        dim, why = choose_other_dim(info, axes, wanted, self.mesh, least)
+        reason = "; ".join(filter(None, (reason, why)))
+        if dim is None:
+            return axes, reason, ()
+        # Innermost: what FSDP gathers in a stage is then a block of neighbours.
+        return (*axes[:dim], (*axes[dim], *wanted), *axes[dim + 1 :]), reason, wanted
 
     def axes_of(self, name: MeshAxes, path: str = "") -> tuple[str, ...]:
         """Mesh axes of one dim's name; a mesh axis names itself. Others are refused."""

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 
 from nnx_parallel.errors import ModelError, warn_user
 from nnx_parallel.mesh import explaining_axes
-from nnx_parallel.sharding.layout import Layout, Placement
+from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.names import (
     Constant,
     FollowsNames,
@@ -35,6 +35,7 @@ from nnx_parallel.sharding.names import (
     stacks_of,
     variables_of,
 )
+from nnx_parallel.sharding.placement import Placement, place_array
 from nnx_parallel.sharding.rules import warn_idle
 
 MODES = ("deterministic", "use_running_average")
@@ -364,7 +365,10 @@ def place_model(model: nnx.Module, layout: Layout) -> dict[Path, Placement]:
     Metadata travels in the graphdef, so that a `Stack` knows where its arrays live.
     Warns of path rules that match no array.
     """
-    found = {p: (v, layout.place(array_info(p, v))) for p, v in variables_of(model)}
+    run, found = layout.claims.execution, {}
+    staged = run.find_staged(model, layout.mesh) if run else None
+    for p, v in variables_of(model):
+        found[p] = (v, place_array(p, array_info(p, v), staged, layout.place))
     reasons = {placement.reason for _, placement in found.values()}
     stacks, placements = stacks_of(model), {}
     tables = {
@@ -379,16 +383,14 @@ def place_model(model: nnx.Module, layout: Layout) -> dict[Path, Placement]:
         is_scanned = place.is_stacked and not is_inside(path, stacks)
         if is_scanned and place.is_gathered:
             reason += "; dim 0: layers, gathered one by one where a loop scans them"
-        is_stacked = place.is_stacked and not is_scanned
-        # (vocab, embed): shards of whole rows leave the activations alone.
-        is_looked_up = path in tables and place.gradient[1:] != place.used[1:]
-        place = replace(
+        placements[path] = replace(
             place,
-            is_stacked=is_stacked,
+            reason=reason,
+            is_stacked=place.is_stacked and not is_scanned,
             is_scanned=is_scanned,
-            is_looked_up=is_looked_up,
+            # (vocab, embed): shards of whole rows leave the activations alone.
+            is_looked_up=path in tables and place.gradient[1:] != place.used[1:],
         )
-        placements[path] = replace(place, reason=reason)
     for path, leaf in nnx.to_flat_state(nnx.state(model)):
         if isinstance(leaf, nnx.Variable):
             own = tuple(placements[p] for p, _ in inner_variables(path, leaf))

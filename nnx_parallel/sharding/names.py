@@ -60,16 +60,17 @@ class ArrayInfo:
             ``None`` as a whole for an array without names.
         kind: Class of its NNX Variable: ``Param``, ``BatchStat``, ``RngKey``.
         is_param: Whether it is a parameter (any subclass of ``nnx.Param``).
+        splits_layers: False where stages do not run its layers, or share them unevenly.
     """
 
     path: str
     shape: tuple[int, ...]
-    # The defaults make a parameter of a leaf that is no Variable: FSDP splits it, and
-    # strict rules must match it.
+    # Of a leaf that is no Variable: FSDP splits it, and strict rules must match it.
     dtype: jax.typing.DTypeLike = jnp.float32
     names: tuple[MeshAxes, ...] | None = None
     kind: str = "Param"
     is_param: bool = True
+    splits_layers: bool = True
 
     @property
     def size(self) -> int:

@@ -5,11 +5,14 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.sharding.layout import Layout, Placement
+from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.model import Path
 from nnx_parallel.sharding.names import dim_axes, dividing_prefix, to_spec
+from nnx_parallel.sharding.offload import HOST
+from nnx_parallel.sharding.placement import Placement
 
 Optimizer = optax.GradientTransformation | optax.GradientTransformationExtraArgs
 
@@ -52,6 +55,29 @@ def optimizer_specs(
         return to_spec(kept)
 
     return jax.tree_util.tree_map_with_path(spec, abstract_state)
+
+
+def optimizer_shardings(
+    abstract_state: optax.OptState,
+    shapes: dict[Path, tuple[int, ...]],
+    placements: dict[Path, Placement],
+    layout: Layout,
+    *,
+    on_host: bool = False,
+) -> optax.OptState:
+    """The sharding of every array of an Optax state, by `optimizer_specs`.
+
+    With ``on_host`` arrays that belong to a parameter are in the host's memory; single
+    numbers, counters and hyperparameters are on the devices all the same.
+    """
+    specs = optimizer_specs(abstract_state, shapes, placements, layout)
+
+    def sharding(path: tuple, leaf: Any, spec: P) -> NamedSharding:
+        found = layout.sharding(spec)
+        is_moved = on_host and leaf.ndim > 0 and owner_of(path, shapes) is not None
+        return found.with_memory_kind(HOST) if is_moved else found
+
+    return jax.tree_util.tree_map_with_path(sharding, abstract_state, specs)
 
 
 def owner_of(path: tuple, shapes: dict[Path, tuple[int, ...]]) -> Path | None:

@@ -252,8 +252,8 @@ class ZeroAxis:
             (ZeRO-1).
         prefetch: How a `Stack` gathers a layer's parameters while the last one runs:
             at once (``bulk``) or hop by hop; ``None``: each layer gathers its own.
-        along: Axes that split the same dim too, where all divide one. On a mesh it is
-            that of long sequences, whose devices would hold the same state.
+        along: Axes that split the same dim too, where all divide one. On a mesh these
+            are of experts and long sequences, whose devices would hold the same state.
 
     References:
         [1] Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion

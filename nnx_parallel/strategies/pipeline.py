@@ -17,14 +17,20 @@ from nnx_parallel.strategies.base import Strategy
 class Pipeline(Strategy):
     """Pipeline parallelism: stages of consecutive layers, run on many microbatches.
 
-    The layers of the model's one `Stack` are spread over the mesh axis ``pipe``. All
-    devices together compute what the loss does before and after the stack; the part
-    before it runs twice, the second time for the backward pass. Loss and gradients are
+    The layers of one `Stack` of the model are spread over the mesh axis ``pipe``. All
+    devices together compute what the loss does before and after the stack, with other
+    stacks that it calls there (DeepSeek-V3's first layers, an encoder); the part before
+    it runs twice, the second time for the backward pass. Loss and gradients are
     those of a single device. Set the Trainer's ``num_microbatches`` to several times
     ``size``: more microbatches make the schedule more efficient.
 
     Attributes:
-        size: Number of stages; it must divide the number of layers.
+        size: Number of stages. Where they do not divide the layers, some have one layer
+            less and wait for the others; `Table.simulate` says what that costs. A
+            device then stores ``1 / size`` of each array of the layers along another
+            dim. Once a step it sends its part (in the dtype of the computation) to the
+            stages of these layers, and gradients come back; a stage holds a copy of its
+            parameters meanwhile.
         schedule: `GPipe`, `OneFOneB`, `Interleaved` or `ZeroBubble`, whose pages cite
             the papers, or a `Table` of your own.
         stash: What a stage keeps of a microbatch between its forward and its backward
@@ -38,6 +44,8 @@ class Pipeline(Strategy):
             weights of its stage (parameters / size, in the compute dtype), and sends
             them once instead of twice per microbatch. Both reduce-scatter gradients
             once per microbatch.
+        stack: Path of the stack that runs in stages, such as ``"decoder.blocks"``;
+            ``None``: the one with most parameters.
 
     Example:
         >>> from nnx_parallel import Composite, FSDP, TensorParallel
@@ -50,6 +58,7 @@ class Pipeline(Strategy):
     schedule: Schedule | Table = field(default_factory=OneFOneB)
     stash: Stash = "policy"
     gather: Gather = "microbatch"
+    stack: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.size, int) or self.size < 1:
@@ -74,7 +83,11 @@ class Pipeline(Strategy):
         """``pipe`` splits the layers, and a schedule runs them."""
         assert isinstance(self.schedule, Schedule)
         execution = PipelineSchedule(
-            axis="pipe", schedule=self.schedule, stash=self.stash, gather=self.gather
+            axis="pipe",
+            schedule=self.schedule,
+            stash=self.stash,
+            gather=self.gather,
+            stack=self.stack,
         )
         return Claims(
             axis_sizes={"pipe": self.size},

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from nnx_parallel.checkpoint.options import Checkpoint
 from nnx_parallel.errors import kind_of
 from nnx_parallel.precision import Precision
+from nnx_parallel.sharding.offload import Offload
 from nnx_parallel.sharding.path_names import PathNames
 from nnx_parallel.strategies.base import Strategy
 from nnx_parallel.training.callback import Callback
@@ -31,6 +32,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
         "a PathNames, such as TRANSFORMER_NAMES, or pairs of a regex and the names of "
         r"the dims: PathNames((r'up\.kernel', ('embed', 'mlp')))",
     ),
+    "offload": (Offload, "an Offload, such as Offload() for the optimizer's state"),
     "checkpoint": ((str, os.PathLike, Checkpoint), "a directory, or a Checkpoint"),
 }
 """What an argument must be, and how that is said; ``None`` is always valid."""
@@ -153,3 +155,25 @@ def _if_called(value: object, is_valid: Callable[[Any], bool]) -> str:
 
 def _is_transformation(value: object) -> bool:
     return hasattr(value, "init") and hasattr(value, "update")
+
+
+def check_assignment(owner: object, name: str) -> None:
+    """Refuses an assignment that a built Trainer would not look at.
+
+    Raises:
+        AttributeError: If the name is an argument's or a property's without a setter.
+    """
+    kind = type(owner)
+    found = inspect.getattr_static(kind, name, None)
+    if isinstance(found, property) and found.fset is not None:
+        return
+    if name in inspect.signature(kind.__init__).parameters:
+        raise AttributeError(
+            f"`trainer.{name} = ...` would have no effect: a Trainer reads its "
+            f"arguments when it is built. Pass {name}= to Trainer(...)."
+        )
+    if found is not None or name in vars(owner):
+        raise AttributeError(
+            f"`trainer.{name}` is to be read, not assigned. What a loop of your own "
+            "assigns is `trainer.state`."
+        )

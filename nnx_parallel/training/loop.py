@@ -111,6 +111,12 @@ class Loop:
         check_data(self.data)
         check_last_batch(self.last_batch)
         self.eval_every = check_evaluation(self.eval_data, self.eval_every)
+        for callback in self.settings.callbacks:
+            if callback.needs_evaluation and self.eval_data is None:
+                raise ValueError(
+                    f"{callback!r} decides by evaluations: pass eval_data to fit, and "
+                    "eval_every."
+                )
         if count := self.settings.overfit_batches:
             self.data = Repeated(self.data, count)
         self._epochs = Epochs(self.data, self.num_epochs) if self.num_epochs else None
@@ -169,7 +175,7 @@ class Loop:
         abstract = self.programs.plan.abstract
         # Before any collective of a checkpoint, which all processes must make alike.
         checkpoints.check_options()
-        found = checkpoints.resume(abstract) if run.is_fresh else None
+        found = checkpoints.resume(abstract, run.base) if run.is_fresh else None
         resumed = run.resume(*found) if found else None
         if self._epochs:
             count = self._epochs.num_steps(self.last_batch)
@@ -203,7 +209,10 @@ class Loop:
         for callback in self.settings.callbacks:
             callback.on_fit_start(self.trainer)
         # The step is read again: a hook may have restored another one.
-        if run.step < self.num_steps:
+        ended = [c.end_reason for c in self.settings.callbacks if c.end_reason]
+        if ended:  # alike on all processes, for it was restored
+            self.stop(ended[0])
+        elif run.step < self.num_steps:
             self._run_steps()
         else:
             run.data.pass_over(self.data, self.num_steps)

@@ -6,6 +6,7 @@ optimizer that looks at ranks would take a bias for a matrix: ranks here are a l
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,10 +16,13 @@ from flax import nnx
 from optax.contrib import MuonDimensionNumbers
 
 from nnx_parallel.errors import OptimizerError, warn_user
-from nnx_parallel.sharding.model import nest
-from nnx_parallel.sharding.names import array_info, path_of, variables_of
+from nnx_parallel.precision import cast_floating
+from nnx_parallel.sharding.matrices import placing_updates
+from nnx_parallel.sharding.model import flatten, nest
+from nnx_parallel.sharding.names import ArrayInfo, array_info, path_of, variables_of
 from nnx_parallel.sharding.optimizer import Optimizer
 from nnx_parallel.state import StatePlan, TrainState
+from nnx_parallel.training.offloaded_update import offloaded_update
 
 
 def decay_mask(model: nnx.Module, wrt: Any = nnx.Param) -> dict[str, Any]:
@@ -66,20 +70,38 @@ def _map_params(function: Callable, model: nnx.Module, wrt: Any) -> dict[str, An
 
 def _decays(path: tuple, variable: nnx.Variable) -> bool:
     info = array_info(path, variable)
-    return len(info.shape) - info.is_stacked > 1 and path[-1] not in ("bias", "scale")
+    return len(info.shape) - _num_leading(info) > 1 and path[-1] not in (
+        "bias",
+        "scale",
+    )
+
+
+def _num_leading(info: ArrayInfo) -> int:
+    """Dims of layers and of experts, each of which has an array of its own."""
+    first = int(info.is_stacked)
+    return first + ("expert" in (info.names or ())[first : first + 1])
 
 
 def _muon_dims(path: tuple, variable: nnx.Variable) -> MuonDimensionNumbers | None:
     info = array_info(path, variable)
-    first, ndim = int(info.is_stacked), len(info.shape)
+    first, ndim = _num_leading(info), len(info.shape)
     num_in_dims = variable.get_metadata().get("num_in_dims")
     if num_in_dims is None:
         if ndim - first != 2 or path[-1] != "kernel":
             return None
         num_in_dims = 1
-    # (layers, *in, *out), or without the first.
+    # (layers, experts, *in, *out), or without the first ones.
     inputs = tuple(range(first, first + num_in_dims))
     return MuonDimensionNumbers(inputs, tuple(range(first + num_in_dims, ndim)))
+
+
+def update_in_place(
+    plan: StatePlan, grads: Any, opt_state: optax.OptState, params: Any, **known: Any
+) -> tuple[Any, optax.OptState]:
+    """`update_with` of a plan's optimizer, which can know where its updates are."""
+    shapes = {path: x.shape for path, x in flatten(params).items()}
+    with placing_updates(plan.layout, shapes, plan.placements):
+        return update_with(plan.tx, grads, opt_state, params, **known)
 
 
 def update_with(
@@ -109,6 +131,78 @@ def update_with(
             "searches do, has no place in a sharded step: use it without, such as "
             "optax.lbfgs(1e-2, linesearch=None)."
         ) from error
+
+
+def final_gradients(plan: StatePlan, state: TrainState, grads: dict) -> dict:
+    """Gradients as the optimizer gets them: their dtype, scale and place."""
+    grads = cast_floating(grads, plan.precision.reduction)
+    if (loss_scale := state.loss_scale) is not None:
+        grads = jax.tree.map(lambda g: g / loss_scale.scale, grads)
+    return plan.constrain(grads, "gradient")
+
+
+def optimize(
+    plan: StatePlan,
+    state: TrainState,
+    params: dict,
+    grads: dict,
+    metrics: dict[str, jax.Array],
+    is_finite: jax.Array,
+) -> tuple[dict, optax.OptState]:
+    """Parameters and optimizer state after one update, in the dtypes that they had.
+
+    With a loss scale a state whose gradients are not finite stays as it is.
+    """
+    before = plan.constrain(params, "optimizer")
+    if not plan.offloads_optimizer:  # else in parts, or both would be held whole
+        grads = final_gradients(plan, state, grads)
+    is_coarse = any(x.dtype.itemsize <= 2 for x in jax.tree.leaves(before))
+
+    def update(before: dict, opt_state: Any, grads: dict, *values: jax.Array) -> tuple:
+        loss, is_finite = values
+        if plan.offloads_optimizer:
+            grads = final_gradients(plan, state, grads)
+        grads = plan.constrain(grads, "optimizer")
+        updates, new = update_in_place(
+            plan, grads, opt_state, before, value=loss, grad=grads
+        )
+        after: Any = optax.apply_updates(before, updates)
+        # Optax promotes some (a bfloat16 moment by a float32 rate): the next call would
+        # compile again, for another dtype.
+        new = jax.tree.map(lambda x, old: x.astype(old.dtype), new, opt_state)
+        if state.loss_scale is not None:
+            new = where(is_finite, new, opt_state)
+        return after, new, updates if is_coarse else {}
+
+    run = (
+        partial(offloaded_update, plan)
+        if plan.offloads_optimizer
+        else lambda f, *x: f(*x)
+    )
+    loss = metrics["loss"]
+    after, opt_state, updates = run(
+        update, before, state.opt_state, grads, loss, is_finite
+    )
+    if is_coarse and (lost := lost_updates(before, updates, after)) is not None:
+        metrics["lost_updates"] = lost
+    # Updated in the optimizer's shards (ZeRO), and from there to the stored layout.
+    return plan.constrain(after, "stored"), opt_state
+
+
+def where(condition: jax.Array, new: Any, old: Any) -> Any:
+    """One of two trees like each other."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
+
+
+def lost_updates(before: Any, updates: Any, after: Any) -> jax.Array | None:
+    """Share of updates lost to rounding in parameters of 16 bits or fewer, if any."""
+    trees = zip(*map(jax.tree.leaves, (before, updates, after)), strict=True)
+    coarse = [leaves for leaves in trees if leaves[0].dtype.itemsize <= 2]
+    if not coarse:
+        return None
+    lost = sum(jnp.sum((u != 0) & (a == b), dtype=jnp.float32) for b, u, a in coarse)
+    moved = sum(jnp.sum(u != 0, dtype=jnp.float32) for _, u, _ in coarse)
+    return jnp.asarray(lost / jnp.maximum(moved, 1.0))
 
 
 def learning_rate(opt_state: optax.OptState) -> jax.Array | None:

@@ -18,7 +18,7 @@ import numpy as np
 from nnx_parallel.audit.report import flops_of
 from nnx_parallel.data.rows import count_rows, partition
 from nnx_parallel.errors import NonFiniteLossError
-from nnx_parallel.loggers.logger import Logger
+from nnx_parallel.loggers.logger import LoggerGroup
 from nnx_parallel.mesh import Device
 
 PEAK_FLOPS = {
@@ -131,14 +131,15 @@ class Recorder:
     the last 8 steps, since steps in flight complete unevenly.
 
     Attributes:
-        logger: Where they go.
+        logger: Where they go; arrays ``(layers,)``, such as the load of experts, to
+            those alone that show each layer.
         on_step: Called with the step and its metrics once these are known.
         log_every: Steps between logged metrics.
         max_behind: Steps that may be in flight.
         throughput: Work of one step, once it is compiled.
     """
 
-    logger: Logger
+    logger: LoggerGroup
     on_step: Callable[[int, dict[str, float]], None]
     log_every: int = 1
     max_behind: int = 2
@@ -171,7 +172,7 @@ class Recorder:
         """Waits for all steps in flight but the newest ``num_behind``."""
         while len(self._in_flight) > num_behind:
             step, metrics, wait_seconds = self._in_flight.popleft()
-            row = {name: float(value) for name, value in metrics.items()}
+            row = {name: float(x) for name, x in metrics.items() if not x.ndim}
             # The clock is read behind `float`, which waits until the step is done.
             row |= self._timing(wait_seconds) | self._extra
             self._extra = {}
@@ -179,6 +180,7 @@ class Recorder:
             self._rows.append({"step": step, **row})
             if step % self.log_every == 0:
                 self.logger.log(step, row)
+                self.logger.log_layers(step, _by_layer(metrics))
             self.on_step(step, row)
 
     def restart_clock(self) -> None:
@@ -240,6 +242,16 @@ class Recorder:
                 "precision=Precision.mixed_bfloat16().",
                 stacklevel=2,
             )
+
+
+def _by_layer(metrics: Mapping[str, jax.Array]) -> Values:
+    """Those with a value for each layer: ``expert_loads/blocks.layer.mlp/0``."""
+    arrays = {name: np.asarray(x) for name, x in metrics.items() if x.ndim}
+    return {
+        f"{name}/{index}": float(value)
+        for name, values in arrays.items()
+        for index, value in enumerate(values)
+    }
 
 
 def _is_finite(row: Values) -> bool:

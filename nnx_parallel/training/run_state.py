@@ -4,7 +4,7 @@ import contextlib
 import os
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -33,6 +33,7 @@ from nnx_parallel.sharding.model import (
 )
 from nnx_parallel.sharding.names import dotted, variables_of
 from nnx_parallel.state import StatePlan, TrainState, init_state
+from nnx_parallel.training.callback import Callback, restore_states, states_of
 from nnx_parallel.training.diagnostics import warn_of_attributes
 from nnx_parallel.training.optimizers import warn_of_changes
 from nnx_parallel.visualize.describe import Description, describe_model
@@ -150,6 +151,7 @@ class RunState:
         seed: Of the model and of the loss's random numbers.
         wrt: Filter of the Variables that are trained.
         checkpoints: The run's own checkpoints.
+        callbacks: Whose state is saved with the run.
         metrics: Of the step at which the fit last paused, named by ``"step"``, with
             those of its evaluation.
         is_fresh: True if the state is the first one: neither trained nor restored.
@@ -159,6 +161,7 @@ class RunState:
     source: nnx.Module | ModelFn
     seed: int
     checkpoints: CheckpointManager
+    callbacks: Sequence[Callback] = ()
     wrt: Any = nnx.Param
     data: DataState = field(default_factory=DataState)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -261,10 +264,12 @@ class RunState:
         """
         step = self.step if step is None else step
         # All processes meet in `to_json`, also where the save has nothing to do.
-        position = self.data.to_json()
+        progress: dict[str, Any] = {"position": self.data.to_json()}
+        if states := states_of(self.callbacks):
+            progress["callbacks"] = states
         metrics = self.metrics if self.metrics.get("step") == step else {}
         self.checkpoints.save(
-            self.state, step, position, metrics, once=once, may_skip=may_skip
+            self.state, step, progress, metrics, once=once, may_skip=may_skip
         )
 
     def restore(
@@ -292,13 +297,18 @@ class RunState:
             if weights_only:
                 state = source.restore_weights(self.state, step)
             else:
-                state, position = source.restore(self.plan.abstract, step)
-                self.data, self.metrics = DataState.from_json(position), {}
+                state, meta = source.restore(self.plan.abstract, step, self.base)
+                self._go_on(meta)
+                self.metrics = {}
         # Another run's state is a beginning: the same program, started again, must
         # resume from its own checkpoints and not begin once more.
         is_fresh = self.is_fresh and source.directory != own.directory
         self._replace(state)
         self.is_fresh = is_fresh
+
+    def base(self) -> Mapping[str, jax.Array]:
+        """The model's arrays, for what a checkpoint names by checksum alone."""
+        return to_groups(self.state)["model"]
 
     def load_weights(self, path: str | os.PathLike, only: Any) -> None:
         """Replaces weights by those of a plain checkpoint; `Trainer.load_weights`."""
@@ -313,13 +323,18 @@ class RunState:
         self._replace(state.with_new_average())
 
     def resume(
-        self, state: TrainState, position: Mapping[str, Any], notes: list[str]
+        self, state: TrainState, meta: Mapping[str, Any], notes: list[str]
     ) -> str:
         """Continues from a checkpoint of this run; returns a message that says so."""
         warn_of_changes(self.plan, state)
-        self.state, self.data = state, DataState.from_json(position)
+        self.state = state
+        self._go_on(meta)
         done = f"Resumed from step {self.step} in '{self.checkpoints.directory}'."
         return "\n".join([*notes, done])
+
+    def _go_on(self, meta: Mapping[str, Any]) -> None:
+        self.data = DataState.from_json(meta.get("position", {}))
+        restore_states(self.callbacks, meta.get("callbacks", ()))
 
     def header(self, num_steps: int) -> str:
         """What runs where, for the beginning of a fit; empty after the first time."""
@@ -373,6 +388,11 @@ class RunState:
 
 # Variables with options of XLA, and of TPUs' compiler.
 _COMPILER = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+
+
+def frozen_paths(plan: StatePlan) -> frozenset[str]:
+    """Dotted paths of the parameters that are not trained."""
+    return frozenset(map(dotted, plan.param_placements.keys() - plan.trained_paths))
 
 
 def describe_run(

@@ -22,7 +22,7 @@ from nnx_parallel.data.rows import (
     split_rows,
     unmarked,
 )
-from nnx_parallel.errors import LossError
+from nnx_parallel.errors import LossError, OffloadError
 from nnx_parallel.layers.jaxprs import is_call, reached, trace, variables_in
 from nnx_parallel.layers.late_gather import gather_late
 from nnx_parallel.layers.loss import LabelRange, observing_labels
@@ -47,7 +47,13 @@ from nnx_parallel.training.diagnostics import (
     warn_of_attributes,
     watching_wrapped,
 )
-from nnx_parallel.training.optimizers import learning_rate, update_with
+from nnx_parallel.training.finish import finish_step
+from nnx_parallel.training.optimizers import (
+    final_gradients,
+    learning_rate,
+    optimize,
+    where,
+)
 
 Batch = Any
 Metrics = dict[str, jax.Array]
@@ -103,14 +109,18 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The compiled update: ``(state, batch) -> (state, metrics)``.
 
-    The state is donated; one that is gone is a `DonatedArrayError`. Metrics are scalars
-    on the device: ``loss``, ``grad_norm``, ``learning_rate`` under
-    ``optax.inject_hyperparams``, and the loss's own.
+    The state is donated; one that is gone is a `DonatedArrayError`. Metrics are on the
+    devices. Scalars: ``loss``, ``grad_norm``, ``learning_rate`` under
+    ``optax.inject_hyperparams``, and the loss's own. A model with experts also has
+    arrays ``(layers,)``, such as ``expert_loads/blocks.layer.mlp``, which `float` does
+    not take: ``{k: float(v) for k, v in metrics.items() if not v.ndim}``.
     """
     warn_of_modes(plan, options.remat)
+    check_offload(plan, options.remat)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        with using(plan.layout), default_remat(options.remat):
+        offload = plan.offload and plan.offload.activations
+        with using(plan.layout), default_remat(options.remat, offload):
             # From the step, so that a resumed run draws what an unbroken one would.
             key = jax.random.fold_in(state.key, state.step)
             arguments = state, batch, key, options.num_microbatches
@@ -118,12 +128,10 @@ def make_train_step(
                 grads, variables, means = execution_of(plan).gradients(
                     plan, _forward(plan, loss), *arguments
                 )
-            grads = cast_floating(grads, plan.precision.reduction)
-            if (loss_scale := state.loss_scale) is not None:
-                grads = jax.tree.map(lambda g: g / loss_scale.scale, grads)
-            grads = plan.constrain(grads, "gradient")
             params, variables = plan.take_assigned(state.params, variables)
-            return _update(plan, state, params, grads, variables, means)
+            variables, found = finish_step(plan, params, variables)
+            new, metrics = _update(plan, state, params, grads, variables, means)
+            return new, found | metrics
 
     # The new state takes the old one's memory, and its place: without shardings the
     # compiler would choose others, and the next call would compile again.
@@ -264,6 +272,9 @@ class AccumulateMicrobatches(Execution):
             return state.scaled(means["loss"].value), (means, variables)
 
         grads, (means, variables) = jax.grad(objective, has_aux=True)(state.params)
+        if plan.offloads_optimizer:
+            # Its last cast undone: the update's loop would be handed twice the bytes.
+            grads = cast_floating(grads, plan.precision.compute)
         return grads, variables, means
 
     def outputs(
@@ -346,11 +357,16 @@ def _update(
 ) -> tuple[TrainState, Metrics]:
     """The state after a step, and its metrics; ``params`` are as the loss left them."""
     with jax.named_scope("optimizer"):
-        metrics = {name: mean.value for name, mean in means.items()}
+        metrics = {
+            name: x if isinstance(x, jax.Array) else x.value
+            for name, x in means.items()
+        }
         for name, value in metrics.items():
             check_scalar(value, f"In training, metric {name!r}")
-        metrics["grad_norm"] = optax.tree.norm(grads)
-        params, opt_state = _optimize(plan, state, params, grads, metrics)
+        metrics["grad_norm"] = optax.tree.norm(final_gradients(plan, state, grads))
+        # A NaN or infinity in any gradient is in their norm.
+        is_finite = jnp.isfinite(metrics["grad_norm"])
+        params, opt_state = optimize(plan, state, params, grads, metrics, is_finite)
         if (rate := learning_rate(opt_state)) is not None:
             metrics["learning_rate"] = rate
         if (ema := state.ema) is not None:
@@ -361,46 +377,12 @@ def _update(
         new = replace(new, opt_state=opt_state, ema=ema)
         if state.loss_scale is not None:
             # float16: a step whose gradients overflowed changes nothing but the scale.
-            # A NaN or infinity in any gradient is in their norm.
-            is_finite = jnp.isfinite(metrics["grad_norm"])
             metrics["loss_scale"] = state.loss_scale.scale
             metrics["skipped"] = 1 - is_finite.astype(jnp.int32)
-            kept = jax.tree.map(lambda a, b: jnp.where(is_finite, a, b), new, state)
+            kept = where(is_finite, *(replace(x, opt_state=()) for x in (new, state)))
             scale = state.loss_scale.adjust(is_finite)
-            new = replace(kept, step=new.step, loss_scale=scale)
+            new = replace(kept, step=new.step, loss_scale=scale, opt_state=opt_state)
         return new, metrics
-
-
-def _optimize(
-    plan: StatePlan, state: TrainState, params: dict, grads: dict, metrics: Metrics
-) -> tuple[dict, optax.OptState]:
-    """Parameters and optimizer state after one update, in the dtypes that they had."""
-    before = plan.constrain(params, "optimizer")
-    grads = plan.constrain(grads, "optimizer")
-    updates, opt_state = update_with(
-        plan.tx, grads, state.opt_state, before, value=metrics["loss"], grad=grads
-    )
-    after: Any = optax.apply_updates(before, updates)
-    if (lost := lost_updates(before, updates, after)) is not None:
-        metrics["lost_updates"] = lost
-    # Optax promotes some (a bfloat16 moment by a float32 rate): the next call would
-    # compile again, for another dtype.
-    opt_state = jax.tree.map(
-        lambda new, old: new.astype(old.dtype), opt_state, state.opt_state
-    )
-    # Updated in the optimizer's shards (ZeRO), and from there to the stored layout.
-    return plan.constrain(after, "stored"), opt_state
-
-
-def lost_updates(before: Any, updates: Any, after: Any) -> jax.Array | None:
-    """Share of updates lost to rounding in parameters of 16 bits or fewer, if any."""
-    trees = zip(*map(jax.tree.leaves, (before, updates, after)), strict=True)
-    coarse = [leaves for leaves in trees if leaves[0].dtype.itemsize <= 2]
-    if not coarse:
-        return None
-    lost = sum(jnp.sum((u != 0) & (a == b), dtype=jnp.float32) for b, u, a in coarse)
-    moved = sum(jnp.sum(u != 0, dtype=jnp.float32) for _, u, _ in coarse)
-    return jnp.asarray(lost / jnp.maximum(moved, 1.0))
 
 
 def warn_of_modes(plan: StatePlan, remat: Remat) -> None:
@@ -418,6 +400,30 @@ def warn_of_modes(plan: StatePlan, remat: Remat) -> None:
             "has none: nothing is recomputed. Put its repeated blocks into a Stack, or "
             "use nnx.remat inside the model.",
             stacklevel=3,
+        )
+
+
+def check_offload(plan: StatePlan, remat: Remat) -> None:
+    """Refuses (`OffloadError`) to offload block inputs where a step keeps none."""
+    if plan.offload is None or plan.offload.activations is None:
+        return
+    start = "Offload(activations='block_inputs') moves the inputs of "
+    stacks = [module for module in plan.modules if isinstance(module, Stack)]
+    if not stacks:
+        raise OffloadError(
+            f"{start}a Stack's blocks, and this model has no Stack. Put its blocks "
+            "into one, or leave activations out."
+        )
+    if all((stack.remat or remat) == "none" for stack in stacks):
+        raise OffloadError(
+            f"{start}blocks that remat keeps, and remat is 'none'. Pass remat='full' "
+            "to the Trainer, or remat='dots'; or leave activations out."
+        )
+    is_cut = not isinstance(execution_of(plan), AccumulateMicrobatches)
+    if is_cut or plan.layout.prefetch:
+        owner = "a Pipeline" if is_cut else "FSDP(prefetch=...)"
+        raise OffloadError(
+            f"{start}blocks, which {owner} keeps by itself. Leave one of the two out."
         )
 
 

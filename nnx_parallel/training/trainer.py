@@ -19,17 +19,18 @@ from nnx_parallel.loggers.logger import Logger
 from nnx_parallel.mesh import Device
 from nnx_parallel.precision import Precision
 from nnx_parallel.sharding.model import ModelFn, abstract_model, as_source
+from nnx_parallel.sharding.offload import Offload
 from nnx_parallel.sharding.path_names import PathNames
 from nnx_parallel.state import TrainState, plan_state
 from nnx_parallel.strategies.base import Strategy
 from nnx_parallel.strategies.data_parallel import DataParallel
-from nnx_parallel.training.arguments import check_arguments
+from nnx_parallel.training.arguments import check_arguments, check_assignment
 from nnx_parallel.training.callback import Callback
 from nnx_parallel.training.diagnostics import check_length, check_model, check_seed
 from nnx_parallel.training.evaluation import Programs, params_of
 from nnx_parallel.training.loop import Loop, Settings
 from nnx_parallel.training.recorder import History
-from nnx_parallel.training.run_state import RunState, describe_run
+from nnx_parallel.training.run_state import RunState, describe_run, frozen_paths
 from nnx_parallel.training.step import Batch, LossFn, Metrics, StepOptions
 from nnx_parallel.visualize.describe import Description, warn_idle_parts
 
@@ -60,6 +61,7 @@ class Trainer:
         wrt: Filter of the Variables that are trained.
         precision: The dtypes.
         remat: What a `Stack` keeps for the backward pass, if the model does not say.
+        offload: What waits in the host's memory, such as ``Offload()``.
         ema_decay: Keep an exponential moving average of the parameters.
         checkpoint: A directory, or a `Checkpoint`, from which ``fit`` resumes by
             itself; ``None`` saves nothing.
@@ -74,12 +76,10 @@ class Trainer:
         fast_dev_run: Run two steps and one batch of evaluation, and write nothing.
         overfit_batches: Train on this many batches over and over.
         global_batch_size: Rows that each training batch must have, of all processes.
-        step_timeout: Seconds that a step, or a batch of the fit's evaluation, may take.
-            Then the process ends and prints the stack of every thread; ``None``: no
-            limit. The wait for data and ``on_step_end`` count; compilation, the first
-            batch, checkpoints and ``on_eval_end`` do not.
-        check_replicas_every: Steps between comparisons of the copies that devices hold
-            of one array, bit by bit, by their hashes; 0: never.
+        step_timeout: Seconds for a step, its data and ``on_step_end``, or for a batch
+            of the fit's evaluation. Then the process prints all stacks and ends.
+            Compilation, first batch, checkpoints and ``on_eval_end`` do not count.
+        check_replicas_every: Steps between comparisons of devices' copies; 0: never.
 
     Raises:
         MeshShapeError: If the strategy's sizes do not multiply to the devices.
@@ -116,6 +116,7 @@ class Trainer:
         wrt: Any = nnx.Param,
         precision: Precision | None = None,
         remat: Remat = "none",
+        offload: Offload | None = None,
         ema_decay: float | None = None,
         checkpoint: Checkpoint | str | os.PathLike | None = None,
         devices: Sequence[Device] | None = None,
@@ -131,8 +132,7 @@ class Trainer:
         step_timeout: float | None = None,
         check_replicas_every: int = 0,
     ) -> None:
-        # Arguments are checked before anything is built or compiled.
-        source = as_source(model)
+        source = as_source(model)  # arguments are checked before anything is compiled
         check_arguments(
             source,
             optimizer,
@@ -142,6 +142,7 @@ class Trainer:
             precision=precision,
             mesh=mesh,
             names=names,
+            offload=offload,
             checkpoint=checkpoint,
             devices=devices,
             loggers=loggers,
@@ -162,28 +163,30 @@ class Trainer:
         )
         options = StepOptions(num_microbatches=num_microbatches, remat=remat)
         # From here on shapes alone: no array is made before `state` is asked for.
-        self.strategy = strategy or DataParallel()
-        mesh = mesh or self.strategy.make_mesh(devices)
-        self.layout = layout = self.strategy.layout(mesh)
+        self.strategy = strategy = strategy or DataParallel()
+        self.layout = layout = strategy.layout(mesh or strategy.make_mesh(devices))
         shapes = abstract_model(source, nnx.Rngs(seed), names)
-        self.strategy.check(shapes, layout.mesh)
-        plan = plan_state(
-            shapes, layout, optimizer, wrt=wrt, precision=precision, ema_decay=ema_decay
-        )
+        strategy.check(shapes, layout.mesh)
+        kinds = {"wrt": wrt, "precision": precision, "offload": offload}
+        plan = plan_state(shapes, layout, optimizer, ema_decay=ema_decay, **kinds)
         warn_idle_parts(shapes, layout, plan.placements)
         self._programs = Programs(plan, loss, options, global_batch_size, eval_loss)
-        checkpoints = CheckpointManager(
-            # A test run must neither resume a real one nor leave steps behind.
-            None if fast_dev_run else checkpoint,
-            describe_run(plan, self.strategy, options.num_microbatches, seed),
-        )
-        self._run = RunState(plan, source, seed, checkpoints, wrt)
+        run = describe_run(plan, self.strategy, options.num_microbatches, seed)
+        # A test run must neither resume a real one nor leave steps behind.
+        where = None if fast_dev_run else checkpoint
+        checkpoints = CheckpointManager(where, run, frozen=frozen_paths(plan))
+        self._run = RunState(plan, source, seed, checkpoints, tuple(callbacks), wrt)
         self._loop: Loop | None = None
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not name.startswith("_") and hasattr(self, "_loop"):  # it is built
+            check_assignment(self, name)
+        super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         facts = self._run.facts()
-        shown = (f"{name} {facts[name]}" for name in ("model", "mesh", "step"))
-        return f"Trainer({self.strategy!r}, {', '.join(shown)})"
+        model, mesh, step = (f"{key} {facts[key]}" for key in ("model", "mesh", "step"))
+        return f"Trainer({self.strategy!r}, {model}, {mesh}, {step})"
 
     def _repr_html_(self) -> str:
         return as_html((), [*self._run.facts().items()], title="Trainer")
@@ -361,7 +364,7 @@ class Trainer:
         seed: int = 0,
         ema: bool = False,
     ) -> Any:
-        """Outputs for all rows, the model in evaluation mode.
+        """Outputs for all rows, the model in evaluation mode; warns as `evaluate`.
 
         Args:
             data: Batches.
@@ -378,9 +381,6 @@ class Trainer:
         Raises:
             DataError: If there is no batch.
             LossError: If an output has no rows.
-
-        Warns:
-            ParallelWarning: If dropout or batch statistics act as in training.
         """
         seed = check_seed(seed)
         self._run.begin("predict")

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -19,24 +18,25 @@ from rich.text import Text
 from nnx_parallel.drawing import Picture, as_html
 from nnx_parallel.errors import ParallelWarning, warn_user
 from nnx_parallel.mesh import axes_across_processes
-from nnx_parallel.precision import Precision, array_bytes, format_bytes
-from nnx_parallel.sharding.layout import Layout, Placement
+from nnx_parallel.precision import Precision, format_bytes
+from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.model import Path, nest, place_model
 from nnx_parallel.sharding.names import (
     ArrayInfo,
     array_info,
     as_tuple,
     dotted,
-    is_spec,
-    path_of,
     variables_of,
 )
-from nnx_parallel.sharding.optimizer import (
-    as_transformation,
-    optimizer_specs,
-    owner_of,
-)
+from nnx_parallel.sharding.offload import HOST
+from nnx_parallel.sharding.optimizer import as_transformation
+from nnx_parallel.sharding.placement import Placement
 from nnx_parallel.sharding.rules import FSDPRules
+from nnx_parallel.visualize.optimizer_rows import (
+    OptimizerRow,
+    optimizer_rows_of,
+    shard_bytes,
+)
 
 
 class ArrayRow(NamedTuple):
@@ -45,21 +45,7 @@ class ArrayRow(NamedTuple):
     info: ArrayInfo
     placement: Placement
     bytes_per_device: int
-
-
-class OptimizerRow(NamedTuple):
-    """One array of the optimizer state.
-
-    Attributes:
-        why_whole: Why every device holds all of it, though the optimizer state of its
-            parameter is split; empty if that is not so.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    spec: P
-    bytes_per_device: int
-    why_whole: str
+    memory: str = "device"  # its kind, and that of its optimizer state if it differs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +58,10 @@ class Description:
         optimizer_rows: The arrays of the optimizer state; empty without an optimizer.
         params_bytes: Parameters on each device, as stored.
         gradients_bytes: Their gradients on each device.
-        optimizer_bytes: Optimizer state on each device.
+        optimizer_bytes: Optimizer state of each device, in its memory or the host's.
+        host_bytes: The part of it in the host's memory.
         average_bytes: Moving average of the parameters on each device, if one is kept.
-        gathered: Paths of modules around which a sequence is gathered that the strategy
-            splits.
+        notes: What devices send that no array's placement tells.
     """
 
     layout: Layout
@@ -85,7 +71,8 @@ class Description:
     gradients_bytes: int
     optimizer_bytes: int
     average_bytes: int = 0
-    gathered: tuple[str, ...] = ()
+    host_bytes: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def replicated(self) -> tuple[ArrayRow, ...]:
@@ -114,16 +101,18 @@ class Description:
     def _cells(self) -> dict[str, list[str]]:
         """The columns of the table by name, with a cell for each array of the model."""
         cells: dict[str, list[str]] = {name: [] for name in _COLUMNS}
-        for info, place, size in self.rows:
+        for info, place, size, memory in self.rows:
             specs = (place.stored, place.used, place.gradient, place.optimizer)
             shown = list(map(_short, specs))
             if not info.is_param:  # then there is no gradient, and no optimizer state
                 shown[2:] = "", ""
             shape, dtype = " ".join(map(str, info.shape)), str(info.dtype)
             why = "; ".join(filter(None, (place.reason, *map(_of_one, place.absent))))
-            row = (info.path, shape, dtype, *shown, f"{size:,}", why)
+            row = (info.path, shape, dtype, *shown, memory, f"{size:,}", why)
             for name, cell in zip(_COLUMNS, row, strict=True):
                 cells[name].append(cell)
+        if not self.host_bytes:
+            del cells["memory"]  # all is on the devices
         return cells
 
     def table(self, width: int | None = None) -> Table:
@@ -140,7 +129,7 @@ class Description:
         # Each column has two spaces and a line besides.
         spare = math.inf if width is None else width - 1 - 3 * len(cells)
         hidden = []
-        for name in _DROPPED:
+        for name in filter(cells.__contains__, _DROPPED):
             if sum(widths.values()) <= spare:
                 break
             hidden.append(name)
@@ -165,9 +154,11 @@ class Description:
         """The bytes on each device in words."""
         totals = {"parameters": self.params_bytes, "gradients": self.gradients_bytes}
         if self.optimizer_rows:
-            totals["optimizer state"] = self.optimizer_bytes
+            totals["optimizer state"] = self.optimizer_bytes - self.host_bytes
         if self.average_bytes:
             totals["moving average"] = self.average_bytes
+        if self.host_bytes:
+            totals["in the host's memory, optimizer state"] = self.host_bytes
         return ", ".join(f"{name} {format_bytes(x)}" for name, x in totals.items())
 
     def summary(self) -> str:
@@ -175,23 +166,17 @@ class Description:
         lines = [f"per device: {self.per_device}"]
         # On one device every array is whole: there is nothing to report.
         if self.layout.mesh.size > 1:
-            arrays = [(info, place) for info, place, _ in self.rows]
+            arrays = [row[:2] for row in self.rows]
             idle = idle_parts(self.layout, arrays)
             lines += [f"no effect: {finding}" for finding, _ in idle]
-            if self.gathered:
-                paths = ", ".join(f"`{path}`" for path in self.gathered[:5])
-                lines.append(
-                    f"gathered: the sequence, around {len(self.gathered)} modules of "
-                    f"Flax's own attention ({paths}): each device holds it whole "
-                    "there. nnx_parallel.layers.attention exchanges it."
-                )
+            lines += self.notes
             lines += _largest(
-                [(i.path, i.shape, size, p.reason) for i, p, size in self.replicated]
+                [(i.path, i.shape, size, p.reason) for i, p, size, _ in self.replicated]
             )
             lines += _largest(
                 [
                     (f"optimizer state {path}", shape, size, why)
-                    for path, shape, _, size, why in self.replicated_optimizer
+                    for path, shape, _, size, why, *_ in self.replicated_optimizer
                 ]
             )
         return "\n".join(lines)
@@ -234,9 +219,9 @@ class _Body:
 
 _COLUMNS = (
     "path", "shape", "dtype", "stored", "used", "gradient", "optimizer",
-    "bytes/device", "why",
+    "memory", "bytes/device", "why",
 )  # fmt: skip
-_DROPPED = ("dtype", "gradient", "optimizer", "used", "shape", "why")
+_DROPPED = ("dtype", "gradient", "optimizer", "used", "shape", "memory", "why")
 _LEAST_WHY = 24
 
 
@@ -263,10 +248,6 @@ def _short(spec: P) -> str:
     return " ".join(parts) if any(spec) else "whole"
 
 
-def _shard_bytes(layout: Layout, shape: tuple, dtype: Any, spec: P) -> int:
-    return array_bytes(layout.sharding(spec).shard_shape(shape), dtype)
-
-
 def idle_parts(
     layout: Layout, arrays: Sequence[tuple[ArrayInfo, Placement]]
 ) -> Iterator[tuple[str, str]]:
@@ -281,8 +262,7 @@ def idle_parts(
         if part.execution is not None and 1 in part.axis_sizes.values():
             yield (
                 f"{part.owner} has one stage: nothing is spread or pipelined.",
-                "Give it 2 stages or more, whose number divides that of the layers, or "
-                "leave it out.",
+                "Give it 2 stages or more, or leave it out.",
             )
         if any(zero.rules.axis in sizes for zero in part.zero):
             # Others are small, or stay whole on purpose: a rule says so.
@@ -384,21 +364,28 @@ def describe_model(
         # In the dtype in which the state will hold it.
         if precision and is_floating and (info.is_param or path in trained):
             info = replace(info, dtype=precision.params or info.dtype)
-        size = _shard_bytes(layout, info.shape, info.dtype, place.stored)
+        size = shard_bytes(layout, info.shape, info.dtype, place.stored)
         rows.append(ArrayRow(info, place, size))
         if path in trained:
             stored[path] = jax.ShapeDtypeStruct(info.shape, info.dtype)
             dtype = precision.gradient_dtype(info.dtype) if precision else info.dtype
-            gradients += _shard_bytes(layout, info.shape, dtype, place.gradient)
+            gradients += shard_bytes(layout, info.shape, dtype, place.gradient)
             # At least float32, as the state keeps it: in bfloat16 there is no room
             # for small moves.
             dtype = jnp.promote_types(info.dtype, jnp.float32)
-            average += _shard_bytes(layout, info.shape, dtype, place.stored)
+            average += shard_bytes(layout, info.shape, dtype, place.stored)
     if optimizer is not None:
         # By shapes, for any transformation: none of Optax's is known by name.
         tx = as_transformation(optimizer, abstract)
         opt_state = jax.eval_shape(tx.init, nest(stored))
-    optimizer_rows = _optimizer_rows(opt_state, stored, placements, layout)
+    optimizer_rows = optimizer_rows_of(opt_state, stored, placements, layout)
+    on_host = {row.owner for row in optimizer_rows if row.is_on_host}
+    rows = [
+        row._replace(memory=f"device, optimizer: {HOST}")
+        if row.info.path in on_host
+        else row
+        for row in rows
+    ]
     return Description(
         layout=layout,
         rows=tuple(rows),
@@ -407,41 +394,27 @@ def describe_model(
         gradients_bytes=gradients,
         optimizer_bytes=sum(row.bytes_per_device for row in optimizer_rows),
         average_bytes=average if keeps_average else 0,
-        gathered=_gathered_sequences(abstract, layout),
+        host_bytes=sum(
+            row.bytes_per_device for row in optimizer_rows if row.is_on_host
+        ),
+        notes=_notes(abstract, layout),
     )
 
 
-def _gathered_sequences(model: nnx.Module, layout: Layout) -> tuple[str, ...]:
-    """Paths of attention that knows no split sequence, where a strategy has one."""
-    if layout.claims.sequence is None:
-        return ()
-    modules = nnx.iter_modules(model)
-    stock = (p for p, m in modules if isinstance(m, nnx.MultiHeadAttention))
-    return tuple(map(dotted, stock))
-
-
-def _optimizer_rows(
-    state: optax.OptState,
-    params: dict[Path, jax.ShapeDtypeStruct],
-    placements: dict[Path, Placement],
-    layout: Layout,
-) -> tuple[OptimizerRow, ...]:
-    shapes = {path: tuple(value.shape) for path, value in params.items()}
-    specs = optimizer_specs(state, shapes, placements, layout)
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    # Specs are leaves here: JAX would take them apart.
-    flat_specs = jax.tree.leaves(specs, is_leaf=is_spec)
-    rows = []
-    for (path, leaf), spec in zip(leaves, flat_specs, strict=True):
-        # docs/library-notes.md, "Optax"
-        owner, why_whole = owner_of(path, shapes), ""
-        # Counters are whole everywhere, and cost nothing.
-        if not any(spec) and leaf.size > 1:
-            if owner is None:
-                why_whole = "belongs to no parameter"
-            elif any(placements[owner].optimizer):
-                # A factor of Adafactor's, say, that lacks the dim which is split.
-                why_whole = f"follows no split dim of {dotted(owner)}"
-        size = _shard_bytes(layout, leaf.shape, leaf.dtype, spec)
-        rows.append(OptimizerRow(path_of(path), leaf.shape, spec, size, why_whole))
-    return tuple(rows)
+def _notes(model: nnx.Module, layout: Layout) -> tuple[str, ...]:
+    modules, run = list(nnx.iter_modules(model)), layout.claims.execution
+    notes = [*run.describe(model, layout.mesh)] if run else []
+    stock = [
+        f"`{dotted(p)}`" for p, m in modules if isinstance(m, nnx.MultiHeadAttention)
+    ]
+    if layout.claims.sequence and stock:
+        notes.append(
+            f"gathered: the sequence, around {len(stock)} modules of Flax's own "
+            f"attention ({', '.join(stock[:5])}): each device holds it whole there. "
+            "nnx_parallel.layers.attention exchanges it."
+        )
+    for path, module in modules:
+        # Of `MoE`, by name: placement needs no layers.
+        if how := getattr(module, "describe_exchange", lambda _: "")(layout):
+            notes.append(f"exchanged: tokens of `{dotted(path)}` {how}")
+    return tuple(notes)

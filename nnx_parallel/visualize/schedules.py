@@ -71,14 +71,18 @@ class Timeline:
             widths = self._widths(labels, to_scale=True)
         # A stage has at most one slot of a kind in a tick.
         cells = {(slot.stage, slot.tick, slot.kind): slot for slot in slots}
+        took = self._took()
         for stage in range(self.table.num_stages):
             line = self._line(f"stage {stage}")
             for column, width in widths.items():
                 slot = cells.get((stage, *column))
-                label, style = "·", _IDLE
+                label, shade, idle = "", _IDLE, width - 1
                 if slot:
-                    label, style = labels[slot], self._shade(slot.kind, slot.chunk)
-                line.append(f"{label:^{width - 1}}", style).append(" ")
+                    label, shade = labels[slot], self._shade(slot.kind, slot.chunk)
+                    share = (slot.end - slot.start) / took[column] if is_coloured else 1
+                    idle = min(round((width - 1) * (1 - share)), width - 1 - len(label))
+                line.append(f"{label:^{width - 1 - idle}}", shade)
+                line.append(f"{'' if slot else '·':^{idle}}", _IDLE).append(" ")
             yield line
         # Columns of plain text are not to scale: a time axis would not fit them.
         if is_coloured:
@@ -93,7 +97,7 @@ class Timeline:
         """Width of each column, in the order of time."""
         # One more than the label: ground between two cells.
         least = max(map(len, labels.values())) + 1
-        took = {(slot.tick, slot.kind): slot.end - slot.start for slot in labels}
+        took = self._took()
         kinds = list(COLOURS)
         order = sorted(took, key=lambda column: (column[0], kinds.index(column[1])))
         if not to_scale:
@@ -102,6 +106,14 @@ class Timeline:
         shortest = max(min(filter(None, took.values())), max(took.values()) / 8)
         unit = least / shortest
         return {at: max(least, round(unit * took[at])) for at in order}
+
+    def _took(self) -> dict[Column, float]:
+        """Time of each column: that of its longest slot."""
+        took: dict[Column, float] = {}
+        for slot in self.simulation.timeline.slots:
+            column = (slot.tick, slot.kind)
+            took[column] = max(took.get(column, 0.0), slot.end - slot.start)
+        return took
 
     def _line(self, label: str) -> Text:
         width = len(f"stage {self.table.num_stages - 1}") + 2

@@ -1,6 +1,7 @@
 """Weights of others: folders of safetensors, read onto a mesh and written from it."""
 
-from nnx_parallel.weights.export import save_adapters as save_adapters
+from nnx_parallel.weights.adapters import load_adapters as load_adapters
+from nnx_parallel.weights.adapters import save_adapters as save_adapters
 from nnx_parallel.weights.export import save_pretrained as save_pretrained
 from nnx_parallel.weights.names import Entry as Entry
 from nnx_parallel.weights.pretrained import Pretrained as Pretrained

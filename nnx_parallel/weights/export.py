@@ -1,11 +1,11 @@
-"""Writes a model's parameters as a folder of safetensors."""
+"""Writes a model's weights as a folder of safetensors."""
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -25,7 +25,7 @@ from nnx_parallel.weights.files import (
     num_bytes,
     write_tensors,
 )
-from nnx_parallel.weights.names import Entry, Rule, groups_of, rules_of
+from nnx_parallel.weights.names import WEIGHTS, Entry, Rule, groups_of, rules_of
 
 _COPIED = (
     "tokenizer*",
@@ -35,9 +35,15 @@ _COPIED = (
     "merges.txt",
     "chat_template*",
     "generation_config.json",
+    "preprocessor_config.json",
     "LICENSE*",
 )
 _KEPT = ("bos_token_id", "eos_token_id", "pad_token_id")
+_LABELS = ("id2label", "label2id")  # kept while the model has as many
+
+
+Make = Callable[[], np.ndarray]
+"""Brings an array together; all processes call it."""
 
 
 @runtime_checkable
@@ -50,6 +56,15 @@ class HasNames(Protocol):
 
     def config_in_files(self) -> dict[str, Any]:
         """Its ``config.json``."""
+        ...
+
+
+@runtime_checkable
+class HasConstants(Protocol):
+    """A model whose files have arrays that it lacks."""
+
+    def constants_in_files(self) -> Mapping[str, np.ndarray]:
+        """These arrays by their names."""
         ...
 
 
@@ -83,10 +98,13 @@ def save_pretrained(
         WeightsError: If the folder has files, or the table does not fit the model.
     """
     own = cast(Any, model)
+    constants: Mapping[str, np.ndarray] = {}
+    if names is None and isinstance(own, HasConstants):
+        constants = own.constants_in_files()
     if names is None and isinstance(own, HasNames) and config is None:
         config = own.config_in_files()
-    names = _table_of(model, names)
-    params = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    names = table_of(model, names)
+    params = nnx.to_flat_state(nnx.state(model, WEIGHTS))
     if adapters := [path for path, leaf in params if isinstance(leaf, nnx.LoRAParam)]:
         raise WeightsError(
             f"The model has adapters (`{dotted(adapters[0])}`). Pass "
@@ -98,10 +116,15 @@ def save_pretrained(
     def write_texts(folder: Path, described: list[Described]) -> None:
         _write_texts(folder, config, described, source)
 
-    save_arrays(directory, rules, arrays, write_texts, dtype, max_file_bytes)
+    made = describe_arrays(rules, arrays, dtype)
+    for name, x in constants.items():
+        made[0].append((name, x.shape, x.dtype))
+        made[1][name] = partial(np.copy, x)
+    save_arrays(directory, *made, write_texts, max_file_bytes)
 
 
-def _table_of(model: nnx.Module, names: Sequence[Entry] | None) -> Sequence[Entry]:
+def table_of(model: nnx.Module, names: Sequence[Entry] | None) -> Sequence[Entry]:
+    """The table of names that is given, or the model's own."""
     own = cast(Any, model)
     if names is not None:
         return names
@@ -115,10 +138,9 @@ def _table_of(model: nnx.Module, names: Sequence[Entry] | None) -> Sequence[Entr
 
 def save_arrays(
     directory: str | Path,
-    rules: Mapping[str, Rule],
-    arrays: Mapping[str, jax.Array],
+    described: list[Described],
+    makes: Mapping[str, Make],
     write_texts: Callable[[Path, list[Described]], None],
-    dtype: Any = None,
     max_file_bytes: int = 5 * 10**9,
     stem: str = "model",
 ) -> None:
@@ -126,10 +148,9 @@ def save_arrays(
 
     Args:
         directory: The folder.
-        rules: Their names.
-        arrays: Our arrays by path, on any devices.
+        described: Name, shape and dtype of each array, in their order.
+        makes: A function by name that brings the array together.
         write_texts: Writes the folder's other files.
-        dtype: As in `save_pretrained`.
         max_file_bytes: As in `save_pretrained`.
         stem: What the files of arrays are called.
     """
@@ -142,7 +163,6 @@ def save_arrays(
     if jax.process_count() > 1:
         # All have seen that it is empty before one of them writes.
         meet(f"saving weights ({stem})")
-    described, makes = _describe(rules, arrays, dtype)
     files = _files(described, max_file_bytes, stem)
     writes = jax.process_index() == 0
     temporary = target.with_name(f".{target.name}.partial")
@@ -162,22 +182,19 @@ def save_arrays(
             total = {"total_size": sum(map(num_bytes, described))}
             places = {name: file for file, own in files.items() for name, _, _ in own}
             index = {"metadata": total, "weight_map": places}
-            _write_json(temporary / INDEX, index)
+            write_json(temporary / INDEX, index)
         write_texts(temporary, described)
         temporary.rename(target)
     if jax.process_count() > 1:
         meet(f"weights saved ({stem})")
 
 
-Make = Callable[[], np.ndarray]
-"""Brings an array together; all processes call it."""
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes an object as people read it."""
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _describe(
+def describe_arrays(
     rules: Mapping[str, Rule], arrays: Mapping[str, jax.Array], dtype: Any
 ) -> tuple[list[Described], dict[str, Make]]:
     """The arrays to write, in order, and a function that brings each together."""
@@ -191,10 +208,9 @@ def _describe(
         is_cast = dtype is not None and jnp.issubdtype(kept, jnp.floating)
         written = np.dtype(jnp.dtype(dtype)) if is_cast else kept
         code_of(written)
-        for i, name in enumerate(first.names(ours[0].shape)):
+        for index, name in first.names(ours[0].shape).items():
             described.append((name, first.shape_of_theirs(sizes), written))
-            layer = i if first.is_stacked else None
-            makes[name] = _maker(first, ours, sizes, layer, written)
+            makes[name] = _maker(first, ours, sizes, index, written)
     return described, makes
 
 
@@ -202,11 +218,11 @@ def _maker(
     rule: Rule,
     ours: list[jax.Array],
     sizes: Mapping[str, int],
-    layer: int | None,
+    index: tuple[int, ...],
     dtype: np.dtype,
 ) -> Make:
     def make() -> np.ndarray:
-        parts = [gather(x if layer is None else x[layer]) for x in ours]
+        parts = [gather(x[index] if index else x) for x in ours]
         return rule.to_theirs(parts, sizes).astype(dtype)
 
     return make
@@ -249,102 +265,9 @@ def _write_texts(
     if config is not None:
         widest = max(described, key=num_bytes)[2]
         kept = {name: given[name] for name in _KEPT if name in given}
+        for name in _LABELS:
+            if len(given.get(name, ())) == len(config.get(name, ())):
+                kept |= {name: given[name]} if name in given else {}
         # The second name is that of transformers 4.
         content = {**config, **kept, "dtype": widest.name, "torch_dtype": widest.name}
-        _write_json(folder / "config.json", content)
-
-
-def save_adapters(
-    directory: str | Path,
-    model: nnx.Module,
-    *,
-    base: str,
-    names: Sequence[Entry] | None = None,
-    dtype: Any = None,
-) -> None:
-    """Writes the adapters of `layers.lora` alone, in the format of PEFT.
-
-    ``PeftModel.from_pretrained(base_model, directory)`` reads them. With several
-    processes all of them call this, and process 0 writes.
-
-    Args:
-        directory: The folder, which must not exist, or be empty.
-        model: The model, such as ``trainer.model``.
-        base: Folder or name of the model that they adapt, noted in the folder.
-        names: The table of the model without adapters; ``None``: the model's own.
-        dtype: What the factors are cast to; ``None``: kept.
-
-    Raises:
-        WeightsError: If the folder has files; if the model has no adapters, or one on
-            a part of a fused kernel, or of different ranks or strengths.
-    """
-    params = nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))
-    arrays = {dotted(path): leaf.get_value() for path, leaf in params}
-    if not arrays:
-        raise WeightsError(
-            f"The {type(model).__name__} has no adapters: see layers.lora."
-        )
-    rules, targets = {}, set()
-    for entry in _table_of(model, names):
-        rule = Rule.of(entry)
-        path, _, last = rule.ours.rpartition(".")
-        if last == "kernel" and f"{path}.lora_a" in arrays:
-            targets.add(rule.theirs.split(".")[-2])
-            rules |= {each.ours: each for each in _factors(rule)}
-    if missing := sorted(arrays.keys() - rules.keys()):
-        raise WeightsError(f"The table of names lacks the kernel of `{missing[0]}`.")
-    modules: list[Any] = [module for _, module in nnx.iter_modules(model)]
-    scales = {m.lora_scale for m in modules if hasattr(m, "lora_scale")}
-    ranks = {x.shape[-1] for path, x in arrays.items() if path.endswith("lora_a")}
-    if len(scales) > 1 or len(ranks) > 1:
-        raise WeightsError(
-            f"Adapters have ranks {sorted(ranks)} and strengths {sorted(scales)}: a "
-            "folder has those of one."
-        )
-    (rank,), (scale,) = ranks, scales
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": rank,
-        "lora_alpha": rank * scale,
-        "target_modules": sorted(targets),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-    }
-
-    def write_texts(folder: Path, described: list[Described]) -> None:
-        _write_json(folder / "adapter_config.json", config)
-
-    save_arrays(directory, rules, arrays, write_texts, dtype, stem="adapter_model")
-
-
-def _factors(kernel: Rule) -> list[Rule]:
-    """The rules of a kernel's factors: theirs are (rank, in) and (out, rank)."""
-    if kernel.num_parts:
-        raise WeightsError(
-            f"`{kernel.ours}` is a part of {kernel.theirs!r}, a fused kernel, which "
-            "PEFT adapts as a whole. Merge the adapters, and use save_pretrained."
-        )
-    groups = re.findall(r"\([^)]*\)|\w+", kernel.left)
-    dims = kernel.right.split()
-    # Ours has the in dims first.
-    ins, outs = sorted(groups, key=lambda g: dims.index(re.findall(r"\w+", g)[0]))
-    path = kernel.ours.removesuffix("kernel")
-    layer = f"base_model.model.{kernel.theirs.removesuffix('.weight')}"
-    return [
-        Rule(
-            f"{path}lora_a",
-            f"{layer}.lora_A.weight",
-            f"rank {ins}",
-            f"{ins.strip('()')} rank",
-        ),
-        Rule(
-            f"{path}lora_b",
-            f"{layer}.lora_B.weight",
-            f"{outs} rank",
-            f"rank {outs.strip('()')}",
-        ),
-    ]
+        write_json(folder / "config.json", content)

@@ -114,15 +114,15 @@ def find_folder(path: str | Path) -> Path:
     return Path(snapshot_download(str(path), allow_patterns=kept))
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The content of a folder's ``config.json``.
+def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    """The content of a folder's ``config.json``, or another such file.
 
     Raises:
         WeightsError: If there is none, or it is no JSON object.
     """
-    path = folder / "config.json"
+    path = folder / name
     if not path.is_file():
-        raise WeightsError(f"There is no config.json in {str(folder)!r}.")
+        raise WeightsError(f"There is no {name} in {str(folder)!r}.")
     if path.stat().st_size > MAX_HEADER:
         raise WeightsError(f"{str(path)!r} has over {MAX_HEADER:,} bytes.")
     return _parse(path.read_bytes(), path)

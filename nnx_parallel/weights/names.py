@@ -3,14 +3,18 @@
 An entry is ``(our path, their name, pattern)``, such as
 ``("blocks.layer.mlp.up.kernel", "layers.{}.up.weight", "mlp embed -> embed mlp")``.
 
-- ``{}`` in their name is the number of a layer, the first dim of our array.
+- ``{}`` in their name is the number of a layer, the first dim of our array; a second
+  one that of an expert, the next dim.
 - The pattern, of einops, makes their array ours; it names every dim of ours.
 - ``part 1 of 3: `` in front of it says that their array holds three of ours, along the
   first dim of the pattern's result.
+- A dim of ours that is several of theirs, ``embed c p q -> (p q c) embed``, needs their
+  sizes behind it: ``, p=16 q=16 c=3``. A ``1`` is a dim of theirs that ours lacks.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,13 +22,18 @@ from typing import Any
 
 import numpy as np
 from einops import rearrange
+from flax import nnx
 
 from nnx_parallel.errors import WeightsError, suggest
 from nnx_parallel.weights.files import Tensor
 
 Entry = tuple[str, str, str]
 
-_PART = re.compile(r"(?:part (\d+) of (\d+): *)?(.+?) *-> *(.+)")
+WEIGHTS = (nnx.Param, nnx.BatchStat)
+"""Variables that files have: what is trained, and the statistics of norms."""
+
+_PART = re.compile(r"(?:part (\d+) of (\d+): *)?(.+?) *-> *([^,]+)(?:, *(.+))?")
+_GROUP = re.compile(r"\([^)]*\)|\w+")
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,7 @@ class Rule:
         right: Dims of ours, without the one of layers, and with that of parts.
         part: Which part of theirs ours is.
         num_parts: How many theirs holds; 0: it is ours alone.
+        given: Sizes of the dims of theirs that are one of ours.
     """
 
     ours: str
@@ -46,6 +56,7 @@ class Rule:
     right: str
     part: int = 0
     num_parts: int = 0
+    given: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def of(cls, entry: Entry) -> Rule:
@@ -68,51 +79,64 @@ class Rule:
                 f"The pattern of `{ours}` is {pattern!r}. It must be as of einops: "
                 "'their dims -> our dims', perhaps after 'part 1 of 3: '."
             )
-        part, count, left, right = found.groups()
-        return cls(ours, theirs, left, right, int(part or 0), int(count or 0))
+        part, count, left, right, given = found.groups()
+        sizes = tuple((n, int(x)) for n, x in re.findall(r"(\w+)=(\d+)", given or ""))
+        return cls(ours, theirs, left, right, int(part or 0), int(count or 0), sizes)
 
     @property
-    def is_stacked(self) -> bool:
-        """True if ours has a dim of layers in front."""
-        return "{}" in self.theirs
+    def num_stacked(self) -> int:
+        """How many dims of ours are numbers in their names: layers, experts."""
+        return self.theirs.count("{}")
 
-    def names(self, shape: Sequence[int]) -> list[str]:
-        """Their names for our array of this shape, layer by layer."""
-        count = shape[0] if self.is_stacked else 1
-        return [self.theirs.replace("{}", str(i)) for i in range(count)]
+    def names(self, shape: Sequence[int]) -> dict[tuple[int, ...], str]:
+        """Their names for our array of this shape, by index in its first dims."""
+        indices = np.ndindex(*shape[: self.num_stacked])
+        return {index: self.theirs.format(*index) for index in indices}
 
     def sizes(self, shape: Sequence[int]) -> dict[str, int]:
         """The size of each dim that the pattern names, by our array's shape.
 
         Raises:
-            WeightsError: If the pattern has another number of dims.
+            WeightsError: If the pattern has other dims.
         """
-        dims = self.right.split()
+        dims, given = _GROUP.findall(self.right), dict(self.given)
         own = [self.num_parts] if self.num_parts else []
-        own += shape[1:] if self.is_stacked else shape
+        own += shape[self.num_stacked :]
+        for dim, size in zip(dims, own, strict=False):
+            names = re.findall(r"\w+", dim)
+            if dim != names[0] and math.prod(given.get(n, 0) for n in names) != size:
+                raise WeightsError(
+                    f"Dim {dim} of `{self.ours}` has size {size}; its pattern gives "
+                    f"{given or 'no sizes'}: write ', name=size' of each behind it."
+                )
         if len(dims) != len(own):
             raise WeightsError(
                 f"`{self.ours}` has shape {tuple(shape)}, but its pattern makes dims "
-                f"({self.right})"
-                + (" after that of layers." if self.is_stacked else ".")
+                f"({self.right})" + _after(self.num_stacked)
             )
-        return dict(zip(dims, own, strict=True))
+        single = {n: x for n, x in zip(dims, own, strict=True) if n.isidentifier()}
+        return single | given
 
     def to_ours(self, theirs: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
-        """A view of their array as ours is, of one layer: nothing is copied."""
+        """Their array as ours is, of one index: a view, unless it joins dims."""
         view = rearrange(theirs, f"{self.left} -> {self.right}", **sizes)
         return view[self.part] if self.num_parts else view
 
     def to_theirs(self, ours: list[np.ndarray], sizes: Mapping[str, int]) -> np.ndarray:
-        """Their array from all of ours that it holds, of one layer."""
+        """Their array from all of ours that it holds, of one index."""
         whole = np.stack(ours) if self.num_parts else ours[0]
         return rearrange(whole, f"{self.right} -> {self.left}", **sizes)
 
     def shape_of_theirs(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The shape of their array."""
-        groups = re.findall(r"\([^)]*\)|\w+", self.left)
-        of_each = [re.findall(r"\w+", group) for group in groups]
-        return tuple(int(np.prod([sizes[n] for n in names])) for names in of_each)
+        of_each = [re.findall(r"\w+", group) for group in _GROUP.findall(self.left)]
+        return tuple(math.prod(sizes.get(n, 1) for n in names) for names in of_each)
+
+
+def _after(num_stacked: int) -> str:
+    return ("", " after that of layers", " after those of layers and experts")[
+        min(num_stacked, 2)
+    ] + "."
 
 
 def rules_of(entries: Sequence[Entry], shapes: Mapping[str, Any]) -> dict[str, Rule]:
@@ -144,7 +168,7 @@ def rules_of(entries: Sequence[Entry], shapes: Mapping[str, Any]) -> dict[str, R
             f"{suggest(unused[0], shapes)}"
         )
     for path, rule in rules.items():
-        sizes, given = rule.sizes(shapes[path]), re.findall(r"\w+", rule.left)
+        sizes, given = rule.sizes(shapes[path]), re.findall(r"[A-Za-z]\w*", rule.left)
         if sorted(given) != sorted(sizes):
             raise WeightsError(
                 f"The pattern of `{path}` has dims ({rule.left}) on its left and "
@@ -169,7 +193,7 @@ def check_tensors(
     for path, rule in rules.items():
         sizes = rule.sizes(shapes[path])
         expected = rule.shape_of_theirs(sizes)
-        for name in rule.names(shapes[path]):
+        for name in rule.names(shapes[path]).values():
             used.add(name)
             if name not in tensors:
                 raise WeightsError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,13 @@ from nnx_parallel.errors import WeightsError
 from nnx_parallel.sharding.model import arrays_of, build_model
 from nnx_parallel.sharding.names import dotted
 from nnx_parallel.weights.files import Tensor, code_of, open_tensors
-from nnx_parallel.weights.names import Entry, Rule, check_tensors, rules_of
+from nnx_parallel.weights.names import (
+    WEIGHTS,
+    Entry,
+    Rule,
+    check_tensors,
+    rules_of,
+)
 
 
 class Pretrained:
@@ -25,17 +32,19 @@ class Pretrained:
     Pass it to a Trainer, or a strategy's ``init``, as the model: each device's shards
     are then read straight from the files, under any strategy, and no process holds
     more than its shards and the slice that it is reading. Called by hand it returns the
-    whole model. Parameters that ``names`` does not have are an error; Variables of
-    other types start as the model makes them.
+    whole model. Parameters and statistics of a `nnx.BatchNorm` that ``names`` does not
+    have are an error; Variables of other types start as the model makes them.
 
     Args:
         build: Builds the model, as a Trainer takes it.
         path: A folder of safetensors, with its index if there are several files; or a
             file.
         names: The table (`nnx_parallel.weights.names`).
-        dtype: What parameters are cast to, ``"keep"`` for what each has in the files;
-            ``None``: what ``build`` gives them.
+        dtype: What parameters are cast to, ``"keep"`` for what each array has in the
+            files; ``None``: what ``build`` gives them.
         ignored: A regex, searched in the names of arrays that the model does not need.
+        new: A regex, searched in our paths: parameters that are not read but start as
+            the model makes them, such as the head for classes of your own.
 
     Raises:
         WeightsError: If files are damaged, or names or shapes do not fit: before any
@@ -53,6 +62,9 @@ class Pretrained:
         (3, 2)
     """
 
+    kinds: tuple[type[nnx.Variable], ...] = WEIGHTS
+    """Variables that the table has to name."""
+
     def __init__(
         self,
         build: Callable[[nnx.Rngs], nnx.Module],
@@ -61,8 +73,10 @@ class Pretrained:
         *,
         dtype: Any = None,
         ignored: str | None = None,
+        new: str | None = None,
     ) -> None:
         self.build, self.path, self.names = build, Path(path), tuple(names)
+        self.new = new
         self.dtype = dtype if dtype in (None, "keep") else jnp.dtype(dtype)
         self.ignored = ignored
         self.tensors = open_tensors(self.path)
@@ -82,7 +96,7 @@ class Pretrained:
                 "outside of the function."
             )
         model = self.build_shapes(rngs)
-        params = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+        params = dict(nnx.to_flat_state(nnx.state(model, WEIGHTS)))
         place = jax.sharding.SingleDeviceSharding(probe.devices().pop())
         arrays = {
             path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
@@ -95,39 +109,49 @@ class Pretrained:
     def build_shapes(self, rngs: nnx.Rngs) -> nnx.Module:
         """The model with parameters of the right shapes and dtypes, not yet read."""
         model = build_model(self.build, rngs)
-        shapes = {path: x.shape for path, x in _params(model).items()}
+        variables = self._variables(model)
+        arrays = {dotted(path): x for path, x in arrays_of(model).items()}
+        shapes = {path: arrays[path].shape for path in variables}
         rules = rules_of(self.names, shapes)
-        check_tensors(rules, shapes, self.tensors, self.ignored)
+        read = {path: rule for path, rule in rules.items() if not self._is_new(path)}
+        check_tensors(read, shapes, self._wanted(rules, read, shapes), self.ignored)
         if self.dtype is not None:
-            for path, variable in _variables(model).items():
-                x = variable.get_value()
-                variable.set_value(x.astype(self._dtype_of(rules[path], x.shape)))
+            for path, variable in variables.items():
+                x, is_param = variable.get_value(), isinstance(variable, nnx.Param)
+                if path in read and (is_param or self.dtype == "keep"):
+                    variable.set_value(x.astype(self._dtype_of(read[path], x.shape)))
         return model
+
+    def _variables(self, model: nnx.Module) -> dict[str, nnx.Variable]:
+        found = nnx.to_flat_state(nnx.state(model, self.kinds))
+        return {dotted(path): leaf for path, leaf in found}
+
+    def _is_new(self, path: str) -> bool:
+        return self.new is not None and re.search(self.new, path) is not None
+
+    def _wanted(
+        self, rules: Mapping[str, Rule], read: Mapping[str, Rule], shapes: Mapping
+    ) -> dict[str, Tensor]:
+        """The files' arrays without those that new parameters take the place of."""
+        names = {p: set(rule.names(shapes[p]).values()) for p, rule in rules.items()}
+        used = set().union(*(names[path] for path in read))
+        new = set().union(*(names[path] for path in rules.keys() - read.keys())) - used
+        return {name: x for name, x in self.tensors.items() if name not in new}
 
     def _dtype_of(self, rule: Rule, shape: Sequence[int]) -> Any:
         if self.dtype != "keep":
             return self.dtype
-        kinds = {self.tensors[name].dtype for name in rule.names(shape)}
+        kinds = {self.tensors[name].dtype for name in rule.names(shape).values()}
         return np.result_type(*kinds)
 
     def read_arrays(self, arrays: Mapping[tuple, jax.ShapeDtypeStruct]) -> dict:
-        """Reads the parameters among these arrays, each into its sharding, by path."""
+        """Reads what the table has of these arrays, each into its sharding, by path."""
         given = {dotted(path): path for path in arrays}
         found = {}
         for rule in map(Rule.of, self.names):
-            if path := given.get(rule.ours):
+            if (path := given.get(rule.ours)) and not self._is_new(rule.ours):
                 found[path] = _read(rule, self.tensors, arrays[path])
         return found
-
-
-def _variables(model: nnx.Module) -> dict[str, nnx.Variable]:
-    params = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    return {dotted(path): leaf for path, leaf in params}
-
-
-def _params(model: nnx.Module) -> dict[str, Any]:
-    arrays = {dotted(path): x for path, x in arrays_of(model).items()}
-    return {path: arrays[path] for path in _variables(model)}
 
 
 def _read(
@@ -143,12 +167,13 @@ def _read(
         if key not in shards:
             shape = [last - first for first, last in bounds]
             out = np.empty(shape, array.dtype)
-            own = names[slice(*bounds[0])] if rule.is_stacked else names
-            inner = tuple(index[1:] if rule.is_stacked else index)
-            for i, name in enumerate(own):
-                part = rule.to_ours(tensors[name].view(), sizes)[inner]
+            stacked, inner = bounds[: rule.num_stacked], index[rule.num_stacked :]
+            for own in np.ndindex(*shape[: rule.num_stacked]):
+                whole = (i + first for i, (first, _) in zip(own, stacked, strict=True))
+                name = names[tuple(whole)]
+                part = rule.to_ours(tensors[name].view(), sizes)[tuple(inner)]
                 _check_finite(name, tensors[name], part)
-                _copy(part, out[i] if rule.is_stacked else out)
+                _copy(part, out[own])
             shards[key] = out
         return shards[key]
 

@@ -7,7 +7,7 @@ computed in float32, also where the weights are saved in bfloat16.
 
 Not run by the tests, which need neither torch nor transformers. To make them again:
 ``pip install torch transformers safetensors``, then ``python make_goldens.py``. The
-versions that made them are in ``versions.json``.
+versions that made each are in ``versions.json``.
 """
 
 import json
@@ -86,6 +86,25 @@ FAMILIES = {
         "head_dim": 16,  # not hidden_size / num_attention_heads
         "rope_theta": 1_000_000.0,
         "tie_word_embeddings": True,
+        **BFLOAT16,
+    },
+    "mixtral": {
+        "model_type": "mixtral",
+        **SIZES,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": False,
+        **BFLOAT16,
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        **SIZES,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
         **BFLOAT16,
     },
     "gemma2": {
@@ -171,10 +190,12 @@ def make(name: str, seed: int) -> bool:
 
 def main() -> None:
     """Makes the families that are named, or all."""
+    file = HERE / "versions.json"
+    versions = json.loads(file.read_text())
     for name in sys.argv[1:] or FAMILIES:
         next(seed for seed in range(100) if make(name, seed))
-    versions = {m.__name__: m.__version__ for m in (torch, transformers, np)}
-    (HERE / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
+        versions[name] = {m.__name__: m.__version__ for m in (torch, transformers, np)}
+    file.write_text(json.dumps(versions, indent=2) + "\n")
 
 
 if __name__ == "__main__":

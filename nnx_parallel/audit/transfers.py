@@ -7,12 +7,21 @@ exposed.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from nnx_parallel.audit.collectives import Collective, read_collective
+import jax
+
+from nnx_parallel.audit.collectives import (
+    Collective,
+    ReplicaGroups,
+    read_collective,
+)
+from nnx_parallel.audit.flops import count_flops
 from nnx_parallel.audit.hlo import Computation, Instruction, KnownValue, Module, parse
-from nnx_parallel.audit.report import count_flops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,15 +33,28 @@ class Transfer:
         bytes: Bytes that a device sends for it in all executions, by the best ring.
         is_hidden: True if a matmul runs between its start and its end.
         source: The JAX operation that it came from.
+        groups: Positions of the devices that take part together, or `None`.
     """
 
     kind: str
     bytes: float
     is_hidden: bool
     source: str
+    groups: ReplicaGroups | None = None
 
 
-def read_schedule(text: str) -> list[Transfer]:
+def compile_with_text(lowered: jax.stages.Lowered) -> tuple[Any, str]:
+    """A program for TPUs and its text, as the compiler itself writes it.
+
+    jaxlib 0.10 cannot print all that the libtpu of today compiles.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        compiled = lowered.compile(compiler_options={"xla_dump_to": directory})
+        (file,) = Path(directory).glob("*.after_optimizations.txt")
+        return compiled, file.read_text()
+
+
+def read_transfers(text: str) -> list[Transfer]:
     """Every collective of a scheduled program among more than one device.
 
     Args:
@@ -55,6 +77,8 @@ class _Schedule:
         values = self.module.evaluate(name, arguments)
         for instruction in computation.instructions.values():
             operands = tuple(values.get(operand) for operand in instruction.operands)
+            if _is_spare(instruction):
+                continue
             if instruction.opcode == "while":
                 loop = self.module.read_loop(instruction, operands[0])
                 trips = count * (loop.trip_count or 1)
@@ -66,6 +90,7 @@ class _Schedule:
                     bytes=count * sent_bytes(found),
                     is_hidden=self._is_hidden(computation, instruction),
                     source=found.source or instruction.source,
+                    groups=found.groups,
                 )
             elif instruction.opcode in ("call", "conditional"):
                 called = instruction.called, *instruction.branches
@@ -102,6 +127,8 @@ class _Schedule:
     def _has_matmul(self, computation: Computation, instruction: Instruction) -> bool:
         if count_flops(computation, instruction):
             return True
+        if _is_spare(instruction):
+            return False
         called = {
             "while": (instruction.attribute("body"),),
             "fusion": (instruction.called,),
@@ -114,6 +141,11 @@ class _Schedule:
             for inner in (self.module.computations[name or ""],)
             for each in inner.instructions.values()
         )
+
+
+def _is_spare(instruction: Instruction) -> bool:
+    """True for the further rounds of experts, which balanced tokens do not need."""
+    return instruction.source.endswith("more_rounds/while")
 
 
 def sent_bytes(collective: Collective) -> float:

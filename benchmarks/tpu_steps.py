@@ -1,0 +1,98 @@
+"""Training steps compiled for TPUs that are not there: memory, text, and seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+from nnx_parallel import Precision, Strategy
+from nnx_parallel.audit.transfers import compile_with_text
+from nnx_parallel.models import GPT, GPTConfig, next_token_loss
+from nnx_parallel.sharding.model import abstract_model
+from nnx_parallel.state import plan_state
+from nnx_parallel.training.step import StepOptions, make_train_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model, its sequences, and the chips that train it.
+
+    Attributes:
+        config: Its shape; ``seq_len`` is the length of a sequence.
+        strategy: How it is trained.
+        topology: The chips, without the links that close the torus of real cubes.
+        rows: Sequences of a step.
+    """
+
+    config: Callable[[], GPTConfig]
+    strategy: Strategy
+    topology: str
+    rows: int = 1
+
+
+def figures_of(benchmark: str, name: str) -> dict[str, float]:
+    """Of one case, compiled in a process of its own, which a failed check would end.
+
+    Args:
+        benchmark: The module, whose last line of output is JSON.
+        name: The case, its argument.
+    """
+    environment = {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "JAX_PLATFORMS": "cpu",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    run = subprocess.run(
+        [sys.executable, "-m", benchmark, name],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | environment,
+    )
+    if run.returncode:
+        raise RuntimeError(f"{name}: {run.stderr}")
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def compile_step(case: Case) -> tuple[str, dict[str, float]]:
+    """The text of a step for abstract TPUs, and its bytes and seconds.
+
+    AdamW, parameters in float32 and products in bfloat16.
+    """
+    from jax.experimental import topologies
+
+    topology: Any = topologies.get_topology_desc(
+        platform="tpu", topology_name=case.topology
+    )
+    config, strategy = case.config(), case.strategy
+    layout = strategy.layout(strategy.make_mesh(topology.devices))
+    model = abstract_model(lambda rngs: GPT(config, rngs=rngs), nnx.Rngs(0))
+    precision = Precision.mixed_bfloat16()
+    plan = plan_state(model, layout, optax.adamw(1e-3), precision=precision)
+    step: Any = make_train_step(plan, next_token_loss, StepOptions())
+    rows = layout.sharding(layout.batch_spec(case.rows))
+    shape = (case.rows, config.seq_len + 1)
+    tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=rows)
+    start = time.perf_counter()
+    compiled, text = compile_with_text(step.lower(plan.abstract, {"tokens": tokens}))
+    seconds = time.perf_counter() - start
+    memory = compiled.memory_analysis()
+    return text, {
+        "chips": len(topology.devices),
+        # The state is donated: its outputs take the place of its inputs.
+        "memory": memory.argument_size_in_bytes + memory.temp_size_in_bytes,
+        "state": memory.argument_size_in_bytes,
+        "seconds": seconds,
+    }

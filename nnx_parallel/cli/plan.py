@@ -1,0 +1,327 @@
+"""Plans the training of a script: it runs up to `Trainer.fit`, in a process of its own.
+
+Nothing is allocated on the way: the Trainer gets the devices of the topology, which are
+not there, and builds its state only in `fit`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import traceback
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+from nnx_parallel.errors import ParallelError, PlanError
+from nnx_parallel.plan.hardware import Topology
+from nnx_parallel.plan.page import save
+from nnx_parallel.plan.parts import Parts, warn_of_offload
+from nnx_parallel.plan.search import plan
+from nnx_parallel.strategies.data_parallel import DataParallel
+from nnx_parallel.training.trainer import Trainer
+
+_CHILD = """
+import json, sys
+from nnx_parallel.cli.plan import plan_script
+sys.exit(plan_script(json.loads(sys.argv[1])))
+"""
+_BATCH = re.compile(r"(\w+)=(\w+)\[(\d+(?:,\d+)*)\]")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of ``plan``."""
+    add = parser.add_argument
+    where = "devices to plan for, such as v5p:4x4x4, 2*v5e:16x16, h100:64, cpu:8"
+    add("--topology", required=True, metavar="NAME", help=where)
+    fixed = "what is decided, such as tensor=8, remat=full or microbatches=4"
+    add("--fix", action="append", default=[], metavar="NAME=VALUE", help=fixed)
+    shapes = "an array of the global batch, such as 'tokens=int32[512,8193]'; by "
+    shapes += "default as the first batch of the data"
+    add(
+        "--batch", action="append", default=[], metavar="NAME=DTYPE[SHAPE]", help=shapes
+    )
+    how_many = "how many of the best are compiled (default: %(default)s; all; 0: none)"
+    add("--compile", default="4", metavar="N", help=how_many)
+    at_once = "how many are compiled at once (default: %(default)s)"
+    add("--processes", type=int, default=1, metavar="N", help=at_once)
+    add("--cache", metavar="DIRECTORY", help="where results of the compiler are kept")
+    add("--json", metavar="FILE", help="write the plan as JSON too")
+    add("--html", metavar="FILE", help="write the plan as a page too")
+    add("script", help="the Python script that calls Trainer.fit")
+    # `main` puts what comes behind `--` here: options may follow the script.
+    parser.set_defaults(arguments=[])
+    parser.epilog = "Arguments of the script follow behind --."
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    """Plans in a child process, whose output is this one's.
+
+    Returns:
+        0 if something fits, 1 if nothing does, 2 if there is no plan.
+    """
+    settings = {k: v for k, v in vars(options).items() if k != "command"}
+    environment = {
+        # The devices that are planned for are others; a GPU's memory is left alone.
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    command = [sys.executable, "-c", _CHILD, json.dumps(settings)]
+    return subprocess.run(command, check=False, env=os.environ | environment).returncode
+
+
+def parse_fix(words: Sequence[str]) -> dict[str, Any]:
+    """``["tensor=8", "remat=full"]`` as a dict.
+
+    Raises:
+        PlanError: If a word is no such pair.
+    """
+    fix: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not (name and equals and value):
+            raise PlanError(f"--fix {word!r}: write NAME=VALUE, such as tensor=8.")
+        known = {"true": True, "false": False}
+        fix[name] = int(value) if value.isdigit() else known.get(value.lower(), value)
+    return fix
+
+
+def parse_batch(words: Sequence[str]) -> dict[str, jax.ShapeDtypeStruct]:
+    """``["tokens=int32[512,8193]"]`` as shapes by name.
+
+    Raises:
+        PlanError: If a word is no such array.
+    """
+    batch = {}
+    for word in words:
+        found = _BATCH.fullmatch(word.replace(" ", ""))
+        try:
+            if found is None:
+                raise TypeError(word)
+            shape = tuple(map(int, found[3].split(",")))
+            batch[found[1]] = jax.ShapeDtypeStruct(shape, np.dtype(found[2]))
+        except TypeError as error:
+            raise PlanError(
+                f"--batch {word!r}: write NAME=DTYPE[SHAPE], such as "
+                "'tokens=int32[512,8193]'."
+            ) from error
+    return batch
+
+
+class Reached(BaseException):
+    """The script has come to `fit`. No `Exception`, which a script might catch."""
+
+    def __init__(self, trainer: Trainer, data: Any) -> None:
+        super().__init__()
+        self.trainer, self.data = trainer, data
+
+
+class Refused(BaseException):
+    """The script does something that a plan must not do."""
+
+
+def parts_of_script(
+    script: str, arguments: Sequence[str], topology: Topology, batch: Any = None
+) -> Parts:
+    """Runs a script up to `Trainer.fit`, for the parts of its Trainer.
+
+    Args:
+        script: Its path.
+        arguments: Its arguments.
+        topology: The Trainer's devices.
+        batch: Shapes of a global batch; without them those of its first batch.
+
+    Raises:
+        PlanError: If it has no Trainer, trains otherwise, opens a connection, or fails.
+    """
+    path = Path(script)
+    if not path.is_file():
+        raise PlanError(f"There is no script {script!r}.")
+    code = compile(path.read_bytes(), str(path), "exec")
+    module = types.ModuleType("__main__")
+    module.__file__ = str(path)
+    # What a model or loss refers to stays alive, and can be sent to other processes.
+    sys.modules["__main__"] = module
+    sys.argv, sys.path[:0] = [str(path), *arguments], [str(path.parent)]
+    built: list[Trainer] = []
+    try:
+        with _watching(topology, built):
+            exec(code, vars(module))
+            found = f"'{script}' ran to its end"
+            if built and batch is not None:
+                return Parts.of(built[-1], batch)
+    except Reached as reached:
+        return _with_batch(reached, batch, script)
+    except Refused as refused:
+        found = f"'{script}' {refused}{_line_of(refused, path)}"
+        raise PlanError(
+            f"{found} before it calls Trainer.fit. A plan runs a script up to there, "
+            "and trains, sends and allocates nothing: move this behind "
+            "`trainer.fit(...)`, or put the Trainer into a script of its own."
+        ) from None
+    except SystemExit as error:
+        where = _line_of(error, path)
+        found = f"'{script}' exited with code {error.code}{where}"
+    except Exception as error:
+        where = _line_of(error, path)
+        raise PlanError(
+            f"'{script}' failed before it called Trainer.fit{where}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    has = "built a Trainer and did not call fit" if built else "built no Trainer"
+    raise PlanError(
+        f"{found}, and {has}. plan needs a script that calls Trainer(...).fit(...) "
+        "when it is run; pass its arguments behind its name"
+        f"{', or --batch for a loop of its own' if built else ''}."
+    )
+
+
+def _with_batch(reached: Reached, batch: Any, script: str) -> Parts:
+    trainer = reached.trainer
+    if batch is None:
+        try:
+            batch = next(iter(reached.data))
+        except Exception as error:
+            raise PlanError(
+                f"The data of '{script}' gives no batch here: {type(error).__name__}: "
+                f"{error}. Say what one holds: --batch 'tokens=int32[512,8193]'."
+            ) from error
+    parts = Parts.of(trainer, batch)
+    rows = vars(trainer)["_programs"].global_batch_size
+    return parts if rows is None else parts.with_rows(rows)
+
+
+def _line_of(error: BaseException, path: Path) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+    return f" in line {lines[-1]}" if lines else ""
+
+
+@contextlib.contextmanager
+def _watching(topology: Topology, built: list[Trainer]) -> Iterator[None]:
+    """Puts in place what keeps a script from computing, and lets `fit` end it."""
+    is_active = True
+
+    def listen(event: str, arguments: tuple) -> None:
+        # Sockets of this machine alone have no pair of host and port.
+        if not is_active or event not in ("socket.connect", "socket.getaddrinfo"):
+            return
+        address = arguments[1] if event == "socket.connect" else arguments[:2]
+        if isinstance(address, tuple):
+            raise Refused(f"opens a network connection to {address[0]}:{address[1]}")
+
+    sys.addaudithook(listen)
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in _replacements(topology, built):
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        try:
+            yield
+        finally:
+            is_active = False  # a hook cannot be taken away
+
+
+def _replacements(
+    topology: Topology, built: list[Trainer]
+) -> Iterator[tuple[Any, str, Any]]:
+    """Owner, name and new value of each attribute to replace."""
+    construct = Trainer.__init__
+
+    @functools.wraps(construct)
+    def init(self: Trainer, *args: Any, **kwargs: Any) -> None:
+        # What writes files, or counts real devices, has no part in a plan.
+        for name in ("checkpoint", "callbacks", "mesh", "profile"):
+            kwargs.pop(name, None)
+        # Devices that are not there cannot say which memory they reach.
+        if kwargs.pop("offload", None) is not None:
+            warn_of_offload()
+        devices = topology.devices
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                construct(self, *args, **kwargs | {"loggers": (), "devices": devices})
+        except ParallelError:
+            # A strategy for another number of devices: the plan finds one for these.
+            one = {"strategy": DataParallel(1), "devices": devices[:1], "loggers": ()}
+            construct(self, *args, **kwargs | one)
+        built.append(self)
+
+    def fit(self: Trainer, data: Any = None, *args: Any, **kwargs: Any) -> None:
+        raise Reached(self, data)
+
+    def skip(*args: Any, **kwargs: Any) -> None:
+        """A checkpoint's values do not matter, and would take memory."""
+
+    yield Trainer, "__init__", init
+    yield Trainer, "fit", fit
+    for name in ("restore", "load_weights"):
+        yield Trainer, name, skip
+    for name in ("evaluate", "predict"):
+        yield Trainer, name, _refusing(f"calls trainer.{name}")
+    for name in ("state", "model", "ema_model", "train_step"):
+        yield Trainer, name, property(_refusing(f"reads trainer.{name}"))
+    yield jax.distributed, "initialize", skip
+    yield nnx.Optimizer, "update", _refusing("trains by nnx.Optimizer.update")
+    yield optax, "apply_updates", _refusing("trains by optax.apply_updates")
+
+
+def _refusing(what: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise Refused(what)
+
+    return refuse
+
+
+def _check_settings(settings: dict[str, Any]) -> int | Literal["all"]:
+    """How many are to be compiled; refuses settings that argparse lets through."""
+    for name in ("json", "html"):
+        path = settings[name]
+        if path and Path(path).suffix != f".{name}":
+            raise PlanError(f"--{name} {path!r}: the file's name must end in .{name}.")
+    count = settings["compile"]
+    if count == "all":
+        return "all"
+    if not count.isdigit():
+        raise PlanError(f"--compile {count!r}: it is a number of candidates, or all.")
+    return int(count)
+
+
+def plan_script(settings: dict[str, Any]) -> int:
+    """Plans in this process; see `run_plan`, which starts it."""
+    try:
+        # Before minutes are spent on what cannot be written.
+        count = _check_settings(settings)
+        topology = Topology.parse(settings["topology"])
+        batch = parse_batch(settings["batch"]) or None
+        parts = parts_of_script(
+            settings["script"], settings["arguments"], topology, batch
+        )
+        found = plan(
+            parts,
+            topology=topology,
+            fix=parse_fix(settings["fix"]),
+            compile=count,
+            num_processes=settings["processes"],
+            cache=settings["cache"],
+            on_progress=lambda text: print(text, file=sys.stderr, flush=True),  # noqa: T201
+        )
+    except ParallelError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    sys.stdout.write(f"{found}\n")
+    for path in filter(None, (settings["json"], settings["html"])):
+        save(found, path)
+    return 0 if found.best else 1

@@ -1,0 +1,321 @@
+"""Tokens sorted by expert, and the products of all experts at once.
+
+On a mesh tokens meet the experts in one of two ways: tokens of all devices are gathered
+and the outputs scattered back (`gathered`), or each row goes to the device of its
+expert and comes back (`ragged`). Both run inside a region that is manual over all axes.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial, reduce
+from operator import add
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from nnx_parallel.layers.exchange import RowExchange
+from nnx_parallel.layers.experts import is_equal
+from nnx_parallel.layers.rounds import round_rows, sum_rounds
+
+Axes = tuple[str, ...]
+
+
+class Order(NamedTuple):
+    """Tokens sorted by expert: each has `top_k` rows, one for each of its choices.
+
+    Attributes:
+        choice: int ``(rows,)``, the choice that a row belongs to, of all choices of all
+            tokens in order.
+        row: int ``(tokens, top_k)``, the row of a choice; not one of these rows where
+            they are a part of all.
+        sizes: int ``(experts,)``, the number of rows of each expert. Rows after these
+            belong to none: their choices count as zero.
+    """
+
+    choice: Array
+    row: Array
+    sizes: Array
+
+    @property
+    def token(self) -> Array:
+        """The token that a row has."""
+        return self.choice // self.row.shape[1]
+
+    def part(self, start: Array, num_rows: int) -> "Order":
+        """Those of the rows from ``start`` on."""
+        choice = jnp.pad(self.choice, (0, num_rows))
+        ends = jnp.clip(jnp.cumsum(self.sizes) - start, 0, num_rows)
+        return Order(
+            choice=jax.lax.dynamic_slice_in_dim(choice, start, num_rows),
+            row=self.row - start,
+            sizes=jnp.diff(ends, prepend=0).astype(jnp.int32),
+        )
+
+
+def sort_by_expert(chosen: Array, num_experts: int, num_rows: int) -> Order:
+    """The rows of choices int ``(tokens, top_k)``, as many as can have an expert.
+
+    Choices of ``num_experts`` and above have none.
+    """
+    flat = chosen.reshape(-1)
+    choice = jnp.argsort(flat)  # stable: an expert's tokens stay in order
+    sizes = jnp.sum(is_equal(flat, num_experts), axis=0, dtype=jnp.int32)
+    row = jnp.argsort(choice).reshape(chosen.shape)
+    return Order(choice[:num_rows], row, sizes)
+
+
+# Both ways a gather, for each row knows its token and each choice its row: JAX's own
+# gradient of a gather is a scatter-add, which TPUs and GPUs run row by row.
+@jax.custom_vjp
+def dispatch(tokens: Array, order: Order) -> Array:
+    """``(tokens, width)`` to ``(rows, width)``."""
+    return tokens[order.token]
+
+
+@jax.custom_vjp
+def collect(rows: Array, order: Order) -> Array:
+    """``(rows, width)`` to ``(tokens, width)``, the sum of a token's rows."""
+    return reduce(add, _rows_of_choices(rows, order)).astype(rows.dtype)
+
+
+@jax.custom_vjp
+def combine(rows: Array, weights: Array, order: Order) -> Array:
+    """As `collect`, each row times its weight of ``(tokens, top_k)``."""
+    of_choices = zip(_rows_of_choices(rows, order), weights.T, strict=True)
+    weighted = (row * weight[:, None] for row, weight in of_choices)
+    return reduce(add, weighted).astype(rows.dtype)
+
+
+def _rows_of_choices(rows: Array, order: Order) -> Iterator[Array]:
+    """From ``(rows, width)``, float32 ``(tokens, width)`` for each of `top_k` choices.
+
+    One by one: all at once are as many numbers as the rows of all devices, where
+    tokens are gathered.
+    """
+    num_rows = jnp.sum(order.sizes)
+    for row in order.row.T:
+        exists = (row >= 0) & (row < num_rows)
+        found = rows[jnp.clip(row, 0, rows.shape[0] - 1)]
+        yield jnp.where(exists[:, None], found, 0).astype(jnp.float32)
+
+
+def _combine_backward(
+    saved: tuple[Array, Array, Order], grad: Array
+) -> tuple[Array, Array, None]:
+    rows, weights, order = saved
+    of_rows = weights.reshape(-1)[order.choice]
+    drows = grad[order.token] * of_rows[:, None]
+    of_choices = _rows_of_choices(rows, order)
+    dweights = jnp.stack([jnp.sum(row * grad, axis=-1) for row in of_choices], axis=-1)
+    return drows.astype(rows.dtype), dweights.astype(weights.dtype), None
+
+
+dispatch.defvjp(
+    lambda tokens, order: (dispatch(tokens, order), order),
+    lambda order, grad: (collect(grad, order), None),
+)
+collect.defvjp(
+    lambda rows, order: (collect(rows, order), order),
+    lambda order, grad: (dispatch(grad, order), None),
+)
+combine.defvjp(lambda *saved: (combine(*saved), saved), _combine_backward)
+
+
+class Kernels(NamedTuple):
+    """Those of a device's experts: ``(experts, in, out)`` each."""
+
+    up: Array
+    gate: Array | None
+    down: Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertMLPs:
+    """Kernels, and the nonlinearity between them."""
+
+    kernels: Kernels
+    activate: Callable[[Array], Array]
+
+    def __call__(self, rows: Array, sizes: Array) -> Array:
+        """Each expert's MLP of its rows ``(rows, embed)``, which are in order.
+
+        FLOPs are those of the rows on TPUs; on CPUs each expert multiplies all rows.
+        """
+        up, gate, down = self.kernels
+        hidden = jax.lax.ragged_dot(rows, up, sizes)
+        if gate is None:
+            hidden = self.activate(hidden)
+        else:
+            hidden *= self.activate(jax.lax.ragged_dot(rows, gate, sizes))
+        return jax.lax.ragged_dot(hidden, down, sizes)
+
+    @property
+    def count(self) -> int:
+        """Number of experts on this device."""
+        return self.kernels.up.shape[0]
+
+
+class Routed(NamedTuple):
+    """Tokens and where they go.
+
+    Attributes:
+        x: ``(batch, seq, embed)``.
+        chosen: int ``(batch, seq, top_k)``, experts; their number, where a choice was
+            dropped.
+        weights: Of the choices, ``(batch, seq, top_k)``.
+    """
+
+    x: Array
+    chosen: Array
+    weights: Array
+
+    def flat(self) -> tuple[Array, Array, Array]:
+        """Each with one dim of tokens for batch and seq."""
+        x, chosen, weights = (a.reshape(-1, a.shape[-1]) for a in self)
+        return x, chosen, weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenAxes:
+    """Manual mesh axes that split tokens and experts.
+
+    Attributes:
+        batch: Those that split dim 0 of the tokens.
+        seq: Those that split dim 1.
+        expert: Those that split the experts.
+        mlp: Those that split the width of each expert.
+    """
+
+    batch: Axes = ()
+    seq: Axes = ()
+    expert: Axes = ()
+    mlp: Axes = ()
+
+    @property
+    def can_send(self) -> bool:
+        """True if rows can be sent: devices with other experts have other tokens."""
+        return len(self.expert) == 1 and self.expert[0] in self.batch
+
+
+def gathered(experts: ExpertMLPs, axes: TokenAxes, routed: Routed) -> Array:
+    """Outputs of tokens that go to where experts are, by an all-gather.
+
+    A device computes the rows of its own experts, for the tokens of all devices that
+    have others, a few more than its share in one round; the outputs are summed and
+    scattered back.
+    """
+    run = partial(_local, experts, axes.expert)
+    return _around(run, axes, (*axes.expert, *axes.mlp), routed)
+
+
+def ragged(experts: ExpertMLPs, axes: TokenAxes, routed: Routed) -> Array:
+    """Outputs of tokens, each row of which goes to its expert and comes back.
+
+    Not on CPUs, for which `jax.lax.ragged_all_to_all` is not implemented. A device has
+    room for a few more rows than it sends; further ones come in further rounds, and no
+    row is ever dropped.
+    """
+    run = partial(_exchanged, experts, axes.expert[0])
+    return _around(run, axes, axes.mlp, routed)
+
+
+def _around(
+    run: Callable[[Routed], Array], axes: TokenAxes, over: Axes, routed: Routed
+) -> Array:
+    """Gathers tokens over the axes that split experts, and sums their outputs."""
+    moves = [
+        (dim, names)
+        for dim, of_dim in enumerate((axes.batch, axes.seq))
+        if (names := tuple(axis for axis in of_dim if axis in over))
+    ]
+    for dim, names in moves:
+        gather = partial(jax.lax.all_gather, axis_name=names, axis=dim, tiled=True)
+        routed = jax.tree.map(gather, routed)
+    y = run(routed)
+    for dim, names in reversed(moves):
+        y = jax.lax.psum_scatter(y, names, scatter_dimension=dim, tiled=True)
+    # Axes with the same tokens on each device: their parts of the sum.
+    kept = tuple(axis for axis in over if axis not in (*axes.batch, *axes.seq))
+    return jax.lax.psum(y, kept) if kept else y
+
+
+def _local(experts: ExpertMLPs, axes: Axes, routed: Routed) -> Array:
+    """The part of the outputs that this device's experts have."""
+    tokens, chosen, weights = routed.flat()
+    size = jax.lax.axis_size(axes) if axes else 1
+    first = jax.lax.axis_index(axes) * experts.count if axes else 0
+    own = chosen - first
+    own = jnp.where((own >= 0) & (own < experts.count), own, experts.count)
+    # A token goes to an expert once at most.
+    most = len(tokens) * min(chosen.shape[1], experts.count)
+    order = sort_by_expert(own, experts.count, most)
+    num_rows = round_rows(chosen.size / size, most)
+    y = sum_rounds(
+        partial(_local_round, experts.activate, num_rows),
+        -(-most // num_rows),
+        -(-jnp.sum(order.sizes) // num_rows),
+        order,
+        (tokens, weights, experts.kernels),
+    )
+    return y.reshape(routed.x.shape)
+
+
+def _local_round(
+    activate: Callable[[Array], Array],
+    num_rows: int,
+    index: Array,
+    order: Order,
+    operands: tuple[Array, Array, Kernels],
+) -> Array:
+    tokens, weights, kernels = operands
+    experts = ExpertMLPs(kernels=kernels, activate=activate)
+    order = order.part(index * num_rows, num_rows)
+    return combine(_products(experts, dispatch(tokens, order), order), weights, order)
+
+
+def _products(experts: ExpertMLPs, rows: Array, order: Order) -> Array:
+    # The name by which an audit knows them: on CPUs they are plain products.
+    with jax.named_scope("grouped_products"):
+        return experts(rows, order.sizes)
+
+
+def _exchanged(experts: ExpertMLPs, axis: str, routed: Routed) -> Array:
+    tokens, chosen, weights = routed.flat()
+    size = jax.lax.axis_size(axis)
+    order = sort_by_expert(chosen, experts.count * size, chosen.size)
+    # (devices, experts): the rows of each device for each expert
+    counts = jax.lax.all_gather(order.sizes, axis)
+    most = size * len(tokens) * min(chosen.shape[1], experts.count)
+    num_rows = round_rows(chosen.size, most)
+    received = jnp.sum(counts.reshape(size, size, -1), axis=(0, 2))
+    y = sum_rounds(
+        partial(_exchanged_round, experts.activate, num_rows, axis),
+        -(-most // num_rows),
+        # Equal on all devices of the axis, which take part in each exchange.
+        jnp.max(-(-received // num_rows)),
+        (order, counts),
+        (tokens, weights, experts.kernels),
+    )
+    return y.reshape(routed.x.shape)
+
+
+def _exchanged_round(
+    activate: Callable[[Array], Array],
+    num_rows: int,
+    axis: str,
+    index: Array,
+    given: tuple[Order, Array],
+    operands: tuple[Array, Array, Kernels],
+) -> Array:
+    order, counts = given
+    tokens, weights, kernels = operands
+    experts = ExpertMLPs(kernels=kernels, activate=activate)
+    here, start = jax.lax.axis_index(axis), index * num_rows
+    exchange = RowExchange.plan(counts, here, experts.count, start, num_rows)
+    rows = exchange.send(dispatch(tokens, order), axis)
+    # From the order of senders to that of experts, and back.
+    inner = sort_by_expert(exchange.expert[:, None], experts.count, num_rows)
+    rows = collect(_products(experts, dispatch(rows, inner), inner), inner)
+    return combine(exchange.send_back(rows, weights.size, axis), weights, order)

@@ -1,0 +1,179 @@
+"""A mixture of experts as numbers, and which of them a token goes to.
+
+References:
+    [1] Jiang et al., "Mixtral of Experts", 2024, section 2.1,
+    https://arxiv.org/abs/2401.04088
+    [2] DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.1.2,
+    https://arxiv.org/abs/2412.19437
+    [3] Fedus et al., "Switch Transformers", 2021, section 2.2,
+    https://arxiv.org/abs/2101.03961
+    [4] Zoph et al., "ST-MoE", 2022, section 3.2, https://arxiv.org/abs/2202.08906
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from nnx_parallel.errors import ExpertsError
+
+Scores = Literal["softmax", "sigmoid"]
+Balanced = Literal["sequence", "batch"]
+_GROUPS = ("num_groups", "top_groups")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A mixture of experts: how many, how tokens choose them, what balances them.
+
+    Attributes:
+        num_experts: Number of experts.
+        top_k: How many of them a token goes to.
+        mlp_dim: Width of an expert.
+        shared_dim: Width of an MLP that every token goes through besides; 0: none [2].
+        scores: What the router makes of its logits: a ``softmax`` over all experts [1],
+            or the ``sigmoid`` of each [2].
+        normalise: Whether the weights of a token's experts add up to 1.
+        scale: Factor of these weights.
+        num_groups: Groups of neighbouring experts.
+        top_groups: A token's experts are in so many groups, those whose two best scores
+            add up to most [2].
+        bias_rate: How far a bias of the choice moves in each step: up for experts with
+            fewer tokens than the mean, down for those with more [2]. Tokens are counted
+            over the whole batch, in integers: the bias is the same bit for bit on any
+            mesh and with any number of microbatches. 0: no bias.
+        balance_loss: Weight of a loss that is least where all experts have equal
+            shares. 0: none.
+        balance_over: What shares are of: the tokens of each ``sequence`` [2], so that
+            the loss of a batch is the mean over its sequences however it is split; or
+            of the ``batch`` [3], counted over all devices: with microbatches it is each
+            microbatch that is balanced, which is another loss.
+        z_loss: Weight of the squared log-normaliser of the router's logits [4].
+        capacity_factor: Above it tokens are dropped: an expert takes at most
+            ``capacity_factor * seq * top_k / num_experts`` of each sequence, the first
+            ones. ``None``: no token is dropped.
+
+    Raises:
+        ExpertsError: If a value is out of range, or the groups leave too few experts.
+
+    Example:
+        >>> Experts(num_experts=8, top_k=2, mlp_dim=64).capacity(128) is None
+        True
+    """
+
+    num_experts: int
+    top_k: int
+    mlp_dim: int
+    shared_dim: int = 0
+    scores: Scores = "softmax"
+    normalise: bool = True
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    bias_rate: float = 0.0
+    balance_loss: float = 0.0
+    balance_over: Balanced = "sequence"
+    z_loss: float = 0.0
+    capacity_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "top_k", "mlp_dim", "shared_dim", *_GROUPS):
+            if type(found := getattr(self, name)) is not int:
+                raise ExpertsError(
+                    f"Experts.{name} is {found!r}; it must be a whole number."
+                )
+        count, groups, factor = self.num_experts, self.num_groups, self.capacity_factor
+        scores, balanced = get_args(Scores), get_args(Balanced)
+        rules = (
+            ("num_experts", count >= 1, "at least 1"),
+            ("top_k", 1 <= self.top_k <= count, f"1 to num_experts={count}"),
+            ("mlp_dim", self.mlp_dim >= 1, "at least 1"),
+            ("shared_dim", self.shared_dim >= 0, "at least 0"),
+            ("scores", self.scores in scores, f"one of {scores}"),
+            ("scale", self.scale > 0, "above 0"),
+            (
+                "num_groups",
+                groups >= 1 and count % groups == 0,
+                f"a divisor of num_experts={count}",
+            ),
+            (
+                "top_groups",
+                1 <= self.top_groups <= groups,
+                f"1 to num_groups={groups}",
+            ),
+            ("bias_rate", self.bias_rate >= 0, "at least 0"),
+            ("balance_loss", self.balance_loss >= 0, "at least 0"),
+            ("balance_over", self.balance_over in balanced, f"one of {balanced}"),
+            ("z_loss", self.z_loss >= 0, "at least 0"),
+            (
+                "capacity_factor",
+                factor is None or 0 < factor < math.inf,
+                "above 0, or None",
+            ),
+        )
+        for name, is_met, rule in rules:
+            if not is_met:
+                found = getattr(self, name)
+                raise ExpertsError(f"Experts.{name} is {found!r}; it must be {rule}.")
+        if (left := self.top_groups * count // groups) < self.top_k:
+            least = -(-self.top_k * groups // count)
+            raise ExpertsError(
+                f"Experts.top_groups is {self.top_groups}: {self.top_groups} of "
+                f"{groups} groups leave a token {left} experts, and it takes "
+                f"top_k={self.top_k}. top_groups must be at least {least}."
+            )
+
+    @property
+    def has_losses(self) -> bool:
+        """True if the loss of a model has a part that balances experts."""
+        return self.balance_loss > 0 or self.z_loss > 0
+
+    def capacity(self, seq_len: int) -> int | None:
+        """The most tokens of a sequence that an expert takes."""
+        if self.capacity_factor is None:
+            return None
+        share = seq_len * self.top_k / self.num_experts
+        return math.ceil(self.capacity_factor * share)
+
+    def choose(self, scores: Array, bias: Array | None) -> tuple[Array, Array]:
+        """A token's experts and their weights: ``(..., experts)`` to ``(..., top_k)``.
+
+        The bias counts for the choice, and not for the weights.
+        """
+        preferred = jax.lax.stop_gradient(scores)
+        if bias is not None:
+            preferred += jnp.broadcast_to(bias, preferred.shape)
+        if self.top_groups < self.num_groups:
+            preferred = self._in_best_groups(preferred)
+        _, chosen = jax.lax.top_k(preferred, self.top_k)
+        weights = jnp.take_along_axis(scores, chosen, axis=-1)
+        if self.normalise:
+            weights /= jnp.sum(weights, axis=-1, keepdims=True) + 1e-20
+        return chosen, weights * self.scale
+
+    def _in_best_groups(self, preferred: Array) -> Array:
+        """Scores, those outside a token's groups at minus infinity."""
+        # (..., experts) -> (..., groups, experts of a group)
+        grouped = preferred.reshape(*preferred.shape[:-1], self.num_groups, -1)
+        best, _ = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))
+        _, kept = jax.lax.top_k(jnp.sum(best, axis=-1), self.top_groups)
+        is_kept = jnp.any(is_equal(kept, self.num_groups), axis=-2)  # (..., groups)
+        kept_scores = jnp.where(is_kept[..., None], grouped, -jnp.inf)
+        return kept_scores.reshape(preferred.shape)
+
+
+def normalised(scores: Array) -> Array:
+    """Scores ``(..., experts)`` as shares, which a softmax gives already."""
+    return scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
+
+
+def is_equal(chosen: Array, count: int) -> Array:
+    """Choices ``(..., top_k)`` as bool ``(..., top_k, count)``.
+
+    Compared with a range and reduced at once, it is never an array in memory.
+    """
+    shape = (*chosen.shape, count)
+    return chosen[..., None] == jax.lax.broadcasted_iota(jnp.int32, shape, chosen.ndim)

@@ -1,0 +1,357 @@
+"""Mixture of experts: a router sends each token to a few of many MLPs [1].
+
+Written for one device, dropless: each expert has as many rows as tokens chose it, and
+all products run at once (`nnx_parallel.layers.dispatch`). A strategy that splits the
+experts says how tokens reach them; the numbers stay those of one device.
+
+References:
+    [1] Shazeer et al., "Outrageously Large Neural Networks", 2017, section 2,
+    https://arxiv.org/abs/1701.06538
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.nn.initializers import Initializer
+from jax.sharding import PartitionSpec as P
+
+from nnx_parallel.collectives.ring import TokenExchange
+from nnx_parallel.errors import ExpertsError, warn_user
+from nnx_parallel.layers.dense import Dense, named
+from nnx_parallel.layers.dispatch import (
+    ExpertMLPs,
+    Kernels,
+    Routed,
+    TokenAxes,
+    gathered,
+    ragged,
+    sort_by_expert,
+)
+from nnx_parallel.layers.experts import Experts, is_equal, normalised
+from nnx_parallel.sharding.constrain import activation_spec, active_layout, constrain
+from nnx_parallel.sharding.layout import Layout
+from nnx_parallel.sharding.names import dim_axes, to_spec
+
+INTO, OUT_OF = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
+
+
+class RouterState(nnx.Variable):
+    """What a router knows of the tokens it has seen; not trained by gradients."""
+
+
+class MoE(nnx.Module):
+    """A mixture of experts in place of an MLP.
+
+    In training mode it counts the tokens of each expert. Once a step, after all
+    microbatches, the Trainer calls `finish_step`; so must a loop of your own.
+
+    Args:
+        embed_dim: Width of input and output.
+        experts: The mixture.
+        rngs: Keys of the parameters.
+        activation: SwiGLU, GEGLU, or GELU without a gate.
+        kernel_init: Initializer of kernels into the experts, and of the router; by
+            default normal with variance 1 / fan-in.
+        out_init: Likewise of those out of them.
+
+    Example:
+        >>> mixture = Experts(num_experts=4, top_k=2, mlp_dim=16)
+        >>> moe = MoE(8, mixture, rngs=nnx.Rngs(0))
+        >>> y, losses = moe(jnp.ones((2, 6, 8)))
+        >>> y.shape, losses.shape, moe.counts[...].sum().item()
+        ((2, 6, 8), (2, 6), 24)
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        experts: Experts,
+        *,
+        rngs: nnx.Rngs,
+        activation: Literal["swiglu", "geglu", "gelu"] = "swiglu",
+        kernel_init: Initializer | None = None,
+        out_init: Initializer | None = None,
+    ) -> None:
+        num, width = experts.num_experts, experts.mlp_dim
+        self.experts = experts
+        self.deterministic = False
+        into = kernel_init or nnx.initializers.normal(embed_dim**-0.5)
+        out = out_init or nnx.initializers.normal(width**-0.5)
+        # The router is whole on every device: no name for its experts.
+        make = named(into, "embed", None)
+        self.router = nnx.Param(make(rngs.params(), (embed_dim, num), jnp.float32))
+
+        def kernel(init: Initializer, names: tuple[str, str, str]) -> nnx.Param:
+            sizes = {"expert": num, "embed": embed_dim, "mlp": width}
+            shape = tuple(sizes[name] for name in names)
+            values = named(init, *names)(rngs.params(), shape, jnp.float32)
+            return nnx.Param(values, num_in_dims=1)
+
+        self.up = kernel(into, INTO)
+        is_gated = activation != "gelu"
+        self.gate = kernel(into, INTO) if is_gated else nnx.data(None)
+        self.down = kernel(out, OUT_OF)
+        self.activate = jax.nn.silu if activation == "swiglu" else jax.nn.gelu
+        self.shared = nnx.data(None)
+        if experts.shared_dim:
+            self.shared = SharedExpert(
+                embed_dim,
+                experts.shared_dim,
+                rngs=rngs,
+                is_gated=is_gated,
+                activate=self.activate,
+                kernel_init=into,
+                out_init=out,
+            )
+        self.bias = RouterState(jnp.zeros(num)) if experts.bias_rate else nnx.data(None)
+        self.counts = RouterState(jnp.zeros(num, jnp.int32))
+        self.dropped = RouterState(jnp.int32(0))
+        self.entropy = RouterState(jnp.float32(0))  # summed over tokens
+
+    def __call__(self, x: Array, *, counts_tokens: bool = True) -> tuple[Array, Array]:
+        """Outputs, and each token's part of the losses that balance experts.
+
+        Args:
+            x: ``(batch, seq, embed)``.
+            counts_tokens: Whether these tokens count for the bias and the metrics.
+
+        Returns:
+            The same shape, and float32 ``(batch, seq)``: add its mean over tokens to
+            the loss.
+
+        Raises:
+            ExpertsError: If x has another shape.
+        """
+        mixture, embed = self.experts, self.router.shape[0]
+        if x.ndim != 3 or x.shape[2] != embed:
+            raise ExpertsError(
+                f"MoE({embed}) got x of shape {x.shape}; it must be (batch, seq, "
+                f"{embed}), for capacities and losses are those of sequences."
+            )
+        # In float32: near ties would else be decided by rounding.
+        logits = x.astype(jnp.float32) @ self.router[...].astype(jnp.float32)
+        logits = constrain(logits, "batch", "seq", None)
+        is_softmax = mixture.scores == "softmax"
+        scores = jax.nn.softmax(logits) if is_softmax else jax.nn.sigmoid(logits)
+        y, counts = self._run(x, scores)  # counts: int (batch, experts)
+        if counts_tokens and not self.deterministic:
+            self._observe(scores, counts, x.shape[1])
+        if self.shared is not None:
+            y = y + self.shared(x)
+        return constrain(y, "batch", "seq", "embed"), self._losses(
+            logits, scores, counts
+        )
+
+    def finish_step(self) -> dict[str, Array]:
+        """Moves the bias by the tokens of a step, and forgets them.
+
+        Also of several layers at once, whose arrays have a leading dim.
+
+        Returns:
+            Scalars: ``expert_load``, tokens of the busiest expert over the mean, in the
+            layer where it is most; ``router_entropy``, in nats, the mean over layers;
+            with a capacity ``dropped_share``, of all choices. And of each layer,
+            ``(layers,)``: ``expert_loads``, ``router_entropies``, ``dropped_shares``.
+        """
+        counts = self.counts[...]  # (..., experts)
+        num, total = counts.shape[-1], jnp.sum(counts, axis=-1, keepdims=True)
+        if self.bias is not None:
+            # In integers: count * num may exceed 32 bits, and a float would round.
+            mean, rest = total // num, total % num
+            below = (counts < mean) | ((counts == mean) & (rest > 0))
+            sign = (counts > mean).astype(jnp.float32) - below
+            self.bias.set_value(self.bias[...] - self.experts.bias_rate * sign)
+        tokens = jnp.maximum(total[..., 0], 1).astype(jnp.float32)
+        loads = jnp.max(counts, axis=-1).astype(jnp.float32) * num / tokens
+        entropies = self.entropy[...] * self.experts.top_k / tokens
+        found = {"expert_load": jnp.max(loads), "router_entropy": jnp.mean(entropies)}
+        of_layers = {"expert_loads": loads, "router_entropies": entropies}
+        if self.experts.capacity_factor is not None:
+            dropped = self.dropped[...].astype(jnp.float32)
+            found["dropped_share"] = jnp.sum(dropped) / jnp.sum(tokens)
+            of_layers["dropped_shares"] = dropped / tokens
+        # One layer alone has no dim for layers.
+        found |= {name: x.reshape(-1) for name, x in of_layers.items()}
+        for state in (self.counts, self.dropped, self.entropy):
+            state.set_value(jnp.zeros_like(state[...]))
+        return found
+
+    def describe_exchange(self, layout: Layout) -> str:
+        """How tokens reach the experts, if a strategy splits them; or nothing."""
+        if (claim := layout.claims.experts) is None:
+            return ""
+        how, why = claim.choose(layout.mesh, self.experts.top_k)
+        return f"over {claim.axis}={layout.mesh.shape[claim.axis]} by {how!r} ({why})"
+
+    def _observe(self, scores: Array, counts: Array, seq_len: int) -> None:
+        shares = jax.lax.stop_gradient(normalised(scores))
+        entropy = -jnp.sum(shares * jnp.log(jnp.maximum(shares, 1e-30)))
+        self.entropy.set_value(self.entropy[...] + entropy)
+        self.counts.set_value(self.counts[...] + jnp.sum(counts, axis=0))
+        if (capacity := self.experts.capacity(seq_len)) is not None:
+            above = jnp.sum(jnp.maximum(counts - capacity, 0))
+            self.dropped.set_value(self.dropped[...] + above)
+
+    def _losses(self, logits: Array, scores: Array, counts: Array) -> Array:
+        mixture = self.experts
+        losses = jnp.zeros(logits.shape[:2], jnp.float32)
+        if mixture.balance_loss:
+            if mixture.balance_over == "batch":
+                counts = jnp.sum(counts, axis=0, keepdims=True)
+            total = jnp.sum(counts, axis=1, keepdims=True)
+            # (batch or 1, 1, experts); equal shares of experts are 1 each. Floats, for
+            # count * num_experts may exceed 32 bits.
+            scaled = counts.astype(jnp.float32) * mixture.num_experts
+            share = (scaled / total)[:, None]
+            found = jnp.sum(share * normalised(scores), axis=-1)
+            losses += mixture.balance_loss * found
+        if mixture.z_loss:
+            losses += mixture.z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
+        return constrain(losses, "batch", "seq")
+
+    def _run(self, x: Array, scores: Array) -> tuple[Array, Array]:
+        """Outputs of the routed experts, and each row's tokens of each expert."""
+        bias = None if self.bias is None else self.bias[...]
+        gate = None if self.gate is None else self.gate[...]
+        kernels = Kernels(self.up[...], gate, self.down[...])
+        run = partial(
+            _run_shard,
+            self.experts,
+            self.activate,
+            self.experts.capacity(x.shape[1]),
+        )
+        layout = active_layout()
+        context = jax.sharding.get_abstract_mesh()
+        names = layout.mesh.axis_names if layout else ()
+        free = {a for a in names if a not in context.manual_axes}
+        if layout is None or all(layout.mesh.shape[a] == 1 for a in free):
+            return run(TokenAxes(), None, x, scores, bias, kernels)
+        tokens, of_kernels, axes = _specs_of(layout, x, kernels, free)
+        region = jax.shard_map(
+            partial(run, axes, _exchange_of(layout, axes, self.experts)),
+            # In a pipeline's stage, which is manual over `pipe`, the region nests.
+            mesh=context if context.manual_axes else layout.mesh,
+            in_specs=(tokens, tokens, P(), of_kernels),
+            out_specs=(tokens, P(*tokens[:1])),
+            axis_names=free,
+            check_vma=False,
+        )
+        return region(x, scores, bias, kernels)
+
+
+def warn_of_lost_losses(moe: MoE) -> None:
+    """Warns, in a Trainer's step, of a loss without the part that balances experts."""
+    # Outside of a step, logits alone are what was asked for.
+    if active_layout() is not None and not moe.deterministic:
+        warn_user(
+            "The loss leaves out what balances the experts: logits are without the "
+            "losses of Experts(balance_loss, z_loss). Take next_token_loss, or add the "
+            "mean of the losses that GPT.hidden_and_losses returns; or set both "
+            "weights to 0."
+        )
+
+
+def _specs_of(
+    layout: Layout, x: Array, kernels: Kernels, free: set[str]
+) -> tuple[P, Any, TokenAxes]:
+    """Specs of tokens and kernels over the axes that are free, and these by dim."""
+
+    def axes_of(spec: P) -> tuple[tuple[str, ...], ...]:
+        return tuple(tuple(a for a in dim if a in free) for dim in dim_axes(spec, 3))
+
+    # Whole along `embed`, tokens and kernels.
+    batch, seq, _ = axes_of(activation_spec(layout, x.shape, ("batch", "seq", "embed")))
+    expert, _, mlp = axes_of(layout.used_spec(kernels.up.shape, INTO))
+    into, out_of = to_spec((expert, (), mlp)), to_spec((expert, mlp, ()))
+    gate: Any = None if kernels.gate is None else into
+    specs: Any = (into, gate, out_of)
+    axes = TokenAxes(batch=batch, seq=seq, expert=expert, mlp=mlp)
+    return to_spec((batch, seq)), Kernels(*specs), axes
+
+
+def _run_shard(
+    mixture: Experts,
+    activate: Callable[[Array], Array],
+    capacity: int | None,
+    axes: TokenAxes,
+    exchange: TokenExchange | None,
+    x: Array,
+    scores: Array,
+    bias: Array | None,
+    kernels: Kernels,
+) -> tuple[Array, Array]:
+    """A device's tokens: their outputs, and int ``(batch, experts)`` of its rows."""
+    chosen, weights = mixture.choose(scores, bias)
+    is_chosen = is_equal(chosen, mixture.num_experts)
+    local = jnp.sum(is_chosen, axis=(1, 2), dtype=jnp.int32)
+    counts, earlier = local, jnp.zeros_like(local)
+    if axes.seq:
+        every = jax.lax.all_gather(local, axes.seq)  # (devices, batch, experts)
+        counts = jnp.sum(every, axis=0)
+        is_earlier = jnp.arange(len(every)) < jax.lax.axis_index(axes.seq)
+        earlier = jnp.sum(every * is_earlier[:, None, None], axis=0)
+    if capacity is not None:
+        is_in = _ranks(chosen, mixture.num_experts, earlier) < capacity
+        chosen = jnp.where(is_in, chosen, mixture.num_experts)
+    experts = ExpertMLPs(kernels=kernels, activate=activate)
+    run = ragged if exchange == "ragged" else gathered
+    return run(experts, axes, Routed(x, chosen, weights.astype(x.dtype))), counts
+
+
+def _ranks(chosen: Array, num_experts: int, earlier: Array) -> Array:
+    """How many choices of its sequence came to the same expert before each one.
+
+    Those of tokens on other devices before these are ``(batch, experts)``.
+    """
+
+    def of_row(chosen: Array, earlier: Array) -> Array:
+        order = sort_by_expert(chosen, num_experts, chosen.size)
+        starts = jnp.cumsum(order.sizes) - order.sizes
+        return order.row - starts[chosen] + earlier[chosen]
+
+    return jax.vmap(of_row)(chosen, earlier)
+
+
+def _exchange_of(
+    layout: Layout, axes: TokenAxes, mixture: Experts
+) -> TokenExchange | None:
+    """How tokens and experts meet, where different devices have different tokens."""
+    claim = layout.claims.experts
+    if claim is None or not axes.can_send:
+        return None
+    return claim.choose(layout.mesh, mixture.top_k)[0]
+
+
+class SharedExpert(nnx.Module):
+    """An MLP that every token goes through."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        mlp_dim: int,
+        *,
+        rngs: nnx.Rngs,
+        is_gated: bool,
+        activate: Callable[[Array], Array],
+        kernel_init: Initializer,
+        out_init: Initializer,
+    ) -> None:
+        embed, mlp = {"embed": embed_dim}, {"mlp": mlp_dim}
+        into = partial(Dense, embed, mlp, rngs=rngs, kernel_init=kernel_init)
+        self.up = into()
+        self.gate = into() if is_gated else None
+        self.down = Dense(mlp, embed, rngs=rngs, kernel_init=out_init)
+        self.activate = activate
+
+    def __call__(self, x: Array) -> Array:
+        """``(batch, seq, embed)`` to the same."""
+        hidden = constrain(self.up(x), "batch", "seq", "mlp")
+        if self.gate is None:
+            return self.down(self.activate(hidden))
+        gate = constrain(self.gate(x), "batch", "seq", "mlp")
+        return self.down(self.activate(gate) * hidden)

@@ -1,0 +1,78 @@
+"""The loss of a language model."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from nnx_parallel.layers import linear_cross_entropy
+from nnx_parallel.metrics import Mean
+from nnx_parallel.models.gpt import GPT
+
+
+def next_token_loss(model: GPT, batch: jax.Array | Mapping[str, jax.Array]) -> Mean:
+    """Cross-entropy of each token given those before it.
+
+    Logits are computed for a chunk of tokens at a time, and never all of them held.
+
+    Args:
+        model: The model.
+        batch: int ``(batch, seq + 1)``, or a mapping with it as ``tokens`` and perhaps
+            ``weights`` of the same shape: 0 leaves a token out of the loss (not out of
+            sight). The first token is never predicted. Of packed documents the mapping
+            has ``segments``, int of the same shape, as `GPT` takes them: no token is
+            predicted from another document, and no padding.
+
+    Returns:
+        The `Mean` in nats per token that is predicted, with the losses that balance
+        experts.
+
+    Raises:
+        ValueError: If tokens are no (batch, seq + 1), or weights or segments differ in
+            shape.
+
+    Example:
+        >>> from flax import nnx
+        >>> from nnx_parallel.models import GPTConfig
+        >>> model = GPT(GPTConfig.tiny(), rngs=nnx.Rngs(0))
+        >>> loss = nnx.jit(next_token_loss)(model, jnp.zeros((2, 17), jnp.int32))
+        >>> float(loss.weight)
+        32.0
+    """
+    if not isinstance(batch, Mapping):
+        batch = {"tokens": batch}
+    tokens, weights = batch["tokens"], batch.get("weights")
+    segments = batch.get("segments")
+    if tokens.ndim != 2 or tokens.shape[1] < 2:
+        raise ValueError(
+            f"Tokens of shape {tokens.shape}; they must be (batch, seq + 1), the input "
+            "and the last label, with seq at least 1."
+        )
+    for name, of_each in (("Weights", weights), ("Segments", segments)):
+        if of_each is not None and of_each.shape != tokens.shape:
+            raise ValueError(
+                f"{name} of shape {of_each.shape} for tokens of shape {tokens.shape}; "
+                "each token has its own, the first one too."
+            )
+    seen = None if segments is None else segments[:, :-1]
+    hidden, losses = model.hidden_and_losses(tokens[:, :-1], seen)
+    weights = None if weights is None else weights[:, 1:]
+    if segments is not None:
+        is_next = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
+        weights = is_next if weights is None else jnp.where(is_next, weights, 0)
+    kernel, vocab_dim = model.head_kernel
+    loss = linear_cross_entropy(
+        hidden,
+        kernel,
+        tokens[:, 1:],
+        weights,
+        vocab_dim=vocab_dim,
+        z_loss=model.config.z_loss,
+        softcap=model.config.logit_softcap,
+    )
+    if losses is None:
+        return loss
+    if weights is None:
+        return loss + Mean(jnp.sum(losses), jnp.float32(losses.size))
+    weights = weights.astype(jnp.float32)
+    return loss + Mean(jnp.sum(losses * weights), jnp.sum(weights))

@@ -1,0 +1,12 @@
+"""`plan`: what a step costs on devices that are not there, and which way to run it."""
+
+from nnx_parallel.plan.candidates import Candidate as Candidate
+from nnx_parallel.plan.hardware import HARDWARE as HARDWARE
+from nnx_parallel.plan.hardware import Hardware as Hardware
+from nnx_parallel.plan.hardware import Topology as Topology
+from nnx_parallel.plan.page import render as render
+from nnx_parallel.plan.page import save as save
+from nnx_parallel.plan.report import Entry as Entry
+from nnx_parallel.plan.report import Plan as Plan
+from nnx_parallel.plan.roofline import Assumptions as Assumptions
+from nnx_parallel.plan.search import plan as plan

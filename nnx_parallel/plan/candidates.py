@@ -1,0 +1,293 @@
+"""Strategies, microbatches and remat that divide: everything that could be tried."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import jax
+
+from nnx_parallel.errors import PlanError, suggest
+from nnx_parallel.layers.scan import Remat
+from nnx_parallel.plan.hardware import Topology
+from nnx_parallel.plan.parts import ModelFacts, Parts
+from nnx_parallel.schedules.schedules import (
+    GPipe,
+    Interleaved,
+    OneFOneB,
+    Schedule,
+    ZeroBubble,
+)
+from nnx_parallel.sharding.rules import ZeroKind
+from nnx_parallel.strategies.base import Composite, Strategy
+from nnx_parallel.strategies.context_parallel import ContextParallel
+from nnx_parallel.strategies.data_parallel import DataParallel
+from nnx_parallel.strategies.expert_parallel import ExpertParallel
+from nnx_parallel.strategies.fsdp import FSDP
+from nnx_parallel.strategies.pipeline import Pipeline
+from nnx_parallel.strategies.tensor_parallel import TensorParallel
+
+SCHEDULES: dict[str, Callable[[], Schedule]] = {
+    "gpipe": GPipe,
+    "1f1b": OneFOneB,
+    "interleaved": Interleaved,
+    "zero_bubble": ZeroBubble,
+}
+"""Schedules that `plan` can be told to take, by name."""
+
+AXES = ("data", "fsdp", "tensor", "context", "expert", "pipe")
+
+# A ring hides its hops behind the products of some thousand tokens of a device.
+_RING_TOKENS = 2048
+_MOST_STAGES, _MOST_MICROBATCHES = 16, 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One way to run a step.
+
+    Attributes:
+        strategy: The strategy.
+        num_microbatches: As of the Trainer.
+        remat: As of the Trainer.
+
+    Example:
+        >>> Candidate(strategy=FSDP(8), remat="full").code
+        "strategy=FSDP(size=8), remat='full'"
+    """
+
+    strategy: Strategy
+    num_microbatches: int = 1
+    remat: Remat = "none"
+
+    @property
+    def code(self) -> str:
+        """The arguments of a Trainer, as Python."""
+        given = [f"strategy={self.strategy!r}"]
+        if self.num_microbatches > 1:
+            given.append(f"num_microbatches={self.num_microbatches}")
+        if self.remat != "none":
+            given.append(f"remat={self.remat!r}")
+        return ", ".join(given)
+
+
+def check_fix(fix: Mapping[str, Any]) -> None:
+    """Refuses what cannot be fixed, by name.
+
+    Raises:
+        PlanError: With the valid names, or the valid values of one.
+    """
+    values: dict[str, tuple[Any, ...]] = {
+        "remat": get_args(Remat),
+        "shard": ("params", "gradients", "optimizer"),
+        "schedule": tuple(SCHEDULES),
+        "sequence": (False, True, "ring"),
+    }
+    numbers = (*AXES, "microbatches")
+    for name, value in fix.items():
+        if name not in values and name not in numbers:
+            raise PlanError(
+                f"fix has {name!r}.{suggest(name, [*numbers, *values])} What can be "
+                f"fixed: sizes of {', '.join(AXES)}; microbatches; "
+                f"{', '.join(values)}."
+            )
+        if name in values and value not in values[name]:
+            raise PlanError(
+                f"fix has {name}={value!r}. Valid values: {list(values[name])}."
+            )
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        if name in numbers and (not is_number or value < 1):
+            raise PlanError(f"fix has {name}={value!r}. It is a number of at least 1.")
+
+
+def enumerate_candidates(
+    parts: Parts, topology: Topology, fix: Mapping[str, Any] | None = None
+) -> list[Candidate]:
+    """Every candidate whose sizes divide devices, model and batch.
+
+    Args:
+        parts: The model and the batch.
+        topology: The devices.
+        fix: What is decided: sizes of mesh axes by name, ``microbatches``, ``remat``,
+            ``shard`` (FSDP's), ``schedule`` (a pipeline's, by name) and ``sequence``
+            (tensor parallelism's; ``"ring"`` overlaps it).
+
+    Raises:
+        PlanError: If ``fix`` names something else, or nothing divides.
+    """
+    fix = dict(fix or {})
+    check_fix(fix)
+    facts = ModelFacts.of(parts)
+    found = [
+        Candidate(strategy=strategy, num_microbatches=count, remat=remat)
+        for strategy, pipe in _strategies(parts, topology, facts, fix)
+        for count in _microbatches(parts, strategy, topology, pipe, fix)
+        for remat in _remats(facts, fix)
+    ]
+    if not found:
+        raise PlanError(
+            f"No strategy divides {parts.num_rows} rows over {topology.num_devices} "
+            f"devices of {topology.name}{f' with {fix}' if fix else ''}. Choose a "
+            "number of rows with more divisors, or fix less."
+        )
+    # Each once: a size of 1 leaves a technique out, in several ways.
+    return list(dict.fromkeys(found))
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _sizes(
+    name: str, count: int, fix: Mapping[str, Any], is_valid: Callable[[int], bool]
+) -> list[int]:
+    """Divisors of a number of devices that an axis may have."""
+    if name in fix:
+        return [fix[name]] if count % fix[name] == 0 else []
+    return [n for n in _divisors(count) if n == 1 or is_valid(n)]
+
+
+def _strategies(
+    parts: Parts, topology: Topology, facts: ModelFacts, fix: Mapping[str, Any]
+) -> Iterator[tuple[Strategy, int]]:
+    """Strategies over all devices, each with its number of stages."""
+    devices = topology.num_devices
+    # Tensor parallelism waits for its links in each layer: it stays inside a machine.
+    most = min(topology.machine_size, 16)
+    tokens = max((x.shape[1] for x in _sequences(parts)), default=0)
+
+    def fits_tensor(n: int) -> bool:
+        return n <= most and facts.tensor_divides(n)
+
+    def fits_pipe(n: int) -> bool:
+        layers = facts.num_layers
+        return layers > 0 and n <= _MOST_STAGES and layers % n == 0
+
+    def fits_context(n: int) -> bool:
+        return n <= topology.machine_size and tokens >= _RING_TOKENS * n
+
+    def fits_expert(n: int) -> bool:
+        return facts.num_experts > 0 and facts.num_experts % n == 0
+
+    for tensor in _sizes("tensor", devices, fix, fits_tensor):
+        after_tensor = devices // tensor
+        for pipe in _sizes("pipe", after_tensor, fix, fits_pipe):
+            after_pipe = after_tensor // pipe
+            for context in _sizes("context", after_pipe, fix, fits_context):
+                after_context = after_pipe // context
+                for expert in _sizes("expert", after_context, fix, fits_expert):
+                    kinds: list[list[Strategy | None]] = [
+                        _tensor_kinds(tensor, facts, fix),
+                        _pipe_kinds(pipe, facts, fix),
+                        [ContextParallel(context) if context > 1 else None],
+                        [ExpertParallel(expert) if expert > 1 else None],
+                    ]
+                    rest = after_context // expert
+                    outer = _state_kinds(rest, topology, tensor * context, fix)
+                    for state in outer:
+                        for more in itertools.product(*kinds):
+                            given = [*state, *filter(None, more)]
+                            if given:
+                                yield _joined(given), pipe
+
+
+def _joined(parts: list[Strategy]) -> Strategy:
+    return parts[0] if len(parts) == 1 else Composite(*parts)
+
+
+def _sequences(parts: Parts) -> Iterator[Any]:
+    yield from (x for x in jax.tree.leaves(parts.batch) if len(x.shape) == 2)
+
+
+def _tensor_kinds(
+    size: int, facts: ModelFacts, fix: Mapping[str, Any]
+) -> list[Strategy | None]:
+    if size == 1:
+        return [None]
+    # Split along the sequence, activations send the same bytes and take less memory;
+    # only our layers name them.
+    kinds = [True, "ring"] if facts.has_dense else [False]
+    kinds = [fix["sequence"]] if "sequence" in fix else kinds
+    return [
+        TensorParallel(size, overlap="ring")
+        if kind == "ring"
+        else TensorParallel(size, sequence=kind)
+        for kind in kinds
+    ]
+
+
+def _pipe_kinds(
+    size: int, facts: ModelFacts, fix: Mapping[str, Any]
+) -> list[Strategy | None]:
+    if size == 1:
+        return [None]
+    names = [fix["schedule"]] if "schedule" in fix else list(SCHEDULES)[1:]
+    schedules = [SCHEDULES[name]() for name in names]
+    return [
+        Pipeline(size, schedule=each)
+        for each in schedules
+        if facts.num_layers % (size * each.chunks) == 0
+    ]
+
+
+def _state_kinds(
+    count: int, topology: Topology, inner: int, fix: Mapping[str, Any]
+) -> Iterator[list[Strategy]]:
+    """How the remaining devices split batch and training state."""
+    if "data" in fix and "fsdp" in fix and fix["data"] * fix["fsdp"] != count:
+        return
+    shards: list[ZeroKind] = ["params", "gradients"]
+    shards = [fix["shard"]] if "shard" in fix else shards
+    across = {1, count, topology.num_slices, count * inner // topology.machine_size}
+    sizes = [fix["data"]] if "data" in fix else sorted(across)
+    if "fsdp" in fix:
+        sizes = [count // fix["fsdp"]]
+    for data in sizes:
+        if data < 1 or count % data or ("fsdp" in fix and data * fix["fsdp"] != count):
+            continue
+        replicas: list[Strategy] = [DataParallel(data)] if data > 1 else []
+        if (fsdp := count // data) == 1:
+            # All axes of size one: it is what a single device does.
+            yield replicas or ([DataParallel(1)] if inner == 1 else [])
+            continue
+        for shard in shards:
+            yield [*replicas, FSDP(fsdp, shard=shard)]
+
+
+def _microbatches(
+    parts: Parts,
+    strategy: Strategy,
+    topology: Topology,
+    pipe: int,
+    fix: Mapping[str, Any],
+) -> list[int]:
+    """Numbers of microbatches into which each device's rows divide."""
+    sizes = strategy.make_mesh(topology.devices).shape
+    shards = 1
+    for axis in strategy.claims().batch:
+        shards *= sizes[axis]
+    if parts.num_rows % shards:
+        return []
+    rows = parts.num_rows // shards
+    if "microbatches" in fix:
+        return [fix["microbatches"]] if rows % fix["microbatches"] == 0 else []
+    wanted = [2**i * (pipe if pipe > 1 else 1) for i in range(5)]
+    most = _MOST_MICROBATCHES * max(pipe, 1)
+    return [n for n in wanted if rows % n == 0 and n <= most]
+
+
+def _remats(facts: ModelFacts, fix: Mapping[str, Any]) -> list[Remat]:
+    if "remat" in fix:
+        return [fix["remat"]]
+    return list(get_args(Remat)) if facts.has_remat else ["none"]
+
+
+def own_candidate(parts: Parts) -> Candidate:
+    """The strategy and options of the Trainer itself."""
+    options = parts.options
+    return replace(
+        Candidate(strategy=parts.strategy, remat=options.remat),
+        num_microbatches=options.num_microbatches,
+    )

@@ -1,0 +1,336 @@
+"""Candidates compiled for devices that need not be there, each in its own process.
+
+A failed check in a compiler ends the process that it runs in, so no candidate is
+compiled in the user's. What was compiled once is read from disk, by the program.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from nnx_parallel.audit.report import audit
+from nnx_parallel.audit.transfers import Transfer, read_transfers
+from nnx_parallel.distributed.agreement import versions
+from nnx_parallel.errors import PlanError
+from nnx_parallel.plan.candidates import Candidate
+from nnx_parallel.plan.hardware import Topology
+from nnx_parallel.plan.parts import Parts
+from nnx_parallel.plan.roofline import Costs, Traffic
+from nnx_parallel.training.step import StepOptions, make_train_step
+
+CACHE = Path("~/.cache/nnx_parallel/plan")
+"""Where results are kept, unless `plan` is given another directory."""
+
+_VERSION = 1  # of the results on disk
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """Figures of a compiled candidate; times are of the run that compiled it.
+
+    Attributes:
+        memory: XLA's ``memory_analysis`` on one device, in bytes, by name: arguments,
+            outputs, temporaries, aliased, code, host.
+        flops: As `audit` counts them.
+        traffic: ``[axes, bytes sent, bytes overlapped, kind]`` of transfers.
+        num_collectives: Collectives that a step executes.
+        seconds: Of tracing, compiling and reading the program.
+        processor_seconds: Of all its threads, whatever else the machine did.
+        is_cached: True if it was read from disk.
+        error: Why it has not been compiled; empty if it has.
+    """
+
+    memory: Mapping[str, int]
+    flops: float
+    traffic: Sequence[Sequence[Any]]
+    num_collectives: int
+    seconds: Mapping[str, float]
+    processor_seconds: float = 0.0
+    is_cached: bool = False
+    error: str = ""
+
+    @classmethod
+    def failed(cls, error: str) -> Compiled:
+        """Of a candidate that was not compiled."""
+        return cls(
+            memory={}, flops=0, traffic=(), num_collectives=0, seconds={}, error=error
+        )
+
+    def costs(self, estimate: Costs) -> Costs:
+        """The costs of a candidate, with the compiler's figures for the formulas'."""
+        names = ("parameters", "optimizer state", "other state", "batch")
+        memory = {name: estimate.memory[name] for name in names}
+        # A TPU lays arrays out in tiles.
+        padding = self.memory["arguments"] - sum(memory.values())
+        new = self.memory["outputs"] - self.memory["aliased"]
+        memory |= {
+            "padding": max(0, padding),
+            "temporaries": self.memory["temporaries"],
+            "new outputs": max(0, new),
+            "code": self.memory["code"],
+        }
+        traffic = tuple(
+            Traffic(
+                axes=tuple(axes),
+                sent_bytes=sent,
+                hidden=(overlapped / sent, overlapped / sent),
+                source=kind,
+            )
+            for axes, sent, overlapped, kind in self.traffic
+            if sent
+        )
+        return Costs(
+            memory=memory,
+            flops=self.flops or estimate.flops,
+            model_flops=estimate.model_flops,
+            moved_bytes=estimate.moved_bytes,
+            traffic=traffic,
+            bubble=estimate.bubble,
+            is_compiled=True,
+            compile_seconds=sum(self.seconds.values()),
+        )
+
+
+def missing_compiler(topology: Topology) -> str:
+    """Why there is no compiler for a topology here; empty if there is one."""
+    hardware = topology.hardware
+    if importlib.util.find_spec("cloudpickle") is None:
+        return "cloudpickle is not installed (pip install 'nnx-parallel[tpu-compiler]')"
+    if not hardware.compiler:
+        return f"no compiler for {hardware.name} runs on a machine without one"
+    if hardware.platform == "tpu" and importlib.util.find_spec("libtpu") is None:
+        return "libtpu is not installed (pip install 'nnx-parallel[tpu-compiler]')"
+    return ""
+
+
+def compile_candidates(
+    parts: Parts,
+    candidates: Sequence[Candidate],
+    topology: Topology,
+    *,
+    cache: str | os.PathLike | None = None,
+    num_processes: int = 1,
+    timeout: float = 1800.0,
+    on_done: Callable[[Candidate, Compiled], None] = lambda candidate, found: None,
+) -> list[Compiled]:
+    """Compiles candidates, each in a process of its own.
+
+    Args:
+        parts: The model, its loss and the batch.
+        candidates: What to compile.
+        topology: For which devices.
+        cache: Directory of earlier results; by default `CACHE`.
+        num_processes: How many compile at once.
+        timeout: Seconds after which one is given up.
+        on_done: Called with each that is done.
+
+    Raises:
+        PlanError: If a model or loss cannot be sent to another process.
+    """
+    import cloudpickle
+
+    where = Path(cache or CACHE).expanduser()
+    where.mkdir(parents=True, exist_ok=True)
+
+    def run(candidate: Candidate) -> Compiled:
+        try:
+            sent = cloudpickle.dumps((parts, candidate, topology, str(where)))
+        except Exception as error:
+            raise PlanError(
+                f"The model, optimizer or loss cannot be sent to the process that "
+                f"compiles: {error}. Define them at the top of a module, without open "
+                "files or locks; or plan(..., compile=0) for the formulas alone."
+            ) from error
+        found = _run_child(sent, topology, timeout)
+        on_done(candidate, found)
+        return found
+
+    with concurrent.futures.ThreadPoolExecutor(max(1, num_processes)) as pool:
+        return list(pool.map(run, candidates))
+
+
+def _run_child(sent: bytes, topology: Topology, timeout: float) -> Compiled:
+    environment = {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    if topology.hardware.platform == "cpu":
+        environment["JAX_NUM_CPU_DEVICES"] = str(topology.num_devices)
+    with tempfile.TemporaryDirectory() as directory:
+        answer = Path(directory) / "answer.json"
+        command = [sys.executable, "-m", "nnx_parallel.plan.compiled", str(answer)]
+        try:
+            done = subprocess.run(
+                command,
+                input=sent,
+                capture_output=True,
+                check=False,
+                timeout=timeout,
+                env=os.environ | environment,
+            )
+        except subprocess.TimeoutExpired:
+            return Compiled.failed(f"not compiled within {timeout:.0f} s")
+        if answer.exists():
+            return Compiled(**json.loads(answer.read_text()))
+    lines = done.stderr.decode(errors="replace").strip().splitlines()
+    last = next((x for x in reversed(lines) if x.strip()), "nothing was printed")
+    return Compiled.failed(f"the compiler's process ended ({done.returncode}): {last}")
+
+
+def _compile(
+    parts: Parts, candidate: Candidate, topology: Topology, cache: Path
+) -> Compiled:
+    """Compiles in this process."""
+    start = time.monotonic()
+    layout = candidate.strategy.layout(
+        candidate.strategy.make_mesh(_devices_of(topology))
+    )
+    candidate.strategy.check(parts.rebuilt(), layout.mesh)
+    plan = parts.on(layout)
+    batch = parts.batch_on(layout, candidate.num_microbatches)
+    options = StepOptions(
+        num_microbatches=candidate.num_microbatches, remat=candidate.remat
+    )
+    step: Any = make_train_step(plan, parts.loss, options)
+    lowered = step.lower(plan.abstract, batch)
+    seconds = {"trace": time.monotonic() - start}
+    file = cache / f"{_key(lowered, topology)}.json"
+    if file.exists():
+        return Compiled(**{**json.loads(file.read_text()), "is_cached": True})
+    start = time.monotonic()
+    compiled = lowered.compile()
+    seconds["compile"] = time.monotonic() - start
+    start = time.monotonic()
+    report, memory = audit(compiled), compiled.memory_analysis()
+    transfers = read_transfers(compiled.as_text())
+    found = Compiled(
+        memory={
+            "arguments": memory.argument_size_in_bytes,
+            "outputs": memory.output_size_in_bytes,
+            "aliased": memory.alias_size_in_bytes,
+            "temporaries": memory.temp_size_in_bytes,
+            "code": memory.generated_code_size_in_bytes,
+            "host": memory.host_temp_size_in_bytes + memory.host_argument_size_in_bytes,
+        },
+        flops=report.flops,
+        traffic=_by_axes(transfers, dict(layout.mesh.shape)),
+        num_collectives=report.count(),
+        seconds=seconds | {"read": time.monotonic() - start},
+        processor_seconds=time.process_time(),
+    )
+    # Renamed into place: another process may be reading.
+    with tempfile.NamedTemporaryFile("w", dir=cache, delete=False) as new:
+        json.dump(vars(found), new)
+    Path(new.name).replace(file)
+    return found
+
+
+def _devices_of(topology: Topology) -> Sequence[Any]:
+    """The devices that the compiler knows: real objects, of machines that are not."""
+    hardware = topology.hardware
+    if hardware.platform != "tpu":
+        return jax.devices()[: topology.num_devices]
+    from jax.experimental import topologies
+
+    options = dict(hardware.compiler)
+    sizes = "x".join(map(str, topology.shape))
+    name = f"{options.pop('name')}:{sizes}"
+    if len(topology.shape) == 3 and all(n % 4 == 0 for n in topology.shape):
+        # Whole cubes have links that wrap around; the compiler has to be told, or its
+        # gathers send twice the bytes.
+        options["wrap"] = (True, True, True)
+    if topology.num_slices > 1:
+        options["num_slices"] = topology.num_slices
+    described = topologies.get_topology_desc(
+        platform="tpu", topology_name=name, **options
+    )
+    return described.devices
+
+
+def _key(lowered: Any, topology: Topology) -> str:
+    """A name for a program, its compiler and its devices."""
+    packages = versions()
+    if importlib.util.find_spec("libtpu") is not None:
+        packages["libtpu"] = importlib.metadata.version("libtpu")
+    flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
+    facts = json.dumps([_VERSION, topology.name, packages, flags])
+    text = lowered.as_text() + facts
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _by_axes(
+    transfers: Sequence[Transfer], sizes: Mapping[str, int]
+) -> list[list[Any]]:
+    sums: dict[tuple[tuple[str, ...], str], list[float]] = {}
+    for each in transfers:
+        axes = axes_of_groups(each.groups, sizes)
+        entry = sums.setdefault((axes, each.kind), [0.0, 0.0])
+        entry[0] += each.bytes
+        entry[1] += each.bytes * each.is_hidden
+    return [[list(axes), *entry, kind] for (axes, kind), entry in sums.items()]
+
+
+def axes_of_groups(
+    groups: Sequence[Sequence[int]] | None, sizes: Mapping[str, int]
+) -> tuple[str, ...]:
+    """The mesh axes along which the devices of each group differ.
+
+    Args:
+        groups: Positions of devices in the order of the mesh; ``None``: not known,
+            taken for all axes.
+        sizes: Sizes of the mesh's axes, outermost first.
+
+    Example:
+        >>> axes_of_groups([(0, 1), (2, 3)], {"fsdp": 2, "tensor": 2})
+        ('tensor',)
+        >>> axes_of_groups([(0, 2), (1, 3)], {"fsdp": 2, "tensor": 2})
+        ('fsdp',)
+    """
+    names = tuple(sizes)
+    if not groups:
+        return names
+    found: set[str] = set()
+    for group in groups:
+        # (devices of the group, axes)
+        at = np.stack(np.unravel_index(list(group), tuple(sizes.values())), axis=-1)
+        found |= {names[i] for i in np.flatnonzero((at != at[:1]).any(axis=0))}
+    return tuple(name for name in names if name in found)
+
+
+def _main(answer: Path) -> None:
+    import cloudpickle
+
+    parts, candidate, topology, cache = cloudpickle.loads(sys.stdin.buffer.read())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            found = _compile(parts, candidate, topology, Path(cache))
+        except Exception as error:
+            # Its first line: JAX adds pages of advice, XLA the whole program.
+            text = str(error).strip().splitlines()
+            first = text[0][:400] if text else ""
+            found = Compiled.failed(f"{type(error).__name__}: {first}")
+    answer.write_text(json.dumps(vars(found)))
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))

@@ -1,0 +1,299 @@
+"""Costs of one row of a batch, whatever the strategy: counted in the traced loss.
+
+The loss is traced for a number of rows that divides nothing else, so that every value
+that depends on rows can be told by its size. Nothing is compiled, or computed.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, Mesh
+
+from nnx_parallel.layers.jaxprs import needed, variables_in
+from nnx_parallel.layers.scan import Remat, default_remat
+from nnx_parallel.metrics import split_loss_output
+from nnx_parallel.plan.hardware import StandIn
+from nnx_parallel.plan.parts import Parts
+from nnx_parallel.precision import array_bytes
+from nnx_parallel.sharding.constrain import using
+from nnx_parallel.sharding.names import ArrayInfo, array_info, variables_of
+from nnx_parallel.strategies.data_parallel import DataParallel
+from nnx_parallel.training.step import call_loss
+
+_ROWS = 7919  # a prime, and no size of a layer
+# A call's equations are counted for the outputs that are used alone: a gradient's
+# recomputation has some that nothing reads.
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Residual:
+    """A value that the forward pass keeps for the backward pass.
+
+    Attributes:
+        row_bytes: Its bytes for each row of the batch.
+        dims: Its shape, without the dims of layers and rows where these are dims.
+        is_stacked: True if it is kept for each layer of a stack; ``row_bytes`` are
+            those of all layers.
+    """
+
+    row_bytes: float
+    dims: tuple[int, ...]
+    is_stacked: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowCosts:
+    """Costs of a row under one remat policy.
+
+    Attributes:
+        flops: FLOPs of products and convolutions, forward and backward, recomputation
+            included. Masked scores of attention count.
+        residuals: What the forward pass keeps.
+        positions: Elements of a row at which a layer works: the tokens of a sequence.
+        width: Elements of the residual stream at one position.
+    """
+
+    flops: float
+    residuals: tuple[Residual, ...]
+    positions: int
+    width: int
+
+
+def trace_costs(parts: Parts, remat: Remat, platform: str) -> RowCosts:
+    """Costs of a row of the batch.
+
+    Args:
+        parts: The model, its loss and a batch.
+        remat: As of the Trainer.
+        platform: Of the devices, whose kernels decide what is kept.
+
+    Raises:
+        Exception: What the loss raises when it is traced.
+    """
+    probe = parts.with_rows(_ROWS)
+    # cuDNN cannot be traced where it is not: plain operations keep about as much.
+    traced = "described" if platform == "gpu" else platform
+    jaxpr, kept = _trace(probe, remat, traced)
+    residuals = tuple(_residuals(kept, parts))
+    positions, width = _positions(residuals)
+    return RowCosts(
+        flops=count_jaxpr_flops(jaxpr) / _ROWS,
+        residuals=residuals,
+        positions=positions,
+        width=width,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """All that candidates of some parts share: traced, and read, once.
+
+    Attributes:
+        parts: The parts.
+        rows: Costs of a row by remat policy.
+        model_flops: FLOPs of a row without recomputation.
+        model: The abstract model, for checks.
+        arrays: Its arrays.
+    """
+
+    parts: Parts
+    rows: Mapping[Remat, RowCosts]
+    model_flops: float
+    model: nnx.Module
+    arrays: tuple[ArrayInfo, ...]
+
+    @classmethod
+    def of(cls, parts: Parts, remats: Iterable[Remat], platform: str) -> Facts:
+        """Those of parts, for some remat policies."""
+        # "none" too: from it follows what one layer needs while it is recomputed.
+        wanted: list[Remat] = [*dict.fromkeys((*remats, "none"))]
+        model = parts.rebuilt()
+        return cls(
+            parts=parts,
+            rows={remat: trace_costs(parts, remat, platform) for remat in wanted},
+            model_flops=count_model_flops(parts),
+            model=model,
+            arrays=tuple(array_info(path, v) for path, v in variables_of(model)),
+        )
+
+
+def count_model_flops(parts: Parts) -> float:
+    """FLOPs of a row without recomputation: three times those of the forward pass.
+
+    Counted in plain operations, whatever kernel runs; attention's masked scores count.
+    This is the number that MFU is measured by [1].
+
+    References:
+        [1] Chowdhery et al., "PaLM", 2022, appendix B,
+        https://arxiv.org/abs/2204.02311
+    """
+    objective, given = _objective(parts.with_rows(_ROWS), "none", "described")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        forward = jax.make_jaxpr(objective)(*given).jaxpr
+    return 3 * count_jaxpr_flops(forward) / _ROWS
+
+
+def _objective(
+    parts: Parts, remat: Remat, platform: str
+) -> tuple[Callable[..., Any], tuple]:
+    """The loss as a function of arrays, on one device, and the shapes of these."""
+    device: Any = StandIn(0, platform, platform, 0)
+    mesh = Mesh(np.array([device]), ("data",), axis_types=(AxisType.Auto,))
+    plan = parts.on(DataParallel(1).layout(mesh))
+    state = plan.abstract
+
+    def objective(params: dict, variables: dict, batch: Any, key: Any) -> Any:
+        with using(plan.layout), default_remat(remat):
+            model = plan.merge(params, variables, training=True)
+            mean, _ = split_loss_output(call_loss(plan, parts.loss, model, batch, key))
+            return mean.value
+
+    arrays = map(_unplaced, (state.params, state.variables))
+    key = jax.ShapeDtypeStruct(state.key.shape, state.key.dtype)
+    return objective, (*arrays, parts.batch, key)
+
+
+def _trace(parts: Parts, remat: Remat, platform: str) -> tuple[Any, list[Any]]:
+    """The gradient's jaxpr, and the arrays that the forward pass keeps for it."""
+    objective, given = _objective(parts, remat, platform)
+
+    def forward(params: dict, *rest: Any) -> Any:
+        return jax.vjp(lambda p: objective(p, *rest), params)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a step's own trace repeats them
+        kept = jax.make_jaxpr(forward)(*given).jaxpr
+        grads = jax.make_jaxpr(jax.grad(objective))(*given).jaxpr
+    inputs = {*kept.invars, *kept.constvars}
+    saved = [v for v in dict.fromkeys(variables_in(kept.outvars)) if v not in inputs]
+    return grads, [v.aval for v in saved]
+
+
+def _unplaced(tree: Any) -> Any:
+    # Shardings of another mesh than that of the trace would be refused.
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def _residuals(kept: Iterable[Any], parts: Parts) -> Iterable[Residual]:
+    for aval in kept:
+        # Without rows it is a parameter, as the computation has it.
+        if aval.size == 0 or aval.size % _ROWS:
+            continue
+        where = [i for i, n in enumerate(aval.shape) if n % _ROWS == 0]
+        dims = aval.shape[where[0] + 1 :] if where else aval.shape
+        yield Residual(
+            row_bytes=array_bytes(aval.shape, aval.dtype) / _ROWS,
+            dims=tuple(dims),
+            is_stacked=bool(where) and where[0] > 0,
+        )
+
+
+def _positions(residuals: tuple[Residual, ...]) -> tuple[int, int]:
+    """Positions of a row and width of one, by the largest inputs of layers."""
+    shapes: dict[tuple[int, int], float] = {}
+    for each in residuals:
+        if len(each.dims) >= 2:
+            shape = math.prod(each.dims[:-1]), each.dims[-1]
+            stacked = 1000.0 if each.is_stacked and len(each.dims) == 2 else 1.0
+            shapes[shape] = shapes.get(shape, 0) + stacked
+    if not shapes:
+        return 1, max((r.dims[-1] for r in residuals if r.dims), default=1)
+    return max(shapes, key=lambda shape: shapes[shape])
+
+
+def count_jaxpr_flops(jaxpr: Any, wanted: Iterable[Any] | None = None) -> float:
+    """FLOPs of the products and convolutions of a jaxpr, loops multiplied out.
+
+    Of a conditional the most expensive branch counts, of a loop of unknown length one
+    iteration. Equations that no wanted output needs are left out.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> x = jnp.ones((4, 8))
+        >>> count_jaxpr_flops(jax.make_jaxpr(lambda x: x @ x.T)(x).jaxpr)
+        256.0
+    """
+    outputs = jaxpr.outvars if wanted is None else list(wanted)
+    used: set[Any] = set(variables_in(outputs))
+    total = 0.0
+    # A kernel's equations write to references, and have no outputs to be needed by.
+    eqns = needed(jaxpr.eqns, outputs) if jaxpr.outvars else jaxpr.eqns
+    for eqn in reversed(eqns):
+        total += _eqn_flops(eqn, used)
+        used |= set(variables_in(eqn.invars))
+    return total
+
+
+def _eqn_flops(eqn: jex.JaxprEqn, used: set[Any]) -> float:
+    name, params = eqn.primitive.name, eqn.params
+    if rule := _PRODUCTS.get(name):
+        return rule(eqn)
+    inner = list(jex.jaxprs_in_params(params))
+    if not inner:
+        return 0.0
+    if name in _CALLS:
+        (body,) = inner[:1]
+        pairs = zip(eqn.outvars, body.outvars, strict=True)
+        return count_jaxpr_flops(body, [i for o, i in pairs if o in used])
+    if name == "pallas_call":
+        return _kernel_flops(eqn, inner)
+    counts = [count_jaxpr_flops(body) for body in inner]
+    if name == "cond":
+        return max(counts)
+    return params.get("length", 1) * sum(counts)
+
+
+def _kernel_flops(eqn: jex.JaxprEqn, inner: list[Any]) -> float:
+    estimate = eqn.params.get("cost_estimate")
+    if estimate is not None:
+        return float(estimate.flops)
+    grid = getattr(eqn.params.get("grid_mapping"), "grid", ())
+    steps = math.prod(n for n in grid if isinstance(n, int))
+    return steps * sum(map(count_jaxpr_flops, inner))
+
+
+def _dot(eqn: jex.JaxprEqn) -> float:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    left, _, out = _avals(eqn)
+    return 2.0 * out.size * math.prod(left.shape[dim] for dim in contracted)
+
+
+def _convolution(eqn: jex.JaxprEqn) -> float:
+    _, kernel, out = _avals(eqn)
+    features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+    # Products with the holes that a dilated input has are none.
+    holes = math.prod(eqn.params["lhs_dilation"])
+    return 2.0 * out.size * kernel.size / features / holes
+
+
+def _ragged_dot(eqn: jex.JaxprEqn) -> float:
+    # Each row meets one expert's kernel: dims that enumerate experts count as one.
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+    left, right, _ = _avals(eqn)
+    shared = {*contracted, *batch, *numbers.rhs_group_dimensions}
+    own = [size for dim, size in enumerate(right.shape) if dim not in shared]
+    return 2.0 * left.size * math.prod(own)
+
+
+def _avals(eqn: jex.JaxprEqn) -> tuple[Any, Any, Any]:
+    """Shapes of both operands and of the result."""
+    return eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
+
+
+_PRODUCTS = {
+    "dot_general": _dot,
+    "conv_general_dilated": _convolution,
+    "ragged_dot_general": _ragged_dot,
+}

@@ -1,0 +1,385 @@
+"""Devices by their data sheets, and machines of them that need not be there.
+
+The figures are those that makers publish, without sparsity; `Hardware.source` is the
+page to check them on. Those of v5p, v6e and v7x were compared with it in November 2026.
+The network of v4 is taken to be v5p's, and that of GPUs one adapter for each. A user's
+own device is a `Hardware` like those of the table.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nnx_parallel.errors import PlanError, suggest
+
+_GIB, _GB, _TERA = 2**30, 1e9, 1e12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """One device: how fast it computes, how much it holds, how fast it sends.
+
+    Attributes:
+        name: As in the name of a `Topology`.
+        platform: ``"tpu"``, ``"gpu"`` or ``"cpu"``.
+        flops: FLOP/s of dense products, by the dtype of their operands.
+        memory_bytes: Memory of a device.
+        usable: Share of it that a program gets: JAX takes 75 % of a GPU unless
+            ``XLA_PYTHON_CLIENT_MEM_FRACTION`` says otherwise.
+        memory_bandwidth: Bytes/s between memory and chip.
+        link_bandwidth: Bytes/s in one direction over all fast links of a device.
+        num_links: Fast links of which a ring over one mesh axis may get only two; 1
+            where a switch gives every pair all of them.
+        network_bandwidth: Bytes/s in one direction between machines, or slices, for
+            each device.
+        machine_size: Devices that fast links join; ``None``: all of a slice.
+        source: Where the figures are from.
+        compiler: Arguments of ``get_topology_desc``, with ``name`` for its own name of
+            the device; empty if no compiler runs without the device.
+        devices_per_chip: JAX's devices for each chip in a slice's name; the other
+            figures are of one device.
+
+    Example:
+        >>> HARDWARE["v5p"].flops["bfloat16"] / 1e12
+        459.0
+    """
+
+    name: str
+    platform: str
+    flops: Mapping[str, float]
+    memory_bytes: float
+    memory_bandwidth: float
+    link_bandwidth: float
+    network_bandwidth: float
+    source: str
+    usable: float = 0.75
+    num_links: int = 1
+    machine_size: int | None = None
+    compiler: Mapping[str, Any] = field(default_factory=dict)
+    devices_per_chip: int = 1
+
+    @property
+    def usable_bytes(self) -> float:
+        """Memory that a program gets."""
+        return self.usable * self.memory_bytes
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of products of a dtype; of one that is not listed, the slowest."""
+        return self.flops.get(dtype, min(self.flops.values()))
+
+
+def _tpu(
+    name: str,
+    *,
+    tflops: float,
+    memory_gib: float,
+    memory: float,
+    both_ways: float,
+    links: int,
+    network: float,
+    compiler: Mapping[str, Any],
+    source: str,
+    devices: int = 1,
+) -> Hardware:
+    """A TPU by the figures of its chip: GB/s, the links' in both directions together.
+
+    JAX multiplies float32 in one bfloat16 pass by default, hence one speed for both.
+    """
+    peak = tflops * _TERA / devices
+    return Hardware(
+        name=name,
+        platform="tpu",
+        flops={"bfloat16": peak, "float32": peak},
+        memory_bytes=memory_gib * _GIB / devices,
+        memory_bandwidth=memory * _GB / devices,
+        link_bandwidth=both_ways / 2 * _GB / devices,
+        num_links=links,
+        network_bandwidth=network * _GB / devices,
+        usable=0.95,
+        source=source,
+        compiler=compiler,
+        devices_per_chip=devices,
+    )
+
+
+def _gpu(
+    name: str,
+    *,
+    tflops: float,
+    tf32: float,
+    memory_gb: float,
+    memory: float,
+    both_ways: float,
+    network: float,
+    source: str,
+) -> Hardware:
+    """A GPU in machines of 8; its float32 products are TF32, JAX's default."""
+    flops = {"bfloat16": tflops, "float16": tflops, "float32": tf32}
+    return Hardware(
+        name=name,
+        platform="gpu",
+        flops={dtype: number * _TERA for dtype, number in flops.items()},
+        memory_bytes=memory_gb * _GB,
+        memory_bandwidth=memory * _GB,
+        link_bandwidth=both_ways / 2 * _GB,
+        # One adapter for each GPU, as in the maker's own systems: no data sheet of the
+        # chip has it.
+        network_bandwidth=network * _GB,
+        machine_size=8,
+        source=source,
+    )
+
+
+_CLOUD = "https://docs.cloud.google.com/tpu/docs/"
+_NVIDIA = "https://www.nvidia.com/en-us/data-center/"
+
+HARDWARE: dict[str, Hardware] = {
+    each.name: each
+    for each in (
+        _tpu(
+            "v4",
+            tflops=275,
+            memory_gib=32,
+            memory=1200,
+            both_ways=600,
+            links=6,
+            network=6.25,
+            # Two cores as one device, which is how v4 is used.
+            compiler={"name": "v4", "chip_config_name": "megacore"},
+            source=_CLOUD + "v4; links: Jouppi et al., TPU v4, 2023, table 4",
+        ),
+        _tpu(
+            "v5e",
+            tflops=197,
+            memory_gib=16,
+            memory=819,
+            both_ways=400,
+            links=4,
+            network=3.125,
+            compiler={"name": "v5e"},
+            source=_CLOUD + "v5e",
+        ),
+        _tpu(
+            "v5p",
+            tflops=459,
+            memory_gib=95,
+            memory=2765,
+            both_ways=1200,
+            links=6,
+            network=6.25,
+            compiler={"name": "v5p"},
+            source=_CLOUD + "v5p",
+        ),
+        _tpu(
+            "v6e",
+            tflops=918,
+            memory_gib=32,
+            memory=1638,
+            both_ways=800,
+            links=4,
+            network=12.5,
+            compiler={"name": "v6e"},
+            source=_CLOUD + "v6e",
+        ),
+        _tpu(
+            "v7x",
+            tflops=2307,
+            memory_gib=192,
+            memory=7380,
+            both_ways=1200,
+            links=6,
+            network=12.5,
+            compiler={"name": "tpu7x"},
+            source=_CLOUD + "tpu7x",
+            devices=2,
+        ),
+        _gpu(
+            "a100",
+            tflops=312,
+            tf32=156,
+            memory_gb=80,
+            memory=2039,
+            both_ways=600,
+            network=25,
+            source=_NVIDIA + "a100 (SXM, 80 GB)",
+        ),
+        _gpu(
+            "h100",
+            tflops=989.4,
+            tf32=494.7,
+            memory_gb=80,
+            memory=3350,
+            both_ways=900,
+            network=50,
+            source=_NVIDIA + "h100 (SXM)",
+        ),
+        _gpu(
+            "h200",
+            tflops=989.4,
+            tf32=494.7,
+            memory_gb=141,
+            memory=4800,
+            both_ways=900,
+            network=50,
+            source=_NVIDIA + "h200 (SXM)",
+        ),
+        _gpu(
+            "b200",
+            tflops=2250,
+            tf32=1125,
+            memory_gb=180,
+            memory=8000,
+            both_ways=1800,
+            network=50,
+            source=_NVIDIA + "dgx-b200",
+        ),
+        _gpu(
+            "mi300x",
+            tflops=1307.4,
+            tf32=653.7,
+            memory_gb=192,
+            memory=5300,
+            both_ways=896,
+            network=50,
+            source="https://www.amd.com/en/products/accelerators/instinct/mi300.html",
+        ),
+        # Not a data sheet's: to try strategies on, and to compile for.
+        Hardware(
+            name="cpu",
+            platform="cpu",
+            flops={"float32": 5e10},
+            memory_bytes=4 * _GIB,
+            usable=1.0,
+            memory_bandwidth=1e10,
+            link_bandwidth=5e9,
+            network_bandwidth=5e9,
+            source="a nominal core of a machine that simulates devices",
+            compiler={"name": "cpu"},
+        ),
+    )
+}
+"""The devices that `plan` knows, by name."""
+
+
+# Flax, JAX and our placement ask a device for these, and for nothing else.
+@dataclass(frozen=True)
+class StandIn:
+    """A device of a machine that is not there, for meshes and shapes."""
+
+    id: int
+    platform: str
+    device_kind: str
+    slice_index: int
+    process_index: int = 0
+    client: object = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """Devices of one kind, and how many of them fast links join.
+
+    Attributes:
+        hardware: The device.
+        num_devices: All of them, as JAX counts.
+        num_slices: Slices of TPUs, joined by the data-center network.
+        shape: Chips of one slice along each dim of its torus; empty of GPUs.
+
+    Example:
+        >>> Topology.parse("v5p:4x4x4").num_devices
+        64
+        >>> Topology.parse("2*v5e:16x16").num_slices
+        2
+        >>> Topology.parse("h100:16").machine_size
+        8
+    """
+
+    hardware: Hardware
+    num_devices: int
+    num_slices: int = 1
+    shape: tuple[int, ...] = ()
+
+    @classmethod
+    def parse(cls, name: str, known: Mapping[str, Hardware] = HARDWARE) -> Topology:
+        """A topology by name.
+
+        Args:
+            name: ``kind:AxBxC`` for a slice of TPU chips, ``N*kind:AxBxC`` for several,
+                ``kind:N`` for GPUs or simulated CPU devices.
+            known: Hardware by kind.
+
+        Raises:
+            PlanError: If it is no such name.
+        """
+        found = re.fullmatch(r"(?:(\d+)\*)?([\w.-]+):(\d+(?:x\d+)*)", str(name).lower())
+        if found is None:
+            raise PlanError(
+                f"topology={name!r} is no topology. Write a slice of TPUs as "
+                "'v5p:4x4x4', two of them as '2*v5p:4x4x4', GPUs as 'h100:64', "
+                "simulated devices as 'cpu:8'."
+            )
+        slices, kind, sizes = int(found[1] or 1), found[2], found[3]
+        if kind not in known:
+            raise PlanError(
+                f"topology={name!r}: no hardware is called {kind!r}."
+                f"{suggest(kind, known)} Known: {', '.join(known)}. Another one is a "
+                "nnx_parallel.plan.hardware.Hardware(...) in Topology(hardware=...)."
+            )
+        hardware, shape = known[kind], tuple(map(int, sizes.split("x")))
+        count = slices * math.prod(shape) * hardware.devices_per_chip
+        is_slice = hardware.platform == "tpu"
+        if not count or (len(shape) > 1 or slices > 1) > is_slice:
+            raise PlanError(
+                f"topology={name!r}: devices of {kind} are counted, with at least 1: "
+                f"'{kind}:{max(count, 8)}'."
+            )
+        return cls(
+            hardware=hardware,
+            num_devices=count,
+            num_slices=slices,
+            shape=shape if is_slice else (),
+        )
+
+    @property
+    def name(self) -> str:
+        """The name that `parse` reads."""
+        sizes = self.shape or (self.num_devices,)
+        slices = f"{self.num_slices}*" * (self.num_slices > 1)
+        return f"{slices}{self.hardware.name}:{'x'.join(map(str, sizes))}"
+
+    @property
+    def machine_size(self) -> int:
+        """Devices that fast links join."""
+        inside = self.num_devices // self.num_slices
+        return min(inside, self.hardware.machine_size or inside)
+
+    @property
+    def devices(self) -> list[Any]:
+        """Stand-ins for the devices, in order."""
+        inside = self.num_devices // self.num_slices
+        kind = self.hardware.name
+        # No platform that JAX knows: it would ask a TPU for its place in a torus.
+        return [
+            StandIn(i, "described", kind, i // inside) for i in range(self.num_devices)
+        ]
+
+    def bandwidth(self, size: int, inner: int) -> tuple[float, float]:
+        """Least and most bytes/s of a device in a ring over a mesh axis.
+
+        Args:
+            size: Of the axis, or of several that one collective goes over.
+            inner: Devices between two neighbours along it: the product of the sizes of
+                the axes inside.
+        """
+        fast = self.hardware.link_bandwidth
+        if size * inner <= self.machine_size:
+            # A ring along one dim of a torus has the two links of that dim; over all
+            # dims at once it has all.
+            return fast * min(1.0, 2 / self.hardware.num_links), fast
+        # A ring that leaves the machine has the adapters of its devices in it.
+        adapters = max(1, self.machine_size // inner)
+        slow = min(fast, self.hardware.network_bandwidth * adapters)
+        return self.hardware.network_bandwidth, slow

@@ -1,0 +1,221 @@
+"""What a training step is made of, apart from where it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from nnx_parallel.data.batches import check_divisible
+from nnx_parallel.data.rows import is_marked, partition
+from nnx_parallel.errors import PlanError, kind_of, warn_user
+from nnx_parallel.layers.dense import Dense
+from nnx_parallel.layers.moe import MoE
+from nnx_parallel.layers.stack import Stack
+from nnx_parallel.precision import Precision
+from nnx_parallel.sharding.layout import Layout
+from nnx_parallel.sharding.model import ModelDef
+from nnx_parallel.sharding.names import array_info, variables_of
+from nnx_parallel.sharding.optimizer import Optimizer
+from nnx_parallel.state import StatePlan, plan_state
+from nnx_parallel.strategies.base import Strategy
+from nnx_parallel.training.step import LossFn, StepOptions
+
+TENSOR_NAMES = ("heads", "kv_heads", "mlp", "vocab")
+"""Names of dims that `TensorParallel` splits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """A Trainer's model, optimizer and loss, as shapes; and the shapes of a batch.
+
+    Attributes:
+        model: The model's structure, with shapes for arrays.
+        tx: The Optax transformation.
+        loss: The loss.
+        wrt: Filter of the Variables that are trained.
+        precision: The dtypes.
+        ema_decay: Decay of a moving average, or ``None``.
+        strategy: The Trainer's own.
+        options: The Trainer's own microbatches and remat.
+        batch: Shapes of a global batch.
+    """
+
+    model: ModelDef
+    tx: Optimizer
+    loss: LossFn
+    wrt: Any
+    precision: Precision
+    ema_decay: float | None
+    strategy: Strategy
+    options: StepOptions
+    batch: Any
+
+    @classmethod
+    def of(cls, trainer: Any, batch: Any) -> Parts:
+        """Those of a Trainer, whose arrays need not exist yet.
+
+        Raises:
+            PlanError: If it is none, or the batch has no shapes.
+        """
+        # A plan reads them, and changes nothing.
+        held = getattr(trainer, "__dict__", {})
+        run, programs = held.get("_run"), held.get("_programs")
+        if run is None or programs is None:
+            raise PlanError(
+                f"plan got {kind_of(trainer)}. It plans a Trainer, built on any "
+                "devices: plan(Trainer(model, optimizer, loss), ...)."
+            )
+        plan: StatePlan = run.plan
+        if plan.offload is not None:
+            warn_of_offload()
+        return cls(
+            model=plan.model,
+            tx=plan.tx,
+            loss=programs.loss,
+            wrt=run.wrt,
+            precision=plan.precision,
+            ema_decay=plan.ema_decay,
+            strategy=trainer.strategy,
+            options=programs.options,
+            batch=shapes_of(batch),
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a global batch."""
+        own, _, _ = partition(self.batch)
+        return jax.tree.leaves(own)[0].shape[0]
+
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype of the products."""
+        if self.precision.compute is not None:
+            return str(self.precision.compute)
+        sizes: dict[str, int] = {}
+        for x in jax.tree.leaves(self.model.state):
+            if jnp.issubdtype(x.dtype, jnp.floating):
+                sizes[str(x.dtype)] = sizes.get(str(x.dtype), 0) + x.size
+        return max(sizes, key=lambda name: sizes[name], default="float32")
+
+    def rebuilt(self) -> nnx.Module:
+        """The abstract model, whose metadata is free to be changed."""
+        return nnx.merge(self.model.graphdef, self.model.state, copy=True)
+
+    def with_rows(self, num_rows: int) -> Parts:
+        """The same with another number of rows in each batch."""
+        own, shared, join = partition(self.batch)
+
+        def resize(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype)
+
+        return replace(self, batch=join(jax.tree.map(resize, own), shared))
+
+    def on(self, layout: Layout) -> StatePlan:
+        """Where every array lives under a layout; raises what a Trainer would."""
+        return plan_state(
+            self.rebuilt(),
+            layout,
+            self.tx,
+            wrt=self.wrt,
+            precision=self.precision,
+            ema_decay=self.ema_decay,
+        )
+
+    def batch_on(self, layout: Layout, num_microbatches: int) -> Any:
+        """The batch's shapes with their shardings.
+
+        Raises:
+            BatchShapeError: If its rows do not divide.
+        """
+        rows = self.num_rows
+        sizes = {axis: layout.mesh.shape[axis] for axis in layout.claims.batch}
+        check_divisible(rows, num_microbatches, sizes)
+        own, shared, join = partition(self.batch)
+
+        def placed(spec: P) -> Callable[[Any], jax.ShapeDtypeStruct]:
+            sharding = layout.sharding(spec)
+            return lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        rows_on_mesh = jax.tree.map(placed(layout.batch_spec(rows)), own)
+        return join(rows_on_mesh, jax.tree.map(placed(P()), shared))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """Sizes of a model that a mesh axis must divide.
+
+    Attributes:
+        num_layers: Of the one `Stack`; 0 without one, or with several.
+        num_experts: Of its mixtures of experts; 0 without.
+        named: Sizes of named dims of parameters, by name.
+        has_remat: True if the Trainer's remat acts on anything.
+        has_dense: True if it has layers that name their activations.
+    """
+
+    num_layers: int
+    num_experts: int
+    named: dict[str, set[int]]
+    has_remat: bool
+    has_dense: bool
+
+    @classmethod
+    def of(cls, parts: Parts) -> ModelFacts:
+        """Those of the model of some parts."""
+        model = parts.rebuilt()
+        stacks = [m for _, m in nnx.iter_modules(model) if isinstance(m, Stack)]
+        experts = [m for _, m in nnx.iter_modules(model) if isinstance(m, MoE)]
+        named: dict[str, set[int]] = {}
+        for path, variable in variables_of(model):
+            info = array_info(path, variable)
+            for name, size in zip(info.names or (), info.shape, strict=False):
+                if isinstance(name, str):
+                    named.setdefault(name, set()).add(size)
+        return cls(
+            num_layers=stacks[0].num_layers if len(stacks) == 1 else 0,
+            num_experts=experts[0].experts.num_experts if experts else 0,
+            named=named,
+            has_remat=any(stack.remat is None for stack in stacks),
+            has_dense=any(isinstance(m, Dense) for _, m in nnx.iter_modules(model)),
+        )
+
+    def tensor_divides(self, size: int) -> bool:
+        """True if `TensorParallel` of a size splits this model evenly."""
+        sizes = [n for name in TENSOR_NAMES for n in self.named.get(name, ())]
+        return bool(sizes) and all(n % size == 0 for n in sizes)
+
+
+def warn_of_offload() -> None:
+    """Warns that a plan counts on the devices what waits on the host."""
+    warn_user(
+        "plan leaves the Trainer's offload out: it counts everything on the devices, "
+        "where a step with Offload needs less."
+    )
+
+
+def shapes_of(batch: Any) -> Any:
+    """A batch's shapes and dtypes, as JAX will hold it.
+
+    Raises:
+        PlanError: If a leaf is no array.
+    """
+
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            raise PlanError(
+                f"A leaf of batch= is {kind_of(x)}. A batch is a pytree of arrays or "
+                "of jax.ShapeDtypeStruct, whose dim 0 is the rows of the global batch."
+            )
+        return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
+
+    if not jax.tree.leaves(batch, is_leaf=is_marked):
+        raise PlanError(
+            "plan got no batch. Pass batch=, a batch as fit gets it or its shapes: "
+            "{'tokens': jax.ShapeDtypeStruct((512, 4097), 'int32')}."
+        )
+    return jax.tree.map(shape, batch)

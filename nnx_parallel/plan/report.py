@@ -1,0 +1,275 @@
+"""A plan's answer: candidates in order, why each lost, and the line to write."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from nnx_parallel.drawing import Picture
+from nnx_parallel.plan.candidates import Candidate
+from nnx_parallel.plan.hardware import Topology
+from nnx_parallel.plan.roofline import Assumptions, Costs, StepTime
+from nnx_parallel.precision import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A candidate, what it costs, and what became of it.
+
+    Attributes:
+        candidate: The candidate.
+        axis_sizes: Of its mesh, outermost first.
+        estimate: Its costs by formulas; ``None`` if it cannot run at all.
+        costs: Its costs, the compiler's where it was compiled.
+        time: Range of its step; ``None`` without costs.
+        refused: Why it cannot run, in the words of the error; empty if it can.
+        why: Why it was not chosen; empty for the choice.
+    """
+
+    candidate: Candidate
+    axis_sizes: dict[str, int]
+    estimate: Costs | None = None
+    costs: Costs | None = None
+    time: StepTime | None = None
+    refused: str = ""
+    why: str = ""
+
+    def fits(self, topology: Topology) -> bool:
+        """True if its memory is there."""
+        usable = topology.hardware.usable_bytes
+        return self.costs is not None and self.costs.total_bytes <= usable
+
+    def mfu(self, topology: Topology, dtype: str) -> tuple[float, float]:
+        """Least and most model FLOP/s, as a share of the peak."""
+        if self.costs is None or self.time is None:
+            return 0.0, 0.0
+        peak = topology.hardware.peak(dtype)
+        slow, fast = (
+            self.costs.model_flops / (seconds * peak)
+            for seconds in (self.time.slow, self.time.fast)
+        )
+        return slow, fast
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What `plan` found: printed as a table, written as JSON or as a page.
+
+    Attributes:
+        topology: The devices.
+        model_name: Class of the model.
+        num_params: Trained parameters.
+        num_rows: Rows of a global batch.
+        dtype: Of the products.
+        entries: Candidates that could run, the best first; those that do not fit come
+            last, the smallest first.
+        num_enumerated: Candidates that were looked at.
+        num_dropped: Of them, those that formulas alone ruled out.
+        assumptions: Behind the ranges.
+        notes: What limits this plan, such as a compiler that is missing.
+        seconds: How long it took.
+    """
+
+    topology: Topology
+    model_name: str
+    num_params: int
+    num_rows: int
+    dtype: str
+    entries: tuple[Entry, ...]
+    num_enumerated: int
+    num_dropped: int
+    assumptions: Assumptions
+    notes: tuple[str, ...] = ()
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def best(self) -> Entry | None:
+        """The candidate to take; ``None`` if none fits."""
+        first = self.entries[0] if self.entries else None
+        return first if first is not None and first.fits(self.topology) else None
+
+    @property
+    def code(self) -> str:
+        """The line of Python to write; empty if nothing fits."""
+        return f"Trainer(..., {self.best.candidate.code})" if self.best else ""
+
+    @property
+    def title(self) -> str:
+        """The model, the batch and the devices."""
+        devices = f"{self.topology.num_devices:,} x {self.topology.hardware.name}"
+        return (
+            f"{self.model_name} of {self.num_params:,} parameters, "
+            f"{self.num_rows:,} rows a step, on {self.topology.name} ({devices})"
+        )
+
+    def table(self, num_rows: int = 12) -> Table:
+        """The best candidates as a rich table."""
+        table = Table(caption_justify="left", caption_style="")
+        for name in ("", "strategy, microbatches, remat"):
+            table.add_column(name, overflow="fold", ratio=1 if name else None)
+        for name in ("GiB/device", "step, s", "MFU", "sent, GB", "overlapped"):
+            table.add_column(name, justify="right")
+        table.add_column("why not", overflow="fold", ratio=1)
+        for i, entry in enumerate(self.entries[:num_rows]):
+            table.add_row(str(i + 1), entry.candidate.code, *self.cells(entry))
+        if more := len(self.entries) - num_rows:
+            table.caption = f"{more} more" if more > 0 else None
+        return table
+
+    def cells(self, entry: Entry) -> tuple[str, ...]:
+        """An entry's cells of the table, behind its number and code."""
+        costs, time = entry.costs, entry.time
+        if costs is None or time is None:
+            return "", "", "", "", "", entry.refused
+        slow, fast = entry.mfu(self.topology, self.dtype)
+        overlapped = sum(t.sent_bytes * t.hidden[0] for t in costs.traffic)
+        share = f"{overlapped / costs.sent_bytes:.0%}" if costs.sent_bytes else "-"
+        return (
+            f"{'' if costs.is_compiled else '~'}{costs.total_bytes / 2**30:.1f}",
+            f"{time.fast:.3g} to {time.slow:.3g}",
+            f"{slow:.0%} to {fast:.0%}",
+            f"{costs.sent_bytes / 1e9:.2f}",
+            share if costs.is_compiled else "?",
+            entry.why,
+        )
+
+    def summary(self) -> str:
+        """What was looked at, the assumptions, and the line to write."""
+        usable = self.topology.hardware.usable_bytes
+        compiled = sum(1 for e in self.entries if e.costs and e.costs.is_compiled)
+        lines = [
+            f"{self.num_enumerated:,} candidates; formulas alone ruled out "
+            f"{self.num_dropped:,}; {compiled} compiled; "
+            f"{sum(self.seconds.values()):.0f} s",
+            f"a device has {format_bytes(usable)} for a program "
+            f"({self.topology.hardware.source})",
+            *(f"assumed: {line}" for line in self.assumptions.lines()),
+            "~ and ? are of formulas; MFU is without recomputation, attention's masked "
+            "scores counted",
+            *self.notes,
+        ]
+        if (best := self.best) is not None:
+            owners = owners_of(best.costs)
+            lines += [f"memory of the first: {owners}", "", self.code]
+        else:
+            lines.append(
+                "Nothing fits. Take more devices or fewer rows a step; the first line "
+                "needs the least memory."
+            )
+        return "\n".join(lines)
+
+    def picture(self) -> Picture:
+        """The table and its summary, at the width of the terminal."""
+        width = max(100, shutil.get_terminal_size((140, 24)).columns)
+        body = Group(self.table(), Text(self.summary()))
+        return Picture(self.title, body, columns=width, svg_columns=180)
+
+    def __rich__(self) -> Group:
+        return Group(Text(self.title, style="bold"), self.table(), Text(self.summary()))
+
+    def __str__(self) -> str:
+        return str(self.picture())
+
+    def __repr__(self) -> str:
+        return f"<plan of {self.title}: {self.code or 'nothing fits'}>"
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as plain values; bytes and seconds."""
+        return {
+            "topology": self.topology.name,
+            "model": self.model_name,
+            "num_params": self.num_params,
+            "num_rows": self.num_rows,
+            "dtype": self.dtype,
+            "usable_bytes": self.topology.hardware.usable_bytes,
+            "num_enumerated": self.num_enumerated,
+            "num_dropped": self.num_dropped,
+            "assumptions": vars(self.assumptions),
+            "notes": list(self.notes),
+            "seconds": self.seconds,
+            "code": self.code,
+            "candidates": [self._entry_json(entry) for entry in self.entries],
+        }
+
+    def _entry_json(self, entry: Entry) -> dict[str, Any]:
+        facts: dict[str, Any] = {
+            "code": entry.candidate.code,
+            "mesh": entry.axis_sizes,
+            "fits": entry.fits(self.topology),
+            "why": entry.why or entry.refused,
+        }
+        if (costs := entry.costs) is None or entry.time is None:
+            return facts
+        return facts | {
+            "is_compiled": costs.is_compiled,
+            "compile_seconds": costs.compile_seconds,
+            "memory": dict(costs.memory),
+            "estimated_memory": dict((entry.estimate or costs).memory),
+            "flops": costs.flops,
+            "model_flops": costs.model_flops,
+            "moved_bytes": costs.moved_bytes,
+            "bubble": costs.bubble,
+            "traffic": [vars(each) for each in costs.traffic],
+            "step_seconds": [entry.time.fast, entry.time.slow],
+            "slow_seconds_by_part": dict(entry.time.parts),
+            "mfu": list(entry.mfu(self.topology, self.dtype)),
+        }
+
+
+def owners_of(costs: Costs | None) -> str:
+    """A device's memory by owner in words, the largest first."""
+    owned = sorted((costs.memory if costs else {}).items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in owned if size)
+
+
+def explain(entry: Entry, best: Entry | None, topology: Topology) -> str:
+    """Why a candidate was not chosen, in a line."""
+    costs, time = entry.costs, entry.time
+    if costs is None or time is None:
+        return entry.refused
+    if not entry.fits(topology):
+        usable = topology.hardware.usable_bytes
+        owner, size = max(costs.memory.items(), key=lambda item: item[1])
+        return (
+            f"does not fit: {format_bytes(costs.total_bytes)} of "
+            f"{format_bytes(usable)}; most are {owner}, {format_bytes(size)}"
+        )
+    if best is None or best.time is None or best is entry:
+        return ""
+    ratio = time.middle / best.time.middle
+    names = [*time.parts, *(n for n in best.time.parts if n not in time.parts)]
+    more = {n: time.parts.get(n, 0) - best.time.parts.get(n, 0) for n in names}
+    name = max(more, key=lambda n: more[n])
+    if ratio < 1.005:
+        is_guess = best.costs and best.costs.is_compiled and not costs.is_compiled
+        return "as fast by formulas; not compiled" if is_guess else "as fast"
+    if more[name] <= 0:
+        return f"{ratio:.2f} x as slow"
+    words = {
+        "products": "computes more",
+        "bubble": f"stages wait {costs.bubble:.0%} of the time",
+        "memory": "moves more memory",
+    }
+    return f"{ratio:.2f} x as slow: {words.get(name, f'waits for {name}')}"
+
+
+def order(entries: Sequence[Entry], topology: Topology) -> list[Entry]:
+    """The fastest that fits first; then what does not fit, the smallest first."""
+
+    def key(entry: Entry) -> tuple[int, float, float, int]:
+        if entry.costs is None or entry.time is None:
+            return 2, 0.0, 0.0, 0
+        if not entry.fits(topology):
+            return 1, entry.costs.total_bytes, 0.0, 0
+        # Among equals, the simplest mesh and the least memory.
+        axes = sum(1 for n in entry.axis_sizes.values() if n > 1)
+        # To three digits: a step's time is not known better.
+        return 0, float(f"{entry.time.middle:.3g}"), axes, int(entry.costs.total_bytes)
+
+    return sorted(entries, key=key)

@@ -1,0 +1,303 @@
+"""`plan`: what could run, what fits, and which is the fastest of it."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import jax
+
+from nnx_parallel.errors import ParallelError, PlanError
+from nnx_parallel.plan.candidates import (
+    Candidate,
+    check_fix,
+    enumerate_candidates,
+)
+from nnx_parallel.plan.compiled import compile_candidates, missing_compiler
+from nnx_parallel.plan.costs import Facts
+from nnx_parallel.plan.formulas import Estimate
+from nnx_parallel.plan.hardware import Topology
+from nnx_parallel.plan.parts import Parts
+from nnx_parallel.plan.report import Entry, Plan, explain, order
+from nnx_parallel.plan.roofline import Assumptions, Costs, time_step
+from nnx_parallel.state import StatePlan
+from nnx_parallel.strategies.base import Strategy
+from nnx_parallel.strategies.data_parallel import DataParallel
+from nnx_parallel.training.trainer import Trainer
+
+# Estimates of what is not state are wrong by up to this factor: what needs more than
+# the memory even so is not compiled.
+_DOUBT = 0.5
+
+
+def plan(
+    trainer: Trainer | Parts,
+    *,
+    topology: str | Topology,
+    batch: Any = None,
+    candidates: Sequence[Candidate | Strategy] | None = None,
+    fix: Mapping[str, Any] | None = None,
+    compile: int | Literal["all"] = 4,
+    num_processes: int = 1,
+    cache: str | os.PathLike | None = None,
+    assumptions: Assumptions | None = None,
+    on_progress: Callable[[str], None] = lambda text: None,
+) -> Plan:
+    """Finds out how a Trainer's step would run on devices that need not be there.
+
+    Enumerates the strategies that divide, drops by formulas what cannot fit or cannot
+    win, and compiles the best of the rest, each in a process of its own. No array is
+    made, and nothing is executed. State bytes are exact; activations are estimated
+    until a candidate is compiled; times are ranges, whose assumptions are printed.
+
+    Args:
+        trainer: A Trainer, built on any devices; its own strategy does not matter.
+        topology: Where it shall run: ``"v5p:4x4x4"``, ``"2*v5e:16x16"``, ``"h100:64"``,
+            ``"cpu:8"``, or a `Topology` of hardware of your own.
+        batch: A global batch as `Trainer.fit` gets it, or its shapes.
+        candidates: What to compare, by default everything that divides. A strategy
+            alone takes the Trainer's microbatches and remat.
+        fix: What is decided already, such as ``{"tensor": 8, "remat": "full"}``: sizes
+            of axes, ``microbatches``, ``remat``, ``shard``, ``schedule``, ``sequence``.
+        compile: How many of the best are compiled, where there is a compiler for the
+            topology; 0: formulas alone; ``"all"``: whatever formulas do not rule out.
+        num_processes: How many are compiled at once; each needs some GiB.
+        cache: Directory where results of the compiler are kept.
+        assumptions: What products, memory and links attain.
+        on_progress: Called with a line now and then.
+
+    Returns:
+        The `Plan`.
+
+    Raises:
+        PlanError: If there is no batch, the topology or a fixed part is unknown, or
+            nothing divides.
+
+    Example:
+        >>> import jax, optax
+        >>> from flax import nnx
+        >>> def loss(model, batch):
+        ...     return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+        >>> trainer = Trainer(
+        ...     lambda rngs: nnx.Linear(512, 512, rngs=rngs), optax.adam(1e-3), loss
+        ... )
+        >>> x = jax.ShapeDtypeStruct((64, 512), "float32")
+        >>> found = plan(trainer, topology="h100:8", batch={"x": x, "y": x}, compile=0)
+        >>> found.best.fits(found.topology)
+        True
+    """
+    started = time.monotonic()
+    parts = trainer if isinstance(trainer, Parts) else Parts.of(trainer, batch)
+    where = topology if isinstance(topology, Topology) else Topology.parse(topology)
+    assumed = assumptions or Assumptions()
+    check_fix(fix or {})
+    if candidates is None:
+        found = enumerate_candidates(parts, where, fix)
+    else:
+        found = [_as_candidate(parts, each) for each in candidates]
+    if not found:
+        raise PlanError("candidates=[] is empty. Leave it out to try all that divide.")
+    on_progress(f"{len(found):,} candidates divide; estimating")
+    entries = _estimate_all(parts, found, where, assumed)
+    alive = _plausible(entries, where)
+    seconds = {"formulas": time.monotonic() - started}
+    notes = []
+    if compile:
+        count = len(alive) if compile == "all" else compile
+        started = time.monotonic()
+        if missing := missing_compiler(where):
+            notes.append(f"formulas alone: {missing}")
+        else:
+            first = order(alive, where)[:count]
+            done = _compile_all(
+                parts, first, where, assumed, num_processes, cache, on_progress
+            )
+            by_candidate = {entry.candidate: entry for entry in done}
+            entries = [by_candidate.get(e.candidate, e) for e in entries]
+            seconds["compiling"] = time.monotonic() - started
+    return _conclude(parts, where, assumed, entries, alive, notes, seconds)
+
+
+def _as_candidate(parts: Parts, given: Candidate | Strategy) -> Candidate:
+    if isinstance(given, Candidate):
+        return given
+    if not isinstance(given, Strategy):
+        raise PlanError(
+            f"candidates has {given!r}. Each is a Candidate or a Strategy, such as "
+            "FSDP()."
+        )
+    options = parts.options
+    return Candidate(
+        strategy=given,
+        num_microbatches=options.num_microbatches,
+        remat=options.remat,
+    )
+
+
+def _estimate_all(
+    parts: Parts,
+    candidates: Sequence[Candidate],
+    topology: Topology,
+    assumptions: Assumptions,
+) -> list[Entry]:
+    platform = topology.hardware.platform
+    facts = Facts.of(parts, (c.remat for c in candidates), platform)
+    places = _Places(facts, topology)
+    entries = []
+    for candidate in candidates:
+        state = places.of(candidate.strategy)
+        costs: Costs | str = state if isinstance(state, str) else ""
+        if isinstance(state, StatePlan):
+            try:
+                costs = Estimate(facts, candidate, topology, state).costs
+            except ParallelError as error:  # rows that do not divide
+                costs = str(error)
+        entries.append(_entry(parts, candidate, topology, state, costs, assumptions))
+    return entries
+
+
+class _Places:
+    """Where strategies put a training state, or why they cannot.
+
+    Strategies that differ in how they run a step alone put it in the same places.
+    """
+
+    def __init__(self, facts: Facts, topology: Topology) -> None:
+        self._facts, self._devices = facts, topology.devices
+        self._by_claims: dict[Any, StatePlan] = {}
+        self._by_strategy: dict[str, StatePlan | str] = {}
+
+    def of(self, strategy: Strategy) -> StatePlan | str:
+        """The plan of the state, or the error's words."""
+        if (known := self._by_strategy.get(name := repr(strategy))) is None:
+            known = self._by_strategy[name] = self._place(strategy)
+        return known
+
+    def _place(self, strategy: Strategy) -> StatePlan | str:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                layout = strategy.layout(strategy.make_mesh(self._devices))
+                strategy.check(self._facts.model, layout.mesh)
+                claims = layout.claims
+                zero = [(z.rules, z.shard, z.along) for z in claims.zero]
+                sizes = [*layout.mesh.shape.items()], claims.batch
+                key = repr((sizes, claims.logical, zero, claims.rules))
+                if key not in self._by_claims:
+                    self._by_claims[key] = self._facts.parts.on(layout)
+                return replace(self._by_claims[key], layout=layout)
+        except ParallelError as error:
+            return str(error)
+
+
+def _entry(
+    parts: Parts,
+    candidate: Candidate,
+    topology: Topology,
+    state: StatePlan | str,
+    costs: Costs | str,
+    assumptions: Assumptions,
+) -> Entry:
+    if isinstance(costs, str) or isinstance(state, str):
+        return Entry(candidate=candidate, axis_sizes={}, refused=str(costs))
+    sizes = dict(state.layout.mesh.shape)
+    return Entry(
+        candidate=candidate,
+        axis_sizes=sizes,
+        estimate=costs,
+        costs=costs,
+        time=time_step(costs, topology, sizes, parts.compute_dtype, assumptions),
+    )
+
+
+def _plausible(entries: Sequence[Entry], topology: Topology) -> list[Entry]:
+    """Those that may fit, and that may be the fastest of those that surely do."""
+    usable = topology.hardware.usable_bytes
+    exact = ("parameters", "optimizer state", "other state", "batch")
+    fitting = []
+    for entry in entries:
+        if entry.costs is None:
+            continue
+        sure = sum(entry.costs.memory[name] for name in exact)
+        if sure + _DOUBT * (entry.costs.total_bytes - sure) <= usable:
+            fitting.append(entry)
+    # Only one that surely fits may rule out others.
+    safe = [e for e in fitting if e.costs and e.costs.total_bytes <= _DOUBT * usable]
+    limit = min((e.time.slow for e in safe if e.time), default=float("inf"))
+    return [e for e in fitting if e.time and e.time.fast <= limit]
+
+
+def _compile_all(
+    parts: Parts,
+    entries: Sequence[Entry],
+    topology: Topology,
+    assumptions: Assumptions,
+    num_processes: int,
+    cache: str | os.PathLike | None,
+    on_progress: Callable[[str], None],
+) -> list[Entry]:
+    def report(candidate: Candidate, found: Any) -> None:
+        spent = f"{sum(found.seconds.values()):.0f} s"
+        how = found.error or ("read from disk" if found.is_cached else spent)
+        on_progress(f"{candidate.code}: {how}")
+
+    done = compile_candidates(
+        parts,
+        [entry.candidate for entry in entries],
+        topology,
+        cache=cache,
+        num_processes=num_processes,
+        on_done=report,
+    )
+    compiled = []
+    for entry, found in zip(entries, done, strict=True):
+        if found.error or entry.estimate is None:
+            refused = f"not compiled: {found.error}"
+            compiled.append(replace(entry, costs=None, time=None, refused=refused))
+            continue
+        costs = found.costs(entry.estimate)
+        sizes, dtype = entry.axis_sizes, parts.compute_dtype
+        spent = time_step(costs, topology, sizes, dtype, assumptions)
+        compiled.append(replace(entry, costs=costs, time=spent))
+    return compiled
+
+
+def _conclude(
+    parts: Parts,
+    topology: Topology,
+    assumptions: Assumptions,
+    entries: Sequence[Entry],
+    alive: Sequence[Entry],
+    notes: Sequence[str],
+    seconds: dict[str, float],
+) -> Plan:
+    ranked = order(entries, topology)
+    compiled = [e for e in ranked if e.costs and e.costs.is_compiled]
+    # A compiler's word comes before a formula's: an estimate may be too good.
+    sure = [e for e in compiled if e.fits(topology)]
+    ranked = [*sure, *(e for e in ranked if e not in sure)]
+    best = ranked[0] if ranked and ranked[0].fits(topology) else None
+    ranked = [replace(e, why=explain(e, best, topology)) for e in ranked]
+    params = parts.on(_one(parts)).abstract.params
+    return Plan(
+        topology=topology,
+        model_name=type(parts.rebuilt()).__name__,
+        num_params=sum(x.size for x in jax.tree.leaves(params)),
+        num_rows=parts.num_rows,
+        dtype=parts.compute_dtype,
+        entries=tuple(ranked),
+        num_enumerated=len(entries),
+        num_dropped=len(entries) - len(alive),
+        assumptions=assumptions,
+        notes=tuple(notes),
+        seconds=seconds,
+    )
+
+
+def _one(parts: Parts) -> Any:
+    device = Topology.parse("cpu:1").devices
+    return DataParallel(1).layout(DataParallel(1).make_mesh(device))

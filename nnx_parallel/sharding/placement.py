@@ -1,0 +1,118 @@
+"""The place of one array: four specs, and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from nnx_parallel.sharding.names import ArrayInfo, DimAxes, as_tuple, to_spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The four specs of one array, and why.
+
+    Attributes:
+        stored: Between steps.
+        used: In the computation; differs from ``stored`` where it is gathered at use.
+        gradient: Of its gradient, once summed.
+        optimizer: Of its optimizer state.
+        reason: Which rule decided, or what kept it replicated.
+        is_stacked: Whether dim 0 enumerates layers, which a `Stack` gathers one by one.
+        is_scanned: The same of layers of no `Stack`, which a loop of the loss scans.
+        absent: Axes that a rule or a name gives it and the mesh lacks: of size one.
+        is_looked_up: Whether it is a table whose rows are split in its gradient.
+        is_staged: Whether it is one of the layers that stages of a pipeline run.
+        moved: Axes of stages that cannot split its ``layers``, and split what is stored
+            along another dim. They are gathered at use; stages take whole layers.
+    """
+
+    stored: P
+    used: P
+    gradient: P
+    optimizer: P
+    reason: str
+    is_stacked: bool = False
+    is_scanned: bool = False
+    absent: tuple[str, ...] = ()
+    is_looked_up: bool = False
+    is_staged: bool = False
+    moved: tuple[str, ...] = ()
+
+    def of_layer(self) -> Placement:
+        """The placement of one layer of a stacked array."""
+        # (layers, ...) to (...)
+        place = self._map(lambda spec: P(*spec[1:]))
+        return replace(place, is_stacked=False, is_scanned=False)
+
+    def in_stage(self) -> Placement:
+        """The placement in a stage, which has its layers whole over the stages."""
+        if not self.moved:
+            return self
+        dropped = {*self.moved}
+        place = self._map(
+            lambda spec: to_spec(
+                [tuple(a for a in as_tuple(dim) if a not in dropped) for dim in spec]
+            )
+        )
+        return replace(place, moved=())
+
+    def _map(self, function: Callable[[P], P]) -> Placement:
+        """The placement with other specs, in all four roles."""
+        roles = ("stored", "used", "gradient", "optimizer")
+        specs: dict[str, Any] = {r: function(getattr(self, r)) for r in roles}
+        return replace(self, **specs)
+
+    @property
+    def is_gathered(self) -> bool:
+        """True if the computation uses it in another layout than it is stored in."""
+        return self.used != self.stored or self.gradient != self.stored
+
+
+class Staged(NamedTuple):
+    """A `Stack` that runs in stages."""
+
+    path: tuple[Hashable, ...]  # of the stack, in the model
+    is_even: bool  # all stages have as many layers
+
+
+def choose_other_dim(
+    info: ArrayInfo, taken: DimAxes, axes: tuple[str, ...], mesh: Mesh, min_size: int
+) -> tuple[int | None, str]:
+    """The dim that axes of stages split in place of layers, and why this one.
+
+    ``taken`` has the mesh axes that other claims give to each dim; arrays of fewer
+    elements than ``min_size`` stay whole.
+    """
+    sizes, name = mesh.shape, "+".join(axes)
+    size = math.prod(sizes[axis] for axis in axes)
+
+    def part(dim: int) -> int:
+        return info.shape[dim] // math.prod(sizes[axis] for axis in taken[dim])
+
+    fitting = [d for d in range(1, len(taken)) if part(d) and part(d) % size == 0]
+    # As with FSDP: each is a message of its own.
+    if not fitting or info.size < min_size:
+        return None, f"{name}={size} does not split the layers: whole on all stages"
+    # That of another axis only where no other is free.
+    dim = max(fitting, key=lambda d: (not taken[d], part(d), -d))
+    return dim, f"{name}: dim {dim}, for it does not split the layers"
+
+
+def place_array(
+    path: tuple[Hashable, ...],
+    info: ArrayInfo,
+    staged: Staged | None,
+    place: Callable[[ArrayInfo], Placement],
+) -> Placement:
+    """The placement of an array of a model, some of whose layers may run in stages."""
+    if staged is None:
+        return place(info)
+    is_staged = path[: len(staged.path)] == staged.path
+    info = replace(info, splits_layers=is_staged and staged.is_even)
+    return replace(place(info), is_staged=is_staged)

@@ -1,0 +1,108 @@
+"""Expert parallelism: the experts of a mixture are split over devices."""
+
+from dataclasses import dataclass
+from typing import get_args
+
+from flax import nnx
+from jax.sharding import Mesh
+
+from nnx_parallel.collectives.ring import ExpertAxis, TokenExchange
+from nnx_parallel.errors import ExpertsError, suggests_names
+from nnx_parallel.layers.moe import MoE
+from nnx_parallel.sharding.layout import Claims
+from nnx_parallel.sharding.names import dotted
+from nnx_parallel.sharding.rules import Rules
+from nnx_parallel.strategies.base import Strategy
+
+
+@suggests_names
+@dataclass(frozen=True, repr=False)
+class ExpertParallel(Strategy):
+    """Expert parallelism: the axis ``expert`` splits the experts of each `MoE` [1].
+
+    A device keeps ``1 / size`` of the experts and of their optimizer state. Outside of
+    the experts the axis splits the batch, as that of `DataParallel` does; with `FSDP`
+    it splits the state of everything else too, and FSDP splits that of each expert. No
+    token is dropped, and the numbers are those of one device.
+
+    Attributes:
+        size: Number of parts, which must divide the experts; ``None`` takes the devices
+            that remain.
+        exchange: How tokens reach their experts. ``gather``: tokens of all devices are
+            gathered, each device computes the rows of its own experts, and their
+            outputs are summed and scattered. ``ragged``: each row is sent to the device
+            of its expert and comes back, ``jax.lax.ragged_all_to_all``: less to send
+            where a token goes to fewer experts than there are devices; not on CPUs.
+            ``None`` chooses by that; `describe` says which, and why. Under both a
+            device has room for a quarter more rows than its share; those beyond come
+            in further rounds, forward and backward, until none is left.
+        rules: Explicit rules for single arrays.
+
+    Raises:
+        ValueError: If there is no such exchange.
+
+    Example:
+        >>> from nnx_parallel import Composite, FSDP
+        >>> strategy = Composite(ExpertParallel(4), FSDP())
+        >>> dict(strategy.make_mesh().shape)
+        {'fsdp': 2, 'expert': 4}
+
+    References:
+        [1] Lepikhin et al., "GShard", 2020, section 3,
+        https://arxiv.org/abs/2006.16668
+    """
+
+    size: int | None = None
+    exchange: TokenExchange | None = None
+    rules: tuple[Rules, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.exchange not in (None, *(valid := list(get_args(TokenExchange)))):
+            raise ValueError(
+                f"ExpertParallel(exchange={self.exchange!r}): valid values are "
+                f"{valid}, or None to choose by platform and shape."
+            )
+
+    def claims(self) -> Claims:
+        """``expert`` splits the experts, the batch, and what FSDP splits."""
+        return Claims(
+            axis_sizes={"expert": self.size},
+            batch=("expert",),
+            logical={"expert": "expert"},
+            experts=ExpertAxis("expert", self.exchange),
+            rules=self.rules,
+        )
+
+    def check(self, model: nnx.Module, mesh: Mesh) -> None:
+        """Refuses a model without experts, or whose experts the axis does not divide.
+
+        Raises:
+            ExpertsError: Also of ``ragged`` on CPUs.
+        """
+        size = mesh.shape["expert"]
+        found = {
+            dotted(path): module.experts.num_experts
+            for path, module in nnx.iter_modules(model)
+            if isinstance(module, MoE)
+        }
+        if not found:
+            raise ExpertsError(
+                f"{type(model).__name__} has no experts: ExpertParallel splits those "
+                "of nnx_parallel.layers.MoE, and without any its axis only splits the "
+                f"batch. Take DataParallel({size}) or FSDP({size}) instead; or give "
+                "the model experts, as GPTConfig(experts=Experts(...)) does."
+            )
+        for path, count in found.items():
+            if count % size:
+                valid = [n for n in range(1, count + 1) if count % n == 0]
+                raise ExpertsError(
+                    f"`{path}` has {count} experts, which expert={size} devices cannot "
+                    f"share evenly. The size of ExpertParallel can be one of {valid}."
+                )
+        is_real = isinstance(mesh, Mesh)  # not of devices that are not at hand
+        is_cpu = is_real and mesh.devices.flat[0].platform == "cpu"
+        if self.exchange == "ragged" and is_cpu:
+            raise ExpertsError(
+                "ExpertParallel(exchange='ragged') on CPUs, for which JAX has no "
+                "ragged all-to-all. Take exchange='gather', or None to choose."
+            )

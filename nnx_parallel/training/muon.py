@@ -1,0 +1,328 @@
+"""Muon, and any other function of whole matrices, as Optax transformations.
+
+The matrices are spread over the devices (`sharding.matrices`); everything else is
+Optax's, and so is the state.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.typing import ArrayLike, DTypeLike
+from optax.contrib import MuonDimensionNumbers, MuonState, scale_by_muon
+
+from nnx_parallel.errors import OptimizerError
+from nnx_parallel.sharding.matrices import map_matrices, matrix_dims
+from nnx_parallel.sharding.names import path_of
+
+Numbers = Any
+"""`MuonDimensionNumbers` or ``None`` for each parameter; or a prefix of such a tree, or
+a function of the parameters that returns one; ``None`` for all arrays of rank 2."""
+Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
+
+
+def by_matrix(
+    function: Callable[[Array], Array], dimension_numbers: Numbers = None
+) -> optax.GradientTransformation:
+    """Maps every matrix of the updates by itself, whole on one device.
+
+    Under a strategy the matrices are spread over the devices: one all-to-all makes them
+    whole, each device maps about its share of them without communication, and one
+    all-to-all takes the results to the shards. Layers of a `Stack`, experts, and other
+    dims that the numbers leave out enumerate matrices. Optimizers that work on matrices
+    are built with it; `muon` is.
+
+    Args:
+        function: A matrix ``(rows, columns)`` to one of the same shape; it is traced
+            under ``jax.vmap``.
+        dimension_numbers: `MuonDimensionNumbers` or ``None`` for each parameter, such
+            as `muon_dimension_numbers`; or a function of the parameters that returns
+            them. ``None`` leaves an array as it is; for all of them, it takes arrays of
+            rank 2.
+
+    Raises:
+        OptimizerError: If an array is not made of matrices so, or the function changes
+            their shape.
+
+    Example:
+        Spectral descent: each update replaced by its nearest orthogonal matrix.
+
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> from nnx_parallel import by_matrix
+        >>> def polar(matrix):
+        ...     left, _, right = jnp.linalg.svd(matrix, full_matrices=False)
+        ...     return left @ right
+        >>> tx = optax.chain(optax.trace(0.95), by_matrix(polar), optax.scale(-0.02))
+        >>> params = {"kernel": jnp.ones((4, 2)), "bias": jnp.ones(2)}
+        >>> updates, _ = tx.update(params, tx.init(params), params)
+        >>> updates["kernel"].shape
+        (4, 2)
+    """
+
+    def init(params: optax.Params) -> optax.EmptyState:
+        _check_dims(params, dimension_numbers)
+        return optax.EmptyState()
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: Any = None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        del params
+        leaves, structure = jax.tree.flatten(updates)
+        numbers = _resolved(updates, dimension_numbers)
+        chosen = [
+            None if n is None else x for x, n in zip(leaves, numbers, strict=True)
+        ]
+        results = map_matrices(
+            partial(_each, function),
+            jax.tree.unflatten(structure, chosen),
+            [n for n in numbers if n is not None],
+        )
+        return jax.tree.map(
+            lambda x, mapped: x if mapped is None else mapped,
+            updates,
+            results,
+            is_leaf=lambda x: x is None,
+        ), state
+
+    return optax.GradientTransformation(init, update)
+
+
+def _each(function: Callable[[Array], Array], matrices: Array) -> Array:
+    results = jax.vmap(function)(matrices)
+    if jnp.shape(results) != matrices.shape:
+        raise OptimizerError(
+            f"by_matrix got a matrix of shape {jnp.shape(results)[1:]} from its "
+            f"function for one of shape {matrices.shape[1:]}. It must keep the shape."
+        )
+    return results.astype(matrices.dtype)
+
+
+def _resolved(params: Any, numbers: Numbers) -> list[MuonDimensionNumbers | None]:
+    """Dimension numbers of each leaf."""
+    if numbers is None:
+        own = MuonDimensionNumbers()
+        return [own if x.ndim == 2 else None for x in jax.tree.leaves(params)]
+    found = numbers(params) if callable(numbers) else numbers
+    # Those of a whole subtree too: Optax takes a prefix.
+    tree = jax.tree.map(
+        lambda n, below: jax.tree.map(lambda _: (n,), below),
+        found,
+        params,
+        is_leaf=_is_numbers,
+    )
+    return [n for (n,) in jax.tree.structure(params).flatten_up_to(tree)]
+
+
+def _is_numbers(x: Any) -> bool:
+    return x is None or isinstance(x, MuonDimensionNumbers)
+
+
+def _check_dims(params: Any, numbers: Numbers) -> None:
+    """Refuses arrays that are not made of matrices, before anything is traced."""
+    flat = jax.tree_util.tree_leaves_with_path(params)
+    for (path, x), n in zip(flat, _resolved(params, numbers), strict=True):
+        if n is not None:
+            matrix_dims(path_of(path), x.shape, n)
+
+
+def muon(
+    learning_rate: optax.ScalarOrSchedule,
+    ns_coeffs: Any = (3.4445, -4.7750, 2.0315),
+    ns_steps: ArrayLike = 5,
+    beta: ArrayLike = 0.95,
+    eps: ArrayLike = 1e-8,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    weight_decay_mask: Any = None,
+    mu_dtype: DTypeLike | None = None,
+    *,
+    nesterov: bool = True,
+    adaptive: bool = False,
+    preconditioning: Preconditioning = "frobenius",
+    adam_b1: ArrayLike = 0.9,
+    adam_b2: ArrayLike = 0.999,
+    adam_eps_root: ArrayLike = 0.0,
+    adam_weight_decay: optax.ScalarOrSchedule = 0.0,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    muon_weight_dimension_numbers: Numbers = None,
+    consistent_rms: ArrayLike | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """``optax.contrib.muon`` [1], whose matrices are spread over the devices.
+
+    Arguments, numbers and state are Optax's, so that each reads the other's
+    checkpoints; `muon` differs in where it computes. The iterations of Newton and
+    Schulz need whole matrices, which Optax leaves to the partitioner: it splits each
+    product, or computes it on every device. Here each device takes its share of the
+    matrices, by work, as [2] does for copies of the parameters: one all-to-all in, all
+    iterations without communication, and one all-to-all back, both in the dtype of the
+    momentum. Momentum and everything else stay in the parameters' shards.
+
+    Args:
+        learning_rate: A number or a schedule; and so on, as `optax.contrib.muon`.
+        ns_coeffs: Coefficients of the iterations, or the name of a preset.
+        ns_steps: Number of iterations.
+        beta: Decay of the momentum.
+        eps: Added to norms that divide.
+        weight_decay: Decay of what Muon updates.
+        weight_decay_mask: What of it decays, such as `decay_mask`.
+        mu_dtype: The dtype of the momentum.
+        nesterov: Whether it is Nesterov's.
+        adaptive: Whether updates are scaled by their dual norm.
+        preconditioning: What precedes the iterations.
+        adam_b1: Of Adam, which has all other arrays.
+        adam_b2: Likewise.
+        adam_eps_root: Likewise.
+        adam_weight_decay: Likewise.
+        adam_learning_rate: Likewise; ``None`` takes ``learning_rate``.
+        muon_weight_dimension_numbers: `muon_dimension_numbers` of the model. ``None``
+            takes arrays of rank 2, to which a `Stack` adds a dim.
+        consistent_rms: Scales updates to this root mean square; ``None`` by width [2].
+
+    Raises:
+        OptimizerError: If the numbers do not make matrices of an array.
+
+    Example:
+        >>> from nnx_parallel import muon, muon_dimension_numbers
+        >>> optimizer = lambda model: muon(
+        ...     0.02, muon_weight_dimension_numbers=muon_dimension_numbers(model)
+        ... )
+
+    References:
+        [1] Jordan et al., "Muon: An optimizer for hidden layers in neural networks",
+        2024, https://kellerjordan.github.io/posts/muon
+        [2] Liu et al., "Muon is Scalable for LLM Training", 2025, sections 2.2 and 2.3,
+        https://arxiv.org/abs/2502.16982
+    """
+    # By the same names: the state is the one that Optax makes, presets resolved.
+    plain = optax.contrib.muon(**locals())
+    given = muon_weight_dimension_numbers
+
+    def init(params: optax.Params) -> optax.OptState:
+        _check_dims(params, given)
+        return plain.init(params)
+
+    def labels(params: Any) -> Any:
+        kinds = ["adam" if n is None else "muon" for n in _resolved(params, given)]
+        return jax.tree.unflatten(jax.tree.structure(params), kinds)
+
+    momentum = _Momentum(beta, nesterov=nesterov, adaptive=adaptive)
+    iterations = _Iterations(ns_steps, eps, preconditioning)
+    parts: dict[Any, Any] = {
+        "muon": optax.chain(
+            _scale_by_muon(momentum, iterations, mu_dtype, given),
+            _scale_by_shape(given, consistent_rms),
+            optax.add_decayed_weights(weight_decay, weight_decay_mask),
+            optax.scale_by_learning_rate(learning_rate),
+        ),
+        "adam": optax.adamw(
+            learning_rate if adam_learning_rate is None else adam_learning_rate,
+            b1=adam_b1,
+            b2=adam_b2,
+            eps=eps,
+            eps_root=adam_eps_root,
+            mu_dtype=mu_dtype,
+            weight_decay=adam_weight_decay,
+            nesterov=nesterov,
+        ),
+    }
+    return optax.GradientTransformationExtraArgs(
+        init, optax.partition(parts, labels).update
+    )
+
+
+class _Momentum(NamedTuple):
+    """The average of gradients whose matrices are made orthogonal."""
+
+    beta: ArrayLike
+    nesterov: bool
+    adaptive: bool
+
+    def update(self, grads: Any, state: MuonState) -> tuple[Any, Any]:
+        """What the iterations get, and the new average."""
+        count = optax.safe_increment(state.count)
+        mean = optax.tree.update_moment(grads, state.mu, self.beta, 1)
+        if not self.nesterov:
+            return optax.tree.bias_correction(mean, self.beta, count), mean
+        ahead = jax.tree.map(
+            lambda m, g: self.beta * m + (1 - self.beta) * g,
+            optax.tree.bias_correction(mean, self.beta, optax.safe_increment(count)),
+            optax.tree.bias_correction(grads, self.beta, count),
+        )
+        return ahead, mean
+
+
+class _Iterations(NamedTuple):
+    """Those of Newton and Schulz."""
+
+    num_steps: ArrayLike
+    eps: ArrayLike
+    preconditioning: Preconditioning
+
+    def run(self, coefficients: ArrayLike, matrices: Array) -> Array:
+        """Orthogonalizes matrices of one shape."""
+        # Optax exports its iterations only behind its momentum: one that decays at once
+        # is the gradient itself.
+        tx = scale_by_muon(
+            ns_steps=self.num_steps,
+            beta=0.0,
+            eps=self.eps,
+            nesterov=False,
+            preconditioning=self.preconditioning,
+            weight_dimension_numbers=MuonDimensionNumbers(1, 2),
+        )
+        state = MuonState(jnp.int32(0), jnp.zeros_like(matrices), coefficients)
+        return jnp.asarray(tx.update(matrices, state)[0])
+
+
+def _scale_by_muon(
+    momentum: _Momentum, iterations: _Iterations, mu_dtype: Any, given: Numbers
+) -> optax.GradientTransformation:
+    """`optax.contrib.scale_by_muon`, whose state `muon` makes."""
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: Any = None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        del params
+        assert isinstance(state, MuonState)
+        mean, mu = momentum.update(updates, state)
+        run = partial(iterations.run, state.ns_coeffs)
+        numbers: Any = _resolved(mean, given)  # those without are masked
+        results = map_matrices(run, mean, numbers)
+        if momentum.adaptive:
+            results = jax.tree.map(
+                lambda x, y: jnp.sum(x.conj() * y) * y, mean, results
+            )
+        mu = optax.tree.cast(mu, mu_dtype)
+        count = optax.safe_increment(state.count)
+        return results, MuonState(count, mu, state.ns_coeffs)
+
+    return optax.GradientTransformation(optax.init_empty_state, update)
+
+
+def _scale_by_shape(
+    given: Numbers, consistent_rms: ArrayLike | None
+) -> optax.GradientTransformation:
+    """Scales each array by the rows and columns of its matrices, as Optax's `muon`."""
+
+    def scale(path: tuple, x: Array, numbers: MuonDimensionNumbers) -> Array:
+        dims = matrix_dims(path_of(path), x.shape, numbers)
+        rows, columns = (
+            math.prod(x.shape[dim] for dim in of) for of in (dims.rows, dims.columns)
+        )
+        if consistent_rms is None:
+            return jnp.sqrt(jnp.maximum(1, columns / rows)) * x
+        return jnp.sqrt(jnp.maximum(rows, columns)) * consistent_rms * x
+
+    def update(updates: Any, params: Any = None) -> Any:
+        del params
+        flat, structure = jax.tree_util.tree_flatten_with_path(updates)
+        numbers: Any = _resolved(updates, given)
+        scaled = [scale(*x, n) for x, n in zip(flat, numbers, strict=True)]
+        return jax.tree.unflatten(structure, scaled)
+
+    return optax.stateless(update)

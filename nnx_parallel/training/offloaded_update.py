@@ -1,0 +1,278 @@
+"""The update of an optimizer whose state waits on the host, in parts.
+
+Brought in whole, the state would be on the device at the end of each step as if it had
+never left: XLA starts all copies as early as it can, and drops optimization barriers
+that would hold them back. So the update is traced, and what it computes element by
+element runs in a loop over layers, whose steps bring in one layer of every array, and
+send it back. The loop also bounds what a device holds: XLA runs one step of it at a
+time. Within a step, one array is sent back while the next one comes in.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+
+from nnx_parallel.layers.jaxprs import (
+    Eqns,
+    TracedFunction,
+    bind,
+    inputs_of,
+    needed,
+    trace,
+    variables_in,
+)
+from nnx_parallel.precision import array_bytes
+from nnx_parallel.sharding.model import Path, flatten
+from nnx_parallel.sharding.names import dim_axes
+from nnx_parallel.sharding.offload import HOST
+from nnx_parallel.sharding.optimizer import owner_of
+from nnx_parallel.state import StatePlan
+
+_DEVICE, _HOST = jax.memory.Space.Device, jax.memory.Space.Host
+
+_SLICE_BYTES = 2**22
+"""Bytes of a device's shard that an array outside of every `Stack` moves at once.
+
+About a tenth of a millisecond of a host's link: long enough for its full rate."""
+
+_ELEMENTWISE = {
+    *("abs", "add", "add_any", "and", "cbrt", "ceil", "clamp", "convert_element_type"),
+    *("copy", "copy_p", "cos", "div", "eq", "erf", "exp", "exp2", "expm1", "floor"),
+    *("ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt"),
+    *("max", "min", "mul", "ne", "neg", "not", "or", "pow", "reduce_precision", "rem"),
+    *("round", "rsqrt", "select_n", "sign", "sin", "sqrt", "square", "sub", "tanh"),
+    "xor",
+}
+"""Operations whose result has one element for each of the operands', in its place."""
+
+_SAME = ("sharding_constraint", "optimization_barrier")
+"""Operations that change where their operand is, not what."""
+
+
+@dataclass(frozen=True)
+class _Slices:
+    """How an array is cut along its dim 0: each of its shards into equal parts."""
+
+    num_shards: int
+    num_parts: int
+
+    def take(self, x: jax.Array, index: jax.Array) -> jax.Array:
+        """One part, ``(shards, rows, ...)``."""
+        x = self._split(x)
+        rows = x.shape[1] // self.num_parts
+        return jax.lax.dynamic_slice_in_dim(x, index * rows, rows, axis=1)
+
+    def put(self, x: jax.Array, index: jax.Array, part: jax.Array) -> jax.Array:
+        """The array with one part replaced."""
+        start = index * part.shape[1]
+        new = jax.lax.dynamic_update_slice_in_dim(self._split(x), part, start, axis=1)
+        return new.reshape(x.shape)
+
+    def _split(self, x: jax.Array) -> jax.Array:
+        # The dim that is cut has no mesh axis: cutting sends nothing.
+        return x.reshape(self.num_shards, x.shape[0] // self.num_shards, *x.shape[1:])
+
+
+@dataclass(frozen=True, eq=False)
+class _Array:
+    """A parameter with its optimizer state, all updated element by element."""
+
+    slices: _Slices
+    eqns: Eqns
+    inputs: list[jex.Var]  # of its shape
+    outputs: list[jex.Var]  # of its shape
+    places: list[jex.Var | None]  # for each output the input whose memory it takes
+
+    def update(
+        self, index: jax.Array, held: list, known: Mapping, on_host: Collection
+    ) -> list:
+        """``held``, the outputs so far, with one more part."""
+        known = {**known, **dict(zip(self.places, held, strict=True))}
+        env = {
+            var: _to(_DEVICE, self.slices.take(known[var], index), var in on_host)
+            for var in self.inputs
+        }
+        shape = env[self.inputs[0]].shape
+        for eqn in self.eqns:
+            values = [_value(atom, env, known) for atom in eqn.invars]
+            if eqn.primitive.name in _SAME:
+                results = values
+            elif eqn.primitive.name == "broadcast_in_dim":  # of one number
+                results = [jnp.broadcast_to(values[0], shape)]
+            else:
+                results = [eqn.primitive.bind(*values, **eqn.params)]
+            env |= dict(zip(eqn.outvars, results, strict=True))
+        return [
+            self.slices.put(x, index, _to(_HOST, env[var], place in on_host))
+            for x, var, place in zip(held, self.outputs, self.places, strict=True)
+        ]
+
+
+def offloaded_update(
+    plan: StatePlan, function: Callable[..., Any], params: dict, state: Any, *rest: Any
+) -> tuple[dict, Any, dict]:
+    """Calls ``function(params, state, *rest)`` with a state that is on the host.
+
+    Args:
+        plan: Where everything lives.
+        function: To new parameters, the new state, and more arrays by parameter, or an
+            empty dict.
+        params: Trained parameters on the devices.
+        state: The optimizer's state as the step gets it.
+        rest: Gradients, the loss, and all else on the devices.
+
+    Returns:
+        What the function returns, the state where it was.
+    """
+    args = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state, *rest)
+    )
+    traced = trace(function, *args, inlined=lambda eqn: eqn.primitive.name == "jit")
+    given = traced.consts | bind(traced.inputs, (params, state, *rest))
+    leaves = jax.tree.leaves(plan.abstract.opt_state)
+    are_on_host = [leaf.sharding.memory_kind == HOST for leaf in leaves]
+    variables = jax.tree.leaves(traced.inputs[1])
+    on_host = {
+        v for v, is_there in zip(variables, are_on_host, strict=True) if is_there
+    }
+    arrays = _sliced_arrays(plan, traced, on_host)
+
+    # Everything else at once, for which other arrays of the state come in whole.
+    whole = on_host.difference(v for array in arrays for v in array.inputs)
+    given |= {v: jax.device_put(given[v], _DEVICE) for v in whole}
+    outside = _outside(traced, arrays)
+    given |= dict(zip(outside, traced.evaluate(outside, given), strict=True))
+
+    loops: dict[_Slices, list[_Array]] = defaultdict(list)
+    for array in arrays:
+        loops[array.slices].append(array)
+    for together in loops.values():
+        given |= _run_loop(together, given, on_host)
+
+    new, state, more = jax.tree.map(lambda atom: _value(atom, given), traced.outputs)
+    new_leaves, structure = jax.tree.flatten(state)
+    # Where it is there already, this does nothing.
+    pairs = zip(new_leaves, are_on_host, strict=True)
+    state = jax.tree.unflatten(structure, [_to(_HOST, x, there) for x, there in pairs])
+    return new, state, more
+
+
+def _run_loop(
+    arrays: list[_Array], given: Mapping, on_host: Collection
+) -> dict[jex.Var, jax.Array]:
+    """The outputs of arrays that are cut alike."""
+    starts = [
+        [
+            jnp.zeros(var.aval.shape, var.aval.dtype) if place is None else given[place]  # pyright: ignore[reportAttributeAccessIssue]
+            for var, place in zip(array.outputs, array.places, strict=True)
+        ]
+        for array in arrays
+    ]
+
+    def step(index: jax.Array, held: list[list]) -> list[list]:
+        pairs = zip(arrays, held, strict=True)
+        return [array.update(index, x, given, on_host) for array, x in pairs]
+
+    ends = jax.lax.fori_loop(0, arrays[0].slices.num_parts, step, starts)
+    pairs = zip(arrays, ends, strict=True)
+    return {v: x for a, xs in pairs for v, x in zip(a.outputs, xs, strict=True)}
+
+
+def _sliced_arrays(
+    plan: StatePlan, traced: TracedFunction, on_host: set[jex.Var]
+) -> list[_Array]:
+    """The parameters whose update can be cut, with their optimizer state."""
+    before, after = (flatten(x[0]) for x in (traced.inputs, traced.outputs))
+    shapes = {path: tuple(var.aval.shape) for path, var in before.items()}
+    pairs: dict[Path, list[tuple[Any, jex.Var | None]]] = defaultdict(list)
+    inputs = jax.tree_util.tree_leaves_with_path(traced.inputs[1])
+    outputs = jax.tree.leaves(traced.outputs[1])
+    for (keys, var), out in zip(inputs, outputs, strict=True):
+        owner = owner_of(keys, shapes)
+        if var in on_host and owner and var.aval.shape == shapes[owner]:
+            pairs[owner].append((out, var))
+    found = {}
+    for path, of_state in pairs.items():
+        more = flatten(traced.outputs[2]).get(path)
+        of_params = [(after[path], before[path]), *([(more, None)] if more else [])]
+        atoms, places = zip(*of_params, *of_state, strict=True)
+        shape, slices = shapes[path], _slices_of(plan, path, before[path].aval)
+        if slices and all(x.aval.shape == shape for x in atoms):
+            eqns = _elementwise(traced.eqns, variables_in(atoms), shape)
+            inputs = [v for v in inputs_of(eqns, atoms) if v.aval.shape == shape]  # pyright: ignore[reportAttributeAccessIssue]
+            found[path] = _Array(slices, eqns, inputs, list(atoms), list(places))
+    # What anything else needs of the state has to come in whole.
+    while found:
+        outside = _outside(traced, found.values())
+        used = set(inputs_of(needed(traced.eqns, outside), outside))
+        whole = [
+            path
+            for path, array in found.items()
+            if not used.isdisjoint(on_host.intersection(array.places))
+        ]
+        if not whole:
+            break
+        found = {path: array for path, array in found.items() if path not in whole}
+    return [*found.values()]
+
+
+def _outside(traced: TracedFunction, arrays: Iterable[_Array]) -> list[jex.Var]:
+    """Values to compute before any array is cut: results, and what the loops take."""
+    inside = {v for array in arrays for v in array.outputs}
+    atoms = variables_in(jax.tree.leaves(traced.outputs))
+    wanted = [v for v in atoms if v not in inside]
+    wanted += [v for array in arrays for v in inputs_of(array.eqns, array.outputs)]
+    given = {*traced.consts, *jax.tree.leaves(traced.inputs)}
+    return [v for v in dict.fromkeys(wanted) if v not in given]
+
+
+def _elementwise(eqns: Eqns, outputs: Iterable[jex.Var], shape: tuple) -> Eqns:
+    """The equations behind outputs, as far as each element comes from its like."""
+    wanted, found = set(outputs), []
+    for eqn in reversed(eqns):
+        operands = variables_in(eqn.invars)
+        name = eqn.primitive.name
+        is_of_like = all(v.aval.shape in ((), shape) for v in (*operands, *eqn.outvars))  # pyright: ignore[reportAttributeAccessIssue]
+        is_of_one = name == "broadcast_in_dim" and not any(
+            v.aval.shape  # pyright: ignore[reportAttributeAccessIssue]
+            for v in operands
+        )
+        is_kind = name in _ELEMENTWISE or name in _SAME or is_of_one
+        if is_kind and is_of_like and not wanted.isdisjoint(eqn.outvars):
+            found.append(eqn)
+            wanted.update(v for v in operands if v.aval.shape == shape)  # pyright: ignore[reportAttributeAccessIssue]
+    return found[::-1]
+
+
+def _slices_of(plan: StatePlan, path: Path, aval: Any) -> _Slices | None:
+    """How a parameter is cut; ``None`` if it is small, or no number divides it."""
+    place, shape = plan.placements[path], aval.shape
+    if not shape:
+        return None
+    sharding = plan.layout.sharding(place.optimizer)
+    axes = dim_axes(place.optimizer, len(shape))[0]
+    num_shards = math.prod(plan.layout.mesh.shape[axis] for axis in axes)
+    rows = shape[0] // num_shards
+    if place.is_stacked and len(shape) > 2:
+        return _Slices(num_shards, rows) if rows > 1 else None
+    least = -(-array_bytes(sharding.shard_shape(shape), aval.dtype) // _SLICE_BYTES)
+    counts = [n for n in range(least, 4 * least + 1) if rows % n == 0]
+    # Tiles of a TPU's memory have 8 rows.
+    counts = [n for n in counts if rows // n % 8 == 0] or counts
+    return _Slices(num_shards, counts[0]) if counts and counts[0] > 1 else None
+
+
+def _to(space: Any, x: jax.Array, is_moved: bool) -> jax.Array:
+    return jax.device_put(x, space) if is_moved else x
+
+
+def _value(atom: Any, *known: Mapping) -> Any:
+    if isinstance(atom, jex.Literal):
+        return atom.val
+    return next(values[atom] for values in known if atom in values)

@@ -1,0 +1,218 @@
+"""Adapters of `layers.lora` in the format of PEFT, both ways."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from nnx_parallel.errors import WeightsError
+from nnx_parallel.layers.lora import AdaptedSource, lora
+from nnx_parallel.sharding.model import ModelFn
+from nnx_parallel.sharding.names import dotted
+from nnx_parallel.weights.export import (
+    describe_arrays,
+    save_arrays,
+    table_of,
+    write_json,
+)
+from nnx_parallel.weights.files import Described, find_folder, open_tensors, read_config
+from nnx_parallel.weights.names import Entry, Rule
+from nnx_parallel.weights.pretrained import Pretrained
+
+# What changes the numbers of an adapter and has no counterpart here.
+_NEUTRAL = {
+    "peft_type": "LORA",
+    "bias": "none",
+    "use_dora": False,
+    "lora_bias": False,
+    "use_qalora": False,
+    "use_bdlora": None,
+    "modules_to_save": None,
+    "layer_replication": None,
+    "trainable_token_indices": None,
+    "alora_invocation_tokens": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+}
+
+
+class _ReadAdapters(Pretrained):
+    """An adapted source whose factors are read too."""
+
+    kinds = (nnx.LoRAParam,)
+
+    def read_arrays(self, arrays: Mapping[tuple, jax.ShapeDtypeStruct]) -> dict:
+        """Reads what the base has in files, and the factors."""
+        base: Any = self.build
+        return base.read_arrays(arrays) | super().read_arrays(arrays)
+
+
+def load_adapters(
+    model: ModelFn,
+    path: str | Path,
+    *,
+    names: Sequence[Entry] | None = None,
+) -> Pretrained:
+    """A model with the adapters of a folder, as PEFT writes it.
+
+    Each device reads its shards of them, as of the base. To train them on, give the
+    Trainer ``wrt=nnx.LoRAParam``; `layers.merge_lora` adds them to the kernels.
+
+    Args:
+        model: The base, a function as a Trainer takes it, such as
+            ``GPT.from_pretrained(folder)``.
+        path: The folder, with ``adapter_config.json`` and
+            ``adapter_model.safetensors``; or the name of a repository.
+        names: The table of the model without adapters; ``None``: that of the base,
+            which then comes from files.
+
+    Raises:
+        WeightsError: If the folder's settings have no counterpart, if it adapts what
+            the table does not name or a part of a fused kernel, or shapes do not fit.
+    """
+    folder = find_folder(path)
+    config = read_config(folder, "adapter_config.json")
+    for key, only in _NEUTRAL.items():
+        if (found := config.get(key, only)) not in (only, None):
+            raise WeightsError(
+                f"adapter_config.json has {key}={found!r}. Adapters here have no "
+                f"counterpart of it: it must be {only!r}, or absent."
+            )
+    if names is None:
+        if not isinstance(model, Pretrained):
+            raise WeightsError(
+                "The base does not come from files: pass names=, its table of names."
+            )
+        names = model.names
+    file = folder / "adapter_model.safetensors"
+    given = open_tensors(file)
+    entries, layers = [], []
+    for kernel in (Rule.of(entry) for entry in names if entry[0].endswith(".kernel")):
+        if _name(kernel, "a").replace("{}", "0") in given:
+            factors = _factors(kernel)
+            entries += [(r.ours, r.theirs, f"{r.left} -> {r.right}") for r in factors]
+            layers.append(re.escape(kernel.ours.removesuffix(".kernel")))
+    rank, alpha = config.get("r", 8), config.get("lora_alpha", 8)
+    if config.get("use_rslora"):  # whose factor is alpha / sqrt(rank)
+        alpha *= math.sqrt(rank)
+    if not layers:
+        raise WeightsError(
+            f"{str(file)!r} adapts none of the model's layers. It has: "
+            f"{', '.join(sorted(given)[:4])}."
+        )
+    adapted: AdaptedSource = lora(
+        model, targets=f"^({'|'.join(layers)})$", rank=rank, alpha=alpha
+    )
+    return _ReadAdapters(adapted, file, entries)
+
+
+def save_adapters(
+    directory: str | Path,
+    model: nnx.Module,
+    *,
+    base: str,
+    names: Sequence[Entry] | None = None,
+    dtype: Any = None,
+) -> None:
+    """Writes the adapters of `layers.lora` alone, in the format of PEFT.
+
+    ``PeftModel.from_pretrained(base_model, directory)`` reads them. With several
+    processes all of them call this, and process 0 writes.
+
+    Args:
+        directory: The folder, which must not exist, or be empty.
+        model: The model, such as ``trainer.model``.
+        base: Folder or name of the model that they adapt, noted in the folder.
+        names: The table of the model without adapters; ``None``: the model's own.
+        dtype: What the factors are cast to; ``None``: kept.
+
+    Raises:
+        WeightsError: If the folder has files; if the model has no adapters, or one on
+            a part of a fused kernel, or of different ranks or strengths.
+    """
+    params = nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))
+    arrays = {dotted(path): leaf.get_value() for path, leaf in params}
+    if not arrays:
+        raise WeightsError(
+            f"The {type(model).__name__} has no adapters: see layers.lora."
+        )
+    rules, targets = {}, set()
+    for entry in table_of(model, names):
+        rule = Rule.of(entry)
+        path, _, last = rule.ours.rpartition(".")
+        if last == "kernel" and f"{path}.lora_a" in arrays:
+            targets.add(rule.theirs.split(".")[-2])
+            rules |= {each.ours: each for each in _factors(rule)}
+    if missing := sorted(arrays.keys() - rules.keys()):
+        raise WeightsError(f"The table of names lacks the kernel of `{missing[0]}`.")
+    modules: list[Any] = [module for _, module in nnx.iter_modules(model)]
+    scales = {m.lora_scale for m in modules if hasattr(m, "lora_scale")}
+    ranks = {x.shape[-1] for path, x in arrays.items() if path.endswith("lora_a")}
+    if len(scales) > 1 or len(ranks) > 1:
+        raise WeightsError(
+            f"Adapters have ranks {sorted(ranks)} and strengths {sorted(scales)}: a "
+            "folder has those of one."
+        )
+    (rank,), (scale,) = ranks, scales
+    config = {
+        "peft_type": "LORA",
+        "task_type": _task_of(model),
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": rank * scale,
+        "target_modules": sorted(targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+    def write_texts(folder: Path, described: list[Described]) -> None:
+        write_json(folder / "adapter_config.json", config)
+
+    made = describe_arrays(rules, arrays, dtype)
+    save_arrays(directory, *made, write_texts, stem="adapter_model")
+
+
+def _task_of(model: nnx.Module) -> str | None:
+    """PEFT's name of what the model does: it has one for texts, and none for images."""
+    config_of = getattr(model, "config_in_files", dict)
+    try:
+        classes = config_of().get("architectures", ())
+    except ValueError:  # a shape that transformers has no class for
+        return None
+    ends = ("ForCausalLM", "LMHeadModel")
+    return "CAUSAL_LM" if any(name.endswith(ends) for name in classes) else None
+
+
+def _factors(kernel: Rule) -> list[Rule]:
+    """The rules of a kernel's factors: theirs are (rank, in) and (out, rank)."""
+    if kernel.num_parts or kernel.given:
+        raise WeightsError(
+            f"`{kernel.ours}` is a part of {kernel.theirs!r}, a fused kernel, which "
+            "PEFT adapts as a whole. Merge the adapters, and use save_pretrained."
+        )
+    groups = re.findall(r"\([^)]*\)|\w+", kernel.left)
+    dims = kernel.right.split()
+    # Ours has the in dims first.
+    ins, outs = sorted(groups, key=lambda g: dims.index(re.findall(r"\w+", g)[0]))
+    path = kernel.ours.removesuffix("kernel")
+    patterns = {
+        "a": f"rank {ins} -> {ins.strip('()')} rank",
+        "b": f"{outs} rank -> rank {outs.strip('()')}",
+    }
+    return [
+        Rule.of((f"{path}lora_{x}", _name(kernel, x), pattern))
+        for x, pattern in patterns.items()
+    ]
+
+
+def _name(kernel: Rule, factor: str) -> str:
+    layer = kernel.theirs.removesuffix(".weight")
+    return f"base_model.model.{layer}.lora_{factor.upper()}.weight"

@@ -1,0 +1,64 @@
+"""Makes the folders in ``adapters``: random LoRA adapters of tiny models, by PEFT.
+
+Each has ``adapter_model.safetensors`` and ``adapter_config.json`` as PEFT writes them
+for the model in the folder of the same name, and ``logits.npz`` with ``logits`` float32
+(2, 24, vocab) of that model's ``tokens``, computed by transformers and PEFT.
+
+Not run by the tests. To make them again: ``pip install torch transformers peft
+safetensors``, then ``python make_adapters.py``.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import peft
+import torch
+import transformers
+
+HERE = Path(__file__).parent
+TARGETS = {
+    "llama": {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]},
+    "gemma3": {
+        "r": 2,
+        "lora_alpha": 5,
+        "use_rslora": True,
+        "target_modules": "all-linear",
+    },
+}
+
+
+def main() -> None:
+    """Makes all of them."""
+    for name, settings in TARGETS.items():
+        torch.manual_seed(0)
+        base = transformers.AutoModelForCausalLM.from_pretrained(
+            HERE / name, dtype=torch.float32, attn_implementation="eager"
+        )
+        config = peft.LoraConfig(task_type="CAUSAL_LM", **settings)
+        model = peft.get_peft_model(base, config).eval()
+        with torch.no_grad():
+            for path, x in model.named_parameters():
+                if "lora_B" in path:
+                    x.copy_(0.3 * torch.randn_like(x))
+        folder = HERE / "adapters" / name
+        model.save_pretrained(folder)
+        (folder / "README.md").unlink(missing_ok=True)
+        given = json.loads((folder / "adapter_config.json").read_text())
+        given["base_model_name_or_path"] = name  # not a path of this machine
+        text = json.dumps(given, indent=2, sort_keys=True)
+        (folder / "adapter_config.json").write_text(text + "\n")
+        tokens = np.load(HERE / name / "logits.npz")
+        with torch.no_grad():
+            logits = model(torch.tensor(tokens["tokens"]).long()).logits.numpy()
+        moved = np.abs(logits - tokens["logits"]).max()
+        print(f"{name}: logits move by up to {moved:.2f}")  # noqa: T201
+        np.savez_compressed(folder / "logits.npz", logits=logits)
+    modules = (torch, transformers, peft, np)
+    versions = {m.__name__: m.__version__ for m in modules}
+    text = json.dumps(versions, indent=2) + "\n"
+    (HERE / "adapters" / "versions.json").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

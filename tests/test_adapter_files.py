@@ -1,0 +1,147 @@
+"""Adapters in files of PEFT: read, written, and refused."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from nnx_parallel.errors import WeightsError
+from nnx_parallel.layers import lora, merge_lora
+from nnx_parallel.models import GPT, ViT
+from nnx_parallel.weights import load_adapters, save_adapters, save_pretrained
+from tests.folders import GOLDENS, check_equal, content, make_trainer
+
+ADAPTERS = GOLDENS / "adapters"
+
+
+@pytest.mark.parametrize(
+    ("family", "strategy"),
+    [
+        ("llama", "tp"),
+        ("gemma3", "fsdp"),
+        pytest.param("llama", "pipeline", marks=pytest.mark.deep),
+        pytest.param("gemma3", "one device", marks=pytest.mark.deep),
+    ],
+)
+def test_adapters_of_peft_are_read_with_its_logits_and_written_bit_for_bit(
+    family: str, strategy: str, tmp_path: Path
+) -> None:
+    """`tests/goldens/make_adapters.py` made them, with PEFT itself."""
+    theirs, ours = ADAPTERS / family, tmp_path / "adapters"
+    base = GPT.from_pretrained(GOLDENS / family)
+    trainer = make_trainer(load_adapters(base, theirs), strategy, wrt=nnx.LoRAParam)
+    tokens = np.load(GOLDENS / family / "logits.npz")["tokens"]
+    expected = np.load(theirs / "logits.npz")["logits"]
+    logits = trainer.predict([np.concatenate([tokens] * 4)])[: len(tokens)]
+    np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=0)
+    save_adapters(ours, trainer.model, base=family)
+    check_equal(content(ours), content(theirs))
+    found, given = (
+        json.loads((folder / "adapter_config.json").read_text())
+        for folder in (ours, theirs)
+    )
+    is_rs = given["use_rslora"]
+    scale = given["lora_alpha"] / given["r"] ** (0.5 if is_rs else 1)
+    assert found["lora_alpha"] / found["r"] == pytest.approx(scale)
+    assert sorted(given["target_modules"]) == found["target_modules"]
+    same = found.keys() - {"lora_alpha", "target_modules"}
+    assert {k: found[k] for k in same} == {k: given[k] for k in same}
+    # The whole model with them, and the base as it was.
+    model: Any = load_adapters(base, ours)(nnx.Rngs(0))
+    table = content(GOLDENS / family)["model.embed_tokens.weight"]
+    np.testing.assert_array_equal(model.embed.embedding[...], table)
+
+
+def test_adapters_of_images_have_no_task_of_texts(tmp_path: Path) -> None:
+    base = ViT.from_pretrained(GOLDENS / "vision" / "vit")
+    model = lora(base, targets=r"query", rank=2)(nnx.Rngs(0))
+    save_adapters(tmp_path / "vit", model, base="vit")
+    config = json.loads((tmp_path / "vit" / "adapter_config.json").read_text())
+    assert config["task_type"] is None
+    assert config["target_modules"] == ["query"]
+    load_adapters(base, tmp_path / "vit")(nnx.Rngs(0))
+
+
+def test_adapters_that_do_not_fit_are_errors(tmp_path: Path) -> None:
+    base, folder = GPT.from_pretrained(GOLDENS / "llama"), tmp_path / "adapters"
+    shutil.copytree(ADAPTERS / "llama", folder)
+    given = json.loads((folder / "adapter_config.json").read_text())
+
+    def load(model: Any = base, **changes: Any) -> Any:
+        (folder / "adapter_config.json").write_text(json.dumps(given | changes))
+        return load_adapters(model, folder)
+
+    for changes, message in (
+        ({"use_dora": True}, r"has use_dora=True\. Adapters here have no counterpart"),
+        ({"peft_type": "IA3"}, r"peft_type='IA3'.*it must be 'LORA', or absent"),
+        ({"rank_pattern": {"q_proj": 2}}, r"rank_pattern=.*it must be {}, or absent"),
+    ):
+        with pytest.raises(WeightsError, match=message):
+            load(**changes)
+    with pytest.raises(WeightsError, match=r"has shape \(3, 32\) in the files; for"):
+        load(r=4)(nnx.Rngs(0))
+    with pytest.raises(WeightsError, match=r"pass names=, its table of names"):
+        load(lambda rngs: base(rngs))
+    with pytest.raises(WeightsError, match=r"adapts none of the model's layers\. It"):
+        load(GPT.from_pretrained(GOLDENS / "gpt2"))
+    # A layer that is not adapted, where the others are.
+    names = [entry for entry in base.names if "down" not in entry[0]]
+    with pytest.raises(WeightsError, match=r"down_proj.lora_A.weight' and 3 more, wh"):
+        load_adapters(base, folder, names=names)(nnx.Rngs(0))
+    with pytest.raises(WeightsError, match=r"There is no adapter_config\.json in"):
+        load_adapters(base, tmp_path)
+
+
+def test_adapters_are_put_beside_weights_from_a_folder() -> None:
+    adapted = lora(GPT.from_pretrained(GOLDENS / "llama"), targets="query|value")
+    trainer = make_trainer(adapted, wrt=nnx.LoRAParam)
+    before = content(GOLDENS / "llama")["model.embed_tokens.weight"]
+    batch = np.load(GOLDENS / "llama" / "logits.npz")["tokens"]
+    trainer.fit([np.concatenate([batch] * 4)] * 2, 2)
+    table = cast(Any, trainer.model).embed.embedding.get_value()
+    np.testing.assert_array_equal(np.asarray(table), before)
+
+
+def test_adapters_are_written_in_the_format_of_peft(tmp_path: Path) -> None:
+    """The factors, multiplied as PEFT does, are what `merge_lora` adds."""
+    base, folder = GOLDENS / "llama", tmp_path / "adapters"
+    adapted = lora(
+        GPT.from_pretrained(base), targets=r"query|out|down", rank=4, alpha=8
+    )
+    trainer = make_trainer(adapted, "tp", wrt=nnx.LoRAParam)
+    batch = np.load(base / "logits.npz")["tokens"]
+    trainer.fit([np.concatenate([batch] * 4)] * 2, 2)
+    save_adapters(folder, trainer.model, base=str(base))
+    save_pretrained(tmp_path / "merged", merge_lora(trainer.model))
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["r"] == 4
+    assert config["lora_alpha"] == 8
+    assert config["target_modules"] == ["down_proj", "o_proj", "q_proj"]
+    found, before = content(folder), content(base)
+    merged = content(tmp_path / "merged")
+    assert len(found) == 2 * 2 * 3
+    for name, array in before.items():
+        layer = f"base_model.model.{name.removesuffix('.weight')}"
+        expected = array
+        if f"{layer}.lora_A.weight" in found:
+            a, b = (found[f"{layer}.lora_{x}.weight"] for x in "AB")
+            assert a.shape == (4, array.shape[1])
+            assert np.abs(b).max() > 0
+            expected = array + 2 * (b @ a)
+        np.testing.assert_allclose(merged[name], expected, atol=1e-6)
+    with pytest.raises(WeightsError, match=r"Pass merge_lora\(model\), or write the"):
+        save_pretrained(tmp_path / "new", trainer.model)
+    with pytest.raises(WeightsError, match=r"has no adapters: see layers\.lora"):
+        save_adapters(tmp_path / "new", merge_lora(trainer.model), base="b")
+    fused = lora(GPT.from_pretrained(GOLDENS / "gpt2"), targets="query")
+    with pytest.raises(WeightsError, match=r"a fused kernel, which PEFT adapts as a"):
+        save_adapters(tmp_path / "new", make_trainer(fused).model, base="b")
+    twice = lora(make_trainer(GPT.from_pretrained(base)).model, targets="up", rank=2)
+    twice = lora(twice, targets="down", rank=3)
+    with pytest.raises(WeightsError, match=r"Adapters have ranks \[2, 3\]"):
+        save_adapters(tmp_path / "new", twice, base="b")
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,503 @@
+"""Mixtures of experts on one device, against a reference that goes token by token."""
+
+import io
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from rich.console import Console
+
+from nnx_parallel import (
+    Callback,
+    Composite,
+    ExpertParallel,
+    OneFOneB,
+    Pipeline,
+    Trainer,
+    decay_mask,
+    errors,
+    muon_dimension_numbers,
+)
+from nnx_parallel.layers import Experts, MoE, named
+from nnx_parallel.layers.dispatch import Order, collect, dispatch, sort_by_expert
+from nnx_parallel.loggers import ConsoleLogger, Logger
+from nnx_parallel.models import GPT, GPTConfig, generate, next_token_loss
+from tests.parity.checks import assert_gradients_close
+from tests.parity.runs import compiling, to_host
+
+ROWS, SEQ, EMBED = 3, 8, 16
+
+MIXTRAL = Experts(num_experts=8, top_k=2, mlp_dim=24)
+MIXTURES = {
+    "mixtral": MIXTRAL,
+    "qwen": replace(MIXTRAL, top_k=4, balance_loss=0.5, balance_over="batch"),
+    "not_normalised": replace(MIXTRAL, normalise=False, z_loss=0.1),
+    "one": replace(MIXTRAL, top_k=1, normalise=False),
+    "deepseek": replace(
+        MIXTRAL,
+        top_k=3,
+        shared_dim=8,
+        scores="sigmoid",
+        scale=2.5,
+        num_groups=4,
+        top_groups=2,
+        bias_rate=0.01,
+        balance_loss=0.5,
+    ),
+    "capacity": replace(MIXTRAL, capacity_factor=1.0),
+    "tight": replace(MIXTRAL, top_k=1, normalise=False, capacity_factor=0.5),
+}
+# What the router adds to the logits of later experts: 0 is near to uniform.
+SKEWS = {"uniform": 0.0, "skewed": 1.0, "one": 100.0}
+CONFIG = GPTConfig.tiny_experts(num_layers=2, vocab_size=64, seq_len=16, embed_dim=32)
+
+
+@cache
+def inputs(skew: float) -> tuple[jax.Array, jax.Array]:
+    x, target = jax.random.normal(jax.random.key(1), (2, ROWS, SEQ, EMBED))
+    return x.at[..., 0].set(1.0), target
+
+
+def make(mixture: Experts, skew: float = 0.0, **more: Any) -> Any:
+    moe = MoE(EMBED, mixture, rngs=nnx.Rngs(0), **more)
+    preferred = skew * jnp.arange(mixture.num_experts)
+    moe.router[...] = moe.router[...].at[0].set(preferred)
+    if moe.bias is not None:
+        moe.bias[...] = jnp.linspace(-0.2, 0.2, mixture.num_experts)
+    return moe
+
+
+def one_mlp(moe: MoE, expert: jax.Array, x: jax.Array) -> jax.Array:
+    hidden = x @ moe.up[...][expert]
+    if moe.gate is None:
+        hidden = moe.activate(hidden)
+    else:
+        hidden = hidden * moe.activate(x @ moe.gate[...][expert])
+    return hidden @ moe.down[...][expert]
+
+
+def slow(moe: MoE, x: jax.Array, choices: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    """A loop over tokens, each through its experts, as the papers write it.
+
+    ``choices`` are the experts of each token, found by `chosen_slowly`.
+    """
+    mixture = moe.experts
+    num, k = mixture.num_experts, mixture.top_k
+    counts = np.stack([np.bincount(row.ravel(), minlength=num) for row in choices])
+    of_batch = mixture.balance_over == "batch"
+    shares = (counts * 0 + counts.sum(0)) / ROWS if of_batch else counts
+    kept = kept_slowly(choices, mixture.capacity(SEQ), num)
+
+    def token(inputs: tuple) -> tuple[jax.Array, jax.Array]:
+        x, share, chosen, is_kept = inputs
+        logits = x @ moe.router[...]
+        is_softmax = mixture.scores == "softmax"
+        scores = jax.nn.softmax(logits) if is_softmax else jax.nn.sigmoid(logits)
+        total = sum(scores[chosen[j]] for j in range(k)) if mixture.normalise else 1.0
+        y = jnp.zeros(EMBED)
+        if moe.shared is not None:
+            y += moe.shared(x[None, None])[0, 0]
+        for j in range(k):
+            weight = is_kept[j] * mixture.scale * scores[chosen[j]] / total
+            y += weight * one_mlp(moe, chosen[j], x)
+        balance = num / k * jnp.sum(share / SEQ * scores / scores.sum())
+        z = jax.nn.logsumexp(logits) ** 2
+        return y, mixture.balance_loss * balance + mixture.z_loss * z
+
+    each = (x, np.repeat(shares[:, None], SEQ, axis=1), choices, kept)
+    flat = jax.tree.map(lambda a: jnp.reshape(a, (-1, *a.shape[2:])), each)
+    y, losses = jax.lax.map(token, flat)
+    return y.reshape(x.shape), losses.reshape(x.shape[:2])
+
+
+def kept_slowly(choices: np.ndarray, capacity: int | None, num: int) -> np.ndarray:
+    """Which choices are within the capacity of their expert: those that come first."""
+    kept = np.ones(choices.shape)
+    for row in range(len(choices)):
+        taken = np.zeros(num, int)
+        for place in np.ndindex(*choices.shape[1:]):
+            expert = choices[row][place]
+            taken[expert] += 1
+            kept[row][place] = capacity is None or taken[expert] <= capacity
+    return kept
+
+
+def chosen_slowly(moe: MoE, x: np.ndarray) -> np.ndarray:
+    """The experts of each token, ``(batch, seq, top_k)``, in NumPy."""
+    mixture = moe.experts
+    logits = np.asarray(x, np.float64) @ np.asarray(moe.router[...], np.float64)
+    if mixture.scores == "softmax":
+        scores = np.exp(logits - logits.max(-1, keepdims=True))
+        scores /= scores.sum(-1, keepdims=True)
+    else:
+        scores = 1 / (1 + np.exp(-logits))
+    if moe.bias is not None:
+        scores = scores + np.asarray(moe.bias[...])
+    size = mixture.num_experts // mixture.num_groups
+    found = np.zeros((*x.shape[:2], mixture.top_k), int)
+    for place in np.ndindex(*x.shape[:2]):
+        own = scores[place]
+        groups = [
+            np.sort(own[i : i + size])[-2:].sum() for i in range(0, len(own), size)
+        ]
+        best = np.argsort(groups)[::-1][: mixture.top_groups]
+        allowed = [e for e in range(len(own)) if e // size in best]
+        found[place] = sorted(allowed, key=lambda e: -own[e])[: mixture.top_k]
+    return found
+
+
+def value(
+    graphdef: nnx.GraphDef, run: Any, params: Any, rest: Any, x: Any, target: Any
+) -> jax.Array:
+    moe = nnx.merge(graphdef, params, rest, copy=True)
+    y, losses = run(moe, x)
+    return jnp.mean((y - target) ** 2) + jnp.mean(losses)
+
+
+@pytest.mark.parametrize("skew", SKEWS)
+@pytest.mark.parametrize("name", MIXTURES)
+def test_it_is_the_reference(name, skew):
+    """Loss and every gradient, at 1e-5."""
+    moe = make(MIXTURES[name], SKEWS[skew])
+    x, target = inputs(0)
+    choices = chosen_slowly(moe, np.asarray(x))
+    if skew == "one":
+        assert len(np.unique(choices)) == moe.experts.top_k
+    graphdef, params, rest = nnx.split(moe, nnx.Param, ...)
+    runs = (MoE.__call__, partial(slow, choices=choices))
+    with compiling(optimized=False):
+        found, expected = (
+            jax.jit(jax.value_and_grad(partial(value, graphdef, run), (0, 2)))(
+                params, rest, x, target
+            )
+            for run in runs
+        )
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    for ours, theirs in zip(found[1], expected[1], strict=True):
+        of_ours, of_theirs = (
+            to_host({"x": t} if isinstance(t, jax.Array) else nnx.to_pure_dict(t))
+            for t in (ours, theirs)
+        )
+        assert_gradients_close(of_ours, of_theirs)
+
+
+def test_gelu_has_no_gate():
+    moe = make(MIXTRAL, activation="gelu")
+    x, _ = inputs(0)
+    expected, _ = slow(moe, x, chosen_slowly(moe, np.asarray(x)))
+    np.testing.assert_allclose(moe(x)[0], expected, atol=1e-5)
+
+
+def test_permutations_are_gathers_both_ways():
+    def loss(x: jax.Array, order: Order) -> jax.Array:
+        return jnp.sum(collect(dispatch(x, order) ** 2, order))
+
+    order = sort_by_expert(jnp.array([[2, 0], [1, 2], [3, 3]]), 3, 6)
+    assert order.sizes.tolist() == [1, 1, 2]
+    assert order.token.tolist() == [0, 1, 0, 1, 2, 2]
+    x = jnp.arange(6.0).reshape(3, 2)
+    # Choices of 3 have no expert, so that token 2 has no row that counts.
+    np.testing.assert_array_equal(jax.grad(loss)(x, order), [[0, 4], [8, 12], [0, 0]])
+    text = str(jax.make_jaxpr(jax.grad(loss))(x, order))
+    assert "gather" in text
+    assert "scatter" not in text
+
+
+def sizes_in(jaxpr: Any) -> Iterator[int]:
+    for eqn in jaxpr.eqns:
+        yield from (v.aval.size for v in eqn.outvars)
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from sizes_in(inner)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek", "capacity"])
+def test_no_array_is_tokens_by_experts_by_width(name):
+    """The largest, forward and backward, are a row for each choice of a token."""
+    mixture = replace(MIXTURES[name], mlp_dim=32)
+    moe = MoE(32, mixture, rngs=nnx.Rngs(0))
+    graphdef, params, rest = nnx.split(moe, nnx.Param, ...)
+    x = jnp.ones((4, 128, 32))
+    run = jax.value_and_grad(partial(value, graphdef, MoE.__call__), (0, 2))
+    jaxpr = jax.make_jaxpr(run)(params, rest, x, x)
+    largest = max(sizes_in(jaxpr.jaxpr))
+    assert largest == 4 * 128 * mixture.top_k * 32
+    assert largest < 4 * 128 * mixture.num_experts * 32
+
+
+# Balance
+
+
+def counts_of(moe: MoE) -> list[int]:
+    return moe.counts[...].tolist()
+
+
+def test_the_bias_moves_by_counts():
+    moe = make(replace(MIXTRAL, bias_rate=0.25, capacity_factor=1.0))
+    moe.bias[...] = jnp.zeros(8)
+    moe.counts[...] = jnp.array([3, 2, 1, 2, 0, 4, 2, 3])  # 17 are 2 and 1 more
+    metrics = moe.finish_step()
+    np.testing.assert_array_equal(
+        moe.bias[...], [-0.25, 0.25, 0.25, 0.25, 0.25, -0.25, 0.25, -0.25]
+    )
+    assert metrics["expert_load"] == pytest.approx(4 * 8 / 17)
+    np.testing.assert_array_equal(metrics["expert_loads"], metrics["expert_load"][None])
+    assert counts_of(moe) == [0] * 8
+    before = moe.bias[...]
+    moe.counts[...] = jnp.full(8, 2**27)  # times 8 it has 31 bits, times 64 too many
+    moe.finish_step()
+    np.testing.assert_array_equal(moe.bias[...], before)
+    moe.counts[...] = jnp.zeros(8, jnp.int32).at[0].set(2**29)  # times 8, too
+    assert moe.finish_step()["expert_load"] == 8
+
+
+def test_it_counts_while_it_trains():
+    moe = make(MIXTURES["tight"], 100.0)
+    x, _ = inputs(0)
+    for _ in range(2):
+        moe(x)
+    assert counts_of(moe) == [0] * 7 + [2 * ROWS * SEQ]
+    assert moe.dropped[...] == 2 * ROWS * (SEQ - 1)  # a capacity of 1
+    metrics = moe.finish_step()
+    assert metrics["expert_load"] == 8
+    assert metrics["dropped_share"] == pytest.approx(7 / 8)
+    assert metrics["router_entropy"] == pytest.approx(0, abs=1e-6)
+    moe.eval()
+    moe(x)
+    assert counts_of(moe) == [0] * 8
+
+
+def test_the_bias_balances():
+    """From most tokens on a few experts to equal loads, without a gradient."""
+    moe = make(replace(MIXTRAL, bias_rate=0.02), 0.5)
+    x, _ = inputs(0)
+    loads = []
+    for _ in range(60):
+        moe(x)
+        loads.append(float(moe.finish_step()["expert_load"]))
+    assert loads[0] > 2.5
+    assert min(loads[-5:]) < 1.5
+
+
+class Layers(Logger):
+    """Keeps what loggers that show each layer are given."""
+
+    logs_layers = True
+
+    def __init__(self) -> None:
+        self.rows: list[dict] = []
+
+    def start(self, *, first_step: int, num_steps: int) -> None:
+        pass
+
+    def log(self, step: int, metrics: Any) -> None:
+        self.rows.append(dict(metrics))
+
+    def message(self, text: str) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+class Stops(Callback):
+    """Ends the fit at a load that each first step has."""
+
+    def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
+        assert not any("/" in name for name in metrics)
+        if metrics["expert_load"] >= 1:
+            trainer.stop("unbalanced")
+
+
+def test_loads_are_one_number_in_a_line_and_those_of_layers_for_dashboards():
+    """From stages of a pipeline too, each of which has its own layers."""
+    experts = replace(MIXTURES["capacity"], bias_rate=0.01)
+    config = replace(CONFIG, experts=experts)
+    file, layers = io.StringIO(), Layers()
+    trainer = Trainer(
+        lambda rngs: GPT(config, rngs=rngs),
+        optax.sgd(0.1),
+        next_token_loss,
+        strategy=Composite(ExpertParallel(2), Pipeline(2, OneFOneB())),
+        devices=jax.devices()[:4],
+        num_microbatches=2,
+        callbacks=(Stops(),),
+        loggers=(ConsoleLogger(every=1, console=Console(file=file)), layers),
+    )
+    with compiling(optimized=False):
+        history = trainer.fit([np.arange(68).reshape(4, 17) % 7] * 9, 9)
+    line, of_layers = layers.rows[:2]
+    assert of_layers.keys() == {
+        f"{name}/blocks.layer.mlp/{index}"
+        for name in ("expert_loads", "router_entropies", "dropped_shares")
+        for index in range(2)
+    }
+
+    def values(name: str) -> list[float]:
+        return [of_layers[f"{name}/blocks.layer.mlp/{index}"] for index in range(2)]
+
+    assert 1 < line["expert_load"] == max(values("expert_loads"))
+    assert len({*values("expert_loads")}) == 2
+    mean = sum(values("router_entropies")) / 2
+    assert line["router_entropy"] == pytest.approx(mean)
+    assert line["dropped_share"] == pytest.approx(sum(values("dropped_shares")) / 2)
+    assert history["expert_load"][0] == line["expert_load"]
+    assert len(history["loss"]) < 9
+    shown = next(x for x in file.getvalue().splitlines() if " · loss" in x)
+    assert shown.count("expert_load") == 1
+    assert f"expert_load {line['expert_load']:.3f}" in shown
+
+
+# Models
+
+
+def test_presets_have_the_published_active_sizes():
+    # In billions, as their papers round.
+    active = {"mixtral-8x7b": 12.9, "mixtral-8x22b": 39, "qwen3-30b-a3b": 3.3}
+    active |= {"qwen3-235b-a22b": 22}
+    for name, expected in active.items():
+        found = GPTConfig.preset(name).num_active_params / 1e9
+        assert found == pytest.approx(expected, rel=0.03), name
+    like = GPTConfig.preset("deepseek-v3-like")
+    assert like.num_params > 600e9
+    assert like.num_active_params < 45e9
+
+
+def test_numbers_of_parameters_are_counted_right():
+    for shared, activation, bias in ((0, "swiglu", False), (16, "gelu", True)):
+        experts = replace(MIXTRAL, shared_dim=shared)
+        config = replace(CONFIG, experts=experts, activation=activation, use_bias=bias)
+        model = nnx.eval_shape(lambda config=config: GPT(config, rngs=nnx.Rngs(0)))
+        leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
+        assert sum(x.size for x in leaves) == config.num_params
+
+
+def test_a_model_with_experts_generates_what_it_says():
+    """Decoding with a cache, and no token counts for the bias."""
+    model = GPT(CONFIG, rngs=nnx.Rngs(0))
+    tokens = jnp.arange(8)[None] % 7
+    with compiling(optimized=False):
+        out = generate(model, tokens, max_new_tokens=4, temperature=0.0)
+        logits = model(out)[0]
+    assert jnp.argmax(logits[7:11], axis=-1).tolist() == out[0, 8:].tolist()
+
+
+def test_losses_count_with_the_tokens_that_are_predicted():
+    experts = replace(MIXTRAL, z_loss=0.1)
+    models = [
+        GPT(replace(CONFIG, experts=each), rngs=nnx.Rngs(0))
+        for each in (experts, MIXTRAL)
+    ]
+    tokens = jax.random.randint(jax.random.key(0), (2, 9), 0, 64)
+    _, losses = models[0].hidden_and_losses(tokens[:, :-1])
+    weights = jnp.ones((2, 9)).at[0, 4:].set(0)
+    batch = {"tokens": tokens, "weights": weights}
+    more, less = (next_token_loss(model, batch).value for model in models)
+    assert losses is not None
+    expected = jnp.sum(losses * weights[:, 1:]) / jnp.sum(weights[:, 1:])
+    np.testing.assert_allclose(more - less, expected, rtol=1e-4)
+
+
+def test_optimizers_see_a_matrix_for_each_expert():
+    model = nnx.eval_shape(lambda: GPT(CONFIG, rngs=nnx.Rngs(0)))
+    mlp = muon_dimension_numbers(model)["blocks"]["layer"]["mlp"]
+    # (layers, experts, in, out)
+    for name in ("up", "gate", "down"):
+        assert mlp[name] == optax.contrib.MuonDimensionNumbers((2,), (3,))
+    assert decay_mask(model)["blocks"]["layer"]["mlp"]["up"]
+    alone = nnx.eval_shape(lambda: MoE(16, MIXTRAL, rngs=nnx.Rngs(0)))
+    for name in ("up", "gate", "down"):
+        found = muon_dimension_numbers(alone)[name]
+        assert found == optax.contrib.MuonDimensionNumbers((1,), (2,))
+    assert all(jax.tree.leaves(decay_mask(alone)))
+
+
+def test_a_vector_of_each_expert_does_not_decay():
+    init = named(nnx.initializers.ones_init(), "expert", "mlp")
+    scales = nnx.Param(init(jax.random.key(0), (8, 24)))
+    model = nnx.Dict({"moe": MoE(16, MIXTRAL, rngs=nnx.Rngs(0)), "each": scales})
+    mask = decay_mask(model)
+    assert mask["each"] is False
+    assert mask["moe"]["router"]
+
+
+def test_muon_orthogonalises_each_expert_by_itself():
+    """As if each one's matrix were a parameter."""
+    moe = MoE(16, replace(MIXTRAL, num_experts=2), rngs=nnx.Rngs(0))
+    params: Any = nnx.to_pure_dict(nnx.state(moe, nnx.Param))
+    draw = partial(jax.random.normal, jax.random.key(1))
+    grads = jax.tree.map(lambda x: draw(x.shape), params)
+    dims = muon_dimension_numbers(moe)
+
+    def updates(grads: Any, params: Any, dims: Any = None) -> Any:
+        tx = optax.contrib.muon(0.1, muon_weight_dimension_numbers=dims)
+        return tx.update(grads, tx.init(params), params)[0]
+
+    found = updates(grads, params, dims)
+    for index in range(2):
+        each = updates(*({"up": x["up"][index]} for x in (grads, params)))
+        np.testing.assert_allclose(found["up"][index], each["up"], atol=1e-5)
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"top_k": 9}, "Experts.top_k is 9; it must be 1 to num_experts=8."),
+        (
+            {"num_groups": 3},
+            "Experts.num_groups is 3; it must be a divisor of num_experts=8.",
+        ),
+        (
+            {"num_groups": 8, "top_groups": 1},
+            "Experts.top_groups is 1: 1 of 8 groups leave a token 1 experts, and it "
+            "takes top_k=2. top_groups must be at least 2.",
+        ),
+        ({"scores": "tanh"}, "Experts.scores is 'tanh'; it must be one of"),
+        (
+            {"num_groups": 4, "top_groups": 0},
+            "Experts.top_groups is 0; it must be 1 to num_groups=4.",
+        ),
+        ({"capacity_factor": 0.0}, "is 0.0; it must be above 0, or None."),
+        ({"capacity_factor": -1.25}, "is -1.25; it must be above 0, or None."),
+        ({"capacity_factor": float("inf")}, "is inf; it must be above 0, or None."),
+        ({"top_k": 0}, "Experts.top_k is 0; it must be 1 to num_experts=8."),
+        ({"top_k": 2.0}, "Experts.top_k is 2.0; it must be a whole number."),
+        ({"mlp_dim": None}, "Experts.mlp_dim is None; it must be a whole number."),
+    ],
+)
+def test_errors_of_a_mixture(changes, message):
+    with pytest.raises(errors.ExpertsError, match=re.escape(message)):
+        replace(MIXTRAL, **changes)
+
+
+@pytest.mark.parametrize("shape", [(8, 16), (2, 8, 12)])
+def test_what_it_takes_is_sequences(shape):
+    message = f"MoE(16) got x of shape {shape}; it must be (batch, seq, 16)"
+    with pytest.raises(errors.ExpertsError, match=re.escape(message)):
+        make(MIXTRAL)(jnp.ones(shape))
+
+
+def test_experts_of_a_model_are_a_mixture():
+    message = "GPTConfig.experts is 8; it must be an Experts(...), or None."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        replace(CONFIG, experts=8)
+
+
+def test_a_mixture_has_its_own_width():
+    message = (
+        "GPTConfig.mlp_dim is 64, which needs experts=None or dense_layers: experts "
+        "have mlp_dim of their own."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        replace(CONFIG, mlp_dim=64)

@@ -1,0 +1,143 @@
+"""A script is planned without being trained; what it does before that is named."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nnx_parallel.cli.plan import parse_fix, plan_script
+from nnx_parallel.errors import PlanError
+
+HEAD = """
+import numpy as np, optax, sys
+from flax import nnx
+from nnx_parallel import FSDP, Trainer
+
+def loss(model, batch):
+    return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+
+def make_trainer():
+    return Trainer(
+        lambda rngs: nnx.Linear(64, 64, rngs=rngs), optax.adam(1e-3), loss,
+        strategy=FSDP(8), checkpoint="runs",
+    )
+
+batch = {"x": np.ones((64, 64), np.float32), "y": np.ones((64, 64), np.float32)}
+"""
+
+
+def run(directory: Path, body: str, *options: str) -> subprocess.CompletedProcess[str]:
+    (directory / "train.py").write_text(HEAD + body)
+    command = [sys.executable, "-m", "nnx_parallel", "plan", "train.py"]
+    given = ["--topology", "cpu:8", "--compile", "0", *options]
+    return subprocess.run(
+        command + given, capture_output=True, text=True, check=False, cwd=directory
+    )
+
+
+@pytest.mark.slow
+def test_a_script_is_planned_and_not_trained(tmp_path: Path) -> None:
+    body = "make_trainer().fit([batch] * int(sys.argv[1]), num_steps=9)\nopen('x', 'w')"
+    page = ("--html", "plan.html", "--json", "plan.json", "--compile", "1")
+    cache = ("--fix", "remat=none", "--fix", "fsdp=8", "--cache", "cache")
+    done = run(tmp_path, body, *page, *cache, "--", "3")
+    assert done.returncode == 0, done.stderr
+    assert "Linear of 4,160 parameters, 64 rows a step, on cpu:8" in done.stdout
+    assert "Trainer(..., strategy=FSDP(size=8" in done.stdout
+    assert "1 compiled" in done.stdout
+    assert (tmp_path / "plan.html").exists()
+    assert (tmp_path / "plan.json").exists()
+    assert not (tmp_path / "x").exists()
+    assert not (tmp_path / "runs").exists()
+
+
+REFUSED = {
+    "no trainer": ("print('hello')", "ran to its end, and built no Trainer"),
+    "no fit": ("make_trainer()", "built a Trainer and did not call fit"),
+    "other training": (
+        "optax.apply_updates({}, {})",
+        "trains by optax.apply_updates in line",
+    ),
+    "own loop": ("make_trainer().train_step", "reads trainer.train_step in line"),
+    "network": (
+        "import socket\nsocket.create_connection(('192.0.2.1', 80))",
+        "opens a network connection to 192.0.2.1:80 in line",
+    ),
+    "failure": ("1 / 0", "failed before it called Trainer.fit in line"),
+    "no data": (
+        "make_trainer().fit(iter(()), num_steps=1)",
+        "gives no batch here: StopIteration",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("body", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_keeps_a_script_from_being_planned(
+    tmp_path: Path, body: str, message: str
+) -> None:
+    done = run(tmp_path, body)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_script_that_offloads_is_planned_without(tmp_path: Path) -> None:
+    body = """
+from nnx_parallel import Offload
+build = lambda rngs: nnx.Linear(64, 64, rngs=rngs)
+trainer = Trainer(build, optax.adam(1e-3), loss, offload=Offload())
+trainer.fit([batch], num_steps=1)
+"""
+    done = run(tmp_path, body)
+    assert done.returncode == 0, done.stderr
+    assert "plan leaves the Trainer's offload out" in done.stderr
+    assert "Trainer(..., strategy=" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_batch_by_its_shapes(tmp_path: Path) -> None:
+    shapes = ("--batch", "x=float32[128,64]", "--batch", "y=float32[128,64]")
+    done = run(tmp_path, "make_trainer()", *shapes)
+    assert done.returncode == 0, done.stderr
+    assert "128 rows a step" in done.stdout
+    wrong = run(tmp_path, "make_trainer()", "--batch", "x=float[1")
+    assert "write NAME=DTYPE[SHAPE]" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"compile": "some"}, "--compile 'some': it is a number of candidates, or all"),
+        ({"json": "plan.txt"}, "--json 'plan.txt': the file's name must end in .json"),
+        ({"batch": ["x"]}, "--batch 'x': write NAME=DTYPE[SHAPE]"),
+        ({"topology": "pod"}, "topology='pod' is no topology"),
+        ({}, "There is no script 'none.py'"),
+    ],
+)
+def test_options_that_cannot_be_used(
+    capsys: pytest.CaptureFixture[str], changed: dict, message: str
+) -> None:
+    settings = {
+        "topology": "cpu:8",
+        "fix": [],
+        "batch": [],
+        "compile": "0",
+        "processes": 1,
+        "cache": None,
+        "json": None,
+        "html": None,
+        "script": "none.py",
+        "arguments": [],
+    }
+    assert plan_script(settings | changed) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_is_fixed_is_read_as_numbers_flags_and_words() -> None:
+    found = parse_fix(["tensor=8", "sequence=true", "remat=full"])
+    assert found == {"tensor": 8, "sequence": True, "remat": "full"}
+    with pytest.raises(PlanError, match="write NAME=VALUE"):
+        parse_fix(["tensor"])
