@@ -6,6 +6,7 @@ too, and devices can only be chosen before jax first counts them.
 
 import gc
 import os
+import zlib
 from collections.abc import Iterator
 
 import jax
@@ -35,9 +36,12 @@ share_compiled_programs()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds our own option."""
+    """Adds our own options."""
     parser.addoption(
         "--own-cores", action="store_true", help="a core of its own for each worker"
+    )
+    parser.addoption(
+        "--half", type=int, choices=(0, 1), help="one half of the tests, by their names"
     )
 
 
@@ -68,11 +72,20 @@ def _left_alone() -> Iterator[None]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
     """Gives the tests of a file to one worker, unless they say otherwise.
 
     They share compiled programs, which each worker would else compile for itself.
     """
+    half = config.getoption("half")
+    if half is not None:
+        halves: tuple[list[pytest.Item], ...] = ([], [])
+        for item in items:
+            halves[zlib.crc32(item.nodeid.encode()) % 2].append(item)
+        items[:] = halves[half]
+        config.hook.pytest_deselected(items=halves[1 - half])
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.name))

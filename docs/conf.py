@@ -45,6 +45,7 @@ extensions = [
     "sphinx_copybutton",
     "frame",
     "pages",
+    "run_tutorials",
 ]
 exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
 html_theme = "sphinx_book_theme"

@@ -1,6 +1,6 @@
 """A Sphinx extension: what frames the pages.
 
-Descriptions for search engines, tutorials to download, and which of them runs now.
+Descriptions for search engines, and tutorials to download.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ import dataclasses
 import html
 import re
 import shutil
-import sys
-import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -56,29 +54,6 @@ def read_tutorial(text: str) -> NotebookNode:
     notebook = jupytext.reads(text, fmt="py:percent")
     notebook.metadata["language_info"] = {"name": "python", "pygments_lexer": "python3"}
     return notebook
-
-
-class Progress:
-    """Says which tutorial runs, and how long it took."""
-
-    def __init__(self) -> None:
-        self._started = 0.0
-
-    def begin(self, app: Sphinx, page: str, source: list[str]) -> None:
-        """A page is about to be read, and with it run."""
-        if _runs(app, page):
-            self._started = time.monotonic()
-            print(f"{page} ... ", end="", file=sys.stderr, flush=True)  # noqa: T201
-
-    def end(self, app: Sphinx, document: nodes.document) -> None:
-        """A page was read."""
-        if _runs(app, app.env.docname):
-            took = time.monotonic() - self._started
-            print(f"{took:.0f} s", file=sys.stderr, flush=True)  # noqa: T201
-
-
-def _runs(app: Sphinx, page: str) -> bool:
-    return page.startswith("tutorials/") and app.config.nb_execution_mode != "off"
 
 
 def describe_page(
@@ -191,15 +166,11 @@ def describe_pictures(app: Sphinx, document: nodes.document, page: str) -> None:
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Connects everything."""
-    progress = Progress()
-    app.connect("source-read", progress.begin)
     app.connect("source-read", summarize)
-    app.connect("doctree-read", progress.end)
     app.connect("doctree-resolved", fill_runtimes)
     app.connect("doctree-resolved", call_attributes_so)
     app.connect("doctree-resolved", describe_pictures)
     app.connect("autodoc-process-signature", sign_modules)
     app.connect("html-page-context", describe_page)
     app.connect("html-page-context", link_tutorials, priority=900)  # after the theme
-    # Progress is said in order.
-    return {"parallel_read_safe": False}
+    return {"parallel_read_safe": True}

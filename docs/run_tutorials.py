@@ -1,0 +1,66 @@
+"""A Sphinx extension: runs the tutorials two at a time, before their pages are read.
+
+MyST-NB then finds their outputs in the cache; itself it runs one after the other.
+"""
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import frame
+from jupyter_cache import get_cache
+from jupyter_cache.base import CacheBundleIn, JupyterCacheAbstract
+from jupyter_cache.executors.utils import ExecutionResult, single_nb_execution
+from sphinx.application import Sphinx
+from sphinx.errors import ExtensionError
+
+NUM_AT_A_TIME = 2
+
+
+def run_tutorials(app: Sphinx) -> None:
+    """Runs those whose outputs are not kept, says how long each took, keeps them."""
+    if app.config.nb_execution_mode != "cache":
+        return
+    cache = get_cache(app.config.nb_execution_cache_path)
+    tutorials = sorted((frame.DOCS / "tutorials").glob("*.py"))
+    new = [file for file in tutorials if not _is_kept(cache, file)]
+    run = partial(_run, timeout=app.config.nb_execution_timeout)
+    with ThreadPoolExecutor(NUM_AT_A_TIME) as pool:
+        # A cache is one thread's.
+        for file, result in zip(new, pool.map(run, new), strict=True):
+            if result.err is not None:
+                raise ExtensionError(f"{file.name} failed:\n{result.exc_string}")
+            bundle = CacheBundleIn(
+                result.nb, str(file), data={"execution_seconds": result.time}
+            )
+            cache.cache_notebook_bundle(bundle, check_validity=False, overwrite=True)
+
+
+def _is_kept(cache: JupyterCacheAbstract, file: Path) -> bool:
+    try:
+        cache.match_cache_notebook(frame.read_tutorial(file.read_text()))
+    except KeyError:
+        return False
+    return True
+
+
+def _run(file: Path, timeout: int) -> ExecutionResult:
+    """As MyST-NB does, in an empty directory."""
+    with TemporaryDirectory() as directory:
+        result = single_nb_execution(
+            frame.read_tutorial(file.read_text()),
+            cwd=directory,
+            timeout=timeout,
+            allow_errors=False,
+        )
+    ran = f"tutorials/{file.stem} ran in {result.time:.0f} s"
+    print(ran, file=sys.stderr, flush=True)  # noqa: T201
+    return result
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Runs them first."""
+    app.connect("builder-inited", run_tutorials)
+    return {"parallel_read_safe": True}
