@@ -140,7 +140,7 @@ def of_optax(config: GPTConfig) -> tuple[Any, Any]:
     )
 
 
-MAIN = ("dp", "fsdp", "tp_fsdp", "pipeline_fsdp", "context_fsdp", "expert_fsdp")
+MAIN = ("fsdp", "pipeline_fsdp", "expert_tp_fsdp")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -86,6 +87,19 @@ def host_leaves(state: Any) -> list[jax.Array]:
     ]
 
 
+def assert_close(one: np.ndarray, other: np.ndarray) -> None:
+    """Close in float32; of bfloat16, which is rounded from that, a last bit here and there.
+
+    Where float32 lies between two numbers of bfloat16, its own last bit decides.
+    """
+    if one.dtype != jnp.bfloat16:
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+        return
+    apart = np.abs(one.view(np.int16).astype(int) - other.view(np.int16).astype(int))
+    assert apart.max(initial=0) <= 1
+    assert (apart > 0).sum() <= max(1, one.size // 500)
+
+
 CASES: dict[str, tuple[Strategy, Any, dict]] = {
     "fsdp": (FSDP(8, min_size=0), ADAMW, {}),
     # Its update needs one number from all gradients first.
@@ -125,7 +139,13 @@ CASES: dict[str, tuple[Strategy, Any, dict]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+MAIN = ("fsdp", "clipped", "muon", "bfloat16", "pipeline")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=() if c in MAIN else pytest.mark.deep) for c in CASES],
+)
 def test_a_run_with_its_optimizer_on_the_host_is_the_same(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,8 +166,7 @@ def test_a_run_with_its_optimizer_on_the_host_is_the_same(
     np.testing.assert_allclose(*lost, rtol=1e-2)
     state = offloaded.state
     pairs = [(s.params, s.opt_state) for s in (plain.state, state)]
-    is_close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-    jax.tree.map(is_close, *jax.device_get(pairs))
+    jax.tree.map(assert_close, *jax.device_get(pairs))
     # Adam has two arrays for each of 4 parameters, Muon one for the two kernels.
     expected = 6 if case == "muon" else 8
     assert len(host_leaves(state)) == len(host_leaves(state.opt_state)) == expected

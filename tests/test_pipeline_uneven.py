@@ -185,7 +185,7 @@ def make_tokens() -> Any:
 @pytest.mark.parametrize(
     "strategy",
     [
-        Pipeline(2, OneFOneB()),
+        pytest.param(Pipeline(2, OneFOneB()), marks=pytest.mark.deep),
         pytest.param(Pipeline(2, ZeroBubble()), marks=pytest.mark.deep),
         pytest.param(Pipeline(2, stack="dense_blocks"), marks=pytest.mark.slow),
         pytest.param(

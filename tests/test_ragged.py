@@ -89,17 +89,18 @@ def test_it_is_one_device(name, skew, monkeypatch):
     sizes = [n or 1 for n in strategy.axis_sizes.values()]
     layout = strategy.layout(strategy.make_mesh(jax.devices()[: np.prod(sizes)]))
 
-    def run(params: Any, x: jax.Array) -> Any:
-        return jax.value_and_grad(partial(loss, graphdef, rest), (0, 1))(params, x)
+    # Biases are an argument, so that the skews share their programs.
+    def run(rest: Any, params: Any, x: jax.Array) -> Any:
+        return jax.value_and_grad(partial(loss, graphdef), (1, 2))(rest, params, x)
 
-    def split(params: Any, x: jax.Array) -> Any:
+    def split(rest: Any, params: Any, x: jax.Array) -> Any:
         with using(layout):
-            return run(params, x)
+            return run(rest, params, x)
 
     with compiling(optimized=False):
-        expected = jax.jit(run)(params, x)
-        found = jax.jit(split)(params, x)
-    assert "ppermute" not in (text := str(jax.make_jaxpr(split)(params, x)))
+        expected = jax.jit(run)(rest, params, x)
+        found = jax.jit(split)(rest, params, x)
+    assert "ppermute" not in (text := str(jax.make_jaxpr(split)(rest, params, x)))
     assert "all_to_all" in text
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
     for ours, theirs in zip(found[1], expected[1], strict=True):
