@@ -1,0 +1,151 @@
+"""Which collectives of a scheduled program run while a product does.
+
+A scheduled program is printed in the order in which it runs. What lies between the
+start of a collective and its end runs meanwhile. Where a collective starts depends on
+who runs it. A `-start` that has operands sends them at once; that of a SparseCore has
+none, and sends when an `-update` hands it the data. A TensorCore that sends and
+multiplies at once has the steps of a collective in several fusions.
+"""
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from nnx_parallel.audit.flops import count_flops
+from nnx_parallel.audit.hlo import Computation, Instruction, Module
+
+# Kernels that compute, whether they state their FLOPs or not.
+_KERNELS = re.compile(r"tpu_custom_call|mosaic|triton|__cudnn|__cublas|__onednn")
+# By these the value of an asynchronous fusion comes to the next of its steps.
+_PASSES_ON = {"get-tuple-element", "bitcast", "fusion", "tuple", "copy"}
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Answers for the instructions of one scheduled program."""
+
+    module: Module
+    _products: dict[str, list[int]] = field(default_factory=dict)
+    _has_product: dict[str, bool] = field(default_factory=dict)
+
+    def is_hidden(self, computation: Computation, instruction: Instruction) -> bool:
+        """True if a product runs between a collective's start and its end.
+
+        Args:
+            computation: Where the instruction is.
+            instruction: The collective, or the fusion or start that it is in.
+        """
+        order = list(computation.instructions)
+        at = order.index(instruction.name)
+        if instruction.opcode.endswith("-start"):
+            first, last = self._between(computation, instruction, at)
+        elif self.starts_fusion(instruction):
+            # The first and the last of its fusions may multiply themselves.
+            first, last = at, self._end_of_fusions(computation, instruction, at) + 1
+        else:
+            return False
+        products = self._products_of(computation)
+        found = bisect_left(products, first)
+        return found < len(products) and products[found] < last
+
+    def starts_fusion(self, instruction: Instruction) -> bool:
+        """True for the first of the fusions over which a collective is spread."""
+        return "AsyncCollectiveStart" in self._roles(instruction)
+
+    def _roles(self, instruction: Instruction) -> set[str]:
+        if instruction.opcode != "fusion":
+            return set()
+        inner = self.module.computations[instruction.called or ""].instructions
+        return {
+            each.attribute("custom_call_target") or ""
+            for each in inner.values()
+            if each.opcode == "custom-call"
+        }
+
+    def _between(
+        self, computation: Computation, start: Instruction, at: int
+    ) -> tuple[int, int]:
+        """The positions from which on it sends, and where it is awaited."""
+        order = list(computation.instructions.values())
+        done = f"{start.opcode.removesuffix('-start')}-done"
+        names, first = {start.name}, at + 1 if any(start.operands) else len(order)
+        for position, each in enumerate(order[at + 1 :], at + 1):
+            if names.isdisjoint(each.operands):
+                continue
+            if each.opcode == done:
+                return first, position
+            if each.opcode.endswith("-update"):
+                names.add(each.name)
+                first = min(first, position + 1)
+        return first, len(order)
+
+    def _end_of_fusions(
+        self, computation: Computation, start: Instruction, at: int
+    ) -> int:
+        """The position of the last fusion that has a step of it."""
+        names, last = {start.name}, at
+        for position, each in enumerate(computation.instructions.values()):
+            if position <= at or names.isdisjoint(each.operands):
+                continue
+            if "AsyncCollectiveDone" in {
+                *self._roles(each),
+                each.attribute("custom_call_target"),
+            }:
+                return position
+            if each.opcode in _PASSES_ON:
+                names.add(each.name)
+                # What only reads the result of the last step is none of its own.
+                last = position if self._continues(each) else last
+        return last
+
+    def _continues(self, instruction: Instruction) -> bool:
+        if instruction.opcode != "fusion":
+            return False
+        inner = self.module.computations[instruction.called or ""].instructions
+        return any("async_collective_fusion" in x.attributes for x in inner.values())
+
+    def _products_of(self, computation: Computation) -> list[int]:
+        """Positions of the instructions that multiply, in order."""
+        if computation.name not in self._products:
+            self._products[computation.name] = [
+                position
+                for position, each in enumerate(computation.instructions.values())
+                if self._multiplies(computation, each)
+            ]
+        return self._products[computation.name]
+
+    def _multiplies(self, computation: Computation, instruction: Instruction) -> bool:
+        if count_flops(computation, instruction):
+            return True
+        if instruction.opcode == "custom-call":
+            target = instruction.attribute("custom_call_target") or ""
+            return bool(_KERNELS.search(target))
+        return not is_spare(instruction) and any(
+            self._multiplies_inside(name) for name in _called(instruction)
+        )
+
+    def _multiplies_inside(self, name: str) -> bool:
+        if name not in self._has_product:
+            computation = self.module.computations[name]
+            self._has_product[name] = any(
+                self._multiplies(computation, each)
+                for each in computation.instructions.values()
+            )
+        return self._has_product[name]
+
+
+def is_spare(instruction: Instruction) -> bool:
+    """True for the further rounds of experts, which balanced tokens do not need."""
+    return instruction.source.endswith("more_rounds/while")
+
+
+def _called(instruction: Instruction) -> Iterator[str]:
+    """Computations that run where an instruction stands."""
+    match instruction.opcode:
+        case "while":
+            yield instruction.attribute("body") or ""
+        case "fusion" | "call":
+            yield instruction.called or ""
+        case "conditional":
+            yield from instruction.branches  # one that is not always taken too
