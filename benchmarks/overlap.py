@@ -23,7 +23,8 @@ from flax import nnx
 
 from benchmarks.timing import Table
 from nnx_parallel import FSDP, Precision, Strategy, TensorParallel
-from nnx_parallel.audit.transfers import compile_with_text, read_transfers
+from nnx_parallel.audit import audit
+from nnx_parallel.audit.transfers import compile_with_text
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.state import plan_state
@@ -130,13 +131,13 @@ def compile_and_read(strategy: Strategy, config: GPTConfig) -> dict[str, float]:
     shape = (ROWS, config.seq_len + 1)
     tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=rows)
     compiled, text = compile_with_text(step.lower(plan.abstract, {"tokens": tokens}))
-    transfers = read_transfers(text)
-    sums = [each for each in transfers if each.kind in SUMS]
+    sent = audit(text).collectives
+    sums = [each for each in sent if each.kind in SUMS]
     return {
-        "sent": sum(each.bytes for each in transfers),
-        "exposed": sum(each.bytes for each in transfers if not each.is_hidden),
-        "summed": sum(each.bytes for each in sums),
-        "summed, exposed": sum(each.bytes for each in sums if not each.is_hidden),
+        "sent": sum(each.sent_bytes for each in sent),
+        "exposed": sum(each.sent_bytes for each in sent if not each.is_hidden),
+        "summed": sum(each.sent_bytes for each in sums),
+        "summed, exposed": sum(x.sent_bytes for x in sums if not x.is_hidden),
         "temporaries": compiled.memory_analysis().temp_size_in_bytes,
     }
 

@@ -269,6 +269,8 @@ def test_table_sums_what_is_alike():
         "49.15",
         "kB",
         "4",
+        "-",  # axes: no mesh
+        "no",
     ]
 
 

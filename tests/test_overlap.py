@@ -6,7 +6,7 @@ Nothing runs: the step is compiled for chips that are not there, in a child proc
 import pytest
 
 from benchmarks.overlap import CONFIG, CompilerMissingError, schedule_of
-from nnx_parallel.audit.transfers import read_transfers
+from nnx_parallel.audit import audit
 
 SCHEDULED = """
 HloModule m, is_scheduled=true, num_partitions=4
@@ -31,7 +31,8 @@ ENTRY %main (x: f32[8,8]) -> f32[8,8] {
 
 
 def test_a_transfer_is_hidden_if_a_product_runs_before_it_is_awaited():
-    found = [(t.kind, t.bytes, t.is_hidden) for t in read_transfers(SCHEDULED)]
+    sent = audit(SCHEDULED).collectives
+    found = [(each.kind, each.sent_bytes, each.is_hidden) for each in sent]
     shard = 8 * 8 * 4
     assert found == [
         ("collective-permute", shard, True),

@@ -313,7 +313,8 @@ def parse(text: str) -> Module:
             "reads optimised HLO: pass `jax.jit(f).lower(...).compile()` or the "
             "`as_text()` of that, not the text of a lowered or traced function."
         )
-    header = text[: text.find("\n")]  # `HloModule jit_step, ..., num_partitions=8, ...`
+    found = re.search(r"^HloModule .*", text, re.MULTILINE)
+    header = found[0] if found else ""  # `HloModule jit_step, ..., num_partitions=8`
     sizes = re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)
     num_devices = math.prod(map(int, sizes))
     return Module(

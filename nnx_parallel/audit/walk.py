@@ -15,7 +15,7 @@ from nnx_parallel.audit.hlo import (
     KnownValue,
     Module,
 )
-from nnx_parallel.audit.overlap import Overlap
+from nnx_parallel.audit.transfers import Overlap
 
 _TARGET = "custom_call_target"
 _FUSION_START = "AsyncCollectiveStart"
@@ -201,6 +201,7 @@ class Walk:
             groups=None,
             source=f"{name}: {instruction.source or instruction.name}",
             asynchronous=instruction.opcode.endswith("-start"),
+            is_hidden=False if self.module.is_scheduled else None,
         )
 
     def _custom_call(self, instruction: Instruction) -> Cost:

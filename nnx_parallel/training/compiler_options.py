@@ -140,8 +140,8 @@ def check_compiler_options(options: Mapping[str, Any] | None) -> None:
     """Refuses what can be no option of a compiler, before one is asked."""
     for name, value in (options or {}).items():
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z]\w*", name):
-            bare = re.match(r"-*(\w+)", str(name))
-            example = f": {bare[1]!r}" if bare and bare[1] != name else ""
+            bare = re.match(r"-*([A-Za-z]\w*)", str(name))
+            example = f": {bare[1]!r}" if bare else ""
             raise ValueError(
                 f"compiler_options has the name {name!r}. It must be the name of an "
                 f"option of XLA, without dashes and without its value{example}."
