@@ -255,8 +255,8 @@ def test_the_package_is_small() -> None:
     # their strategy, what a step ends with, how rows reach them and in what rounds;
     # FLOPs of single instructions; layers that stages share unevenly; Muon, and whole
     # matrices' ways; state that waits on the host, and its update; a plan, from
-    # hardware to its page, and the transfers of a scheduled program; the walk that adds up
-    # a program, and the options of its compiler.
+    # hardware to its page, and the transfers of a scheduled program; the walk
+    # that adds up a program, and the options of its compiler.
     assert len(files) <= 144
     # What a compiled step does not see, or Flax does not look into, is named; so are
     # splits of activations without effect, and more mistakes, those of a first script

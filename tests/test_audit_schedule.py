@@ -232,7 +232,8 @@ def test_a_report_names_the_axes_and_is_plain_json():
     assert found["hidden_share"] == 0.0
     assert found["sent_bytes"] == 8 * 8 * 4 * 3 / 4
     assert found["collectives"][0]["axes"] == ["fsdp"]
-    assert "<th>hidden</th>" in report._repr_html_()
+    html = report._repr_html_()  # pyright: ignore[reportPrivateUsage]
+    assert "<th>hidden</th>" in html
 
 
 def test_the_axes_of_a_text_are_those_of_the_mesh_that_is_given():

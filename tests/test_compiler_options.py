@@ -14,7 +14,6 @@ from flax import nnx
 from nnx_parallel import FSDP, Logger, Trainer, compiler_options
 from nnx_parallel.errors import ParallelWarning
 from nnx_parallel.training.compiler_options import TABLE, accepted_options
-from nnx_parallel.training.step import StepOptions, make_train_step
 from tests.tpus import numbers_from
 
 HIDES = "xla_gpu_enable_latency_hiding_scheduler"
@@ -87,11 +86,11 @@ def squares(model: Any, batch: Any) -> Any:
     return (model(batch) ** 2).mean()
 
 
-def make_trainer(**options: Any) -> Trainer:
+def make_trainer(loss: Any = squares, **options: Any) -> Trainer:
     return Trainer(
         lambda rngs: nnx.Linear(4, 4, rngs=rngs),
         optax.sgd(0.1),
-        squares,
+        loss,
         strategy=FSDP(),
         **options,
     )
@@ -143,11 +142,9 @@ def test_an_error_of_the_step_is_its_own():
     def bad(model: Any, batch: Any) -> Any:
         raise ValueError("of the loss")
 
-    trainer = make_trainer(loggers=(), compiler_options={FAST: True})
-    plan = trainer._programs.plan
-    step = make_train_step(plan, bad, StepOptions(compiler_options={FAST: True}))
+    trainer = make_trainer(bad, loggers=(), compiler_options={FAST: True})
     with pytest.raises(ValueError, match="of the loss"):
-        step(trainer.state, trainer.shard_batch(X))
+        trainer.train_step(trainer.state, trainer.shard_batch(X))
 
 
 def test_without_any_the_step_is_that_of_jit():

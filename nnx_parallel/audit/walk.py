@@ -171,9 +171,9 @@ class Walk:
                 return self._loop(instruction, operands[0])
             case "conditional":
                 return self._conditional(instruction, operands[1:])
-        if instruction.called not in self.module.computations:
+        if (called := instruction.called or "") not in self.module.computations:
             return None  # and unread
-        cost = self.computation(instruction.called, operands)
+        cost = self.computation(called, operands)
         return self._placed(cost, computation, instruction)
 
     def _is_readable(self, computation: Computation, instruction: Instruction) -> bool:
@@ -207,8 +207,8 @@ class Walk:
     def _custom_call(self, instruction: Instruction) -> Cost:
         target = instruction.attribute(_TARGET) or ""
         # What SparseCore runs, as a compiler's own dump writes it: called in turn.
-        if instruction.called in self.module.computations:
-            cost = self.computation(instruction.called, ())
+        if (called := instruction.called or "") in self.module.computations:
+            cost = self.computation(called, ())
             if cost.collectives or cost.unread:
                 return cost
         return Cost(custom_calls=Counter({target} - _BOOKKEEPING))
