@@ -27,17 +27,15 @@ def mesh_of(platform: str, kind: str, count: int = 4) -> Any:
     return SimpleNamespace(size=count, devices=np.array([device] * count))
 
 
-@pytest.mark.parametrize(
-    "kind", ["TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e", "TPU7x", "TPU v7x"]
-)
+@pytest.mark.parametrize("kind", ["TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e"])
 def test_tpus_whose_sparse_cores_send_have_them_send(kind: str):
     found = compiler_options(mesh_of("tpu", kind))
     assert found[GATHERS] is True
     assert HIDES not in found
 
 
-@pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5e", "TPU v3"])
-def test_tpus_without_them_have_none(kind: str):
+@pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5e", "TPU7x"])
+def test_tpus_without_them_or_with_them_by_default_have_none(kind: str):
     assert compiler_options(mesh_of("tpu", kind)) == {}
 
 
@@ -166,8 +164,6 @@ for name in sys.argv[1:]:
 
 @pytest.mark.slow
 def test_libtpu_takes_all_options_of_its_generations():
-    found = numbers_from("import warnings; warnings.simplefilter('ignore')\n" + TPU)
-    assert found == []
     of_tpus = sum("gpu" not in each.kinds for each in TABLE)
     numbers = numbers_from(
         "import warnings; warnings.simplefilter('ignore')\n" + TPU,

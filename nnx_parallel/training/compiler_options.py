@@ -49,8 +49,9 @@ class CompilerOption:
     source: str
 
 
-# v5p, v6e and v7x have SparseCores that send; v5e has none, and those of v4 do not.
-_SPARSE_CORES = ("TPU v5p", "TPU v5", "TPU v6", "TPU7x", "TPU v7")
+# Of v5p and v6e. v7x has these on by default (its program is the same with and without
+# them), v5e has no SparseCores, and for v4 nothing was measured.
+_SPARSE_CORES = ("TPU v5", "TPU v6")
 _NONE = ("TPU v5 lite", "TPU v5e")
 _MEASURED = "docs/benchmarks.md, Compiler options; MaxText's xla_flags_library.py"
 _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_"
