@@ -57,7 +57,8 @@ def test_nine_tenths_of_what_tensor_parallelism_sends_is_hidden(mode: str):
 def test_most_of_what_a_prefetching_fsdp_gathers_is_hidden():
     """Two thirds are, where SparseCores send nothing; without prefetch nothing is.
 
-    A device holds one more layer. Backward, the scheduler packs some of the hops behind the last product.
+    A device holds one more layer. Backward, the scheduler packs some of the hops behind
+    the last product.
     """
     pytest.importorskip("libtpu")
     try:
