@@ -28,6 +28,7 @@ ReplicaGroups = tuple[tuple[int, ...], ...]
 # XLA writes the groups of a collective in three notations.
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\]([^{]*)\{([^}]*)\}")
+_DEVICE_IDS = re.compile(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)")
 _LISTED = re.compile(r"(?:replica_groups|target_pairs)=(\{(?:\{[\d,]*\},?\s?)*\})")
 _ASYNC_FUSION = '"async_collective_fusion_config"'
 
@@ -190,12 +191,18 @@ def _mesh_groups(
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
     axes = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", names)
     group_size = math.prod(int(size) if size else sizes[name] for name, _, size in axes)
-    # An explicit order of devices, or a part of an axis, gives the size alone.
-    if devices.strip() or any(size for _, _, size in axes):
+    # `device_ids=([2,4]T(1,0))`: counted in shape (2, 4), transposed.
+    order = _DEVICE_IDS.search(devices)
+    # A list of devices, or a part of an axis, gives the size alone.
+    if (devices.strip(", ") and not order) or any(size for _, _, size in axes):
         return group_size, None
     inner = [list(sizes).index(name) for name, _, _ in axes]
     outer = [dim for dim in range(len(sizes)) if dim not in inner]
-    ids = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
+    ids = np.arange(math.prod(sizes.values()))
+    if order:
+        dims, transposed = map(_ints, order.groups(""))
+        ids = ids.reshape(dims).transpose(transposed or range(len(dims)))
+    ids = ids.reshape(*sizes.values())
     # (*outer, *inner) -> (groups, devices of a group)
     return group_size, _rows(ids.transpose(outer + inner), group_size)
 
