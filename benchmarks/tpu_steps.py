@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,9 @@ def figures_of(benchmark: str, name: str) -> dict[str, float]:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def compile_step(case: Case) -> tuple[str, dict[str, float]]:
+def compile_step(
+    case: Case, compiler_options: Mapping[str, Any] | None = None
+) -> tuple[str, dict[str, float]]:
     """The text of a step for abstract TPUs, and its bytes and seconds.
 
     AdamW, parameters in float32 and products in bfloat16.
@@ -81,7 +83,9 @@ def compile_step(case: Case) -> tuple[str, dict[str, float]]:
     model = abstract_model(lambda rngs: GPT(config, rngs=rngs), nnx.Rngs(0))
     precision = Precision.mixed_bfloat16()
     plan = plan_state(model, layout, optax.adamw(1e-3), precision=precision)
-    step: Any = make_train_step(plan, next_token_loss, StepOptions())
+    step: Any = make_train_step(
+        plan, next_token_loss, StepOptions(compiler_options=compiler_options)
+    )
     rows = layout.sharding(layout.batch_spec(case.rows))
     shape = (case.rows, config.seq_len + 1)
     tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=rows)
