@@ -1,14 +1,37 @@
 """Rows that go to the devices of their experts, and come back.
 
 Who sends what to whom follows from one table, the rows of each device for each expert.
+A device's tokens go in chunks: while the rows of one travel, the experts multiply those
+of another.
 """
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+
+from nnx_parallel.layers.dispatch import (
+    ExpertMLPs,
+    Kernels,
+    Order,
+    Routed,
+    TokenAxes,
+    around,
+    collect,
+    combine,
+    dispatch,
+    products,
+    sort_by_expert,
+)
+from nnx_parallel.layers.rounds import round_rows, sum_rounds
+
+NUM_CHUNKS = 2
+BARRIER = True
 
 
 class Moves(NamedTuple):
@@ -109,3 +132,134 @@ _move.defvjp(
     lambda axis, sizes, rows, *moves: (_move(axis, sizes, rows, *moves), moves[::-1]),
     _move_backward,
 )
+
+
+def ragged(experts: ExpertMLPs, axes: TokenAxes, routed: Routed) -> Array:
+    """Outputs of tokens, each row of which goes to its expert and comes back.
+
+    Not on CPUs, for which `jax.lax.ragged_all_to_all` is not implemented. A device has
+    room for a few more rows than it sends; further ones come in further rounds, and no
+    row is ever dropped.
+    """
+    run = partial(_in_chunks, experts, axes.expert[0])
+    return around(run, axes, axes.mlp, routed)
+
+
+class _Routes(NamedTuple):
+    """Where the rows of each chunk go.
+
+    Attributes:
+        order: Of a chunk's rows, each array with a leading dim of chunks.
+        counts: int ``(chunks, devices, experts)``, the rows of each device for each
+            expert.
+        further: int ``(chunks,)``, rounds after the first.
+    """
+
+    order: Order
+    counts: Array
+    further: Array
+
+
+_Operands = tuple[Array, Array, Kernels]
+"""Tokens ``(chunks, tokens, embed)``, weights ``(chunks, tokens, top_k)``, kernels."""
+
+
+def _in_chunks(experts: ExpertMLPs, axis: str, routed: Routed) -> Array:
+    size, num_tokens = jax.lax.axis_size(axis), math.prod(routed.x.shape[:2])
+    num_chunks = math.gcd(NUM_CHUNKS, num_tokens)
+    # (chunks, tokens of a chunk, ...)
+    tokens, chosen, weights = (
+        a.reshape(num_chunks, -1, a.shape[-1]) for a in routed.flat()
+    )
+    num_choices, num_experts = chosen[0].size, experts.count * size
+    order = jax.vmap(lambda c: sort_by_expert(c, num_experts, num_choices))(chosen)
+    counts = jax.lax.all_gather(order.sizes, axis, axis=1)
+    most = size * tokens.shape[1] * min(chosen.shape[2], experts.count)
+    num_rows = round_rows(num_choices, most)
+    received = jnp.sum(counts.reshape(num_chunks, size, size, -1), axis=(1, 3))
+    # Equal on all devices of the axis, which take part in each exchange.
+    further = jnp.maximum(-(-jnp.max(received, axis=1) // num_rows) - 1, 0)
+    exchange = _Exchange(activate=experts.activate, num_rows=num_rows, axis=axis)
+    y = sum_rounds(
+        exchange.chunks,
+        exchange.further_round,
+        jnp.sum(further) if most > num_rows else None,
+        _Routes(order, counts, further),
+        (tokens, weights, experts.kernels),
+    )
+    return y.reshape(routed.x.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Exchange:
+    """Rounds in which rows meet their experts."""
+
+    activate: Callable[[Array], Array]
+    num_rows: int
+    axis: str
+
+    def chunks(self, routes: _Routes, operands: _Operands) -> Array:
+        """Outputs of all chunks, the first round of each."""
+        rounds = [self._round(i, 0, routes, operands) for i in range(len(operands[0]))]
+        came, outs = rounds[0].send(), []
+        for this, following in zip(rounds, [*rounds[1:], None], strict=True):
+            coming = [] if following is None else following.send()
+            rows = this.multiply(came)
+            if BARRIER:
+                rows, coming = jax.lax.optimization_barrier((rows, coming))
+            came = coming
+            outs.append(this.send_back(rows))
+        return jnp.stack(outs)
+
+    def further_round(
+        self, index: Array, routes: _Routes, operands: _Operands
+    ) -> Array:
+        """Outputs of one chunk, which had more rows than there was room for."""
+        ends = jnp.cumsum(routes.further)
+        chunk = jnp.sum(index >= ends)
+        number = index - (ends - routes.further)[chunk] + 1
+        this = self._round(chunk, number * self.num_rows, routes, operands)
+        y = this.send_back(this.multiply(this.send()))
+        zeros = jnp.zeros_like(operands[0])
+        return jax.lax.dynamic_update_index_in_dim(zeros, y, chunk, 0)
+
+    def _round(
+        self,
+        chunk: int | Array,
+        first: int | Array,
+        routes: _Routes,
+        operands: _Operands,
+    ) -> "_Round":
+        """Of a chunk, the rows that each receiver has at ``first`` and after."""
+        tokens, weights, kernels = operands
+        experts = ExpertMLPs(kernels=kernels, activate=self.activate)
+        order, counts, own, weight = jax.tree.map(
+            lambda x: x[chunk], (routes.order, routes.counts, tokens, weights)
+        )
+        here = jax.lax.axis_index(self.axis)
+        plan = RowExchange.plan(counts, here, experts.count, first, self.num_rows)
+        return _Round(experts, self.axis, plan, order, own, weight)
+
+
+class _Round(NamedTuple):
+    """Rows of one chunk of tokens, as many as there is room for."""
+
+    experts: ExpertMLPs
+    axis: str
+    plan: RowExchange
+    order: Order
+    tokens: Array
+    weights: Array
+
+    def send(self) -> Array:
+        return self.plan.send(dispatch(self.tokens, self.order), self.axis)
+
+    def multiply(self, rows: Array) -> Array:
+        # From the order of senders to that of experts, and back.
+        expert = self.plan.expert
+        inner = sort_by_expert(expert[:, None], self.experts.count, len(expert))
+        return collect(products(self.experts, dispatch(rows, inner), inner), inner)
+
+    def send_back(self, rows: Array) -> Array:
+        rows = self.plan.send_back(rows, self.weights.size, self.axis)
+        return combine(rows, self.weights, self.order)

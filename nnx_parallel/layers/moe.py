@@ -29,9 +29,9 @@ from nnx_parallel.layers.dispatch import (
     Routed,
     TokenAxes,
     gathered,
-    ragged,
     sort_by_expert,
 )
+from nnx_parallel.layers.exchange import ragged
 from nnx_parallel.layers.experts import Experts, is_equal, normalised
 from nnx_parallel.sharding.constrain import activation_spec, active_layout, constrain
 from nnx_parallel.sharding.layout import Layout
