@@ -125,10 +125,10 @@ class _Schedule:
         return False
 
     def _has_matmul(self, computation: Computation, instruction: Instruction) -> bool:
+        if _is_spare(instruction) or _is_running_sum(instruction):
+            return False
         if count_flops(computation, instruction):
             return True
-        if _is_spare(instruction):
-            return False
         called = {
             "while": (instruction.attribute("body"),),
             "fusion": (instruction.called,),
@@ -146,6 +146,11 @@ class _Schedule:
 def _is_spare(instruction: Instruction) -> bool:
     """True for the further rounds of experts, which balanced tokens do not need."""
     return instruction.source.endswith("more_rounds/while")
+
+
+def _is_running_sum(instruction: Instruction) -> bool:
+    """True for a `cumsum`, which the compiler for TPUs writes as a convolution."""
+    return instruction.source.endswith("reduce_window_sum")
 
 
 def sent_bytes(collective: Collective) -> float:

@@ -31,7 +31,11 @@ from nnx_parallel.layers.dispatch import (
 from nnx_parallel.layers.rounds import round_rows, sum_rounds
 
 NUM_CHUNKS = 2
-BARRIER = True
+"""Parts of a device's tokens that travel by themselves.
+
+Each further part hides more of the exchanges and adds tiles of grouped products that
+are not full: of 128 rows, one for each further expert of a device.
+"""
 
 
 class Moves(NamedTuple):
@@ -111,6 +115,27 @@ class RowExchange(NamedTuple):
         """The inverse of `send`; rows that it did not send are zero."""
         return _move(axis, (len(rows), num_rows), rows, self.back, self.there)
 
+    def numbers(self, of_rows: Array, axis: str) -> Array:
+        """`send` of one number a row: ``(received rows,)``."""
+        return _pick(of_rows, self.back, len(self.expert), axis)
+
+    def numbers_back(self, of_rows: Array, num_rows: int, axis: str) -> Array:
+        """The inverse of `numbers`."""
+        return _pick(of_rows, self.there, num_rows, axis)
+
+
+def _pick(numbers: Array, own: Moves, length: int, axis: str) -> Array:
+    """Of the rows of all devices one number each: those of the rows that are here.
+
+    An exchange of rows of one number would send 128, which TPUs pad them to.
+    """
+    table = jax.lax.all_gather(numbers, axis)  # (devices, rows there)
+    first = jnp.arange(len(table)) * len(numbers) + own.places
+    offset = jnp.arange(length)[:, None] - own.starts  # (rows here, devices)
+    is_in = (offset >= 0) & (offset < own.sizes)
+    place = jnp.sum(jnp.where(is_in, first + offset, 0), axis=1)
+    return jnp.where(jnp.any(is_in, axis=1), table.reshape(-1)[place], 0)
+
 
 # JAX's own gradient exchanges the offsets once more, which both sides know here.
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -134,14 +159,20 @@ _move.defvjp(
 )
 
 
-def ragged(experts: ExpertMLPs, axes: TokenAxes, routed: Routed) -> Array:
+def ragged(
+    experts: ExpertMLPs,
+    axes: TokenAxes,
+    routed: Routed,
+    alongside: Array | None = None,
+) -> Array:
     """Outputs of tokens, each row of which goes to its expert and comes back.
 
     Not on CPUs, for which `jax.lax.ragged_all_to_all` is not implemented. A device has
     room for a few more rows than it sends; further ones come in further rounds, and no
-    row is ever dropped.
+    row is ever dropped. What is computed ``alongside`` is ready before the first
+    products: it can hide the exchange that these wait for.
     """
-    run = partial(_in_chunks, experts, axes.expert[0])
+    run = partial(_in_chunks, experts, axes.expert[0], alongside)
     return around(run, axes, axes.mlp, routed)
 
 
@@ -153,18 +184,22 @@ class _Routes(NamedTuple):
         counts: int ``(chunks, devices, experts)``, the rows of each device for each
             expert.
         further: int ``(chunks,)``, rounds after the first.
+        alongside: Computed before the first products; without a gradient.
     """
 
     order: Order
     counts: Array
     further: Array
+    alongside: Array | None
 
 
 _Operands = tuple[Array, Array, Kernels]
 """Tokens ``(chunks, tokens, embed)``, weights ``(chunks, tokens, top_k)``, kernels."""
 
 
-def _in_chunks(experts: ExpertMLPs, axis: str, routed: Routed) -> Array:
+def _in_chunks(
+    experts: ExpertMLPs, axis: str, alongside: Array | None, routed: Routed
+) -> Array:
     size, num_tokens = jax.lax.axis_size(axis), math.prod(routed.x.shape[:2])
     num_chunks = math.gcd(NUM_CHUNKS, num_tokens)
     # (chunks, tokens of a chunk, ...)
@@ -184,7 +219,7 @@ def _in_chunks(experts: ExpertMLPs, axis: str, routed: Routed) -> Array:
         exchange.chunks,
         exchange.further_round,
         jnp.sum(further) if most > num_rows else None,
-        _Routes(order, counts, further),
+        _Routes(order, counts, further, jax.lax.stop_gradient(alongside)),
         (tokens, weights, experts.kernels),
     )
     return y.reshape(routed.x.shape)
@@ -202,14 +237,27 @@ class _Exchange:
         """Outputs of all chunks, the first round of each."""
         rounds = [self._round(i, 0, routes, operands) for i in range(len(operands[0]))]
         came, outs = rounds[0].send(), []
+        if routes.alongside is not None:
+            came, _ = jax.lax.optimization_barrier((came, routes.alongside))
         for this, following in zip(rounds, [*rounds[1:], None], strict=True):
             coming = [] if following is None else following.send()
-            rows = this.multiply(came)
-            if BARRIER:
-                rows, coming = jax.lax.optimization_barrier((rows, coming))
-            came = coming
-            outs.append(this.send_back(rows))
-        return jnp.stack(outs)
+            # XLA's scheduler for TPUs has one exchange under way at a time. Here each
+            # has the products of one chunk to itself: the next chunk comes during
+            # these, and their results go back during the next ones. Where it could
+            # choose between two, it ran some with no product beside them.
+            rows, came = jax.lax.optimization_barrier((this.multiply(came), coming))
+            outs.append(rows)
+        # Likewise backward, where the last chunk comes first: its gradients come while
+        # its products are computed again, those of others thereafter.
+        last = len(outs) - 1
+        after = [outs[min(i + 1, last)] for i in range(last)] + outs[-2:-1]
+        after = after or [None]
+        return jnp.stack(
+            [
+                this.send_back(rows, wait)
+                for this, rows, wait in zip(rounds, outs, after, strict=True)
+            ]
+        )
 
     def further_round(
         self, index: Array, routes: _Routes, operands: _Operands
@@ -260,6 +308,43 @@ class _Round(NamedTuple):
         inner = sort_by_expert(expert[:, None], self.experts.count, len(expert))
         return collect(products(self.experts, dispatch(rows, inner), inner), inner)
 
-    def send_back(self, rows: Array) -> Array:
-        rows = self.plan.send_back(rows, self.weights.size, self.axis)
-        return combine(rows, self.weights, self.order)
+    def send_back(self, rows: Array, after: Array | None = None) -> Array:
+        return _bring_home(self.axis, rows, self.weights, self.plan, self.order, after)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _bring_home(
+    axis: str,
+    rows: Array,
+    weights: Array,
+    plan: RowExchange,
+    order: Order,
+    after: Array | None,
+) -> Array:
+    """Rows back to the device of their tokens, and there added by weight.
+
+    The gradient is sent ``after`` something else is known.
+    """
+    del after
+    return combine(plan.send_back(rows, weights.size, axis), weights, order)
+
+
+# JAX's own gradient has the rows that came back, for that of the weights. Kept they are
+# as many numbers as all of a layer's rows, and with remat they are sent once more. Here
+# the weights go to the rows instead, one number for each.
+def _bring_home_backward(
+    axis: str, saved: tuple, grad: Array
+) -> tuple[Array, Array, None, None, None]:
+    rows, weights, plan, order, after = saved
+    grad, _ = jax.lax.optimization_barrier((grad, after))
+    came = plan.send(dispatch(grad, order), axis)
+    weight = plan.numbers(weights.reshape(-1)[order.choice], axis)
+    found = jnp.sum(rows.astype(jnp.float32) * came.astype(jnp.float32), axis=-1)
+    found = plan.numbers_back(found, weights.size, axis)
+    drows = (came * weight[:, None]).astype(rows.dtype)
+    return drows, found[order.row].astype(weights.dtype), None, None, None
+
+
+_bring_home.defvjp(
+    lambda axis, *saved: (_bring_home(axis, *saved), saved), _bring_home_backward
+)
