@@ -131,9 +131,9 @@ def _pick(numbers: Array, own: Moves, length: int, axis: str) -> Array:
     """
     table = jax.lax.all_gather(numbers, axis)  # (devices, rows there)
     first = jnp.arange(len(table)) * len(numbers) + own.places
-    offset = jnp.arange(length)[:, None] - own.starts  # (rows here, devices)
-    is_in = (offset >= 0) & (offset < own.sizes)
-    place = jnp.sum(jnp.where(is_in, first + offset, 0), axis=1)
+    offset = jnp.arange(length)[:, None] - own.starts[None]  # (rows here, devices)
+    is_in = (offset >= 0) & (offset < own.sizes[None])
+    place = jnp.sum(jnp.where(is_in, first[None] + offset, 0), axis=1)
     return jnp.where(jnp.any(is_in, axis=1), table.reshape(-1)[place], 0)
 
 
