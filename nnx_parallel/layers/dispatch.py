@@ -43,7 +43,7 @@ class Order(NamedTuple):
         """The token that a row has."""
         return self.choice // self.row.shape[1]
 
-    def part(self, start: Array, num_rows: int) -> "Order":
+    def part(self, start: Array | int, num_rows: int) -> "Order":
         """Those of the rows from ``start`` on."""
         choice = jnp.pad(self.choice, (0, num_rows))
         ends = jnp.clip(jnp.cumsum(self.sizes) - start, 0, num_rows)

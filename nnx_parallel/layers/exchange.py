@@ -248,16 +248,10 @@ class _Exchange:
             rows, came = jax.lax.optimization_barrier((this.multiply(came), coming))
             outs.append(rows)
         # Likewise backward, where the last chunk comes first: its gradients come while
-        # its products are computed again, those of others thereafter.
-        last = len(outs) - 1
-        after = [outs[min(i + 1, last)] for i in range(last)] + outs[-2:-1]
-        after = after or [None]
-        return jnp.stack(
-            [
-                this.send_back(rows, wait)
-                for this, rows, wait in zip(rounds, outs, after, strict=True)
-            ]
-        )
+        # its own products are computed again, and those of the others after these.
+        after = [*outs[1:], outs[-2]] if len(outs) > 1 else [None]
+        parts = zip(rounds, outs, after, strict=True)
+        return jnp.stack([this.send_back(rows, known) for this, rows, known in parts])
 
     def further_round(
         self, index: Array, routes: _Routes, operands: _Operands

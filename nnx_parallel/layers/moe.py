@@ -142,7 +142,7 @@ class MoE(nnx.Module):
         y, counts = self._run(x, scores, hidden)  # counts: int (batch, experts)
         if counts_tokens and not self.deterministic:
             self._observe(scores, counts, x.shape[1])
-        if self.shared is not None:
+        if self.shared is not None and hidden is not None:
             y = y + self.shared.down(hidden)
         return constrain(y, "batch", "seq", "embed"), self._losses(
             logits, scores, counts
