@@ -242,9 +242,9 @@ def test_a_device_has_room_for_its_share_and_some_slack(exchange: TokenExchange)
 SCRIPT = """
 import base64, re
 from nnx_parallel.layers import Experts
-experts = Experts(num_experts=8, top_k=2, mlp_dim=512, shared_dim=512)
+experts = Experts(num_experts=8, top_k=2, mlp_dim=4096, shared_dim=2048)
 config = GPTConfig.tiny_llama(
-    num_layers=1, embed_dim=256, num_heads=4, num_kv_heads=4, mlp_dim=None,
+    num_layers=1, embed_dim=1024, num_heads=8, num_kv_heads=8, mlp_dim=None,
     vocab_size=256, seq_len=4096, experts=experts, remat="none")
 strategy = Composite(ExpertParallel(4), DataParallel(4))
 plan = plan_gpt(config, strategy, "v5p:2x2x4")
@@ -254,7 +254,7 @@ report = audit(text)
 print(report.count("ragged-all-to-all"), report.bytes("ragged-all-to-all"))
 exchanges = [t for t in read_transfers(text) if t.kind == "ragged-all-to-all"]
 print(len(exchanges), sum(t.is_hidden for t in exchanges))
-print(len(re.findall(r"\\[[0-9,]*(?:256,512|512,256)\\]\\S* all-gather", text)))
+print(len(re.findall(r"\\[[0-9,]*(?:1024,4096|4096,1024)\\]\\S* all-gather", text)))
 print(report.grouped_products, int(report.grouped_flops))
 print(int(report.flops - report.grouped_flops))
 kernels = [line for line in text.splitlines() if "ragged_dot_tiling" in line]
@@ -284,18 +284,18 @@ def test_the_program_for_tpus_exchanges_rows_and_no_kernels():
     rows = tokens * 2  # each token goes to 2 experts
     exchanges, sent = next(numbers), next(numbers)
     assert exchanges == 4 * NUM_CHUNKS
-    assert sent == 4 * rows * 256 * 2  # as 256 numbers of bfloat16
+    assert sent == 4 * rows * 1024 * 2  # as 1024 numbers of bfloat16
     scheduled, hidden = next(numbers), next(numbers)
     assert scheduled == exchanges
-    assert hidden >= HIDDEN
+    assert hidden >= 5
     assert next(numbers) == 0, "kernels are gathered"
     # Forward three products, backward two for each.
     products, grouped, others, tile, unbounded = (next(numbers) for _ in range(5))
-    of_a_row = 2 * 256 * 512
+    of_a_row = 2 * 1024 * 4096
     assert products == 9 * NUM_CHUNKS
     assert grouped == 9 * of_a_row * rows * (1 + SLACK)
     # Of attention without its kernel; router and head; the shared expert.
-    others_of_a_token = 4 * 256 * 256 + 256 * 8 + 256 * 256 + 3 * 256 * 512
+    others_of_a_token = 1024 * (4 * 1024 + 8 + 256 + 3 * 2048)
     assert others == 6 * tokens * others_of_a_token
     # The length of a kernel's loop is a number that it gets: it takes the tiles that
     # have rows, for 2 experts at most one more than for one, in each chunk.
