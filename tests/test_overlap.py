@@ -41,6 +41,14 @@ def test_a_transfer_is_hidden_if_a_product_runs_before_it_is_awaited():
     ]
 
 
+def test_a_running_sum_hides_nothing():
+    """Which the TPU compiler writes as a convolution."""
+    fusion = "fusion(%x), kind=kOutput, calls=%product"
+    metadata = 'metadata={op_name="jit(f)/jit(cumsum)/reduce_window_sum"}'
+    text = SCHEDULED.replace(fusion, f"{fusion}, {metadata}")
+    assert not any(each.is_hidden for each in audit(text).collectives)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ring", "bidirectional"])
 def test_nine_tenths_of_what_tensor_parallelism_sends_is_hidden(mode: str):

@@ -133,6 +133,8 @@ class Overlap:
         return self._products[computation.name]
 
     def _multiplies(self, computation: Computation, instruction: Instruction) -> bool:
+        if _is_running_sum(instruction):
+            return False
         if count_flops(computation, instruction):
             return True
         if instruction.opcode == "custom-call":
@@ -155,6 +157,11 @@ class Overlap:
 def is_spare(instruction: Instruction) -> bool:
     """True for the further rounds of experts, which balanced tokens do not need."""
     return instruction.source.endswith("more_rounds/while")
+
+
+def _is_running_sum(instruction: Instruction) -> bool:
+    """True for a `cumsum`, which the compiler for TPUs writes as a convolution."""
+    return instruction.source.endswith("reduce_window_sum")
 
 
 def _called(instruction: Instruction) -> Iterator[str]:

@@ -2,20 +2,20 @@
 
 On a mesh tokens meet the experts in one of two ways: tokens of all devices are gathered
 and the outputs scattered back (`gathered`), or each row goes to the device of its
-expert and comes back (`ragged`). Both run inside a region that is manual over all axes.
+expert and comes back (`layers.exchange`). Both run inside a region that is manual over
+all axes.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial, reduce
 from operator import add
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from nnx_parallel.layers.exchange import RowExchange
 from nnx_parallel.layers.experts import is_equal
 from nnx_parallel.layers.rounds import round_rows, sum_rounds
 
@@ -43,7 +43,7 @@ class Order(NamedTuple):
         """The token that a row has."""
         return self.choice // self.row.shape[1]
 
-    def part(self, start: Array, num_rows: int) -> "Order":
+    def part(self, start: Array | int, num_rows: int) -> "Order":
         """Those of the rows from ``start`` on."""
         choice = jnp.pad(self.choice, (0, num_rows))
         ends = jnp.clip(jnp.cumsum(self.sizes) - start, 0, num_rows)
@@ -207,21 +207,10 @@ def gathered(experts: ExpertMLPs, axes: TokenAxes, routed: Routed) -> Array:
     scattered back.
     """
     run = partial(_local, experts, axes.expert)
-    return _around(run, axes, (*axes.expert, *axes.mlp), routed)
+    return around(run, axes, (*axes.expert, *axes.mlp), routed)
 
 
-def ragged(experts: ExpertMLPs, axes: TokenAxes, routed: Routed) -> Array:
-    """Outputs of tokens, each row of which goes to its expert and comes back.
-
-    Not on CPUs, for which `jax.lax.ragged_all_to_all` is not implemented. A device has
-    room for a few more rows than it sends; further ones come in further rounds, and no
-    row is ever dropped.
-    """
-    run = partial(_exchanged, experts, axes.expert[0])
-    return _around(run, axes, axes.mlp, routed)
-
-
-def _around(
+def around(
     run: Callable[[Routed], Array], axes: TokenAxes, over: Axes, routed: Routed
 ) -> Array:
     """Gathers tokens over the axes that split experts, and sums their outputs."""
@@ -252,70 +241,37 @@ def _local(experts: ExpertMLPs, axes: Axes, routed: Routed) -> Array:
     most = len(tokens) * min(chosen.shape[1], experts.count)
     order = sort_by_expert(own, experts.count, most)
     num_rows = round_rows(chosen.size / size, most)
+    run = partial(_local_round, experts.activate, num_rows)
+    num_rounds = -(-jnp.sum(order.sizes) // num_rows)
     y = sum_rounds(
-        partial(_local_round, experts.activate, num_rows),
-        -(-most // num_rows),
-        -(-jnp.sum(order.sizes) // num_rows),
+        partial(run, 0),
+        partial(_after_first, run),
+        num_rounds - 1 if most > num_rows else None,
         order,
         (tokens, weights, experts.kernels),
     )
     return y.reshape(routed.x.shape)
 
 
+def _after_first(run: Callable[..., Array], index: Array, *operands: Any) -> Array:
+    return run(index + 1, *operands)
+
+
 def _local_round(
     activate: Callable[[Array], Array],
     num_rows: int,
-    index: Array,
+    index: Array | int,
     order: Order,
     operands: tuple[Array, Array, Kernels],
 ) -> Array:
     tokens, weights, kernels = operands
     experts = ExpertMLPs(kernels=kernels, activate=activate)
     order = order.part(index * num_rows, num_rows)
-    return combine(_products(experts, dispatch(tokens, order), order), weights, order)
+    return combine(products(experts, dispatch(tokens, order), order), weights, order)
 
 
-def _products(experts: ExpertMLPs, rows: Array, order: Order) -> Array:
+def products(experts: ExpertMLPs, rows: Array, order: Order) -> Array:
+    """The experts' outputs of rows that are in order."""
     # The name by which an audit knows them: on CPUs they are plain products.
     with jax.named_scope("grouped_products"):
         return experts(rows, order.sizes)
-
-
-def _exchanged(experts: ExpertMLPs, axis: str, routed: Routed) -> Array:
-    tokens, chosen, weights = routed.flat()
-    size = jax.lax.axis_size(axis)
-    order = sort_by_expert(chosen, experts.count * size, chosen.size)
-    # (devices, experts): the rows of each device for each expert
-    counts = jax.lax.all_gather(order.sizes, axis)
-    most = size * len(tokens) * min(chosen.shape[1], experts.count)
-    num_rows = round_rows(chosen.size, most)
-    received = jnp.sum(counts.reshape(size, size, -1), axis=(0, 2))
-    y = sum_rounds(
-        partial(_exchanged_round, experts.activate, num_rows, axis),
-        -(-most // num_rows),
-        # Equal on all devices of the axis, which take part in each exchange.
-        jnp.max(-(-received // num_rows)),
-        (order, counts),
-        (tokens, weights, experts.kernels),
-    )
-    return y.reshape(routed.x.shape)
-
-
-def _exchanged_round(
-    activate: Callable[[Array], Array],
-    num_rows: int,
-    axis: str,
-    index: Array,
-    given: tuple[Order, Array],
-    operands: tuple[Array, Array, Kernels],
-) -> Array:
-    order, counts = given
-    tokens, weights, kernels = operands
-    experts = ExpertMLPs(kernels=kernels, activate=activate)
-    here, start = jax.lax.axis_index(axis), index * num_rows
-    exchange = RowExchange.plan(counts, here, experts.count, start, num_rows)
-    rows = exchange.send(dispatch(tokens, order), axis)
-    # From the order of senders to that of experts, and back.
-    inner = sort_by_expert(exchange.expert[:, None], experts.count, num_rows)
-    rows = collect(_products(experts, dispatch(rows, inner), inner), inner)
-    return combine(exchange.send_back(rows, weights.size, axis), weights, order)

@@ -29,9 +29,9 @@ from nnx_parallel.layers.dispatch import (
     Routed,
     TokenAxes,
     gathered,
-    ragged,
     sort_by_expert,
 )
+from nnx_parallel.layers.exchange import ragged
 from nnx_parallel.layers.experts import Experts, is_equal, normalised
 from nnx_parallel.sharding.constrain import activation_spec, active_layout, constrain
 from nnx_parallel.sharding.layout import Layout
@@ -138,11 +138,12 @@ class MoE(nnx.Module):
         logits = constrain(logits, "batch", "seq", None)
         is_softmax = mixture.scores == "softmax"
         scores = jax.nn.softmax(logits) if is_softmax else jax.nn.sigmoid(logits)
-        y, counts = self._run(x, scores)  # counts: int (batch, experts)
+        hidden = None if self.shared is None else self.shared.hidden(x)
+        y, counts = self._run(x, scores, hidden)  # counts: int (batch, experts)
         if counts_tokens and not self.deterministic:
             self._observe(scores, counts, x.shape[1])
-        if self.shared is not None:
-            y = y + self.shared(x)
+        if self.shared is not None and hidden is not None:
+            y = y + self.shared.down(hidden)
         return constrain(y, "batch", "seq", "embed"), self._losses(
             logits, scores, counts
         )
@@ -214,8 +215,13 @@ class MoE(nnx.Module):
             losses += mixture.z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
         return constrain(losses, "batch", "seq")
 
-    def _run(self, x: Array, scores: Array) -> tuple[Array, Array]:
-        """Outputs of the routed experts, and each row's tokens of each expert."""
+    def _run(
+        self, x: Array, scores: Array, alongside: Array | None
+    ) -> tuple[Array, Array]:
+        """Outputs of the routed experts, and each row's tokens of each expert.
+
+        What is computed ``alongside``, ``(batch, seq, mlp)``, can hide an exchange.
+        """
         bias = None if self.bias is None else self.bias[...]
         gate = None if self.gate is None else self.gate[...]
         kernels = Kernels(self.up[...], gate, self.down[...])
@@ -230,18 +236,27 @@ class MoE(nnx.Module):
         names = layout.mesh.axis_names if layout else ()
         free = {a for a in names if a not in context.manual_axes}
         if layout is None or all(layout.mesh.shape[a] == 1 for a in free):
-            return run(TokenAxes(), None, x, scores, bias, kernels)
+            return run(TokenAxes(), None, x, scores, bias, kernels, None)
         tokens, of_kernels, axes = _specs_of(layout, x, kernels, free)
+        exchange = _exchange_of(layout, axes, self.experts)
+        if exchange != "ragged":
+            alongside = None
         region = jax.shard_map(
-            partial(run, axes, _exchange_of(layout, axes, self.experts)),
+            partial(run, axes, exchange),
             # In a pipeline's stage, which is manual over `pipe`, the region nests.
             mesh=context if context.manual_axes else layout.mesh,
-            in_specs=(tokens, tokens, P(), of_kernels),
+            in_specs=(
+                tokens,
+                tokens,
+                P(),
+                of_kernels,
+                _spec_of(layout, alongside, free),
+            ),
             out_specs=(tokens, P(*tokens[:1])),
             axis_names=free,
             check_vma=False,
         )
-        return region(x, scores, bias, kernels)
+        return region(x, scores, bias, kernels, alongside)
 
 
 def warn_of_lost_losses(moe: MoE) -> None:
@@ -260,10 +275,7 @@ def _specs_of(
     layout: Layout, x: Array, kernels: Kernels, free: set[str]
 ) -> tuple[P, Any, TokenAxes]:
     """Specs of tokens and kernels over the axes that are free, and these by dim."""
-
-    def axes_of(spec: P) -> tuple[tuple[str, ...], ...]:
-        return tuple(tuple(a for a in dim if a in free) for dim in dim_axes(spec, 3))
-
+    axes_of = partial(_free_axes, free)
     # Whole along `embed`, tokens and kernels.
     batch, seq, _ = axes_of(activation_spec(layout, x.shape, ("batch", "seq", "embed")))
     expert, _, mlp = axes_of(layout.used_spec(kernels.up.shape, INTO))
@@ -272,6 +284,18 @@ def _specs_of(
     specs: Any = (into, gate, out_of)
     axes = TokenAxes(batch=batch, seq=seq, expert=expert, mlp=mlp)
     return to_spec((batch, seq)), Kernels(*specs), axes
+
+
+def _spec_of(layout: Layout, hidden: Array | None, free: set[str]) -> P:
+    """That of an MLP between its products, over the axes that are free."""
+    if hidden is None:
+        return P()
+    spec = activation_spec(layout, hidden.shape, ("batch", "seq", "mlp"))
+    return to_spec(_free_axes(free, spec))
+
+
+def _free_axes(free: set[str], spec: P) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(a for a in dim if a in free) for dim in dim_axes(spec, 3))
 
 
 def _run_shard(
@@ -284,6 +308,7 @@ def _run_shard(
     scores: Array,
     bias: Array | None,
     kernels: Kernels,
+    alongside: Array | None,
 ) -> tuple[Array, Array]:
     """A device's tokens: their outputs, and int ``(batch, experts)`` of its rows."""
     chosen, weights = mixture.choose(scores, bias)
@@ -299,8 +324,10 @@ def _run_shard(
         is_in = _ranks(chosen, mixture.num_experts, earlier) < capacity
         chosen = jnp.where(is_in, chosen, mixture.num_experts)
     experts = ExpertMLPs(kernels=kernels, activate=activate)
-    run = ragged if exchange == "ragged" else gathered
-    return run(experts, axes, Routed(x, chosen, weights.astype(x.dtype))), counts
+    routed = Routed(x, chosen, weights.astype(x.dtype))
+    if exchange == "ragged":
+        return ragged(experts, axes, routed, alongside), counts
+    return gathered(experts, axes, routed), counts
 
 
 def _ranks(chosen: Array, num_experts: int, earlier: Array) -> Array:
@@ -350,8 +377,12 @@ class SharedExpert(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         """``(batch, seq, embed)`` to the same."""
+        return self.down(self.hidden(x))
+
+    def hidden(self, x: Array) -> Array:
+        """``(batch, seq, embed)`` to ``(batch, seq, mlp)``, which goes to `down`."""
         hidden = constrain(self.up(x), "batch", "seq", "mlp")
         if self.gate is None:
-            return self.down(self.activate(hidden))
+            return self.activate(hidden)
         gate = constrain(self.gate(x), "batch", "seq", "mlp")
-        return self.down(self.activate(gate) * hidden)
+        return self.activate(gate) * hidden

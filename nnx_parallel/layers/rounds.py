@@ -18,8 +18,8 @@ from jax import Array
 SLACK = 0.25
 """Room for rows beyond those of perfect balance, as a share of them."""
 
-Round = Callable[[Array, Any, Any], Array]
-"""From the index of a round, integers and operands: its part of a sum."""
+Part = Callable[..., Array]
+"""A part of a sum, of integers and operands; a further one of its index before them."""
 
 
 def round_rows(expected: float, most: int) -> int:
@@ -31,45 +31,52 @@ def round_rows(expected: float, most: int) -> int:
 
 
 def sum_rounds(
-    function: Round, max_rounds: int, count: Array, given: Any, operands: Any
+    first: Part,
+    further: Part,
+    num_further: Array | None,
+    given: Any,
+    operands: Any,
 ) -> Array:
-    """The sum of ``function(index, given, operands)`` over rounds, at least one.
+    """``first(given, operands)``, and all ``further(index, given, operands)``.
 
     The gradient runs the same rounds: it saves what the first one needs, and computes
     the others again, so that memory is that of one round.
 
     Args:
-        function: Hashable, without traced values of its own.
-        max_rounds: The most that ``count`` can be; with 1 there is no loop.
-        count: int32 scalar, the number of rounds; equal on devices that communicate
-            in a round.
+        first: Hashable, without traced values of its own.
+        further: Likewise, of rounds that balanced tokens do not need.
+        num_further: int32 scalar, their number; equal on devices that communicate in a
+            round. `None` if there can be none: then there is no loop.
         given: A pytree of integers.
         operands: A pytree of arrays that are differentiated.
     """
-    if max_rounds == 1:
-        return function(jnp.int32(0), given, operands)
-    return _sum(function, count, given, operands)
+    if num_further is None:
+        return first(given, operands)
+    return _sum(first, further, num_further, given, operands)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sum(function: Round, count: Array, given: Any, operands: Any) -> Array:
-    first = function(jnp.int32(0), given, operands)
-    return _add_others(lambda index: function(index, given, operands), count, first)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _sum(first: Part, further: Part, count: Array, given: Any, operands: Any) -> Array:
+    start = first(given, operands)
+    return _add_others(lambda index: further(index, given, operands), count, start)
 
 
 def _forward(
-    function: Round, count: Array, given: Any, operands: Any
+    first: Part, further: Part, count: Array, given: Any, operands: Any
 ) -> tuple[Array, Any]:
-    first, pull = jax.vjp(partial(function, jnp.int32(0), given), operands)
-    total = _add_others(lambda index: function(index, given, operands), count, first)
+    start, pull = jax.vjp(partial(first, given), operands)
+    total = _add_others(lambda index: further(index, given, operands), count, start)
     return total, (pull, count, given, operands)
 
 
-def _backward(function: Round, saved: Any, grad: Array) -> tuple[None, None, Any]:
+def _backward(
+    first: Part, further: Part, saved: Any, grad: Array
+) -> tuple[None, None, Any]:
+    del first
     pull, count, given, operands = saved
 
     def of_round(index: Array) -> Any:
-        _, pull_round = jax.vjp(partial(function, index, given), operands)
+        _, pull_round = jax.vjp(partial(further, index, given), operands)
         return pull_round(grad)[0]
 
     return None, None, _add_others(of_round, count, pull(grad)[0])
@@ -84,7 +91,7 @@ def _add_others(function: Callable[[Array], Any], count: Array, first: Any) -> A
 
     # `audit(trips=...)` names the loop by this scope: its length depends on data.
     with jax.named_scope("more_rounds"):
-        start = (jnp.int32(1), first)
+        start = (jnp.int32(0), first)
         return jax.lax.while_loop(lambda carry: carry[0] < count, body, start)[1]
 
 
