@@ -8,7 +8,7 @@ exposed.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,13 +43,16 @@ class Transfer:
     groups: ReplicaGroups | None = None
 
 
-def compile_with_text(lowered: jax.stages.Lowered) -> tuple[Any, str]:
+def compile_with_text(
+    lowered: jax.stages.Lowered, options: Mapping[str, str] | None = None
+) -> tuple[Any, str]:
     """A program for TPUs and its text, as the compiler itself writes it.
 
     jaxlib 0.10 cannot print all that the libtpu of today compiles.
     """
     with tempfile.TemporaryDirectory() as directory:
-        compiled = lowered.compile(compiler_options={"xla_dump_to": directory})
+        options = {**(options or {}), "xla_dump_to": directory}
+        compiled = lowered.compile(compiler_options=options)
         (file,) = Path(directory).glob("*.after_optimizations.txt")
         return compiled, file.read_text()
 
