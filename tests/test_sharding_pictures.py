@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
-from nnx_parallel import FSDP, make_mesh
+from nnx_parallel import FSDP, PathRules, make_mesh
 from nnx_parallel.drawing import fill
 from nnx_parallel.sharding.rules import FSDPRules
 from nnx_parallel.sharding.tree import shard
@@ -169,14 +169,15 @@ def test_nothing_leaves_the_picture(size: tuple, mesh: Mesh) -> None:
 
 
 def test_a_model_is_a_table_of_its_arrays() -> None:
-    model = FSDP(8).init(lambda rngs: nnx.Linear(64, 128, rngs=rngs), 0)
+    columns = FSDP(8, rules=(PathRules((r"kernel", P(None, "fsdp"))),))
+    model = columns.init(lambda rngs: nnx.Linear(64, 128, rngs=rngs), 0)
     for tree in (model, nnx.state(model)):
         picture = visualize(tree)
         assert picture.title.endswith(": 2 arrays, 4.5 KiB on each of 8 devices")
         assert len(cells(picture.svg)) == 1 + 8
     text = str(visualize(model))
     assert [line.split()[1] for line in text.splitlines()[4::2]] == ["bias", "kernel"]
-    for part in ("kernel", "P('fsdp')", "4 KiB", "replicated", "0-7"):
+    for part in ("kernel", "P(None, 'fsdp')", "4 KiB", "replicated", "0-7"):
         assert part in text
 
 
