@@ -19,6 +19,7 @@ NAMES = {
     "maxtext": "the compiled step beside MaxText's (--python PATH has it); not run",
     "long_sequences": "memory and the ring's overlap on TPUs; compiled, not run",
     "experts": "memory and exchanges of mixtures of experts on TPUs; compiled, not run",
+    "options": "bytes that options of the TPU compiler hide; compiled, not run",
     "weights": "a checkpoint of 2 GB read over 8 devices: bytes, memory, seconds",
     "fsdp": "FSDP against activations constrained by hand, and against none",
     "muon": "FLOPs and bytes of Muon over the least, and Optax's; compiled, not run",

@@ -13,7 +13,6 @@ from benchmarks.timing import Table
 from benchmarks.tpu_steps import Case, compile_step, figures_of
 from nnx_parallel import FSDP, Composite, ExpertParallel
 from nnx_parallel.audit import audit
-from nnx_parallel.audit.transfers import read_transfers
 from nnx_parallel.models import GPTConfig
 
 CASES: dict[str, Case] = {
@@ -57,8 +56,7 @@ def measure(rounds: int = 1) -> Table:
 def compile_and_read(case: Case) -> dict[str, float]:
     """Compiles a step for abstract TPUs, and reads memory and schedule."""
     text, found = compile_step(case)
-    transfers, report = read_transfers(text), audit(text)
-    exchanges = [each for each in transfers if each.kind == "ragged-all-to-all"]
+    report = audit(text)
     config = case.config()
     assert config.experts
     num_tokens = case.rows * config.seq_len
@@ -73,9 +71,9 @@ def compile_and_read(case: Case) -> dict[str, float]:
         "flops": report.flops,
         "grouped": report.grouped_flops,
     }
-    for kind, own in {"exchanges": exchanges, "all": transfers}.items():
-        found[f"{kind}, sent"] = sum(each.bytes for each in own)
-        found[f"{kind}, hidden"] = sum(each.bytes for each in own if each.is_hidden)
+    for name, kind in {"exchanges": "ragged-all-to-all", "all": None}.items():
+        found[f"{name}, sent"] = sent = report.sent_bytes(kind)
+        found[f"{name}, hidden"] = sent * (report.hidden_share_of(kind) or 0.0)
     return found
 
 

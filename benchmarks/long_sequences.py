@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.timing import Table
 from benchmarks.tpu_steps import Case, compile_step, figures_of
 from nnx_parallel import FSDP, Composite, ContextParallel, TensorParallel
-from nnx_parallel.audit.transfers import read_transfers
+from nnx_parallel.audit import audit
 from nnx_parallel.models import GPTConfig
 
 
@@ -75,15 +75,16 @@ def measure(rounds: int = 1) -> Table:
 def compile_and_read(case: Case) -> dict[str, float]:
     """Compiles a step for abstract TPUs, and reads memory and schedule."""
     text, found = compile_step(case)
-    transfers = read_transfers(text)
-    permutes = [each for each in transfers if each.kind == "collective-permute"]
+    sent = audit(text).collectives
+    permutes = [each for each in sent if each.kind == "collective-permute"]
     kinds = {
         "the ring": [each for each in permutes if "reorder" not in each.source],
         "reordering for balance": [e for e in permutes if "reorder" in e.source],
     }
     for kind, own in kinds.items():
-        found[kind] = sum(each.bytes for each in own)
-        found[f"{kind}, hidden"] = sum(each.bytes for each in own if each.is_hidden)
+        found[kind] = sum(each.sent_bytes for each in own)
+        hidden = (each.sent_bytes for each in own if each.is_hidden)
+        found[f"{kind}, hidden"] = sum(hidden)
     return found
 
 

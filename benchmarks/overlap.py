@@ -24,11 +24,13 @@ from flax import nnx
 from benchmarks.timing import Table
 from benchmarks.tpu_steps import ENVIRONMENT
 from nnx_parallel import FSDP, Precision, Strategy, TensorParallel
-from nnx_parallel.audit.transfers import compile_with_text, read_transfers
+from nnx_parallel.audit import audit
+from nnx_parallel.audit.transfers import compile_with_text
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.state import plan_state
+from nnx_parallel.training.compiler_options import TABLE
 from nnx_parallel.training.step import StepOptions, make_train_step
 
 CHIPS, TOPOLOGY = 4, "v5p:2x2x1"
@@ -79,13 +81,16 @@ def _share(figures: dict[str, float]) -> float:
     return 1 - figures["exposed"] / figures["sent"]
 
 
-def schedule_of(name: str, **overrides: Any) -> dict[str, float]:
+def schedule_of(
+    name: str, *, sets_options: bool = True, **overrides: Any
+) -> dict[str, float]:
     """Bytes per device of a strategy's step, compiled in a process of its own.
 
     A failed check in the TPU compiler ends the process that it runs in.
 
     Args:
         name: One of `STRATEGIES`.
+        sets_options: Whether the compiler gets the library's options, of `TABLE`.
         overrides: Fields of the GPT's config to change.
 
     Returns:
@@ -95,7 +100,8 @@ def schedule_of(name: str, **overrides: Any) -> dict[str, float]:
     Raises:
         CompilerMissingError: If there is no TPU compiler.
     """
-    command = [sys.executable, "-m", "benchmarks.overlap", name, json.dumps(overrides)]
+    arguments = [name, json.dumps(overrides), json.dumps(sets_options)]
+    command = [sys.executable, "-m", "benchmarks.overlap", *arguments]
     run = subprocess.run(
         command,
         capture_output=True,
@@ -111,7 +117,9 @@ def schedule_of(name: str, **overrides: Any) -> dict[str, float]:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def compile_and_read(strategy: Strategy, config: GPTConfig) -> dict[str, float]:
+def compile_and_read(
+    strategy: Strategy, config: GPTConfig, *, sets_options: bool
+) -> dict[str, float]:
     """Compiles the step for abstract TPUs, and adds up its schedule."""
     devices = Topology.parse(TOPOLOGY).described()
     layout = strategy.layout(strategy.make_mesh(devices))
@@ -119,18 +127,20 @@ def compile_and_read(strategy: Strategy, config: GPTConfig) -> dict[str, float]:
     model = abstract_model(lambda rngs: GPT(config, rngs=rngs), nnx.Rngs(0))
     precision = Precision.mixed_bfloat16()
     plan = plan_state(model, layout, optax.adamw(1e-3), precision=precision)
-    step: Any = make_train_step(plan, next_token_loss, StepOptions())
+    options = None if sets_options else dict.fromkeys(each.name for each in TABLE)
+    options = StepOptions(compiler_options=options)
+    step: Any = make_train_step(plan, next_token_loss, options)
     rows = layout.sharding(layout.batch_spec(ROWS))
     shape = (ROWS, config.seq_len + 1)
     tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=rows)
     compiled, text = compile_with_text(step.lower(plan.abstract, {"tokens": tokens}))
-    transfers = read_transfers(text)
-    sums = [each for each in transfers if each.kind in SUMS]
+    sent = audit(text).collectives
+    sums = [each for each in sent if each.kind in SUMS]
     return {
-        "sent": sum(each.bytes for each in transfers),
-        "exposed": sum(each.bytes for each in transfers if not each.is_hidden),
-        "summed": sum(each.bytes for each in sums),
-        "summed, exposed": sum(each.bytes for each in sums if not each.is_hidden),
+        "sent": sum(each.sent_bytes for each in sent),
+        "exposed": sum(each.sent_bytes for each in sent if not each.is_hidden),
+        "summed": sum(each.sent_bytes for each in sums),
+        "summed, exposed": sum(x.sent_bytes for x in sums if not x.is_hidden),
         "temporaries": compiled.memory_analysis().temp_size_in_bytes,
     }
 
@@ -139,4 +149,6 @@ if __name__ == "__main__":
     from dataclasses import replace
 
     chosen = replace(CONFIG, **json.loads(sys.argv[2]))
-    print(json.dumps(compile_and_read(STRATEGIES[sys.argv[1]], chosen)))
+    sets_options = json.loads(sys.argv[3])
+    found = compile_and_read(STRATEGIES[sys.argv[1]], chosen, sets_options=sets_options)
+    print(json.dumps(found))

@@ -75,7 +75,7 @@ def last_line(command: list[str]) -> dict[str, float]:
 
 
 def compile_step(
-    case: Case, options: Mapping[str, str] | None = None
+    case: Case, compiler_options: Mapping[str, Any] | None = None
 ) -> tuple[str, dict[str, float]]:
     """The text of a step for abstract TPUs, and its bytes and seconds.
 
@@ -88,13 +88,15 @@ def compile_step(
     model = abstract_model(lambda rngs: GPT(config, rngs=rngs), nnx.Rngs(0))
     precision = Precision.mixed_bfloat16()
     plan = plan_state(model, layout, optax.adamw(1e-3), precision=precision)
-    step: Any = make_train_step(plan, next_token_loss, StepOptions())
+    step: Any = make_train_step(
+        plan, next_token_loss, StepOptions(compiler_options=compiler_options)
+    )
     rows = layout.sharding(layout.batch_spec(case.rows))
     shape = (case.rows, config.seq_len + 1)
     tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=rows)
     start = time.perf_counter()
     lowered = step.lower(plan.abstract, {"tokens": tokens})
-    compiled, text = compile_with_text(lowered, options)
+    compiled, text = compile_with_text(lowered)
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
     return text, {

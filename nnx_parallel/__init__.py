@@ -64,6 +64,7 @@ from nnx_parallel.strategies.fsdp import FSDP
 from nnx_parallel.strategies.pipeline import Pipeline
 from nnx_parallel.strategies.tensor_parallel import TensorParallel
 from nnx_parallel.training.callback import Callback, EarlyStopping
+from nnx_parallel.training.compiler_options import compiler_options
 from nnx_parallel.training.muon import by_matrix, muon
 from nnx_parallel.training.optimizers import decay_mask, muon_dimension_numbers
 from nnx_parallel.training.trainer import Trainer
@@ -118,6 +119,7 @@ __all__ = [
     "by_matrix",
     "cast_floating",
     "column_parallel_matmul",
+    "compiler_options",
     "constrain",
     "decay_mask",
     "errors",

@@ -80,6 +80,12 @@ LINEN = (
             "...).",
         ),
         (
+            {"compiler_options": "xla_a=true"},
+            f"compiler_options is 'xla_a=true'. {IS}a dict of XLA's options, such as "
+            "{'xla_tpu_scoped_vmem_limit_kib': 65536}, whose values may be None to "
+            "leave one of the library's out.",
+        ),
+        (
             {"precision": "bfloat16"},
             f"precision is 'bfloat16'. {IS}a Precision, such as "
             "Precision.mixed_bfloat16().",
@@ -141,6 +147,36 @@ LINEN = (
 def test_an_argument_of_another_kind(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=whole(message)):
         Trainer(MODEL, SGD, loss, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"--xla_a": True},
+            "compiler_options has the name '--xla_a'. It must be the name of an option "
+            "of XLA, without dashes and without its value: 'xla_a'.",
+        ),
+        (
+            {"xla_a=true": None},
+            "compiler_options has the name 'xla_a=true'. It must be the name of an "
+            "option of XLA, without dashes and without its value: 'xla_a'.",
+        ),
+        (
+            {7: True},
+            "compiler_options has the name 7. It must be the name of an option of XLA, "
+            "without dashes and without its value.",
+        ),
+        (
+            {"xla_a": ["true"]},
+            "compiler_options['xla_a'] is a list. It must be a bool, a number or a "
+            "string, or None, which leaves the option out.",
+        ),
+    ],
+)
+def test_options_of_the_compiler(options: dict[Any, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=whole(message)):
+        Trainer(MODEL, SGD, loss, compiler_options=options)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ Nothing runs: the step is compiled for chips that are not there, in a child proc
 import pytest
 
 from benchmarks.overlap import CONFIG, CompilerMissingError, schedule_of
-from nnx_parallel.audit.transfers import read_transfers
+from nnx_parallel.audit import audit
 
 SCHEDULED = """
 HloModule m, is_scheduled=true, num_partitions=4
@@ -31,7 +31,8 @@ ENTRY %main (x: f32[8,8]) -> f32[8,8] {
 
 
 def test_a_transfer_is_hidden_if_a_product_runs_before_it_is_awaited():
-    found = [(t.kind, t.bytes, t.is_hidden) for t in read_transfers(SCHEDULED)]
+    sent = audit(SCHEDULED).collectives
+    found = [(each.kind, each.sent_bytes, each.is_hidden) for each in sent]
     shard = 8 * 8 * 4
     assert found == [
         ("collective-permute", shard, True),
@@ -54,14 +55,16 @@ def test_nine_tenths_of_what_tensor_parallelism_sends_is_hidden(mode: str):
 
 @pytest.mark.slow
 def test_most_of_what_a_prefetching_fsdp_gathers_is_hidden():
-    """Two thirds are; without, nothing is. A device holds one more layer.
+    """Two thirds are, where SparseCores send nothing; without prefetch nothing is.
 
-    Backward, the scheduler packs some of the hops behind the last product.
+    A device holds one more layer. Backward, the scheduler packs some of the hops behind
+    the last product.
     """
     pytest.importorskip("libtpu")
     try:
-        plain = schedule_of("fsdp", remat="full")
-        ring = schedule_of("fsdp, prefetch ring", remat="full")
+        options = {"sets_options": False, "remat": "full"}
+        plain = schedule_of("fsdp", **options)
+        ring = schedule_of("fsdp, prefetch ring", **options)
     except CompilerMissingError as error:
         pytest.skip(str(error))
     gathered, exposed = gathers(plain)

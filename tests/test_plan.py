@@ -21,6 +21,7 @@ from nnx_parallel import (
     Pipeline,
     TensorParallel,
 )
+from nnx_parallel.audit.collectives import axes_of_groups
 from nnx_parallel.errors import PlanError
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.plan import (
@@ -34,7 +35,6 @@ from nnx_parallel.plan import (
     save,
 )
 from nnx_parallel.plan.candidates import enumerate_candidates
-from nnx_parallel.plan.compiled import axes_of_groups
 from nnx_parallel.plan.costs import Facts, count_jaxpr_flops, count_model_flops
 from nnx_parallel.plan.formulas import Estimate, state_bytes
 from nnx_parallel.plan.parts import Parts

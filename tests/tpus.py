@@ -12,7 +12,7 @@ os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu"}
 import jax, numpy as np, optax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from nnx_parallel.audit.transfers import compile_with_text, read_transfers
+from nnx_parallel.audit.transfers import compile_with_text
 from nnx_parallel.audit import audit
 from nnx_parallel.errors import ProgramTextError
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss

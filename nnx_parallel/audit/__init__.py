@@ -5,6 +5,6 @@
 
 from nnx_parallel.audit.collectives import KINDS as KINDS
 from nnx_parallel.audit.collectives import Collective as Collective
-from nnx_parallel.audit.report import Conditional as Conditional
 from nnx_parallel.audit.report import Report as Report
 from nnx_parallel.audit.report import audit as audit
+from nnx_parallel.audit.walk import Conditional as Conditional

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,11 +20,15 @@ KINDS = (
     "reduce-scatter",
 )
 
+UNREAD = "unread"
+"""The kind of what sends in a way that is not understood."""
+
 ReplicaGroups = tuple[tuple[int, ...], ...]
 
 # XLA writes the groups of a collective in three notations.
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\]([^{]*)\{([^}]*)\}")
+_DEVICE_IDS = re.compile(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)")
 _LISTED = re.compile(r"(?:replica_groups|target_pairs)=(\{(?:\{[\d,]*\},?\s?)*\})")
 _ASYNC_FUSION = '"async_collective_fusion_config"'
 
@@ -49,6 +54,11 @@ class Collective:
         source: The JAX operation that it came from, as the compiler recorded it.
         asynchronous: True if it is started and awaited apart, so that other work can
             run in between.
+        is_hidden: True if a product (a matmul, a convolution or a kernel) runs in
+            between, as the program is scheduled; not whether it lasts as long. `None`
+            for a text that is not scheduled.
+        axes: The axes of the mesh along which the devices of a group differ; `None`
+            if the mesh or the groups are not known.
     """
 
     kind: str
@@ -59,11 +69,25 @@ class Collective:
     groups: ReplicaGroups | None
     source: str
     asynchronous: bool
+    is_hidden: bool | None = None
+    axes: tuple[str, ...] | None = None
 
     @property
     def bytes(self) -> int:
         """Bytes of all its executions."""
         return self.bytes_each * self.count
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that a device sends in all executions, by the ring that sends least.
+
+        Of an all-reduce ``2 (n - 1) / n`` of its bytes, of a collective-permute all,
+        and of the others ``(n - 1) / n``, in groups of ``n`` devices.
+        """
+        if self.kind in ("collective-permute", UNREAD):
+            return self.bytes
+        share = (self.group_size - 1) / self.group_size
+        return self.bytes * (2 * share if self.kind == "all-reduce" else share)
 
 
 def read_collective(
@@ -109,6 +133,33 @@ def read_collective(
     )
 
 
+def axes_of_groups(
+    groups: Sequence[Sequence[int]] | None, sizes: Mapping[str, int]
+) -> tuple[str, ...]:
+    """The mesh axes along which the devices of each group differ.
+
+    Args:
+        groups: Positions of devices in the order of the mesh; ``None``: not known,
+            taken for all axes.
+        sizes: Sizes of the mesh's axes, outermost first.
+
+    Example:
+        >>> axes_of_groups([(0, 1), (2, 3)], {"fsdp": 2, "tensor": 2})
+        ('tensor',)
+        >>> axes_of_groups([(0, 2), (1, 3)], {"fsdp": 2, "tensor": 2})
+        ('fsdp',)
+    """
+    names = tuple(sizes)
+    if not groups:
+        return names
+    found: set[str] = set()
+    for group in groups:
+        # (devices of the group, axes)
+        at = np.stack(np.unravel_index(list(group), tuple(sizes.values())), axis=-1)
+        found |= {names[i] for i in np.flatnonzero((at != at[:1]).any(axis=0))}
+    return tuple(name for name in names if name in found)
+
+
 def _read_groups(
     instruction: Instruction, num_devices: int
 ) -> tuple[int, ReplicaGroups | None]:
@@ -140,12 +191,18 @@ def _mesh_groups(
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
     axes = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", names)
     group_size = math.prod(int(size) if size else sizes[name] for name, _, size in axes)
-    # An explicit order of devices, or a part of an axis, gives the size alone.
-    if devices.strip() or any(size for _, _, size in axes):
+    # `device_ids=([2,4]T(1,0))`: counted in shape (2, 4), transposed.
+    order = _DEVICE_IDS.search(devices)
+    # A list of devices, or a part of an axis, gives the size alone.
+    if (devices.strip(", ") and not order) or any(size for _, _, size in axes):
         return group_size, None
     inner = [list(sizes).index(name) for name, _, _ in axes]
     outer = [dim for dim in range(len(sizes)) if dim not in inner]
-    ids = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
+    ids = np.arange(math.prod(sizes.values()))
+    if order:
+        dims, transposed = map(_ints, order.groups(""))
+        ids = ids.reshape(dims).transpose(transposed or range(len(dims)))
+    ids = ids.reshape(*sizes.values())
     # (*outer, *inner) -> (groups, devices of a group)
     return group_size, _rows(ids.transpose(outer + inner), group_size)
 

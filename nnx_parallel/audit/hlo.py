@@ -118,7 +118,10 @@ class Instruction:
     @property
     def called(self) -> str | None:
         """The computation that a fusion, a call or an asynchronous start calls."""
-        return self.attribute("calls") or self.attribute("to_apply")
+        if name := self.attribute("calls") or self.attribute("to_apply"):
+            return name
+        names = self.attribute("called_computations")  # as a custom call has it
+        return _operand_name(names.split(",")[0]) if names else None
 
     @property
     def branches(self) -> tuple[str, ...]:
@@ -180,6 +183,7 @@ class Module:
     computations: Mapping[str, Computation]
     entry: str
     num_devices: int
+    is_scheduled: bool = False  # printed in the order in which it runs
 
     def evaluate(self, name: str, arguments: Known) -> dict[str, KnownValue]:
         """The values of a computation's integer scalars, by instruction.
@@ -309,10 +313,16 @@ def parse(text: str) -> Module:
             "reads optimised HLO: pass `jax.jit(f).lower(...).compile()` or the "
             "`as_text()` of that, not the text of a lowered or traced function."
         )
-    header = text[: text.find("\n")]  # `HloModule jit_step, ..., num_partitions=8, ...`
+    found = re.search(r"^HloModule .*", text, re.MULTILINE)
+    header = found[0] if found else ""  # `HloModule jit_step, ..., num_partitions=8`
     sizes = re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)
     num_devices = math.prod(map(int, sizes))
-    return Module(computations=computations, entry=entry, num_devices=num_devices)
+    return Module(
+        computations=computations,
+        entry=entry,
+        num_devices=num_devices,
+        is_scheduled="is_scheduled=true" in header,
+    )
 
 
 def _split_computations(

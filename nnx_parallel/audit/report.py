@@ -1,179 +1,21 @@
-"""`audit`, its `Report`, and the walk that adds up the costs of instructions."""
+"""`audit`, and the `Report` that it makes."""
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import chain
+from typing import Any
 
 import jax
+from jax.sharding import Mesh, NamedSharding
 
-from nnx_parallel.audit.collectives import KINDS, Collective, read_collective
-from nnx_parallel.audit.flops import count_flops
-from nnx_parallel.audit.hlo import (
-    Computation,
-    Instruction,
-    Known,
-    KnownValue,
-    Module,
-    parse,
-)
+from nnx_parallel.audit.collectives import KINDS, Collective, axes_of_groups
+from nnx_parallel.audit.hlo import Module, parse
+from nnx_parallel.audit.walk import TRIPS, Conditional, Walk, scope_of
 from nnx_parallel.drawing import aligned, as_html
 from nnx_parallel.errors import ProgramTextError
-
-# Custom calls by which XLA allocates and awaits buffers; no kernels.
-_BOOKKEEPING = {
-    "AllocateBuffer",
-    "AsyncCollectiveDone",
-    "AsyncCollectiveStart",
-    "ConcatBitcast",
-}
-_CALLS = ("while", "conditional", "fusion", "call", "async-start")
-# A mixture of experts takes rows beyond a device's share in further rounds. A count is
-# that of balanced tokens, unless `trips` says otherwise.
-_TRIPS = {"more_rounds": 0}
-# `jax.lax.ragged_dot`, by its name on TPUs, and those of `MoE` on all platforms.
-_GROUPED = re.compile(r"ragged[-_]dot|grouped_products")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Conditional:
-    """A conditional, of whose branches the most expensive is counted.
-
-    Attributes:
-        source: The JAX operation that it came from.
-        branch_flops: FLOPs per device of each branch, executed once.
-        count: Executions per run of the program, loops multiplied out.
-    """
-
-    source: str
-    branch_flops: tuple[float, ...]
-    count: int
-
-    @property
-    def scope(self) -> str:
-        """The innermost `jax.named_scope` around it; empty if there is none."""
-        return _scope(self.source)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cost:
-    """The share of a `Report` that a piece of a program contributes, on one device."""
-
-    flops: float = 0.0
-    grouped_flops: float = 0.0
-    grouped_products: int = 0
-    collectives: tuple[Collective, ...] = ()
-    conditionals: tuple[Conditional, ...] = ()
-    unknown_loops: tuple[str, ...] = ()
-    custom_calls: Counter[str] = field(default_factory=Counter)
-
-    def __add__(self, other: "Cost") -> "Cost":
-        """The cost of doing both; all fields are sums."""
-        return Cost(**{k: v + getattr(other, k) for k, v in vars(self).items()})
-
-    def times(self, n: int) -> "Cost":
-        """The cost of doing the same `n` times."""
-        if n == 0:
-            return Cost(unknown_loops=self.unknown_loops)
-        collectives = (replace(c, count=c.count * n) for c in self.collectives)
-        conditionals = (replace(c, count=c.count * n) for c in self.conditionals)
-        return replace(
-            self,
-            flops=self.flops * n,
-            grouped_flops=self.grouped_flops * n,
-            grouped_products=self.grouped_products * n,
-            collectives=tuple(collectives),
-            conditionals=tuple(conditionals),
-            custom_calls=Counter({k: m * n for k, m in self.custom_calls.items()}),
-        )
-
-
-@dataclass(frozen=True)
-class _Walk:
-    module: Module
-    taken: Mapping[str, float]
-    trips: Mapping[str, int]
-
-    def computation(self, name: str, arguments: Known) -> Cost:
-        computation = self.module.computations[name]
-        values = self.module.evaluate(name, arguments)
-        costs = (
-            self._instruction(computation, each, values)
-            for each in computation.instructions.values()
-        )
-        return sum(filter(None, costs), start=Cost())
-
-    def _instruction(
-        self,
-        computation: Computation,
-        instruction: Instruction,
-        values: Mapping[str, KnownValue],
-    ) -> Cost | None:
-        if found := read_collective(computation, instruction, self.module.num_devices):
-            return Cost(collectives=(found,))
-        if flops := count_flops(computation, instruction):
-            is_grouped = bool(_GROUPED.search(instruction.source))
-            return Cost(
-                flops=flops,
-                grouped_flops=flops * is_grouped,
-                grouped_products=int(is_grouped),
-            )
-        if instruction.opcode == "custom-call":
-            target = instruction.attribute("custom_call_target") or ""
-            return Cost(custom_calls=Counter({target} - _BOOKKEEPING))
-        if instruction.opcode not in _CALLS:
-            return None
-        operands = tuple(map(values.get, instruction.operands))
-        match instruction.opcode:
-            case "while":
-                return self._loop(instruction, operands[0])
-            case "conditional":
-                return self._conditional(instruction, operands[1:])
-        return self._call(instruction, operands)
-
-    def _call(self, instruction: Instruction, operands: Known) -> Cost:
-        assert instruction.called, f"{instruction.name} calls nothing"
-        cost = self.computation(instruction.called, operands)
-        # Inside a fusion the compiler often leaves the source out, and only the wrapper
-        # says that a collective is asynchronous.
-        collectives = []
-        for each in cost.collectives:
-            is_async = each.asynchronous or instruction.opcode == "async-start"
-            source = each.source or instruction.source
-            collectives.append(replace(each, source=source, asynchronous=is_async))
-        return replace(cost, collectives=tuple(collectives))
-
-    def _loop(self, instruction: Instruction, initial: KnownValue) -> Cost:
-        loop = self.module.read_loop(instruction, initial)
-        scope, trips = _scope(instruction.source), loop.trip_count
-        if trips is None:
-            trips = {**_TRIPS, **self.trips}.get(scope, 1)
-        body, condition = (
-            self.computation(instruction.attribute(key) or "", (loop.invariants,))
-            for key in ("body", "condition")
-        )
-        cost = body.times(trips) + condition.times(trips + 1)  # fails the last time
-        if loop.trip_count is None and scope not in self.trips:
-            cost += Cost(unknown_loops=(instruction.source or instruction.name,))
-        return cost
-
-    def _conditional(self, instruction: Instruction, arguments: Known) -> Cost:
-        branches = [
-            self.computation(name, (argument,))
-            for name, argument in zip(instruction.branches, arguments, strict=True)
-        ]
-        # An upper bound, unless `taken` says how often it is the one that runs.
-        most = max(
-            branches, key=lambda c: (c.flops, sum(x.bytes for x in c.collectives))
-        )
-        flops = tuple(cost.flops for cost in branches)
-        found = Conditional(source=instruction.source, branch_flops=flops, count=1)
-        share = self.taken.get(found.scope, 1.0)
-        mean = share * most.flops + (1 - share) * min(flops)
-        return replace(most, flops=mean) + Cost(conditionals=(found,))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +30,11 @@ class Report:
             the last group's. On CPUs each group multiplies all rows, and is counted so.
         grouped_products: Their number, `jax.lax.ragged_dot` of TPUs and those of
             `nnx_parallel.layers.MoE`. On CPUs one may take several dots.
-        collectives: Every collective instruction among more than one device.
+        collectives: Every collective instruction among more than one device, whoever
+            runs it: those that a TPU's SparseCores run too.
+        unread: What sends in a way that is not understood, such as a kernel that writes
+            into another device's memory: its name is in ``source``, its operands are
+            its bytes, and it counts as sent and not hidden.
         conditionals: Every conditional. The other attributes count its most expensive
             branch, by FLOPs and then by bytes in collectives.
         unknown_loops: Loops whose trip count depends on data; bodies are counted once,
@@ -205,6 +51,7 @@ class Report:
     grouped_flops: float
     grouped_products: int
     collectives: tuple[Collective, ...]
+    unread: tuple[Collective, ...]
     conditionals: tuple[Conditional, ...]
     unknown_loops: tuple[str, ...]
     custom_calls: Counter[str]
@@ -228,6 +75,48 @@ class Report:
         """
         return sum(each.bytes for each in self._of_kind(kind))
 
+    def sent_bytes(self, kind: str | None = None) -> float:
+        """Bytes that a device sends for them: `Collective.sent_bytes`, summed up.
+
+        Of all kinds, those of what is `unread` too.
+        """
+        return sum(each.sent_bytes for each in self._sent(kind))
+
+    @property
+    def hidden_share(self) -> float | None:
+        """The share of all sent bytes that is hidden behind products, from 0 to 1.
+
+        Those of collectives between whose start and end a product runs, as the compiler
+        has scheduled the program: an upper bound, for the product may be the shorter of
+        the two, and no time. `None` if nothing is sent, or the program has no schedule.
+        """
+        return self.hidden_share_of(None)
+
+    def hidden_share_of(self, kind: str | None) -> float | None:
+        """`hidden_share` of the collectives of one kind."""
+        sent = self._sent(kind)
+        total = sum(each.sent_bytes for each in sent)
+        if not total or any(each.is_hidden is None for each in sent):
+            return None
+        return sum(each.sent_bytes for each in sent if each.is_hidden) / total
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as plain values, with bytes and shares of each collective."""
+        plain = {k: v for k, v in vars(self).items() if not isinstance(v, tuple)}
+        return plain | {
+            "custom_calls": dict(self.custom_calls),
+            "opcodes": dict(self.opcodes),
+            "sent_bytes": self.sent_bytes(),
+            "hidden_share": self.hidden_share,
+            "collectives": [_collective_json(each) for each in self.collectives],
+            "unread": [_collective_json(each) for each in self.unread],
+            "conditionals": [
+                vars(each) | {"branch_flops": list(each.branch_flops)}
+                for each in self.conditionals
+            ],
+            "unknown_loops": list(self.unknown_loops),
+        }
+
     def table(self) -> str:
         """Totals, then a line for each group of equal collectives."""
         return "\n".join((*self._totals(), "", aligned(self._rows())))
@@ -235,9 +124,10 @@ class Report:
     def _rows(self) -> list[tuple[str, ...]]:
         # Layers outside of a loop send the same: their groups and counts are merged.
         alike = Counter()
-        for each in self.collectives:
+        for each in (*self.collectives, *self.unread):
             alike[replace(each, count=1, groups=None)] += each.count
-        rows = [("collective", "count", "each", "total", "group", "source")]
+        header = ("collective", "count", "each", "total", "group", "axes", "hidden")
+        rows = [(*header, "source")]
         rows += [
             (
                 each.kind + (" (async)" if each.asynchronous else ""),
@@ -245,6 +135,8 @@ class Report:
                 _readable(each.bytes_each, "B"),
                 _readable(each.bytes_each * count, "B"),
                 str(each.group_size),
+                "-" if each.axes is None else ", ".join(each.axes),
+                {True: "yes", False: "no", None: "-"}[each.is_hidden],
                 # A collective of many arrays has the names of all, in one text.
                 each.source[:100] + "..." * (len(each.source) > 100),
             )
@@ -269,6 +161,9 @@ class Report:
             raise ValueError(f"No collective is called {kind!r}. Kinds: {known}.")
         return tuple(c for c in self.collectives if kind in (None, c.kind))
 
+    def _sent(self, kind: str | None) -> tuple[Collective, ...]:
+        return self._of_kind(kind) + (() if kind else self.unread)
+
     def _totals(self) -> Iterator[str]:
         yield f"FLOPs per device: {_readable(self.flops, '')}"
         if self.grouped_products:
@@ -279,8 +174,15 @@ class Report:
         for name, size in zip(names, memory, strict=True):
             if size is not None:
                 yield f"{name}: {_readable(size, 'B')}"
+        if (share := self.hidden_share) is not None:
+            sent = _readable(self.sent_bytes(), "B")
+            yield f"sent by each device: {sent}, {share:.1%} of it behind products"
+        for each in self.unread:
+            yield f"not understood, counted as sent and not hidden: {each.source}"
         for source in self.unknown_loops:
-            counted = "counted once" if _TRIPS.get(_scope(source), 1) else "not counted"
+            counted = (
+                "counted once" if TRIPS.get(scope_of(source), 1) else "not counted"
+            )
             yield f"loop of unknown length, {counted}: {source}"
         for each in self.conditionals:
             yield f"conditional, most expensive branch counted: {each.source}"
@@ -291,6 +193,7 @@ class Report:
 def audit(
     compiled: jax.stages.Compiled | str,
     *,
+    mesh: Mesh | None = None,
     taken: Mapping[str, float] | None = None,
     trips: Mapping[str, int] | None = None,
 ) -> Report:
@@ -302,6 +205,8 @@ def audit(
     Args:
         compiled: `jax.jit(f).lower(...).compile()`, or the text of optimised HLO, for
             any backend.
+        mesh: The mesh whose axes are named; by default that of the arguments or
+            results of a compiled program.
         taken: Share of the executions in which a conditional takes its most expensive
             branch, by the `jax.named_scope` directly around it. FLOPs are then those of
             the mean; collectives stay those of the most expensive branch.
@@ -330,7 +235,7 @@ def audit(
     module = parse(compiled if is_text else _text_of(compiled))
     memory = None if is_text else compiled.memory_analysis()
     taken, trips = taken or {}, trips or {}
-    cost = _Walk(module, taken, trips).computation(module.entry, ())
+    cost = Walk(module, taken, trips).program()
     scopes = {each.scope for each in cost.conditionals}
     if missing := taken.keys() - scopes:
         raise ValueError(
@@ -341,8 +246,11 @@ def audit(
         _check_trips(module, trips)
     all_instructions = (c.instructions.values() for c in module.computations.values())
     opcodes = Counter(each.opcode for each in chain.from_iterable(all_instructions))
+    mesh = mesh or (None if is_text else _mesh_of(compiled, module))
+    collectives = tuple(_with_axes(each, mesh) for each in cost.collectives)
     return Report(
-        **vars(cost),  # whose fields have the same names
+        # Whose fields have the same names.
+        **vars(replace(cost, collectives=collectives)),
         opcodes=opcodes,
         temporary_bytes=getattr(memory, "temp_size_in_bytes", None),
         argument_bytes=getattr(memory, "argument_size_in_bytes", None),
@@ -353,24 +261,46 @@ def audit(
 def flops_of(compiled: jax.stages.Compiled) -> float:
     """The `Report.flops` of a compiled program alone, which takes half of the time."""
     module = parse(_text_of(compiled))
-    return _Walk(module, {}, {}).computation(module.entry, ()).flops
+    return Walk(module).program().flops
+
+
+def _with_axes(collective: Collective, mesh: Mesh | None) -> Collective:
+    if mesh is None or collective.groups is None:
+        return collective
+    axes = axes_of_groups(collective.groups, dict(mesh.shape))
+    return replace(collective, axes=axes)
+
+
+def _mesh_of(compiled: jax.stages.Compiled, module: Module) -> Mesh | None:
+    """The mesh of all the program's devices on which something is sharded."""
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    for each in shardings:
+        if isinstance(each, NamedSharding) and each.mesh.size == module.num_devices:
+            return each.mesh  # pyright: ignore[reportReturnType]
+    return None
+
+
+def _collective_json(collective: Collective) -> dict[str, Any]:
+    facts = vars(collective) | {"bytes": collective.bytes}
+    facts["sent_bytes"] = collective.sent_bytes
+    # Lists, as JSON gives them back.
+    facts["dtypes"] = list(collective.dtypes)
+    facts["axes"] = None if collective.axes is None else list(collective.axes)
+    groups = collective.groups
+    facts["groups"] = None if groups is None else [list(group) for group in groups]
+    return facts
 
 
 def _check_trips(module: Module, trips: Mapping[str, int]) -> None:
     """Refuses names of scopes around no loop of unknown length."""
-    found = _Walk(module, {}, {}).computation(module.entry, ()).unknown_loops
-    scopes = set(map(_scope, found))
+    found = Walk(module).program().unknown_loops
+    scopes = set(map(scope_of, found))
     if missing := trips.keys() - scopes:
         raise ValueError(
             f"trips= names the scopes {sorted(missing)}, but the loops of unknown "
             f"length are in {sorted(scopes)}. Put jax.named_scope directly around the "
             "jax.lax.while_loop."
         )
-
-
-def _scope(source: str) -> str:
-    """The innermost `jax.named_scope` around a JAX operation, or empty."""
-    return source.rpartition("/")[0].rpartition("/")[2]
 
 
 def _text_of(compiled: jax.stages.Compiled) -> str:

@@ -1,160 +1,168 @@
-"""The communication of a scheduled program, and how much of it matmuls overlap.
+"""A scheduled program: its text, and which collectives run while a product does.
 
-A TPU's optimised HLO is printed in the order in which it runs. A collective is hidden
-if it is asynchronous and a matmul runs between its start and its end; else it is
-exposed.
+A scheduled program is printed in the order in which it runs. What lies between the
+start of a collective and its end runs meanwhile. Where a collective starts depends on
+who runs it. A `-start` that has operands sends them at once; that of a SparseCore has
+none, and sends when an `-update` hands it the data. A TensorCore that sends and
+multiplies at once has the steps of a collective in several fusions.
 """
 
-from __future__ import annotations
-
+import re
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from nnx_parallel.audit.collectives import (
-    Collective,
-    ReplicaGroups,
-    read_collective,
-)
 from nnx_parallel.audit.flops import count_flops
-from nnx_parallel.audit.hlo import Computation, Instruction, KnownValue, Module, parse
+from nnx_parallel.audit.hlo import Computation, Instruction, Module
+
+# Kernels that compute, whether they state their FLOPs or not.
+_KERNELS = re.compile(r"tpu_custom_call|mosaic|triton|__cudnn|__cublas|__onednn")
+# By these the value of an asynchronous fusion comes to the next of its steps.
+_PASSES_ON = {"get-tuple-element", "bitcast", "fusion", "tuple", "copy"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Transfer:
-    """A collective at its place in the schedule.
-
-    Attributes:
-        kind: One of the audit's kinds.
-        bytes: Bytes that a device sends for it in all executions, by the best ring.
-        is_hidden: True if a matmul runs between its start and its end.
-        source: The JAX operation that it came from.
-        groups: Positions of the devices that take part together, or `None`.
-    """
-
-    kind: str
-    bytes: float
-    is_hidden: bool
-    source: str
-    groups: ReplicaGroups | None = None
-
-
-def compile_with_text(
-    lowered: jax.stages.Lowered, options: Mapping[str, str] | None = None
-) -> tuple[Any, str]:
-    """A program for TPUs and its text, as the compiler itself writes it.
+def compile_with_text(lowered: jax.stages.Lowered) -> tuple[Any, str]:
+    """A compiled program and its text, for TPUs as the compiler itself writes it.
 
     jaxlib 0.10 cannot print all that the libtpu of today compiles.
     """
     with tempfile.TemporaryDirectory() as directory:
-        options = {**(options or {}), "xla_dump_to": directory}
-        compiled = lowered.compile(compiler_options=options)
-        (file,) = Path(directory).glob("*.after_optimizations.txt")
-        return compiled, file.read_text()
-
-
-def read_transfers(text: str) -> list[Transfer]:
-    """Every collective of a scheduled program among more than one device.
-
-    Args:
-        text: Optimised HLO of a backend that schedules it, with its loops' lengths.
-    """
-    return list(_Schedule(parse(text)).of_entry())
+        compiled = lowered.compile(compiler_options={"xla_dump_to": directory})
+        for file in Path(directory).glob("*.after_optimizations.txt"):
+            return compiled, file.read_text()
+    return compiled, compiled.as_text() or ""
 
 
 @dataclass(frozen=True)
-class _Schedule:
+class Overlap:
+    """Answers for the instructions of one scheduled program."""
+
     module: Module
+    _products: dict[str, list[int]] = field(default_factory=dict)
+    _has_product: dict[str, bool] = field(default_factory=dict)
 
-    def of_entry(self) -> Iterator[Transfer]:
-        return self.of(self.module.entry, 1, ())
+    def is_hidden(self, computation: Computation, instruction: Instruction) -> bool:
+        """True if a product runs between a collective's start and its end.
 
-    def of(
-        self, name: str, count: int, arguments: tuple[KnownValue, ...]
-    ) -> Iterator[Transfer]:
-        computation = self.module.computations[name]
-        values = self.module.evaluate(name, arguments)
-        for instruction in computation.instructions.values():
-            operands = tuple(values.get(operand) for operand in instruction.operands)
-            if _is_spare(instruction):
-                continue
-            if instruction.opcode == "while":
-                loop = self.module.read_loop(instruction, operands[0])
-                trips = count * (loop.trip_count or 1)
-                body = instruction.attribute("body") or ""
-                yield from self.of(body, trips, (loop.invariants,))
-            elif found := self._collective(computation, instruction):
-                yield Transfer(
-                    kind=found.kind,
-                    bytes=count * sent_bytes(found),
-                    is_hidden=self._is_hidden(computation, instruction),
-                    source=found.source or instruction.source,
-                    groups=found.groups,
-                )
-            elif instruction.opcode in ("call", "conditional"):
-                called = instruction.called, *instruction.branches
-                for each in filter(None, called):
-                    yield from self.of(each, count, operands)
-
-    def _collective(
-        self, computation: Computation, instruction: Instruction
-    ) -> Collective | None:
-        """The collective that is, or that starts inside a fusion or an async start."""
-        devices = self.module.num_devices
-        if found := read_collective(computation, instruction, devices):
-            return found
-        if instruction.opcode not in ("fusion", "async-start"):
-            return None
-        inner = self.module.computations[instruction.called or ""]
-        all_inside = (self._collective(inner, i) for i in inner.instructions.values())
-        return next(filter(None, all_inside), None)
-
-    def _is_hidden(self, computation: Computation, start: Instruction) -> bool:
-        """True if a matmul comes before the first instruction that awaits it."""
-        if not start.opcode.endswith("-start"):
+        Args:
+            computation: Where the instruction is.
+            instruction: The collective, or the fusion or start that it is in.
+        """
+        order = list(computation.instructions)
+        at = order.index(instruction.name)
+        if instruction.opcode.endswith("-start"):
+            first, last = self._between(computation, instruction, at)
+        elif self.starts_fusion(instruction):
+            # The first and the last of its fusions may multiply themselves.
+            first, last = at, self._end_of_fusions(computation, instruction, at) + 1
+        else:
             return False
-        order = list(computation.instructions.values())
-        first = order.index(start) + 1
-        awaits = f"{start.opcode.removesuffix('-start')}-done"
-        for instruction in order[first:]:
-            if instruction.opcode == awaits and start.name in instruction.operands:
-                return False
-            if self._has_matmul(computation, instruction):
-                return True
-        return False
+        products = self._products_of(computation)
+        found = bisect_left(products, first)
+        return found < len(products) and products[found] < last
 
-    def _has_matmul(self, computation: Computation, instruction: Instruction) -> bool:
+    def starts_fusion(self, instruction: Instruction) -> bool:
+        """True for the first of the fusions over which a collective is spread."""
+        return "AsyncCollectiveStart" in self._roles(instruction)
+
+    def _roles(self, instruction: Instruction) -> set[str]:
+        if instruction.opcode != "fusion":
+            return set()
+        inner = self.module.computations[instruction.called or ""].instructions
+        return {
+            each.attribute("custom_call_target") or ""
+            for each in inner.values()
+            if each.opcode == "custom-call"
+        }
+
+    def _between(
+        self, computation: Computation, start: Instruction, at: int
+    ) -> tuple[int, int]:
+        """The positions from which on it sends, and where it is awaited."""
+        order = list(computation.instructions.values())
+        done = f"{start.opcode.removesuffix('-start')}-done"
+        names, first = {start.name}, at + 1 if any(start.operands) else len(order)
+        for position, each in enumerate(order[at + 1 :], at + 1):
+            if names.isdisjoint(each.operands):
+                continue
+            if each.opcode == done:
+                return first, position
+            if each.opcode.endswith("-update"):
+                names.add(each.name)
+                first = min(first, position + 1)
+        return first, len(order)
+
+    def _end_of_fusions(
+        self, computation: Computation, start: Instruction, at: int
+    ) -> int:
+        """The position of the last fusion that has a step of it."""
+        names, last = {start.name}, at
+        for position, each in enumerate(computation.instructions.values()):
+            if position <= at or names.isdisjoint(each.operands):
+                continue
+            if "AsyncCollectiveDone" in {
+                *self._roles(each),
+                each.attribute("custom_call_target"),
+            }:
+                return position
+            if each.opcode in _PASSES_ON:
+                names.add(each.name)
+                # What only reads the result of the last step is none of its own.
+                last = position if self._continues(each) else last
+        return last
+
+    def _continues(self, instruction: Instruction) -> bool:
+        if instruction.opcode != "fusion":
+            return False
+        inner = self.module.computations[instruction.called or ""].instructions
+        return any("async_collective_fusion" in x.attributes for x in inner.values())
+
+    def _products_of(self, computation: Computation) -> list[int]:
+        """Positions of the instructions that multiply, in order."""
+        if computation.name not in self._products:
+            self._products[computation.name] = [
+                position
+                for position, each in enumerate(computation.instructions.values())
+                if self._multiplies(computation, each)
+            ]
+        return self._products[computation.name]
+
+    def _multiplies(self, computation: Computation, instruction: Instruction) -> bool:
         if count_flops(computation, instruction):
             return True
-        if _is_spare(instruction):
-            return False
-        called = {
-            "while": (instruction.attribute("body"),),
-            "fusion": (instruction.called,),
-            "call": (instruction.called,),
-            "conditional": instruction.branches,  # one that is not always taken too
-        }
-        return any(
-            self._has_matmul(inner, each)
-            for name in called.get(instruction.opcode, ())
-            for inner in (self.module.computations[name or ""],)
-            for each in inner.instructions.values()
+        if instruction.opcode == "custom-call":
+            target = instruction.attribute("custom_call_target") or ""
+            return bool(_KERNELS.search(target))
+        return not is_spare(instruction) and any(
+            self._multiplies_inside(name) for name in _called(instruction)
         )
 
+    def _multiplies_inside(self, name: str) -> bool:
+        if name not in self._has_product:
+            computation = self.module.computations[name]
+            self._has_product[name] = any(
+                self._multiplies(computation, each)
+                for each in computation.instructions.values()
+            )
+        return self._has_product[name]
 
-def _is_spare(instruction: Instruction) -> bool:
+
+def is_spare(instruction: Instruction) -> bool:
     """True for the further rounds of experts, which balanced tokens do not need."""
     return instruction.source.endswith("more_rounds/while")
 
 
-def sent_bytes(collective: Collective) -> float:
-    """Bytes that each device of the group sends, by a ring that sends the least."""
-    size, total = collective.group_size, collective.bytes_each
-    share = (size - 1) / size
-    if collective.kind == "collective-permute":
-        return total
-    return total * (2 * share if collective.kind == "all-reduce" else share)
+def _called(instruction: Instruction) -> Iterator[str]:
+    """Computations that run where an instruction stands."""
+    match instruction.opcode:
+        case "while":
+            yield instruction.attribute("body") or ""
+        case "fusion" | "call":
+            yield instruction.called or ""
+        case "conditional":
+            yield from instruction.branches  # one that is not always taken too

@@ -23,22 +23,24 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
+from jax.sharding import Mesh
 
+from nnx_parallel.audit.collectives import Collective, axes_of_groups
 from nnx_parallel.audit.report import audit
-from nnx_parallel.audit.transfers import Transfer, read_transfers
+from nnx_parallel.audit.transfers import compile_with_text
 from nnx_parallel.distributed.agreement import versions
 from nnx_parallel.errors import PlanError
 from nnx_parallel.plan.candidates import Candidate
 from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.plan.parts import Parts
 from nnx_parallel.plan.roofline import Costs, Traffic
+from nnx_parallel.training.compiler_options import compiler_options
 from nnx_parallel.training.step import StepOptions, make_train_step
 
 CACHE = Path("~/.cache/nnx_parallel/plan")
 """Where results are kept, unless `plan` is given another directory."""
 
-_VERSION = 1  # of the results on disk
+_VERSION = 2  # of the results on disk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,15 +215,15 @@ def _compile(
     step: Any = make_train_step(plan, parts.loss, options)
     lowered = step.lower(plan.abstract, batch)
     seconds = {"trace": time.monotonic() - start}
-    file = cache / f"{_key(lowered, topology)}.json"
+    file = cache / f"{_key(lowered, topology, layout.mesh)}.json"
     if file.exists():
         return Compiled(**{**json.loads(file.read_text()), "is_cached": True})
     start = time.monotonic()
-    compiled = lowered.compile()
+    compiled, text = compile_with_text(lowered)
     seconds["compile"] = time.monotonic() - start
     start = time.monotonic()
-    report, memory = audit(compiled), compiled.memory_analysis()
-    transfers = read_transfers(compiled.as_text())
+    report, memory = audit(text), compiled.memory_analysis()
+    sent = (*report.collectives, *report.unread)
     found = Compiled(
         memory={
             "arguments": memory.argument_size_in_bytes,
@@ -232,7 +234,7 @@ def _compile(
             "host": memory.host_temp_size_in_bytes + memory.host_argument_size_in_bytes,
         },
         flops=report.flops,
-        traffic=_by_axes(transfers, dict(layout.mesh.shape)),
+        traffic=_by_axes(sent, dict(layout.mesh.shape)),
         num_collectives=report.count(),
         seconds=seconds | {"read": time.monotonic() - start},
         processor_seconds=time.process_time(),
@@ -251,54 +253,26 @@ def _devices_of(topology: Topology) -> Sequence[Any]:
     return topology.described()
 
 
-def _key(lowered: Any, topology: Topology) -> str:
-    """A name for a program, its compiler and its devices."""
+def _key(lowered: Any, topology: Topology, mesh: Mesh) -> str:
+    """A name for a program, its compiler, that one's options and its devices."""
     packages = versions()
     if importlib.util.find_spec("libtpu") is not None:
         packages["libtpu"] = importlib.metadata.version("libtpu")
     flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
-    facts = json.dumps([_VERSION, topology.name, packages, flags])
+    options = compiler_options(mesh)
+    facts = json.dumps([_VERSION, topology.name, packages, flags, options])
     text = lowered.as_text() + facts
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _by_axes(
-    transfers: Sequence[Transfer], sizes: Mapping[str, int]
-) -> list[list[Any]]:
+def _by_axes(sent: Sequence[Collective], sizes: Mapping[str, int]) -> list[list[Any]]:
     sums: dict[tuple[tuple[str, ...], str], list[float]] = {}
-    for each in transfers:
+    for each in sent:
         axes = axes_of_groups(each.groups, sizes)
         entry = sums.setdefault((axes, each.kind), [0.0, 0.0])
-        entry[0] += each.bytes
-        entry[1] += each.bytes * each.is_hidden
+        entry[0] += each.sent_bytes
+        entry[1] += each.sent_bytes * bool(each.is_hidden)
     return [[list(axes), *entry, kind] for (axes, kind), entry in sums.items()]
-
-
-def axes_of_groups(
-    groups: Sequence[Sequence[int]] | None, sizes: Mapping[str, int]
-) -> tuple[str, ...]:
-    """The mesh axes along which the devices of each group differ.
-
-    Args:
-        groups: Positions of devices in the order of the mesh; ``None``: not known,
-            taken for all axes.
-        sizes: Sizes of the mesh's axes, outermost first.
-
-    Example:
-        >>> axes_of_groups([(0, 1), (2, 3)], {"fsdp": 2, "tensor": 2})
-        ('tensor',)
-        >>> axes_of_groups([(0, 2), (1, 3)], {"fsdp": 2, "tensor": 2})
-        ('fsdp',)
-    """
-    names = tuple(sizes)
-    if not groups:
-        return names
-    found: set[str] = set()
-    for group in groups:
-        # (devices of the group, axes)
-        at = np.stack(np.unravel_index(list(group), tuple(sizes.values())), axis=-1)
-        found |= {names[i] for i in np.flatnonzero((at != at[:1]).any(axis=0))}
-    return tuple(name for name in names if name in found)
 
 
 def _main(answer: Path) -> None:

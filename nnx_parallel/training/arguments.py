@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from flax import nnx
@@ -33,6 +33,11 @@ _KINDS: dict[str, tuple[Any, str]] = {
         r"the dims: PathNames((r'up\.kernel', ('embed', 'mlp')))",
     ),
     "offload": (Offload, "an Offload, such as Offload() for the optimizer's state"),
+    "compiler_options": (
+        Mapping,
+        "a dict of XLA's options, such as {'xla_tpu_scoped_vmem_limit_kib': 65536}, "
+        "whose values may be None to leave one of the library's out",
+    ),
     "checkpoint": ((str, os.PathLike, Checkpoint), "a directory, or a Checkpoint"),
 }
 """What an argument must be, and how that is said; ``None`` is always valid."""
@@ -55,9 +60,15 @@ _LISTS: dict[str, tuple[Callable[[object], bool], str, str]] = {
 
 
 def check_arguments(
-    model: object, optimizer: object, loss: object, **arguments: object
+    model: object, optimizer: object, loss: object, arguments: Mapping[str, Any]
 ) -> None:
     """Refuses arguments of another kind than a Trainer takes, by name.
+
+    Args:
+        model: What the argument ``model`` stands for.
+        optimizer: The optimizer.
+        loss: The loss.
+        arguments: All of the Trainer's by name.
 
     Raises:
         TypeError: With what was found and what is valid.

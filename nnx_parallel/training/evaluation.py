@@ -24,11 +24,11 @@ from nnx_parallel.layers.loss import LabelRange
 from nnx_parallel.layers.scan import StackCall
 from nnx_parallel.layers.stack import using_runner
 from nnx_parallel.metrics import split_loss_output
-from nnx_parallel.sharding.constrain import in_context
 from nnx_parallel.sharding.model import MODES, arrays_of, flatten
 from nnx_parallel.sharding.names import dotted, path_of, variables_of
 from nnx_parallel.sharding.tree import gather
 from nnx_parallel.state import StatePlan, TrainState
+from nnx_parallel.training.compiler_options import accepted_options, jit_step
 from nnx_parallel.training.diagnostics import check_loss
 from nnx_parallel.training.step import (
     Batch,
@@ -73,6 +73,12 @@ class Programs:
     def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
         """The compiled update; it donates the state."""
         return make_train_step(self.plan, self.loss, self.options)
+
+    @property
+    def compiler_options(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """The options of their compiler, and those that it refuses, with the reason."""
+        given = self.options.compiler_options
+        return accepted_options(self.plan.layout.mesh, given)
 
     def check_padding(self, state: TrainState, batch: Batch, weights: str) -> None:
         """Refuses a loss that rows of weight 0 in a batch would change."""
@@ -129,7 +135,7 @@ class Programs:
                 needs_stack=is_loss,
             )
 
-        return jax.jit(in_context(plan.layout, step))
+        return jit_step(plan.layout, step, self.options.compiler_options)
 
     def shard_batch(self, batch: Batch) -> Batch:
         """Puts a training batch on the mesh, checked to divide evenly."""

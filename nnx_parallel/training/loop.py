@@ -196,13 +196,14 @@ class Loop:
         # From here on the processes' programs depend on what they agree on here.
         settings = checkpoints.description | {
             "num_steps": self.num_steps,
+            "compiler_options": self.programs.compiler_options,
             "evaluates": [self.eval_data is not None, self.eval_every],
         }
         losses = {"loss": self.programs.loss, "eval_loss": self.programs.eval_loss}
         agree_on_run(self.programs.plan, losses, settings, run.step)
         logger.start(first_step=run.step, num_steps=self.num_steps)
         checkpoints.report = self._report_save
-        if header := run.header(self.num_steps):
+        if header := run.header(self.num_steps, *self.programs.compiler_options):
             logger.message(header)
         if resumed:
             logger.message(resumed)

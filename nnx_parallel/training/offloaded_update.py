@@ -18,6 +18,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
+from nnx_parallel.errors import OffloadError
 from nnx_parallel.layers.jaxprs import (
     Eqns,
     TracedFunction,
@@ -27,6 +28,8 @@ from nnx_parallel.layers.jaxprs import (
     trace,
     variables_in,
 )
+from nnx_parallel.layers.scan import Remat
+from nnx_parallel.layers.stack import Stack
 from nnx_parallel.precision import array_bytes
 from nnx_parallel.sharding.model import Path, flatten
 from nnx_parallel.sharding.names import dim_axes
@@ -276,3 +279,27 @@ def _value(atom: Any, *known: Mapping) -> Any:
     if isinstance(atom, jex.Literal):
         return atom.val
     return next(values[atom] for values in known if atom in values)
+
+
+def check_offload(plan: StatePlan, remat: Remat) -> None:
+    """Refuses (`OffloadError`) to offload block inputs where a step keeps none."""
+    if plan.offload is None or plan.offload.activations is None:
+        return
+    start = "Offload(activations='block_inputs') moves the inputs of "
+    stacks = [module for module in plan.modules if isinstance(module, Stack)]
+    if not stacks:
+        raise OffloadError(
+            f"{start}a Stack's blocks, and this model has no Stack. Put its blocks "
+            "into one, or leave activations out."
+        )
+    if all((stack.remat or remat) == "none" for stack in stacks):
+        raise OffloadError(
+            f"{start}blocks that remat keeps, and remat is 'none'. Pass remat='full' "
+            "to the Trainer, or remat='dots'; or leave activations out."
+        )
+    is_cut = plan.layout.claims.execution is not None
+    if is_cut or plan.layout.prefetch:
+        owner = "a Pipeline" if is_cut else "FSDP(prefetch=...)"
+        raise OffloadError(
+            f"{start}blocks, which {owner} keeps by itself. Leave one of the two out."
+        )

@@ -34,6 +34,11 @@ from nnx_parallel.sharding.model import (
 from nnx_parallel.sharding.names import dotted, variables_of
 from nnx_parallel.state import StatePlan, TrainState, init_state
 from nnx_parallel.training.callback import Callback, restore_states, states_of
+from nnx_parallel.training.compiler_options import (
+    ENVIRONMENT,
+    Options,
+    format_options,
+)
 from nnx_parallel.training.diagnostics import warn_of_attributes
 from nnx_parallel.training.optimizers import warn_of_changes
 from nnx_parallel.visualize.describe import Description, describe_model
@@ -336,14 +341,21 @@ class RunState:
         self.data = DataState.from_json(meta.get("position", {}))
         restore_states(self.callbacks, meta.get("callbacks", ()))
 
-    def header(self, num_steps: int) -> str:
-        """What runs where, for the beginning of a fit; empty after the first time."""
+    def header(
+        self, num_steps: int, options: Options, refused: Mapping[str, str]
+    ) -> str:
+        """What runs where, for the beginning of a fit; empty after the first time.
+
+        ``options`` are those of the compiler, ``refused`` why it does not take others.
+        """
         if self._is_introduced:
             return ""
         self._is_introduced = True
         # A run may be past the end that this fit asks for.
         of = "of" if self.step <= num_steps else "done, and this fit asks for"
         facts = self.facts() | {"step": f"{self.step:,} {of} {num_steps:,}"}
+        if options or refused:
+            facts["compiler options"] = format_options(options, refused)
         return aligned([*facts.items()])
 
     def describe(self) -> Description:
@@ -380,14 +392,10 @@ class RunState:
         if options is not None:
             every = f"every {options.every:,} steps and at the end"
             facts["checkpoints"] = f"'{self.checkpoints.directory}', {every}"
-        facts |= {name: x for name in _COMPILER if (x := os.environ.get(name))}
+        facts |= {name: x for name in ENVIRONMENT if (x := os.environ.get(name))}
         step: Any = state and state.step
         is_known = state and not step.is_deleted() and step.is_ready()
         return facts | {"step": f"{int(step):,}" if is_known else "-"}
-
-
-# Variables with options of XLA, and of TPUs' compiler.
-_COMPILER = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
 def frozen_paths(plan: StatePlan) -> frozenset[str]:

@@ -5,7 +5,7 @@ A step is ``jax.jit`` over plain state; the model is walked once, when it is tra
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -22,7 +22,7 @@ from nnx_parallel.data.rows import (
     split_rows,
     unmarked,
 )
-from nnx_parallel.errors import LossError, OffloadError
+from nnx_parallel.errors import LossError
 from nnx_parallel.layers.jaxprs import is_call, reached, trace, variables_in
 from nnx_parallel.layers.late_gather import gather_late
 from nnx_parallel.layers.loss import LabelRange, observing_labels
@@ -42,12 +42,14 @@ from nnx_parallel.sharding.layout import Execution
 from nnx_parallel.sharding.model import arrays_of, flatten, nest, plain_attributes
 from nnx_parallel.sharding.names import dotted, path_of
 from nnx_parallel.state import StatePlan, TrainState
+from nnx_parallel.training.compiler_options import check_compiler_options, jit_step
 from nnx_parallel.training.diagnostics import (
     check_count,
     warn_of_attributes,
     watching_wrapped,
 )
 from nnx_parallel.training.finish import finish_step
+from nnx_parallel.training.offloaded_update import check_offload
 from nnx_parallel.training.optimizers import (
     final_gradients,
     learning_rate,
@@ -87,13 +89,16 @@ class StepOptions:
     Attributes:
         num_microbatches: Parts of the batch whose gradients are accumulated.
         remat: What the forward pass keeps, where the model does not say.
+        compiler_options: Over those of `compiler_options`.
     """
 
     num_microbatches: int = 1
     remat: Remat = "none"
+    compiler_options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         check_remat(self.remat)
+        check_compiler_options(self.compiler_options)
         least = ", which does not split the batch"
         count = check_count("num_microbatches", self.num_microbatches, 1, least)
         object.__setattr__(self, "num_microbatches", count)
@@ -135,8 +140,10 @@ def make_train_step(
 
     # The new state takes the old one's memory, and its place: without shardings the
     # compiler would choose others, and the next call would compile again.
-    step = jax.jit(
-        in_context(plan.layout, train_step),
+    step = jit_step(
+        plan.layout,
+        train_step,
+        options.compiler_options,
         donate_argnums=0,
         out_shardings=(plan.shardings, None),
     )
@@ -400,30 +407,6 @@ def warn_of_modes(plan: StatePlan, remat: Remat) -> None:
             "has none: nothing is recomputed. Put its repeated blocks into a Stack, or "
             "use nnx.remat inside the model.",
             stacklevel=3,
-        )
-
-
-def check_offload(plan: StatePlan, remat: Remat) -> None:
-    """Refuses (`OffloadError`) to offload block inputs where a step keeps none."""
-    if plan.offload is None or plan.offload.activations is None:
-        return
-    start = "Offload(activations='block_inputs') moves the inputs of "
-    stacks = [module for module in plan.modules if isinstance(module, Stack)]
-    if not stacks:
-        raise OffloadError(
-            f"{start}a Stack's blocks, and this model has no Stack. Put its blocks "
-            "into one, or leave activations out."
-        )
-    if all((stack.remat or remat) == "none" for stack in stacks):
-        raise OffloadError(
-            f"{start}blocks that remat keeps, and remat is 'none'. Pass remat='full' "
-            "to the Trainer, or remat='dots'; or leave activations out."
-        )
-    is_cut = not isinstance(execution_of(plan), AccumulateMicrobatches)
-    if is_cut or plan.layout.prefetch:
-        owner = "a Pipeline" if is_cut else "FSDP(prefetch=...)"
-        raise OffloadError(
-            f"{start}blocks, which {owner} keeps by itself. Leave one of the two out."
         )
 
 

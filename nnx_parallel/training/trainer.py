@@ -1,7 +1,7 @@
 """The Trainer: a model, an optimizer, a loss, and a strategy for all the rest."""
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from flax import nnx
@@ -62,6 +62,8 @@ class Trainer:
         precision: The dtypes.
         remat: What a `Stack` keeps for the backward pass, if the model does not say.
         offload: What waits in the host's memory, such as ``Offload()``.
+        compiler_options: Options of XLA by name, over those that the library sets for
+            TPUs and GPUs (`compiler_options`); ``None`` as a value removes one.
         ema_decay: Keep an exponential moving average of the parameters.
         checkpoint: A directory, or a `Checkpoint`, from which ``fit`` resumes by
             itself; ``None`` saves nothing.
@@ -117,6 +119,7 @@ class Trainer:
         precision: Precision | None = None,
         remat: Remat = "none",
         offload: Offload | None = None,
+        compiler_options: Mapping[str, bool | int | float | str | None] | None = None,
         ema_decay: float | None = None,
         checkpoint: Checkpoint | str | os.PathLike | None = None,
         devices: Sequence[Device] | None = None,
@@ -132,22 +135,10 @@ class Trainer:
         step_timeout: float | None = None,
         check_replicas_every: int = 0,
     ) -> None:
-        source = as_source(model)  # arguments are checked before anything is compiled
-        check_arguments(
-            source,
-            optimizer,
-            loss,
-            eval_loss=eval_loss,
-            strategy=strategy,
-            precision=precision,
-            mesh=mesh,
-            names=names,
-            offload=offload,
-            checkpoint=checkpoint,
-            devices=devices,
-            loggers=loggers,
-            callbacks=callbacks,
-        )
+        # Copied at once: a debugger adds to it. Checked before anything is compiled.
+        arguments = dict(locals())
+        source = as_source(model)
+        check_arguments(source, optimizer, loss, arguments)
         check_model(source, loss, eval_loss)
         self._source, seed = source, check_seed(seed)
         self._settings = Settings(
@@ -161,7 +152,11 @@ class Trainer:
             step_timeout=step_timeout,
             check_replicas_every=check_replicas_every,
         )
-        options = StepOptions(num_microbatches=num_microbatches, remat=remat)
+        options = StepOptions(
+            num_microbatches=num_microbatches,
+            remat=remat,
+            compiler_options=compiler_options,
+        )
         # From here on shapes alone: no array is made before `state` is asked for.
         self.strategy = strategy = strategy or DataParallel()
         self.layout = layout = strategy.layout(mesh or strategy.make_mesh(devices))

@@ -1,0 +1,285 @@
+"""The walk through a compiled program that adds up what its instructions cost."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from nnx_parallel.audit.collectives import KINDS, UNREAD, Collective, read_collective
+from nnx_parallel.audit.flops import count_flops
+from nnx_parallel.audit.hlo import (
+    Computation,
+    Instruction,
+    Known,
+    KnownValue,
+    Module,
+)
+from nnx_parallel.audit.transfers import Overlap
+
+_TARGET = "custom_call_target"
+_FUSION_START = "AsyncCollectiveStart"
+# Custom calls by which XLA allocates and awaits buffers; no kernels.
+_BOOKKEEPING = {
+    "AllocateBuffer",
+    "AsyncCollectiveDone",
+    _FUSION_START,
+    "ConcatBitcast",
+}
+_CALLS = ("while", "conditional", "fusion", "call", "async-start", "custom-call-start")
+# What sends, by its name or its flags, and is none of the collectives that are read:
+# pairs of hosts or of stages, and kernels that write into the memory of other devices.
+_SENDS = re.compile(r"(send|recv|all-|collective-|ragged-all|reduce-scatter)")
+_KERNEL_SENDS = re.compile(r'"(has_communication":\s*true|collective_id":\s*"?\d)')
+# A mixture of experts takes rows beyond a device's share in further rounds. A count is
+# that of balanced tokens, unless `trips` says otherwise.
+TRIPS = {"more_rounds": 0}
+# `jax.lax.ragged_dot`, by its name on TPUs, and those of `MoE` on all platforms.
+_GROUPED = re.compile(r"ragged[-_]dot|grouped_products")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditional:
+    """A conditional, of whose branches the most expensive is counted.
+
+    Attributes:
+        source: The JAX operation that it came from.
+        branch_flops: FLOPs per device of each branch, executed once.
+        count: Executions per run of the program, loops multiplied out.
+    """
+
+    source: str
+    branch_flops: tuple[float, ...]
+    count: int
+
+    @property
+    def scope(self) -> str:
+        """The innermost `jax.named_scope` around it; empty if there is none."""
+        return scope_of(self.source)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """The share of a `Report` that a piece of a program contributes, on one device."""
+
+    flops: float = 0.0
+    grouped_flops: float = 0.0
+    grouped_products: int = 0
+    collectives: tuple[Collective, ...] = ()
+    unread: tuple[Collective, ...] = ()
+    conditionals: tuple[Conditional, ...] = ()
+    unknown_loops: tuple[str, ...] = ()
+    custom_calls: Counter[str] = field(default_factory=Counter)
+
+    def __add__(self, other: "Cost") -> "Cost":
+        """The cost of doing both; all fields are sums."""
+        return Cost(**{k: v + getattr(other, k) for k, v in vars(self).items()})
+
+    def times(self, n: int) -> "Cost":
+        """The cost of doing the same `n` times."""
+        if n == 0:
+            return Cost(unknown_loops=self.unknown_loops)
+        collectives = (replace(c, count=c.count * n) for c in self.collectives)
+        unread = (replace(c, count=c.count * n) for c in self.unread)
+        conditionals = (replace(c, count=c.count * n) for c in self.conditionals)
+        return replace(
+            self,
+            flops=self.flops * n,
+            grouped_flops=self.grouped_flops * n,
+            grouped_products=self.grouped_products * n,
+            collectives=tuple(collectives),
+            unread=tuple(unread),
+            conditionals=tuple(conditionals),
+            custom_calls=Counter({k: m * n for k, m in self.custom_calls.items()}),
+        )
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Adds up a program, from its entry or any other computation."""
+
+    module: Module
+    taken: Mapping[str, float] = field(default_factory=dict)
+    trips: Mapping[str, int] = field(default_factory=dict)
+    _walked: set[str] = field(default_factory=set)
+
+    def program(self) -> Cost:
+        """The cost of the whole program, with what could not be read of it."""
+        cost = self.computation(self.module.entry, ())
+        return cost + Cost(unread=tuple(self._never_reached()))
+
+    def _never_reached(self) -> Iterator[Collective]:
+        """Collectives in computations that nothing known calls, counted once each."""
+        for name in self.module.computations.keys() - self._walked:
+            computation = self.module.computations[name]
+            for each in computation.instructions.values():
+                found = read_collective(computation, each, self.module.num_devices)
+                if found or _is_unknown(each):
+                    yield self._unread(computation, each)
+
+    @cached_property
+    def _overlap(self) -> Overlap:
+        return Overlap(self.module)
+
+    def computation(self, name: str, arguments: Known) -> Cost:
+        """The cost of one computation, executed once."""
+        self._walked.add(name)
+        computation = self.module.computations[name]
+        values = self.module.evaluate(name, arguments)
+        costs = (
+            self._instruction(computation, each, values)
+            for each in computation.instructions.values()
+        )
+        return sum(filter(None, costs), start=Cost())
+
+    def _instruction(
+        self,
+        computation: Computation,
+        instruction: Instruction,
+        values: Mapping[str, KnownValue],
+    ) -> Cost | None:
+        if found := read_collective(computation, instruction, self.module.num_devices):
+            return self._placed(Cost(collectives=(found,)), computation, instruction)
+        cost = self._computed(computation, instruction, values)
+        if _is_unknown(instruction) or not self._is_readable(computation, instruction):
+            cost = (cost or Cost()) + Cost(
+                unread=(self._unread(computation, instruction),)
+            )
+        return cost
+
+    def _computed(
+        self,
+        computation: Computation,
+        instruction: Instruction,
+        values: Mapping[str, KnownValue],
+    ) -> Cost | None:
+        """The cost of what is no collective itself."""
+        if flops := count_flops(computation, instruction):
+            is_grouped = bool(_GROUPED.search(instruction.source))
+            return Cost(
+                flops=flops,
+                grouped_flops=flops * is_grouped,
+                grouped_products=int(is_grouped),
+            )
+        if instruction.opcode == "custom-call":
+            return self._custom_call(instruction)
+        if instruction.opcode not in _CALLS:
+            return None
+        operands = tuple(map(values.get, instruction.operands))
+        match instruction.opcode:
+            case "while":
+                return self._loop(instruction, operands[0])
+            case "conditional":
+                return self._conditional(instruction, operands[1:])
+        if (called := instruction.called or "") not in self.module.computations:
+            return None  # and unread
+        cost = self.computation(called, operands)
+        return self._placed(cost, computation, instruction)
+
+    def _is_readable(self, computation: Computation, instruction: Instruction) -> bool:
+        """False for the start of something that this text does not show."""
+        match instruction.opcode:
+            case "async-start" | "custom-call-start" | "fusion" | "call":
+                return instruction.called in self.module.computations
+            case "custom-call" if instruction.attribute(_TARGET) == _FUSION_START:
+                given = map(computation.instructions.get, instruction.operands)
+                return any(each and _SENDS.match(each.opcode) for each in given)
+        return True
+
+    def _unread(self, computation: Computation, instruction: Instruction) -> Collective:
+        given = computation.operand_shapes(instruction)
+        name = instruction.attribute(_TARGET) or instruction.opcode
+        return Collective(
+            kind=UNREAD,
+            bytes_each=max(
+                sum(shape.num_bytes for shape in given),
+                sum(shape.num_bytes for shape in instruction.shapes),
+            ),
+            count=1,
+            dtypes=tuple(dict.fromkeys(shape.dtype for shape in given)),
+            group_size=self.module.num_devices,
+            groups=None,
+            source=f"{name}: {instruction.source or instruction.name}",
+            asynchronous=instruction.opcode.endswith("-start"),
+            is_hidden=False if self.module.is_scheduled else None,
+        )
+
+    def _custom_call(self, instruction: Instruction) -> Cost:
+        target = instruction.attribute(_TARGET) or ""
+        # What SparseCore runs, as a compiler's own dump writes it: called in turn.
+        if (called := instruction.called or "") in self.module.computations:
+            cost = self.computation(called, ())
+            if cost.collectives or cost.unread:
+                return cost
+        return Cost(custom_calls=Counter({target} - _BOOKKEEPING))
+
+    def _placed(
+        self, cost: Cost, computation: Computation, instruction: Instruction
+    ) -> Cost:
+        """A cost whose collectives are as the instruction shows them from outside.
+
+        Inside a fusion the compiler often leaves the source out, and only the wrapper
+        says that a collective is asynchronous, and how long it has.
+        """
+        if not cost.collectives:
+            return cost
+        wraps = instruction.opcode in ("async-start", "custom-call-start")
+        overlaps = self.module.is_scheduled and self._overlap.is_hidden(
+            computation, instruction
+        )
+        collectives = []
+        for each in cost.collectives:
+            is_async = each.asynchronous or wraps
+            is_hidden = bool(each.is_hidden) or (is_async and overlaps)
+            found = replace(
+                each,
+                source=each.source or instruction.source,
+                asynchronous=is_async,
+                is_hidden=is_hidden if self.module.is_scheduled else None,
+            )
+            collectives.append(found)
+        return replace(cost, collectives=tuple(collectives))
+
+    def _loop(self, instruction: Instruction, initial: KnownValue) -> Cost:
+        loop = self.module.read_loop(instruction, initial)
+        scope, trips = scope_of(instruction.source), loop.trip_count
+        if trips is None:
+            trips = {**TRIPS, **self.trips}.get(scope, 1)
+        body, condition = (
+            self.computation(instruction.attribute(key) or "", (loop.invariants,))
+            for key in ("body", "condition")
+        )
+        cost = body.times(trips) + condition.times(trips + 1)  # fails the last time
+        if loop.trip_count is None and scope not in self.trips:
+            cost += Cost(unknown_loops=(instruction.source or instruction.name,))
+        return cost
+
+    def _conditional(self, instruction: Instruction, arguments: Known) -> Cost:
+        branches = [
+            self.computation(name, (argument,))
+            for name, argument in zip(instruction.branches, arguments, strict=True)
+        ]
+        # An upper bound, unless `taken` says how often it is the one that runs.
+        most = max(
+            branches, key=lambda c: (c.flops, sum(x.bytes for x in c.collectives))
+        )
+        flops = tuple(cost.flops for cost in branches)
+        found = Conditional(source=instruction.source, branch_flops=flops, count=1)
+        share = self.taken.get(found.scope, 1.0)
+        mean = share * most.flops + (1 - share) * min(flops)
+        return replace(most, flops=mean) + Cost(conditionals=(found,))
+
+
+def _is_unknown(instruction: Instruction) -> bool:
+    """True for what sends in a way that no collective here describes."""
+    opcode = instruction.opcode
+    if opcode == "custom-call":
+        return bool(_KERNEL_SENDS.search(instruction.attributes))
+    kind = opcode.removesuffix("-start")
+    is_end = opcode.endswith(("-done", "-update"))
+    return bool(_SENDS.match(opcode)) and not is_end and kind not in KINDS
+
+
+def scope_of(source: str) -> str:
+    """The innermost `jax.named_scope` around a JAX operation, or empty."""
+    return source.rpartition("/")[0].rpartition("/")[2]

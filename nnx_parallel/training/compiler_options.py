@@ -1,0 +1,255 @@
+"""Options of XLA's compilers with which a step is compiled, by platform.
+
+By default a TPU's TensorCore waits while it gathers parameters and adds up gradients:
+the compiler has what sends them meanwhile, and leaves it off. `TABLE` has what changes
+that, each option with its reason and its source. What a compiler of another version
+refuses is left out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from nnx_parallel.errors import ParallelWarning, kind_of, warn_user
+from nnx_parallel.sharding.constrain import in_context
+from nnx_parallel.sharding.layout import Layout
+
+Options = Mapping[str, bool | int | float | str]
+
+ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+"""Variables with options of XLA, and of TPUs' compiler, for all of a process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompilerOption:
+    """An option of a compiler.
+
+    Attributes:
+        value: What it is set to.
+        kinds: Kinds of devices that gain, as ``device.device_kind`` begins; on GPUs,
+            which are called by many names, ``"gpu"``.
+        reason: What it does, and what is known of its gain.
+        source: Where that is from.
+    """
+
+    name: str
+    value: bool | int | str
+    kinds: tuple[str, ...]
+    reason: str
+    source: str
+
+
+# Of v5p and v6e. v7x has these on by default (its program is the same with and without
+# them), v5e has no SparseCores, and for v4 nothing was measured.
+_SPARSE_CORES = ("TPU v5", "TPU v6")
+_NONE = ("TPU v5 lite", "TPU v5e")
+_MEASURED = "docs/benchmarks.md, Compiler options; MaxText's xla_flags_library.py"
+_OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_"
+
+
+def _on_sparse_cores(name: str, reason: str, *, value: bool = True) -> CompilerOption:
+    return CompilerOption(
+        name=name, value=value, kinds=_SPARSE_CORES, reason=reason, source=_MEASURED
+    )
+
+
+TABLE: tuple[CompilerOption, ...] = (
+    _on_sparse_cores(
+        f"{_OFFLOAD}all_gather",
+        "SparseCores gather parameters while the TensorCore multiplies.",
+    ),
+    _on_sparse_cores(
+        f"{_OFFLOAD}2d_all_gather",
+        "The same over two dims of the torus, which an axis of 16 chips or more takes.",
+    ),
+    _on_sparse_cores(
+        f"{_OFFLOAD}3d_all_gather", "The same over three, which an axis of 64 takes."
+    ),
+    _on_sparse_cores(
+        f"{_OFFLOAD}reduce_scatter", "SparseCores add up and scatter gradients."
+    ),
+    _on_sparse_cores(
+        f"{_OFFLOAD}nd_reduce_scatter", "The same over several dims of the torus."
+    ),
+    _on_sparse_cores(
+        f"{_OFFLOAD}all_reduce",
+        "SparseCores add up what is not scattered: gradients of replicated parameters, "
+        "and activations under tensor parallelism.",
+    ),
+    CompilerOption(
+        name="xla_gpu_enable_latency_hiding_scheduler",
+        value=True,
+        kinds=("gpu",),
+        reason="Orders the program so that what is sent overlaps what is computed.",
+        source="https://docs.jax.dev/en/latest/gpu_performance_tips.html",
+    ),
+)
+"""Every option of the library; no platform but these has one."""
+
+
+def compiler_options(
+    mesh: Mesh, overrides: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The options with which a step on a mesh is compiled.
+
+    Those of `TABLE` for the mesh's devices, none for a single device, which sends
+    nothing; those that ``XLA_FLAGS`` or ``LIBTPU_INIT_ARGS`` set are left to them.
+
+    Args:
+        mesh: Devices, which need not be there.
+        overrides: More options, or other values; ``None`` as a value removes one.
+
+    Raises:
+        ValueError: If a name or a value can be none of a compiler.
+
+    Example:
+        >>> from nnx_parallel import make_mesh
+        >>> compiler_options(make_mesh({"fsdp": None}))  # of CPUs
+        {}
+    """
+    check_compiler_options(overrides)
+    device = mesh.devices.flat[0]
+    given = " ".join(os.environ.get(name, "") for name in ENVIRONMENT)
+    found = {
+        option.name: option.value
+        for option in TABLE
+        if mesh.size > 1
+        and _is_for(option, device.platform, device.device_kind)
+        and not re.search(rf"\b{option.name}\b", given)
+    }
+    found |= overrides or {}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _is_for(option: CompilerOption, platform: str, kind: str) -> bool:
+    if platform in option.kinds:
+        return True
+    return kind.startswith(option.kinds) and not kind.startswith(_NONE)
+
+
+def check_compiler_options(options: Mapping[str, Any] | None) -> None:
+    """Refuses what can be no option of a compiler, before one is asked."""
+    for name, value in (options or {}).items():
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z]\w*", name):
+            bare = re.match(r"-*([A-Za-z]\w*)", str(name))
+            example = f": {bare[1]!r}" if bare else ""
+            raise ValueError(
+                f"compiler_options has the name {name!r}. It must be the name of an "
+                f"option of XLA, without dashes and without its value{example}."
+            )
+        if value is not None and not isinstance(value, bool | int | float | str):
+            raise ValueError(
+                f"compiler_options[{name!r}] is {kind_of(value)}. It must be a bool, a "
+                "number or a string, or None, which leaves the option out."
+            )
+
+
+def accepted_options(
+    mesh: Mesh, overrides: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """`compiler_options` that the compiler here takes, and why it refuses the others.
+
+    Warns once of those among ``overrides`` that it refuses.
+    """
+    options = compiler_options(mesh, overrides)
+    if not options:
+        return {}, {}
+    here = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+    device = (here or [*mesh.devices.flat])[0]
+    refused = _refused(device, tuple(options.items()), frozenset(overrides or ()))
+    return {k: v for k, v in options.items() if k not in refused}, dict(refused)
+
+
+@cache
+def _refused(
+    device: Any, options: tuple[tuple[str, Any], ...], given: frozenset[str]
+) -> Mapping[str, str]:
+    """Why the compiler of a device refuses options, by name."""
+    if _why_refused(device, dict(options)) is None:
+        return {}
+    reasons = {name: _why_refused(device, {name: value}) for name, value in options}
+    refused = {name: why for name, why in reasons.items() if why is not None}
+    if mistakes := [f"{name}: {refused[name]}" for name in refused.keys() & given]:
+        warn_user(
+            "The compiler refuses compiler_options, which are left out: "
+            f"{'; '.join(sorted(mistakes))}. Options of another platform have no "
+            "effect here; other names may be those of another version.",
+            ParallelWarning,
+        )
+    return refused
+
+
+def _why_refused(device: Any, options: dict[str, Any]) -> str | None:
+    """A compiler's error about options, of a program that costs it nothing."""
+    x = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
+    try:
+        jax.jit(lambda x: x, compiler_options=options).lower(x).compile()
+    except (jax.errors.JaxRuntimeError, ValueError, TypeError) as error:
+        return str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
+    return None
+
+
+def format_options(options: Options, refused: Mapping[str, str]) -> str:
+    """Options in a line, as a compiler's flags, with those that it refuses."""
+    shown = [f"{name}={str(value).lower()}" for name, value in options.items()]
+    if refused:
+        shown.append(f"(refused by this compiler: {', '.join(refused)})")
+    return " ".join(shown)
+
+
+def jit_step(
+    layout: Layout,
+    function: Callable[..., Any],
+    overrides: Mapping[str, Any] | None = None,
+    **arguments: Any,
+) -> Any:
+    """``jax.jit`` with the options that the mesh's compiler takes.
+
+    Every program of a Trainer is compiled through this. Its ``lower(...).compile()``
+    has the options too.
+
+    Args:
+        layout: The mesh that runs the function, and what it finds while it is traced.
+        function: What is compiled.
+        overrides: As in `compiler_options`.
+        arguments: Of ``jax.jit``.
+    """
+    jit = partial(jax.jit, in_context(layout, function), **arguments)
+    options, _ = accepted_options(layout.mesh, overrides)
+    return _Optioned(jit(), jit(compiler_options=options)) if options else jit()
+
+
+class _Optioned:
+    """A compiled function with options, which can be called inside of another.
+
+    JAX refuses options there: a program is compiled as a whole, with those of the
+    outermost function.
+    """
+
+    def __init__(self, plain: Any, optioned: Any) -> None:
+        self._plain, self._optioned = plain, optioned
+
+    def __call__(self, *args: Any) -> Any:
+        try:
+            return self._optioned(*args)
+        except ValueError:
+            if not _is_traced(args):
+                raise
+        return self._plain(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optioned, name)
+
+
+def _is_traced(args: Sequence[Any]) -> bool:
+    return any(isinstance(x, Tracer) for x in jax.tree.leaves(args))

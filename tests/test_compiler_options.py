@@ -1,0 +1,172 @@
+"""The compiler's options of a step: which are set, and what is said of the others."""
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from nnx_parallel import FSDP, Logger, Trainer, compiler_options
+from nnx_parallel.errors import ParallelWarning
+from nnx_parallel.training.compiler_options import TABLE, accepted_options
+from tests.tpus import numbers_from
+
+HIDES = "xla_gpu_enable_latency_hiding_scheduler"
+GATHERS = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
+FAST = "xla_cpu_enable_fast_math"
+X = np.ones((8, 4), np.float32)
+
+
+def mesh_of(platform: str, kind: str, count: int = 4) -> Any:
+    device = SimpleNamespace(platform=platform, device_kind=kind)
+    return SimpleNamespace(size=count, devices=np.array([device] * count))
+
+
+@pytest.mark.parametrize("kind", ["TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e"])
+def test_tpus_whose_sparse_cores_send_have_them_send(kind: str):
+    found = compiler_options(mesh_of("tpu", kind))
+    assert found[GATHERS] is True
+    assert HIDES not in found
+
+
+@pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5e", "TPU7x"])
+def test_tpus_without_them_or_with_them_by_default_have_none(kind: str):
+    assert compiler_options(mesh_of("tpu", kind)) == {}
+
+
+def test_gpus_schedule_for_latency_and_cpus_have_no_option():
+    assert compiler_options(mesh_of("gpu", "NVIDIA H100 80GB HBM3")) == {HIDES: True}
+    assert compiler_options(mesh_of("cpu", "cpu")) == {}
+
+
+def test_one_device_sends_nothing_and_has_no_option():
+    assert compiler_options(mesh_of("gpu", "NVIDIA H200", count=1)) == {}
+
+
+def test_each_option_has_a_reason_and_a_source():
+    assert all(len(each.reason) > 20 and each.source for each in TABLE)
+    assert len({each.name for each in TABLE}) == len(TABLE)
+
+
+def test_overrides_change_add_and_remove():
+    mesh = mesh_of("gpu", "NVIDIA H100")
+    assert compiler_options(mesh, {HIDES: False}) == {HIDES: False}
+    assert compiler_options(mesh, {HIDES: None}) == {}
+    more = {"xla_gpu_triton_gemm_any": True}
+    assert compiler_options(mesh, more) == {HIDES: True} | more
+
+
+def test_what_the_environment_sets_is_left_to_it(monkeypatch: pytest.MonkeyPatch):
+    mesh = mesh_of("gpu", "NVIDIA H100")
+    monkeypatch.setenv("XLA_FLAGS", f"--{HIDES}_not=1")
+    assert compiler_options(mesh) == {HIDES: True}
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_a=1 --{HIDES}=false")
+    assert compiler_options(mesh) == {}
+    assert compiler_options(mesh, {HIDES: True}) == {HIDES: True}
+
+
+class Greeter(Logger):
+    """Keeps the messages of a fit."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def squares(model: Any, batch: Any) -> Any:
+    return (model(batch) ** 2).mean()
+
+
+def make_trainer(loss: Any = squares, **options: Any) -> Trainer:
+    return Trainer(
+        lambda rngs: nnx.Linear(4, 4, rngs=rngs),
+        optax.sgd(0.1),
+        loss,
+        strategy=FSDP(),
+        **options,
+    )
+
+
+def test_a_fit_says_which_are_set_and_which_are_refused():
+    greeter = Greeter()
+    trainer = make_trainer(
+        compiler_options={FAST: False, "xla_tpu_of_tomorrow": True}, loggers=[greeter]
+    )
+    with pytest.warns(
+        ParallelWarning,
+        match=re.escape(
+            "The compiler refuses compiler_options, which are left out: "
+            "xla_tpu_of_tomorrow: No such compile option: 'xla_tpu_of_tomorrow'. "
+            "Options of another platform have no effect here; other names may be those "
+            "of another version."
+        ),
+    ):
+        trainer.fit([X], num_steps=1)
+    header = "\n".join(greeter.lines)
+    line = f"compiler options  {FAST}=false (refused by this compiler: "
+    assert f"{line}xla_tpu_of_tomorrow)" in header
+    # Once a process, not again for each program of it.
+    assert trainer.evaluate([X])["loss"] > 0
+
+
+def test_the_program_has_them_traces_once_and_may_be_part_of_another(tmp_path):
+    dumped = tmp_path / "dump"
+    trainer = make_trainer(
+        loggers=(), compiler_options={"xla_dump_to": str(dumped), FAST: True}
+    )
+    state, batch = trainer.state, trainer.shard_batch(X)
+    compiled = trainer.train_step.lower(state, batch).compile()  # pyright: ignore[reportFunctionMemberAccess]
+    files = {file.name for file in dumped.iterdir()}
+    assert any("train_step" in name for name in files)
+    assert FAST in (next(dumped.glob("*train_step*debug_options"))).read_text()
+    del compiled
+    step = trainer.train_step
+    whole = jax.jit(lambda state, batch: step(state, batch)[1]["loss"])
+    inside = float(whole(state, batch))
+    assert float(step(state, batch)[1]["loss"]) == pytest.approx(inside)
+    assert {file.name for file in dumped.glob("*train_step*before_opt*")} == {
+        name for name in files if "train_step" in name and "before_opt" in name
+    }
+
+
+def test_an_error_of_the_step_is_its_own():
+    def bad(model: Any, batch: Any) -> Any:
+        raise ValueError("of the loss")
+
+    trainer = make_trainer(bad, loggers=(), compiler_options={FAST: True})
+    with pytest.raises(ValueError, match="of the loss"):
+        trainer.train_step(trainer.state, trainer.shard_batch(X))
+
+
+def test_without_any_the_step_is_that_of_jit():
+    trainer = make_trainer(loggers=())
+    assert accepted_options(trainer.mesh) == ({}, {})
+    assert type(trainer.train_step._jitted) is type(jax.jit(jnp.sin))  # pyright: ignore[reportFunctionMemberAccess]
+
+
+TPU = """
+from nnx_parallel.training.compiler_options import accepted_options
+for name in sys.argv[1:]:
+    layout = FSDP().layout(FSDP().make_mesh(devices_of(name)))
+    options, refused = accepted_options(layout.mesh)
+    print(len(options), len(refused))
+    options, refused = accepted_options(layout.mesh, {"xla_of_tomorrow": 1})
+    print(len(refused))
+"""
+
+
+@pytest.mark.slow
+def test_libtpu_takes_all_options_of_its_generations():
+    of_tpus = sum("gpu" not in each.kinds for each in TABLE)
+    numbers = numbers_from(
+        "import warnings; warnings.simplefilter('ignore')\n" + TPU,
+        *("v5p:2x2x1", "v6e:4x4", "v5e:4x4"),
+    )
+    assert numbers == [of_tpus, 0, 1, of_tpus, 0, 1, 0, 0, 1]
