@@ -16,6 +16,7 @@ NAMES = {
     "imports": "the time to import this library, after the libraries that it needs",
     "sharded_jit": "sharded_jit against jax.jit with the same shardings",
     "overlap": "bytes that a TPU's schedule overlaps with matmuls; compiled, not run",
+    "maxtext": "the compiled step beside MaxText's (--python PATH has it); not run",
     "long_sequences": "memory and the ring's overlap on TPUs; compiled, not run",
     "experts": "memory and exchanges of mixtures of experts on TPUs; compiled, not run",
     "options": "bytes that options of the TPU compiler hide; compiled, not run",
@@ -45,7 +46,8 @@ def main() -> int:
     parser.add_argument("name", nargs="?", choices=NAMES)
     parser.add_argument("--rounds", type=int, help="interleaved rounds of steps")
     parser.add_argument("--full", action="store_true", help="pipeline: all sizes")
-    parser.add_argument("--tiny", action="store_true", help="gpu, grouped: on CPU")
+    parser.add_argument("--tiny", action="store_true", help="gpu, grouped, maxtext")
+    parser.add_argument("--python", help="maxtext: the python of its environment")
     parser.add_argument("--json", metavar="PATH", help="write the figures to a file")
     options = parser.parse_args()
     if options.name is None:
@@ -59,6 +61,7 @@ def main() -> int:
         "rounds": options.rounds,
         "full": options.full,
         "tiny": options.tiny,
+        "python": options.python,
     }
     table = benchmark.measure(**{name: value for name, value in given.items() if value})
     table.show()

@@ -22,10 +22,12 @@ import optax
 from flax import nnx
 
 from benchmarks.timing import Table
+from benchmarks.tpu_steps import ENVIRONMENT
 from nnx_parallel import FSDP, Precision, Strategy, TensorParallel
 from nnx_parallel.audit import audit
 from nnx_parallel.audit.transfers import compile_with_text
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
+from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.state import plan_state
 from nnx_parallel.training.compiler_options import TABLE
@@ -98,12 +100,6 @@ def schedule_of(
     Raises:
         CompilerMissingError: If there is no TPU compiler.
     """
-    environment = {
-        "TPU_SKIP_MDS_QUERY": "1",
-        "JAX_PLATFORMS": "cpu",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
     arguments = [name, json.dumps(overrides), json.dumps(sets_options)]
     command = [sys.executable, "-m", "benchmarks.overlap", *arguments]
     run = subprocess.run(
@@ -111,7 +107,7 @@ def schedule_of(
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | environment,
+        env=os.environ | ENVIRONMENT,
     )
     if run.returncode:
         is_missing = (known := "No module named 'libtpu'") in run.stderr
@@ -125,10 +121,8 @@ def compile_and_read(
     strategy: Strategy, config: GPTConfig, *, sets_options: bool
 ) -> dict[str, float]:
     """Compiles the step for abstract TPUs, and adds up its schedule."""
-    from jax.experimental import topologies
-
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY)
-    layout = strategy.layout(strategy.make_mesh(topology.devices))
+    devices = Topology.parse(TOPOLOGY).described()
+    layout = strategy.layout(strategy.make_mesh(devices))
     assert math.prod(layout.mesh.shape.values()) == CHIPS
     model = abstract_model(lambda rngs: GPT(config, rngs=rngs), nnx.Rngs(0))
     precision = Precision.mixed_bfloat16()

@@ -19,9 +19,18 @@ from flax import nnx
 from nnx_parallel import Precision, Strategy
 from nnx_parallel.audit.transfers import compile_with_text
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
+from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.state import plan_state
 from nnx_parallel.training.step import StepOptions, make_train_step
+
+ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "JAX_PLATFORMS": "cpu",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "PYTHONPATH": os.pathsep.join(sys.path),
+}
+"""Variables of a process that compiles for TPUs without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +40,7 @@ class Case:
     Attributes:
         config: Its shape; ``seq_len`` is the length of a sequence.
         strategy: How it is trained.
-        topology: The chips, without the links that close the torus of real cubes.
+        topology: The chips, with the links that close the torus of whole cubes.
         rows: Sequences of a step.
     """
 
@@ -48,21 +57,20 @@ def figures_of(benchmark: str, name: str) -> dict[str, float]:
         benchmark: The module, whose last line of output is JSON.
         name: The case, its argument.
     """
-    environment = {
-        "TPU_SKIP_MDS_QUERY": "1",
-        "JAX_PLATFORMS": "cpu",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
+    return last_line([sys.executable, "-m", benchmark, name])
+
+
+def last_line(command: list[str]) -> dict[str, float]:
+    """What a process that compiles for TPUs prints last, as JSON."""
     run = subprocess.run(
-        [sys.executable, "-m", benchmark, name],
+        command,
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | environment,
+        env=os.environ | ENVIRONMENT,
     )
     if run.returncode:
-        raise RuntimeError(f"{name}: {run.stderr}")
+        raise RuntimeError(f"{command[:4]} failed: {run.stderr}")
     return json.loads(run.stdout.splitlines()[-1])
 
 
@@ -71,15 +79,12 @@ def compile_step(
 ) -> tuple[str, dict[str, float]]:
     """The text of a step for abstract TPUs, and its bytes and seconds.
 
-    AdamW, parameters in float32 and products in bfloat16.
+    AdamW, parameters in float32 and products in bfloat16; with further options of the
+    compiler.
     """
-    from jax.experimental import topologies
-
-    topology: Any = topologies.get_topology_desc(
-        platform="tpu", topology_name=case.topology
-    )
+    devices = Topology.parse(case.topology).described()
     config, strategy = case.config(), case.strategy
-    layout = strategy.layout(strategy.make_mesh(topology.devices))
+    layout = strategy.layout(strategy.make_mesh(devices))
     model = abstract_model(lambda rngs: GPT(config, rngs=rngs), nnx.Rngs(0))
     precision = Precision.mixed_bfloat16()
     plan = plan_state(model, layout, optax.adamw(1e-3), precision=precision)
@@ -90,13 +95,15 @@ def compile_step(
     shape = (case.rows, config.seq_len + 1)
     tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=rows)
     start = time.perf_counter()
-    compiled, text = compile_with_text(step.lower(plan.abstract, {"tokens": tokens}))
+    lowered = step.lower(plan.abstract, {"tokens": tokens})
+    compiled, text = compile_with_text(lowered)
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
     return text, {
-        "chips": len(topology.devices),
+        "chips": len(devices),
         # The state is donated: its outputs take the place of its inputs.
         "memory": memory.argument_size_in_bytes + memory.temp_size_in_bytes,
         "state": memory.argument_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
         "seconds": seconds,
     }

@@ -402,11 +402,11 @@ TPU_SCRIPT = """
 import os
 os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu"}
 import jax, jax.numpy as jnp, numpy as np
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from nnx_parallel.audit import audit
+from nnx_parallel.plan.hardware import Topology
 
-devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4").devices
+devices = Topology.parse("v5e:4x4").described()
 mesh = Mesh(np.array(devices), ("fsdp",), axis_types=(AxisType.Auto,))
 
 def forward(kernels, x):

@@ -168,7 +168,7 @@ class TestPlaces:
     @pytest.mark.parametrize(
         ("shard", "stored"),
         [
-            ("params", P(None, ("fsdp", "context"))),
+            ("params", P(("fsdp", "context"))),
             ("gradients", P()),
             ("optimizer", P()),
         ],
@@ -179,8 +179,8 @@ class TestPlaces:
         place = {row.info.path: row.placement for row in table.rows}["kernel"]
         assert place.stored == stored
         assert place.used == P()
-        assert place.optimizer == P(None, ("fsdp", "context"))
-        assert place.reason == "fsdp+context: largest free dim 1"
+        assert place.optimizer == P(("fsdp", "context"))
+        assert place.reason == "fsdp+context: free dim 0, unaligned"
 
     def test_one_axis_where_both_do_not_divide(self):
         strategy = Composite(FSDP(2, min_size=0), ContextParallel(4))
@@ -188,7 +188,7 @@ class TestPlaces:
             lambda rngs: nnx.Linear(3, 6, use_bias=False, rngs=rngs)
         )
         assert table.rows[0].placement.stored == P(None, "fsdp")
-        assert table.rows[0].placement.reason == "fsdp: largest free dim 1"
+        assert table.rows[0].placement.reason == "fsdp: free dim 1, unaligned"
 
     def test_alone_every_device_has_the_state(self):
         table = ContextParallel().describe(lambda rngs: nnx.Linear(64, 64, rngs=rngs))

@@ -188,12 +188,10 @@ def test_devices_are_simulated_before_jax_starts_or_not_at_all() -> None:
 
 
 TWO_SLICES = """
-from jax.experimental import topologies
 from nnx_parallel import make_mesh
-topology = topologies.get_topology_desc(
-    platform="tpu", topology_name="v5e:2x4", num_slices=2
-)
-mesh = make_mesh({"data": 4, "tensor": 4}, topology.devices)
+from nnx_parallel.plan.hardware import Topology
+devices = Topology.parse("2*v5e:2x4").described()
+mesh = make_mesh({"data": 4, "tensor": 4}, devices)
 print([sorted({d.slice_index for d in row}) for row in mesh.devices])
 """
 

@@ -34,7 +34,7 @@ def test_a_rule_comes_before_a_name_and_a_name_before_fsdps_choice() -> None:
     rule = PathRules((r"\.kernel", P("tensor", "fsdp")))
     ruled = place(Composite(*FSDP_TP.parts, rules=(rule,)), 64, 128, names=names)
     assert (free.stored, free.used) == (P("fsdp", "tensor"), P(None, "tensor"))
-    assert free.reason == "name 'mlp' -> tensor; fsdp: largest free dim 0"
+    assert free.reason == "name 'mlp' -> tensor; fsdp: free dim 0"
     assert (ruled.stored, ruled.used) == (P("tensor", "fsdp"), P("tensor"))
     assert ruled.reason == r"path rule '\\.kernel'"
 
@@ -47,17 +47,23 @@ def test_a_rule_that_replicates_is_obeyed() -> None:
 @pytest.mark.parametrize(
     ("shape", "names", "spec", "reason"),
     [
-        ((64, 128), None, P(None, "fsdp"), "fsdp: largest free dim 1"),
-        ((64, 64), None, P("fsdp"), "fsdp: largest free dim 0"),
-        ((64, 100, 64), None, P("fsdp"), "fsdp: largest free dim 0"),
+        # The dim that a product contracts before the last, if its shards are tiles.
+        ((64, 128), None, P("fsdp"), "fsdp: free dim 0"),
+        ((64, 2048), None, P("fsdp"), "fsdp: free dim 0"),
+        ((72, 2048), None, P(None, "fsdp"), "fsdp: free dim 1"),
+        ((72, 512), None, P(None, "fsdp"), "fsdp: free dim 1"),
+        ((72, 144), None, P("fsdp"), "fsdp: free dim 0, unaligned"),
+        ((9, 144), None, P(None, "fsdp"), "fsdp: free dim 1, unaligned"),
+        ((64, 100, 64), None, P("fsdp"), "fsdp: free dim 0"),
+        ((8, 128, 64), None, P(None, "fsdp"), "fsdp: free dim 1"),
         ((9, 900), None, P(), "fsdp=8 divides no free dim of [9, 900]"),
         ((1023,), None, P(), "1023 elements < min_size 1024"),
-        ((1024,), None, P("fsdp"), "fsdp: largest free dim 0"),
+        ((1024,), None, P("fsdp"), "fsdp: free dim 0"),
         ((512, 8, 64), ("layers", None, None), P(None, None, "fsdp"), None),
         ((512, 9), ("layers",), P(), "fsdp=8 divides no free dim of [9]"),
     ],
 )
-def test_fsdp_takes_the_largest_dim_that_it_divides(
+def test_fsdp_takes_the_dim_whose_gather_copies_the_least(
     shape: tuple, names: tuple | None, spec: P, reason: str | None
 ) -> None:
     names = names and names + (None,) * (len(shape) - len(names))

@@ -62,13 +62,14 @@ def specs(tree: Any, rules: Any, mesh: Mesh) -> Any:
         ((1023,), P()),
         ((2048,), P("fsdp")),
         ((31, 31), P()),
-        ((64, 256), P(None, "fsdp")),
+        ((64, 256), P("fsdp")),
+        ((9, 256), P(None, "fsdp")),
         ((1024, 1024), P("fsdp")),
         ((1025, 1024), P(None, "fsdp")),
         ((64, 8, 64), P("fsdp")),
     ],
 )
-def test_fsdp_rules_take_the_largest_dim_that_the_axis_divides(
+def test_fsdp_rules_take_a_dim_that_the_axis_divides(
     shape: tuple, spec: P, mesh: Mesh
 ) -> None:
     assert specs(abstract(*shape), FSDPRules("fsdp", 1024), mesh) == spec

@@ -221,7 +221,7 @@ def test_describe_says_why() -> None:
     rules = (PathRules((r"head", P())),)
     found = FSDP(rules=rules).describe(Stock)
     why = {row.info.path: row.placement.reason for row in found.rows}
-    assert why["embed.embedding"] == "fsdp: largest free dim 0"
+    assert why["embed.embedding"] == "fsdp: free dim 0"
     assert why["layers.1.bias"] == "64 elements < min_size 1024"
     assert why["norm.mean"] == "not a parameter"
     assert "layers.0.kernel" not in why or "head.kernel" not in why

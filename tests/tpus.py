@@ -11,7 +11,6 @@ import os, sys
 os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu"}
 import jax, numpy as np, optax
 from flax import nnx
-from jax.experimental import topologies
 from jax.sharding import PartitionSpec as P
 from nnx_parallel.audit.transfers import compile_with_text
 from nnx_parallel.audit import audit
@@ -19,14 +18,13 @@ from nnx_parallel.errors import ProgramTextError
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import *
 from nnx_parallel.layers import attention
+from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.state import plan_state
 from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.training.step import StepOptions, make_train_step
 
 def devices_of(topology_name):
-    return topologies.get_topology_desc(
-        platform="tpu", topology_name=topology_name
-    ).devices
+    return Topology.parse(topology_name).described()
 
 def plan_gpt(config, strategy, topology_name):
     layout = strategy.layout(strategy.make_mesh(devices_of(topology_name)))

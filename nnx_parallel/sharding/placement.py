@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -81,6 +81,34 @@ class Staged(NamedTuple):
     is_even: bool  # all stages have as many layers
 
 
+_ROWS, _COLUMNS = 8, 128
+"""A tile of a TPU, over the last two dims."""
+
+
+def cheapest_dim(
+    dims: Sequence[int], shape: Sequence[int], size: int
+) -> tuple[int, bool]:
+    """Of the dims that ``size`` divides, that whose gather copies the least.
+
+    Returns the dim, and whether its shards are whole tiles.
+    """
+    last = len(shape) - 1
+
+    # A gather puts whole tiles one after the other; of others it makes a copy. A last
+    # dim of some rows' length is laid out as rows: its gather is cheap, the product of
+    # its transpose a little less. Estimated cycles of 4 layers of Llama 2 7B over 64
+    # v5p chips, (4096, 11008) and (11008, 4096) split to 172 columns and 172 rows: 372
+    # million; to 64 rows and 172 rows: 332; to 64 rows and 64 columns: 318.
+    def rank(dim: int) -> int:
+        shard = shape[dim] // size
+        if dim == last:
+            return 2 if shard % _COLUMNS == 0 else int(shard % _ROWS == 0)
+        return 2 if dim < last - 1 or shard % _ROWS == 0 else 0
+
+    dim = max(dims, key=lambda d: (rank(d), d != last, shape[d], -d))
+    return dim, rank(dim) > 0
+
+
 def choose_other_dim(
     info: ArrayInfo, taken: DimAxes, axes: tuple[str, ...], mesh: Mesh, min_size: int
 ) -> tuple[int | None, str]:
@@ -100,7 +128,8 @@ def choose_other_dim(
     if not fitting or info.size < min_size:
         return None, f"{name}={size} does not split the layers: whole on all stages"
     # That of another axis only where no other is free.
-    dim = max(fitting, key=lambda d: (not taken[d], part(d), -d))
+    free = [d for d in fitting if not taken[d]] or fitting
+    dim, _ = cheapest_dim(free, [part(d) for d in range(len(taken))], size)
     return dim, f"{name}: dim {dim}, for it does not split the layers"
 
 

@@ -16,7 +16,8 @@ from nnx_parallel.strategies.base import Strategy
 class FSDP(Strategy):
     """Fully sharded data parallelism: one mesh axis splits batch and training state.
 
-    Each parameter is sharded along its largest free dim that the axis divides. Its
+    Each parameter is sharded along a free dim that the axis divides: that which the
+    gather copies least (`FSDPRules`), as a rule the one that a product contracts. Its
     gradient and its optimizer state are sharded in the same way. The parameter is
     all-gathered just before use, and again for the backward pass; its gradient is
     reduce-scattered. A device keeps ``1 / size`` of the training state and sends at

@@ -1,0 +1,205 @@
+"""The compiled training step beside MaxText's: memory, bytes and estimated cycles.
+
+Both steps are compiled by the same TPU compiler at the same shapes, with the same
+compiler options, for chips that are not there: Llama 2 7B, sequences of 4,096 tokens,
+two rows a chip, full remat, AdamW, products in bfloat16, parameters in float32. The
+scheduled program is read. Nothing is run: no figure is the time of a step.
+
+MaxText has an environment of its own, whose python is an argument; without one the
+table has this library's rows alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.timing import Table
+from benchmarks.tpu_steps import Case, compile_step, figures_of, last_line
+from nnx_parallel import FSDP, Composite, TensorParallel
+from nnx_parallel.audit import audit
+from nnx_parallel.audit.hlo import KnownValue, Module, parse
+from nnx_parallel.models import GPTConfig
+
+_OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
+OPTIONS = {
+    "xla_tpu_prefer_async_allgather_to_allreduce": "true",
+    "xla_enable_async_all_gather": "true",
+    f"{_OFFLOAD}_all_gather": "true",
+    f"{_OFFLOAD}_2d_all_gather": "true",
+    f"{_OFFLOAD}_3d_all_gather": "true",
+    f"{_OFFLOAD}_reduce_scatter": "true",
+    f"{_OFFLOAD}_nd_reduce_scatter": "true",
+    f"{_OFFLOAD}_all_reduce": "true",
+    "xla_tpu_use_tc_device_shape_on_sc": "true",
+    "xla_sc_disable_megacore_partitioning": "true",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "false",
+}
+"""What MaxText's scripts set on v5p for collectives that SparseCores run."""
+
+
+def llama2_7b() -> GPTConfig:
+    """Llama 2 7B: Llama 3 8B's shape but for these."""
+    return replace(
+        GPTConfig.llama3_8b(seq_len=4096, remat="full"),
+        vocab_size=32_000,
+        num_kv_heads=32,
+        mlp_dim=11_008,
+        rope_theta=10_000.0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """One step, as this library and as MaxText write it."""
+
+    ours: Case
+    theirs: tuple[str, ...]
+
+
+_MAXTEXT = (
+    "model_name=llama2-7b",
+    "compile_topology=v5p-128",
+    "compile_topology_num_slices=1",
+    "max_target_length=4096",
+    "per_device_batch_size=2",
+    "remat_policy=full",
+    "gradient_clipping_threshold=0.0",
+    "dataset_type=synthetic",
+    "enable_checkpointing=false",
+    "skip_jax_distributed_system=true",
+    "run_name=benchmark",
+    "base_output_directory=/tmp/maxtext_output",
+)
+_CHIPS: dict[str, Any] = {"config": llama2_7b, "topology": "v5p:4x4x4", "rows": 128}
+PAIRS = {
+    "FSDP 64": Pair(ours=Case(strategy=FSDP(64), **_CHIPS), theirs=_MAXTEXT),
+    "tensor 4 x FSDP 16": Pair(
+        ours=Case(
+            strategy=Composite(TensorParallel(4, sequence=True), FSDP(16)), **_CHIPS
+        ),
+        theirs=(*_MAXTEXT, "ici_tensor_parallelism=4", "ici_fsdp_parallelism=16"),
+    ),
+}
+TINY = {
+    "tiny, FSDP 4": Case(
+        config=lambda: GPTConfig.tiny(num_layers=2, embed_dim=128, remat="full"),
+        strategy=FSDP(4),
+        topology="v5p:2x2x1",
+        rows=8,
+    )
+}
+
+
+def measure(rounds: int = 1, *, tiny: bool = False, python: str | None = None) -> Table:
+    """Memory, bytes sent and hidden, and cycles of each step; nothing is timed.
+
+    Args:
+        rounds: Without effect.
+        tiny: A tiny model of this library alone, in seconds.
+        python: The python of an environment with MaxText.
+    """
+    del rounds
+    ours = TINY if tiny else {name: pair.ours for name, pair in PAIRS.items()}
+    table = Table("a training step beside MaxText's, compiled for TPU v5p, not run")
+    with_maxtext = not tiny and version_of_maxtext(python)
+    for name, case in ours.items():
+        table.add(f"{name}: strategy", f"{case.strategy!r} on {case.topology}")
+        _add(table, f"{name}: this library", figures_of(__spec__.name, name))
+        if with_maxtext and python:
+            _add(table, f"{name}: MaxText", figures_of_maxtext(python, PAIRS[name]))
+    if not tiny:
+        table.add("MaxText", with_maxtext or "left out: --python PATH has it")
+    return table
+
+
+def _add(table: Table, name: str, found: Mapping[str, float]) -> None:
+    gib = 2**30
+    table.add(f"{name}: temporaries", f"{found['temporaries'] / gib:.2f} GiB")
+    table.add(f"{name}: a chip sends", f"{found['sent'] / gib:.1f} GiB")
+    table.add(f"{name}: of it during products", f"{found['hidden']:.1%}")
+    table.add(f"{name}: estimated cycles", f"{found['cycles'] / 1e6:.0f} million")
+    table.add(f"{name}: compiled in", f"{found['seconds']:.0f} s")
+
+
+def version_of_maxtext(python: str | None) -> str | None:
+    """The version of MaxText in an environment, or ``None`` where it is missing."""
+    if python is None:
+        return None
+    code = "from importlib.metadata import version as v; "
+    code += "print(v('maxtext'), 'libtpu', v('libtpu'))"
+    done = subprocess.run(
+        [python, "-c", code], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"{python} has no MaxText: {done.stderr.strip()[-200:]}")
+    return done.stdout.strip()
+
+
+def figures_of_maxtext(python: str, pair: Pair) -> dict[str, float]:
+    """MaxText's step, compiled by its own environment and read here."""
+    child = Path(__file__).with_name("maxtext_child.py")
+    request = {"overrides": pair.theirs, "options": OPTIONS}
+    with tempfile.TemporaryDirectory() as directory:
+        text = Path(directory) / "step.txt"
+        found = last_line([python, str(child), json.dumps(request), str(text)])
+        return found | read(text.read_text())
+
+
+def read(text: str) -> dict[str, float]:
+    """Bytes of a scheduled program, the share that products hide, and its cycles."""
+    report = audit(text)
+    return {
+        "sent": report.sent_bytes(),
+        "hidden": report.hidden_share or 0.0,
+        "cycles": estimated_cycles(parse(text)),
+    }
+
+
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+
+
+def estimated_cycles(module: Module) -> float:
+    """XLA's own estimate of what a program computes, loops multiplied out.
+
+    It counts no collective, and nothing that waits for one.
+    """
+
+    def of(name: str, arguments: tuple[KnownValue, ...]) -> float:
+        computation = module.computations[name]
+        values = module.evaluate(name, arguments)
+        total = 0.0
+        for each in computation.instructions.values():
+            operands = tuple(map(values.get, each.operands))
+            if each.opcode == "while":
+                loop = module.read_loop(each, operands[0])
+                body = of(each.attribute("body") or "", (loop.invariants,))
+                total += (loop.trip_count or 1) * body
+            elif each.opcode in ("call", "conditional"):
+                called = filter(None, (each.called, *each.branches))
+                total += sum(of(inner, operands) for inner in called)
+            elif found := _CYCLES.search(each.attributes):
+                # The largest integer stands for a cost that is not known.
+                cycles = int(found[1])
+                total += cycles if cycles < 2**60 else 0
+        return total
+
+    return of(module.entry, ())
+
+
+def compile_and_read(case: Case) -> dict[str, float]:
+    """This library's step, compiled and read in this process."""
+    text, found = compile_step(case, OPTIONS)
+    return found | read(text)
+
+
+if __name__ == "__main__":
+    cases = {name: pair.ours for name, pair in PAIRS.items()} | TINY
+    print(json.dumps(compile_and_read(cases[sys.argv[1]])))
