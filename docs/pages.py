@@ -8,6 +8,7 @@ import cards
 import drawings
 import error_help
 import migrating
+import planned
 import results
 import vector
 import worked
@@ -50,7 +51,7 @@ class Figure(SphinxDirective):
 
     def run(self) -> list[Node]:
         """Draws it."""
-        for module in (drawings, vector):
+        for module in (drawings, planned, vector):
             _depend_on(self, Path(str(module.__file__)))
         html = drawings.figure(self.arguments[0])
         return [nodes.raw("", html, format="html")]

@@ -61,20 +61,13 @@ def draw_roofline(plan: Plan, entry: Entry | None = None) -> Figure:
     shares = {"products": plan.assumptions.products, "memory": plan.assumptions.memory}
     colours = lane_colours(time)
     marks = scale.axes()
-    roofs: Marks = []
     drawn: list[Range] = []
     for x in (products, *lanes):
         share = shares.get(x.name, plan.assumptions.links)
         # Of axes whose links are as fast, one roof in the colours of all.
         before = drawn.count(x.speed) * (x is not products)
-        roofs += scale.roof(x, products.speed[1], share, colours[x.name], before)
+        marks += scale.roof(x, products.speed[1], share, colours[x.name], before)
         drawn.append(x.speed)
-    # A document of its own cuts what is beyond its edges.
-    marks.append(
-        f'<svg x="{_LEFT:g}" y="{_TOP:g}" width="{_RIGHT - _LEFT:g}" '
-        f'height="{_BOTTOM - _TOP:g}" viewBox="{_LEFT:g} {_TOP:g} {_RIGHT - _LEFT:g} '
-        f'{_BOTTOM - _TOP:g}">{"".join(roofs)}</svg>'
-    )
     marks += scale.points(products, lanes, attained, colours)
     rows = [_row(products, products), *(_row(x, products) for x in lanes)]
     y = _BOTTOM + 46
@@ -168,22 +161,27 @@ class _Scale(NamedTuple):
             box = (_LEFT, high, _RIGHT - _LEFT, low - high)
             roof = line(self.at(left, peak), self.at(right, peak), colour=colour)
             return [rect(*box, colour, 0, opacity=0.15), roof]
-        # From far outside to where it meets the roof of the products.
-        speeds = [share * each for share, each in zip(shares, lane.speed, strict=True)]
-        start = left / 1e3
-        corners = [
-            self.at(start, start * speeds[0]),
-            self.at(peak / speeds[0], peak),
-            self.at(peak / speeds[1], peak),
-            self.at(start, start * speeds[1]),
-        ]
-        points = " ".join(f"{x:g},{y:g}" for x, y in corners)
-        most = lane.speed[1]
-        ends = self.at(start, start * most), self.at(peak / most, peak)
+        low, high = (
+            self._slope(share * speed, peak)
+            for share, speed in zip(shares, lane.speed, strict=True)
+        )
+        # Where one begins or ends at another edge than the other, a corner is between.
+        (x0, y0), (x1, y1) = self.at(left, self.y[0]), self.at(right, peak)
+        begin = [(x0, y0)] * (low[0][0] > x0 and high[0][1] < y0)
+        end = [(x1, y1)] * (low[1][1] > y1 and high[1][0] < x1)
+        roof = self._slope(lane.speed[1], peak)
         if before:
-            return [line(*ends, colour=colour, dash=f"7 {7 * before}")]
+            return [line(*roof, colour=colour, dash=f"7 {7 * before}")]
+        corners = [*low, *end, *reversed(high), *begin]
+        points = " ".join(f"{x:g},{y:g}" for x, y in corners)
         band = f'<polygon points="{points}" fill="{colour}" fill-opacity="0.15"/>'
-        return [band, line(*ends, colour=colour)]
+        return [band, line(*roof, colour=colour)]
+
+    def _slope(self, speed: float, peak: float) -> list[tuple[float, float]]:
+        """Where a roof enters the picture, and where it meets that of the products."""
+        (left, right), bottom = self.x, self.y[0]
+        ends = max(left, bottom / speed), min(right, peak / speed)
+        return [self.at(x, x * speed) for x in ends]
 
     def points(
         self,
