@@ -13,3 +13,4 @@ from nnx_parallel.plan.report import Plan as Plan
 from nnx_parallel.plan.roofline import Assumptions as Assumptions
 from nnx_parallel.plan.roofs import draw_roofline as draw_roofline
 from nnx_parallel.plan.search import plan as plan
+from nnx_parallel.visualize.figures import Figure as Figure

@@ -60,7 +60,8 @@ def draw_roofline(plan: Plan, entry: Entry | None = None) -> Figure:
     scale = _Scale.of(products, lanes, attained)
     shares = {"products": plan.assumptions.products, "memory": plan.assumptions.memory}
     colours = lane_colours(time)
-    marks = scale.axes()
+    names, bars = scale.points(products, lanes, attained, colours)
+    marks = [*scale.axes(), *names]
     drawn: list[Range] = []
     for x in (products, *lanes):
         share = shares.get(x.name, plan.assumptions.links)
@@ -68,7 +69,7 @@ def draw_roofline(plan: Plan, entry: Entry | None = None) -> Figure:
         before = drawn.count(x.speed) * (x is not products)
         marks += scale.roof(x, products.speed[1], share, colours[x.name], before)
         drawn.append(x.speed)
-    marks += scale.points(products, lanes, attained, colours)
+    marks += bars
     rows = [_row(products, products), *(_row(x, products) for x in lanes)]
     y = _BOTTOM + 46
     for lane, row in zip((products, *lanes), rows, strict=True):
@@ -189,8 +190,9 @@ class _Scale(NamedTuple):
         lanes: list[Lane],
         attained: Range,
         colours: dict[str, str],
-    ) -> Marks:
-        """The step under each roof, with the roof's name below."""
+    ) -> tuple[Marks, Marks]:
+        """Names, and the step under each roof; names are below the roofs, to be read."""
+        names: Marks = []
         marks: Marks = []
         ends: list[float] = []  # of the words of each line
         for lane in sorted(lanes, key=lambda lane: products.work / lane.work):
@@ -205,12 +207,12 @@ class _Scale(NamedTuple):
                 row = len(ends)
                 ends.append(0.0)
             ends[row] = middle + half
+            names.append(text(middle, low[1] + 15 + 14 * row, name, font_size=SMALL))
             marks += [
                 line(high, self.at(x, roof), colour=colour, width=1.2, dash="2 3"),
                 line(low, high, colour=colour, width=4.0),
-                text(middle, low[1] + 15 + 14 * row, name, font_size=SMALL),
             ]
-        return marks
+        return names, marks
 
 
 def _row(lane: Lane, products: Lane) -> tuple[str, ...]:
