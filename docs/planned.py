@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from html import escape
 
 import jax
 import optax
@@ -60,17 +61,21 @@ def memory() -> tuple[Figure, str]:
 
 def timeline() -> tuple[Figure, str]:
     """A step of the best candidate without stages."""
-    return draw_timeline(example(), _find("FSDP(")), _caption("A step", "FSDP(")
+    return draw_timeline(example(), _find("FSDP(")), _caption("A step in time", "FSDP(")
 
 
 def stages() -> tuple[Figure, str]:
     """A step of a pipeline."""
-    return draw_timeline(example(), _find("Pipeline(")), _caption("A step", "Pipeline(")
+    return draw_timeline(example(), _find("Pipeline(")), _caption(
+        "A step in time, by stage", "Pipeline("
+    )
 
 
 def roofline() -> tuple[Figure, str]:
     """The roofs of the best."""
-    return draw_roofline(example(), _find("FSDP(")), _caption("The roofs", "FSDP(")
+    return draw_roofline(example(), _find("FSDP(")), _caption(
+        "The roofs of a step", "FSDP("
+    )
 
 
 def _find(name: str) -> Entry:
@@ -78,4 +83,4 @@ def _find(name: str) -> Entry:
 
 
 def _caption(what: str, name: str) -> str:
-    return f"{what} of <code>{_find(name).name}</code>."
+    return f"<code>{escape(_find(name).name)}</code>{what}."

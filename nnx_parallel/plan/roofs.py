@@ -191,7 +191,7 @@ class _Scale(NamedTuple):
         attained: Range,
         colours: dict[str, str],
     ) -> tuple[Marks, Marks]:
-        """Names, and the step under each roof; names are below the roofs, to be read."""
+        """Names, to be drawn below the roofs, and the step under each of them."""
         names: Marks = []
         marks: Marks = []
         ends: list[float] = []  # of the words of each line
