@@ -223,12 +223,14 @@ with tempfile.TemporaryDirectory() as cache:  # by default ~/.cache/nnx_parallel
             Candidate(strategy=DataParallel(8), remat="full"),
         ],
         compile=2,
+        num_processes=2,
         cache=cache,
     )
 for entry in tried.entries:
-    memory = (x.total_bytes / 2**20 for x in (entry.estimate, entry.costs))
-    print("{}: {:.1f} MiB by formulas, {:.1f} MiB".format(entry.name, *memory), end=" ")
-    print("by the compiler" if entry.costs.is_compiled else "again: no compiler here")
+    formulas, costs = entry.estimate.total_bytes / 2**20, entry.costs
+    who = "the compiler" if costs.is_compiled else "formulas again: no compiler here"
+    print(f"{entry.name}: {formulas:.1f} MiB by formulas,", end=" ")
+    print(f"{costs.total_bytes / 2**20:.1f} MiB by {who}")
 print(tried.code)
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}

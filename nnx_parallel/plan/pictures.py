@@ -74,7 +74,8 @@ def draw_memory(plan: Plan, num_entries: int = 12) -> Figure:
         >>> found = plan(
         ...     trainer, topology="cpu:8", batch=batch, candidates=given, compile=0
         ... )
-        >>> draw_memory(found).save("memory.svg")
+        >>> print(draw_memory(found).title)
+        Memory of a device, by owner
     """
     numbered = list(enumerate(plan.entries[:num_entries], 1))
     entries = [(number, e, e.costs) for number, e in numbered if e.costs is not None]

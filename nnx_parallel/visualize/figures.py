@@ -144,7 +144,7 @@ def cut(words: str, length: int) -> str:
 _TITLE = {"text_anchor": "start", "font_weight": 600}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Figure:
     """A drawing with a title: notebooks show it, ``print`` its figures, `save` writes.
 
@@ -194,6 +194,9 @@ class Figure:
 
     def __str__(self) -> str:
         return "\n".join([self.title, *self.lines])
+
+    def __repr__(self) -> str:
+        return f"<figure: {self.title}>"
 
     def _repr_svg_(self) -> str:
         return self.svg
