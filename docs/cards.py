@@ -213,6 +213,17 @@ def _transformer() -> Marks:
     ]
 
 
+def _plan() -> Marks:
+    bars = ((54, 22, 12), (38, 18, 40), (24, 12, 74))
+    marks: Marks = []
+    for row, parts in enumerate(bars):
+        x = 18.0
+        for part, width in enumerate(parts):
+            marks.append(rect(x, 14 + 21 * row, width, 15, device(2 * part)))
+            x += width
+    return [*marks, line((124, 8), (124, 76), width=2)]
+
+
 CARDS = {
     1: Card("Name the devices, and say who holds which block of an array.", _meshes),
     2: Card(
@@ -238,6 +249,7 @@ CARDS = {
     14: Card("Split the tokens of a sequence, and balance the work.", _long, (3,)),
     15: Card("Adapt weights of others, and write them back.", _adapters, (3,)),
     16: Card("Send tokens to few of many MLPs, balanced and split.", _experts, (3,)),
+    17: Card("Find the strategy for chips that you do not have yet.", _plan, (3,)),
 }
 
 

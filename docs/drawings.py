@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import planned
 import worked
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -38,6 +39,7 @@ from nnx_parallel import (
 from nnx_parallel.collectives.sequence import balanced_moves
 from nnx_parallel.mesh import MESH_AXES
 from nnx_parallel.models import GPT, GPTConfig
+from nnx_parallel.visualize.figures import Figure
 
 STATIC = Path(__file__).parent / "_static"
 
@@ -386,6 +388,16 @@ def zero() -> list[Panel]:
     return [Panel(marks, (404, 228), "; ".join(said), caption)]
 
 
+def _of_plan(draw: Callable[[], tuple[Figure, str]]) -> Callable[[], list[Panel]]:
+    """A picture of a plan, as the library draws it."""
+
+    def panels() -> list[Panel]:
+        drawn, caption = draw()
+        return [Panel(drawn.marks, (drawn.width, drawn.height), drawn.alt, caption)]
+
+    return panels
+
+
 FIGURES: dict[str, Callable[[], list[Panel]]] = {
     "hero": hero,
     "fsdp": fsdp,
@@ -393,6 +405,10 @@ FIGURES: dict[str, Callable[[], list[Panel]]] = {
     "balance": balance,
     "machines": machines,
     "zero": zero,
+    "plan-memory": _of_plan(planned.memory),
+    "plan-timeline": _of_plan(planned.timeline),
+    "plan-stages": _of_plan(planned.stages),
+    "plan-roofline": _of_plan(planned.roofline),
 }
 
 

@@ -25,7 +25,7 @@ HELP = {
     "PlanError": Help(
         "`plan` was given a topology, a `fix` or a script that it cannot use.",
         "Follow the message: it lists the valid names, or what the script did before it "
-        "reached `Trainer.fit`. [From a laptop to a pod](plan.md) shows the forms.",
+        "reached `Trainer.fit`. [Plan](plan.md) shows the forms.",
         "topology='v5q:4x4x4': no hardware is called 'v5q'. Did you mean 'v5p'? ...",
     ),
     "VersionError": Help(

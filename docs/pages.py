@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import attention_table
+import calculator_data
 import cards
 import drawings
 import error_help
 import migrating
+import planned
 import results
 import vector
 import worked
@@ -49,10 +51,20 @@ class Figure(SphinxDirective):
 
     def run(self) -> list[Node]:
         """Draws it."""
-        for module in (drawings, vector):
+        for module in (drawings, planned, vector):
             _depend_on(self, Path(str(module.__file__)))
         html = drawings.figure(self.arguments[0])
         return [nodes.raw("", html, format="html")]
+
+
+class CalculatorData(SphinxDirective):
+    """What the calculator takes from the library, as a script."""
+
+    def run(self) -> list[Node]:
+        """Reads the table of hardware."""
+        plan = (ROOT / "nnx_parallel" / "plan").glob("*.py")
+        _depend_on(self, Path(str(calculator_data.__file__)), *plan)
+        return [nodes.raw("", calculator_data.script(), format="html")]
 
 
 class TutorialCards(SphinxDirective):
@@ -133,6 +145,7 @@ def setup(app: Sphinx) -> dict[str, bool | str]:
     """Registers the directives."""
     app.add_directive("error-list", ErrorList)
     app.add_directive("drawing", Figure)
+    app.add_directive("calculator-data", CalculatorData)
     app.add_directive("tutorial-cards", TutorialCards)
     app.add_directive("migration-tables", MigrationTables)
     app.add_directive("worked-examples", WorkedExamples)

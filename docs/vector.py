@@ -8,74 +8,26 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from xml.sax.saxutils import escape
 
 import numpy as np
 from jax.sharding import Sharding
 
 from nnx_parallel.drawing import fill
 from nnx_parallel.visualize.arrays import device_colour
-
-Marks = list[str]
-
-_RULES = """
-.ink { fill: %s } .soft { fill: %s } .line { stroke: %s; fill: none }
-.whole { fill: %s } .absent { fill: none; stroke: %s; stroke-dasharray: 2 2 }
-.ground { fill: %s }
-"""
-_LIGHT = ("#1f2933", "#52606d", "#7b8794", "#d9dfe5", "#9aa5b1", "#ffffff")
-_DARK = ("#e4e7eb", "#a9b4c0", "#8a96a3", "#4a5560", "#6b7783", "#14181e")
-
-
-def document(marks: Marks, width: float, height: float, title: str) -> str:
-    """A picture within a page, as wide as its column."""
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" viewBox="0 0 {width:g} '
-        f'{height:g}" font-family="system-ui, sans-serif" font-size="12">'
-        f"<title>{escape(title)}</title>{''.join(marks)}</svg>"
-    )
+from nnx_parallel.visualize.figures import DARK, LIGHT
+from nnx_parallel.visualize.figures import Marks as Marks
+from nnx_parallel.visualize.figures import document as document
+from nnx_parallel.visualize.figures import line as line
+from nnx_parallel.visualize.figures import rect as rect
+from nnx_parallel.visualize.figures import text as text
 
 
 def standalone(marks: Marks, width: float, height: float, title: str) -> str:
     """A picture in a file, on a ground of its own."""
-    rules = _RULES % _LIGHT
-    rules += f"@media (prefers-color-scheme: dark) {{{_RULES % _DARK}}}"
+    rules = f"{LIGHT}@media (prefers-color-scheme: dark) {{{DARK}}}"
     ground = f'<rect class="ground" width="{width:g}" height="{height:g}" rx="10"/>'
     style = f"<style>{rules}</style>"
     return document([style, ground, *marks], width, height, title) + "\n"
-
-
-def rect(
-    x: float, y: float, width: float, height: float, look: str, radius: float = 1.5
-) -> str:
-    """A rectangle; its look is a class, or a colour that begins with ``#``."""
-    paint = f'fill="{look}"' if look.startswith("#") else f'class="{look}"'
-    return (
-        f'<rect x="{x:.5g}" y="{y:.5g}" width="{width:.5g}" height="{height:.5g}" '
-        f'rx="{radius:g}" {paint}/>'
-    )
-
-
-def text(x: float, y: float, words: str, look: str = "ink", **style: object) -> str:
-    """Words, centred at ``x`` unless told."""
-    options = {"text_anchor": "middle", **style}
-    shown = "".join(f' {k.replace("_", "-")}="{v}"' for k, v in options.items())
-    paint = f'fill="{look}"' if look.startswith("#") else f'class="{look}"'
-    return f'<text x="{x:g}" y="{y:g}" {paint}{shown}>{escape(words)}</text>'
-
-
-def line(*points: tuple[float, float], width: float = 1.5, arrow: bool = False) -> str:
-    """Straight lines from point to point, with a head at the last."""
-    path = "M" + " L".join(f"{x:g} {y:g}" for x, y in points)
-    marks = f'<path class="line" stroke-width="{width:g}" d="{path}"/>'
-    if arrow:
-        (x0, y0), (x1, y1) = points[-2:]
-        length = np.hypot(x1 - x0, y1 - y0)
-        ux, uy = 4.5 * (x1 - x0) / length, 4.5 * (y1 - y0) / length
-        left, right = (x1 - ux - uy, y1 - uy + ux), (x1 - ux + uy, y1 - uy - ux)
-        head = " L".join(f"{x:.4g} {y:.4g}" for x, y in (left, (x1, y1), right))
-        marks += f'<path class="line" stroke-width="{width:g}" d="M{head}"/>'
-    return marks
 
 
 def shift(marks: Marks, x: float, y: float) -> Marks:

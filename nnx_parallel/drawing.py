@@ -88,10 +88,15 @@ class Picture:
         Raises:
             ValueError: If the path does not end in ``.svg``.
         """
-        path = Path(path)
-        if path.suffix != ".svg":
-            raise ValueError(f"Pictures are saved as SVG: {path} must end in .svg.")
-        path.write_text(self.svg, encoding="utf-8")
+        save_svg(path, self.svg)
+
+
+def save_svg(path: str | Path, svg: str) -> None:
+    """Writes an SVG to a path that says so."""
+    path = Path(path)
+    if path.suffix != ".svg":
+        raise ValueError(f"Pictures are saved as SVG: {path} must end in .svg.")
+    path.write_text(svg, encoding="utf-8")
 
 
 def _console(columns: int, **options: Any) -> Console:

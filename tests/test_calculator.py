@@ -34,16 +34,22 @@ from nnx_parallel import (
     Precision,
     Strategy,
     TensorParallel,
+    Trainer,
     ZeroBubble,
 )
 from nnx_parallel.collectives.ring import ExpertAxis
 from nnx_parallel.layers import Experts, MoE, Remat
 from nnx_parallel.layers.jaxprs import walk
 from nnx_parallel.mesh import MESH_AXES
-from nnx_parallel.models import GPT, GPTConfig
+from nnx_parallel.models import GPT, GPTConfig, next_token_loss
+from nnx_parallel.plan import HARDWARE, Candidate, Topology
+from nnx_parallel.plan.costs import Facts
+from nnx_parallel.plan.formulas import Estimate, state_bytes
+from nnx_parallel.plan.parts import Parts
 from nnx_parallel.sharding.constrain import using
 from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.visualize.describe import Description, describe_model
+from tests.site_scripts import calculator_data
 from tests.steps import compile_gpt
 
 SCRIPT = Path(__file__).parents[1] / "docs" / "_static" / "calculator.js"
@@ -69,6 +75,7 @@ def node() -> str:
 def compute(expression: str, arguments: Any) -> Any:
     """The value of a JavaScript expression over the script `c` and arguments `a`."""
     code = (
+        f"globalThis.CALCULATOR = {json.dumps(calculator_data.data())}; "
         f"const c = require({json.dumps(str(SCRIPT))}); "
         f"const a = {json.dumps(arguments)}; "
         f"console.log(JSON.stringify({expression}))"
@@ -282,6 +289,134 @@ def test_optimizers_and_precisions_take_the_bytes_that_describe_counts() -> None
         assert computed == counted, settings
 
 
+def parts_of(config: GPTConfig) -> Parts:
+    """A step of 512 rows, as the form has it by default."""
+    trainer = Trainer(
+        lambda rngs: GPT(config, rngs=rngs),
+        optax.adamw(1e-3),
+        next_token_loss,
+        precision=PRECISIONS["mixed bfloat16"],
+        devices=jax.devices()[:1],
+        loggers=(),
+    )
+    tokens = jax.ShapeDtypeStruct((512, config.seq_len + 1), "int32")
+    return Parts.of(trainer, {"tokens": tokens})
+
+
+def layout_of(strategy: Strategy) -> Any:
+    """On H100 that are not there."""
+    count = math.prod(size or 1 for size in strategy.axis_sizes.values())
+    topology = Topology.parse(f"h100:{count}")
+    return strategy.layout(strategy.make_mesh(topology.devices))
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [CASES[:1], CASES[3:5], CASES[7:8], MIXTURES[:3], MIXTURES[3:6]],
+    ids=["124m", "8b and 70b", "context", "mixtral", "a3b"],
+)
+def test_state_is_that_of_the_formulas_of_plan(cases: list) -> None:
+    """Bytes of parameters and optimizer state on a device, however large the model."""
+    given = [
+        {"model": model_of(config), "plan": plan_of(strategy, shard)}
+        for config, strategy, shard in cases
+    ]
+    found = compute("a.map((x) => c.stateBytes(x.model, x.plan))", given)
+    parts = {id(config): parts_of(config) for config, _, _ in cases}
+    for (config, strategy, _), state in zip(cases, found, strict=True):
+        counted = state_bytes(parts[id(config)].on(layout_of(strategy)), {})
+        assert state["params"] == counted["parameters"], strategy
+        assert state["optimizer"] == counted["optimizer state"], strategy
+
+
+EXCHANGES = [
+    (GPTConfig.llama3_8b(), DataParallel(8), None),
+    (GPTConfig.llama3_8b(), FSDP(64), "params"),
+    (GPTConfig.llama3_8b(), FSDP(16, shard="gradients"), "gradients"),
+    (GPTConfig.llama3_8b(), Composite(DataParallel(4), FSDP(8)), "params"),
+    (GPTConfig.llama3_8b(), Composite(FSDP(4), ContextParallel(16)), "params"),
+    (MIXTRAL, Composite(ExpertParallel(4), DataParallel(2)), None),
+    (MIXTRAL, Composite(ExpertParallel(8), FSDP(8)), "params"),
+]
+
+
+@pytest.fixture(scope="module")
+def facts() -> dict[int, Facts]:
+    """What is traced of each of their models."""
+    configs = {id(config): config for config, _, _ in EXCHANGES}
+    return {i: Facts.of(parts_of(c), ("none",), "gpu") for i, c in configs.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", EXCHANGES, ids=lambda case: repr(case[1]))
+def test_gradients_and_bytes_sent_are_those_of_the_formulas_of_plan(
+    case: tuple, facts: dict[int, Facts]
+) -> None:
+    """Of gradients, keys and tokens; gathers are compared with compiled steps alone."""
+    config, strategy, shard = case
+    known, layout = facts[id(config)], layout_of(strategy)
+    topology = Topology.parse(f"h100:{layout.mesh.size}")
+    estimate = Estimate(
+        known, Candidate(strategy=strategy), topology, known.parts.on(layout)
+    )
+    counted: dict[str, float] = {}
+    for each in estimate.costs.traffic:
+        counted[each.source] = counted.get(each.source, 0.0) + each.sent_bytes
+    plan = plan_of(strategy, shard)
+    shards = math.prod(plan.get(axis, 1) for axis in ("data", "fsdp", "expert"))
+    rows = 512 // shards
+    # Seconds over links of 1 byte/s are bytes.
+    links = {"local": 0, "devices": 1024, "fast": 1e-9, "slow": 1e-9, "links": 1}
+    state, gradients, keys, tokens = compute(
+        """(() => {
+        const sent = c.sentBytes(a.model, a.plan, a.tokens, 2, 4, "none");
+        const none = {gradients: 0, gathered: 0, updated: 0, tensor: 0, pipe: 0};
+        const time = (more) => c.commSeconds(a.plan, {...none, ...more}, a.links, 1);
+        const experts = {...sent.experts, gathered: 0, updated: 0};
+        const exchange = c.exchangeBytes(a.model, a.plan, a.tokens, 2, "none");
+        return [c.stateBytes(a.model, a.plan).gradients,
+          time({gradients: sent.gradients, experts}), time({ring: sent.ring}),
+          time({exchange: exchange.gather})];
+        })()""",
+        {
+            "model": model_of(config),
+            "plan": plan,
+            "tokens": rows * config.seq_len / plan.get("context", 1),
+            "links": links,
+        },
+    )
+    assert state == estimate.gradient_bytes
+    assert gradients == pytest.approx(counted["gradients"], rel=2e-3)
+    assert keys == pytest.approx(counted.get("keys", 0.0), rel=1e-6)
+    # The formulas leave out which experts a token goes to.
+    assert tokens == pytest.approx(counted.get("tokens", 0.0), rel=0.02)
+
+
+@pytest.mark.parametrize("name", [n for n in HARDWARE if n != "cpu"])
+def test_machines_of_the_form_are_the_hardware_of_plan(name: str) -> None:
+    """A ring has the bandwidth that `Topology.bandwidth` says, at worst and at best."""
+    hardware = HARDWARE[name]
+    count = 64
+    topology = Topology(hardware=hardware, num_devices=count)
+    cases = [(n, inner) for n in (2, 8, 64) for inner in (1, 2, 8) if n * inner <= 64]
+    machines, found = compute(
+        "((all) => [all, Object.fromEntries(Object.entries(all).map(([name, m]) => "
+        "[name, a.cases.map(([n, i]) => [0, 1].map((end) => "
+        "c.bandwidth(n, i, {...m, devices: a.count}, end)))]))])(c.MACHINES)",
+        {"cases": cases, "count": count},
+    )
+    (label,) = (x for x in machines if name in x.lower().split())
+    machine = machines[label]
+    assert machine["tflops"] * 1e12 == pytest.approx(hardware.peak("bfloat16"), 1e-5)
+    assert machine["memory"] * 1e9 == pytest.approx(hardware.memory_bytes, 1e-5)
+    share = hardware.usable_bytes / hardware.memory_bytes
+    assert machine["usable"] == pytest.approx(100 * share)
+    speed = machine["tflops"] * machine["float32"] / 100
+    assert speed * 1e12 == pytest.approx(hardware.peak("float32"), 1e-5)
+    for (n, inner), ends in zip(cases, found[label], strict=True):
+        assert ends == pytest.approx(topology.bandwidth(n, inner), rel=1e-5)
+
+
 SCHEDULES = {
     "GPipe": GPipe(),
     "1F1B": OneFOneB(),
@@ -427,13 +562,13 @@ def test_experts_are_summed_and_gathered_among_their_copies() -> None:
     sent["experts"] = {"gradients": 1e9, "gathered": 2e9, "updated": 0}
     given = {"plans": plans, "sent": sent, "machine": MACHINE}
     whole, sharded = compute(
-        "a.plans.map((p) => c.commSeconds(p, a.sent, a.machine))", given
+        "a.plans.map((p) => c.commSeconds(p, a.sent, a.machine, 1))", given
     )
     # Eight copies, each in a machine of its own: one adapter for each device.
     assert whole == pytest.approx(2 * 1e9 * 7 / 8 / 50e9)
     assert sharded == pytest.approx(3e9 * 7 / 8 / 50e9)
     given["sent"] = none | {"tensor": 0, "pipe": 0, "exchange": 1e9}
-    found = compute("a.plans.map((p) => c.commSeconds(p, a.sent, a.machine))", given)
+    found = compute("a.plans.map((p) => c.commSeconds(p, a.sent, a.machine, 1))", given)
     assert found == [pytest.approx(1e9 * 7 / 8 / 450e9)] * 2  # inside
 
 
@@ -481,7 +616,7 @@ def test_data_around_fsdp_sends_shards_alone_between_machines() -> None:
     sent = {"gradients": 1e9, "gathered": 2e9, "updated": 0, "tensor": 0, "pipe": 0}
     given = {"plans": plans, "sent": sent, "machine": MACHINE | {"fast": 1e30}}
     flat, inside, halves, copies = compute(
-        "a.plans.map((p) => c.commSeconds(p, a.sent, a.machine))", given
+        "a.plans.map((p) => c.commSeconds(p, a.sent, a.machine, 1))", given
     )
     adapters = 8 * 50e9
     assert flat == pytest.approx(3e9 * 63 / 64 / adapters)
@@ -496,7 +631,7 @@ def test_gradients_that_stay_whole_are_all_reduced() -> None:
     sent = {"gradients": 1e9, "gathered": 0, "updated": 2e9, "tensor": 0, "pipe": 0}
     given = {"plans": plans, "sent": sent, "machine": MACHINE}
     whole, scattered = compute(
-        "a.plans.map((p) => c.commSeconds(p, a.sent, a.machine))", given
+        "a.plans.map((p) => c.commSeconds(p, a.sent, a.machine, 1))", given
     )
     assert whole == pytest.approx(4e9 * 63 / 64 / 400e9)
     assert scattered == pytest.approx(3e9 * 63 / 64 / 400e9)
@@ -505,7 +640,7 @@ def test_gradients_that_stay_whole_are_all_reduced() -> None:
 def test_a_ring_has_the_adapters_of_its_devices_in_a_machine() -> None:
     cases = [(8, 1), (2, 4), (16, 1), (64, 1), (32, 2), (8, 8), (4, 16)]
     found = compute(
-        "a.cases.map(([n, inner]) => c.bandwidth(n, inner, a.machine) / 1e9)",
+        "a.cases.map(([n, inner]) => c.bandwidth(n, inner, a.machine, 1) / 1e9)",
         {"cases": cases, "machine": MACHINE},
     )
     assert found == [450, 450, 400, 400, 200, 50, 50]
@@ -537,7 +672,9 @@ MACHINE = {
     "tflops": 989,
     "fast": 450,
     "slow": 50,
-    "attained": 0.5,
+    "links": 1,
+    "float32": 50,
+    "attained": [0.5, 0.5],
     "rows": 256,
     "seq": 4096,
 }

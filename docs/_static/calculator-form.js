@@ -12,7 +12,7 @@
     "top_k", "shared", "dense_layers", "dense_mlp"];
   const PARTS = ["llama", "qk_norm"];
   const NONE = { head_dim: 0, experts: 0, top_k: 1, shared: 0, dense_layers: 0, dense_mlp: 0 };
-  const MACHINE = ["local", "memory", "usable", "tflops", "fast", "slow"];
+  const MACHINE = ["local", "memory", "usable", "tflops", "float32", "fast", "links", "slow"];
   const OWN = "my own";
 
   function options(name, values) {
@@ -38,7 +38,7 @@
     for (const name of PARTS) model[name] = field(name).checked;
     const machine = Object.fromEntries(
       [...MACHINE, "devices", "rows", "seq"].map((name) => [name, number(name)]));
-    machine.attained = number("attained") / 100;
+    machine.attained = [number("slowest") / 100, number("fastest") / 100];
     const settings = Object.fromEntries(
       Object.keys(DEFAULTS).map((name) => [name, field(name).value]));
     return { model, machine, settings };
@@ -198,6 +198,8 @@
   options("precision", Object.keys(PRECISIONS));
   options("remat", ["full", "dots", "none"]);
   field("model").value = "Llama 3 8B";
+  field("machine").value = Object.keys(MACHINES).find((name) => name.startsWith("H100"));
+  [field("slowest").value, field("fastest").value] = CALCULATOR.products;
   fillModel();
   fillMachine();
   readAddress();

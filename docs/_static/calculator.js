@@ -28,23 +28,8 @@ const MODELS = {
     shared: 2048, dense_layers: 3, dense_mlp: 18432 },
 };
 
-/* Dense bfloat16 FLOP/s, memory, and bandwidth of a device in one direction, from the
- * makers' data sheets. `slow` is one adapter per device: 400 Gb/s, and 200 Gb/s of an A100.
- * Of a TPU it is half of the "bidirectional inter-chip interconnect bandwidth per chip",
- * which adds up the links along all axes of the torus.
- * `usable`: percent of the memory that a program gets. JAX allocates 75 % of a GPU when it
- * starts, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise; of a TPU nearly all. */
-const GPU = { usable: 75, local: 8 }, TPU = { usable: 95, local: 4 };
-const MACHINES = {
-  "H100 80 GB, 8 a machine": { ...GPU, memory: 80, tflops: 989, fast: 450, slow: 50 },
-  "H200 141 GB, 8 a machine": { ...GPU, memory: 141, tflops: 989, fast: 450, slow: 50 },
-  "B200 180 GB, 8 a machine": { ...GPU, memory: 180, tflops: 2250, fast: 900, slow: 50 },
-  "A100 80 GB, 8 a machine": { ...GPU, memory: 80, tflops: 312, fast: 300, slow: 25 },
-  "TPU v5e, one slice": { ...TPU, memory: 16, tflops: 197, fast: 200, slow: 200 },
-  "TPU v5p, one slice": { ...TPU, memory: 95, tflops: 459, fast: 600, slow: 600 },
-  "TPU v6e, one slice": { ...TPU, memory: 32, tflops: 918, fast: 400, slow: 400 },
-  "TPU v7x, one slice": { ...TPU, memory: 192, tflops: 2307, fast: 600, slow: 600 },
-};
+/* Hardware and what is assumed of it are those of `plan`: the page puts them here. */
+const { machines: MACHINES, links: LINKS } = CALCULATOR;
 
 /* Copies of the parameters that an optimizer keeps, and whether it counts its steps. */
 const OPTIMIZERS = {
@@ -54,11 +39,11 @@ const OPTIMIZERS = {
 };
 
 /* Bytes of a stored parameter and of a number in the computation. Gradients are summed up
- * in float32. `speed`: share of the bfloat16 peak; TF32 is half of it. */
+ * in float32. */
 const PRECISIONS = {
-  "mixed bfloat16": { stored: 4, width: 2, speed: 1, code: "Precision.mixed_bfloat16()" },
-  bfloat16: { stored: 2, width: 2, speed: 1, code: "Precision(params=jnp.bfloat16)" },
-  float32: { stored: 4, width: 4, speed: 0.5, code: "Precision()" },
+  "mixed bfloat16": { stored: 4, width: 2, code: "Precision.mixed_bfloat16()" },
+  bfloat16: { stored: 2, width: 2, code: "Precision(params=jnp.bfloat16)" },
+  float32: { stored: 4, width: 4, code: "Precision()" },
 };
 
 const DEFAULTS = { optimizer: "AdamW", precision: "mixed bfloat16", remat: "full" };
@@ -295,18 +280,23 @@ function exchangeBytes(model, plan, tokens, width, remat) {
   return { gather: layers * tokens * n * gather, ragged: layers * tokens * k * ragged };
 }
 
-/* Bytes per second of a ring over `n` devices that lie `inner` apart. Where it leaves the
- * machine, it has the adapters of all its devices in a machine. */
-function bandwidth(n, inner, machine) {
-  if (n * inner <= machine.local) return 1e9 * machine.fast;
-  const adapters = Math.max(1, Math.floor(machine.local / inner));
-  return 1e9 * Math.min(machine.fast, machine.slow * adapters);
+/* Devices that fast links join. */
+const localOf = (machine) => machine.local || machine.devices;
+
+/* Bytes per second of a ring over `n` devices that lie `inner` apart: at worst (`end` 0) or
+ * at best (1). Along one axis of a torus it has two links, over all of them all. Where it
+ * leaves the machine, it has the adapter of one device, or of all in its machine. */
+function bandwidth(n, inner, machine, end) {
+  const { fast, slow, links } = machine, local = localOf(machine);
+  if (n * inner <= local) return 1e9 * (end ? fast : fast * Math.min(1, 2 / links));
+  const adapters = Math.max(1, Math.floor(local / inner));
+  return 1e9 * (end ? Math.min(fast, slow * adapters) : slow);
 }
 
-/* Seconds that a device sends in a step. The mesh puts `tensor` innermost, then `context`,
+/* Seconds that a device sends in a step, at one end of the range. The mesh puts `tensor` innermost, then `context`,
  * `expert`, `fsdp`, `data` and `pipe`. */
-function commSeconds(plan, sent, machine) {
-  const over = (bytes, n, inner) => bytes * (n - 1) / n / bandwidth(n, inner, machine);
+function commSeconds(plan, sent, machine, end) {
+  const over = (bytes, n, inner) => bytes * (n - 1) / n / bandwidth(n, inner, machine, end);
   const { tensor, data } = plan, context = contextOf(plan), expert = expertOf(plan);
   // What is stored: `along` of the axes inside of `fsdp` share it, `inner` devices apart.
   const ofState = (bytes, along, inner) => {
@@ -325,11 +315,10 @@ function commSeconds(plan, sent, machine) {
     + (sent.experts ? ofState(sent.experts, context, tensor * expert) : 0);
   const exchange = over(sent.exchange || 0, expert, tensor * context);
   // A hop goes to the next device: keys and values of all others pass by.
-  const hops = (context - 1) * (sent.ring || 0) / bandwidth(context, tensor, machine);
+  const hops = (context - 1) * (sent.ring || 0) / bandwidth(context, tensor, machine, end);
   // A hop to the next stage goes from one device to one other.
-  const devices = plan.pipe * data * plan.fsdp * expert * context * tensor;
-  const isInside = devices <= machine.local;
-  const pipe = sent.pipe / (1e9 * (isInside ? machine.fast : machine.slow));
+  const apart = data * plan.fsdp * expert * context * tensor;
+  const pipe = sent.pipe / bandwidth(plan.pipe, apart, machine, end);
   return state + plan.microbatches * (2 * over(sent.tensor, tensor, 1) + pipe + hops + exchange);
 }
 
@@ -372,7 +361,7 @@ function judge(model, plan, machine, settings = DEFAULTS) {
   const rows = machine.rows / (replicas * plan.microbatches);
   if (state === null || !Number.isInteger(rows) || rows < 1) return null;
   if (plan.fsdp > 1 && !state.isSharded) return null; // FSDP that shards nothing
-  const { width, stored, speed } = PRECISIONS[settings.precision];
+  const { width, stored } = PRECISIONS[settings.precision];
   const context = contextOf(plan);
   if (machine.seq % (2 * context) && context > 1) return null; // or unbalanced
   const tokens = rows * machine.seq / context; // of one pass on one device
@@ -397,10 +386,13 @@ function judge(model, plan, machine, settings = DEFAULTS) {
   const all = machine.rows * machine.seq; // tokens of a step
   const flops = flopsPerToken(m, machine.seq) * all / devices;
   const again = recomputedFlops(m, machine.seq, settings.remat) * all / devices;
+  const speed = settings.precision === "float32" ? machine.float32 / 100 : 1;
   const peak = 1e12 * machine.tflops * speed;
-  const compute = (flops + again) / (peak * machine.attained) / table.efficiency;
+  const [slowest, fastest] = machine.attained
+    .map((share) => (flops + again) / (peak * share) / table.efficiency);
   const sent = sentBytes(m, plan, tokens, width, stored, settings.remat);
-  const waits = commSeconds(plan, sent, machine) / table.efficiency;
+  const [longest, shortest] = LINKS.map((share, end) =>
+    commSeconds(plan, sent, machine, end) / share / table.efficiency);
   // To others, of the bytes that are moved in a step.
   const others = plan.microbatches * (1 - 1 / expertOf(plan));
   const exchanged = Object.entries(exchangeBytes(m, plan, tokens, width, settings.remat))
@@ -410,8 +402,8 @@ function judge(model, plan, machine, settings = DEFAULTS) {
     plan, settings, state, memory, owners, copies, bubble: 1 - table.efficiency,
     exchange: Object.fromEntries(exchanged),
     fits: memory <= usableBytes(machine),
-    slow: timed(compute + waits), // nothing overlapped
-    fast: timed(Math.max(compute, waits)), // all of it
+    slow: timed(slowest + longest), // nothing overlapped
+    fast: timed(Math.max(fastest, shortest)), // all of it
   };
 }
 
@@ -436,7 +428,8 @@ const RING_TOKENS = 4096;
 /* Their sizes. */
 function places(model, machine) {
   const found = [], m = complete(model);
-  for (const tensor of divisors(machine.devices).filter((t) => t <= machine.local)) {
+  const local = localOf(machine);
+  for (const tensor of divisors(machine.devices).filter((t) => t <= Math.min(local, 16))) {
     for (const pipe of divisors(machine.devices / tensor).filter((p) => p <= 64)) {
       if (m.layers % pipe) continue;
       const rest = machine.devices / (tensor * pipe);
@@ -461,7 +454,7 @@ function places(model, machine) {
       for (const shard of ["gradients", "params"]) {
         found.push({ ...base, data: 1, fsdp: rest, shard });
       }
-      const inner = machine.local / tensor;
+      const inner = local / tensor;
       if (rest > inner && rest % inner === 0 && inner > 1) {
         found.push({ ...base, data: rest / inner, fsdp: inner, shard: "params" });
       }
@@ -568,7 +561,7 @@ function script(model, judged, machine) {
     .map(([name, value]) => `    ${name}=${value},`);
   const { precision, optimizer, remat } = settings;
   const fraction = `XLA_PYTHON_CLIENT_MEM_FRACTION=${(machine.usable / 100).toFixed(2)}`;
-  const raised = machine.local === GPU.local && machine.usable > GPU.usable;
+  const raised = machine.local > 0 && machine.usable > 75; // JAX's share of a GPU
   return [
     ...(raised ? [`# Set ${fraction} before JAX starts: it takes 75 % of a GPU.`] : []),
     ...(precision === "bfloat16" ? ["import jax.numpy as jnp"] : []),
@@ -594,7 +587,7 @@ function script(model, judged, machine) {
 }
 
 if (typeof module !== "undefined") {
-  module.exports = { DEFAULTS, MODELS, MACHINES, OPTIMIZERS, PRECISIONS, arrays, bandwidth,
+  module.exports = { DEFAULTS, LINKS, MODELS, MACHINES, OPTIMIZERS, PRECISIONS, arrays, bandwidth,
     choose, code, commSeconds, countActive, countParams, countProducts, divisionProblem,
     exchangeBytes, exchangeOf, flopsPerToken, judge, modelProblem, recomputedFlops, schedule,
     script, sentBytes, stateBytes };

@@ -203,7 +203,8 @@ def _positions(residuals: tuple[Residual, ...]) -> tuple[int, int]:
     """Positions of a row and width of one, by the largest inputs of layers."""
     shapes: dict[tuple[int, int], float] = {}
     for each in residuals:
-        if len(each.dims) >= 2:
+        # A last dim of one is a statistic of the others, such as a norm's.
+        if len(each.dims) >= 2 and each.dims[-1] > 1:
             shape = math.prod(each.dims[:-1]), each.dims[-1]
             stacked = 1000.0 if each.is_stacked and len(each.dims) == 2 else 1.0
             shapes[shape] = shapes.get(shape, 0) + stacked

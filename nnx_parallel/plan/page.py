@@ -1,4 +1,4 @@
-"""A plan as a page: bars of memory by owner, of time by what takes it, and the table.
+"""A plan as a page: memory by owner, a step in time, its roofs, and the table.
 
 One file, without scripts, that a browser shows and a colleague can be sent.
 """
@@ -6,68 +6,94 @@ One file, without scripts, that a browser shows and a colleague can be sent.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
 from html import escape
 from pathlib import Path
 
 from nnx_parallel.drawing import as_html
 from nnx_parallel.errors import PlanError
+from nnx_parallel.plan.pictures import draw_memory, draw_timeline
 from nnx_parallel.plan.report import Entry, Plan
-from nnx_parallel.precision import format_bytes
+from nnx_parallel.plan.roofs import draw_roofline
+from nnx_parallel.visualize.figures import DARK, LIGHT, Figure
 
-# Of Okabe and Ito, which colour-blind readers can tell apart.
-_COLOURS = (
-    "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442",
-    "#999999",
-)  # fmt: skip
-_SHOWN = 12
+_SHOWN = 12  # candidates of the table, and bars
+_DRAWN = 4  # of them with a timeline and roofs, the first at once
+
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem;
-       padding: 0 1rem; color: #1a1a1a; background: #fff; }
-pre { background: #f4f4f4; padding: .8rem; overflow-x: auto; }
-td, th { padding: .15rem .6rem; vertical-align: top; }
-.name { font: 13px ui-monospace, monospace; margin: .7rem 0 .1rem; }
-.legend span { display: inline-block; margin-right: 1rem; }
-.legend i { display: inline-block; width: .8em; height: .8em; margin-right: .3em; }
+:root { color-scheme: light dark; --ink: #1a1a1a; --ground: #fff; --box: #f4f4f4;
+        --edge: #d0d5da; }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 1.5rem auto; max-width: 76rem;
+       padding: 0 1rem; color: var(--ink); background: var(--ground); }
+h1 { font-size: 1.5rem; line-height: 1.3; overflow-wrap: anywhere; }
+h2 { font-size: 1.2rem; margin-top: 2rem; }
+pre { background: var(--box); padding: .8rem; border-radius: 6px;
+      white-space: pre-wrap; overflow-wrap: anywhere; }
+div { overflow-wrap: anywhere; }
+table { border-collapse: collapse; font-size: .84rem; margin-bottom: .8rem;
+        overflow-wrap: normal; }
+td, th { padding: .3rem .7rem; vertical-align: top; text-align: left;
+         border-bottom: 1px solid var(--edge); white-space: nowrap; }
+td:nth-child(2), td:last-child { white-space: normal !important; min-width: 16rem; }
+figure { margin: 0; max-width: 40rem; }
+svg { display: block; width: 100%; height: auto; }
+.pair { display: grid; gap: 1.5rem 2.5rem; margin: .8rem 0;
+        grid-template-columns: repeat(auto-fit, minmax(min(27rem, 100%), 1fr)); }
+summary { cursor: pointer; padding: .3rem 0; overflow-wrap: anywhere; }
+"""
+_DARK = """
+:root { --ink: #e4e7eb; --ground: #14181e; --box: #232a33; --edge: #3b4552; }
 """
 
 
 def render(plan: Plan) -> str:
     """The page of a plan."""
-    shown = [e for e in plan.entries[:_SHOWN] if e.costs is not None]
-    usable = plan.topology.hardware.usable_bytes
     header = ("", "strategy, microbatches, remat", "GiB/device", "step, s", "MFU",
               "sent, GB", "overlapped", "why not")  # fmt: skip
     rows = [
         (str(i + 1), e.candidate.code, *plan.cells(e))
         for i, e in enumerate(plan.entries[:_SHOWN])
     ]
+    steps = [e for e in plan.entries[:_DRAWN] if e.time is not None]
     parts = [
         f"<h1>{escape(plan.title)}</h1>",
         f"<pre>{escape(plan.code or 'Nothing fits.')}</pre>",
-        "<h2>Memory of a device</h2>",
-        _bars(
-            [(e.candidate.code, dict(e.costs.memory)) for e in shown if e.costs],
-            limit=usable,
-            unit=format_bytes,
-            mark=f"a program gets {format_bytes(usable)}",
-        ),
-        "<h2>Time of a step, everything at its worse value</h2>",
-        _bars(
-            [(e.candidate.code, _spent(e)) for e in shown],
-            limit=None,
-            unit=lambda seconds: f"{seconds:.3g} s",
-            mark="",
-        ),
         "<h2>Candidates</h2>",
         as_html(header, rows, notes=plan.summary().splitlines()),
+        "<h2>Memory of a device, by owner</h2>",
+        _figure(draw_memory(plan, _SHOWN)),
+        "<h2>A step</h2>",
+        f"<p>{_WORDS}</p>",
+        *(_step(plan, entry, is_first=entry is steps[0]) for entry in steps),
     ]
     body = "\n".join(parts)
+    dark = f"@media (prefers-color-scheme: dark) {{{_DARK}{DARK}}}"
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f"<title>{escape(plan.title)}</title><style>{_STYLE}</style></head>"
-        f"<body>{body}</body></html>\n"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(plan.title)}</title><style>{_STYLE}{LIGHT}{dark}</style>"
+        f"</head><body>{body}</body></html>\n"
     )
+
+
+_WORDS = (
+    "A step in time, and its roofs: FLOP/s against FLOPs for each byte over memory and "
+    "links. A line is from the data sheet, a band what is assumed of it; a bar is "
+    "the step, from the slow end of its time to the fast one. The roof that a bar "
+    "comes nearest to bounds the step."
+)
+
+
+def _step(plan: Plan, entry: Entry, *, is_first: bool) -> str:
+    """Both pictures of a candidate, which open at a click but for the first."""
+    figures = draw_timeline(plan, entry), draw_roofline(plan, entry)
+    pair = f'<div class="pair">{"".join(map(_figure, figures))}</div>'
+    code = f"<code>{escape(entry.candidate.code)}</code>"
+    opened = ' open=""' if is_first else ""
+    return f"<details{opened}><summary>{code}</summary>{pair}</details>"
+
+
+def _figure(figure: Figure) -> str:
+    return f"<figure>{figure.inline}</figure>"
 
 
 def save(plan: Plan, path: str | Path) -> None:
@@ -83,53 +109,3 @@ def save(plan: Plan, path: str | Path) -> None:
         path.write_text(render(plan), encoding="utf-8")
     else:
         raise PlanError(f"A plan is saved as .json or .html, not as {path.name!r}.")
-
-
-def _spent(entry: Entry) -> dict[str, float]:
-    return dict(entry.time.parts) if entry.time else {}
-
-
-def _bars(
-    rows: list[tuple[str, Mapping[str, float]]],
-    *,
-    limit: float | None,
-    unit: Callable[[float], str],
-    mark: str,
-) -> str:
-    """Stacked bars on one scale, each part with its value in a tooltip."""
-    owners = list(dict.fromkeys(o for _, parts in rows for o, x in parts.items() if x))
-    colours = {o: _COLOURS[i % len(_COLOURS)] for i, o in enumerate(owners)}
-    totals = [sum(parts.values()) for _, parts in rows]
-    # A bar far beyond the limit would leave nothing of the others to be seen.
-    scale = max(totals, default=1.0) or 1.0
-    scale = min(scale, 2 * limit) if limit else scale
-    legend = "".join(
-        f'<span><i style="background:{colours[o]}"></i>{escape(o)}</span>'
-        for o in owners
-    )
-    drawn = []
-    for (name, parts), total in zip(rows, totals, strict=True):
-        left, pieces = 0.0, []
-        for owner, size in parts.items():
-            width = 1000 * size / scale
-            if size and left < 1000:
-                title = escape(f"{owner}: {unit(size)}")
-                pieces.append(
-                    f'<rect x="{left:.2f}" width="{min(width, 1000 - left):.2f}" '
-                    f'height="18" fill="{colours[owner]}"><title>{title}</title></rect>'
-                )
-            left += width
-        if limit and limit <= scale:
-            at = 1000 * limit / scale
-            pieces.append(
-                f'<line x1="{at:.2f}" x2="{at:.2f}" y1="-2" y2="20" stroke="#000" '
-                f'stroke-width="2"><title>{escape(mark)}</title></line>'
-            )
-        label = escape(f"{name}: {unit(total)}")
-        drawn.append(
-            f'<div class="name">{label}</div><svg role="img" aria-label="{label}" '
-            f'viewBox="0 -2 1000 22" width="100%" height="22" '
-            f'preserveAspectRatio="none">{"".join(pieces)}</svg>'
-        )
-    note = f"<p>The line: {escape(mark)}.</p>" if mark else ""
-    return f'<div class="legend">{legend}</div>{"".join(drawn)}{note}'

@@ -12,10 +12,15 @@ from rich.table import Table
 from rich.text import Text
 
 from nnx_parallel.drawing import Picture
+from nnx_parallel.errors import PlanError
 from nnx_parallel.plan.candidates import Candidate
 from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.plan.roofline import Assumptions, Costs, StepTime
 from nnx_parallel.precision import format_bytes
+
+# Of Okabe and Ito, which colour-blind readers can tell apart.
+PRODUCTS, _MEMORY = "#0072b2", "#009e73"
+AXES = ("#cc79a7", "#e69f00", "#d55e00", "#56b4e9", "#999999")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +44,11 @@ class Entry:
     time: StepTime | None = None
     refused: str = ""
     why: str = ""
+
+    @property
+    def name(self) -> str:
+        """The candidate as Python, without words that a reader can do without."""
+        return self.candidate.code.removeprefix("strategy=").replace("size=", "")
 
     def fits(self, topology: Topology) -> bool:
         """True if its memory is there."""
@@ -107,6 +117,18 @@ class Plan:
             f"{self.model_name} of {self.num_params:,} parameters, "
             f"{self.num_rows:,} rows a step, on {self.topology.name} ({devices})"
         )
+
+    def timed(self, entry: Entry | None = None) -> tuple[Entry, StepTime]:
+        """A candidate, by default the first, and its time.
+
+        Raises:
+            PlanError: If it cannot run.
+        """
+        entry = entry or (self.entries[0] if self.entries else None)
+        if entry is None or entry.time is None:
+            why = entry.refused if entry else "The plan has no candidate."
+            raise PlanError(f"There is no picture of a step that cannot run. {why}")
+        return entry, entry.time
 
     def table(self, num_rows: int = 12) -> Table:
         """The best candidates as a rich table."""
@@ -220,6 +242,13 @@ class Plan:
             "slow_seconds_by_part": dict(entry.time.parts),
             "mfu": list(entry.mfu(self.topology, self.dtype)),
         }
+
+
+def lane_colours(time: StepTime) -> dict[str, str]:
+    """A colour for each lane of a step, the same in all of its pictures."""
+    found = {"products": PRODUCTS, "memory": _MEMORY}
+    axes = [lane.name for lane in time.lanes if lane.name not in found]
+    return found | {name: AXES[i % len(AXES)] for i, name in enumerate(axes)}
 
 
 def owners_of(costs: Costs | None) -> str:

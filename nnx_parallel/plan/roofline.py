@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from nnx_parallel.plan.hardware import Topology
@@ -104,6 +104,26 @@ class Assumptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Lane:
+    """What a step asks of one part of a device, and how long that takes.
+
+    Attributes:
+        name: ``products``, ``memory``, or the mesh axes that are sent over.
+        work: FLOPs, or bytes.
+        speed: Least and most of them a second by the data sheet, at full use.
+        hidden: Seconds during products, at worst and at best.
+        exposed: Seconds that the step waits for it, likewise; those of ``products``
+            are all of theirs, bubble included.
+    """
+
+    name: str
+    work: float
+    speed: Range
+    hidden: Range
+    exposed: Range
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepTime:
     """Least and most seconds of a step.
 
@@ -112,11 +132,14 @@ class StepTime:
         slow: Everything at its worse value, one after the other.
         parts: The slow time by what takes it: ``products``, ``bubble``, ``memory``, and
             the mesh axes that are waited for.
+        lanes: Both ends by what takes them, for pictures: ``products``, ``memory``, and
+            the mesh axes.
     """
 
     fast: float
     slow: float
     parts: Mapping[str, float]
+    lanes: tuple[Lane, ...] = ()
 
     @property
     def middle(self) -> float:
@@ -152,25 +175,68 @@ def time_step(
     slow_memory, fast_memory = (
         costs.moved_bytes / (share * memory) for share in given.memory
     )
-    hidden, exposed = 0.0, 0.0
-    waits: dict[str, float] = {}
-    for each in costs.traffic:
-        size, inner = _extent(each.axes, axis_sizes)
-        least, most = topology.bandwidth(size, inner)
-        quick = each.sent_bytes / (given.links[1] * most)
-        long = each.sent_bytes / (given.links[0] * least)
-        hidden += each.hidden[1] * quick
-        exposed += (1 - each.hidden[1]) * quick
-        name = "+".join(each.axes)
-        waits[name] = waits.get(name, 0) + (1 - each.hidden[0]) * long
+    products = Lane(
+        name="products",
+        work=costs.flops,
+        speed=(peak, peak),
+        hidden=(0.0, 0.0),
+        exposed=(worse, better),
+    )
+    moved = Lane(
+        name="memory",
+        work=costs.moved_bytes,
+        speed=(memory, memory),
+        # At best it runs during products; at worst before or after them.
+        hidden=(0.0, fast_memory),
+        exposed=(slow_memory, 0.0),
+    )
+    sent = _sent(costs.traffic, topology, axis_sizes, given.links)
     parts = {
         "products": worse * (1 - costs.bubble),
         "bubble": worse * costs.bubble,
         "memory": slow_memory,
-        **waits,
+        **{lane.name: lane.exposed[0] for lane in sent},
     }
-    fast = max(better, fast_memory, hidden) + exposed
-    return StepTime(fast=fast, slow=sum(parts.values()), parts=parts)
+    hidden, exposed = (sum(x.hidden[1] for x in sent), sum(x.exposed[1] for x in sent))
+    return StepTime(
+        fast=max(better, fast_memory, hidden) + exposed,
+        slow=sum(parts.values()),
+        parts=parts,
+        lanes=(products, moved, *sent),
+    )
+
+
+def _sent(
+    traffic: Iterable[Traffic],
+    topology: Topology,
+    axis_sizes: Mapping[str, int],
+    links: Range,
+) -> list[Lane]:
+    """A lane for each axis, or group of axes, that something is sent over."""
+    by_axes: dict[tuple[str, ...], list[Traffic]] = {}
+    for each in traffic:
+        by_axes.setdefault(each.axes, []).append(each)
+    lanes = []
+    for axes, sent in by_axes.items():
+        speed = topology.bandwidth(*_extent(axes, axis_sizes))
+        total = sum(each.sent_bytes for each in sent)
+        hidden = [
+            sum(each.sent_bytes * each.hidden[end] for each in sent) for end in (0, 1)
+        ]
+        rates = [share * most for share, most in zip(links, speed, strict=True)]
+        lanes.append(
+            Lane(
+                name="+".join(axes),
+                work=total,
+                speed=speed,
+                hidden=(hidden[0] / rates[0], hidden[1] / rates[1]),
+                exposed=(
+                    (total - hidden[0]) / rates[0],
+                    (total - hidden[1]) / rates[1],
+                ),
+            )
+        )
+    return lanes
 
 
 def _extent(axes: tuple[str, ...], axis_sizes: Mapping[str, int]) -> tuple[int, int]:

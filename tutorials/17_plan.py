@@ -1,0 +1,290 @@
+# %% [markdown]
+# # 17. From a laptop to a pod
+#
+# The model trains on a laptop, and tomorrow it shall train on sixteen chips that you do not have.
+# Which strategy, how many microbatches, which remat? `plan` answers here and now: it looks at all
+# that divide, says what fits and what each costs, and ends with the line to write. This tutorial
+# plans a GPT for a slice of TPUs, reads why candidates lost, checks the formulas with a compiler, and
+# trains with the line that comes out.
+
+# %%
+import dataclasses
+import tempfile
+
+import jax
+import numpy as np
+import optax
+
+from nnx_parallel import (
+    FSDP,
+    DataParallel,
+    Precision,
+    Trainer,
+    plan,
+    simulate_devices,
+)
+from nnx_parallel.models import GPT, GPTConfig, next_token_loss
+from nnx_parallel.plan import (
+    HARDWARE,
+    Candidate,
+    Topology,
+    draw_memory,
+    draw_roofline,
+    draw_timeline,
+)
+
+simulate_devices(8)
+
+# %% [markdown]
+# ## The Trainer, as it is
+#
+# A plan takes the Trainer that you have. Its own strategy does not matter. The model is a function, so
+# nothing is allocated: 1.3 billion parameters would hardly fit here. Of the data only shapes are
+# needed.
+
+# %%
+config = GPTConfig.gpt_1_3b()
+trainer = Trainer(
+    lambda rngs: GPT(config, rngs=rngs),
+    optax.adamw(3e-4),
+    next_token_loss,
+    precision=Precision.mixed_bfloat16(),
+    loggers=(),
+)
+ROWS = 256
+batch = {"tokens": jax.ShapeDtypeStruct((ROWS, config.seq_len + 1), "int32")}
+print(f"{config.num_params:,} parameters, {ROWS * config.seq_len:,} tokens a step")
+
+# %% [markdown]
+# ## A first plan
+#
+# `"v5p:2x2x4"` is a slice of sixteen TPU chips. `compile=0` asks formulas alone, which takes seconds.
+# To keep the list short, pipelines and tensor parallelism are left out for now: what is in `fix` is
+# decided.
+
+# %%
+first = plan(
+    trainer,
+    topology="v5p:2x2x4",
+    batch=batch,
+    fix={"pipe": 1, "tensor": 1, "microbatches": 1},
+    compile=0,
+)
+print(first)
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
+assert first.best is not None
+assert len(first.entries) == 9  # three places for the state, three kinds of remat
+state = 4 * config.num_params  # bytes of float32
+sharded = next(e for e in first.entries if "FSDP(16), " in f"{e.name}, ")
+np.testing.assert_allclose(sharded.costs.memory["parameters"], state / 16, rtol=1e-3)
+np.testing.assert_allclose(
+    sharded.costs.memory["optimizer state"], 2 * state / 16, rtol=1e-3
+)
+
+# %% [markdown]
+# The best that fits comes first. What does not fit comes last, the smallest first. The last column says
+# why a candidate lost: it does not fit, and what takes most of its memory; or by what factor it is
+# slower, and what it waits for.
+#
+# - `GiB/device`: with a `~` it is an estimate. Parameters and optimizer state are exact: their bytes
+#   follow from shapes and shardings. Activations are counted in the trace of the loss.
+# - `step, s` is a range. At best, products, memory and transfers run at the same time. At worst, one
+#   after the other, and each slower. What is assumed of them is printed below the table.
+# - MFU: the FLOPs of the model over what the chips could do in that time.
+#
+# Whose the memory is:
+
+# %%
+draw_memory(first)
+
+# %% [markdown]
+# Three bars of a kind differ in remat alone: parameters, gradients and optimizer state are the same,
+# kept activations shrink. Three of another kind differ in the strategy, which divides the state.
+#
+# ## What a step waits for
+#
+# Both ends of the range, to scale. Pale transfers run during products and cost no time of their own.
+
+# %%
+draw_timeline(first)
+
+# %% [markdown]
+# The roofline says what bounds a step [1]. Across is how many FLOPs a step has for each byte that it
+# moves: through memory, and over the links. The more, the less it matters how fast these are. Under
+# each roof there is a bar, the speed of this step from its slow to its fast end. Far to the right of the
+# bend in its roof, a transfer is no limit; left of it, the chips wait for bytes.
+#
+# [1] Williams, Waterman, Patterson, "Roofline: an insightful visual performance model", 2009,
+# [doi:10.1145/1498765.1498785](https://doi.org/10.1145/1498765.1498785)
+
+# %%
+draw_roofline(first)
+
+# %% [markdown]
+# With 256 rows each chip has 16 of them, and thousands of FLOPs for each byte. With few rows that is
+# otherwise:
+
+# %%
+few = plan(
+    trainer,
+    topology="v5p:2x2x4",
+    batch={"tokens": jax.ShapeDtypeStruct((16, config.seq_len + 1), "int32")},
+    candidates=[FSDP()],
+    compile=0,
+)
+draw_roofline(few)
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
+products, _, sent = few.entries[0].time.lanes
+many, _, as_much = sharded.time.lanes
+assert sent.name == as_much.name == "fsdp"
+assert products.work / sent.work < many.work / as_much.work / 8
+
+# %% [markdown]
+# ## Everything that divides
+#
+# Without `fix` a plan tries all strategies and their composites, schedules of pipelines, microbatches
+# and remat. Formulas alone rule out what cannot fit or cannot win.
+
+# %%
+found = plan(trainer, topology="v5p:2x2x4", batch=batch, compile=0)
+print(f"{found.num_enumerated:,} candidates, {found.num_dropped:,} ruled out")
+for entry in found.entries[:5]:
+    print(f"{entry.time.fast:.2f} to {entry.time.slow:.2f} s  {entry.name}")
+    print(f"    {entry.why or 'the first'}")
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
+assert found.num_enumerated > 1000
+assert found.best.time.middle <= first.best.time.middle * 1.0051
+kinds = {name for e in found.entries for name, n in e.axis_sizes.items() if n > 1}
+assert kinds >= {"data", "fsdp", "tensor", "pipe"}
+
+# %% [markdown]
+# Pipelines are among them. The last column says what one loses by, and its picture shows the grey
+# time in which stages wait for each other, at the start and at the end.
+
+# %%
+piped = next(e for e in found.entries if "Pipeline(4)" in e.name)
+print(piped.name)
+print(piped.why)
+draw_timeline(found, piped)
+
+# %% [markdown]
+# ## Pin what is decided
+#
+# Perhaps the checkpoint, a colleague or a later cluster wants `TensorParallel(4)`. Then that is
+# decided, and the rest is found around it. `fix` takes sizes of axes, `microbatches`, `remat`, `shard`,
+# `schedule` and `sequence`. On the command line it is `--fix tensor=4`.
+
+# %%
+pinned = plan(trainer, topology="v5p:2x2x4", batch=batch, fix={"tensor": 4}, compile=0)
+print(pinned.code)
+ratio = pinned.best.time.middle / found.best.time.middle
+print(f"{ratio:.2f} times the step of the first plan")
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
+assert "TensorParallel(size=4" in pinned.code
+assert all(e.axis_sizes["tensor"] == 4 for e in pinned.entries if e.axis_sizes)
+assert ratio >= 1
+
+# %% [markdown]
+# ## Ask a compiler
+#
+# Formulas guess what a compiler does with temporaries. Where there is one for the target, `plan` has
+# the best candidates compiled, each in a process of its own, and reads memory, FLOPs and transfers off
+# the program. For TPUs it comes with `pip install 'nnx-parallel[tpu-compiler]'`, and runs on this laptop:
+# leave `compile=0` away. Everywhere there is one for simulated CPU devices, so here is a small GPT for
+# eight of them.
+
+# %%
+small = GPTConfig.tiny(num_layers=4, embed_dim=64, seq_len=64)
+
+
+def make_trainer(**options):
+    return Trainer(
+        lambda rngs: GPT(small, rngs=rngs),
+        optax.adamw(1e-3),
+        next_token_loss,
+        loggers=(),
+        **options,
+    )
+
+
+rows = np.random.default_rng(0).integers(small.vocab_size, size=(64, 65))
+tokens = {"tokens": rows.astype(np.int32)}
+with tempfile.TemporaryDirectory() as cache:  # by default ~/.cache/nnx_parallel/plan
+    tried = plan(
+        make_trainer(),
+        topology="cpu:8",
+        batch=tokens,
+        candidates=[
+            Candidate(strategy=FSDP(8)),
+            Candidate(strategy=DataParallel(8), remat="full"),
+        ],
+        compile=2,
+        num_processes=2,
+        cache=cache,
+    )
+for entry in tried.entries:
+    formulas, costs = entry.estimate.total_bytes / 2**20, entry.costs
+    who = "the compiler" if costs.is_compiled else "formulas again: no compiler here"
+    print(f"{entry.name}: {formulas:.1f} MiB by formulas,", end=" ")
+    print(f"{costs.total_bytes / 2**20:.1f} MiB by {who}")
+print(tried.code)
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
+for entry in tried.entries:
+    guess, told = entry.estimate.total_bytes, entry.costs.total_bytes
+    assert 0.5 < guess / told < 2
+assert tried.best is not None
+
+# %% [markdown]
+# So small a program is made of what formulas leave out, and its times are those of a nominal core. What
+# they say of large ones is [compared with compilers](../plan.md#compared-with-a-compiler).
+#
+# ## The line to write
+#
+# The last line of a plan is Python. These are its parts, and this machine has the devices:
+
+# %%
+best = tried.best.candidate
+planned = make_trainer(
+    strategy=best.strategy,
+    num_microbatches=best.num_microbatches,
+    remat=best.remat,
+)
+losses = planned.fit([tokens] * 5, num_steps=5)["loss"]
+print(f"{dict(planned.mesh.shape)}: loss {losses[0]:.3f} to {losses[-1]:.3f}")
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
+assert planned.mesh.size == 8
+assert losses[-1] < losses[0]
+held = sum(
+    x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(planned.state.params)
+)
+assert held == tried.best.costs.memory["parameters"]
+
+# %% [markdown]
+# A script needs no line of this. `python -m nnx_parallel plan train.py --topology v5p:2x2x4` runs it up
+# to `fit` and prints the same; `--html plan.html` writes a page with these pictures. See
+# [the page of plan](../plan.md).
+#
+# ## Exercise
+#
+# Hardware is a value. Suppose a chip like v5p with 16 GiB: which strategy, which remat, and how many
+# microbatches does the 1.3B model then need on sixteen of them? What takes the memory of the
+# `DataParallel` that needs the least?
+
+# %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show an answer"}
+chip = dataclasses.replace(HARDWARE["v5p"], name="small", memory_bytes=16 * 2**30)
+sixteen = Topology(hardware=chip, num_devices=16, shape=(2, 2, 4))
+answer = plan(
+    trainer, topology=sixteen, batch=batch, fix={"pipe": 1, "tensor": 1}, compile=0
+)
+print(answer.code)
+copied = next(e for e in answer.entries if e.name.startswith("DataParallel(16)"))
+print(copied.name, "-", copied.why)
+assert "FSDP(size=16" in answer.code
+assert not copied.fits(sixteen)
+assert answer.best.costs.total_bytes <= 0.95 * 16 * 2**30
