@@ -33,12 +33,13 @@ from nnx_parallel.plan.candidates import Candidate
 from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.plan.parts import Parts
 from nnx_parallel.plan.roofline import Costs, Traffic
+from nnx_parallel.training.compilation import facts_of, keep_program
 from nnx_parallel.training.step import StepOptions, make_train_step
 
 CACHE = Path("~/.cache/nnx_parallel/plan")
 """Where results are kept, unless `plan` is given another directory."""
 
-_VERSION = 1  # of the results on disk
+_VERSION = 2  # of the results on disk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,6 +220,8 @@ def _compile(
     start = time.monotonic()
     compiled = lowered.compile()
     seconds["compile"] = time.monotonic() - start
+    facts = facts_of([*layout.mesh.devices.flat])
+    keep_program(cache, lowered, compiled, facts, seconds["compile"])
     start = time.monotonic()
     report, memory = audit(compiled), compiled.memory_analysis()
     transfers = read_transfers(compiled.as_text())

@@ -80,6 +80,7 @@ class Trainer:
             of the fit's evaluation. Then the process prints all stacks and ends.
             Compilation, first batch, checkpoints and ``on_eval_end`` do not count.
         check_replicas_every: Steps between comparisons of devices' copies; 0: never.
+        warm_start: Directory of a `plan`, whose compiled step ``fit`` takes if it can.
 
     Raises:
         MeshShapeError: If the strategy's sizes do not multiply to the devices.
@@ -90,12 +91,8 @@ class Trainer:
         >>> import optax
         >>> def loss(model, batch):
         ...     return ((model(batch["x"]) - batch["y"]) ** 2).mean()
-        >>> trainer = Trainer(
-        ...     model=lambda rngs: nnx.Linear(4, 1, rngs=rngs),
-        ...     optimizer=optax.sgd(0.1),
-        ...     loss=loss,
-        ...     loggers=(),
-        ... )
+        >>> model = lambda rngs: nnx.Linear(4, 1, rngs=rngs)
+        >>> trainer = Trainer(model, optax.sgd(0.1), loss, loggers=())
         >>> x = np.ones((16, 4), np.float32)
         >>> history = trainer.fit([{"x": x, "y": x[:, :1]}] * 5, num_steps=5)
         >>> bool(history["loss"][-1] < history["loss"][0])
@@ -131,6 +128,7 @@ class Trainer:
         global_batch_size: int | None = None,
         step_timeout: float | None = None,
         check_replicas_every: int = 0,
+        warm_start: str | os.PathLike | None = None,
     ) -> None:
         source = as_source(model)  # arguments are checked before anything is compiled
         check_arguments(
@@ -160,6 +158,7 @@ class Trainer:
             overfit_batches=overfit_batches,
             step_timeout=step_timeout,
             check_replicas_every=check_replicas_every,
+            warm_start=warm_start,
         )
         options = StepOptions(num_microbatches=num_microbatches, remat=remat)
         # From here on shapes alone: no array is made before `state` is asked for.
