@@ -1,9 +1,10 @@
 """Devices by their data sheets, and machines of them that need not be there.
 
 The figures are those that makers publish, without sparsity; `Hardware.source` is the
-page to check them on. Those of v5p, v6e and v7x were compared with it in November 2026.
-The network of v4 is taken to be v5p's, and that of GPUs one adapter for each. A user's
-own device is a `Hardware` like those of the table.
+page to check them on, as was done in November 2026. Where pages of one maker differ, as
+for the memory of v6e (1,600 GB/s, 1,638, 1,640), the newest counts. The network of v4
+is taken to be v5p's, and that of GPUs one adapter for each. A user's own device is a
+`Hardware` like those of the table.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ class Hardware:
     Attributes:
         name: As in the name of a `Topology`.
         platform: ``"tpu"``, ``"gpu"`` or ``"cpu"``.
-        flops: FLOP/s of dense products, by the dtype of their operands.
+        flops: FLOP/s of dense products, by the dtype of their operands; those of all
+            kinds of 8-bit floating point are ``"float8"``. Makers of GPUs print twice
+            as much, "with sparsity", which the products of training do not have.
         memory_bytes: Memory of a device.
         usable: Share of it that a program gets: JAX takes 75 % of a GPU unless
             ``XLA_PYTHON_CLIENT_MEM_FRACTION`` says otherwise.
@@ -42,6 +45,7 @@ class Hardware:
             the device; empty if no compiler runs without the device.
         devices_per_chip: JAX's devices for each chip in a slice's name; the other
             figures are of one device.
+        kinds: How ``device_kind`` begins of JAX's devices of this hardware.
 
     Example:
         >>> HARDWARE["v5p"].flops["bfloat16"] / 1e12
@@ -61,6 +65,7 @@ class Hardware:
     machine_size: int | None = None
     compiler: Mapping[str, Any] = field(default_factory=dict)
     devices_per_chip: int = 1
+    kinds: tuple[str, ...] = ()
 
     @property
     def usable_bytes(self) -> float:
@@ -69,6 +74,7 @@ class Hardware:
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of products of a dtype; of one that is not listed, the slowest."""
+        dtype = "float8" if dtype.startswith("float8") else dtype
         return self.flops.get(dtype, min(self.flops.values()))
 
 
@@ -83,17 +89,22 @@ def _tpu(
     network: float,
     compiler: Mapping[str, Any],
     source: str,
+    kinds: tuple[str, ...],
+    int8: float | None = None,
+    float8: float | None = None,
     devices: int = 1,
 ) -> Hardware:
     """A TPU by the figures of its chip: GB/s, the links' in both directions together.
 
-    JAX multiplies float32 in one bfloat16 pass by default, hence one speed for both.
+    JAX multiplies float32 in one bfloat16 pass by default, hence one speed for both;
+    and 8 bits in bfloat16, where the maker names no speed of theirs.
     """
-    peak = tflops * _TERA / devices
+    eight = {"int8": int8 or tflops, "float8": float8 or tflops}
+    flops = {"bfloat16": tflops, "float32": tflops, **eight}
     return Hardware(
         name=name,
         platform="tpu",
-        flops={"bfloat16": peak, "float32": peak},
+        flops={dtype: n * _TERA / devices for dtype, n in flops.items()},
         memory_bytes=memory_gib * _GIB / devices,
         memory_bandwidth=memory * _GB / devices,
         link_bandwidth=both_ways / 2 * _GB / devices,
@@ -103,6 +114,7 @@ def _tpu(
         source=source,
         compiler=compiler,
         devices_per_chip=devices,
+        kinds=kinds,
     )
 
 
@@ -116,9 +128,15 @@ def _gpu(
     both_ways: float,
     network: float,
     source: str,
+    kinds: tuple[str, ...],
+    float8: float | None = None,
 ) -> Hardware:
-    """A GPU in machines of 8; its float32 products are TF32, JAX's default."""
+    """A GPU in machines of 8; its float32 products are TF32, JAX's default.
+
+    Products of int8 are twice as fast as those of bfloat16 on all of them.
+    """
     flops = {"bfloat16": tflops, "float16": tflops, "float32": tf32}
+    flops |= {"int8": 2 * tflops, "float8": float8 or tflops}
     return Hardware(
         name=name,
         platform="gpu",
@@ -131,17 +149,21 @@ def _gpu(
         network_bandwidth=network * _GB,
         machine_size=8,
         source=source,
+        kinds=kinds,
     )
 
 
 _CLOUD = "https://docs.cloud.google.com/tpu/docs/"
 _NVIDIA = "https://www.nvidia.com/en-us/data-center/"
+# The bfloat16 figures there are twice these: with sparsity.
 
 HARDWARE: dict[str, Hardware] = {
     each.name: each
     for each in (
         _tpu(
             "v4",
+            kinds=("TPU v4",),
+            int8=275,
             tflops=275,
             memory_gib=32,
             memory=1200,
@@ -154,6 +176,8 @@ HARDWARE: dict[str, Hardware] = {
         ),
         _tpu(
             "v5e",
+            kinds=("TPU v5 lite", "TPU v5e"),
+            int8=393,
             tflops=197,
             memory_gib=16,
             memory=819,
@@ -165,6 +189,7 @@ HARDWARE: dict[str, Hardware] = {
         ),
         _tpu(
             "v5p",
+            kinds=("TPU v5", "TPU v5p"),
             tflops=459,
             memory_gib=95,
             memory=2765,
@@ -176,6 +201,8 @@ HARDWARE: dict[str, Hardware] = {
         ),
         _tpu(
             "v6e",
+            kinds=("TPU v6 lite", "TPU v6e"),
+            int8=1836,
             tflops=918,
             memory_gib=32,
             memory=1638,
@@ -187,6 +214,8 @@ HARDWARE: dict[str, Hardware] = {
         ),
         _tpu(
             "v7x",
+            kinds=("TPU7x", "TPU v7x"),
+            float8=4614,
             tflops=2307,
             memory_gib=192,
             memory=7380,
@@ -199,6 +228,7 @@ HARDWARE: dict[str, Hardware] = {
         ),
         _gpu(
             "a100",
+            kinds=("NVIDIA A100",),
             tflops=312,
             tf32=156,
             memory_gb=80,
@@ -209,6 +239,8 @@ HARDWARE: dict[str, Hardware] = {
         ),
         _gpu(
             "h100",
+            kinds=("NVIDIA H100",),
+            float8=1978.9,
             tflops=989.4,
             tf32=494.7,
             memory_gb=80,
@@ -219,6 +251,8 @@ HARDWARE: dict[str, Hardware] = {
         ),
         _gpu(
             "h200",
+            kinds=("NVIDIA H200",),
+            float8=1978.9,
             tflops=989.4,
             tf32=494.7,
             memory_gb=141,
@@ -229,6 +263,8 @@ HARDWARE: dict[str, Hardware] = {
         ),
         _gpu(
             "b200",
+            kinds=("NVIDIA B200",),
+            float8=4500,
             tflops=2250,
             tf32=1125,
             memory_gb=180,
@@ -239,6 +275,8 @@ HARDWARE: dict[str, Hardware] = {
         ),
         _gpu(
             "mi300x",
+            kinds=("AMD Instinct MI300X",),
+            float8=2614.9,
             tflops=1307.4,
             tf32=653.7,
             memory_gb=192,
@@ -263,6 +301,14 @@ HARDWARE: dict[str, Hardware] = {
     )
 }
 """The devices that `plan` knows, by name."""
+
+
+def hardware_of(device: Any) -> Hardware | None:
+    """The entry of `HARDWARE` that a device of JAX belongs to, or ``None``."""
+    kind = device.device_kind
+    found = {k: each for each in HARDWARE.values() for k in each.kinds}
+    known = [k for k in found if kind.startswith(k)]
+    return found[max(known, key=len)] if known else None
 
 
 # Flax, JAX and our placement ask a device for these, and for nothing else.

@@ -35,9 +35,9 @@ from nnx_parallel.training.diagnostics import (
     check_evaluation,
     check_replicas,
     explain_non_finite,
-    explaining_memory,
 )
 from nnx_parallel.training.evaluation import Programs
+from nnx_parallel.training.memory import explaining_memory
 from nnx_parallel.training.recorder import History, Recorder, Throughput, Tracer, Values
 from nnx_parallel.training.run_state import RunState
 from nnx_parallel.training.step import Batch
@@ -350,7 +350,8 @@ class Loop:
 
     def _explaining_memory(self) -> contextlib.AbstractContextManager[None]:
         plan, count = self.programs.plan, self.programs.options.num_microbatches
-        return explaining_memory(plan, count, self._temporary_bytes)
+        run = self.trainer, self._first_batch
+        return explaining_memory(plan, count, self._temporary_bytes, run)
 
     def _signal(self) -> str | None:
         """The signal that has come to this process; others may not know yet."""
