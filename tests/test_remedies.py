@@ -9,7 +9,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 from nnx_parallel import DataParallel, Trainer
 from nnx_parallel.errors import DeviceMemoryError

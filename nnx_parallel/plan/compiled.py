@@ -249,24 +249,9 @@ def _compile(
 
 def _devices_of(topology: Topology) -> Sequence[Any]:
     """The devices that the compiler knows: real objects, of machines that are not."""
-    hardware = topology.hardware
-    if hardware.platform != "tpu":
+    if topology.hardware.platform != "tpu":
         return jax.devices()[: topology.num_devices]
-    from jax.experimental import topologies
-
-    options = dict(hardware.compiler)
-    sizes = "x".join(map(str, topology.shape))
-    name = f"{options.pop('name')}:{sizes}"
-    if len(topology.shape) == 3 and all(n % 4 == 0 for n in topology.shape):
-        # Whole cubes have links that wrap around; the compiler has to be told, or its
-        # gathers send twice the bytes.
-        options["wrap"] = (True, True, True)
-    if topology.num_slices > 1:
-        options["num_slices"] = topology.num_slices
-    described = topologies.get_topology_desc(
-        platform="tpu", topology_name=name, **options
-    )
-    return described.devices
+    return topology.described()
 
 
 def _key(lowered: Any, topology: Topology) -> str:

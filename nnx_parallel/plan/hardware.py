@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -411,6 +411,56 @@ class Topology:
         return [
             StandIn(i, "described", kind, i // inside) for i in range(self.num_devices)
         ]
+
+    @property
+    def wraps(self) -> tuple[bool, bool, bool]:
+        """True for each dim of a slice's torus whose ends a link joins [1].
+
+        Optical switches close the torus of whole cubes of 4 x 4 x 4 chips, in all dims
+        at once. v5e and v6e are wired by 16 x 16 chips: a side of 16 is closed.
+
+        References:
+            [1] Austin et al., "How to Scale Your Model", 2025, part 2,
+            https://jax-ml.github.io/scaling-book/tpus
+        """
+        if len(self.shape) == 3:
+            is_closed = all(side % 4 == 0 for side in self.shape)
+            return is_closed, is_closed, is_closed
+        x, y = (*self.shape, 1, 1)[:2]
+        return x == 16, y == 16, False
+
+    def described(self) -> Sequence[Any]:
+        """The devices as TPUs' compiler knows them: of machines that need not be there.
+
+        Programs are compiled for them and not run. It needs `libtpu`. The links that
+        wrap around are among what it describes: left to itself JAX describes none, and
+        a gather over several dims of a torus then sends twice the bytes.
+
+        Raises:
+            PlanError: If they are no TPUs.
+
+        Example:
+            >>> Topology.parse("v5p:4x4x4").wraps
+            (True, True, True)
+            >>> Topology.parse("v5p:2x2x1").wraps
+            (False, False, False)
+        """
+        if self.hardware.platform != "tpu":
+            raise PlanError(
+                f"topology={self.name!r} has no compiler that runs without it. Describe "
+                "TPUs, such as 'v5p:4x4x4'."
+            )
+        from jax.experimental import topologies
+
+        options = dict(self.hardware.compiler)
+        sizes = "x".join(map(str, self.shape))
+        name = f"{options.pop('name')}:{sizes}"
+        if self.num_slices > 1:
+            options["num_slices"] = self.num_slices
+        described = topologies.get_topology_desc(
+            platform="tpu", topology_name=name, wrap=self.wraps, **options
+        )
+        return described.devices
 
     def bandwidth(self, size: int, inner: int) -> tuple[float, float]:
         """Least and most bytes/s of a device in a ring over a mesh axis.
