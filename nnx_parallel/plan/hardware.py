@@ -46,6 +46,8 @@ class Hardware:
         devices_per_chip: JAX's devices for each chip in a slice's name; the other
             figures are of one device.
         kinds: How ``device_kind`` begins of JAX's devices of this hardware.
+        array: Width of a systolic array that multiplies; 0 where there is none.
+        clock: Cycles per second, of those that the compiler counts; 0: not known.
 
     Example:
         >>> HARDWARE["v5p"].flops["bfloat16"] / 1e12
@@ -66,6 +68,8 @@ class Hardware:
     compiler: Mapping[str, Any] = field(default_factory=dict)
     devices_per_chip: int = 1
     kinds: tuple[str, ...] = ()
+    array: int = 0
+    clock: float = 0.0
 
     @property
     def usable_bytes(self) -> float:
@@ -90,6 +94,8 @@ def _tpu(
     compiler: Mapping[str, Any],
     source: str,
     kinds: tuple[str, ...],
+    array: int,
+    products: int,
     int8: float | None = None,
     float8: float | None = None,
     devices: int = 1,
@@ -97,7 +103,8 @@ def _tpu(
     """A TPU by the figures of its chip: GB/s, the links' in both directions together.
 
     JAX multiplies float32 in one bfloat16 pass by default, hence one speed for both;
-    and 8 bits in bfloat16, where the maker names no speed of theirs.
+    and 8 bits in bfloat16, where the maker names no speed of theirs. The clock is what
+    makes ``products`` multiplications and additions a cycle the published FLOP/s.
     """
     eight = {"int8": int8 or tflops, "float8": float8 or tflops}
     flops = {"bfloat16": tflops, "float32": tflops, **eight}
@@ -115,6 +122,8 @@ def _tpu(
         compiler=compiler,
         devices_per_chip=devices,
         kinds=kinds,
+        array=array,
+        clock=tflops * _TERA / (2 * products),
     )
 
 
@@ -163,6 +172,8 @@ HARDWARE: dict[str, Hardware] = {
         _tpu(
             "v4",
             kinds=("TPU v4",),
+            array=128,
+            products=8 * 128**2,
             int8=275,
             tflops=275,
             memory_gib=32,
@@ -177,6 +188,8 @@ HARDWARE: dict[str, Hardware] = {
         _tpu(
             "v5e",
             kinds=("TPU v5 lite", "TPU v5e"),
+            array=128,
+            products=4 * 128**2,
             int8=393,
             tflops=197,
             memory_gib=16,
@@ -190,6 +203,8 @@ HARDWARE: dict[str, Hardware] = {
         _tpu(
             "v5p",
             kinds=("TPU v5", "TPU v5p"),
+            array=128,
+            products=8 * 128**2,
             tflops=459,
             memory_gib=95,
             memory=2765,
@@ -202,6 +217,8 @@ HARDWARE: dict[str, Hardware] = {
         _tpu(
             "v6e",
             kinds=("TPU v6 lite", "TPU v6e"),
+            array=256,
+            products=4 * 256**2,
             int8=1836,
             tflops=918,
             memory_gib=32,
@@ -215,6 +232,8 @@ HARDWARE: dict[str, Hardware] = {
         _tpu(
             "v7x",
             kinds=("TPU7x", "TPU v7x"),
+            array=256,
+            products=8 * 256**2,
             float8=4614,
             tflops=2307,
             memory_gib=192,
@@ -447,8 +466,8 @@ class Topology:
         """
         if self.hardware.platform != "tpu":
             raise PlanError(
-                f"topology={self.name!r} has no compiler that runs without it. Describe "
-                "TPUs, such as 'v5p:4x4x4'."
+                f"topology={self.name!r} has no compiler that runs without it. "
+                "Describe TPUs, such as 'v5p:4x4x4'."
             )
         from jax.experimental import topologies
 

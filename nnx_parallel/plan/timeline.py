@@ -11,13 +11,17 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from nnx_parallel.audit.collectives import Collective, read_collective
 from nnx_parallel.audit.flops import count_flops
 from nnx_parallel.audit.hlo import Computation, Instruction, KnownValue, Module, parse
 from nnx_parallel.audit.transfers import sent_bytes
+from nnx_parallel.errors import PlanError
+from nnx_parallel.plan.hardware import Topology
+from nnx_parallel.plan.roofline import Assumptions
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _NO_ESTIMATE = 2**60  # the compiler's word for "not known"
@@ -60,7 +64,7 @@ def run_schedule(
     text: str,
     *,
     clock: float,
-    bandwidth: Callable[[Collective], float],
+    transfer: Callable[[Collective], float],
     kernel_seconds: Callable[[Instruction, Computation], tuple[float, float]],
     speed: float = 1.0,
 ) -> Work:
@@ -69,18 +73,18 @@ def run_schedule(
     Args:
         text: Of the program after code generation, with the compiler's estimates.
         clock: Cycles per second.
-        bandwidth: Bytes/s at which a device sends in a collective.
+        transfer: Seconds of a collective.
         kernel_seconds: FLOPs of a kernel, and its seconds.
         speed: Share of its own estimate that the chip attains.
     """
-    return _Run(parse(text), clock * speed, bandwidth, kernel_seconds).entry()
+    return _Run(parse(text), clock * speed, transfer, kernel_seconds).entry()
 
 
 @dataclass
 class _Run:
     module: Module
     clock: float
-    bandwidth: Callable[[Collective], float]
+    transfer: Callable[[Collective], float]
     kernel_seconds: Callable[[Instruction, Computation], tuple[float, float]]
     _has_product: dict[str, bool] = field(default_factory=dict)
 
@@ -112,26 +116,20 @@ class _Run:
             if ends:
                 pending[instruction.name] = max(ends)
             spent = self._compute(computation, instruction, work)
-            found = None if ends else self._collective(computation, instruction)
-            if found is not None:
-                lasts = sent_bytes(found) / self.bandwidth(found)
-                work.link_seconds += lasts
-                begin = max(links_free, work.seconds)
-                links_free = begin + lasts
-                if self._is_async(instruction, roles):
-                    pending[instruction.name] = links_free
-                elif spent and self._products(instruction.called or ""):
-                    # A product that gathers its operand piece by piece.
-                    pass
-                else:
-                    work.waited_seconds += links_free - work.seconds
-                    work.seconds = links_free
-                    spent = 0.0
             work.seconds += spent
-            if found is not None and spent and not pending.get(instruction.name):
+            found = None if ends else self._collective(computation, instruction)
+            if found is None:
+                continue
+            lasts = self.transfer(found)
+            work.link_seconds += lasts
+            links_free = max(links_free, work.seconds - spent) + lasts
+            if instruction.opcode.endswith("-start") or "Start" in roles:
+                pending[instruction.name] = links_free
+            else:
+                # What it computes of its own, such as sums, runs beside it.
                 late = max(0.0, links_free - work.seconds)
-                work.waited_seconds += late
                 work.seconds += late
+                work.waited_seconds += late
         return work
 
     def _inner(
@@ -198,9 +196,6 @@ class _Run:
             if (target := each.attribute("custom_call_target") or "").startswith(_ASYNC)
         }
 
-    def _is_async(self, instruction: Instruction, roles: set[str]) -> bool:
-        return instruction.opcode.endswith("-start") or "Start" in roles
-
     def _collective(
         self, computation: Computation, instruction: Instruction
     ) -> Collective | None:
@@ -220,39 +215,126 @@ class _Run:
         )
 
 
-def torus_bandwidth(
-    coords: list[tuple[int, ...]],
-    wraps: tuple[bool, ...],
-    shape: tuple[int, ...],
-    link: float,
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Seconds of a step, at the better and at the worse value of each assumption.
+
+    Attributes:
+        fast: Everything at its better value.
+        slow: Everything at its worse value.
+    """
+
+    fast: Work
+    slow: Work
+
+
+def predict(
+    text: str,
+    topology: Topology,
+    devices: Sequence[Any],
+    assumptions: Assumptions | None = None,
+) -> Prediction:
+    """The range of a scheduled program's time on a slice of TPUs.
+
+    Args:
+        text: Of the program after code generation, with the compiler's estimates.
+        topology: The chips.
+        devices: As the topology describes them, in the order of the mesh.
+        assumptions: What attains how much.
+
+    Raises:
+        PlanError: If the clock of the devices is not known.
+    """
+    given, hardware = assumptions or Assumptions(), topology.hardware
+    if not hardware.clock:
+        raise PlanError(f"The clock of {hardware.name} is not known.")
+    peak = hardware.peak("bfloat16")
+
+    def run(at: int) -> Work:
+        def kernel(
+            instruction: Instruction, computation: Computation
+        ) -> tuple[float, float]:
+            flops, dims = attention_flops(instruction, computation)
+            filled = share_of_array(dims, hardware.array)
+            return flops, flops / (peak * filled * given.products[at])
+
+        return run_schedule(
+            text,
+            clock=hardware.clock,
+            speed=given.cycles[at],
+            transfer=_transfer_seconds(topology, devices, given.links[at]),
+            kernel_seconds=kernel,
+        )
+
+    return Prediction(fast=run(1), slow=run(0))
+
+
+def _transfer_seconds(
+    topology: Topology, devices: Sequence[Any], share: float
 ) -> Callable[[Collective], float]:
-    """Bytes/s that a device sends in a collective over a torus.
+    """Seconds of a collective over the links of a torus [1].
 
     A ring along a dim that wraps around uses both links of a device along it; along one
     that does not, a line's ends have one. Over several dims a collective splits its
-    bytes among rings along all of them.
+    bytes among rings along all of them. Between slices a device sends what is its own.
 
-    Args:
-        coords: Where each device is, in the order of the program.
-        wraps: Dims whose links close a ring.
-        shape: Chips along each dim.
-        link: Bytes/s of one link in one direction.
+    References:
+        [1] Austin et al., "How to Scale Your Model", 2025, section 3,
+        https://jax-ml.github.io/scaling-book/sharding/
     """
-    known: Mapping[tuple[int, ...], float] = {}
+    hardware = topology.hardware
+    link = share * hardware.link_bandwidth / hardware.num_links
+    network = share * hardware.network_bandwidth
+    known: dict[tuple[int, ...], tuple[int, int]] = {}
 
-    def of(found: Collective) -> float:
-        group = found.groups[0] if found.groups else tuple(range(len(coords)))
+    def links_of(group: tuple[int, ...]) -> tuple[int, int]:
+        """Links that a device sends over, and slices among the group."""
         if group not in known:
-            places = [coords[i] for i in group]
+            places = [devices[i] for i in group]
             links = 0
-            for dim, is_ring in enumerate(wraps):
-                count = len({place[dim] for place in places})
-                if count > 1:
-                    links += 2 if is_ring and count == shape[dim] else 1
-            known[group] = max(1, links) * link  # pyright: ignore[reportIndexIssue]
+            for dim, side in enumerate(topology.shape):
+                count = len({place.coords[dim] for place in places})
+                is_ring = topology.wraps[dim] and count == side
+                links += (2 if is_ring else 1) if count > 1 else 0
+            slices = {getattr(place, "slice_index", 0) for place in places}
+            known[group] = max(1, links), len(slices)
         return known[group]
 
-    return of
+    def seconds(found: Collective) -> float:
+        everyone = tuple(range(len(devices)))
+        links, slices = links_of(found.groups[0] if found.groups else everyone)
+        sent = sent_bytes(found)
+        between = sent / found.group_size * slices if slices > 1 else 0.0
+        return sent / (links * link) + between / network
+
+    return seconds
+
+
+# Products of a score with the width of a head, by the names of Splash's kernels.
+_SCORES = {"dkv": 4, "dq": 3, "fwd": 2}
+_BLOCK = re.compile(r'block_kv\\?": ?(\d+)')
+
+
+def attention_flops(
+    instruction: Instruction, computation: Computation
+) -> tuple[float, tuple[int, ...]]:
+    """FLOPs of a kernel, and the dims of its products that may not fill an array.
+
+    Causal attention by Splash computes blocks on the diagonal whole, and none above it.
+    Of other kernels what their author estimated.
+    """
+    estimate = count_flops(computation, instruction)
+    found = next((n for name, n in _SCORES.items() if name in instruction.name), 0)
+    shapes = computation.operand_shapes(instruction)
+    large = [s.dims for s in shapes if len(s.dims) >= 3 and s.dtype in ("bf16", "f32")]
+    if not found or not large:
+        return estimate, ()
+    if found == 4 and "fused" in instruction.attributes[:4000]:
+        found = 5  # with the gradient of the queries
+    *batch, seq, width = large[0]  # the queries
+    block = _BLOCK.search(instruction.attributes)
+    half = 0.5 * (1 + (int(block[1]) if block else 512) / seq)
+    return 2.0 * found * math.prod(batch) * seq**2 * width * half, (width,)
 
 
 def share_of_array(sizes: tuple[int, ...], width: int) -> float:
