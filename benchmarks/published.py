@@ -293,9 +293,11 @@ def figures_of_text(case: Published, text: str, devices: list[Any]) -> dict[str,
     return {
         "fast": fast.seconds,
         "slow": slow.seconds,
+        "products": fast.product_seconds,
+        "other operations": fast.other_seconds,
         "kernels": fast.kernel_seconds,
-        "sent": fast.link_seconds,
-        "waited": fast.waited_seconds,
+        "transfers": fast.link_seconds,
+        "waits": sum(fast.waits.values()),
     }
 
 

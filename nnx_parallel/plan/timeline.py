@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,35 +28,45 @@ _CALLED = re.compile(r"called_computations=\{%?([\w.\-$]+)")
 _ASYNC = "AsyncCollective"
 
 
+Group = tuple[int, ...] | None
+"""Positions of devices that send to each other; ``None``: not known."""
+
+
 @dataclass
 class Work:
     """What a program does in one run, and how long it takes.
 
     Attributes:
-        cycles: Estimated by the compiler, of all but kernels.
-        product_cycles: Those of operations with a product among them.
-        kernels: Executions of kernels by name; the compiler estimates none.
+        seconds: All of it.
+        product_seconds: Operations with a product among them.
+        other_seconds: Other operations.
+        kernel_seconds: Kernels, of which the compiler estimates none.
         link_seconds: All transfers.
-        waited_seconds: Transfers that nothing runs beside, by groups' size.
+        waits: Seconds of transfers that nothing runs beside, by group.
     """
 
     seconds: float = 0.0
-    cycles: float = 0.0
-    product_cycles: float = 0.0
-    kernel_flops: float = 0.0
+    product_seconds: float = 0.0
+    other_seconds: float = 0.0
     kernel_seconds: float = 0.0
     link_seconds: float = 0.0
-    waited_seconds: float = 0.0
-    kernels: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    waits: dict[Group, float] = field(default_factory=dict)
 
     def add(self, other: Work, count: int) -> None:
         """Adds ``count`` runs of another piece."""
-        for name, value in vars(other).items():
-            if name == "kernels":
-                for kernel, times in other.kernels.items():
-                    self.kernels[kernel] += count * times
-            else:
-                setattr(self, name, getattr(self, name) + count * value)
+        self.seconds += count * other.seconds
+        self.product_seconds += count * other.product_seconds
+        self.other_seconds += count * other.other_seconds
+        self.kernel_seconds += count * other.kernel_seconds
+        self.link_seconds += count * other.link_seconds
+        for group, seconds in other.waits.items():
+            self.waits[group] = self.waits.get(group, 0.0) + count * seconds
+
+    def wait(self, end: float, group: Group) -> None:
+        """Waits for a transfer."""
+        late = max(0.0, end - self.seconds)
+        self.seconds += late
+        self.waits[group] = self.waits.get(group, 0.0) + late
 
 
 def run_schedule(
@@ -65,7 +74,7 @@ def run_schedule(
     *,
     clock: float,
     transfer: Callable[[Collective], float],
-    kernel_seconds: Callable[[Instruction, Computation], tuple[float, float]],
+    kernel_seconds: Callable[[Instruction, Computation], float],
     speed: float = 1.0,
 ) -> Work:
     """Runs a scheduled program on two clocks.
@@ -74,7 +83,7 @@ def run_schedule(
         text: Of the program after code generation, with the compiler's estimates.
         clock: Cycles per second.
         transfer: Seconds of a collective.
-        kernel_seconds: FLOPs of a kernel, and its seconds.
+        kernel_seconds: Seconds of a kernel.
         speed: Share of its own estimate that the chip attains.
     """
     return _Run(parse(text), clock * speed, transfer, kernel_seconds).entry()
@@ -85,7 +94,7 @@ class _Run:
     module: Module
     clock: float
     transfer: Callable[[Collective], float]
-    kernel_seconds: Callable[[Instruction, Computation], tuple[float, float]]
+    kernel_seconds: Callable[[Instruction, Computation], float]
     _has_product: dict[str, bool] = field(default_factory=dict)
 
     def entry(self) -> Work:
@@ -96,7 +105,7 @@ class _Run:
         computation = self.module.computations[name]
         values = self.module.evaluate(name, arguments)
         work, links_free = Work(), 0.0
-        pending: dict[str, float] = {}
+        pending: dict[str, tuple[float, Group]] = {}
         for instruction in computation.instructions.values():
             operands = tuple(values.get(o) for o in instruction.operands)
             inner = self._inner(instruction, operands)
@@ -109,27 +118,24 @@ class _Run:
             ends = [pending[o] for o in names if o in pending]
             roles = self._roles(instruction)
             if ends and (instruction.opcode.endswith("-done") or "Done" in roles):
-                late = max(0.0, max(ends) - work.seconds)
-                work.seconds += late
-                work.waited_seconds += late
+                work.wait(*max(ends, key=lambda end: end[0]))
                 continue
             if ends:
-                pending[instruction.name] = max(ends)
+                pending[instruction.name] = max(ends, key=lambda end: end[0])
             spent = self._compute(computation, instruction, work)
             work.seconds += spent
             found = None if ends else self._collective(computation, instruction)
             if found is None:
                 continue
+            group = found.groups[0] if found.groups else None
             lasts = self.transfer(found)
             work.link_seconds += lasts
             links_free = max(links_free, work.seconds - spent) + lasts
             if instruction.opcode.endswith("-start") or "Start" in roles:
-                pending[instruction.name] = links_free
+                pending[instruction.name] = links_free, group
             else:
                 # What it computes of its own, such as sums, runs beside it.
-                late = max(0.0, links_free - work.seconds)
-                work.seconds += late
-                work.waited_seconds += late
+                work.wait(links_free, group)
         return work
 
     def _inner(
@@ -152,19 +158,19 @@ class _Run:
     ) -> float:
         """Seconds of an operation itself."""
         if "tpu_custom_call" in instruction.attributes:
-            flops, seconds = self.kernel_seconds(instruction, computation)
-            work.kernels[instruction.name.rstrip("0123456789.")] += 1
-            work.kernel_flops += flops
+            seconds = self.kernel_seconds(instruction, computation)
             work.kernel_seconds += seconds
             return seconds
         found = _CYCLES.search(instruction.attributes)
         cycles = int(found[1]) if found else 0
         if cycles > _NO_ESTIMATE:
             return 0.0
-        work.cycles += cycles
+        seconds = cycles / self.clock
         if self._products(instruction.called or ""):
-            work.product_cycles += cycles
-        return cycles / self.clock
+            work.product_seconds += seconds
+        else:
+            work.other_seconds += seconds
+        return seconds
 
     def _called(self, instruction: Instruction) -> Iterator[Computation]:
         names = [instruction.called]
@@ -251,12 +257,10 @@ def predict(
     peak = hardware.peak("bfloat16")
 
     def run(at: int) -> Work:
-        def kernel(
-            instruction: Instruction, computation: Computation
-        ) -> tuple[float, float]:
+        def kernel(instruction: Instruction, computation: Computation) -> float:
             flops, dims = attention_flops(instruction, computation)
             filled = share_of_array(dims, hardware.array)
-            return flops, flops / (peak * filled * given.products[at])
+            return flops / (peak * filled * given.products[at])
 
         return run_schedule(
             text,
