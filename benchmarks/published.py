@@ -183,7 +183,7 @@ PUBLISHED = {
     "32B, 64 v5p": Published(
         config=_scaled(32, 8192, 64, 28672),
         topology="v5p:4x4x4",
-        strategy=Composite(FSDP(16), TensorParallel(4)),
+        strategy=Composite(FSDP(16), TensorParallel(4, sequence=True)),
         rows=6,
         remat="dots",
         options=_SPARSE_CORES,
@@ -193,7 +193,7 @@ PUBLISHED = {
     "64B, 64 v5p": Published(
         config=_scaled(64, 8192, 64, 28672),
         topology="v5p:4x4x4",
-        strategy=Composite(FSDP(16), TensorParallel(4)),
+        strategy=Composite(FSDP(16), TensorParallel(4, sequence=True)),
         rows=3,
         remat="dots",
         options=_SPARSE_CORES,

@@ -20,8 +20,12 @@ from tests.tpus import HEADER
 
 CONFIG = GPTConfig.tiny()
 ROWS = {"tokens": np.zeros((16, 65), np.int32)}
-# The TPU compiler's words; 0.0008 GiB are 0.82 MiB.
-TOLD = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used {} of {} hbm."
+# The TPU compiler's words, of its last two years.
+TOLD = (
+    "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total "
+    "memory required for HLO temporaries ({}) exceeds available HBM ({})."
+)
+OLDER = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used {} of {} hbm."
 
 
 def trainer_of(loss: Any = next_token_loss, **given: Any) -> Trainer:
@@ -46,6 +50,16 @@ def test_remedies_are_what_fits_by_the_formulas() -> None:
     assert len(lines) == 3
     assert all(size <= 4 for size in sizes)
     assert any("strategy=FSDP()" in line for line in lines)
+
+
+def test_the_compilers_words_are_read() -> None:
+    found = Shortage.of(TOLD.format("3.0M", "2.0M"), None, None, 2**20)
+    assert found == Shortage(limit=2 * 2**20, used=4 * 2**20)
+    older = Shortage.of(OLDER.format("3.0G", "2.0G"), None, None, 2**20)
+    assert older == Shortage(limit=2 * 2**30, used=3 * 2**30)
+    h100 = HARDWARE["h100"]
+    assert Shortage.of("", None, h100, 0.0) == Shortage(limit=60e9, used=None)
+    assert Shortage.of("", None, None, 0.0) is None
 
 
 def test_where_nothing_fits_it_says_so() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nnx_parallel.plan.candidates import Candidate, own_candidate
+from nnx_parallel.plan.formulas import state_bytes
 from nnx_parallel.plan.hardware import HARDWARE, Hardware, Topology, hardware_of
 from nnx_parallel.plan.parts import ModelFacts, Parts
 from nnx_parallel.plan.report import Entry, order, owners_of
@@ -38,14 +39,22 @@ class Shortage:
     used: float | None
 
     @classmethod
-    def of(cls, text: str, device: Any, hardware: Hardware | None) -> Shortage | None:
-        """From an error's text and the device; ``None`` if no limit is known."""
-        # The TPU compiler's words: "Used 20.17G of 15.75G hbm."
+    def of(
+        cls, text: str, device: Any, hardware: Hardware | None, state: float
+    ) -> Shortage | None:
+        """From an error's text and the device; ``None`` if no limit is known.
+
+        ``state`` is what the step's arguments need: the TPU compiler tells no more than
+        its temporaries.
+        """
         number = r"([\d.]+)([KMGT])"
-        if told := re.search(rf"Used {number} of {number} hbm", text):
-            used, unit, limit, other = told.groups()
+        told = re.search(rf"\({number}\) exceeds available HBM \({number}\)", text)
+        older = re.search(rf"Used {number} of {number} hbm", text)
+        if found := told or older:
+            used, unit, limit, other = found.groups()
             return cls(
-                limit=float(limit) * _UNITS[other], used=float(used) * _UNITS[unit]
+                limit=float(limit) * _UNITS[other],
+                used=float(used) * _UNITS[unit] + (state if told else 0.0),
             )
         try:
             stats = device.memory_stats() or {}
@@ -93,7 +102,8 @@ def find_remedies(trainer: Any, batch: Any, text: str) -> str:
         parts = Parts.of(trainer, batch)
         devices = [*trainer.mesh.devices.flat]
         hardware = hardware_of(devices[0])
-        short = Shortage.of(text, devices[0], hardware)
+        state = sum(state_bytes(parts.on(trainer.layout), ()).values())
+        short = Shortage.of(text, devices[0], hardware, state)
         if short is None:
             raise LookupError(devices[0].device_kind)
         # One that is not known is only compared with itself.
