@@ -71,8 +71,8 @@ def test_where_nothing_fits_it_says_so() -> None:
 
 
 def test_formulas_that_were_wrong_are_doubted_as_much() -> None:
-    own = dict.fromkeys(("parameters", "optimizer state", "other state", "batch"), 1.0)
-    own["kept activations"] = 4.0
+    names = "parameters", "optimizer state", "other state", "batch"
+    own: dict[str, float] = dict.fromkeys(names, 1.0) | {"kept activations": 4.0}
     short = Shortage(limit=10.0, used=12.0)
     # 8 of 12 bytes were not counted exactly, and 4 estimated: a factor of 2.
     assert short.scaled(own, own | {"kept activations": 1.0}) == 6.0

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nnx_parallel.layers.scan import Remat
 from nnx_parallel.plan.candidates import Candidate, own_candidate
 from nnx_parallel.plan.formulas import state_bytes
 from nnx_parallel.plan.hardware import HARDWARE, Hardware, Topology, hardware_of
@@ -178,10 +179,10 @@ def _fitting(
 def _near(parts: Parts) -> list[Candidate]:
     """Changes of one, two or three arguments that leave a device less to hold."""
     own = own_candidate(parts)
-    remats = [own.remat]
+    remats: list[Remat] = [own.remat]
     if ModelFacts.of(parts).has_remat:
-        later = {"none": ("dots", "full"), "dots": ("full",), "full": ()}
-        remats += later[own.remat]
+        kinds: list[Remat] = ["none", "dots", "full"]  # each keeps less
+        remats = kinds[kinds.index(own.remat) :]
     return [
         Candidate(
             strategy=strategy,
