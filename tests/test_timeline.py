@@ -90,12 +90,14 @@ def test_links_by_the_dims_that_a_group_spans() -> None:
     text = program(f"%all = bf16[8,8] {GATHER}", fusion("ROOT %out", "%all"))
     link = topology.hardware.link_bandwidth / 6
     sent = 8 * 8 * 2 * 3 / 4
-    given = Assumptions(links=(0.5, 1.0), cycles=(0.5, 1.0))
+    given = Assumptions(links=(0.5, 1.0))
     found = predict(text, topology, devices, given)
     # A ring along one whole dim, which wraps around, has two links.
     assert sum(found.fast.waits.values()) == pytest.approx(sent / (2 * link))
     assert sum(found.slow.waits.values()) == pytest.approx(sent / link)
-    assert found.fast.product_seconds == 6 / topology.hardware.clock
+    # At best at the peak of the arrays, at worst as the compiler estimates.
+    assert found.fast.product_seconds == 2 * 8**3 / topology.hardware.peak("bfloat16")
+    assert found.slow.product_seconds == 6 / topology.hardware.clock
     open_line = predict(text, Topology.parse("v5p:4x4x2"), devices, given)
     assert sum(open_line.fast.waits.values()) == pytest.approx(sent / link)
 

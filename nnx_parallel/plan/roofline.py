@@ -83,13 +83,11 @@ class Assumptions:
         products: Share of the peak FLOP/s that products attain.
         memory: Share of the memory's bandwidth.
         links: Share of the bandwidth of links and network.
-        cycles: Share of the speed that a compiler itself estimates for an operation.
     """
 
     products: Range = (0.5, 0.85)
     memory: Range = (0.6, 0.95)
     links: Range = (0.6, 0.95)
-    cycles: Range = (0.8, 1.0)
 
     def lines(self) -> list[str]:
         """The assumptions in words."""

@@ -1,9 +1,10 @@
 """The time of a scheduled program: one clock for the chip, one for its links.
 
-A TPU's program runs in the order in which it is printed. Each operation takes the
-cycles that the compiler has estimated when it chose its tiles, a collective its bytes
-over the links that its group spans. What is started asynchronously holds the links and
-nothing else, until the operation that awaits it.
+A TPU's program runs in the order in which it is printed. A product takes at best what
+the systolic arrays need at their peak, and at worst the cycles that the compiler has
+estimated for the tiles that it chose; other operations take that estimate. A collective
+takes its bytes over the links that its group spans. What is started asynchronously
+holds the links and nothing else, until the operation that awaits it.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def run_schedule(
     clock: float,
     transfer: Callable[[Collective], float],
     kernel_seconds: Callable[[Instruction, Computation], float],
-    speed: float = 1.0,
+    peak: float = 0.0,
 ) -> Work:
     """Runs a scheduled program on two clocks.
 
@@ -84,9 +85,10 @@ def run_schedule(
         clock: Cycles per second.
         transfer: Seconds of a collective.
         kernel_seconds: Seconds of a kernel.
-        speed: Share of its own estimate that the chip attains.
+        peak: FLOP/s of products, where these are faster than the compiler's estimate;
+            0: nowhere.
     """
-    return _Run(parse(text), clock * speed, transfer, kernel_seconds).entry()
+    return _Run(parse(text), clock, transfer, kernel_seconds, peak).entry()
 
 
 @dataclass
@@ -95,7 +97,8 @@ class _Run:
     clock: float
     transfer: Callable[[Collective], float]
     kernel_seconds: Callable[[Instruction, Computation], float]
-    _has_product: dict[str, bool] = field(default_factory=dict)
+    peak: float
+    _flops: dict[str, float] = field(default_factory=dict)
 
     def entry(self) -> Work:
         return self.of(self.module.entry, ())
@@ -166,7 +169,9 @@ class _Run:
         if cycles > _NO_ESTIMATE:
             return 0.0
         seconds = cycles / self.clock
-        if self._products(instruction.called or ""):
+        if flops := self._flops_of(instruction.called or ""):
+            if self.peak:
+                seconds = min(seconds, flops / self.peak)
             work.product_seconds += seconds
         else:
             work.other_seconds += seconds
@@ -180,16 +185,17 @@ class _Run:
             if name in self.module.computations:
                 yield self.module.computations[name]
 
-    def _products(self, name: str) -> bool:
+    def _flops_of(self, name: str) -> float:
+        """FLOPs of the products of a fusion."""
         if name not in self.module.computations:
-            return False
-        if name not in self._has_product:
+            return 0.0
+        if name not in self._flops:
             inner = self.module.computations[name]
-            self._has_product[name] = any(
-                count_flops(inner, i) or self._products(i.called or "")
+            self._flops[name] = sum(
+                count_flops(inner, i) + self._flops_of(i.called or "")
                 for i in inner.instructions.values()
             )
-        return self._has_product[name]
+        return self._flops[name]
 
     def _roles(self, instruction: Instruction) -> set[str]:
         """What a fusion does with a collective that is spread over several."""
@@ -265,7 +271,7 @@ def predict(
         return run_schedule(
             text,
             clock=hardware.clock,
-            speed=given.cycles[at],
+            peak=peak if at else 0.0,
             transfer=_transfer_seconds(topology, devices, given.links[at]),
             kernel_seconds=kernel,
         )
