@@ -21,6 +21,7 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 
 from benchmarks.timing import Table
 from benchmarks.tpu_steps import figures_of
@@ -35,7 +36,8 @@ from nnx_parallel import (
 from nnx_parallel.layers.scan import Remat
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.plan import Topology
-from nnx_parallel.plan.timeline import predict
+from nnx_parallel.plan.roofline import Assumptions
+from nnx_parallel.plan.timeline import read_schedule
 from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.state import plan_state
 from nnx_parallel.training.step import StepOptions, make_train_step
@@ -283,21 +285,22 @@ def compile_case(case: Published) -> dict[str, float]:
     return {
         "memory": memory.argument_size_in_bytes + memory.temp_size_in_bytes,
         "compile_seconds": compile_seconds,
-    } | figures_of_text(case, text, [*layout.mesh.devices.flat])
+    } | figures_of_text(case, text, layout.mesh)
 
 
-def figures_of_text(case: Published, text: str, devices: list[Any]) -> dict[str, float]:
+def figures_of_text(case: Published, text: str, mesh: Mesh) -> dict[str, float]:
     """The seconds of a compiled case."""
-    found = predict(text, Topology.parse(case.topology), devices)
-    fast, slow = found.fast, found.slow
+    topology, devices = Topology.parse(case.topology), [*mesh.devices.flat]
+    found = read_schedule(text, topology, devices, dict(mesh.shape))
+    spent = found.time(Assumptions())
     return {
-        "fast": fast.seconds,
-        "slow": slow.seconds,
-        "products": fast.product_seconds,
-        "other operations": fast.other_seconds,
-        "kernels": fast.kernel_seconds,
-        "transfers": fast.link_seconds,
-        "waits": sum(fast.waits.values()),
+        "fast": spent.fast,
+        "slow": spent.slow,
+        "products at peak": found.products[0],
+        "products as estimated": found.products[1],
+        "other operations": found.others,
+        "kernels at peak": found.kernels,
+        "waits": sum(seconds[0] for seconds in found.waits.values()),
     }
 
 

@@ -34,11 +34,11 @@ from nnx_parallel.plan import (
     save,
 )
 from nnx_parallel.plan.candidates import enumerate_candidates
-from nnx_parallel.plan.compiled import axes_of_groups
 from nnx_parallel.plan.costs import Facts, count_jaxpr_flops, count_model_flops
 from nnx_parallel.plan.formulas import Estimate, state_bytes
 from nnx_parallel.plan.parts import Parts
 from nnx_parallel.plan.roofline import Costs, Traffic, time_step
+from nnx_parallel.plan.timeline import axes_of_groups
 from nnx_parallel.training.step import StepOptions, make_train_step
 from nnx_parallel.training.trainer import Trainer
 from tests.plans import MODELS, PIPELINED, STRATEGIES, gpt, shape

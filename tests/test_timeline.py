@@ -7,7 +7,7 @@ import pytest
 from nnx_parallel.errors import PlanError
 from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.plan.roofline import Assumptions
-from nnx_parallel.plan.timeline import predict, run_schedule
+from nnx_parallel.plan.timeline import read_schedule, run_schedule
 
 # One clock cycle is a second, and each gather lasts 10 of them.
 _HEAD = "HloModule step, is_scheduled=true, num_partitions=4\n\n"
@@ -85,28 +85,29 @@ def test_links_by_the_dims_that_a_group_spans() -> None:
         def __init__(self, *coords: int) -> None:
             self.coords = coords
 
-    topology = Topology.parse("v5p:4x4x4")
+    topology, sizes = Topology.parse("v5p:4x4x4"), {"data": 1, "fsdp": 4}
     devices = [Place(i, 0, 0) for i in range(4)]
     text = program(f"%all = bf16[8,8] {GATHER}", fusion("ROOT %out", "%all"))
     link = topology.hardware.link_bandwidth / 6
     sent = 8 * 8 * 2 * 3 / 4
-    given = Assumptions(links=(0.5, 1.0))
-    found = predict(text, topology, devices, given)
+    found = read_schedule(text, topology, devices, sizes)
     # A ring along one whole dim, which wraps around, has two links.
-    assert sum(found.fast.waits.values()) == pytest.approx(sent / (2 * link))
-    assert sum(found.slow.waits.values()) == pytest.approx(sent / link)
+    assert found.waits == {"fsdp": pytest.approx((sent / (2 * link),) * 2)}
     # At best at the peak of the arrays, at worst as the compiler estimates.
-    assert found.fast.product_seconds == 2 * 8**3 / topology.hardware.peak("bfloat16")
-    assert found.slow.product_seconds == 6 / topology.hardware.clock
-    open_line = predict(text, Topology.parse("v5p:4x4x2"), devices, given)
-    assert sum(open_line.fast.waits.values()) == pytest.approx(sent / link)
+    peak, clock = topology.hardware.peak("bfloat16"), topology.hardware.clock
+    assert found.products == (2 * 8**3 / peak, 6 / clock)
+    spent = found.time(Assumptions(links=(0.5, 1.0)))
+    assert spent.fast == pytest.approx(2 * 8**3 / peak + sent / (2 * link))
+    assert spent.slow == pytest.approx(6 / clock + sent / link)
+    a_line = read_schedule(text, Topology.parse("v5p:4x4x2"), devices, sizes)
+    assert a_line.waits["fsdp"][0] == pytest.approx(sent / link)
 
 
 def test_a_clock_must_be_known() -> None:
     hardware = dataclasses.replace(Topology.parse("v5p:4x4x4").hardware, clock=0.0)
     topology = Topology(hardware=hardware, num_devices=4, shape=(2, 2, 1))
     with pytest.raises(PlanError, match="The clock of v5p is not known"):
-        predict(program(), topology, [])
+        read_schedule(program(), topology, [], {})
 
 
 def test_clocks_are_those_of_the_makers_papers() -> None:

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from nnx_parallel.audit.report import audit
 from nnx_parallel.audit.transfers import Transfer, read_transfers
@@ -32,14 +31,15 @@ from nnx_parallel.errors import PlanError
 from nnx_parallel.plan.candidates import Candidate
 from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.plan.parts import Parts
-from nnx_parallel.plan.roofline import Costs, Traffic
+from nnx_parallel.plan.roofline import Costs, Schedule, Traffic
+from nnx_parallel.plan.timeline import axes_of_groups, read_schedule
 from nnx_parallel.training.compilation import facts_of, keep_program
 from nnx_parallel.training.step import StepOptions, make_train_step
 
 CACHE = Path("~/.cache/nnx_parallel/plan")
 """Where results are kept, unless `plan` is given another directory."""
 
-_VERSION = 2  # of the results on disk
+_VERSION = 3  # of the results on disk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +55,7 @@ class Compiled:
         seconds: Of tracing, compiling and reading the program.
         processor_seconds: Of all its threads, whatever else the machine did.
         is_cached: True if it was read from disk.
+        schedule: Attributes of its `Schedule`, if the compiler tells its estimates.
         error: Why it has not been compiled; empty if it has.
     """
 
@@ -66,6 +67,7 @@ class Compiled:
     processor_seconds: float = 0.0
     is_cached: bool = False
     error: str = ""
+    schedule: Mapping[str, Any] | None = None
 
     @classmethod
     def failed(cls, error: str) -> Compiled:
@@ -106,6 +108,7 @@ class Compiled:
             bubble=estimate.bubble,
             is_compiled=True,
             compile_seconds=sum(self.seconds.values()),
+            schedule=self.schedule and Schedule(**self.schedule),
         )
 
 
@@ -224,7 +227,13 @@ def _compile(
     keep_program(cache, lowered, compiled, facts, seconds["compile"])
     start = time.monotonic()
     report, memory = audit(compiled), compiled.memory_analysis()
-    transfers = read_transfers(compiled.as_text())
+    text = compiled.as_text()
+    transfers = read_transfers(text)
+    schedule = None
+    if topology.hardware.clock and "estimated_cycles" in text:
+        devices, sizes = [*layout.mesh.devices.flat], dict(layout.mesh.shape)
+        read = read_schedule(text, topology, devices, sizes, parts.compute_dtype)
+        schedule = vars(read)
     found = Compiled(
         memory={
             "arguments": memory.argument_size_in_bytes,
@@ -239,6 +248,7 @@ def _compile(
         num_collectives=report.count(),
         seconds=seconds | {"read": time.monotonic() - start},
         processor_seconds=time.process_time(),
+        schedule=schedule,
     )
     # Renamed into place: another process may be reading.
     with tempfile.NamedTemporaryFile("w", dir=cache, delete=False) as new:
@@ -275,33 +285,6 @@ def _by_axes(
         entry[0] += each.bytes
         entry[1] += each.bytes * each.is_hidden
     return [[list(axes), *entry, kind] for (axes, kind), entry in sums.items()]
-
-
-def axes_of_groups(
-    groups: Sequence[Sequence[int]] | None, sizes: Mapping[str, int]
-) -> tuple[str, ...]:
-    """The mesh axes along which the devices of each group differ.
-
-    Args:
-        groups: Positions of devices in the order of the mesh; ``None``: not known,
-            taken for all axes.
-        sizes: Sizes of the mesh's axes, outermost first.
-
-    Example:
-        >>> axes_of_groups([(0, 1), (2, 3)], {"fsdp": 2, "tensor": 2})
-        ('tensor',)
-        >>> axes_of_groups([(0, 2), (1, 3)], {"fsdp": 2, "tensor": 2})
-        ('fsdp',)
-    """
-    names = tuple(sizes)
-    if not groups:
-        return names
-    found: set[str] = set()
-    for group in groups:
-        # (devices of the group, axes)
-        at = np.stack(np.unravel_index(list(group), tuple(sizes.values())), axis=-1)
-        found |= {names[i] for i in np.flatnonzero((at != at[:1]).any(axis=0))}
-    return tuple(name for name in names if name in found)
 
 
 def _main(answer: Path) -> None:

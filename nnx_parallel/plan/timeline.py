@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from nnx_parallel.audit.collectives import Collective, read_collective
 from nnx_parallel.audit.flops import count_flops
@@ -21,7 +23,7 @@ from nnx_parallel.audit.hlo import Computation, Instruction, KnownValue, Module,
 from nnx_parallel.audit.transfers import sent_bytes
 from nnx_parallel.errors import PlanError
 from nnx_parallel.plan.hardware import Topology
-from nnx_parallel.plan.roofline import Assumptions
+from nnx_parallel.plan.roofline import Range, Schedule
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _NO_ESTIMATE = 2**60  # the compiler's word for "not known"
@@ -227,60 +229,60 @@ class _Run:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """Seconds of a step, at the better and at the worse value of each assumption.
-
-    Attributes:
-        fast: Everything at its better value.
-        slow: Everything at its worse value.
-    """
-
-    fast: Work
-    slow: Work
-
-
-def predict(
+def read_schedule(
     text: str,
     topology: Topology,
     devices: Sequence[Any],
-    assumptions: Assumptions | None = None,
-) -> Prediction:
-    """The range of a scheduled program's time on a slice of TPUs.
+    axis_sizes: Mapping[str, int],
+    dtype: str = "bfloat16",
+) -> Schedule:
+    """The schedule of a program for a slice of TPUs.
 
     Args:
         text: Of the program after code generation, with the compiler's estimates.
         topology: The chips.
         devices: As the topology describes them, in the order of the mesh.
-        assumptions: What attains how much.
+        axis_sizes: Of the mesh, outermost first.
+        dtype: Of the products.
 
     Raises:
         PlanError: If the clock of the devices is not known.
     """
-    given, hardware = assumptions or Assumptions(), topology.hardware
+    hardware = topology.hardware
     if not hardware.clock:
         raise PlanError(f"The clock of {hardware.name} is not known.")
-    peak = hardware.peak("bfloat16")
+    peak = hardware.peak(dtype)
 
-    def run(at: int) -> Work:
-        def kernel(instruction: Instruction, computation: Computation) -> float:
-            flops, dims = attention_flops(instruction, computation)
-            filled = share_of_array(dims, hardware.array)
-            return flops / (peak * filled * given.products[at])
+    def kernel(instruction: Instruction, computation: Computation) -> float:
+        flops, dims = attention_flops(instruction, computation)
+        return flops / (peak * share_of_array(dims, hardware.array))
 
+    def run(peak: float) -> Work:
         return run_schedule(
             text,
             clock=hardware.clock,
-            peak=peak if at else 0.0,
-            transfer=_transfer_seconds(topology, devices, given.links[at]),
+            peak=peak,
+            transfer=_transfer_seconds(topology, devices),
             kernel_seconds=kernel,
         )
 
-    return Prediction(fast=run(1), slow=run(0))
+    fast, slow = run(peak), run(0.0)
+    waits: dict[str, Range] = {}
+    for group in slow.waits:
+        name = "+".join(axes_of_groups(group and [group], axis_sizes))
+        before = waits.get(name, (0.0, 0.0))
+        both = fast.waits[group], slow.waits[group]
+        waits[name] = before[0] + both[0], before[1] + both[1]
+    return Schedule(
+        products=(fast.product_seconds, slow.product_seconds),
+        others=slow.other_seconds,
+        kernels=slow.kernel_seconds,
+        waits=waits,
+    )
 
 
 def _transfer_seconds(
-    topology: Topology, devices: Sequence[Any], share: float
+    topology: Topology, devices: Sequence[Any]
 ) -> Callable[[Collective], float]:
     """Seconds of a collective over the links of a torus [1].
 
@@ -293,8 +295,8 @@ def _transfer_seconds(
         https://jax-ml.github.io/scaling-book/sharding/
     """
     hardware = topology.hardware
-    link = share * hardware.link_bandwidth / hardware.num_links
-    network = share * hardware.network_bandwidth
+    link = hardware.link_bandwidth / hardware.num_links
+    network = hardware.network_bandwidth
     known: dict[tuple[int, ...], tuple[int, int]] = {}
 
     def links_of(group: tuple[int, ...]) -> tuple[int, int]:
@@ -318,6 +320,33 @@ def _transfer_seconds(
         return sent / (links * link) + between / network
 
     return seconds
+
+
+def axes_of_groups(
+    groups: Sequence[Sequence[int]] | None, sizes: Mapping[str, int]
+) -> tuple[str, ...]:
+    """The mesh axes along which the devices of each group differ.
+
+    Args:
+        groups: Positions of devices in the order of the mesh; ``None``: not known,
+            taken for all axes.
+        sizes: Sizes of the mesh's axes, outermost first.
+
+    Example:
+        >>> axes_of_groups([(0, 1), (2, 3)], {"fsdp": 2, "tensor": 2})
+        ('tensor',)
+        >>> axes_of_groups([(0, 2), (1, 3)], {"fsdp": 2, "tensor": 2})
+        ('fsdp',)
+    """
+    names = tuple(sizes)
+    if not groups:
+        return names
+    found: set[str] = set()
+    for group in groups:
+        # (devices of the group, axes)
+        at = np.stack(np.unravel_index(list(group), tuple(sizes.values())), axis=-1)
+        found |= {names[i] for i in np.flatnonzero((at != at[:1]).any(axis=0))}
+    return tuple(name for name in names if name in found)
 
 
 # Products of a score with the width of a head, by the names of Splash's kernels.
