@@ -108,7 +108,7 @@ class Compiled:
             bubble=estimate.bubble,
             is_compiled=True,
             compile_seconds=sum(self.seconds.values()),
-            schedule=self.schedule and Schedule(**self.schedule),
+            schedule=Schedule(**self.schedule) if self.schedule else None,
         )
 
 

@@ -269,7 +269,7 @@ def read_schedule(
     fast, slow = run(peak), run(0.0)
     waits: dict[str, Range] = {}
     for group in slow.waits:
-        name = "+".join(axes_of_groups(group and [group], axis_sizes))
+        name = "+".join(axes_of_groups([group] if group else None, axis_sizes))
         before = waits.get(name, (0.0, 0.0))
         both = fast.waits[group], slow.waits[group]
         waits[name] = before[0] + both[0], before[1] + both[1]

@@ -26,6 +26,13 @@ from jax.experimental import serialize_executable
 from nnx_parallel.distributed.agreement import allgather_object
 
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_CONFIG = (
+    "jax_disable_most_optimizations",
+    "jax_optimization_level",
+    "jax_memory_fitting_level",
+    "jax_exec_time_optimization_effort",
+    "jax_memory_fitting_effort",
+)
 
 
 def check_warm_start(found: object) -> None:
@@ -57,6 +64,8 @@ def facts_of(
         packages.append("libtpu")
     facts = {name: importlib.metadata.version(name) for name in packages}
     facts |= {name: os.environ.get(name, "") for name in _FLAGS}
+    # Those that say how to compile; a version of jax may lack some.
+    facts |= {name: str(jax.config.values.get(name)) for name in _CONFIG}
     places = [
         (d.id, getattr(d, "coords", None), getattr(d, "slice_index", 0))
         for d in devices
