@@ -47,7 +47,8 @@ def compiled() -> Iterator[list[str]]:
     """Events of the compiler since the fixture was made, or last cleared."""
     events: list[str] = []
 
-    def note(event: str, _: float, **__: Any) -> None:
+    def note(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        del duration_secs, kwargs
         if event.endswith("backend_compile_duration"):
             events.append(event)
 
