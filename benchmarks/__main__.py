@@ -20,6 +20,7 @@ NAMES = {
     "long_sequences": "memory and the ring's overlap on TPUs; compiled, not run",
     "experts": "memory and exchanges of mixtures of experts on TPUs; compiled, not run",
     "options": "bytes that options of the TPU compiler hide; compiled, not run",
+    "published": "predicted speeds of TPUs against published ones; compiled, not run",
     "weights": "a checkpoint of 2 GB read over 8 devices: bytes, memory, seconds",
     "fsdp": "FSDP against activations constrained by hand, and against none",
     "muon": "FLOPs and bytes of Muon over the least, and Optax's; compiled, not run",

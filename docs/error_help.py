@@ -34,11 +34,12 @@ HELP = {
         "Found jax 0.9.2. ... pip install 'jax>=0.10,<0.13'",
     ),
     "DeviceMemoryError": Help(
-        "The first step ran out of the memory of a device.",
-        "Follow the advice in the message: shard more of the state, then "
-        '`remat="full"`, then more `num_microbatches`. '
-        "[The calculator](choose.md) says what fits before you run.",
-        "Out of device memory: RESOURCE_EXHAUSTED ...",
+        "A step needs more memory than a device has: its compiler or its first run says so.",
+        "Write one of the lines that the message ends with: they fit by the formulas of "
+        "`plan`. [From a laptop to a pod](plan.md#out-of-memory) says what fits before you "
+        "run.",
+        "Out of device memory: RESOURCE_EXHAUSTED ... What fits by the same formulas, the "
+        "fastest first: Trainer(..., strategy=FSDP(), remat='dots') ...",
     ),
     "DeviceCountError": Help(
         "`simulate_devices` was called after JAX had counted its devices.",

@@ -8,6 +8,7 @@ from nnx_parallel.plan.page import render as render
 from nnx_parallel.plan.page import save as save
 from nnx_parallel.plan.pictures import draw_memory as draw_memory
 from nnx_parallel.plan.pictures import draw_timeline as draw_timeline
+from nnx_parallel.plan.remedies import find_remedies as find_remedies
 from nnx_parallel.plan.report import Entry as Entry
 from nnx_parallel.plan.report import Plan as Plan
 from nnx_parallel.plan.roofline import Assumptions as Assumptions

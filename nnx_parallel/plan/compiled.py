@@ -7,6 +7,7 @@ compiled in the user's. What was compiled once is read from disk, by the program
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -33,14 +34,16 @@ from nnx_parallel.errors import PlanError
 from nnx_parallel.plan.candidates import Candidate
 from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.plan.parts import Parts
-from nnx_parallel.plan.roofline import Costs, Traffic
+from nnx_parallel.plan.roofline import Costs, Schedule, Traffic
+from nnx_parallel.plan.timeline import read_schedule
+from nnx_parallel.training.compilation import facts_of, keep_program
 from nnx_parallel.training.compiler_options import compiler_options
 from nnx_parallel.training.step import StepOptions, make_train_step
 
 CACHE = Path("~/.cache/nnx_parallel/plan")
 """Where results are kept, unless `plan` is given another directory."""
 
-_VERSION = 2  # of the results on disk
+_VERSION = 3  # of the results on disk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,7 @@ class Compiled:
         seconds: Of tracing, compiling and reading the program.
         processor_seconds: Of all its threads, whatever else the machine did.
         is_cached: True if it was read from disk.
+        schedule: Attributes of its `Schedule`, if the compiler tells its estimates.
         error: Why it has not been compiled; empty if it has.
     """
 
@@ -67,6 +71,7 @@ class Compiled:
     processor_seconds: float = 0.0
     is_cached: bool = False
     error: str = ""
+    schedule: Mapping[str, Any] | None = None
 
     @classmethod
     def failed(cls, error: str) -> Compiled:
@@ -107,6 +112,7 @@ class Compiled:
             bubble=estimate.bubble,
             is_compiled=True,
             compile_seconds=sum(self.seconds.values()),
+            schedule=Schedule(**self.schedule) if self.schedule else None,
         )
 
 
@@ -221,9 +227,18 @@ def _compile(
     start = time.monotonic()
     compiled, text = compile_with_text(lowered)
     seconds["compile"] = time.monotonic() - start
+    facts = facts_of([*layout.mesh.devices.flat])
+    keep_program(cache, lowered, compiled, facts, seconds["compile"])
     start = time.monotonic()
     report, memory = audit(text), compiled.memory_analysis()
     sent = (*report.collectives, *report.unread)
+    schedule = None
+    if topology.hardware.clock and "estimated_cycles" in text:
+        devices, sizes = [*layout.mesh.devices.flat], dict(layout.mesh.shape)
+        # What is printed in a way that is not known leaves the time to the formulas.
+        with contextlib.suppress(KeyError, IndexError, ValueError):
+            read = read_schedule(text, topology, devices, sizes, parts.compute_dtype)
+            schedule = vars(read)
     found = Compiled(
         memory={
             "arguments": memory.argument_size_in_bytes,
@@ -238,6 +253,7 @@ def _compile(
         num_collectives=report.count(),
         seconds=seconds | {"read": time.monotonic() - start},
         processor_seconds=time.process_time(),
+        schedule=schedule,
     )
     # Renamed into place: another process may be reading.
     with tempfile.NamedTemporaryFile("w", dir=cache, delete=False) as new:

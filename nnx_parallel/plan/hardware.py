@@ -1,9 +1,10 @@
 """Devices by their data sheets, and machines of them that need not be there.
 
 The figures are those that makers publish, without sparsity; `Hardware.source` is the
-page to check them on. Those of v5p, v6e and v7x were compared with it in November 2026.
-The network of v4 is taken to be v5p's, and that of GPUs one adapter for each. A user's
-own device is a `Hardware` like those of the table.
+page to check them on, as was done in November 2026. Where pages of one maker differ, as
+for the memory of v6e (1,600 GB/s, 1,638, 1,640), the newest counts. The network of v4
+is taken to be v5p's, and that of GPUs one adapter for each. A user's own device is a
+`Hardware` like those of the table.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ class Hardware:
     Attributes:
         name: As in the name of a `Topology`.
         platform: ``"tpu"``, ``"gpu"`` or ``"cpu"``.
-        flops: FLOP/s of dense products, by the dtype of their operands.
+        flops: FLOP/s of dense products, by the dtype of their operands; those of all
+            kinds of 8-bit floating point are ``"float8"``. Makers of GPUs print twice
+            as much, "with sparsity", which the products of training do not have.
         memory_bytes: Memory of a device.
         usable: Share of it that a program gets: JAX takes 75 % of a GPU unless
             ``XLA_PYTHON_CLIENT_MEM_FRACTION`` says otherwise.
@@ -42,6 +45,9 @@ class Hardware:
             the device; empty if no compiler runs without the device.
         devices_per_chip: JAX's devices for each chip in a slice's name; the other
             figures are of one device.
+        kinds: How ``device_kind`` begins of JAX's devices of this hardware.
+        array: Width of a systolic array that multiplies; 0 where there is none.
+        clock: Cycles per second, of those that the compiler counts; 0: not known.
 
     Example:
         >>> HARDWARE["v5p"].flops["bfloat16"] / 1e12
@@ -61,6 +67,9 @@ class Hardware:
     machine_size: int | None = None
     compiler: Mapping[str, Any] = field(default_factory=dict)
     devices_per_chip: int = 1
+    kinds: tuple[str, ...] = ()
+    array: int = 0
+    clock: float = 0.0
 
     @property
     def usable_bytes(self) -> float:
@@ -69,184 +78,127 @@ class Hardware:
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of products of a dtype; of one that is not listed, the slowest."""
+        dtype = "float8" if dtype.startswith("float8") else dtype
         return self.flops.get(dtype, min(self.flops.values()))
 
 
 def _tpu(
     name: str,
-    *,
-    tflops: float,
-    memory_gib: float,
-    memory: float,
-    both_ways: float,
-    links: int,
-    network: float,
-    compiler: Mapping[str, Any],
+    kinds: tuple[str, ...],
+    tflops: tuple[float, float, float],
+    array: tuple[int, int],
+    memory: tuple[float, float],
+    links: tuple[float, int, float],
     source: str,
+    *,
+    compiler: Mapping[str, Any] | None = None,
     devices: int = 1,
 ) -> Hardware:
-    """A TPU by the figures of its chip: GB/s, the links' in both directions together.
+    """A TPU by the figures of its chip.
 
-    JAX multiplies float32 in one bfloat16 pass by default, hence one speed for both.
+    Args:
+        name: In a topology.
+        kinds: As of `Hardware`.
+        tflops: Of bfloat16, int8 and 8-bit floating point, which JAX multiplies in
+            bfloat16 where the maker names no speed; of float32, which it multiplies in
+            one bfloat16 pass, the first.
+        array: Width of a systolic array, and multiplications of all in a cycle: the
+            clock is what makes them the published FLOP/s.
+        memory: GiB, GB/s.
+        links: GB/s in both directions together, how many, and GB/s of the network.
+        source: The page.
+        compiler: As of `Hardware`; by default the name.
+        devices: JAX's for each chip.
     """
-    peak = tflops * _TERA / devices
+    bfloat16, int8, float8 = (number * _TERA / devices for number in tflops)
+    speeds = {"bfloat16": bfloat16, "float32": bfloat16, "int8": int8, "float8": float8}
     return Hardware(
         name=name,
         platform="tpu",
-        flops={"bfloat16": peak, "float32": peak},
-        memory_bytes=memory_gib * _GIB / devices,
-        memory_bandwidth=memory * _GB / devices,
-        link_bandwidth=both_ways / 2 * _GB / devices,
-        num_links=links,
-        network_bandwidth=network * _GB / devices,
+        flops=speeds,
+        memory_bytes=memory[0] * _GIB / devices,
+        memory_bandwidth=memory[1] * _GB / devices,
+        link_bandwidth=links[0] / 2 * _GB / devices,
+        num_links=links[1],
+        network_bandwidth=links[2] * _GB / devices,
         usable=0.95,
-        source=source,
-        compiler=compiler,
+        source=_CLOUD + source,
+        compiler=compiler or {"name": name},
         devices_per_chip=devices,
+        kinds=kinds,
+        array=array[0],
+        clock=tflops[0] * _TERA / (2 * array[1]),
     )
 
 
 def _gpu(
     name: str,
-    *,
-    tflops: float,
-    tf32: float,
-    memory_gb: float,
-    memory: float,
-    both_ways: float,
-    network: float,
+    kind: str,
+    tflops: tuple[float, float, float],
+    memory: tuple[float, float],
+    links: tuple[float, float],
     source: str,
 ) -> Hardware:
-    """A GPU in machines of 8; its float32 products are TF32, JAX's default."""
-    flops = {"bfloat16": tflops, "float16": tflops, "float32": tf32}
+    """A GPU in machines of 8.
+
+    Args:
+        name: In a topology.
+        kind: As of `Hardware.kinds`.
+        tflops: Of bfloat16, of TF32, JAX's default for float32, and of 8-bit floating
+            point; int8 is twice as fast as bfloat16 on all of them.
+        memory: GB, GB/s.
+        links: GB/s in both directions together, and of the network: one adapter for
+            each GPU, as in the maker's own systems, which no data sheet of a chip has.
+        source: The page.
+    """
+    bfloat16, tf32, float8 = (number * _TERA for number in tflops)
+    speeds = {"bfloat16": bfloat16, "float16": bfloat16, "float32": tf32}
     return Hardware(
         name=name,
         platform="gpu",
-        flops={dtype: number * _TERA for dtype, number in flops.items()},
-        memory_bytes=memory_gb * _GB,
-        memory_bandwidth=memory * _GB,
-        link_bandwidth=both_ways / 2 * _GB,
-        # One adapter for each GPU, as in the maker's own systems: no data sheet of the
-        # chip has it.
-        network_bandwidth=network * _GB,
+        flops=speeds | {"int8": 2 * bfloat16, "float8": float8},
+        memory_bytes=memory[0] * _GB,
+        memory_bandwidth=memory[1] * _GB,
+        link_bandwidth=links[0] / 2 * _GB,
+        network_bandwidth=links[1] * _GB,
         machine_size=8,
         source=source,
+        kinds=(kind,),
     )
 
 
 _CLOUD = "https://docs.cloud.google.com/tpu/docs/"
+# The bfloat16 figures there are twice those below: with sparsity.
 _NVIDIA = "https://www.nvidia.com/en-us/data-center/"
+_AMD = "https://www.amd.com/en/products/accelerators/instinct/"
 
+# fmt: off
 HARDWARE: dict[str, Hardware] = {
     each.name: each
     for each in (
-        _tpu(
-            "v4",
-            tflops=275,
-            memory_gib=32,
-            memory=1200,
-            both_ways=600,
-            links=6,
-            network=6.25,
-            # Two cores as one device, which is how v4 is used.
-            compiler={"name": "v4", "chip_config_name": "megacore"},
-            source=_CLOUD + "v4; links: Jouppi et al., TPU v4, 2023, table 4",
-        ),
-        _tpu(
-            "v5e",
-            tflops=197,
-            memory_gib=16,
-            memory=819,
-            both_ways=400,
-            links=4,
-            network=3.125,
-            compiler={"name": "v5e"},
-            source=_CLOUD + "v5e",
-        ),
-        _tpu(
-            "v5p",
-            tflops=459,
-            memory_gib=95,
-            memory=2765,
-            both_ways=1200,
-            links=6,
-            network=6.25,
-            compiler={"name": "v5p"},
-            source=_CLOUD + "v5p",
-        ),
-        _tpu(
-            "v6e",
-            tflops=918,
-            memory_gib=32,
-            memory=1638,
-            both_ways=800,
-            links=4,
-            network=12.5,
-            compiler={"name": "v6e"},
-            source=_CLOUD + "v6e",
-        ),
-        _tpu(
-            "v7x",
-            tflops=2307,
-            memory_gib=192,
-            memory=7380,
-            both_ways=1200,
-            links=6,
-            network=12.5,
-            compiler={"name": "tpu7x"},
-            source=_CLOUD + "tpu7x",
-            devices=2,
-        ),
-        _gpu(
-            "a100",
-            tflops=312,
-            tf32=156,
-            memory_gb=80,
-            memory=2039,
-            both_ways=600,
-            network=25,
-            source=_NVIDIA + "a100 (SXM, 80 GB)",
-        ),
-        _gpu(
-            "h100",
-            tflops=989.4,
-            tf32=494.7,
-            memory_gb=80,
-            memory=3350,
-            both_ways=900,
-            network=50,
-            source=_NVIDIA + "h100 (SXM)",
-        ),
-        _gpu(
-            "h200",
-            tflops=989.4,
-            tf32=494.7,
-            memory_gb=141,
-            memory=4800,
-            both_ways=900,
-            network=50,
-            source=_NVIDIA + "h200 (SXM)",
-        ),
-        _gpu(
-            "b200",
-            tflops=2250,
-            tf32=1125,
-            memory_gb=180,
-            memory=8000,
-            both_ways=1800,
-            network=50,
-            source=_NVIDIA + "dgx-b200",
-        ),
-        _gpu(
-            "mi300x",
-            tflops=1307.4,
-            tf32=653.7,
-            memory_gb=192,
-            memory=5300,
-            both_ways=896,
-            network=50,
-            source="https://www.amd.com/en/products/accelerators/instinct/mi300.html",
-        ),
+        # Two cores as one device, which is how v4 is used.
+        _tpu("v4", ("TPU v4",), (275, 275, 275), (128, 8 * 128**2), (32, 1200),
+             (600, 6, 6.25), "v4; links: Jouppi et al., TPU v4, 2023, table 4",
+             compiler={"name": "v4", "chip_config_name": "megacore"}),
+        _tpu("v5e", ("TPU v5 lite", "TPU v5e"), (197, 393, 197), (128, 4 * 128**2),
+             (16, 819), (400, 4, 3.125), "v5e"),
+        _tpu("v5p", ("TPU v5", "TPU v5p"), (459, 459, 459), (128, 8 * 128**2),
+             (95, 2765), (1200, 6, 6.25), "v5p"),
+        _tpu("v6e", ("TPU v6 lite", "TPU v6e"), (918, 1836, 918), (256, 4 * 256**2),
+             (32, 1638), (800, 4, 12.5), "v6e"),
+        _tpu("v7x", ("TPU7x", "TPU v7x"), (2307, 2307, 4614), (256, 8 * 256**2),
+             (192, 7380), (1200, 6, 12.5), "tpu7x",
+             compiler={"name": "tpu7x"}, devices=2),
+        _gpu("a100", "NVIDIA A100", (312, 156, 312), (80, 2039), (600, 25),
+             _NVIDIA + "a100 (SXM, 80 GB)"),
+        _gpu("h100", "NVIDIA H100", (989.4, 494.7, 1978.9), (80, 3350), (900, 50),
+             _NVIDIA + "h100 (SXM)"),
+        _gpu("h200", "NVIDIA H200", (989.4, 494.7, 1978.9), (141, 4800), (900, 50),
+             _NVIDIA + "h200 (SXM)"),
+        _gpu("b200", "NVIDIA B200", (2250, 1125, 4500), (180, 8000), (1800, 50),
+             _NVIDIA + "dgx-b200"),
+        _gpu("mi300x", "AMD Instinct MI300X", (1307.4, 653.7, 2614.9), (192, 5300),
+             (896, 50), _AMD + "mi300.html"),
         # Not a data sheet's: to try strategies on, and to compile for.
         Hardware(
             name="cpu",
@@ -262,7 +214,16 @@ HARDWARE: dict[str, Hardware] = {
         ),
     )
 }
+# fmt: on
 """The devices that `plan` knows, by name."""
+
+
+def hardware_of(device: Any) -> Hardware | None:
+    """The entry of `HARDWARE` that a device of JAX belongs to, or ``None``."""
+    kind = device.device_kind
+    found = {k: each for each in HARDWARE.values() for k in each.kinds}
+    known = [k for k in found if kind.startswith(k)]
+    return found[max(known, key=len)] if known else None
 
 
 # Flax, JAX and our placement ask a device for these, and for nothing else.

@@ -41,6 +41,39 @@ class Traffic:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Seconds of a scheduled program, with kernels and links at their full speed.
+
+    Attributes:
+        products: Of products: at the arrays' peak, and as the compiler estimates.
+        others: Of other operations, as it estimates.
+        kernels: Of kernels, which it does not estimate, at the arrays' peak.
+        waits: Of transfers that nothing runs beside, by axes, beside such products.
+    """
+
+    products: Range
+    others: float
+    kernels: float
+    waits: Mapping[str, Range]
+
+    def time(self, given: Assumptions) -> StepTime:
+        """The range of a step's time; bubbles are part of the schedule."""
+
+        def waits(at: int, share: float) -> dict[str, float]:
+            return {name: seconds[at] / share for name, seconds in self.waits.items()}
+
+        (worse, better), (slow, quick) = given.products, given.links
+        least = self.products[0] + self.others + self.kernels / better
+        parts = {
+            "products": self.products[1] + self.kernels / worse,
+            "memory": self.others,
+            **waits(1, slow),
+        }
+        fast = least + sum(waits(0, quick).values())
+        return StepTime(fast=fast, slow=sum(parts.values()), parts=parts)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Costs:
     """Costs of a candidate on one device and step.
 
@@ -53,6 +86,7 @@ class Costs:
         bubble: Share of the time in which a stage waits.
         is_compiled: True if a compiler has counted, and no formula.
         compile_seconds: Time of its compilation.
+        schedule: Of a program that a TPU's compiler has scheduled; else ``None``.
     """
 
     memory: Mapping[str, float]
@@ -63,6 +97,7 @@ class Costs:
     bubble: float = 0.0
     is_compiled: bool = False
     compile_seconds: float = 0.0
+    schedule: Schedule | None = None
 
     @property
     def total_bytes(self) -> float:
@@ -158,7 +193,7 @@ def time_step(
 
     The fast end is a roofline: products, memory and hidden transfers run at once, the
     slowest of them decides, and only what cannot be hidden comes on top. The slow end
-    adds all of them up.
+    adds all of them up. Of a scheduled program both ends follow the schedule.
 
     Args:
         costs: What a device computes, moves and sends.
@@ -168,6 +203,8 @@ def time_step(
         assumptions: What attains how much.
     """
     given = assumptions or Assumptions()
+    if costs.schedule is not None:
+        return costs.schedule.time(given)
     peak, memory = topology.hardware.peak(dtype), topology.hardware.memory_bandwidth
     worse, better = (
         costs.flops / (share * peak) / (1 - costs.bubble) for share in given.products

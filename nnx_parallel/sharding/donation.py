@@ -1,5 +1,7 @@
 """Donated arguments, checked on the host before a compiled program takes them."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from operator import methodcaller
 from typing import Any
@@ -46,6 +48,10 @@ class Donating:
         if not is_free:
             self._check(values)
         return self._jitted(*values)
+
+    def running(self, program: Any) -> Donating:
+        """The same checks before another program: one that was compiled already."""
+        return Donating(program, self._names, self._donated)
 
     def __getattr__(self, name: str) -> Any:
         """``lower``, ``trace`` and all else that ``jax.jit`` has."""

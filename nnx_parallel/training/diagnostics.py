@@ -31,7 +31,6 @@ from nnx_parallel.distributed.agreement import (
 )
 from nnx_parallel.errors import (
     DataError,
-    DeviceMemoryError,
     DisagreementError,
     LossError,
     ParallelWarning,
@@ -39,7 +38,6 @@ from nnx_parallel.errors import (
     warn_user,
 )
 from nnx_parallel.layers.loss import LabelRange
-from nnx_parallel.precision import array_bytes
 from nnx_parallel.sharding.model import Path
 from nnx_parallel.sharding.names import (
     dotted,
@@ -351,55 +349,6 @@ def _odd_ones(hashes: dict[str, int]) -> str:
         return f"{', '.join(hashes)} do not agree"
     odd = [device for device, value in hashes.items() if value != common]
     return f"{', '.join(odd)} differ from {count} others"
-
-
-@contextlib.contextmanager
-def explaining_memory(
-    plan: StatePlan, num_microbatches: int, temporary_bytes: int | None
-) -> Iterator[None]:
-    """Turns an error of the allocator into a `DeviceMemoryError` with what would help.
-
-    ``temporary_bytes`` are those of the compiled step on each device, if it is known.
-    """
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        # XLA's status is in the text alone: all its errors are of one class.
-        text = str(error)
-        if "RESOURCE_EXHAUSTED" not in text and "out of memory" not in text.lower():
-            raise
-        reason = text.strip().splitlines()[0]
-        advice = _advice(plan, num_microbatches, temporary_bytes)
-        raise DeviceMemoryError(f"Out of device memory: {reason}\n{advice}") from error
-
-
-def _advice(plan: StatePlan, num_microbatches: int, temporary: int | None) -> str:
-    state, num_devices = plan.abstract, plan.layout.mesh.size
-    trees = jax.tree.leaves(state.params), jax.tree.leaves(state.opt_state)
-    params, optimizer = (
-        sum(array_bytes(x.sharding.shard_shape(x.shape), x.dtype) for x in arrays)
-        for arrays in trees
-    )
-    whole = sum(array_bytes(x.shape, x.dtype) for x in chain(*trees))
-    text = (
-        f"On each device: parameters {params:,} bytes, as many or more for gradients, "
-        f"optimizer state {optimizer:,} bytes.\n"
-    )
-    half = ""
-    if temporary is not None:
-        text += f"Gradients and activations of the step: {temporary:,} bytes.\n"
-        half = f", by up to {temporary // 2:,} bytes"
-    text += (
-        f"Less for activations: num_microbatches={2 * num_microbatches}{half}; or "
-        "remat='full'."
-    )
-    # FSDP leaves each device its share of the whole; replicas are what it saves.
-    if (saved := params + optimizer - whole // num_devices) > 0:
-        text += (
-            f"\nLess for the state: strategy=FSDP() over {num_devices} devices, by "
-            f"{saved:,} bytes on each."
-        )
-    return text
 
 
 def explain_non_finite(

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import itertools
+import os
 import signal
 import time
 from collections.abc import Iterable, Sequence
@@ -22,12 +23,10 @@ from nnx_parallel.distributed.runtime import (
     Watchdog,
     make_interrupt,
 )
-from nnx_parallel.errors import (
-    CheckpointError,
-    NonFiniteLossError,
-)
+from nnx_parallel.errors import CheckpointError, NonFiniteLossError
 from nnx_parallel.loggers.logger import Logger, LoggerGroup, default_loggers
 from nnx_parallel.training.callback import Callback
+from nnx_parallel.training.compilation import check_warm_start, start_program
 from nnx_parallel.training.diagnostics import (
     agree_on_batch,
     agree_on_program,
@@ -36,16 +35,10 @@ from nnx_parallel.training.diagnostics import (
     check_evaluation,
     check_replicas,
     explain_non_finite,
-    explaining_memory,
 )
 from nnx_parallel.training.evaluation import Programs
-from nnx_parallel.training.recorder import (
-    History,
-    Recorder,
-    Throughput,
-    Tracer,
-    Values,
-)
+from nnx_parallel.training.memory import explaining_memory
+from nnx_parallel.training.recorder import History, Recorder, Throughput, Tracer, Values
 from nnx_parallel.training.run_state import RunState
 from nnx_parallel.training.step import Batch
 
@@ -68,6 +61,7 @@ class Settings:
     overfit_batches: int
     step_timeout: float | None
     check_replicas_every: int
+    warm_start: str | os.PathLike | None = None
 
     def __post_init__(self) -> None:
         for name, least, meaning in (
@@ -89,6 +83,7 @@ class Settings:
         # An iterator would be empty at the second hook.
         object.__setattr__(self, "callbacks", tuple(self.callbacks))
         Watchdog(self.step_timeout)  # refuses a time that means nothing
+        check_warm_start(self.warm_start)
 
 
 @dataclass(kw_only=True)
@@ -132,6 +127,7 @@ class Loop:
         self._stop_request: str | None = None
         self._agreed_stop: str | None = None
         self._first_batch: Batch | None = None
+        self._step: Any = self.programs.train_step
         self._temporary_bytes: int | None = None
         self._evaluated_step: int | None = None
 
@@ -260,7 +256,7 @@ class Loop:
                 count_step()
                 with self._tracer.step(step, run.state), self._explaining_memory():
                     # One statement: the old state is donated, and must not be seen.
-                    run.state, metrics = self.programs.train_step(run.state, item.batch)
+                    run.state, metrics = self._step(run.state, item.batch)
                 step += 1
                 # With the state: a hook that saves must find both at the same step.
                 run.data.advance(item.state, item.num_dropped, item.num_rows)
@@ -336,20 +332,27 @@ class Loop:
         if isinstance(self.last_batch, Pad):
             self.programs.check_padding(self.run.state, batch, self.last_batch.weights)
         # The call of the step finds this in jax's caches: one trace, one compilation.
-        lowered = self.programs.train_step.lower(self.run.state, batch)  # pyright: ignore[reportFunctionMemberAccess]
+        lowered = self._step.lower(self.run.state, batch)
         agree_on_program(lowered)
+        mesh = self.programs.plan.layout.mesh
         with self._explaining_memory():
-            compiled = lowered.compile()
-        analysis = compiled.memory_analysis()
+            devices = [*mesh.devices.flat]
+            program = start_program(lowered, devices, self.settings.warm_start)
+        if program.is_read:
+            self._step = self._step.running(program.compiled)
+        if program.note:
+            self._logger.message(program.note)
+        analysis = program.compiled.memory_analysis()
         self._temporary_bytes = getattr(analysis, "temp_size_in_bytes", None)
         self._recorder.add_once(compile_seconds=time.perf_counter() - start)
         # `memory_stats` raises for devices of other processes.
-        device = self.programs.plan.layout.mesh.local_devices[0]
-        self._recorder.throughput = Throughput.of(compiled, batch, device)
+        device = mesh.local_devices[0]
+        self._recorder.throughput = Throughput.of(program.compiled, batch, device)
 
     def _explaining_memory(self) -> contextlib.AbstractContextManager[None]:
         plan, count = self.programs.plan, self.programs.options.num_microbatches
-        return explaining_memory(plan, count, self._temporary_bytes)
+        run = self.trainer, self._first_batch
+        return explaining_memory(plan, count, self._temporary_bytes, run)
 
     def _signal(self) -> str | None:
         """The signal that has come to this process; others may not know yet."""

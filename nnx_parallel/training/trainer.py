@@ -82,6 +82,7 @@ class Trainer:
             of the fit's evaluation. Then the process prints all stacks and ends.
             Compilation, first batch, checkpoints and ``on_eval_end`` do not count.
         check_replicas_every: Steps between comparisons of devices' copies; 0: never.
+        warm_start: Directory of a `plan`, whose compiled step ``fit`` takes if it can.
 
     Raises:
         MeshShapeError: If the strategy's sizes do not multiply to the devices.
@@ -92,12 +93,8 @@ class Trainer:
         >>> import optax
         >>> def loss(model, batch):
         ...     return ((model(batch["x"]) - batch["y"]) ** 2).mean()
-        >>> trainer = Trainer(
-        ...     model=lambda rngs: nnx.Linear(4, 1, rngs=rngs),
-        ...     optimizer=optax.sgd(0.1),
-        ...     loss=loss,
-        ...     loggers=(),
-        ... )
+        >>> model = lambda rngs: nnx.Linear(4, 1, rngs=rngs)
+        >>> trainer = Trainer(model, optax.sgd(0.1), loss, loggers=())
         >>> x = np.ones((16, 4), np.float32)
         >>> history = trainer.fit([{"x": x, "y": x[:, :1]}] * 5, num_steps=5)
         >>> bool(history["loss"][-1] < history["loss"][0])
@@ -134,6 +131,7 @@ class Trainer:
         global_batch_size: int | None = None,
         step_timeout: float | None = None,
         check_replicas_every: int = 0,
+        warm_start: str | os.PathLike | None = None,
     ) -> None:
         # Copied at once: a debugger adds to it. Checked before anything is compiled.
         arguments = dict(locals())
@@ -151,6 +149,7 @@ class Trainer:
             overfit_batches=overfit_batches,
             step_timeout=step_timeout,
             check_replicas_every=check_replicas_every,
+            warm_start=warm_start,
         )
         options = StepOptions(
             num_microbatches=num_microbatches,

@@ -1,0 +1,334 @@
+"""Predicted and published speeds of training steps on TPUs; compiled, not run.
+
+Each published configuration is written with this library's strategies, compiled for the
+devices that it ran on, and timed by `nnx_parallel.plan.timeline`: the compiler's own
+estimate of each operation, and its transfers over the links of the torus. No constant
+is fitted to a published figure.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from benchmarks.timing import Table
+from benchmarks.tpu_steps import figures_of
+from nnx_parallel import (
+    FSDP,
+    Composite,
+    Offload,
+    Precision,
+    Strategy,
+    TensorParallel,
+)
+from nnx_parallel.layers.scan import Remat
+from nnx_parallel.models import GPT, GPTConfig, next_token_loss
+from nnx_parallel.plan import Topology
+from nnx_parallel.plan.roofline import Assumptions
+from nnx_parallel.plan.timeline import read_schedule
+from nnx_parallel.sharding.model import abstract_model
+from nnx_parallel.state import plan_state
+from nnx_parallel.training.step import StepOptions, make_train_step
+
+RECIPES = "https://github.com/AI-Hypercomputer/tpu-recipes/tree/main/training/trillium"
+CONFIGS = (
+    "https://github.com/AI-Hypercomputer/maxtext/tree/main/src/maxtext/configs/tpu"
+)
+TIERS = (
+    "https://github.com/AI-Hypercomputer/maxtext/blob/main/docs/reference/models/"
+    "tiering.md"
+)
+
+# Options of the TPU compiler that the published runs set, as far as today's compiler
+# takes them: it refuses their fused gathers on v6e and v5p, where gathers run on the
+# SparseCores instead.
+_FUSED = {
+    "xla_tpu_enable_data_parallel_all_reduce_opt": "true",
+    "xla_tpu_data_parallel_opt_different_sized_ops": "true",
+    "xla_tpu_enable_async_collective_fusion": "true",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
+    "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
+    "xla_tpu_overlap_compute_collective_tc": "true",
+    "xla_enable_async_all_gather": "true",
+}
+_SPARSE_CORES = {
+    "xla_enable_async_all_gather": "true",
+    "xla_tpu_use_tc_device_shape_on_sc": "true",
+    "xla_sc_disable_megacore_partitioning": "true",
+    "xla_tpu_prefer_async_allgather_to_allreduce": "true",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "false",
+    "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter": "false",
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true",
+}
+_DENSE = {
+    "xla_tpu_scoped_vmem_limit_kib": "98304",
+    "xla_tpu_use_minor_sharding_for_major_trivial_input": "true",
+    "xla_tpu_relayout_group_size_threshold_for_reduce_scatter": "1",
+    "xla_tpu_assign_all_reduce_scatter_layout": "true",
+    "xla_tpu_enable_data_parallel_all_reduce_opt": "true",
+    "xla_tpu_data_parallel_opt_different_sized_ops": "true",
+} | _SPARSE_CORES
+_HOST = Offload(optimizer=False, activations="block_inputs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """A published run, and the nearest that this library can express.
+
+    Attributes:
+        config: The model; ``seq_len`` is the length of a sequence.
+        topology: The chips.
+        strategy: How they share the work.
+        rows: Sequences of a device in a step.
+        remat: What a block keeps.
+        tokens: Published tokens/s of a chip; or
+        tflops: published FLOP/s of a chip / 10^12, attention's masked scores included.
+        source: Where.
+        differs: What is not as published; empty if nothing is.
+    """
+
+    config: Callable[[], GPTConfig]
+    topology: str
+    strategy: Strategy
+    rows: int
+    source: str
+    remat: Remat = "full"
+    offload: Offload | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+    tokens: float = 0.0
+    tflops: float = 0.0
+    differs: str = ""
+
+    @property
+    def published_tokens(self) -> float:
+        """Tokens/s of a chip."""
+        return self.tokens or self.tflops * 1e12 / flops_per_token(self.config())
+
+
+def flops_per_token(config: GPTConfig) -> float:
+    """FLOPs of a trained token as MaxText counts them: three forward passes.
+
+    Products with weights, without the embedding's look-up, and all scores.
+    """
+    width, heads = config.embed_dim, config.sizes["heads"] * config.sizes["head_dim"]
+    kv_heads = config.sizes["kv_heads"] * config.sizes["head_dim"]
+    layer = width * (2 * heads + 2 * kv_heads + 3 * config.sizes["mlp"])
+    scores = 2 * config.seq_len * heads
+    layers = config.num_layers * (layer + scores)
+    return 6.0 * (layers + width * config.vocab_size)
+
+
+def _scaled(layers: int, width: int, heads: int, mlp: int) -> Callable[[], GPTConfig]:
+    """MaxText's own model in a size."""
+    return lambda: GPTConfig.preset(
+        "llama2-7b",
+        num_layers=layers,
+        embed_dim=width,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=128,
+        mlp_dim=mlp,
+        seq_len=2048,
+    )
+
+
+def _llama(name: str, seq_len: int) -> Callable[[], GPTConfig]:
+    return lambda: GPTConfig.preset(name, seq_len=seq_len)
+
+
+_KEEPS = "theirs keeps queries, keys, values on the host; ours computes them again"
+PUBLISHED = {
+    "16B, 256 v5e": Published(
+        config=_scaled(32, 4096, 64, 28672),
+        topology="v5e:16x16",
+        strategy=FSDP(256),
+        rows=6,
+        options=_FUSED,
+        tflops=120,
+        source=f"{CONFIGS}/v5e",
+    ),
+    "32B, 256 v5e": Published(
+        config=_scaled(32, 8192, 64, 28672),
+        topology="v5e:16x16",
+        strategy=FSDP(256),
+        rows=4,
+        options=_FUSED,
+        tflops=132,
+        source=f"{CONFIGS}/v5e",
+    ),
+    "64B, 256 v5e": Published(
+        config=_scaled(64, 8192, 64, 28672),
+        topology="v5e:16x16",
+        strategy=FSDP(256),
+        rows=2,
+        options=_FUSED,
+        tflops=118,
+        source=f"{CONFIGS}/v5e",
+    ),
+    "32B, 64 v5p": Published(
+        config=_scaled(32, 8192, 64, 28672),
+        topology="v5p:4x4x4",
+        strategy=Composite(FSDP(16), TensorParallel(4, sequence=True)),
+        rows=6,
+        remat="dots",
+        options=_SPARSE_CORES,
+        tflops=328,
+        source=f"{CONFIGS}/v5p",
+    ),
+    "64B, 64 v5p": Published(
+        config=_scaled(64, 8192, 64, 28672),
+        topology="v5p:4x4x4",
+        strategy=Composite(FSDP(16), TensorParallel(4, sequence=True)),
+        rows=3,
+        remat="dots",
+        options=_SPARSE_CORES,
+        tflops=323,
+        source=f"{CONFIGS}/v5p",
+    ),
+    "Llama 2 70B, 64 v5p": Published(
+        config=_llama("llama2-70b", 4096),
+        topology="v5p:4x4x4",
+        strategy=FSDP(64),
+        rows=2,
+        options=_SPARSE_CORES,
+        tokens=692,
+        source=TIERS,
+        differs="theirs computes again only two products of the MLP; ours all",
+    ),
+    "Llama 3.1 8B, 8 v6e": Published(
+        config=_llama("llama3.1-8b", 8192),
+        topology="v6e:2x4",
+        strategy=FSDP(8),
+        rows=3,
+        options=_DENSE,
+        tokens=7139,
+        source=f"{RECIPES}/Llama3.1-8B-MaxText/v6e-8",
+        differs=_KEEPS,
+    ),
+    "Llama 3.1 8B, 256 v6e": Published(
+        config=_llama("llama3.1-8b", 8192),
+        topology="v6e:16x16",
+        strategy=FSDP(256),
+        rows=4,
+        options=_DENSE,
+        tokens=7207,
+        source=f"{RECIPES}/Llama3.1-8B-MaxText/v6e-256",
+        differs=_KEEPS,
+    ),
+    "Llama 3.1 70B, 256 v6e": Published(
+        config=_llama("llama3.1-70b", 8192),
+        topology="v6e:16x16",
+        strategy=FSDP(256),
+        rows=5,
+        offload=_HOST,
+        options=_DENSE,
+        tokens=960,
+        source=f"{RECIPES}/Llama3.1-70B-MaxText/v6e-256",
+        differs=_KEEPS,
+    ),
+    "Llama 3.1 405B, 2 x 256 v6e": Published(
+        config=_llama("llama3.1-405b", 8192),
+        topology="2*v6e:16x16",
+        strategy=FSDP(512),
+        rows=1,
+        offload=_HOST,
+        options=_DENSE,
+        tokens=149.5,
+        source=f"{RECIPES}/Llama3.1-405B-MaxText",
+    ),
+}
+
+
+def compile_case(case: Published) -> dict[str, float]:
+    """Seconds of a step, at best and at worst, and what they are made of."""
+    config, topology = case.config(), Topology.parse(case.topology)
+    strategy = case.strategy
+    layout = strategy.layout(strategy.make_mesh(topology.described()))
+    model = abstract_model(lambda rngs: GPT(config, rngs=rngs), nnx.Rngs(0))
+    plan = plan_state(
+        model,
+        layout,
+        optax.adamw(1e-3),
+        precision=Precision.mixed_bfloat16(),
+        offload=case.offload,
+    )
+    step: Any = make_train_step(plan, next_token_loss, StepOptions(remat=case.remat))
+    rows = case.rows * topology.num_devices
+    place = layout.sharding(layout.batch_spec(rows))
+    tokens = jax.ShapeDtypeStruct((rows, config.seq_len + 1), np.int32, sharding=place)
+    lowered = step.lower(plan.abstract, {"tokens": tokens})
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as directory:
+        given = {**case.options, "xla_dump_to": directory}
+        compiled = lowered.compile(compiler_options=given)
+        (file,) = Path(directory).glob("*.after_codegen.txt")
+        text = file.read_text()
+    compile_seconds = time.perf_counter() - start
+    memory = compiled.memory_analysis()
+    return {
+        "memory": memory.argument_size_in_bytes + memory.temp_size_in_bytes,
+        "compile_seconds": compile_seconds,
+    } | figures_of_text(case, text, layout.mesh)
+
+
+def figures_of_text(case: Published, text: str, mesh: Mesh) -> dict[str, float]:
+    """The seconds of a compiled case."""
+    topology, devices = Topology.parse(case.topology), [*mesh.devices.flat]
+    found = read_schedule(text, topology, devices, dict(mesh.shape))
+    spent = found.time(Assumptions())
+    return {
+        "fast": spent.fast,
+        "slow": spent.slow,
+        "products at peak": found.products[0],
+        "products as estimated": found.products[1],
+        "other operations": found.others,
+        "kernels at peak": found.kernels,
+        "waits": sum(seconds[0] for seconds in found.waits.values()),
+    }
+
+
+def measure(rounds: int = 1) -> Table:
+    """Predicted over published tokens/s of a chip; ``rounds`` has no meaning here."""
+    del rounds
+    table = Table("tokens/s of a chip: predicted range, published, and their ratio")
+    for name, case in PUBLISHED.items():
+        try:
+            figures = figures_of("benchmarks.published", name)
+        except RuntimeError as error:
+            table.add(name, f"not compiled: {str(error).splitlines()[-1][:200]}")
+            continue
+        table.add(name, row_of(case, figures))
+    return table
+
+
+def row_of(case: Published, figures: Mapping[str, float]) -> str:
+    """A case's line: tokens/s of a chip, and what differs."""
+    tokens = case.rows * case.config().seq_len
+    slow, fast = tokens / figures["slow"], tokens / figures["fast"]
+    middle = (slow * fast) ** 0.5
+    told = case.published_tokens
+    line = (
+        f"{slow:,.0f} to {fast:,.0f}, published {told:,.0f}, ratio {middle / told:.2f}"
+    )
+    return f"{line}; {case.differs}" if case.differs else line
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_case(PUBLISHED[sys.argv[1]])))

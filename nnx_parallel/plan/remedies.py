@@ -1,0 +1,209 @@
+"""What would fit, for a step that did not: the advice of an out-of-memory error."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nnx_parallel.layers.scan import Remat
+from nnx_parallel.plan.candidates import Candidate, own_candidate
+from nnx_parallel.plan.formulas import state_bytes
+from nnx_parallel.plan.hardware import HARDWARE, Hardware, Topology, hardware_of
+from nnx_parallel.plan.parts import ModelFacts, Parts
+from nnx_parallel.plan.report import Entry, order, owners_of
+from nnx_parallel.plan.search import plan
+from nnx_parallel.precision import format_bytes
+from nnx_parallel.sharding.offload import HOST
+from nnx_parallel.strategies.base import Composite, Strategy
+from nnx_parallel.strategies.data_parallel import DataParallel
+from nnx_parallel.strategies.fsdp import FSDP
+from nnx_parallel.training.memory import advise_with
+
+# State and batch are counted exactly; the rest of a device's memory is estimated.
+_EXACT = ("parameters", "optimizer state", "other state", "batch")
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shortage:
+    """How much memory a step would have needed on a device, as far as it is known.
+
+    Attributes:
+        limit: Bytes that a program gets.
+        used: Bytes that this one needs; ``None`` if the error does not tell.
+    """
+
+    limit: float
+    used: float | None
+
+    @classmethod
+    def of(
+        cls, text: str, device: Any, hardware: Hardware | None, state: float
+    ) -> Shortage | None:
+        """From an error's text and the device; ``None`` if no limit is known.
+
+        ``state`` is what the step's arguments need: the TPU compiler tells no more than
+        its temporaries.
+        """
+        number = r"([\d.]+)([KMGT])"
+        told = re.search(rf"\({number}\) exceeds available HBM \({number}\)", text)
+        older = re.search(rf"Used {number} of {number} hbm", text)
+        if found := told or older:
+            used, unit, limit, other = found.groups()
+            return cls(
+                limit=float(limit) * _UNITS[other],
+                used=float(used) * _UNITS[unit] + (state if told else 0.0),
+            )
+        try:
+            stats = device.memory_stats() or {}
+        except (AttributeError, NotImplementedError, RuntimeError):
+            stats = {}  # a CPU, another process's device, or one that is not there
+        limit = stats.get("bytes_limit") or (hardware and hardware.usable_bytes)
+        return cls(limit=float(limit), used=None) if limit else None
+
+    def scaled(self, own: Mapping[str, float], other: Mapping[str, float]) -> float:
+        """Bytes of another way to run the step, by how wrong the formulas were here.
+
+        Args:
+            own: What they say of the step that failed, by owner.
+            other: What they say of the other one.
+        """
+        exact, doubt = _split(own)
+        # It did not fit: it needs more than there is, whatever they say.
+        used = self.used or max(self.limit, exact + doubt)
+        factor = max(1.0, (used - exact) / doubt) if doubt else 1.0
+        sure, rest = _split(other)
+        return sure + factor * rest
+
+
+def _split(memory: Mapping[str, float]) -> tuple[float, float]:
+    exact = sum(memory[name] for name in _EXACT)
+    return exact, sum(memory.values()) - exact
+
+
+def find_remedies(trainer: Any, batch: Any, text: str) -> str:
+    """Advice for a step that needs more memory than a device has.
+
+    Bytes by owner, and the three fastest changes that fit by the formulas of `plan`:
+    first those of one or two arguments, else of everything that divides.
+
+    Args:
+        trainer: The Trainer.
+        batch: The global batch.
+        text: The error's.
+
+    Raises:
+        LookupError: If it is not known how much memory a device has.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what the plan leaves out
+        parts = Parts.of(trainer, batch)
+        devices = [*trainer.mesh.devices.flat]
+        hardware = hardware_of(devices[0])
+        state = sum(state_bytes(parts.on(trainer.layout), ()).values())
+        short = Shortage.of(text, devices[0], hardware, state)
+        if short is None:
+            raise LookupError(devices[0].device_kind)
+        # One that is not known is only compared with itself.
+        known = hardware or HARDWARE["a100"]
+        where = Topology(
+            hardware=replace(known, memory_bytes=short.limit, usable=1.0),
+            num_devices=len(devices),
+        )
+        own = own_candidate(parts)
+        found = plan(parts, topology=where, candidates=[own, *_near(parts)], compile=0)
+        mine = next(e for e in found.entries if e.candidate == own)
+        fitting = [*_fitting(found.entries, mine, short, where)]
+        if len(fitting) < 3 and _can_offload(trainer, devices[0]):
+            # Last, for its arrays cross the host's link in every step.
+            waiting = _fitting(found.entries, mine, short, where, offloads=True)
+            fitting += [each for each in waiting if each not in fitting]
+        if not fitting:
+            found = plan(parts, topology=where, compile=0)
+            fitting = [*_fitting(found.entries, mine, short, where)]
+    costs = mine.costs
+    lines = [
+        f"A device has {format_bytes(short.limit)} for a program. By the formulas of "
+        f"plan this one needs: {owners_of(costs)}."
+    ]
+    if not fitting:
+        lines.append(
+            f"Nothing that plan knows fits on {len(devices)} devices: take more "
+            "devices, or fewer rows in a batch."
+        )
+        return "\n".join(lines)
+    lines.append("What fits by the same formulas, the fastest first:")
+    lines += [
+        f"  Trainer(..., {code})  # {format_bytes(size)} of memory"
+        for code, size in fitting[:3]
+    ]
+    return "\n".join(lines)
+
+
+def _can_offload(trainer: Any, device: Any) -> bool:
+    """True if the optimizer's arrays could wait on the host, and do not yet."""
+    try:
+        kinds = {memory.kind for memory in device.addressable_memories()}
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False  # a device that is not there
+    return HOST in kinds and vars(trainer)["_run"].plan.offload is None
+
+
+def _fitting(
+    entries: tuple[Entry, ...],
+    mine: Entry,
+    short: Shortage,
+    where: Topology,
+    *,
+    offloads: bool = False,
+) -> Iterator[tuple[str, float]]:
+    """Arguments with which a step fits, the fastest first, and the bytes it needs."""
+    if mine.costs is None:
+        return
+    for entry in order(entries, where):
+        is_same = entry.candidate == mine.candidate and not offloads
+        if entry.costs is None or is_same:
+            continue
+        memory = dict(entry.costs.memory)
+        if offloads:
+            memory["optimizer state"] = 0.0  # but for a layer's, which is little
+        size = short.scaled(mine.costs.memory, memory)
+        if size <= short.limit:
+            more = ", offload=Offload()" if offloads else ""
+            yield entry.candidate.code + more, size
+
+
+def _near(parts: Parts) -> list[Candidate]:
+    """Changes of one, two or three arguments that leave a device less to hold."""
+    own = own_candidate(parts)
+    remats: list[Remat] = [own.remat]
+    if ModelFacts.of(parts).has_remat:
+        kinds: list[Remat] = ["none", "dots", "full"]  # each keeps less
+        remats = kinds[kinds.index(own.remat) :]
+    return [
+        Candidate(
+            strategy=strategy,
+            num_microbatches=own.num_microbatches * times,
+            remat=remat,
+        )
+        for strategy in (own.strategy, *_sharded(own.strategy))
+        for remat in remats
+        for times in (1, 2, 4, 8, 16)
+        if (strategy, remat, times) != (own.strategy, own.remat, 1)
+    ]
+
+
+def _sharded(strategy: Strategy) -> list[Strategy]:
+    """The strategy with the state split over all devices that split the batch."""
+    given = strategy.parts if isinstance(strategy, Composite) else (strategy,)
+    kept = [part for part in given if not isinstance(part, DataParallel | FSDP)]
+    if all(isinstance(part, FSDP) and part.shard == "params" for part in given):
+        return []
+    sharded = FSDP()
+    return [Composite(sharded, *kept) if kept else sharded]
+
+
+advise_with(find_remedies)

@@ -1,0 +1,364 @@
+"""The time of a scheduled program: one clock for the chip, one for its links.
+
+A TPU's program runs in the order in which it is printed. A product takes at best what
+the systolic arrays need at their peak, and at worst the cycles that the compiler has
+estimated for the tiles that it chose; other operations take that estimate. A collective
+takes its bytes over the links that its group spans. What is started asynchronously
+holds the links and nothing else, until the operation that awaits it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nnx_parallel.audit.collectives import (
+    Collective,
+    axes_of_groups,
+    read_collective,
+)
+from nnx_parallel.audit.flops import count_flops
+from nnx_parallel.audit.hlo import Computation, Instruction, KnownValue, Module, parse
+from nnx_parallel.audit.transfers import is_spare
+from nnx_parallel.errors import PlanError
+from nnx_parallel.plan.hardware import Topology
+from nnx_parallel.plan.roofline import Range, Schedule
+
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_NO_ESTIMATE = 2**60  # the compiler's word for "not known"
+_ASYNC = "AsyncCollective"
+
+
+Group = tuple[int, ...] | None
+"""Positions of devices that send to each other; ``None``: not known."""
+
+
+@dataclass
+class Work:
+    """What a program does in one run, and how long it takes.
+
+    Attributes:
+        seconds: All of it.
+        product_seconds: Operations with a product among them.
+        other_seconds: Other operations.
+        kernel_seconds: Kernels, of which the compiler estimates none.
+        link_seconds: All transfers.
+        waits: Seconds of transfers that nothing runs beside, by group.
+    """
+
+    seconds: float = 0.0
+    product_seconds: float = 0.0
+    other_seconds: float = 0.0
+    kernel_seconds: float = 0.0
+    link_seconds: float = 0.0
+    waits: dict[Group, float] = field(default_factory=dict)
+
+    def add(self, other: Work, count: int) -> None:
+        """Adds ``count`` runs of another piece."""
+        self.seconds += count * other.seconds
+        self.product_seconds += count * other.product_seconds
+        self.other_seconds += count * other.other_seconds
+        self.kernel_seconds += count * other.kernel_seconds
+        self.link_seconds += count * other.link_seconds
+        for group, seconds in other.waits.items():
+            self.waits[group] = self.waits.get(group, 0.0) + count * seconds
+
+    def wait(self, end: float, group: Group) -> None:
+        """Waits for a transfer."""
+        late = max(0.0, end - self.seconds)
+        self.seconds += late
+        self.waits[group] = self.waits.get(group, 0.0) + late
+
+
+def run_schedule(
+    text: str,
+    *,
+    clock: float,
+    transfer: Callable[[Collective], float],
+    kernel_seconds: Callable[[Instruction, Computation], float],
+    peak: float = 0.0,
+) -> Work:
+    """Runs a scheduled program on two clocks.
+
+    Args:
+        text: Of the program after code generation, with the compiler's estimates.
+        clock: Cycles per second.
+        transfer: Seconds of a collective.
+        kernel_seconds: Seconds of a kernel.
+        peak: FLOP/s of products, where these are faster than the compiler's estimate;
+            0: nowhere.
+    """
+    return _Run(parse(text), clock, transfer, kernel_seconds, peak).entry()
+
+
+@dataclass
+class _Run:
+    module: Module
+    clock: float
+    transfer: Callable[[Collective], float]
+    kernel_seconds: Callable[[Instruction, Computation], float]
+    peak: float
+    _flops: dict[str, float] = field(default_factory=dict)
+
+    def entry(self) -> Work:
+        return self.of(self.module.entry, ())
+
+    def of(self, name: str, arguments: tuple[KnownValue, ...]) -> Work:
+        """The work of a computation; its transfers end within it."""
+        computation = self.module.computations[name]
+        values = self.module.evaluate(name, arguments)
+        work, links_free = Work(), 0.0
+        pending: dict[str, tuple[float, Group]] = {}
+        for instruction in computation.instructions.values():
+            operands = tuple(values.get(o) for o in instruction.operands)
+            inner = self._inner(instruction, operands)
+            if inner is not None:
+                for each, count in inner:
+                    work.add(each, count)
+                links_free = max(links_free, work.seconds)
+                continue
+            names = (o.partition("#")[0] for o in instruction.operands)
+            ends = [pending[o] for o in names if o in pending]
+            roles = self._roles(instruction)
+            if ends and (instruction.opcode.endswith("-done") or "Done" in roles):
+                work.wait(*max(ends, key=lambda end: end[0]))
+                continue
+            if ends:
+                pending[instruction.name] = max(ends, key=lambda end: end[0])
+            spent = self._compute(computation, instruction, work)
+            work.seconds += spent
+            found = None if ends else self._collective(computation, instruction)
+            if found is None:
+                continue
+            group = found.groups[0] if found.groups else None
+            lasts = self.transfer(found)
+            work.link_seconds += lasts
+            links_free = max(links_free, work.seconds - spent) + lasts
+            if instruction.opcode.endswith("-start") or "Start" in roles:
+                pending[instruction.name] = links_free, group
+            else:
+                # What it computes of its own, such as sums, runs beside it.
+                work.wait(links_free, group)
+        return work
+
+    def _inner(
+        self, instruction: Instruction, operands: tuple[KnownValue, ...]
+    ) -> list[tuple[Work, int]] | None:
+        """The pieces of a loop, a call or a conditional, and how often each runs."""
+        if instruction.opcode == "while":
+            if is_spare(instruction):
+                return []
+            loop = self.module.read_loop(instruction, operands[0])
+            body = instruction.attribute("body") or ""
+            return [(self.of(body, (loop.invariants,)), loop.trip_count or 1)]
+        if instruction.opcode == "call":
+            return [(self.of(instruction.called or "", operands), 1)]
+        if instruction.opcode == "conditional":
+            runs = [self.of(name, operands) for name in instruction.branches]
+            return [(max(runs, key=lambda work: work.seconds), 1)]
+        return None
+
+    def _compute(
+        self, computation: Computation, instruction: Instruction, work: Work
+    ) -> float:
+        """Seconds of an operation itself."""
+        if "tpu_custom_call" in instruction.attributes:
+            seconds = self.kernel_seconds(instruction, computation)
+            work.kernel_seconds += seconds
+            return seconds
+        found = _CYCLES.search(instruction.attributes)
+        cycles = int(found[1]) if found else 0
+        if cycles > _NO_ESTIMATE:
+            return 0.0
+        seconds = cycles / self.clock
+        if flops := self._flops_of(instruction.called or ""):
+            if self.peak:
+                seconds = min(seconds, flops / self.peak)
+            work.product_seconds += seconds
+        else:
+            work.other_seconds += seconds
+        return seconds
+
+    def _called(self, instruction: Instruction) -> Iterator[Computation]:
+        if (name := instruction.called or "") in self.module.computations:
+            yield self.module.computations[name]
+
+    def _flops_of(self, name: str) -> float:
+        """FLOPs of the products of a fusion."""
+        if name not in self.module.computations:
+            return 0.0
+        if name not in self._flops:
+            inner = self.module.computations[name]
+            self._flops[name] = sum(
+                count_flops(inner, i) + self._flops_of(i.called or "")
+                for i in inner.instructions.values()
+            )
+        return self._flops[name]
+
+    def _roles(self, instruction: Instruction) -> set[str]:
+        """What a fusion does with a collective that is spread over several."""
+        if instruction.opcode != "fusion":
+            return set()
+        return {
+            target.removeprefix(_ASYNC)
+            for inner in self._called(instruction)
+            for each in inner.instructions.values()
+            if (target := each.attribute("custom_call_target") or "").startswith(_ASYNC)
+        }
+
+    def _collective(
+        self, computation: Computation, instruction: Instruction
+    ) -> Collective | None:
+        devices = self.module.num_devices
+        if found := read_collective(computation, instruction, devices):
+            return found
+        if instruction.opcode not in ("fusion", "async-start", "custom-call-start"):
+            return None
+        return next(
+            (
+                found
+                for inner in self._called(instruction)
+                for each in inner.instructions.values()
+                if (found := self._collective(inner, each))
+            ),
+            None,
+        )
+
+
+def read_schedule(
+    text: str,
+    topology: Topology,
+    devices: Sequence[Any],
+    axis_sizes: Mapping[str, int],
+    dtype: str = "bfloat16",
+) -> Schedule:
+    """The schedule of a program for a slice of TPUs.
+
+    Args:
+        text: Of the program after code generation, with the compiler's estimates.
+        topology: The chips.
+        devices: As the topology describes them, in the order of the mesh.
+        axis_sizes: Of the mesh, outermost first.
+        dtype: Of the products.
+
+    Raises:
+        PlanError: If the clock of the devices is not known.
+    """
+    hardware = topology.hardware
+    if not hardware.clock:
+        raise PlanError(f"The clock of {hardware.name} is not known.")
+    peak = hardware.peak(dtype)
+
+    def kernel(instruction: Instruction, computation: Computation) -> float:
+        flops, dims = attention_flops(instruction, computation)
+        return flops / (peak * share_of_array(dims, hardware.array))
+
+    def run(peak: float) -> Work:
+        return run_schedule(
+            text,
+            clock=hardware.clock,
+            peak=peak,
+            transfer=_transfer_seconds(topology, devices),
+            kernel_seconds=kernel,
+        )
+
+    fast, slow = run(peak), run(0.0)
+    waits: dict[str, Range] = {}
+    for group in slow.waits:
+        name = "+".join(axes_of_groups([group] if group else None, axis_sizes))
+        before = waits.get(name, (0.0, 0.0))
+        both = fast.waits[group], slow.waits[group]
+        waits[name] = before[0] + both[0], before[1] + both[1]
+    return Schedule(
+        products=(fast.product_seconds, slow.product_seconds),
+        others=slow.other_seconds,
+        kernels=slow.kernel_seconds,
+        waits=waits,
+    )
+
+
+def _transfer_seconds(
+    topology: Topology, devices: Sequence[Any]
+) -> Callable[[Collective], float]:
+    """Seconds of a collective over the links of a torus [1].
+
+    A ring along a dim that wraps around uses both links of a device along it; along one
+    that does not, a line's ends have one. Over several dims a collective splits its
+    bytes among rings along all of them. Between slices a device sends what is its own.
+
+    References:
+        [1] Austin et al., "How to Scale Your Model", 2025, section 3,
+        https://jax-ml.github.io/scaling-book/sharding/
+    """
+    hardware = topology.hardware
+    link = hardware.link_bandwidth / hardware.num_links
+    network = hardware.network_bandwidth
+    known: dict[tuple[int, ...], tuple[int, int]] = {}
+
+    def links_of(group: tuple[int, ...]) -> tuple[int, int]:
+        """Links that a device sends over, and slices among the group."""
+        if group not in known:
+            places = [devices[i] for i in group]
+            links = 0
+            for dim, side in enumerate(topology.shape):
+                count = len({place.coords[dim] for place in places})
+                is_ring = topology.wraps[dim] and count == side
+                links += (2 if is_ring else 1) if count > 1 else 0
+            slices = {getattr(place, "slice_index", 0) for place in places}
+            known[group] = max(1, links), len(slices)
+        return known[group]
+
+    def seconds(found: Collective) -> float:
+        everyone = tuple(range(len(devices)))
+        links, slices = links_of(found.groups[0] if found.groups else everyone)
+        sent = found.sent_bytes
+        between = sent / found.group_size * slices if slices > 1 else 0.0
+        return sent / (links * link) + between / network
+
+    return seconds
+
+
+# Products of a score with the width of a head, by the names of Splash's kernels.
+_SCORES = {"dkv": 4, "dq": 3, "fwd": 2}
+_BLOCK = re.compile(r'block_kv\\?": ?(\d+)')
+
+
+def attention_flops(
+    instruction: Instruction, computation: Computation
+) -> tuple[float, tuple[int, ...]]:
+    """FLOPs of a kernel, and the dims of its products that may not fill an array.
+
+    Causal attention by Splash computes blocks on the diagonal whole, and none above it.
+    Of other kernels what their author estimated.
+    """
+    estimate = count_flops(computation, instruction)
+    found = next((n for name, n in _SCORES.items() if name in instruction.name), 0)
+    shapes = computation.operand_shapes(instruction)
+    large = [s.dims for s in shapes if len(s.dims) >= 3 and s.dtype in ("bf16", "f32")]
+    if not found or not large:
+        return estimate, ()
+    if found == 4 and "fused" in instruction.attributes[:4000]:
+        found = 5  # with the gradient of the queries
+    *batch, seq, width = large[0]  # the queries
+    block = _BLOCK.search(instruction.attributes)
+    half = 0.5 * (1 + (int(block[1]) if block else 512) / seq)
+    return 2.0 * found * math.prod(batch) * seq**2 * width * half, (width,)
+
+
+def share_of_array(sizes: tuple[int, ...], width: int) -> float:
+    """Share of a systolic array that a product with these dims fills [1].
+
+    Dims that are shorter than the array, or no multiple of it, leave the rest idle.
+
+    Example:
+        >>> share_of_array((128, 4096), 256)
+        0.5
+
+    References:
+        [1] Austin et al., "How to Scale Your Model", 2025, section 2,
+        https://jax-ml.github.io/scaling-book/tpus/
+    """
+    return math.prod(n / (math.ceil(n / width) * width) for n in sizes)

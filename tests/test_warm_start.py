@@ -1,0 +1,151 @@
+"""A fit starts with the step that a plan has compiled, or says why it does not."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import monitoring
+
+from nnx_parallel import FSDP, Logger, Trainer, plan
+from nnx_parallel.training.compilation import facts_of, keep_program
+
+ROWS = np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)
+BATCHES = [{"x": ROWS, "y": ROWS * k} for k in (1, 2, 3)]
+
+
+def loss(model: Any, batch: Any) -> jax.Array:
+    return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+
+
+class Said(Logger):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def trainer_of(said: Said, **given: Any) -> Trainer:
+    return Trainer(
+        lambda rngs: nnx.Linear(32, 32, rngs=rngs),
+        optax.adam(1e-2),
+        loss,
+        strategy=FSDP(8),
+        loggers=[said],
+        **given,
+    )
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[str]]:
+    """Events of the compiler since the fixture was made, or last cleared."""
+    events: list[str] = []
+
+    def note(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        del duration_secs, kwargs
+        if event.endswith("backend_compile_duration"):
+            events.append(event)
+
+    monitoring.register_event_duration_secs_listener(note)
+    yield events
+    monitoring.unregister_event_duration_listener(note)
+
+
+@pytest.fixture
+def optimized() -> Iterator[None]:
+    """As in the process that compiles for a plan, and not as in other tests."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+def fit(trainer: Trainer, compiled: list[str]) -> np.ndarray:
+    trainer.state  # noqa: B018 - parameters are made by programs of their own
+    compiled.clear()
+    return trainer.fit(BATCHES, 3)["loss"]
+
+
+def keep(directory: Path, **changed: str) -> None:
+    trainer = trainer_of(Said())
+    batch = trainer.shard_batch(BATCHES[0])
+    lowered: Any = trainer.train_step.lower(trainer.state, batch)  # pyright: ignore[reportFunctionMemberAccess]
+    facts = facts_of([*trainer.mesh.devices.flat]) | changed
+    assert keep_program(directory, lowered, lowered.compile(), facts, 1.5)
+
+
+def test_a_kept_step_is_read_and_nothing_is_compiled(
+    tmp_path: Path, compiled: list[str]
+) -> None:
+    cold = fit(trainer_of(Said()), compiled)
+    assert len(compiled) >= 1
+    keep(tmp_path)
+    said = Said()
+    warm = fit(trainer_of(said, warm_start=tmp_path), compiled)
+    assert compiled == []
+    np.testing.assert_array_equal(cold, warm)
+    found = [line for line in said.lines if "was read from" in line]
+    assert len(found) == 1
+    assert found[0].endswith("a plan has compiled the same program in 1.5 s.")
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        (None, "there is no such directory. The step was compiled."),
+        ({}, "this program is none of the 0 that were compiled there."),
+        ({"jaxlib": "0.1"}, "the same program was compiled for jaxlib '0.1', not '"),
+    ],
+    ids=["no directory", "another program", "another version"],
+)
+def test_it_says_why_it_compiles(
+    tmp_path: Path, compiled: list[str], changed: dict[str, str] | None, reason: str
+) -> None:
+    directory = tmp_path / "plan"
+    if changed is not None:
+        directory.mkdir()
+    if changed:
+        keep(directory, **changed)
+    said = Said()
+    fit(trainer_of(said, warm_start=directory), compiled)
+    assert compiled
+    assert any(reason in line for line in said.lines)
+
+
+def test_a_damaged_step_is_compiled_again(tmp_path: Path, compiled: list[str]) -> None:
+    keep(tmp_path)
+    (file,) = tmp_path.glob("*.step")
+    file.write_bytes(file.read_bytes()[:-100])
+    said = Said()
+    fit(trainer_of(said, warm_start=tmp_path), compiled)
+    assert compiled
+    assert any("cannot be read" in line for line in said.lines)
+
+
+def test_a_directory_is_a_path() -> None:
+    message = "warm_start=3 is no path. It is the directory where `plan` keeps"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        trainer_of(Said(), warm_start=3)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
+def test_what_a_plan_compiled_is_what_a_fit_runs(
+    tmp_path: Path, compiled: list[str]
+) -> None:
+    cold = fit(trainer_of(Said()), compiled)
+    plan(
+        trainer_of(Said()),
+        topology="cpu:8",
+        batch=BATCHES[0],
+        candidates=[FSDP(8)],
+        cache=tmp_path,
+    )
+    warm = fit(trainer_of(Said(), warm_start=tmp_path), compiled)
+    assert compiled == []
+    np.testing.assert_array_equal(cold, warm)
