@@ -21,13 +21,25 @@ from nnx_parallel.pipeline.run import PipelineSchedule
 from nnx_parallel.plan.candidates import Candidate
 from nnx_parallel.plan.costs import Facts, Residual
 from nnx_parallel.plan.hardware import Topology
+from nnx_parallel.plan.liveness import Kind, Size, Timeline
 from nnx_parallel.plan.roofline import OWNERS, Costs, Traffic
 from nnx_parallel.precision import array_bytes
 from nnx_parallel.schedules.schedules import Fixed, Schedule
 from nnx_parallel.schedules.simulate import Simulation
-from nnx_parallel.sharding.model import flatten
+from nnx_parallel.sharding.model import Path, flatten
 from nnx_parallel.sharding.names import as_tuple, in_order
 from nnx_parallel.state import StatePlan
+
+_OWNER_OF: dict[Kind, str] = {
+    "rows": "kept activations",
+    "weight": "gathered weights",
+    "layer": "gathered weights",
+    "cast": "gathered weights",
+    "gradient": "gradients",
+    "layer gradient": "gradients",
+    "unsummed": "gradients",
+    "fixed": "temporaries",
+}
 
 
 def state_bytes(plan: StatePlan, batch: Any) -> dict[str, int]:
@@ -88,6 +100,7 @@ class Estimate:
         # Path, shape and placement of each trained parameter.
         trained = flatten(plan.abstract.params)
         self.params = [(path, x, plan.placements[path]) for path, x in trained.items()]
+        self._shapes = {path: x.shape for path, x in trained.items()}
 
     def size(self, axes: tuple[str, ...]) -> int:
         """Devices along some axes; 1 along those that the mesh lacks."""
@@ -100,12 +113,15 @@ class Estimate:
         batch = parts.batch_on(self.layout, self.microbatches)
         memory: dict[str, float] = dict.fromkeys(OWNERS, 0.0)
         memory |= state_bytes(self.plan, batch)
-        # Those of a microbatch, and the sum that they are added to.
-        copies = 2 if self.microbatches > 1 else 1
-        memory["gradients"] = copies * self.gradient_bytes
-        memory["gathered weights"] = self.gathered_bytes
-        memory["kept activations"] = self.kept_bytes
-        memory["temporaries"] = self.working_bytes
+        if self.simulation is None:
+            memory |= self.live_bytes()
+        else:
+            # Those of a microbatch, and the sum that they are added to.
+            copies = 2 if self.microbatches > 1 else 1
+            memory["gradients"] = copies * self.gradient_bytes
+            memory["gathered weights"] = self.gathered_bytes
+            memory["kept activations"] = self.kept_bytes
+            memory["temporaries"] = self.working_bytes
         total_rows = parts.num_rows / devices
         simulation = self.simulation
         return Costs(
@@ -150,6 +166,57 @@ class Estimate:
                 outside += used
         prefetched = 2 if self.layout.prefetch else 1
         return outside + prefetched * layers
+
+    def live_bytes(self) -> dict[str, float]:
+        """What is alive at the peak besides arguments, by owner."""
+        timeline = self.timeline
+        sizes = [self.size_bytes(size) for size in timeline.sizes]
+        peak = timeline.peak(sizes) * sizes
+        owned: dict[str, float] = dict.fromkeys(_OWNER_OF.values(), 0.0)
+        for size, num_bytes in zip(timeline.sizes, peak, strict=True):
+            owned[_OWNER_OF[size.kind]] += num_bytes
+        # Of rows, what the forward pass keeps; the rest comes and goes.
+        rows = owned["kept activations"]
+        kept = sum(self.local_bytes(r) for r in self.per_row.residuals)
+        owned["kept activations"] = min(rows, kept)
+        owned["temporaries"] += rows - owned["kept activations"]
+        if self.microbatches > 1:  # they are added to a sum, which is always there
+            owned["gradients"] += self.gradient_bytes
+        return owned
+
+    @property
+    def timeline(self) -> Timeline:
+        """What is in memory at once, as the step is traced for this strategy."""
+        rows = self.per_row
+        return rows.regathered if self.plan.gathers_outside_stack else rows.timeline
+
+    def size_bytes(self, size: Size) -> float:
+        """Bytes of a value of the timeline on a device."""
+        if size.kind == "rows":
+            value = Residual(
+                row_bytes=size.num_bytes, dims=size.dims, is_stacked=size.is_stacked
+            )
+            return self.local_bytes(value)
+        if size.kind == "fixed":
+            return size.num_bytes
+        place = self.plan.placements[size.path]
+        if size.kind == "weight":
+            share = self._share(size.path, place.used)
+            return size.num_bytes * share if place.is_gathered else 0.0
+        if size.kind in ("layer", "layer gradient"):
+            return size.num_bytes * self._share(size.path, place.used, first=1)
+        if size.kind == "unsummed":
+            parts = (self._share(size.path, s) for s in (place.used, place.gradient))
+            whole, own = parts
+            return size.num_bytes * max(0.0, whole - own)
+        spec = place.stored if size.kind == "cast" else place.gradient
+        return size.num_bytes * self._share(size.path, spec)
+
+    def _share(self, path: Path, spec: P, first: int = 0) -> float:
+        """A device's part of an array, or of each of its layers."""
+        shape = self._shapes[path]
+        shard = self.layout.sharding(spec).shard_shape(shape)
+        return math.prod(shard[first:]) / math.prod(shape[first:])
 
     def local_bytes(self, residual: Residual) -> float:
         """Bytes of a residual of one microbatch on a device."""
