@@ -28,6 +28,7 @@ from nnx_parallel.schedules.schedules import Fixed, Schedule
 from nnx_parallel.schedules.simulate import Simulation
 from nnx_parallel.sharding.model import Path, flatten
 from nnx_parallel.sharding.names import as_tuple, in_order
+from nnx_parallel.sharding.placement import Placement
 from nnx_parallel.state import StatePlan
 
 _OWNER_OF: dict[Kind, str] = {
@@ -38,6 +39,8 @@ _OWNER_OF: dict[Kind, str] = {
     "gradient": "gradients",
     "layer gradient": "gradients",
     "unsummed": "gradients",
+    "combined": "gradients",
+    "turned": "gathered weights",
     "fixed": "temporaries",
 }
 
@@ -205,12 +208,41 @@ class Estimate:
             return size.num_bytes * share if place.is_gathered else 0.0
         if size.kind in ("layer", "layer gradient"):
             return size.num_bytes * self._share(size.path, place.used, first=1)
+        if size.kind == "turned":
+            return self._turned_bytes(size, place)
+        if size.kind == "combined":
+            return self._combined_bytes(size, place)
         if size.kind == "unsummed":
             parts = (self._share(size.path, s) for s in (place.used, place.gradient))
             whole, own = parts
             return size.num_bytes * max(0.0, whole - own)
         spec = place.stored if size.kind == "cast" else place.gradient
         return size.num_bytes * self._share(size.path, spec)
+
+    def _combined_bytes(self, size: Size, place: Placement) -> float:
+        """A gradient on its way into a sum over devices, on CPUs.
+
+        Other compilers combine small arrays alone.
+        """
+        claims, used = self.layout.claims, axes_of(place.used)
+        over = [a for a in (*claims.batch, *self.layout.sequence_axes) if a not in used]
+        is_summed = self._is_cpu and self.size(tuple(over)) > 1
+        first = int(place.is_stacked or place.is_scanned)
+        return size.num_bytes * self._share(size.path, place.used, first) * is_summed
+
+    @property
+    def _is_cpu(self) -> bool:
+        return self.topology.hardware.platform == "cpu"
+
+    def _turned_bytes(self, size: Size, place: Placement) -> float:
+        """A copy of all layers whose dim that is gathered comes first.
+
+        On CPUs, whose gathers need it so, made once before the loop of the layers.
+        """
+        used = [*place.used, *(None,) * len(place.stored)]
+        split = [i for i, dim in enumerate(place.stored) if dim != used[i]]
+        is_turned = self._is_cpu and max(split, default=0) > 0
+        return size.num_bytes * self._share(size.path, place.stored) * is_turned
 
     def _share(self, path: Path, spec: P, first: int = 0) -> float:
         """A device's part of an array, or of each of its layers."""

@@ -20,7 +20,7 @@ import numpy as np
 from nnx_parallel.precision import array_bytes
 from nnx_parallel.sharding.model import Path
 
-Kind = Literal["rows", "weight", "layer", "cast", "gradient", "layer gradient", "unsummed", "fixed"]
+Kind = Literal["rows", "weight", "layer", "cast", "gradient", "layer gradient", "unsummed", "combined", "turned", "fixed"]
 
 _VIEWS = {
     "reshape", "squeeze", "expand_dims", "optimization_barrier", "name",
@@ -148,6 +148,7 @@ class _Op:
     outs: list[_Value]
     bodies: list[_Body] = field(default_factory=list)
     copies: Counter = field(default_factory=Counter)  # of operands, in another order
+    turned: list[_Value] = field(default_factory=list)  # weights of a loop's layers
 
     @property
     def is_view(self) -> bool:
@@ -192,6 +193,7 @@ class Liveness:
         platform: str,
     ) -> None:
         self._platform = platform
+        self._again: int | None = None  # where a step recomputes what it has not kept
         self._num_rows, self._paths, self._stacked = num_rows, paths, {*stacked}
 
     def timeline(self, jaxpr: jex.Jaxpr) -> Timeline:
@@ -242,6 +244,8 @@ class Liveness:
                 body = inner[0]
                 within = {v: self._value(v.aval) for v in body.constvars}
                 within |= dict(zip(body.invars, ins, strict=True))
+                if eqn.params.get("prevent_cse") is True:
+                    self._again = len(ops)
                 outs: list[Any] = self._emit(body, within, ops)
             elif name == "scan":
                 outs = self._scan(eqn, inner[0], ins, ops)
@@ -296,7 +300,11 @@ class Liveness:
         found.carry = [*zip(inputs[consts:first], found.outputs, strict=False)]
         found.gradients = [*zip(outs, found.outputs, strict=True)]
         found.is_over_layers = is_stack
-        ops.append(_Op("scan", [v for v in ins if v is not None], outs, [found]))
+        op = _Op("scan", [v for v in ins if v is not None], outs, [found])
+        op.turned = [
+            v for v in ins[first:] if v and v.label and v.label[1] in self._stacked
+        ]
+        ops.append(op)
         return outs
 
     def _label_gradients(self, body: _Body) -> None:
@@ -338,6 +346,7 @@ class Liveness:
         self._fuse(body)
         for value in (v for op in ops for v in op.outs):
             value.start = 0
+        made = [v for op in ops for v in op.outs if v.is_array]
         births: list[list[_Value]] = [[] for _ in ops]
         deaths: list[list[_Value]] = [[] for _ in (*ops, None)]
         carried = {id(out): given for given, out in body.carry if out is not None}
@@ -349,6 +358,10 @@ class Liveness:
                 if value.size.kind == "gradient" and op.name in _ZEROED:
                     value.start = 0
                 end = max(value.end, value.start)
+                if value.is_written and end < len(ops) and value.uses:
+                    # It is copied into its stack once its last reader has been read.
+                    readers = [u for o in ops[end].outs for u in o.uses if u < len(ops)]
+                    end = min(readers, default=end)
                 if (given := carried.get(id(value))) is not None:
                     # The loop has its memory: it needs more only while the value
                     # before it is read.
@@ -366,12 +379,16 @@ class Liveness:
             for at in range(0 if op.name in _ZEROED else i, i + 1):
                 gathers[at][replace(out.size, kind="unsummed")] += 1
         for value in weights:
-            for i in value.uses:
-                is_inside = i < len(ops) and any(
-                    b.is_over_layers for b in ops[i].bodies
-                )
-                if not (is_inside and value.label and value.label[1] in self._stacked):
-                    gathers[i][replace(value.size, kind="weight")] = 1
+            positions = {i for i in value.uses if not self._is_sliced(value, ops, i)}
+            later = [i for i in positions if self._again and i >= self._again]
+            if self._again and later:
+                # Nothing orders these gathers: all may run as soon as the first.
+                positions |= {*range(self._again, max(later) + 1)}
+            for i in positions:
+                gathers[i][replace(value.size, kind="weight")] = 1
+        for i, op in enumerate(ops):
+            for value in op.turned:
+                gathers[i][replace(value.size, kind="turned")] = 1
         rows, live = [], Counter()
         for i, op in enumerate(ops):
             live.update(v.size for v in births[i])
@@ -384,8 +401,23 @@ class Liveness:
             rows += [now + row for row in _pruned(inner)] if inner else [now]
             live.subtract(Counter(v.size for v in deaths[i]))
             live = +live
-        last = Counter(v.size for op in ops for v in op.outs if v.is_array and v.end >= len(ops))
-        return [*rows, last] if not body.carry else rows
+        # Sums over devices are combined into one, to and from memory of its own.
+        combined = Counter()
+        for value in body.outputs:
+            if value is not None and value.size.kind in ("gradient", "layer gradient"):
+                combined[replace(value.size, kind="combined")] += 2
+        for op in ops if not body.is_over_layers else ():
+            for value in op.outs if op.name == "scan" else ():
+                combined.pop(replace(value.size, kind="combined"), None)
+        last = Counter(
+            v.size for v in made if v.end >= len(ops) and v.size.kind != "layer gradient"
+        )
+        return [*rows, last + combined]
+
+    def _is_sliced(self, value: _Value, ops: Sequence[_Op], at: int) -> bool:
+        """True if a weight is gathered layer by layer, in the loop that reads it."""
+        is_loop = at < len(ops) and any(b.is_over_layers for b in ops[at].bodies)
+        return is_loop and bool(value.label) and value.label[1] in self._stacked
 
     def _fuse(self, body: _Body) -> None:
         """Finds the arrays in memory, and which operations read them."""
