@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from nnx_parallel.plan.roofline import OWNERS, Costs, Traffic
 from nnx_parallel.precision import array_bytes
 from nnx_parallel.schedules.schedules import Fixed, Schedule
 from nnx_parallel.schedules.simulate import Simulation
+from nnx_parallel.schedules.table import Buffers, plan_buffers
 from nnx_parallel.sharding.model import Path, flatten
 from nnx_parallel.sharding.names import as_tuple, in_order
 from nnx_parallel.sharding.placement import Placement
@@ -99,7 +100,8 @@ class Estimate:
         claims = self.layout.claims
         self.rows = self.parts.num_rows / self.size(claims.batch) / self.microbatches
         self.stages = self.size(("pipe",))
-        self.simulation = _simulate(claims.execution, self.stages, self.microbatches)
+        table = _table(claims.execution, self.stages, self.microbatches)
+        self.simulation, self.buffers = table or (None, None)
         # Path, shape and placement of each trained parameter.
         trained = flatten(plan.abstract.params)
         self.params = [(path, x, plan.placements[path]) for path, x in trained.items()]
@@ -116,15 +118,8 @@ class Estimate:
         batch = parts.batch_on(self.layout, self.microbatches)
         memory: dict[str, float] = dict.fromkeys(OWNERS, 0.0)
         memory |= state_bytes(self.plan, batch)
-        if self.simulation is None:
-            memory |= self.live_bytes()
-        else:
-            # Those of a microbatch, and the sum that they are added to.
-            copies = 2 if self.microbatches > 1 else 1
-            memory["gradients"] = copies * self.gradient_bytes
-            memory["gathered weights"] = self.gathered_bytes
-            memory["kept activations"] = self.kept_bytes
-            memory["temporaries"] = self.working_bytes
+        is_piped = self.simulation is not None
+        memory |= self.pipeline_bytes() if is_piped else self.live_bytes()
         total_rows = parts.num_rows / devices
         simulation = self.simulation
         return Costs(
@@ -151,33 +146,11 @@ class Estimate:
     def _bytes(self, shape: tuple[int, ...], spec: P, dtype: Any) -> float:
         return array_bytes(self.layout.sharding(spec).shard_shape(shape), dtype)
 
-    @property
-    def gathered_bytes(self) -> float:
-        """Weights as the computation has them, where they are not stored so."""
-        layers, outside = 0.0, 0.0
-        for _, x, place in self.params:
-            if not place.is_gathered and self.dtype == x.dtype:
-                continue
-            used = self._bytes(x.shape, place.used, self.dtype)
-            if place.is_stacked or place.is_scanned:
-                # One layer's, gathered where it runs.
-                count = x.shape[0] // (self.stages if place.is_stacked else 1)
-                layers += used / max(1, count)
-                if self.dtype != x.dtype:  # all layers are cast at once, as stored
-                    outside += self._bytes(x.shape, place.stored, self.dtype)
-            else:
-                outside += used
-        prefetched = 2 if self.layout.prefetch else 1
-        return outside + prefetched * layers
-
     def live_bytes(self) -> dict[str, float]:
         """What is alive at the peak besides arguments, by owner."""
         timeline = self.timeline
-        sizes = [self.size_bytes(size) for size in timeline.sizes]
-        peak = timeline.peak(sizes) * sizes
-        owned: dict[str, float] = dict.fromkeys(_OWNER_OF.values(), 0.0)
-        for size, num_bytes in zip(timeline.sizes, peak, strict=True):
-            owned[_OWNER_OF[size.kind]] += num_bytes
+        sizes = self._sizes(timeline)
+        owned = self._by_owner(timeline, timeline.peak(sizes) * sizes)
         # Of rows, what the forward pass keeps; the rest comes and goes.
         rows = owned["kept activations"]
         kept = sum(self.local_bytes(r) for r in self.per_row.residuals)
@@ -185,6 +158,16 @@ class Estimate:
         owned["temporaries"] += rows - owned["kept activations"]
         if self.microbatches > 1:  # they are added to a sum, which is always there
             owned["gradients"] += self.gradient_bytes
+        return owned
+
+    def _sizes(self, timeline: Timeline) -> list[float]:
+        return [self.size_bytes(size) for size in timeline.sizes]
+
+    @staticmethod
+    def _by_owner(timeline: Timeline, found: Iterable[float]) -> dict[str, float]:
+        owned: dict[str, float] = dict.fromkeys(_OWNER_OF.values(), 0.0)
+        for size, num_bytes in zip(timeline.sizes, found, strict=True):
+            owned[_OWNER_OF[size.kind]] += num_bytes
         return owned
 
     @property
@@ -278,33 +261,71 @@ class Estimate:
                     named.setdefault(name, set()).add(size)
         return named
 
-    @property
-    def kept_bytes(self) -> float:
-        """Residuals of the microbatches that are under way at once."""
-        kept = [(r, self.local_bytes(r)) for r in self.per_row.residuals]
-        layers = sum(size for r, size in kept if r.is_stacked)
-        outside = sum(size for r, size in kept if not r.is_stacked)
-        if self.simulation is None:
-            return layers + outside
-        execution: Any = self.layout.claims.execution
-        chunks = execution.schedule.chunks
-        waiting = self.simulation.peak_stage_inputs
-        if execution.stash == "inputs":
-            hidden = self.rows * self.per_row.positions * self.per_row.width
-            return waiting * hidden * self.width + layers / chunks + outside
-        return waiting * layers / chunks + outside
+    def pipeline_bytes(self) -> dict[str, float]:
+        """What a pipeline has besides arguments, by owner."""
+        assert self.buffers is not None
+        execution, count = self._pipeline, self.buffers
+        chunk = self.stage_residual_bytes / execution.schedule.chunks
+        # Each buffer has a spare slot, for ticks in which a stage has nothing to write;
+        # a slot's residuals are made, or read, before they are written or used.
+        stash = self._hidden_bytes if execution.stash == "inputs" else chunk
+        pending = chunk * (count.num_pending + 1) if count.num_pending else 0.0
+        waiting = count.num_inputs + count.num_cotangents + 2
+        kept = (count.num_saved + 1) * stash + chunk + pending
+        # A tick runs a layer's backward pass, and the parts around the stack.
+        timeline = self.per_row.timeline
+        sizes = [
+            0.0 if s.is_stacked or s.kind in ("gradient", "turned") else bytes_
+            for s, bytes_ in zip(timeline.sizes, self._sizes(timeline), strict=True)
+        ]
+        owned = self._by_owner(timeline, timeline.peak(sizes) * sizes)
+        owned["temporaries"] += owned["kept activations"] + waiting * self._hidden_bytes
+        owned["kept activations"] = kept
+        # The sums, and what one slot adds to them.
+        owned["gradients"] += self.gradient_bytes
+        owned["gradients"] += self._staged_gradient_bytes / execution.schedule.chunks
+        owned["gathered weights"] += self._staged_copy_bytes
+        return owned
 
     @property
-    def working_bytes(self) -> float:
-        """What one layer needs while it runs forward and backward."""
-        layers = max(1, self._num_layers() // self.stages)
-        stacked = [r for r in self.plain.residuals if r.is_stacked]
-        sizes = [self.local_bytes(r) / layers for r in stacked]
-        # What is not kept is computed again, all of a layer; what is kept has a
-        # cotangent, of one value at a time.
-        is_kept = self.candidate.remat == "none"
-        again = 2 * max(sizes, default=0) if is_kept else sum(sizes)
-        return again + 2 * self._hidden_bytes
+    def _pipeline(self) -> Any:
+        return self.layout.claims.execution
+
+    @functools.cached_property
+    def stage_residual_bytes(self) -> float:
+        """Residuals of all layers of a stage, for one microbatch."""
+        stacked = [r for r in self.per_row.residuals if r.is_stacked]
+        return sum(map(self.local_bytes, stacked)) * self.fullest
+
+    @functools.cached_property
+    def fullest(self) -> float:
+        """Layers of the chunks of a stage, as long as the longest, over their mean."""
+        if self.simulation is None or not (layers := self._num_layers()):
+            return 1.0
+        parts = self.stages * self._pipeline.schedule.chunks
+        return math.ceil(layers / parts) * parts / layers
+
+    @property
+    def _staged(self) -> list[tuple[Any, Placement]]:
+        return [(x, place) for _, x, place in self.params if place.is_staged]
+
+    @property
+    def _staged_gradient_bytes(self) -> float:
+        return sum(self._bytes(x.shape, p.gradient, x.dtype) for x, p in self._staged)
+
+    @property
+    def _staged_copy_bytes(self) -> float:
+        """Weights of a stage beside those that are stored: gathered once, or moved."""
+        total = 0.0
+        for x, place in self._staged:
+            here = place.in_stage()
+            is_once = self._pipeline.gather == "step"
+            if (is_once and place.is_gathered) or place.moved:
+                spec = here.used if is_once else here.stored
+                size = self._bytes(x.shape, spec, self.dtype)
+                split = self.stages if place.moved else 1
+                total += size / split * self.fullest
+        return total
 
     def _num_layers(self) -> int:
         stacked = (x.shape[0] for _, x, place in self.params if place.is_stacked)
@@ -454,15 +475,20 @@ class Estimate:
         return [self._traffic(("pipe",), total, "activations", exposed=False)]
 
 
-def _simulate(execution: Any, stages: int, microbatches: int) -> Simulation | None:
+def _table(
+    execution: Any, stages: int, microbatches: int
+) -> tuple[Simulation, Buffers] | None:
     if not isinstance(execution, PipelineSchedule):
         return None
     # Of a table of one's own there is only one size, and it has no hash.
     is_fixed = isinstance(execution.schedule, Fixed)
-    simulate = _simulation.__wrapped__ if is_fixed else _simulation
-    return simulate(execution.schedule, stages, microbatches)
+    make = _simulation.__wrapped__ if is_fixed else _simulation
+    return make(execution.schedule, stages, microbatches)
 
 
 @functools.lru_cache(maxsize=1024)
-def _simulation(schedule: Schedule, stages: int, microbatches: int) -> Simulation:
-    return schedule.table(stages, microbatches).simulate()
+def _simulation(
+    schedule: Schedule, stages: int, microbatches: int
+) -> tuple[Simulation, Buffers]:
+    table = schedule.table(stages, microbatches)
+    return table.simulate(), plan_buffers(table)
