@@ -20,7 +20,10 @@ import numpy as np
 from nnx_parallel.precision import array_bytes
 from nnx_parallel.sharding.model import Path
 
-Kind = Literal["rows", "weight", "layer", "cast", "gradient", "layer gradient", "unsummed", "combined", "turned", "fixed"]
+Kind = Literal[
+    "rows", "weight", "layer", "cast", "gradient", "layer gradient", "unsummed",
+    "combined", "turned", "fixed",
+]  # fmt: skip
 
 _VIEWS = {
     "reshape", "squeeze", "expand_dims", "optimization_barrier", "name",
@@ -152,8 +155,13 @@ class _Op:
 
     @property
     def is_view(self) -> bool:
-        is_matrix = self.name == "transpose" and len(self.outs[0].aval.shape) < 3
-        return bool(self.ins) and (self.name in _VIEWS or is_matrix)
+        if not self.ins:
+            return False
+        out = self.outs[0].aval
+        is_matrix = self.name == "transpose" and len(out.shape) < 3
+        # Over dims of size 1.
+        is_same = self.name in _REDUCTIONS and out.size == self.ins[0].aval.size
+        return self.name in _VIEWS or is_matrix or is_same
 
     @property
     def fuses(self) -> bool:
@@ -252,6 +260,7 @@ class Liveness:
             else:
                 outs = [self._value(v.aval) for v in eqn.outvars]
                 given = [v for v in ins if v is not None]
+                self._follow_rows(given, outs)
                 if given and name in (*_VIEWS, "transpose", "convert_element_type"):
                     outs[0].label = self._cast(given[0].label, name)
                 bodies = []
@@ -267,6 +276,19 @@ class Liveness:
                     op.copies.update(v.size for v, *d in sides if v and _is_copied(v, *d))
             env.update(zip(eqn.outvars, outs, strict=True))
         return read(jaxpr.outvars)
+
+    def _follow_rows(self, ins: Iterable[_Value], outs: Iterable[_Value]) -> None:
+        """Gives rows to what was padded, so that its shape does not tell them."""
+        sources = [v for v in ins if v.own.kind == "rows"]
+        most = max((v.aval.size for v in sources), default=0)
+        for value in outs:
+            size = getattr(value.aval, "size", 0)
+            if value.own.kind == "fixed" and size > max(most / 2, self._num_rows - 1):
+                if most:
+                    value.own = self._of_all_rows(value.own)
+
+    def _of_all_rows(self, size: Size) -> Size:
+        return Size(kind="rows", num_bytes=size.num_bytes / self._num_rows)
 
     @staticmethod
     def _cast(label: tuple[Kind, Path] | None, name: str) -> Any:
@@ -286,6 +308,10 @@ class Liveness:
             self._value(v.aval, is_stack=is_stack and i >= num_carry)
             for i, v in enumerate(eqn.outvars)
         ]
+        if eqn.params["length"] >= self._num_rows:  # over chunks of tokens, say
+            for value in outs[num_carry:]:
+                if value.own.kind == "fixed":
+                    value.own = self._of_all_rows(value.own)
         inputs = [self._value(v.aval) for v in body.invars]
         for value, label in zip(inputs[:consts], labels, strict=False):
             value.label = label
@@ -311,7 +337,9 @@ class Liveness:
         """Labels what becomes a gradient, from the last operation to the first."""
         for op in reversed(body.ops):
             label = op.outs[0].label if len(op.outs) == 1 else None
-            passes = op.name in (*_VIEWS, "transpose", "convert_element_type", "add_any", "add")
+            passes = op.is_view or op.name in (
+                "transpose", "convert_element_type", "add_any", "add"
+            )  # fmt: skip
             if passes and label and label[0] in ("gradient", "layer gradient"):
                 for value in op.ins:
                     is_same = math.prod(value.aval.shape) == math.prod(
@@ -372,12 +400,14 @@ class Liveness:
                 deaths[min(end, len(ops) - 1)].append(value)
         gathers: list[Counter] = [Counter() for _ in (*ops, None)]
         for i, op in enumerate(ops):
-            out = op.outs[0]
-            if op.name == "scan" or not (out.is_array and out.size.kind == "gradient"):
-                continue
-            # Whole, until devices have summed their parts.
-            for at in range(0 if op.name in _ZEROED else i, i + 1):
-                gathers[at][replace(out.size, kind="unsummed")] += 1
+            for out in op.outs:
+                size = out.size
+                is_summed = size.kind == "gradient" and size.path not in self._stacked
+                if not (out.is_array and is_summed):
+                    continue
+                # Whole, until devices have summed their parts.
+                for at in range(0 if op.name in _ZEROED else i, i + 1):
+                    gathers[at][replace(size, kind="unsummed")] += 1
         for value in weights:
             positions = {i for i in value.uses if not self._is_sliced(value, ops, i)}
             later = [i for i in positions if self._again and i >= self._again]
@@ -414,6 +444,13 @@ class Liveness:
         )
         return [*rows, last + combined]
 
+    def _is_added(self, op: _Op) -> bool:
+        """True if a product is a part of the operation that reads it, as on TPUs."""
+        out, is_cpu = op.outs[0], self._platform == "cpu"
+        is_product = op.name in ("dot_general", "conv_general_dilated") and not is_cpu
+        is_read = out.is_read_whole or out.is_kept or out.is_written
+        return is_product and len(out.uses) == 1 and not is_read
+
     def _is_sliced(self, value: _Value, ops: Sequence[_Op], at: int) -> bool:
         """True if a weight is gathered layer by layer, in the loop that reads it."""
         is_loop = at < len(ops) and any(b.is_over_layers for b in ops[at].bodies)
@@ -443,7 +480,9 @@ class Liveness:
             if not any(out.uses or out.is_written for out in op.outs):
                 continue
             at, out = {i}, op.outs[0]
-            if not op.fuses or op.name in _REDUCTIONS or op.name in _IN_PLACE:
+            if self._is_added(op):
+                at = out.uses
+            elif not op.fuses or op.name in _REDUCTIONS or op.name in _IN_PLACE:
                 for out in op.outs:
                     out.is_array = bool(out.uses or out.is_written)
             else:
