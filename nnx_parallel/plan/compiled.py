@@ -105,6 +105,7 @@ class Compiled:
             bubble=estimate.bubble,
             is_compiled=True,
             compile_seconds=sum(self.seconds.values()),
+            host_bytes=estimate.host_bytes,
         )
 
 
@@ -205,7 +206,8 @@ def _compile(
         candidate.strategy.make_mesh(_devices_of(topology))
     )
     candidate.strategy.check(parts.rebuilt(), layout.mesh)
-    plan = parts.on(layout)
+    parts = parts.with_precision(candidate.precision)
+    plan = parts.on(layout, candidate.offload)
     batch = parts.batch_on(layout, candidate.num_microbatches)
     options = StepOptions(
         num_microbatches=candidate.num_microbatches, remat=candidate.remat

@@ -6,6 +6,7 @@ that depends on rows can be told by its size. Nothing is compiled, or computed.
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +20,9 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh
 
 from nnx_parallel.layers.jaxprs import needed, variables_in
+from nnx_parallel.layers.moe import MoE
 from nnx_parallel.layers.scan import Remat, apply_remat, default_remat
+from nnx_parallel.layers.stack import Stack
 from nnx_parallel.metrics import split_loss_output
 from nnx_parallel.plan.hardware import StandIn
 from nnx_parallel.plan.liveness import Liveness, Timeline
@@ -119,6 +122,28 @@ class Facts:
     model_flops: float
     model: nnx.Module
     arrays: tuple[ArrayInfo, ...]
+
+    @functools.cached_property
+    def sizes_by_name(self) -> dict[str, set[int]]:
+        """Sizes of the dims of a name."""
+        named: dict[str, set[int]] = {}
+        for info in self.arrays:
+            for name, size in zip(info.names or (), info.shape, strict=False):
+                if isinstance(name, str):
+                    named.setdefault(name, set()).add(size)
+        return named
+
+    @functools.cached_property
+    def mixtures(self) -> list[tuple[int, int]]:
+        """Experts of a token, and layers, of each mixture of experts."""
+        modules = [*nnx.iter_modules(self.model)]
+        stacks = {p: m.num_layers for p, m in modules if isinstance(m, Stack)}
+        found = []
+        for path, module in modules:
+            if isinstance(module, MoE):
+                layers = [n for p, n in stacks.items() if path[: len(p)] == p]
+                found.append((module.experts.top_k, math.prod(layers)))
+        return found
 
     @classmethod
     def of(cls, parts: Parts, remats: Iterable[Remat], platform: str) -> Facts:

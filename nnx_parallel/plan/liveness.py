@@ -273,7 +273,9 @@ class Liveness:
                 ops.append(op)
                 if name == "dot_general" and self._platform == "cpu":
                     sides = zip(ins, *_dims_of(eqn), strict=True)
-                    op.copies.update(v.size for v, *d in sides if v and _is_copied(v, *d))
+                    op.copies.update(
+                        v.size for v, *d in sides if v and _is_copied(v, *d)
+                    )
             env.update(zip(eqn.outvars, outs, strict=True))
         return read(jaxpr.outvars)
 
@@ -283,9 +285,8 @@ class Liveness:
         most = max((v.aval.size for v in sources), default=0)
         for value in outs:
             size = getattr(value.aval, "size", 0)
-            if value.own.kind == "fixed" and size > max(most / 2, self._num_rows - 1):
-                if most:
-                    value.own = self._of_all_rows(value.own)
+            if most and value.own.kind == "fixed" and size > most / 2:
+                value.own = self._of_all_rows(value.own)
 
     def _of_all_rows(self, size: Size) -> Size:
         return Size(kind="rows", num_bytes=size.num_bytes / self._num_rows)
@@ -364,9 +365,7 @@ class Liveness:
         """What may be gathered where it is used: the weights, and their casts."""
         outs = [op.outs[0] for op in body.ops if len(op.outs) == 1]
         return [
-            v
-            for v in (*given, *outs)
-            if v.label and v.label[0] in ("weight", "cast")
+            v for v in (*given, *outs) if v.label and v.label[0] in ("weight", "cast")
         ]
 
     def _rows_of(self, body: _Body, weights: Sequence[_Value] = ()) -> list[Counter]:
@@ -440,7 +439,9 @@ class Liveness:
             for value in op.outs if op.name == "scan" else ():
                 combined.pop(replace(value.size, kind="combined"), None)
         last = Counter(
-            v.size for v in made if v.end >= len(ops) and v.size.kind != "layer gradient"
+            v.size
+            for v in made
+            if v.end >= len(ops) and v.size.kind != "layer gradient"
         )
         return [*rows, last + combined]
 
@@ -511,9 +512,7 @@ def _dims_of(eqn: Any) -> tuple[Any, Any]:
     return contracted, batch
 
 
-def _is_copied(
-    value: _Value, contracted: Sequence[int], batch: Sequence[int]
-) -> bool:
+def _is_copied(value: _Value, contracted: Sequence[int], batch: Sequence[int]) -> bool:
     """True if an operand is no batch of matrices as it lies in memory."""
     rank, rest = len(value.aval.shape), len(batch)
     if [*batch] != [*range(rest)]:

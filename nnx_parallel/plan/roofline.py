@@ -53,6 +53,7 @@ class Costs:
         bubble: Share of the time in which a stage waits.
         is_compiled: True if a compiler has counted, and no formula.
         compile_seconds: Time of its compilation.
+        host_bytes: Memory of the host that a device's part of the state takes.
     """
 
     memory: Mapping[str, float]
@@ -63,6 +64,7 @@ class Costs:
     bubble: float = 0.0
     is_compiled: bool = False
     compile_seconds: float = 0.0
+    host_bytes: float = 0.0
 
     @property
     def total_bytes(self) -> float:
