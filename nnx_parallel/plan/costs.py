@@ -25,7 +25,8 @@ from nnx_parallel.layers.scan import Remat, apply_remat, default_remat
 from nnx_parallel.layers.stack import Stack
 from nnx_parallel.metrics import split_loss_output
 from nnx_parallel.plan.hardware import StandIn
-from nnx_parallel.plan.liveness import Liveness, Timeline
+from nnx_parallel.plan.liveness import Liveness
+from nnx_parallel.plan.moments import Timeline
 from nnx_parallel.plan.parts import Parts
 from nnx_parallel.precision import array_bytes
 from nnx_parallel.sharding.constrain import using

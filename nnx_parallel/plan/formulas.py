@@ -16,8 +16,8 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.plan.costs import Residual
-from nnx_parallel.plan.liveness import Kind, Size, Timeline
 from nnx_parallel.plan.local import Local, axes_of
+from nnx_parallel.plan.moments import Kind, Size, Timeline
 from nnx_parallel.plan.roofline import OWNERS, Costs
 from nnx_parallel.plan.traffic import traffic_of
 from nnx_parallel.precision import array_bytes
