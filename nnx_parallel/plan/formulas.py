@@ -221,9 +221,12 @@ class Estimate(Local):
         owned = self._by_owner(timeline, timeline.peak(sizes) * sizes)
         owned["temporaries"] += owned["kept activations"] + waiting * self.hidden_bytes
         owned["kept activations"] = kept
-        # The sums, and what one slot adds to them.
+        # The sums, and what the layers of one slot add to them.
         owned["gradients"] += self.gradient_bytes
-        owned["gradients"] += self._staged_gradient_bytes / execution.schedule.chunks
+        chunks = execution.schedule.chunks
+        if self.num_layers > self.stages * chunks:
+            # A loop over one layer is none: its gradients go to the sums at once.
+            owned["gradients"] += self._staged_gradient_bytes / chunks
         owned["gathered weights"] += self._staged_copy_bytes
         return owned
 

@@ -111,7 +111,7 @@ class Liveness:
         live: Counter = Counter()
         for i, op in enumerate(body.ops):
             live.update(v.size for v in births[i])
-            now = live + extra[i] + op.copies
+            now = live + extra[i]
             if op.name not in HEAVY or op.name in ("scan", "while"):
                 # Written over what dies here.
                 dying = Counter(v.size for v in deaths[i] if v.start < i)
@@ -152,7 +152,13 @@ class Liveness:
     def _extra(self, ops: Sequence[Op], weights: Sequence[Value]) -> list[Counter]:
         """What operations need besides their operands and results."""
         extra: list[Counter] = [Counter() for _ in (*ops, None)]
+        made = {id(v): i for i, op in enumerate(ops) for v in op.outs}
         for i, op in enumerate(ops):
+            for value in op.copies:
+                # Nothing orders them either, if the forward pass has kept the operand.
+                is_kept = made.get(id(value), 0) < (self._again or 0) <= i
+                for at in range(self._again or i if is_kept else i, i + 1):
+                    extra[at][value.size] += 1
             for size in (v.size for v in op.outs if v.is_array):
                 if size.kind == "gradient" and size.path not in self._stacked:
                     # Whole, until devices have summed their parts.

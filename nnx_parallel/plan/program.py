@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -73,7 +72,7 @@ class Op:
     ins: list[Value]
     outs: list[Value]
     bodies: list[Body] = field(default_factory=list)
-    copies: Counter = field(default_factory=Counter)  # of operands, in another order
+    copies: list[Value] = field(default_factory=list)  # operands in another order
     turned: list[Value] = field(default_factory=list)  # weights of a loop's layers
 
     @property
@@ -177,9 +176,7 @@ class Reader:
                 ops.append(op)
                 if name == "dot_general" and self._platform == "cpu":
                     sides = zip(ins, *_dims_of(eqn), strict=True)
-                    op.copies.update(
-                        v.size for v, *d in sides if v and _is_copied(v, *d)
-                    )
+                    op.copies = [v for v, *d in sides if v and _is_copied(v, *d)]
             env.update(zip(eqn.outvars, outs, strict=True))
         return read(jaxpr.outvars)
 
