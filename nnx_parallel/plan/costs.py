@@ -95,13 +95,15 @@ def trace_costs(parts: Parts, remat: Remat, platform: str) -> RowCosts:
     traced = "described" if platform == "gpu" else platform
     jaxpr, again, kept, live = _trace(probe, remat, traced)
     residuals = tuple(_residuals(kept, parts))
-    positions, width = _positions(residuals)
+    timeline = live.timeline(jaxpr)
+    # As the layers of a stack pass it on; without one, as most residuals are.
+    positions, width = live.hidden or _positions(residuals)
     return RowCosts(
         flops=count_jaxpr_flops(jaxpr) / _ROWS,
         residuals=residuals,
         positions=positions,
         width=width,
-        timeline=(timeline := live.timeline(jaxpr)),
+        timeline=timeline,
         regathered=timeline if again is jaxpr else live.timeline(again),
     )
 

@@ -135,7 +135,7 @@ class Estimate(Local):
     def _by_owner(timeline: Timeline, found: Iterable[float]) -> dict[str, float]:
         owned: dict[str, float] = dict.fromkeys(_OWNER_OF.values(), 0.0)
         for size, num_bytes in zip(timeline.sizes, found, strict=True):
-            owned[_OWNER_OF[size.kind]] += num_bytes
+            owned[_OWNER_OF[size.kind]] += float(num_bytes)
         return owned
 
     @property

@@ -52,6 +52,7 @@ class Liveness:
         self._given = num_rows, self._stacked, platform
         self._is_cpu = platform == "cpu"
         self._again: int | None = None
+        self.hidden: tuple[int, int] | None = None
 
     def timeline(self, jaxpr: jex.Jaxpr) -> Timeline:
         """The moments of the whole gradient."""
@@ -61,7 +62,7 @@ class Liveness:
             env[var].label = "weight", path
         given = [*env.values()]
         whole = reader.read(jaxpr, env)
-        self._again = reader.again
+        self._again, self.hidden = reader.again, reader.hidden
         for value, path in zip(whole.outputs, self._paths, strict=False):
             if value is not None and value.label is None:
                 value.label = "gradient", path

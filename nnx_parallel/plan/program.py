@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -119,6 +120,7 @@ class Reader:
         self._num_rows, self._stacked = num_rows, {*stacked}
         self._platform = platform
         self.again: int | None = None  # where a step recomputes what it has not kept
+        self.hidden: tuple[int, int] | None = None  # of what layers pass on: `RowCosts`
 
     def value(self, aval: Any, *, is_stack: bool = False) -> Value:
         """A value of a shape; ``is_stack``: dim 0 enumerates layers."""
@@ -220,6 +222,10 @@ class Reader:
         for value, label in zip(inputs[first:], labels[first:], strict=True):
             if label and label[1] in self._stacked:
                 value.label = "layer", label[1]
+        passed = [v.own.dims for v in inputs[consts:first] if v.own.kind == "rows"]
+        if is_stack and self.hidden is None and any(passed):
+            dims = max(passed, key=math.prod)
+            self.hidden = math.prod(dims[:-1]), dims[-1]
         env = {v: self.value(v.aval) for v in body.constvars}
         env |= dict(zip(body.invars, inputs, strict=True))
         # Slices of what the loop is mapped over are made where they are read.

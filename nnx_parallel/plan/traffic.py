@@ -47,11 +47,17 @@ def _of_state(local: Local) -> Iterator[Traffic]:
     gathers = 2 if any(place.is_gathered for _, _, place in local.params) else 1
     execution = claims.execution
     is_once = isinstance(execution, PipelineSchedule) and execution.gather == "step"
-    for _, x, place in local.params:
+    for _, x, stored_at in local.params:
+        place, of_stage = stored_at, 1
+        if place.moved:
+            # Layers that stages share unevenly are sent to them once a step.
+            for source, dtype in (("weights", local.dtype), ("gradients", x.dtype)):
+                part = local.shard_bytes(x.shape, place.stored, dtype)
+                yield _sent(local, place.moved, part, source, exposed=True)
+            place, of_stage = place.in_stage(), local.stages
         stored, used = axes_of(place.stored), axes_of(place.used)
-        size = local.shard_bytes(x.shape, place.used, local.dtype)
-        # Layers that stages share unevenly are sent to them once a step.
-        times = 1 if is_once or place.moved else gathers * local.microbatches
+        size = local.shard_bytes(x.shape, place.used, local.dtype) / of_stage
+        times = 1 if is_once else gathers * local.microbatches
         if axes := tuple(a for a in stored if a not in used):
             yield _sent(local, axes, times * size, "weights", exposed=False)
         gradient = tuple(a for a in axes_of(place.gradient) if a not in used)
@@ -64,7 +70,7 @@ def _of_state(local: Local) -> Iterator[Traffic]:
             yield _sent(local, rest, total, "gradients", exposed=False)
         updated = tuple(a for a in axes_of(place.optimizer) if a not in stored)
         if updated:
-            total = local.shard_bytes(x.shape, place.stored, x.dtype)
+            total = local.shard_bytes(x.shape, place.stored, x.dtype) / of_stage
             yield _sent(local, updated, total, "updates", exposed=True)
 
 
