@@ -131,8 +131,10 @@ def _of_experts(local: Local) -> Iterator[Traffic]:
     axis = local.layout.claims.experts
     if axis is None or (count := local.size((axis.axis,))) < 2:
         return
+    # Described devices do not say that they are CPUs, which have no ragged exchange.
+    is_cpu = local.topology.hardware.platform == "cpu"
     for top_k, layers in local.facts.mixtures:
-        how, _ = axis.choose(local.mesh, top_k)
+        how = "gather" if is_cpu else axis.choose(local.mesh, top_k)[0]
         # Either a token goes to all devices, or each of its rows to one expert's.
         copies = count if how == "gather" else top_k
         times = 2 * _passes(local) * max(1, layers / local.stages)
