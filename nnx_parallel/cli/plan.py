@@ -29,7 +29,7 @@ from flax import nnx
 from nnx_parallel.errors import ParallelError, PlanError
 from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.plan.page import save
-from nnx_parallel.plan.parts import Parts, warn_of_offload
+from nnx_parallel.plan.parts import PLANNED_OFFLOAD, Parts
 from nnx_parallel.plan.search import plan
 from nnx_parallel.strategies.data_parallel import DataParallel
 from nnx_parallel.training.trainer import Trainer
@@ -246,8 +246,7 @@ def _replacements(
         for name in ("checkpoint", "callbacks", "mesh", "profile"):
             kwargs.pop(name, None)
         # Devices that are not there cannot say which memory they reach.
-        if kwargs.pop("offload", None) is not None:
-            warn_of_offload()
+        vars(self)[PLANNED_OFFLOAD] = kwargs.pop("offload", None)
         devices = topology.devices
         try:
             with warnings.catch_warnings():

@@ -13,6 +13,7 @@ from nnx_parallel.errors import PlanError, suggest
 from nnx_parallel.layers.scan import Remat
 from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.plan.parts import ModelFacts, Parts
+from nnx_parallel.precision import Precision
 from nnx_parallel.schedules.schedules import (
     GPipe,
     Interleaved,
@@ -20,6 +21,7 @@ from nnx_parallel.schedules.schedules import (
     Schedule,
     ZeroBubble,
 )
+from nnx_parallel.sharding.offload import Offload
 from nnx_parallel.sharding.rules import ZeroKind
 from nnx_parallel.strategies.base import Composite, Strategy
 from nnx_parallel.strategies.context_parallel import ContextParallel
@@ -37,11 +39,15 @@ SCHEDULES: dict[str, Callable[[], Schedule]] = {
 }
 """Schedules that `plan` can be told to take, by name."""
 
+MIXED = Precision.mixed_bfloat16()
+
 AXES = ("data", "fsdp", "tensor", "context", "expert", "pipe")
 
 # A ring hides its hops behind the products of some thousand tokens of a device.
 _RING_TOKENS = 2048
 _MOST_STAGES, _MOST_MICROBATCHES = 16, 16
+# Share of the time that stages may wait for those with a layer more.
+_MOST_IDLE = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +58,8 @@ class Candidate:
         strategy: The strategy.
         num_microbatches: As of the Trainer.
         remat: As of the Trainer.
+        offload: As of the Trainer.
+        precision: As of the Trainer; ``None``: the Trainer's own.
 
     Example:
         >>> Candidate(strategy=FSDP(8), remat="full").code
@@ -61,6 +69,8 @@ class Candidate:
     strategy: Strategy
     num_microbatches: int = 1
     remat: Remat = "none"
+    offload: Offload | None = None
+    precision: Precision | None = None
 
     @property
     def code(self) -> str:
@@ -70,6 +80,12 @@ class Candidate:
             given.append(f"num_microbatches={self.num_microbatches}")
         if self.remat != "none":
             given.append(f"remat={self.remat!r}")
+        if self.offload is not None:
+            given.append(f"offload={self.offload!r}")
+        if self.precision is not None:
+            is_mixed = self.precision == MIXED
+            code = "Precision.mixed_bfloat16()" if is_mixed else repr(self.precision)
+            given.append(f"precision={code}")
         return ", ".join(given)
 
 
@@ -84,14 +100,17 @@ def check_fix(fix: Mapping[str, Any]) -> None:
         "shard": ("params", "gradients", "optimizer"),
         "schedule": tuple(SCHEDULES),
         "sequence": (False, True, "ring"),
+        "offload": (False, True),
+        "precision": ("own", "mixed_bfloat16"),
     }
     numbers = (*AXES, "microbatches")
+    names = [*numbers, *values, "stack"]
     for name, value in fix.items():
-        if name not in values and name not in numbers:
+        if name not in names:
             raise PlanError(
-                f"fix has {name!r}.{suggest(name, [*numbers, *values])} What can be "
+                f"fix has {name!r}.{suggest(name, names)} What can be "
                 f"fixed: sizes of {', '.join(AXES)}; microbatches; "
-                f"{', '.join(values)}."
+                f"{', '.join(values)}; stack."
             )
         if name in values and value not in values[name]:
             raise PlanError(
@@ -111,8 +130,10 @@ def enumerate_candidates(
         parts: The model and the batch.
         topology: The devices.
         fix: What is decided: sizes of mesh axes by name, ``microbatches``, ``remat``,
-            ``shard`` (FSDP's), ``schedule`` (a pipeline's, by name) and ``sequence``
-            (tensor parallelism's; ``"ring"`` overlaps it).
+            ``shard`` (FSDP's), ``schedule`` (a pipeline's, by name), ``stack`` (the
+            path of the stack that it cuts), ``sequence`` (tensor parallelism's;
+            ``"ring"`` overlaps it), ``offload``, and ``precision`` (``"own"`` or
+            ``"mixed_bfloat16"``).
 
     Raises:
         PlanError: If ``fix`` names something else, or nothing divides.
@@ -121,10 +142,17 @@ def enumerate_candidates(
     check_fix(fix)
     facts = ModelFacts.of(parts)
     found = [
-        Candidate(strategy=strategy, num_microbatches=count, remat=remat)
+        Candidate(
+            strategy=strategy,
+            num_microbatches=count,
+            remat=remat,
+            offload=_offload(parts, fix),
+            precision=precision,
+        )
         for strategy, pipe in _strategies(parts, topology, facts, fix)
         for count in _microbatches(parts, strategy, topology, pipe, fix)
         for remat in _remats(facts, fix)
+        for precision in _precisions(parts, topology, fix)
     ]
     if not found:
         raise PlanError(
@@ -162,8 +190,7 @@ def _strategies(
         return n <= most and facts.tensor_divides(n)
 
     def fits_pipe(n: int) -> bool:
-        layers = facts.num_layers
-        return layers > 0 and n <= _MOST_STAGES and layers % n == 0
+        return n <= min(_MOST_STAGES, max(facts.stacks.values(), default=0))
 
     def fits_context(n: int) -> bool:
         return n <= topology.machine_size and tokens >= _RING_TOKENS * n
@@ -225,11 +252,22 @@ def _pipe_kinds(
         return [None]
     names = [fix["schedule"]] if "schedule" in fix else list(SCHEDULES)[1:]
     schedules = [SCHEDULES[name]() for name in names]
+    # The first is the one that a pipeline cuts unless it is told otherwise.
+    first = next(iter(facts.stacks), None)
+    if (wanted := fix.get("stack")) is not None and wanted not in facts.stacks:
+        raise PlanError(f"fix has stack={wanted!r}. Valid values: {[*facts.stacks]}.")
     return [
-        Pipeline(size, schedule=each)
+        Pipeline(size, schedule=each, stack=None if path == first else path)
+        for path, layers in facts.stacks.items()
         for each in schedules
-        if facts.num_layers % (size * each.chunks) == 0
+        if wanted in (None, path) and _is_shared(layers, size * each.chunks)
     ]
+
+
+def _is_shared(layers: int, chunks: int) -> bool:
+    """True if each chunk has a layer, and waits little for the longest."""
+    longest = -(-layers // chunks)
+    return layers >= chunks and layers / chunks >= (1 - _MOST_IDLE) * longest
 
 
 def _state_kinds(
@@ -284,10 +322,29 @@ def _remats(facts: ModelFacts, fix: Mapping[str, Any]) -> list[Remat]:
     return list(get_args(Remat)) if facts.has_remat else ["none"]
 
 
+def _offload(parts: Parts, fix: Mapping[str, Any]) -> Offload | None:
+    # Where a state fits without, offload is slower: a search adds it to the others.
+    own = parts.offload
+    return (own or Offload()) if fix.get("offload", own is not None) else None
+
+
+def _precisions(
+    parts: Parts, topology: Topology, fix: Mapping[str, Any]
+) -> list[Precision | None]:
+    """The Trainer's own; and bfloat16 products, where it names no precision."""
+    if "precision" in fix:
+        return [None if fix["precision"] == "own" else MIXED]
+    is_open = parts.precision == Precision() and parts.compute_dtype == "float32"
+    # CPUs have no units for bfloat16.
+    is_fast = topology.hardware.platform != "cpu"
+    return [None, MIXED] if is_open and is_fast else [None]
+
+
 def own_candidate(parts: Parts) -> Candidate:
     """The strategy and options of the Trainer itself."""
     options = parts.options
     return replace(
         Candidate(strategy=parts.strategy, remat=options.remat),
         num_microbatches=options.num_microbatches,
+        offload=parts.offload,
     )

@@ -113,6 +113,7 @@ class Compiled:
             is_compiled=True,
             compile_seconds=sum(self.seconds.values()),
             schedule=Schedule(**self.schedule) if self.schedule else None,
+            host_bytes=estimate.host_bytes,
         )
 
 
@@ -213,7 +214,8 @@ def _compile(
         candidate.strategy.make_mesh(_devices_of(topology))
     )
     candidate.strategy.check(parts.rebuilt(), layout.mesh)
-    plan = parts.on(layout)
+    parts = parts.with_precision(candidate.precision)
+    plan = parts.on(layout, candidate.offload)
     batch = parts.batch_on(layout, candidate.num_microbatches)
     options = StepOptions(
         num_microbatches=candidate.num_microbatches, remat=candidate.remat

@@ -6,6 +6,7 @@ that depends on rows can be told by its size. Nothing is compiled, or computed.
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -19,9 +20,13 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh
 
 from nnx_parallel.layers.jaxprs import needed, variables_in
-from nnx_parallel.layers.scan import Remat, default_remat
+from nnx_parallel.layers.moe import MoE
+from nnx_parallel.layers.scan import Remat, apply_remat, default_remat
+from nnx_parallel.layers.stack import Stack
 from nnx_parallel.metrics import split_loss_output
 from nnx_parallel.plan.hardware import StandIn
+from nnx_parallel.plan.liveness import Liveness
+from nnx_parallel.plan.moments import Timeline
 from nnx_parallel.plan.parts import Parts
 from nnx_parallel.precision import array_bytes
 from nnx_parallel.sharding.constrain import using
@@ -61,12 +66,17 @@ class RowCosts:
         residuals: What the forward pass keeps.
         positions: Elements of a row at which a layer works: the tokens of a sequence.
         width: Elements of the residual stream at one position.
+        timeline: What is in memory at once.
+        regathered: The same where parameters outside of stacks are gathered once more
+            for the backward pass.
     """
 
     flops: float
     residuals: tuple[Residual, ...]
     positions: int
     width: int
+    timeline: Timeline
+    regathered: Timeline
 
 
 def trace_costs(parts: Parts, remat: Remat, platform: str) -> RowCosts:
@@ -83,14 +93,18 @@ def trace_costs(parts: Parts, remat: Remat, platform: str) -> RowCosts:
     probe = parts.with_rows(_ROWS)
     # cuDNN cannot be traced where it is not: plain operations keep about as much.
     traced = "described" if platform == "gpu" else platform
-    jaxpr, kept = _trace(probe, remat, traced)
+    jaxpr, again, kept, live = _trace(probe, remat, traced)
     residuals = tuple(_residuals(kept, parts))
-    positions, width = _positions(residuals)
+    timeline = live.timeline(jaxpr)
+    # As the layers of a stack pass it on; without one, as most residuals are.
+    positions, width = live.hidden or _positions(residuals)
     return RowCosts(
         flops=count_jaxpr_flops(jaxpr) / _ROWS,
         residuals=residuals,
         positions=positions,
         width=width,
+        timeline=timeline,
+        regathered=timeline if again is jaxpr else live.timeline(again),
     )
 
 
@@ -111,6 +125,28 @@ class Facts:
     model_flops: float
     model: nnx.Module
     arrays: tuple[ArrayInfo, ...]
+
+    @functools.cached_property
+    def sizes_by_name(self) -> dict[str, set[int]]:
+        """Sizes of the dims of a name."""
+        named: dict[str, set[int]] = {}
+        for info in self.arrays:
+            for name, size in zip(info.names or (), info.shape, strict=False):
+                if isinstance(name, str):
+                    named.setdefault(name, set()).add(size)
+        return named
+
+    @functools.cached_property
+    def mixtures(self) -> list[tuple[int, int]]:
+        """Experts of a token, and layers, of each mixture of experts."""
+        modules = [*nnx.iter_modules(self.model)]
+        stacks = {p: m.num_layers for p, m in modules if isinstance(m, Stack)}
+        found = []
+        for path, module in modules:
+            if isinstance(module, MoE):
+                layers = [n for p, n in stacks.items() if path[: len(p)] == p]
+                found.append((module.experts.top_k, math.prod(layers)))
+        return found
 
     @classmethod
     def of(cls, parts: Parts, remats: Iterable[Remat], platform: str) -> Facts:
@@ -137,7 +173,7 @@ def count_model_flops(parts: Parts) -> float:
         [1] Chowdhery et al., "PaLM", 2022, appendix B,
         https://arxiv.org/abs/2204.02311
     """
-    objective, given = _objective(parts.with_rows(_ROWS), "none", "described")
+    objective, given, _ = _objective(parts.with_rows(_ROWS), "none", "described")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         forward = jax.make_jaxpr(objective)(*given).jaxpr
@@ -146,7 +182,7 @@ def count_model_flops(parts: Parts) -> float:
 
 def _objective(
     parts: Parts, remat: Remat, platform: str
-) -> tuple[Callable[..., Any], tuple]:
+) -> tuple[Callable[..., Any], tuple, Liveness]:
     """The loss as a function of arrays, on one device, and the shapes of these."""
     device: Any = StandIn(0, platform, platform, 0)
     mesh = Mesh(np.array([device]), ("data",), axis_types=(AxisType.Auto,))
@@ -161,12 +197,22 @@ def _objective(
 
     arrays = map(_unplaced, (state.params, state.variables))
     key = jax.ShapeDtypeStruct(state.key.shape, state.key.dtype)
-    return objective, (*arrays, parts.batch, key)
+    leaves = jax.tree.leaves_with_path(state.params)
+    paths = [tuple(getattr(k, "key", k) for k in keys) for keys, _ in leaves]
+    places = plan.placements
+    stacked = [p for p in paths if places[p].is_stacked or places[p].is_scanned]
+    live = Liveness(parts.num_rows, paths, stacked, platform)
+    return objective, (*arrays, parts.batch, key), live
 
 
-def _trace(parts: Parts, remat: Remat, platform: str) -> tuple[Any, list[Any]]:
-    """The gradient's jaxpr, and the arrays that the forward pass keeps for it."""
-    objective, given = _objective(parts, remat, platform)
+def _trace(
+    parts: Parts, remat: Remat, platform: str
+) -> tuple[Any, Any, list[Any], Liveness]:
+    """The gradient's jaxpr, and the arrays that the forward pass keeps for it.
+
+    The second one is the gradient's as the step has it that gathers parameters again.
+    """
+    objective, given, live = _objective(parts, remat, platform)
 
     def forward(params: dict, *rest: Any) -> Any:
         return jax.vjp(lambda p: objective(p, *rest), params)
@@ -174,10 +220,13 @@ def _trace(parts: Parts, remat: Remat, platform: str) -> tuple[Any, list[Any]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a step's own trace repeats them
         kept = jax.make_jaxpr(forward)(*given).jaxpr
-        grads = jax.make_jaxpr(jax.grad(objective))(*given).jaxpr
+        grads = again = jax.make_jaxpr(jax.grad(objective))(*given).jaxpr
+        if remat == "none":  # else the step puts no checkpoint around the whole
+            kept_all = apply_remat(objective, "none", gathers=True, prevent_cse=True)
+            again = jax.make_jaxpr(jax.grad(kept_all))(*given).jaxpr
     inputs = {*kept.invars, *kept.constvars}
     saved = [v for v in dict.fromkeys(variables_in(kept.outvars)) if v not in inputs]
-    return grads, [v.aval for v in saved]
+    return grads, again, [v.aval for v in saved], live
 
 
 def _unplaced(tree: Any) -> Any:

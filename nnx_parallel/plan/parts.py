@@ -13,14 +13,16 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.data.batches import check_divisible
 from nnx_parallel.data.rows import is_marked, partition
-from nnx_parallel.errors import PlanError, kind_of, warn_user
+from nnx_parallel.errors import PlanError, kind_of
 from nnx_parallel.layers.dense import Dense
 from nnx_parallel.layers.moe import MoE
 from nnx_parallel.layers.stack import Stack
+from nnx_parallel.pipeline.division import find_stack
 from nnx_parallel.precision import Precision
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.model import ModelDef
-from nnx_parallel.sharding.names import array_info, variables_of
+from nnx_parallel.sharding.names import array_info, dotted, variables_of
+from nnx_parallel.sharding.offload import Offload
 from nnx_parallel.sharding.optimizer import Optimizer
 from nnx_parallel.state import StatePlan, plan_state
 from nnx_parallel.strategies.base import Strategy
@@ -28,6 +30,9 @@ from nnx_parallel.training.step import LossFn, StepOptions
 
 TENSOR_NAMES = ("heads", "kv_heads", "mlp", "vocab")
 """Names of dims that `TensorParallel` splits."""
+
+PLANNED_OFFLOAD = "_planned_offload"
+"""Attribute of a Trainer of devices that are not there, for what it would offload."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +49,7 @@ class Parts:
         strategy: The Trainer's own.
         options: The Trainer's own microbatches and remat.
         batch: Shapes of a global batch.
+        offload: The Trainer's own, or ``None``.
     """
 
     model: ModelDef
@@ -55,6 +61,7 @@ class Parts:
     strategy: Strategy
     options: StepOptions
     batch: Any
+    offload: Offload | None = None
 
     @classmethod
     def of(cls, trainer: Any, batch: Any) -> Parts:
@@ -72,8 +79,6 @@ class Parts:
                 "devices: plan(Trainer(model, optimizer, loss), ...)."
             )
         plan: StatePlan = run.plan
-        if plan.offload is not None:
-            warn_of_offload()
         return cls(
             model=plan.model,
             tx=plan.tx,
@@ -84,6 +89,7 @@ class Parts:
             strategy=trainer.strategy,
             options=programs.options,
             batch=shapes_of(batch),
+            offload=plan.offload or held.get(PLANNED_OFFLOAD),
         )
 
     @property
@@ -116,8 +122,16 @@ class Parts:
 
         return replace(self, batch=join(jax.tree.map(resize, own), shared))
 
-    def on(self, layout: Layout) -> StatePlan:
-        """Where every array lives under a layout; raises what a Trainer would."""
+    def with_precision(self, precision: Precision | None) -> Parts:
+        """The same with other dtypes; with its own for ``None``."""
+        return self if precision is None else replace(self, precision=precision)
+
+    def on(self, layout: Layout, offload: Offload | None = None) -> StatePlan:
+        """Where every array lives under a layout; raises what a Trainer would.
+
+        Devices that are not there cannot say which memory they reach: ``offload`` is
+        for those that a compiler knows.
+        """
         return plan_state(
             self.rebuilt(),
             layout,
@@ -125,6 +139,7 @@ class Parts:
             wrt=self.wrt,
             precision=self.precision,
             ema_decay=self.ema_decay,
+            offload=offload,
         )
 
     def batch_on(self, layout: Layout, num_microbatches: int) -> Any:
@@ -151,14 +166,14 @@ class ModelFacts:
     """Sizes of a model that a mesh axis must divide.
 
     Attributes:
-        num_layers: Of the one `Stack`; 0 without one, or with several.
+        stacks: Layers of each `Stack` by path, that of most parameters first.
         num_experts: Of its mixtures of experts; 0 without.
         named: Sizes of named dims of parameters, by name.
         has_remat: True if the Trainer's remat acts on anything.
         has_dense: True if it has layers that name their activations.
     """
 
-    num_layers: int
+    stacks: dict[str, int]
     num_experts: int
     named: dict[str, set[int]]
     has_remat: bool
@@ -168,7 +183,10 @@ class ModelFacts:
     def of(cls, parts: Parts) -> ModelFacts:
         """Those of the model of some parts."""
         model = parts.rebuilt()
-        stacks = [m for _, m in nnx.iter_modules(model) if isinstance(m, Stack)]
+        found = {p: m for p, m in nnx.iter_modules(model) if isinstance(m, Stack)}
+        # A pipeline's own choice first.
+        first = find_stack(model, None)
+        stacks = {dotted(p): m for p, m in (first, *found.items())} if first else {}
         experts = [m for _, m in nnx.iter_modules(model) if isinstance(m, MoE)]
         named: dict[str, set[int]] = {}
         for path, variable in variables_of(model):
@@ -177,10 +195,10 @@ class ModelFacts:
                 if isinstance(name, str):
                     named.setdefault(name, set()).add(size)
         return cls(
-            num_layers=stacks[0].num_layers if len(stacks) == 1 else 0,
+            stacks={path: stack.num_layers for path, stack in stacks.items()},
             num_experts=experts[0].experts.num_experts if experts else 0,
             named=named,
-            has_remat=any(stack.remat is None for stack in stacks),
+            has_remat=any(stack.remat is None for stack in stacks.values()),
             has_dense=any(isinstance(m, Dense) for _, m in nnx.iter_modules(model)),
         )
 
@@ -188,14 +206,6 @@ class ModelFacts:
         """True if `TensorParallel` of a size splits this model evenly."""
         sizes = [n for name in TENSOR_NAMES for n in self.named.get(name, ())]
         return bool(sizes) and all(n % size == 0 for n in sizes)
-
-
-def warn_of_offload() -> None:
-    """Warns that a plan counts on the devices what waits on the host."""
-    warn_user(
-        "plan leaves the Trainer's offload out: it counts everything on the devices, "
-        "where a step with Offload needs less."
-    )
 
 
 def shapes_of(batch: Any) -> Any:

@@ -35,6 +35,7 @@ class Entry:
         time: Range of its step; ``None`` without costs.
         refused: Why it cannot run, in the words of the error; empty if it can.
         why: Why it was not chosen; empty for the choice.
+        dtype: Of its products, if that is not the plan's.
     """
 
     candidate: Candidate
@@ -44,6 +45,7 @@ class Entry:
     time: StepTime | None = None
     refused: str = ""
     why: str = ""
+    dtype: str = ""
 
     @property
     def name(self) -> str:
@@ -59,7 +61,7 @@ class Entry:
         """Least and most model FLOP/s, as a share of the peak."""
         if self.costs is None or self.time is None:
             return 0.0, 0.0
-        peak = topology.hardware.peak(dtype)
+        peak = topology.hardware.peak(self.dtype or dtype)
         slow, fast = (
             self.costs.model_flops / (seconds * peak)
             for seconds in (self.time.slow, self.time.fast)

@@ -87,6 +87,7 @@ class Costs:
         is_compiled: True if a compiler has counted, and no formula.
         compile_seconds: Time of its compilation.
         schedule: Of a program that a TPU's compiler has scheduled; else ``None``.
+        host_bytes: Memory of the host that a device's part of the state takes.
     """
 
     memory: Mapping[str, float]
@@ -98,6 +99,7 @@ class Costs:
     is_compiled: bool = False
     compile_seconds: float = 0.0
     schedule: Schedule | None = None
+    host_bytes: float = 0.0
 
     @property
     def total_bytes(self) -> float:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import jax
 
 from nnx_parallel.errors import ParallelError, PlanError
+from nnx_parallel.layers.scan import Remat
 from nnx_parallel.plan.candidates import (
     Candidate,
     check_fix,
@@ -23,12 +24,17 @@ from nnx_parallel.plan.formulas import Estimate
 from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.plan.parts import Parts
 from nnx_parallel.plan.report import Entry, Plan, explain, order
-from nnx_parallel.plan.roofline import Assumptions, Costs, time_step
+from nnx_parallel.plan.roofline import Assumptions, Costs, StepTime, time_step
+from nnx_parallel.precision import Precision
+from nnx_parallel.sharding.offload import Offload
 from nnx_parallel.state import StatePlan
 from nnx_parallel.strategies.base import Strategy
 from nnx_parallel.strategies.data_parallel import DataParallel
 from nnx_parallel.training.trainer import Trainer
 
+# Bytes/s between a device and its host, in one direction: from half of a PCIe link of
+# the third generation to most of one of the fourth.
+_HOST = (6e9, 25e9)
 # Estimates of what is not state are wrong by up to this factor: what needs more than
 # the memory even so is not compiled.
 _DOUBT = 0.5
@@ -62,7 +68,8 @@ def plan(
         candidates: What to compare, by default everything that divides. A strategy
             alone takes the Trainer's microbatches and remat.
         fix: What is decided already, such as ``{"tensor": 8, "remat": "full"}``: sizes
-            of axes, ``microbatches``, ``remat``, ``shard``, ``schedule``, ``sequence``.
+            of axes, ``microbatches``, ``remat``, ``shard``, ``schedule``, ``stack``,
+            ``sequence``, ``offload``, ``precision``.
         compile: How many of the best are compiled, where there is a compiler for the
             topology; 0: formulas alone; ``"all"``: whatever formulas do not rule out.
         num_processes: How many are compiled at once; each needs some GiB.
@@ -102,10 +109,15 @@ def plan(
     if not found:
         raise PlanError("candidates=[] is empty. Leave it out to try all that divide.")
     on_progress(f"{len(found):,} candidates divide; estimating")
-    entries = _estimate_all(parts, found, where, assumed)
+    estimates = _Estimates(parts, where, assumed, {c.remat for c in found})
+    entries = [estimates.of(candidate) for candidate in found]
+    if candidates is None and "offload" not in (fix or {}) and parts.offload is None:
+        # Offload only costs time: it is for what does not fit without.
+        large = [e.candidate for e in entries if e.costs and not e.fits(where)]
+        entries += [estimates.of(replace(c, offload=Offload())) for c in large]
     alive = _plausible(entries, where)
     seconds = {"formulas": time.monotonic() - started}
-    notes = []
+    notes = _notes(entries)
     if compile:
         count = len(alive) if compile == "all" else compile
         started = time.monotonic()
@@ -122,6 +134,20 @@ def plan(
     return _conclude(parts, where, assumed, entries, alive, notes, seconds)
 
 
+def _notes(entries: Sequence[Entry]) -> list[str]:
+    """What the candidates assume besides `Assumptions`."""
+    notes = []
+    if any(e.candidate.offload for e in entries):
+        low, high = (rate / 1e9 for rate in _HOST)
+        notes.append(f"assumed: {low:g} to {high:g} GB/s between a device and its host")
+    if any(e.candidate.precision for e in entries):
+        notes.append(
+            "the Trainer names no precision: bfloat16 products, which change the "
+            "numbers, are tried too (fix precision=own leaves them out)"
+        )
+    return notes
+
+
 def _as_candidate(parts: Parts, given: Candidate | Strategy) -> Candidate:
     if isinstance(given, Candidate):
         return given
@@ -135,20 +161,32 @@ def _as_candidate(parts: Parts, given: Candidate | Strategy) -> Candidate:
         strategy=given,
         num_microbatches=options.num_microbatches,
         remat=options.remat,
+        offload=parts.offload,
     )
 
 
-def _estimate_all(
-    parts: Parts,
-    candidates: Sequence[Candidate],
-    topology: Topology,
-    assumptions: Assumptions,
-) -> list[Entry]:
-    platform = topology.hardware.platform
-    facts = Facts.of(parts, (c.remat for c in candidates), platform)
-    places = _Places(facts, topology)
-    entries = []
-    for candidate in candidates:
+class _Estimates:
+    """Candidates by formulas; the loss is traced once for each precision."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        topology: Topology,
+        assumptions: Assumptions,
+        remats: set[Remat],
+    ) -> None:
+        self._parts, self._topology = parts, topology
+        self._assumptions, self._remats = assumptions, sorted(remats)
+        self._known: dict[Precision | None, tuple[Facts, _Places]] = {}
+
+    def of(self, candidate: Candidate) -> Entry:
+        """What a candidate costs, or why it cannot run."""
+        precision, topology = candidate.precision, self._topology
+        if precision not in self._known:
+            parts = self._parts.with_precision(precision)
+            facts = Facts.of(parts, self._remats, topology.hardware.platform)
+            self._known[precision] = facts, _Places(facts, topology)
+        facts, places = self._known[precision]
         state = places.of(candidate.strategy)
         costs: Costs | str = state if isinstance(state, str) else ""
         if isinstance(state, StatePlan):
@@ -156,8 +194,7 @@ def _estimate_all(
                 costs = Estimate(facts, candidate, topology, state).costs
             except ParallelError as error:  # rows that do not divide
                 costs = str(error)
-        entries.append(_entry(parts, candidate, topology, state, costs, assumptions))
-    return entries
+        return _entry(facts.parts, candidate, topology, state, costs, self._assumptions)
 
 
 class _Places:
@@ -210,7 +247,29 @@ def _entry(
         axis_sizes=sizes,
         estimate=costs,
         costs=costs,
-        time=time_step(costs, topology, sizes, parts.compute_dtype, assumptions),
+        time=_timed(costs, topology, sizes, parts.compute_dtype, assumptions),
+        dtype=parts.compute_dtype,
+    )
+
+
+def _timed(
+    costs: Costs,
+    topology: Topology,
+    axis_sizes: Mapping[str, int],
+    dtype: str,
+    assumptions: Assumptions,
+) -> StepTime:
+    """A step's time, and that of what waits on the host: in and out once."""
+    time = time_step(costs, topology, axis_sizes, dtype, assumptions)
+    if not costs.host_bytes:
+        return time
+    # It goes beside the update alone, after the last product.
+    slow, fast = (costs.host_bytes / rate for rate in _HOST)
+    return replace(
+        time,
+        fast=time.fast + fast,
+        slow=time.slow + 2 * slow,
+        parts={**time.parts, "host": 2 * slow},
     )
 
 
@@ -260,8 +319,8 @@ def _compile_all(
             compiled.append(replace(entry, costs=None, time=None, refused=refused))
             continue
         costs = found.costs(entry.estimate)
-        sizes, dtype = entry.axis_sizes, parts.compute_dtype
-        spent = time_step(costs, topology, sizes, dtype, assumptions)
+        sizes, dtype = entry.axis_sizes, entry.dtype
+        spent = _timed(costs, topology, sizes, dtype, assumptions)
         compiled.append(replace(entry, costs=costs, time=spent))
     return compiled
 
