@@ -234,13 +234,7 @@ def _compile(
     start = time.monotonic()
     report, memory = audit(text), compiled.memory_analysis()
     sent = (*report.collectives, *report.unread)
-    schedule = None
-    if topology.hardware.clock and "estimated_cycles" in text:
-        devices, sizes = [*layout.mesh.devices.flat], dict(layout.mesh.shape)
-        # What is printed in a way that is not known leaves the time to the formulas.
-        with contextlib.suppress(KeyError, IndexError, ValueError):
-            read = read_schedule(text, topology, devices, sizes, parts.compute_dtype)
-            schedule = vars(read)
+    schedule = _schedule_of(compiled, topology, layout.mesh, parts.compute_dtype)
     found = Compiled(
         memory={
             "arguments": memory.argument_size_in_bytes,
@@ -262,6 +256,26 @@ def _compile(
         json.dump(vars(found), new)
     Path(new.name).replace(file)
     return found
+
+
+def _schedule_of(
+    compiled: Any, topology: Topology, mesh: Mesh, dtype: str
+) -> dict[str, Any] | None:
+    """The timed schedule of a program for TPUs.
+
+    What is printed in a way that is not known leaves the time to the formulas, and so
+    does a jaxlib that cannot print what a newer compiler has made.
+    """
+    if not topology.hardware.clock:
+        return None
+    devices, sizes = [*mesh.devices.flat], dict(mesh.shape)
+    unknown = KeyError, IndexError, ValueError, jax.errors.JaxRuntimeError
+    with contextlib.suppress(*unknown):
+        # The compiler's own dump lacks the cycles: it is written before them.
+        text = compiled.as_text() or ""
+        if "estimated_cycles" in text:
+            return vars(read_schedule(text, topology, devices, sizes, dtype))
+    return None
 
 
 def _devices_of(topology: Topology) -> Sequence[Any]:
