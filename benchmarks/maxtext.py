@@ -121,11 +121,10 @@ def measure(rounds: int = 1, *, tiny: bool = False, python: str | None = None) -
 
 
 def _add(table: Table, name: str, found: Mapping[str, float]) -> None:
-    gib = 2**30
-    table.add(f"{name}: temporaries", f"{found['temporaries'] / gib:.2f} GiB")
-    table.add(f"{name}: a chip sends", f"{found['sent'] / gib:.1f} GiB")
+    table.add(f"{name}: temporaries", f"{found['temporaries'] / 2**30:.3g} GiB")
+    table.add(f"{name}: a chip sends", f"{found['sent'] / 2**30:.3g} GiB")
     table.add(f"{name}: of it during products", f"{found['hidden']:.1%}")
-    table.add(f"{name}: estimated cycles", f"{found['cycles'] / 1e6:.0f} million")
+    table.add(f"{name}: estimated cycles", f"{found['cycles'] / 1e6:.4g} million")
     table.add(f"{name}: compiled in", f"{found['seconds']:.0f} s")
 
 
@@ -139,7 +138,8 @@ def version_of_maxtext(python: str | None) -> str | None:
         [python, "-c", code], capture_output=True, text=True, check=False
     )
     if done.returncode:
-        raise SystemExit(f"{python} has no MaxText: {done.stderr.strip()[-200:]}")
+        error = done.stderr.strip().splitlines()[-1]
+        raise SystemExit(f"{python} has no MaxText: {error}")
     return done.stdout.strip()
 
 

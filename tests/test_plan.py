@@ -226,6 +226,26 @@ def test_a_topology_that_is_none_is_explained(name: str, message: str) -> None:
         Topology.parse(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "wraps"),
+    [
+        ("v5p:4x4x8", (True, True, True)),
+        ("v5p:2x2x4", (False, False, False)),
+        ("v7x:4x4x4", (True, True, True)),
+        ("v6e:16x16", (True, True, False)),
+        ("v5e:8x16", (False, True, False)),
+    ],
+)
+def test_links_wrap_around_whole_cubes_and_sides_of_16(name: str, wraps: tuple) -> None:
+    assert Topology.parse(name).wraps == wraps
+
+
+def test_only_tpus_are_described_without_devices() -> None:
+    message = "topology='h100:8' has no compiler that runs without devices."
+    with pytest.raises(PlanError, match=re.escape(message)):
+        Topology.parse("h100:8").described()
+
+
 def test_hardware_of_one_s_own(parts: Parts) -> None:
     mine = dataclasses.replace(HARDWARE["h100"], name="mine", memory_bytes=1e5)
     topology = Topology.parse("mine:8", {"mine": mine})

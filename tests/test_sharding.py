@@ -22,6 +22,7 @@ from nnx_parallel import (
 )
 from nnx_parallel.errors import PlacementTreeError, SpecRankError, UnknownAxisError
 from nnx_parallel.sharding import Layout, using
+from nnx_parallel.sharding.placement import cheapest_dim
 from nnx_parallel.sharding.tree import layout_of
 from tests.placing import FSDP_TP, place
 
@@ -71,6 +72,25 @@ def test_fsdp_takes_the_dim_whose_gather_copies_the_least(
     assert placement.stored == spec
     assert placement.used == P()
     assert reason in (None, placement.reason)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [
+        ((4096, 11_008), 0),  # 64 rows; 172 columns were transposed after the gather
+        ((11_008, 4096), 1),  # 64 columns; 172 rows are no whole tiles
+        ((4096, 16_384), 0),
+        ((4096, 32, 128), 0),
+        ((32, 128, 4096), 2),
+        ((32_000, 4096), 1),
+        ((32_768, 4096), 0),
+    ],
+)
+def test_over_64_chips_the_dims_of_llama_are_whole_tiles(
+    shape: tuple[int, ...], dim: int
+) -> None:
+    fitting = [d for d, size in enumerate(shape) if size % 64 == 0]
+    assert cheapest_dim(fitting, shape, 64) == (dim, True)
 
 
 def test_fsdp_takes_what_tensor_parallelism_leaves_free() -> None:

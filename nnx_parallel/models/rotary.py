@@ -88,36 +88,11 @@ def rotate(x: jax.Array, positions: jax.Array, frequencies: jax.Array) -> jax.Ar
         positions: int ``(seq,)``, or ``(batch, seq)``.
         frequencies: ``(head_dim / 2,)``, from `frequencies`.
     """
-    return _turned(x, positions, frequencies)
-
-
-@jax.custom_vjp
-def _turned(x: jax.Array, positions: jax.Array, frequencies: jax.Array) -> jax.Array:
-    return _turn(x, positions, frequencies, 1)
-
-
-# The gradient is the turn back. JAX's own would be in float32 between here and the
-# products with the weights' and the input's gradients, which both read it.
-_turned.defvjp(
-    lambda x, *angles: (_turn(x, *angles, 1), angles),
-    lambda angles, grad: (_turn(grad, *angles, -1), None, None),
-)
-
-
-def _turn(
-    x: jax.Array, positions: jax.Array, frequencies: jax.Array, sign: int
-) -> jax.Array:
     of_all = (None,) * positions.ndim
     angles = positions[..., None] * frequencies[of_all]  # (seq, half), or of a batch
     dims = (0, 2) if positions.ndim == 1 else (2,)
-    cos, sin = jnp.cos(angles), sign * jnp.sin(angles)
-    # (1 or batch, seq, 1, head_dim)
-    cos = jnp.expand_dims(jnp.concatenate([cos, cos], -1), dims)
-    sin = jnp.expand_dims(jnp.concatenate([-sin, sin], -1), dims)
-    # The halves change places in x's own dtype and width. Turned in float32, each half
-    # by itself, they made the products before write float32, and cost a v5p 11 % more
-    # estimated cycles (projections and turns of queries and keys, both passes).
-    first, second = jnp.split(x, 2, axis=-1)
-    other = jnp.concatenate([second, first], -1)
-    turned = x.astype(jnp.float32) * cos + other.astype(jnp.float32) * sin
-    return turned.astype(x.dtype)
+    cos = jnp.expand_dims(jnp.cos(angles), dims)  # (1 or batch, seq, 1, half)
+    sin = jnp.expand_dims(jnp.sin(angles), dims)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
