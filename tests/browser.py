@@ -24,6 +24,7 @@ PAGES = {
     "home": "index.html",
     "quickstart": "quickstart.html",
     "calculator": "choose.html",
+    "plan": "plan.html",
     "worked": "worked.html",
     "migrating": "migrating.html",
     "tutorials": "tutorials.html",

@@ -53,7 +53,7 @@ def render(plan: Plan) -> str:
         (str(i + 1), e.candidate.code, *plan.cells(e))
         for i, e in enumerate(plan.entries[:_SHOWN])
     ]
-    steps = [e for e in plan.entries[:_DRAWN] if e.time is not None]
+    steps = [e for e in plan.entries[:_DRAWN] if e.time and e.time.lanes]
     parts = [
         f"<h1>{escape(plan.title)}</h1>",
         f"<pre>{escape(plan.code or 'Nothing fits.')}</pre>",

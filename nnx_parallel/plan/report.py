@@ -127,7 +127,7 @@ class Plan:
             PlanError: If it cannot run.
         """
         entry = entry or (self.entries[0] if self.entries else None)
-        if entry is None or entry.time is None:
+        if entry is None or entry.time is None or not entry.time.lanes:
             why = entry.refused if entry else "The plan has no candidate."
             raise PlanError(f"There is no picture of a step that cannot run. {why}")
         return entry, entry.time
