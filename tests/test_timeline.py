@@ -69,6 +69,24 @@ def test_products_hide_what_runs_beside_them() -> None:
     assert time_of(text) == (16.0, 4.0)
 
 
+def test_a_transfer_lasts_from_its_operands_on() -> None:
+    """As on SparseCores, which are started first and get their operands later."""
+    wrapped = (
+        "%gathering (x: bf16[2,8]) -> bf16[8,8] {\n  %x = bf16[2,8] parameter(0)\n"
+        f"  ROOT %all = bf16[8,8] {GATHER}\n}}\n\n"
+    )
+    text = program(
+        "%start = ((), bf16[8,8]) async-start(), calls=%gathering",
+        fusion("%first", "%y"),
+        "%sent = ((bf16[2,8]), bf16[8,8]) async-update(%start, %x)",
+        fusion("%second", "%y"),
+        "%got = bf16[8,8] async-done(%sent)",
+        fusion("ROOT %out", "%got"),
+    ).replace("ENTRY", wrapped + "ENTRY")
+    # 6 before it starts, 10 of which 6 are hidden, 6 after it.
+    assert time_of(text) == (22.0, 4.0)
+
+
 def test_two_transfers_share_the_links() -> None:
     text = program(
         START,

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nnx_parallel.audit.collectives import (
+    KINDS,
     Collective,
     axes_of_groups,
     read_collective,
@@ -30,6 +31,7 @@ from nnx_parallel.plan.roofline import Range, Schedule
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _NO_ESTIMATE = 2**60  # the compiler's word for "not known"
 _ASYNC = "AsyncCollective"
+_OUTER = ("fusion", "async-start", "custom-call-start", "call", "custom-call")
 
 
 Group = tuple[int, ...] | None
@@ -111,7 +113,9 @@ class _Run:
         computation = self.module.computations[name]
         values = self.module.evaluate(name, arguments)
         work, links_free = Work(), 0.0
-        pending: dict[str, tuple[float, Group]] = {}
+        pending: dict[str, tuple[float, Group]] = {}  # when transfers end
+        # A SparseCore is started before it has its operands: seconds from there on.
+        waiting: dict[str, tuple[float, Group]] = {}
         for instruction in computation.instructions.values():
             operands = tuple(values.get(o) for o in instruction.operands)
             inner = self._inner(instruction, operands)
@@ -120,24 +124,36 @@ class _Run:
                     work.add(each, count)
                 links_free = max(links_free, work.seconds)
                 continue
-            names = (o.partition("#")[0] for o in instruction.operands)
+            names = [o.partition("#")[0] for o in instruction.operands]
+            if sent := next((waiting.pop(o) for o in names if o in waiting), None):
+                links_free = max(links_free, work.seconds) + sent[0]
+                pending[instruction.name] = links_free, sent[1]
+                continue
             ends = [pending[o] for o in names if o in pending]
             roles = self._roles(instruction)
             if ends and (instruction.opcode.endswith("-done") or "Done" in roles):
                 work.wait(*max(ends, key=lambda end: end[0]))
                 continue
-            if ends:
-                pending[instruction.name] = max(ends, key=lambda end: end[0])
             spent = self._compute(computation, instruction, work)
             work.seconds += spent
-            found = None if ends else self._collective(computation, instruction)
+            found = self._collective(computation, instruction)
+            if ends and (found is None or found.asynchronous):
+                # What reads a product beside it is told from what carries it on by
+                # having a part of it inside.
+                if found is not None or self._sends(instruction):
+                    pending[instruction.name] = max(ends, key=lambda end: end[0])
+                continue
             if found is None:
                 continue
             group = found.groups[0] if found.groups else None
             lasts = self.transfer(found)
             work.link_seconds += lasts
+            is_async = instruction.opcode.endswith("-start") or "Start" in roles
+            if is_async and not any(names):
+                waiting[instruction.name] = lasts, group
+                continue
             links_free = max(links_free, work.seconds - spent) + lasts
-            if instruction.opcode.endswith("-start") or "Start" in roles:
+            if is_async:
                 pending[instruction.name] = links_free, group
             else:
                 # What it computes of its own, such as sums, runs beside it.
@@ -209,13 +225,26 @@ class _Run:
             if (target := each.attribute("custom_call_target") or "").startswith(_ASYNC)
         }
 
+    def _sends(self, instruction: Instruction) -> bool:
+        """True if a piece of a collective is inside, or it only passes values on."""
+        if instruction.opcode in ("get-tuple-element", "tuple", "bitcast"):
+            return True
+        opcodes = (
+            each.opcode
+            for inner in self._called(instruction)
+            for each in inner.instructions.values()
+        )
+        return instruction.opcode.endswith("-update") or any(
+            o in KINDS for o in opcodes
+        )
+
     def _collective(
         self, computation: Computation, instruction: Instruction
     ) -> Collective | None:
         devices = self.module.num_devices
         if found := read_collective(computation, instruction, devices):
             return found
-        if instruction.opcode not in ("fusion", "async-start", "custom-call-start"):
+        if instruction.opcode not in _OUTER:
             return None
         return next(
             (
