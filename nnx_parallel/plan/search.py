@@ -115,7 +115,7 @@ def plan(
         # Offload only costs time: it is for what does not fit without.
         large = [e.candidate for e in entries if e.costs and not e.fits(where)]
         entries += [estimates.of(replace(c, offload=Offload())) for c in large]
-    alive = _plausible(entries, where)
+    alive = plausible(entries, where)
     seconds = {"formulas": time.monotonic() - started}
     notes = _notes(entries)
     if compile:
@@ -273,7 +273,7 @@ def _timed(
     )
 
 
-def _plausible(entries: Sequence[Entry], topology: Topology) -> list[Entry]:
+def plausible(entries: Sequence[Entry], topology: Topology) -> list[Entry]:
     """Those that may fit, and that may be the fastest of those that surely do."""
     usable = topology.hardware.usable_bytes
     exact = ("parameters", "optimizer state", "other state", "batch")
