@@ -15,7 +15,7 @@ from nnx_parallel.plan.costs import Facts
 from nnx_parallel.plan.formulas import Estimate
 from nnx_parallel.plan.report import order
 from nnx_parallel.plan.roofline import Costs, time_step
-from nnx_parallel.plan.search import plausible
+from nnx_parallel.plan.search import plausible, to_compile
 from nnx_parallel.training.step import StepOptions, make_train_step
 from tests.plans import MODELS, STRATEGIES
 
@@ -82,7 +82,7 @@ def check_choice(
     alive = plausible(guesses, topology)
     best = order([*found.values()], topology)[0]
     assert best.candidate in [entry.candidate for entry in alive]
-    tried = [found[e.candidate] for e in order(alive, topology)[:COMPILED]]
+    tried = [found[e.candidate] for e in to_compile(alive, topology, COMPILED)]
     assert order(tried, topology)[0].candidate == best.candidate
 
 
