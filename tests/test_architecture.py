@@ -255,16 +255,17 @@ def test_the_package_is_small() -> None:
     # their strategy, what a step ends with, how rows reach them and in what rounds;
     # FLOPs of single instructions; layers that stages share unevenly; Muon, and whole
     # matrices' ways; state that waits on the host, and its update; a plan, from
-    # hardware to its page, and the transfers of a scheduled program.
-    assert len(files) <= 142
+    # hardware to its page, the transfers of a scheduled program, and what
+    # is in memory while a traced one runs.
+    assert len(files) <= 147
     # What a compiled step does not see, or Flax does not look into, is named; so are
     # splits of activations without effect, and more mistakes, those of a first script
     # among them, and options by other libraries' names; attention in blocks, and over a
     # split sequence; adapters; files of weights, and names both ways;
     # experts, and how rows find theirs; uneven stages, several stacks; matrices
     # that are spread over devices; state that waits on the host; a plan, whose table of
-    # hardware is long.
-    assert sum(map(num_lines, files)) <= 34_200
+    # hardware is long, and live ranges of traced programs.
+    assert sum(map(num_lines, files)) <= 35_100
 
 
 def test_the_code_gives_its_reasons() -> None:
