@@ -156,7 +156,7 @@ def test_state_waits_on_the_host_where_it_does_not_fit() -> None:
     assert tight.best is not None
     assert tight.best.candidate.offload == Offload()
     assert tight.best.costs is not None
-    assert tight.best.costs.host_bytes == 2 * 4 * (256 * 256 + 256) / 8
+    assert tight.best.costs.host_bytes == 2 * 4 * (256 * 256 / 8 + 256)
     assert tight.best.time is not None
     assert tight.best.time.parts["host"] > 0
     assert "offload=Offload(optimizer=True" in tight.code

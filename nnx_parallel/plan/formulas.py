@@ -74,24 +74,33 @@ class Estimate(Local):
     @property
     def costs(self) -> Costs:
         """All of them."""
-        parts, devices = self.parts, self.mesh.size
+        parts = self.parts
         batch = parts.batch_on(self.layout, self.microbatches)
         memory: dict[str, float] = dict.fromkeys(OWNERS, 0.0)
         memory |= state_bytes(self.plan, batch)
         memory["optimizer state"] -= self.host_bytes
         is_piped = self.simulation is not None
         memory |= self.pipeline_bytes() if is_piped else self.live_bytes()
-        total_rows = parts.num_rows / devices
+        # Along the other axes devices do the same work.
+        total_rows = parts.num_rows / self.size(self.working_axes)
         simulation = self.simulation
         return Costs(
             memory=memory,
             flops=self.per_row.flops * total_rows,
-            model_flops=self.facts.model_flops * total_rows,
+            model_flops=self.facts.model_flops * parts.num_rows / self.mesh.size,
             moved_bytes=self.moved_bytes(memory),
             traffic=tuple(traffic_of(self)),
             bubble=0.0 if simulation is None else simulation.bubble,
             host_bytes=self.host_bytes,
         )
+
+    @property
+    def working_axes(self) -> tuple[str, ...]:
+        """Axes that split the work: those of rows and stages, and of used weights."""
+        split = {*self.layout.claims.batch, *self.layout.sequence_axes, "pipe"}
+        for _, _, place in self.params:
+            split.update(axes_of(place.used))
+        return tuple(axis for axis in self.mesh.shape if axis in split)
 
     # Memory
 

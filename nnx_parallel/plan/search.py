@@ -38,6 +38,8 @@ _HOST = (6e9, 25e9)
 # Estimates of what is not state are wrong by up to this factor: what needs more than
 # the memory even so is not compiled.
 _DOUBT = 0.5
+# All of an estimate is wrong by up to this share, but for a few.
+_ERROR = 0.1
 
 
 def plan(
@@ -115,7 +117,7 @@ def plan(
         # Offload only costs time: it is for what does not fit without.
         large = [e.candidate for e in entries if e.costs and not e.fits(where)]
         entries += [estimates.of(replace(c, offload=Offload())) for c in large]
-    alive = _plausible(entries, where)
+    alive = plausible(entries, where)
     seconds = {"formulas": time.monotonic() - started}
     notes = _notes(entries)
     if compile:
@@ -124,7 +126,7 @@ def plan(
         if missing := missing_compiler(where):
             notes.append(f"formulas alone: {missing}")
         else:
-            first = order(alive, where)[:count]
+            first = to_compile(alive, where, count)
             done = _compile_all(
                 parts, first, where, assumed, num_processes, cache, on_progress
             )
@@ -273,7 +275,7 @@ def _timed(
     )
 
 
-def _plausible(entries: Sequence[Entry], topology: Topology) -> list[Entry]:
+def plausible(entries: Sequence[Entry], topology: Topology) -> list[Entry]:
     """Those that may fit, and that may be the fastest of those that surely do."""
     usable = topology.hardware.usable_bytes
     exact = ("parameters", "optimizer state", "other state", "batch")
@@ -288,6 +290,16 @@ def _plausible(entries: Sequence[Entry], topology: Topology) -> list[Entry]:
     safe = [e for e in fitting if e.costs and e.costs.total_bytes <= _DOUBT * usable]
     limit = min((e.time.slow for e in safe if e.time), default=float("inf"))
     return [e for e in fitting if e.time and e.time.fast <= limit]
+
+
+def to_compile(entries: Sequence[Entry], topology: Topology, count: int) -> list[Entry]:
+    """The best that fit, by turns with the best that may: formulas err by a little."""
+    hardware = topology.hardware
+    more = replace(hardware, memory_bytes=(1 + _ERROR) * hardware.memory_bytes)
+    roomy = replace(topology, hardware=more)
+    turns = zip(order(entries, topology), order(entries, roomy), strict=True)
+    by_candidate = {e.candidate: e for pair in turns for e in pair}
+    return [*by_candidate.values()][:count]
 
 
 def _compile_all(

@@ -33,6 +33,8 @@ def _sent(
     local: Local, axes: tuple[str, ...], total: float, source: str, *, exposed: bool
 ) -> Traffic:
     count = local.size(axes)
+    # CPUs send between operations, and compute nothing meanwhile.
+    exposed = exposed or _is_cpu(local)
     return Traffic(
         axes=in_order(axes, local.mesh),
         sent_bytes=total * (count - 1) / count,
@@ -47,6 +49,8 @@ def _of_state(local: Local) -> Iterator[Traffic]:
     gathers = 2 if any(place.is_gathered for _, _, place in local.params) else 1
     execution = claims.execution
     is_once = isinstance(execution, PipelineSchedule) and execution.gather == "step"
+    # CPUs have no reduce-scatter: they sum up whole gradients, and drop the rest.
+    sums = 2 if _is_cpu(local) else 1
     for _, x, stored_at in local.params:
         place, of_stage = stored_at, 1
         if place.moved:
@@ -62,7 +66,7 @@ def _of_state(local: Local) -> Iterator[Traffic]:
             yield _sent(local, axes, times * size, "weights", exposed=False)
         gradient = tuple(a for a in axes_of(place.gradient) if a not in used)
         if gradient:
-            total = local.microbatches * size
+            total = sums * local.microbatches * size
             yield _sent(local, gradient, total, "gradients", exposed=False)
         rest = tuple(a for a in split if a not in (*used, *gradient))
         if local.size(rest) > 1:
@@ -72,6 +76,10 @@ def _of_state(local: Local) -> Iterator[Traffic]:
         if updated:
             total = local.shard_bytes(x.shape, place.stored, x.dtype) / of_stage
             yield _sent(local, updated, total, "updates", exposed=True)
+
+
+def _is_cpu(local: Local) -> bool:
+    return local.topology.hardware.platform == "cpu"
 
 
 def _passes(local: Local) -> int:
@@ -132,9 +140,8 @@ def _of_experts(local: Local) -> Iterator[Traffic]:
     if axis is None or (count := local.size((axis.axis,))) < 2:
         return
     # Described devices do not say that they are CPUs, which have no ragged exchange.
-    is_cpu = local.topology.hardware.platform == "cpu"
     for top_k, layers in local.facts.mixtures:
-        how = "gather" if is_cpu else axis.choose(local.mesh, top_k)[0]
+        how = "gather" if _is_cpu(local) else axis.choose(local.mesh, top_k)[0]
         # Either a token goes to all devices, or each of its rows to one expert's.
         copies = count if how == "gather" else top_k
         times = 2 * _passes(local) * max(1, layers / local.stages)
