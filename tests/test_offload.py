@@ -88,7 +88,7 @@ def host_leaves(state: Any) -> list[jax.Array]:
 
 
 def assert_close(one: np.ndarray, other: np.ndarray) -> None:
-    """Close in float32; of bfloat16, which is rounded from that, a last bit here and there.
+    """Close in float32; of bfloat16, rounded from that, but for a last bit here and there.
 
     Where float32 lies between two numbers of bfloat16, its own last bit decides.
     """
