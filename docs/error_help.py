@@ -175,8 +175,10 @@ HELP = {
     ),
     "OptimizerError": Help(
         "The optimizer computes the loss again within an update, as line searches do; "
-        "is not an Optax transformation; or is given arrays that are no matrices.",
-        "Use it without the search, or another one; `muon_dimension_numbers(model)`.",
+        "is not an Optax transformation; or is given arrays that are no matrices, or "
+        "dimension numbers or a mask of another model.",
+        "Use it without the search, or another one; `muon_dimension_numbers(model)` and "
+        "`decay_mask(model)`, in `optimizer=lambda model: ...`.",
         "The optimizer needs what a step cannot give it: ... such as optax.lbfgs(1e-2, "
         "linesearch=None).",
     ),

@@ -77,10 +77,16 @@ def suggests_names(taker: T) -> T:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if is_limited and (extra := args[len(positional) + 1 :]):
             by_name = [name for name in known if name not in positional]
+            found = kind_of(extra[0])
+            if not positional:
+                raise TypeError(
+                    f"{title} takes nothing by position, and got {found}. Pass all by "
+                    f"name, such as {by_name[0]}=."
+                )
             rest = f"Pass all others by name, such as {by_name[0]}=." if by_name else ""
             raise TypeError(
-                f"{title} takes {', '.join(positional)} by position, and got "
-                f"{kind_of(extra[0])} after them. {rest}".rstrip()
+                f"{title} takes {', '.join(positional)} by position, and got {found} "
+                f"after them. {rest}".rstrip()
             )
         for name in kwargs:
             if name not in known:

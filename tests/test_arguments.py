@@ -18,6 +18,7 @@ from nnx_parallel import (
     ConsoleLogger,
     ContextParallel,
     DataParallel,
+    Offload,
     PathNames,
     PathRules,
     Pipeline,
@@ -26,8 +27,10 @@ from nnx_parallel import (
     Strategy,
     TensorParallel,
     Trainer,
+    muon,
 )
 from nnx_parallel.errors import MeshShapeError, OptimizerError, RuleError
+from nnx_parallel.layers import Experts
 
 
 class Net(nnx.Module):
@@ -193,6 +196,12 @@ def test_options_of_the_compiler(options: dict[Any, Any], message: str) -> None:
             "optax.adamw(3e-4).",
         ),
         (
+            (MODEL, muon, loss),
+            "optimizer is the function muon. Call it, with a learning rate: lambda "
+            "model: muon(0.02, "
+            "muon_weight_dimension_numbers=muon_dimension_numbers(model)).",
+        ),
+        (
             (MODEL, 1e-3, loss),
             "optimizer is of type float. Pass an Optax transformation such as "
             "optax.adamw(3e-4), optax.MultiSteps(...), or a function of the abstract "
@@ -225,6 +234,7 @@ def test_options_of_the_compiler(options: dict[Any, Any], message: str) -> None:
     ids=[
         "exchanged",
         "adamw",
+        "muon",
         "rate",
         "schedule",
         "nnx",
@@ -334,6 +344,14 @@ def test_too_many_options_by_position() -> None:
     )
     with pytest.raises(TypeError, match=whole(message)):
         options("runs/a", 100)
+    for options, found in ((Offload, True), (Experts, 8)):
+        first = {Offload: "optimizer", Experts: "num_experts"}[options]
+        message = (
+            f"{options.__name__} takes nothing by position, and got {found}. Pass all "
+            f"by name, such as {first}=."
+        )
+        with pytest.raises(TypeError, match=whole(message)):
+            options(found)
 
 
 @pytest.mark.parametrize("parts", [([FSDP(), TensorParallel(2)],), (FSDP,), ("fsdp",)])

@@ -55,3 +55,10 @@ def test_generates_what_one_device_does(plan: str) -> None:
     assert found.shape == (8, 8)
     assert len(np.unique(expected()[:, 4:])) > 3
     np.testing.assert_array_equal(found, expected())
+
+
+def test_a_model_that_is_no_gpt() -> None:
+    model: Any = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    message = "generate got an object of type Linear. It continues prompts of a GPT"
+    with pytest.raises(TypeError, match=message):
+        generate(model, jax.numpy.ones((1, 2), int), max_new_tokens=2)

@@ -80,7 +80,7 @@ def test_a_model_with_a_stack(build: Any, strategy: Strategy, found: str) -> Non
 @pytest.mark.parametrize(
     ("strategy", "numbers"),
     [
-        (Pipeline(8), "4 layers.*8 stages of 1 chunks.*there can be 1 to 4 stages"),
+        (Pipeline(8), "4 layers.*8 stages, which need.*There can be 1 to 4 stages"),
         (
             Pipeline(4, Interleaved(chunks=2)),
             "4 layers.*4 stages of 2 chunks.*there can be 1 to 2 stages",
@@ -372,3 +372,10 @@ def test_prints_are_left_out_with_a_warning() -> None:
 
     with pytest.warns(UserWarning, match=r"debug.print.*DataParallel\(1\)"):
         step(talking)
+
+
+def test_a_stack_by_another_name_than_its_path() -> None:
+    stack: Any = 3
+    message = r"Pipeline\(stack=3\): it must be the path of a Stack of the model"
+    with pytest.raises(TypeError, match=message):
+        Pipeline(2, stack=stack)

@@ -205,7 +205,11 @@ def test_what_is_fixed_is_in_every_candidate(parts: Parts) -> None:
         ({"tensr": 2}, "fix has 'tensr'. Did you mean 'tensor'?"),
         ({"remat": "some"}, "Valid values: ['none', 'dots', 'full']"),
         ({"tensor": 0}, "fix has tensor=0. It is a number of at least 1."),
-        ({"tensor": 3}, "No strategy divides 32 rows over 8 devices of cpu:8"),
+        (
+            {"tensor": 3},
+            "fix has tensor=3, which does not divide the 8 devices of cpu:8. Valid "
+            "values: [1, 2, 4, 8].",
+        ),
     ],
 )
 def test_what_cannot_be_fixed_is_named(parts: Parts, fix, message: str) -> None:

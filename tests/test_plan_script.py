@@ -112,6 +112,7 @@ def test_a_batch_by_its_shapes(tmp_path: Path) -> None:
         ({"compile": "some"}, "--compile 'some': it is a number of candidates, or all"),
         ({"json": "plan.txt"}, "--json 'plan.txt': the file's name must end in .json"),
         ({"batch": ["x"]}, "--batch 'x': write NAME=DTYPE[SHAPE]"),
+        ({"fix": ["tenser=2"]}, "fix has 'tenser'. Did you mean 'tensor'?"),
         ({"topology": "pod"}, "topology='pod' is no topology"),
         ({}, "There is no script 'none.py'"),
     ],

@@ -27,6 +27,7 @@ import optax
 from flax import nnx
 
 from nnx_parallel.errors import ParallelError, PlanError
+from nnx_parallel.plan.candidates import check_fix
 from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.plan.page import save
 from nnx_parallel.plan.parts import PLANNED_OFFLOAD, Parts
@@ -305,13 +306,14 @@ def plan_script(settings: dict[str, Any]) -> int:
         count = _check_settings(settings)
         topology = Topology.parse(settings["topology"])
         batch = parse_batch(settings["batch"]) or None
+        check_fix(fix := parse_fix(settings["fix"]))
         parts = parts_of_script(
             settings["script"], settings["arguments"], topology, batch
         )
         found = plan(
             parts,
             topology=topology,
-            fix=parse_fix(settings["fix"]),
+            fix=fix,
             compile=count,
             num_processes=settings["processes"],
             cache=settings["cache"],

@@ -18,13 +18,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from nnx_parallel.errors import ExpertsError
+from nnx_parallel.errors import ExpertsError, suggests_names
 
 Scores = Literal["softmax", "sigmoid"]
 Balanced = Literal["sequence", "batch"]
 _GROUPS = ("num_groups", "top_groups")
 
 
+@suggests_names
 @dataclass(frozen=True, kw_only=True)
 class Experts:
     """A mixture of experts: how many, how tokens choose them, what balances them.

@@ -40,6 +40,7 @@ def generate(
         int ``(batch, prompt_len + max_new_tokens)``: prompt and continuation.
 
     Raises:
+        TypeError: If the model is no `GPT`.
         ValueError: If an argument is out of range, or learned positions end too early.
 
     Example:
@@ -49,6 +50,12 @@ def generate(
         >>> generate(model, prompt, max_new_tokens=5, temperature=0).shape
         (1, 8)
     """
+    if not isinstance(model, GPT):
+        raise TypeError(
+            f"generate got an object of type {type(model).__name__}. It continues "
+            "prompts of a GPT, with its cache of keys and values. Call another model "
+            "in a loop of your own, and append what the last logits choose."
+        )
     top = model.config.vocab_size if top_k is None else top_k
     _check_sampling(model.config, max_new_tokens, key is not None, temperature, top)
     model.config.check_length(prompt.shape[1] + max_new_tokens)

@@ -132,11 +132,13 @@ def check_stacks(model: nnx.Module, wanted: str | None, parts: tuple[int, int]) 
             )
     if stack.num_layers < num_stages * num_chunks:
         valid = stack.num_layers // num_chunks
+        each, those = "", "There"
+        if num_chunks > 1:
+            each, those = f" of {num_chunks} chunks", f"With {num_chunks} chunks there"
         raise PipelineError(
             f"`{dotted(path)}` has {stack.num_layers} layers, fewer than {num_stages} "
-            f"stages of {num_chunks} chunks, which need at least one each. With "
-            f"{num_chunks} chunks there can be {f'1 to {valid}' if valid else 'no'} "
-            "stages."
+            f"stages{each}, which need at least one each. {those} can be "
+            f"{f'1 to {valid}' if valid else 'no'} stages."
         )
 
 

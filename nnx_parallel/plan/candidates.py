@@ -155,6 +155,14 @@ def enumerate_candidates(
         for precision in _precisions(parts, topology, fix)
     ]
     if not found:
+        count = topology.num_devices
+        for name in AXES:
+            if count % fix.get(name, 1):
+                raise PlanError(
+                    f"fix has {name}={fix[name]}, which does not divide the {count} "
+                    f"devices of {topology.name}. Valid values: "
+                    f"{[n for n in range(1, count + 1) if count % n == 0]}."
+                )
         raise PlanError(
             f"No strategy divides {parts.num_rows} rows over {topology.num_devices} "
             f"devices of {topology.name}{f' with {fix}' if fix else ''}. Choose a "

@@ -74,6 +74,11 @@ class Pipeline(Strategy):
                 f"Pipeline(schedule={self.schedule!r}): it must be a Schedule, such as "
                 "OneFOneB() or Interleaved(chunks=2), or a Table."
             )
+        if self.stack is not None and not isinstance(self.stack, str):
+            raise TypeError(
+                f"Pipeline(stack={self.stack!r}): it must be the path of a Stack of "
+                "the model, such as 'blocks', or None for the one with most parameters."
+            )
         for name, kind in (("stash", Stash), ("gather", Gather)):
             own, valid = getattr(self, name), list(get_args(kind))
             if own not in valid:

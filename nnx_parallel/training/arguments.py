@@ -21,6 +21,7 @@ from nnx_parallel.sharding.offload import Offload
 from nnx_parallel.sharding.path_names import PathNames
 from nnx_parallel.strategies.base import Strategy
 from nnx_parallel.training.callback import Callback
+from nnx_parallel.training.muon import muon
 
 _KINDS: dict[str, tuple[Any, str]] = {
     "eval_loss": (Callable, "a function loss(model, batch), as the loss is"),
@@ -94,6 +95,12 @@ def check_arguments(
         raise TypeError(
             "optimizer is an nnx.Optimizer. The Trainer keeps the optimizer's state "
             "itself: pass the Optax transformation that it was made of."
+        )
+    if optimizer is muon:
+        raise TypeError(
+            "optimizer is the function muon. Call it, with a learning rate: lambda "
+            "model: muon(0.02, "
+            "muon_weight_dimension_numbers=muon_dimension_numbers(model))."
         )
     module = getattr(optimizer, "__module__", None) or ""
     if inspect.isfunction(optimizer) and module.partition(".")[0] == "optax":

@@ -7,7 +7,7 @@ Optax's, and so is the state.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 from optax.contrib import MuonDimensionNumbers, MuonState, scale_by_muon
 
-from nnx_parallel.errors import OptimizerError
+from nnx_parallel.errors import OptimizerError, kind_of
 from nnx_parallel.sharding.matrices import map_matrices, matrix_dims
 from nnx_parallel.sharding.names import path_of
 
@@ -109,14 +109,49 @@ def _resolved(params: Any, numbers: Numbers) -> list[MuonDimensionNumbers | None
         own = MuonDimensionNumbers()
         return [own if x.ndim == 2 else None for x in jax.tree.leaves(params)]
     found = numbers(params) if callable(numbers) else numbers
+    for n in jax.tree.leaves(found, is_leaf=_is_numbers):
+        if not _is_numbers(n):
+            raise OptimizerError(
+                f"A dimension number is {kind_of(n)}. Each must be a "
+                f"MuonDimensionNumbers or None, {_FROM_MODEL}."
+            )
     # Those of a whole subtree too: Optax takes a prefix.
-    tree = jax.tree.map(
-        lambda n, below: jax.tree.map(lambda _: (n,), below),
-        found,
-        params,
-        is_leaf=_is_numbers,
-    )
+    try:
+        tree = jax.tree.map(
+            lambda n, below: jax.tree.map(lambda _: (n,), below),
+            found,
+            params,
+            is_leaf=_is_numbers,
+        )
+    except ValueError as error:
+        raise OptimizerError(_other_tree(found, params)) from error
     return [n for (n,) in jax.tree.structure(params).flatten_up_to(tree)]
+
+
+_FROM_MODEL = "as muon_dimension_numbers(model) returns them, with the Trainer's wrt"
+
+
+def _other_tree(numbers: Any, params: Any) -> str:
+    """Says where dimension numbers and parameters differ."""
+    ours, theirs = (
+        {
+            path_of(path)
+            for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf)
+        }
+        for tree, is_leaf in ((numbers, _is_numbers), (params, None))
+    )
+    alone = [
+        f"{len(paths)} of them {where}, such as {min(paths)}"
+        for paths, where in (
+            (ours - theirs, "no parameter that is trained"),
+            (theirs - ours, "left out"),
+        )
+        if paths
+    ]
+    return (
+        f"Dimension numbers are not those of the parameters: {'; '.join(alone)}. There "
+        f"must be one for each parameter that is trained, {_FROM_MODEL}."
+    )
 
 
 def _is_numbers(x: Any) -> bool:
@@ -184,7 +219,9 @@ def muon(
         consistent_rms: Scales updates to this root mean square; ``None`` by width [2].
 
     Raises:
-        OptimizerError: If the numbers do not make matrices of an array.
+        OptimizerError: If the numbers do not make matrices of an array, or are not
+            those of the parameters; if a rate is no number, or there is no such
+            preconditioning.
 
     Example:
         >>> from nnx_parallel import muon, muon_dimension_numbers
@@ -200,6 +237,20 @@ def muon(
     """
     # By the same names: the state is the one that Optax makes, presets resolved.
     plain = optax.contrib.muon(**locals())
+    for name, rate in (
+        ("learning_rate", learning_rate),
+        ("adam_learning_rate", 0 if adam_learning_rate is None else adam_learning_rate),
+    ):
+        if not (callable(rate) or isinstance(rate, ArrayLike)):
+            raise OptimizerError(
+                f"muon got {name}={rate!r}. It must be a number, or a schedule of "
+                "Optax."
+            )
+    if preconditioning not in get_args(Preconditioning):
+        raise OptimizerError(
+            f"muon got preconditioning={preconditioning!r}. It must be one of "
+            f"{list(get_args(Preconditioning))}."
+        )
     given = muon_weight_dimension_numbers
 
     def init(params: optax.Params) -> optax.OptState:

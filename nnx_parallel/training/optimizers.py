@@ -15,7 +15,7 @@ import optax
 from flax import nnx
 from optax.contrib import MuonDimensionNumbers
 
-from nnx_parallel.errors import OptimizerError, warn_user
+from nnx_parallel.errors import OptimizerError, kind_of, warn_user
 from nnx_parallel.precision import cast_floating
 from nnx_parallel.sharding.matrices import placing_updates
 from nnx_parallel.sharding.model import flatten, nest
@@ -35,12 +35,15 @@ def decay_mask(model: nnx.Module, wrt: Any = nnx.Param) -> dict[str, Any]:
     Returns:
         bool for each parameter, as the nested dict that Optax sees.
 
+    Raises:
+        OptimizerError: If it gets another thing than a model.
+
     Example:
         >>> import optax
         >>> from nnx_parallel import decay_mask
         >>> optimizer = lambda model: optax.adamw(3e-4, mask=decay_mask(model))
     """
-    return _map_params(_decays, model, wrt)
+    return _map_params(_decays, model, wrt, "optax.adamw(3e-4, mask=decay_mask(model))")
 
 
 def muon_dimension_numbers(model: nnx.Module, wrt: Any = nnx.Param) -> dict[str, Any]:
@@ -53,6 +56,9 @@ def muon_dimension_numbers(model: nnx.Module, wrt: Any = nnx.Param) -> dict[str,
     Returns:
         ``optax.contrib.MuonDimensionNumbers`` or ``None`` for each parameter.
 
+    Raises:
+        OptimizerError: If it gets another thing than a model.
+
     Example:
         >>> import optax
         >>> from nnx_parallel import muon_dimension_numbers
@@ -60,10 +66,20 @@ def muon_dimension_numbers(model: nnx.Module, wrt: Any = nnx.Param) -> dict[str,
         ...     0.02, muon_weight_dimension_numbers=muon_dimension_numbers(model)
         ... )
     """
-    return _map_params(_muon_dims, model, wrt)
+    example = "muon(0.02, muon_weight_dimension_numbers=muon_dimension_numbers(model))"
+    return _map_params(_muon_dims, model, wrt, example)
 
 
-def _map_params(function: Callable, model: nnx.Module, wrt: Any) -> dict[str, Any]:
+def _map_params(
+    function: Callable, model: nnx.Module, wrt: Any, example: str
+) -> dict[str, Any]:
+    if not isinstance(model, nnx.Module):
+        name = re.search(r"(\w+)\(model\)", example)
+        assert name is not None
+        raise OptimizerError(
+            f"{name[1]} got {kind_of(model)}. It takes a model, which the Trainer "
+            f"passes to a function: optimizer=lambda model: {example}."
+        )
     flat = variables_of(model, wrt)
     return nest({path: function(path, variable) for path, variable in flat})
 

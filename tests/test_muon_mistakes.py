@@ -1,0 +1,77 @@
+"""Mistakes in the arguments of Muon and of masks, each refused with the rule."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+from nnx_parallel import by_matrix, decay_mask, muon, muon_dimension_numbers
+from nnx_parallel.errors import OptimizerError
+
+PARAMS = {
+    "bias": jnp.ones(4),
+    "plain": jnp.ones((6, 4)),
+    "stacked": jnp.ones((2, 4, 6)),
+}
+
+
+def double(matrix: jax.Array) -> jax.Array:
+    return 2 * matrix
+
+
+def test_dimension_numbers_of_another_model() -> None:
+    def build(numbers: Any) -> optax.GradientTransformation:
+        return muon(0.1, muon_weight_dimension_numbers=numbers)
+
+    rule = "as muon_dimension_numbers(model) returns them, with the Trainer's wrt."
+    tree = {"bias": None, "plane": None, "stacked": None}
+    differs = (
+        "Dimension numbers are not those of the parameters: 1 of them no parameter "
+        "that is trained, such as plane; 1 of them left out, such as plain. There must "
+        f"be one for each parameter that is trained, {rule}"
+    )
+    kind = (
+        "A dimension number is True. Each must be a MuonDimensionNumbers or None, "
+        f"{rule}"
+    )
+    model = (
+        "muon_dimension_numbers got a dict. It takes a model, which the Trainer passes "
+        "to a function: optimizer=lambda model: muon(0.02, "
+        "muon_weight_dimension_numbers=muon_dimension_numbers(model))."
+    )
+    for numbers, message in (
+        (tree, differs),
+        (True, kind),
+        (muon_dimension_numbers, model),
+    ):
+        for tx in (build(numbers), by_matrix(double, numbers)):
+            with pytest.raises(OptimizerError, match=re.escape(message)):
+                tx.init(PARAMS)
+    mask: Any = nnx.Linear
+    message = "decay_mask got the class Linear. It takes a model, which"
+    with pytest.raises(OptimizerError, match=re.escape(message)):
+        decay_mask(mask)
+
+
+def test_settings_of_muon() -> None:
+    build: Any = muon
+    for arguments, message in (
+        (
+            {"learning_rate": "0.02"},
+            "muon got learning_rate='0.02'. It must be a number",
+        ),
+        (
+            {"learning_rate": 0.1, "adam_learning_rate": "0.02"},
+            "muon got adam_learning_rate='0.02'. It must be a number, or a schedule",
+        ),
+        (
+            {"learning_rate": 0.1, "preconditioning": "spectrum"},
+            "muon got preconditioning='spectrum'. It must be one of ['frobenius', ",
+        ),
+    ):
+        with pytest.raises(OptimizerError, match=re.escape(message)):
+            build(**arguments)
