@@ -91,6 +91,31 @@ def check_arguments(
             "one of the two."
         )
     _check_model(model)
+    _check_optimizer(optimizer)
+    for name, (kind, rule) in _KINDS.items():
+        value = arguments[name]
+        if value is not None and not isinstance(value, kind):
+            called = _if_called(value, lambda x, kind=kind: issubclass(x, kind))
+            raise TypeError(f"{name} is {kind_of(value)}. It must be {rule}{called}.")
+    for name, (is_valid, kind, example) in _LISTS.items():
+        value = arguments[name]
+        if value is None:
+            continue
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            raise TypeError(
+                f"{name} is {kind_of(value)}. It must be a list, also of a single "
+                f"{kind}, such as {example}."
+            )
+        # An iterator is not looked into: it would be empty afterwards.
+        for i, element in enumerate(value if isinstance(value, list | tuple) else ()):
+            if inspect.isclass(element) or not is_valid(element):
+                raise TypeError(
+                    f"{name}[{i}] is {kind_of(element)}. It must be a {kind}"
+                    f"{_if_called(element, is_valid)}."
+                )
+
+
+def _check_optimizer(optimizer: object) -> None:
     if isinstance(optimizer, nnx.Optimizer):
         raise TypeError(
             "optimizer is an nnx.Optimizer. The Trainer keeps the optimizer's state "
@@ -120,27 +145,6 @@ def check_arguments(
             f"optimizer is the function optax.{name}. Call it, with a learning rate: "
             f"optax.{name}(3e-4)."
         )
-    for name, (kind, rule) in _KINDS.items():
-        value = arguments[name]
-        if value is not None and not isinstance(value, kind):
-            called = _if_called(value, lambda x, kind=kind: issubclass(x, kind))
-            raise TypeError(f"{name} is {kind_of(value)}. It must be {rule}{called}.")
-    for name, (is_valid, kind, example) in _LISTS.items():
-        value = arguments[name]
-        if value is None:
-            continue
-        if isinstance(value, str) or not isinstance(value, Iterable):
-            raise TypeError(
-                f"{name} is {kind_of(value)}. It must be a list, also of a single "
-                f"{kind}, such as {example}."
-            )
-        # An iterator is not looked into: it would be empty afterwards.
-        for i, element in enumerate(value if isinstance(value, list | tuple) else ()):
-            if inspect.isclass(element) or not is_valid(element):
-                raise TypeError(
-                    f"{name}[{i}] is {kind_of(element)}. It must be a {kind}"
-                    f"{_if_called(element, is_valid)}."
-                )
 
 
 def _check_model(model: object) -> None:
