@@ -278,7 +278,7 @@ print(int(same))
 def test_the_program_for_tpus_exchanges_rows_and_no_kernels():
     """Two exchanges forward and two backward, of each token's rows; no expert moves.
 
-    Each is one for each chunk of the tokens, and most run beside products.
+    Each is one for each chunk of the tokens; some run beside products.
     """
     numbers = iter(numbers_from(SCRIPT))
     tokens = 2 * 4096  # of a device
@@ -288,7 +288,8 @@ def test_the_program_for_tpus_exchanges_rows_and_no_kernels():
     assert sent == 4 * rows * 1024 * 2  # as 1024 numbers of bfloat16
     scheduled, hidden = next(numbers), next(numbers)
     assert scheduled == exchanges
-    assert hidden >= 5
+    # Forward, all but the first chunk's way there and the last one's way back.
+    assert hidden >= 2 * (NUM_CHUNKS - 1)
     assert next(numbers) == 0, "kernels are gathered"
     # Forward three products, backward two for each.
     products, grouped, others, tile, unbounded = (next(numbers) for _ in range(5))

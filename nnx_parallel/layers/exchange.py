@@ -247,8 +247,8 @@ class _Exchange:
             # choose between two, it ran some with no product beside them.
             rows, came = jax.lax.optimization_barrier((this.multiply(came), coming))
             outs.append(rows)
-        # Likewise backward, where the last chunk comes first: its gradients come while
-        # its own products are computed again, and those of the others after these.
+        # Likewise backward, where the last chunk comes first: its gradients can come
+        # while its own products are computed again, those of the others after these.
         after = [*outs[1:], outs[-2]] if len(outs) > 1 else [None]
         parts = zip(rounds, outs, after, strict=True)
         return jnp.stack([this.send_back(rows, known) for this, rows, known in parts])

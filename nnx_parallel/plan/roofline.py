@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nnx_parallel.plan.hardware import Topology
 
@@ -56,8 +56,13 @@ class Schedule:
     kernels: float
     waits: Mapping[str, Range]
 
-    def time(self, given: Assumptions) -> StepTime:
-        """The range of a step's time; bubbles are part of the schedule."""
+    def time(self, given: Assumptions, lanes: Iterable[Lane] = ()) -> StepTime:
+        """The range of a step's time; bubbles are part of the schedule.
+
+        Args:
+            given: What attains how much.
+            lanes: What the step asks of each part, as it is without a schedule.
+        """
 
         def waits(at: int, share: float) -> dict[str, float]:
             return {name: seconds[at] / share for name, seconds in self.waits.items()}
@@ -69,8 +74,17 @@ class Schedule:
             "memory": self.others,
             **waits(1, slow),
         }
-        fast = least + sum(waits(0, quick).values())
-        return StepTime(fast=fast, slow=sum(parts.values()), parts=parts)
+        best = {"products": least - self.others, "memory": self.others}
+        best |= waits(0, quick)
+        return StepTime(
+            fast=sum(best.values()),
+            slow=sum(parts.values()),
+            parts=parts,
+            lanes=tuple(
+                lane.waited(parts.get(lane.name, 0.0), best.get(lane.name, 0.0))
+                for lane in lanes
+            ),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +173,16 @@ class Lane:
     hidden: Range
     exposed: Range
 
+    def waited(self, slow: float, fast: float) -> Lane:
+        """The same where a schedule says how long the step waits for it."""
+        hidden = [
+            max(0.0, own + other - waits) * (self.name != "products")
+            for own, other, waits in zip(
+                self.hidden, self.exposed, (slow, fast), strict=True
+            )
+        ]
+        return replace(self, hidden=(hidden[0], hidden[1]), exposed=(slow, fast))
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
@@ -205,8 +229,6 @@ def time_step(
         assumptions: What attains how much.
     """
     given = assumptions or Assumptions()
-    if costs.schedule is not None:
-        return costs.schedule.time(given)
     peak, memory = topology.hardware.peak(dtype), topology.hardware.memory_bandwidth
     worse, better = (
         costs.flops / (share * peak) / (1 - costs.bubble) for share in given.products
@@ -236,6 +258,8 @@ def time_step(
         "memory": slow_memory,
         **{lane.name: lane.exposed[0] for lane in sent},
     }
+    if costs.schedule is not None:
+        return costs.schedule.time(given, (products, moved, *sent))
     hidden, exposed = (sum(x.hidden[1] for x in sent), sum(x.exposed[1] for x in sent))
     return StepTime(
         fast=max(better, fast_memory, hidden) + exposed,
