@@ -21,7 +21,7 @@ from nnx_parallel.plan.moments import Kind, Size, Timeline
 from nnx_parallel.plan.roofline import OWNERS, Costs
 from nnx_parallel.plan.traffic import traffic_of
 from nnx_parallel.precision import array_bytes
-from nnx_parallel.sharding.model import Path, flatten
+from nnx_parallel.sharding.model import flatten
 from nnx_parallel.sharding.placement import Placement
 from nnx_parallel.state import StatePlan
 
@@ -164,20 +164,20 @@ class Estimate(Local):
             return size.num_bytes
         place = self.plan.placements[size.path]
         if size.kind == "weight":
-            share = self._share(size.path, place.used)
+            share = self._share(place.used)
             return size.num_bytes * share if place.is_gathered else 0.0
         if size.kind in ("layer", "layer gradient"):
-            return size.num_bytes * self._share(size.path, place.used, first=1)
+            return size.num_bytes * self._share(place.used, first=1)
         if size.kind == "turned":
             return self._turned_bytes(size, place)
         if size.kind == "combined":
             return self._combined_bytes(size, place)
         if size.kind == "unsummed":
-            parts = (self._share(size.path, s) for s in (place.used, place.gradient))
+            parts = (self._share(s) for s in (place.used, place.gradient))
             whole, own = parts
             return size.num_bytes * max(0.0, whole - own)
         spec = place.stored if size.kind == "cast" else place.gradient
-        return size.num_bytes * self._share(size.path, spec)
+        return size.num_bytes * self._share(spec)
 
     def _combined_bytes(self, size: Size, place: Placement) -> float:
         """A gradient on its way into a sum over devices, on CPUs.
@@ -188,7 +188,7 @@ class Estimate(Local):
         over = [a for a in (*claims.batch, *self.layout.sequence_axes) if a not in used]
         is_summed = self._is_cpu and self.size(tuple(over)) > 1
         first = int(place.is_stacked or place.is_scanned)
-        return size.num_bytes * self._share(size.path, place.used, first) * is_summed
+        return size.num_bytes * self._share(place.used, first) * is_summed
 
     @property
     def _is_cpu(self) -> bool:
@@ -202,13 +202,11 @@ class Estimate(Local):
         used = [*place.used, *(None,) * len(place.stored)]
         split = [i for i, dim in enumerate(place.stored) if dim != used[i]]
         is_turned = self._is_cpu and max(split, default=0) > 0
-        return size.num_bytes * self._share(size.path, place.stored) * is_turned
+        return size.num_bytes * self._share(place.stored) * is_turned
 
-    def _share(self, path: Path, spec: P, first: int = 0) -> float:
-        """A device's part of an array, or of each of its layers."""
-        shape = self.shapes[path]
-        shard = self.layout.sharding(spec).shard_shape(shape)
-        return math.prod(shard[first:]) / math.prod(shape[first:])
+    def _share(self, spec: P, first: int = 0) -> float:
+        """A device's part of an array, or with ``first=1`` of each of its layers."""
+        return 1 / self.size(axes_of(P(*spec[first:])))
 
     def pipeline_bytes(self) -> dict[str, float]:
         """What a pipeline has besides arguments, by owner."""

@@ -57,7 +57,6 @@ class Local:
         # Path, shape and placement of each trained parameter.
         trained = flatten(plan.abstract.params)
         self.params = [(path, x, plan.placements[path]) for path, x in trained.items()]
-        self.shapes = {path: x.shape for path, x in trained.items()}
         staged = [x.shape[0] for _, x, place in self.params if place.is_staged]
         stacked = [x.shape[0] for _, x, place in self.params if place.is_stacked]
         # Of the stack that a pipeline cuts; else of the longest.
