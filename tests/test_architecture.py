@@ -267,7 +267,7 @@ def test_the_package_is_small() -> None:
     # matrices that are spread over devices; state that waits on the host; a plan, whose
     # table of hardware is long; collectives of SparseCores and what hides them, and
     # options of compilers, each with its reason.
-    assert sum(map(num_lines, files)) <= 36_500
+    assert sum(map(num_lines, files)) <= 38_000
 
 
 def test_the_code_gives_its_reasons() -> None:
