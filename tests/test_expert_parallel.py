@@ -81,7 +81,10 @@ class TokenByToken(MoE):
     holds that against a loop of its own.
     """
 
-    def _run(self, x: jax.Array, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _run(
+        self, x: jax.Array, scores: jax.Array, alongside: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        del alongside
         mixture = self.experts
         bias = None if self.bias is None else self.bias[...]
         capacity = mixture.capacity(x.shape[1])

@@ -8,9 +8,8 @@ import jax
 import pytest
 
 from nnx_parallel.audit.report import audit
-from nnx_parallel.audit.transfers import read_transfers
 from nnx_parallel.plan import HARDWARE, Assumptions, Candidate, Entry, Topology
-from nnx_parallel.plan.compiled import Compiled, axes_of_groups
+from nnx_parallel.plan.compiled import Compiled, traffic_by_axes
 from nnx_parallel.plan.costs import Facts
 from nnx_parallel.plan.formulas import Estimate
 from nnx_parallel.plan.report import order
@@ -32,7 +31,8 @@ def compile_here(facts: Facts, candidate: Candidate) -> Compiled:
     step: Any = make_train_step(state, parts.loss, options)
     compiled = step.lower(state.abstract, parts.batch_on(layout, count)).compile()
     memory, sizes = compiled.memory_analysis(), dict(layout.mesh.shape)
-    sent = read_transfers(compiled.as_text())
+    report = audit(compiled)
+    sent = (*report.collectives, *report.unread)
     return Compiled(
         memory={
             "arguments": memory.argument_size_in_bytes,
@@ -41,12 +41,9 @@ def compile_here(facts: Facts, candidate: Candidate) -> Compiled:
             "temporaries": memory.temp_size_in_bytes,
             "code": 0,
         },
-        flops=audit(compiled).flops,
-        traffic=[
-            [axes_of_groups(t.groups, sizes), t.bytes, t.bytes * t.is_hidden, t.kind]
-            for t in sent
-        ],
-        num_collectives=len(sent),
+        flops=report.flops,
+        traffic=traffic_by_axes(sent, sizes),
+        num_collectives=report.count(),
         seconds={},
     )
 

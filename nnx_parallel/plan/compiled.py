@@ -37,7 +37,7 @@ from nnx_parallel.plan.parts import Parts
 from nnx_parallel.plan.roofline import Costs, Schedule, Traffic
 from nnx_parallel.plan.timeline import read_schedule
 from nnx_parallel.training.compilation import facts_of, keep_program
-from nnx_parallel.training.compiler_options import compiler_options
+from nnx_parallel.training.compiler_options import accepted_options, compiler_options
 from nnx_parallel.training.step import StepOptions, make_train_step
 
 CACHE = Path("~/.cache/nnx_parallel/plan")
@@ -229,7 +229,7 @@ def _compile(
     start = time.monotonic()
     compiled, text = compile_with_text(lowered)
     seconds["compile"] = time.monotonic() - start
-    facts = facts_of([*layout.mesh.devices.flat])
+    facts = facts_of([*layout.mesh.devices.flat], accepted_options(layout.mesh)[0])
     keep_program(cache, lowered, compiled, facts, seconds["compile"])
     start = time.monotonic()
     report, memory = audit(text), compiled.memory_analysis()
@@ -245,7 +245,7 @@ def _compile(
             "host": memory.host_temp_size_in_bytes + memory.host_argument_size_in_bytes,
         },
         flops=report.flops,
-        traffic=_by_axes(sent, dict(layout.mesh.shape)),
+        traffic=traffic_by_axes(sent, dict(layout.mesh.shape)),
         num_collectives=report.count(),
         seconds=seconds | {"read": time.monotonic() - start},
         processor_seconds=time.process_time(),
@@ -297,7 +297,10 @@ def _key(lowered: Any, topology: Topology, mesh: Mesh) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _by_axes(sent: Sequence[Collective], sizes: Mapping[str, int]) -> list[list[Any]]:
+def traffic_by_axes(
+    sent: Sequence[Collective], sizes: Mapping[str, int]
+) -> list[list[Any]]:
+    """Bytes sent in a step and those of them that products hide, by axes and kind."""
     sums: dict[tuple[tuple[str, ...], str], list[float]] = {}
     for each in sent:
         axes = axes_of_groups(each.groups, sizes)

@@ -1,10 +1,11 @@
 """Devices by their data sheets, and machines of them that need not be there.
 
 The figures are those that makers publish, without sparsity; `Hardware.source` is the
-page to check them on, as was done in November 2026. Where pages of one maker differ, as
-for the memory of v6e (1,600 GB/s, 1,638, 1,640), the newest counts. The network of v4
-is taken to be v5p's, and that of GPUs one adapter for each. A user's own device is a
-`Hardware` like those of the table.
+page to check them on. In November 2026 that was done for v5e, v5p and v6e, and for the
+FLOP/s and the memory's size of v7x; those of GPUs agree with what others quote of their
+data sheets. Where pages of one maker differ, as for the memory of v6e (1,600 GB/s,
+1,638, 1,640), the newest counts. The network of v4 is taken to be v5p's, and that of
+GPUs one adapter for each. A user's own device is a `Hardware` like those of the table.
 """
 
 from __future__ import annotations

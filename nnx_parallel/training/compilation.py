@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
+from jax.sharding import Mesh
 
 from nnx_parallel.distributed.agreement import allgather_object
 
@@ -129,8 +130,9 @@ class Program:
 
 def start_program(
     lowered: jax.stages.Lowered,
-    devices: Sequence[Any],
+    mesh: Mesh,
     warm_start: str | os.PathLike | None,
+    options: Mapping[str, Any] | None = None,
 ) -> Program:
     """Reads a program that a plan has compiled, or compiles it.
 
@@ -138,13 +140,15 @@ def start_program(
 
     Args:
         lowered: The program.
-        devices: In the order of the mesh.
+        mesh: Whose devices run it.
         warm_start: The plan's directory, or ``None`` to compile.
+        options: Of the compiler, which the program has already.
     """
     if warm_start is None:
         return Program(lowered.compile())
     start = time.perf_counter()
-    found = _read(Path(warm_start).expanduser(), lowered, facts_of(devices))
+    facts = facts_of([*mesh.devices.flat], options)
+    found = _read(Path(warm_start).expanduser(), lowered, facts)
     if jax.process_count() > 1:
         mine = found if isinstance(found, str) else ""
         reasons = allgather_object("compiled step to start with", mine)

@@ -336,8 +336,8 @@ class Loop:
         agree_on_program(lowered)
         mesh = self.programs.plan.layout.mesh
         with self._explaining_memory():
-            devices = [*mesh.devices.flat]
-            program = start_program(lowered, devices, self.settings.warm_start)
+            options, _ = self.programs.compiler_options
+            program = start_program(lowered, mesh, self.settings.warm_start, options)
         if program.is_read:
             self._step = self._step.running(program.compiled)
         if program.note:
