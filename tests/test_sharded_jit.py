@@ -50,7 +50,7 @@ def test_inputs_and_outputs_lie_as_rules_and_specs_say(mesh: Mesh) -> None:
 
     params = {"w": np.ones((4, 16), np.float32), "b": np.ones(16, np.float32)}
     new, metrics = step(params, np.ones((8, 4), np.float32))
-    assert new["w"].sharding == NamedSharding(mesh, P(None, "fsdp"))
+    assert new["w"].sharding == NamedSharding(mesh, P("fsdp"))
     assert new["b"].sharding == NamedSharding(mesh, P("fsdp"))
     assert metrics["mean"].sharding == NamedSharding(mesh, P())
     assert metrics["rows"].sharding == NamedSharding(mesh, P(("data", "fsdp")))
