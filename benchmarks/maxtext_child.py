@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 
 def main(request: dict, out: Path) -> None:
@@ -20,7 +21,9 @@ def main(request: dict, out: Path) -> None:
     """
     import jax
     import maxtext
-    from maxtext.trainers.pre_train import train_compile
+    from maxtext.trainers.pre_train import (  # pyright: ignore[reportMissingImports]
+        train_compile,
+    )
 
     # As MaxText's own entry point sets it.
     jax.config.update("jax_default_prng_impl", "unsafe_rbg")
@@ -53,8 +56,8 @@ def main(request: dict, out: Path) -> None:
     start = time.perf_counter()
     compiled = lowered.compile(compiler_options=request["options"])
     seconds = time.perf_counter() - start
-    out.write_text(compiled.as_text())
-    memory = compiled.memory_analysis()
+    out.write_text(compiled.as_text() or "")
+    memory: Any = compiled.memory_analysis()
     figures = {
         "temporaries": memory.temp_size_in_bytes,
         "state": memory.argument_size_in_bytes,
