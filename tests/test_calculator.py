@@ -39,6 +39,7 @@ from nnx_parallel import (
 )
 from nnx_parallel.collectives.ring import ExpertAxis
 from nnx_parallel.layers import Experts, MoE, Remat
+from nnx_parallel.layers.exchange import NUM_CHUNKS
 from nnx_parallel.layers.jaxprs import walk
 from nnx_parallel.mesh import MESH_AXES
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
@@ -535,7 +536,8 @@ def test_ragged_sends_a_row_for_each_choice(remat: str) -> None:
             "remat": remat,
         },
     )
-    rows = batch * seq // 4 * mixture.top_k
+    # Each moves the rows of one chunk of the tokens.
+    rows = batch * seq // 4 * mixture.top_k / NUM_CHUNKS
     assert exchange["ragged"] == count * rows * width * 4 > 0
 
 

@@ -108,7 +108,14 @@ def test_every_command_is_one_that_runs_or_needs_more_than_this_machine() -> Non
 
 
 def test_every_block_is_of_a_known_kind() -> None:
-    known = {"python", "text", "console", "{toctree}", "{include} ../CONTRIBUTING.md"}
+    known = {
+        "python",
+        "text",
+        "{code-block} text",
+        "console",
+        "{toctree}",
+        "{include} ../CONTRIBUTING.md",
+    }
     known |= {"diff"}  # of a file of others
     known |= {"bash", "yaml"}  # what a command above them has printed
     known |= {"{include} ../CHANGELOG.md", "{include} ../README.md"}

@@ -171,7 +171,7 @@ def test_a_device_computes_and_sends_its_share(
     assert found.bytes <= 1.1
     if strategy == FSDP(8) and num_layers == 8:
         theirs = ratios(plan_gpt(config(8), strategy, optax.contrib.muon))
-        assert theirs.flops > 1.5 * found.flops
+        assert theirs.flops > 1.4 * found.flops
         assert theirs.bytes > 10 * found.bytes
 
 

@@ -241,8 +241,8 @@ def test_factors_follow_the_dims_of_their_parameter() -> None:
     }
     assert factors["v_row.embed.embedding"] == ((WIDTH,), P("fsdp"))
     assert factors["v_col.embed.embedding"] == ((VOCAB,), P("tensor"))
-    assert factors["v_row.head.kernel"] == ((WIDTH,), P())
-    assert factors["v_col.head.kernel"] == ((VOCAB,), P("fsdp"))
+    assert factors["v_row.head.kernel"] == ((WIDTH,), P("fsdp"))
+    assert factors["v_col.head.kernel"] == ((VOCAB,), P())
     assert factors["v.head.kernel"] == ((1,), P())
 
 
@@ -252,9 +252,9 @@ def test_state_that_stays_whole_is_reported() -> None:
         Model, optimizer=optimizer
     )
     (row,) = found.replicated_optimizer
-    assert (row.path, row.bytes_per_device) == ("0.v_row.head.kernel", 4 * WIDTH)
+    assert (row.path, row.bytes_per_device) == ("0.v_col.head.kernel", 4 * VOCAB)
     assert (
-        "replicated: optimizer state 0.v_row.head.kernel (32,) 128 B "
+        "replicated: optimizer state 0.v_col.head.kernel (64,) 256 B "
         "(follows no split dim of head.kernel)"
     ) in found.summary()
     by_adam = FSDP(min_size=0).describe(Model, optimizer=optax.adam(1e-2))

@@ -47,7 +47,7 @@ def test_a_signature_is_traced_once(out_shardings: Any, mesh: Mesh) -> None:
         out_shardings=out_shardings,
     )
     small = {"w": np.ones((8, 4), np.float32)}
-    large = {"w": np.ones((4, 16), np.float32)}
+    large = {"w": np.ones((3, 16), np.float32)}
     more = {"w": np.ones((8, 4), np.float32), "b": np.ones((4, 4), np.float32)}
     batch = np.ones((), np.float32)
     for traces, params in enumerate((small, large, more), 1):

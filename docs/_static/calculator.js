@@ -275,8 +275,8 @@ function exchangeBytes(model, plan, tokens, width, remat) {
   // Tokens of all, and their choices (int32) and weights. Outputs are not needed again.
   const gather = (4 + again) * m.embed * width + (1 + again) * k * 4
     + (2 + again) * k * width;
-  // A row for each choice; its output is needed again, for the gradient of its weight.
-  const ragged = (4 + 2 * again) * m.embed * width;
+  // A row for each choice; outputs are not needed again.
+  const ragged = (4 + again) * m.embed * width;
   return { gather: layers * tokens * n * gather, ragged: layers * tokens * k * ragged };
 }
 

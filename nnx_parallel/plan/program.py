@@ -79,7 +79,7 @@ class Op:
     @property
     def is_view(self) -> bool:
         """True if its result is its operand, in the same memory."""
-        if not self.ins:
+        if not self.ins or not self.outs:  # one that prints has none
             return False
         out = self.outs[0].aval
         is_matrix = self.name == "transpose" and len(out.shape) < 3

@@ -144,7 +144,8 @@ def _of_experts(local: Local) -> Iterator[Traffic]:
         how = "gather" if _is_cpu(local) else axis.choose(local.mesh, top_k)[0]
         # Either a token goes to all devices, or each of its rows to one expert's.
         copies = count if how == "gather" else top_k
-        times = 2 * _passes(local) * max(1, layers / local.stages)
+        # There and back, both ways; by remat there once more: outputs are not needed.
+        times = (2 + _passes(local)) * max(1, layers / local.stages)
         total = copies * local.hidden_bytes * times * local.microbatches
         yield _sent(local, (axis.axis,), total, f"tokens ({how})", exposed=True)
 
