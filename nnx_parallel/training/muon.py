@@ -241,7 +241,8 @@ def muon(
         ("learning_rate", learning_rate),
         ("adam_learning_rate", 0 if adam_learning_rate is None else adam_learning_rate),
     ):
-        if not (callable(rate) or isinstance(rate, ArrayLike)):
+        # `jax.Array` has traced numbers, which `ArrayLike` of jax 0.10 has not.
+        if not (callable(rate) or isinstance(rate, jax.Array | ArrayLike)):
             raise OptimizerError(
                 f"muon got {name}={rate!r}. It must be a number, or a schedule of "
                 "Optax."
