@@ -43,6 +43,7 @@ from nnx_parallel.training.trainer import Trainer
 from tests.plans import MODELS, PIPELINED, STRATEGIES, gpt, shape
 
 CPUS = Topology.parse("cpu:8")
+GPUS = Topology.parse("h100:8")
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +162,7 @@ def test_recomputation_costs_flops_and_saves_memory(facts: Facts) -> None:
 
 
 def test_bytes_sent_follow_from_where_arrays_are_stored(facts: Facts) -> None:
-    def sent(strategy, source, topology=Topology.parse("h100:8")):
+    def sent(strategy, source, topology=GPUS):
         state = facts.parts.on(strategy.layout(strategy.make_mesh(CPUS.devices)))
         costs = Estimate(facts, Candidate(strategy=strategy), topology, state).costs
         return sum(t.sent_bytes for t in costs.traffic if t.source == source)

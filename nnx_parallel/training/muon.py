@@ -241,8 +241,9 @@ def muon(
         ("learning_rate", learning_rate),
         ("adam_learning_rate", 0 if adam_learning_rate is None else adam_learning_rate),
     ):
-        # `jax.Array` has traced numbers, which `ArrayLike` of jax 0.10 has not.
-        if not (callable(rate) or isinstance(rate, jax.Array | ArrayLike)):
+        # A traced number is a `jax.Array`, but with Python 3.11 not of a union with it.
+        is_number = isinstance(rate, jax.Array) or isinstance(rate, ArrayLike)  # noqa: SIM101
+        if not (callable(rate) or is_number):
             raise OptimizerError(
                 f"muon got {name}={rate!r}. It must be a number, or a schedule of "
                 "Optax."
