@@ -59,7 +59,7 @@ print(f"{config.num_params:,} parameters, {ROWS * config.seq_len:,} tokens a ste
 # ## A first plan
 #
 # `"v5p:2x2x4"` is a slice of sixteen TPU chips. `compile=0` asks formulas alone, which takes seconds.
-# To keep the list short, pipelines and tensor parallelism are left out for now: what is in `fix` is
+# To keep the list short, pipelines, tensor parallelism and offload are left out: what is in `fix` is
 # decided.
 
 # %%
@@ -67,7 +67,7 @@ first = plan(
     trainer,
     topology="v5p:2x2x4",
     batch=batch,
-    fix={"pipe": 1, "tensor": 1, "microbatches": 1},
+    fix={"pipe": 1, "tensor": 1, "microbatches": 1, "offload": False},
     compile=0,
 )
 print(first)
