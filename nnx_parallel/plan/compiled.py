@@ -37,7 +37,11 @@ from nnx_parallel.plan.parts import Parts
 from nnx_parallel.plan.roofline import Costs, Schedule, Traffic
 from nnx_parallel.plan.timeline import read_schedule
 from nnx_parallel.training.compilation import facts_of, keep_program
-from nnx_parallel.training.compiler_options import accepted_options, compiler_options
+from nnx_parallel.training.compiler_options import (
+    ENVIRONMENT,
+    accepted_options,
+    compiler_options,
+)
 from nnx_parallel.training.step import StepOptions, make_train_step
 
 CACHE = Path("~/.cache/nnx_parallel/plan")
@@ -290,7 +294,7 @@ def _key(lowered: Any, topology: Topology, mesh: Mesh) -> str:
     packages = versions()
     if importlib.util.find_spec("libtpu") is not None:
         packages["libtpu"] = importlib.metadata.version("libtpu")
-    flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
+    flags = [os.environ.get(name, "") for name in ENVIRONMENT]
     options = compiler_options(mesh)
     facts = json.dumps([_VERSION, topology.name, packages, flags, options])
     text = lowered.as_text() + facts

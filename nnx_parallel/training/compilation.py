@@ -25,8 +25,8 @@ from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
 from nnx_parallel.distributed.agreement import allgather_object
+from nnx_parallel.training.compiler_options import ENVIRONMENT
 
-_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _CONFIG = (
     "jax_disable_most_optimizations",
     "jax_optimization_level",
@@ -64,7 +64,7 @@ def facts_of(
     if first.platform == "tpu" and importlib.util.find_spec("libtpu") is not None:
         packages.append("libtpu")
     facts = {name: importlib.metadata.version(name) for name in packages}
-    facts |= {name: os.environ.get(name, "") for name in _FLAGS}
+    facts |= {name: os.environ.get(name, "") for name in ENVIRONMENT}
     # Those that say how to compile; a version of jax may lack some.
     facts |= {name: str(jax.config.values.get(name)) for name in _CONFIG}
     places = [
