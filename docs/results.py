@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,50 @@ def _part(name: str, found: dict[str, Any]) -> list[str]:
             f"![Ratios with their intervals. {alt}](/_build/plots/{name}.svg)",
             "",
         ]
-    lines += ["| measured | figure |", "|---|--:|"]
-    lines += [f"| {key} | {_shown(each)} |" for key, each in figures.items()]
+    for table in _tables(figures):
+        lines += [*table, ""]
     return [
         *lines,
-        "",
         f"`{found['command']}` on {found['hardware']}, load average "
         f"{found['load average']}; {versions}.",
         "",
     ]
+
+
+def _tables(figures: dict[str, Any]) -> list[list[str]]:
+    """A column for each variant of `variant: quantity`; what has no variant in a list.
+
+    Variants with a quantity in common share a table.
+    """
+    columns: dict[str, dict[str, Any]] = {}
+    others: dict[str, Any] = {}
+    for key, each in figures.items():
+        variant, colon, quantity = key.partition(": ")
+        if colon:
+            columns.setdefault(variant, {})[quantity] = each
+        else:
+            others[key] = each
+    tables = []
+    while columns:
+        rows = dict.fromkeys(next(iter(columns.values())))
+        names = [name for name, each in columns.items() if rows.keys() & each.keys()]
+        group = {name: columns.pop(name) for name in names}
+        rows |= dict.fromkeys(row for each in group.values() for row in each)
+        cells = [
+            [_shown(each[row]) if row in each else "" for each in group.values()]
+            for row in rows
+        ]
+        tables.append(_table(["", *group], zip(rows, cells, strict=True)))
+    if others:
+        cells = ((key, [_shown(each)]) for key, each in others.items())
+        tables.append(_table(["measured", "figure"], cells))
+    return tables
+
+
+def _table(head: list[str], rows: Iterable[tuple[str, list[str]]]) -> list[str]:
+    lines = [head, ["---", *["--:"] * (len(head) - 1)]]
+    lines += [[name, *cells] for name, cells in rows]
+    return [f"| {' | '.join(line)} |" for line in lines]
 
 
 def _is_ratio(figure: Any) -> bool:
