@@ -62,7 +62,7 @@ def devices() -> list:
 
 @pytest.fixture(scope="module", autouse=True)
 def _left_alone() -> Iterator[None]:
-    """What a file leaves alive, above all in jax's caches, is not looked through again.
+    """Takes the objects that a file leaves alive, mostly jax's caches, out of collections.
 
     A collection of all garbage else comes to take half a second.
     """

@@ -16,7 +16,7 @@ NAMES = {
     "imports": "the time to import this library, after the libraries that it needs",
     "sharded_jit": "sharded_jit against jax.jit with the same shardings",
     "overlap": "bytes that a TPU's schedule overlaps with matmuls; compiled, not run",
-    "maxtext": "the compiled step beside MaxText's (--python PATH has it); not run",
+    "maxtext": "the compiled step next to MaxText's (--python PATH has it); not run",
     "long_sequences": "memory and the ring's overlap on TPUs; compiled, not run",
     "experts": "memory and exchanges of mixtures of experts on TPUs; compiled, not run",
     "options": "bytes that options of the TPU compiler hide; compiled, not run",

@@ -42,7 +42,7 @@ OPTIONS = {
     "xla_sc_disable_megacore_partitioning": "true",
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "false",
 }
-"""What MaxText's scripts set on v5p for collectives that SparseCores run."""
+"""The options that MaxText's scripts set on v5p for SparseCores' collectives."""
 
 
 def llama2_7b() -> GPTConfig:

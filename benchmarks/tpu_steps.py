@@ -61,7 +61,7 @@ def figures_of(benchmark: str, name: str) -> dict[str, float]:
 
 
 def last_line(command: list[str]) -> dict[str, float]:
-    """What a process that compiles for TPUs prints last, as JSON."""
+    """The last line of a process that compiles for TPUs, read as JSON."""
     run = subprocess.run(
         command,
         capture_output=True,

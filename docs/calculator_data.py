@@ -1,4 +1,4 @@
-"""What the calculator takes from the library: hardware, and what is assumed of it."""
+"""The calculator's data from the library: hardware, and its assumptions."""
 
 from __future__ import annotations
 

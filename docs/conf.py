@@ -64,7 +64,7 @@ html_theme_options = {
     "home_page_in_toc": True,
     "use_download_button": False,
     "use_fullscreen_button": False,
-    "navbar_persistent": [],  # search stands in the sidebar
+    "navbar_persistent": [],  # search is in the sidebar
 }
 if repository:
     html_theme_options |= {

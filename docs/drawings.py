@@ -155,7 +155,7 @@ _STEPS = {
 
 
 def fsdp() -> list[Panel]:
-    """What FSDP does to one layer, on four devices."""
+    """The four phases of a layer under FSDP, on four devices."""
     panels = []
     for step, words in _STEPS.items():
         marks: Marks = []

@@ -8,7 +8,7 @@ from nnx_parallel import errors
 
 
 class Help(NamedTuple):
-    """What the page of errors says below a class's docstring.
+    """The entry of an error's page below the class's docstring.
 
     Attributes:
         cause: What one does to get it.

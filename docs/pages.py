@@ -58,7 +58,7 @@ class Figure(SphinxDirective):
 
 
 class CalculatorData(SphinxDirective):
-    """What the calculator takes from the library, as a script."""
+    """The calculator's data from the library, as a script."""
 
     def run(self) -> list[Node]:
         """Reads the table of hardware."""

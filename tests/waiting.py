@@ -1,4 +1,4 @@
-"""What happens beside a test, waited for."""
+"""Waits for what other processes and threads of a test do."""
 
 import time
 from collections.abc import Callable

@@ -165,7 +165,7 @@ def _is_running_sum(instruction: Instruction) -> bool:
 
 
 def _called(instruction: Instruction) -> Iterator[str]:
-    """Computations that run where an instruction stands."""
+    """The computations that an instruction calls."""
     match instruction.opcode:
         case "while":
             yield instruction.attribute("body") or ""

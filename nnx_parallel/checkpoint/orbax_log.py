@@ -1,4 +1,4 @@
-"""What Orbax and TensorStore print of a save or a read that fails.
+"""The output of Orbax and TensorStore about a save or a read that fails.
 
 Hundreds of lines, of which our one message has the cause.
 """

@@ -104,7 +104,7 @@ def _has(packages: Mapping[str, str], kind: _Accelerator) -> list[str]:
 
 
 def _probe() -> dict[str, Any]:
-    """What JAX finds; or the end of what it writes as it fails, as ``"error"``."""
+    """The devices that JAX finds; or the end of its error output, as ``"error"``."""
     # A device's memory is left to a run that has it.
     env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     command = [sys.executable, "-c", _PROBE]

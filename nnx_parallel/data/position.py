@@ -170,7 +170,7 @@ def returned_batches(data: Iterator[Any]) -> deque[Any]:
 
 
 _COUNTS = ("first_step", "num_steps", "num_dropped", "num_rows")
-"""What a checkpoint has of a `DataState` besides the iterators' own states."""
+"""The fields of a `DataState` in a checkpoint; the iterators' states are apart."""
 
 
 @dataclass

@@ -98,7 +98,7 @@ class Pad:
 
 
 LastBatch = Literal["drop", "error"] | Pad
-"""What happens in training to a batch of fewer rows than the others."""
+"""The treatment, in training, of a batch of fewer rows than the others."""
 
 
 def check_last_batch(value: object) -> None:

@@ -41,7 +41,7 @@ INTO, OUT_OF = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
 
 
 class RouterState(nnx.Variable):
-    """What a router knows of the tokens it has seen; not trained by gradients."""
+    """A router's statistics of the tokens it has seen; not trained by gradients."""
 
 
 class MoE(nnx.Module):

@@ -203,7 +203,7 @@ class Exchange:
         return jax.lax.switch(mine, [partial(function, each) for each in shares], x)
 
     def _send(self, rows: list[Array]) -> Array:
-        """What goes to each device, ``(devices, elements)``, equally long for all."""
+        """The elements sent to each device, ``(devices, elements)``, padded to one length."""
         # Each share takes consecutive matrices: slices, where a gather would copy.
         starts, parts = [0] * len(rows), []
         for devices, counts in self.shares:

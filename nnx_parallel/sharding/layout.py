@@ -64,7 +64,7 @@ class Execution(abc.ABC):
         return None
 
     def describe(self, model: Any, mesh: Mesh) -> tuple[str, ...]:
-        """What a user should know of how this model runs, in lines of `describe`."""
+        """Notes on how this model runs, as lines of `describe`."""
         return ()
 
     def merge(self, plan: Any, params: dict, variables: dict, *, training: bool) -> Any:

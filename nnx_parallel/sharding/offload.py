@@ -21,7 +21,7 @@ Kept = Literal["block_inputs"]
 @suggests_names
 @dataclass(frozen=True, kw_only=True)
 class Offload:
-    """What waits in pinned memory of the host, in shards as on the devices [1].
+    """Chooses what is kept in pinned host memory, in shards as on the devices [1].
 
     A step brings the optimizer's arrays in, updates them and sends them back in parts,
     one layer of a `Stack` at a time, so that a device holds those of one layer. The

@@ -41,7 +41,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
     ),
     "checkpoint": ((str, os.PathLike, Checkpoint), "a directory, or a Checkpoint"),
 }
-"""What an argument must be, and how that is said; ``None`` is always valid."""
+"""The valid types of each argument, and their description; ``None`` is always valid."""
 
 _LISTS: dict[str, tuple[Callable[[object], bool], str, str]] = {
     # Devices of a described TPU slice, which is not there, are of a class of their own.
@@ -66,7 +66,7 @@ def check_arguments(
     """Refuses arguments of another kind than a Trainer takes, by name.
 
     Args:
-        model: What the argument ``model`` stands for.
+        model: The meaning of the argument ``model``.
         optimizer: The optimizer.
         loss: The loss.
         arguments: All of the Trainer's by name.
