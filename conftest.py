@@ -62,9 +62,9 @@ def devices() -> list:
 
 @pytest.fixture(scope="module", autouse=True)
 def _left_alone() -> Iterator[None]:
-    """Takes the objects that a file leaves alive, mostly jax's caches, out of collections.
+    """Exempts the objects that a file leaves alive from garbage collection.
 
-    A collection of all garbage else comes to take half a second.
+    They are mostly jax's caches, and a full collection comes to take half a second.
     """
     yield
     gc.collect()

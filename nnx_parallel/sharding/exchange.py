@@ -203,7 +203,7 @@ class Exchange:
         return jax.lax.switch(mine, [partial(function, each) for each in shares], x)
 
     def _send(self, rows: list[Array]) -> Array:
-        """The elements sent to each device, ``(devices, elements)``, padded to one length."""
+        """The elements for each device, ``(devices, elements)``, padded."""
         # Each share takes consecutive matrices: slices, where a gather would copy.
         starts, parts = [0] * len(rows), []
         for devices, counts in self.shares:
