@@ -64,7 +64,7 @@ class Stack(nnx.Module):
     Args:
         make_block: Builds one block from its ``nnx.Rngs``. The block maps
             ``(x, *args)`` to an array like ``x``.
-        num_layers: N.
+        num_layers: The number of blocks, N.
         rngs: Keys of all blocks.
         remat: What a block keeps for the backward pass; ``None`` follows the Trainer.
 
