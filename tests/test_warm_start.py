@@ -13,6 +13,9 @@ from flax import nnx
 from jax import monitoring
 
 from nnx_parallel import FSDP, Logger, Trainer, plan
+from nnx_parallel.plan import Candidate
+from nnx_parallel.plan.compiled import options_of
+from nnx_parallel.plan.parts import Parts
 from nnx_parallel.training.compilation import facts_of, keep_program
 
 ROWS = np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)
@@ -133,19 +136,33 @@ def test_a_directory_is_a_path() -> None:
         trainer_of(Said(), warm_start=3)
 
 
+def test_a_plan_compiles_with_the_options_of_the_trainer() -> None:
+    given = {"xla_cpu_enable_fast_math": True}
+    parts = Parts.of(trainer_of(Said(), compiler_options=given), BATCHES[0])
+    candidate = Candidate(strategy=FSDP(4), num_microbatches=2, remat="dots")
+    options = options_of(parts, candidate)
+    assert options.compiler_options == given
+    assert (options.num_microbatches, options.remat) == (2, "dots")
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("given", [None, {"xla_cpu_enable_fast_math": True}])
 def test_what_a_plan_compiled_is_what_a_fit_runs(
-    tmp_path: Path, compiled: list[str]
+    tmp_path: Path, compiled: list[str], given: dict[str, Any] | None
 ) -> None:
-    cold = fit(trainer_of(Said()), compiled)
+    cold = fit(trainer_of(Said(), compiler_options=given), compiled)
     plan(
-        trainer_of(Said()),
+        trainer_of(Said(), compiler_options=given),
         topology="cpu:8",
         batch=BATCHES[0],
         candidates=[FSDP(8)],
         cache=tmp_path,
     )
-    warm = fit(trainer_of(Said(), warm_start=tmp_path), compiled)
+    trainer = trainer_of(Said(), warm_start=tmp_path, compiler_options=given)
+    warm = fit(trainer, compiled)
     assert compiled == []
     np.testing.assert_array_equal(cold, warm)
+    other = {"xla_cpu_enable_fast_math": False}  # compiled otherwise
+    fit(trainer_of(Said(), warm_start=tmp_path, compiler_options=other), compiled)
+    assert compiled

@@ -19,7 +19,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +209,15 @@ def _run_child(sent: bytes, topology: Topology, timeout: float) -> Compiled:
     return Compiled.failed(f"the compiler's process ended ({done.returncode}): {last}")
 
 
+def options_of(parts: Parts, candidate: Candidate) -> StepOptions:
+    """How a candidate's step is run: the rest is as of the Trainer."""
+    return replace(
+        parts.options,
+        num_microbatches=candidate.num_microbatches,
+        remat=candidate.remat,
+    )
+
+
 def _compile(
     parts: Parts, candidate: Candidate, topology: Topology, cache: Path
 ) -> Compiled:
@@ -221,19 +230,19 @@ def _compile(
     parts = parts.with_precision(candidate.precision)
     plan = parts.on(layout, candidate.offload)
     batch = parts.batch_on(layout, candidate.num_microbatches)
-    options = StepOptions(
-        num_microbatches=candidate.num_microbatches, remat=candidate.remat
-    )
+    options = options_of(parts, candidate)
     step: Any = make_train_step(plan, parts.loss, options)
     lowered = step.lower(plan.abstract, batch)
     seconds = {"trace": time.monotonic() - start}
-    file = cache / f"{_key(lowered, topology, layout.mesh)}.json"
+    given = options.compiler_options
+    file = cache / f"{_key(lowered, topology, layout.mesh, given)}.json"
     if file.exists():
         return Compiled(**{**json.loads(file.read_text()), "is_cached": True})
     start = time.monotonic()
     compiled, text = compile_with_text(lowered)
     seconds["compile"] = time.monotonic() - start
-    facts = facts_of([*layout.mesh.devices.flat], accepted_options(layout.mesh)[0])
+    accepted, _ = accepted_options(layout.mesh, given)
+    facts = facts_of([*layout.mesh.devices.flat], accepted)
     keep_program(cache, lowered, compiled, facts, seconds["compile"])
     start = time.monotonic()
     report, memory = audit(text), compiled.memory_analysis()
@@ -289,13 +298,15 @@ def _devices_of(topology: Topology) -> Sequence[Any]:
     return topology.described()
 
 
-def _key(lowered: Any, topology: Topology, mesh: Mesh) -> str:
+def _key(
+    lowered: Any, topology: Topology, mesh: Mesh, given: Mapping[str, Any] | None
+) -> str:
     """A name for a program, its compiler, that one's options and its devices."""
     packages = versions()
     if importlib.util.find_spec("libtpu") is not None:
         packages["libtpu"] = importlib.metadata.version("libtpu")
     flags = [os.environ.get(name, "") for name in ENVIRONMENT]
-    options = compiler_options(mesh)
+    options = compiler_options(mesh, given)
     facts = json.dumps([_VERSION, topology.name, packages, flags, options])
     text = lowered.as_text() + facts
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -47,7 +47,7 @@ class Parts:
         precision: The dtypes.
         ema_decay: Decay of a moving average, or ``None``.
         strategy: The Trainer's own.
-        options: The Trainer's own microbatches and remat.
+        options: The Trainer's own microbatches, remat, and options of the compiler.
         batch: Shapes of a global batch.
         offload: The Trainer's own, or ``None``.
     """
