@@ -1,7 +1,8 @@
 """Mixtures of experts on TPUs: memory of a chip, and exchanges during matmuls.
 
 Training steps are compiled for v5p chips, without TPUs: nothing is run. Each device
-sends the rows of its tokens to the devices of their experts, and they come back.
+sends the rows of its tokens, in chunks, to the devices of their experts, and they come
+back.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from benchmarks.timing import Table
 from benchmarks.tpu_steps import Case, compile_step, figures_of
 from nnx_parallel import FSDP, Composite, ExpertParallel
 from nnx_parallel.audit import audit
+from nnx_parallel.layers.exchange import NUM_CHUNKS
 from nnx_parallel.models import GPTConfig
 
 CASES: dict[str, Case] = {
@@ -49,7 +51,8 @@ def measure(rounds: int = 1) -> Table:
             table.add(f"{name}: of it during matmuls", f"{hidden / sent:.1%}")
         rows = f"{figures['exchange'] / 2**20:.1f} MiB, in theory "
         rows += f"{figures['theory'] / 2**20:.1f} MiB"
-        table.add(f"{name}: rows of a chip in one exchange", rows)
+        table.add(f"{name}: exchanges of a step", f"{figures['num_exchanges']:.0f}")
+        table.add(f"{name}: rows of a chip in one of them", rows)
     return table
 
 
@@ -61,7 +64,7 @@ def compile_and_read(case: Case) -> dict[str, float]:
     assert config.experts
     num_tokens = case.rows * config.seq_len
     num_exchanges = report.count("ragged-all-to-all")
-    num_rows = num_tokens * config.experts.top_k // int(found["chips"])
+    num_rows = num_tokens * config.experts.top_k // int(found["chips"]) // NUM_CHUNKS
     found |= {
         "parameters": config.num_params,
         "tokens": num_tokens,

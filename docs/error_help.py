@@ -144,8 +144,8 @@ HELP = {
         "jaxlib 0.10.2 cannot print this program: its compiler is newer (INTERNAL: ...",
     ),
     "ExpertsError": Help(
-        "A mixture of experts with more choices than experts, groups that leave a "
-        "token too few, or a capacity of 0; or an `ExpertParallel` whose size does not "
+        "A mixture of experts with values of another kind, more choices than experts, "
+        "groups that leave a token too few, or a capacity of 0; or an `ExpertParallel` whose size does not "
         "divide the experts, that gets a model without any, or that is to send rows "
         "(`exchange='ragged'`) on CPUs.",
         "Take one of the values in the message: a size of `ExpertParallel` that divides "

@@ -48,10 +48,24 @@ _OTHER_NAMES = {
     "asynchronous": "async_save enable_async_checkpointing",
     "params": "param_dtype",
     "compute": "dtype compute_dtype",
+    "num_experts": "num_local_experts n_routed_experts num_routed_experts n_experts",
+    "top_k": "k num_experts_per_tok num_selected_experts experts_per_token",
+    "mlp_dim": "hidden_dim intermediate_size moe_intermediate_size ffn_dim d_ff",
+    "shared_dim": "n_shared_experts num_shared_experts",
+    "normalise": "normalize norm_topk_prob renormalize",
+    "scale": "routed_scaling_factor",
+    "num_groups": "n_group n_groups",
+    "top_groups": "topk_group topk_groups",
+    "bias_rate": "bias_update_speed bias_update_rate",
+    "balance_loss": "aux_loss aux_loss_coef router_aux_loss_coef load_balance_loss",
+    "z_loss": "router_z_loss router_z_loss_coef",
 }
 """Names of our arguments in other libraries."""
 
-_HINTS = {"shard": " ZeRO-3 is 'params', ZeRO-2 'gradients', ZeRO-1 'optimizer'."}
+_HINTS = {
+    "shard": " ZeRO-3 is 'params', ZeRO-2 'gradients', ZeRO-1 'optimizer'.",
+    "shared_dim": " It is a width: that of all shared experts together.",
+}
 
 _KNOWN: dict[str, list[str]] = {}
 """Arguments by the name of what takes them, once `suggests_names` has seen it."""
@@ -101,7 +115,7 @@ def _remedy(title: str, name: str) -> str:
     known = _KNOWN[title]
     ours = [own for own, theirs in _OTHER_NAMES.items() if name in theirs.split()]
     near = [own for own in ours if own in known]
-    homes = {own: [x for x in _KNOWN if own in _KNOWN[x]] for own in (*ours, name)}
+    homes = {own: [x for x in _KNOWN if own in _KNOWN[x]] for own in (name, *ours)}
     own, owners = next(((x, y) for x, y in homes.items() if y), ("", []))
     if owners and not near:
         has = "has" if len(owners) == 1 else "have"

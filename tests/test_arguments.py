@@ -18,6 +18,7 @@ from nnx_parallel import (
     ConsoleLogger,
     ContextParallel,
     DataParallel,
+    ExpertParallel,
     Offload,
     PathNames,
     PathRules,
@@ -30,7 +31,7 @@ from nnx_parallel import (
     muon,
 )
 from nnx_parallel.errors import MeshShapeError, OptimizerError, RuleError
-from nnx_parallel.layers import Experts
+from nnx_parallel.layers import Experts, MoE
 
 
 class Net(nnx.Module):
@@ -305,6 +306,25 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "devices": (DataParallel, {"devices": 4}, "Trainer has: {}"),
     "a mesh for several": (Composite, {"mesh": None}, "Trainer has: {}"),
     "a dtype": (Precision, {"dtype": "bf16"}, MEANT.format("compute")),
+    "Mixtral's choices": (Experts, {"num_experts_per_tok": 2}, MEANT.format("top_k")),
+    "DeepSeek's experts": (
+        Experts,
+        {"n_routed_experts": 8},
+        MEANT.format("num_experts"),
+    ),
+    "a count of shared experts": (
+        Experts,
+        {"n_shared_experts": 1},
+        f"{MEANT.format('shared_dim')} It is a width: that of all shared experts "
+        "together.",
+    ),
+    "a mixture's experts": (MoE, {"num_experts": 8}, "Experts has: {}"),
+    "a mixture's choices": (MoE, {"top_k": 2}, "Experts has: {}"),
+    "a size of the axis": (
+        ExpertParallel,
+        {"num_experts": 8},
+        "Experts has: {}",
+    ),
     "nothing like it": (FSDP, {"zebra": 1}, "See help(FSDP)."),
 }
 
@@ -333,7 +353,14 @@ def test_an_option_of_several_has_them_all_named() -> None:
 
 
 def test_too_many_options_by_position() -> None:
-    options: Any = DataParallel
+    options: Any = MoE
+    message = (
+        "MoE takes embed_dim, experts by position, and got a Rngs after them. Pass all "
+        "others by name, such as rngs=."
+    )
+    with pytest.raises(TypeError, match=whole(message)):
+        options(16, Experts(num_experts=8, top_k=2, mlp_dim=8), nnx.Rngs(0))
+    options = DataParallel
     message = "DataParallel takes size, rules by position, and got 3 after them."
     with pytest.raises(TypeError, match=whole(message)):
         options(1, (), 3)
@@ -366,9 +393,16 @@ def test_parts_of_a_composite(parts: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize("size", ["4", 4.0, 0, -1, True, [2]])
-@pytest.mark.parametrize("strategy", [DataParallel, FSDP, TensorParallel])
-def test_sizes(strategy: Callable, size: Any) -> None:
-    axis = {DataParallel: "data", FSDP: "fsdp", TensorParallel: "tensor"}[strategy]
+@pytest.mark.parametrize(
+    ("strategy", "axis"),
+    [
+        (DataParallel, "data"),
+        (FSDP, "fsdp"),
+        (TensorParallel, "tensor"),
+        (ExpertParallel, "expert"),
+    ],
+)
+def test_sizes(strategy: Callable, axis: str, size: Any) -> None:
     message = (
         f"Mesh axis {axis!r} has size {size!r}. A size is an integer of at least 1; "
         "leave it out to take the devices that remain."

@@ -268,8 +268,8 @@ def test_it_counts_while_it_trains():
     assert moe.dropped[...] == 2 * ROWS * (SEQ - 1)  # a capacity of 1
     metrics = moe.finish_step()
     assert metrics["expert_load"] == 8
-    assert metrics["dropped_share"] == pytest.approx(7 / 8)
-    assert metrics["router_entropy"] == pytest.approx(0, abs=1e-6)
+    assert metrics["dropped_share"].value == pytest.approx(7 / 8)
+    assert metrics["router_entropy"].value == pytest.approx(0, abs=1e-6)
     moe.eval()
     moe(x)
     assert counts_of(moe) == [0] * 8
@@ -354,6 +354,45 @@ def test_loads_are_one_number_in_a_line_and_those_of_layers_for_dashboards():
     shown = next(x for x in file.getvalue().splitlines() if " · loss" in x)
     assert shown.count("expert_load") == 1
     assert f"expert_load {line['expert_load']:.3f}" in shown
+
+
+class Listed(nnx.Module):
+    """Blocks in a list, of which each has a router of its own."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        mixture = MIXTURES["capacity"]
+        self.blocks = nnx.List([MoE(EMBED, mixture, rngs=rngs) for _ in range(3)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for block in self.blocks:
+            x = 3 * block(x)[0]  # the larger its input, the surer a router
+        return x
+
+
+def test_blocks_in_a_list_have_the_mean_of_a_stack():
+    """Of layers the largest load, and means of the others."""
+    layers = Layers()
+    trainer = Trainer(
+        Listed,
+        optax.sgd(0.1),
+        lambda model, x: jnp.mean(model(x) ** 2),
+        devices=jax.devices()[:1],
+        loggers=(layers,),
+    )
+    with compiling(optimized=False):
+        trainer.fit([np.asarray(inputs(0)[0])], 1)
+    line, of_layers = layers.rows
+
+    def values(name: str) -> list[float]:
+        return [of_layers[f"{name}/blocks.{index}/0"] for index in range(3)]
+
+    assert len({*values("router_entropies")}) == len({*values("dropped_shares")}) == 3
+    assert line["expert_load"] == max(values("expert_loads"))
+    for name, each in (
+        ("router_entropy", "router_entropies"),
+        ("dropped_share", "dropped_shares"),
+    ):
+        assert line[name] == pytest.approx(sum(values(each)) / 3)
 
 
 # Models
@@ -472,13 +511,67 @@ def test_muon_orthogonalises_each_expert_by_itself():
         ({"capacity_factor": -1.25}, "is -1.25; it must be above 0, or None."),
         ({"capacity_factor": float("inf")}, "is inf; it must be above 0, or None."),
         ({"top_k": 0}, "Experts.top_k is 0; it must be 1 to num_experts=8."),
-        ({"top_k": 2.0}, "Experts.top_k is 2.0; it must be a whole number."),
-        ({"mlp_dim": None}, "Experts.mlp_dim is None; it must be a whole number."),
+        ({"top_k": 2.0}, "Experts.top_k is 2.0; it must be an int."),
+        ({"mlp_dim": None}, "Experts.mlp_dim is None; it must be an int."),
+        ({"num_experts": "8"}, "Experts.num_experts is '8'; it must be an int."),
+        ({"num_experts": True}, "Experts.num_experts is True; it must be an int."),
+        ({"mlp_dim": -24}, "Experts.mlp_dim is -24; it must be at least 1."),
+        ({"shared_dim": -1}, "Experts.shared_dim is -1; it must be at least 0."),
+        ({"scores": jax.nn.softmax}, "Experts.scores is a function; it must be one of"),
+        ({"normalise": "no"}, "Experts.normalise is 'no'; it must be True or False."),
+        ({"scale": "1"}, "Experts.scale is '1'; it must be a finite number."),
+        ({"scale": 0.0}, "Experts.scale is 0.0; it must be above 0."),
+        ({"bias_rate": None}, "Experts.bias_rate is None; it must be a finite number."),
+        ({"bias_rate": True}, "Experts.bias_rate is True; it must be a finite number."),
+        (
+            {"balance_loss": [0.1]},
+            "Experts.balance_loss is a list; it must be a finite number.",
+        ),
+        ({"balance_loss": -1}, "Experts.balance_loss is -1; it must be at least 0."),
+        (
+            {"z_loss": float("nan")},
+            "Experts.z_loss is nan; it must be a finite number.",
+        ),
+        ({"capacity_factor": "1.25"}, "is '1.25'; it must be above 0, or None."),
     ],
 )
 def test_errors_of_a_mixture(changes, message):
     with pytest.raises(errors.ExpertsError, match=re.escape(message)):
         replace(MIXTRAL, **changes)
+
+
+NO_MIXTURE = "must be an Experts, such as Experts(num_experts=8, top_k=2, mlp_dim=64)."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"experts": 8}, f"MoE.experts is 8; it {NO_MIXTURE}"),
+        ({"experts": None}, f"MoE.experts is None; it {NO_MIXTURE}"),
+        ({"experts": {"top_k": 2}}, f"MoE.experts is a dict; it {NO_MIXTURE}"),
+        ({"experts": Experts}, f"MoE.experts is the class Experts; it {NO_MIXTURE}"),
+        (
+            {"embed_dim": MIXTRAL, "experts": 32},
+            "MoE.embed_dim is an Experts; it must be an int of at least 1.",
+        ),
+        ({"embed_dim": -4}, "MoE.embed_dim is -4; it must be an int of at least 1."),
+        ({"embed_dim": 16.0}, "MoE.embed_dim is 16.0; it must be an int of at least 1"),
+        ({"rngs": 0}, "MoE.rngs is 0; it must be an nnx.Rngs, such as nnx.Rngs(0)."),
+        (
+            {"activation": "relu"},
+            "MoE.activation is 'relu'; it must be one of ('swiglu', 'geglu', 'gelu').",
+        ),
+        (
+            {"kernel_init": 0.02},
+            "MoE.kernel_init is 0.02; it must be an initializer, such as "
+            "nnx.initializers.normal(0.02), or None.",
+        ),
+    ],
+)
+def test_arguments_of_a_layer(arguments, message):
+    given = {"embed_dim": 16, "experts": MIXTRAL, "rngs": nnx.Rngs(0), **arguments}
+    with pytest.raises(errors.ExpertsError, match=re.escape(message)):
+        MoE(**given)
 
 
 @pytest.mark.parametrize("shape", [(8, 16), (2, 8, 12)])
@@ -488,10 +581,22 @@ def test_what_it_takes_is_sequences(shape):
         make(MIXTRAL)(jnp.ones(shape))
 
 
+def test_what_it_takes_is_an_array():
+    message = "MoE(16) got a list; it must be (batch, seq, 16)"
+    with pytest.raises(errors.ExpertsError, match=re.escape(message)):
+        make(MIXTRAL)([[[0.0] * 16]])
+
+
 def test_experts_of_a_model_are_a_mixture():
     message = "GPTConfig.experts is 8; it must be an Experts(...), or None."
     with pytest.raises(ValueError, match=re.escape(message)):
         replace(CONFIG, experts=8)
+
+
+def test_dense_layers_are_a_number():
+    message = "GPTConfig.dense_layers is '1'; it must be an int."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        replace(CONFIG, dense_layers="1")
 
 
 def test_a_mixture_has_its_own_width():

@@ -12,17 +12,19 @@ References:
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from nnx_parallel.errors import ExpertsError, suggests_names
+from nnx_parallel.errors import ExpertsError, kind_of, suggests_names
 
 Scores = Literal["softmax", "sigmoid"]
 Balanced = Literal["sequence", "batch"]
-_GROUPS = ("num_groups", "top_groups")
+_COUNTS = ("num_experts", "top_k", "mlp_dim", "shared_dim", "num_groups", "top_groups")
+_NUMBERS = ("scale", "bias_rate", "balance_loss", "z_loss")
 
 
 @suggests_names
@@ -58,7 +60,8 @@ class Experts:
             ones. ``None``: no token is dropped.
 
     Raises:
-        ExpertsError: If a value is out of range, or the groups leave too few experts.
+        ExpertsError: If a value is of another kind or out of range, or the groups leave
+            too few experts.
 
     Example:
         >>> Experts(num_experts=8, top_k=2, mlp_dim=64).capacity(128) is None
@@ -81,11 +84,11 @@ class Experts:
     capacity_factor: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "top_k", "mlp_dim", "shared_dim", *_GROUPS):
-            if type(found := getattr(self, name)) is not int:
-                raise ExpertsError(
-                    f"Experts.{name} is {found!r}; it must be a whole number."
-                )
+        # Kinds before ranges: what has none cannot be compared.
+        for name in _COUNTS:
+            self._require(name, type(getattr(self, name)) is int, "an int")
+        for name in _NUMBERS:
+            self._require(name, _is_number(getattr(self, name)), "a finite number")
         count, groups, factor = self.num_experts, self.num_groups, self.capacity_factor
         scores, balanced = get_args(Scores), get_args(Balanced)
         rules = (
@@ -94,6 +97,7 @@ class Experts:
             ("mlp_dim", self.mlp_dim >= 1, "at least 1"),
             ("shared_dim", self.shared_dim >= 0, "at least 0"),
             ("scores", self.scores in scores, f"one of {scores}"),
+            ("normalise", type(self.normalise) is bool, "True or False"),
             ("scale", self.scale > 0, "above 0"),
             (
                 "num_groups",
@@ -111,14 +115,12 @@ class Experts:
             ("z_loss", self.z_loss >= 0, "at least 0"),
             (
                 "capacity_factor",
-                factor is None or 0 < factor < math.inf,
+                factor is None or (_is_number(factor) and factor > 0),
                 "above 0, or None",
             ),
         )
         for name, is_met, rule in rules:
-            if not is_met:
-                found = getattr(self, name)
-                raise ExpertsError(f"Experts.{name} is {found!r}; it must be {rule}.")
+            self._require(name, is_met, rule)
         if (left := self.top_groups * count // groups) < self.top_k:
             least = -(-self.top_k * groups // count)
             raise ExpertsError(
@@ -126,6 +128,9 @@ class Experts:
                 f"{groups} groups leave a token {left} experts, and it takes "
                 f"top_k={self.top_k}. top_groups must be at least {least}."
             )
+
+    def _require(self, name: str, is_met: bool, rule: str) -> None:
+        require(f"Experts.{name}", getattr(self, name), is_met, rule)
 
     @property
     def has_losses(self) -> bool:
@@ -164,6 +169,23 @@ class Experts:
         is_kept = jnp.any(is_equal(kept, self.num_groups), axis=-2)  # (..., groups)
         kept_scores = jnp.where(is_kept[..., None], grouped, -jnp.inf)
         return kept_scores.reshape(preferred.shape)
+
+
+def require(name: str, found: object, is_met: bool, rule: str) -> None:
+    """Refuses a value that a rule does not allow.
+
+    Raises:
+        ExpertsError: With what was found and what is valid.
+    """
+    if not is_met:
+        shown = "None" if found is None else kind_of(found)
+        raise ExpertsError(f"{name} is {shown}; it must be {rule}.")
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    return math.isfinite(value)
 
 
 def normalised(scores: Array) -> Array:

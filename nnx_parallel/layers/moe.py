@@ -11,7 +11,7 @@ References:
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jax.nn.initializers import Initializer
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.collectives.ring import TokenExchange
-from nnx_parallel.errors import ExpertsError, warn_user
+from nnx_parallel.errors import ExpertsError, kind_of, suggests_names, warn_user
 from nnx_parallel.layers.dense import Dense, named
 from nnx_parallel.layers.dispatch import (
     ExpertMLPs,
@@ -32,11 +32,13 @@ from nnx_parallel.layers.dispatch import (
     sort_by_expert,
 )
 from nnx_parallel.layers.exchange import ragged
-from nnx_parallel.layers.experts import Experts, is_equal, normalised
+from nnx_parallel.layers.experts import Experts, is_equal, normalised, require
+from nnx_parallel.metrics import Mean
 from nnx_parallel.sharding.constrain import activation_spec, active_layout, constrain
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.names import dim_axes, to_spec
 
+Activation = Literal["swiglu", "geglu", "gelu"]
 INTO, OUT_OF = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
 
 
@@ -44,6 +46,7 @@ class RouterState(nnx.Variable):
     """A router's statistics of the tokens it has seen; not trained by gradients."""
 
 
+@suggests_names
 class MoE(nnx.Module):
     """A mixture of experts in place of an MLP.
 
@@ -59,6 +62,10 @@ class MoE(nnx.Module):
             default normal with variance 1 / fan-in.
         out_init: Likewise of those out of them.
 
+    Raises:
+        ExpertsError: If an argument is of another kind, or there is no such width or
+            activation.
+
     Example:
         >>> mixture = Experts(num_experts=4, top_k=2, mlp_dim=16)
         >>> moe = MoE(8, mixture, rngs=nnx.Rngs(0))
@@ -73,10 +80,11 @@ class MoE(nnx.Module):
         experts: Experts,
         *,
         rngs: nnx.Rngs,
-        activation: Literal["swiglu", "geglu", "gelu"] = "swiglu",
+        activation: Activation = "swiglu",
         kernel_init: Initializer | None = None,
         out_init: Initializer | None = None,
     ) -> None:
+        _check_arguments(embed_dim, experts, rngs, activation, kernel_init, out_init)
         num, width = experts.num_experts, experts.mlp_dim
         self.experts = experts
         self.deterministic = False
@@ -128,9 +136,11 @@ class MoE(nnx.Module):
             ExpertsError: If x has another shape.
         """
         mixture, embed = self.experts, self.router.shape[0]
-        if x.ndim != 3 or x.shape[2] != embed:
+        shape = getattr(x, "shape", None)
+        if shape is None or len(shape) != 3 or shape[2] != embed:
+            found = kind_of(x) if shape is None else f"x of shape {shape}"
             raise ExpertsError(
-                f"MoE({embed}) got x of shape {x.shape}; it must be (batch, seq, "
+                f"MoE({embed}) got {found}; it must be (batch, seq, "
                 f"{embed}), for capacities and losses are those of sequences."
             )
         # In float32: near ties would else be decided by rounding.
@@ -148,14 +158,14 @@ class MoE(nnx.Module):
             logits, scores, counts
         )
 
-    def finish_step(self) -> dict[str, Array]:
+    def finish_step(self) -> dict[str, Array | Mean]:
         """Moves the bias by the tokens of a step, and forgets them.
 
         Also of several layers at once, whose arrays have a leading dim.
 
         Returns:
-            Scalars: ``expert_load``, tokens of the busiest expert over the mean, in the
-            layer where it is most; ``router_entropy``, in nats, the mean over layers;
+            A scalar ``expert_load``, tokens of the busiest expert over the mean, in the
+            layer where it is most. A `Mean` ``router_entropy``, in nats, over layers;
             with a capacity ``dropped_share``, of all choices. And of each layer,
             ``(layers,)``: ``expert_loads``, ``router_entropies``, ``dropped_shares``.
         """
@@ -170,11 +180,14 @@ class MoE(nnx.Module):
         tokens = jnp.maximum(total[..., 0], 1).astype(jnp.float32)
         loads = jnp.max(counts, axis=-1).astype(jnp.float32) * num / tokens
         entropies = self.entropy[...] * self.experts.top_k / tokens
-        found = {"expert_load": jnp.max(loads), "router_entropy": jnp.mean(entropies)}
         of_layers = {"expert_loads": loads, "router_entropies": entropies}
+        found: dict[str, Array | Mean] = {
+            "expert_load": jnp.max(loads),
+            "router_entropy": Mean(jnp.sum(entropies), entropies.size),
+        }
         if self.experts.capacity_factor is not None:
             dropped = self.dropped[...].astype(jnp.float32)
-            found["dropped_share"] = jnp.sum(dropped) / jnp.sum(tokens)
+            found["dropped_share"] = Mean(jnp.sum(dropped), jnp.sum(tokens))
             of_layers["dropped_shares"] = dropped / tokens
         # One layer alone has no dim for layers.
         found |= {name: x.reshape(-1) for name, x in of_layers.items()}
@@ -257,6 +270,28 @@ class MoE(nnx.Module):
             check_vma=False,
         )
         return region(x, scores, bias, kernels, alongside)
+
+
+def _check_arguments(
+    embed_dim: object,
+    experts: object,
+    rngs: object,
+    activation: object,
+    kernel_init: object,
+    out_init: object,
+) -> None:
+    """Refuses natural mistakes in the arguments of a mixture, by name."""
+    is_width = type(embed_dim) is int and embed_dim >= 1
+    require("MoE.embed_dim", embed_dim, is_width, "an int of at least 1")
+    mixture = "an Experts, such as Experts(num_experts=8, top_k=2, mlp_dim=64)"
+    require("MoE.experts", experts, isinstance(experts, Experts), mixture)
+    keys = "an nnx.Rngs, such as nnx.Rngs(0)"
+    require("MoE.rngs", rngs, isinstance(rngs, nnx.Rngs), keys)
+    valid = get_args(Activation)
+    require("MoE.activation", activation, activation in valid, f"one of {valid}")
+    function = "an initializer, such as nnx.initializers.normal(0.02), or None"
+    for name, init in (("kernel_init", kernel_init), ("out_init", out_init)):
+        require(f"MoE.{name}", init, init is None or callable(init), function)
 
 
 def warn_of_lost_losses(moe: MoE) -> None:

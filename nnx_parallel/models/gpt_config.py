@@ -20,6 +20,7 @@ References:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any, Literal, get_args
 
 from nnx_parallel.layers.experts import Experts
@@ -129,6 +130,13 @@ class GPTConfig:
     dense_layers: int = 0
 
     def __post_init__(self) -> None:
+        numbers = ("vocab_size", "seq_len", "num_layers", "embed_dim", "num_heads")
+        numbers += ("num_kv_heads", "head_dim", "mlp_dim", "window")
+        given = {n: v for n in numbers if (v := getattr(self, n)) is not None}
+        # Kinds before ranges: what has none cannot be compared.
+        for name, value in {**given, "dense_layers": self.dense_layers}.items():
+            if not isinstance(value, Integral) or isinstance(value, bool):
+                raise ValueError(f"GPTConfig.{name} is {value!r}; it must be an int.")
         norms, positions = get_args(Norm), get_args(Positions)
         activations, blocks = get_args(Activation), get_args(Arrangement)
         rules = (
@@ -169,9 +177,6 @@ class GPTConfig:
                 "local_rope_theta",
             )
         )
-        numbers = ("vocab_size", "seq_len", "num_layers", "embed_dim", "num_heads")
-        numbers += ("num_kv_heads", "head_dim", "mlp_dim", "window")
-        given = {n: v for n in numbers if (v := getattr(self, n)) is not None}
         rules += tuple((n, v >= 1, "at least 1") for n, v in given.items())
         for name, is_met, rule in rules:
             if not is_met:

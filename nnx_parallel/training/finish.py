@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from nnx_parallel.metrics import Mean
 from nnx_parallel.sharding.model import arrays_of, flatten, nest
 from nnx_parallel.sharding.names import dotted
 from nnx_parallel.state import StatePlan
@@ -15,24 +16,29 @@ def finish_step(
 ) -> tuple[dict, dict[str, jax.Array]]:
     """The variables after a whole step, and metrics, of modules that ask for it.
 
-    Those with a method ``finish_step() -> dict[str, Array]``, such as `MoE`. It runs
-    once for all layers of a `Stack`, on arrays that have a dim for them. Of scalars of
-    one name the largest counts. An array ``(layers,)`` is named after its module too,
-    ``name/blocks.layer.mlp``, and goes to loggers that show each layer.
+    Those with a method ``finish_step() -> dict[str, Array | Mean]``, such as `MoE`. It
+    runs once for all layers of a `Stack`, on arrays that have a dim for them. Of
+    scalars of one name the largest counts; each `Mean` is taken over all modules. An
+    array ``(layers,)`` is named after its module too, ``name/blocks.layer.mlp``, and
+    goes to loggers that show each layer.
     """
     if not any(hasattr(module, "finish_step") for module in plan.modules):
         return variables, {}
     before = flatten(variables)
     model = plan.model.merge(flatten(params) | before)
     metrics: dict[str, jax.Array] = {}
+    means: dict[str, Mean] = {}
     # All layers on all processes, whose loggers read them; a pipeline has split them.
     replicated = plan.layout.sharding(P())
     for path, module in nnx.iter_modules(model):
         for name, x in getattr(module, "finish_step", dict)().items():
-            if x.ndim:
+            if isinstance(x, Mean):
+                means[name] = means[name].merge(x) if name in means else x
+            elif x.ndim:
                 x = jax.lax.with_sharding_constraint(x, replicated)
                 metrics[f"{name}/{dotted(path)}"] = x
             else:
                 metrics[name] = jnp.maximum(metrics[name], x) if name in metrics else x
     after = arrays_of(model)
+    metrics |= {name: mean.value for name, mean in means.items()}
     return nest({path: after[path] for path in before}), metrics
