@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from nnx_parallel.audit.collectives import KINDS, Collective, axes_of_groups
 from nnx_parallel.audit.hlo import Module, parse
-from nnx_parallel.audit.walk import TRIPS, Conditional, Walk, scope_of
+from nnx_parallel.audit.walk import TRIPS, Conditional, CostWalk, scope_of
 from nnx_parallel.drawing import aligned, as_html
 from nnx_parallel.errors import ProgramTextError
 
@@ -235,7 +235,7 @@ def audit(
     module = parse(compiled if is_text else _text_of(compiled))
     memory = None if is_text else compiled.memory_analysis()
     taken, trips = taken or {}, trips or {}
-    cost = Walk(module, taken, trips).program()
+    cost = CostWalk(module, trips, taken).program()
     scopes = {each.scope for each in cost.conditionals}
     if missing := taken.keys() - scopes:
         raise ValueError(
@@ -261,7 +261,7 @@ def audit(
 def flops_of(compiled: jax.stages.Compiled) -> float:
     """The `Report.flops` of a compiled program alone, which takes half of the time."""
     module = parse(_text_of(compiled))
-    return Walk(module).program().flops
+    return CostWalk(module).program().flops
 
 
 def _with_axes(collective: Collective, mesh: Mesh | None) -> Collective:
@@ -293,7 +293,7 @@ def _collective_json(collective: Collective) -> dict[str, Any]:
 
 def _check_trips(module: Module, trips: Mapping[str, int]) -> None:
     """Refuses names of scopes around no loop of unknown length."""
-    found = Walk(module).program().unknown_loops
+    found = CostWalk(module).program().unknown_loops
     scopes = set(map(scope_of, found))
     if missing := trips.keys() - scopes:
         raise ValueError(

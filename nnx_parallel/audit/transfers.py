@@ -22,6 +22,7 @@ from nnx_parallel.audit.hlo import Computation, Instruction, Module
 
 # Kernels that compute, whether they state their FLOPs or not.
 _KERNELS = re.compile(r"tpu_custom_call|mosaic|triton|__cudnn|__cublas|__onednn")
+_ASYNC = "AsyncCollective"  # how the targets of its custom calls begin
 # By these the value of an asynchronous fusion comes to the next of its steps.
 _PASSES_ON = {"get-tuple-element", "bitcast", "fusion", "tuple", "copy"}
 
@@ -68,17 +69,7 @@ class Overlap:
 
     def starts_fusion(self, instruction: Instruction) -> bool:
         """True for the first of the fusions over which a collective is spread."""
-        return "AsyncCollectiveStart" in self._roles(instruction)
-
-    def _roles(self, instruction: Instruction) -> set[str]:
-        if instruction.opcode != "fusion":
-            return set()
-        inner = self.module.computations[instruction.called or ""].instructions
-        return {
-            each.attribute("custom_call_target") or ""
-            for each in inner.values()
-            if each.opcode == "custom-call"
-        }
+        return "Start" in roles_of(self.module, instruction)
 
     def _between(
         self, computation: Computation, start: Instruction, at: int
@@ -105,10 +96,7 @@ class Overlap:
         for position, each in enumerate(computation.instructions.values()):
             if position <= at or names.isdisjoint(each.operands):
                 continue
-            if "AsyncCollectiveDone" in {
-                *self._roles(each),
-                each.attribute("custom_call_target"),
-            }:
+            if "Done" in roles_of(self.module, each):
                 return position
             if each.opcode in _PASSES_ON:
                 names.add(each.name)
@@ -152,6 +140,23 @@ class Overlap:
                 for each in computation.instructions.values()
             )
         return self._has_product[name]
+
+
+def roles_of(module: Module, instruction: Instruction) -> set[str]:
+    """What an instruction does with a collective that is spread over several fusions.
+
+    ``Start`` and ``Done`` are its first and its last step. A fusion has them inside.
+    """
+    steps = [instruction]
+    inner = module.computations.get(instruction.called or "")
+    if instruction.opcode == "fusion" and inner:
+        steps = [*inner.instructions.values()]
+    targets = (
+        each.attribute("custom_call_target") or ""
+        for each in steps
+        if each.opcode == "custom-call"
+    )
+    return {t.removeprefix(_ASYNC) for t in targets if t.startswith(_ASYNC)}
 
 
 def is_spare(instruction: Instruction) -> bool:

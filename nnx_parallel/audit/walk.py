@@ -1,10 +1,12 @@
-"""The walk through a compiled program that adds up what its instructions cost."""
+"""The walk through a compiled program, and the one that adds up what it costs."""
 
+import abc
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Generic, NamedTuple, TypeVar
 
 from nnx_parallel.audit.collectives import KINDS, UNREAD, Collective, read_collective
 from nnx_parallel.audit.flops import count_flops
@@ -36,6 +38,80 @@ _KERNEL_SENDS = re.compile(r'"(has_communication":\s*true|collective_id":\s*"?\d
 TRIPS = {"more_rounds": 0}
 # `jax.lax.ragged_dot`, by its name on TPUs, and those of `MoE` on all platforms.
 _GROUPED = re.compile(r"ragged[-_]dot|grouped_products")
+
+Total = TypeVar("Total")
+
+
+class Loop(NamedTuple, Generic[Total]):
+    """A `while`, with the totals of one execution of its parts.
+
+    Attributes:
+        body: What it repeats.
+        condition: Executed once more than the body: it fails the last time.
+        trips: Executions of the body.
+        is_known: False if they depend on data, and `trips` is an assumption.
+    """
+
+    body: Total
+    condition: Total
+    trips: int
+    is_known: bool
+
+
+@dataclass(frozen=True)
+class Walk(abc.ABC, Generic[Total]):
+    """Goes through a program, from its entry or any other computation.
+
+    It enters loops, conditionals and calls with what is known of their arguments, so
+    that the loops inside can be read too. Each form says what a computation comes to,
+    and the loops and the conditionals among them.
+
+    Attributes:
+        module: The program.
+        trips: How often loops run whose length depends on data, by the scope directly
+            around each.
+    """
+
+    module: Module
+    trips: Mapping[str, int] = field(default_factory=dict)
+
+    @abc.abstractmethod
+    def computation(self, name: str, arguments: Known) -> Total:
+        """The total of one computation, executed once."""
+
+    @abc.abstractmethod
+    def loop(self, instruction: Instruction, loop: Loop[Total]) -> Total:
+        """The total of a `while`, of those of its parts."""
+
+    @abc.abstractmethod
+    def conditional(self, instruction: Instruction, branches: list[Total]) -> Total:
+        """The total of a conditional, of those of its branches."""
+
+    def enter(
+        self, instruction: Instruction, values: Mapping[str, KnownValue]
+    ) -> Total:
+        """The total of a loop, a conditional, or of what an instruction calls."""
+        operands = tuple(map(values.get, instruction.operands))
+        match instruction.opcode:
+            case "while":
+                return self._loop(instruction, operands[0])
+            case "conditional":
+                pairs = zip(instruction.branches, operands[1:], strict=True)
+                branches = [self.computation(name, (given,)) for name, given in pairs]
+                return self.conditional(instruction, branches)
+        return self.computation(instruction.called or "", operands)
+
+    def _loop(self, instruction: Instruction, initial: KnownValue) -> Total:
+        known = self.module.read_loop(instruction, initial)
+        scope, trips = scope_of(instruction.source), known.trip_count
+        if trips is None:
+            trips = {**TRIPS, **self.trips}.get(scope, 1)
+        body, condition = (
+            self.computation(instruction.attribute(key) or "", (known.invariants,))
+            for key in ("body", "condition")
+        )
+        is_known = known.trip_count is not None or scope in self.trips
+        return self.loop(instruction, Loop(body, condition, trips, is_known))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,12 +171,15 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Walk:
-    """Adds up a program, from its entry or any other computation."""
+class CostWalk(Walk[Cost]):
+    """Adds up what a program costs.
 
-    module: Module
+    Attributes:
+        taken: Share of the executions in which a conditional takes its most expensive
+            branch, by the scope directly around it.
+    """
+
     taken: Mapping[str, float] = field(default_factory=dict)
-    trips: Mapping[str, int] = field(default_factory=dict)
     _walked: set[str] = field(default_factory=set)
 
     def program(self) -> Cost:
@@ -127,17 +206,18 @@ class Walk:
         computation = self.module.computations[name]
         values = self.module.evaluate(name, arguments)
         costs = (
-            self._instruction(computation, each, values)
+            self.instruction(computation, each, values)
             for each in computation.instructions.values()
         )
         return sum(filter(None, costs), start=Cost())
 
-    def _instruction(
+    def instruction(
         self,
         computation: Computation,
         instruction: Instruction,
         values: Mapping[str, KnownValue],
     ) -> Cost | None:
+        """The cost of an instruction with all that it calls; `None` if it has none."""
         if found := read_collective(computation, instruction, self.module.num_devices):
             return self._placed(Cost(collectives=(found,)), computation, instruction)
         cost = self._computed(computation, instruction, values)
@@ -165,16 +245,11 @@ class Walk:
             return self._custom_call(instruction)
         if instruction.opcode not in _CALLS:
             return None
-        operands = tuple(map(values.get, instruction.operands))
-        match instruction.opcode:
-            case "while":
-                return self._loop(instruction, operands[0])
-            case "conditional":
-                return self._conditional(instruction, operands[1:])
-        if (called := instruction.called or "") not in self.module.computations:
+        if instruction.opcode in ("while", "conditional"):
+            return self.enter(instruction, values)
+        if (instruction.called or "") not in self.module.computations:
             return None  # and unread
-        cost = self.computation(called, operands)
-        return self._placed(cost, computation, instruction)
+        return self._placed(self.enter(instruction, values), computation, instruction)
 
     def _is_readable(self, computation: Computation, instruction: Instruction) -> bool:
         """False for the start of something that this text does not show."""
@@ -240,25 +315,15 @@ class Walk:
             collectives.append(found)
         return replace(cost, collectives=tuple(collectives))
 
-    def _loop(self, instruction: Instruction, initial: KnownValue) -> Cost:
-        loop = self.module.read_loop(instruction, initial)
-        scope, trips = scope_of(instruction.source), loop.trip_count
-        if trips is None:
-            trips = {**TRIPS, **self.trips}.get(scope, 1)
-        body, condition = (
-            self.computation(instruction.attribute(key) or "", (loop.invariants,))
-            for key in ("body", "condition")
-        )
-        cost = body.times(trips) + condition.times(trips + 1)  # fails the last time
-        if loop.trip_count is None and scope not in self.trips:
+    def loop(self, instruction: Instruction, loop: Loop[Cost]) -> Cost:
+        """The cost of all trips, and the name of a loop of which they are not known."""
+        cost = loop.body.times(loop.trips) + loop.condition.times(loop.trips + 1)
+        if not loop.is_known:
             cost += Cost(unknown_loops=(instruction.source or instruction.name,))
         return cost
 
-    def _conditional(self, instruction: Instruction, arguments: Known) -> Cost:
-        branches = [
-            self.computation(name, (argument,))
-            for name, argument in zip(instruction.branches, arguments, strict=True)
-        ]
+    def conditional(self, instruction: Instruction, branches: list[Cost]) -> Cost:
+        """The cost of the most expensive branch, or the mean that `taken` asks for."""
         # An upper bound, unless `taken` says how often it is the one that runs.
         most = max(
             branches, key=lambda c: (c.flops, sum(x.bytes for x in c.collectives))

@@ -11,27 +11,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nnx_parallel.audit.collectives import (
-    KINDS,
-    Collective,
-    axes_of_groups,
-    read_collective,
-)
+from nnx_parallel.audit.collectives import KINDS, Collective, axes_of_groups
 from nnx_parallel.audit.flops import count_flops
-from nnx_parallel.audit.hlo import Computation, Instruction, KnownValue, Module, parse
-from nnx_parallel.audit.transfers import is_spare
+from nnx_parallel.audit.hlo import Computation, Instruction, Known, parse
+from nnx_parallel.audit.transfers import roles_of
+from nnx_parallel.audit.walk import Cost, CostWalk, Loop, Walk
 from nnx_parallel.errors import PlanError
 from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.plan.roofline import Range, Schedule
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _NO_ESTIMATE = 2**60  # the compiler's word for "not known"
-_ASYNC = "AsyncCollective"
-_OUTER = ("fusion", "async-start", "custom-call-start", "call", "custom-call")
+_ENTERED = ("while", "conditional", "call")
 
 
 Group = tuple[int, ...] | None
@@ -58,15 +53,28 @@ class Work:
     link_seconds: float = 0.0
     waits: dict[Group, float] = field(default_factory=dict)
 
-    def add(self, other: Work, count: int) -> None:
-        """Adds ``count`` runs of another piece."""
-        self.seconds += count * other.seconds
-        self.product_seconds += count * other.product_seconds
-        self.other_seconds += count * other.other_seconds
-        self.kernel_seconds += count * other.kernel_seconds
-        self.link_seconds += count * other.link_seconds
+    def add(self, other: Work) -> None:
+        """Adds another piece, which runs after it."""
+        self.seconds += other.seconds
+        self.product_seconds += other.product_seconds
+        self.other_seconds += other.other_seconds
+        self.kernel_seconds += other.kernel_seconds
+        self.link_seconds += other.link_seconds
         for group, seconds in other.waits.items():
-            self.waits[group] = self.waits.get(group, 0.0) + count * seconds
+            self.waits[group] = self.waits.get(group, 0.0) + seconds
+
+    def times(self, n: int) -> Work:
+        """The same piece, run ``n`` times."""
+        if n == 0:
+            return Work()
+        return Work(
+            seconds=n * self.seconds,
+            product_seconds=n * self.product_seconds,
+            other_seconds=n * self.other_seconds,
+            kernel_seconds=n * self.kernel_seconds,
+            link_seconds=n * self.link_seconds,
+            waits={group: n * seconds for group, seconds in self.waits.items()},
+        )
 
     def wait(self, end: float, group: Group) -> None:
         """Waits for a transfer."""
@@ -93,22 +101,27 @@ def run_schedule(
         peak: FLOP/s of products, where these are faster than the compiler's estimate;
             0: nowhere.
     """
-    return _Run(parse(text), clock, transfer, kernel_seconds, peak).entry()
+    module = parse(text)
+    walk = _TimeWalk(
+        module,
+        costs=CostWalk(module),
+        clock=clock,
+        transfer=transfer,
+        kernel_seconds=kernel_seconds,
+        peak=peak,
+    )
+    return walk.computation(module.entry, ())
 
 
-@dataclass
-class _Run:
-    module: Module
+@dataclass(frozen=True, kw_only=True)
+class _TimeWalk(Walk[Work]):
+    costs: CostWalk
     clock: float
     transfer: Callable[[Collective], float]
     kernel_seconds: Callable[[Instruction, Computation], float]
     peak: float
-    _flops: dict[str, float] = field(default_factory=dict)
 
-    def entry(self) -> Work:
-        return self.of(self.module.entry, ())
-
-    def of(self, name: str, arguments: tuple[KnownValue, ...]) -> Work:
+    def computation(self, name: str, arguments: Known) -> Work:
         """The work of a computation; its transfers end within it."""
         computation = self.module.computations[name]
         values = self.module.evaluate(name, arguments)
@@ -117,11 +130,8 @@ class _Run:
         # A SparseCore is started before it has its operands: seconds from there on.
         waiting: dict[str, tuple[float, Group]] = {}
         for instruction in computation.instructions.values():
-            operands = tuple(values.get(o) for o in instruction.operands)
-            inner = self._inner(instruction, operands)
-            if inner is not None:
-                for each, count in inner:
-                    work.add(each, count)
+            if instruction.opcode in _ENTERED:
+                work.add(self.enter(instruction, values))
                 links_free = max(links_free, work.seconds)
                 continue
             names = [o.partition("#")[0] for o in instruction.operands]
@@ -130,13 +140,14 @@ class _Run:
                 pending[instruction.name] = links_free, sent[1]
                 continue
             ends = [pending[o] for o in names if o in pending]
-            roles = self._roles(instruction)
+            roles = roles_of(self.module, instruction)
             if ends and (instruction.opcode.endswith("-done") or "Done" in roles):
                 work.wait(*max(ends, key=lambda end: end[0]))
                 continue
-            spent = self._compute(computation, instruction, work)
+            cost = self.costs.instruction(computation, instruction, values) or Cost()
+            spent = self._compute(computation, instruction, cost.flops, work)
             work.seconds += spent
-            found = self._collective(computation, instruction)
+            found = cost.collectives[0] if cost.collectives else None
             if ends and (found is None or found.asynchronous):
                 # What reads a product beside it is told from what carries it on by
                 # having a part of it inside.
@@ -160,25 +171,20 @@ class _Run:
                 work.wait(links_free, group)
         return work
 
-    def _inner(
-        self, instruction: Instruction, operands: tuple[KnownValue, ...]
-    ) -> list[tuple[Work, int]] | None:
-        """The pieces of a loop, a call or a conditional, and how often each runs."""
-        if instruction.opcode == "while":
-            if is_spare(instruction):
-                return []
-            loop = self.module.read_loop(instruction, operands[0])
-            body = instruction.attribute("body") or ""
-            return [(self.of(body, (loop.invariants,)), loop.trip_count or 1)]
-        if instruction.opcode == "call":
-            return [(self.of(instruction.called or "", operands), 1)]
-        if instruction.opcode == "conditional":
-            runs = [self.of(name, operands) for name in instruction.branches]
-            return [(max(runs, key=lambda work: work.seconds), 1)]
-        return None
+    def loop(self, instruction: Instruction, loop: Loop[Work]) -> Work:
+        """The work of the bodies; a condition compares two numbers, at no time."""
+        return loop.body.times(loop.trips)
+
+    def conditional(self, instruction: Instruction, branches: list[Work]) -> Work:
+        """The work of the branch that takes longest."""
+        return max(branches, key=lambda work: work.seconds)
 
     def _compute(
-        self, computation: Computation, instruction: Instruction, work: Work
+        self,
+        computation: Computation,
+        instruction: Instruction,
+        flops: float,
+        work: Work,
     ) -> float:
         """Seconds of an operation itself."""
         if "tpu_custom_call" in instruction.attributes:
@@ -190,7 +196,7 @@ class _Run:
         if cycles > _NO_ESTIMATE:
             return 0.0
         seconds = cycles / self.clock
-        if flops := self._flops_of(instruction.called or ""):
+        if flops:
             if self.peak:
                 seconds = min(seconds, flops / self.peak)
             work.product_seconds += seconds
@@ -198,62 +204,14 @@ class _Run:
             work.other_seconds += seconds
         return seconds
 
-    def _called(self, instruction: Instruction) -> Iterator[Computation]:
-        if (name := instruction.called or "") in self.module.computations:
-            yield self.module.computations[name]
-
-    def _flops_of(self, name: str) -> float:
-        """FLOPs of the products of a fusion."""
-        if name not in self.module.computations:
-            return 0.0
-        if name not in self._flops:
-            inner = self.module.computations[name]
-            self._flops[name] = sum(
-                count_flops(inner, i) + self._flops_of(i.called or "")
-                for i in inner.instructions.values()
-            )
-        return self._flops[name]
-
-    def _roles(self, instruction: Instruction) -> set[str]:
-        """What a fusion does with a collective that is spread over several."""
-        if instruction.opcode != "fusion":
-            return set()
-        return {
-            target.removeprefix(_ASYNC)
-            for inner in self._called(instruction)
-            for each in inner.instructions.values()
-            if (target := each.attribute("custom_call_target") or "").startswith(_ASYNC)
-        }
-
     def _sends(self, instruction: Instruction) -> bool:
         """True if a piece of a collective is inside, or it only passes values on."""
         if instruction.opcode in ("get-tuple-element", "tuple", "bitcast"):
             return True
-        opcodes = (
-            each.opcode
-            for inner in self._called(instruction)
-            for each in inner.instructions.values()
-        )
+        called = self.module.computations.get(instruction.called or "")
+        inside = called.instructions.values() if called else ()
         return instruction.opcode.endswith("-update") or any(
-            o in KINDS for o in opcodes
-        )
-
-    def _collective(
-        self, computation: Computation, instruction: Instruction
-    ) -> Collective | None:
-        devices = self.module.num_devices
-        if found := read_collective(computation, instruction, devices):
-            return found
-        if instruction.opcode not in _OUTER:
-            return None
-        return next(
-            (
-                found
-                for inner in self._called(instruction)
-                for each in inner.instructions.values()
-                if (found := self._collective(inner, each))
-            ),
-            None,
+            each.opcode in KINDS for each in inside
         )
 
 
