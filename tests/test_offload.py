@@ -15,6 +15,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from nnx_parallel import (
     FSDP,
@@ -28,6 +30,7 @@ from nnx_parallel import (
     muon,
     muon_dimension_numbers,
 )
+from nnx_parallel.checkpoint.manager import CheckpointManager
 from nnx_parallel.errors import OffloadError
 from nnx_parallel.layers import Stack
 from nnx_parallel.sharding import offload as offloading
@@ -206,6 +209,34 @@ def test_checkpoints_interchange(tmp_path: Path, *, saves: bool) -> None:
     history = resumed.fit(batches(4), num_steps=4)
     np.testing.assert_array_equal(history["loss"], expected["loss"][2:])
     assert bool(host_leaves(resumed.state.opt_state)) is not saves
+
+
+def test_a_step_takes_the_memory_of_a_state_that_is_being_saved(
+    tmp_path: Path,
+) -> None:
+    """A view, which NumPy makes of memory of the host, would keep it from the step.
+
+    Here the step would get other memory. Elsewhere it is an error, or the file has what
+    the step has written.
+    """
+    mesh = FSDP(8).make_mesh()
+    place = NamedSharding(mesh, P("fsdp"), memory_kind=offloading.HOST)
+    x = jax.device_put(np.arange(2**22, dtype=np.float32), place)
+    step = jax.jit(lambda x: x + 1, donate_argnums=0, out_shardings=place)
+    with CheckpointManager(tmp_path) as manager:
+        before = addresses(x)
+        manager.save_groups(1, {"optimizer": {"m": x}}, {})
+        after = step(x)
+        assert addresses(after) == before
+        wanted = jax.ShapeDtypeStruct(after.shape, after.dtype, sharding=place)
+        groups, _ = manager.saved.restore({"optimizer": {"m": wanted}}, 1)
+    restored = groups["optimizer"]["m"]
+    assert restored.sharding == place
+    np.testing.assert_array_equal(restored, np.arange(2**22))
+
+
+def addresses(x: jax.Array) -> list[int]:
+    return [shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards]
 
 
 def test_copies_on_the_host_are_compared() -> None:
