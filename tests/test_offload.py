@@ -327,9 +327,11 @@ config = GPTConfig.tiny_llama(
 )
 devices = devices_of("v5p:2x2x1")
 layout = FSDP(4).layout(FSDP(4).make_mesh(devices))
+precision = Precision() if sys.argv[1] == "float32" else Precision.mixed_bfloat16()
 for offload in (None, Offload()):
     model = abstract_model(lambda rngs: GPT(config, rngs=rngs), nnx.Rngs(0))
-    plan = plan_state(model, layout, optax.adamw(1e-3), offload=offload)
+    options = {"offload": offload, "precision": precision}
+    plan = plan_state(model, layout, optax.adamw(1e-3), **options)
     step = make_train_step(plan, next_token_loss, StepOptions(remat="full"))
     memory = memory_of(step, plan, 4, 128)
     print(memory.argument_size_in_bytes, memory.temp_size_in_bytes)
@@ -340,11 +342,12 @@ for offload in (None, Offload()):
 
 
 @pytest.mark.deep
-def test_the_devices_of_a_v5p_hold_the_optimizers_bytes_no_more() -> None:
-    numbers = numbers_from(SCRIPT)
+@pytest.mark.parametrize("precision", ["float32", "mixed_bfloat16"])
+def test_the_devices_of_a_v5p_hold_the_optimizers_bytes_no_more(precision: str) -> None:
+    numbers = numbers_from(SCRIPT, precision)
     plain, offloaded = numbers[:5], numbers[5:]
     moved = plain[0] - offloaded[0]
     assert offloaded[2] == offloaded[3] == moved  # in place
     assert offloaded[4] == 0
-    # In their place the temporaries have those of a layer: 1.6 % more.
+    # In their place the temporaries have those of a layer: 0.9 and 1.5 % more.
     assert offloaded[1] - plain[1] < 0.05 * moved
