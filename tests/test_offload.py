@@ -15,6 +15,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from nnx_parallel import (
     FSDP,
@@ -28,6 +30,7 @@ from nnx_parallel import (
     muon,
     muon_dimension_numbers,
 )
+from nnx_parallel.checkpoint.manager import CheckpointManager
 from nnx_parallel.errors import OffloadError
 from nnx_parallel.layers import Stack
 from nnx_parallel.sharding import offload as offloading
@@ -208,6 +211,34 @@ def test_checkpoints_interchange(tmp_path: Path, *, saves: bool) -> None:
     assert bool(host_leaves(resumed.state.opt_state)) is not saves
 
 
+def test_a_step_takes_the_memory_of_a_state_that_is_being_saved(
+    tmp_path: Path,
+) -> None:
+    """A view, which NumPy makes of memory of the host, would keep it from the step.
+
+    Here the step would get other memory. Elsewhere it is an error, or the file has what
+    the step has written.
+    """
+    mesh = FSDP(8).make_mesh()
+    place = NamedSharding(mesh, P("fsdp"), memory_kind=offloading.HOST)
+    x = jax.device_put(np.arange(2**22, dtype=np.float32), place)
+    step = jax.jit(lambda x: x + 1, donate_argnums=0, out_shardings=place)
+    with CheckpointManager(tmp_path) as manager:
+        before = addresses(x)
+        manager.save_groups(1, {"optimizer": {"m": x}}, {})
+        after = step(x)
+        assert addresses(after) == before
+        wanted = jax.ShapeDtypeStruct(after.shape, after.dtype, sharding=place)
+        groups, _ = manager.saved.restore({"optimizer": {"m": wanted}}, 1)
+    restored = groups["optimizer"]["m"]
+    assert restored.sharding == place
+    np.testing.assert_array_equal(restored, np.arange(2**22))
+
+
+def addresses(x: jax.Array) -> list[int]:
+    return [shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards]
+
+
 def test_copies_on_the_host_are_compared() -> None:
     trainer = make_trainer(FSDP(8), Offload(), check_replicas_every=1)
     trainer.fit(batches(2), num_steps=2)
@@ -296,9 +327,11 @@ config = GPTConfig.tiny_llama(
 )
 devices = devices_of("v5p:2x2x1")
 layout = FSDP(4).layout(FSDP(4).make_mesh(devices))
+precision = Precision() if sys.argv[1] == "float32" else Precision.mixed_bfloat16()
 for offload in (None, Offload()):
     model = abstract_model(lambda rngs: GPT(config, rngs=rngs), nnx.Rngs(0))
-    plan = plan_state(model, layout, optax.adamw(1e-3), offload=offload)
+    options = {"offload": offload, "precision": precision}
+    plan = plan_state(model, layout, optax.adamw(1e-3), **options)
     step = make_train_step(plan, next_token_loss, StepOptions(remat="full"))
     memory = memory_of(step, plan, 4, 128)
     print(memory.argument_size_in_bytes, memory.temp_size_in_bytes)
@@ -309,11 +342,12 @@ for offload in (None, Offload()):
 
 
 @pytest.mark.deep
-def test_the_devices_of_a_v5p_hold_the_optimizers_bytes_no_more() -> None:
-    numbers = numbers_from(SCRIPT)
+@pytest.mark.parametrize("precision", ["float32", "mixed_bfloat16"])
+def test_the_devices_of_a_v5p_hold_the_optimizers_bytes_no_more(precision: str) -> None:
+    numbers = numbers_from(SCRIPT, precision)
     plain, offloaded = numbers[:5], numbers[5:]
     moved = plain[0] - offloaded[0]
     assert offloaded[2] == offloaded[3] == moved  # in place
     assert offloaded[4] == 0
-    # In their place the temporaries have those of a layer: 1.6 % more.
+    # In their place the temporaries have those of a layer: 0.9 and 1.5 % more.
     assert offloaded[1] - plain[1] < 0.05 * moved

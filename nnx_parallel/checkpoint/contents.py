@@ -28,6 +28,7 @@ from nnx_parallel.errors import (
     CheckpointMismatchError,
 )
 from nnx_parallel.sharding.names import path_of
+from nnx_parallel.sharding.offload import HOST
 
 Groups = Mapping[str, Mapping[str, jax.Array]]
 AbstractGroups = Mapping[str, Mapping[str, jax.ShapeDtypeStruct]]
@@ -120,6 +121,31 @@ def check_groups(groups: Groups | AbstractGroups, kind: type = jax.Array) -> Non
             else:
                 continue
             raise CheckpointError(f"Cannot save `{path}` of group {name!r}: {problem}")
+
+
+def to_write(groups: Groups) -> dict[str, dict[str, jax.Array]]:
+    """The groups that Orbax writes while the next steps run, without empty ones.
+
+    Orbax copies arrays by ``np.asarray`` before a save returns. Of memory of the host
+    that is a view, which a step that is given the array as donated would overwrite, or
+    refuse to take. So these arrays are copied, a shard at a time and there.
+    """
+    return {
+        name: {path: _copy_if_on_host(x) for path, x in group.items()}
+        for name, group in groups.items()
+        if group
+    }
+
+
+def _copy_if_on_host(x: jax.Array) -> jax.Array:
+    if x.sharding.memory_kind != HOST:
+        return x
+    # Of the whole array JAX copies only what one process can address.
+    shards = [
+        jax.device_put(shard.data, shard.data.sharding, may_alias=False)
+        for shard in x.addressable_shards
+    ]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
 
 
 def make_header(

@@ -17,6 +17,7 @@ from nnx_parallel.checkpoint.contents import (
     from_groups,
     make_header,
     to_groups,
+    to_write,
 )
 from nnx_parallel.checkpoint.files import PART, is_url
 from nnx_parallel.checkpoint.options import (
@@ -274,7 +275,7 @@ class CheckpointManager:
             # the steps by 90 ms instead of 160, but the next call knew of no save.
             response = saved.orbax.save_checkpointables_async(
                 step,
-                {name: dict(x) for name, x in groups.items() if x} | {PART: checksums},
+                to_write(groups) | {PART: checksums},
                 force=True,  # `is_due` has decided, or the user
                 overwrite=overwrite,
                 custom_metadata=header,
