@@ -27,6 +27,7 @@ from nnx_parallel.layers import (
     attention,
     segment_positions,
 )
+from nnx_parallel.layers.dense import whole_gradient
 from nnx_parallel.layers.moe import warn_of_lost_losses
 from nnx_parallel.models.gpt_config import GPTConfig, LayerKind
 from nnx_parallel.models.hf_config import config_from_hf, config_to_hf
@@ -184,7 +185,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """(batch, seq, embed) to the same, through (batch, seq, mlp)."""
-        hidden = constrain(self.up(x), "batch", "seq", "mlp")
+        hidden = whole_gradient(constrain(self.up(x), "batch", "seq", "mlp"))
         if self.gate is None:
             return self.down(self.activate(hidden))
         gate = constrain(self.gate(x), "batch", "seq", "mlp")

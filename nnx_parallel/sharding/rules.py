@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.collectives.ring import Mode
+from nnx_parallel.collectives.ring import Prefetch
 from nnx_parallel.errors import (
     ParallelWarning,
     PlacementConflictError,
@@ -268,7 +268,7 @@ class ZeroAxis:
 
     rules: FSDPRules
     shard: ZeroKind = "params"
-    prefetch: Mode | None = None
+    prefetch: Prefetch | None = None
     along: tuple[str, ...] = ()
 
     @property

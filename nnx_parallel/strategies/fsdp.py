@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import get_args
 
-from nnx_parallel.collectives.ring import Mode
+from nnx_parallel.collectives.ring import Prefetch
 from nnx_parallel.errors import suggests_names
 from nnx_parallel.sharding.layout import Claims
 from nnx_parallel.sharding.rules import FSDPRules, Rules, ZeroAxis, ZeroKind
@@ -68,17 +68,17 @@ class FSDP(Strategy):
     _: dataclasses.KW_ONLY
     # No mode suits every compiler: on v5p hops run during products, and a whole
     # all-gather does not (docs/library-notes.md, "The TPU compiler").
-    prefetch: Mode | None = None
+    prefetch: Prefetch | None = None
 
     def __post_init__(self) -> None:
         if self.shard not in (kinds := list(get_args(ZeroKind))):
             raise ValueError(f"FSDP(shard={self.shard!r}): valid values are {kinds}.")
         if not isinstance(self.min_size, int) or self.min_size < 0:
             raise ValueError(f"FSDP(min_size={self.min_size!r}): it must be 0 or more.")
-        if self.prefetch not in (None, *get_args(Mode)):
+        if self.prefetch not in (None, *get_args(Prefetch)):
             raise ValueError(
                 f"FSDP(prefetch={self.prefetch!r}): valid values are "
-                f"{list(get_args(Mode))}, or None to gather each layer when it runs."
+                f"{list(get_args(Prefetch))}, or None to gather each layer when it runs."
             )
         if self.prefetch and self.shard != "params":
             raise ValueError(
