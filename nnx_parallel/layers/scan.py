@@ -238,8 +238,9 @@ class _PrefetchedLayers:
     """The layers of a call, which gather one layer ahead.
 
     The scan carries the gathered parameters of one layer and gathers those of the next,
-    which nothing in the layer waits for: forward from the first layer to the last,
-    backward from the last to the first. A device holds two layers at most [1, 2]. A
+    or only what its first product takes, which nothing in the layer waits for: forward
+    from the first layer to the last, backward from the last to the first. A device
+    holds two layers at most [1, 2]. A
     layer's residuals are found as in a pipeline's stage.
 
     References:
@@ -435,7 +436,9 @@ def _used_first(call: StackCall, params: dict, others: dict) -> set:
     return found
 
 
-def _ring(place: Placement, ndim: int, mode: Prefetch | None, mesh: Mesh) -> dict[str, Any]:
+def _ring(
+    place: Placement, ndim: int, mode: Prefetch | None, mesh: Mesh
+) -> dict[str, Any]:
     """How to gather hop by hop; empty if in one collective."""
     stored, used = (dim_axes(s, ndim) for s in (place.stored, place.used))
     split = [d for d in range(ndim) if stored[d] != used[d]]

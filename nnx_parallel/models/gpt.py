@@ -19,14 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from nnx_parallel.layers import (
-    Dense,
-    Embed,
-    MoE,
-    Stack,
-    attention,
-    segment_positions,
-)
+from nnx_parallel.layers import Dense, Embed, MoE, Stack, attention, segment_positions
 from nnx_parallel.layers.dense import whole_gradient
 from nnx_parallel.layers.moe import warn_of_lost_losses
 from nnx_parallel.models.gpt_config import GPTConfig, LayerKind
@@ -243,7 +236,7 @@ class Block(nnx.Module):
             attended = self.attention_post_norm(attended)
         x = constrain(x + self.dropout(attended), "batch", "seq", "embed")
         if self.mlp_norm is not None:
-            normed = self.mlp_norm(x)
+            normed = whole_gradient(self.mlp_norm(x))
         if isinstance(self.mlp, MoE):
             hidden, own = self.mlp(normed, counts_tokens=cache is None)
             losses = None if losses is None else losses + own

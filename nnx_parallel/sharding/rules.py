@@ -257,7 +257,8 @@ class ZeroAxis:
             state), ``gradients`` (ZeRO-2: with optimizer state) or ``optimizer``
             (ZeRO-1).
         prefetch: How a `Stack` gathers a layer's parameters while the last one runs:
-            at once (``bulk``) or hop by hop; ``None``: each layer gathers its own.
+            at once (``bulk``), hop by hop, or only the first of them; ``None``: each
+            layer gathers its own.
         along: Axes that split the same dim too, where all divide one. On a mesh these
             are of experts and long sequences, whose devices would hold the same state.
 

@@ -42,8 +42,12 @@ class FSDP(Strategy):
             compilers that overlap hops with matmuls, but not a whole all-gather (TPU
             v5p: 75 % of the layers' bytes are hidden instead of none, ``python -m
             benchmarks overlap``). ``bulk``: one all-gather for each array, for
-            compilers that run it asynchronously. ``None``: no prefetch. It needs
-            ``shard="params"``; in stages of a `Pipeline` its ``gather`` decides. A
+            compilers that run it asynchronously. ``first``: only what the first product
+            of a layer takes, such as the queries' kernel; the rest is gathered in the
+            layer itself, during its products. For TPUs whose SparseCores gather: of
+            Llama-2 7B over 64 v5p chips 97.8 % of all bytes are hidden instead of
+            93.4, and a device holds one more kernel and no second layer. ``None``: no
+            prefetch. It needs ``shard="params"``; in stages of a `Pipeline` its ``gather`` decides. A
             stack of one layer, or whose input is not a floating-point array, gathers
             when it runs; a dim that two axes shard is gathered in one collective.
 
@@ -67,7 +71,8 @@ class FSDP(Strategy):
     rules: tuple[Rules, ...] = ()
     _: dataclasses.KW_ONLY
     # No mode suits every compiler: on v5p hops run during products, and a whole
-    # all-gather does not (docs/library-notes.md, "The TPU compiler").
+    # all-gather only where SparseCores send it (docs/library-notes.md, "The TPU
+    # compiler").
     prefetch: Prefetch | None = None
 
     def __post_init__(self) -> None:
