@@ -80,7 +80,9 @@ _MAXTEXT = (
 )
 _CHIPS: dict[str, Any] = {"config": llama2_7b, "topology": "v5p:4x4x4", "rows": 128}
 PAIRS = {
-    "FSDP 64": Pair(ours=Case(strategy=FSDP(64), **_CHIPS), theirs=_MAXTEXT),
+    "FSDP 64": Pair(
+        ours=Case(strategy=FSDP(64, prefetch="first"), **_CHIPS), theirs=_MAXTEXT
+    ),
     "tensor 4 x FSDP 16": Pair(
         ours=Case(
             strategy=Composite(TensorParallel(4, sequence=True), FSDP(16)), **_CHIPS
@@ -91,7 +93,7 @@ PAIRS = {
 TINY = {
     "tiny, FSDP 4": Case(
         config=lambda: GPTConfig.tiny(num_layers=2, embed_dim=128, remat="full"),
-        strategy=FSDP(4),
+        strategy=FSDP(4, prefetch="first"),
         topology="v5p:2x2x1",
         rows=8,
     )

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.extend.core as jex
@@ -28,6 +28,7 @@ from nnx_parallel import (
     Trainer,
 )
 from nnx_parallel.collectives import Mode, gather_hops, join_hops
+from nnx_parallel.collectives.ring import Prefetch
 from nnx_parallel.layers import Dense, Remat, Stack
 from nnx_parallel.layers.jaxprs import derived, inline, needed, walk
 from nnx_parallel.mesh import make_mesh
@@ -41,12 +42,12 @@ from tests.parity.runs import compiling, measure, to_host
 from tests.parity.strategies import ONE_DEVICE
 from tests.steps import compile_gpt, plan_step
 
-MODES: tuple[Mode, ...] = ("bulk", "ring", "bidirectional")
+MODES: tuple[Prefetch, ...] = get_args(Prefetch)
 REMATS: tuple[Remat, ...] = ("none", "dots", "full")
 LAYERS = 3
 
 
-def fsdp(mode: Mode | None, size: int = 4, min_size: int = 0) -> FSDP:
+def fsdp(mode: Prefetch | None, size: int = 4, min_size: int = 0) -> FSDP:
     return FSDP(size, min_size=min_size, prefetch=mode)
 
 
@@ -114,6 +115,8 @@ def one_step(strategy: Strategy, remat: Remat, microbatches: int) -> tuple:
     ("strategy", "remat", "microbatches"),
     [
         (fsdp("ring"), "none", 1),
+        (fsdp("first"), "full", 1),
+        pytest.param(fsdp("first"), "none", 2, marks=pytest.mark.deep),
         pytest.param(fsdp("bulk"), "full", 2, marks=pytest.mark.slow),
         pytest.param(
             Composite(DataParallel(2), fsdp("bidirectional", 2), TensorParallel(2)),
@@ -122,7 +125,7 @@ def one_step(strategy: Strategy, remat: Remat, microbatches: int) -> tuple:
             marks=pytest.mark.deep,
         ),
     ],
-    ids=["ring", "bulk", "composite"],
+    ids=["ring", "first", "first_kept", "bulk", "composite"],
 )
 def test_a_step_is_that_of_one_device(strategy, remat, microbatches):
     """Gradients through a variable too; arguments of every kind; a frozen parameter."""
@@ -166,7 +169,7 @@ LAYER_BYTES = 12 * CONFIG.embed_dim**2 * 4
 ROWS = 8
 
 
-def growth(mode: Mode | None, config: GPTConfig) -> float:
+def growth(mode: Prefetch | None, config: GPTConfig) -> float:
     """Temporaries of one more layer."""
     few, many = (
         compile_gpt(replace(config, num_layers=n), fsdp(mode), ROWS) for n in (2, 6)
@@ -176,7 +179,7 @@ def growth(mode: Mode | None, config: GPTConfig) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "remat"), list(product(MODES, REMATS)))
-def test_two_layers_are_gathered_at_a_time(mode: Mode, remat: Remat):
+def test_two_layers_are_gathered_at_a_time(mode: Prefetch, remat: Remat):
     """Temporaries grow no faster with depth, and exceed the plain form by a layer.
 
     On CPU, half a layer more while hops are joined; a TPU needs none of it.
@@ -187,7 +190,7 @@ def test_two_layers_are_gathered_at_a_time(mode: Mode, remat: Remat):
         compile_gpt(replace(config, num_layers=6), fsdp(m), ROWS) for m in (None, mode)
     )
     more = prefetched.memory.temp_size_in_bytes - plain.memory.temp_size_in_bytes
-    assert more <= (1.05 if mode == "bulk" else 1.5) * LAYER_BYTES
+    assert more <= (1.05 if mode in ("bulk", "first") else 1.5) * LAYER_BYTES
     assert prefetched.report.flops == plain.report.flops
 
 
@@ -200,6 +203,21 @@ def test_n_layers_are_gathered_2_n_plus_1_times():
     kernels = sum(c.bytes for c in hops if c.bytes_each > 4 * CONFIG.embed_dim)
     # The first layer's come in one collective.
     assert kernels == 2 * 6 * LAYER_BYTES * 3 / 4
+
+
+@pytest.mark.parametrize(
+    "remat", ["full", pytest.param("none", marks=pytest.mark.deep)]
+)
+def test_the_first_product_of_the_next_layer_finds_its_kernel(remat: Remat):
+    """One kernel of queries is gathered once more than without, and nothing else."""
+    config = replace(CONFIG, num_layers=6, remat=remat, norm="rms", use_bias=False)
+    plain, first = (compile_gpt(config, fsdp(mode), ROWS) for mode in (None, "first"))
+    more = first.report.bytes("all-gather") - plain.report.bytes("all-gather")
+    query, scale = 4 * CONFIG.embed_dim**2, 4 * CONFIG.embed_dim
+    assert more == query + scale
+    held = first.memory.temp_size_in_bytes - plain.memory.temp_size_in_bytes
+    assert held <= 2 * query
+    assert first.report.flops == plain.report.flops
 
 
 def test_neither_waits_for_the_other_in_a_layer():
@@ -261,7 +279,7 @@ def has_product(eqn: jex.JaxprEqn) -> bool:
     [
         (
             {"prefetch": "rings"},
-            "FSDP(prefetch='rings'): valid values are ['bulk', 'ring', "
+            "FSDP(prefetch='rings'): valid values are ['first', 'bulk', 'ring', "
             "'bidirectional'], or None to gather each layer when it runs.",
         ),
         (

@@ -28,6 +28,14 @@ Mode = Literal["bulk", Overlap]
   half a shard.
 """
 
+Prefetch = Literal["first", Mode]
+"""How a stack gathers the parameters of its next layer.
+
+- ``first``: only those that the layer's first product needs, each in one ``all_gather``;
+  the others are gathered in the layer itself, during its products.
+- A `Mode`: all of them.
+"""
+
 Exchange = Literal["ring", "all_to_all", "gather"]
 """Communication of attention whose sequence a mesh axis splits.
 

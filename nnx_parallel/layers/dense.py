@@ -180,6 +180,26 @@ def _partitioned_backward(
 _partitioned.defvjp(_partitioned_forward, _partitioned_backward)
 
 
+@jax.custom_vjp
+def whole_gradient(y: Array) -> Array:
+    """The output of a product, whose gradient is computed once and kept.
+
+    Two products take it, for the gradients of the kernel and of the input. XLA else
+    computes it in both, tile by tile, where the elementwise operations in between are
+    cheap to it.
+
+    Example:
+        >>> float(jax.grad(lambda y: whole_gradient(y) ** 2)(3.0))
+        6.0
+    """
+    return y
+
+
+whole_gradient.defvjp(
+    lambda y: (y, None), lambda _, grad: (jax.lax.optimization_barrier(grad),)
+)
+
+
 def named(initializer: Initializer, *names: str | None) -> Initializer:
     """An initializer whose parameter carries the logical axes of its dims.
 

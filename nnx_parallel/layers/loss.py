@@ -361,7 +361,11 @@ def _chunked_backward(plan: _ChunkPlan, saved: tuple, scale: Array) -> tuple:
     dx, dw, losses, weights = saved
     dweights = jnp.where(weights == 0, 0.0, losses * scale)
     dw = (dw * scale).astype(dw.dtype).astype(plan.kernel_dtype)
-    return dw, ((dx * scale).astype(dx.dtype), None, dweights)
+    dx = (dx * scale).astype(dx.dtype)
+    # Nothing but the optimizer waits for `dw`: the compiler would hold it, whole and in
+    # float32, until the backward pass of all layers has ended.
+    dw, dx = jax.lax.optimization_barrier((dw, dx))
+    return dw, (dx, None, dweights)
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward)

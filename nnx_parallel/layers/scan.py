@@ -14,9 +14,15 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
-from nnx_parallel.collectives.ring import Mode, gather_hops, join_hops
+from nnx_parallel.collectives.ring import Prefetch, gather_hops, join_hops
 from nnx_parallel.errors import StackError
-from nnx_parallel.layers.jaxprs import Layers, LayerWithResiduals
+from nnx_parallel.layers.jaxprs import (
+    Layers,
+    LayerWithResiduals,
+    is_call,
+    trace,
+    variables_in,
+)
 from nnx_parallel.sharding.constrain import (
     active_layout,
     saves_all_but_gathers,
@@ -132,7 +138,7 @@ class StackCall:
     remat: Remat  # what a layer keeps for the backward pass
     placements: dict[Any, Placement]  # of one layer, by path
     is_plain: bool  # a layer calls its block, which returns its output alone
-    prefetch: Mode | None  # how to gather the next layer during the present one
+    prefetch: Prefetch | None  # how to gather the next layer during the present one
 
     @property
     def has_out(self) -> bool:
@@ -232,8 +238,9 @@ class _PrefetchedLayers:
     """The layers of a call, which gather one layer ahead.
 
     The scan carries the gathered parameters of one layer and gathers those of the next,
-    which nothing in the layer waits for: forward from the first layer to the last,
-    backward from the last to the first. A device holds two layers at most [1, 2]. A
+    or only what its first product takes, which nothing in the layer waits for: forward
+    from the first layer to the last, backward from the last to the first. A device
+    holds two layers at most [1, 2]. A
     layer's residuals are found as in a pipeline's stage.
 
     References:
@@ -262,6 +269,12 @@ class _PrefetchedLayers:
             k: p for k, p in call.placements.items() if k in params and p.is_gathered
         }
         moved = {k: p for k, p in places.items() if p.used != p.stored}
+        # What a layer gathers itself, while it computes with what came before.
+        self.own: dict[Any, Placement] = {}
+        if call.prefetch == "first":
+            first = _used_first(call, params, others)
+            self.own = {k: p for k, p in moved.items() if k not in first}
+            moved = {k: p for k, p in moved.items() if k in first}
         self.stored = {k: layout.sharding(p.stored) for k, p in moved.items()}
         self.used = {k: layout.sharding(p.used) for k, p in moved.items()}
         self.gradients = {k: layout.sharding(p.gradient) for k, p in places.items()}
@@ -376,8 +389,13 @@ class _PrefetchedLayers:
         It maps gradients of x and of the floating state to those of parameters, x,
         floating arguments and floating state.
         """
-        # Its parameters come gathered.
-        block = apply_remat(self.call.inner, self.call.remat, prevent_cse=False)
+
+        def inner(params: dict, *arrays: Any) -> tuple[Any, dict, Any]:
+            # The others come gathered.
+            return self.call.inner(use_params(params, self.own), *arrays)
+
+        remat, gathers = self.call.remat, bool(self.own)
+        block = apply_remat(inner, remat, gathers=gathers, prevent_cse=False)
 
         def run(trained: dict, x: list, floats: list, state: dict) -> Any:
             given = iter(floats)
@@ -405,12 +423,27 @@ class _PrefetchedLayers:
         return out, after, vjp
 
 
-def _ring(place: Placement, ndim: int, mode: Mode | None, mesh: Mesh) -> dict[str, Any]:
+def _used_first(call: StackCall, params: dict, others: dict) -> set:
+    """The parameters that a layer reads up to its first product's kernel."""
+    traced = trace(call.inner, params, others, call.x, call.args, None, inlined=is_call)
+    keys = {var: key for key, var in traced.inputs[0].items()}
+    read = (v for eqn in traced.eqns for v in variables_in(eqn.invars) if v in keys)
+    found = set()
+    for var in read:
+        found.add(keys[var])
+        if var.aval.ndim > 1:
+            break
+    return found
+
+
+def _ring(
+    place: Placement, ndim: int, mode: Prefetch | None, mesh: Mesh
+) -> dict[str, Any]:
     """How to gather hop by hop; empty if in one collective."""
     stored, used = (dim_axes(s, ndim) for s in (place.stored, place.used))
     split = [d for d in range(ndim) if stored[d] != used[d]]
     # More than one dim or axis at once is no ring of one axis.
-    if mode == "bulk" or len(split) != 1 or len(stored[split[0]]) != 1:
+    if mode in ("bulk", "first") or len(split) != 1 or len(stored[split[0]]) != 1:
         return {}
     (axis,) = stored[split[0]]
     return {"axis": axis, "dim": split[0], "mode": mode, "mesh": mesh}

@@ -19,14 +19,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from nnx_parallel.layers import (
-    Dense,
-    Embed,
-    MoE,
-    Stack,
-    attention,
-    segment_positions,
-)
+from nnx_parallel.layers import Dense, Embed, MoE, Stack, attention, segment_positions
+from nnx_parallel.layers.dense import whole_gradient
 from nnx_parallel.layers.moe import warn_of_lost_losses
 from nnx_parallel.models.gpt_config import GPTConfig, LayerKind
 from nnx_parallel.models.hf_config import config_from_hf, config_to_hf
@@ -184,7 +178,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """(batch, seq, embed) to the same, through (batch, seq, mlp)."""
-        hidden = constrain(self.up(x), "batch", "seq", "mlp")
+        hidden = whole_gradient(constrain(self.up(x), "batch", "seq", "mlp"))
         if self.gate is None:
             return self.down(self.activate(hidden))
         gate = constrain(self.gate(x), "batch", "seq", "mlp")
@@ -242,7 +236,7 @@ class Block(nnx.Module):
             attended = self.attention_post_norm(attended)
         x = constrain(x + self.dropout(attended), "batch", "seq", "embed")
         if self.mlp_norm is not None:
-            normed = self.mlp_norm(x)
+            normed = whole_gradient(self.mlp_norm(x))
         if isinstance(self.mlp, MoE):
             hidden, own = self.mlp(normed, counts_tokens=cache is None)
             losses = None if losses is None else losses + own

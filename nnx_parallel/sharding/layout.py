@@ -16,7 +16,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.collectives.ring import ExpertAxis, Mode, Overlap, SequenceAxis
+from nnx_parallel.collectives.ring import ExpertAxis, Overlap, Prefetch, SequenceAxis
 from nnx_parallel.errors import PlacementConflictError, UnknownAxisError, suggest
 from nnx_parallel.sharding.names import (
     LOGICAL_AXES,
@@ -260,7 +260,7 @@ class Layout:
                     )
 
     @property
-    def prefetch(self) -> Mode | None:
+    def prefetch(self) -> Prefetch | None:
         """How a stack gathers its next layer's parameters, or ``None``."""
         return next((z.prefetch for z in self.claims.zero if z.prefetch), None)
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.collectives.ring import Mode
+from nnx_parallel.collectives.ring import Prefetch
 from nnx_parallel.errors import (
     ParallelWarning,
     PlacementConflictError,
@@ -257,7 +257,8 @@ class ZeroAxis:
             state), ``gradients`` (ZeRO-2: with optimizer state) or ``optimizer``
             (ZeRO-1).
         prefetch: How a `Stack` gathers a layer's parameters while the last one runs:
-            at once (``bulk``) or hop by hop; ``None``: each layer gathers its own.
+            at once (``bulk``), hop by hop, or only the first of them; ``None``: each
+            layer gathers its own.
         along: Axes that split the same dim too, where all divide one. On a mesh these
             are of experts and long sequences, whose devices would hold the same state.
 
@@ -268,7 +269,7 @@ class ZeroAxis:
 
     rules: FSDPRules
     shard: ZeroKind = "params"
-    prefetch: Mode | None = None
+    prefetch: Prefetch | None = None
     along: tuple[str, ...] = ()
 
     @property
