@@ -5,6 +5,7 @@ from nnx_parallel.layers.attention import segment_positions as segment_positions
 from nnx_parallel.layers.dense import Dense as Dense
 from nnx_parallel.layers.dense import Embed as Embed
 from nnx_parallel.layers.dense import named as named
+from nnx_parallel.layers.dense import project as project
 from nnx_parallel.layers.experts import Experts as Experts
 from nnx_parallel.layers.kernels import Implementation as Implementation
 from nnx_parallel.layers.lora import lora as lora

@@ -25,6 +25,7 @@ from nnx_parallel.layers import (
     MoE,
     Stack,
     attention,
+    project,
     segment_positions,
 )
 from nnx_parallel.layers.moe import warn_of_lost_losses
@@ -104,9 +105,10 @@ class Attention(nnx.Module):
         """Attends from ``x``, whose tokens have positions from ``start``."""
         positions = _positions(start, x.shape[1])
         # (batch, seq, embed) -> (batch, seq, heads or kv_heads, head_dim)
-        query = constrain(self.query(x), "batch", "seq", "heads", "head_dim")
-        key = constrain(self.key(x), "batch", "seq", "kv_heads", "head_dim")
-        value = constrain(self.value(x), "batch", "seq", "kv_heads", "head_dim")
+        query, key, value = project(x, self.query, self.key, self.value)
+        query = constrain(query, "batch", "seq", "heads", "head_dim")
+        key = constrain(key, "batch", "seq", "kv_heads", "head_dim")
+        value = constrain(value, "batch", "seq", "kv_heads", "head_dim")
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         if self.config.positions == "rope":
@@ -184,11 +186,9 @@ class MLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """(batch, seq, embed) to the same, through (batch, seq, mlp)."""
-        hidden = constrain(self.up(x), "batch", "seq", "mlp")
-        if self.gate is None:
-            return self.down(self.activate(hidden))
-        gate = constrain(self.gate(x), "batch", "seq", "mlp")
-        return self.down(self.activate(gate) * hidden)
+        layers = [self.up] if self.gate is None else [self.up, self.gate]
+        up, *gate = (constrain(y, "batch", "seq", "mlp") for y in project(x, *layers))
+        return self.down(self.activate(gate[0]) * up if gate else self.activate(up))
 
 
 def _split(x: Stream) -> tuple[jax.Array, jax.Array | None]:
