@@ -46,7 +46,9 @@ def main() -> int:
     )
     parser.add_argument("name", nargs="?", choices=NAMES)
     parser.add_argument("--rounds", type=int, help="interleaved rounds of steps")
-    parser.add_argument("--full", action="store_true", help="pipeline: all sizes")
+    parser.add_argument(
+        "--full", action="store_true", help="pipeline, maxtext: all cases"
+    )
     parser.add_argument("--tiny", action="store_true", help="gpu, grouped, maxtext")
     parser.add_argument("--python", help="maxtext: the python of its environment")
     parser.add_argument("--json", metavar="PATH", help="write the figures to a file")

@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.timing import Table
 from benchmarks.tpu_steps import Case, compile_step, figures_of, last_line
-from nnx_parallel import FSDP, Composite, TensorParallel
+from nnx_parallel import FSDP, Composite, OneFOneB, Pipeline, TensorParallel
 from nnx_parallel.audit import audit
 from nnx_parallel.audit.hlo import KnownValue, Module, parse
 from nnx_parallel.models import GPTConfig
@@ -90,32 +90,82 @@ PAIRS = {
         theirs=(*_MAXTEXT, "ici_tensor_parallelism=4", "ici_fsdp_parallelism=16"),
     ),
 }
+_PODS: dict[str, Any] = {"config": llama2_7b, "topology": "v6e:16x16", "rows": 512}
+_PIPELINE = Pipeline(8, schedule=OneFOneB())
+_70B: dict[str, Any] = {
+    "config": lambda: GPTConfig.llama3_70b(seq_len=8192, remat="full"),
+    "topology": "v5p:8x8x16",
+    "rows": 512,
+    "microbatches": 32,
+}
+FURTHER = {
+    "tensor 4 x FSDP 16, all-reduces": Case(
+        strategy=Composite(TensorParallel(4), FSDP(16)), **_CHIPS
+    ),
+    "tensor 4 x FSDP 16, ring": Case(
+        strategy=Composite(TensorParallel(4, overlap="ring"), FSDP(16)), **_CHIPS
+    ),
+    "tensor 4 x FSDP 16, bidirectional": Case(
+        strategy=Composite(TensorParallel(4, overlap="bidirectional"), FSDP(16)),
+        **_CHIPS,
+    ),
+    "v6e, tensor 4 x FSDP 64": Case(
+        strategy=Composite(TensorParallel(4, sequence=True), FSDP(64)), **_PODS
+    ),
+    "v6e, tensor 4 x FSDP 64, ring": Case(
+        strategy=Composite(TensorParallel(4, overlap="ring"), FSDP(64)), **_PODS
+    ),
+    "70B, pipeline 8 x tensor 8 x FSDP 16": Case(
+        strategy=Composite(_PIPELINE, TensorParallel(8, sequence=True), FSDP(16)),
+        **_70B,
+    ),
+    "70B, pipeline 8 x tensor 8 x FSDP 16, ring": Case(
+        strategy=Composite(_PIPELINE, TensorParallel(8, overlap="ring"), FSDP(16)),
+        **_70B,
+    ),
+}
+"""Steps of this library alone (``--full``), with its own options of the compiler."""
+
 TINY = {
     "tiny, FSDP 4": Case(
         config=lambda: GPTConfig.tiny(num_layers=2, embed_dim=128, remat="full"),
         strategy=FSDP(4, prefetch="first"),
         topology="v5p:2x2x1",
         rows=8,
-    )
+    ),
+    "tiny, tensor 4, ring": Case(
+        config=lambda: GPTConfig.tiny(num_layers=2, embed_dim=128, remat="full"),
+        strategy=TensorParallel(4, overlap="ring"),
+        topology="v5p:2x2x1",
+        rows=8,
+    ),
 }
 
 
-def measure(rounds: int = 1, *, tiny: bool = False, python: str | None = None) -> Table:
+def measure(
+    rounds: int = 1,
+    *,
+    full: bool = False,
+    tiny: bool = False,
+    python: str | None = None,
+) -> Table:
     """Memory, bytes sent and hidden, and cycles of each step; nothing is timed.
 
     Args:
         rounds: Without effect.
+        full: The `FURTHER` steps too, up to 1,024 chips: about 10 minutes on two cores.
         tiny: A tiny model of this library alone, in seconds.
         python: The python of an environment with MaxText.
     """
     del rounds
     ours = TINY if tiny else {name: pair.ours for name, pair in PAIRS.items()}
-    table = Table("a training step beside MaxText's, compiled for TPU v5p, not run")
+    ours = ours | FURTHER if full and not tiny else ours
+    table = Table("a training step beside MaxText's, compiled for TPUs, not run")
     with_maxtext = not tiny and version_of_maxtext(python)
     for name, case in ours.items():
         table.add(f"{name}: strategy", f"{case.strategy!r} on {case.topology}")
         _add(table, f"{name}: this library", figures_of(__spec__.name, name))
-        if with_maxtext and python:
+        if with_maxtext and python and name in PAIRS:
             _add(table, f"{name}: MaxText", figures_of_maxtext(python, PAIRS[name]))
     if not tiny:
         table.add("MaxText", with_maxtext or "left out: --python PATH has it")
@@ -198,10 +248,11 @@ def estimated_cycles(module: Module) -> float:
 
 def compile_and_read(case: Case) -> dict[str, float]:
     """This library's step, compiled and read in this process."""
-    text, found = compile_step(case, OPTIONS)
+    options = OPTIONS if case in [pair.ours for pair in PAIRS.values()] else None
+    text, found = compile_step(case, options)
     return found | read(text)
 
 
 if __name__ == "__main__":
-    cases = {name: pair.ours for name, pair in PAIRS.items()} | TINY
+    cases = {name: pair.ours for name, pair in PAIRS.items()} | FURTHER | TINY
     print(json.dumps(compile_and_read(cases[sys.argv[1]])))

@@ -43,12 +43,14 @@ class Case:
         strategy: How it is trained.
         topology: The chips, with the links that close the torus of whole cubes.
         rows: Sequences of a step.
+        microbatches: Parts of them that follow one another.
     """
 
     config: Callable[[], GPTConfig]
     strategy: Strategy
     topology: str
     rows: int = 1
+    microbatches: int = 1
 
 
 def figures_of(benchmark: str, name: str) -> dict[str, float]:
@@ -80,8 +82,8 @@ def compile_step(
 ) -> tuple[str, dict[str, float]]:
     """The text of a step for abstract TPUs, and its bytes and seconds.
 
-    AdamW, parameters in float32 and products in bfloat16; with further options of the
-    compiler.
+    AdamW, parameters in float32 and products in bfloat16; with the library's options of
+    the compiler, and further ones.
     """
     devices = Topology.parse(case.topology).described()
     config, strategy = case.config(), case.strategy
@@ -89,9 +91,10 @@ def compile_step(
     model = abstract_model(lambda rngs: GPT(config, rngs=rngs), nnx.Rngs(0))
     precision = Precision.mixed_bfloat16()
     plan = plan_state(model, layout, optax.adamw(1e-3), precision=precision)
-    step: Any = make_train_step(
-        plan, next_token_loss, StepOptions(compiler_options=compiler_options)
+    options = StepOptions(
+        num_microbatches=case.microbatches, compiler_options=compiler_options
     )
+    step: Any = make_train_step(plan, next_token_loss, options)
     rows = layout.sharding(layout.batch_spec(case.rows))
     shape = (case.rows, config.seq_len + 1)
     tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=rows)

@@ -25,6 +25,7 @@ from nnx_parallel import (
     row_parallel_matmul,
 )
 from nnx_parallel.collectives import Mode
+from nnx_parallel.collectives.matmul import column_parallel_matmuls
 
 MODES = get_args(Mode)
 ROWS, IN, OUT = 2, 6, 5
@@ -185,6 +186,37 @@ def test_any_dims_may_be_contracted_and_gathered(mode: Mode):
         )
 
     assert_same(scattered, plain, arrays((4, 8, 6, 2), (3, 6, 4), (8, 2, 3)))
+
+
+@ALL_MODES
+def test_products_of_one_input_share_its_ring(mode: Mode):
+    """Values and gradients are theirs, and it sends what one of them would."""
+    mesh = ring_mesh(4)
+    x, *ws = arrays((2, 8, IN), (IN, 4, 3), (8, IN))
+    dys = arrays((2, 8, 4, 3), (2, 8, 8), ())[:2]
+    kernels = (1, 1), (0, ((2,), (1,)))  # where each is split and contracted
+
+    def together(x, *ws):
+        given = [(w, *where) for w, where in zip(ws, kernels[: len(ws)], strict=True)]
+        return column_parallel_matmuls(x, given, "tensor", dim=1, mode=mode, mesh=mesh)
+
+    def plain(x, *ws):
+        axes = (contracting for _, contracting in kernels[: len(ws)])
+        return [jnp.tensordot(x, w, a) for w, a in zip(ws, axes, strict=True)]
+
+    def both(function: Callable, *given: jax.Array) -> list:
+        ys, vjp = jax.vjp(function, *given)
+        return [*ys, *vjp(dys[: len(ys)])]
+
+    results = jax.jit(lambda: both(together, x, *ws))()
+    for got, wanted in zip(results, both(plain, x, *ws), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+    def sent(*ws: jax.Array) -> float:
+        lowered = jax.jit(lambda: both(together, x, *ws)).lower()
+        return audit(lowered.compile()).bytes()
+
+    assert sent(*ws) == sent(ws[0])
 
 
 @ALL_MODES

@@ -201,8 +201,9 @@ class TestCommunication:
         assert {each.bytes_each for each in hops} == {ACTIVATION // 4 // ways}
         # Forward: one input of query, key and value, which the compiler shares; one of
         # up; the sums of out and down. Backward: the gradients of out and down, which
-        # need the input's gathered gradient; the inputs again; four sums of theirs.
-        assert len(hops) == 3 * ways * (4 + 2 + 2 + 4)
+        # need the input's gathered gradient; the inputs again; the sums of theirs, one
+        # for query, key and value together.
+        assert len(hops) == 3 * ways * (4 + 2 + 2 + 2)
 
     @pytest.mark.parametrize("name", ["sequence", "ring", "fsdp_ring"])
     def test_nothing_is_computed_twice(self, name: str):

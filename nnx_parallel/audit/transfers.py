@@ -28,10 +28,14 @@ _PASSES_ON = {"get-tuple-element", "bitcast", "fusion", "tuple", "copy"}
 
 
 def compile_with_text(lowered: jax.stages.Lowered) -> tuple[Any, str]:
-    """A compiled program and its text, for TPUs as the compiler itself writes it.
+    """A compiled program and its text.
 
-    jaxlib 0.10 cannot print all that the libtpu of today compiles.
+    jaxlib 0.10 cannot print all that the libtpu of today compiles: there it is the text
+    that the compiler itself writes, which lacks its estimates of cycles.
     """
+    if jax.__version_info__ >= (0, 12):
+        compiled = lowered.compile()
+        return compiled, compiled.as_text() or ""
     with tempfile.TemporaryDirectory() as directory:
         compiled = lowered.compile(compiler_options={"xla_dump_to": directory})
         for file in Path(directory).glob("*.after_optimizations.txt"):

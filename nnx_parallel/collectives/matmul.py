@@ -6,7 +6,8 @@ in between.
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import partial, reduce
+from operator import add
 from typing import NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from numpy.lib.array_utils import normalize_axis_tuple
 
-from nnx_parallel.collectives.ring import Mode, Pair, Ring, check_divides, on_shards
+from nnx_parallel.collectives.ring import Mode, Ring, check_divides, on_shards
 from nnx_parallel.errors import CollectiveProductError, UnknownAxisError
 
 Contracting = int | tuple[Sequence[int], Sequence[int]]
@@ -79,8 +80,23 @@ def all_gather_matmul(
         [2] Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
         Models", 2022, section 4.2, https://arxiv.org/abs/2205.05198
     """
-    x, w, plan = _prepare(x_shard, w_shard, axis, dim, contracting, mode, sum_dtype)
-    return _gathering(*plan)(x, w)
+    given = x_shard, [w_shard], axis, dim, [contracting], mode, sum_dtype
+    return _gathered_matmuls(*given)[0]
+
+
+def _gathered_matmuls(
+    x_shard: jax.Array,
+    w_shards: Sequence[jax.Array],
+    axis: str,
+    dim: int,
+    contracting: Sequence[Contracting],
+    mode: Mode,
+    sum_dtype: DTypeLike | None,
+) -> list[jax.Array]:
+    """`all_gather_matmul` of one x with several w, which share its ring."""
+    given = zip(w_shards, contracting, strict=True)
+    found = [_prepare(x_shard, w, axis, dim, c, mode, sum_dtype) for w, c in given]
+    return _gathering(*found[0][2])(found[0][0], [w for _, w, _ in found])
 
 
 def matmul_reduce_scatter(
@@ -169,14 +185,46 @@ def column_parallel_matmul(
         >>> column_parallel_matmul(x, w, "tensor", dim=1, w_dim=1, mesh=mesh).shape
         (2, 16, 8)
     """
-    x_side, w_side = _operands(x, w, contracting)
-    dim, w_dim = x_side.kept_dim("dim", dim), w_side.kept_dim("w_dim", w_dim)
-    out_dim = len(x_side.kept) + w_side.kept.index(w_dim)
-    settings = {"contracting": contracting, "mode": mode, "sum_dtype": sum_dtype}
-    product = partial(all_gather_matmul, axis=axis, dim=dim, **settings)
+    of_w = [(w, w_dim, contracting)]
+    run = column_parallel_matmuls
+    return run(x, of_w, axis, dim=dim, mode=mode, sum_dtype=sum_dtype, mesh=mesh)[0]
+
+
+def column_parallel_matmuls(
+    x: jax.Array,
+    kernels: Sequence[tuple[jax.Array, int, Contracting]],
+    axis: str,
+    *,
+    dim: int,
+    mode: Mode = "ring",
+    sum_dtype: DTypeLike | None = None,
+    mesh: Mesh | None = None,
+) -> list[jax.Array]:
+    """`column_parallel_matmul` of one x with several w, which share its ring.
+
+    x is gathered once, and its gradient, the sum of theirs, is scattered once. Each of
+    ``kernels`` is a w with its ``w_dim`` and its ``contracting``; all contract the same
+    dims of x. The other arguments are those of `column_parallel_matmul`.
+    """
+    sides = [_operands(x, w, contracting) for w, _, contracting in kernels]
+    dim, kept = sides[0][0].kept_dim("dim", dim), sides[0][0].kept
+    w_dims = [
+        side.kept_dim("w_dim", w_dim)
+        for (_, side), (_, w_dim, _) in zip(sides, kernels, strict=True)
+    ]
     # x split along dim, w along w_dim -> (*kept of x, *kept of w) split along out_dim
-    splits = ("x", x, dim), ("w", w, w_dim)
-    return on_shards(product, axis, mesh, (dim, w_dim), out_dim, *splits)(x, w)
+    out_dims = [
+        len(kept) + side.kept.index(w_dim)
+        for (_, side), w_dim in zip(sides, w_dims, strict=True)
+    ]
+    ws, contracting = [w for w, _, _ in kernels], [each for _, _, each in kernels]
+
+    def products(x: jax.Array, *ws: jax.Array) -> list[jax.Array]:
+        return _gathered_matmuls(x, ws, axis, dim, contracting, mode, sum_dtype)
+
+    of_ws = [("w", w, d) for w, d in zip(ws, w_dims, strict=True)]
+    splits, dims = [("x", x, dim), *of_ws], (dim, *w_dims)
+    return on_shards(products, axis, mesh, dims, out_dims, *splits)(x, *ws)
 
 
 def row_parallel_matmul(
@@ -225,20 +273,30 @@ def row_parallel_matmul(
 
 
 def _gathering(ring: Ring, num: int, sum_dtype: DTypeLike) -> Callable:
-    """``all_gather(x) @ w``, from the first ``num`` dims of w and the last of x."""
+    """``all_gather(x) @ w`` of each w, from its first ``num`` dims and x's last."""
 
-    def product(x: jax.Array, w: jax.Array) -> jax.Array:
-        # (*kept, *contracted) by (*contracted, *others)
-        return ring.gather_through(lambda x: jnp.tensordot(x, w, num), x)[0]
+    def products(x: jax.Array, ws: list[jax.Array]) -> list[jax.Array]:
+        def of_shard(x: jax.Array) -> list[jax.Array]:
+            # (*kept, *contracted) by (*contracted, *others)
+            return [jnp.tensordot(x, w, num) for w in ws]
 
-    def gradient(x: jax.Array, w: jax.Array, dy: jax.Array) -> Pair:
-        partial_sum = partial(_x_gradient, w=w, num=num, dtype=sum_dtype)
-        dx, whole = ring.scatter_sum_and_gather(partial_sum, dy, x)
+        return ring.gather_through(of_shard, x)[0]
+
+    def gradient(x: jax.Array, ws: list[jax.Array], dys: list[jax.Array]) -> tuple:
+        # Added up before they travel: the gradient of x is sent once, however many
+        # products it has.
+        def partial_sum(dys: list[jax.Array]) -> jax.Array:
+            pairs = zip(dys, ws, strict=True)
+            return reduce(add, (_x_gradient(dy, w, num, sum_dtype) for dy, w in pairs))
+
+        dx, whole = ring.scatter_sum_and_gather(partial_sum, dys, x)
         # One product of the whole x, not one a hop: other axes that split the batch
         # then sum the gradient of w once.
-        return dx.astype(x.dtype), _w_gradient(whole, dy, num).astype(w.dtype)
+        pairs = zip(ws, dys, strict=True)
+        dws = [_w_gradient(whole, dy, num).astype(w.dtype) for w, dy in pairs]
+        return dx.astype(x.dtype), dws
 
-    return _with_gradient(product, gradient)
+    return _with_gradient(products, gradient)
 
 
 def _scattering(ring: Ring, num: int, sum_dtype: DTypeLike) -> Callable:
@@ -251,14 +309,14 @@ def _scattering(ring: Ring, num: int, sum_dtype: DTypeLike) -> Callable:
 
         return ring.scatter_sum(partial_sum, x).astype(jnp.result_type(x, w))
 
-    def gradient(x: jax.Array, w: jax.Array, dy: jax.Array) -> Pair:
+    def gradient(x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple:
         dx, dy = ring.gather_through(partial(_x_gradient, w=w, num=num), dy)
         return dx.astype(x.dtype), _w_gradient(x, dy, num).astype(w.dtype)
 
     return _with_gradient(product, gradient)
 
 
-def _with_gradient(product: Callable, gradient: Callable[..., Pair]) -> Callable:
+def _with_gradient(product: Callable, gradient: Callable[..., tuple]) -> Callable:
     """A product of x and w that keeps both for ``gradient(x, w, dy)``.
 
     Written out, since JAX's transpose of a ring keeps all that passed by, and has the

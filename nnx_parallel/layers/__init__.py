@@ -4,7 +4,9 @@ from nnx_parallel.layers.attention import attention as attention
 from nnx_parallel.layers.attention import segment_positions as segment_positions
 from nnx_parallel.layers.dense import Dense as Dense
 from nnx_parallel.layers.dense import Embed as Embed
+from nnx_parallel.layers.dense import compute_gradient_once as compute_gradient_once
 from nnx_parallel.layers.dense import named as named
+from nnx_parallel.layers.dense import project as project
 from nnx_parallel.layers.experts import Experts as Experts
 from nnx_parallel.layers.kernels import Implementation as Implementation
 from nnx_parallel.layers.lora import lora as lora

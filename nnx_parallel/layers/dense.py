@@ -4,11 +4,10 @@ The layout says where a product gathers its input, scatters its output, and over
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.nn.initializers import Initializer
 from jax.sharding import NamedSharding
 
-from nnx_parallel.collectives.matmul import column_parallel_matmul, row_parallel_matmul
+from nnx_parallel.collectives.matmul import (
+    column_parallel_matmuls,
+    row_parallel_matmul,
+)
 from nnx_parallel.layers.scan import OVERLAPPED
 from nnx_parallel.sharding.constrain import (
     activation_spec,
@@ -71,33 +73,37 @@ def matmul(
         [1] Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
         Models", 2022, section 4.2, https://arxiv.org/abs/2205.05198
     """
-    num = len(in_names)
-    x_dims = tuple(range(x.ndim - num, x.ndim))
-    # (*leading, *in_dims) by (*in_dims, *out_dims) -> (*leading, *out_dims)
-    contracting = x_dims, tuple(w_dims or range(num))
+    contracting = _contracting(x, in_names, w_dims)
     layout = active_layout()
-    split = None
-    if layout is not None and x.ndim == 2 + num:
-        split = _find_split(layout, x, w, in_names, out_names, contracting)
+    split = _find_split(layout, x, w, in_names, out_names, contracting)
     if layout is None or split is None:
         return jnp.tensordot(x, w, axes=contracting)
     if layout.claims.overlap is None:
         return _partitioned(split, x, w)
+    if split.gathers:
+        return _gathered_products(layout, x, [(w, split)])[0]
     note_effect("overlap")
-    run: Any = column_parallel_matmul if split.gathers else row_parallel_matmul
-    y = run(
+    y = row_parallel_matmul(
         x,
         w,
         split.axis,
         dim=SEQ,
         contracting=contracting,
+        split=split.feature,
         mode=layout.claims.overlap,
         sum_dtype=jnp.result_type(x, w),
         mesh=layout.mesh,
-        **{"w_dim" if split.gathers else "split": split.feature},
     )
     # A remat policy that keeps products sees no single product here.
     return checkpoint_name(y, OVERLAPPED)
+
+
+def _contracting(
+    x: Array, in_names: Names, w_dims: tuple[int, ...] | None = None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    num = len(in_names)
+    # (*leading, *in_dims) by (*in_dims, *out_dims) -> (*leading, *out_dims)
+    return tuple(range(x.ndim - num, x.ndim)), tuple(w_dims or range(num))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +126,26 @@ class _Split:
         return _place(x, self.whole)
 
 
+def _gathered_products(
+    layout: Layout, x: Array, kernels: Sequence[tuple[Array, _Split]]
+) -> list[Array]:
+    """Products of one input that is gathered during them, in one ring."""
+    note_effect("overlap")
+    ws = [w for w, _ in kernels]
+    ys = column_parallel_matmuls(
+        x,
+        [(w, split.feature, split.contracting) for w, split in kernels],
+        kernels[0][1].axis,
+        dim=SEQ,
+        mode=layout.claims.overlap or "bulk",
+        sum_dtype=jnp.result_type(x, *ws),
+        mesh=layout.mesh,
+    )
+    return [checkpoint_name(y, OVERLAPPED) for y in ys]
+
+
 def _find_split(
-    layout: Layout,
+    layout: Layout | None,
     x: Array,
     w: Array,
     in_names: Names,
@@ -129,6 +153,8 @@ def _find_split(
     contracting: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> _Split | None:
     """How the layout splits a product along ``seq``, or ``None``."""
+    if layout is None or x.ndim != 2 + len(in_names):
+        return None
     w_kept = [d for d in range(w.ndim) if d not in contracting[1]]
 
     def axes_of(shape: tuple[int, ...], names: Names) -> DimAxes:
@@ -181,7 +207,7 @@ _partitioned.defvjp(_partitioned_forward, _partitioned_backward)
 
 
 @jax.custom_vjp
-def whole_gradient(y: Array) -> Array:
+def compute_gradient_once(y: Array) -> Array:
     """The output of a product, whose gradient is computed once and kept.
 
     Two products take it, for the gradients of the kernel and of the input. XLA else
@@ -189,13 +215,13 @@ def whole_gradient(y: Array) -> Array:
     cheap to it.
 
     Example:
-        >>> float(jax.grad(lambda y: whole_gradient(y) ** 2)(3.0))
+        >>> float(jax.grad(lambda y: compute_gradient_once(y) ** 2)(3.0))
         6.0
     """
     return y
 
 
-whole_gradient.defvjp(
+compute_gradient_once.defvjp(
     lambda y: (y, None), lambda _, grad: (jax.lax.optimization_barrier(grad),)
 )
 
@@ -264,11 +290,46 @@ class Dense(nnx.Module):
         ``(*leading, *in_dims)`` to ``(*leading, *out_dims)``; two leading dims are
         ``batch`` and ``seq``.
         """
-        y = matmul(x, self.kernel[...], self.in_names, self.out_names)
+        return self._add_bias(
+            matmul(x, self.kernel[...], self.in_names, self.out_names)
+        )
+
+    def _add_bias(self, y: Array) -> Array:
         if self.bias is None:
             return y
         bias = self.bias[...]  # (*out_dims), given leading dims of size 1
         return y + jnp.reshape(bias, (1,) * (y.ndim - bias.ndim) + bias.shape)
+
+
+def project(x: Array, *layers: Dense) -> list[Array]:
+    """The outputs of several `Dense` of one input: query, key and value; up and gate.
+
+    Those of calling each, which it does but for one case: under ``overlap`` layers that
+    gather their input do so in one ring, and the gradient of the input, the sum of
+    theirs, is sent once, not once for each.
+
+    Example:
+        >>> make = partial(Dense, {"embed": 4}, {"mlp": 8})
+        >>> up, gate = make(rngs=nnx.Rngs(0)), make(rngs=nnx.Rngs(1))
+        >>> [y.shape for y in project(jnp.ones((2, 3, 4)), up, gate)]
+        [(2, 3, 8), (2, 3, 8)]
+    """
+    layout = active_layout()
+    # A class of its own (an adapted layer) may do more than the product.
+    is_plain = all(type(layer) is Dense for layer in layers)
+    if layout is None or layout.claims.overlap is None or not is_plain:
+        return [layer(x) for layer in layers]
+    kernels = [layer.kernel[...] for layer in layers]
+    splits = [
+        _find_split(layout, x, w, each.in_names, each.out_names, axes)
+        for w, each in zip(kernels, layers, strict=True)
+        for axes in [_contracting(x, each.in_names)]
+    ]
+    found = [(w, s) for w, s in zip(kernels, splits, strict=True) if s and s.gathers]
+    if len(found) < len(layers) or len({s.axis for _, s in found}) > 1:
+        return [layer(x) for layer in layers]
+    ys = _gathered_products(layout, x, found)
+    return [layer._add_bias(y) for layer, y in zip(layers, ys, strict=True)]
 
 
 class Embed(nnx.Module):

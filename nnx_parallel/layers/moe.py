@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.collectives.ring import TokenExchange
 from nnx_parallel.errors import ExpertsError, kind_of, suggests_names, warn_user
-from nnx_parallel.layers.dense import Dense, named
+from nnx_parallel.layers.dense import Dense, named, project
 from nnx_parallel.layers.dispatch import (
     ExpertMLPs,
     Kernels,
@@ -416,8 +416,9 @@ class SharedExpert(nnx.Module):
 
     def hidden(self, x: Array) -> Array:
         """``(batch, seq, embed)`` to ``(batch, seq, mlp)``, which goes to `down`."""
-        hidden = constrain(self.up(x), "batch", "seq", "mlp")
         if self.gate is None:
-            return self.activate(hidden)
-        gate = constrain(self.gate(x), "batch", "seq", "mlp")
+            return self.activate(constrain(self.up(x), "batch", "seq", "mlp"))
+        hidden, gate = project(x, self.up, self.gate)
+        hidden = constrain(hidden, "batch", "seq", "mlp")
+        gate = constrain(gate, "batch", "seq", "mlp")
         return self.activate(gate) * hidden

@@ -19,8 +19,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from nnx_parallel.layers import Dense, Embed, MoE, Stack, attention, segment_positions
-from nnx_parallel.layers.dense import whole_gradient
+from nnx_parallel.layers import (
+    Dense,
+    Embed,
+    MoE,
+    Stack,
+    attention,
+    compute_gradient_once,
+    project,
+    segment_positions,
+)
 from nnx_parallel.layers.moe import warn_of_lost_losses
 from nnx_parallel.models.gpt_config import GPTConfig, LayerKind
 from nnx_parallel.models.hf_config import config_from_hf, config_to_hf
@@ -98,9 +106,10 @@ class Attention(nnx.Module):
         """Attends from ``x``, whose tokens have positions from ``start``."""
         positions = _positions(start, x.shape[1])
         # (batch, seq, embed) -> (batch, seq, heads or kv_heads, head_dim)
-        query = constrain(self.query(x), "batch", "seq", "heads", "head_dim")
-        key = constrain(self.key(x), "batch", "seq", "kv_heads", "head_dim")
-        value = constrain(self.value(x), "batch", "seq", "kv_heads", "head_dim")
+        query, key, value = project(x, self.query, self.key, self.value)
+        query = constrain(query, "batch", "seq", "heads", "head_dim")
+        key = constrain(key, "batch", "seq", "kv_heads", "head_dim")
+        value = constrain(value, "batch", "seq", "kv_heads", "head_dim")
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         if self.config.positions == "rope":
@@ -178,11 +187,10 @@ class MLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """(batch, seq, embed) to the same, through (batch, seq, mlp)."""
-        hidden = whole_gradient(constrain(self.up(x), "batch", "seq", "mlp"))
-        if self.gate is None:
-            return self.down(self.activate(hidden))
-        gate = constrain(self.gate(x), "batch", "seq", "mlp")
-        return self.down(self.activate(gate) * hidden)
+        layers = [self.up] if self.gate is None else [self.up, self.gate]
+        up, *gate = (constrain(y, "batch", "seq", "mlp") for y in project(x, *layers))
+        up = compute_gradient_once(up)
+        return self.down(self.activate(gate[0]) * up if gate else self.activate(up))
 
 
 def _split(x: Stream) -> tuple[jax.Array, jax.Array | None]:
@@ -236,7 +244,7 @@ class Block(nnx.Module):
             attended = self.attention_post_norm(attended)
         x = constrain(x + self.dropout(attended), "batch", "seq", "embed")
         if self.mlp_norm is not None:
-            normed = whole_gradient(self.mlp_norm(x))
+            normed = compute_gradient_once(self.mlp_norm(x))
         if isinstance(self.mlp, MoE):
             hidden, own = self.mlp(normed, counts_tokens=cache is None)
             losses = None if losses is None else losses + own

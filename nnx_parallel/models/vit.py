@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
 
-from nnx_parallel.layers import Dense, Embed, Stack, attention, named
+from nnx_parallel.layers import Dense, Embed, Stack, attention, named, project
 from nnx_parallel.models.hf_vision import vit_from_hf, vit_names, vit_to_hf
 from nnx_parallel.sharding import constrain
 from nnx_parallel.weights.files import find_folder, read_config
@@ -200,8 +200,8 @@ class Block(nnx.Module):
         normed = self.attention_norm(x)
         # (batch, seq, embed) -> (batch, seq, heads, head_dim)
         query, key, value = (
-            constrain(dense(normed), "batch", "seq", "heads", "head_dim")
-            for dense in (self.query, self.key, self.value)
+            constrain(y, "batch", "seq", "heads", "head_dim")
+            for y in project(normed, self.query, self.key, self.value)
         )
         attended = self.out(attention(query, key, value))
         x = constrain(x + self.dropout(attended), "batch", "seq", "embed")
