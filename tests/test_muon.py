@@ -401,7 +401,7 @@ def test_six_layers_of_a_gpt_cannot_be_shared_more_evenly() -> None:
     # Whole matrices make multiples of 6: with less than 48 the busiest of 8 devices has
     # 42, and all of them together less than there is.
     assert max(loads) == 48
-    assert 8 * 42 < sum(loads)
+    assert sum(loads) > 8 * 42
 
 
 # Errors.

@@ -32,8 +32,8 @@ Mode = Literal["bulk", Overlap]
 Prefetch = Literal["first", Mode]
 """How a stack gathers the parameters of its next layer.
 
-- ``first``: only those that the layer's first product needs, each in one ``all_gather``;
-  the others are gathered in the layer itself, during its products.
+- ``first``: only those that the layer's first product needs, each in one
+  ``all_gather``; the others are gathered in the layer itself, during its products.
 - A `Mode`: all of them.
 """
 

@@ -244,6 +244,7 @@ class Block(nnx.Module):
             attended = self.attention_post_norm(attended)
         x = constrain(x + self.dropout(attended), "batch", "seq", "embed")
         if self.mlp_norm is not None:
+            # Up and gate add to its gradient, which norm and scale take.
             normed = compute_gradient_once(self.mlp_norm(x))
         if isinstance(self.mlp, MoE):
             hidden, own = self.mlp(normed, counts_tokens=cache is None)
@@ -373,10 +374,7 @@ class GPT(nnx.Module):
         folder = find_folder(path)
         config = config_from_hf(read_config(folder), **overrides)
         entries, ignored = names_of(config), ignored_names(config)
-
-        def build(rngs: nnx.Rngs) -> GPT:
-            return cls(config, rngs=rngs)
-
+        build = partial(cls, config)
         return Pretrained(build, folder, entries, dtype=dtype, ignored=ignored)
 
     def names_in_files(self) -> tuple[tuple[str, str, str], ...]:

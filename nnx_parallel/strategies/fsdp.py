@@ -46,8 +46,9 @@ class FSDP(Strategy):
             of a layer takes, such as the queries' kernel; the rest is gathered in the
             layer itself, during its products. For TPUs whose SparseCores gather: of
             Llama-2 7B over 64 v5p chips 97.8 % of all bytes are hidden instead of
-            93.4, and a device holds one more kernel and no second layer. ``None``: no
-            prefetch. It needs ``shard="params"``; in stages of a `Pipeline` its ``gather`` decides. A
+            93.4, and a device holds one more kernel and no second layer (``python -m
+            benchmarks maxtext``). ``None``: no prefetch. It needs ``shard="params"``;
+            in stages of a `Pipeline` its ``gather`` decides. A
             stack of one layer, or whose input is not a floating-point array, gathers
             when it runs; a dim that two axes shard is gathered in one collective.
 
@@ -81,9 +82,10 @@ class FSDP(Strategy):
         if not isinstance(self.min_size, int) or self.min_size < 0:
             raise ValueError(f"FSDP(min_size={self.min_size!r}): it must be 0 or more.")
         if self.prefetch not in (None, *get_args(Prefetch)):
+            valid = list(get_args(Prefetch))
             raise ValueError(
-                f"FSDP(prefetch={self.prefetch!r}): valid values are "
-                f"{list(get_args(Prefetch))}, or None to gather each layer when it runs."
+                f"FSDP(prefetch={self.prefetch!r}): valid values are {valid}, or None "
+                "to gather each layer when it runs."
             )
         if self.prefetch and self.shard != "params":
             raise ValueError(
