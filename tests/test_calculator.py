@@ -140,7 +140,7 @@ SHARED = GPTConfig.tiny_experts(
     experts=Experts(num_experts=8, top_k=3, mlp_dim=64, shared_dim=96)
 )
 GELU = GPTConfig.tiny(
-    experts=Experts(num_experts=4, top_k=1, mlp_dim=64, shared_dim=32)
+    experts=Experts(num_experts=4, top_k=1, normalise=False, mlp_dim=64, shared_dim=32)
 )
 MIXTURES = [
     (MIXTRAL, FSDP(8), "params"),

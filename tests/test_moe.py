@@ -30,6 +30,7 @@ from nnx_parallel import (
 from nnx_parallel.layers import Experts, MoE, named
 from nnx_parallel.layers.dispatch import Order, collect, dispatch, sort_by_expert
 from nnx_parallel.loggers import ConsoleLogger, Logger
+from nnx_parallel.metrics import Mean
 from nnx_parallel.models import GPT, GPTConfig, generate, next_token_loss
 from tests.parity.checks import assert_gradients_close
 from tests.parity.runs import compiling, to_host
@@ -410,6 +411,36 @@ def test_presets_have_the_published_active_sizes():
     assert like.num_active_params < 45e9
 
 
+def test_kernels_start_with_the_variance_of_their_own_inputs():
+    wide = replace(MIXTRAL, mlp_dim=16, shared_dim=1024)
+    moe = MoE(64, wide, rngs=nnx.Rngs(0))
+    assert moe.shared is not None
+    for kernel, inputs in ((moe.down, 16), (moe.shared.down.kernel, 1024)):
+        assert jnp.std(kernel[...]) == pytest.approx(inputs**-0.5, rel=0.1)
+
+
+def test_a_capacity_is_not_raised_by_rounding():
+    share = replace(MIXTRAL, top_k=2, num_experts=8, capacity_factor=1.1)
+    assert share.capacity(200) == 55  # 1.1 * 50 is above 55 in floating point
+    assert share.capacity(202) == 56
+
+
+def test_sizes_may_be_integers_of_numpy():
+    moe = MoE(np.int64(16), replace(MIXTRAL, top_k=np.int32(2)), rngs=nnx.Rngs(0))
+    assert moe.up.shape[1] == 16
+
+
+def test_a_layer_that_counted_nothing_has_no_part_in_the_mean():
+    counted, idle = (MoE(16, MIXTRAL, rngs=nnx.Rngs(0)) for _ in range(2))
+    x = jax.random.normal(jax.random.key(1), (2, 8, 16))
+    counted(x)
+    idle(x, counts_tokens=False)
+    own, none = (moe.finish_step()["router_entropy"] for moe in (counted, idle))
+    assert isinstance(own, Mean)
+    assert isinstance(none, Mean)
+    assert float(own.merge(none).value) == float(own.value) > 0
+
+
 def test_numbers_of_parameters_are_counted_right():
     for shared, activation, bias in ((0, "swiglu", False), (16, "gelu", True)):
         experts = replace(MIXTRAL, shared_dim=shared)
@@ -511,6 +542,13 @@ def test_muon_orthogonalises_each_expert_by_itself():
         ({"capacity_factor": -1.25}, "is -1.25; it must be above 0, or None."),
         ({"capacity_factor": float("inf")}, "is inf; it must be above 0, or None."),
         ({"top_k": 0}, "Experts.top_k is 0; it must be 1 to num_experts=8."),
+        (
+            {"top_k": 1},
+            "Experts.normalise is True with top_k=1: the weight of a token's one "
+            "expert would always be 1, and no gradient of it would reach the router. "
+            "Set normalise=False, or top_k to 2 or more.",
+        ),
+        ({"scores": ("softmax",)}, "Experts.scores is ('softmax',); it must be a str"),
         ({"top_k": 2.0}, "Experts.top_k is 2.0; it must be an int."),
         ({"mlp_dim": None}, "Experts.mlp_dim is None; it must be an int."),
         ({"num_experts": "8"}, "Experts.num_experts is '8'; it must be an int."),

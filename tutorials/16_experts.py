@@ -219,7 +219,7 @@ assert up.addressable_shards[0].data.size * 8 == up.size
 # | | forward | backward | with `remat`, more |
 # |---|---|---|---|
 # | `gather` | `2 (n - 1)` | `2 (n - 1)` | `n - 1` |
-# | `ragged` | `2 k (n - 1) / n` | `2 k (n - 1) / n` | `2 k (n - 1) / n` |
+# | `ragged` | `2 k (n - 1) / n` | `2 k (n - 1) / n` | `k (n - 1) / n` |
 #
 # `ExpertParallel(exchange=None)` takes `ragged` on GPUs and TPUs where `k < n - 1`. `audit` counts the
 # bytes that go into the collectives of a compiled step. Without `FSDP`, tokens are all that is

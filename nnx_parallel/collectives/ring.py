@@ -79,7 +79,7 @@ class ExpertAxis(NamedTuple):
             return "gather", "CPUs have no ragged all-to-all"
         if top_k < size - 1:
             return "ragged", f"top_k={top_k} is less than {size} - 1 other devices"
-        return "gather", f"top_k={top_k} reaches all {size} devices"
+        return "gather", f"top_k={top_k} is not less than {size} - 1 other devices"
 
 
 Pointwise = Callable[[Any], Any]

@@ -12,7 +12,7 @@ References:
 
 import math
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import Literal, get_args
 
 import jax
@@ -36,10 +36,12 @@ class Experts:
         num_experts: Number of experts.
         top_k: How many of them a token goes to.
         mlp_dim: Width of an expert.
-        shared_dim: Width of an MLP that every token goes through besides; 0: none [2].
+        shared_dim: Width of a shared MLP that every token also goes through; 0: none
+            [2].
         scores: What the router makes of its logits: a ``softmax`` over all experts [1],
             or the ``sigmoid`` of each [2].
-        normalise: Whether the weights of a token's experts add up to 1.
+        normalise: Whether the weights of a token's experts add up to 1. Not with
+            ``top_k=1``, whose one weight would be constant.
         scale: Factor of these weights.
         num_groups: Groups of neighbouring experts.
         top_groups: A token's experts are in so many groups, those whose two best scores
@@ -56,8 +58,8 @@ class Experts:
             microbatch that is balanced, which is another loss.
         z_loss: Weight of the squared log-normaliser of the router's logits [4].
         capacity_factor: Above it tokens are dropped: an expert takes at most
-            ``capacity_factor * seq * top_k / num_experts`` of each sequence, the first
-            ones. ``None``: no token is dropped.
+            ``capacity_factor * seq * top_k / num_experts`` of each sequence, rounded
+            up, the first ones. ``None``: no token is dropped.
 
     Raises:
         ExpertsError: If a value is of another kind or out of range, or the groups leave
@@ -86,9 +88,11 @@ class Experts:
     def __post_init__(self) -> None:
         # Kinds before ranges: what has none cannot be compared.
         for name in _COUNTS:
-            self._require(name, type(getattr(self, name)) is int, "an int")
+            self._require(name, is_int(getattr(self, name)), "an int")
         for name in _NUMBERS:
             self._require(name, _is_number(getattr(self, name)), "a finite number")
+        for name in ("scores", "balance_over"):
+            self._require(name, isinstance(getattr(self, name), str), "a string")
         count, groups, factor = self.num_experts, self.num_groups, self.capacity_factor
         scores, balanced = get_args(Scores), get_args(Balanced)
         rules = (
@@ -121,6 +125,12 @@ class Experts:
         )
         for name, is_met, rule in rules:
             self._require(name, is_met, rule)
+        if self.normalise and self.top_k == 1 < count:
+            raise ExpertsError(
+                "Experts.normalise is True with top_k=1: the weight of a token's one "
+                "expert would always be 1, and no gradient of it would reach the "
+                "router. Set normalise=False, or top_k to 2 or more."
+            )
         if (left := self.top_groups * count // groups) < self.top_k:
             least = -(-self.top_k * groups // count)
             raise ExpertsError(
@@ -142,7 +152,8 @@ class Experts:
         if self.capacity_factor is None:
             return None
         share = seq_len * self.top_k / self.num_experts
-        return math.ceil(self.capacity_factor * share)
+        # Rounded before: 1.1 * 50 is a little above 55.
+        return math.ceil(round(self.capacity_factor * share, 6))
 
     def choose(self, scores: Array, bias: Array | None) -> tuple[Array, Array]:
         """A token's experts and their weights: ``(..., experts)`` to ``(..., top_k)``.
@@ -180,6 +191,11 @@ def require(name: str, found: object, is_met: bool, rule: str) -> None:
     if not is_met:
         shown = "None" if found is None else kind_of(found)
         raise ExpertsError(f"{name} is {shown}; it must be {rule}.")
+
+
+def is_int(value: object) -> bool:
+    """True for whole numbers, those of NumPy included, and not for bools."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:

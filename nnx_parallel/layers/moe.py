@@ -32,7 +32,13 @@ from nnx_parallel.layers.dispatch import (
     sort_by_expert,
 )
 from nnx_parallel.layers.exchange import ragged
-from nnx_parallel.layers.experts import Experts, is_equal, normalised, require
+from nnx_parallel.layers.experts import (
+    Experts,
+    is_equal,
+    is_int,
+    normalised,
+    require,
+)
 from nnx_parallel.metrics import Mean
 from nnx_parallel.sharding.constrain import activation_spec, active_layout, constrain
 from nnx_parallel.sharding.layout import Layout
@@ -88,8 +94,9 @@ class MoE(nnx.Module):
         num, width = experts.num_experts, experts.mlp_dim
         self.experts = experts
         self.deterministic = False
-        into = kernel_init or nnx.initializers.normal(embed_dim**-0.5)
-        out = out_init or nnx.initializers.normal(width**-0.5)
+        normal = nnx.initializers.normal
+        into = kernel_init or normal(embed_dim**-0.5)
+        out = out_init or normal(width**-0.5)
         # The router is whole on every device: no name for its experts.
         make = named(into, "embed", None)
         self.router = nnx.Param(make(rngs.params(), (embed_dim, num), jnp.float32))
@@ -114,7 +121,7 @@ class MoE(nnx.Module):
                 is_gated=is_gated,
                 activate=self.activate,
                 kernel_init=into,
-                out_init=out,
+                out_init=out_init or normal(experts.shared_dim**-0.5),
             )
         self.bias = RouterState(jnp.zeros(num)) if experts.bias_rate else nnx.data(None)
         self.counts = RouterState(jnp.zeros(num, jnp.int32))
@@ -143,7 +150,8 @@ class MoE(nnx.Module):
                 f"MoE({embed}) got {found}; it must be (batch, seq, "
                 f"{embed}), for capacities and losses are those of sequences."
             )
-        # In float32: near ties would else be decided by rounding.
+        # The product is in float32, or rounding would decide near ties. The kernel has
+        # the dtype that the precision gives it.
         logits = x.astype(jnp.float32) @ self.router[...].astype(jnp.float32)
         logits = constrain(logits, "batch", "seq", None)
         is_softmax = mixture.scores == "softmax"
@@ -183,11 +191,11 @@ class MoE(nnx.Module):
         of_layers = {"expert_loads": loads, "router_entropies": entropies}
         found: dict[str, Array | Mean] = {
             "expert_load": jnp.max(loads),
-            "router_entropy": Mean(jnp.sum(entropies), entropies.size),
+            "router_entropy": Mean(jnp.sum(entropies), jnp.sum(total > 0)),
         }
         if self.experts.capacity_factor is not None:
             dropped = self.dropped[...].astype(jnp.float32)
-            found["dropped_share"] = Mean(jnp.sum(dropped), jnp.sum(tokens))
+            found["dropped_share"] = Mean(jnp.sum(dropped), jnp.sum(total))
             of_layers["dropped_shares"] = dropped / tokens
         # One layer alone has no dim for layers.
         found |= {name: x.reshape(-1) for name, x in of_layers.items()}
@@ -281,7 +289,7 @@ def _check_arguments(
     out_init: object,
 ) -> None:
     """Refuses natural mistakes in the arguments of a mixture, by name."""
-    is_width = type(embed_dim) is int and embed_dim >= 1
+    is_width = is_int(embed_dim) and embed_dim >= 1
     require("MoE.embed_dim", embed_dim, is_width, "an int of at least 1")
     mixture = "an Experts, such as Experts(num_experts=8, top_k=2, mlp_dim=64)"
     require("MoE.experts", experts, isinstance(experts, Experts), mixture)

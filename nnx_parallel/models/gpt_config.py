@@ -20,10 +20,9 @@ References:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from numbers import Integral
 from typing import Any, Literal, get_args
 
-from nnx_parallel.layers.experts import Experts
+from nnx_parallel.layers.experts import Experts, is_int
 from nnx_parallel.layers.kernels import Implementation
 from nnx_parallel.layers.scan import Remat, check_remat
 from nnx_parallel.models.presets import LLAMA, PRESETS
@@ -135,7 +134,7 @@ class GPTConfig:
         given = {n: v for n in numbers if (v := getattr(self, n)) is not None}
         # Kinds before ranges: what has none cannot be compared.
         for name, value in {**given, "dense_layers": self.dense_layers}.items():
-            if not isinstance(value, Integral) or isinstance(value, bool):
+            if not is_int(value):
                 raise ValueError(f"GPTConfig.{name} is {value!r}; it must be an int.")
         norms, positions = get_args(Norm), get_args(Positions)
         activations, blocks = get_args(Activation), get_args(Arrangement)

@@ -32,8 +32,8 @@ class ExpertParallel(Strategy):
             gathered, each device computes the rows of its own experts, and their
             outputs are summed and scattered. ``ragged``: each row is sent to the device
             of its expert and comes back, ``jax.lax.ragged_all_to_all``: less to send
-            where a token goes to fewer experts than there are devices; not on CPUs.
-            ``None`` chooses by that; `describe` says which, and why. Under both a
+            where a token goes to fewer experts than there are other devices; not on
+            CPUs. ``None`` chooses by that; `describe` says which, and why. Under both a
             device has room for a quarter more rows than its share; those beyond come
             in further rounds, forward and backward, until none is left.
         rules: Explicit rules for single arrays.
