@@ -218,10 +218,10 @@ def options_of(parts: Parts, candidate: Candidate) -> StepOptions:
     )
 
 
-def _compile(
+def compile_here(
     parts: Parts, candidate: Candidate, topology: Topology, cache: Path
 ) -> Compiled:
-    """Compiles in this process."""
+    """Compiles in this process, unless `cache` has the results of the same program."""
     start = time.monotonic()
     layout = candidate.strategy.layout(
         candidate.strategy.make_mesh(_devices_of(topology))
@@ -332,7 +332,7 @@ def _main(answer: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            found = _compile(parts, candidate, topology, Path(cache))
+            found = compile_here(parts, candidate, topology, Path(cache))
         except Exception as error:
             # Its first line: JAX adds pages of advice, XLA the whole program.
             text = str(error).strip().splitlines()

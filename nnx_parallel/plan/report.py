@@ -33,6 +33,7 @@ class Entry:
         estimate: Its costs by formulas; ``None`` if it cannot run at all.
         costs: Its costs, the compiler's where it was compiled.
         time: Range of its step; ``None`` without costs.
+        estimated_time: The range by formulas, also where it was compiled.
         refused: Why it cannot run, in the words of the error; empty if it can.
         why: Why it was not chosen; empty for the choice.
         dtype: Of its products, if that is not the plan's.
@@ -43,6 +44,7 @@ class Entry:
     estimate: Costs | None = None
     costs: Costs | None = None
     time: StepTime | None = None
+    estimated_time: StepTime | None = None
     refused: str = ""
     why: str = ""
     dtype: str = ""
@@ -56,6 +58,11 @@ class Entry:
         """True if its memory is there."""
         usable = topology.hardware.usable_bytes
         return self.costs is not None and self.costs.total_bytes <= usable
+
+    @property
+    def is_compiled(self) -> bool:
+        """True if its costs and time are the compiler's."""
+        return self.costs is not None and self.costs.is_compiled
 
     def mfu(self, topology: Topology, dtype: str) -> tuple[float, float]:
         """Least and most model FLOP/s, as a share of the peak."""
@@ -156,7 +163,7 @@ class Plan:
         share = f"{overlapped / costs.sent_bytes:.0%}" if costs.sent_bytes else "-"
         return (
             f"{'' if costs.is_compiled else '~'}{costs.total_bytes / 2**30:.1f}",
-            f"{time.fast:.3g} to {time.slow:.3g}",
+            f"{'' if costs.is_compiled else '~'}{time.fast:.3g} to {time.slow:.3g}",
             f"{slow:.0%} to {fast:.0%}",
             f"{costs.sent_bytes / 1e9:.2f}",
             share if costs.is_compiled else "?",
@@ -273,12 +280,16 @@ def explain(entry: Entry, best: Entry | None, topology: Topology) -> str:
         )
     if best is None or best.time is None or best is entry:
         return ""
-    ratio = time.middle / best.time.middle
-    names = [*time.parts, *(n for n in best.time.parts if n not in time.parts)]
-    more = {n: time.parts.get(n, 0) - best.time.parts.get(n, 0) for n in names}
+    # Times are compared by one measure: a formula's with a formula's.
+    is_guess = best.is_compiled and not entry.is_compiled
+    least = (is_guess and best.estimated_time) or best.time
+    ratio = time.middle / least.middle
+    names = [*time.parts, *(n for n in least.parts if n not in time.parts)]
+    more = {n: time.parts.get(n, 0) - least.parts.get(n, 0) for n in names}
     name = max(more, key=lambda n: more[n])
+    if is_guess and ratio < 0.995:
+        return f"{ratio:.2f} x the time by formulas; not compiled"
     if ratio < 1.005:
-        is_guess = best.costs and best.costs.is_compiled and not costs.is_compiled
         return "as fast by formulas; not compiled" if is_guess else "as fast"
     if more[name] <= 0:
         return f"{ratio:.2f} x as slow"

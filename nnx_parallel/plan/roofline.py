@@ -10,6 +10,9 @@ from nnx_parallel.plan.hardware import Topology
 
 Range = tuple[float, float]
 
+HOST: Range = (6e9, 25e9)
+"""Bytes/s between a device and its host, one way: PCIe 3 by half to 4 nearly whole."""
+
 OWNERS = (
     "parameters",
     "gradients",
@@ -259,13 +262,29 @@ def time_step(
         **{lane.name: lane.exposed[0] for lane in sent},
     }
     if costs.schedule is not None:
-        return costs.schedule.time(given, (products, moved, *sent))
+        time = costs.schedule.time(given, (products, moved, *sent))
+        return _with_host(time, costs.host_bytes)
     hidden, exposed = (sum(x.hidden[1] for x in sent), sum(x.exposed[1] for x in sent))
-    return StepTime(
+    time = StepTime(
         fast=max(better, fast_memory, hidden) + exposed,
         slow=sum(parts.values()),
         parts=parts,
         lanes=(products, moved, *sent),
+    )
+    return _with_host(time, costs.host_bytes)
+
+
+def _with_host(time: StepTime, host_bytes: float) -> StepTime:
+    """With that of what waits on the host: in and out once."""
+    if not host_bytes:
+        return time
+    # It goes beside the update alone, after the last product.
+    slow, fast = (host_bytes / rate for rate in HOST)
+    return replace(
+        time,
+        fast=time.fast + fast,
+        slow=time.slow + 2 * slow,
+        parts={**time.parts, "host": 2 * slow},
     )
 
 

@@ -24,7 +24,7 @@ from nnx_parallel.plan.formulas import Estimate
 from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.plan.parts import Parts
 from nnx_parallel.plan.report import Entry, Plan, explain, order
-from nnx_parallel.plan.roofline import Assumptions, Costs, StepTime, time_step
+from nnx_parallel.plan.roofline import HOST, Assumptions, Costs, time_step
 from nnx_parallel.precision import Precision
 from nnx_parallel.sharding.offload import Offload
 from nnx_parallel.state import StatePlan
@@ -32,9 +32,6 @@ from nnx_parallel.strategies.base import Strategy
 from nnx_parallel.strategies.data_parallel import DataParallel
 from nnx_parallel.training.trainer import Trainer
 
-# Bytes/s between a device and its host, in one direction: from half of a PCIe link of
-# the third generation to most of one of the fourth.
-_HOST = (6e9, 25e9)
 # Estimates of what is not state are wrong by up to this factor: what needs more than
 # the memory even so is not compiled.
 _DOUBT = 0.5
@@ -73,7 +70,9 @@ def plan(
             of axes, ``microbatches``, ``remat``, ``shard``, ``schedule``, ``stack``,
             ``sequence``, ``offload``, ``precision``.
         compile: How many of the best are compiled, where there is a compiler for the
-            topology; 0: formulas alone; ``"all"``: whatever formulas do not rule out.
+            topology, and as many again if none of them fits or the fastest is outside
+            the range that formulas gave it; 0: formulas alone; ``"all"``: whatever
+            formulas do not rule out.
         num_processes: How many are compiled at once; each needs some GiB.
         cache: Directory where results of the compiler are kept.
         assumptions: What products, memory and links attain.
@@ -126,10 +125,14 @@ def plan(
         if missing := missing_compiler(where):
             notes.append(f"formulas alone: {missing}")
         else:
-            first = to_compile(alive, where, count)
-            done = _compile_all(
-                parts, first, where, assumed, num_processes, cache, on_progress
+            given = num_processes, cache, on_progress
+            done = compile_best(
+                alive,
+                where,
+                count,
+                lambda some: _compile_all(parts, some, where, assumed, *given),
             )
+            notes += _open_notes(alive, done, where)
             by_candidate = {entry.candidate: entry for entry in done}
             entries = [by_candidate.get(e.candidate, e) for e in entries]
             seconds["compiling"] = time.monotonic() - started
@@ -140,7 +143,7 @@ def _notes(entries: Sequence[Entry]) -> list[str]:
     """What the candidates assume besides `Assumptions`."""
     notes = []
     if any(e.candidate.offload for e in entries):
-        low, high = (rate / 1e9 for rate in _HOST)
+        low, high = (rate / 1e9 for rate in HOST)
         notes.append(f"assumed: {low:g} to {high:g} GB/s between a device and its host")
     if any(e.candidate.precision for e in entries):
         notes.append(
@@ -244,34 +247,15 @@ def _entry(
     if isinstance(costs, str) or isinstance(state, str):
         return Entry(candidate=candidate, axis_sizes={}, refused=str(costs))
     sizes = dict(state.layout.mesh.shape)
+    time = time_step(costs, topology, sizes, parts.compute_dtype, assumptions)
     return Entry(
         candidate=candidate,
         axis_sizes=sizes,
         estimate=costs,
         costs=costs,
-        time=_timed(costs, topology, sizes, parts.compute_dtype, assumptions),
+        time=time,
+        estimated_time=time,
         dtype=parts.compute_dtype,
-    )
-
-
-def _timed(
-    costs: Costs,
-    topology: Topology,
-    axis_sizes: Mapping[str, int],
-    dtype: str,
-    assumptions: Assumptions,
-) -> StepTime:
-    """A step's time, and that of what waits on the host: in and out once."""
-    time = time_step(costs, topology, axis_sizes, dtype, assumptions)
-    if not costs.host_bytes:
-        return time
-    # It goes beside the update alone, after the last product.
-    slow, fast = (costs.host_bytes / rate for rate in _HOST)
-    return replace(
-        time,
-        fast=time.fast + fast,
-        slow=time.slow + 2 * slow,
-        parts={**time.parts, "host": 2 * slow},
     )
 
 
@@ -292,14 +276,92 @@ def plausible(entries: Sequence[Entry], topology: Topology) -> list[Entry]:
     return [e for e in fitting if e.time and e.time.fast <= limit]
 
 
-def to_compile(entries: Sequence[Entry], topology: Topology, count: int) -> list[Entry]:
-    """The best that fit, by turns with the best that may: formulas err by a little."""
+def _with_room(topology: Topology) -> Topology:
+    """The same with so much more memory as formulas may err by."""
     hardware = topology.hardware
     more = replace(hardware, memory_bytes=(1 + _ERROR) * hardware.memory_bytes)
-    roomy = replace(topology, hardware=more)
+    return replace(topology, hardware=more)
+
+
+def to_compile(entries: Sequence[Entry], topology: Topology, count: int) -> list[Entry]:
+    """The best that fit, by turns with the best that may: formulas err by a little."""
+    roomy = _with_room(topology)
     turns = zip(order(entries, topology), order(entries, roomy), strict=True)
     by_candidate = {e.candidate: e for pair in turns for e in pair}
     return [*by_candidate.values()][:count]
+
+
+def compile_best(
+    alive: Sequence[Entry],
+    topology: Topology,
+    count: int,
+    compiled: Callable[[Sequence[Entry]], list[Entry]],
+) -> list[Entry]:
+    """Compiles the best, and as many again if that proves the formulas wrong.
+
+    They are wrong if nothing that was compiled fits, or if the fastest of it takes
+    less or more than the range that formulas gave it: then their order says little.
+
+    Args:
+        alive: Candidates by formulas.
+        topology: The devices.
+        count: How many are compiled at first.
+        compiled: Compiles some.
+    """
+    done = compiled(to_compile(alive, topology, count))
+    best = _fastest(done, topology)
+    if best is not None and _is_as_expected(best):
+        return done
+    rest = could_win(alive, done, topology)
+    return [*done, *compiled(to_compile(rest, topology, count))]
+
+
+def _is_as_expected(entry: Entry) -> bool:
+    """True if the compiler's time is in the range of the formulas."""
+    time, guess = entry.time, entry.estimated_time
+    return bool(time and guess and guess.fast <= time.middle <= guess.slow)
+
+
+def could_win(
+    alive: Sequence[Entry], done: Sequence[Entry], topology: Topology
+) -> list[Entry]:
+    """Those not compiled that may be faster than the fastest that is, by one measure.
+
+    A compiler's time and a formula's are not compared: the fast end of a formula counts
+    as many times as the compiler's time was the formula's, where that was least.
+    """
+    tried = {entry.candidate for entry in done}
+    rest = [entry for entry in alive if entry.candidate not in tried]
+    best = _fastest(done, topology)
+    if best is None or best.time is None:
+        return rest
+    both = [(e.time, e.estimated_time) for e in done]
+    ratio = min(time.middle / guess.middle for time, guess in both if time and guess)
+    limit = best.time.middle / ratio
+    return [e for e in rest if e.estimated_time and e.estimated_time.fast < limit]
+
+
+def _fastest(done: Sequence[Entry], topology: Topology) -> Entry | None:
+    """The fastest that fits of those compiled."""
+    first = next(iter(order(done, topology)), None)
+    return first if first is not None and first.fits(topology) else None
+
+
+def _open_notes(
+    alive: Sequence[Entry], done: Sequence[Entry], topology: Topology
+) -> list[str]:
+    """What the compiler has not decided."""
+    roomy = _with_room(topology)
+    rest = [e for e in could_win(alive, done, topology) if e.fits(roomy)]
+    both = [(e.time, e.estimated_time) for e in done]
+    ratios = [time.middle / guess.middle for time, guess in both if time and guess]
+    if not rest or not ratios:
+        return []
+    return [
+        f"compiled steps take {min(ratios):.2f} to {max(ratios):.2f} times what "
+        f"formulas say; {len(rest):,} that were not compiled could be faster "
+        "than the first, at the fast end of their range so corrected"
+    ]
 
 
 def _compile_all(
@@ -332,7 +394,7 @@ def _compile_all(
             continue
         costs = found.costs(entry.estimate)
         sizes, dtype = entry.axis_sizes, entry.dtype
-        spent = _timed(costs, topology, sizes, dtype, assumptions)
+        spent = time_step(costs, topology, sizes, dtype, assumptions)
         compiled.append(replace(entry, costs=costs, time=spent))
     return compiled
 
