@@ -227,6 +227,11 @@ def test_what_cannot_be_fixed_is_named(parts: Parts, fix, message: str) -> None:
         ("v5q:4x4", "no hardware is called 'v5q'. Did you mean 'v5"),
         ("v5p", "is no topology. Write a slice of TPUs as 'v5p:4x4x4'"),
         ("h100:4x4", "devices of h100 are counted, with at least 1: 'h100:16'"),
+        (
+            "v5p:2x2x3x2",
+            "has 4 dims. A slice of v5p has at most 3, such as 'v5p:4x4x4'.",
+        ),
+        ("v6e:4x4x4", "has 3 dims. A slice of v6e has at most 2, such as 'v6e:4x4'."),
     ],
 )
 def test_a_topology_that_is_none_is_explained(name: str, message: str) -> None:
@@ -257,7 +262,7 @@ def test_only_tpus_are_described_without_devices() -> None:
 def test_hardware_of_one_s_own(parts: Parts) -> None:
     mine = dataclasses.replace(HARDWARE["h100"], name="mine", memory_bytes=1e5)
     topology = Topology.parse("mine:8", {"mine": mine})
-    found = plan(parts, topology=topology, compile=0, candidates=[DataParallel(8)])
+    found = plan(parts, topology=topology, compile=0, candidates=DataParallel(8))
     assert found.best is None
     assert "does not fit" in found.entries[0].why
     assert "Nothing fits" in str(found)
@@ -286,6 +291,9 @@ def test_what_cannot_run_is_refused_in_the_words_of_its_error(parts: Parts) -> N
         ({"batch": {"x": 3}}, "A leaf of batch= is 3"),
         ({"candidates": []}, "candidates=[] is empty"),
         ({"candidates": ["fsdp"]}, "Each is a Candidate or a Strategy"),
+        ({"compile": "none"}, "compile='none' must be an int of at least 0, or 'all'."),
+        ({"compile": -1}, "compile=-1 must be an int of at least 0, or 'all'."),
+        ({"compile": True}, "compile=True must be an int of at least 0, or 'all'."),
     ],
 )
 def test_arguments_that_cannot_be_planned(arguments: dict, message: str) -> None:
@@ -294,9 +302,9 @@ def test_arguments_that_cannot_be_planned(arguments: dict, message: str) -> None
         optax.sgd(0.1),
         lambda model, batch: model(batch["x"]).mean(),
     )
-    given: dict[str, Any] = {"batch": {"x": shape(8, 4)}} | arguments
+    given: dict[str, Any] = {"batch": {"x": shape(8, 4)}, "compile": 0} | arguments
     with pytest.raises(PlanError, match=re.escape(message)):
-        plan(trainer, topology=CPUS, compile=0, **given)
+        plan(trainer, topology=CPUS, **given)
     with pytest.raises(PlanError, match="plan got a function"):
         plan(print_nothing, topology=CPUS, batch=given["batch"])  # pyright: ignore[reportArgumentType]
 

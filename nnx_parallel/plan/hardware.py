@@ -298,6 +298,12 @@ class Topology:
                 f"topology={name!r}: devices of {kind} are counted, with at least 1: "
                 f"'{kind}:{max(count, 8)}'."
             )
+        dims = hardware.num_links // 2  # of a torus, each with two links
+        if is_slice and dims and len(shape) > dims:
+            raise PlanError(
+                f"topology={name!r} has {len(shape)} dims. A slice of {kind} has at "
+                f"most {dims}, such as '{kind}:{'x'.join(['4'] * dims)}'."
+            )
         return cls(
             hardware=hardware,
             num_devices=count,

@@ -44,7 +44,7 @@ def plan(
     *,
     topology: str | Topology,
     batch: Any = None,
-    candidates: Sequence[Candidate | Strategy] | None = None,
+    candidates: Candidate | Strategy | Sequence[Candidate | Strategy] | None = None,
     fix: Mapping[str, Any] | None = None,
     compile: int | Literal["all"] = 4,
     num_processes: int = 1,
@@ -64,8 +64,8 @@ def plan(
         topology: Where it shall run: ``"v5p:4x4x4"``, ``"2*v5e:16x16"``, ``"h100:64"``,
             ``"cpu:8"``, or a `Topology` of hardware of your own.
         batch: A global batch as `Trainer.fit` gets it, or its shapes.
-        candidates: What to compare, by default everything that divides. A strategy
-            alone takes the Trainer's microbatches and remat.
+        candidates: One or several to compare, by default everything that divides. A
+            strategy alone takes the Trainer's microbatches and remat.
         fix: What is decided already, such as ``{"tensor": 8, "remat": "full"}``: sizes
             of axes, ``microbatches``, ``remat``, ``shard``, ``schedule``, ``stack``,
             ``sequence``, ``offload``, ``precision``.
@@ -82,8 +82,8 @@ def plan(
         The `Plan`.
 
     Raises:
-        PlanError: If there is no batch, the topology or a fixed part is unknown, or
-            nothing divides.
+        PlanError: If there is no batch, the topology, a fixed part or ``compile`` is
+            unknown, or nothing divides.
 
     Example:
         >>> import jax, optax
@@ -103,9 +103,14 @@ def plan(
     where = topology if isinstance(topology, Topology) else Topology.parse(topology)
     assumed = assumptions or Assumptions()
     check_fix(fix or {})
+    is_count = isinstance(compile, int) and not isinstance(compile, bool)
+    if compile != "all" and not (is_count and compile >= 0):
+        raise PlanError(f"compile={compile!r} must be an int of at least 0, or 'all'.")
     if candidates is None:
         found = enumerate_candidates(parts, where, fix)
     else:
+        if isinstance(candidates, Candidate | Strategy):
+            candidates = [candidates]
         found = [_as_candidate(parts, each) for each in candidates]
     if not found:
         raise PlanError("candidates=[] is empty. Leave it out to try all that divide.")
