@@ -266,8 +266,9 @@ def test_the_package_is_small() -> None:
     # experts, and how rows find theirs, in chunks; uneven stages, several stacks;
     # matrices that are spread over devices; state that waits on the host; a plan, whose
     # table of hardware is long; collectives of SparseCores and what hides them, and
-    # options of compilers, each with its reason.
-    assert sum(map(num_lines, files)) <= 38_000
+    # options of compilers, each with its reason; products that share a ring, and what a
+    # layer needs gathered before it begins.
+    assert sum(map(num_lines, files)) <= 38_300
 
 
 def test_the_code_gives_its_reasons() -> None:

@@ -548,7 +548,7 @@ def test_muon_orthogonalises_each_expert_by_itself():
             "expert would always be 1, and no gradient of it would reach the router. "
             "Set normalise=False, or top_k to 2 or more.",
         ),
-        ({"scores": ("softmax",)}, "Experts.scores is a tuple; it must be a string."),
+        ({"scores": ("softmax",)}, "Experts.scores is a tuple; it must be one of"),
         ({"top_k": 2.0}, "Experts.top_k is 2.0; it must be an int."),
         ({"mlp_dim": None}, "Experts.mlp_dim is None; it must be an int."),
         ({"num_experts": "8"}, "Experts.num_experts is '8'; it must be an int."),

@@ -91,8 +91,6 @@ class Experts:
             self._require(name, is_int(getattr(self, name)), "an int")
         for name in _NUMBERS:
             self._require(name, _is_number(getattr(self, name)), "a finite number")
-        for name in ("scores", "balance_over"):
-            self._require(name, isinstance(getattr(self, name), str), "a string")
         count, groups, factor = self.num_experts, self.num_groups, self.capacity_factor
         scores, balanced = get_args(Scores), get_args(Balanced)
         rules = (
@@ -100,7 +98,7 @@ class Experts:
             ("top_k", 1 <= self.top_k <= count, f"1 to num_experts={count}"),
             ("mlp_dim", self.mlp_dim >= 1, "at least 1"),
             ("shared_dim", self.shared_dim >= 0, "at least 0"),
-            ("scores", self.scores in scores, f"one of {scores}"),
+            ("scores", _is_one_of(self.scores, scores), f"one of {scores}"),
             ("normalise", type(self.normalise) is bool, "True or False"),
             ("scale", self.scale > 0, "above 0"),
             (
@@ -115,7 +113,11 @@ class Experts:
             ),
             ("bias_rate", self.bias_rate >= 0, "at least 0"),
             ("balance_loss", self.balance_loss >= 0, "at least 0"),
-            ("balance_over", self.balance_over in balanced, f"one of {balanced}"),
+            (
+                "balance_over",
+                _is_one_of(self.balance_over, balanced),
+                f"one of {balanced}",
+            ),
             ("z_loss", self.z_loss >= 0, "at least 0"),
             (
                 "capacity_factor",
@@ -196,6 +198,11 @@ def require(name: str, found: object, is_met: bool, rule: str) -> None:
 def is_int(value: object) -> bool:
     """True for whole numbers, those of NumPy included, and not for bools."""
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_one_of(value: object, valid: tuple[str, ...]) -> bool:
+    # An array has no truth value.
+    return isinstance(value, str) and value in valid
 
 
 def _is_number(value: object) -> bool:
