@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MAX_IMPORT_SECONDS = 0.3
+MAX_IMPORT_SHARE = 0.2
 
 
 def run_python(
@@ -91,16 +91,17 @@ def test_quickstart_runs_with_the_wheel_alone(
 
 
 def test_import_is_quick(clean_python: Path, tmp_path: Path) -> None:
-    """Beyond its dependencies, and in CPU seconds: a busy machine does not matter."""
+    """A share of its dependencies' CPU seconds: slow and busy machines are alike."""
     code = """
 import time
-import flax.nnx, optax, orbax.checkpoint
 start = time.process_time()
+import flax.nnx, optax, orbax.checkpoint
+middle = time.process_time()
 import nnx_parallel
-print(time.process_time() - start)
+print((time.process_time() - middle) / (middle - start))
 """
-    seconds = min(
+    shares = (
         float(run_python("-c", code, python=clean_python, cwd=tmp_path))
         for _ in range(3)
     )
-    assert seconds <= MAX_IMPORT_SECONDS
+    assert min(shares) <= MAX_IMPORT_SHARE
