@@ -103,9 +103,9 @@ def test_data_parallel_sends_the_gradients_once(config: GPTConfig):
     step = compiled(config, DP8)
     assert kinds(step.report) == {"all-reduce"}
     assert step.report.bytes() == gradient_bytes(step, config) + SCALAR
-    # A layer's gradients travel together, while the layer before it is computed; the
-    # head's before those of all layers.
-    assert step.report.count() == LAYERS + 2
+    # A layer's gradients travel together, while the layer before it is computed. The
+    # head's travel before those of all layers; XLA of jax 0.10 adds them to the last.
+    assert step.report.count() in (LAYERS + 1, LAYERS + 2)
 
 
 @CONFIGS
