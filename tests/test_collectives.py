@@ -5,7 +5,7 @@ Compared in values and in gradients, for every mode and ring, and in what is com
 
 import re
 from collections.abc import Callable
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -194,10 +194,11 @@ def test_products_of_one_input_share_its_ring(mode: Mode):
     mesh = ring_mesh(4)
     x, *ws = arrays((2, 8, IN), (IN, 4, 3), (8, IN))
     dys = arrays((2, 8, 4, 3), (2, 8, 8), ())[:2]
-    kernels = (1, 1), (0, ((2,), (1,)))  # where each is split and contracted
+    # Where each is split and contracted.
+    kernels: list[tuple[int, Any]] = [(1, 1), (0, ((2,), (1,)))]
 
     def together(x, *ws):
-        given = [(w, *where) for w, where in zip(ws, kernels[: len(ws)], strict=True)]
+        given = [(w, *where) for w, where in zip(ws, kernels, strict=False)]
         return column_parallel_matmuls(x, given, "tensor", dim=1, mode=mode, mesh=mesh)
 
     def plain(x, *ws):

@@ -426,7 +426,8 @@ def test_a_capacity_is_not_raised_by_rounding():
 
 
 def test_sizes_may_be_integers_of_numpy():
-    moe = MoE(np.int64(16), replace(MIXTRAL, top_k=np.int32(2)), rngs=nnx.Rngs(0))
+    width: Any = np.int64(16)
+    moe = MoE(width, replace(MIXTRAL, top_k=np.int32(2)), rngs=nnx.Rngs(0))
     assert moe.up.shape[1] == 16
 
 

@@ -221,7 +221,9 @@ def test_a_step_takes_the_memory_of_a_state_that_is_being_saved(
     """
     mesh = FSDP(8).make_mesh()
     place = NamedSharding(mesh, P("fsdp"), memory_kind=offloading.HOST)
-    x = jax.device_put(np.arange(2**22, dtype=np.float32), place)
+    # A program's output: memory of an aligned NumPy array, which a CPU device would
+    # take over, is given to no step.
+    x = jax.jit(partial(jnp.arange, 2.0**22), out_shardings=place)()
     step = jax.jit(lambda x: x + 1, donate_argnums=0, out_shardings=place)
     with CheckpointManager(tmp_path) as manager:
         before = addresses(x)

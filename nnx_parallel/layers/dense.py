@@ -290,15 +290,8 @@ class Dense(nnx.Module):
         ``(*leading, *in_dims)`` to ``(*leading, *out_dims)``; two leading dims are
         ``batch`` and ``seq``.
         """
-        return self._add_bias(
-            matmul(x, self.kernel[...], self.in_names, self.out_names)
-        )
-
-    def _add_bias(self, y: Array) -> Array:
-        if self.bias is None:
-            return y
-        bias = self.bias[...]  # (*out_dims), given leading dims of size 1
-        return y + jnp.reshape(bias, (1,) * (y.ndim - bias.ndim) + bias.shape)
+        y = matmul(x, self.kernel[...], self.in_names, self.out_names)
+        return _add_bias(self, y)
 
 
 def project(x: Array, *layers: Dense) -> list[Array]:
@@ -329,7 +322,14 @@ def project(x: Array, *layers: Dense) -> list[Array]:
     if len(found) < len(layers) or len({s.axis for _, s in found}) > 1:
         return [layer(x) for layer in layers]
     ys = _gathered_products(layout, x, found)
-    return [layer._add_bias(y) for layer, y in zip(layers, ys, strict=True)]
+    return [_add_bias(layer, y) for layer, y in zip(layers, ys, strict=True)]
+
+
+def _add_bias(layer: Dense, y: Array) -> Array:
+    if layer.bias is None:
+        return y
+    bias = layer.bias[...]  # (*out_dims), given leading dims of size 1
+    return y + jnp.reshape(bias, (1,) * (y.ndim - bias.ndim) + bias.shape)
 
 
 class Embed(nnx.Module):

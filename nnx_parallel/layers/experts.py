@@ -13,7 +13,7 @@ References:
 import math
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Literal, get_args
+from typing import Literal, TypeGuard, get_args
 
 import jax
 import jax.numpy as jnp
@@ -195,7 +195,7 @@ def require(name: str, found: object, is_met: bool, rule: str) -> None:
         raise ExpertsError(f"{name} is {shown}; it must be {rule}.")
 
 
-def is_int(value: object) -> bool:
+def is_int(value: object) -> TypeGuard[int]:
     """True for whole numbers, those of NumPy included, and not for bools."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 

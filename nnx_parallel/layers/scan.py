@@ -431,7 +431,7 @@ def _used_first(call: StackCall, params: dict, others: dict) -> set:
     found = set()
     for var in read:
         found.add(keys[var])
-        if var.aval.ndim > 1:
+        if var.aval.ndim > 1:  # pyright: ignore[reportAttributeAccessIssue]
             break
     return found
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -374,7 +374,10 @@ class GPT(nnx.Module):
         folder = find_folder(path)
         config = config_from_hf(read_config(folder), **overrides)
         entries, ignored = names_of(config), ignored_names(config)
-        build = partial(cls, config)
+
+        def build(rngs: nnx.Rngs) -> Self:
+            return cls(config, rngs=rngs)
+
         return Pretrained(build, folder, entries, dtype=dtype, ignored=ignored)
 
     def names_in_files(self) -> tuple[tuple[str, str, str], ...]:
