@@ -224,6 +224,15 @@ class TestCommunication:
         ]
         assert 0 < found[1] <= found[0]
 
+    def test_a_pipeline_looks_up_rows_in_a_split_table(self):
+        """Stages split the tokens, ``tensor`` the vocabulary: no table is gathered."""
+        tensor = TensorParallel(2, sequence=True)
+        strategy = Composite(Pipeline(2), FSDP(2, min_size=0), tensor)
+        config = replace(CONFIG, num_layers=2, tied=False, positions="rope")
+        report = compile_gpt(config, strategy, ROWS, num_microbatches=4).report
+        lookups = [x for x in report.collectives if "_take" in x.source]
+        assert {each.kind for each in lookups} == {"all-reduce"}
+
 
 class TestPlaces:
     """`seq` takes the axis where no other dim of the activation claims it."""

@@ -374,11 +374,12 @@ class Embed(nnx.Module):
         # (vocab, embed) by (batch, seq) -> (batch, seq, embed)
         table = constrain_param(self.embedding[...], self.vocab_name, "embed")
         tokens = jnp.where(tokens < 0, table.shape[0], tokens.astype(jnp.int32))
-        rows = jnp.take(table, tokens, axis=0, mode="fill")
         # Whole along `seq` first: a table split by rows is else gathered for a lookup
         # whose rows are split as well. An axis that never splits a table is no such.
         layout = active_layout()
         seq = ("seq", *(layout.sequence_axes if layout else ()))
+        tokens = constrain_param(tokens, "batch", seq)
+        rows = jnp.take(table, tokens, axis=0, mode="fill")
         rows = constrain_param(rows, "batch", seq, "embed")
         return constrain(rows, "batch", "seq", "embed")
 
