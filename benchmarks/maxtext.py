@@ -109,6 +109,8 @@ FURTHER = {
         strategy=Composite(TensorParallel(4, overlap="bidirectional"), FSDP(16)),
         **_CHIPS,
     ),
+    "v6e, FSDP 256": Case(strategy=FSDP(256), **_PODS),
+    "v6e, FSDP 256, prefetch": Case(strategy=FSDP(256, prefetch="first"), **_PODS),
     "v6e, tensor 4 x FSDP 64": Case(
         strategy=Composite(TensorParallel(4, sequence=True), FSDP(64)), **_PODS
     ),
