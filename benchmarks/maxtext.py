@@ -155,7 +155,7 @@ def measure(
 
     Args:
         rounds: Without effect.
-        full: The `FURTHER` steps too, up to 1,024 chips: about 10 minutes on two cores.
+        full: The `FURTHER` steps too, up to 1,024 chips: each takes minutes.
         tiny: A tiny model of this library alone, in seconds.
         python: The python of an environment with MaxText.
     """
