@@ -129,8 +129,7 @@ class LossScale:
         good_steps: int32 scalar, finite steps since the last change.
 
     References:
-        [1] Micikevicius et al., "Mixed Precision Training", 2018, section 3.2,
-        https://arxiv.org/abs/1710.03740
+        [1] As of `Precision`, section 3.2
     """
 
     scale: jax.Array

@@ -4,6 +4,7 @@ A GPT does not change: its products find out from the layout what they gather an
 scatter, and how.
 """
 
+import contextlib
 import re
 from dataclasses import replace
 from functools import cache
@@ -27,17 +28,19 @@ from nnx_parallel import (
     Trainer,
 )
 from nnx_parallel.errors import ParallelWarning
-from nnx_parallel.layers import Dense, Embed
+from nnx_parallel.layers import Dense, Embed, Stack
 from nnx_parallel.models import GPTConfig
 from nnx_parallel.sharding import constrain, using
+from nnx_parallel.sharding.constrain import noticing_idle_claims
 from nnx_parallel.strategies import Pipeline
-from tests.parity.models import CASES
+from tests.parity.models import CASES, DEEP_CASES
 from tests.parity.runs import Run, compiling, measure, reference
 from tests.steps import CompiledStep, compile_gpt
 
 SEQUENCE = TensorParallel(4, sequence=True)
 RING = TensorParallel(4, overlap="ring")
 BIDIRECTIONAL = TensorParallel(4, overlap="bidirectional")
+HALVES = TensorParallel(4, overlap="halves")
 FSDP_RING = Composite(FSDP(2, min_size=0), RING)
 
 STRATEGIES: dict[str, Strategy] = {
@@ -58,12 +61,18 @@ STRATEGIES: dict[str, Strategy] = {
         Pipeline(2), FSDP(2, min_size=0), TensorParallel(2, overlap="bidirectional")
     ),
 }
+# Of a model without dropout: with it, whose masks are of all rows, rows are not halved.
+HALVED: dict[str, Strategy] = {
+    "halves": HALVES,
+    "fsdp_halves": Composite(FSDP(2, min_size=0, prefetch="first"), HALVES),
+}
 
 
 CHOSEN = {
     ("sequence", "gpt"),
     ("bidirectional", "llama"),
     ("dp_fsdp_ring", "gpt"),
+    ("fsdp_halves", "untied"),
     ("pipeline_fsdp_ring", "llama"),
 }
 
@@ -71,7 +80,8 @@ CHOSEN = {
 def parametrized() -> list:
     """The product: what is not chosen, one case for each kind of overlap, is slow."""
     cases = []
-    for case in product(STRATEGIES, ["gpt", "llama"]):
+    every = [*product(STRATEGIES, ["gpt", "llama"]), *product(HALVED, ["untied"])]
+    for case in every:
         mark = pytest.mark.deep if case in CHOSEN else pytest.mark.slow
         cases.append(pytest.param(*case, marks=[mark]))
     return cases
@@ -80,13 +90,14 @@ def parametrized() -> list:
 @pytest.mark.parametrize(("name", "model"), parametrized())
 def test_same_numbers_as_one_device(name: str, model: str):
     """Losses of 20 steps of AdamW and of SGD; each leaf of the first gradients."""
-    strategy = STRATEGIES[name]
+    strategy = (STRATEGIES | HALVED)[name]
     microbatches = 4 if strategy.claims().execution else 1
-    expected = reference(model, microbatches, optimized=False)
+    is_deep = model in DEEP_CASES
+    expected = reference(model, microbatches, optimized=False, deep=is_deep)
     sizes = strategy.axis_sizes.values()
     devices = jax.devices()[: int(np.prod([size or 1 for size in sizes]))]
     with compiling(optimized=False):
-        run = measure(CASES[model], strategy, devices, microbatches)
+        run = measure((CASES | DEEP_CASES)[model], strategy, devices, microbatches)
     np.testing.assert_allclose(run.losses, expected.losses, rtol=1e-5)
     np.testing.assert_allclose(run.sgd_losses, expected.sgd_losses, rtol=1e-5)
     assert max(gradient_errors(run, expected).values()) < 1e-5
@@ -205,9 +216,14 @@ class TestCommunication:
         # for query, key and value together.
         assert len(hops) == 3 * ways * (4 + 2 + 2 + 2)
 
-    @pytest.mark.parametrize("name", ["sequence", "ring", "fsdp_ring"])
+    def test_halves_of_the_rows_are_sent_by_themselves(self):
+        """As many bytes, in twice as many collectives."""
+        whole, halves = (self.collectives(s, LAYERS) for s in (SEQUENCE, HALVES))
+        assert halves["all-gather"] == [ACTIVATION // 2] * 2 * len(whole["all-gather"])
+
+    @pytest.mark.parametrize("name", ["sequence", "ring", "fsdp_ring", "fsdp_halves"])
     def test_nothing_is_computed_twice(self, name: str):
-        step = compiled(CONFIG, STRATEGIES[name])
+        step = compiled(CONFIG, (STRATEGIES | HALVED)[name])
         theory = CONFIG.flops_per_token(SEQ) * ROWS * SEQ
         assert step.report.flops * step.num_devices == pytest.approx(theory, rel=0.03)
 
@@ -292,7 +308,7 @@ class TestPlaces:
 def test_unknown_overlap():
     message = (
         "TensorParallel.overlap is 'rings'; it must be one of ['ring', "
-        "'bidirectional'], or None"
+        "'bidirectional', 'halves'], or None"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         TensorParallel(4, overlap="rings")  # pyright: ignore[reportArgumentType]
@@ -366,6 +382,54 @@ def test_a_split_that_has_no_effect_says_so(strategy, length, names, message):
     with pytest.warns(ParallelWarning, match=re.escape(message)) as found:
         trace_step(strategy, length, names)
     assert len(found) == 1
+
+
+class Scaled(nnx.Module):
+    """A block of a stack that takes one more argument."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.dense = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x: jax.Array, factor: jax.Array) -> jax.Array:
+        factor = factor.reshape(*factor.shape, *(1,) * (x.ndim - factor.ndim))
+        return constrain(x + factor / 8 * self.dense(x), "batch", "seq", "embed")
+
+
+HALVED_ALONE = (
+    "runs a Stack on two halves of a device's rows, and finds none that it can split: "
+    "nothing overlaps. Use sequence=True."
+)
+
+
+@pytest.mark.parametrize(
+    ("rows", "factor", "is_split"),
+    [
+        (8, (8, 4), True),  # integers of its tokens go with their rows
+        (8, (), True),
+        (6, (6, 4), False),  # three rows of a device
+        (8, (8,), False),  # of rows, or of something as long
+        (8, (8, 1), False),
+        (4, (4, 4), False),  # of tokens, or a mask of all rows
+    ],
+)
+def test_rows_are_halved_where_none_depends_on_another(rows, factor, is_split):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(rows, 4, 8)), jnp.float32)
+    given = jnp.asarray(rng.integers(1, 5, factor))
+    stack = Stack(Scaled, 3, rngs=nnx.Rngs(0))
+    strategy = Composite(DataParallel(2), HALVES)
+    layout = strategy.layout(strategy.make_mesh(jax.devices()))
+
+    def apply(x: jax.Array) -> jax.Array:
+        with using(layout), noticing_idle_claims(layout):
+            return stack(x, given)
+
+    is_silent = contextlib.nullcontext()
+    message = re.escape(f"{HALVES!r} {HALVED_ALONE}")
+    warns = pytest.warns(ParallelWarning, match=message)
+    with is_silent if is_split else warns:
+        found = jax.jit(apply)(x)
+    np.testing.assert_allclose(found, stack(x, given), rtol=1e-5, atol=1e-6)
 
 
 def test_a_split_that_has_an_effect_is_silent():

@@ -1,14 +1,17 @@
 """`Stack`: N alike blocks as one module, scanned."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from flax import errors, nnx
+from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.errors import StackError
 from nnx_parallel.layers.blocks import check_blocks, stack_blocks, unstack_block
@@ -20,7 +23,7 @@ from nnx_parallel.layers.scan import (
     check_remat,
     run_layers,
 )
-from nnx_parallel.sharding.constrain import active_layout
+from nnx_parallel.sharding.constrain import active_layout, note_effect
 from nnx_parallel.sharding.model import (
     ModelDef,
     arrays_of,
@@ -28,6 +31,7 @@ from nnx_parallel.sharding.model import (
     update_arrays,
 )
 from nnx_parallel.sharding.names import (
+    dim_axes,
     dotted,
     is_inexact,
     name_dim,
@@ -227,7 +231,7 @@ class Stack(nnx.Module):
         # A pipeline runs the layers of training and evaluation; decoding with a cache
         # is a scan everywhere.
         run = _runner.get() if xs is None else run_layers
-        x, others, out = run(call)
+        x, others, out = (run_in_halves if run is run_layers else run)(call)
         if others:
             update_arrays(self.layer, others)
         if self.period > 1:
@@ -296,6 +300,65 @@ class Stack(nnx.Module):
             prefetch=mode,
         )
         return replace(call, prefetch=None) if mode and call.has_out else call
+
+
+def run_in_halves(call: StackCall) -> tuple[Any, dict, Any]:
+    """`run_layers`; where the layout says so, on two halves of each device's rows.
+
+    A layer runs both, and neither waits for the other: what one sends travels during
+    the products of the other ([3] of `TensorParallel`).
+    """
+    layout, x = active_layout(), call.x
+    if layout is None or not layout.claims.halves or not _is_of_rows(call):
+        return run_layers(call)
+    axes = dim_axes(layout.batch_spec(len(x)), 1)[0]
+    shards = math.prod(layout.mesh.shape[axis] for axis in axes)
+    if len(x) % (2 * shards):
+        return run_layers(call)
+    note_effect("halves")
+
+    def place(x: jax.Array) -> jax.Array:
+        spec = P(axes, *[P.UNCONSTRAINED] * (x.ndim - 1))
+        return jax.lax.with_sharding_constraint(x, layout.sharding(spec))
+
+    def half_of(x: Any, i: int) -> Any:
+        if not _belongs_to_rows(x, call.x):
+            return x
+        # (rows, ...) -> (shards, 2, rows of a half, ...): each device has its own
+        parts = place(x.reshape(shards, 2, -1, *x.shape[1:]))
+        return place(parts[:, i].reshape(-1, *x.shape[1:]))
+
+    def inner(params: dict, others: dict, halves: tuple, args: tuple, slot: Any) -> Any:
+        first, others, slot = call.inner(params, others, halves[0], args[0], slot)
+        other, others, slot = call.inner(params, others, halves[1], args[1], slot)
+        return (first, other), others, slot
+
+    x = tuple(half_of(x, i) for i in range(2))
+    args = tuple(jax.tree.map(partial(half_of, i=i), call.args) for i in range(2))
+    halves, others, slot = run_layers(replace(call, inner=inner, x=x, args=args))
+    parts = [x.reshape(shards, -1, *x.shape[1:]) for x in halves]
+    return place(jnp.stack(parts, axis=1).reshape(call.x.shape)), others, slot
+
+
+def _is_of_rows(call: StackCall) -> bool:
+    """True if a layer's rows are known to depend on no other row."""
+    x, args = call.x, jax.tree.leaves(call.args)
+    if not call.is_plain or not isinstance(x, jax.Array) or x.ndim < 2:
+        return False  # losses of experts too
+    # Statistics of a batch; keys, whose masks are of all rows.
+    unknown = (jnp.inexact, jax.dtypes.prng_key)
+    types = [v.dtype for v in jax.tree.leaves(call.others)]
+    if any(jnp.issubdtype(t, kind) for t in types for kind in unknown):
+        return False
+    of_rows = [a for a in args if getattr(a, "shape", ())[:1] == x.shape[:1]]
+    return all(_belongs_to_rows(a, x) for a in of_rows)
+
+
+def _belongs_to_rows(a: Any, x: jax.Array) -> bool:
+    """True for ``x`` and for integers of its tokens, such as segments and positions."""
+    # Where rows are as many as tokens, a mask of the tokens looks alike.
+    is_of_tokens = getattr(a, "shape", ()) == x.shape[:2] and len(x) != x.shape[1]
+    return a is x or (is_of_tokens and not is_inexact(a))
 
 
 def _in_groups(step: Step) -> Step:

@@ -108,7 +108,7 @@ def _of_tensor(local: Local) -> Iterator[Traffic]:
         tokens = local.rows * local.per_row.positions / context
         size = tokens * x.shape[-1] * local.width
         total = 2 * _passes(local) * layers * local.microbatches * size
-        exposed = claims.overlap is None
+        exposed = claims.overlap is None and not claims.halves
         yield _sent(local, axes, total, "activations", exposed=exposed)
 
 

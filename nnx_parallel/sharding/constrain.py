@@ -219,6 +219,12 @@ def noticing_idle_claims(layout: Layout) -> Iterator[None]:
                 "nnx_parallel.layers for its matmuls, or sequence=True.",
                 ParallelWarning,
             )
+        if part.halves and "halves" not in split:
+            warn_user(
+                f"{part.owner} runs a Stack on two halves of a device's rows, and finds"
+                " none that it can split: nothing overlaps. Use sequence=True.",
+                ParallelWarning,
+            )
 
 
 def use_params(leaves: dict, placements: dict) -> dict:

@@ -72,11 +72,8 @@ class Execution(abc.ABC):
         return plan.merge(params, variables, training=training)
 
     def observe_labels(self, run: Callable[[], Any]) -> list[Any]:
-        """The `LabelRange` of each call of our losses in ``run``, if they can report.
-
-        By default none: callbacks inside a loss that is cut into parts do not run.
-        """
-        return []
+        """The `LabelRange` of each call of our losses in ``run``, if any can report."""
+        return []  # callbacks inside a loss that is cut into parts do not run
 
     @abc.abstractmethod
     def gradients(
@@ -132,6 +129,7 @@ class Claims:
         zero: Axes that split training state which is gathered at use.
         rules: Explicit rules of the user; they come before names and choices.
         overlap: How products that gather or scatter run; ``None``: as the partitioner.
+        halves: Whether a `Stack` runs two halves of the rows at once.
         sequence: The axis of long sequences, and what attention sends over it.
         experts: Likewise of experts. The first of ``zero`` takes both along.
         execution: How the step is run; ``None``: one microbatch after the other.
@@ -152,6 +150,7 @@ class Claims:
     zero: tuple[ZeroAxis, ...] = ()
     rules: tuple[Rules, ...] = ()
     overlap: Overlap | None = None
+    halves: bool = False
     sequence: SequenceAxis | None = None
     experts: ExpertAxis | None = None
     execution: Execution | None = None
@@ -181,6 +180,7 @@ class Claims:
             zero=self.zero + other.zero,
             rules=self.rules + other.rules,
             overlap=self.overlap or other.overlap,
+            halves=self.halves or other.halves,
             sequence=self.sequence or other.sequence,
             experts=self.experts or other.experts,
             execution=self.execution or other.execution,

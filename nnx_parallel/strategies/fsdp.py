@@ -39,18 +39,15 @@ class FSDP(Strategy):
             chooses the dim; a rule that does not name it keeps the array replicated.
         prefetch: How a `Stack` gathers the next layer during the current one. ``ring``
             or ``bidirectional``: in ``size - 1`` hops, for few shards, and for
-            compilers that overlap hops with matmuls, but not a whole all-gather (TPU
-            v5p: 75 % of the layers' bytes are hidden instead of none, ``python -m
-            benchmarks overlap``). ``bulk``: one all-gather for each array, for
-            compilers that run it asynchronously. ``first``: only what the first product
-            of a layer takes, such as the queries' kernel; the rest is gathered in the
-            layer itself, during its products. For TPUs whose SparseCores gather: of
-            Llama-2 7B over 64 v5p chips 97.8 % of all bytes are hidden instead of
-            93.4, and a device holds one more kernel and no second layer (``python -m
-            benchmarks maxtext``). ``None``: no prefetch. It needs ``shard="params"``;
-            in stages of a `Pipeline` its ``gather`` decides. A
-            stack of one layer, or whose input is not a floating-point array, gathers
-            when it runs; a dim that two axes shard is gathered in one collective.
+            compilers that overlap hops with matmuls, but not a whole all-gather.
+            ``bulk``: one all-gather for each array, for compilers that run it
+            asynchronously. ``first``: only what the first product of a layer takes,
+            such as the queries' kernel; the rest is gathered in the layer itself,
+            during its products: for TPUs whose SparseCores gather (docs/benchmarks.md
+            has figures of each). ``None``: no prefetch. It needs ``shard="params"``; in
+            stages of a `Pipeline` its ``gather`` decides. A stack of one layer, or
+            whose input is not a floating-point array, gathers when it runs; a dim that
+            two axes shard is gathered in one collective.
 
     Raises:
         ValueError: If a value is not one of these, or there is nothing to prefetch.
@@ -71,9 +68,7 @@ class FSDP(Strategy):
     min_size: int = 1024
     rules: tuple[Rules, ...] = ()
     _: dataclasses.KW_ONLY
-    # No mode suits every compiler: on v5p hops run during products, and a whole
-    # all-gather only where SparseCores send it (docs/library-notes.md, "The TPU
-    # compiler").
+    # No mode suits every compiler (docs/library-notes.md, "The TPU compiler").
     prefetch: Prefetch | None = None
 
     def __post_init__(self) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 from nnx_parallel.collectives.ring import Overlap
 from nnx_parallel.errors import suggests_names
@@ -25,13 +25,13 @@ class TensorParallel(Strategy):
     ``sequence`` splits it along ``seq`` [2]. Each all-reduce then becomes an all-gather
     before the matmuls and a reduce-scatter after them. They send the same bytes, and a
     device keeps ``1 / size`` of those activations. ``overlap`` runs these transfers
-    during the matmuls that they feed, with `all_gather_matmul` and
-    `matmul_reduce_scatter`. Matmuls of one input (query, key and value; up and gate)
+    during matmuls. In rings, those that they feed, with `all_gather_matmul` and
+    `matmul_reduce_scatter`: matmuls of one input (query, key and value; up and gate)
     share a ring, and so does the gradient of that input (`nnx_parallel.layers.project`,
-    which the models of this library call). For Llama-2 7B on 64 TPU v5p, with
-    ``FSDP(16)``, 98 % of all bytes overlap with matmuls, and 53 % with ``sequence``
-    alone, whose step sends more bytes, for 10 % fewer of the compiler's estimated
-    cycles (``python -m benchmarks maxtext --full``).
+    which our models call). In halves, those of the other half of the rows [3]. Of
+    Llama-2 7B's bytes on 64 TPU v5p, with ``FSDP(16)``, halves hide 73 %, rings 98 %,
+    neither 32 %, for 2.00, 2.54 and 2.05 billion of the compiler's estimated cycles
+    (``python -m benchmarks maxtext --full``).
 
     A model says which dims to split by naming them. A model without names is
     replicated, and a warning says so: name its dims by path (`PathNames`). ``sequence``
@@ -43,7 +43,9 @@ class TensorParallel(Strategy):
         sequence: Whether activations between the matmuls are split along ``seq``. A
             length that ``size`` does not divide stays whole.
         overlap: ``ring`` or ``bidirectional``: matmuls that gather their input or
-            scatter their output overlap with the transfers; implies ``sequence``.
+            scatter their output overlap with the transfers. ``halves``: layers of a
+            `Stack` run on two halves of a device's rows; on all of them in stages of a
+            `Pipeline`, and with dropout or losses of experts. Implies ``sequence``.
         rules: Explicit rules for single arrays; `LogicalRules` change what a name
             means, for instance ``{"vocab": None}``.
 
@@ -58,19 +60,20 @@ class TensorParallel(Strategy):
         [1] Shoeybi et al., "Megatron-LM", 2019, section 3,
         https://arxiv.org/abs/1909.08053
         [2] As of `all_gather_matmul`.
+        [3] Wang et al., "Domino", 2024, section 3, https://arxiv.org/abs/2409.15241
     """
 
     size: int | None = None
     rules: tuple[Rules, ...] = ()
     _: dataclasses.KW_ONLY
     sequence: bool = False
-    overlap: Overlap | None = None
+    overlap: Overlap | Literal["halves"] | None = None
 
     def __post_init__(self) -> None:
-        if self.overlap not in (None, *get_args(Overlap)):
+        if self.overlap not in (None, *(modes := [*get_args(Overlap), "halves"])):
             raise ValueError(
                 f"TensorParallel.overlap is {self.overlap!r}; it must be one of "
-                f"{list(get_args(Overlap))}, or None for collectives that the compiler "
+                f"{modes}, or None for collectives that the compiler "
                 "places, with sequence=True to split activations along seq."
             )
 
@@ -82,6 +85,7 @@ class TensorParallel(Strategy):
             # then whole but for one sum, and nothing is sent between the two.
             logical=dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), "tensor"),
             activations={"seq": "tensor"} if self.sequence or self.overlap else {},
-            overlap=self.overlap,
+            overlap=None if self.overlap == "halves" else self.overlap,
+            halves=self.overlap == "halves",
             rules=self.rules,
         )
