@@ -36,6 +36,7 @@ from nnx_parallel.plan import (
 from nnx_parallel.plan.candidates import enumerate_candidates
 from nnx_parallel.plan.costs import Facts, count_jaxpr_flops, count_model_flops
 from nnx_parallel.plan.formulas import Estimate, state_bytes
+from nnx_parallel.plan.moments import Size
 from nnx_parallel.plan.parts import Parts
 from nnx_parallel.plan.roofline import Costs, Traffic, time_step
 from nnx_parallel.training.step import StepOptions, make_train_step
@@ -157,7 +158,7 @@ def test_flops_count_loops_branches_and_convolutions() -> None:
 def test_recomputation_costs_flops_and_saves_memory(facts: Facts) -> None:
     none, dots, full = (facts.rows[remat] for remat in ("none", "dots", "full"))
     assert none.flops < full.flops
-    kept = [sum(r.row_bytes for r in rows.residuals) for rows in (none, dots, full)]
+    kept = [sum(r.num_bytes for r in rows.residuals) for rows in (none, dots, full)]
     assert kept[0] > kept[1] > kept[2]
 
 
@@ -179,6 +180,38 @@ def test_bytes_sent_follow_from_where_arrays_are_stored(facts: Facts) -> None:
     assert sent(fsdp, "gradients", CPUS) == pytest.approx(whole * 14 / 8, 0.05)
     assert sent(fsdp, "weights") == pytest.approx(whole * 14 / 8, 0.05)
     assert sent(FSDP(8, shard="gradients"), "weights") == 0
+
+
+def test_a_tpu_copies_parameters_that_are_gathered_after_their_update(
+    facts: Facts,
+) -> None:
+    def owned(shard, topology):
+        strategy = FSDP(8, shard=shard)
+        state = facts.parts.on(strategy.layout(strategy.make_mesh(CPUS.devices)))
+        return Estimate(facts, Candidate(strategy=strategy), topology, state).costs
+
+    tpus = Topology.parse("v5p:2x2x2")
+    for shard, share in (("params", 0.0), ("gradients", 1.0), ("optimizer", 1.0)):
+        tpu, gpu = (owned(shard, each).memory for each in (tpus, GPUS))
+        copies = tpu["temporaries"] - gpu["temporaries"]
+        # Arrays that FSDP leaves whole are updated as they are.
+        assert copies == pytest.approx(share * tpu["parameters"], 0.02)
+
+
+def test_activations_split_along_the_sequence_are_whole_for_products(
+    facts: Facts,
+) -> None:
+    """The input of a product, of which a ring never has all."""
+    size = Size(kind="whole", num_bytes=4 * 16 * 64, dims=(16, 64))
+
+    def whole(**options):
+        strategy = Composite(DataParallel(4), TensorParallel(2, **options))
+        state = facts.parts.on(strategy.layout(strategy.make_mesh(CPUS.devices)))
+        estimate = Estimate(facts, Candidate(strategy=strategy), CPUS, state)
+        return estimate.size_bytes(size)
+
+    assert whole(sequence=True) == 4 * 16 * 64 * facts.parts.num_rows / 4
+    assert whole() == whole(overlap="ring") == 0
 
 
 def test_candidates_divide_and_can_be_placed(parts: Parts) -> None:

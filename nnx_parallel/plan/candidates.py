@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import jax
@@ -350,9 +350,9 @@ def _precisions(
 
 def own_candidate(parts: Parts) -> Candidate:
     """The strategy and options of the Trainer itself."""
-    options = parts.options
-    return replace(
-        Candidate(strategy=parts.strategy, remat=options.remat),
-        num_microbatches=options.num_microbatches,
+    return Candidate(
+        strategy=parts.strategy,
+        num_microbatches=parts.options.num_microbatches,
+        remat=parts.options.remat,
         offload=parts.offload,
     )

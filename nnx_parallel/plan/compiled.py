@@ -34,7 +34,7 @@ from nnx_parallel.errors import PlanError
 from nnx_parallel.plan.candidates import Candidate
 from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.plan.parts import Parts
-from nnx_parallel.plan.roofline import Costs, Schedule, Traffic
+from nnx_parallel.plan.roofline import EXACT, Costs, Schedule, Traffic
 from nnx_parallel.plan.timeline import read_schedule
 from nnx_parallel.training.compilation import facts_of, keep_program
 from nnx_parallel.training.compiler_options import (
@@ -86,8 +86,7 @@ class Compiled:
 
     def costs(self, estimate: Costs) -> Costs:
         """The costs of a candidate, with the compiler's figures for the formulas'."""
-        names = ("parameters", "optimizer state", "other state", "batch")
-        memory = {name: estimate.memory[name] for name in names}
+        memory = {name: estimate.memory[name] for name in EXACT}
         # A TPU lays arrays out in tiles.
         padding = self.memory["arguments"] - sum(memory.values())
         new = self.memory["outputs"] - self.memory["aliased"]

@@ -14,6 +14,7 @@ from nnx_parallel.plan.formulas import state_bytes
 from nnx_parallel.plan.hardware import HARDWARE, Hardware, Topology, hardware_of
 from nnx_parallel.plan.parts import ModelFacts, Parts
 from nnx_parallel.plan.report import Entry, order, owners_of
+from nnx_parallel.plan.roofline import EXACT
 from nnx_parallel.plan.search import plan
 from nnx_parallel.precision import format_bytes
 from nnx_parallel.sharding.offload import HOST
@@ -22,8 +23,6 @@ from nnx_parallel.strategies.data_parallel import DataParallel
 from nnx_parallel.strategies.fsdp import FSDP
 from nnx_parallel.training.memory import advise_with
 
-# State and batch are counted exactly; the rest of a device's memory is estimated.
-_EXACT = ("parameters", "optimizer state", "other state", "batch")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -80,7 +79,7 @@ class Shortage:
 
 
 def _split(memory: Mapping[str, float]) -> tuple[float, float]:
-    exact = sum(memory[name] for name in _EXACT)
+    exact = sum(memory[name] for name in EXACT)
     return exact, sum(memory.values()) - exact
 
 

@@ -9,14 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-import jax
-
 from nnx_parallel.errors import ParallelError, PlanError
 from nnx_parallel.layers.scan import Remat
 from nnx_parallel.plan.candidates import (
     Candidate,
     check_fix,
     enumerate_candidates,
+    own_candidate,
 )
 from nnx_parallel.plan.compiled import compile_candidates, missing_compiler
 from nnx_parallel.plan.costs import Facts
@@ -24,12 +23,18 @@ from nnx_parallel.plan.formulas import Estimate
 from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.plan.parts import Parts
 from nnx_parallel.plan.report import Entry, Plan, explain, order
-from nnx_parallel.plan.roofline import HOST, Assumptions, Costs, time_step
+from nnx_parallel.plan.roofline import (
+    EXACT,
+    HOST,
+    Assumptions,
+    Costs,
+    time_step,
+)
 from nnx_parallel.precision import Precision
+from nnx_parallel.sharding.names import variables_of
 from nnx_parallel.sharding.offload import Offload
 from nnx_parallel.state import StatePlan
 from nnx_parallel.strategies.base import Strategy
-from nnx_parallel.strategies.data_parallel import DataParallel
 from nnx_parallel.training.trainer import Trainer
 
 # Estimates of what is not state are wrong by up to this factor: what needs more than
@@ -166,13 +171,7 @@ def _as_candidate(parts: Parts, given: Candidate | Strategy) -> Candidate:
             f"candidates has {given!r}. Each is a Candidate or a Strategy, such as "
             "FSDP()."
         )
-    options = parts.options
-    return Candidate(
-        strategy=given,
-        num_microbatches=options.num_microbatches,
-        remat=options.remat,
-        offload=parts.offload,
-    )
+    return replace(own_candidate(parts), strategy=given)
 
 
 class _Estimates:
@@ -267,12 +266,11 @@ def _entry(
 def plausible(entries: Sequence[Entry], topology: Topology) -> list[Entry]:
     """Those that may fit, and that may be the fastest of those that surely do."""
     usable = topology.hardware.usable_bytes
-    exact = ("parameters", "optimizer state", "other state", "batch")
     fitting = []
     for entry in entries:
         if entry.costs is None:
             continue
-        sure = sum(entry.costs.memory[name] for name in exact)
+        sure = sum(entry.costs.memory[name] for name in EXACT)
         if sure + _DOUBT * (entry.costs.total_bytes - sure) <= usable:
             fitting.append(entry)
     # Only one that surely fits may rule out others.
@@ -420,11 +418,11 @@ def _conclude(
     ranked = [*sure, *(e for e in ranked if e not in sure)]
     best = ranked[0] if ranked and ranked[0].fits(topology) else None
     ranked = [replace(e, why=explain(e, best, topology)) for e in ranked]
-    params = parts.on(_one(parts)).abstract.params
+    model = parts.rebuilt()
     return Plan(
         topology=topology,
-        model_name=type(parts.rebuilt()).__name__,
-        num_params=sum(x.size for x in jax.tree.leaves(params)),
+        model_name=type(model).__name__,
+        num_params=sum(v.get_value().size for _, v in variables_of(model, parts.wrt)),
         num_rows=parts.num_rows,
         dtype=parts.compute_dtype,
         entries=tuple(ranked),
@@ -434,8 +432,3 @@ def _conclude(
         notes=tuple(notes),
         seconds=seconds,
     )
-
-
-def _one(parts: Parts) -> Any:
-    device = Topology.parse("cpu:1").devices
-    return DataParallel(1).layout(DataParallel(1).make_mesh(device))

@@ -7,6 +7,7 @@ from typing import get_args
 from nnx_parallel.collectives.ring import Overlap
 from nnx_parallel.errors import suggests_names
 from nnx_parallel.sharding.layout import Claims
+from nnx_parallel.sharding.names import TENSOR_NAMES
 from nnx_parallel.sharding.rules import Rules
 from nnx_parallel.strategies.base import Strategy
 
@@ -80,7 +81,7 @@ class TensorParallel(Strategy):
             axis_sizes={"tensor": self.size},
             # Into mlp and heads by columns, out of them by rows: a product's output is
             # then whole but for one sum, and nothing is sent between the two.
-            logical=dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), "tensor"),
+            logical=dict.fromkeys(TENSOR_NAMES, "tensor"),
             activations={"seq": "tensor"} if self.sequence or self.overlap else {},
             overlap=self.overlap,
             rules=self.rules,
