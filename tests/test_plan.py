@@ -247,11 +247,53 @@ def test_what_is_fixed_is_in_every_candidate(parts: Parts) -> None:
             "fix has tensor=3, which does not divide the 8 devices of cpu:8. Valid "
             "values: [1, 2, 4, 8].",
         ),
+        (
+            {"expert": 4},
+            "fix has expert=4, and the model has 0 experts. Valid values: [1].",
+        ),
+        (
+            {"pipe": 4},
+            "fix has pipe=4, and the model has 2 layers in a Stack. Valid values: "
+            "[1, 2].",
+        ),
+        ({"microbatches": 3}, "No strategy divides 32 rows over 8 devices of cpu:8"),
     ],
 )
 def test_what_cannot_be_fixed_is_named(parts: Parts, fix, message: str) -> None:
     with pytest.raises(PlanError, match=re.escape(message)):
         plan(parts, topology=CPUS, fix=fix, compile=0)
+
+
+@pytest.mark.parametrize(
+    ("fix", "message"),
+    [
+        ({"context": 2}, "context=2, and the model has no dim named heads. Valid"),
+        (
+            {"pipe": 2},
+            "pipe=2, and the model has 0 layers in a Stack. Valid values: [1]",
+        ),
+        ({"tensor": 2}, "tensor=2, and the model has no dim named any of ('heads',"),
+    ],
+)
+def test_axes_that_a_model_cannot_use_are_not_fixed(fix, message: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(message)):
+        enumerate_candidates(MODELS["stock"](), CPUS, fix)
+
+
+def test_a_line_to_write_has_no_axis_of_one(parts: Parts) -> None:
+    for fix in ({"pipe": 2}, {"tensor": 2}, {}):
+        codes = [c.code for c in enumerate_candidates(parts, CPUS, fix)]
+        assert codes
+        assert not [code for code in codes if "size=1," in code or "size=1)" in code]
+    alone = enumerate_candidates(parts, Topology.parse("cpu:1"))
+    assert {c.strategy for c in alone} == {DataParallel(1)}
+
+
+def test_a_small_model_has_more_than_zeros_in_its_table(parts: Parts) -> None:
+    found = plan(parts, topology="h100:8", candidates=[FSDP()], compile=0)
+    memory, _, mfu, *_ = found.cells(found.entries[0])
+    assert memory.endswith("MiB")
+    assert not mfu.startswith("0%")
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from nnx_parallel.metrics import split_loss_output
 from nnx_parallel.plan.hardware import StandIn
 from nnx_parallel.plan.liveness import Liveness
 from nnx_parallel.plan.moments import Size, Timeline
-from nnx_parallel.plan.parts import Parts, sizes_by_name
+from nnx_parallel.plan.parts import Parts
 from nnx_parallel.precision import array_bytes
 from nnx_parallel.sharding.constrain import using
 from nnx_parallel.sharding.names import ArrayInfo, array_info, variables_of
@@ -109,11 +109,6 @@ class Facts:
     model_flops: float
     model: nnx.Module
     arrays: tuple[ArrayInfo, ...]
-
-    @functools.cached_property
-    def sizes_by_name(self) -> dict[str, set[int]]:
-        """Sizes of the dims of a name."""
-        return sizes_by_name(self.arrays)
 
     @functools.cached_property
     def mixtures(self) -> list[tuple[int, int]]:

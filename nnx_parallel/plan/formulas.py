@@ -57,11 +57,9 @@ def state_bytes(plan: StatePlan, batch: Any) -> dict[str, int]:
         "other state": rest,
         "batch": batch,
     }
-    return {owner: sum(map(_shard_bytes, _leaves(x))) for owner, x in owned.items()}
-
-
-def _leaves(tree: Any) -> list[Any]:
-    return jax.tree.leaves(tree)
+    return {
+        owner: sum(map(_shard_bytes, jax.tree.leaves(x))) for owner, x in owned.items()
+    }
 
 
 def _shard_bytes(x: Any) -> int:
@@ -118,8 +116,8 @@ class Estimate(Local):
     def copied_bytes(self) -> float:
         """Parameters that a TPU's compiler copies, for all of a step.
 
-        A gather of what was updated in parts writes to the memory of the old array,
-        which it therefore reads from a copy (docs/library-notes.md).
+        A gather of what was updated in parts writes over the old array
+        (docs/library-notes.md, "The TPU compiler").
         """
         if self.topology.hardware.platform != "tpu":
             return 0.0
@@ -172,8 +170,7 @@ class Estimate(Local):
     def size_bytes(self, size: Size) -> float:
         """Bytes of a value of the timeline on a device."""
         if size.kind in ("rows", "whole"):
-            is_whole = size.kind == "whole"
-            return self.whole_bytes(size) if is_whole else self.local_bytes(size)
+            return self.local_bytes(size)
         if size.kind == "fixed":
             return size.num_bytes * self._shares.get(size.dims, 1.0)
         place = self.plan.placements[size.path]

@@ -14,6 +14,7 @@ from nnx_parallel.plan.candidates import Candidate
 from nnx_parallel.plan.costs import Facts
 from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.plan.moments import Size
+from nnx_parallel.plan.parts import sizes_by_name
 from nnx_parallel.precision import array_bytes
 from nnx_parallel.schedules.schedules import Fixed, Schedule
 from nnx_parallel.schedules.simulate import Simulation
@@ -39,11 +40,7 @@ class Local:
     """
 
     def __init__(
-        self,
-        facts: Facts,
-        candidate: Candidate,
-        topology: Topology,
-        plan: StatePlan,
+        self, facts: Facts, candidate: Candidate, topology: Topology, plan: StatePlan
     ) -> None:
         self.facts, self.parts = facts, facts.parts
         self.candidate, self.topology = candidate, topology
@@ -83,24 +80,22 @@ class Local:
         return array_bytes(self.layout.sharding(spec).shard_shape(shape), dtype)
 
     def local_bytes(self, size: Size) -> float:
-        """Bytes of rows of one microbatch on a device."""
-        parts = self._named_parts(size)
-        if self.per_row.positions in size.dims or not size.dims:
-            parts *= self._split_sequence[parts > 1]
+        """Bytes of rows of one microbatch on a device.
+
+        Of what a product needs whole along the positions that `tensor` splits: all of
+        it, of which the rings of ``overlap`` have a part at a time.
+        """
+        parts, (along, others) = self._named_parts(size), self._split_sequence
+        is_long = self.per_row.positions in size.dims
+        if size.kind == "whole":
+            is_gathered = is_long and parts == 1 and along > others
+            is_gathered &= self.layout.claims.overlap is None
+            return size.num_bytes * self.rows / others * is_gathered
+        if is_long or not size.dims:
+            parts *= others if parts > 1 else along
         if size.is_stacked:
             parts *= self.stages
         return size.num_bytes * self.rows / parts
-
-    def whole_bytes(self, size: Size) -> float:
-        """Bytes of what a product needs whole along the positions that `tensor` splits.
-
-        Rings of ``overlap`` have a part of it at a time.
-        """
-        along, others = self._split_sequence
-        is_split = along > others and self._named_parts(size) == 1
-        is_split &= self.per_row.positions in size.dims
-        is_ring = self.layout.claims.overlap is not None
-        return size.num_bytes * self.rows / others * (is_split and not is_ring)
 
     def _named_parts(self, size: Size) -> int:
         """Devices that split a dim by its name, or else by its size."""
@@ -113,7 +108,7 @@ class Local:
     @functools.cached_property
     def _split_sizes(self) -> list[tuple[str, int, set[int]]]:
         """Names of dims, devices that split these, and the sizes that these have."""
-        claims, named = self.layout.claims, self.facts.sizes_by_name
+        claims, named = self.layout.claims, sizes_by_name(self.facts.arrays)
         counts = {name: self.size(as_tuple(a)) for name, a in claims.logical.items()}
         # A dim of the model's width may be any: it is not told by its size.
         width = {self.per_row.width}

@@ -21,17 +21,12 @@ from nnx_parallel.pipeline.division import find_stack
 from nnx_parallel.precision import Precision
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.model import ModelDef
-from nnx_parallel.sharding.names import (
-    TENSOR_NAMES,
-    ArrayInfo,
-    array_info,
-    dotted,
-    variables_of,
-)
+from nnx_parallel.sharding.names import ArrayInfo, array_info, dotted, variables_of
 from nnx_parallel.sharding.offload import Offload
 from nnx_parallel.sharding.optimizer import Optimizer
 from nnx_parallel.state import StatePlan, plan_state
 from nnx_parallel.strategies.base import Strategy
+from nnx_parallel.strategies.tensor_parallel import TENSOR_NAMES
 from nnx_parallel.training.step import LossFn, StepOptions
 
 PLANNED_OFFLOAD = "_planned_offload"

@@ -12,7 +12,8 @@ import jax.extend.core as jex
 from nnx_parallel.plan.moments import Kind, Size
 from nnx_parallel.precision import array_bytes
 from nnx_parallel.sharding.model import Path
-from nnx_parallel.sharding.names import TENSOR_NAMES, ArrayInfo
+from nnx_parallel.sharding.names import ArrayInfo
+from nnx_parallel.strategies.tensor_parallel import TENSOR_NAMES
 
 _VIEWS = {
     "reshape", "squeeze", "expand_dims", "optimization_barrier", "name",
@@ -238,11 +239,6 @@ class Reader:
         used = {dim for _, dims in numbers for dim in dims}
         return next((n for i, n in [*enumerate(names)][::-1] if i not in used), "")
 
-    def _is_chunked(self, value: Value) -> bool:
-        """True if dims enumerate chunks of tokens, of which none divides the rows."""
-        of_rows = any(n and not n % self._num_rows for n in value.aval.shape)
-        return value.own.kind == "rows" and not of_rows
-
     def _of_all_rows(self, size: Size) -> Size:
         return Size(kind="rows", num_bytes=size.num_bytes / self._num_rows)
 
@@ -264,7 +260,8 @@ class Reader:
             self.value(v.aval, is_stack=is_stack and i >= num_carry)
             for i, v in enumerate(eqn.outvars)
         ]
-        if any(v and self._is_chunked(v) for v in ins[first:]):
+        # Over chunks of tokens, whose dims do not tell the rows.
+        if any(v and v.own.kind == "rows" and not v.own.dims for v in ins[first:]):
             for value in outs[num_carry:]:
                 if value.own.kind == "fixed":
                     value.own = self._of_all_rows(value.own)

@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from nnx_parallel.layers.scan import Remat
 from nnx_parallel.plan.candidates import Candidate, own_candidate
@@ -123,10 +123,9 @@ def find_remedies(trainer: Any, batch: Any, text: str) -> str:
         if not fitting:
             found = plan(parts, topology=where, compile=0)
             fitting = [*_fitting(found.entries, mine, short, where)]
-    costs = mine.costs
     lines = [
         f"A device has {format_bytes(short.limit)} for a program. By the formulas of "
-        f"plan this one needs: {owners_of(costs)}."
+        f"plan this one needs: {owners_of(mine.costs)}."
     ]
     if not fitting:
         lines.append(
@@ -178,10 +177,9 @@ def _fitting(
 def _near(parts: Parts) -> list[Candidate]:
     """Changes of one, two or three arguments that leave a device less to hold."""
     own = own_candidate(parts)
-    remats: list[Remat] = [own.remat]
-    if ModelFacts.of(parts).has_remat:
-        kinds: list[Remat] = ["none", "dots", "full"]  # each keeps less
-        remats = kinds[kinds.index(own.remat) :]
+    kinds: list[Remat] = [*get_args(Remat)]  # each keeps less
+    less = kinds[kinds.index(own.remat) :]
+    remats = less if ModelFacts.of(parts).has_remat else less[:1]
     return [
         Candidate(
             strategy=strategy,

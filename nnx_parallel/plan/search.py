@@ -23,13 +23,7 @@ from nnx_parallel.plan.formulas import Estimate
 from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.plan.parts import Parts
 from nnx_parallel.plan.report import Entry, Plan, explain, order
-from nnx_parallel.plan.roofline import (
-    EXACT,
-    HOST,
-    Assumptions,
-    Costs,
-    time_step,
-)
+from nnx_parallel.plan.roofline import EXACT, HOST, Assumptions, Costs, time_step
 from nnx_parallel.precision import Precision
 from nnx_parallel.sharding.names import variables_of
 from nnx_parallel.sharding.offload import Offload
@@ -203,7 +197,19 @@ class _Estimates:
                 costs = Estimate(facts, candidate, topology, state).costs
             except ParallelError as error:  # rows that do not divide
                 costs = str(error)
-        return _entry(facts.parts, candidate, topology, state, costs, self._assumptions)
+        if isinstance(costs, str) or isinstance(state, str):
+            return Entry(candidate=candidate, axis_sizes={}, refused=str(costs))
+        sizes, dtype = dict(state.layout.mesh.shape), facts.parts.compute_dtype
+        time = time_step(costs, topology, sizes, dtype, self._assumptions)
+        return Entry(
+            candidate=candidate,
+            axis_sizes=sizes,
+            estimate=costs,
+            costs=costs,
+            time=time,
+            estimated_time=time,
+            dtype=dtype,
+        )
 
 
 class _Places:
@@ -238,29 +244,6 @@ class _Places:
                 return replace(self._by_claims[key], layout=layout)
         except ParallelError as error:
             return str(error)
-
-
-def _entry(
-    parts: Parts,
-    candidate: Candidate,
-    topology: Topology,
-    state: StatePlan | str,
-    costs: Costs | str,
-    assumptions: Assumptions,
-) -> Entry:
-    if isinstance(costs, str) or isinstance(state, str):
-        return Entry(candidate=candidate, axis_sizes={}, refused=str(costs))
-    sizes = dict(state.layout.mesh.shape)
-    time = time_step(costs, topology, sizes, parts.compute_dtype, assumptions)
-    return Entry(
-        candidate=candidate,
-        axis_sizes=sizes,
-        estimate=costs,
-        costs=costs,
-        time=time,
-        estimated_time=time,
-        dtype=parts.compute_dtype,
-    )
 
 
 def plausible(entries: Sequence[Entry], topology: Topology) -> list[Entry]:
@@ -338,10 +321,14 @@ def could_win(
     best = _fastest(done, topology)
     if best is None or best.time is None:
         return rest
-    both = [(e.time, e.estimated_time) for e in done]
-    ratio = min(time.middle / guess.middle for time, guess in both if time and guess)
-    limit = best.time.middle / ratio
+    limit = best.time.middle / min(_ratios(done))
     return [e for e in rest if e.estimated_time and e.estimated_time.fast < limit]
+
+
+def _ratios(done: Sequence[Entry]) -> list[float]:
+    """Of compiled candidates, a compiler's time over a formula's."""
+    both = [(e.time, e.estimated_time) for e in done]
+    return [time.middle / guess.middle for time, guess in both if time and guess]
 
 
 def _fastest(done: Sequence[Entry], topology: Topology) -> Entry | None:
@@ -356,8 +343,7 @@ def _open_notes(
     """What the compiler has not decided."""
     roomy = _with_room(topology)
     rest = [e for e in could_win(alive, done, topology) if e.fits(roomy)]
-    both = [(e.time, e.estimated_time) for e in done]
-    ratios = [time.middle / guess.middle for time, guess in both if time and guess]
+    ratios = _ratios(done)
     if not rest or not ratios:
         return []
     return [

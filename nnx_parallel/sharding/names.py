@@ -27,9 +27,6 @@ LOGICAL_AXES = (
 )  # fmt: skip
 """The names that this library's models give to their dims."""
 
-TENSOR_NAMES = ("heads", "kv_heads", "mlp", "vocab")
-"""Names of dims that `TensorParallel` splits."""
-
 # "sp" as an axis of its own splits long sequences; sequence parallelism, which some
 # call so too, has the axis "tensor".
 AXIS_NAMES = {

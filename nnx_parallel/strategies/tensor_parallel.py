@@ -7,9 +7,11 @@ from typing import get_args
 from nnx_parallel.collectives.ring import Overlap
 from nnx_parallel.errors import suggests_names
 from nnx_parallel.sharding.layout import Claims
-from nnx_parallel.sharding.names import TENSOR_NAMES
 from nnx_parallel.sharding.rules import Rules
 from nnx_parallel.strategies.base import Strategy
+
+TENSOR_NAMES = ("heads", "kv_heads", "mlp", "vocab")
+"""Names of dims that `TensorParallel` splits."""
 
 
 @suggests_names
