@@ -39,8 +39,31 @@ _COLUMN, _LINE, _MARGINS = 12.2, 24.4, 28
 _SHOWN = 0.65  # of rich's pixels: text of 13 px
 
 
+class Drawn:
+    """What a notebook shows, and `save` writes, as an SVG."""
+
+    @property
+    def svg(self) -> str:
+        """The picture as an SVG document."""
+        raise NotImplementedError
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+    def save(self, path: str | Path) -> None:
+        """Writes the SVG.
+
+        Raises:
+            ValueError: If the path does not end in ``.svg``.
+        """
+        path = Path(path)
+        if path.suffix != ".svg":
+            raise ValueError(f"Pictures are saved as SVG: {path} must end in .svg.")
+        path.write_text(self.svg, encoding="utf-8")
+
+
 @dataclass(frozen=True, eq=False)
-class Picture:
+class Picture(Drawn):
     """A drawing with a title: ``print`` and notebooks show it, `save` writes it.
 
     Attributes:
@@ -78,25 +101,6 @@ class Picture:
         svg = console.export_svg(code_format=template, theme=DEFAULT_TERMINAL_THEME)
         # Only now: a title may have braces, which are fields of the template.
         return svg.replace("<title></title>", f"<title>{escape(self.title)}</title>", 1)
-
-    def _repr_svg_(self) -> str:
-        return self.svg
-
-    def save(self, path: str | Path) -> None:
-        """Writes the SVG.
-
-        Raises:
-            ValueError: If the path does not end in ``.svg``.
-        """
-        save_svg(path, self.svg)
-
-
-def save_svg(path: str | Path, svg: str) -> None:
-    """Writes an SVG to a path that says so."""
-    path = Path(path)
-    if path.suffix != ".svg":
-        raise ValueError(f"Pictures are saved as SVG: {path} must end in .svg.")
-    path.write_text(svg, encoding="utf-8")
 
 
 def _console(columns: int, **options: Any) -> Console:

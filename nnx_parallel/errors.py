@@ -163,7 +163,10 @@ def _callers(frame: FrameType | None) -> Iterator[FrameType]:
     """The frames outside of this package that call it, from the innermost."""
     is_inside = False
     while frame is not None:
-        was_inside, is_inside = is_inside, frame.f_code.co_filename.startswith(_PACKAGE)
+        code, was_inside = frame.f_code, is_inside
+        is_inside = code.co_filename.startswith(_PACKAGE)
+        # A dataclass's own, which is in no file.
+        is_inside |= (code.co_filename, code.co_name) == ("<string>", "__init__")
         if was_inside and not is_inside:
             yield frame
         frame = frame.f_back

@@ -284,10 +284,12 @@ def test_resume_fast_forwards_a_plain_iterable() -> None:
 
 
 def test_resume_of_a_one_shot_iterator_warns_and_skips() -> None:
-    with pytest.warns(UserWarning, match=re.escape("its next 2 batches are skipped")):
+    message = re.escape("its next 2 batches are skipped")
+    with pytest.warns(UserWarning, match=message) as found:
         placed = PrefetchIterator(
             iter(make_batches(5)), jax.device_put, limit=2, skip=2
         )
+    assert found[0].filename == __file__
     assert values(placed) == [2, 3]
 
 

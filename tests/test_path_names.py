@@ -319,6 +319,24 @@ def test_a_strategy_without_effect_says_so(strategy: Strategy, finding: str) -> 
     assert f"\nno effect: {finding}\n" in idle.describe().summary()
 
 
+def test_names_that_most_matrices_lack_say_so() -> None:
+    def mostly(rngs: nnx.Rngs) -> nnx.Module:
+        others = {f"mix{i}": nnx.Linear(64, 64, rngs=rngs) for i in range(3)}
+        return nnx.Dict(up_proj=nnx.Linear(64, 64, rngs=rngs), **others)
+
+    finding = (
+        "TensorParallel(size=8) leaves 3 of 4 matrices whole, 75% of their elements, "
+        "such as `mix0.kernel`: no dim has one of its names"
+    )
+    with pytest.warns(ParallelWarning, match=re.escape(finding)):
+        trainer(TensorParallel(8), mostly, names=TRANSFORMER_NAMES)
+    rules = PathRules((r"mix.*kernel", P(None, "tensor")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ParallelWarning)
+        strategy = TensorParallel(8, rules=(rules,))
+        trainer(strategy, mostly, names=TRANSFORMER_NAMES)
+
+
 def test_fsdp_that_divides_no_dim_says_so() -> None:
     def odd(rngs: nnx.Rngs) -> nnx.Module:
         return nnx.Dict(up_proj=nnx.Linear(33, 65, rngs=rngs))

@@ -36,6 +36,7 @@ from nnx_parallel.plan import (
 from nnx_parallel.plan.candidates import enumerate_candidates
 from nnx_parallel.plan.costs import Facts, count_jaxpr_flops, count_model_flops
 from nnx_parallel.plan.formulas import Estimate, state_bytes
+from nnx_parallel.plan.moments import Size
 from nnx_parallel.plan.parts import Parts
 from nnx_parallel.plan.roofline import Costs, Traffic, time_step
 from nnx_parallel.training.step import StepOptions, make_train_step
@@ -157,7 +158,7 @@ def test_flops_count_loops_branches_and_convolutions() -> None:
 def test_recomputation_costs_flops_and_saves_memory(facts: Facts) -> None:
     none, dots, full = (facts.rows[remat] for remat in ("none", "dots", "full"))
     assert none.flops < full.flops
-    kept = [sum(r.row_bytes for r in rows.residuals) for rows in (none, dots, full)]
+    kept = [sum(r.num_bytes for r in rows.residuals) for rows in (none, dots, full)]
     assert kept[0] > kept[1] > kept[2]
 
 
@@ -179,6 +180,38 @@ def test_bytes_sent_follow_from_where_arrays_are_stored(facts: Facts) -> None:
     assert sent(fsdp, "gradients", CPUS) == pytest.approx(whole * 14 / 8, 0.05)
     assert sent(fsdp, "weights") == pytest.approx(whole * 14 / 8, 0.05)
     assert sent(FSDP(8, shard="gradients"), "weights") == 0
+
+
+def test_a_tpu_copies_parameters_that_are_gathered_after_their_update(
+    facts: Facts,
+) -> None:
+    def owned(shard, topology):
+        strategy = FSDP(8, shard=shard)
+        state = facts.parts.on(strategy.layout(strategy.make_mesh(CPUS.devices)))
+        return Estimate(facts, Candidate(strategy=strategy), topology, state).costs
+
+    tpus = Topology.parse("v5p:2x2x2")
+    for shard, share in (("params", 0.0), ("gradients", 1.0), ("optimizer", 1.0)):
+        tpu, gpu = (owned(shard, each).memory for each in (tpus, GPUS))
+        copies = tpu["temporaries"] - gpu["temporaries"]
+        # Arrays that FSDP leaves whole are updated as they are.
+        assert copies == pytest.approx(share * tpu["parameters"], 0.02)
+
+
+def test_activations_split_along_the_sequence_are_whole_for_products(
+    facts: Facts,
+) -> None:
+    """The input of a product, of which a ring never has all."""
+    size = Size(kind="whole", num_bytes=4 * 16 * 64, dims=(16, 64))
+
+    def whole(**options):
+        strategy = Composite(DataParallel(4), TensorParallel(2, **options))
+        state = facts.parts.on(strategy.layout(strategy.make_mesh(CPUS.devices)))
+        estimate = Estimate(facts, Candidate(strategy=strategy), CPUS, state)
+        return estimate.size_bytes(size)
+
+    assert whole(sequence=True) == 4 * 16 * 64 * facts.parts.num_rows / 4
+    assert whole() == whole(overlap="ring") == 0
 
 
 def test_candidates_divide_and_can_be_placed(parts: Parts) -> None:
@@ -214,11 +247,53 @@ def test_what_is_fixed_is_in_every_candidate(parts: Parts) -> None:
             "fix has tensor=3, which does not divide the 8 devices of cpu:8. Valid "
             "values: [1, 2, 4, 8].",
         ),
+        (
+            {"expert": 4},
+            "fix has expert=4, and the model has 0 experts. Valid values: [1].",
+        ),
+        (
+            {"pipe": 4},
+            "fix has pipe=4, and the model has 2 layers in a Stack. Valid values: "
+            "[1, 2].",
+        ),
+        ({"microbatches": 3}, "No strategy divides 32 rows over 8 devices of cpu:8"),
     ],
 )
 def test_what_cannot_be_fixed_is_named(parts: Parts, fix, message: str) -> None:
     with pytest.raises(PlanError, match=re.escape(message)):
         plan(parts, topology=CPUS, fix=fix, compile=0)
+
+
+@pytest.mark.parametrize(
+    ("fix", "message"),
+    [
+        ({"context": 2}, "context=2, and the model has no dim named heads. Valid"),
+        (
+            {"pipe": 2},
+            "pipe=2, and the model has 0 layers in a Stack. Valid values: [1]",
+        ),
+        ({"tensor": 2}, "tensor=2, and the model has no dim named any of ('heads',"),
+    ],
+)
+def test_axes_that_a_model_cannot_use_are_not_fixed(fix, message: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(message)):
+        enumerate_candidates(MODELS["stock"](), CPUS, fix)
+
+
+def test_a_line_to_write_has_no_axis_of_one(parts: Parts) -> None:
+    for fix in ({"pipe": 2}, {"tensor": 2}, {}):
+        codes = [c.code for c in enumerate_candidates(parts, CPUS, fix)]
+        assert codes
+        assert not [code for code in codes if "size=1," in code or "size=1)" in code]
+    alone = enumerate_candidates(parts, Topology.parse("cpu:1"))
+    assert {c.strategy for c in alone} == {DataParallel(1)}
+
+
+def test_a_small_model_has_more_than_zeros_in_its_table(parts: Parts) -> None:
+    found = plan(parts, topology="h100:8", candidates=[FSDP()], compile=0)
+    memory, _, mfu, *_ = found.cells(found.entries[0])
+    assert memory.endswith("MiB")
+    assert not mfu.startswith("0%")
 
 
 @pytest.mark.parametrize(

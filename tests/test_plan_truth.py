@@ -15,13 +15,6 @@ from tests.plans import MODELS, PIPELINED, STRATEGIES
 
 CPUS = Topology.parse("cpu:8")
 
-# docs/plan.md names the cause of each.
-MISSES = {
-    "resnet-tp2": 1.12,
-    "resnet-dp_tp": 1.12,
-    "gpt-zero2_tp": 0.89,
-}
-
 MORE = {
     "dots": Candidate(strategy=FSDP(8), remat="dots"),
     "full": Candidate(strategy=FSDP(8), remat="full"),
@@ -49,7 +42,7 @@ MORE = {
         strategy=Composite(Pipeline(2), FSDP(2), TensorParallel(2)), num_microbatches=4
     ),
 }
-DEEP = ("gpt-fsdp8", "gpt-pipeline", "stock-fsdp8", "resnet-dp8")
+DEEP = ("gpt-fsdp8", "gpt-pipeline", "stock-fsdp8", "resnet-dp8", "gpt-zero2_tp")
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +80,7 @@ def bytes_of(facts: Facts, candidate: Candidate) -> tuple[float, dict[str, float
 @pytest.mark.filterwarnings("ignore::nnx_parallel.errors.ParallelWarning")
 @pytest.mark.parametrize(("model", "candidate"), [*every_configuration()])
 def test_bytes_by_formulas_are_within_a_tenth_of_the_compiler_s(
-    known: dict, model: str, candidate: Candidate, request: pytest.FixtureRequest
+    known: dict, model: str, candidate: Candidate
 ) -> None:
     # The stock model is written as many are: it broadcasts.
     with jax.numpy_rank_promotion("allow"):
@@ -96,6 +89,4 @@ def test_bytes_by_formulas_are_within_a_tenth_of_the_compiler_s(
             parts = MODELS[model]()
             known[key] = Facts.of(parts, (candidate.remat,), "cpu")
         counted, owned, compiled = bytes_of(known[key], candidate)
-    name = request.node.callspec.id
-    expected, allowed = MISSES.get(name, 1.0), 0.03 if name in MISSES else 0.1
-    assert counted / compiled == pytest.approx(expected, abs=allowed), owned
+    assert counted / compiled == pytest.approx(1.0, abs=0.1), owned

@@ -10,24 +10,13 @@ from typing import Generic, NamedTuple, TypeVar
 
 from nnx_parallel.audit.collectives import KINDS, UNREAD, Collective, read_collective
 from nnx_parallel.audit.flops import count_flops
-from nnx_parallel.audit.hlo import (
-    Computation,
-    Instruction,
-    Known,
-    KnownValue,
-    Module,
-)
+from nnx_parallel.audit.hlo import Computation, Instruction, Known, KnownValue, Module
 from nnx_parallel.audit.transfers import Overlap
 
 _TARGET = "custom_call_target"
 _FUSION_START = "AsyncCollectiveStart"
 # Custom calls by which XLA allocates and awaits buffers; no kernels.
-_BOOKKEEPING = {
-    "AllocateBuffer",
-    "AsyncCollectiveDone",
-    _FUSION_START,
-    "ConcatBitcast",
-}
+_BOOKKEEPING = {"AllocateBuffer", "AsyncCollectiveDone", _FUSION_START, "ConcatBitcast"}
 _CALLS = ("while", "conditional", "fusion", "call", "async-start", "custom-call-start")
 # What sends, by its name or its flags, and is none of the collectives that are read:
 # pairs of hosts or of stages, and kernels that write into the memory of other devices.

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -199,11 +198,10 @@ class CheckpointManager:
             while not wait_on_all_processes(self._save):
                 self.poll()
                 if may_skip:
-                    warnings.warn(
+                    warn_user(
                         f"Step {step} is not saved: an earlier save has failed on a "
                         "process, for which the others wait (20 minutes at most). "
                         "Training goes on.",
-                        stacklevel=2,
                     )
                     return
         self.wait()

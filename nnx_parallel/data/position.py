@@ -3,7 +3,6 @@
 import base64
 import itertools
 import sys
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -265,12 +264,11 @@ class DataState:
             state = states[jax.process_index()]
         # Batches are counted alike by any number of processes; iterators are not.
         elif any(other is not None for other in states):
-            warnings.warn(
+            warn_user(
                 f"The position in the data was saved by {len(states)} processes and "
                 f"cannot be restored on {jax.process_count()}. The batches used so far "
                 "are skipped instead, which is right if each process still gives its "
                 "share of the same global batches.",
-                stacklevel=2,
             )
         if state is None:  # then the batches are counted, and looked at, from the first
             counts["num_rows"] = 0

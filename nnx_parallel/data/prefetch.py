@@ -6,7 +6,6 @@ import itertools
 import queue
 import threading
 import time
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,7 +29,7 @@ from nnx_parallel.data.position import (
     returned_batches,
 )
 from nnx_parallel.data.rows import DROPPED, END, SmallerBatches, rows_at_ends, rows_of
-from nnx_parallel.errors import DataError, DataExhaustedError
+from nnx_parallel.errors import DataError, DataExhaustedError, warn_user
 
 T = TypeVar("T")
 
@@ -164,19 +163,17 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
                 self._iterator.set_state(decode_state(self.state))
                 self.skip = 0
             else:
-                warnings.warn(
+                warn_user(
                     "The checkpoint holds the position of a resumable iterator, but "
                     f"the data is now a {type(data).__name__} without `get_state` and "
                     f"`set_state`. Its first {self.skip} batches are skipped instead.",
-                    stacklevel=4,
                 )
         elif self.skip and is_one_shot(data):
-            warnings.warn(
+            warn_user(
                 f"Data is a one-shot iterator ({type(data).__name__}), whose position "
                 f"cannot be restored: its next {self.skip} batches are skipped, which "
                 "is right only if it is at its beginning. Pass an object whose "
                 "`__iter__` starts again, or a Grain dataset.",
-                stacklevel=4,
             )
         self._check_ends()
 
@@ -356,10 +353,9 @@ class _Reader(Iterator[T]):
         if self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_SECONDS)
         if self._thread.is_alive():
-            warnings.warn(
+            warn_user(
                 f"The data did not return from `next` within {_CLOSE_SECONDS:.0f} s of "
                 "being closed; its thread ends when it does.",
-                stacklevel=2,
             )
         while not self._ready.empty():
             self._ready.get()

@@ -1,12 +1,13 @@
 """Jaxprs as programs to cut, and layers traced with the residuals that they keep."""
 
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.extend.core as jex
+
+from nnx_parallel.errors import warn_user
 
 # In the types of jax 0.12 it is gone, in the module it is not.
 ClosedJaxpr: Any = vars(jex)["ClosedJaxpr"]
@@ -124,13 +125,12 @@ def reached(eqns: Eqns, given: Iterable[jex.Var]) -> set[jex.Var]:
 def warn_of_effects(traced: TracedFunction) -> None:
     """Warns of prints and callbacks: lost where only what is `needed` is run."""
     if traced.effects:
-        warnings.warn(
+        warn_user(
             "The loss, or a block of its Stack, prints or calls back into Python "
             "(jax.debug.print, callbacks). Under a Pipeline, and with FSDP's prefetch, "
             "only what the outputs need is run, in another order and partly twice: "
             "these calls are left out. Debug with DataParallel(1): the numbers are the "
             "same.",
-            stacklevel=2,
         )
 
 

@@ -24,6 +24,7 @@ from nnx_parallel.layers.jaxprs import (
     bind,
     inputs_of,
     needed,
+    reached,
     variables_in,
     walk,
     warn_of_effects,
@@ -173,8 +174,8 @@ class PartitionedJaxpr:
         of_params, of_variables, *of_data = traced.inputs
         check_unassigned(path for path in traced.outputs[1] if path in of_params)
         self._inputs: Arrays = of_params | of_variables
-        from_params = _reached(eqns, of_params.values())
-        from_data = _reached(eqns, jax.tree.leaves((of_variables, of_data)))
+        from_params = reached(eqns, of_params.values())
+        from_data = reached(eqns, jax.tree.leaves((of_variables, of_data)))
 
         num_x = len(jax.tree.leaves(self.call.x))
         self.leaving: list[jex.Var] = eqn.outvars[:num_x]
@@ -378,16 +379,6 @@ def check_unassigned(paths: Iterable[Path]) -> None:
             "what changes in an nnx.Variable of another kind, or use FSDP or "
             "TensorParallel, which run one microbatch after the other."
         )
-
-
-def _reached(eqns: list[jex.JaxprEqn], start: Iterable[jex.Var]) -> set[jex.Var]:
-    """The variables that depend on some of ``start``, themselves among them."""
-    found = set(start)
-    for eqn in eqns:
-        # Equations are in topological order: one pass will do.
-        if not found.isdisjoint(variables_in(eqn.invars)):
-            found.update(eqn.outvars)
-    return found
 
 
 def _is_in(atom: Any, variables: set[jex.Var]) -> bool:

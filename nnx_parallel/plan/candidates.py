@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from typing import Any, get_args
 
 import jax
@@ -29,7 +29,7 @@ from nnx_parallel.strategies.data_parallel import DataParallel
 from nnx_parallel.strategies.expert_parallel import ExpertParallel
 from nnx_parallel.strategies.fsdp import FSDP
 from nnx_parallel.strategies.pipeline import Pipeline
-from nnx_parallel.strategies.tensor_parallel import TensorParallel
+from nnx_parallel.strategies.tensor_parallel import TENSOR_NAMES, TensorParallel
 
 SCHEDULES: dict[str, Callable[[], Schedule]] = {
     "gpipe": GPipe,
@@ -75,18 +75,12 @@ class Candidate:
     @property
     def code(self) -> str:
         """The arguments of a Trainer, as Python."""
-        given = [f"strategy={self.strategy!r}"]
-        if self.num_microbatches > 1:
-            given.append(f"num_microbatches={self.num_microbatches}")
-        if self.remat != "none":
-            given.append(f"remat={self.remat!r}")
-        if self.offload is not None:
-            given.append(f"offload={self.offload!r}")
-        if self.precision is not None:
-            is_mixed = self.precision == MIXED
-            code = "Precision.mixed_bfloat16()" if is_mixed else repr(self.precision)
-            given.append(f"precision={code}")
-        return ", ".join(given)
+        values = [(f.name, getattr(self, f.name), f.default) for f in fields(self)]
+        return ", ".join(
+            f"{name}={'Precision.mixed_bfloat16()' if value == MIXED else repr(value)}"
+            for name, value, default in values
+            if value != default
+        )
 
 
 def check_fix(fix: Mapping[str, Any]) -> None:
@@ -141,6 +135,7 @@ def enumerate_candidates(
     fix = dict(fix or {})
     check_fix(fix)
     facts = ModelFacts.of(parts)
+    _check_sizes(fix, facts, topology)
     found = [
         Candidate(
             strategy=strategy,
@@ -155,14 +150,6 @@ def enumerate_candidates(
         for precision in _precisions(parts, topology, fix)
     ]
     if not found:
-        count = topology.num_devices
-        for name in AXES:
-            if count % fix.get(name, 1):
-                raise PlanError(
-                    f"fix has {name}={fix[name]}, which does not divide the {count} "
-                    f"devices of {topology.name}. Valid values: "
-                    f"{[n for n in range(1, count + 1) if count % n == 0]}."
-                )
         raise PlanError(
             f"No strategy divides {parts.num_rows} rows over {topology.num_devices} "
             f"devices of {topology.name}{f' with {fix}' if fix else ''}. Choose a "
@@ -172,17 +159,39 @@ def enumerate_candidates(
     return list(dict.fromkeys(found))
 
 
+def _check_sizes(fix: Mapping[str, Any], facts: ModelFacts, topology: Topology) -> None:
+    """Refuses sizes of axes that do not divide the devices, or that nothing uses."""
+    experts, layers = facts.num_experts, max(facts.stacks.values(), default=0)
+    has_names = not {*TENSOR_NAMES}.isdisjoint(facts.named)
+    # Whether a size is of use, and what the model has.
+    uses: dict[str, tuple[Callable[[int], bool], str]] = {
+        "expert": (lambda n: experts > 0 and experts % n == 0, f"{experts} experts"),
+        "pipe": (lambda n: n <= layers, f"{layers} layers in a Stack"),
+        "context": (lambda _: "heads" in facts.named, "no dim named heads"),
+        "tensor": (lambda _: has_names, f"no dim named any of {TENSOR_NAMES}"),
+    }
+    sizes = _divisors(topology.num_devices)
+    for name, size in ((n, fix[n]) for n in AXES if n in fix):
+        is_used, has = uses.get(name, (lambda _: True, ""))
+        valid = [n for n in sizes if n == 1 or is_used(n)]
+        why = f"and the model has {has}"
+        if size not in sizes:
+            why = f"which does not divide the {sizes[-1]} devices of {topology.name}"
+        if size not in valid:
+            raise PlanError(f"fix has {name}={size}, {why}. Valid values: {valid}.")
+
+
 def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def _sizes(
-    name: str, count: int, fix: Mapping[str, Any], is_valid: Callable[[int], bool]
+    name: str, count: int, fix: Mapping[str, Any], fits: Mapping[str, Callable]
 ) -> list[int]:
     """Divisors of a number of devices that an axis may have."""
     if name in fix:
         return [fix[name]] if count % fix[name] == 0 else []
-    return [n for n in _divisors(count) if n == 1 or is_valid(n)]
+    return [n for n in _divisors(count) if n == 1 or fits[name](n)]
 
 
 def _strategies(
@@ -194,25 +203,20 @@ def _strategies(
     most = min(topology.machine_size, 16)
     tokens = max((x.shape[1] for x in _sequences(parts)), default=0)
 
-    def fits_tensor(n: int) -> bool:
-        return n <= most and facts.tensor_divides(n)
-
-    def fits_pipe(n: int) -> bool:
-        return n <= min(_MOST_STAGES, max(facts.stacks.values(), default=0))
-
-    def fits_context(n: int) -> bool:
-        return n <= topology.machine_size and tokens >= _RING_TOKENS * n
-
-    def fits_expert(n: int) -> bool:
-        return facts.num_experts > 0 and facts.num_experts % n == 0
-
-    for tensor in _sizes("tensor", devices, fix, fits_tensor):
+    layers, experts = max(facts.stacks.values(), default=0), facts.num_experts
+    fits: dict[str, Callable[[int], bool]] = {
+        "tensor": lambda n: n <= most and facts.tensor_divides(n),
+        "pipe": lambda n: n <= min(_MOST_STAGES, layers),
+        "context": lambda n: n <= topology.machine_size and tokens >= _RING_TOKENS * n,
+        "expert": lambda n: experts > 0 and experts % n == 0,
+    }
+    for tensor in _sizes("tensor", devices, fix, fits):
         after_tensor = devices // tensor
-        for pipe in _sizes("pipe", after_tensor, fix, fits_pipe):
+        for pipe in _sizes("pipe", after_tensor, fix, fits):
             after_pipe = after_tensor // pipe
-            for context in _sizes("context", after_pipe, fix, fits_context):
+            for context in _sizes("context", after_pipe, fix, fits):
                 after_context = after_pipe // context
-                for expert in _sizes("expert", after_context, fix, fits_expert):
+                for expert in _sizes("expert", after_context, fix, fits):
                     kinds: list[list[Strategy | None]] = [
                         _tensor_kinds(tensor, facts, fix),
                         _pipe_kinds(pipe, facts, fix),
@@ -224,8 +228,7 @@ def _strategies(
                     for state in outer:
                         for more in itertools.product(*kinds):
                             given = [*state, *filter(None, more)]
-                            if given:
-                                yield _joined(given), pipe
+                            yield _joined(given or [DataParallel(1)]), pipe
 
 
 def _joined(parts: list[Strategy]) -> Strategy:
@@ -282,21 +285,18 @@ def _state_kinds(
     count: int, topology: Topology, inner: int, fix: Mapping[str, Any]
 ) -> Iterator[list[Strategy]]:
     """How the remaining devices split batch and training state."""
-    if "data" in fix and "fsdp" in fix and fix["data"] * fix["fsdp"] != count:
-        return
     shards: list[ZeroKind] = ["params", "gradients"]
     shards = [fix["shard"]] if "shard" in fix else shards
     across = {1, count, topology.num_slices, count * inner // topology.machine_size}
     sizes = [fix["data"]] if "data" in fix else sorted(across)
-    if "fsdp" in fix:
+    if "fsdp" in fix and "data" not in fix:
         sizes = [count // fix["fsdp"]]
     for data in sizes:
-        if data < 1 or count % data or ("fsdp" in fix and data * fix["fsdp"] != count):
+        if data < 1 or data * fix.get("fsdp", count // data) != count:
             continue
         replicas: list[Strategy] = [DataParallel(data)] if data > 1 else []
         if (fsdp := count // data) == 1:
-            # All axes of size one: it is what a single device does.
-            yield replicas or ([DataParallel(1)] if inner == 1 else [])
+            yield replicas
             continue
         for shard in shards:
             yield [*replicas, FSDP(fsdp, shard=shard)]
@@ -350,9 +350,9 @@ def _precisions(
 
 def own_candidate(parts: Parts) -> Candidate:
     """The strategy and options of the Trainer itself."""
-    options = parts.options
-    return replace(
-        Candidate(strategy=parts.strategy, remat=options.remat),
-        num_microbatches=options.num_microbatches,
+    return Candidate(
+        strategy=parts.strategy,
+        num_microbatches=parts.options.num_microbatches,
+        remat=parts.options.remat,
         offload=parts.offload,
     )

@@ -19,7 +19,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from nnx_parallel.errors import PlanError
 from nnx_parallel.plan.candidates import Candidate
 from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.plan.parts import Parts
-from nnx_parallel.plan.roofline import Costs, Schedule, Traffic
+from nnx_parallel.plan.roofline import EXACT, Costs, Schedule, Traffic
 from nnx_parallel.plan.timeline import read_schedule
 from nnx_parallel.training.compilation import facts_of, keep_program
 from nnx_parallel.training.compiler_options import (
@@ -67,27 +67,19 @@ class Compiled:
         error: Why it has not been compiled; empty if it has.
     """
 
-    memory: Mapping[str, int]
-    flops: float
-    traffic: Sequence[Sequence[Any]]
-    num_collectives: int
-    seconds: Mapping[str, float]
+    memory: Mapping[str, int] = field(default_factory=dict)
+    flops: float = 0.0
+    traffic: Sequence[Sequence[Any]] = ()
+    num_collectives: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict)
     processor_seconds: float = 0.0
     is_cached: bool = False
     error: str = ""
     schedule: Mapping[str, Any] | None = None
 
-    @classmethod
-    def failed(cls, error: str) -> Compiled:
-        """Of a candidate that was not compiled."""
-        return cls(
-            memory={}, flops=0, traffic=(), num_collectives=0, seconds={}, error=error
-        )
-
     def costs(self, estimate: Costs) -> Costs:
         """The costs of a candidate, with the compiler's figures for the formulas'."""
-        names = ("parameters", "optimizer state", "other state", "batch")
-        memory = {name: estimate.memory[name] for name in names}
+        memory = {name: estimate.memory[name] for name in EXACT}
         # A TPU lays arrays out in tiles.
         padding = self.memory["arguments"] - sum(memory.values())
         new = self.memory["outputs"] - self.memory["aliased"]
@@ -201,12 +193,12 @@ def _run_child(sent: bytes, topology: Topology, timeout: float) -> Compiled:
                 env=os.environ | environment,
             )
         except subprocess.TimeoutExpired:
-            return Compiled.failed(f"not compiled within {timeout:.0f} s")
+            return Compiled(error=f"not compiled within {timeout:.0f} s")
         if answer.exists():
             return Compiled(**json.loads(answer.read_text()))
     lines = done.stderr.decode(errors="replace").strip().splitlines()
     last = next((x for x in reversed(lines) if x.strip()), "nothing was printed")
-    return Compiled.failed(f"the compiler's process ended ({done.returncode}): {last}")
+    return Compiled(error=f"the compiler's process ended ({done.returncode}): {last}")
 
 
 def options_of(parts: Parts, candidate: Candidate) -> StepOptions:
@@ -223,9 +215,10 @@ def compile_here(
 ) -> Compiled:
     """Compiles in this process, unless `cache` has the results of the same program."""
     start = time.monotonic()
-    layout = candidate.strategy.layout(
-        candidate.strategy.make_mesh(_devices_of(topology))
-    )
+    # Those that the compiler knows: real objects, of machines that are not there.
+    is_tpu = topology.hardware.platform == "tpu"
+    devices = topology.described() if is_tpu else jax.devices()[: topology.num_devices]
+    layout = candidate.strategy.layout(candidate.strategy.make_mesh(devices))
     candidate.strategy.check(parts.rebuilt(), layout.mesh)
     parts = parts.with_precision(candidate.precision)
     plan = parts.on(layout, candidate.offload)
@@ -291,13 +284,6 @@ def _schedule_of(
     return None
 
 
-def _devices_of(topology: Topology) -> Sequence[Any]:
-    """The devices that the compiler knows: real objects, of machines that are not."""
-    if topology.hardware.platform != "tpu":
-        return jax.devices()[: topology.num_devices]
-    return topology.described()
-
-
 def _key(
     lowered: Any, topology: Topology, mesh: Mesh, given: Mapping[str, Any] | None
 ) -> str:
@@ -337,7 +323,7 @@ def _main(answer: Path) -> None:
             # Its first line: JAX adds pages of advice, XLA the whole program.
             text = str(error).strip().splitlines()
             first = text[0][:400] if text else ""
-            found = Compiled.failed(f"{type(error).__name__}: {first}")
+            found = Compiled(error=f"{type(error).__name__}: {first}")
     answer.write_text(json.dumps(vars(found)))
 
 

@@ -26,7 +26,7 @@ from nnx_parallel.layers.stack import Stack
 from nnx_parallel.metrics import split_loss_output
 from nnx_parallel.plan.hardware import StandIn
 from nnx_parallel.plan.liveness import Liveness
-from nnx_parallel.plan.moments import Timeline
+from nnx_parallel.plan.moments import Size, Timeline
 from nnx_parallel.plan.parts import Parts
 from nnx_parallel.precision import array_bytes
 from nnx_parallel.sharding.constrain import using
@@ -41,29 +41,13 @@ _CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpo
 
 
 @dataclass(frozen=True, kw_only=True)
-class Residual:
-    """A value that the forward pass keeps for the backward pass.
-
-    Attributes:
-        row_bytes: Its bytes for each row of the batch.
-        dims: Its shape, without the dims of layers and rows where these are dims.
-        is_stacked: True if it is kept for each layer of a stack; ``row_bytes`` are
-            those of all layers.
-    """
-
-    row_bytes: float
-    dims: tuple[int, ...]
-    is_stacked: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class RowCosts:
     """Costs of a row under one remat policy.
 
     Attributes:
         flops: FLOPs of products and convolutions, forward and backward, recomputation
             included. Masked scores of attention count.
-        residuals: What the forward pass keeps.
+        residuals: What the forward pass keeps for the backward pass.
         positions: Elements of a row at which a layer works: the tokens of a sequence.
         width: Elements of the residual stream at one position.
         timeline: What is in memory at once.
@@ -72,7 +56,7 @@ class RowCosts:
     """
 
     flops: float
-    residuals: tuple[Residual, ...]
+    residuals: tuple[Size, ...]
     positions: int
     width: int
     timeline: Timeline
@@ -94,7 +78,7 @@ def trace_costs(parts: Parts, remat: Remat, platform: str) -> RowCosts:
     # cuDNN cannot be traced where it is not: plain operations keep about as much.
     traced = "described" if platform == "gpu" else platform
     jaxpr, again, kept, live = _trace(probe, remat, traced)
-    residuals = tuple(_residuals(kept, parts))
+    residuals = tuple(_residuals(kept))
     timeline = live.timeline(jaxpr)
     # As the layers of a stack pass it on; without one, as most residuals are.
     positions, width = live.hidden or _positions(residuals)
@@ -125,16 +109,6 @@ class Facts:
     model_flops: float
     model: nnx.Module
     arrays: tuple[ArrayInfo, ...]
-
-    @functools.cached_property
-    def sizes_by_name(self) -> dict[str, set[int]]:
-        """Sizes of the dims of a name."""
-        named: dict[str, set[int]] = {}
-        for info in self.arrays:
-            for name, size in zip(info.names or (), info.shape, strict=False):
-                if isinstance(name, str):
-                    named.setdefault(name, set()).add(size)
-        return named
 
     @functools.cached_property
     def mixtures(self) -> list[tuple[int, int]]:
@@ -200,7 +174,9 @@ def _objective(
     paths = [tuple(getattr(k, "key", k) for k in keys) for keys, _ in leaves]
     places = plan.placements
     stacked = [p for p in paths if places[p].is_stacked or places[p].is_scanned]
-    live = Liveness(parts.num_rows, paths, stacked, platform)
+    found = {path: array_info(path, v) for path, v in variables_of(parts.rebuilt())}
+    infos = {path: found[path] for path in paths}
+    live = Liveness(parts.num_rows, infos, stacked, platform)
     return objective, (*arrays, parts.batch, key), live
 
 
@@ -233,21 +209,22 @@ def _unplaced(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
-def _residuals(kept: Iterable[Any], parts: Parts) -> Iterable[Residual]:
+def _residuals(kept: Iterable[Any]) -> Iterable[Size]:
     for aval in kept:
         # Without rows it is a parameter, as the computation has it.
         if aval.size == 0 or aval.size % _ROWS:
             continue
         where = [i for i, n in enumerate(aval.shape) if n % _ROWS == 0]
         dims = aval.shape[where[0] + 1 :] if where else aval.shape
-        yield Residual(
-            row_bytes=array_bytes(aval.shape, aval.dtype) / _ROWS,
+        yield Size(
+            kind="rows",
+            num_bytes=array_bytes(aval.shape, aval.dtype) / _ROWS,
             dims=tuple(dims),
             is_stacked=bool(where) and where[0] > 0,
         )
 
 
-def _positions(residuals: tuple[Residual, ...]) -> tuple[int, int]:
+def _positions(residuals: tuple[Size, ...]) -> tuple[int, int]:
     """Positions of a row and width of one, by the largest inputs of layers."""
     shapes: dict[tuple[int, int], float] = {}
     for each in residuals:

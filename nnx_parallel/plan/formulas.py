@@ -15,7 +15,6 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.plan.costs import Residual
 from nnx_parallel.plan.local import Local, axes_of
 from nnx_parallel.plan.moments import Kind, Size, Timeline
 from nnx_parallel.plan.roofline import OWNERS, Costs
@@ -35,6 +34,7 @@ _OWNER_OF: dict[Kind, str] = {
     "unsummed": "gradients",
     "combined": "gradients",
     "turned": "gathered weights",
+    "whole": "temporaries",
     "fixed": "temporaries",
 }
 
@@ -57,11 +57,9 @@ def state_bytes(plan: StatePlan, batch: Any) -> dict[str, int]:
         "other state": rest,
         "batch": batch,
     }
-    return {owner: sum(map(_shard_bytes, _leaves(x))) for owner, x in owned.items()}
-
-
-def _leaves(tree: Any) -> list[Any]:
-    return jax.tree.leaves(tree)
+    return {
+        owner: sum(map(_shard_bytes, jax.tree.leaves(x))) for owner, x in owned.items()
+    }
 
 
 def _shard_bytes(x: Any) -> int:
@@ -81,6 +79,7 @@ class Estimate(Local):
         memory["optimizer state"] -= self.host_bytes
         is_piped = self.simulation is not None
         memory |= self.pipeline_bytes() if is_piped else self.live_bytes()
+        memory["temporaries"] += self.copied_bytes
         # Along the other axes devices do the same work.
         total_rows = parts.num_rows / self.size(self.working_axes)
         simulation = self.simulation
@@ -112,6 +111,21 @@ class Estimate(Local):
             return 0.0
         leaves = jax.tree.leaves(self.plan.abstract.opt_state)
         return float(sum(_shard_bytes(x) for x in leaves if x.ndim))
+
+    @property
+    def copied_bytes(self) -> float:
+        """Parameters that a TPU's compiler copies, for all of a step.
+
+        A gather of what was updated in parts writes over the old array
+        (docs/library-notes.md, "The TPU compiler").
+        """
+        if self.topology.hardware.platform != "tpu":
+            return 0.0
+        return sum(
+            self.shard_bytes(x.shape, place.stored, x.dtype)
+            for _, x, place in self.params
+            if not {*axes_of(place.optimizer)} <= {*axes_of(place.stored)}
+        )
 
     @property
     def gradient_bytes(self) -> float:
@@ -155,13 +169,10 @@ class Estimate(Local):
 
     def size_bytes(self, size: Size) -> float:
         """Bytes of a value of the timeline on a device."""
-        if size.kind == "rows":
-            value = Residual(
-                row_bytes=size.num_bytes, dims=size.dims, is_stacked=size.is_stacked
-            )
-            return self.local_bytes(value)
+        if size.kind in ("rows", "whole"):
+            return self.local_bytes(size)
         if size.kind == "fixed":
-            return size.num_bytes
+            return size.num_bytes * self._shares.get(size.dims, 1.0)
         place = self.plan.placements[size.path]
         if size.kind == "weight":
             share = self._share(place.used)
@@ -179,6 +190,14 @@ class Estimate(Local):
         spec = place.stored if size.kind == "cast" else place.gradient
         return size.num_bytes * self._share(spec)
 
+    @functools.cached_property
+    def _shares(self) -> dict[tuple[int, ...], float]:
+        """A device's part of what has a parameter's shape, where it is used."""
+        shares: dict[tuple[int, ...], float] = {}
+        for _, x, place in self.params:
+            shares[x.shape] = max(shares.get(x.shape, 0.0), self._share(place.used))
+        return shares
+
     def _combined_bytes(self, size: Size, place: Placement) -> float:
         """A gradient on its way into a sum over devices, on CPUs.
 
@@ -186,13 +205,9 @@ class Estimate(Local):
         """
         claims, used = self.layout.claims, axes_of(place.used)
         over = [a for a in (*claims.batch, *self.layout.sequence_axes) if a not in used]
-        is_summed = self._is_cpu and self.size(tuple(over)) > 1
+        is_summed = self.is_cpu and self.size(tuple(over)) > 1
         first = int(place.is_stacked or place.is_scanned)
         return size.num_bytes * self._share(place.used, first) * is_summed
-
-    @property
-    def _is_cpu(self) -> bool:
-        return self.topology.hardware.platform == "cpu"
 
     def _turned_bytes(self, size: Size, place: Placement) -> float:
         """A copy of all layers whose dim that is gathered comes first.
@@ -201,7 +216,7 @@ class Estimate(Local):
         """
         used = [*place.used, *(None,) * len(place.stored)]
         split = [i for i, dim in enumerate(place.stored) if dim != used[i]]
-        is_turned = self._is_cpu and max(split, default=0) > 0
+        is_turned = self.is_cpu and max(split, default=0) > 0
         return size.num_bytes * self._share(place.stored) * is_turned
 
     def _share(self, spec: P, first: int = 0) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import jax.extend.core as jex
@@ -28,6 +28,7 @@ from nnx_parallel.plan.program import (
     Value,
 )
 from nnx_parallel.sharding.model import Path
+from nnx_parallel.sharding.names import ArrayInfo
 
 
 class Liveness:
@@ -35,7 +36,7 @@ class Liveness:
 
     Args:
         num_rows: Rows of the batch, a prime that is no other size.
-        paths: Those of the parameters, which are the jaxpr's first inputs and, as
+        infos: The parameters by path, which are the jaxpr's first inputs and, as
             gradients, its outputs.
         stacked: Those whose dim 0 enumerates layers.
         platform: Of the devices.
@@ -44,12 +45,12 @@ class Liveness:
     def __init__(
         self,
         num_rows: int,
-        paths: Sequence[Path],
+        infos: Mapping[Path, ArrayInfo],
         stacked: Collection[Path],
         platform: str,
     ) -> None:
-        self._paths, self._stacked = paths, {*stacked}
-        self._given = num_rows, self._stacked, platform
+        self._paths, self._stacked = [*infos], {*stacked}
+        self._given = num_rows, infos, self._stacked, platform
         self._is_cpu = platform == "cpu"
         self._again: int | None = None
         self.hidden: tuple[int, int] | None = None
@@ -107,7 +108,7 @@ class Liveness:
         """Counts at each operation of a program or of a loop's body."""
         self._fuse(body)
         births, deaths = self._ranges(body)
-        extra = self._extra(body.ops, weights)
+        extra = self._extra(body, weights)
         rows: list[Counter] = []
         live: Counter = Counter()
         for i, op in enumerate(body.ops):
@@ -150,9 +151,9 @@ class Liveness:
             deaths[min(end, last)].append(value)
         return births, deaths
 
-    def _extra(self, ops: Sequence[Op], weights: Sequence[Value]) -> list[Counter]:
+    def _extra(self, body: Body, weights: Sequence[Value]) -> list[Counter]:
         """What operations need besides their operands and results."""
-        extra: list[Counter] = [Counter() for _ in (*ops, None)]
+        ops, extra = body.ops, self._wholes(body)
         made = {id(v): i for i, op in enumerate(ops) for v in op.outs}
         for i, op in enumerate(ops):
             for value in op.copies:
@@ -175,6 +176,28 @@ class Liveness:
                 positions |= {*range(self._again, max(later) + 1)}
             for i in positions:
                 extra[i][replace(value.size, kind="weight")] = 1
+        return extra
+
+    def _wholes(self, body: Body) -> list[Counter]:
+        """What products need whole, if rows are split along their positions.
+
+        Each gathers its own operand, and its result is whole until it is summed.
+        """
+        extra: list[Counter] = [Counter() for _ in (*body.ops, None)]
+        late, first = {id(given) for given, _ in body.carry}, {}
+        for i, op in enumerate(body.ops):
+            if op.name in HEAVY or any(id(v) in late for v in op.ins):
+                late |= {id(v) for v in op.outs}
+            if op.name != "dot_general":
+                continue
+            for value in (v for v in op.ins if v.size.kind == "rows"):
+                start = first.setdefault(id(value), i) if self._is_cpu else i
+                if self._is_cpu and body.is_over_layers and id(value) not in late:
+                    start = 0  # nothing orders these gathers
+                for at in range(start, i + 1):
+                    extra[at][replace(value.size, kind="whole")] += 1
+            if (out := op.outs[0].size).kind == "rows":
+                extra[i][replace(out, kind="whole")] += 1 + self._is_cpu
         return extra
 
     @staticmethod

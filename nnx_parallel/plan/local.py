@@ -11,8 +11,10 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.pipeline.run import PipelineSchedule
 from nnx_parallel.plan.candidates import Candidate
-from nnx_parallel.plan.costs import Facts, Residual
+from nnx_parallel.plan.costs import Facts
 from nnx_parallel.plan.hardware import Topology
+from nnx_parallel.plan.moments import Size
+from nnx_parallel.plan.parts import sizes_by_name
 from nnx_parallel.precision import array_bytes
 from nnx_parallel.schedules.schedules import Fixed, Schedule
 from nnx_parallel.schedules.simulate import Simulation
@@ -38,11 +40,7 @@ class Local:
     """
 
     def __init__(
-        self,
-        facts: Facts,
-        candidate: Candidate,
-        topology: Topology,
-        plan: StatePlan,
+        self, facts: Facts, candidate: Candidate, topology: Topology, plan: StatePlan
     ) -> None:
         self.facts, self.parts = facts, facts.parts
         self.candidate, self.topology = candidate, topology
@@ -54,6 +52,7 @@ class Local:
         claims = self.layout.claims
         self.rows = self.parts.num_rows / self.size(claims.batch) / self.microbatches
         self.stages = self.size(("pipe",))
+        self.is_cpu = topology.hardware.platform == "cpu"
         # Path, shape and placement of each trained parameter.
         trained = flatten(plan.abstract.params)
         self.params = [(path, x, plan.placements[path]) for path, x in trained.items()]
@@ -80,28 +79,41 @@ class Local:
         """A device's part of an array."""
         return array_bytes(self.layout.sharding(spec).shard_shape(shape), dtype)
 
-    def local_bytes(self, residual: Residual) -> float:
-        """Bytes of a residual of one microbatch on a device."""
-        dims, parts = residual.dims, 1
-        for count, sizes in self._split_sizes:
-            if not sizes.isdisjoint(dims):
-                parts = max(parts, count)
-        is_long = self.per_row.positions in dims or not dims
-        if is_long:
-            parts *= self._split_sequence[parts > 1]
-        if residual.is_stacked:
+    def local_bytes(self, size: Size) -> float:
+        """Bytes of rows of one microbatch on a device.
+
+        Of what a product needs whole along the positions that `tensor` splits: all of
+        it, of which the rings of ``overlap`` have a part at a time.
+        """
+        parts, (along, others) = self._named_parts(size), self._split_sequence
+        is_long = self.per_row.positions in size.dims
+        if size.kind == "whole":
+            is_gathered = is_long and parts == 1 and along > others
+            is_gathered &= self.layout.claims.overlap is None
+            return size.num_bytes * self.rows / others * is_gathered
+        if is_long or not size.dims:
+            parts *= others if parts > 1 else along
+        if size.is_stacked:
             parts *= self.stages
-        return residual.row_bytes * self.rows / parts
+        return size.num_bytes * self.rows / parts
+
+    def _named_parts(self, size: Size) -> int:
+        """Devices that split a dim by its name, or else by its size."""
+        dims = size.dims[:-1] if size.name else size.dims
+        return max(
+            count if name == size.name or not sizes.isdisjoint(dims) else 1
+            for name, count, sizes in (("", 1, set()), *self._split_sizes)
+        )
 
     @functools.cached_property
-    def _split_sizes(self) -> list[tuple[int, set[int]]]:
-        """Devices that split dims of a name, and the sizes that these have."""
-        claims, named = self.layout.claims, self.facts.sizes_by_name
+    def _split_sizes(self) -> list[tuple[str, int, set[int]]]:
+        """Names of dims, devices that split these, and the sizes that these have."""
+        claims, named = self.layout.claims, sizes_by_name(self.facts.arrays)
         counts = {name: self.size(as_tuple(a)) for name, a in claims.logical.items()}
         # A dim of the model's width may be any: it is not told by its size.
         width = {self.per_row.width}
         return [
-            (count, named.get(name, set()) - width)
+            (name, count, named.get(name, set()) - width)
             for name, count in counts.items()
             if count > 1
         ]

@@ -13,7 +13,7 @@ from nnx_parallel.sharding.model import Path
 
 Kind = Literal[
     "rows", "weight", "layer", "cast", "gradient", "layer gradient", "unsummed",
-    "combined", "turned", "fixed",
+    "combined", "turned", "whole", "fixed",
 ]  # fmt: skip
 
 
@@ -22,13 +22,16 @@ class Size:
     """What decides the bytes of a value on a device.
 
     Attributes:
-        kind: Of the batch's ``rows``; a ``weight`` where it is used, one ``layer`` of
-            it, its ``cast`` as it is stored, or all layers ``turned``, with the dim
+        kind: Of the batch's ``rows``, or what a product needs ``whole`` of rows that
+            are split along the sequence; a ``weight`` where it is used, one ``layer``
+            of it, its ``cast`` as it is stored, or all layers ``turned``, with the dim
             first that is gathered; a ``gradient``, a ``layer gradient``, what one has
             more while it is ``unsummed`` over devices, or its part of a ``combined``
             sum; anything else is ``fixed``.
         num_bytes: All of it, or those of one row.
-        dims: Of rows: its shape without those of layers and rows.
+        dims: Of rows: its shape without those of layers and rows; of what is fixed: its
+            shape.
+        name: Of rows: that of the last dim, if a named weight made it.
         path: Of the parameter.
         is_stacked: True if rows are kept for each layer of a stack.
     """
@@ -36,6 +39,7 @@ class Size:
     kind: Kind
     num_bytes: float
     dims: tuple[int, ...] = ()
+    name: str = ""
     path: Path = ()
     is_stacked: bool = False
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from nnx_parallel.drawing import as_html
 from nnx_parallel.errors import PlanError
 from nnx_parallel.plan.pictures import draw_memory, draw_timeline
-from nnx_parallel.plan.report import Entry, Plan
+from nnx_parallel.plan.report import HEADER, Entry, Plan
 from nnx_parallel.plan.roofs import draw_roofline
 from nnx_parallel.visualize.figures import DARK, LIGHT, Figure
 
@@ -47,8 +47,6 @@ _DARK = """
 
 def render(plan: Plan) -> str:
     """The page of a plan."""
-    header = ("", "strategy, microbatches, remat", "GiB/device", "step, s", "MFU",
-              "sent, GB", "overlapped", "why not")  # fmt: skip
     rows = [
         (str(i + 1), e.candidate.code, *plan.cells(e))
         for i, e in enumerate(plan.entries[:_SHOWN])
@@ -58,7 +56,7 @@ def render(plan: Plan) -> str:
         f"<h1>{escape(plan.title)}</h1>",
         f"<pre>{escape(plan.code or 'Nothing fits.')}</pre>",
         "<h2>Candidates</h2>",
-        as_html(header, rows, notes=plan.summary().splitlines()),
+        as_html(HEADER, rows, notes=plan.summary().splitlines()),
         "<h2>Memory of a device, by owner</h2>",
         _figure(draw_memory(plan, _SHOWN)),
         "<h2>A step</h2>",

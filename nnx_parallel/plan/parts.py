@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,15 +21,13 @@ from nnx_parallel.pipeline.division import find_stack
 from nnx_parallel.precision import Precision
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.model import ModelDef
-from nnx_parallel.sharding.names import array_info, dotted, variables_of
+from nnx_parallel.sharding.names import ArrayInfo, array_info, dotted, variables_of
 from nnx_parallel.sharding.offload import Offload
 from nnx_parallel.sharding.optimizer import Optimizer
 from nnx_parallel.state import StatePlan, plan_state
 from nnx_parallel.strategies.base import Strategy
+from nnx_parallel.strategies.tensor_parallel import TENSOR_NAMES
 from nnx_parallel.training.step import LossFn, StepOptions
-
-TENSOR_NAMES = ("heads", "kv_heads", "mlp", "vocab")
-"""Names of dims that `TensorParallel` splits."""
 
 PLANNED_OFFLOAD = "_planned_offload"
 """Attribute of a Trainer of devices that are not there, for what it would offload."""
@@ -188,16 +186,10 @@ class ModelFacts:
         first = find_stack(model, None)
         stacks = {dotted(p): m for p, m in (first, *found.items())} if first else {}
         experts = [m for _, m in nnx.iter_modules(model) if isinstance(m, MoE)]
-        named: dict[str, set[int]] = {}
-        for path, variable in variables_of(model):
-            info = array_info(path, variable)
-            for name, size in zip(info.names or (), info.shape, strict=False):
-                if isinstance(name, str):
-                    named.setdefault(name, set()).add(size)
         return cls(
             stacks={path: stack.num_layers for path, stack in stacks.items()},
             num_experts=experts[0].experts.num_experts if experts else 0,
-            named=named,
+            named=sizes_by_name(array_info(p, v) for p, v in variables_of(model)),
             has_remat=any(stack.remat is None for stack in stacks.values()),
             has_dense=any(isinstance(m, Dense) for _, m in nnx.iter_modules(model)),
         )
@@ -206,6 +198,16 @@ class ModelFacts:
         """True if `TensorParallel` of a size splits this model evenly."""
         sizes = [n for name in TENSOR_NAMES for n in self.named.get(name, ())]
         return bool(sizes) and all(n % size == 0 for n in sizes)
+
+
+def sizes_by_name(infos: Iterable[ArrayInfo]) -> dict[str, set[int]]:
+    """Sizes of the named dims of arrays."""
+    named: dict[str, set[int]] = {}
+    for info in infos:
+        for name, size in zip(info.names or (), info.shape, strict=False):
+            if isinstance(name, str):
+                named.setdefault(name, set()).add(size)
+    return named
 
 
 def shapes_of(batch: Any) -> Any:

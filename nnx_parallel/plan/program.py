@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +12,8 @@ import jax.extend.core as jex
 from nnx_parallel.plan.moments import Kind, Size
 from nnx_parallel.precision import array_bytes
 from nnx_parallel.sharding.model import Path
+from nnx_parallel.sharding.names import ArrayInfo
+from nnx_parallel.strategies.tensor_parallel import TENSOR_NAMES
 
 _VIEWS = {
     "reshape", "squeeze", "expand_dims", "optimization_barrier", "name",
@@ -44,6 +46,7 @@ class Value:
     aval: Any
     own: Size
     label: tuple[Kind, Path] | None = None  # the weight or gradient that it is
+    path: Path = ()  # of the parameter whose values it has in another order
     uses: set[int] = field(default_factory=set)  # of operations that are not fused
     is_read_whole: bool = False  # by an operation that does not fuse
     is_kept: bool = False  # as an array, by the caller
@@ -112,12 +115,20 @@ class Reader:
 
     Args:
         num_rows: Rows of the batch, a prime that is no other size.
-        stacked: Paths of parameters whose dim 0 enumerates layers.
+        infos: The parameters by path.
+        stacked: Paths of those whose dim 0 enumerates layers.
         platform: Of the devices.
     """
 
-    def __init__(self, num_rows: int, stacked: Collection[Path], platform: str) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        infos: Mapping[Path, ArrayInfo],
+        stacked: Collection[Path],
+        platform: str,
+    ) -> None:
         self._num_rows, self._stacked = num_rows, {*stacked}
+        self._infos, self._shapes = infos, {info.shape for info in infos.values()}
         self._platform = platform
         self.again: int | None = None  # where a step recomputes what it has not kept
         self.hidden: tuple[int, int] | None = None  # of what layers pass on: `RowCosts`
@@ -128,7 +139,10 @@ class Reader:
         num_bytes = array_bytes(shape, aval.dtype) if hasattr(aval, "dtype") else 0
         at = next((i for i, n in enumerate(shape) if n and not n % self._num_rows), -1)
         if at < 0:
-            return Value(aval, Size(kind="fixed", num_bytes=num_bytes))
+            # Of what is made in several parts the first dims are theirs: here of one.
+            dims = shape[next((i for i, n in enumerate(shape) if n > 1), 0) :]
+            dims = dims if dims in self._shapes else ()
+            return Value(aval, Size(kind="fixed", num_bytes=num_bytes, dims=dims))
         merged = shape[at] // self._num_rows
         before = shape[1 if is_stack else 0 : at]
         size = Size(
@@ -162,10 +176,16 @@ class Reader:
                 outs: list[Any] = self._emit(body, within, ops)
             elif name == "scan":
                 outs = self._scan(eqn, inner[0], ins, ops)
+            elif name == "optimization_barrier" and None not in ins:
+                outs = ins
+                for value in ins:
+                    value.is_read_whole = True
             else:
                 outs = [self.value(v.aval) for v in eqn.outvars]
                 given = [v for v in ins if v is not None]
                 self._follow_rows(given, outs)
+                if outs:
+                    self._name(eqn, ins, outs[0])
                 if given and name in (*_VIEWS, "transpose", "convert_element_type"):
                     outs[0].label = self._cast(given[0].label, name)
                 bodies = []
@@ -191,6 +211,34 @@ class Reader:
             if most and value.own.kind == "fixed" and size > most / 2:
                 value.own = self._of_all_rows(value.own)
 
+    def _name(self, eqn: Any, ins: Sequence[Value | None], out: Value) -> None:
+        """Names the last dim of rows as the weight does that makes it, or passes it on.
+
+        A dim of the model's width is else not told from others of its size.
+        """
+        given = [v for v in ins if v is not None]
+        if eqn.primitive.name == "rev" and given:  # for the gradient of its input
+            out.path = given[0].path or (given[0].label or ("", ()))[1]
+        same = (v.own.name for v in given if v.aval.shape == out.aval.shape)
+        name = next(filter(None, same), "")
+        if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
+            name = self._made_by(eqn, ins[1])
+        if name in TENSOR_NAMES and out.own.kind == "rows":
+            out.own = replace(out.own, name=name)
+
+    def _made_by(self, eqn: Any, weight: Value | None) -> Any:
+        """Name of the last dim of a product with a weight, if it has one."""
+        path = weight and (weight.path or (weight.label or ("", ()))[1])
+        info = self._infos.get(path or ())
+        shape = weight.aval.shape if weight else ()
+        if info is None or info.names is None or info.shape[-len(shape) :] != shape:
+            return ""
+        names, numbers = info.names[-len(shape) :], eqn.params["dimension_numbers"]
+        if eqn.primitive.name == "conv_general_dilated":
+            return names[numbers.rhs_spec[0]]
+        used = {dim for _, dims in numbers for dim in dims}
+        return next((n for i, n in [*enumerate(names)][::-1] if i not in used), "")
+
     def _of_all_rows(self, size: Size) -> Size:
         return Size(kind="rows", num_bytes=size.num_bytes / self._num_rows)
 
@@ -212,7 +260,8 @@ class Reader:
             self.value(v.aval, is_stack=is_stack and i >= num_carry)
             for i, v in enumerate(eqn.outvars)
         ]
-        if eqn.params["length"] >= self._num_rows:  # over chunks of tokens, say
+        # Over chunks of tokens, whose dims do not tell the rows.
+        if any(v and v.own.kind == "rows" and not v.own.dims for v in ins[first:]):
             for value in outs[num_carry:]:
                 if value.own.kind == "fixed":
                     value.own = self._of_all_rows(value.own)

@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from nnx_parallel.layers.scan import Remat
 from nnx_parallel.plan.candidates import Candidate, own_candidate
@@ -14,6 +14,7 @@ from nnx_parallel.plan.formulas import state_bytes
 from nnx_parallel.plan.hardware import HARDWARE, Hardware, Topology, hardware_of
 from nnx_parallel.plan.parts import ModelFacts, Parts
 from nnx_parallel.plan.report import Entry, order, owners_of
+from nnx_parallel.plan.roofline import EXACT
 from nnx_parallel.plan.search import plan
 from nnx_parallel.precision import format_bytes
 from nnx_parallel.sharding.offload import HOST
@@ -22,8 +23,6 @@ from nnx_parallel.strategies.data_parallel import DataParallel
 from nnx_parallel.strategies.fsdp import FSDP
 from nnx_parallel.training.memory import advise_with
 
-# State and batch are counted exactly; the rest of a device's memory is estimated.
-_EXACT = ("parameters", "optimizer state", "other state", "batch")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -80,7 +79,7 @@ class Shortage:
 
 
 def _split(memory: Mapping[str, float]) -> tuple[float, float]:
-    exact = sum(memory[name] for name in _EXACT)
+    exact = sum(memory[name] for name in EXACT)
     return exact, sum(memory.values()) - exact
 
 
@@ -124,10 +123,9 @@ def find_remedies(trainer: Any, batch: Any, text: str) -> str:
         if not fitting:
             found = plan(parts, topology=where, compile=0)
             fitting = [*_fitting(found.entries, mine, short, where)]
-    costs = mine.costs
     lines = [
         f"A device has {format_bytes(short.limit)} for a program. By the formulas of "
-        f"plan this one needs: {owners_of(costs)}."
+        f"plan this one needs: {owners_of(mine.costs)}."
     ]
     if not fitting:
         lines.append(
@@ -179,10 +177,9 @@ def _fitting(
 def _near(parts: Parts) -> list[Candidate]:
     """Changes of one, two or three arguments that leave a device less to hold."""
     own = own_candidate(parts)
-    remats: list[Remat] = [own.remat]
-    if ModelFacts.of(parts).has_remat:
-        kinds: list[Remat] = ["none", "dots", "full"]  # each keeps less
-        remats = kinds[kinds.index(own.remat) :]
+    kinds: list[Remat] = [*get_args(Remat)]  # each keeps less
+    less = kinds[kinds.index(own.remat) :]
+    remats = less if ModelFacts.of(parts).has_remat else less[:1]
     return [
         Candidate(
             strategy=strategy,

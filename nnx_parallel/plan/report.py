@@ -20,6 +20,8 @@ from nnx_parallel.precision import format_bytes
 
 # Of Okabe and Ito, which colour-blind readers can tell apart.
 PRODUCTS, _MEMORY = "#0072b2", "#009e73"
+HEADER = ("", "strategy, microbatches, remat", "GiB/device", "step, s", "MFU",
+          "sent, GB", "overlapped", "why not")  # fmt: skip
 AXES = ("#cc79a7", "#e69f00", "#d55e00", "#56b4e9", "#999999")
 
 
@@ -142,11 +144,11 @@ class Plan:
     def table(self, num_rows: int = 12) -> Table:
         """The best candidates as a rich table."""
         table = Table(caption_justify="left", caption_style="")
-        for name in ("", "strategy, microbatches, remat"):
-            table.add_column(name, overflow="fold", ratio=1 if name else None)
-        for name in ("GiB/device", "step, s", "MFU", "sent, GB", "overlapped"):
-            table.add_column(name, justify="right")
-        table.add_column("why not", overflow="fold", ratio=1)
+        for name in HEADER:
+            if name in ("strategy, microbatches, remat", "why not"):
+                table.add_column(name, overflow="fold", ratio=1)
+            else:
+                table.add_column(name, justify="right" if name else "left")
         for i, entry in enumerate(self.entries[:num_rows]):
             table.add_row(str(i + 1), entry.candidate.code, *self.cells(entry))
         if more := len(self.entries) - num_rows:
@@ -159,13 +161,15 @@ class Plan:
         if costs is None or time is None:
             return "", "", "", "", "", entry.refused
         slow, fast = entry.mfu(self.topology, self.dtype)
+        gib = costs.total_bytes / 2**30
+        size = f"{gib:.1f}" if gib >= 0.1 else format_bytes(costs.total_bytes)
         overlapped = sum(t.sent_bytes * t.hidden[0] for t in costs.traffic)
         share = f"{overlapped / costs.sent_bytes:.0%}" if costs.sent_bytes else "-"
         return (
-            f"{'' if costs.is_compiled else '~'}{costs.total_bytes / 2**30:.1f}",
+            f"{'' if costs.is_compiled else '~'}{size}",
             f"{'' if costs.is_compiled else '~'}{time.fast:.3g} to {time.slow:.3g}",
-            f"{slow:.0%} to {fast:.0%}",
-            f"{costs.sent_bytes / 1e9:.2f}",
+            f"{_percent(slow)} to {_percent(fast)}",
+            f"{costs.sent_bytes / 1e9:.3g}",
             share if costs.is_compiled else "?",
             entry.why,
         )
@@ -251,6 +255,10 @@ class Plan:
             "slow_seconds_by_part": dict(entry.time.parts),
             "mfu": list(entry.mfu(self.topology, self.dtype)),
         }
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.01 else f"{100 * share:.1g}%"
 
 
 def lane_colours(time: StepTime) -> dict[str, str]:

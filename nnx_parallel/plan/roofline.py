@@ -25,6 +25,9 @@ OWNERS = (
 )
 """What a device's memory is for, in the order of the bars."""
 
+EXACT = ("parameters", "optimizer state", "other state", "batch")
+"""Those of them that formulas count exactly."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:

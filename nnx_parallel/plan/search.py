@@ -9,14 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-import jax
-
 from nnx_parallel.errors import ParallelError, PlanError
 from nnx_parallel.layers.scan import Remat
 from nnx_parallel.plan.candidates import (
     Candidate,
     check_fix,
     enumerate_candidates,
+    own_candidate,
 )
 from nnx_parallel.plan.compiled import compile_candidates, missing_compiler
 from nnx_parallel.plan.costs import Facts
@@ -24,12 +23,12 @@ from nnx_parallel.plan.formulas import Estimate
 from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.plan.parts import Parts
 from nnx_parallel.plan.report import Entry, Plan, explain, order
-from nnx_parallel.plan.roofline import HOST, Assumptions, Costs, time_step
+from nnx_parallel.plan.roofline import EXACT, HOST, Assumptions, Costs, time_step
 from nnx_parallel.precision import Precision
+from nnx_parallel.sharding.names import variables_of
 from nnx_parallel.sharding.offload import Offload
 from nnx_parallel.state import StatePlan
 from nnx_parallel.strategies.base import Strategy
-from nnx_parallel.strategies.data_parallel import DataParallel
 from nnx_parallel.training.trainer import Trainer
 
 # Estimates of what is not state are wrong by up to this factor: what needs more than
@@ -166,13 +165,7 @@ def _as_candidate(parts: Parts, given: Candidate | Strategy) -> Candidate:
             f"candidates has {given!r}. Each is a Candidate or a Strategy, such as "
             "FSDP()."
         )
-    options = parts.options
-    return Candidate(
-        strategy=given,
-        num_microbatches=options.num_microbatches,
-        remat=options.remat,
-        offload=parts.offload,
-    )
+    return replace(own_candidate(parts), strategy=given)
 
 
 class _Estimates:
@@ -204,7 +197,19 @@ class _Estimates:
                 costs = Estimate(facts, candidate, topology, state).costs
             except ParallelError as error:  # rows that do not divide
                 costs = str(error)
-        return _entry(facts.parts, candidate, topology, state, costs, self._assumptions)
+        if isinstance(costs, str) or isinstance(state, str):
+            return Entry(candidate=candidate, axis_sizes={}, refused=str(costs))
+        sizes, dtype = dict(state.layout.mesh.shape), facts.parts.compute_dtype
+        time = time_step(costs, topology, sizes, dtype, self._assumptions)
+        return Entry(
+            candidate=candidate,
+            axis_sizes=sizes,
+            estimate=costs,
+            costs=costs,
+            time=time,
+            estimated_time=time,
+            dtype=dtype,
+        )
 
 
 class _Places:
@@ -241,38 +246,14 @@ class _Places:
             return str(error)
 
 
-def _entry(
-    parts: Parts,
-    candidate: Candidate,
-    topology: Topology,
-    state: StatePlan | str,
-    costs: Costs | str,
-    assumptions: Assumptions,
-) -> Entry:
-    if isinstance(costs, str) or isinstance(state, str):
-        return Entry(candidate=candidate, axis_sizes={}, refused=str(costs))
-    sizes = dict(state.layout.mesh.shape)
-    time = time_step(costs, topology, sizes, parts.compute_dtype, assumptions)
-    return Entry(
-        candidate=candidate,
-        axis_sizes=sizes,
-        estimate=costs,
-        costs=costs,
-        time=time,
-        estimated_time=time,
-        dtype=parts.compute_dtype,
-    )
-
-
 def plausible(entries: Sequence[Entry], topology: Topology) -> list[Entry]:
     """Those that may fit, and that may be the fastest of those that surely do."""
     usable = topology.hardware.usable_bytes
-    exact = ("parameters", "optimizer state", "other state", "batch")
     fitting = []
     for entry in entries:
         if entry.costs is None:
             continue
-        sure = sum(entry.costs.memory[name] for name in exact)
+        sure = sum(entry.costs.memory[name] for name in EXACT)
         if sure + _DOUBT * (entry.costs.total_bytes - sure) <= usable:
             fitting.append(entry)
     # Only one that surely fits may rule out others.
@@ -340,10 +321,14 @@ def could_win(
     best = _fastest(done, topology)
     if best is None or best.time is None:
         return rest
-    both = [(e.time, e.estimated_time) for e in done]
-    ratio = min(time.middle / guess.middle for time, guess in both if time and guess)
-    limit = best.time.middle / ratio
+    limit = best.time.middle / min(_ratios(done))
     return [e for e in rest if e.estimated_time and e.estimated_time.fast < limit]
+
+
+def _ratios(done: Sequence[Entry]) -> list[float]:
+    """Of compiled candidates, a compiler's time over a formula's."""
+    both = [(e.time, e.estimated_time) for e in done]
+    return [time.middle / guess.middle for time, guess in both if time and guess]
 
 
 def _fastest(done: Sequence[Entry], topology: Topology) -> Entry | None:
@@ -358,8 +343,7 @@ def _open_notes(
     """What the compiler has not decided."""
     roomy = _with_room(topology)
     rest = [e for e in could_win(alive, done, topology) if e.fits(roomy)]
-    both = [(e.time, e.estimated_time) for e in done]
-    ratios = [time.middle / guess.middle for time, guess in both if time and guess]
+    ratios = _ratios(done)
     if not rest or not ratios:
         return []
     return [
@@ -420,11 +404,11 @@ def _conclude(
     ranked = [*sure, *(e for e in ranked if e not in sure)]
     best = ranked[0] if ranked and ranked[0].fits(topology) else None
     ranked = [replace(e, why=explain(e, best, topology)) for e in ranked]
-    params = parts.on(_one(parts)).abstract.params
+    model = parts.rebuilt()
     return Plan(
         topology=topology,
-        model_name=type(parts.rebuilt()).__name__,
-        num_params=sum(x.size for x in jax.tree.leaves(params)),
+        model_name=type(model).__name__,
+        num_params=sum(v.get_value().size for _, v in variables_of(model, parts.wrt)),
         num_rows=parts.num_rows,
         dtype=parts.compute_dtype,
         entries=tuple(ranked),
@@ -434,8 +418,3 @@ def _conclude(
         notes=tuple(notes),
         seconds=seconds,
     )
-
-
-def _one(parts: Parts) -> Any:
-    device = Topology.parse("cpu:1").devices
-    return DataParallel(1).layout(DataParallel(1).make_mesh(device))

@@ -53,28 +53,14 @@ class Work:
     link_seconds: float = 0.0
     waits: dict[Group, float] = field(default_factory=dict)
 
-    def add(self, other: Work) -> None:
-        """Adds another piece, which runs after it."""
-        self.seconds += other.seconds
-        self.product_seconds += other.product_seconds
-        self.other_seconds += other.other_seconds
-        self.kernel_seconds += other.kernel_seconds
-        self.link_seconds += other.link_seconds
-        for group, seconds in other.waits.items():
-            self.waits[group] = self.waits.get(group, 0.0) + seconds
-
-    def times(self, n: int) -> Work:
-        """The same piece, run ``n`` times."""
-        if n == 0:
-            return Work()
-        return Work(
-            seconds=n * self.seconds,
-            product_seconds=n * self.product_seconds,
-            other_seconds=n * self.other_seconds,
-            kernel_seconds=n * self.kernel_seconds,
-            link_seconds=n * self.link_seconds,
-            waits={group: n * seconds for group, seconds in self.waits.items()},
-        )
+    def add(self, other: Work, times: int = 1) -> Work:
+        """Adds another piece, which runs after it, once or several times."""
+        for name, seconds in vars(other).items():
+            if name != "waits":
+                setattr(self, name, getattr(self, name) + times * seconds)
+        for group, seconds in other.waits.items() if times else ():
+            self.waits[group] = self.waits.get(group, 0.0) + times * seconds
+        return self
 
     def wait(self, end: float, group: Group) -> None:
         """Waits for a transfer."""
@@ -173,7 +159,7 @@ class _TimeWalk(Walk[Work]):
 
     def loop(self, instruction: Instruction, loop: Loop[Work]) -> Work:
         """The work of the bodies; a condition compares two numbers, at no time."""
-        return loop.body.times(loop.trips)
+        return Work().add(loop.body, loop.trips)
 
     def conditional(self, instruction: Instruction, branches: list[Work]) -> Work:
         """The work of the branch that takes longest."""

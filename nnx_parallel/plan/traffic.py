@@ -34,7 +34,7 @@ def _sent(
 ) -> Traffic:
     count = local.size(axes)
     # CPUs send between operations, and compute nothing meanwhile.
-    exposed = exposed or _is_cpu(local)
+    exposed = exposed or local.is_cpu
     return Traffic(
         axes=in_order(axes, local.mesh),
         sent_bytes=total * (count - 1) / count,
@@ -50,7 +50,7 @@ def _of_state(local: Local) -> Iterator[Traffic]:
     execution = claims.execution
     is_once = isinstance(execution, PipelineSchedule) and execution.gather == "step"
     # CPUs have no reduce-scatter: they sum up whole gradients, and drop the rest.
-    sums = 2 if _is_cpu(local) else 1
+    sums = 2 if local.is_cpu else 1
     for _, x, stored_at in local.params:
         place, of_stage = stored_at, 1
         if place.moved:
@@ -76,10 +76,6 @@ def _of_state(local: Local) -> Iterator[Traffic]:
         if updated:
             total = local.shard_bytes(x.shape, place.stored, x.dtype) / of_stage
             yield _sent(local, updated, total, "updates", exposed=True)
-
-
-def _is_cpu(local: Local) -> bool:
-    return local.topology.hardware.platform == "cpu"
 
 
 def _passes(local: Local) -> int:
@@ -141,7 +137,7 @@ def _of_experts(local: Local) -> Iterator[Traffic]:
         return
     # Described devices do not say that they are CPUs, which have no ragged exchange.
     for top_k, layers in local.facts.mixtures:
-        how = "gather" if _is_cpu(local) else axis.choose(local.mesh, top_k)[0]
+        how = "gather" if local.is_cpu else axis.choose(local.mesh, top_k)[0]
         # Either a token goes to all devices, or each of its rows to one expert's.
         copies = count if how == "gather" else top_k
         # There and back, both ways; by remat there once more: outputs are not needed.

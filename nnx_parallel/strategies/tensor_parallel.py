@@ -10,6 +10,9 @@ from nnx_parallel.sharding.layout import Claims
 from nnx_parallel.sharding.rules import Rules
 from nnx_parallel.strategies.base import Strategy
 
+TENSOR_NAMES = ("heads", "kv_heads", "mlp", "vocab")
+"""Names of dims that `TensorParallel` splits."""
+
 
 @suggests_names
 @dataclass(frozen=True, repr=False)
@@ -83,7 +86,7 @@ class TensorParallel(Strategy):
             axis_sizes={"tensor": self.size},
             # Into mlp and heads by columns, out of them by rows: a product's output is
             # then whole but for one sum, and nothing is sent between the two.
-            logical=dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), "tensor"),
+            logical=dict.fromkeys(TENSOR_NAMES, "tensor"),
             activations={"seq": "tensor"} if self.sequence or self.overlap else {},
             overlap=None if self.overlap == "halves" else self.overlap,
             halves=self.overlap == "halves",

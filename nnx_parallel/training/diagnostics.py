@@ -9,7 +9,6 @@ import hashlib
 import inspect
 import numbers
 import sys
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial, wraps
@@ -295,11 +294,10 @@ def agree_on_batch(batch: Any) -> None:
                 )
             # No error, for batches may be alike; said once, not for each pair.
             if part != other_part and value == other_value and process == 1:
-                warnings.warn(
+                warn_user(
                     f"Processes {other} and {process} gave the same rows as different "
                     "parts of the first batch. Each process gives its share: the part "
                     "that trainer.data_share = (index, count) names.",
-                    stacklevel=2,
                 )
 
 

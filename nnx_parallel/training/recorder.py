@@ -4,7 +4,6 @@ import contextlib
 import math
 import statistics
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import numpy as np
 
 from nnx_parallel.audit.report import flops_of
 from nnx_parallel.data.rows import count_rows, partition
-from nnx_parallel.errors import NonFiniteLossError
+from nnx_parallel.errors import NonFiniteLossError, warn_user
 from nnx_parallel.loggers.logger import LoggerGroup
 from nnx_parallel.mesh import Device
 
@@ -235,12 +234,11 @@ class Recorder:
             )
         if row.get("lost_updates", 0.0) >= 0.5 and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn_user(
                 f"Step {step}: {row['lost_updates']:.0%} of the updates are too small "
                 "to change a parameter of 16 bits and are lost. Keep parameters in "
                 "float32 and compute in bfloat16: "
                 "precision=Precision.mixed_bfloat16().",
-                stacklevel=2,
             )
 
 

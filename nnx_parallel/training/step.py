@@ -22,7 +22,7 @@ from nnx_parallel.data.rows import (
     split_rows,
     unmarked,
 )
-from nnx_parallel.errors import LossError
+from nnx_parallel.errors import LossError, warn_user
 from nnx_parallel.layers.jaxprs import is_call, reached, trace, variables_in
 from nnx_parallel.layers.late_gather import gather_late
 from nnx_parallel.layers.loss import LabelRange, observing_labels
@@ -395,18 +395,16 @@ def _update(
 def warn_of_modes(plan: StatePlan, remat: Remat) -> None:
     """Warns of a model in evaluation mode, and of remat that acts on nothing."""
     if plan.is_evaluating:
-        warnings.warn(
+        warn_user(
             "The model came in evaluation mode and is trained so: without dropout, its "
             "batch statistics frozen. Call model.train() before, if this is not meant.",
-            stacklevel=3,
         )
     has_stack = any(isinstance(module, Stack) for module in plan.modules)
     if remat != "none" and not has_stack:
-        warnings.warn(
+        warn_user(
             f"remat={remat!r} acts on the blocks of a Stack, and this model "
             "has none: nothing is recomputed. Put its repeated blocks into a Stack, or "
             "use nnx.remat inside the model.",
-            stacklevel=3,
         )
 
 
@@ -424,9 +422,8 @@ def warn_of_statistics(
     ]
     if still and not plan.is_evaluating:
         shown = ", ".join(f"`{path}`" for path in still[:4])
-        warnings.warn(
+        warn_user(
             f"The loss leaves {len(still)} batch statistics as they are: {shown}. In "
             "training mode BatchNorm updates them: call the model that the loss is "
             "given, not a copy, and without use_running_average=True.",
-            stacklevel=2,
         )

@@ -19,7 +19,7 @@ from nnx_parallel.drawing import Picture, as_html
 from nnx_parallel.errors import ParallelWarning, warn_user
 from nnx_parallel.mesh import axes_across_processes
 from nnx_parallel.precision import Precision, format_bytes
-from nnx_parallel.sharding.layout import Layout
+from nnx_parallel.sharding.layout import Claims, Layout
 from nnx_parallel.sharding.model import Path, nest, place_model
 from nnx_parallel.sharding.names import (
     ArrayInfo,
@@ -283,10 +283,34 @@ def idle_parts(
                 f"{part.owner} splits no parameter, for no dim has one of its names: "
                 f"{dims}. The devices along {across} repeat the same work, each "
                 f"{math.prod(sizes.values())} times its share.",
-                "Name the dims by path: Trainer(..., names=TRANSFORMER_NAMES), or "
-                "names=PathNames(...) where those are not the model's; FSDP() needs "
-                "no names.",
+                f"{_NAME_THEM} FSDP() needs no names.",
             )
+        elif "mlp" in part.logical and layout.mesh.shape.get("tensor", 1) > 1:
+            yield from _mostly_whole(part, arrays)
+
+
+_NAME_THEM = (
+    "Name the dims by path: Trainer(..., names=TRANSFORMER_NAMES), or "
+    "names=PathNames(...) where those are not the model's."
+)
+
+
+def _mostly_whole(
+    part: Claims, arrays: Sequence[tuple[ArrayInfo, Placement]]
+) -> Iterator[tuple[str, str]]:
+    """A strategy by names that most matrices of a model do not have."""
+    kernels = [(i, p) for i, p in arrays if len(i.shape) > 1 + p.is_stacked]
+    # Those with a name stay whole for a reason that `describe` gives.
+    bare = [(i, p) for i, p in kernels if {*part.logical}.isdisjoint(i.names or ())]
+    whole = [i for i, p in bare if not any("tensor" in as_tuple(d) for d in p.used)]
+    share = sum(i.size for i in whole) / max(1, sum(i.size for i, _ in kernels))
+    if share > 0.5:
+        yield (
+            f"{part.owner} leaves {len(whole)} of {len(kernels)} matrices whole, "
+            f"{share:.0%} of their elements, such as `{whole[0].path}`: no dim has one "
+            f"of its names: {', '.join(map(repr, part.logical))}.",
+            _NAME_THEM,
+        )
 
 
 def warn_idle_parts(

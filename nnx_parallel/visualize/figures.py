@@ -6,13 +6,12 @@ import math
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from xml.sax.saxutils import escape
 
 from rich.console import Group
 from rich.text import Text
 
-from nnx_parallel.drawing import save_svg
+from nnx_parallel.drawing import Drawn
 
 Marks = list[str]
 """Elements of an SVG, in the order in which they are drawn."""
@@ -145,7 +144,7 @@ _TITLE = {"text_anchor": "start", "font_weight": 600}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Figure:
+class Figure(Drawn):
     """A drawing with a title: notebooks show it, ``print`` its figures, `save` writes.
 
     Attributes:
@@ -197,14 +196,3 @@ class Figure:
 
     def __repr__(self) -> str:
         return f"<figure: {self.title}>"
-
-    def _repr_svg_(self) -> str:
-        return self.svg
-
-    def save(self, path: str | Path) -> None:
-        """Writes the SVG.
-
-        Raises:
-            ValueError: If the path does not end in ``.svg``.
-        """
-        save_svg(path, self.svg)

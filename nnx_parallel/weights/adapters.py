@@ -54,10 +54,7 @@ class _ReadAdapters(Pretrained):
 
 
 def load_adapters(
-    model: ModelFn,
-    path: str | Path,
-    *,
-    names: Sequence[Entry] | None = None,
+    model: ModelFn, path: str | Path, *, names: Sequence[Entry] | None = None
 ) -> Pretrained:
     """A model with the adapters of a folder, as PEFT writes it.
 

@@ -254,11 +254,7 @@ def write_tensors(
         name, shape, dtype = each
         last = first + num_bytes(each)
         offsets = [first, last]
-        header[name] = {
-            "dtype": _CODES[dtype],
-            "shape": shape,
-            "data_offsets": offsets,
-        }
+        header[name] = {"dtype": _CODES[dtype], "shape": shape, "data_offsets": offsets}
         first = last
     content = json.dumps(header, separators=(",", ":")).encode()
     content += b" " * (-len(content) % 8)  # arrays begin at a multiple of 8

@@ -17,13 +17,7 @@ from nnx_parallel.errors import WeightsError
 from nnx_parallel.sharding.model import arrays_of, build_model
 from nnx_parallel.sharding.names import dotted
 from nnx_parallel.weights.files import Tensor, code_of, open_tensors
-from nnx_parallel.weights.names import (
-    WEIGHTS,
-    Entry,
-    Rule,
-    check_tensors,
-    rules_of,
-)
+from nnx_parallel.weights.names import WEIGHTS, Entry, Rule, check_tensors, rules_of
 
 
 class Pretrained:
