@@ -129,7 +129,8 @@ class LossScale:
         good_steps: int32 scalar, finite steps since the last change.
 
     References:
-        [1] As of `Precision`, section 3.2
+        [1] Micikevicius et al., "Mixed Precision Training", 2018, section 3.2,
+        https://arxiv.org/abs/1710.03740
     """
 
     scale: jax.Array

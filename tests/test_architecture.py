@@ -267,8 +267,8 @@ def test_the_package_is_small() -> None:
     # matrices that are spread over devices; state that waits on the host; a plan, whose
     # table of hardware is long; collectives of SparseCores and what hides them, and
     # options of compilers, each with its reason; products that share a ring, and what a
-    # layer needs gathered before it begins.
-    assert sum(map(num_lines, files)) <= 38_300
+    # layer needs gathered before it begins; a step on two halves of its rows.
+    assert sum(map(num_lines, files)) <= 38_400
 
 
 def test_the_code_gives_its_reasons() -> None:

@@ -20,7 +20,8 @@ class SequenceOrder:
 
     References:
         [1] Brandon et al., "Striped Attention", 2023, section 3,
-        https://arxiv.org/abs/2311.09431; [3] of `ContextParallel`
+        https://arxiv.org/abs/2311.09431; Llama Team, "The Llama 3 Herd of Models",
+        2024, section 3.3.2, https://arxiv.org/abs/2407.21783
     """
 
     axis: str

@@ -70,7 +70,8 @@ def matmul(
         (2, 8, 6)
 
     References:
-        [1] As [2] of `all_gather_matmul`.
+        [1] Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+        Models", 2022, section 4.2, https://arxiv.org/abs/2205.05198
     """
     contracting = _contracting(x, in_names, w_dims)
     layout = active_layout()
@@ -256,7 +257,8 @@ class Dense(nnx.Module):
         (2, 16, 4, 8)
 
     References:
-        [1] As of `TensorParallel`.
+        [1] Shoeybi et al., "Megatron-LM", 2019, section 3,
+        https://arxiv.org/abs/1909.08053
     """
 
     def __init__(

@@ -263,7 +263,8 @@ class SplitBackward:
         kept: Everything else: residuals and the output's gradient.
 
     References:
-        [1] As of `ZeroBubble`, section 2
+        [1] Qi et al., "Zero Bubble Pipeline Parallelism", 2024, section 2,
+        https://arxiv.org/abs/2401.10241
     """
 
     def __init__(

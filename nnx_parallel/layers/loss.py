@@ -91,7 +91,8 @@ def cross_entropy(
         1.3863 of 2
 
     References:
-        [1] Chowdhery et al., "PaLM", 2022, section 5, https://arxiv.org/abs/2204.02311
+        [1] Chowdhery et al., "PaLM", 2022, section 5,
+        https://arxiv.org/abs/2204.02311
     """
     logits = logits.astype(jnp.float32)
     labels = labels.astype(jnp.int32)
@@ -180,7 +181,8 @@ def linear_cross_entropy(
     References:
         [1] Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024,
         section 3.2, https://arxiv.org/abs/2410.10989
-        [2] As [1] of `TensorParallel`.
+        [2] Shoeybi et al., "Megatron-LM", 2019, section 3,
+        https://arxiv.org/abs/1909.08053
     """
     _check_shapes(hidden, kernel, labels, weights, vocab_dim)
     if chunk_size is not None and chunk_size < 1:

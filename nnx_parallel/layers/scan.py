@@ -240,8 +240,15 @@ class _PrefetchedLayers:
     The scan carries the gathered parameters of one layer and gathers those of the next,
     or only what its first product takes, which nothing in the layer waits for: forward
     from the first layer to the last, backward from the last to the first. A device
-    holds two layers at most [2, of `FSDP`]. A layer's residuals are found as in a
-    pipeline's stage.
+    holds two layers at most [1, 2]. A
+    layer's residuals are found as in a pipeline's stage.
+
+    References:
+        [1] Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data
+        Parallel", 2023, section 3.3 (forward and backward prefetching),
+        https://arxiv.org/abs/2304.11277
+        [2] Rajbhandari et al., "ZeRO-Infinity", 2021, section 6.2 (overlap-centric
+        design), https://arxiv.org/abs/2104.07857
     """
 
     def __init__(self, call: StackCall) -> None:
@@ -348,7 +355,12 @@ class _PrefetchedLayers:
         return {k: _place(slice_of(x), self.stored[k]) for k, x in moved.items()}
 
     def _start(self, params: dict, index: jax.Array) -> dict:
-        """Hops of the gather of one layer's parameters (docs/library-notes.md)."""
+        """Hops of the gather of one layer's parameters.
+
+        Hops, because libtpu runs no all-gather asynchronously on v5p, and hops of
+        ``collective-permute`` it does: of the layers' bytes 92 % are hidden forward and
+        58 % backward (docs/library-notes.md, "The TPU compiler").
+        """
         hops = {}
         for k, x in self._shards(params, index).items():
             ring = self.rings[k]
@@ -359,7 +371,8 @@ class _PrefetchedLayers:
         """The gathered parameters, once the layer that runs meanwhile gave ``x``.
 
         The next layer's take the buffer of the present one's in the carry. Were the
-        hops written there as they come, they would wait for the layer's last read.
+        hops written there as they come, they would wait for the layer's last read: all
+        ran behind the last product, 12 % of the bytes hidden.
         """
         x, hops = jax.lax.optimization_barrier((x, hops))
         whole = {}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -374,10 +374,7 @@ class GPT(nnx.Module):
         folder = find_folder(path)
         config = config_from_hf(read_config(folder), **overrides)
         entries, ignored = names_of(config), ignored_names(config)
-
-        def build(rngs: nnx.Rngs) -> Self:
-            return cls(config, rngs=rngs)
-
+        build: Any = partial(cls, config)  # called with `rngs=`
         return Pretrained(build, folder, entries, dtype=dtype, ignored=ignored)
 
     def names_in_files(self) -> tuple[tuple[str, str, str], ...]:

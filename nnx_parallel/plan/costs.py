@@ -144,7 +144,8 @@ def count_model_flops(parts: Parts) -> float:
     This is the number that MFU is measured by [1].
 
     References:
-        [1] Chowdhery et al., "PaLM", 2022, appendix B, arXiv 2204.02311
+        [1] Chowdhery et al., "PaLM", 2022, appendix B,
+        https://arxiv.org/abs/2204.02311
     """
     objective, given, _ = _objective(parts.with_rows(_ROWS), "none", "described")
     with warnings.catch_warnings():

@@ -95,14 +95,21 @@ def _tpu(
     compiler: Mapping[str, Any] | None = None,
     devices: int = 1,
 ) -> Hardware:
-    """A TPU by the figures of its chip, which has so many of JAX's ``devices``.
+    """A TPU by the figures of its chip.
 
-    ``tflops`` are of bfloat16, int8 and 8-bit floating point, which JAX multiplies in
-    bfloat16 where the maker names no speed; of float32, which it multiplies in one
-    bfloat16 pass, the first. ``array`` is the width of a systolic array, and the
-    multiplications of all in a cycle: the clock is what makes them the published
-    FLOP/s. ``memory`` is GiB and GB/s; ``links`` GB/s in both directions together, how
-    many, and GB/s of the network; ``source`` a page.
+    Args:
+        name: In a topology.
+        kinds: As of `Hardware`.
+        tflops: Of bfloat16, int8 and 8-bit floating point, which JAX multiplies in
+            bfloat16 where the maker names no speed; of float32, which it multiplies in
+            one bfloat16 pass, the first.
+        array: Width of a systolic array, and multiplications of all in a cycle: the
+            clock is what makes them the published FLOP/s.
+        memory: GiB, GB/s.
+        links: GB/s in both directions together, how many, and GB/s of the network.
+        source: The page.
+        compiler: As of `Hardware`; by default the name.
+        devices: JAX's for each chip.
     """
     bfloat16, int8, float8 = (number * _TERA / devices for number in tflops)
     speeds = {"bfloat16": bfloat16, "float32": bfloat16, "int8": int8, "float8": float8}
@@ -135,10 +142,15 @@ def _gpu(
 ) -> Hardware:
     """A GPU in machines of 8.
 
-    ``tflops`` are of bfloat16, of TF32, JAX's default for float32, and of 8-bit
-    floating point; int8 is twice as fast as bfloat16 on all of them. ``memory`` is GB
-    and GB/s; ``links`` GB/s in both directions together, and of the network: one
-    adapter for each GPU, as in the maker's own systems, which no data sheet has.
+    Args:
+        name: In a topology.
+        kind: As of `Hardware.kinds`.
+        tflops: Of bfloat16, of TF32, JAX's default for float32, and of 8-bit floating
+            point; int8 is twice as fast as bfloat16 on all of them.
+        memory: GB, GB/s.
+        links: GB/s in both directions together, and of the network: one adapter for
+            each GPU, as in the maker's own systems, which no data sheet of a chip has.
+        source: The page.
     """
     bfloat16, tf32, float8 = (number * _TERA for number in tflops)
     speeds = {"bfloat16": bfloat16, "float16": bfloat16, "float32": tf32}

@@ -331,6 +331,7 @@ def share_of_array(sizes: tuple[int, ...], width: int) -> float:
         0.5
 
     References:
-        [1] As of `_transfer_seconds`, section 2
+        [1] Austin et al., "How to Scale Your Model", 2025, section 2,
+        https://jax-ml.github.io/scaling-book/tpus/
     """
     return math.prod(n / (math.ceil(n / width) * width) for n in sizes)

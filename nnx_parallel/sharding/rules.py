@@ -253,14 +253,18 @@ class ZeroAxis:
 
     Attributes:
         rules: The axis and how it chooses a dim.
-        shard: State that it splits, as of `FSDP`.
-        prefetch: How a `Stack` gathers a layer's parameters while the last one runs, as
-            of `FSDP`.
+        shard: State that it splits: ``params`` (ZeRO-3: with gradients and optimizer
+            state), ``gradients`` (ZeRO-2: with optimizer state) or ``optimizer``
+            (ZeRO-1).
+        prefetch: How a `Stack` gathers a layer's parameters while the last one runs:
+            at once (``bulk``), hop by hop, or only the first of them; ``None``: each
+            layer gathers its own.
         along: Axes that split the same dim too, where all divide one. On a mesh these
             are of experts and long sequences, whose devices would hold the same state.
 
     References:
-        [1] As of `FSDP`.
+        [1] Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+        Parameter Models", 2020, section 5, https://arxiv.org/abs/1910.02054
     """
 
     rules: FSDPRules

@@ -48,7 +48,8 @@ class ExpertParallel(Strategy):
         {'fsdp': 2, 'expert': 4}
 
     References:
-        [1] Lepikhin et al., "GShard", 2020, section 3, https://arxiv.org/abs/2006.16668
+        [1] Lepikhin et al., "GShard", 2020, section 3,
+        https://arxiv.org/abs/2006.16668
     """
 
     size: int | None = None
