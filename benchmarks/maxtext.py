@@ -92,6 +92,10 @@ PAIRS = {
         theirs=(*_MAXTEXT, "ici_tensor_parallelism=4", "ici_fsdp_parallelism=16"),
     ),
 }
+_SIX_LAYERS: dict[str, Any] = {
+    **_CHIPS,
+    "config": lambda: replace(llama2_7b(), num_layers=6),
+}
 _PODS: dict[str, Any] = {"config": llama2_7b, "topology": "v6e:16x16", "rows": 512}
 _PIPELINE = Pipeline(8, schedule=OneFOneB())
 _70B: dict[str, Any] = {
@@ -104,6 +108,12 @@ FURTHER = {
     "tensor 4 x FSDP 16, all-reduces": Case(
         strategy=Composite(TensorParallel(4), FSDP(16)), **_CHIPS
     ),
+    **{
+        f"six layers, FSDP 64, prefetch {mode}": Case(
+            strategy=FSDP(64, prefetch=mode), **_SIX_LAYERS
+        )
+        for mode in (None, "first", "bulk")
+    },
     "tensor 4 x FSDP 16, sequence": Case(
         strategy=Composite(TensorParallel(4, sequence=True), FSDP(16)), **_CHIPS
     ),

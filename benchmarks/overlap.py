@@ -2,8 +2,8 @@
 
 The training step of a GPT is compiled for four v5p chips, without TPUs, and its
 schedule is read. Tensor parallelism with the partitioner's collectives (``bulk``:
-sequence parallelism) and with rings that overlap the matmuls; FSDP that gathers each
-layer when it runs, and one layer ahead.
+sequence parallelism), with rings that overlap the matmuls, and in halves of the rows;
+FSDP that gathers each layer when it runs, and one layer ahead.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ STRATEGIES: dict[str, Strategy] = {
     "bulk": TensorParallel(CHIPS, sequence=True),
     "ring": TensorParallel(CHIPS, overlap="ring"),
     "bidirectional": TensorParallel(CHIPS, overlap="bidirectional"),
+    "halves": TensorParallel(CHIPS, overlap="halves"),
     "fsdp": FSDP(CHIPS),
     "fsdp, prefetch bulk": FSDP(CHIPS, prefetch="bulk"),
     "fsdp, prefetch ring": FSDP(CHIPS, prefetch="ring"),

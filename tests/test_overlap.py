@@ -62,6 +62,19 @@ def test_nine_tenths_of_what_tensor_parallelism_sends_is_hidden(mode: str):
 
 
 @pytest.mark.slow
+def test_halves_of_the_rows_hide_half_of_what_whole_rows_expose():
+    """The same bytes and no more temporaries, sent by SparseCores in both cases."""
+    pytest.importorskip("libtpu")
+    try:
+        whole, halves = (schedule_of(name, remat="full") for name in ("bulk", "halves"))
+    except CompilerMissingError as error:
+        pytest.skip(str(error))
+    assert halves["sent"] == pytest.approx(whole["sent"], rel=1e-3)
+    assert halves["exposed"] <= 0.6 * whole["exposed"]
+    assert halves["temporaries"] <= whole["temporaries"]
+
+
+@pytest.mark.slow
 def test_most_of_what_a_prefetching_fsdp_gathers_is_hidden():
     """Two thirds are, where SparseCores send nothing; without prefetch nothing is.
 

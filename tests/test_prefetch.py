@@ -209,12 +209,17 @@ def test_n_layers_are_gathered_2_n_plus_1_times():
     "remat", ["full", pytest.param("none", marks=pytest.mark.deep)]
 )
 def test_the_first_product_of_the_next_layer_finds_its_kernel(remat: Remat):
-    """One kernel of queries is gathered once more than without, and nothing else."""
+    """One kernel of queries is gathered once more than without, and no other.
+
+    Without remat the scales of norms, two in a layer, are gathered backward too,
+    where the step without prefetch has kept them.
+    """
     config = replace(CONFIG, num_layers=6, remat=remat, norm="rms", use_bias=False)
     plain, first = (compile_gpt(config, fsdp(mode), ROWS) for mode in (None, "first"))
     more = first.report.bytes("all-gather") - plain.report.bytes("all-gather")
     query, scale = 4 * CONFIG.embed_dim**2, 4 * CONFIG.embed_dim
-    assert more == query + scale
+    scales = 1 if remat == "full" else 1 + 2 * 6
+    assert more == query + scales * scale
     held = first.memory.temp_size_in_bytes - plain.memory.temp_size_in_bytes
     assert held <= 2 * query
     assert first.report.flops == plain.report.flops
