@@ -341,7 +341,7 @@ def run_in_halves(call: StackCall) -> tuple[Any, dict, Any]:
 
 
 def _is_of_rows(call: StackCall) -> bool:
-    """True if a layer's rows are known to depend on no other row."""
+    """False if anything but its computation lets a row of a layer depend on another."""
     x, args = call.x, jax.tree.leaves(call.args)
     if not call.is_plain or not isinstance(x, jax.Array) or x.ndim < 2:
         return False  # losses of experts too

@@ -48,7 +48,9 @@ class TensorParallel(Strategy):
         overlap: ``ring`` or ``bidirectional``: matmuls that gather their input or
             scatter their output overlap with the transfers. ``halves``: layers of a
             `Stack` run on two halves of a device's rows; on all of them in stages of a
-            `Pipeline`, and with dropout or losses of experts. Implies ``sequence``.
+            `Pipeline`, and with dropout or losses of experts. As with
+            ``num_microbatches``, a layer in which one row depends on another gets other
+            numbers. Each implies ``sequence``.
         rules: Explicit rules for single arrays; `LogicalRules` change what a name
             means, for instance ``{"vocab": None}``.
 
