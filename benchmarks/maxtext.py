@@ -68,7 +68,6 @@ class Pair:
 
 _MAXTEXT = (
     "model_name=llama2-7b",
-    "compile_topology=v5p-128",
     "compile_topology_num_slices=1",
     "max_target_length=4096",
     "per_device_batch_size=2",
@@ -81,22 +80,42 @@ _MAXTEXT = (
     "base_output_directory=/tmp/maxtext_output",
 )
 _CHIPS: dict[str, Any] = {"config": llama2_7b, "topology": "v5p:4x4x4", "rows": 128}
+_MAXTEXT_64 = (*_MAXTEXT, "compile_topology=v5p-128")
+_PODS: dict[str, Any] = {"config": llama2_7b, "topology": "v6e:16x16", "rows": 512}
+_MAXTEXT_256 = (*_MAXTEXT, "compile_topology=v6e-256")
 PAIRS = {
     "FSDP 64": Pair(
-        ours=Case(strategy=FSDP(64, prefetch="first"), **_CHIPS), theirs=_MAXTEXT
+        ours=Case(strategy=FSDP(64, prefetch="first"), **_CHIPS), theirs=_MAXTEXT_64
     ),
     "tensor 4 x FSDP 16": Pair(
         ours=Case(
             strategy=Composite(TensorParallel(4, overlap="halves"), FSDP(16)), **_CHIPS
         ),
-        theirs=(*_MAXTEXT, "ici_tensor_parallelism=4", "ici_fsdp_parallelism=16"),
+        theirs=(*_MAXTEXT_64, "ici_tensor_parallelism=4", "ici_fsdp_parallelism=16"),
     ),
 }
+FURTHER_PAIRS = {
+    "v6e, FSDP 256, prefetch": Pair(
+        ours=Case(strategy=FSDP(256, prefetch="first"), **_PODS), theirs=_MAXTEXT_256
+    ),
+    "v6e, tensor 4 x FSDP 64, halves": Pair(
+        ours=Case(
+            strategy=Composite(TensorParallel(4, overlap="halves"), FSDP(64)), **_PODS
+        ),
+        theirs=(
+            *_MAXTEXT_256,
+            "ici_tensor_parallelism=4",
+            "ici_fsdp_parallelism=64",
+            "allow_split_physical_axes=true",  # no axis of the torus has 4 chips
+        ),
+    ),
+}
+"""Larger ones (``--full``), of this library with its own options of the compiler."""
+
 _SIX_LAYERS: dict[str, Any] = {
     **_CHIPS,
     "config": lambda: replace(llama2_7b(), num_layers=6),
 }
-_PODS: dict[str, Any] = {"config": llama2_7b, "topology": "v6e:16x16", "rows": 512}
 _PIPELINE = Pipeline(8, schedule=OneFOneB())
 _70B: dict[str, Any] = {
     "config": lambda: GPTConfig.llama3_70b(seq_len=8192, remat="full"),
@@ -105,6 +124,7 @@ _70B: dict[str, Any] = {
     "microbatches": 32,
 }
 FURTHER = {
+    **{name: pair.ours for name, pair in FURTHER_PAIRS.items()},
     "tensor 4 x FSDP 16, all-reduces": Case(
         strategy=Composite(TensorParallel(4), FSDP(16)), **_CHIPS
     ),
@@ -125,12 +145,8 @@ FURTHER = {
         **_CHIPS,
     ),
     "v6e, FSDP 256": Case(strategy=FSDP(256), **_PODS),
-    "v6e, FSDP 256, prefetch": Case(strategy=FSDP(256, prefetch="first"), **_PODS),
     "v6e, tensor 4 x FSDP 64": Case(
         strategy=Composite(TensorParallel(4, sequence=True), FSDP(64)), **_PODS
-    ),
-    "v6e, tensor 4 x FSDP 64, halves": Case(
-        strategy=Composite(TensorParallel(4, overlap="halves"), FSDP(64)), **_PODS
     ),
     "v6e, tensor 4 x FSDP 64, ring": Case(
         strategy=Composite(TensorParallel(4, overlap="ring"), FSDP(64)), **_PODS
@@ -144,7 +160,7 @@ FURTHER = {
         **_70B,
     ),
 }
-"""Steps of this library alone (``--full``), with its own options of the compiler."""
+"""Those, and steps of this library alone (``--full``)."""
 
 TINY = {
     "tiny, FSDP 4": Case(
@@ -180,14 +196,15 @@ def measure(
     del rounds
     ours = TINY if tiny else {name: pair.ours for name, pair in PAIRS.items()}
     ours = ours | FURTHER if full and not tiny else ours
+    pairs = PAIRS | FURTHER_PAIRS
     table = Table("a training step beside MaxText's, compiled for TPUs, not run")
     with_maxtext = not tiny and version_of_maxtext(python)
     for name, case in ours.items():
         table.add(f"{name}: strategy", f"{case.strategy!r} on {case.topology}")
         _add(table, f"{name}: this library", figures_of(__spec__.name, name))
-        if with_maxtext and python and name in PAIRS:
+        if with_maxtext and python and name in pairs:
             for label, more in {"": {}, ", no rings": NO_RINGS}.items():
-                found = figures_of_maxtext(python, PAIRS[name], more)
+                found = figures_of_maxtext(python, pairs[name], more)
                 _add(table, f"{name}: MaxText{label}", found)
     if not tiny:
         table.add("MaxText", with_maxtext or "left out: --python PATH has it")
