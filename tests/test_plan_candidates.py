@@ -15,6 +15,7 @@ from nnx_parallel import (
     OneFOneB,
     Pipeline,
     Precision,
+    TensorParallel,
 )
 from nnx_parallel.collectives.ring import TokenExchange
 from nnx_parallel.errors import PlanError
@@ -105,6 +106,17 @@ def test_an_uneven_stage_waits_and_holds_a_copy_of_its_layers() -> None:
     assert costs(4).bubble > table.simulate().bubble
     names = {t.source for t in costs(4).traffic if t.axes == ("pipe",)}
     assert {"weights", "activations"} <= names
+
+
+def test_halves_are_tried_if_they_are_fixed(mixture: tuple[GPTConfig, Facts]) -> None:
+    def overlaps(**fix: object) -> set[str | None]:
+        parts = mixture[1].parts
+        found = enumerate_candidates(parts, CPUS, {"tensor": 2, "pipe": 1, **fix})
+        each = {part for c in found for part in parts_in(c.strategy)}
+        return {s.overlap for s in each if isinstance(s, TensorParallel)}
+
+    assert overlaps() == {None, "ring"}
+    assert overlaps(sequence="halves") == {"halves"}
 
 
 @pytest.mark.parametrize(

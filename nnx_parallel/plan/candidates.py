@@ -93,7 +93,7 @@ def check_fix(fix: Mapping[str, Any]) -> None:
         "remat": get_args(Remat),
         "shard": ("params", "gradients", "optimizer"),
         "schedule": tuple(SCHEDULES),
-        "sequence": (False, True, "ring"),
+        "sequence": (False, True, "ring", "halves"),
         "offload": (False, True),
         "precision": ("own", "mixed_bfloat16"),
     }
@@ -126,7 +126,8 @@ def enumerate_candidates(
         fix: What is decided: sizes of mesh axes by name, ``microbatches``, ``remat``,
             ``shard`` (FSDP's), ``schedule`` (a pipeline's, by name), ``stack`` (the
             path of the stack that it cuts), ``sequence`` (tensor parallelism's;
-            ``"ring"`` overlaps it), ``offload``, and ``precision`` (``"own"`` or
+            ``"ring"`` and ``"halves"`` overlap it, and the latter is tried only if it
+            is fixed), ``offload``, and ``precision`` (``"own"`` or
             ``"mixed_bfloat16"``).
 
     Raises:
@@ -246,11 +247,11 @@ def _tensor_kinds(
         return [None]
     # Split along the sequence, activations send the same bytes and take less memory;
     # only our layers name them.
-    kinds = [True, "ring"] if facts.has_dense else [False]
+    kinds: list[Any] = [True, "ring"] if facts.has_dense else [False]
     kinds = [fix["sequence"]] if "sequence" in fix else kinds
     return [
-        TensorParallel(size, overlap="ring")
-        if kind == "ring"
+        TensorParallel(size, overlap=kind)
+        if kind in ("ring", "halves")
         else TensorParallel(size, sequence=kind)
         for kind in kinds
     ]
