@@ -7,6 +7,7 @@ those of the program that libtpu makes for v5p.
 import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -34,6 +35,7 @@ from nnx_parallel.checkpoint.manager import CheckpointManager
 from nnx_parallel.errors import OffloadError
 from nnx_parallel.layers import Stack
 from nnx_parallel.sharding import offload as offloading
+from nnx_parallel.sharding.placement import Placement
 from nnx_parallel.training import offloaded_update as updating
 from tests.tpus import numbers_from
 
@@ -239,6 +241,26 @@ def test_a_step_takes_the_memory_of_a_state_that_is_being_saved(
 
 def addresses(x: jax.Array) -> list[int]:
     return [shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards]
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "parts"),
+    [
+        (128_256, 128, 16),
+        (128_256, 64, 6),  # 8, 12, 16, 24, 32 divide too, and leave no whole tiles
+        (151_936, 64, None),  # 128 times a prime
+        (1_024, 64, None),  # small
+    ],
+)
+def test_parts_of_an_array_are_whole_tiles_of_a_tpu(rows, width, parts) -> None:
+    """Of one that is narrower than its registers, 128 rows."""
+    spec = P(None, "fsdp")
+    place = Placement(stored=spec, used=P(), gradient=spec, optimizer=spec, reason="")
+    layout = FSDP(8).layout(FSDP(8).make_mesh())
+    plan: Any = SimpleNamespace(placements={("w",): place}, layout=layout)
+    aval = jax.ShapeDtypeStruct((rows, 8 * width), jnp.float32)
+    found = updating._slices_of(plan, ("w",), aval)  # pyright: ignore[reportPrivateUsage]
+    assert (found and found.num_parts) == parts
 
 
 def test_copies_on_the_host_are_compared() -> None:

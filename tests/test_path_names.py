@@ -330,11 +330,25 @@ def test_names_that_most_matrices_lack_say_so() -> None:
     )
     with pytest.warns(ParallelWarning, match=re.escape(finding)):
         trainer(TensorParallel(8), mostly, names=TRANSFORMER_NAMES)
-    rules = PathRules((r"mix.*kernel", P(None, "tensor")))
+    for spec in (P(None, "tensor"), P()):  # split, or whole on purpose
+        rules = PathRules((r"mix.*kernel", spec))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", ParallelWarning)
+            strategy = TensorParallel(8, rules=(rules,))
+            trainer(strategy, mostly, names=TRANSFORMER_NAMES)
+
+
+def test_tables_state_and_adapters_are_no_matrices_left_whole() -> None:
+    def split(rngs: nnx.Rngs) -> nnx.Module:
+        return nnx.Dict(
+            up_proj=nnx.LoRALinear(8, 16, lora_rank=64, rngs=rngs),
+            table=nnx.Embed(4096, 8, rngs=rngs),
+            cache=nnx.Cache(jnp.zeros((8, 1024))),
+        )
+
     with warnings.catch_warnings():
         warnings.simplefilter("error", ParallelWarning)
-        strategy = TensorParallel(8, rules=(rules,))
-        trainer(strategy, mostly, names=TRANSFORMER_NAMES)
+        trainer(TensorParallel(8), split, names=TRANSFORMER_NAMES)
 
 
 def test_fsdp_that_divides_no_dim_says_so() -> None:

@@ -267,7 +267,7 @@ def test_what_cannot_be_fixed_is_named(parts: Parts, fix, message: str) -> None:
 @pytest.mark.parametrize(
     ("fix", "message"),
     [
-        ({"context": 2}, "context=2, and the model has no dim named heads. Valid"),
+        ({"data": 4, "fsdp": 4}, "{'data': 4, 'fsdp': 4}, 16 devices, which do not"),
         (
             {"pipe": 2},
             "pipe=2, and the model has 0 layers in a Stack. Valid values: [1]",

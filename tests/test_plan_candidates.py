@@ -117,6 +117,8 @@ def test_halves_are_tried_if_they_are_fixed(mixture: tuple[GPTConfig, Facts]) ->
 
     assert overlaps() == {None, "ring"}
     assert overlaps(sequence="halves") == {"halves"}
+    with pytest.raises(PlanError, match="No strategy divides"):
+        overlaps(sequence="halves", pipe=2)  # in stages rows are whole
 
 
 @pytest.mark.parametrize(

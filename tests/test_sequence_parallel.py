@@ -391,13 +391,15 @@ class Scaled(nnx.Module):
         self.dense = nnx.Linear(8, 8, rngs=rngs)
 
     def __call__(self, x: jax.Array, factor: jax.Array) -> jax.Array:
+        if factor.shape and factor.shape[0] != len(x):
+            factor = factor.mean()
         factor = factor.reshape(*factor.shape, *(1,) * (x.ndim - factor.ndim))
         return constrain(x + factor / 8 * self.dense(x), "batch", "seq", "embed")
 
 
 HALVED_ALONE = (
     "runs a Stack on two halves of a device's rows, and finds none that it can split: "
-    "nothing overlaps. Use sequence=True."
+    "nothing overlaps. It needs an even number of rows on each device"
 )
 
 
@@ -410,6 +412,9 @@ HALVED_ALONE = (
         (8, (8,), False),  # of rows, or of something as long
         (8, (8, 1), False),
         (4, (4, 4), False),  # of tokens, or a mask of all rows
+        (8, (3, 8, 4), False),  # rows in another dim
+        (8, (32,), False),
+        (8, (5, 3), True),  # a table
     ],
 )
 def test_rows_are_halved_where_none_depends_on_another(rows, factor, is_split):
@@ -430,6 +435,51 @@ def test_rows_are_halved_where_none_depends_on_another(rows, factor, is_split):
     with is_silent if is_split else warns:
         found = jax.jit(apply)(x)
     np.testing.assert_allclose(found, stack(x, given), rtol=1e-5, atol=1e-6)
+
+
+class Counting(nnx.Module):
+    """A block with an integer state."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        del rngs
+        self.calls = nnx.BatchStat(jnp.int32(0))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.calls.set_value(self.calls[...] + 1)
+        return x / self.calls[...]
+
+
+class Dropping(nnx.Module):
+    """A block that gets its key as an argument."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        del rngs
+        self.scale = nnx.Param(jnp.ones(()))
+
+    def __call__(self, x: jax.Array, key: jax.Array) -> jax.Array:
+        return x * self.scale[...] * jax.random.bernoulli(key, 0.5, x.shape)
+
+
+@pytest.mark.parametrize(
+    ("block", "args", "ndim"),
+    [
+        (Counting, (), 3),
+        (Dropping, (jax.random.key(0),), 3),
+        (Dropping, (jax.random.PRNGKey(0),), 3),
+        (Dropping, (jax.random.key(0),), 2),  # of one row, as jax.vmap passes it
+    ],
+)
+def test_rows_stay_whole_where_a_layer_has_state_or_a_key(block, args, ndim):
+    shape = (8, 4, 8)[-ndim:]
+    x = jnp.arange(1.0, 1 + np.prod(shape)).reshape(shape)
+    layout = HALVES.layout(HALVES.make_mesh(jax.devices()[:4]))
+    whole, halved = (Stack(block, 2, rngs=nnx.Rngs(0)) for _ in range(2))
+    expected = whole(x, *args)
+    with using(layout):
+        np.testing.assert_array_equal(halved(x, *args), expected)
+    states = (jax.tree.leaves(nnx.state(stack)) for stack in (halved, whole))
+    for found, wanted in zip(*states, strict=True):
+        np.testing.assert_array_equal(found, wanted)
 
 
 def test_a_split_that_has_an_effect_is_silent():

@@ -341,17 +341,19 @@ def run_in_halves(call: StackCall) -> tuple[Any, dict, Any]:
 
 
 def _is_of_rows(call: StackCall) -> bool:
-    """False if anything but its computation lets a row of a layer depend on another."""
-    x, args = call.x, jax.tree.leaves(call.args)
-    if not call.is_plain or not isinstance(x, jax.Array) or x.ndim < 2:
-        return False  # losses of experts too
-    # Statistics of a batch; keys, whose masks are of all rows.
-    unknown = (jnp.inexact, jax.dtypes.prng_key)
-    types = [v.dtype for v in jax.tree.leaves(call.others)]
-    if any(jnp.issubdtype(t, kind) for t in types for kind in unknown):
+    """True if nothing that a layer gets, or keeps, can tie a row to another.
+
+    Its own computation may, which is not looked at.
+    """
+    x = call.x
+    # Losses of experts; and of `jax.vmap` over rows, dim 0 of x is of tokens.
+    if not call.is_plain or not isinstance(x, jax.Array) or x.ndim < 3:
         return False
-    of_rows = [a for a in args if getattr(a, "shape", ())[:1] == x.shape[:1]]
-    return all(_belongs_to_rows(a, x) for a in of_rows)
+    # Others are counters, statistics of a batch, and keys, whose masks are of all rows.
+    args = jax.tree.leaves(call.args)
+    return not call.others and all(
+        _belongs_to_rows(a, x) or _is_of_no_row(a, x) for a in args
+    )
 
 
 def _belongs_to_rows(a: Any, x: jax.Array) -> bool:
@@ -359,6 +361,16 @@ def _belongs_to_rows(a: Any, x: jax.Array) -> bool:
     # Where rows are as many as tokens, a mask of the tokens looks alike.
     is_of_tokens = getattr(a, "shape", ()) == x.shape[:2] and len(x) != x.shape[1]
     return a is x or (is_of_tokens and not is_inexact(a))
+
+
+def _is_of_no_row(a: Any, x: jax.Array) -> bool:
+    """True for numbers and tables without a dim that could be of rows; not for keys."""
+    dtype = jnp.result_type(a)
+    is_key = any(
+        jnp.issubdtype(dtype, kind)
+        for kind in (jax.dtypes.prng_key, jnp.unsignedinteger)
+    )
+    return not is_key and all(size % len(x) for size in jnp.shape(a))
 
 
 def _in_groups(step: Step) -> Step:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, get_args
@@ -153,8 +154,8 @@ def enumerate_candidates(
     if not found:
         raise PlanError(
             f"No strategy divides {parts.num_rows} rows over {topology.num_devices} "
-            f"devices of {topology.name}{f' with {fix}' if fix else ''}. Choose a "
-            "number of rows with more divisors, or fix less."
+            f"devices of {topology.name}{f' with {fix}' if fix else ''}. Fix less, or "
+            "choose a number of rows with more divisors."
         )
     # Each once: a size of 1 leaves a technique out, in several ways.
     return list(dict.fromkeys(found))
@@ -163,12 +164,12 @@ def enumerate_candidates(
 def _check_sizes(fix: Mapping[str, Any], facts: ModelFacts, topology: Topology) -> None:
     """Refuses sizes of axes that do not divide the devices, or that nothing uses."""
     experts, layers = facts.num_experts, max(facts.stacks.values(), default=0)
+    layers = facts.stacks.get(fix.get("stack", ""), layers)
     has_names = not {*TENSOR_NAMES}.isdisjoint(facts.named)
     # Whether a size is of use, and what the model has.
     uses: dict[str, tuple[Callable[[int], bool], str]] = {
         "expert": (lambda n: experts > 0 and experts % n == 0, f"{experts} experts"),
         "pipe": (lambda n: n <= layers, f"{layers} layers in a Stack"),
-        "context": (lambda _: "heads" in facts.named, "no dim named heads"),
         "tensor": (lambda _: has_names, f"no dim named any of {TENSOR_NAMES}"),
     }
     sizes = _divisors(topology.num_devices)
@@ -180,6 +181,12 @@ def _check_sizes(fix: Mapping[str, Any], facts: ModelFacts, topology: Topology) 
             why = f"which does not divide the {sizes[-1]} devices of {topology.name}"
         if size not in valid:
             raise PlanError(f"fix has {name}={size}, {why}. Valid values: {valid}.")
+    fixed = {name: fix[name] for name in AXES if name in fix}
+    if sizes[-1] % (product := math.prod(fixed.values())):
+        raise PlanError(
+            f"fix has {fixed}, {product} devices, which do not divide the {sizes[-1]} "
+            f"of {topology.name}. Make one of them smaller."
+        )
 
 
 def _divisors(n: int) -> list[int]:
@@ -219,7 +226,10 @@ def _strategies(
                 after_context = after_pipe // context
                 for expert in _sizes("expert", after_context, fix, fits):
                     kinds: list[list[Strategy | None]] = [
-                        _tensor_kinds(tensor, facts, fix),
+                        # In stages rows are not halved: no candidate of its own.
+                        _tensor_kinds(tensor, facts, fix)
+                        if pipe == 1 or fix.get("sequence") != "halves"
+                        else [],
                         _pipe_kinds(pipe, facts, fix),
                         [ContextParallel(context) if context > 1 else None],
                         [ExpertParallel(expert) if expert > 1 else None],

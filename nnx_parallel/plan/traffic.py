@@ -104,7 +104,8 @@ def _of_tensor(local: Local) -> Iterator[Traffic]:
         tokens = local.rows * local.per_row.positions / context
         size = tokens * x.shape[-1] * local.width
         total = 2 * _passes(local) * layers * local.microbatches * size
-        exposed = claims.overlap is None and not claims.halves
+        is_halved = claims.halves and claims.execution is None
+        exposed = claims.overlap is None and not is_halved
         yield _sent(local, axes, total, "activations", exposed=exposed)
 
 

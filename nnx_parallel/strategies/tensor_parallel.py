@@ -33,8 +33,8 @@ class TensorParallel(Strategy):
     share a ring, and so does the gradient of that input (`nnx_parallel.layers.project`,
     which our models call). In halves, those of the other half of the rows [3]. Of
     Llama-2 7B's bytes on 64 TPU v5p, with ``FSDP(16)``, halves hide 73 %, rings 98 %,
-    neither 32 %, for 2.00, 2.54 and 2.05 billion of the compiler's estimated cycles
-    (``python -m benchmarks maxtext --full``).
+    ``sequence`` alone 32 %, for 2.00, 2.54 and 2.05 billion of the compiler's estimated
+    cycles (``python -m benchmarks maxtext --full``).
 
     A model says which dims to split by naming them. A model without names is
     replicated, and a warning says so: name its dims by path (`PathNames`). ``sequence``
@@ -47,10 +47,11 @@ class TensorParallel(Strategy):
             length that ``size`` does not divide stays whole.
         overlap: ``ring`` or ``bidirectional``: matmuls that gather their input or
             scatter their output overlap with the transfers. ``halves``: layers of a
-            `Stack` run on two halves of a device's rows; on all of them in stages of a
-            `Pipeline`, and with dropout or losses of experts. As with
-            ``num_microbatches``, a layer in which one row depends on another gets other
-            numbers. Each implies ``sequence``.
+            `Stack` run on two halves of a device's rows. Rows stay whole in stages of a
+            `Pipeline`, where a device has an odd number of them, and where a layer has
+            dropout, state, masks or losses of experts. A layer that computes one row
+            from another gets other numbers, as with ``num_microbatches``. Each implies
+            ``sequence``.
         rules: Explicit rules for single arrays; `LogicalRules` change what a name
             means, for instance ``{"vocab": None}``.
 

@@ -44,6 +44,9 @@ _SLICE_BYTES = 2**22
 
 About a tenth of a millisecond of a host's link: long enough for its full rate."""
 
+_LANES = 128
+"""Elements of a row of a TPU's registers: a narrower array has its dim 0 along them."""
+
 _ELEMENTWISE = {
     *("abs", "add", "add_any", "and", "cbrt", "ceil", "clamp", "convert_element_type"),
     *("copy", "copy_p", "cos", "div", "eq", "erf", "exp", "exp2", "expm1", "floor"),
@@ -264,11 +267,19 @@ def _slices_of(plan: StatePlan, path: Path, aval: Any) -> _Slices | None:
     rows = shape[0] // num_shards
     if place.is_stacked and len(shape) > 2:
         return _Slices(num_shards, rows) if rows > 1 else None
-    least = -(-array_bytes(sharding.shard_shape(shape), aval.dtype) // _SLICE_BYTES)
+    shard = sharding.shard_shape(shape)
+    least = -(-array_bytes(shard, aval.dtype) // _SLICE_BYTES)
+    if least == 1:
+        return None
     counts = [n for n in range(least, 4 * least + 1) if rows % n == 0]
+    if shard[-1] < _LANES:
+        # Rows are its lanes, and libtpu writes the host's memory in whole tiles of
+        # them alone ("Updating the lane dimension", UNIMPLEMENTED): larger parts too.
+        counts += [n for n in range(least - 1, 1, -1) if rows % n == 0]
+        counts = [n for n in counts if rows // n % _LANES == 0]
     # Tiles of a TPU's memory have 8 rows.
     counts = [n for n in counts if rows // n % 8 == 0] or counts
-    return _Slices(num_shards, counts[0]) if counts and counts[0] > 1 else None
+    return _Slices(num_shards, counts[0]) if counts else None
 
 
 def _to(space: Any, x: jax.Array, is_moved: bool) -> jax.Array:

@@ -285,7 +285,7 @@ def idle_parts(
                 f"{math.prod(sizes.values())} times its share.",
                 f"{_NAME_THEM} FSDP() needs no names.",
             )
-        elif "mlp" in part.logical and layout.mesh.shape.get("tensor", 1) > 1:
+        elif "mlp" in part.logical and {*part.axis_sizes} & used:
             yield from _mostly_whole(part, arrays)
 
 
@@ -299,17 +299,32 @@ def _mostly_whole(
     part: Claims, arrays: Sequence[tuple[ArrayInfo, Placement]]
 ) -> Iterator[tuple[str, str]]:
     """A strategy by names that most matrices of a model do not have."""
-    kernels = [(i, p) for i, p in arrays if len(i.shape) > 1 + p.is_stacked]
-    # Those with a name stay whole for a reason that `describe` gives.
-    bare = [(i, p) for i, p in kernels if {*part.logical}.isdisjoint(i.names or ())]
-    whole = [i for i, p in bare if not any("tensor" in as_tuple(d) for d in p.used)]
+    # No tables that are looked up, no adapters: they may well be whole.
+    kernels = [
+        (info, place)
+        for info, place in arrays
+        if len(info.shape) > 1 + place.is_stacked
+        and info.is_param
+        and info.kind != "LoRAParam"
+        and not info.path.endswith("embedding")
+    ]
+    # Those with a name stay whole for a reason that `describe` gives, and others
+    # because a rule of the user says so.
+    whole = [
+        info
+        for info, place in kernels
+        if {*part.logical}.isdisjoint(info.names or ())
+        and {*part.axis_sizes}.isdisjoint(a for d in place.used for a in as_tuple(d))
+        and not place.reason.startswith("path rule")
+    ]
     share = sum(i.size for i in whole) / max(1, sum(i.size for i, _ in kernels))
     if share > 0.5:
         yield (
             f"{part.owner} leaves {len(whole)} of {len(kernels)} matrices whole, "
             f"{share:.0%} of their elements, such as `{whole[0].path}`: no dim has one "
             f"of its names: {', '.join(map(repr, part.logical))}.",
-            _NAME_THEM,
+            f"{_NAME_THEM} Those that are to be whole: "
+            "rules=(PathRules((path, P())),).",
         )
 
 
