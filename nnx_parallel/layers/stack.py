@@ -365,11 +365,8 @@ def _belongs_to_rows(a: Any, x: jax.Array) -> bool:
 
 def _is_of_no_row(a: Any, x: jax.Array) -> bool:
     """True for numbers and tables without a dim that could be of rows; not for keys."""
-    dtype = jnp.result_type(a)
-    is_key = any(
-        jnp.issubdtype(dtype, kind)
-        for kind in (jax.dtypes.prng_key, jnp.unsignedinteger)
-    )
+    keys = (jax.dtypes.prng_key, jnp.unsignedinteger)
+    is_key = any(jnp.issubdtype(jnp.result_type(a), kind) for kind in keys)
     return not is_key and all(size % len(x) for size in jnp.shape(a))
 
 

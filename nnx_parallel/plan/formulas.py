@@ -15,13 +15,13 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.plan.local import Local, axes_of
+from nnx_parallel.plan.local import Local
 from nnx_parallel.plan.moments import Kind, Size, Timeline
 from nnx_parallel.plan.roofline import OWNERS, Costs
 from nnx_parallel.plan.traffic import traffic_of
 from nnx_parallel.precision import array_bytes
 from nnx_parallel.sharding.model import flatten
-from nnx_parallel.sharding.placement import Placement
+from nnx_parallel.sharding.placement import Placement, axes_of
 from nnx_parallel.state import StatePlan
 
 _OWNER_OF: dict[Kind, str] = {

@@ -24,11 +24,6 @@ from nnx_parallel.sharding.names import as_tuple
 from nnx_parallel.state import StatePlan
 
 
-def axes_of(spec: P) -> tuple[str, ...]:
-    """The mesh axes of a spec."""
-    return tuple(axis for dim in spec for axis in as_tuple(dim))
-
-
 class Local:
     """What a device has of a candidate; the base of its formulas.
 

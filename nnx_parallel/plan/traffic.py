@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from nnx_parallel.pipeline.run import PipelineSchedule
-from nnx_parallel.plan.local import Local, axes_of
+from nnx_parallel.plan.local import Local
 from nnx_parallel.plan.roofline import Traffic
 from nnx_parallel.sharding.names import as_tuple, in_order
+from nnx_parallel.sharding.placement import axes_of
 
 
 def traffic_of(local: Local) -> list[Traffic]:

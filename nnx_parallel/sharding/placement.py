@@ -13,6 +13,11 @@ from jax.sharding import PartitionSpec as P
 from nnx_parallel.sharding.names import ArrayInfo, DimAxes, as_tuple, to_spec
 
 
+def axes_of(spec: P) -> tuple[str, ...]:
+    """The mesh axes of a spec."""
+    return tuple(axis for dim in spec for axis in as_tuple(dim))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """The four specs of one array, and why.

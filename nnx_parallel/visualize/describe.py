@@ -24,13 +24,12 @@ from nnx_parallel.sharding.model import Path, nest, place_model
 from nnx_parallel.sharding.names import (
     ArrayInfo,
     array_info,
-    as_tuple,
     dotted,
     variables_of,
 )
 from nnx_parallel.sharding.offload import HOST
 from nnx_parallel.sharding.optimizer import as_transformation
-from nnx_parallel.sharding.placement import Placement
+from nnx_parallel.sharding.placement import Placement, axes_of
 from nnx_parallel.sharding.rules import FSDPRules
 from nnx_parallel.visualize.optimizer_rows import (
     OptimizerRow,
@@ -253,7 +252,7 @@ def idle_parts(
 ) -> Iterator[tuple[str, str]]:
     """Strategies that split no array of a model: what each repeats, and what helps."""
     # The specs of the optimizer state have every axis that any of the four has.
-    used = {axis for _, p in arrays for dim in p.optimizer for axis in as_tuple(dim)}
+    used = {axis for _, p in arrays for axis in axes_of(p.optimizer)}
     for part in layout.claims.parts or (layout.claims,):
         sizes = {a: layout.mesh.shape[a] for a in part.axis_sizes if a not in used}
         sizes = {axis: size for axis, size in sizes.items() if size > 1}
@@ -299,32 +298,22 @@ def _mostly_whole(
     part: Claims, arrays: Sequence[tuple[ArrayInfo, Placement]]
 ) -> Iterator[tuple[str, str]]:
     """A strategy by names that most matrices of a model do not have."""
-    # No tables that are looked up, no adapters: they may well be whole.
-    kernels = [
-        (info, place)
-        for info, place in arrays
-        if len(info.shape) > 1 + place.is_stacked
-        and info.is_param
-        and info.kind != "LoRAParam"
-        and not info.path.endswith("embedding")
-    ]
-    # Those with a name stay whole for a reason that `describe` gives, and others
-    # because a rule of the user says so.
-    whole = [
-        info
-        for info, place in kernels
-        if {*part.logical}.isdisjoint(info.names or ())
-        and {*part.axis_sizes}.isdisjoint(a for d in place.used for a in as_tuple(d))
-        and not place.reason.startswith("path rule")
-    ]
+    kernels = [(i, p) for i, p in arrays if len(i.shape) > 1 + p.is_stacked]
+    # No adapters, no tables that are looked up: they may well be whole.
+    kernels = [(i, p) for i, p in kernels if i.kind == "Param"]
+    kernels = [(i, p) for i, p in kernels if not i.path.endswith("embedding")]
+    # Those with a name stay whole for a reason that `describe` gives.
+    bare = [(i, p) for i, p in kernels if {*part.logical}.isdisjoint(i.names or ())]
+    bare = [(i, p) for i, p in bare if not p.reason.startswith("path rule")]
+    axes = {*part.axis_sizes}
+    whole = [i for i, p in bare if axes.isdisjoint(axes_of(p.used))]
     share = sum(i.size for i in whole) / max(1, sum(i.size for i, _ in kernels))
     if share > 0.5:
         yield (
             f"{part.owner} leaves {len(whole)} of {len(kernels)} matrices whole, "
             f"{share:.0%} of their elements, such as `{whole[0].path}`: no dim has one "
             f"of its names: {', '.join(map(repr, part.logical))}.",
-            f"{_NAME_THEM} Those that are to be whole: "
-            "rules=(PathRules((path, P())),).",
+            f"{_NAME_THEM} What is to be whole: rules=(PathRules((path, P())),).",
         )
 
 
