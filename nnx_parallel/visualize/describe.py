@@ -19,7 +19,7 @@ from nnx_parallel.drawing import Picture, as_html
 from nnx_parallel.errors import ParallelWarning, warn_user
 from nnx_parallel.mesh import axes_across_processes
 from nnx_parallel.precision import Precision, format_bytes
-from nnx_parallel.sharding.layout import Claims, Layout
+from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.model import Path, nest, place_model
 from nnx_parallel.sharding.names import (
     ArrayInfo,
@@ -168,6 +168,7 @@ class Description:
             arrays = [row[:2] for row in self.rows]
             idle = idle_parts(self.layout, arrays)
             lines += [f"no effect: {finding}" for finding, _ in idle]
+            lines += _mostly_whole(self.layout, arrays)
             lines += self.notes
             lines += _largest(
                 [(i.path, i.shape, size, p.reason) for i, p, size, _ in self.replicated]
@@ -284,8 +285,6 @@ def idle_parts(
                 f"{math.prod(sizes.values())} times its share.",
                 f"{_NAME_THEM} FSDP() needs no names.",
             )
-        elif "mlp" in part.logical and {*part.axis_sizes} & used:
-            yield from _mostly_whole(part, arrays)
 
 
 _NAME_THEM = (
@@ -295,26 +294,28 @@ _NAME_THEM = (
 
 
 def _mostly_whole(
-    part: Claims, arrays: Sequence[tuple[ArrayInfo, Placement]]
-) -> Iterator[tuple[str, str]]:
-    """A strategy by names that most matrices of a model do not have."""
+    layout: Layout, arrays: Sequence[tuple[ArrayInfo, Placement]]
+) -> Iterator[str]:
+    """Tensor parallelism by names that most matrices of a model do not have."""
     kernels = [(i, p) for i, p in arrays if len(i.shape) > 1 + p.is_stacked]
     # No adapters, no tables that are looked up: they may well be whole.
     kernels = [(i, p) for i, p in kernels if i.kind == "Param"]
     kernels = [(i, p) for i, p in kernels if not i.path.endswith("embedding")]
-    # Those with a name stay whole for a reason that `describe` gives.
-    bare = [(i, p) for i, p in kernels if {*part.logical}.isdisjoint(i.names or ())]
-    bare = [(i, p) for i, p in bare if not p.reason.startswith("path rule")]
-    axes = {*part.axis_sizes}
-    whole = [i for i, p in bare if axes.isdisjoint(axes_of(p.used))]
-    share = sum(i.size for i in whole) / max(1, sum(i.size for i, _ in kernels))
-    if share > 0.5:
-        yield (
-            f"{part.owner} leaves {len(whole)} of {len(kernels)} matrices whole, "
-            f"{share:.0%} of their elements, such as `{whole[0].path}`: no dim has one "
-            f"of its names: {', '.join(map(repr, part.logical))}.",
-            f"{_NAME_THEM} What is to be whole: rules=(PathRules((path, P())),).",
-        )
+    for part in layout.claims.parts or (layout.claims,):
+        axes = {a for a in part.axis_sizes if layout.mesh.shape[a] > 1}
+        if not axes or "mlp" not in part.logical:
+            continue
+        # Those with a name stay whole for a reason that `describe` gives.
+        bare = [(i, p) for i, p in kernels if {*part.logical}.isdisjoint(i.names or ())]
+        bare = [(i, p) for i, p in bare if not p.reason.startswith("path rule")]
+        whole = [i for i, p in bare if axes.isdisjoint(axes_of(p.used))]
+        share = sum(i.size for i in whole) / max(1, sum(i.size for i, _ in kernels))
+        if 0.5 < share < 1:  # of all, `idle_parts` tells
+            yield (
+                f"{part.owner} leaves {len(whole)} of {len(kernels)} matrices whole, "
+                f"{share:.0%} of their elements, such as `{whole[0].path}`: no dim has "
+                f"one of its names: {', '.join(map(repr, part.logical))}. {_NAME_THEM}"
+            )
 
 
 def warn_idle_parts(
