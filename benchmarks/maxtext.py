@@ -44,7 +44,7 @@ OPTIONS = {
 }
 """The options that MaxText's scripts set on v5p for SparseCores' collectives."""
 NO_RINGS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
-"""What this library sets besides: no product is a ring of smaller ones."""
+"""This library's further option: the partitioner splits no matmul into a ring."""
 
 
 def llama2_7b() -> GPTConfig:
@@ -246,8 +246,7 @@ def figures_of_maxtext(
     with tempfile.TemporaryDirectory() as directory:
         text = Path(directory) / "step.txt"
         # Isolated: this folder has a `maxtext.py` too, and this process other packages.
-        command = [python, "-I", str(child), json.dumps(request), str(text)]
-        found = last_line(command)
+        found = last_line([python, "-I", str(child), json.dumps(request), str(text)])
         return found | read(text.read_text())
 
 

@@ -40,7 +40,7 @@ _SHOWN = 0.65  # of rich's pixels: text of 13 px
 
 
 class Drawn:
-    """What a notebook shows, and `save` writes, as an SVG."""
+    """An SVG picture: notebooks show it, and `save` writes it."""
 
     @property
     def svg(self) -> str:

@@ -28,6 +28,7 @@ from nnx_parallel.plan.hardware import StandIn
 from nnx_parallel.plan.liveness import Liveness
 from nnx_parallel.plan.moments import Size, Timeline
 from nnx_parallel.plan.parts import Parts
+from nnx_parallel.plan.program import GradientFacts
 from nnx_parallel.precision import array_bytes
 from nnx_parallel.sharding.constrain import using
 from nnx_parallel.sharding.names import ArrayInfo, array_info, variables_of
@@ -177,8 +178,10 @@ def _objective(
     stacked = [p for p in paths if places[p].is_stacked or places[p].is_scanned]
     found = {path: array_info(path, v) for path, v in variables_of(parts.rebuilt())}
     infos = {path: found[path] for path in paths}
-    live = Liveness(parts.num_rows, infos, stacked, platform)
-    return objective, (*arrays, parts.batch, key), live
+    known = GradientFacts(
+        num_rows=parts.num_rows, infos=infos, stacked=stacked, platform=platform
+    )
+    return objective, (*arrays, parts.batch, key), Liveness(known)
 
 
 def _trace(

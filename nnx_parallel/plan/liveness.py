@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import jax.extend.core as jex
@@ -23,41 +23,26 @@ from nnx_parallel.plan.program import (
     REDUCTIONS,
     ZEROED,
     Body,
+    GradientFacts,
     Op,
     Reader,
     Value,
 )
-from nnx_parallel.sharding.model import Path
-from nnx_parallel.sharding.names import ArrayInfo
 
 
 class Liveness:
-    """The moments of a gradient's jaxpr.
+    """The moments of a gradient's jaxpr, of which more is ``known``."""
 
-    Args:
-        num_rows: Rows of the batch, a prime that is no other size.
-        infos: The parameters by path, which are the jaxpr's first inputs and, as
-            gradients, its outputs.
-        stacked: Those whose dim 0 enumerates layers.
-        platform: Of the devices.
-    """
-
-    def __init__(
-        self,
-        num_rows: int,
-        infos: Mapping[Path, ArrayInfo],
-        stacked: Collection[Path],
-        platform: str,
-    ) -> None:
-        self._paths, self._stacked = [*infos], {*stacked}
-        self._given = num_rows, infos, self._stacked, platform
-        self._is_cpu = platform == "cpu"
+    def __init__(self, known: GradientFacts) -> None:
+        self._paths, self._stacked = [*known.infos], {*known.stacked}
+        self._known = known
+        self._is_cpu = known.platform == "cpu"
         self._again: int | None = None
         self.hidden: tuple[int, int] | None = None
 
     def timeline(self, jaxpr: jex.Jaxpr) -> Timeline:
         """The moments of the whole gradient."""
-        reader = Reader(*self._given)
+        reader = Reader(self._known)
         env = {v: reader.value(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars)}
         for var, path in zip(jaxpr.invars, self._paths, strict=False):
             env[var].label = "weight", path
@@ -179,7 +164,7 @@ class Liveness:
         return extra
 
     def _wholes(self, body: Body) -> list[Counter]:
-        """What products need whole, if rows are split along their positions.
+        """Operands and results of products that are whole, if positions are split.
 
         Each gathers its own operand, and its result is whole until it is summed.
         """

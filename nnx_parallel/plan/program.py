@@ -110,26 +110,32 @@ class Body:
     is_over_layers: bool = False
 
 
-class Reader:
-    """Reads a jaxpr as operations and values.
+@dataclass(frozen=True, kw_only=True)
+class GradientFacts:
+    """What a gradient's jaxpr does not say of itself.
 
-    Args:
+    Attributes:
         num_rows: Rows of the batch, a prime that is no other size.
-        infos: The parameters by path.
+        infos: The parameters by path: the jaxpr's first inputs and, as gradients, its
+            outputs.
         stacked: Paths of those whose dim 0 enumerates layers.
         platform: Of the devices.
     """
 
-    def __init__(
-        self,
-        num_rows: int,
-        infos: Mapping[Path, ArrayInfo],
-        stacked: Collection[Path],
-        platform: str,
-    ) -> None:
-        self._num_rows, self._stacked = num_rows, {*stacked}
-        self._infos, self._shapes = infos, {info.shape for info in infos.values()}
-        self._platform = platform
+    num_rows: int
+    infos: Mapping[Path, ArrayInfo]
+    stacked: Collection[Path]
+    platform: str
+
+
+class Reader:
+    """Reads a jaxpr, of which more is ``known``, as operations and values."""
+
+    def __init__(self, known: GradientFacts) -> None:
+        self._num_rows, self._stacked = known.num_rows, {*known.stacked}
+        self._infos = known.infos
+        self._shapes = {info.shape for info in known.infos.values()}
+        self._platform = known.platform
         self.again: int | None = None  # where a step recomputes what it has not kept
         self.hidden: tuple[int, int] | None = None  # of what layers pass on: `RowCosts`
 
