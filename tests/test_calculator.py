@@ -45,7 +45,7 @@ from nnx_parallel.mesh import MESH_AXES
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.plan import HARDWARE, Candidate, Topology
 from nnx_parallel.plan.costs import Facts
-from nnx_parallel.plan.formulas import Estimate, state_bytes
+from nnx_parallel.plan.estimate import Estimate, state_bytes
 from nnx_parallel.plan.parts import Parts
 from nnx_parallel.sharding.constrain import using
 from nnx_parallel.sharding.model import abstract_model

@@ -35,8 +35,7 @@ from nnx_parallel.plan import (
 )
 from nnx_parallel.plan.candidates import enumerate_candidates
 from nnx_parallel.plan.costs import Facts, count_jaxpr_flops, count_model_flops
-from nnx_parallel.plan.formulas import Estimate, state_bytes
-from nnx_parallel.plan.moments import Size
+from nnx_parallel.plan.estimate import Estimate, state_bytes
 from nnx_parallel.plan.parts import Parts
 from nnx_parallel.plan.roofline import Costs, Traffic, time_step
 from nnx_parallel.training.step import StepOptions, make_train_step
@@ -196,22 +195,6 @@ def test_a_tpu_copies_parameters_that_are_gathered_after_their_update(
         copies = tpu["temporaries"] - gpu["temporaries"]
         # Arrays that FSDP leaves whole are updated as they are.
         assert copies == pytest.approx(share * tpu["parameters"], 0.02)
-
-
-def test_activations_split_along_the_sequence_are_whole_for_products(
-    facts: Facts,
-) -> None:
-    """The input of a product, of which a ring never has all."""
-    size = Size(kind="whole", num_bytes=4 * 16 * 64, dims=(16, 64))
-
-    def whole(**options):
-        strategy = Composite(DataParallel(4), TensorParallel(2, **options))
-        state = facts.parts.on(strategy.layout(strategy.make_mesh(CPUS.devices)))
-        estimate = Estimate(facts, Candidate(strategy=strategy), CPUS, state)
-        return estimate.size_bytes(size)
-
-    assert whole(sequence=True) == 4 * 16 * 64 * facts.parts.num_rows / 4
-    assert whole() == whole(overlap="ring") == 0
 
 
 def test_candidates_divide_and_can_be_placed(parts: Parts) -> None:

@@ -24,7 +24,7 @@ from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.plan import HARDWARE, Candidate, Topology, plan
 from nnx_parallel.plan.candidates import MIXED, enumerate_candidates
 from nnx_parallel.plan.costs import Facts
-from nnx_parallel.plan.formulas import Estimate
+from nnx_parallel.plan.estimate import Estimate
 from nnx_parallel.plan.parts import Parts
 from nnx_parallel.strategies.base import Strategy
 from tests.plans import ROWS, gpt, parts_of, shape

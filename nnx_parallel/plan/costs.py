@@ -19,16 +19,13 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh
 
-from nnx_parallel.layers.jaxprs import needed, variables_in
+from nnx_parallel.layers.jaxprs import needed, variables_in, walk
 from nnx_parallel.layers.moe import MoE
-from nnx_parallel.layers.scan import Remat, apply_remat, default_remat
+from nnx_parallel.layers.scan import Remat, default_remat
 from nnx_parallel.layers.stack import Stack
 from nnx_parallel.metrics import split_loss_output
 from nnx_parallel.plan.hardware import StandIn
-from nnx_parallel.plan.liveness import Liveness
-from nnx_parallel.plan.moments import Size, Timeline
 from nnx_parallel.plan.parts import Parts
-from nnx_parallel.plan.program import GradientFacts
 from nnx_parallel.precision import array_bytes
 from nnx_parallel.sharding.constrain import using
 from nnx_parallel.sharding.names import ArrayInfo, array_info, variables_of
@@ -42,26 +39,36 @@ _CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpo
 
 
 @dataclass(frozen=True, kw_only=True)
+class Residual:
+    """A value that the forward pass keeps for the backward pass.
+
+    Attributes:
+        num_bytes: Bytes for one row of the batch, all layers together.
+        dims: Its shape for one row, without the dim of the layers.
+        is_stacked: True if it is kept for each layer of a stack.
+    """
+
+    num_bytes: float
+    dims: tuple[int, ...]
+    is_stacked: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class RowCosts:
     """Costs of a row under one remat policy.
 
     Attributes:
         flops: FLOPs of products and convolutions, forward and backward, recomputation
             included. Masked scores of attention count.
-        residuals: What the forward pass keeps for the backward pass.
+        residuals: The values that the forward pass keeps.
         positions: Elements of a row at which a layer works: the tokens of a sequence.
         width: Elements of the residual stream at one position.
-        timeline: What is in memory at once.
-        regathered: The same where parameters outside of stacks are gathered once more
-            for the backward pass.
     """
 
     flops: float
-    residuals: tuple[Size, ...]
+    residuals: tuple[Residual, ...]
     positions: int
     width: int
-    timeline: Timeline
-    regathered: Timeline
 
 
 def trace_costs(parts: Parts, remat: Remat, platform: str) -> RowCosts:
@@ -69,27 +76,31 @@ def trace_costs(parts: Parts, remat: Remat, platform: str) -> RowCosts:
 
     Args:
         parts: The model, its loss and a batch.
-        remat: As of the Trainer.
-        platform: Of the devices, whose kernels decide what is kept.
+        remat: The Trainer's remat policy.
+        platform: Platform of the devices, whose kernels decide which values are kept.
 
     Raises:
-        Exception: What the loss raises when it is traced.
+        Exception: Whatever the loss raises when it is traced.
     """
-    probe = parts.with_rows(_ROWS)
-    # cuDNN cannot be traced where it is not: plain operations keep about as much.
+    # cuDNN cannot be traced where it is missing: plain operations keep about as much.
     traced = "described" if platform == "gpu" else platform
-    jaxpr, again, kept, live = _trace(probe, remat, traced)
+    objective, given = _objective(parts.with_rows(_ROWS), remat, traced)
+
+    def forward(params: dict, *rest: Any) -> Any:
+        return jax.vjp(lambda p: objective(p, *rest), params)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the step's trace repeats them
+        kept = jax.make_jaxpr(forward)(*given).jaxpr
+        grads = jax.make_jaxpr(jax.grad(objective))(*given).jaxpr
     residuals = tuple(_residuals(kept))
-    timeline = live.timeline(jaxpr)
-    # As the layers of a stack pass it on; without one, as most residuals are.
-    positions, width = live.hidden or _positions(residuals)
+    # As the layers of a stack pass it on; without a stack, as most residuals are.
+    positions, width = _hidden(kept, parts) or _positions(residuals)
     return RowCosts(
-        flops=count_jaxpr_flops(jaxpr) / _ROWS,
+        flops=count_jaxpr_flops(grads) / _ROWS,
         residuals=residuals,
         positions=positions,
         width=width,
-        timeline=timeline,
-        regathered=timeline if again is jaxpr else live.timeline(again),
     )
 
 
@@ -126,7 +137,7 @@ class Facts:
     @classmethod
     def of(cls, parts: Parts, remats: Iterable[Remat], platform: str) -> Facts:
         """Those of parts, for some remat policies."""
-        # "none" too: from it follows what one layer needs while it is recomputed.
+        # "none" too: it tells how much one layer needs while it is recomputed.
         wanted: list[Remat] = [*dict.fromkeys((*remats, "none"))]
         model = parts.rebuilt()
         return cls(
@@ -148,7 +159,7 @@ def count_model_flops(parts: Parts) -> float:
         [1] Chowdhery et al., "PaLM", 2022, appendix B,
         https://arxiv.org/abs/2204.02311
     """
-    objective, given, _ = _objective(parts.with_rows(_ROWS), "none", "described")
+    objective, given = _objective(parts.with_rows(_ROWS), "none", "described")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         forward = jax.make_jaxpr(objective)(*given).jaxpr
@@ -157,8 +168,8 @@ def count_model_flops(parts: Parts) -> float:
 
 def _objective(
     parts: Parts, remat: Remat, platform: str
-) -> tuple[Callable[..., Any], tuple, Liveness]:
-    """The loss as a function of arrays, on one device, and the shapes of these."""
+) -> tuple[Callable[..., Any], tuple]:
+    """The loss as a function of arrays, on one device, and its arguments' shapes."""
     device: Any = StandIn(0, platform, platform, 0)
     mesh = Mesh(np.array([device]), ("data",), axis_types=(AxisType.Auto,))
     plan = parts.on(DataParallel(1).layout(mesh))
@@ -172,40 +183,7 @@ def _objective(
 
     arrays = map(_unplaced, (state.params, state.variables))
     key = jax.ShapeDtypeStruct(state.key.shape, state.key.dtype)
-    leaves = jax.tree.leaves_with_path(state.params)
-    paths = [tuple(getattr(k, "key", k) for k in keys) for keys, _ in leaves]
-    places = plan.placements
-    stacked = [p for p in paths if places[p].is_stacked or places[p].is_scanned]
-    found = {path: array_info(path, v) for path, v in variables_of(parts.rebuilt())}
-    infos = {path: found[path] for path in paths}
-    known = GradientFacts(
-        num_rows=parts.num_rows, infos=infos, stacked=stacked, platform=platform
-    )
-    return objective, (*arrays, parts.batch, key), Liveness(known)
-
-
-def _trace(
-    parts: Parts, remat: Remat, platform: str
-) -> tuple[Any, Any, list[Any], Liveness]:
-    """The gradient's jaxpr, and the arrays that the forward pass keeps for it.
-
-    The second one is the gradient's as the step has it that gathers parameters again.
-    """
-    objective, given, live = _objective(parts, remat, platform)
-
-    def forward(params: dict, *rest: Any) -> Any:
-        return jax.vjp(lambda p: objective(p, *rest), params)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a step's own trace repeats them
-        kept = jax.make_jaxpr(forward)(*given).jaxpr
-        grads = again = jax.make_jaxpr(jax.grad(objective))(*given).jaxpr
-        if remat == "none":  # else the step puts no checkpoint around the whole
-            kept_all = apply_remat(objective, "none", gathers=True, prevent_cse=True)
-            again = jax.make_jaxpr(jax.grad(kept_all))(*given).jaxpr
-    inputs = {*kept.invars, *kept.constvars}
-    saved = [v for v in dict.fromkeys(variables_in(kept.outvars)) if v not in inputs]
-    return grads, again, [v.aval for v in saved], live
+    return objective, (*arrays, parts.batch, key)
 
 
 def _unplaced(tree: Any) -> Any:
@@ -213,30 +191,47 @@ def _unplaced(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
-def _residuals(kept: Iterable[Any]) -> Iterable[Size]:
-    for aval in kept:
-        # Without rows it is a parameter, as the computation has it.
-        if aval.size == 0 or aval.size % _ROWS:
+def _residuals(kept: jex.Jaxpr) -> Iterable[Residual]:
+    """The outputs of a traced VJP that depend on rows."""
+    inputs = {*kept.invars, *kept.constvars}
+    for var in dict.fromkeys(variables_in(kept.outvars)):
+        aval: Any = var.aval
+        # Without rows it is a parameter, in the dtype of the computation.
+        if var in inputs or aval.size == 0 or aval.size % _ROWS:
             continue
         where = [i for i, n in enumerate(aval.shape) if n % _ROWS == 0]
-        dims = aval.shape[where[0] + 1 :] if where else aval.shape
-        yield Size(
-            kind="rows",
+        yield Residual(
             num_bytes=array_bytes(aval.shape, aval.dtype) / _ROWS,
-            dims=tuple(dims),
+            dims=tuple(aval.shape[where[0] + 1 :] if where else aval.shape),
             is_stacked=bool(where) and where[0] > 0,
         )
 
 
-def _positions(residuals: tuple[Size, ...]) -> tuple[int, int]:
-    """Positions of a row and width of one, by the largest inputs of layers."""
-    shapes: dict[tuple[int, int], float] = {}
+def _hidden(kept: jex.Jaxpr, parts: Parts) -> tuple[int, int] | None:
+    """Positions and width of the rows that a scan over layers carries."""
+    modules = (module for _, module in nnx.iter_modules(parts.rebuilt()))
+    lengths = {m.num_layers for m in modules if isinstance(m, Stack)}
+    for eqn, _ in walk(kept):
+        if eqn.primitive.name != "scan" or eqn.params["length"] not in lengths:
+            continue
+        (body,) = jex.jaxprs_in_params(eqn.params)
+        pairs = zip(eqn.outvars, body.outvars, strict=True)
+        # An output that the scan stacks has one dim more outside.
+        carried = [o.aval.shape for o, i in pairs if o.aval.shape == i.aval.shape]
+        rows = [shape[1:] for shape in carried if shape and shape[0] == _ROWS]
+        if dims := max(filter(None, rows), key=math.prod, default=None):
+            return math.prod(dims[:-1]), dims[-1]
+    return None
+
+
+def _positions(residuals: tuple[Residual, ...]) -> tuple[int, int]:
+    """Positions and width of a row, by the shape of most residuals."""
+    shapes: dict[tuple[int, int], int] = {}
     for each in residuals:
         # A last dim of one is a statistic of the others, such as a norm's.
         if len(each.dims) >= 2 and each.dims[-1] > 1:
             shape = math.prod(each.dims[:-1]), each.dims[-1]
-            stacked = 1000.0 if each.is_stacked and len(each.dims) == 2 else 1.0
-            shapes[shape] = shapes.get(shape, 0) + stacked
+            shapes[shape] = shapes.get(shape, 0) + 1
     if not shapes:
         return 1, max((r.dims[-1] for r in residuals if r.dims), default=1)
     return max(shapes, key=lambda shape: shapes[shape])

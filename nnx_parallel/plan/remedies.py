@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from nnx_parallel.layers.scan import Remat
 from nnx_parallel.plan.candidates import Candidate, own_candidate
-from nnx_parallel.plan.formulas import state_bytes
+from nnx_parallel.plan.estimate import state_bytes
 from nnx_parallel.plan.hardware import HARDWARE, Hardware, Topology, hardware_of
 from nnx_parallel.plan.parts import ModelFacts, Parts
 from nnx_parallel.plan.report import Entry, order, owners_of

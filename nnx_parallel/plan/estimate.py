@@ -1,0 +1,475 @@
+"""Costs of a candidate by formulas: state exactly, the rest estimated.
+
+Parameters, optimizer state and batch are counted shard by shard, from the shapes and
+shardings that the step is compiled with. The rest of the memory is an untuned sum:
+kept residuals, gradients, gathered weights, and one layer computed again. It ranks
+candidates and drops what cannot fit; a compiler decides. Bytes sent follow from where
+arrays are stored and where they are used, for the collective that sends the least.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from nnx_parallel.pipeline.run import PipelineSchedule
+from nnx_parallel.plan.candidates import Candidate
+from nnx_parallel.plan.costs import Facts, Residual
+from nnx_parallel.plan.hardware import Topology
+from nnx_parallel.plan.parts import sizes_by_name
+from nnx_parallel.plan.roofline import OWNERS, Costs, Traffic
+from nnx_parallel.precision import array_bytes
+from nnx_parallel.schedules.schedules import Fixed, Schedule
+from nnx_parallel.schedules.simulate import Simulation
+from nnx_parallel.schedules.table import Buffers, plan_buffers
+from nnx_parallel.sharding.model import flatten
+from nnx_parallel.sharding.names import as_tuple, in_order
+from nnx_parallel.sharding.placement import Placement, axes_of
+from nnx_parallel.state import StatePlan
+
+
+def state_bytes(plan: StatePlan, batch: Any) -> dict[str, int]:
+    """Bytes of a step's arguments on one device, by owner: no estimates.
+
+    Together they are what XLA's ``memory_analysis`` calls the argument size, where the
+    compiler lays arrays out without padding, as on CPU.
+
+    Args:
+        plan: Where the training state lives.
+        batch: Shapes of a global batch with their shardings (`Parts.batch_on`).
+    """
+    state = plan.abstract
+    rest = (state.step, state.variables, state.key, state.ema, state.loss_scale)
+    owned = {
+        "parameters": state.params,
+        "optimizer state": state.opt_state,
+        "other state": rest,
+        "batch": batch,
+    }
+    return {
+        owner: sum(map(_shard_bytes, jax.tree.leaves(x))) for owner, x in owned.items()
+    }
+
+
+def _shard_bytes(x: Any) -> int:
+    return array_bytes(x.sharding.shard_shape(x.shape), x.dtype)
+
+
+class Estimate:
+    """The formulas of one candidate; `costs` are their results.
+
+    Args:
+        facts: The traced loss, in the candidate's precision.
+        candidate: The strategy, microbatches and remat.
+        topology: The devices.
+        plan: Placement of the training state under the strategy.
+    """
+
+    def __init__(
+        self, facts: Facts, candidate: Candidate, topology: Topology, plan: StatePlan
+    ) -> None:
+        self.facts, self.parts = facts, facts.parts
+        self.candidate, self.topology = candidate, topology
+        self.plan, self.layout, self.mesh = plan, plan.layout, plan.layout.mesh
+        self.per_row = facts.rows[candidate.remat]
+        self.microbatches = candidate.num_microbatches
+        self.dtype = jnp.dtype(self.parts.compute_dtype)
+        self.width = self.dtype.itemsize
+        claims = self.layout.claims
+        self.rows = self.parts.num_rows / self.size(claims.batch) / self.microbatches
+        self.stages = self.size(("pipe",))
+        self.is_cpu = topology.hardware.platform == "cpu"
+        # Path, shape and placement of each trained parameter.
+        trained = flatten(plan.abstract.params)
+        self.params = [(path, x, plan.placements[path]) for path, x in trained.items()]
+        staged = [x.shape[0] for _, x, place in self.params if place.is_staged]
+        stacked = [x.shape[0] for _, x, place in self.params if place.is_stacked]
+        # Of the stack that a pipeline cuts; else of the longest.
+        self.num_layers = max(staged or stacked, default=1)
+        self.simulation, self.buffers = self._schedule(claims.execution)
+
+    @property
+    def costs(self) -> Costs:
+        """All of them."""
+        parts = self.parts
+        batch = parts.batch_on(self.layout, self.microbatches)
+        memory: dict[str, float] = dict.fromkeys(OWNERS, 0.0)
+        memory |= state_bytes(self.plan, batch)
+        memory["optimizer state"] -= self.host_bytes
+        is_piped = self.simulation is not None
+        memory |= self.pipeline_bytes() if is_piped else self.live_bytes()
+        memory["temporaries"] += self.copied_bytes
+        # Along the other axes devices do the same work.
+        total_rows = parts.num_rows / self.size(self.working_axes)
+        simulation = self.simulation
+        return Costs(
+            memory=memory,
+            flops=self.per_row.flops * total_rows,
+            model_flops=self.facts.model_flops * parts.num_rows / self.mesh.size,
+            moved_bytes=self.moved_bytes(memory),
+            traffic=tuple(_traffic_of(self)),
+            bubble=0.0 if simulation is None else simulation.bubble,
+            host_bytes=self.host_bytes,
+        )
+
+    @property
+    def working_axes(self) -> tuple[str, ...]:
+        """Axes that split the work: those of rows and stages, and of used weights."""
+        split = {*self.layout.claims.batch, *self.layout.sequence_axes, "pipe"}
+        for _, _, place in self.params:
+            split.update(axes_of(place.used))
+        return tuple(axis for axis in self.mesh.shape if axis in split)
+
+    def _schedule(self, execution: Any) -> tuple[Simulation | None, Buffers | None]:
+        if not isinstance(execution, PipelineSchedule):
+            return None, None
+        # Of a table of one's own there is only one size, and it has no hash.
+        is_fixed = isinstance(execution.schedule, Fixed)
+        make = _simulation.__wrapped__ if is_fixed else _simulation
+        sizes = self.stages, self.microbatches, self.num_layers
+        return make(execution.schedule, *sizes)
+
+    def size(self, axes: tuple[str, ...]) -> int:
+        """Devices along some axes; 1 along those that the mesh lacks."""
+        return math.prod(self.mesh.shape.get(axis, 1) for axis in axes)
+
+    def shard_bytes(self, shape: tuple[int, ...], spec: P, dtype: Any) -> float:
+        """A device's part of an array."""
+        return array_bytes(self.layout.sharding(spec).shard_shape(shape), dtype)
+
+    def local_bytes(self, rows: Residual) -> float:
+        """Bytes of a value with rows, for one microbatch on a device."""
+        parts, (along, others) = self._named_parts(rows.dims), self._split_sequence
+        if self.per_row.positions in rows.dims or not rows.dims:
+            parts *= others if parts > 1 else along
+        if rows.is_stacked:
+            parts *= self.stages
+        return rows.num_bytes * self.rows / parts
+
+    def _named_parts(self, dims: tuple[int, ...]) -> int:
+        """Devices that split a value by the size of one of its dims."""
+        counts = (n for n, sizes in self._split_sizes if not sizes.isdisjoint(dims))
+        return max(counts, default=1)
+
+    @functools.cached_property
+    def _split_sizes(self) -> list[tuple[int, set[int]]]:
+        """Devices that split the dims of a name, and the sizes of these dims."""
+        claims, named = self.layout.claims, sizes_by_name(self.facts.arrays)
+        counts = {name: self.size(as_tuple(a)) for name, a in claims.logical.items()}
+        # A dim as wide as the residual stream cannot be told by its size.
+        width = {self.per_row.width}
+        return [
+            (count, named.get(name, set()) - width)
+            for name, count in counts.items()
+            if count > 1
+        ]
+
+    @functools.cached_property
+    def _split_sequence(self) -> tuple[int, int]:
+        """Devices that split positions; the second of what `tensor` splits already."""
+        along = as_tuple(self.layout.claims.activations.get("seq"))
+        others = tuple(axis for axis in along if axis != "tensor")
+        return self.size(along), self.size(others)
+
+    @functools.cached_property
+    def hidden_bytes(self) -> float:
+        """One microbatch's residual stream on a device, whole along the sequence."""
+        context = self.size(self.layout.sequence_axes)
+        elements = self.rows * self.per_row.positions * self.per_row.width / context
+        return elements * self.width
+
+    @functools.cached_property
+    def host_bytes(self) -> float:
+        """Optimizer state that waits on the host: the arrays, and no counters."""
+        offload = self.candidate.offload
+        if offload is None or not offload.optimizer:
+            return 0.0
+        leaves = jax.tree.leaves(self.plan.abstract.opt_state)
+        return float(sum(_shard_bytes(x) for x in leaves if x.ndim))
+
+    @property
+    def copied_bytes(self) -> float:
+        """Parameters that a TPU's compiler copies, for all of a step.
+
+        A gather of what was updated in parts writes over the old array
+        (docs/library-notes.md, "The TPU compiler").
+        """
+        if self.topology.hardware.platform != "tpu":
+            return 0.0
+        return sum(
+            self.shard_bytes(x.shape, place.stored, x.dtype)
+            for _, x, place in self.params
+            if not {*axes_of(place.optimizer)} <= {*axes_of(place.stored)}
+        )
+
+    @property
+    def gradient_bytes(self) -> float:
+        """Gradients where they are summed, in the dtype of the sums."""
+        total = 0.0
+        for path, x in flatten(self.plan.abstract.params).items():
+            spec = self.plan.placements[path].gradient
+            dtype = self.plan.precision.gradient_dtype(x.dtype)
+            total += self.shard_bytes(x.shape, spec, dtype)
+        return total
+
+    def live_bytes(self) -> dict[str, float]:
+        """Memory besides arguments, by owner, of a step without stages."""
+        kept = sum(map(self.local_bytes, self.per_row.residuals))
+        # Each microbatch's gradients are added to a sum.
+        copies = 2 if self.microbatches > 1 else 1
+        return {
+            "kept activations": kept,
+            "gradients": copies * self.gradient_bytes,
+            "gathered weights": self.gathered_bytes,
+            "temporaries": self.layer_bytes,
+        }
+
+    @property
+    def gathered_bytes(self) -> float:
+        """Weights that are gathered at once: one layer of each stack, all others."""
+        total = 0.0
+        for _, x, place in self.params:
+            if place.is_gathered:
+                shape, here = x.shape, place.in_stage()
+                if place.is_stacked or place.is_scanned:
+                    shape, here = shape[1:], here.of_layer()
+                total += self.shard_bytes(shape, here.used, self.dtype)
+        return total
+
+    @property
+    def layer_bytes(self) -> float:
+        """Rows of one layer while it is computed again, and the largest other value."""
+        residuals = self.facts.rows["none"].residuals
+        stacked = sum(self.local_bytes(r) for r in residuals if r.is_stacked)
+        others = (self.local_bytes(r) for r in residuals if not r.is_stacked)
+        return stacked * self.stages / self.num_layers + max(others, default=0.0)
+
+    def pipeline_bytes(self) -> dict[str, float]:
+        """Memory besides arguments, by owner, of a pipeline."""
+        assert self.buffers is not None
+        execution, count = self._pipeline, self.buffers
+        chunk = self.stage_residual_bytes / execution.schedule.chunks
+        # Each buffer has a spare slot, for ticks in which a stage has nothing to write;
+        # a slot's residuals are made, or read, before they are written or used.
+        stash = self.hidden_bytes if execution.stash == "inputs" else chunk
+        pending = chunk * (count.num_pending + 1) if count.num_pending else 0.0
+        waiting = count.num_inputs + count.num_cotangents + 2
+        return {
+            "kept activations": (count.num_saved + 1) * stash + chunk + pending,
+            # The sums, and the gradients of one slot's layers.
+            "gradients": self.gradient_bytes
+            + self._staged_gradient_bytes / execution.schedule.chunks,
+            "gathered weights": self.gathered_bytes + self._staged_copy_bytes,
+            "temporaries": self.layer_bytes + waiting * self.hidden_bytes,
+        }
+
+    @property
+    def _pipeline(self) -> Any:
+        return self.layout.claims.execution
+
+    @functools.cached_property
+    def stage_residual_bytes(self) -> float:
+        """Residuals of all layers of a stage, for one microbatch."""
+        stacked = [r for r in self.per_row.residuals if r.is_stacked]
+        return sum(map(self.local_bytes, stacked)) * self.fullest
+
+    @functools.cached_property
+    def fullest(self) -> float:
+        """Layers of the chunks of a stage, as long as the longest, over their mean."""
+        if self.simulation is None or not (layers := self.num_layers):
+            return 1.0
+        parts = self.stages * self._pipeline.schedule.chunks
+        return math.ceil(layers / parts) * parts / layers
+
+    @property
+    def _staged(self) -> list[tuple[Any, Placement]]:
+        return [(x, place) for _, x, place in self.params if place.is_staged]
+
+    @property
+    def _staged_gradient_bytes(self) -> float:
+        return sum(
+            self.shard_bytes(x.shape, p.gradient, x.dtype) for x, p in self._staged
+        )
+
+    @property
+    def _staged_copy_bytes(self) -> float:
+        """Weights of a stage beside those that are stored: gathered once, or moved."""
+        total = 0.0
+        for x, place in self._staged:
+            here = place.in_stage()
+            is_once = self._pipeline.gather == "step"
+            if (is_once and place.is_gathered) or place.moved:
+                spec = here.used if is_once else here.stored
+                size = self.shard_bytes(x.shape, spec, self.dtype)
+                split = self.stages if place.moved else 1
+                total += size / split * self.fullest
+        return total
+
+    def moved_bytes(self, memory: Mapping[str, float]) -> float:
+        """Bytes between memory and chip: what a step cannot avoid to read and write."""
+        used = sum(
+            self.shard_bytes(x.shape, place.used, self.dtype)
+            for _, x, place in self.params
+        )
+        # Weights are read forward, and backward for both gradients; the update reads
+        # and writes parameters and optimizer state, and reads gradients.
+        state = memory["parameters"] + memory["optimizer state"]
+        update = 2 * state + 2 * self.gradient_bytes * self.microbatches
+        kept = 2 * memory["kept activations"] * self.microbatches
+        return 3 * used * self.microbatches + update + kept
+
+
+@functools.lru_cache(maxsize=1024)
+def _simulation(
+    schedule: Schedule, stages: int, microbatches: int, num_layers: int
+) -> tuple[Simulation, Buffers]:
+    table = schedule.table(stages, microbatches)
+    return table.simulate(num_layers=num_layers), plan_buffers(table)
+
+
+def _traffic_of(local: Estimate) -> list[Traffic]:
+    """Bytes that a device sends, by axes and reason."""
+    sums: dict[tuple, float] = {}
+    for part in (_of_state, _of_tensor, _of_sequence, _of_experts, _of_stages):
+        for each in part(local):
+            key = each.axes, each.hidden, each.source
+            sums[key] = sums.get(key, 0) + each.sent_bytes
+    return [
+        Traffic(axes=axes, sent_bytes=sent, hidden=hidden, source=source)
+        for (axes, hidden, source), sent in sums.items()
+        if sent
+    ]
+
+
+def _sent(
+    local: Estimate, axes: tuple[str, ...], total: float, source: str, *, exposed: bool
+) -> Traffic:
+    count = local.size(axes)
+    # CPUs send between operations, and compute nothing meanwhile.
+    exposed = exposed or local.is_cpu
+    return Traffic(
+        axes=in_order(axes, local.mesh),
+        sent_bytes=total * (count - 1) / count,
+        hidden=(0.0, 0.0 if exposed else 1.0),
+        source=source,
+    )
+
+
+def _of_state(local: Estimate) -> Iterator[Traffic]:
+    claims = local.layout.claims
+    split = (*claims.batch, *local.layout.sequence_axes)
+    gathers = 2 if any(place.is_gathered for _, _, place in local.params) else 1
+    execution = claims.execution
+    is_once = isinstance(execution, PipelineSchedule) and execution.gather == "step"
+    # CPUs have no reduce-scatter: they sum up whole gradients, and drop the rest.
+    sums = 2 if local.is_cpu else 1
+    for _, x, stored_at in local.params:
+        place, of_stage = stored_at, 1
+        if place.moved:
+            # Layers that stages share unevenly are sent to them once a step.
+            for source, dtype in (("weights", local.dtype), ("gradients", x.dtype)):
+                part = local.shard_bytes(x.shape, place.stored, dtype)
+                yield _sent(local, place.moved, part, source, exposed=True)
+            place, of_stage = place.in_stage(), local.stages
+        stored, used = axes_of(place.stored), axes_of(place.used)
+        size = local.shard_bytes(x.shape, place.used, local.dtype) / of_stage
+        times = 1 if is_once else gathers * local.microbatches
+        if axes := tuple(a for a in stored if a not in used):
+            yield _sent(local, axes, times * size, "weights", exposed=False)
+        gradient = tuple(a for a in axes_of(place.gradient) if a not in used)
+        if gradient:
+            total = sums * local.microbatches * size
+            yield _sent(local, gradient, total, "gradients", exposed=False)
+        rest = tuple(a for a in split if a not in (*used, *gradient))
+        if local.size(rest) > 1:
+            total = 2 * local.microbatches * size / local.size(gradient)
+            yield _sent(local, rest, total, "gradients", exposed=False)
+        updated = tuple(a for a in axes_of(place.optimizer) if a not in stored)
+        if updated:
+            total = local.shard_bytes(x.shape, place.stored, x.dtype) / of_stage
+            yield _sent(local, updated, total, "updates", exposed=True)
+
+
+def _passes(local: Estimate) -> int:
+    """How often a layer's own transfers run: forward, backward, and again by remat."""
+    return 2 if local.candidate.remat == "none" else 3
+
+
+def _of_tensor(local: Estimate) -> Iterator[Traffic]:
+    """Sums of products whose contracted dim is split: by rows, in Megatron's words.
+
+    As many more in the backward pass, of products that are split by columns.
+    """
+    claims = local.layout.claims
+    for _, x, place in local.params:
+        first = 1 if place.is_stacked else 0
+        spec: list[Any] = [*place.used, *(None,) * (x.ndim - len(place.used))]
+        spec = spec[first:]
+        if len(spec) < 2:
+            continue
+        others = (*claims.batch, "pipe")
+        axes = tuple(a for a in as_tuple(spec[0]) if a not in others)
+        if local.size(axes) < 2 or any(spec[1:]) or x.shape[-1] < 2:
+            continue
+        layers = x.shape[0] / local.stages if first else 1
+        context = local.size(local.layout.sequence_axes)
+        tokens = local.rows * local.per_row.positions / context
+        size = tokens * x.shape[-1] * local.width
+        total = 2 * _passes(local) * layers * local.microbatches * size
+        is_halved = claims.halves and claims.execution is None
+        exposed = claims.overlap is None and not is_halved
+        yield _sent(local, axes, total, "activations", exposed=exposed)
+
+
+def _of_sequence(local: Estimate) -> Iterator[Traffic]:
+    """Keys and values around the ring, and backward their gradients too."""
+    claims = local.layout.claims
+    axis = claims.sequence.axis if claims.sequence else ""
+    if (count := local.size((axis,))) < 2:
+        return
+    for info in local.facts.arrays:
+        names = info.names or ()
+        if "kv_heads" not in names:
+            continue
+        tensor = local.size(as_tuple(claims.logical.get("kv_heads")))
+        at = names.index("kv_heads")
+        if len(info.shape) - at < 2 or "embed" not in names:
+            continue  # a bias
+        layers = info.shape[0] / local.stages if "layers" in names[:1] else 1
+        width = math.prod(info.shape[at : at + 2]) / tensor
+        tokens = local.rows * local.per_row.positions / count
+        # Their own dtype twice, and gradients in float32; `count - 1` hops.
+        total = tokens * width * (2 * local.width + 4) * layers * local.microbatches
+        yield _sent(local, (axis,), total * count, "keys", exposed=False)
+
+
+def _of_experts(local: Estimate) -> Iterator[Traffic]:
+    """Tokens to their experts and back, as the exchange of each mixture sends them."""
+    axis = local.layout.claims.experts
+    if axis is None or (count := local.size((axis.axis,))) < 2:
+        return
+    # Described devices do not say that they are CPUs, which have no ragged exchange.
+    for top_k, layers in local.facts.mixtures:
+        how = "gather" if local.is_cpu else axis.choose(local.mesh, top_k)[0]
+        # Either a token goes to all devices, or each of its rows to one expert's.
+        copies = count if how == "gather" else top_k
+        # There and back, both ways; by remat there once more: outputs are not needed.
+        times = (2 + _passes(local)) * max(1, layers / local.stages)
+        total = copies * local.hidden_bytes * times * local.microbatches
+        yield _sent(local, (axis.axis,), total, f"tokens ({how})", exposed=True)
+
+
+def _of_stages(local: Estimate) -> Iterator[Traffic]:
+    if local.simulation is None or local.stages < 2:
+        return
+    execution: Any = local.layout.claims.execution
+    hops = 2 * execution.schedule.chunks * local.microbatches
+    # A hop sends all of it to one neighbour, unlike a ring.
+    total = hops * local.hidden_bytes * local.stages / (local.stages - 1)
+    yield _sent(local, ("pipe",), total, "activations", exposed=False)
