@@ -382,7 +382,7 @@ def zero() -> list[Panel]:
         for owner in ("parameters", "gradients", "optimizer")
     )
     caption = (
-        f'<ul class="calculator-owners">{owners}</ul>Training state of Llama 3 8B on '
+        f'<ul class="owners">{owners}</ul>Training state of Llama 3 8B on '
         "each of eight devices, with AdamW in float32, without activations."
     )
     return [Panel(marks, (404, 228), "; ".join(said), caption)]

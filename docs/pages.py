@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import attention_table
-import calculator_data
 import cards
 import drawings
 import error_help
@@ -57,14 +56,16 @@ class Figure(SphinxDirective):
         return [nodes.raw("", html, format="html")]
 
 
-class CalculatorData(SphinxDirective):
-    """The calculator's data from the library, as a script."""
+class PlanNumbers(SphinxDirective):
+    """A table of common models on common machines, by the formulas of `plan`."""
 
     def run(self) -> list[Node]:
-        """Reads the table of hardware."""
+        """Plans each run."""
         plan = (ROOT / "nnx_parallel" / "plan").glob("*.py")
-        _depend_on(self, Path(str(calculator_data.__file__)), *plan)
-        return [nodes.raw("", calculator_data.script(), format="html")]
+        _depend_on(self, Path(str(planned.__file__)), *plan)
+        node = nodes.container()
+        self.state.nested_parse(StringList(planned.numbers(), "planned"), 0, node)
+        return node.children
 
 
 class TutorialCards(SphinxDirective):
@@ -145,7 +146,7 @@ def setup(app: Sphinx) -> dict[str, bool | str]:
     """Registers the directives."""
     app.add_directive("error-list", ErrorList)
     app.add_directive("drawing", Figure)
-    app.add_directive("calculator-data", CalculatorData)
+    app.add_directive("plan-numbers", PlanNumbers)
     app.add_directive("tutorial-cards", TutorialCards)
     app.add_directive("migration-tables", MigrationTables)
     app.add_directive("worked-examples", WorkedExamples)

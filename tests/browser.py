@@ -23,7 +23,7 @@ CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
 PAGES = {
     "home": "index.html",
     "quickstart": "quickstart.html",
-    "calculator": "choose.html",
+    "choose": "choose.html",
     "plan": "plan.html",
     "worked": "worked.html",
     "migrating": "migrating.html",

@@ -9,7 +9,6 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(DOCS)
-    calculator_data = importlib.import_module("calculator_data")
     cards = importlib.import_module("cards")
     drawings = importlib.import_module("drawings")
     error_help = importlib.import_module("error_help")

@@ -276,7 +276,7 @@ assert dropped.min() > 0.05
 # | with `Pipeline(p)` | stages have their layers' experts; several microbatches, the same bias |
 # | with `ContextParallel(c)` | tokens of a sequence are on several devices, and all find their experts |
 #
-# [The calculator](../choose.md#in-numbers) has active parameters, bytes of both exchanges, and what fits.
+# [Plan](../plan.md) says which of them fits and how long a step takes.
 #
 # ## Exercise
 #
