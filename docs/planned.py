@@ -1,4 +1,4 @@
-"""Plans for the site: pictures of one, and a table of common models on common machines."""
+"""Plans for the site: pictures of one, and a table of common models and machines."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _RUNS = (
 def numbers() -> list[str]:
     """The two best strategies for each run, as lines of a Markdown table."""
     lines = [
-        "| model, rows | devices | strategy, microbatches, remat | GiB | step, s | MFU |",
+        "| model, rows | on | strategy, microbatches, remat | GiB | step, s | MFU |",
         "|---|---|---|--:|--:|--:|",
     ]
     for preset, topology, rows in _RUNS:
