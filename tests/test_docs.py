@@ -118,7 +118,7 @@ def test_every_block_is_of_a_known_kind() -> None:
     }
     known |= {"diff"}  # of a file of others
     known |= {"bash", "yaml"}  # what a command above them has printed
-    known |= {"{include} ../CHANGELOG.md", "{include} ../README.md"}
+    known |= {"{include} ../CHANGELOG.md"}
     known |= {"{raw} html", "{error-list}", "{plan-numbers}"}
     known |= {"{worked-examples}", "{benchmark-results}", "{tutorial-cards}"}
     known |= {"{migration-tables}", "{rubric} From plain NNX", "{glossary}"}

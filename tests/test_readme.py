@@ -28,14 +28,15 @@ def test_console_blocks_name_targets_of_the_makefile() -> None:
 
 def test_files_that_it_names_are_there() -> None:
     prose = FENCE.sub("", README.read_text())
-    paths = re.findall(r"`([\w/]+\.(?:py|md)|[\w]+/)`", prose)
+    paths = re.findall(r"\]\((?!https:)([\w/.]+)", prose)
     assert paths
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
 def test_the_map_shows_every_room_of_the_package() -> None:
     """The folders and loose modules, one line each; files that it names exist."""
-    drawn = re.split(r"<!-- (?:end of )?map -->", README.read_text())[1]
+    page = (ROOT / "docs" / "design.md").read_text()
+    drawn = re.split(r"<!-- (?:end of )?map -->", page)[1]
     rooms = set(re.findall(r"^ {6}(\w+)/ ", drawn, re.MULTILINE))
     assert rooms == {init.parent.name for init in PACKAGE.glob("*/__init__.py")}
     loose = re.findall(r"^ {6}((?:\w+, )*\w+)  ", drawn, re.MULTILINE)
