@@ -132,17 +132,13 @@ FURTHER = {
         f"six layers, FSDP 64, prefetch {mode}": Case(
             strategy=FSDP(64, prefetch=mode), **_SIX_LAYERS
         )
-        for mode in (None, "first", "bulk")
+        for mode in (None, "first")
     },
     "tensor 4 x FSDP 16, sequence": Case(
         strategy=Composite(TensorParallel(4, sequence=True), FSDP(16)), **_CHIPS
     ),
     "tensor 4 x FSDP 16, ring": Case(
         strategy=Composite(TensorParallel(4, overlap="ring"), FSDP(16)), **_CHIPS
-    ),
-    "tensor 4 x FSDP 16, bidirectional": Case(
-        strategy=Composite(TensorParallel(4, overlap="bidirectional"), FSDP(16)),
-        **_CHIPS,
     ),
     "v6e, FSDP 256": Case(strategy=FSDP(256), **_PODS),
     "v6e, tensor 4 x FSDP 64": Case(

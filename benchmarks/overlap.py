@@ -3,7 +3,7 @@
 The training step of a GPT is compiled for four v5p chips, without TPUs, and its
 schedule is read. Tensor parallelism with the partitioner's collectives (``bulk``:
 sequence parallelism), with rings that overlap the matmuls, and in halves of the rows;
-FSDP that gathers each layer when it runs, and one layer ahead.
+FSDP that gathers each layer when it runs, and its first kernel ahead.
 """
 
 from __future__ import annotations
@@ -48,11 +48,9 @@ STRATEGIES: dict[str, Strategy] = {
     "tensor": TensorParallel(CHIPS),
     "bulk": TensorParallel(CHIPS, sequence=True),
     "ring": TensorParallel(CHIPS, overlap="ring"),
-    "bidirectional": TensorParallel(CHIPS, overlap="bidirectional"),
     "halves": TensorParallel(CHIPS, overlap="halves"),
     "fsdp": FSDP(CHIPS),
-    "fsdp, prefetch bulk": FSDP(CHIPS, prefetch="bulk"),
-    "fsdp, prefetch ring": FSDP(CHIPS, prefetch="ring"),
+    "fsdp, prefetch first": FSDP(CHIPS, prefetch="first"),
 }
 SUMS = ("all-reduce", "reduce-scatter")
 

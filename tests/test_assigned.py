@@ -213,7 +213,7 @@ def test_blocks_of_a_stack_may_assign_their_parameters(remat: Any) -> None:
 
 
 def test_a_prefetching_stack_says_that_its_blocks_may_not() -> None:
-    trainer = make_trainer(Deep, FSDP(min_size=0, prefetch="bulk"))
+    trainer = make_trainer(Deep, FSDP(min_size=0, prefetch="first"))
     message = "assigns its own parameters: ['clipped.linear.bias', 'clipped.linear.ker"
     with pytest.raises(StackError, match=re.escape(message)):
         trainer.fit(make_batches(1), 1)

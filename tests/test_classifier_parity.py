@@ -37,11 +37,9 @@ TENSOR: dict[str, Strategy] = {
     "tp4": TensorParallel(4),
     "tp4_sequence": TensorParallel(4, sequence=True),
     "tp4_ring": TensorParallel(4, overlap="ring"),
-    "dp2_tp2_bidirectional": Composite(
-        DataParallel(2), TensorParallel(2, overlap="bidirectional")
-    ),
+    "dp2_tp2_ring": Composite(DataParallel(2), TensorParallel(2, overlap="ring")),
     "fsdp2_tp2_prefetch": Composite(
-        FSDP(2, min_size=0, prefetch="ring"), TensorParallel(2)
+        FSDP(2, min_size=0, prefetch="first"), TensorParallel(2)
     ),
 }
 PIPELINES: dict[str, Strategy] = {

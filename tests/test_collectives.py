@@ -33,7 +33,7 @@ ALL_MODES = pytest.mark.parametrize("mode", MODES)
 DEEP = [pytest.param(size, marks=pytest.mark.deep) for size in (1, 2, 3, 8)]
 SIZES = pytest.mark.parametrize("size", [*DEEP, 4])
 LENGTHS = pytest.mark.parametrize("length", [1, 3])
-"""Rows of a shard: the halves of an odd one differ, and those of 1 are one."""
+"""Rows of a shard."""
 
 
 def ring_mesh(size: int, data: int = 1) -> Mesh:
@@ -235,16 +235,15 @@ def test_weights_that_every_device_holds_sum_their_gradients(mode: Mode):
     assert_same(product, plain, arrays((8, IN), (IN, OUT), (4, 8, OUT)))
 
 
-@pytest.mark.parametrize("mode", MODES[1:])
 @pytest.mark.parametrize(("sum_dtype", "sent"), [(None, "f32"), ("bfloat16", "bf16")])
-def test_bfloat16_is_summed_in_float32_unless_told(mode: Mode, sum_dtype, sent: str):
+def test_bfloat16_is_summed_in_float32_unless_told(sum_dtype, sent: str):
     mesh = ring_mesh(8)
     x, w = (a.astype(jnp.bfloat16) for a in arrays((64, 256), (256, 8), ())[:2])
 
     @jax.jit
     def product(x, w):
         return row_parallel_matmul(
-            x, w, "tensor", dim=0, mode=mode, sum_dtype=sum_dtype, mesh=mesh
+            x, w, "tensor", dim=0, mode="ring", sum_dtype=sum_dtype, mesh=mesh
         )
 
     lowered = product.lower(x, w)
@@ -281,13 +280,12 @@ class TestWhatIsSent:
         w = jax.ShapeDtypeStruct((self.WIDTH, 32), jnp.float32, sharding=shardings[1])
         return audit(jax.jit(function).lower(x, w).compile())
 
-    @pytest.mark.parametrize(("mode", "ways"), [("ring", 1), ("bidirectional", 2)])
-    def test_a_ring_sends_shards_hop_by_hop(self, mode: Mode, ways: int):
+    def test_a_ring_sends_shards_hop_by_hop(self):
         shard = self.SEQ // self.SIZE * self.WIDTH * 4
-        report = self.report(mode)
+        report = self.report("ring")
         # x, which both passes share where nothing stands between them; the sums of its
         # gradient.
-        assert report.count("collective-permute") == 2 * (self.SIZE - 1) * ways
+        assert report.count("collective-permute") == 2 * (self.SIZE - 1)
         assert report.bytes("collective-permute") == 2 * (self.SIZE - 1) * shard
 
     def test_bulk_sends_in_one(self):
@@ -322,7 +320,7 @@ class TestErrors:
             region(self.X, self.W)
 
     def test_unknown_mode(self):
-        message = "Unknown mode 'rings'. Modes: ['bulk', 'ring', 'bidirectional']."
+        message = "Unknown mode 'rings'. Modes: ['bulk', 'ring']."
         with pytest.raises(ValueError, match=re.escape(message)):
             row_parallel_matmul(
                 self.X,

@@ -167,7 +167,7 @@ OTHER_MESHES: dict[str, tuple[Strategy, ...]] = {
     "pp2": (Pipeline(2, OneFOneB()),),
     "ep2_fsdp2_prefetch": (
         ExpertParallel(2),
-        FSDP(2, min_size=0, prefetch="bulk"),
+        FSDP(2, min_size=0, prefetch="first"),
     ),
     "ep4_dp2": (ExpertParallel(4), DataParallel(2)),
     "ep2_tp2_sequence": (ExpertParallel(2), TensorParallel(2, sequence=True)),

@@ -180,7 +180,7 @@ def one_step(strategy: Strategy, *, is_split: bool) -> tuple[float, Any]:
         pytest.param(Pipeline(2), marks=pytest.mark.slow),
         pytest.param(Composite(Pipeline(2), TensorParallel(4)), marks=pytest.mark.slow),
         Composite(Pipeline(2), FSDP(2, min_size=0), TensorParallel(2)),
-        pytest.param(FSDP(4, prefetch="ring", min_size=0), marks=pytest.mark.slow),
+        pytest.param(FSDP(4, prefetch="first", min_size=0), marks=pytest.mark.slow),
     ],
     ids=repr,
 )
@@ -226,7 +226,7 @@ for kernel in (None, "xla"):
     [
         Composite(FSDP(2), TensorParallel(2)),
         Composite(Pipeline(2), TensorParallel(2)),
-        FSDP(4, prefetch="ring"),
+        FSDP(4, prefetch="first"),
     ],
     ids=repr,
 )

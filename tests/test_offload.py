@@ -319,9 +319,9 @@ BLOCKS = Offload(activations="block_inputs")
         ),
         (
             Net,
-            FSDP(8, prefetch="bulk"),
+            FSDP(8, prefetch="first"),
             "full",
-            "FSDP(prefetch=...) keeps by itself",
+            "FSDP(prefetch='first') keeps by itself",
         ),
     ],
     ids=["no_remat", "no_stack", "pipeline", "prefetch"],

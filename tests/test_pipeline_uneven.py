@@ -137,7 +137,7 @@ def test_layers_that_stages_do_not_share_evenly(strategy: Strategy) -> None:
             marks=pytest.mark.deep,
         ),
         pytest.param(
-            Composite(Pipeline(2), FSDP(2, min_size=0, prefetch="bulk")),
+            Composite(Pipeline(2), FSDP(2, min_size=0, prefetch="first")),
             marks=pytest.mark.deep,
         ),
     ],

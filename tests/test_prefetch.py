@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from typing import Any, get_args
+from typing import Any, Literal
 
 import jax
 import jax.extend.core as jex
@@ -27,11 +27,8 @@ from nnx_parallel import (
     TensorParallel,
     Trainer,
 )
-from nnx_parallel.collectives import Mode, gather_hops, join_hops
-from nnx_parallel.collectives.ring import Prefetch
 from nnx_parallel.layers import Dense, Remat, Stack
 from nnx_parallel.layers.jaxprs import derived, inline, needed, walk
-from nnx_parallel.mesh import make_mesh
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.sharding import using
 from nnx_parallel.sharding.model import place_model
@@ -42,12 +39,11 @@ from tests.parity.runs import compiling, measure, to_host
 from tests.parity.strategies import ONE_DEVICE
 from tests.steps import compile_gpt, plan_step
 
-MODES: tuple[Prefetch, ...] = get_args(Prefetch)
 REMATS: tuple[Remat, ...] = ("none", "dots", "full")
 LAYERS = 3
 
 
-def fsdp(mode: Prefetch | None, size: int = 4, min_size: int = 0) -> FSDP:
+def fsdp(mode: Literal["first"] | None, size: int = 4, min_size: int = 0) -> FSDP:
     return FSDP(size, min_size=min_size, prefetch=mode)
 
 
@@ -114,18 +110,17 @@ def one_step(strategy: Strategy, remat: Remat, microbatches: int) -> tuple:
 @pytest.mark.parametrize(
     ("strategy", "remat", "microbatches"),
     [
-        (fsdp("ring"), "none", 1),
+        (fsdp("first"), "none", 1),
         (fsdp("first"), "full", 1),
         pytest.param(fsdp("first"), "none", 2, marks=pytest.mark.deep),
-        pytest.param(fsdp("bulk"), "full", 2, marks=pytest.mark.slow),
         pytest.param(
-            Composite(DataParallel(2), fsdp("bidirectional", 2), TensorParallel(2)),
+            Composite(DataParallel(2), fsdp("first", 2), TensorParallel(2)),
             "dots",
             2,
             marks=pytest.mark.deep,
         ),
     ],
-    ids=["ring", "first", "first_kept", "bulk", "composite"],
+    ids=["kept", "full", "microbatches", "composite"],
 )
 def test_a_step_is_that_of_one_device(strategy, remat, microbatches):
     """Gradients through a variable too; arguments of every kind; a frozen parameter."""
@@ -139,12 +134,12 @@ def test_a_step_is_that_of_one_device(strategy, remat, microbatches):
 
 
 COMPOSITES: dict[str, Strategy] = {
-    "tp": Composite(fsdp("ring"), TensorParallel(2)),
-    "tp_ring": Composite(fsdp("bidirectional"), TensorParallel(2, overlap="ring")),
-    "dp": Composite(DataParallel(2), fsdp("bulk")),
+    "tp": Composite(fsdp("first"), TensorParallel(2)),
+    "tp_ring": Composite(fsdp("first"), TensorParallel(2, overlap="ring")),
+    "dp": Composite(DataParallel(2), fsdp("first")),
 }
 SLOW = [
-    *((mode, fsdp(mode, 8), remat, 1) for mode, remat in product(MODES, REMATS)),
+    *(("first", fsdp("first", 8), remat, 1) for remat in REMATS),
     *((name, s, "none", n) for (name, s), n in product(COMPOSITES.items(), (1, 4))),
     *((name, s, "dots", 4) for name, s in COMPOSITES.items()),
 ]
@@ -169,7 +164,7 @@ LAYER_BYTES = 12 * CONFIG.embed_dim**2 * 4
 ROWS = 8
 
 
-def growth(mode: Prefetch | None, config: GPTConfig) -> float:
+def growth(mode: Literal["first"] | None, config: GPTConfig) -> float:
     """Temporaries of one more layer."""
     few, many = (
         compile_gpt(replace(config, num_layers=n), fsdp(mode), ROWS) for n in (2, 6)
@@ -178,31 +173,11 @@ def growth(mode: Prefetch | None, config: GPTConfig) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "remat"), list(product(MODES, REMATS)))
-def test_two_layers_are_gathered_at_a_time(mode: Prefetch, remat: Remat):
-    """Temporaries grow no faster with depth, and exceed the plain form by a layer.
-
-    On CPU, half a layer more while hops are joined; a TPU needs none of it.
-    """
+@pytest.mark.parametrize("remat", REMATS)
+def test_one_kernel_more_is_gathered_at_a_time(remat: Remat):
+    """Temporaries grow no faster with depth than without prefetch."""
     config = replace(CONFIG, remat=remat)
-    assert growth(mode, config) <= 1.01 * growth(None, config)
-    plain, prefetched = (
-        compile_gpt(replace(config, num_layers=6), fsdp(m), ROWS) for m in (None, mode)
-    )
-    more = prefetched.memory.temp_size_in_bytes - plain.memory.temp_size_in_bytes
-    assert more <= (1.05 if mode in ("bulk", "first") else 1.5) * LAYER_BYTES
-    assert prefetched.report.flops == plain.report.flops
-
-
-@pytest.mark.deep
-def test_n_layers_are_gathered_2_n_plus_1_times():
-    """One more than without: the last one backward is for no layer."""
-    step = compile_gpt(replace(CONFIG, num_layers=6), fsdp("ring"), ROWS)
-    hops = [c for c in step.report.collectives if c.kind == "collective-permute"]
-    # Kernels alone: for biases and norms, some of the last need not be gathered.
-    kernels = sum(c.bytes for c in hops if c.bytes_each > 4 * CONFIG.embed_dim)
-    # The first layer's come in one collective.
-    assert kernels == 2 * 6 * LAYER_BYTES * 3 / 4
+    assert growth("first", config) <= 1.01 * growth(None, config)
 
 
 @pytest.mark.parametrize(
@@ -230,24 +205,24 @@ def test_neither_waits_for_the_other_in_a_layer():
     loops = list(layer_loops())
     assert len(loops) == 2  # forward, and backward
     for body in loops:
-        gathers = [eqn for eqn in body.eqns if is_gather(eqn)]
         products = [eqn for eqn in body.eqns if has_product(eqn)]
-        assert gathers
+        (*_, barrier) = (e for e in body.eqns if "barrier" in e.primitive.name)
+        # It follows from the layer's number and arrays that exist before the loop.
+        scalars = [v for v in body.invars if shape_of(v) == ()]
+        free = derived(body.eqns, [*body.constvars, *scalars, *stored(body)])
+        ahead = free.intersection(barrier.invars)
+        assert ahead
         assert products
-        found = {v for eqn in gathers for v in eqn.outvars}
         inputs = [v for eqn in products for v in eqn.invars]
-        assert found.isdisjoint(
+        assert ahead.isdisjoint(
             v for eqn in needed(body.eqns, inputs) for v in eqn.outvars
         )
-        # The layer's number and what is there before the loop.
-        scalars = [v for v in body.invars if shape_of(v) == ()]
-        assert found <= derived(body.eqns, [*body.constvars, *scalars, *stored(body)])
 
 
 def layer_loops() -> Iterator[jex.Jaxpr]:
     """The bodies of the scans over layers in a training step."""
     config = replace(CONFIG, num_layers=LAYERS, use_bias=False)
-    plan = plan_step(lambda rngs: GPT(config, rngs=rngs), fsdp("ring", min_size=1024))
+    plan = plan_step(lambda rngs: GPT(config, rngs=rngs), fsdp("first", min_size=1024))
     step: Any = make_train_step(plan, next_token_loss, StepOptions())
     tokens = {"tokens": jax.ShapeDtypeStruct((ROWS, config.seq_len + 1), np.int32)}
     for eqn, _ in walk(step.trace(plan.abstract, tokens).jaxpr.jaxpr):
@@ -265,12 +240,6 @@ def stored(body: jex.Jaxpr) -> list[jex.Var]:
     return [v for v, shape in shapes.items() if shape[1:] and shape[0] == LAYERS]
 
 
-def is_gather(eqn: jex.JaxprEqn) -> bool:
-    inner = (e for j in jex.jaxprs_in_params(eqn.params) for e, _ in walk(j))
-    is_region = eqn.primitive.name == "shard_map"
-    return is_region and any(e.primitive.name == "ppermute" for e in inner)
-
-
 def has_product(eqn: jex.JaxprEqn) -> bool:
     inner = [e for j in jex.jaxprs_in_params(eqn.params) for e, _ in walk(j)]
     return any(e.primitive.name == "dot_general" for e in [eqn, *inner])
@@ -283,31 +252,20 @@ def has_product(eqn: jex.JaxprEqn) -> bool:
     ("arguments", "message"),
     [
         (
-            {"prefetch": "rings"},
-            "FSDP(prefetch='rings'): valid values are ['first', 'bulk', 'ring', "
-            "'bidirectional'], or None to gather each layer when it runs.",
+            {"prefetch": "ring"},
+            "FSDP(prefetch='ring'): the valid value is 'first', or None to gather each "
+            "layer when it runs. Gathering whole layers ahead was slower",
         ),
         (
-            {"prefetch": "ring", "shard": "gradients"},
-            "FSDP(shard='gradients', prefetch='ring'): parameters stay whole, so there "
-            "is nothing to gather. Leave prefetch out, or take shard='params'.",
+            {"prefetch": "first", "shard": "gradients"},
+            "FSDP(shard='gradients', prefetch='first'): parameters stay whole, so "
+            "there is nothing to gather. Leave prefetch out, or take shard='params'.",
         ),
     ],
 )
 def test_errors(arguments: dict, message: str):
     with pytest.raises(ValueError, match=re.escape(message)):
         FSDP(**arguments)
-
-
-@pytest.mark.parametrize("mode", ["ring", "bidirectional"])
-def test_hops_join_to_the_whole(mode: Mode):
-    mesh = make_mesh({"data": 2, "fsdp": 4})
-    x = jnp.arange(6.0 * 20).reshape(6, 20)
-    hops = gather_hops(x, "fsdp", dim=1, mode=mode, mesh=mesh)
-    assert sum(hop.size for hop in hops) == 4 * x.size
-    whole = join_hops(hops, "fsdp", dim=1, mode=mode, mesh=mesh)
-    for shard in whole.addressable_shards:
-        np.testing.assert_array_equal(shard.data, x)
 
 
 class Telling(nnx.Module):
@@ -322,7 +280,7 @@ class Telling(nnx.Module):
 
 
 def test_prints_that_are_left_out_are_named():
-    strategy = fsdp("bulk")
+    strategy = fsdp("first")
     layout = strategy.layout(strategy.make_mesh(jax.devices()[:4]))
     model = Stack(Telling, LAYERS, rngs=nnx.Rngs(0))
     place_model(model, layout)

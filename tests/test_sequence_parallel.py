@@ -39,26 +39,22 @@ from tests.steps import CompiledStep, compile_gpt
 
 SEQUENCE = TensorParallel(4, sequence=True)
 RING = TensorParallel(4, overlap="ring")
-BIDIRECTIONAL = TensorParallel(4, overlap="bidirectional")
 HALVES = TensorParallel(4, overlap="halves")
 FSDP_RING = Composite(FSDP(2, min_size=0), RING)
 
 STRATEGIES: dict[str, Strategy] = {
     "sequence": SEQUENCE,
     "ring": RING,
-    "bidirectional": BIDIRECTIONAL,
     "fsdp_sequence": Composite(FSDP(4, min_size=0), TensorParallel(2, sequence=True)),
     "fsdp_ring": FSDP_RING,
     "dp_fsdp_ring": Composite(
         DataParallel(2), FSDP(2, min_size=0), TensorParallel(2, overlap="ring")
     ),
-    "dp_bidirectional": Composite(
-        DataParallel(2), TensorParallel(4, overlap="bidirectional")
-    ),
+    "dp_ring": Composite(DataParallel(2), TensorParallel(4, overlap="ring")),
     "pipeline_sequence": Composite(Pipeline(2), TensorParallel(4, sequence=True)),
     "pipeline_ring": Composite(Pipeline(2), TensorParallel(4, overlap="ring")),
     "pipeline_fsdp_ring": Composite(
-        Pipeline(2), FSDP(2, min_size=0), TensorParallel(2, overlap="bidirectional")
+        Pipeline(2), FSDP(2, min_size=0), TensorParallel(2, overlap="ring")
     ),
 }
 # Of a model without dropout: with it, whose masks are of all rows, rows are not halved.
@@ -70,7 +66,7 @@ HALVED: dict[str, Strategy] = {
 
 CHOSEN = {
     ("sequence", "gpt"),
-    ("bidirectional", "llama"),
+    ("ring", "llama"),
     ("dp_fsdp_ring", "gpt"),
     ("fsdp_halves", "untied"),
     ("pipeline_fsdp_ring", "llama"),
@@ -199,22 +195,21 @@ class TestCommunication:
         sums = sorted(split["all-reduce"])
         assert [n // ACTIVATION for n in sums] == [1, 1, 1, 3]
 
-    @pytest.mark.parametrize(("strategy", "ways"), [(RING, 1), (BIDIRECTIONAL, 2)])
-    def test_overlapped_products_send_shards_only(self, strategy, ways):
-        found = self.collectives(strategy, LAYERS)
+    def test_overlapped_products_send_shards_only(self):
+        found = self.collectives(RING, LAYERS)
         assert not found.keys() - {"collective-permute"}
-        step = compiled(CONFIG, strategy)
+        step = compiled(CONFIG, RING)
         hops = [
             each
             for each in step.report.collectives
             if each.kind == "collective-permute" and each.count == LAYERS
         ]
-        assert {each.bytes_each for each in hops} == {ACTIVATION // 4 // ways}
+        assert {each.bytes_each for each in hops} == {ACTIVATION // 4}
         # Forward: one input of query, key and value, which the compiler shares; one of
         # up; the sums of out and down. Backward: the gradients of out and down, which
         # need the input's gathered gradient; the inputs again; the sums of theirs, one
         # for query, key and value together.
-        assert len(hops) == 3 * ways * (4 + 2 + 2 + 2)
+        assert len(hops) == 3 * (4 + 2 + 2 + 2)
 
     def test_halves_of_the_rows_are_sent_by_themselves(self):
         """As many bytes, in twice as many collectives."""
@@ -308,7 +303,7 @@ class TestPlaces:
 def test_unknown_overlap():
     message = (
         "TensorParallel.overlap is 'rings'; it must be one of ['ring', "
-        "'bidirectional', 'halves'], or None"
+        "'halves'], or None"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         TensorParallel(4, overlap="rings")  # pyright: ignore[reportArgumentType]

@@ -196,7 +196,7 @@ assert moment.sharding.spec == P(None, "fsdp")
 # | `HYBRID_SHARD` | `Composite(DataParallel(2), FSDP())` |
 # | `SHARD_GRAD_OP`, `reshard_after_forward=False` | the nearest is `FSDP(shard="gradients")`: its parameters stay replicated between steps too |
 # | `fully_shard` of each block, `auto_wrap_policy` | nothing: a `Stack` gathers one layer at a time, other modules each array where it is used |
-# | `backward_prefetch`, `set_modules_to_forward_prefetch` | `FSDP(prefetch="ring")` |
+# | `backward_prefetch`, `set_modules_to_forward_prefetch` | `FSDP(prefetch="first")` |
 # | a model on the `meta` device | `model=` is a function: its arrays are initialized in shards |
 # | `full_tensor()`, `summon_full_params` | arrays are global: `np.asarray(x)`; with several processes `gather` |
 # | `init_device_mesh` | the strategy builds it; `strategy.make_mesh()` |

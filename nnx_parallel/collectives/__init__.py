@@ -9,6 +9,3 @@ from nnx_parallel.collectives.matmul import (
 )
 from nnx_parallel.collectives.matmul import row_parallel_matmul as row_parallel_matmul
 from nnx_parallel.collectives.ring import Mode as Mode
-from nnx_parallel.collectives.ring import Overlap as Overlap
-from nnx_parallel.collectives.ring import gather_hops as gather_hops
-from nnx_parallel.collectives.ring import join_hops as join_hops

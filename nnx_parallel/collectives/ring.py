@@ -4,37 +4,22 @@ Written out hop by hop: a transfer needs nothing of the product computed meanwhi
 that a compiler with asynchronous collectives runs both at once (`all_gather_matmul`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.errors import IndivisibleDimError, UnknownAxisError
 
-Overlap = Literal["ring", "bidirectional"]
-"""The modes in which the transfers run during products."""
-
-Mode = Literal["bulk", Overlap]
-"""How the shards of a ring of n devices travel.
+Mode = Literal["bulk", "ring"]
+"""Transfer of the shards of a ring of n devices.
 
 - ``bulk``: one ``all_gather`` or ``psum_scatter``; the product waits for it.
 - ``ring``: n - 1 hops to the next device, each during a product of one shard.
-- ``bidirectional``: the first half of each shard goes to the next device and the second
-  to the one before, at once: the same bytes over twice as many links, in products of
-  half a shard.
-"""
-
-Prefetch = Literal["first", Mode]
-"""How a stack gathers the parameters of its next layer.
-
-- ``first``: only those that the layer's first product needs, each in one
-  ``all_gather``; the others are gathered in the layer itself, during its products.
-- A `Mode`: all of them.
 """
 
 Exchange = Literal["ring", "all_to_all", "gather"]
@@ -89,14 +74,6 @@ Of an array or of a list of arrays, to the same.
 """
 
 
-class Piece(NamedTuple):
-    """A part of every shard that travels by itself."""
-
-    start: int
-    length: int
-    direction: int  # 1 to the next device, -1 to the one before
-
-
 @dataclass(frozen=True, kw_only=True)
 class Ring:
     """The devices along one manual mesh axis, and how shards travel among them.
@@ -119,20 +96,19 @@ class Ring:
         return jax.lax.axis_size(self.axis)
 
     def hops(self, shard: jax.Array) -> list[jax.Array]:
-        """Pieces that pass by, hop after hop: this device's shard first."""
-        return [x for _, _, x in self._passing(shard)]
+        """The shards that pass by, hop after hop: this device's shard first."""
+        passed = [shard]
+        # Sent on before it is used, so that the transfer needs no product.
+        for _ in range(self.size - 1):
+            passed.append(self._send(passed[-1]))
+        return passed
 
     def join(self, passed: Sequence[jax.Array]) -> jax.Array:
-        """The whole array from the pieces of `hops`."""
-        ways = len(passed) // self.size
-        length = sum(x.shape[self.dim] for x in passed[:ways])
-        pieces = self._pieces(length)
-        # Of n shards this device's own came first: the others are written where their
-        # owners are along the ring.
-        whole = self._buffer(passed[0], length)
-        for index, x in enumerate(passed):
-            hop, way = divmod(index, ways)
-            whole = self._write(whole, x, self._start(pieces[way], hop, length))
+        """The whole array from the shards of `hops`."""
+        whole = self._buffer(passed[0])
+        for hop, x in enumerate(passed):
+            # Written where its owner is along the ring.
+            whole = self._write(whole, x, self._start(-hop, x))
         return whole
 
     def gather_through(
@@ -142,17 +118,15 @@ class Ring:
         if self._is_bulk:
             whole = self._all_gather(shard)
             return function(whole), whole
-        length = shard.shape[self.dim]
         outputs: Any = None
-        whole = self._buffer(shard, length)
-        for hop, piece, x in self._passing(shard):
-            start = self._start(piece, hop, length)
+        whole = self._buffer(shard)
+        for hop, x in enumerate(self.hops(shard)):
+            start = self._start(-hop, x)
             y = function(x)
             if outputs is None:
-                outputs = jax.tree.map(partial(self._buffer, length=length), y)
+                outputs = jax.tree.map(self._buffer, y)
             outputs = jax.tree.map(partial(self._write, start=start), outputs, y)
             whole = self._write(whole, x, start)
-        assert outputs is not None
         return outputs, whole
 
     def scatter_sum_and_gather(
@@ -177,31 +151,29 @@ class Ring:
                 function(x), self.axis, scatter_dimension=self.dim, tiled=True
             )
         length = jax.tree.leaves(x)[0].shape[self.dim] // self.size
-        pieces = self._pieces(length)
-        sums: list[jax.Array] = []
+        total = None
         for hop in range(self.size):
-            arriving = [self._send(s, p) for s, p in zip(sums, pieces, strict=False)]
-            sums = []
+            arriving = None if total is None else self._send(total)
             if passed:
                 # XLA's scheduler for TPUs starts a hop as late as it may: behind the
-                # last product, 5 to 10 % of all bytes. So these products wait for the
-                # hop before them, and hide the next; that leaves none exposed, for
+                # last product, 5 to 10 % of all bytes. So this product waits for the
+                # hop before it, and hides the next; that leaves none exposed, for
                 # 1.7 % more temporaries (v5p, 4 chips). The hops themselves wait for no
                 # product, else rings of products with one input would not be merged.
-                here, passed = passed[: len(pieces)], passed[len(pieces) :]
+                here, passed = passed[0], passed[1:]
                 x, _ = jax.lax.optimization_barrier((x, here))
-            for piece in pieces:
-                # The sum for a device is begun by the next one along the ring, and
-                # comes to its owner with the last hop.
-                start = self._start(piece, hop + 1, length)
-                cut = partial(self._slice, start=start, length=piece.length)
-                sums.append(function(jax.tree.map(cut, x)))
-            if arriving:
+            # The sum for a device is begun by the next one along the ring, and comes to
+            # its owner with the last hop.
+            start = (jax.lax.axis_index(self.axis) - hop - 1) % self.size * length
+            cut = partial(self._slice, start=start, length=length)
+            total = function(jax.tree.map(cut, x))
+            if arriving is not None:
                 # XLA for TPUs would fuse the addition with its product, which then
                 # waits for the hop: 18 % of a ring's bytes exposed instead of 5 %.
-                sums, arriving = jax.lax.optimization_barrier((sums, arriving))
-                sums = [a + b for a, b in zip(sums, arriving, strict=True)]
-        return sums[0] if len(sums) == 1 else jnp.concatenate(sums, axis=self.dim)
+                total, arriving = jax.lax.optimization_barrier((total, arriving))
+                total = total + arriving
+        assert total is not None
+        return total
 
     @property
     def _is_bulk(self) -> bool:
@@ -210,39 +182,19 @@ class Ring:
     def _all_gather(self, shard: jax.Array) -> jax.Array:
         return jax.lax.all_gather(shard, self.axis, axis=self.dim, tiled=True)
 
-    def _pieces(self, length: int) -> list[Piece]:
-        # Halves of an odd length differ; a shard of length 1 travels one way only.
-        half = (length + 1) // 2 if self.mode == "bidirectional" else length
-        pieces = [Piece(0, half, direction=1)]
-        if half < length:
-            pieces.append(Piece(half, length - half, direction=-1))
-        return pieces
-
-    def _passing(self, shard: jax.Array) -> Iterator[tuple[int, Piece, jax.Array]]:
-        """The pieces that pass by, each with its hop."""
-        pieces = self._pieces(shard.shape[self.dim])
-        moving = [self._slice(shard, p.start, p.length) for p in pieces]
-        for hop in range(self.size):
-            # Sent on before they are used, so that the transfer needs no product.
-            is_last = hop == self.size - 1
-            pairs = list(zip(pieces, moving, strict=True))
-            moving = [] if is_last else [self._send(x, p) for p, x in pairs]
-            yield from ((hop, piece, x) for piece, x in pairs)
-
-    def _start(self, piece: Piece, hop: int, length: int) -> jax.Array:
-        """Where a piece that has come ``hop`` devices far begins in the whole array."""
-        distance = -piece.direction * hop
+    def _start(self, distance: int, shard: jax.Array) -> jax.Array:
+        """Start of a shard in the whole array, given the distance of its owner."""
         owner = (jax.lax.axis_index(self.axis) + distance) % self.size
-        return owner * length + piece.start
+        return owner * shard.shape[self.dim]
 
-    def _send(self, x: jax.Array, piece: Piece) -> jax.Array:
-        pairs = [(i, (i + piece.direction) % self.size) for i in range(self.size)]
+    def _send(self, x: jax.Array) -> jax.Array:
+        pairs = [(i, (i + 1) % self.size) for i in range(self.size)]
         return jax.lax.ppermute(x, self.axis, pairs)
 
-    def _buffer(self, like: jax.Array, length: int) -> jax.Array:
-        """A buffer for shards of this length from all devices."""
+    def _buffer(self, like: jax.Array) -> jax.Array:
+        """A buffer for such a shard from each device."""
         shape = list(like.shape)
-        shape[self.dim] = self.size * length
+        shape[self.dim] *= self.size
         # Every part is written. Zeros would be written first: 13 % of the estimated
         # cycles of a step (Llama-2 7B, TensorParallel(4), FSDP(16), 64 v5p chips).
         return jax.lax.empty(tuple(shape), like.dtype)
@@ -254,46 +206,6 @@ class Ring:
 
     def _write(self, buffer: jax.Array, x: jax.Array, start: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice_in_dim(buffer, x, start, axis=self.dim)
-
-
-def gather_hops(
-    x: jax.Array, axis: str, *, dim: int, mode: Mode = "ring", mesh: Mesh | None = None
-) -> list[jax.Array]:
-    """The hops of an all-gather, which a compiler can run during other work.
-
-    x is global, split along ``dim`` over the axis, of size n, or brought there. A
-    device sends ``(n - 1) / n`` of its bytes. Errors are those of `on_shards`.
-
-    Returns:
-        What each device has seen after each hop, for `join_hops`: global arrays split
-        over the axis along ``dim``, together n times x.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from nnx_parallel import make_mesh
-        >>> mesh = make_mesh({"data": 2, "fsdp": 4})
-        >>> hops = gather_hops(jnp.ones((6, 8)), "fsdp", dim=1, mesh=mesh)
-        >>> len(hops), join_hops(hops, "fsdp", dim=1, mesh=mesh).shape
-        (4, (6, 8))
-    """
-    ring = Ring(axis=axis, dim=dim, mode=mode)
-    return on_shards(ring.hops, axis, mesh, (dim,), dim, ("x", x, dim))(x)
-
-
-def join_hops(
-    hops: list[jax.Array],
-    axis: str,
-    *,
-    dim: int,
-    mode: Mode = "ring",
-    mesh: Mesh | None = None,
-) -> jax.Array:
-    """The gathered array from the hops of `gather_hops`, given the same arguments.
-
-    Nothing is sent: each device has seen all of it.
-    """
-    ring = Ring(axis=axis, dim=dim, mode=mode)
-    return on_shards(ring.join, axis, mesh, (dim,), None)(hops)
 
 
 def on_shards(

@@ -12,9 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh
 
-from nnx_parallel.collectives.ring import Prefetch, gather_hops, join_hops
 from nnx_parallel.errors import StackError
 from nnx_parallel.layers.jaxprs import (
     Layers,
@@ -28,7 +26,7 @@ from nnx_parallel.sharding.constrain import (
     saves_all_but_gathers,
     use_params,
 )
-from nnx_parallel.sharding.names import dim_axes, dotted, is_inexact
+from nnx_parallel.sharding.names import dotted, is_inexact
 from nnx_parallel.sharding.offload import HOST, Kept
 from nnx_parallel.sharding.placement import Placement
 
@@ -138,7 +136,7 @@ class StackCall:
     remat: Remat  # what a layer keeps for the backward pass
     placements: dict[Any, Placement]  # of one layer, by path
     is_plain: bool  # a layer calls its block, which returns its output alone
-    prefetch: Prefetch | None  # how to gather the next layer during the present one
+    prefetches: bool  # gathers the next layer's first kernel during the present one
 
     @property
     def has_out(self) -> bool:
@@ -178,9 +176,9 @@ def check_carry(given: Any, found: Any) -> None:
 
 
 def run_layers(call: StackCall) -> tuple[Any, dict, Any]:
-    """Runs the layers as a scan; each gathers its own parameters, or the next one's."""
+    """Runs the layers as a scan that gathers the parameters of each layer."""
     call = _with_array_args(call)
-    if call.prefetch is not None:
+    if call.prefetches:
         return _run_prefetched(call)
     gathers = any(p.is_gathered for p in call.placements.values())
     block = apply_remat(call.block, call.remat, gathers=gathers, prevent_cse=False)
@@ -217,7 +215,7 @@ def _with_array_args(call: StackCall) -> StackCall:
 
 
 def _run_prefetched(call: StackCall) -> tuple[Any, dict, None]:
-    """Runs the layers of a call that says how to prefetch.
+    """Runs the layers of a call that prefetches.
 
     Only reverse-mode derivatives are defined, as everywhere behind a custom gradient.
     """
@@ -235,13 +233,13 @@ def _run_prefetched(call: StackCall) -> tuple[Any, dict, None]:
 
 
 class _PrefetchedLayers:
-    """The layers of a call, which gather one layer ahead.
+    """The layers of a call, which gather the first kernel of the next layer ahead.
 
-    The scan carries the gathered parameters of one layer and gathers those of the next,
-    or only what its first product takes, which nothing in the layer waits for: forward
-    from the first layer to the last, backward from the last to the first. A device
-    holds two layers at most [1, 2]. A
-    layer's residuals are found as in a pipeline's stage.
+    The scan carries the gathered parameters that the first product of a layer takes,
+    and gathers those of the next layer, which nothing in the present layer waits for:
+    forward from the first layer to the last, backward from the last to the first. A
+    layer gathers its other parameters itself, during its products [1, 2]. Its residuals
+    are found as in a pipeline's stage.
 
     References:
         [1] Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data
@@ -269,19 +267,13 @@ class _PrefetchedLayers:
             k: p for k, p in call.placements.items() if k in params and p.is_gathered
         }
         moved = {k: p for k, p in places.items() if p.used != p.stored}
-        # What a layer gathers itself, while it computes with what came before.
-        self.own: dict[Any, Placement] = {}
-        if call.prefetch == "first":
-            first = _used_first(call, params, others)
-            self.own = {k: p for k, p in moved.items() if k not in first}
-            moved = {k: p for k, p in moved.items() if k in first}
+        first = _used_first(call, params, others)
+        # The layer gathers these itself, while it computes with what came before.
+        self.own = {k: p for k, p in moved.items() if k not in first}
+        moved = {k: p for k, p in moved.items() if k in first}
         self.stored = {k: layout.sharding(p.stored) for k, p in moved.items()}
         self.used = {k: layout.sharding(p.used) for k, p in moved.items()}
         self.gradients = {k: layout.sharding(p.gradient) for k, p in places.items()}
-        self.rings = {
-            k: _ring(p, params[k].ndim, call.prefetch, layout.mesh)
-            for k, p in moved.items()
-        }
         x, args = self.arrays[: self.num_x], self.arrays[self.num_x :]
         self.one = LayerWithResiduals(
             self._block_vjp, Layers(params, {}, others), x, args
@@ -298,15 +290,13 @@ class _PrefetchedLayers:
             index, held, state = xs
             # One program for all layers: the last one prefetches itself, with which
             # the backward pass begins.
-            hops = self._start(params, jnp.minimum(index + 1, self.num_layers - 1))
+            ahead = self._gather(params, jnp.minimum(index + 1, self.num_layers - 1))
             layer = Layers(gathered | held, {}, state)
             x, state, saved = self.one.forward(layer, x, args)
-            x, following = self._finish(x, hops)
+            x, following = self._finish(x, ahead)
             return (x, following), (state, saved if keeps else [])
 
-        # Nothing runs during the first gather: one all-gather is best.
-        shards = self._shards(params, 0)
-        first = {k: _place(shard, self.used[k]) for k, shard in shards.items()}
+        first = self._gather(params, 0)
         # `params` whole, to be indexed one layer ahead; all else is sliced by the scan.
         slices = (jnp.arange(self.num_layers), self._held(params), others)
         (x, gathered), (others, saved) = jax.lax.scan(step, (x, first), slices)
@@ -321,11 +311,11 @@ class _PrefetchedLayers:
         def step(carry: tuple[list, list, dict], xs: tuple) -> tuple[tuple, tuple]:
             grads_x, grads_args, gathered = carry
             index, held, saved, grads_state = xs
-            hops = self._start(params, jnp.maximum(index - 1, 0))
+            ahead = self._gather(params, jnp.maximum(index - 1, 0))
             vjp = self.one.vjp(gathered | held, {}, args, saved)
             new, grads_x, more, grads_state = vjp((grads_x, grads_state))
             grads_args = [a + b for a, b in zip(grads_args, more, strict=True)]
-            grads_x, following = self._finish(grads_x, hops)
+            grads_x, following = self._finish(grads_x, ahead)
             # Summed into shards here, or the scan would stack whole gradients.
             places = self.gradients
             new = {
@@ -348,38 +338,21 @@ class _PrefetchedLayers:
         """The parameters that are used as they are stored."""
         return {k: x for k, x in params.items() if k not in self.used}
 
-    def _shards(self, params: dict, index: int | jax.Array) -> dict:
-        """The shards that one layer has to gather."""
+    def _gather(self, params: dict, index: int | jax.Array) -> dict:
+        """The parameters that the first product of one layer takes, gathered."""
         slice_of = partial(jax.lax.dynamic_index_in_dim, index=index, keepdims=False)
         moved = {k: x for k, x in params.items() if k in self.used}
-        return {k: _place(slice_of(x), self.stored[k]) for k, x in moved.items()}
+        shards = {k: _place(slice_of(x), self.stored[k]) for k, x in moved.items()}
+        return {k: _place(x, self.used[k]) for k, x in shards.items()}
 
-    def _start(self, params: dict, index: jax.Array) -> dict:
-        """Hops of the gather of one layer's parameters.
-
-        Hops, because libtpu runs no all-gather asynchronously on v5p, and hops of
-        ``collective-permute`` it does: of the layers' bytes 92 % are hidden forward and
-        58 % backward (docs/library-notes.md, "The TPU compiler").
-        """
-        hops = {}
-        for k, x in self._shards(params, index).items():
-            ring = self.rings[k]
-            hops[k] = gather_hops(x, **ring) if ring else [_place(x, self.used[k])]
-        return hops
-
-    def _finish(self, x: list, hops: dict) -> tuple[list, dict]:
+    def _finish(self, x: list, ahead: dict) -> tuple[list, dict]:
         """The gathered parameters, once the layer that runs meanwhile gave ``x``.
 
-        The next layer's take the buffer of the present one's in the carry. Were the
-        hops written there as they come, they would wait for the layer's last read: all
-        ran behind the last product, 12 % of the bytes hidden.
+        The next layer's take the buffer of the present one's in the carry. Were they
+        written there as they come, they would wait for the layer's last read.
         """
-        x, hops = jax.lax.optimization_barrier((x, hops))
-        whole = {}
-        for k, passed in hops.items():
-            joined = join_hops(passed, **self.rings[k]) if self.rings[k] else passed[0]
-            whole[k] = _place(joined, self.used[k])
-        return x, whole
+        x, ahead = jax.lax.optimization_barrier((x, ahead))
+        return x, {k: _place(whole, self.used[k]) for k, whole in ahead.items()}
 
     def _block_vjp(
         self, layer: Layers, x: list, args: list
@@ -407,9 +380,9 @@ class _PrefetchedLayers:
             out, after, _ = block(trained, layer.state | state, x, inputs, None)
             if assigned := sorted(dotted(path) for path in after if path in trained):
                 raise StackError(
-                    f"A block of the Stack assigns its own parameters: {assigned}. "
-                    "FSDP(prefetch=...) gathers those of the next layer meanwhile: "
-                    "leave prefetch out for such blocks."
+                    f"A block of the Stack assigns its parameters: {assigned}. "
+                    "FSDP(prefetch='first') gathers the next layer's parameters "
+                    "meanwhile: leave prefetch out for such blocks."
                 )
             smooth = {k: v for k, v in after.items() if is_inexact(v)}
             # Integers and keys have no gradient: they leave as auxiliary outputs.
@@ -434,16 +407,3 @@ def _used_first(call: StackCall, params: dict, others: dict) -> set:
         if var.aval.ndim > 1:  # pyright: ignore[reportAttributeAccessIssue]
             break
     return found
-
-
-def _ring(
-    place: Placement, ndim: int, mode: Prefetch | None, mesh: Mesh
-) -> dict[str, Any]:
-    """How to gather hop by hop; empty if in one collective."""
-    stored, used = (dim_axes(s, ndim) for s in (place.stored, place.used))
-    split = [d for d in range(ndim) if stored[d] != used[d]]
-    # More than one dim or axis at once is no ring of one axis.
-    if mode in ("bulk", "first") or len(split) != 1 or len(stored[split[0]]) != 1:
-        return {}
-    (axis,) = stored[split[0]]
-    return {"axis": axis, "dim": split[0], "mode": mode, "mesh": mesh}

@@ -286,7 +286,7 @@ class Stack(nnx.Module):
         # Prefetching has a custom gradient, by x and the arguments alone.
         smooth = all(map(is_inexact, jax.tree.leaves(x)))
         prefetches = moves and smooth and xs is None and self.num_layers > 1
-        mode = layout.prefetch if layout and prefetches else None
+        prefetches = bool(layout and layout.prefetches and prefetches)
         call = StackCall(
             inner=inner,
             params=params,
@@ -297,9 +297,9 @@ class Stack(nnx.Module):
             remat=self.remat or active_remat(),
             placements=placements,
             is_plain=is_plain,
-            prefetch=mode,
+            prefetches=prefetches,
         )
-        return replace(call, prefetch=None) if mode and call.has_out else call
+        return replace(call, prefetches=False) if prefetches and call.has_out else call
 
 
 def run_in_halves(call: StackCall) -> tuple[Any, dict, Any]:

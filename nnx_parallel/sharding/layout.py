@@ -10,13 +10,13 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.collectives.ring import ExpertAxis, Overlap, Prefetch, SequenceAxis
+from nnx_parallel.collectives.ring import ExpertAxis, SequenceAxis
 from nnx_parallel.errors import PlacementConflictError, UnknownAxisError, suggest
 from nnx_parallel.sharding.names import (
     LOGICAL_AXES,
@@ -149,7 +149,7 @@ class Claims:
     activations: Mapping[str, MeshAxes] = field(default_factory=dict)
     zero: tuple[ZeroAxis, ...] = ()
     rules: tuple[Rules, ...] = ()
-    overlap: Overlap | None = None
+    overlap: Literal["ring"] | None = None
     halves: bool = False
     sequence: SequenceAxis | None = None
     experts: ExpertAxis | None = None
@@ -260,9 +260,9 @@ class Layout:
                     )
 
     @property
-    def prefetch(self) -> Prefetch | None:
-        """How a stack gathers its next layer's parameters, or ``None``."""
-        return next((z.prefetch for z in self.claims.zero if z.prefetch), None)
+    def prefetches(self) -> bool:
+        """True if a stack gathers the first kernel of its next layer ahead."""
+        return any(z.prefetches for z in self.claims.zero)
 
     @property
     def sequence_axes(self) -> tuple[str, ...]:

@@ -19,7 +19,6 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.collectives.ring import Prefetch
 from nnx_parallel.errors import (
     ParallelWarning,
     PlacementConflictError,
@@ -256,9 +255,7 @@ class ZeroAxis:
         shard: State that it splits: ``params`` (ZeRO-3: with gradients and optimizer
             state), ``gradients`` (ZeRO-2: with optimizer state) or ``optimizer``
             (ZeRO-1).
-        prefetch: How a `Stack` gathers a layer's parameters while the last one runs:
-            at once (``bulk``), hop by hop, or only the first of them; ``None``: each
-            layer gathers its own.
+        prefetches: True if a `Stack` gathers the first kernel of its next layer ahead.
         along: Axes that split the same dim too, where all divide one. On a mesh these
             are of experts and long sequences, whose devices would hold the same state.
 
@@ -269,7 +266,7 @@ class ZeroAxis:
 
     rules: FSDPRules
     shard: ZeroKind = "params"
-    prefetch: Prefetch | None = None
+    prefetches: bool = False
     along: tuple[str, ...] = ()
 
     @property

@@ -2,9 +2,8 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
-from nnx_parallel.collectives.ring import Prefetch
 from nnx_parallel.errors import suggests_names
 from nnx_parallel.sharding.layout import Claims
 from nnx_parallel.sharding.rules import FSDPRules, Rules, ZeroAxis, ZeroKind
@@ -23,9 +22,8 @@ class FSDP(Strategy):
     reduce-scattered. A device keeps ``1 / size`` of the training state and sends at
     most 1.5 times the bytes of `DataParallel` per step [1].
 
-    A `Stack` gathers one layer at a time, just before it runs. With ``prefetch`` it
-    gathers the next layer while the current one runs, in both passes [2]: a device then
-    holds two gathered layers, and N layers take 2 N + 1 gathers a step instead of 2 N.
+    A `Stack` gathers one layer at a time, just before it runs, in both passes. With
+    ``prefetch`` it gathers the first kernel of the next layer ahead [2].
 
     Attributes:
         size: Number of shards; ``None`` takes the devices that remain.
@@ -37,17 +35,13 @@ class FSDP(Strategy):
         min_size: Parameters of fewer elements are replicated.
         rules: Explicit rules for single arrays. A rule that names the axis ``fsdp``
             chooses the dim; a rule that does not name it keeps the array replicated.
-        prefetch: How a `Stack` gathers the next layer during the current one. ``ring``
-            or ``bidirectional``: in ``size - 1`` hops, for few shards, and for
-            compilers that overlap hops with matmuls, but not a whole all-gather.
-            ``bulk``: one all-gather for each array, for compilers that run it
-            asynchronously. ``first``: only what the first product of a layer takes,
-            such as the queries' kernel; the rest is gathered in the layer itself,
-            during its products: for TPUs whose SparseCores gather (docs/benchmarks.md
-            has figures of each). ``None``: no prefetch. It needs ``shard="params"``; in
-            stages of a `Pipeline` its ``gather`` decides. A stack of one layer, or
-            whose input is not a floating-point array, gathers when it runs; a dim that
-            two axes shard is gathered in one collective.
+        prefetch: ``"first"``: a `Stack` gathers the parameters of the next layer's
+            first product, such as the queries' kernel, while the current layer runs; a
+            layer gathers the rest itself, during its products. It is for TPUs whose
+            SparseCores gather (docs/benchmarks.md has figures). ``None``: no prefetch.
+            It needs ``shard="params"``; in stages of a `Pipeline` its ``gather``
+            decides. A stack of one layer, or whose input is not a floating-point array,
+            gathers when it runs.
 
     Raises:
         ValueError: If a value is not one of these, or there is nothing to prefetch.
@@ -68,19 +62,18 @@ class FSDP(Strategy):
     min_size: int = 1024
     rules: tuple[Rules, ...] = ()
     _: dataclasses.KW_ONLY
-    # No mode suits every compiler (docs/library-notes.md, "The TPU compiler").
-    prefetch: Prefetch | None = None
+    prefetch: Literal["first"] | None = None
 
     def __post_init__(self) -> None:
         if self.shard not in (kinds := list(get_args(ZeroKind))):
             raise ValueError(f"FSDP(shard={self.shard!r}): valid values are {kinds}.")
         if not isinstance(self.min_size, int) or self.min_size < 0:
             raise ValueError(f"FSDP(min_size={self.min_size!r}): it must be 0 or more.")
-        if self.prefetch not in (None, *get_args(Prefetch)):
-            valid = list(get_args(Prefetch))
+        if self.prefetch not in (None, "first"):
             raise ValueError(
-                f"FSDP(prefetch={self.prefetch!r}): valid values are {valid}, or None "
-                "to gather each layer when it runs."
+                f"FSDP(prefetch={self.prefetch!r}): the valid value is 'first', or "
+                "None to gather each layer when it runs. Gathering whole layers ahead "
+                "was slower on every compiler."
             )
         if self.prefetch and self.shard != "params":
             raise ValueError(
@@ -93,9 +86,10 @@ class FSDP(Strategy):
         """``fsdp`` splits the batch, and the training state that ``shard`` says."""
         # The dim does not depend on `shard`, which only says which specs have the axis.
         choice = FSDPRules(axis="fsdp", min_size=self.min_size)
+        prefetches = self.prefetch is not None
         return Claims(
             axis_sizes={"fsdp": self.size},
             batch=("fsdp",),  # each shard of the state sees its own rows
-            zero=(ZeroAxis(rules=choice, shard=self.shard, prefetch=self.prefetch),),
+            zero=(ZeroAxis(rules=choice, shard=self.shard, prefetches=prefetches),),
             rules=self.rules,
         )

@@ -4,11 +4,13 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from nnx_parallel.collectives.ring import Overlap
 from nnx_parallel.errors import suggests_names
 from nnx_parallel.sharding.layout import Claims
 from nnx_parallel.sharding.rules import Rules
 from nnx_parallel.strategies.base import Strategy
+
+TensorOverlap = Literal["ring", "halves"]
+"""Ways of `TensorParallel` to send activations during matmuls."""
 
 TENSOR_NAMES = ("heads", "kv_heads", "mlp", "vocab")
 """Names of dims that `TensorParallel` splits."""
@@ -45,8 +47,8 @@ class TensorParallel(Strategy):
         size: Number of parts; ``None`` takes the devices that remain.
         sequence: Whether activations between the matmuls are split along ``seq``. A
             length that ``size`` does not divide stays whole.
-        overlap: ``ring`` or ``bidirectional``: matmuls that gather their input or
-            scatter their output overlap with the transfers. ``halves``: layers of a
+        overlap: ``ring``: matmuls that gather their input or scatter their output
+            overlap with the transfers. ``halves``: layers of a
             `Stack` run on two halves of a device's rows. Rows stay whole in stages of a
             `Pipeline`, where a device has an odd number of them, and where a layer has
             dropout, state, masks or losses of experts. A layer that computes one row
@@ -73,10 +75,10 @@ class TensorParallel(Strategy):
     rules: tuple[Rules, ...] = ()
     _: dataclasses.KW_ONLY
     sequence: bool = False
-    overlap: Overlap | Literal["halves"] | None = None
+    overlap: TensorOverlap | None = None
 
     def __post_init__(self) -> None:
-        if self.overlap not in (None, *(modes := [*get_args(Overlap), "halves"])):
+        if self.overlap not in (None, *(modes := [*get_args(TensorOverlap)])):
             raise ValueError(
                 f"TensorParallel.overlap is {self.overlap!r}; it must be one of "
                 f"{modes}, or None for collectives that the compiler "

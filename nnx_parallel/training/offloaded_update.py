@@ -309,8 +309,8 @@ def check_offload(plan: StatePlan, remat: Remat) -> None:
             "to the Trainer, or remat='dots'; or leave activations out."
         )
     is_cut = plan.layout.claims.execution is not None
-    if is_cut or plan.layout.prefetch:
-        owner = "a Pipeline" if is_cut else "FSDP(prefetch=...)"
+    if is_cut or plan.layout.prefetches:
+        owner = "a Pipeline" if is_cut else "FSDP(prefetch='first')"
         raise OffloadError(
             f"{start}blocks, which {owner} keeps by itself. Leave one of the two out."
         )

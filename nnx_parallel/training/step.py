@@ -263,7 +263,7 @@ class AccumulateMicrobatches(Execution):
         # Keeps no parameter gathered outside the stacks; but a checkpoint around the
         # whole would replace the policies of those inside, and undo their remat
         # (docs/library-notes.md, "Remat").
-        is_kept = not remats <= {"none"} or bool(remats and plan.layout.prefetch)
+        is_kept = not remats <= {"none"} or bool(remats and plan.layout.prefetches)
         if plan.scanned:
             forward = gather_late(forward, plan.scanned, is_kept=is_kept)
         elif not is_kept:
