@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 1. Meshes, axes, and what a sharding is
+# # 1. Meshes, axes and shardings
 #
 # A *mesh* gives every device coordinates along named axes. A *spec* assigns mesh axes to the
 # dims of an array. A mesh and a spec together are a *sharding*: it says which block of the array
@@ -128,7 +128,7 @@ print(rows_split)
 # %% [markdown]
 # Now shard the contracted dim, which is the columns of `x` and the rows of `w`. Each device computes
 # a partial sum of every element of the result. An *all-reduce* adds the partial sums; its bytes are
-# those of the whole result:
+# the rows of the whole result:
 
 # %%
 sum_split = collectives((P(None, "tensor"), P("tensor")), P())
@@ -159,7 +159,7 @@ assert gathered == {"all-gather": 64 * 16 * 4}
 # the collective and its bytes before you look.
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show an answer"}
-# The two devices of a pair hold different rows, and need those of the other: an all-gather of 16
+# The two devices of a pair hold different rows, and each needs the other's: an all-gather of 16
 # rows of 32 columns.
 answer = collectives((P(("data", "tensor")), P(None, "tensor")), P("data", "tensor"))
 print(answer)

@@ -2,7 +2,7 @@
 # # 2. Data parallel, on real images
 #
 # Data parallelism is the oldest strategy. Every device has a replica of the model, processes a part
-# of the batch, and averages its gradients with those of the other devices. The result is *the same
+# of the batch, and averages its gradients with the gradients of the other devices. The result is *the same
 # numbers* as on one device. This tutorial checks that on scikit-learn's handwritten digits.
 
 # %%
@@ -101,9 +101,9 @@ print(f"largest relative difference over 20 steps: {difference[:20].max():.1e}")
 print(f"and over 120:                              {difference.max():.1e}")
 
 # %% [markdown]
-# Even `BatchNorm` agrees, which is not obvious. Its mean and variance are those of all 256 rows,
+# Even `BatchNorm` agrees, which is not obvious. Its mean and variance cover all 256 rows,
 # although each device holds 32. In frameworks that run a copy of the program on each device, they
-# would be those of 32 rows, unless the norm is synchronized explicitly.
+# would cover 32 rows, unless the norm is synchronized explicitly.
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
 assert difference[:20].max() < 1e-4
@@ -136,7 +136,7 @@ assert kernel.sharding.is_fully_replicated
 # %% [markdown]
 # ## Communication
 #
-# Each device computes the gradients of its own rows without any communication. The gradient of the
+# Each device computes the gradients of its rows without any communication. The gradient of the
 # whole batch is their mean, which an all-reduce computes. The all-reduce has as many bytes as the
 # parameters, whatever the batch size. (The statistics of the norm are all-reduced too, but are
 # small.)

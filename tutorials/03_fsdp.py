@@ -118,7 +118,7 @@ replicated = sum(row.bytes_per_device for row in zero3.replicated)
 assert (zero3.params_bytes - replicated) * 8 == 4 * config.num_params - replicated
 
 # %% [markdown]
-# ## Which device holds what
+# ## The shards of each device
 #
 # Here are some of the parameters under ZeRO-3. Each block shows the number of the device that holds
 # it.
@@ -184,7 +184,7 @@ assert 1.9 * sharded < gathered["ZeRO-3"] <= 2 * sharded  # forward and backward
 #
 # To gather all parameters at once would undo the saving. FSDP gathers the parameters of one layer
 # inside the loop over layers, and drops them before the next. The last column of the table shows
-# it: ZeRO-3 gathers every parameter twice, and its temporaries are hardly larger than those of the
+# it: ZeRO-3 gathers every parameter twice, and its temporaries are hardly larger than with the
 # others.
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}

@@ -35,7 +35,7 @@ simulate_devices(8)
 #
 # An MLP computes `gelu(x @ up) @ down`. Shard `up` by columns: a device computes the complete
 # values of a quarter of the hidden units, and can apply the nonlinearity to them. Shard `down` by
-# rows: the device multiplies its own hidden units with its rows, and gets a partial sum of every
+# rows: the device multiplies its hidden units with its rows, and gets a partial sum of every
 # output. One all-reduce adds the partial sums.
 
 # %%

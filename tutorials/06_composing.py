@@ -191,7 +191,7 @@ for (kind, axes, size), count in sorted(found.items()):
         print(f"{kind:20}{axes:18}{count:5}{size:12,}")
 
 # %% [markdown]
-# Each axis has its own collectives:
+# Each axis has separate collectives:
 #
 # - `fsdp`: parameters are all-gathered where they are used.
 # - `tensor`: partial sums of matmuls are all-reduced.

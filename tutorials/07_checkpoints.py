@@ -71,7 +71,7 @@ second = again.fit(batches, num_steps=8)["loss"]
 print(second)
 
 # %% [markdown]
-# These losses are those of the uninterrupted run, bit for bit. So are all parameters and the
+# These losses equal the uninterrupted run's, bit for bit. So are all parameters and the
 # optimizer state.
 
 
@@ -111,7 +111,7 @@ assert same(elsewhere.state.params, reference.state.params)
 
 # %% [markdown]
 # Training continues from there, with the same losses up to rounding. A Trainer can also restore from
-# a directory that is not its own. On 8 devices under FSDP:
+# another run's directory. On 8 devices under FSDP:
 
 # %%
 more = [rng.integers(0, 64, (16, 33), dtype=np.int32) for _ in range(3)]
@@ -183,7 +183,7 @@ else:
 # ## Exercise
 #
 # Fine-tuning needs the weights but not the optimizer state: `restore(weights_only=True)`. Restore
-# them under SGD, and check that the step is 0 and the first loss is that of the trained model.
+# them under SGD, and check that the step is 0 and the first loss equals the trained model's.
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show an answer"}
 config = narrow

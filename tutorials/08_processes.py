@@ -3,7 +3,7 @@
 #
 # A process drives the devices of one machine. Several machines need several processes, and all
 # processes run the same script. This tutorial starts real processes on a laptop, compares their
-# numbers with those of one process, and then kills some of them.
+# numbers with a single process, and then kills some of them.
 
 # %%
 import contextlib
@@ -140,7 +140,7 @@ def launch(name, *harm, processes=2, devices=2, max_restarts=0):
 
 
 def losses(name):
-    """What the run has written to its `metrics.jsonl`."""
+    """The rows of the run's `metrics.jsonl`."""
     lines = (directory / name / "metrics.jsonl").read_text().splitlines()
     entries = map(json.loads, lines)
     return np.array([entry["loss"] for entry in entries if "loss" in entry])
@@ -183,7 +183,7 @@ seconds = time.time() - (directory / "killed" / "harmed").stat().st_mtime
 print(f"all processes ended {seconds:.1f} s after the signal")
 
 # %% [markdown]
-# The exit code is that of the first process to fail. As in a shell, it is 128 plus the number of
+# The exit code is the code of the first process to fail. As in a shell, it is 128 plus the number of
 # the signal. The checkpoint of step 4 remains.
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
@@ -202,7 +202,7 @@ assert (directory / "killed" / "4").is_dir()
 restarted_code = launch("killed", "SIGKILL", max_restarts=1)
 
 # %% [markdown]
-# The processes were started three times and killed twice. The losses equal those of the
+# The processes were started three times and killed twice. The losses equal the losses of the
 # uninterrupted run bit for bit.
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
@@ -274,7 +274,7 @@ for text in (slurm, tpu):  # bash accepts them
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 # %% [markdown]
-# [Many processes](../processes.md) lists what else can fail, and the messages.
+# [Many processes](../processes.md) lists other failures and their messages.
 #
 # ## Exercise
 #

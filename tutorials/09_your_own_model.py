@@ -80,7 +80,7 @@ assert not plain.state.params["up"]["kernel"].sharding.is_fully_replicated
 #
 # ## Names in the model
 #
-# Flax can store a name for each dim in the metadata of a parameter. A name says what the dim means,
+# Flax can store a name for each dim in the metadata of a parameter. A name gives the dim's meaning,
 # not where it is placed, so the model still mentions no mesh. `constrain` names the dims of an
 # activation; outside of a strategy it does nothing.
 
@@ -118,7 +118,7 @@ np.testing.assert_array_equal(NamedMLP(nnx.Rngs(0))(x), MLP(nnx.Rngs(0))(x))
 # ## Rules
 #
 # A model that you cannot change gets its shardings by rules. A rule has a regular expression for the
-# path of an array, and a spec. Rules take precedence over names, and names over FSDP's own choice.
+# path of an array, and a spec. Rules take precedence over names, and names over FSDP's choice.
 # FSDP adds nothing to an array that a rule matches, so the specs below mention both axes. All other
 # arrays are left to FSDP.
 
@@ -149,7 +149,7 @@ for name in ("up", "down"):
 # %% [markdown]
 # ## A training step of your own
 #
-# For a loop of your own, `trainer.train_step` is the compiled step. You can also write the step
+# For your loop, `trainer.train_step` is the compiled step. You can also write the step
 # yourself, in any library, and use only the shardings: `sharded_jit` is `jax.jit` that takes rules
 # in place of shardings. The state below is a plain dict.
 

@@ -2,9 +2,9 @@
 # # 10. Write a strategy
 #
 # A strategy is a frozen dataclass with one method, `claims`. Its claims say which mesh axis the
-# strategy owns, how large the axis is, and what it splits. A strategy knows nothing of other
+# strategy owns, how large the axis is, and which dims it splits. A strategy knows nothing of other
 # strategies; `Composite` merges the claims of several. This tutorial writes a strategy that the
-# library lacks, composes it with others, and tests it as the library tests its own.
+# library lacks, composes it with others, and tests it as the library tests its strategies.
 #
 # With a vocabulary of 128,000 tokens, the embedding and the head are the largest arrays of a small
 # model. The new strategy, `VocabParallel`, splits these two along the vocabulary, and splits the
@@ -104,9 +104,9 @@ else:
     raise AssertionError("no error")
 
 # %% [markdown]
-# ## Tested as the library tests its own
+# ## Test it as the library tests its strategies
 #
-# First, its losses must be those of one device:
+# First, its losses must equal the losses of one device:
 
 # %%
 rng = np.random.default_rng(0)
@@ -134,10 +134,10 @@ table = trainer.state.params["embed"]["embedding"]
 assert table.addressable_shards[0].data.size * 4 == table.size  # words=2, fsdp=2
 
 # %% [markdown]
-# Third, it must communicate what theory says, and nothing else. Rows and vocabulary are split over
+# Third, it must have the collectives of the theory, and no others. Rows and vocabulary are split over
 # one axis, and the rows of a device need the whole embedding. So the embedding is gathered for the
 # lookup and again for the logits, as `FSDP` gathers a parameter. The gradients of both uses are
-# summed, and so are those of all replicated parameters.
+# summed, and so are the gradients of all replicated parameters.
 
 # %%
 alone = make_trainer(VocabParallel(2), jax.devices()[:2], num_microbatches=1)

@@ -41,7 +41,7 @@ def make_trainer(**options):
 
 
 # %% [markdown]
-# ## 1. What it should do
+# ## 1. The theory of the step
 #
 # A training step of a transformer costs `6 N` FLOPs per token, where `N` is the number of parameters
 # in matmuls. Attention costs `12 L E T` more, for `L` layers of width `E` over `T` tokens.
@@ -51,7 +51,7 @@ theory = config.flops_per_token(SEQ) * ROWS * SEQ
 print(f"{theory / 1e9:.2f} GFLOP a step")
 
 # %% [markdown]
-# ## 2. What the program does
+# ## 2. The compiled program
 #
 # `audit` counts the operations of the compiled program; the body of a loop counts once for each
 # iteration. More FLOPs than in theory mean that something is computed twice, by remat or because of
@@ -73,7 +73,7 @@ assert abs(report.flops * 8 / theory - 1) < 0.05
 assert {c.kind for c in report.collectives} == {"all-gather", "all-reduce"}
 
 # %% [markdown]
-# ## 3. What the devices did
+# ## 3. The run on the devices
 #
 # `Trainer(profile=(6, 10))` traces steps 6 to 9. Choose steps from the middle of a run: the first
 # step compiles, and the next few warm up caches. The trace is in the checkpoint directory.
@@ -112,7 +112,7 @@ microseconds = collections.Counter()
 for event in events:
     name = event.get("args", {}).get("hlo_op", "")
     if "dur" not in event or not name or name.startswith(("while", "call")):
-        continue  # a loop's duration is that of its operations, which have events of their own
+        continue  # a loop's operations have their own events
     microseconds[kind_of(name) or "other"] += event["dur"]
 total = sum(microseconds.values())
 for kind, spent in microseconds.most_common():

@@ -160,7 +160,7 @@ assert moment.sharding.spec == P(None, "fsdp")
 # | `get_global_mesh()` | `active_mesh()` |
 # | `with_sharding_constraint(x, rule)` | `constrain(x, rule)` |
 # | `FSDPShardingRule(min_fsdp_size=2**20)`, the default | `FSDPRules(min_size=2**20)`; the default is 1,024 |
-# | `TreePathShardingRule((regex, spec), ...)`, strict | `PathRules((regex, spec), ..., strict=True)`; by default a warning lists what no regex matches |
+# | `TreePathShardingRule((regex, spec), ...)`, strict | `PathRules((regex, spec), ..., strict=True)`; by default a warning lists the arrays that no regex matches |
 # | a path `up/kernel` | `up.kernel`: write `\.` where a regex had `/` |
 # | `PolicyShardingRule(lambda path, leaf: spec)` | `PolicyRules(lambda info: spec)`, with `info.path`, `info.shape` and `info.dtype` |
 # | `mesh.match_sharding_rule(rule, tree)` | `resolve_shardings(tree, rule, mesh)` |
@@ -230,7 +230,7 @@ assert moment.sharding.spec == P(None, "fsdp")
 #
 # Take a training script of your own, and write its loss as `loss(model, batch)`. First run it on 8
 # simulated devices with `fast_dev_run=True`, which takes two steps as a test. Then compare five
-# losses with those of the original.
+# losses with the original's.
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show an answer"}
 # For the script above; yours has other lines in place of model, optimizer, loss and batches.

@@ -5,10 +5,10 @@
 # few lines each, make it run well under every strategy:
 #
 # 1. A `Stack` holds the blocks. This allows `Pipeline` and `remat`.
-# 2. Names say what each dim of a parameter means. This allows `TensorParallel`.
+# 2. Names give the meaning of each dim of a parameter. This allows `TensorParallel`.
 # 3. `constrain` names the dims of activations. This allows sequence parallelism.
 #
-# The tutorial makes one change at a time, and measures what it buys.
+# The tutorial makes one change at a time, and measures its effect.
 
 # %%
 import textwrap
@@ -232,7 +232,7 @@ visualize(up)
 
 
 # %% [markdown]
-# A device computes one and a half times the FLOPs that FSDP alone needs. The schedule has six ticks
+# A device computes one and a half times the FLOPs that FSDP needs. The schedule has six ticks
 # for four microbatches, and the stages run in all of them: the difference is the bubble of
 # [tutorial 5](05_pipelines.py). More microbatches make it smaller. [Tutorial 6](06_composing.py)
 # explains the all-to-alls.
@@ -298,7 +298,7 @@ def print_reasons(name):
 print_reasons("tensor, attention")
 
 # %% [markdown]
-# A table of your own names the rest. A pair has a regular expression for the path, and a name for
+# Your table names the rest. A pair has a regular expression for the path, and a name for
 # each dim. The dim of the layers has its name already.
 
 # %%
@@ -328,12 +328,12 @@ assert 1.1 * reports["tensor, all names"].flops < between
 assert between < 0.9 * reports["tensor, no names"].flops
 
 # %% [markdown]
-# A model of your own can also name the dims where it makes the parameters, as the MLP of [tutorial
+# Your model can also name the dims where it makes the parameters, as the MLP of [tutorial
 # 9](09_your_own_model.py) does.
 #
 # ## Change 3: `constrain` for activations
 #
-# The compiler chooses the shardings of activations from those of the parameters. That is enough for
+# The compiler derives the shardings of activations from the shardings of the parameters. That is enough for
 # the step above. Sequence parallelism wants more: between the matmuls, each device should keep only
 # a part of each sequence. `constrain` names the dims of an activation, and the strategy decides
 # which of them to shard.
@@ -383,7 +383,7 @@ class Parallel(nnx.Module):
 
 
 # %% [markdown]
-# **Sequence parallelism** has no effect on the model without `constrain`. The numbers are those of
+# **Sequence parallelism** has no effect on the model without `constrain`. The numbers are the same as with
 # tensor parallelism, and a warning says so:
 
 # %%

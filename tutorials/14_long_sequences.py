@@ -24,10 +24,10 @@ from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 simulate_devices(8)
 
 # %% [markdown]
-# ## What a token costs
+# ## The memory of a token
 #
 # One row, and a small Llama with four heads that share two key heads. The next function compiles a
-# training step, and asks the compiler what memory a device needs besides the parameters.
+# training step, and asks the compiler how much memory a device needs besides the parameters.
 
 # %%
 eight, one = jax.devices(), jax.devices()[:1]
@@ -94,12 +94,12 @@ print(f"{strategy.make_mesh().shape}:", split)
 np.testing.assert_allclose(split, alone, rtol=1e-5)
 
 # %% [markdown]
-# ## Who computes what
+# ## The blocks of each device
 #
 # Under a causal mask a query sees the keys before it, so late tokens cost more than early ones. Were
 # each device to have neighbours, the last would have most of the work, and the others would wait.
 # So the sequence is cut into twice as many chunks as there are devices, and device i computes chunk
-# i and the i-th from the end. Devices exchange halves of what they hold around the attention, so
+# i and the i-th from the end. Devices exchange halves of their tokens around the attention, so
 # that nothing else in the model sees another order.
 #
 # A row is a chunk of queries, a column a chunk of keys; the number is the device that computes it.
@@ -133,7 +133,7 @@ assert max(balanced) == min(balanced)
 assert max(in_turn) == 7 * min(in_turn)
 
 # %% [markdown]
-# ## What is sent
+# ## The bytes that are sent
 #
 # `exchange` says how queries meet the keys of other devices.
 #
@@ -157,9 +157,9 @@ assert "all-to-all" in sent["all_to_all"]
 assert "all-gather" in sent["gather"]
 
 # %% [markdown]
-# The all-reduces that are left out are those of the gradients.
+# The all-reduces of the gradients are left out.
 #
-# ## What to choose
+# ## Choose an exchange
 #
 # - `ring` works with any number of heads, and no device holds more than two shards of the keys. With
 #   thousands of tokens a device, the matmuls of a hop take longer than the hop: a compiler that runs
@@ -178,7 +178,7 @@ assert "all-gather" in sent["gather"]
 # neighbours? And which chunks does device 5 have instead?
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show an answer"}
-# Chunk c sees c whole chunks and half of its own. The last device has the chunks 14 and 15.
+# Chunk c sees c whole chunks and half of itself. The last device has the chunks 14 and 15.
 of_device = [sum(chunk + 0.5 for chunk in (2 * n, 2 * n + 1)) for n in range(8)]
 print(f"{max(of_device) / np.mean(of_device):.2f} of the mean")
 own = [chunk for chunk in range(16) if min(chunk, 15 - chunk) == 5]

@@ -35,7 +35,7 @@ folder = Path(tempfile.mkdtemp())
 # ## A folder
 #
 # To need no download, we make the folder: a small Llama that has learned to count up by one. If you
-# have a folder of your own, start at the next heading.
+# have a folder, start at the next heading.
 
 # %%
 LENGTH = 32
@@ -69,12 +69,12 @@ assert losses[-1] < 0.2
 # %% [markdown]
 # ## Read it, sharded
 #
-# `GPT.from_pretrained` returns what a Trainer takes as its model. Nothing is read yet but the headers of
-# the files: names and shapes must be those of the model in `config.json`, or an error names the first
+# `GPT.from_pretrained` returns a model for a Trainer. It has read only the headers of
+# the files: names and shapes must match the model in `config.json`, or an error names the first
 # that is not. The Trainer then reads for each device the bytes of its shards. No process holds the whole.
 #
 # `lora` adds two narrow matrices, A and B, next to each kernel whose path matches `targets`. B starts as
-# zeros, so the model starts as it was. `wrt=nnx.LoRAParam` trains these factors alone; only they have
+# zeros, so the model starts as it was. `wrt=nnx.LoRAParam` trains only these factors; only they have
 # gradients and optimizer state. The callback ends the fit when the loss is low.
 
 
@@ -104,7 +104,7 @@ sizes = [sum(x.size for x in jax.tree.leaves(state)) for state in (params, facto
 print(f"{sizes[1]:,} of {sizes[0]:,} parameters are trained")
 
 # %% [markdown]
-# ## Train on what matters
+# ## Train on the answers
 #
 # The new task is to count up by three. Each row begins with a prompt of four tokens, which the model
 # should read and not learn to write: their `weights` are 0.
@@ -134,7 +134,7 @@ assert trainer.step < 200
 # ## Write it
 #
 # `merge_lora` adds each product to its kernel: the same model, without adapters. `save_adapters` writes
-# the factors alone, in the format of PEFT. Both folders appear whole or not at all, and what was there
+# only the factors, in the format of PEFT. Both folders appear whole or not at all, and the files that were there
 # is never written over.
 
 # %%

@@ -28,9 +28,9 @@ from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 simulate_devices(8)
 
 # %% [markdown]
-# ## What a token pays for
+# ## The cost of a token
 #
-# Python's own documentation is the text; each pair of letters is a token. The model is a small Llama
+# Python's documentation is the text; each pair of letters is a token. The model is a small Llama
 # with eight experts in place of each MLP. A token goes to two of them, `top_k=2`.
 
 # %%
@@ -75,7 +75,7 @@ for name in ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3-like"):
 # %% [markdown]
 # ## Without balance
 #
-# First on one device. A router that is trained for the next token alone has no reason to use all
+# First on one device. A router that is trained only for the next token has no reason to use all
 # experts. Those that get tokens learn, and get more of them.
 
 # %%
@@ -137,7 +137,7 @@ draw(before)
 #
 # `bias_rate` gives each expert a bias, which is added to its score where the experts of a token are
 # chosen, and nowhere else. After a step the bias of an expert with more tokens than the mean goes down
-# by the rate, that of others up. There is no gradient, and no other loss: this is how DeepSeek-V3 is
+# by the rate, and raises the others'. There is no gradient, and no other loss: this is how DeepSeek-V3 is
 # balanced. Tokens are counted in integers over the whole batch, so that the bias is the same bit for
 # bit on any mesh.
 
@@ -158,13 +158,13 @@ final = [history["loss"][-10:].mean() for history in (free_history, even_history
 np.testing.assert_allclose(final[1], final[0], rtol=0.05)
 
 # %% [markdown]
-# Both runs learn as fast so far: a text this short has little to say to eight experts. What differs is
-# what the idle ones cost. They take memory, and once experts are split over devices the busiest device
+# Both runs learn as fast so far: a text this short has little to say to eight experts. The difference is
+# the cost of the idle ones. They take memory, and once experts are split over devices the busiest device
 # sets the pace of all.
 #
 # `balance_loss=` is the other way: a loss that is least where all experts have equal shares, of each
 # sequence or of the batch. It pulls at the router with a gradient, and so at the model. `z_loss=` keeps
-# the router's logits small. `top_groups=` and `shared_dim=` are those of DeepSeek-V3.
+# the router's logits small. `top_groups=` and `shared_dim=` come from DeepSeek-V3.
 #
 # ## The experts, split
 #
@@ -185,7 +185,7 @@ for name in ("expert_load", "router_entropy"):
     np.testing.assert_allclose(split_history[name], even_history[name][:5], rtol=0.01)
 
 # %% [markdown]
-# Here is who holds what. The layers are in dim 0, the experts in dim 1: the axis `expert` splits them,
+# The shards of each device: the layers are in dim 0, the experts in dim 1: the axis `expert` splits them,
 # and `fsdp` splits each.
 
 # %%
@@ -206,9 +206,9 @@ up = split.state.params["blocks"]["layer"]["mlp"]["up"]
 assert up.addressable_shards[0].data.size * 8 == up.size
 
 # %% [markdown]
-# ## What is sent
+# ## The bytes that are sent
 #
-# - `gather`: a device gathers the tokens of all devices of the axis, computes the rows of its own
+# - `gather`: a device gathers the tokens of all devices of the axis, computes the rows of its
 #   experts, and outputs are summed and scattered back. It runs everywhere.
 # - `ragged`: each row goes to the device of its expert and comes back, by a ragged all-to-all. JAX
 #   has none for CPUs, so it is not run here.
@@ -243,13 +243,13 @@ assert report.bytes("all-gather") == 2 * collected + 2 * choices
 assert report.bytes("reduce-scatter") == 2 * collected + choices
 
 # %% [markdown]
-# The rest is what the choices of tokens and their weights take.
+# The rest is the choices of tokens and their weights.
 #
 # ## No token is dropped
 #
 # A device has room for a quarter more rows than its share. Rows beyond come in further rounds: the
 # numbers stay exact under any routing, and an unbalanced step takes longer.
-# `capacity_factor=` bounds an expert instead, per sequence: what is above its capacity is dropped. It
+# `capacity_factor=` bounds an expert instead, per sequence: tokens above its capacity are dropped. It
 # is another model, whose metrics have a `dropped_share`. So much is lost in the first steps, while
 # nothing is balanced:
 
@@ -269,7 +269,7 @@ assert dropped.min() > 0.05
 #
 # | | with experts |
 # |---|---|
-# | `FSDP()` alone | gathers all experts of a layer wherever it runs: first choice while a layer of them fits, and the batch is large |
+# | only `FSDP()` | gathers all experts of a layer wherever it runs: first choice while a layer of them fits, and the batch is large |
 # | `ExpertParallel(n)` | experts stay where they are, tokens travel; `n` divides the experts, best within a machine |
 # | `Composite(ExpertParallel(n), FSDP())` | the usual choice for large mixtures: both axes split batch and state |
 # | with `TensorParallel(m)` | each expert's width is split too; for experts that are wide |

@@ -3,7 +3,7 @@
 #
 # The model trains on a laptop, and tomorrow it shall train on sixteen chips that you do not have.
 # Which strategy, how many microbatches, which remat? `plan` answers here and now: it looks at all
-# that divide, says what fits and what each costs, and ends with the line to write. This tutorial
+# that divide, says which fit and how much each costs, and ends with the line to write. This tutorial
 # plans a GPT for a slice of TPUs, reads why candidates lost, checks the formulas with a compiler, and
 # trains with the line that comes out.
 
@@ -38,7 +38,7 @@ simulate_devices(8)
 # %% [markdown]
 # ## The Trainer, as it is
 #
-# A plan takes the Trainer that you have. Its own strategy does not matter. The model is a function, so
+# A plan takes the Trainer that you have. Its strategy does not matter. The model is a function, so
 # nothing is allocated: 1.3 billion parameters would hardly fit here. Of the data only shapes are
 # needed.
 
@@ -58,8 +58,8 @@ print(f"{config.num_params:,} parameters, {ROWS * config.seq_len:,} tokens a ste
 # %% [markdown]
 # ## A first plan
 #
-# `"v5p:2x2x4"` is a slice of sixteen TPU chips. `compile=0` asks formulas alone, which takes seconds.
-# To keep the list short, pipelines, tensor parallelism and offload are left out: what is in `fix` is
+# `"v5p:2x2x4"` is a slice of sixteen TPU chips. `compile=0` asks only the formulas, which takes seconds.
+# To keep the list short, pipelines, tensor parallelism and offload are left out: a part in `fix` is
 # decided.
 
 # %%
@@ -83,15 +83,15 @@ np.testing.assert_allclose(
 )
 
 # %% [markdown]
-# The best that fits comes first. What does not fit comes last, the smallest first. The last column says
-# why a candidate lost: it does not fit, and what takes most of its memory; or by what factor it is
-# slower, and what it waits for.
+# The best candidate that fits comes first. Candidates that do not fit come last, the smallest first. The last column says
+# why a candidate lost: it does not fit, and which owner takes most of its memory; or how many times
+# slower it is, and for which part it waits.
 #
 # - `GiB/device`: with a `~` it is an estimate. Parameters and optimizer state are exact: their bytes
 #   follow from shapes and shardings. Activations are counted in the trace of the loss.
 # - `step, s` is a range. At best, products, memory and transfers run at the same time. At worst, one
-#   after the other, and each slower. What is assumed of them is printed below the table.
-# - MFU: the FLOPs of the model over what the chips could do in that time.
+#   after the other, and each slower. The assumptions are printed below the table.
+# - MFU: the FLOPs of the model over the chips' peak in that time.
 #
 # Whose the memory is:
 
@@ -99,18 +99,18 @@ np.testing.assert_allclose(
 draw_memory(first)
 
 # %% [markdown]
-# Three bars of a kind differ in remat alone: parameters, gradients and optimizer state are the same,
+# Three bars of a kind differ only in remat: parameters, gradients and optimizer state are the same,
 # kept activations shrink. Three of another kind differ in the strategy, which divides the state.
 #
-# ## What a step waits for
+# ## The waits of a step
 #
-# Both ends of the range, to scale. Pale transfers run during products and cost no time of their own.
+# Both ends of the range, to scale. Pale transfers run during products and cost no extra time.
 
 # %%
 draw_timeline(first)
 
 # %% [markdown]
-# The roofline says what bounds a step [1]. Across is how many FLOPs a step has for each byte that it
+# The roofline shows the bound of a step [1]. Across is how many FLOPs a step has for each byte that it
 # moves: through memory, and over the links. The more, the less it matters how fast these are. Under
 # each roof there is a bar, the speed of this step from its slow to its fast end. Far to the right of the
 # bend in its roof, a transfer is no limit; left of it, the chips wait for bytes.
@@ -145,7 +145,7 @@ assert products.work / sent.work < many.work / as_much.work / 8
 # ## Everything that divides
 #
 # Without `fix` a plan tries all strategies and their composites, schedules of pipelines, microbatches
-# and remat. Formulas alone rule out what cannot fit or cannot win.
+# and remat. The formulas rule out candidates that cannot fit or cannot win.
 
 # %%
 found = plan(trainer, topology="v5p:2x2x4", batch=batch, compile=0)
@@ -161,7 +161,7 @@ kinds = {name for e in found.entries for name, n in e.axis_sizes.items() if n > 
 assert kinds >= {"data", "fsdp", "tensor", "pipe"}
 
 # %% [markdown]
-# Pipelines are among them. The last column says what one loses by, and its picture shows the grey
+# Pipelines are among them. The last column says why one loses, and its picture shows the grey
 # time in which stages wait for each other, at the start and at the end.
 
 # %%
@@ -171,7 +171,7 @@ print(piped.why)
 draw_timeline(found, piped)
 
 # %% [markdown]
-# ## Pin what is decided
+# ## Pin the decided parts
 #
 # Perhaps the checkpoint, a colleague or a later cluster wants `TensorParallel(4)`. Then that is
 # decided, and the rest is found around it. `fix` takes sizes of axes, `microbatches`, `remat`, `shard`,
@@ -192,7 +192,7 @@ assert ratio >= 1
 # ## Ask a compiler
 #
 # Formulas guess what a compiler does with temporaries. Where there is one for the target, `plan` has
-# the best candidates compiled, each in a process of its own, and reads memory, FLOPs and transfers off
+# the best candidates compiled, each in a separate process, and reads memory, FLOPs and transfers off
 # the program. For TPUs it comes with `pip install 'nnx-parallel[tpu-compiler]'`, and runs on this laptop:
 # leave `compile=0` away. Everywhere there is one for simulated CPU devices, so here is a small GPT for
 # eight of them.
@@ -240,7 +240,7 @@ for entry in tried.entries:
 assert tried.best is not None
 
 # %% [markdown]
-# So small a program is made of what formulas leave out, and its times are those of a nominal core. What
+# Such a small program consists of operations that the formulas leave out, and its times assume a nominal core. What
 # they say of large ones is [compared with compilers](../plan.md#compared-with-a-compiler).
 #
 # ## The line to write
