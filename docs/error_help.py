@@ -38,7 +38,7 @@ HELP = {
         "Write one of the lines that the message ends with: they fit by the formulas of "
         "`plan`. [From a laptop to a pod](plan.md#out-of-memory) says what fits before you "
         "run.",
-        "Out of device memory: RESOURCE_EXHAUSTED ... What fits by the same formulas, the "
+        "Out of device memory: RESOURCE_EXHAUSTED ... Changes that fit by the same formulas, the "
         "fastest first: Trainer(..., strategy=FSDP(), remat='dots') ...",
     ),
     "DeviceCountError": Help(

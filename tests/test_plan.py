@@ -283,7 +283,7 @@ def test_a_small_model_has_more_than_zeros_in_its_table(parts: Parts) -> None:
     ("name", "message"),
     [
         ("v5q:4x4", "no hardware is called 'v5q'. Did you mean 'v5"),
-        ("v5p", "is no topology. Write a slice of TPUs as 'v5p:4x4x4'"),
+        ("v5p", "is unknown. Write a slice of TPUs as 'v5p:4x4x4'"),
         ("h100:4x4", "devices of h100 are counted, with at least 1: 'h100:16'"),
         (
             "v5p:2x2x3x2",
@@ -329,7 +329,7 @@ def test_hardware_of_one_s_own(parts: Parts) -> None:
 
 def test_without_a_compiler_formulas_speak_and_say_so(parts: Parts) -> None:
     found = plan(parts, topology="h100:8", candidates=[FSDP(), DataParallel()])
-    assert any(note.startswith("formulas alone: no compiler") for note in found.notes)
+    assert any(note.startswith("only formulas: no compiler") for note in found.notes)
     assert found.code == f"Trainer(..., {found.entries[0].candidate.code})"
 
 

@@ -113,7 +113,7 @@ def test_a_batch_by_its_shapes(tmp_path: Path) -> None:
         ({"json": "plan.txt"}, "--json 'plan.txt': the file's name must end in .json"),
         ({"batch": ["x"]}, "--batch 'x': write NAME=DTYPE[SHAPE]"),
         ({"fix": ["tenser=2"]}, "fix has 'tenser'. Did you mean 'tensor'?"),
-        ({"topology": "pod"}, "topology='pod' is no topology"),
+        ({"topology": "pod"}, "topology='pod' is unknown"),
         ({}, "There is no script 'none.py'"),
     ],
 )

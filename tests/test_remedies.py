@@ -45,7 +45,7 @@ def test_remedies_are_what_fits_by_the_formulas() -> None:
     assert owners.startswith("A device has 4 MiB for a program. By the formulas")
     assert "kept activations" in owners
     assert "optimizer state 1.683 MiB" in owners
-    assert what == "What fits by the same formulas, the fastest first:"
+    assert what == "Changes that fit by the same formulas, the fastest first:"
     sizes = [float(x) for line in lines for x in re.findall(r"([\d.]+) MiB", line)]
     assert len(lines) == 3
     assert all(size <= 4 for size in sizes)
@@ -92,7 +92,7 @@ def test_a_fit_without_memory_names_remedies() -> None:
     trainer = trainer_of(loss, devices=jax.devices()[:1])
     with pytest.raises(DeviceMemoryError) as caught:
         trainer.fit([ROWS], 1)
-    assert "What fits by the same formulas, the fastest first:" in str(caught.value)
+    assert "Changes that fit by the same formulas, the fastest" in str(caught.value)
     assert "remat='full'" in str(caught.value)
 
 

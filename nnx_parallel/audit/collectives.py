@@ -21,7 +21,7 @@ KINDS = (
 )
 
 UNREAD = "unread"
-"""The kind of what sends in a way that is not understood."""
+"""The kind of an instruction that sends in a way that is not understood."""
 
 ReplicaGroups = tuple[tuple[int, ...], ...]
 
@@ -42,8 +42,8 @@ class Collective:
         bytes_each: Bytes per device and execution of the larger side: the output of an
             all-gather, the input of all others; several operands are summed. The size
             of the data, not the communication volume, which depends on the algorithm.
-            Of a ragged-all-to-all the smaller side: the mean of what devices send,
-            and receive, can be no more, and the larger side has room for more than
+            For a ragged-all-to-all the smaller side: the mean of the bytes that devices
+            send and receive can be no more, and the larger side has room for more than
             the mean.
         count: Executions per run of the program, loops multiplied out.
         dtypes: The element types that move.
@@ -81,7 +81,7 @@ class Collective:
     def sent_bytes(self) -> float:
         """Bytes that a device sends in all executions, by the ring that sends least.
 
-        Of an all-reduce ``2 (n - 1) / n`` of its bytes, of a collective-permute all,
+        An all-reduce sends ``2 (n - 1) / n`` of its bytes, a collective-permute all,
         and of the others ``(n - 1) / n``, in groups of ``n`` devices.
         """
         if self.kind in ("collective-permute", UNREAD):
@@ -95,8 +95,9 @@ def read_collective(
 ) -> Collective | None:
     """The collective that an instruction is, executed once.
 
-    `None` if it is none, if each of its groups is one device, or if it only continues
-    one that was started before. Where no group is written, `num_devices` form one.
+    `None` if it is not a collective, if each of its groups is one device, or if it only
+    continues one that was started before. Where no group is written, `num_devices` form
+    one.
     """
     opcode = instruction.opcode.removesuffix("-start")
     if opcode not in KINDS:
@@ -193,7 +194,7 @@ def _mesh_groups(
     group_size = math.prod(int(size) if size else sizes[name] for name, _, size in axes)
     # `device_ids=([2,4]T(1,0))`: counted in shape (2, 4), transposed.
     order = _DEVICE_IDS.search(devices)
-    # A list of devices, or a part of an axis, gives the size alone.
+    # A list of devices, or a part of an axis, gives only the size.
     if (devices.strip(", ") and not order) or any(size for _, _, size in axes):
         return group_size, None
     inner = [list(sizes).index(name) for name, _, _ in axes]

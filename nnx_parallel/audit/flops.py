@@ -4,7 +4,7 @@ A multiplication and an addition count two FLOPs. A convolution counts the produ
 it really needs: a kernel element over padding, or over a hole that dilation made, costs
 nothing. So a strided convolution and both its gradients count the same, and a dot that
 a TPU runs as a convolution over its batch dims counts as a dot. A Pallas kernel counts
-what its author estimated.
+its author's estimate.
 """
 
 import math
@@ -19,7 +19,7 @@ _ESTIMATE = re.compile(r'"cost_estimate":\{[^}]*"flops":"(\d+)"')
 
 
 def count_flops(computation: Computation, instruction: Instruction) -> float:
-    """FLOPs of an instruction itself on one device, without those of what it calls.
+    """FLOPs of an instruction on one device, without the computations that it calls.
 
     0 for all but dots, convolutions and known kernels.
     """

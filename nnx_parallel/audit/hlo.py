@@ -35,7 +35,7 @@ _MAX_TRIPS = 2**40  # beyond it a condition is taken to hold forever
 _SAME = {"copy", "bitcast", "convert", "reshape", "opt-barrier"}
 _ELEMENT = re.compile(r"%([\w.\-$]+)#(\d+)")
 _COMPARISONS = ("LT", "LE", "GT", "GE", "EQ", "NE")
-# Nothing but what is linear, so that a few iterations foretell the others.
+# Only linear operations, so that a few iterations foretell the others.
 _OPERATIONS: Mapping[str, Callable[..., int]] = {
     "add": operator.add,
     "subtract": operator.sub,
@@ -232,7 +232,7 @@ class Module:
         return self.evaluate(name, arguments).get(self.computations[name].root)
 
     def read_loop(self, instruction: Instruction, initial: KnownValue) -> WhileLoop:
-        """Reads a `while`, from what is known of its state before it runs."""
+        """Reads a `while`, from the known part of its state before it runs."""
         states = [initial]
         for _ in range(2):
             states.append(self._result(instruction.attribute("body"), (states[-1],)))
@@ -354,7 +354,7 @@ def _parse_instruction(name: str, text: str) -> Instruction:
 
 
 def _with_elements(body: dict[str, Instruction]) -> dict[str, Instruction]:
-    """Adds the `get-tuple-element`s that a compiler's own dump shortens to `%x#1`."""
+    """Adds the `get-tuple-element`s that a compiler's dump shortens to `%x#1`."""
     named = (_ELEMENT.findall(each.rest) for each in body.values() if "#" in each.rest)
     indices: dict[str, set[int]] = {}
     for name, index in chain.from_iterable(named):

@@ -25,16 +25,17 @@ class Report:
     Attributes:
         flops: Floating-point operations of dots and convolutions, and of Pallas kernels
             that state theirs; a multiplication and an addition count two.
-        grouped_flops: Those of grouped products among them. On TPUs, of all rows that
-            they have room for: the kernel takes tiles of rows, and skips those after
-            the last group's. On CPUs each group multiplies all rows, and is counted so.
-        grouped_products: Their number, `jax.lax.ragged_dot` of TPUs and those of
+        grouped_flops: FLOPs of grouped products among them. On TPUs they cover all rows
+            that they have room for: the kernel takes tiles of rows, and skips those
+            after the last group's. On CPUs each group multiplies all rows, and is
+            counted so.
+        grouped_products: Their number, `jax.lax.ragged_dot` on TPUs and the products of
             `nnx_parallel.layers.MoE`. On CPUs one may take several dots.
         collectives: Every collective instruction among more than one device, whoever
             runs it: those that a TPU's SparseCores run too.
-        unread: What sends in a way that is not understood, such as a kernel that writes
-            into another device's memory: its name is in ``source``, its operands are
-            its bytes, and it counts as sent and not hidden.
+        unread: Instructions that send in a way that is not understood, such as a kernel
+            that writes into another device's memory: its name is in ``source``, its
+            operands are its bytes, and it counts as sent and not hidden.
         conditionals: Every conditional. The other attributes count its most expensive
             branch, by FLOPs and then by bytes in collectives.
         unknown_loops: Loops whose trip count depends on data; bodies are counted once,
@@ -64,21 +65,21 @@ class Report:
         """Executions per run of the collectives of a kind in `KINDS`, or of all.
 
         Raises:
-            ValueError: If there is no such kind.
+            ValueError: If the kind is unknown.
         """
         return sum(each.count for each in self._of_kind(kind))
 
     def bytes(self, kind: str | None = None) -> int:
         """Bytes per device and run of the same collectives as in `count`.
 
-        Those of the data, as in `Collective.bytes_each`, loops multiplied out.
+        Bytes of the data, as in `Collective.bytes_each`, loops multiplied out.
         """
         return sum(each.bytes for each in self._of_kind(kind))
 
     def sent_bytes(self, kind: str | None = None) -> float:
         """Bytes that a device sends for them: `Collective.sent_bytes`, summed up.
 
-        Of all kinds, those of what is `unread` too.
+        Without a kind, `unread` instructions count too.
         """
         return sum(each.sent_bytes for each in self._sent(kind))
 
@@ -86,9 +87,10 @@ class Report:
     def hidden_share(self) -> float | None:
         """The share of all sent bytes that is hidden behind products, from 0 to 1.
 
-        Those of collectives between whose start and end a product runs, as the compiler
-        has scheduled the program: an upper bound, for the product may be the shorter of
-        the two, and no time. `None` if nothing is sent, or the program has no schedule.
+        A collective is hidden if a product runs between its start and its end, as the
+        compiler has scheduled the program: an upper bound, for the product may be the
+        shorter of the two, and no time. `None` if nothing is sent, or the program has
+        no schedule.
         """
         return self.hidden_share_of(None)
 
@@ -197,19 +199,19 @@ def audit(
     taken: Mapping[str, float] | None = None,
     trips: Mapping[str, int] | None = None,
 ) -> Report:
-    """Counts what a compiled program computes and sends.
+    """Counts the FLOPs and the collectives of a compiled program.
 
-    Nothing is run. Unlike XLA's own `cost_analysis`, the body of a loop counts once for
+    Nothing is run. Unlike XLA's `cost_analysis`, the body of a loop counts once for
     each iteration.
 
     Args:
         compiled: `jax.jit(f).lower(...).compile()`, or the text of optimised HLO, for
             any backend.
-        mesh: The mesh whose axes are named; by default that of the arguments or
+        mesh: The mesh whose axes are named; by default the mesh of the arguments or
             results of a compiled program.
         taken: Share of the executions in which a conditional takes its most expensive
-            branch, by the `jax.named_scope` directly around it. FLOPs are then those of
-            the mean; collectives stay those of the most expensive branch.
+            branch, by the `jax.named_scope` directly around it. FLOPs are then the
+            mean; collectives stay the most expensive branch's.
         trips: How often loops run whose length depends on data, by the
             `jax.named_scope` directly around each.
 
@@ -259,7 +261,7 @@ def audit(
 
 
 def flops_of(compiled: jax.stages.Compiled) -> float:
-    """The `Report.flops` of a compiled program alone, which takes half of the time."""
+    """Only the `Report.flops` of a compiled program, in half of the time."""
     module = parse(_text_of(compiled))
     return CostWalk(module).program().flops
 
@@ -307,8 +309,8 @@ def _text_of(compiled: jax.stages.Compiled) -> str:
     try:
         return compiled.as_text() or ""
     except jax.errors.JaxRuntimeError as error:
-        # libtpu 0.0.52 writes an `async-update` of several operands for what it gives
-        # to its sparse cores, which jaxlib 0.10 does not know.
+        # libtpu 0.0.52 writes an `async-update` of several operands for work that
+        # it gives to its sparse cores, which jaxlib 0.10 does not know.
         raise ProgramTextError(
             f"jaxlib {version('jaxlib')} cannot print this program: its compiler is "
             f"newer ({str(error).splitlines()[0]}). Update jax; or compile with "

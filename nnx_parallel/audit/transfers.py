@@ -104,7 +104,7 @@ class Overlap:
                 return position
             if each.opcode in _PASSES_ON:
                 names.add(each.name)
-                # What only reads the result of the last step is none of its own.
+                # An instruction that only reads the last step's result is not a step.
                 last = position if self._continues(each) else last
         return last
 
@@ -147,7 +147,7 @@ class Overlap:
 
 
 def roles_of(module: Module, instruction: Instruction) -> set[str]:
-    """What an instruction does with a collective that is spread over several fusions.
+    """The role of an instruction in a collective that is spread over several fusions.
 
     ``Start`` and ``Done`` are its first and its last step. A fusion has them inside.
     """

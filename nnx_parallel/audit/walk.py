@@ -1,4 +1,4 @@
-"""The walk through a compiled program, and the one that adds up what it costs."""
+"""The walk through a compiled program, and the walk that adds up its costs."""
 
 import abc
 import re
@@ -18,14 +18,14 @@ _FUSION_START = "AsyncCollectiveStart"
 # Custom calls by which XLA allocates and awaits buffers; no kernels.
 _BOOKKEEPING = {"AllocateBuffer", "AsyncCollectiveDone", _FUSION_START, "ConcatBitcast"}
 _CALLS = ("while", "conditional", "fusion", "call", "async-start", "custom-call-start")
-# What sends, by its name or its flags, and is none of the collectives that are read:
+# Instructions that send, by name or flags, without being collectives that are read:
 # pairs of hosts or of stages, and kernels that write into the memory of other devices.
 _SENDS = re.compile(r"(send|recv|all-|collective-|ragged-all|reduce-scatter)")
 _KERNEL_SENDS = re.compile(r'"(has_communication":\s*true|collective_id":\s*"?\d)')
-# A mixture of experts takes rows beyond a device's share in further rounds. A count is
-# that of balanced tokens, unless `trips` says otherwise.
+# A mixture of experts takes rows beyond a device's share in further rounds. A count
+# assumes balanced tokens, unless `trips` says otherwise.
 TRIPS = {"more_rounds": 0}
-# `jax.lax.ragged_dot`, by its name on TPUs, and those of `MoE` on all platforms.
+# `jax.lax.ragged_dot`, by its name on TPUs, and the products of `MoE` on all platforms.
 _GROUPED = re.compile(r"ragged[-_]dot|grouped_products")
 
 Total = TypeVar("Total")
@@ -35,7 +35,7 @@ class Loop(NamedTuple, Generic[Total]):
     """A `while`, with the totals of one execution of its parts.
 
     Attributes:
-        body: What it repeats.
+        body: The repeated computation.
         condition: Executed once more than the body: it fails the last time.
         trips: Executions of the body.
         is_known: False if they depend on data, and `trips` is an assumption.
@@ -51,9 +51,9 @@ class Loop(NamedTuple, Generic[Total]):
 class Walk(abc.ABC, Generic[Total]):
     """Goes through a program, from its entry or any other computation.
 
-    It enters loops, conditionals and calls with what is known of their arguments, so
-    that the loops inside can be read too. Each form says what a computation comes to,
-    and the loops and the conditionals among them.
+    It enters loops, conditionals and calls with the known part of their arguments, so
+    that the loops inside can be read too. A subclass gives the totals of computations,
+    loops and conditionals.
 
     Attributes:
         module: The program.
@@ -70,16 +70,16 @@ class Walk(abc.ABC, Generic[Total]):
 
     @abc.abstractmethod
     def loop(self, instruction: Instruction, loop: Loop[Total]) -> Total:
-        """The total of a `while`, of those of its parts."""
+        """The total of a `while`, from the totals of its parts."""
 
     @abc.abstractmethod
     def conditional(self, instruction: Instruction, branches: list[Total]) -> Total:
-        """The total of a conditional, of those of its branches."""
+        """The total of a conditional, from the totals of its branches."""
 
     def enter(
         self, instruction: Instruction, values: Mapping[str, KnownValue]
     ) -> Total:
-        """The total of a loop, a conditional, or of what an instruction calls."""
+        """The total of a loop, a conditional, or a called computation."""
         operands = tuple(map(values.get, instruction.operands))
         match instruction.opcode:
             case "while":
@@ -161,7 +161,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class CostWalk(Walk[Cost]):
-    """Adds up what a program costs.
+    """Adds up the costs of a program.
 
     Attributes:
         taken: Share of the executions in which a conditional takes its most expensive
@@ -172,7 +172,7 @@ class CostWalk(Walk[Cost]):
     _walked: set[str] = field(default_factory=set)
 
     def program(self) -> Cost:
-        """The cost of the whole program, with what could not be read of it."""
+        """The cost of the whole program, with its unread instructions."""
         cost = self.computation(self.module.entry, ())
         return cost + Cost(unread=tuple(self._never_reached()))
 
@@ -222,7 +222,7 @@ class CostWalk(Walk[Cost]):
         instruction: Instruction,
         values: Mapping[str, KnownValue],
     ) -> Cost | None:
-        """The cost of what is no collective itself."""
+        """The cost of an instruction that is not a collective."""
         if flops := count_flops(computation, instruction):
             is_grouped = bool(_GROUPED.search(instruction.source))
             return Cost(
@@ -270,7 +270,7 @@ class CostWalk(Walk[Cost]):
 
     def _custom_call(self, instruction: Instruction) -> Cost:
         target = instruction.attribute(_TARGET) or ""
-        # What SparseCore runs, as a compiler's own dump writes it: called in turn.
+        # A SparseCore's program, as a compiler's dump writes it: called in turn.
         if (called := instruction.called or "") in self.module.computations:
             cost = self.computation(called, ())
             if cost.collectives or cost.unread:
@@ -325,7 +325,7 @@ class CostWalk(Walk[Cost]):
 
 
 def _is_unknown(instruction: Instruction) -> bool:
-    """True for what sends in a way that no collective here describes."""
+    """True for an instruction that sends without being a known collective."""
     opcode = instruction.opcode
     if opcode == "custom-call":
         return bool(_KERNEL_SENDS.search(instruction.attributes))

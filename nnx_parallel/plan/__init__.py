@@ -1,4 +1,8 @@
-"""`plan`: what a step costs on devices that are not there, and which way to run it."""
+"""`plan`: the cost of a step on devices that are not there, and the best strategy.
+
+A Trainer enters, with the shapes of a batch and the name of a topology. A `Plan`
+leaves: candidates in order, with memory and time. Start reading in `search`.
+"""
 
 from nnx_parallel.plan.candidates import Candidate as Candidate
 from nnx_parallel.plan.hardware import HARDWARE as HARDWARE

@@ -57,10 +57,10 @@ class Candidate:
 
     Attributes:
         strategy: The strategy.
-        num_microbatches: As of the Trainer.
-        remat: As of the Trainer.
-        offload: As of the Trainer.
-        precision: As of the Trainer; ``None``: the Trainer's own.
+        num_microbatches: The Trainer's ``num_microbatches``.
+        remat: The Trainer's ``remat``.
+        offload: The Trainer's ``offload``.
+        precision: The Trainer's ``precision``; ``None`` keeps it.
 
     Example:
         >>> Candidate(strategy=FSDP(8), remat="full").code
@@ -85,7 +85,7 @@ class Candidate:
 
 
 def check_fix(fix: Mapping[str, Any]) -> None:
-    """Refuses what cannot be fixed, by name.
+    """Refuses parts that cannot be fixed, by name.
 
     Raises:
         PlanError: With the valid names, or the valid values of one.
@@ -124,7 +124,7 @@ def enumerate_candidates(
     Args:
         parts: The model and the batch.
         topology: The devices.
-        fix: What is decided: sizes of mesh axes by name, ``microbatches``, ``remat``,
+        fix: The decided parts: sizes of mesh axes by name, ``microbatches``, ``remat``,
             ``shard`` (FSDP's), ``schedule`` (a pipeline's, by name), ``stack`` (the
             path of the stack that it cuts), ``sequence`` (tensor parallelism's;
             ``"ring"`` and ``"halves"`` overlap it, and the latter is tried only if it
@@ -166,7 +166,7 @@ def _check_sizes(fix: Mapping[str, Any], facts: ModelFacts, topology: Topology) 
     experts, layers = facts.num_experts, max(facts.stacks.values(), default=0)
     layers = facts.stacks.get(fix.get("stack", ""), layers)
     has_names = not {*TENSOR_NAMES}.isdisjoint(facts.named)
-    # Whether a size is of use, and what the model has.
+    # True if a size is useful, and the sizes of the model.
     uses: dict[str, tuple[Callable[[int], bool], str]] = {
         "expert": (lambda n: experts > 0 and experts % n == 0, f"{experts} experts"),
         "pipe": (lambda n: n <= layers, f"{layers} layers in a Stack"),
@@ -226,7 +226,7 @@ def _strategies(
                 after_context = after_pipe // context
                 for expert in _sizes("expert", after_context, fix, fits):
                     kinds: list[list[Strategy | None]] = [
-                        # In stages rows are not halved: no candidate of its own.
+                        # In stages rows are not halved: this adds no candidate.
                         _tensor_kinds(tensor, facts, fix)
                         if pipe == 1 or fix.get("sequence") != "halves"
                         else [],
@@ -350,7 +350,7 @@ def _offload(parts: Parts, fix: Mapping[str, Any]) -> Offload | None:
 def _precisions(
     parts: Parts, topology: Topology, fix: Mapping[str, Any]
 ) -> list[Precision | None]:
-    """The Trainer's own; and bfloat16 products, where it names no precision."""
+    """The Trainer's precision; and bfloat16 products, where it names none."""
     if "precision" in fix:
         return [None if fix["precision"] == "own" else MIXED]
     is_open = parts.precision == Precision() and parts.compute_dtype == "float32"

@@ -1,7 +1,7 @@
-"""Candidates compiled for devices that need not be there, each in its own process.
+"""Candidates compiled for devices that need not be there, each in one process.
 
 A failed check in a compiler ends the process that it runs in, so no candidate is
-compiled in the user's. What was compiled once is read from disk, by the program.
+compiled in the user's. A program that was compiled before is read from disk.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Compiled:
         flops: As `audit` counts them.
         traffic: ``[axes, bytes sent, bytes overlapped, kind]`` of transfers.
         num_collectives: Collectives that a step executes.
-        seconds: Of tracing, compiling and reading the program.
-        processor_seconds: Of all its threads, whatever else the machine did.
+        seconds: Seconds of tracing, compiling and reading the program.
+        processor_seconds: Processor time of all its threads.
         is_cached: True if it was read from disk.
         schedule: Attributes of its `Schedule`, if the compiler tells its estimates.
         error: Why it has not been compiled; empty if it has.
@@ -114,7 +114,7 @@ class Compiled:
 
 
 def missing_compiler(topology: Topology) -> str:
-    """Why there is no compiler for a topology here; empty if there is one."""
+    """The reason why a topology has no compiler here; empty if it has one."""
     hardware = topology.hardware
     if importlib.util.find_spec("cloudpickle") is None:
         return "cloudpickle is not installed (pip install 'nnx-parallel[tpu-compiler]')"
@@ -135,11 +135,11 @@ def compile_candidates(
     timeout: float = 1800.0,
     on_done: Callable[[Candidate, Compiled], None] = lambda candidate, found: None,
 ) -> list[Compiled]:
-    """Compiles candidates, each in a process of its own.
+    """Compiles candidates, each in a separate process.
 
     Args:
         parts: The model, its loss and the batch.
-        candidates: What to compile.
+        candidates: The candidates.
         topology: For which devices.
         cache: Directory of earlier results; by default `CACHE`.
         num_processes: How many compile at once.
@@ -161,7 +161,7 @@ def compile_candidates(
             raise PlanError(
                 f"The model, optimizer or loss cannot be sent to the process that "
                 f"compiles: {error}. Define them at the top of a module, without open "
-                "files or locks; or plan(..., compile=0) for the formulas alone."
+                "files or locks; or plan(..., compile=0) for only the formulas."
             ) from error
         found = _run_child(sent, topology, timeout)
         on_done(candidate, found)
@@ -215,7 +215,7 @@ def compile_here(
 ) -> Compiled:
     """Compiles in this process, unless `cache` has the results of the same program."""
     start = time.monotonic()
-    # Those that the compiler knows: real objects, of machines that are not there.
+    # The compiler's devices: real objects, for machines that are not there.
     is_tpu = topology.hardware.platform == "tpu"
     devices = topology.described() if is_tpu else jax.devices()[: topology.num_devices]
     layout = candidate.strategy.layout(candidate.strategy.make_mesh(devices))
@@ -269,15 +269,15 @@ def _schedule_of(
 ) -> dict[str, Any] | None:
     """The timed schedule of a program for TPUs.
 
-    What is printed in a way that is not known leaves the time to the formulas, and so
-    does a jaxlib that cannot print what a newer compiler has made.
+    The formulas give the time of a text that cannot be read, and of a program that
+    this jaxlib cannot print because its compiler is newer.
     """
     if not topology.hardware.clock:
         return None
     devices, sizes = [*mesh.devices.flat], dict(mesh.shape)
     unknown = KeyError, IndexError, ValueError, jax.errors.JaxRuntimeError
     with contextlib.suppress(*unknown):
-        # The compiler's own dump lacks the cycles: it is written before them.
+        # The compiler's dump lacks the cycles: it is written before them.
         text = compiled.as_text() or ""
         if "estimated_cycles" in text:
             return vars(read_schedule(text, topology, devices, sizes, dtype))
@@ -301,7 +301,7 @@ def _key(
 def traffic_by_axes(
     sent: Sequence[Collective], sizes: Mapping[str, int]
 ) -> list[list[Any]]:
-    """Bytes sent in a step and those of them that products hide, by axes and kind."""
+    """Bytes sent in a step, and the share hidden by products, by axes and kind."""
     sums: dict[tuple[tuple[str, ...], str], list[float]] = {}
     for each in sent:
         axes = axes_of_groups(each.groups, sizes)

@@ -33,7 +33,7 @@ from nnx_parallel.strategies.data_parallel import DataParallel
 from nnx_parallel.training.step import call_loss
 
 _ROWS = 7919  # a prime, and no size of a layer
-# A call's equations are counted for the outputs that are used alone: a gradient's
+# A call's equations are counted only for outputs that are used: a gradient's
 # recomputation has some that nothing reads.
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint")
 
@@ -136,7 +136,7 @@ class Facts:
 
     @classmethod
     def of(cls, parts: Parts, remats: Iterable[Remat], platform: str) -> Facts:
-        """Those of parts, for some remat policies."""
+        """Traces parts under some remat policies."""
         # "none" too: it tells how much one layer needs while it is recomputed.
         wanted: list[Remat] = [*dict.fromkeys((*remats, "none"))]
         model = parts.rebuilt()
@@ -150,7 +150,7 @@ class Facts:
 
 
 def count_model_flops(parts: Parts) -> float:
-    """FLOPs of a row without recomputation: three times those of the forward pass.
+    """FLOPs of a row without recomputation: three forward passes.
 
     Counted in plain operations, whatever kernel runs; attention's masked scores count.
     This is the number that MFU is measured by [1].
@@ -187,7 +187,7 @@ def _objective(
 
 
 def _unplaced(tree: Any) -> Any:
-    # Shardings of another mesh than that of the trace would be refused.
+    # Shardings of a mesh other than the trace's would be refused.
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
@@ -240,7 +240,7 @@ def _positions(residuals: tuple[Residual, ...]) -> tuple[int, int]:
 def count_jaxpr_flops(jaxpr: Any, wanted: Iterable[Any] | None = None) -> float:
     """FLOPs of the products and convolutions of a jaxpr, loops multiplied out.
 
-    Of a conditional the most expensive branch counts, of a loop of unknown length one
+    A conditional counts as its most expensive branch, a loop of unknown length as one
     iteration. Equations that no wanted output needs are left out.
 
     Example:
@@ -297,7 +297,7 @@ def _dot(eqn: jex.JaxprEqn) -> float:
 def _convolution(eqn: jex.JaxprEqn) -> float:
     _, kernel, out = _avals(eqn)
     features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
-    # Products with the holes that a dilated input has are none.
+    # The holes of a dilated input cost no products.
     holes = math.prod(eqn.params["lhs_dilation"])
     return 2.0 * out.size * kernel.size / features / holes
 

@@ -3,8 +3,9 @@
 Parameters, optimizer state and batch are counted shard by shard, from the shapes and
 shardings that the step is compiled with. The rest of the memory is an untuned sum:
 kept residuals, gradients, gathered weights, and one layer computed again. It ranks
-candidates and drops what cannot fit; a compiler decides. Bytes sent follow from where
-arrays are stored and where they are used, for the collective that sends the least.
+candidates and drops those that cannot fit; a compiler decides. Bytes sent follow from
+where arrays are stored and where they are used, for the collective that sends the
+least.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from nnx_parallel.state import StatePlan
 def state_bytes(plan: StatePlan, batch: Any) -> dict[str, int]:
     """Bytes of a step's arguments on one device, by owner: no estimates.
 
-    Together they are what XLA's ``memory_analysis`` calls the argument size, where the
+    Their sum is the argument size of XLA's ``memory_analysis``, where the
     compiler lays arrays out without padding, as on CPU.
 
     Args:
@@ -90,7 +91,7 @@ class Estimate:
         self.params = [(path, x, plan.placements[path]) for path, x in trained.items()]
         staged = [x.shape[0] for _, x, place in self.params if place.is_staged]
         stacked = [x.shape[0] for _, x, place in self.params if place.is_stacked]
-        # Of the stack that a pipeline cuts; else of the longest.
+        # Layers of the stack that a pipeline cuts, or of the longest stack.
         self.num_layers = max(staged or stacked, default=1)
         self.simulation, self.buffers = self._schedule(claims.execution)
 
@@ -120,7 +121,7 @@ class Estimate:
 
     @property
     def working_axes(self) -> tuple[str, ...]:
-        """Axes that split the work: those of rows and stages, and of used weights."""
+        """Axes that split the work: rows, stages, and weights where they are used."""
         split = {*self.layout.claims.batch, *self.layout.sequence_axes, "pipe"}
         for _, _, place in self.params:
             split.update(axes_of(place.used))
@@ -129,7 +130,7 @@ class Estimate:
     def _schedule(self, execution: Any) -> tuple[Simulation | None, Buffers | None]:
         if not isinstance(execution, PipelineSchedule):
             return None, None
-        # Of a table of one's own there is only one size, and it has no hash.
+        # A user's table has only one size, and no hash.
         is_fixed = isinstance(execution.schedule, Fixed)
         make = _simulation.__wrapped__ if is_fixed else _simulation
         sizes = self.stages, self.microbatches, self.num_layers
@@ -172,7 +173,7 @@ class Estimate:
 
     @functools.cached_property
     def _split_sequence(self) -> tuple[int, int]:
-        """Devices that split positions; the second of what `tensor` splits already."""
+        """Devices that split positions: all, and all but `tensor`."""
         along = as_tuple(self.layout.claims.activations.get("seq"))
         others = tuple(axis for axis in along if axis != "tensor")
         return self.size(along), self.size(others)
@@ -197,7 +198,7 @@ class Estimate:
     def copied_bytes(self) -> float:
         """Parameters that a TPU's compiler copies, for all of a step.
 
-        A gather of what was updated in parts writes over the old array
+        A gather of an array that was updated in parts writes over the old array
         (docs/library-notes.md, "The TPU compiler").
         """
         if self.topology.hardware.platform != "tpu":
@@ -312,7 +313,7 @@ class Estimate:
         return total
 
     def moved_bytes(self, memory: Mapping[str, float]) -> float:
-        """Bytes between memory and chip: what a step cannot avoid to read and write."""
+        """Bytes between memory and chip that a step must read and write."""
         used = sum(
             self.shard_bytes(x.shape, place.used, self.dtype)
             for _, x, place in self.params
@@ -397,7 +398,7 @@ def _of_state(local: Estimate) -> Iterator[Traffic]:
 
 
 def _passes(local: Estimate) -> int:
-    """How often a layer's own transfers run: forward, backward, and again by remat."""
+    """How often a layer's transfers run: forward, backward, and again by remat."""
     return 2 if local.candidate.remat == "none" else 3
 
 
@@ -444,7 +445,7 @@ def _of_sequence(local: Estimate) -> Iterator[Traffic]:
         layers = info.shape[0] / local.stages if "layers" in names[:1] else 1
         width = math.prod(info.shape[at : at + 2]) / tensor
         tokens = local.rows * local.per_row.positions / count
-        # Their own dtype twice, and gradients in float32; `count - 1` hops.
+        # Twice in their dtype, and gradients in float32; `count - 1` hops.
         total = tokens * width * (2 * local.width + 4) * layers * local.microbatches
         yield _sent(local, (axis,), total * count, "keys", exposed=False)
 

@@ -1,11 +1,12 @@
 """Devices by their data sheets, and machines of them that need not be there.
 
-The figures are those that makers publish, without sparsity; `Hardware.source` is the
+The figures are published by the makers, without sparsity; `Hardware.source` is the
 page to check them on. In November 2026 that was done for v5e, v5p and v6e, and for the
-FLOP/s and the memory's size of v7x; those of GPUs agree with what others quote of their
+FLOP/s and the memory's size of v7x; the figures of GPUs agree with quotations of their
 data sheets. Where pages of one maker differ, as for the memory of v6e (1,600 GB/s,
-1,638, 1,640), the newest counts. The network of v4 is taken to be v5p's, and that of
-GPUs one adapter for each. A user's own device is a `Hardware` like those of the table.
+1,638, 1,640), the newest counts. The network of v4 is taken to be v5p's, and the
+network of GPUs is one adapter for each. A user's device is a `Hardware`, as in the
+table.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ class Hardware:
     """One device: how fast it computes, how much it holds, how fast it sends.
 
     Attributes:
-        name: As in the name of a `Topology`.
+        name: The name in a `Topology`.
         platform: ``"tpu"``, ``"gpu"`` or ``"cpu"``.
-        flops: FLOP/s of dense products, by the dtype of their operands; those of all
-            kinds of 8-bit floating point are ``"float8"``. Makers of GPUs print twice
-            as much, "with sparsity", which the products of training do not have.
+        flops: FLOP/s of dense products, by the dtype of their operands; the FLOP/s of
+            all kinds of 8-bit floating point are ``"float8"``. Makers of GPUs print
+            twice as much, "with sparsity", which the products of training do not have.
         memory_bytes: Memory of a device.
         usable: Share of it that a program gets: JAX takes 75 % of a GPU unless
             ``XLA_PYTHON_CLIENT_MEM_FRACTION`` says otherwise.
@@ -42,7 +43,7 @@ class Hardware:
             each device.
         machine_size: Devices that fast links join; ``None``: all of a slice.
         source: Where the figures are from.
-        compiler: Arguments of ``get_topology_desc``, with ``name`` for its own name of
+        compiler: Arguments of ``get_topology_desc``, with ``name`` for its name of
             the device; empty if no compiler runs without the device.
         devices_per_chip: JAX's devices for each chip in a slice's name; the other
             figures are of one device.
@@ -99,16 +100,16 @@ def _tpu(
 
     Args:
         name: In a topology.
-        kinds: As of `Hardware`.
-        tflops: Of bfloat16, int8 and 8-bit floating point, which JAX multiplies in
-            bfloat16 where the maker names no speed; of float32, which it multiplies in
-            one bfloat16 pass, the first.
+        kinds: See `Hardware`.
+        tflops: TFLOP/s in bfloat16, int8 and 8-bit floating point, which JAX multiplies
+            in bfloat16 where the maker names no speed; of float32, which it multiplies
+            in one bfloat16 pass, the first.
         array: Width of a systolic array, and multiplications of all in a cycle: the
-            clock is what makes them the published FLOP/s.
+            clock turns them into the published FLOP/s.
         memory: GiB, GB/s.
         links: GB/s in both directions together, how many, and GB/s of the network.
         source: The page.
-        compiler: As of `Hardware`; by default the name.
+        compiler: See `Hardware`; by default the name.
         devices: JAX's for each chip.
     """
     bfloat16, int8, float8 = (number * _TERA / devices for number in tflops)
@@ -144,12 +145,12 @@ def _gpu(
 
     Args:
         name: In a topology.
-        kind: As of `Hardware.kinds`.
-        tflops: Of bfloat16, of TF32, JAX's default for float32, and of 8-bit floating
-            point; int8 is twice as fast as bfloat16 on all of them.
+        kind: See `Hardware.kinds`.
+        tflops: TFLOP/s in bfloat16, in TF32, JAX's default for float32, and of 8-bit
+            floating point; int8 is twice as fast as bfloat16 on all of them.
         memory: GB, GB/s.
         links: GB/s in both directions together, and of the network: one adapter for
-            each GPU, as in the maker's own systems, which no data sheet of a chip has.
+            each GPU, as in the maker's systems, which no data sheet of a chip has.
         source: The page.
     """
     bfloat16, tf32, float8 = (number * _TERA for number in tflops)
@@ -274,12 +275,12 @@ class Topology:
             known: Hardware by kind.
 
         Raises:
-            PlanError: If it is no such name.
+            PlanError: If the name is unknown.
         """
         found = re.fullmatch(r"(?:(\d+)\*)?([\w.-]+):(\d+(?:x\d+)*)", str(name).lower())
         if found is None:
             raise PlanError(
-                f"topology={name!r} is no topology. Write a slice of TPUs as "
+                f"topology={name!r} is unknown. Write a slice of TPUs as "
                 "'v5p:4x4x4', two of them as '2*v5p:4x4x4', GPUs as 'h100:64', "
                 "simulated devices as 'cpu:8'."
             )
@@ -355,7 +356,7 @@ class Topology:
         """The devices as TPUs' compiler knows them: of machines that need not be there.
 
         Programs are compiled for them and not run. It needs `libtpu`. The links that
-        wrap around are among what it describes: left to itself JAX describes none, and
+        wrap around are described too: by default JAX describes none, and
         a gather over several dims of a torus then sends twice the bytes.
 
         Raises:
@@ -388,7 +389,7 @@ class Topology:
         """Least and most bytes/s of a device in a ring over a mesh axis.
 
         Args:
-            size: Of the axis, or of several that one collective goes over.
+            size: Size of the axis, or of several that one collective goes over.
             inner: Devices between two neighbours along it: the product of the sizes of
                 the axes inside.
         """

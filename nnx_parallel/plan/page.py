@@ -75,7 +75,7 @@ def render(plan: Plan) -> str:
 
 _WORDS = (
     "A step in time, and its roofs: FLOP/s against FLOPs for each byte over memory and "
-    "links. A line is from the data sheet, a band what is assumed of it; a bar is "
+    "links. A line is from the data sheet, a band the assumption; a bar is "
     "the step, from the slow end of its time to the fast one. The roof that a bar "
     "comes nearest to bounds the step."
 )

@@ -1,4 +1,4 @@
-"""What a training step is made of, apart from where it runs."""
+"""The parts of a training step, apart from the devices it runs on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from nnx_parallel.strategies.tensor_parallel import TENSOR_NAMES
 from nnx_parallel.training.step import LossFn, StepOptions
 
 PLANNED_OFFLOAD = "_planned_offload"
-"""Attribute of a Trainer of devices that are not there, for what it would offload."""
+"""Attribute of a Trainer for described devices: the arrays that it would offload."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +44,10 @@ class Parts:
         wrt: Filter of the Variables that are trained.
         precision: The dtypes.
         ema_decay: Decay of a moving average, or ``None``.
-        strategy: The Trainer's own.
-        options: The Trainer's own microbatches, remat, and options of the compiler.
+        strategy: The Trainer's strategy.
+        options: The Trainer's microbatches, remat, and compiler options.
         batch: Shapes of a global batch.
-        offload: The Trainer's own, or ``None``.
+        offload: The Trainer's ``offload``, or ``None``.
     """
 
     model: ModelDef
@@ -63,10 +63,10 @@ class Parts:
 
     @classmethod
     def of(cls, trainer: Any, batch: Any) -> Parts:
-        """Those of a Trainer, whose arrays need not exist yet.
+        """Takes the parts of a Trainer, whose arrays need not exist yet.
 
         Raises:
-            PlanError: If it is none, or the batch has no shapes.
+            PlanError: If it is not a Trainer, or the batch has no shapes.
         """
         # A plan reads them, and changes nothing.
         held = getattr(trainer, "__dict__", {})
@@ -121,11 +121,11 @@ class Parts:
         return replace(self, batch=join(jax.tree.map(resize, own), shared))
 
     def with_precision(self, precision: Precision | None) -> Parts:
-        """The same with other dtypes; with its own for ``None``."""
+        """The parts with other dtypes; unchanged for ``None``."""
         return self if precision is None else replace(self, precision=precision)
 
     def on(self, layout: Layout, offload: Offload | None = None) -> StatePlan:
-        """Where every array lives under a layout; raises what a Trainer would.
+        """Places the training state. Raises the same errors as `Trainer`.
 
         Devices that are not there cannot say which memory they reach: ``offload`` is
         for those that a compiler knows.
@@ -164,8 +164,8 @@ class ModelFacts:
     """Sizes of a model that a mesh axis must divide.
 
     Attributes:
-        stacks: Layers of each `Stack` by path, that of most parameters first.
-        num_experts: Of its mixtures of experts; 0 without.
+        stacks: Layers of each `Stack` by path, the largest stack first.
+        num_experts: Experts of its mixtures; 0 without.
         named: Sizes of named dims of parameters, by name.
         has_remat: True if the Trainer's remat acts on anything.
         has_dense: True if it has layers that name their activations.
@@ -179,10 +179,10 @@ class ModelFacts:
 
     @classmethod
     def of(cls, parts: Parts) -> ModelFacts:
-        """Those of the model of some parts."""
+        """Reads the model of some parts."""
         model = parts.rebuilt()
         found = {p: m for p, m in nnx.iter_modules(model) if isinstance(m, Stack)}
-        # A pipeline's own choice first.
+        # A pipeline's choice first.
         first = find_stack(model, None)
         stacks = {dotted(p): m for p, m in (first, *found.items())} if first else {}
         experts = [m for _, m in nnx.iter_modules(model) if isinstance(m, MoE)]
@@ -214,7 +214,7 @@ def shapes_of(batch: Any) -> Any:
     """A batch's shapes and dtypes, as JAX will hold it.
 
     Raises:
-        PlanError: If a leaf is no array.
+        PlanError: If a leaf is not an array.
     """
 
     def shape(x: Any) -> jax.ShapeDtypeStruct:

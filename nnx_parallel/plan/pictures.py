@@ -1,4 +1,4 @@
-"""Pictures of a plan: whose the memory is, what takes the time, and what bounds it."""
+"""Pictures of a plan: memory by owner, the step in time, and its bounds."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from nnx_parallel.visualize.figures import (
 )
 from nnx_parallel.visualize.schedules import COLOURS
 
-# Of Okabe and Ito, which colour-blind readers can tell apart.
+# Okabe and Ito's palette, which colour-blind readers can tell apart.
 _OWNERS = {
     "parameters": "#0072b2",
     "gradients": "#56b4e9",
@@ -47,9 +47,9 @@ _OWNERS = {
 }
 _OTHERS = ("#cc79a7", "#999999", "#b8860b", "#6b7783", "#c9b3d9")
 
-# Of transfers that take no time of their own.
+# Opacity of transfers that take no extra time.
 _PALE = 0.45
-# Of a bar, or of a step: less cannot be seen.
+# Least visible share of a bar or of a step.
 _LEAST = 2e-3
 
 
@@ -105,7 +105,7 @@ def draw_memory(plan: Plan, num_entries: int = 12) -> Figure:
             f"({owners_of(costs)})"
         )
         y += 22
-    limit = f"The line: {format_bytes(usable)}, what a program gets of a device."
+    limit = f"The line: {format_bytes(usable)}, the memory of a device for a program."
     if usable > full:
         limit = f"A program gets {format_bytes(usable)} of a device."
     if any(not costs.is_compiled for _, _, costs in entries):
@@ -122,7 +122,7 @@ def draw_memory(plan: Plan, num_entries: int = 12) -> Figure:
 
 
 def draw_timeline(plan: Plan, entry: Entry | None = None) -> Figure:
-    """What a step does when: products, or slots of a pipeline, and transfers.
+    """The step in time: products, or slots of a pipeline, and transfers.
 
     Above at best: memory and transfers that may be hidden run during products. Below at
     worst: one after the other. Both on one scale; they are the ends of the range that
@@ -193,7 +193,7 @@ def _spans(time: StepTime, end: int) -> list[_Span]:
         is_sent = lane.name != "memory"
         start = sent if is_sent else 0.0
         hidden = lane.hidden[end]
-        # At worst what is hidden takes no time of its own, however long it is.
+        # At worst a hidden transfer takes no extra time, however long it is.
         hidden = hidden if end else max(0.0, min(hidden, busy - start))
         spans.append(_Span(lane.name, start, hidden, is_hidden=True))
         sent += hidden * is_sent
@@ -277,7 +277,7 @@ def _stages(
         paths.setdefault((slot.kind, slot.chunk), []).append(box)
     for stage in range(stages):
         top = y + height * stage
-        # Of many stages the names would touch.
+        # With many stages the names would touch.
         if stages <= 8 or stage % 2 == 0:
             marks.append(note(0, top + height - 3, f"stage {stage}", "soft"))
         marks.append(rect(_GUTTER, top, width, height - 2, "whole", opacity=0.6))

@@ -1,4 +1,4 @@
-"""What would fit, for a step that did not: the advice of an out-of-memory error."""
+"""Advice for an out-of-memory error: steps that would fit."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Shortage:
     ) -> Shortage | None:
         """From an error's text and the device; ``None`` if no limit is known.
 
-        ``state`` is what the step's arguments need: the TPU compiler tells no more than
-        its temporaries.
+        ``state`` is the bytes of the step's arguments: the TPU compiler tells no more
+        than its temporaries.
         """
         number = r"([\d.]+)([KMGT])"
         told = re.search(rf"\({number}\) exceeds available HBM \({number}\)", text)
@@ -67,8 +67,8 @@ class Shortage:
         """Bytes of another way to run the step, by how wrong the formulas were here.
 
         Args:
-            own: What they say of the step that failed, by owner.
-            other: What they say of the other one.
+            own: Their bytes for the step that failed, by owner.
+            other: Their bytes for the other step.
         """
         exact, doubt = _split(own)
         # It did not fit: it needs more than there is, whatever they say.
@@ -87,7 +87,7 @@ def find_remedies(trainer: Any, batch: Any, text: str) -> str:
     """Advice for a step that needs more memory than a device has.
 
     Bytes by owner, and the three fastest changes that fit by the formulas of `plan`:
-    first those of one or two arguments, else of everything that divides.
+    first changes of one or two arguments, then everything that divides.
 
     Args:
         trainer: The Trainer.
@@ -98,7 +98,7 @@ def find_remedies(trainer: Any, batch: Any, text: str) -> str:
         LookupError: If it is not known how much memory a device has.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what the plan leaves out
+        warnings.simplefilter("ignore")  # about parts that the plan leaves out
         parts = Parts.of(trainer, batch)
         devices = [*trainer.mesh.devices.flat]
         hardware = hardware_of(devices[0])
@@ -133,7 +133,7 @@ def find_remedies(trainer: Any, batch: Any, text: str) -> str:
             "devices, or fewer rows in a batch."
         )
         return "\n".join(lines)
-    lines.append("What fits by the same formulas, the fastest first:")
+    lines.append("Changes that fit by the same formulas, the fastest first:")
     lines += [
         f"  Trainer(..., {code})  # {format_bytes(size)} of memory"
         for code, size in fitting[:3]

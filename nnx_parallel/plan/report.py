@@ -18,7 +18,7 @@ from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.plan.roofline import Assumptions, Costs, StepTime
 from nnx_parallel.precision import format_bytes
 
-# Of Okabe and Ito, which colour-blind readers can tell apart.
+# Okabe and Ito's palette, which colour-blind readers can tell apart.
 PRODUCTS, _MEMORY = "#0072b2", "#009e73"
 HEADER = ("", "strategy, microbatches, remat", "GiB/device", "step, s", "MFU",
           "sent, GB", "overlapped", "why not")  # fmt: skip
@@ -27,18 +27,18 @@ AXES = ("#cc79a7", "#e69f00", "#d55e00", "#56b4e9", "#999999")
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A candidate, what it costs, and what became of it.
+    """A candidate, its costs, and its fate.
 
     Attributes:
         candidate: The candidate.
-        axis_sizes: Of its mesh, outermost first.
+        axis_sizes: Sizes of its mesh axes, outermost first.
         estimate: Its costs by formulas; ``None`` if it cannot run at all.
         costs: Its costs, the compiler's where it was compiled.
         time: Range of its step; ``None`` without costs.
         estimated_time: The range by formulas, also where it was compiled.
         refused: Why it cannot run, in the words of the error; empty if it can.
         why: Why it was not chosen; empty for the choice.
-        dtype: Of its products, if that is not the plan's.
+        dtype: Dtype of its products, if it is not the plan's.
     """
 
     candidate: Candidate
@@ -80,20 +80,20 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What `plan` found: printed as a table, written as JSON or as a page.
+    """The result of `plan`: printed as a table, written as JSON or as a page.
 
     Attributes:
         topology: The devices.
         model_name: Class of the model.
         num_params: Trained parameters.
         num_rows: Rows of a global batch.
-        dtype: Of the products.
+        dtype: Dtype of the products.
         entries: Candidates that could run, the best first; those that do not fit come
             last, the smallest first.
         num_enumerated: Candidates that were looked at.
-        num_dropped: Of them, those that formulas alone ruled out.
+        num_dropped: Candidates that formulas ruled out.
         assumptions: Behind the ranges.
-        notes: What limits this plan, such as a compiler that is missing.
+        notes: Limits of this plan, such as a missing compiler.
         seconds: How long it took.
     """
 
@@ -175,11 +175,11 @@ class Plan:
         )
 
     def summary(self) -> str:
-        """What was looked at, the assumptions, and the line to write."""
+        """The search, the assumptions, and the line to write."""
         usable = self.topology.hardware.usable_bytes
         compiled = sum(1 for e in self.entries if e.costs and e.costs.is_compiled)
         lines = [
-            f"{self.num_enumerated:,} candidates; formulas alone ruled out "
+            f"{self.num_enumerated:,} candidates; formulas ruled out "
             f"{self.num_dropped:,}; {compiled} compiled; "
             f"{sum(self.seconds.values()):.0f} s",
             f"a device has {format_bytes(usable)} for a program "
@@ -310,7 +310,7 @@ def explain(entry: Entry, best: Entry | None, topology: Topology) -> str:
 
 
 def order(entries: Sequence[Entry], topology: Topology) -> list[Entry]:
-    """The fastest that fits first; then what does not fit, the smallest first."""
+    """Fitting candidates, the fastest first; then the others, the smallest first."""
 
     def key(entry: Entry) -> tuple[int, float, float, int]:
         if entry.costs is None or entry.time is None:

@@ -1,4 +1,4 @@
-"""Costs of a step, and its time as a range: what it must take, and what may add."""
+"""Costs of a step, and its time as a range between the best and the worst case."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ OWNERS = (
     "gathered weights",
     "temporaries",
 )
-"""What a device's memory is for, in the order of the bars."""
+"""Owners of a device's memory, in the order of the bars."""
 
 EXACT = ("parameters", "optimizer state", "other state", "batch")
-"""Those of them that formulas count exactly."""
+"""Owners that formulas count exactly."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What a device sends over one mesh axis, or over several at once, in a step.
+    """Bytes that a device sends over one or several mesh axes in a step.
 
     Attributes:
         axes: The axes, outermost first.
         sent_bytes: Bytes that a device sends, by the ring that sends the least.
         hidden: Least and most share of them during which products run.
-        source: What is sent.
+        source: The kind of the data.
     """
 
     axes: tuple[str, ...]
@@ -51,10 +51,12 @@ class Schedule:
     """Seconds of a scheduled program, with kernels and links at their full speed.
 
     Attributes:
-        products: Of products: at the arrays' peak, and as the compiler estimates.
-        others: Of other operations, as it estimates.
-        kernels: Of kernels, which it does not estimate, at the arrays' peak.
-        waits: Of transfers that nothing runs beside, by axes, beside such products.
+        products: Seconds of products: at the arrays' peak, and as the compiler
+            estimates.
+        others: Seconds of other operations, as it estimates.
+        kernels: Seconds of kernels, which it does not estimate, at the arrays' peak.
+        waits: Seconds of transfers that nothing runs beside, by axes, with such
+            products.
     """
 
     products: Range
@@ -66,8 +68,8 @@ class Schedule:
         """The range of a step's time; bubbles are part of the schedule.
 
         Args:
-            given: What attains how much.
-            lanes: What the step asks of each part, as it is without a schedule.
+            given: The shares that are attained.
+            lanes: The load of each part, without a schedule.
         """
 
         def waits(at: int, share: float) -> dict[str, float]:
@@ -100,13 +102,13 @@ class Costs:
     Attributes:
         memory: Bytes by owner, as in `OWNERS`.
         flops: FLOPs that it computes, recomputation included.
-        model_flops: Those without recomputation, from which MFU is counted.
+        model_flops: FLOPs without recomputation, from which MFU is counted.
         moved_bytes: Bytes between memory and chip, at least.
-        traffic: What it sends.
+        traffic: The bytes that it sends.
         bubble: Share of the time in which a stage waits.
         is_compiled: True if a compiler has counted, and no formula.
         compile_seconds: Time of its compilation.
-        schedule: Of a program that a TPU's compiler has scheduled; else ``None``.
+        schedule: The schedule by a TPU's compiler, or ``None``.
         host_bytes: Memory of the host that a device's part of the state takes.
     """
 
@@ -134,7 +136,7 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """What data sheets do not say, each as the worse and the better value.
+    """Attained shares of the data sheets' figures, each as a worse and a better value.
 
     Attributes:
         products: Share of the peak FLOP/s that products attain.
@@ -162,7 +164,7 @@ class Assumptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Lane:
-    """What a step asks of one part of a device, and how long that takes.
+    """The load of one part of a device in a step, and its time.
 
     Attributes:
         name: ``products``, ``memory``, or the mesh axes that are sent over.
@@ -197,9 +199,9 @@ class StepTime:
     Attributes:
         fast: Everything at its better value, and all that may be hidden is.
         slow: Everything at its worse value, one after the other.
-        parts: The slow time by what takes it: ``products``, ``bubble``, ``memory``, and
+        parts: The slow time by part: ``products``, ``bubble``, ``memory``, and
             the mesh axes that are waited for.
-        lanes: Both ends by what takes them, for pictures: ``products``, ``memory``, and
+        lanes: Both ends by part, for pictures: ``products``, ``memory``, and
             the mesh axes.
     """
 
@@ -224,15 +226,15 @@ def time_step(
     """The range of a step's time.
 
     The fast end is a roofline: products, memory and hidden transfers run at once, the
-    slowest of them decides, and only what cannot be hidden comes on top. The slow end
-    adds all of them up. Of a scheduled program both ends follow the schedule.
+    slowest of them decides, and only transfers that cannot be hidden are added. The
+    slow end adds all of them up. Of a scheduled program both ends follow the schedule.
 
     Args:
-        costs: What a device computes, moves and sends.
+        costs: The work of a device.
         topology: The devices.
-        axis_sizes: Of the mesh, outermost first.
-        dtype: Of the products.
-        assumptions: What attains how much.
+        axis_sizes: Sizes of the mesh axes, outermost first.
+        dtype: Dtype of the products.
+        assumptions: The shares that are attained.
     """
     given = assumptions or Assumptions()
     peak, memory = topology.hardware.peak(dtype), topology.hardware.memory_bandwidth
@@ -278,10 +280,10 @@ def time_step(
 
 
 def _with_host(time: StepTime, host_bytes: float) -> StepTime:
-    """With that of what waits on the host: in and out once."""
+    """The time with the host's transfers: in and out once."""
     if not host_bytes:
         return time
-    # It goes beside the update alone, after the last product.
+    # It runs only beside the update, after the last product.
     slow, fast = (host_bytes / rate for rate in HOST)
     return replace(
         time,

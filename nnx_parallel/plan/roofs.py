@@ -1,4 +1,4 @@
-"""The roofline of a step: what a device could do, and what the step lets it do."""
+"""The roofline of a step: the bounds of a device, and the step below them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from nnx_parallel.visualize.figures import (
 )
 
 _LEFT, _TOP, _RIGHT, _BOTTOM = 46.0, 20.0, WIDTH - 8, 288.0
-# Of the slow end: a lane that takes less bounds nothing.
+# Share of the slow end: a lane that takes less bounds nothing.
 _LEAST = 1e-3
 
 
@@ -32,10 +32,10 @@ def draw_roofline(plan: Plan, entry: Entry | None = None) -> Figure:
     """FLOP/s of a step against the FLOPs that it has for each byte it moves [1].
 
     A roof for the products, for memory and for the links of each mesh axis that
-    something is sent over: the line is the data sheet's, the band what is assumed of
+    something is sent over: the line is the data sheet's, the band the assumption for
     it. Under each roof a bar: the step's FLOP/s, from the slow to the fast end of its
     time, at its FLOPs for each byte over that roof. Where a bar comes near to its roof,
-    that is what bounds the step.
+    that part bounds the step.
 
     Args:
         plan: The plan.
@@ -65,7 +65,7 @@ def draw_roofline(plan: Plan, entry: Entry | None = None) -> Figure:
     drawn: list[Range] = []
     for x in (products, *lanes):
         share = shares.get(x.name, plan.assumptions.links)
-        # Of axes whose links are as fast, one roof in the colours of all.
+        # Axes with equal links share one roof in the colours of all.
         before = drawn.count(x.speed) * (x is not products)
         marks += scale.roof(x, products.speed[1], share, colours[x.name], before)
         drawn.append(x.speed)
@@ -152,7 +152,7 @@ class _Scale(NamedTuple):
     def roof(
         self, lane: Lane, peak: float, shares: Range, colour: str, before: int
     ) -> Marks:
-        """The line of the data sheet, above the band of what is assumed of it.
+        """The line of the data sheet, above the band of the assumption.
 
         Over as many that are drawn ``before`` it is dashed, and has no band.
         """
@@ -179,7 +179,7 @@ class _Scale(NamedTuple):
         return [band, line(*roof, colour=colour)]
 
     def _slope(self, speed: float, peak: float) -> list[tuple[float, float]]:
-        """Where a roof enters the picture, and where it meets that of the products."""
+        """Where a roof enters the picture, and where it meets the products' roof."""
         (left, right), bottom = self.x, self.y[0]
         ends = max(left, bottom / speed), min(right, peak / speed)
         return [self.at(x, x * speed) for x in ends]

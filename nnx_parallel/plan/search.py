@@ -1,4 +1,4 @@
-"""`plan`: what could run, what fits, and which is the fastest of it."""
+"""`plan`: enumerates candidates, drops those that cannot fit, and ranks the rest."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from nnx_parallel.state import StatePlan
 from nnx_parallel.strategies.base import Strategy
 from nnx_parallel.training.trainer import Trainer
 
-# Estimates of what is not state are wrong by up to this factor: what needs more than
-# the memory even so is not compiled.
+# Estimates beyond the state are wrong by up to this factor: a candidate that needs
+# more than the memory even so is not compiled.
 _DOUBT = 0.5
 # Most estimates are too high by less than this share (docs/plan.md).
 _ERROR = 0.25
@@ -53,28 +53,28 @@ def plan(
 ) -> Plan:
     """Finds out how a Trainer's step would run on devices that need not be there.
 
-    Enumerates the strategies that divide, drops by formulas what cannot fit or cannot
-    win, and compiles the best of the rest, each in a process of its own. No array is
+    Enumerates the strategies that divide, drops by formulas those that cannot fit or
+    win, and compiles the best of the rest, each in a separate process. No array is
     made, and nothing is executed. State bytes are exact; activations are estimated
     until a candidate is compiled; times are ranges, whose assumptions are printed.
 
     Args:
-        trainer: A Trainer, built on any devices; its own strategy does not matter.
+        trainer: A Trainer, built on any devices; its strategy does not matter.
         topology: Where it shall run: ``"v5p:4x4x4"``, ``"2*v5e:16x16"``, ``"h100:64"``,
-            ``"cpu:8"``, or a `Topology` of hardware of your own.
+            ``"cpu:8"``, or a `Topology` of your hardware.
         batch: A global batch as `Trainer.fit` gets it, or its shapes.
         candidates: One or several to compare, by default everything that divides. A
-            strategy alone takes the Trainer's microbatches and remat.
-        fix: What is decided already, such as ``{"tensor": 8, "remat": "full"}``: sizes
+            bare strategy takes the Trainer's microbatches and remat.
+        fix: The decided parts, such as ``{"tensor": 8, "remat": "full"}``: sizes
             of axes, ``microbatches``, ``remat``, ``shard``, ``schedule``, ``stack``,
             ``sequence``, ``offload``, ``precision``.
         compile: How many of the best are compiled, where there is a compiler for the
             topology, and as many again if none of them fits or the fastest is outside
-            the range that formulas gave it; 0: formulas alone; ``"all"``: whatever
-            formulas do not rule out.
+            the range that formulas gave it; 0: only formulas; ``"all"``: every
+            candidate that formulas do not rule out.
         num_processes: How many are compiled at once; each needs some GiB.
         cache: Directory where results of the compiler are kept.
-        assumptions: What products, memory and links attain.
+        assumptions: Attained shares of the data sheets' figures.
         on_progress: Called with a line now and then.
 
     Returns:
@@ -117,7 +117,7 @@ def plan(
     estimates = _Estimates(parts, where, assumed, {c.remat for c in found})
     entries = [estimates.of(candidate) for candidate in found]
     if candidates is None and "offload" not in (fix or {}) and parts.offload is None:
-        # Offload only costs time: it is for what does not fit without.
+        # Offload only costs time: it is for candidates that do not fit without it.
         large = [e.candidate for e in entries if e.costs and not e.fits(where)]
         entries += [estimates.of(replace(c, offload=Offload())) for c in large]
     alive = plausible(entries, where)
@@ -127,7 +127,7 @@ def plan(
         count = len(alive) if compile == "all" else compile
         started = time.monotonic()
         if missing := missing_compiler(where):
-            notes.append(f"formulas alone: {missing}")
+            notes.append(f"only formulas: {missing}")
         else:
             given = num_processes, cache, on_progress
             done = compile_best(
@@ -144,7 +144,7 @@ def plan(
 
 
 def _notes(entries: Sequence[Entry]) -> list[str]:
-    """What the candidates assume besides `Assumptions`."""
+    """Assumptions of the candidates besides `Assumptions`."""
     notes = []
     if any(e.candidate.offload for e in entries):
         low, high = (rate / 1e9 for rate in HOST)
@@ -183,7 +183,7 @@ class _Estimates:
         self._known: dict[Precision | None, tuple[Facts, _Places]] = {}
 
     def of(self, candidate: Candidate) -> Entry:
-        """What a candidate costs, or why it cannot run."""
+        """The costs of a candidate, or the reason why it cannot run."""
         precision, topology = candidate.precision, self._topology
         if precision not in self._known:
             parts = self._parts.with_precision(precision)
@@ -215,7 +215,7 @@ class _Estimates:
 class _Places:
     """Where strategies put a training state, or why they cannot.
 
-    Strategies that differ in how they run a step alone put it in the same places.
+    Strategies that differ only in how they run a step place it alike.
     """
 
     def __init__(self, facts: Facts, topology: Topology) -> None:
@@ -247,7 +247,7 @@ class _Places:
 
 
 def plausible(entries: Sequence[Entry], topology: Topology) -> list[Entry]:
-    """Those that may fit, and that may be the fastest of those that surely do."""
+    """Candidates that may fit and may be the fastest."""
     usable = topology.hardware.usable_bytes
     fitting = []
     for entry in entries:
@@ -311,7 +311,7 @@ def _is_as_expected(entry: Entry) -> bool:
 def could_win(
     alive: Sequence[Entry], done: Sequence[Entry], topology: Topology
 ) -> list[Entry]:
-    """Those not compiled that may be faster than the fastest that is, by one measure.
+    """Uncompiled candidates that may be faster than the fastest compiled one.
 
     A compiler's time and a formula's are not compared: the fast end of a formula counts
     as many times as the compiler's time was the formula's, where that was least.
@@ -326,7 +326,7 @@ def could_win(
 
 
 def _ratios(done: Sequence[Entry]) -> list[float]:
-    """Of compiled candidates, a compiler's time over a formula's."""
+    """The compiler's time over the formula's, for each compiled candidate."""
     both = [(e.time, e.estimated_time) for e in done]
     return [time.middle / guess.middle for time, guess in both if time and guess]
 
@@ -340,15 +340,15 @@ def _fastest(done: Sequence[Entry], topology: Topology) -> Entry | None:
 def _open_notes(
     alive: Sequence[Entry], done: Sequence[Entry], topology: Topology
 ) -> list[str]:
-    """What the compiler has not decided."""
+    """Questions that the compiler has not decided."""
     roomy = _with_room(topology)
     rest = [e for e in could_win(alive, done, topology) if e.fits(roomy)]
     ratios = _ratios(done)
     if not rest or not ratios:
         return []
     return [
-        f"compiled steps take {min(ratios):.2f} to {max(ratios):.2f} times what "
-        f"formulas say; {len(rest):,} that were not compiled could be faster "
+        f"compiled steps take {min(ratios):.2f} to {max(ratios):.2f} times the "
+        f"formulas' time; {len(rest):,} that were not compiled could be faster "
         "than the first, at the fast end of their range so corrected"
     ]
 

@@ -1,9 +1,9 @@
 """The time of a scheduled program: one clock for the chip, one for its links.
 
-A TPU's program runs in the order in which it is printed. A product takes at best what
-the systolic arrays need at their peak, and at worst the cycles that the compiler has
+A TPU's program runs in the order in which it is printed. A product takes at best the
+time of the systolic arrays at their peak, and at worst the cycles that the compiler has
 estimated for the tiles that it chose; other operations take that estimate. A collective
-takes its bytes over the links that its group spans. What is started asynchronously
+takes its bytes over the links that its group spans. An asynchronous one
 holds the links and nothing else, until the operation that awaits it.
 """
 
@@ -35,7 +35,7 @@ Group = tuple[int, ...] | None
 
 @dataclass
 class Work:
-    """What a program does in one run, and how long it takes.
+    """The work of a program in one run, and its time.
 
     Attributes:
         seconds: All of it.
@@ -80,7 +80,7 @@ def run_schedule(
     """Runs a scheduled program on two clocks.
 
     Args:
-        text: Of the program after code generation, with the compiler's estimates.
+        text: The program after code generation, with the compiler's estimates.
         clock: Cycles per second.
         transfer: Seconds of a collective.
         kernel_seconds: Seconds of a kernel.
@@ -135,8 +135,8 @@ class _TimeWalk(Walk[Work]):
             work.seconds += spent
             found = cost.collectives[0] if cost.collectives else None
             if ends and (found is None or found.asynchronous):
-                # What reads a product beside it is told from what carries it on by
-                # having a part of it inside.
+                # An operation that carries a transfer on has a part of it inside; one
+                # that only reads a product beside it has none.
                 if found is not None or self._sends(instruction):
                     pending[instruction.name] = max(ends, key=lambda end: end[0])
                 continue
@@ -153,7 +153,7 @@ class _TimeWalk(Walk[Work]):
             if is_async:
                 pending[instruction.name] = links_free, group
             else:
-                # What it computes of its own, such as sums, runs beside it.
+                # Its computation, such as sums, runs beside it.
                 work.wait(links_free, group)
         return work
 
@@ -211,11 +211,11 @@ def read_schedule(
     """The schedule of a program for a slice of TPUs.
 
     Args:
-        text: Of the program after code generation, with the compiler's estimates.
+        text: The program after code generation, with the compiler's estimates.
         topology: The chips.
         devices: As the topology describes them, in the order of the mesh.
-        axis_sizes: Of the mesh, outermost first.
-        dtype: Of the products.
+        axis_sizes: Sizes of the mesh axes, outermost first.
+        dtype: Dtype of the products.
 
     Raises:
         PlanError: If the clock of the devices is not known.
@@ -260,7 +260,7 @@ def _transfer_seconds(
 
     A ring along a dim that wraps around uses both links of a device along it; along one
     that does not, a line's ends have one. Over several dims a collective splits its
-    bytes among rings along all of them. Between slices a device sends what is its own.
+    bytes among rings along all of them. Between slices a device sends its shard.
 
     References:
         [1] Austin et al., "How to Scale Your Model", 2025, section 3,
@@ -305,7 +305,7 @@ def attention_flops(
     """FLOPs of a kernel, and the dims of its products that may not fill an array.
 
     Causal attention by Splash computes blocks on the diagonal whole, and none above it.
-    Of other kernels what their author estimated.
+    Other kernels take their author's estimate.
     """
     estimate = count_flops(computation, instruction)
     found = next((n for name, n in _SCORES.items() if name in instruction.name), 0)
