@@ -58,7 +58,7 @@ HELP = {
         "A mesh from `jax.make_mesh`, whose axes are Explicit by default; or a model "
         "that places its arrays itself.",
         "Build the mesh with `make_mesh`, or pass `axis_types`; build the model "
-        "without its own shardings.",
+        "without shardings.",
         "Mesh axes ['data'] are not Auto. Build the mesh with nnx_parallel.make_mesh ...",
     ),
     "UnknownAxisError": Help(

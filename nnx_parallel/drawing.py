@@ -20,7 +20,7 @@ from rich.text import Text
 Colour = tuple[int, int, int]
 """Red, green and blue."""
 
-# rich's own template draws the window of a terminal and loads its font over the
+# rich's template draws the window of a terminal and loads its font over the
 # network. It puts characters of 20 px on lines of 24.4: at 21 px, boxes close.
 _SVG = """\
 <svg xmlns="http://www.w3.org/2000/svg" role="img" \
@@ -88,7 +88,7 @@ class Picture(Drawn):
 
     @property
     def svg(self) -> str:
-        """The picture as an SVG document, on a light ground of its own."""
+        """The picture as an SVG document, on a light background."""
         colours: dict[str, Any] = {"force_terminal": True, "color_system": "truecolor"}
         console = _console(self.svg_columns, **colours)
         # Rendered once to be measured: the template states the size of the document.
@@ -105,7 +105,7 @@ class Picture(Drawn):
 
 def _console(columns: int, **options: Any) -> Console:
     """A console that writes nowhere, whatever the process is attached to."""
-    # In a notebook rich would display what it prints. Without a height it takes a
+    # In a notebook rich would display its output. Without a height it takes a
     # width of 80 for a dumb terminal.
     options = {"force_terminal": False, "color_system": None, **options}
     options |= {"force_jupyter": False, "no_color": False, "legacy_windows": False}
@@ -148,7 +148,7 @@ def as_html(
 ) -> str:
     """A table that scrolls where a notebook is too narrow for it; all text escaped."""
     head = "".join(f"<th>{escape_html(name)}</th>" for name in header)
-    # No colours: those of the notebook fit its theme, light or dark.
+    # No colours: the notebook's colours fit its theme, light or dark.
     cell = '<td style="text-align: left; white-space: nowrap">{}</td>'
     lines = ("".join(cell.format(escape_html(x)) for x in row) for row in rows)
     body = "".join(f"<tr>{line}</tr>" for line in lines)

@@ -2,7 +2,7 @@
 
 As one program, a model's initializers take minutes to compile if it has many layers. So
 they are traced together and cut into parts that share nothing but random keys. Parts
-that differ in their keys alone are one program: the time to compile depends on how many
+that differ only in their keys are one program: the time to compile depends on how many
 kinds of arrays a model has, not on its depth.
 """
 
@@ -60,17 +60,17 @@ def compute_in_shards(
     """The outputs of a function, none of which is ever whole on one device.
 
     Args:
-        function: Of pytrees of arrays; it is traced.
+        function: A function of pytrees of arrays; it is traced.
         args: Its arguments.
         shardings: The sharding of each output, a tree like the outputs.
-        owns_args: Whether an argument that is an output too, and in its place, may be
-            returned as it is. Else each output has memory of its own.
+        owns_args: True if an argument that is also an output, in its place, may be
+            returned unchanged. Otherwise each output gets new memory.
     """
     # Calls with several results, such as a user's jitted function that builds a block,
     # are cut too.
     traced = trace(function, *args, inlined=lambda eqn: len(eqn.outvars) > 1)
     if traced.effects:
-        # No output depends on what it prints: one program, as it is written.
+        # It prints, and no output depends on that: one program, as it is written.
         return jax.jit(function, out_shardings=shardings)(*args)
     outputs, structure = jax.tree.flatten(traced.outputs)
     places, of_args = jax.tree.leaves(shardings), bind(traced.inputs, args)
@@ -80,7 +80,7 @@ def compute_in_shards(
     alike: dict[_Part, list[_Part]] = defaultdict(list)
     for part in _cut(eqns, outputs, places, known, consts, found):
         alike[part].append(part)
-    # Kinds of parts that occur equally often, as those of a block, are one program.
+    # Kinds of parts that occur equally often, as in a block, are one program.
     programs: dict[int, list[list[_Part]]] = defaultdict(list)
     for parts in alike.values():
         programs[len(parts)].append(parts)
@@ -88,7 +88,7 @@ def compute_in_shards(
         program = _program(tuple(parts[0] for parts in kinds))
         for parts in zip(*kinds, strict=True):
             values = program([[known[v] for v in part.inputs] for part in parts])
-            # One at a time: what programs need for themselves must not add up.
+            # One at a time: the temporaries of programs must not add up.
             jax.block_until_ready(values)
             for part, results in zip(parts, values, strict=True):
                 found.update(zip(part.indices, results, strict=True))
@@ -102,7 +102,7 @@ def first_arrays(
 ) -> dict:
     """The arrays of a model, each in its place, in nested dicts.
 
-    Those of a built model are copied. ``rngs`` are not advanced.
+    The arrays of a built model are copied. ``rngs`` are not advanced.
     """
     if isinstance(source, nnx.Module):
         return nest(placed_copies(arrays_of(source), shardings))
@@ -205,15 +205,16 @@ def _derive_keys(
 ) -> tuple[Eqns, dict[jex.Var, Any]]:
     """Computes keys and single integers now; the equations that are left, all values.
 
-    Each layer has keys of its own, by their numbers: in the programs, these would make
+    Each layer has its keys, by their numbers: in the programs, these would make
     all layers different. They are exact, whichever program computes them.
     """
     exact = {v for v in known if _is_key(v) or (_is_exact(v) and v not in consts)}
     now, later = [], []
     for eqn in eqns:
         inputs = variables_in(eqn.invars)
-        # What comes from constants alone stays among them: the compiler computes it,
-        # and the logarithm of an integer may differ from a program's in its last bit.
+        # Values that come only from constants stay among them: the compiler computes
+        # them, and the logarithm of an integer may differ from a program's in its last
+        # bit.
         moves = bool(inputs) or any(map(_is_key, eqn.outvars))
         if moves and exact.issuperset(inputs) and all(map(_is_exact, eqn.outvars)):
             now.append(eqn)
@@ -277,7 +278,7 @@ def _cut(
                 left += variables_in(eqns[i].invars)
         own = [eqns[i] for i in sorted(chosen)]
         used = inputs_of(own, wanted)
-        # A constant that is an output itself is no part of the program.
+        # A constant that is an output is not part of the program.
         fixed = {v: consts[v] for v in used if own and _is_constant(v, consts)}
         inputs = [v for v in used if v not in fixed]
         parts.append(

@@ -136,7 +136,7 @@ def make_mesh(
             return jax.make_mesh(shape, names, axis_types=auto, devices=devices)
         except NotImplementedError:
             # Two axes in one dim of a TPU's torus, such as tensor=2 in one of 4 chips:
-            # what JAX does only if it is asked to.
+            # JAX does this only if it is asked to.
             arranged = mesh_utils.create_device_mesh(
                 shape, devices, allow_split_physical_axes=True
             )
@@ -260,7 +260,7 @@ def is_without_mesh(error: Exception) -> bool:
 def explaining_axes() -> Iterator[None]:
     """Turns JAX's refusals of placements that a model asks for into named errors.
 
-    Its words are those of jax 0.10 to 0.12; others pass as they are.
+    Its words are from jax 0.10 to 0.12; others pass unchanged.
     """
     try:
         yield
@@ -271,13 +271,13 @@ def explaining_axes() -> Iterator[None]:
                 f"{found} The model names axes of another mesh. In place of "
                 "jax.lax.with_sharding_constraint call nnx_parallel.constrain, which "
                 "understands tp, dp and the like and takes an axis that the mesh lacks "
-                "for one of size one; or build the model without its own shardings."
+                "for one of size one; or build the model without shardings."
             ) from error
         if "of type Auto" in found or is_without_mesh(error):
             raise MeshAxisTypeError(
                 f"{found} The model places its arrays itself, as Explicit axes have it "
                 "(out_sharding=, reshard); the axes of a strategy are Auto. Build it "
-                "without its own shardings (a config such as no_sharding() or "
+                "without shardings (a config such as no_sharding() or "
                 "use_tp=False), and name its dims by path: Trainer(..., "
                 "names=TRANSFORMER_NAMES) or names=PathNames(...)."
             ) from error
@@ -285,7 +285,7 @@ def explaining_axes() -> Iterator[None]:
 
 
 def check_mesh(mesh: Mesh, axis_sizes: Mapping[str, int | None]) -> None:
-    """Checks a mesh that the user made against what a strategy asks for.
+    """Checks a user's mesh against the axes of a strategy.
 
     Raises:
         MeshAxisTypeError: If an axis is not ``AxisType.Auto``.

@@ -106,7 +106,7 @@ class Explicit(nnx.Module):
 
 EXPLICIT = (
     "The model places its arrays itself, as Explicit axes have it (out_sharding=, "
-    "reshard); the axes of a strategy are Auto. Build it without its own shardings "
+    "reshard); the axes of a strategy are Auto. Build it without shardings "
 )
 
 

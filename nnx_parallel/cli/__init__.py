@@ -16,7 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs ``launch``, ``plan``, ``inspect`` or ``doctor``.
 
     Args:
-        arguments: The command line after the program; by default the process's own.
+        arguments: The command line after the program; by default the process's.
 
     Returns:
         The exit code; 2 if the run cannot be started.
@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     package = sys.modules[__name__.partition(".")[0]]
     found = ", ".join(f"{name} {number}" for name, number in versions().items())
     text = f"nnx-parallel {getattr(package, '__version__', '?')} ({found})"
-    about = "print the version, and those of JAX and its relatives, and exit"
+    about = "print the versions of the library, JAX and its relatives, and exit"
     parser.add_argument("--version", action="version", version=text, help=about)
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", title="commands"
@@ -89,8 +89,8 @@ def _parser() -> argparse.ArgumentParser:
         "inspect",
         help="list a run's checkpoints",
         description="Lists the checkpoints of a run, with date, size and loss, and "
-        "what the newest one holds. Writes nothing; the run may go on meanwhile. The "
-        "exit code is 1 if one is damaged, 2 if there is none.",
+        "the contents of the newest one. Writes nothing; the run may go on meanwhile. "
+        "The exit code is 1 if one is damaged, 2 if the run has no checkpoint.",
     )
     checking = commands.add_parser(
         "doctor",
@@ -126,5 +126,5 @@ def _add_launch_options(parser: argparse.ArgumentParser) -> None:
     manifest = "write a script or manifest for a cluster's scheduler instead"
     add("--print", choices=MANIFESTS, help=manifest)
     add("script", help="the Python script that each process runs")
-    # Options behind the script are the script's, also those of the same name as ours.
+    # Options behind the script are the script's, even if they are named like ours.
     add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")

@@ -1,4 +1,4 @@
-"""Says what is installed, which devices JAX finds, and what is wrong with either."""
+"""Lists installed versions and JAX's devices, and finds mistakes in either."""
 
 import contextlib
 import glob
@@ -22,7 +22,7 @@ from nnx_parallel.errors import ParallelError
 from nnx_parallel.mesh import check_versions
 from nnx_parallel.precision import format_bytes
 
-# In a process of its own: a backend may abort, or wait for a device that another holds.
+# In a separate process: a backend may abort, or wait for a device that another holds.
 _PROBE = """
 import json, jax
 devices = jax.local_devices()
@@ -37,7 +37,7 @@ _PROBE_SECONDS = 120
 
 
 class _Accelerator(NamedTuple):
-    """An accelerator, by patterns of its driver's files, and what JAX needs for it."""
+    """An accelerator: patterns of its driver's files, and JAX's requirements."""
 
     name: str
     files: tuple[str, ...]
@@ -69,7 +69,7 @@ def doctor(directory: str) -> int:
     """Prints versions, devices and variables, and a line for each thing that is wrong.
 
     Returns:
-        0 if nothing is wrong, else 1.
+        0 if nothing is wrong, otherwise 1.
     """
     probe, packages = _probe(), _installed()
     backends = [*_has(packages, _GPU), *_has(packages, _TPU)]
@@ -116,7 +116,7 @@ def _probe() -> dict[str, Any]:
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     if done.returncode == 0:
         return {**json.loads(done.stdout.splitlines()[-1]), "log": lines}
-    # XLA names unknown flags in a line of its own, and then prints a stack.
+    # XLA names unknown flags in a separate line, and then prints a stack.
     named = [line for line in lines if "nknown flag" in line]
     text = (named or lines or [f"it ended with code {done.returncode}"])[-1]
     return {"error": f"JAX does not start: {text}"}
@@ -169,7 +169,7 @@ def device_problems(
 
 
 def flag_problems(env: Mapping[str, str]) -> Iterator[str]:
-    """Compiler flags that contradict each other, or what else sets the same."""
+    """Compiler flags that contradict each other, or other settings of the same."""
     for variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
         values: dict[str, str] = {}
         for word in shlex.split(env.get(variable, "")):

@@ -1,4 +1,4 @@
-"""Lists what a run's directory holds; writes nothing."""
+"""Lists the contents of a run's directory; writes nothing."""
 
 import contextlib
 import os
@@ -84,7 +84,7 @@ def _show(
     return 1 if num_damaged else 0
 
 
-# Of a fixed width: a line is written as soon as its step is read, which may take long.
+# A fixed width: a line is written as soon as its step is read, which may take long.
 _ROW = "{:>11}  {:16}  {:>9}  {:>9}  {}"
 
 

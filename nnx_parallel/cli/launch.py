@@ -36,7 +36,7 @@ from nnx_parallel.errors import MeshShapeError
 RESTART = "NNX_PARALLEL_RESTART"
 """Environment variable with the number of restarts so far."""
 
-# GPUs are shared out between processes: each sees its own alone.
+# GPUs are shared out between processes: each sees only its GPUs.
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 # The others notice a lost process within 0.5 s and end by themselves
 # (docs/library-notes.md, "Lost processes").
@@ -100,7 +100,7 @@ def launch(job: Job) -> int:
         for restart in range(job.max_restarts + 1):
             with _processes(job, restart) as processes:
                 receivers[:] = processes
-                # Those that came before all processes were there.
+                # Signals that came before all processes were there.
                 for number, process in itertools.product(received, processes):
                     process.send_signal(number)
                 code = _wait(processes)
@@ -162,7 +162,7 @@ def _processes(job: Job, restart: int) -> Iterator[list[Process]]:
                 stdin=subprocess.DEVNULL,  # not shared out between processes
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                # A group of its own: a terminal's Ctrl-C comes once, from the
+                # A separate group: a terminal's Ctrl-C comes once, from the
                 # launcher, and children can be killed with it.
                 start_new_session=True,
             )
@@ -181,7 +181,8 @@ def _environment(job: Job, address: str, index: int, restart: int) -> dict[str, 
         PROCESS_ID: str(index),
         RESTART: str(restart),
         TAGGED: str(os.getpid()),
-        # A pipe is no terminal: Python would hold lines back, and lose them in a kill.
+        # A pipe is not a terminal: Python would hold lines back, and lose them in a
+        # kill.
         "PYTHONUNBUFFERED": "1",
         **job.cpu_variables,
     }
@@ -225,7 +226,7 @@ _writing = threading.Lock()
 
 
 def _copy(index: int, source: IO[bytes], target: IO[str]) -> None:
-    # Where nobody reads the launcher's own output, its processes learn it: they save.
+    # If the launcher's output has no reader, its processes are told: they save.
     with source, contextlib.suppress(BrokenPipeError):
         for line in source:
             _write(target, index, line.decode(errors="replace").rstrip("\n"))
@@ -248,7 +249,7 @@ def _forwarded_signals() -> Iterator[tuple[list[int], list[Process]]]:
         for process in receivers:
             process.send_signal(number)  # does nothing if it has ended
 
-    # Those that are ignored stay so, as under nohup.
+    # Ignored signals stay ignored, as under nohup.
     heeded = [n for n in _SIGNALS if signal.getsignal(n) != signal.SIG_IGN]
     previous = {number: signal.signal(number, handle) for number in heeded}
     try:
@@ -308,7 +309,7 @@ def jobset(job: Job) -> str:
         "".join(f'{indent}- name: "{k}"{indent}  value: {_quoted(v)}' for k, v in pairs)
         for pairs in (variables.items(), job.cpu_variables.items())
     )
-    # backoffLimit 0: a pod that restarts alone finds its peers in a collective. The
+    # backoffLimit 0: a single pod that restarts finds its peers in a collective. The
     # JobSet restarts all of them.
     limits = f"{indent}    nvidia.com/gpu: {job.devices_per_process or 1}"
     return f"""\

@@ -1,4 +1,4 @@
-"""Plans the training of a script: it runs up to `Trainer.fit`, in a process of its own.
+"""Plans the training of a script: it runs up to `Trainer.fit`, in a separate process.
 
 Nothing is allocated on the way: the Trainer gets the devices of the topology, which are
 not there, and builds its state only in `fit`.
@@ -48,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     where = "devices to plan for, such as v5p:4x4x4, 2*v5e:16x16, h100:64, cpu:8"
     add("--topology", required=True, metavar="NAME", help=where)
-    fixed = "what is decided, such as tensor=8, remat=full or microbatches=4"
+    fixed = "decided parts, such as tensor=8, remat=full or microbatches=4"
     add("--fix", action="append", default=[], metavar="NAME=VALUE", help=fixed)
     shapes = "an array of the global batch, such as 'tokens=int32[512,8193]'; by "
     shapes += "default as the first batch of the data"
@@ -63,7 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--json", metavar="FILE", help="write the plan as JSON too")
     add("--html", metavar="FILE", help="write the plan as a page too")
     add("script", help="the Python script that calls Trainer.fit")
-    # `main` puts what comes behind `--` here: options may follow the script.
+    # `main` puts the arguments behind `--` here: options may follow the script.
     parser.set_defaults(arguments=[])
     parser.epilog = "Arguments of the script follow behind --."
 
@@ -72,11 +72,11 @@ def run_plan(options: argparse.Namespace) -> int:
     """Plans in a child process, whose output is this one's.
 
     Returns:
-        0 if something fits, 1 if nothing does, 2 if there is no plan.
+        0 if something fits, 1 if nothing does, 2 if planning failed.
     """
     settings = {k: v for k, v in vars(options).items() if k != "command"}
     environment = {
-        # The devices that are planned for are others; a GPU's memory is left alone.
+        # The devices that are planned for are others; a GPU's memory is left free.
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
@@ -88,7 +88,7 @@ def parse_fix(words: Sequence[str]) -> dict[str, Any]:
     """``["tensor=8", "remat=full"]`` as a dict.
 
     Raises:
-        PlanError: If a word is no such pair.
+        PlanError: If a word is not such a pair.
     """
     fix: dict[str, Any] = {}
     for word in words:
@@ -104,7 +104,7 @@ def parse_batch(words: Sequence[str]) -> dict[str, jax.ShapeDtypeStruct]:
     """``["tokens=int32[512,8193]"]`` as shapes by name.
 
     Raises:
-        PlanError: If a word is no such array.
+        PlanError: If a word is not such an array.
     """
     batch = {}
     for word in words:
@@ -143,7 +143,7 @@ def parts_of_script(
         script: Its path.
         arguments: Its arguments.
         topology: The Trainer's devices.
-        batch: Shapes of a global batch; without them those of its first batch.
+        batch: Shapes of a global batch; without them the shapes of its first batch.
 
     Raises:
         PlanError: If it has no Trainer, trains otherwise, opens a connection, or fails.
@@ -154,7 +154,8 @@ def parts_of_script(
     code = compile(path.read_bytes(), str(path), "exec")
     module = types.ModuleType("__main__")
     module.__file__ = str(path)
-    # What a model or loss refers to stays alive, and can be sent to other processes.
+    # Objects that a model or loss refers to stay alive, and can be sent to other
+    # processes.
     sys.modules["__main__"] = module
     sys.argv, sys.path[:0] = [str(path), *arguments], [str(path.parent)]
     built: list[Trainer] = []
@@ -171,7 +172,7 @@ def parts_of_script(
         raise PlanError(
             f"{found} before it calls Trainer.fit. A plan runs a script up to there, "
             "and trains, sends and allocates nothing: move this behind "
-            "`trainer.fit(...)`, or put the Trainer into a script of its own."
+            "`trainer.fit(...)`, or put the Trainer into another script."
         ) from None
     except SystemExit as error:
         where = _line_of(error, path)
@@ -186,7 +187,7 @@ def parts_of_script(
     raise PlanError(
         f"{found}, and {has}. plan needs a script that calls Trainer(...).fit(...) "
         "when it is run; pass its arguments behind its name"
-        f"{', or --batch for a loop of its own' if built else ''}."
+        f"{', or --batch for your loop' if built else ''}."
     )
 
 
@@ -198,7 +199,7 @@ def _with_batch(reached: Reached, batch: Any, script: str) -> Parts:
         except Exception as error:
             raise PlanError(
                 f"The data of '{script}' gives no batch here: {type(error).__name__}: "
-                f"{error}. Say what one holds: --batch 'tokens=int32[512,8193]'."
+                f"{error}. Give its contents: --batch 'tokens=int32[512,8193]'."
             ) from error
     parts = Parts.of(trainer, batch)
     rows = vars(trainer)["_programs"].global_batch_size
@@ -213,11 +214,11 @@ def _line_of(error: BaseException, path: Path) -> str:
 
 @contextlib.contextmanager
 def _watching(topology: Topology, built: list[Trainer]) -> Iterator[None]:
-    """Puts in place what keeps a script from computing, and lets `fit` end it."""
+    """Keeps a script from computing, and lets `fit` end it."""
     is_active = True
 
     def listen(event: str, arguments: tuple) -> None:
-        # Sockets of this machine alone have no pair of host and port.
+        # Sockets within this machine have no pair of host and port.
         if not is_active or event not in ("socket.connect", "socket.getaddrinfo"):
             return
         address = arguments[1] if event == "socket.connect" else arguments[:2]
@@ -243,7 +244,7 @@ def _replacements(
 
     @functools.wraps(construct)
     def init(self: Trainer, *args: Any, **kwargs: Any) -> None:
-        # What writes files, or counts real devices, has no part in a plan.
+        # Writing files and counting real devices have no part in a plan.
         for name in ("checkpoint", "callbacks", "mesh", "profile"):
             kwargs.pop(name, None)
         # Devices that are not there cannot say which memory they reach.
@@ -302,7 +303,7 @@ def _check_settings(settings: dict[str, Any]) -> int | Literal["all"]:
 def plan_script(settings: dict[str, Any]) -> int:
     """Plans in this process; see `run_plan`, which starts it."""
     try:
-        # Before minutes are spent on what cannot be written.
+        # Before minutes are spent on a result that cannot be written.
         count = _check_settings(settings)
         topology = Topology.parse(settings["topology"])
         batch = parse_batch(settings["batch"]) or None

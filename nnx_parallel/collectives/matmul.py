@@ -20,7 +20,7 @@ from nnx_parallel.collectives.ring import Mode, Ring, check_divides, on_shards
 from nnx_parallel.errors import CollectiveProductError, UnknownAxisError
 
 Contracting = int | tuple[Sequence[int], Sequence[int]]
-"""As the ``axes`` of ``jnp.tensordot``: a number of dims, or those of x and of w."""
+"""The ``axes`` of ``jnp.tensordot``: a number of dims, or the dims of x and of w."""
 
 
 def all_gather_matmul(
@@ -38,8 +38,8 @@ def all_gather_matmul(
     For code that is manual over the axis (``jax.shard_map``). In sequence parallelism
     it leads into a block's products [2]. A device sends (n - 1) / n of the gathered
     ``x``. Of the forward pass it keeps the two shards. The gradient of ``x`` is a
-    `matmul_reduce_scatter`; that of ``w`` needs the gathered ``x`` once more, which
-    travels during the former's products and is multiplied in one piece.
+    `matmul_reduce_scatter`; the gradient of ``w`` needs the gathered ``x`` once more,
+    which travels during the former's products and is multiplied in one piece.
 
     Args:
         x_shard: This device's part along ``dim``, with the dims to contract.
@@ -54,12 +54,12 @@ def all_gather_matmul(
 
     Returns:
         The kept dims of x, ``dim`` times as long as in ``x_shard`` by the axis size,
-        then those of ``w_shard``.
+        then the kept dims of ``w_shard``.
 
     Raises:
         UnknownAxisError: If the code is not manual over ``axis``.
         CollectiveProductError: If dims do not fit.
-        ValueError: If there is no such mode.
+        ValueError: If the mode is unknown.
 
     Example:
         >>> from jax.sharding import PartitionSpec as P
@@ -113,16 +113,16 @@ def matmul_reduce_scatter(
 
     In sequence parallelism it leads out of a block's products [2]. A device sends
     (n - 1) / n of the whole output. Of the forward pass it keeps its two inputs. The
-    gradient of ``x`` is an `all_gather_matmul`, and what it gathers is multiplied with
-    ``x`` for the gradient of ``w``.
+    gradient of ``x`` is an `all_gather_matmul`, and the gathered array is multiplied
+    with ``x`` for the gradient of ``w``.
 
-    Arguments and errors are those of `all_gather_matmul`, but for these: both shards
-    are this device's part of the contracted dims; ``dim``, a kept dim that is whole in
-    ``x_shard``, is the one that the output is split along; ``sum_dtype`` is that of the
-    output's partial sums.
+    Arguments and errors are the same as for `all_gather_matmul`, but for these: both
+    shards are this device's part of the contracted dims; ``dim``, a kept dim that is
+    whole in ``x_shard``, is the one that the output is split along; ``sum_dtype`` is
+    the dtype of the output's partial sums.
 
     Returns:
-        This device's shard along ``dim``: the kept dims of x, then those of w.
+        This device's shard along ``dim``: the kept dims of x, then of w.
 
     Raises:
         IndivisibleDimError: If the axis does not divide ``dim``.
@@ -166,11 +166,12 @@ def column_parallel_matmul(
     It runs in a region manual over that one axis: other mesh axes stay automatic, so
     that a batch split over ``data`` or weights over ``pipe`` need nothing said. Inside
     a region that is manual over other axes it nests, over that region's mesh instead of
-    ``mesh``. Other arguments and errors are those of `all_gather_matmul`; x is split
-    over the axis along ``dim`` and w along ``w_dim``, kept dims, or brought there.
+    ``mesh``. Other arguments and errors are the same as for `all_gather_matmul`; x is
+    split over the axis along ``dim`` and w along ``w_dim``, kept dims, or brought
+    there.
 
     Returns:
-        The kept dims of x, then those of w: global, split where ``w_dim`` went.
+        The kept dims of x, then of w: global, split where ``w_dim`` went.
 
     Raises:
         UnknownAxisError: If there is no mesh, or none with the axis, or the code is
@@ -204,7 +205,7 @@ def column_parallel_matmuls(
 
     x is gathered once, and its gradient, the sum of theirs, is scattered once. Each of
     ``kernels`` is a w with its ``w_dim`` and its ``contracting``; all contract the same
-    dims of x. The other arguments are those of `column_parallel_matmul`.
+    dims of x. The other arguments are the same as for `column_parallel_matmul`.
     """
     sides = [_operands(x, w, contracting) for w, _, contracting in kernels]
     dim, kept = sides[0][0].kept_dim("dim", dim), sides[0][0].kept
@@ -241,13 +242,13 @@ def row_parallel_matmul(
 ) -> jax.Array:
     """`matmul_reduce_scatter` of global arrays: ``x @ w``, split along x's ``dim``.
 
-    Arguments and errors are those of `column_parallel_matmul`, but for these: of the
-    contracted dims the one counted ``split`` is split over the axis, in x and in w;
+    Arguments and errors are the same as for `column_parallel_matmul`, but for these: of
+    the contracted dims the one counted ``split`` is split over the axis, in x and in w;
     ``dim``, a kept dim of x, is the one that the output is split along; ``sum_dtype``
-    is that of the output's partial sums.
+    is the dtype of the output's partial sums.
 
     Returns:
-        The kept dims of x, then those of w: global, split along ``dim``.
+        The kept dims of x, then of w: global, split along ``dim``.
 
     Example:
         >>> import jax.numpy as jnp
@@ -366,12 +367,13 @@ def _prepare(
         axis=axis, dim=x_side.kept.index(x_side.kept_dim("dim", dim)), mode=mode
     )
     if sum_dtype is None:
-        # A sum that is rounded at every hop loses what one reduction would keep.
+        # A sum that is rounded at every hop loses bits that one reduction would keep.
         sum_dtype = jnp.promote_types(jnp.result_type(x, w), jnp.float32)
     x = jnp.transpose(x, (*x_side.kept, *x_side.contracted))
     w = jnp.transpose(w, (*w_side.contracted, *w_side.kept))
     # Where JAX tracks along which axes values differ (`check_vma`), a gradient must
-    # differ as its array does; that of this cast is the sum over the axes that it adds.
+    # differ as its array does; the gradient of this cast is the sum over the axes that
+    # it adds.
     varied = [jax.typeof(a).manual_axis_type.varying for a in (x, w)]
     every = varied[0] | varied[1] | {axis}
     for_x, for_w = (tuple(sorted(every - own)) for own in varied)

@@ -70,7 +70,7 @@ class ExpertAxis(NamedTuple):
 Pointwise = Callable[[Any], Any]
 """Treats every position of a ring's dim by itself, and keeps the dim.
 
-Of an array or of a list of arrays, to the same.
+It maps an array, or a list of arrays, to the same.
 """
 
 
@@ -79,7 +79,7 @@ class Ring:
     """The devices along one manual mesh axis, and how shards travel among them.
 
     Raises:
-        ValueError: If there is no such mode.
+        ValueError: If the mode is unknown.
     """
 
     axis: str
@@ -143,7 +143,7 @@ class Ring:
     ) -> jax.Array:
         """This device's shard of the sum over devices of ``function(x)``, one array.
 
-        Meanwhile ``passed`` travels, what `hops` gave of another array with as long a
+        Meanwhile ``passed`` travels: the `hops` of another array with as long a
         shard.
         """
         if self._is_bulk:
@@ -159,7 +159,8 @@ class Ring:
                 # last product, 5 to 10 % of all bytes. So this product waits for the
                 # hop before it, and hides the next; that leaves none exposed, for
                 # 1.7 % more temporaries (v5p, 4 chips). The hops themselves wait for no
-                # product, else rings of products with one input would not be merged.
+                # product: rings of products with one input would otherwise not be
+                # merged.
                 here, passed = passed[0], passed[1:]
                 x, _ = jax.lax.optimization_barrier((x, here))
             # The sum for a device is begun by the next one along the ring, and comes to
@@ -253,7 +254,7 @@ def on_shards(
         else [*map(split_at, out_dim)],
         # Manual over one axis: the partitioner goes on splitting the others.
         axis_names={axis},
-        # JAX cannot know that what was joined from hops is equal on all devices.
+        # JAX cannot know that an array joined from hops is equal on all devices.
         check_vma=False,
     )
     # Outside a trace JAX runs no region that leaves axes automatic

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: tables of ticks, what they cost, what they keep."""
+"""Pipeline schedules as data: tables of ticks, with their costs and their memory."""
 
 from nnx_parallel.schedules.schedules import Fixed as Fixed
 from nnx_parallel.schedules.schedules import GPipe as GPipe

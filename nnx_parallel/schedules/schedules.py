@@ -16,7 +16,7 @@ class Schedule(abc.ABC):
 
     In those below a stage passes a microbatch on in each tick, so that nothing queues;
     they differ in how much waits and is kept. ``S`` is the number of stages, ``M`` of
-    microbatches, ``V`` of chunks; efficiencies are those of slots that cost the same.
+    microbatches, ``V`` of chunks; efficiencies assume slots that cost the same.
 
     Attributes:
         chunks: Chunks of consecutive layers that every stage holds; a subclass whose
@@ -34,7 +34,7 @@ class Schedule(abc.ABC):
         """
 
     def forward_table(self, num_stages: int, num_microbatches: int) -> Table:
-        """The table of an evaluation step: forward slots alone, the same chunks.
+        """The table of an evaluation step: only forward slots, the same chunks.
 
         Raises:
             ScheduleError: If a size is less than 1.
@@ -63,7 +63,7 @@ class GPipe(Schedule):
     def table(self, num_stages: int, num_microbatches: int) -> Table:
         """Forward at ``m + s``, backward at ``M + S - 1 + m + S - 1 - s``."""
         forward, backward = _one_f_one_b(num_stages, num_microbatches)
-        # As in 1F1B, once the last stage has run all its forward slots.
+        # The order of 1F1B, once the last stage has run all its forward slots.
         backward += num_microbatches
         return Table.from_ticks(num_stages, forward, backward, name="GPipe")
 
@@ -72,7 +72,7 @@ class GPipe(Schedule):
 class OneFOneB(Schedule):
     """One forward, one backward: a microbatch goes back as soon as it can [1].
 
-    Efficiency is that of ``GPipe``, ``M / (M + S - 1)``, and a stage keeps the inputs
+    The efficiency equals ``GPipe``'s, ``M / (M + S - 1)``, and a stage keeps the inputs
     of at most ``2 * S - 1`` microbatches however many there are. In lock step a
     microbatch spends one tick in each stage on its way back too, hence ``2 * S - 1``
     and not ``S``. The schedule to start with.
@@ -140,12 +140,12 @@ class Interleaved(Schedule):
 class ZeroBubble(Schedule):
     """1F1B whose weight gradients wait until no stage waits for them [1].
 
-    Only the gradient of a stage's input is on the way back; that of its parameters is
-    made ``s`` ticks later on stage ``s``, when all stages have one to make. Efficiency
-    is ``3 * M / (3 * M + 2 * (S - 1))``. A stage keeps what ``OneFOneB`` keeps and at
-    most ``S - 1`` microbatches that wait for their weight gradient. Two halves may
-    compute more than a joint backward pass: choose it for many stages and few
-    microbatches, and measure.
+    Only the gradient of a stage's input is on the way back; the gradient of its
+    parameters is made ``s`` ticks later on stage ``s``, when all stages have one to
+    make. Efficiency is ``3 * M / (3 * M + 2 * (S - 1))``. A stage keeps as much as
+    under ``OneFOneB`` and at most ``S - 1`` microbatches that wait for their weight
+    gradient. Two halves may compute more than a joint backward pass: choose it for many
+    stages and few microbatches, and measure.
 
     References:
         [1] Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2 (ZB-H1),
@@ -167,7 +167,7 @@ class ZeroBubble(Schedule):
 
 @dataclass(frozen=True)
 class Fixed(Schedule):
-    """A table of your own, for the one size that it has.
+    """Your table, for the one size that it has.
 
     Attributes:
         given: The table of a training step; ``Table.from_slots`` makes one.
@@ -186,11 +186,11 @@ class Fixed(Schedule):
                 f"The table {self.given.name!r} has no backward slots: it is one for "
                 "evaluation. Training needs both."
             )
-        # `chunks` is no argument here, and the dataclass is frozen.
+        # `chunks` is not an argument here, and the dataclass is frozen.
         object.__setattr__(self, "chunks", self.given.num_chunks)
 
     def table(self, num_stages: int, num_microbatches: int) -> Table:
-        """The given table; other sizes than its own are a `ScheduleError`."""
+        """The given table; any other size is a `ScheduleError`."""
         sizes = (self.given.num_stages, self.given.num_microbatches)
         if sizes != (num_stages, num_microbatches):
             raise ScheduleError(

@@ -41,14 +41,14 @@ def live_ranges(ticks: Ticks) -> dict[str, LiveRanges]:
     - ``saved``: the same input, from the forward slot to the backward input slot.
     - ``cotangents``: a chunk's output cotangent, from its arrival to the backward
       input slot.
-    - ``pending``: what the weight gradient still needs, from the backward input slot
-      to the backward weight slot; nothing in a table that is not split.
+    - ``pending``: values that the weight gradient still needs, from the backward input
+      slot to the backward weight slot; nothing in a table that is not split.
     - ``flights``: an in-flight microbatch, from its entry into the pipeline to its
       last slot in the first virtual stage (the last forward slot in evaluation).
     """
     forward, *both_backward = ticks.by_kind.values()
     stage = np.arange(len(forward), dtype=np.int32) % ticks.num_stages
-    # What a stage sends arrives one tick later. The first virtual stage receives
+    # A stage's output arrives one tick later. The first virtual stage receives
     # nothing: it takes a new microbatch in the tick in which it runs it.
     arrival = np.concatenate([forward[:1], forward[:-1] + 1])
     none = LiveRanges(forward[:0], forward[:0], stage[:0])
@@ -99,7 +99,7 @@ class Simulation:
         peak_stage_inputs: The most inputs of chunks that the busiest stage keeps at
             once between forward and backward.
         peak_residual_bytes: Bytes of all buffers on one device.
-        costs: Of one microbatch on one stage, by kind of slot.
+        costs: Seconds of one microbatch on one stage, by kind of slot.
         timeline: When every slot runs. One of a chunk with a layer less than others
             ends before its tick does.
     """

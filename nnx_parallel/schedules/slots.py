@@ -94,7 +94,7 @@ class Ticks(NamedTuple):
     """When each virtual stage takes each microbatch.
 
     Chunk ``c`` of stage ``s`` is virtual stage ``c * num_stages + s``: a microbatch
-    passes through them in that order. A table for evaluation has ``forward`` alone.
+    passes through them in that order. A table for evaluation has only ``forward``.
     """
 
     num_stages: int

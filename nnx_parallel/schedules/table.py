@@ -35,7 +35,7 @@ from nnx_parallel.schedules.slots import (
 class Table:
     """A pipeline schedule: when each stage takes each microbatch, in lock step.
 
-    In one tick a stage receives what its neighbours sent in the last one, runs its
+    In one tick a stage receives its neighbours' outputs of the last one, runs its
     forward slot, then (the last stage, for its last chunk) the part after the stack,
     then its backward input slot, then its backward weight slot. Of the stack's equal
     parts stage ``s`` has number ``c * num_stages + s`` as its chunk ``c``. Tables are
@@ -53,7 +53,7 @@ class Table:
         name: For titles; it does not count when tables are compared.
 
     Raises:
-        ScheduleError: If a slot is missing or there twice, comes before what it needs,
+        ScheduleError: If a slot is missing or there twice, comes before its inputs,
             or microbatches of one kind are out of order.
     """
 
@@ -221,14 +221,14 @@ class Table:
                 a chunk costs its share.
             backward_input: The same, for the gradient of the input.
             backward_weight: The same, for the gradient of the parameters.
-            num_layers: Of the stack. If stages times chunks do not divide it, costs are
-                those of the mean stage, and a slot takes the time of the chunk with
-                most layers. ``None``: all chunks have as many.
-            input_bytes: Of a chunk's input that waits for its forward slot.
-            saved_bytes: Of what a chunk keeps from forward to backward.
-            cotangent_bytes: Of a cotangent that waits for its backward slot.
-            pending_bytes: Of what waits for a backward weight slot.
-            flight_bytes: Of what the parts around the stack keep for a microbatch.
+            num_layers: Layers of the stack. If stages times chunks do not divide it,
+                costs are the mean stage's, and a slot takes the time of the
+                chunk with most layers. ``None``: all chunks have as many.
+            input_bytes: Bytes of a chunk's input that waits for its forward slot.
+            saved_bytes: Bytes that a chunk keeps from forward to backward.
+            cotangent_bytes: Bytes of a cotangent that waits for its backward slot.
+            pending_bytes: Bytes that wait for a backward weight slot.
+            flight_bytes: Bytes that the parts around the stack keep for a microbatch.
 
         Example:
             >>> from nnx_parallel import OneFOneB
@@ -251,23 +251,23 @@ class Table:
 class Buffers:
     """The memory slot that every stage writes and reads in every tick.
 
-    Numbers are those of slots. Arrays are int32 of shape (ticks, stages), -1 where
+    Numbers are numbers of slots. Arrays are int32 of shape (ticks, stages), -1 where
     nothing is written or read. A slot that is read for the last time in a tick is
     written again in the next one at the earliest.
     """
 
     num_inputs: int  # of inputs that wait for their forward
-    receive_input: Ints  # written at a tick's start by what the stage before sent
-    feed_input: Ints  # written by a new microbatch; the first stage alone
+    receive_input: Ints  # written at a tick's start, from the stage before
+    feed_input: Ints  # written by a new microbatch; only the first stage
     forward_input: Ints  # read by the forward
     num_saved: int  # of inputs that wait for their backward
     forward_saved: Ints  # written by the forward
     backward_saved: Ints  # read by the backward input slot
     num_cotangents: int  # of cotangents that wait for their backward
-    receive_cotangent: Ints  # written at a tick's start by what the stage after sent
-    feed_cotangent: Ints  # written by the part after the stack; the last stage alone
+    receive_cotangent: Ints  # written at a tick's start, from the stage after
+    feed_cotangent: Ints  # written by the part after the stack; only the last stage
     backward_cotangent: Ints  # read by the backward input slot
-    num_pending: int  # of what waits for its weight gradient; 0 if not split
+    num_pending: int  # waits for its weight gradient; 0 if not split
     backward_pending: Ints  # written by the backward input slot
     weight_pending: Ints  # read by the backward weight slot
     num_flights: int  # of in-flight microbatches
@@ -275,7 +275,7 @@ class Buffers:
 
 
 def plan_buffers(table: Table) -> Buffers:
-    """The fewest memory slots that hold what a table keeps.
+    """The fewest memory slots that hold a table's values.
 
     Every value that a stage keeps has a live range of ticks. Values whose ranges do not
     meet share a slot; the greedy choice of the lowest free one needs as many as are
@@ -384,7 +384,7 @@ def _invert(kind: Kind, slots: Slots, shape: tuple[int, int]) -> Ints:
 
 
 def _check_ticks(ticks: Ticks) -> None:
-    """Checks that every slot comes after what it needs, and microbatches in order."""
+    """Checks that every slot comes after its inputs, and microbatches in order."""
     for kind, earliest, step, reason in _rules(ticks):
         actual = ticks.by_kind[kind]
         early = actual < earliest
@@ -411,13 +411,13 @@ def _rules(ticks: Ticks) -> Iterator[tuple[Kind, Ints, int, str]]:
     In between, the steps from its virtual stage to the one that the reason names.
     """
     forward, *both_backward = ticks.by_kind.values()
-    # All (chunks * stages, microbatches). What a neighbour sends arrives in the next
-    # tick, hence + 1; a pad of 0 is no rule for the row that has no such neighbour.
+    # All (chunks * stages, microbatches). A neighbour's output arrives in the next
+    # tick, hence + 1; a pad of 0 lets a row without such a neighbour pass.
     arrival = np.pad(forward[:-1] + 1, ((1, 0), (0, 0)))
     yield "forward", arrival, -1, "{near} makes its input at tick {sent}"
     if both_backward:
         backward, _ = both_backward
-        # The last virtual stage alone: others follow from it through the cotangents.
+        # Only the last virtual stage: others follow from it through the cotangents.
         loss = np.pad(forward[-1:], ((len(forward) - 1, 0), (0, 0)))
         yield "backward_input", loss, 0, "its forward is at tick {tick}"
         arrival = np.pad(backward[1:] + 1, ((0, 1), (0, 0)))
@@ -425,7 +425,7 @@ def _rules(ticks: Ticks) -> Iterator[tuple[Kind, Ints, int, str]]:
         # In one tick the input slot runs before the weight slot: no + 1.
         yield "backward_weight", backward, 0, "its backward input is at tick {tick}"
     # One microbatch hands its random state to the next, and gradients are summed in
-    # this order: with another one the numbers would not be those of one device.
+    # this order: with another one the numbers would differ from one device's.
     for kind, own in ticks.by_kind.items():
         after_last = np.pad(own[:, :-1] + 1, ((0, 0), (1, 0)))
         yield kind, after_last, 0, "microbatch {last} comes before it, at tick {sent}"
@@ -441,7 +441,7 @@ def _assign(ranges: LiveRanges) -> Ints:
         free = [*range(len(values))]  # a heap: the lowest first
         busy: list[tuple[int, int]] = []  # last tick and slot, the earliest first
         for value in sorted(values, key=lambda at: (start[at], at)):
-            # Before it, not at it: a stage writes what it receives in a tick before it
+            # Before it, not at it: a stage writes a received value in a tick before it
             # reads anything, so a slot's last reader keeps it for the whole tick.
             while busy and busy[0][0] < start[value]:
                 heapq.heappush(free, heapq.heappop(busy)[1])

@@ -39,7 +39,7 @@ Source = nnx.Module | ModelFn
 class Strategy(abc.ABC):
     """Where parameters, optimizer state and batch live, and how the step is run.
 
-    A technique of your own subclasses this and answers once, in `claims`. Strategies
+    Your technique subclasses this and answers once, in `claims`. Strategies
     are values: they hold no arrays and no mesh, compare by their fields, and combine in
     a `Composite`.
 
@@ -66,7 +66,7 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def claims(self) -> Claims:
-        """My mesh axes, and what they split."""
+        """My mesh axes, and the dims that they split."""
 
     # Not abstract: most techniques run any model.
     def check(self, model: nnx.Module, mesh: Mesh) -> None:
@@ -120,7 +120,7 @@ class Strategy(abc.ABC):
     ) -> tuple[nnx.GraphDef, nnx.State]:
         """``nnx.split`` with the state placed on the mesh.
 
-        Arrays that lie elsewhere are copied; the model keeps its own.
+        Arrays that lie elsewhere are copied; the model keeps its arrays.
         """
         # A model that is built already draws nothing from these streams.
         return nnx.split(self._placed(model, nnx.Rngs(0), mesh))
@@ -145,7 +145,7 @@ class Strategy(abc.ABC):
         return stored_specs(state, self.layout(mesh))
 
     def shardings(self, state: nnx.State, *, mesh: Mesh | None = None) -> nnx.State:
-        """`specs` on the mesh: what ``jax.device_put`` and ``jax.jit`` take."""
+        """`specs` on the mesh, for ``jax.device_put`` and ``jax.jit``."""
         layout = self.layout(mesh)
         specs = stored_specs(state, layout)
         return jax.tree.map(layout.sharding, specs, is_leaf=is_spec)
@@ -217,7 +217,7 @@ class Composite(Strategy):
         self.claims()  # refuses parts that contradict each other
 
     def claims(self) -> Claims:
-        """Those of all parts, merged."""
+        """The claims of all parts, merged."""
         claims = [part.claims() for part in self.parts]
         # All rules first: one of any part may decide a name that two others claim.
         rules = self.rules + tuple(rule for each in claims for rule in each.rules)

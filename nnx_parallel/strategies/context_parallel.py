@@ -17,11 +17,11 @@ class ContextParallel(Strategy):
 
     A device keeps ``1 / size`` of all activations, so that ``size`` times longer
     sequences fit; the batch is not split. The model is written as for one device.
-    Everything works token by token but attention, which sends over the axis what
-    ``exchange`` says, with the same numbers. Under causal masks devices exchange halves
-    of what they hold around it, so that all have the same work.
+    Everything works token by token but attention, which sends keys and values over the
+    axis, as ``exchange`` says, with the same numbers. Under causal masks devices
+    exchange halves of their tokens around it, so that all have the same work.
 
-    Each device sees its own tokens only, so gradients are summed over the axis. With
+    Each device sees only its tokens, so gradients are summed over the axis. With
     `FSDP` the training state is split over it too: one gather over both axes, and
     ``1 / (fsdp * size)`` of the state on a device. Alone, or with `DataParallel`, each
     device keeps a copy.
@@ -33,17 +33,17 @@ class ContextParallel(Strategy):
     Attributes:
         size: Number of parts; ``None`` takes the devices that remain. It must divide
             the sequence, and twice its size should: else causal work is not balanced.
-        exchange: What attention sends. ``ring``: keys and values from device to device
-            [1], each piece sent on before the products with it; their gradients travel
-            too. The number of heads does not matter. ``all_to_all``: heads for sequence
-            and back [2]; ``size`` must divide the heads (those of one tensor shard),
+        exchange: The transfers of attention. ``ring``: keys and values from device to
+            device [1], each piece sent on before the products with it; their gradients
+            travel too. The number of heads does not matter. ``all_to_all``: heads for
+            sequence and back [2]; ``size`` must divide the heads (of one tensor shard),
             and any kernel then runs on whole sequences. ``gather``: keys and values
             whole on each device [3], forward and again backward; simple, and cheap with
             few key heads.
         rules: Explicit rules for single arrays.
 
     Raises:
-        ValueError: If there is no such exchange.
+        ValueError: If the exchange is unknown.
 
     Example:
         >>> from nnx_parallel import Composite, FSDP
@@ -71,7 +71,7 @@ class ContextParallel(Strategy):
             )
 
     def claims(self) -> Claims:
-        """``context`` splits ``seq`` of activations, and what FSDP splits."""
+        """``context`` splits ``seq`` of activations, and FSDP's arrays."""
         return Claims(
             axis_sizes={"context": self.size},
             activations={"seq": "context"},

@@ -21,15 +21,15 @@ class ExpertParallel(Strategy):
     """Expert parallelism: the axis ``expert`` splits the experts of each `MoE` [1].
 
     A device keeps ``1 / size`` of the experts and of their optimizer state. Outside of
-    the experts the axis splits the batch, as that of `DataParallel` does; with `FSDP`
-    it splits the state of everything else too, and FSDP splits that of each expert. No
-    token is dropped, and the numbers are those of one device.
+    the experts the axis splits the batch, as under `DataParallel`; with `FSDP`
+    it splits the state of everything else too, and FSDP splits the state of each
+    expert. No token is dropped, and the numbers equal one device's.
 
     Attributes:
         size: Number of parts, which must divide the experts; ``None`` takes the devices
             that remain.
         exchange: How tokens reach their experts. ``gather``: tokens of all devices are
-            gathered, each device computes the rows of its own experts, and their
+            gathered, each device computes the rows of its experts, and their
             outputs are summed and scattered. ``ragged``: each row is sent to the device
             of its expert and comes back, ``jax.lax.ragged_all_to_all``: less to send
             where a token goes to fewer experts than there are other devices; not on
@@ -39,7 +39,7 @@ class ExpertParallel(Strategy):
         rules: Explicit rules for single arrays.
 
     Raises:
-        ValueError: If there is no such exchange.
+        ValueError: If the exchange is unknown.
 
     Example:
         >>> from nnx_parallel import Composite, FSDP
@@ -64,7 +64,7 @@ class ExpertParallel(Strategy):
             )
 
     def claims(self) -> Claims:
-        """``expert`` splits the experts, the batch, and what FSDP splits."""
+        """``expert`` splits the experts, the batch, and the arrays that FSDP splits."""
         return Claims(
             axis_sizes={"expert": self.size},
             batch=("expert",),

@@ -18,26 +18,26 @@ class Pipeline(Strategy):
     """Pipeline parallelism: stages of consecutive layers, run on many microbatches.
 
     The layers of one `Stack` of the model are spread over the mesh axis ``pipe``. All
-    devices together compute what the loss does before and after the stack, with other
+    devices together compute the loss before and after the stack, with other
     stacks that it calls there (DeepSeek-V3's first layers, an encoder); the part before
     it runs twice, the second time for the backward pass. Loss and gradients are
-    those of a single device. Set the Trainer's ``num_microbatches`` to several times
+    a single device's. Set the Trainer's ``num_microbatches`` to several times
     ``size``: more microbatches make the schedule more efficient.
 
     Attributes:
         size: Number of stages. Where they do not divide the layers, some have one layer
-            less and wait for the others; `Table.simulate` says what that costs. A
+            less and wait for the others; `Table.simulate` gives the cost. A
             device then stores ``1 / size`` of each array of the layers along another
             dim. Once a step it sends its part (in the dtype of the computation) to the
             stages of these layers, and gradients come back; a stage holds a copy of its
             parameters meanwhile.
         schedule: `GPipe`, `OneFOneB`, `Interleaved` or `ZeroBubble`, whose pages cite
-            the papers, or a `Table` of your own.
-        stash: What a stage keeps of a microbatch between its forward and its backward
-            slot. ``policy``: what the remat policy says (``none``: all activations of
-            its layers; ``full``: the input of each layer). ``inputs``: only the input
-            of the stage; the backward slot first runs the layers again, and then keeps
-            what the policy says, for one microbatch at a time.
+            the papers, or your `Table`.
+        stash: Values that a stage keeps of a microbatch between its forward and its
+            backward slot. ``policy``: the values of the remat policy (``none``: all
+            activations of its layers; ``full``: the input of each layer). ``inputs``:
+            only the input of the stage; the backward slot first runs the layers again,
+            and then keeps the policy's values, for one microbatch at a time.
         gather: How often FSDP's shards of a stage's weights are gathered.
             ``microbatch``: layer by layer in every slot; a device holds the gathered
             weights of one layer. ``step``: once a step; a device holds the gathered

@@ -33,9 +33,9 @@ class TensorParallel(Strategy):
     during matmuls. In rings, those that they feed, with `all_gather_matmul` and
     `matmul_reduce_scatter`: matmuls of one input (query, key and value; up and gate)
     share a ring, and so does the gradient of that input (`nnx_parallel.layers.project`,
-    which our models call). In halves, those of the other half of the rows [3]. Of
+    which our models call). In halves, the matmuls of the other half of the rows [3]. Of
     Llama-2 7B's bytes on 64 TPU v5p, with ``FSDP(16)``, halves hide 73 %, rings 98 %,
-    ``sequence`` alone 32 %, for 2.00, 2.54 and 2.05 billion of the compiler's estimated
+    only ``sequence`` 32 %, for 2.00, 2.54 and 2.05 billion of the compiler's estimated
     cycles (``python -m benchmarks maxtext --full``).
 
     A model says which dims to split by naming them. A model without names is
@@ -45,7 +45,7 @@ class TensorParallel(Strategy):
 
     Attributes:
         size: Number of parts; ``None`` takes the devices that remain.
-        sequence: Whether activations between the matmuls are split along ``seq``. A
+        sequence: True splits activations between the matmuls along ``seq``. A
             length that ``size`` does not divide stays whole.
         overlap: ``ring``: matmuls that gather their input or scatter their output
             overlap with the transfers. ``halves``: layers of a
@@ -54,11 +54,11 @@ class TensorParallel(Strategy):
             dropout, state, masks or losses of experts. A layer that computes one row
             from another gets other numbers, as with ``num_microbatches``. Each implies
             ``sequence``.
-        rules: Explicit rules for single arrays; `LogicalRules` change what a name
-            means, for instance ``{"vocab": None}``.
+        rules: Explicit rules for single arrays; `LogicalRules` change the
+            meaning of a name, for instance ``{"vocab": None}``.
 
     Raises:
-        ValueError: If ``overlap`` is none of these.
+        ValueError: If ``overlap`` is another value.
 
     Example:
         >>> TensorParallel(4).claims().logical["heads"]

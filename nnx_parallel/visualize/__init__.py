@@ -1,4 +1,4 @@
-"""Pictures: which device holds what, and which stage runs what when."""
+"""Pictures: the shards of each device, and the slots of each stage."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from nnx_parallel.visualize.schedules import schedule_picture
 
 
 def visualize(thing: Any, **costs: Any) -> Picture:
-    """Draws which device holds which block of arrays, or which stage runs what when.
+    """Draws the blocks of arrays on each device, or the slots of each stage.
 
     Args:
         thing: An array; or a model, a state, any pytree. Its arrays have a sharding;
@@ -28,12 +28,12 @@ def visualize(thing: Any, **costs: Any) -> Picture:
         A picture: ``print`` and rich draw it in the terminal, a notebook shows it, and
         it has ``svg`` and ``save(path)``. A block is labelled with the devices that
         hold it; copies share a block. The cell ``F3`` of a schedule is the forward pass
-        of microbatch 3, ``B`` backward, ``W`` backward for the weights alone; a small
+        of microbatch 3, ``B`` backward, ``W`` backward only for the weights; a small
         digit is the chunk. In colour it is to scale.
 
     Raises:
-        TypeError: If an array has no sharding, or there is none; or if costs are given
-            for anything but a schedule.
+        TypeError: If an array has no sharding, or the array is missing; or if costs are
+            given for anything but a schedule.
 
     Example:
         >>> import numpy as np
@@ -66,15 +66,16 @@ def visualize(thing: Any, **costs: Any) -> Picture:
     if hasattr(thing, "shape") and hasattr(thing, "sharding"):
         return array_picture(ShardMap(thing))
     leaves = jax.tree_util.tree_leaves_with_path(thing)
-    # What is no pytree, such as a Trainer, is one leaf to JAX, at an empty path.
+    # An object that is not a pytree, such as a Trainer, is one leaf to JAX, at an empty
+    # path.
     if not leaves or (not leaves[0][0] and not hasattr(thing, "shape")):
         raise TypeError(
             f"A {type(thing).__name__} without arrays cannot be drawn. Pass an array "
             "that lies on a mesh, a model such as trainer.model, any pytree of such "
-            "arrays, the Table of a schedule, or what strategy.describe returns."
+            "arrays, the Table of a schedule, or the result of strategy.describe."
         )
     maps = [
-        # A Variable's array has a key path in `.value`, which is no part of its name.
+        # A Variable's array has a key path in `.value`, which is not part of its name.
         ShardMap(leaf, path_of(keys).removesuffix(".value") or "array")
         for keys, leaf in leaves
     ]

@@ -15,9 +15,9 @@ from nnx_parallel.drawing import Colour, Picture, fill
 from nnx_parallel.precision import array_bytes, format_bytes
 from nnx_parallel.sharding.names import dim_axes
 
-# Of a block that every device holds.
+# The colour of a block that every device holds.
 _WHOLE: Colour = (0xD9, 0xDF, 0xE5)
-# For small meshes; `device_colour` makes those of larger ones.
+# For small meshes; `device_colour` makes the colours of larger ones.
 _FEW = (0x2F6DB5, 0xE38B3A, 0x2E7D57, 0xC84B50, 0x8A63A8, 0x5FB0B7, 0xE2C04B, 0x8C6A55)
 
 
@@ -36,7 +36,7 @@ class ShardMap:
         bytes_per_device: Bytes that one of them holds.
         is_whole: True if every device holds all of it.
         caption: Rows and columns in words, then the notes.
-        notes: What the blocks do not show.
+        notes: Facts that the blocks do not show.
 
     Raises:
         TypeError: If the array has no sharding.
@@ -94,7 +94,7 @@ class ShardMap:
         self.caption = " · ".join(words + self.notes)
 
     def _notes(self, dims: Sequence[int]) -> list[str]:
-        # Of the dims that are drawn, the caption says which are whole.
+        # The caption says which of the drawn dims are whole.
         whole = [d for d in dims if d not in self.dims]
         notes = [f"not shown: {_dims(whole)}, whole"] if whole else []
         if self.is_whole and len(self.devices) > 1:

@@ -39,12 +39,12 @@ from nnx_parallel.visualize.optimizer_rows import (
 
 
 class ArrayRow(NamedTuple):
-    """One array of a model; its bytes are those of the array as stored."""
+    """One array of a model, and its bytes as stored."""
 
     info: ArrayInfo
     placement: Placement
     bytes_per_device: int
-    memory: str = "device"  # its kind, and that of its optimizer state if it differs
+    memory: str = "device"  # its kind, and its optimizer state's if it differs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Description:
         optimizer_bytes: Optimizer state of each device, in its memory or the host's.
         host_bytes: The part of it in the host's memory.
         average_bytes: Moving average of the parameters on each device, if one is kept.
-        notes: What devices send that no array's placement tells.
+        notes: Transfers that no array's placement tells.
     """
 
     layout: Layout
@@ -84,8 +84,8 @@ class Description:
     def replicated_optimizer(self) -> tuple[OptimizerRow, ...]:
         """Optimizer state that stays whole and need not, the largest first.
 
-        Single numbers are left out, and what follows a parameter whose optimizer state
-        no rule splits: see `replicated`.
+        Single numbers are left out, and arrays that follow a parameter whose optimizer
+        state no rule splits: see `replicated`.
         """
         whole = (row for row in self.optimizer_rows if row.why_whole)
         return tuple(sorted(whole, key=lambda row: -row.bytes_per_device))
@@ -103,7 +103,7 @@ class Description:
         for info, place, size, memory in self.rows:
             specs = (place.stored, place.used, place.gradient, place.optimizer)
             shown = list(map(_short, specs))
-            if not info.is_param:  # then there is no gradient, and no optimizer state
+            if not info.is_param:  # then it has no gradient, and no optimizer state
                 shown[2:] = "", ""
             shape, dtype = " ".join(map(str, info.shape)), str(info.dtype)
             why = "; ".join(filter(None, (place.reason, *map(_of_one, place.absent))))
@@ -226,7 +226,7 @@ _LEAST_WHY = 24
 
 
 def _largest(rows: Sequence[tuple]) -> list[str]:
-    """The first five replicated arrays, and what the others add up to."""
+    """The first five replicated arrays, and the sum of the others."""
     lines = [
         f"replicated: {path} {shape} {format_bytes(size)} ({reason})"
         for path, shape, size, reason in rows[:5]
@@ -251,7 +251,7 @@ def _short(spec: P) -> str:
 def idle_parts(
     layout: Layout, arrays: Sequence[tuple[ArrayInfo, Placement]]
 ) -> Iterator[tuple[str, str]]:
-    """Strategies that split no array of a model: what each repeats, and what helps."""
+    """Strategies that split no array of a model, with the remedy for each."""
     # The specs of the optimizer state have every axis that any of the four has.
     used = {axis for _, p in arrays for axis in axes_of(p.optimizer)}
     for part in layout.claims.parts or (layout.claims,):
@@ -275,7 +275,7 @@ def idle_parts(
                     f"{place.reason}.",
                     "Pad a dim of the large ones, or use DataParallel.",
                 )
-        # What a layer or `constrain` splits by itself is not known before they run.
+        # Splits by a layer or `constrain` are not known before they run.
         elif sizes and not (part.batch or part.execution or is_of_activations):
             dims = ", ".join(map(repr, part.logical or sizes))
             across = " * ".join(f"{axis}={size}" for axis, size in sizes.items())
@@ -305,7 +305,7 @@ def _mostly_whole(
         axes = {a for a in part.axis_sizes if layout.mesh.shape[a] > 1}
         if not axes or "mlp" not in part.logical:
             continue
-        # Those with a name stay whole for a reason that `describe` gives.
+        # Arrays with a name stay whole for a reason that `describe` gives.
         bare = [(i, p) for i, p in kernels if {*part.logical}.isdisjoint(i.names or ())]
         bare = [(i, p) for i, p in bare if not p.reason.startswith("path rule")]
         whole = [i for i, p in bare if axes.isdisjoint(axes_of(p.used))]
@@ -343,7 +343,7 @@ def _warn_of_one_device(layout: Layout) -> None:
     if jax.device_count() > 1 or None not in claims.axis_sizes.values():
         return
     if not (claims.zero or claims.logical or claims.execution):
-        return  # data parallelism over one device is what a single device does
+        return  # data parallelism over one device is a single device
     platform = jax.default_backend()
     remedy = (
         "To try it on 8 simulated ones, call simulate_devices(8) before anything that "
@@ -378,7 +378,7 @@ def describe_model(
         wrt: Filter of the Variables that are trained: these have gradients.
         precision: The dtypes of parameters and gradients; ``None`` leaves them as the
             model makes them.
-        keeps_average: Whether a moving average of the parameters is kept.
+        keeps_average: True if a moving average of the parameters is kept.
         placements: Where its arrays live; without them they are found, and written
             into the model's metadata.
         opt_state: Shapes of the optimizer's state, where they are known: then nothing
@@ -399,7 +399,7 @@ def describe_model(
             stored[path] = jax.ShapeDtypeStruct(info.shape, info.dtype)
             dtype = precision.gradient_dtype(info.dtype) if precision else info.dtype
             gradients += shard_bytes(layout, info.shape, dtype, place.gradient)
-            # At least float32, as the state keeps it: in bfloat16 there is no room
+            # At least float32, as the state keeps it: bfloat16 has no room
             # for small moves.
             dtype = jnp.promote_types(info.dtype, jnp.float32)
             average += shard_bytes(layout, info.shape, dtype, place.stored)
@@ -438,12 +438,12 @@ def _notes(model: nnx.Module, layout: Layout) -> tuple[str, ...]:
     ]
     if layout.claims.sequence and stock:
         notes.append(
-            f"gathered: the sequence, around {len(stock)} modules of Flax's own "
+            f"gathered: the sequence, around {len(stock)} Flax's modules "
             f"attention ({', '.join(stock[:5])}): each device holds it whole there. "
             "nnx_parallel.layers.attention exchanges it."
         )
     for path, module in modules:
-        # Of `MoE`, by name: placement needs no layers.
+        # An attribute of `MoE`, by name: placement needs no layers.
         if how := getattr(module, "describe_exchange", lambda _: "")(layout):
             notes.append(f"exchanged: tokens of `{dotted(path)}` {how}")
     return tuple(notes)

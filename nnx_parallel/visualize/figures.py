@@ -17,7 +17,7 @@ Marks = list[str]
 """Elements of an SVG, in the order in which they are drawn."""
 
 WIDTH = 460.0
-"""Of a drawing that is read on a phone, too."""
+"""Width of a drawing that is read on a phone, too."""
 
 SMALL = 11.6
 """Size of its letters: on a phone they are 9 pixels high."""
@@ -31,7 +31,7 @@ _RULES = """
 .ground { fill: %s }
 """
 LIGHT = _RULES % ("#1f2933", "#52606d", "#7b8794", "#d9dfe5", "#9aa5b1", "#ffffff")
-"""What the classes of marks look like, as CSS."""
+"""The look of the classes of marks, as CSS."""
 
 DARK = _RULES % ("#e4e7eb", "#a9b4c0", "#8a96a3", "#4a5560", "#6b7783", "#14181e")
 """The same on a dark ground."""
@@ -149,10 +149,10 @@ class Figure(Drawn):
 
     Attributes:
         title: Its first line.
-        alt: What it shows, for those who cannot see it.
+        alt: Its content in words, for readers who cannot see it.
         marks: The drawing, without the title.
-        width: Of the drawing, in units of which a letter is 12 high.
-        height: Likewise.
+        width: Width of the drawing, in units of which a letter is 12 high.
+        height: Height of the drawing, in the same units.
         lines: The same in figures, as lines of text.
     """
 
@@ -165,12 +165,12 @@ class Figure(Drawn):
 
     @property
     def inline(self) -> str:
-        """The SVG for a page that says what the classes of `LIGHT` look like."""
+        """The SVG for a page that defines the classes of `LIGHT`."""
         return document(self.marks, self.width, self.height, self.alt)
 
     @property
     def svg(self) -> str:
-        """The picture as an SVG document, on a light ground of its own."""
+        """The picture as an SVG document, on a light background."""
         title = textwrap.wrap(self.title, int(self.width / 7.6))
         margin, head = 14, 16 * len(title) + 8
         width, height = self.width + 2 * margin, self.height + 2 * margin + head
@@ -185,7 +185,7 @@ class Figure(Drawn):
             *self.marks,
             "</g>",
         ]
-        # Shown larger than drawn: letters of 12 are those of a phone.
+        # Shown larger than drawn: letters of 12 are a phone's.
         return document(marks, width, height, self.alt, round(1.25 * width)) + "\n"
 
     def __rich__(self) -> Group:

@@ -19,7 +19,7 @@ class OptimizerRow(NamedTuple):
     """One array of the optimizer state.
 
     Attributes:
-        bytes_per_device: Of each device's shard, wherever it waits.
+        bytes_per_device: Bytes of each device's shard, in any memory.
         why_whole: Why every device holds all of it, though the optimizer state of its
             parameter is split; empty if that is not so.
         memory_kind: ``"device"``, or ``"pinned_host"``: the host's memory.

@@ -18,7 +18,7 @@ COLOURS: dict[str, Colour] = {
     "backward_input": (0xD9, 0x76, 0x2B),
     "backward_weight": (0x2E, 0x7D, 0x57),
 }
-"""Of the first chunk of a kind of slot; later chunks are lighter."""
+"""Colour of the first chunk of a kind of slot; later chunks are lighter."""
 
 # B for both: a table has joint backward slots or split ones, never both.
 _LETTERS = dict(zip(COLOURS, "FBBW", strict=True))
@@ -31,7 +31,7 @@ Column = tuple[int, str]
 
 
 def schedule_picture(table: Table, **costs: Any) -> Picture:
-    """A schedule as a picture; the costs are those of `Table.simulate`."""
+    """A schedule as a picture; the costs are arguments of `Table.simulate`."""
     simulation = table.simulate(**costs)
     stages = _count(table.num_stages, "stage")
     if table.num_chunks > 1:
@@ -108,7 +108,7 @@ class Timeline:
         return {at: max(least, round(unit * took[at])) for at in order}
 
     def _took(self) -> dict[Column, float]:
-        """Time of each column: that of its longest slot."""
+        """Time of each column: its longest slot."""
         took: dict[Column, float] = {}
         for slot in self.simulation.timeline.slots:
             column = (slot.tick, slot.kind)
