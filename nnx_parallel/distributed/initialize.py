@@ -133,10 +133,10 @@ def _outlive_launcher() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is getattr(sys, f"__{name}__"):  # else it is the script's own
+        if stream is getattr(sys, f"__{name}__"):  # otherwise it is the script's
             stream.flush()
             pipe = _Pipe(stream.fileno(), "w", closefd=False)
-            # Python's own streams are like this too where they are not buffered.
+            # Python's streams are like this too where they are not buffered.
             unbuffered = io.TextIOWrapper(
                 pipe, stream.encoding, stream.errors, write_through=True
             )

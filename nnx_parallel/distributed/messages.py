@@ -264,7 +264,7 @@ class Client:
         return f"{name} {self._counts[name]}"
 
     def allgather(self, key: str, value: Any, timeout_seconds: float) -> list[Any]:
-        """Sends a value and returns those of all processes, by process.
+        """Sends a value and returns the values of all processes, by process.
 
         Exchanges of several keys may run at once, on any threads.
 

@@ -17,8 +17,8 @@ from typing import Any, Self
 import jax
 
 # `jax.process_index()` and `jax.process_count()` start a backend, after which
-# `jax.distributed.initialize` refuses to run. JAX's own state is read instead, by this
-# module alone.
+# `jax.distributed.initialize` refuses to run. JAX's state is read instead, only by this
+# module.
 from jax._src import distributed, xla_bridge
 
 STATE = distributed.global_state
@@ -73,7 +73,7 @@ def has_backend() -> bool:
 
 
 def print_once(*values: Any, **options: Any) -> None:
-    """Prints on process 0 alone; takes the arguments of ``print``.
+    """Prints only on process 0; takes the arguments of ``print``.
 
     Example:
         >>> print_once("loss", 0.5)
@@ -84,7 +84,7 @@ def print_once(*values: Any, **options: Any) -> None:
 
 
 def tag() -> str:
-    """Prefix of each line of this process; empty if a launcher adds its own."""
+    """Prefix of each line of this process; empty if a launcher adds one."""
     is_tagged = process_count() > 1 and not os.environ.get(TAGGED)
     return f"[process {process_index()}] " if is_tagged else ""
 
@@ -120,7 +120,7 @@ def make_interrupt(text: str) -> KeyboardInterrupt:
     A script then ends as after any Ctrl-C: by SIGINT, which shells report as code 130.
     A notebook, or Python's prompt, has control again.
     """
-    # Not a subclass: Python ends by SIGINT after this very class alone; and IPython
+    # Not a subclass: Python ends by SIGINT only after this very class; and IPython
     # asks for the lines to show (docs/library-notes.md, "Python" and "Notebooks").
     error = KeyboardInterrupt(text)
     vars(error)["_render_traceback_"] = lambda: [f"KeyboardInterrupt: {text}"]
@@ -184,7 +184,7 @@ def _end_by_exception(
 
 
 def _is_of_collective(error: BaseException | None) -> bool:
-    """True if it, or what it was raised from, is an error of the devices' runtime."""
+    """True if it, or its cause, is an error of the devices' runtime."""
     # A save has collectives too, and its error is raised from theirs.
     return error is not None and (
         isinstance(error, jax.errors.JaxRuntimeError)
@@ -199,7 +199,7 @@ def end_by_loss(process: int, reason: str | None, drain: Callable[[], None]) -> 
     First calls ``drain``, which waits until the others have received the reason.
     """
     if not _ending.acquire(blocking=False):
-        return  # this process is ending already, for a reason of its own
+        return  # this process is ending already, for another reason
     text = "its connection closed without an exit message (killed, or out of memory)."
     if reason is not None:
         text = f"{reason.rstrip('.')}. Its own output says more."
@@ -221,7 +221,7 @@ def place_of(frame: FrameType | None) -> str:
         place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
         if package == __name__.partition(".")[0]:
             name = frame.f_code.co_qualname
-            # A decorator's inner function is not what the script has called.
+            # The script has not called a decorator's inner function.
             call = call if "<locals>" in name else f"{name}, at "
         elif package not in _LIBRARIES:
             break
@@ -267,7 +267,7 @@ class Watchdog:
         self._timer: threading.Timer | None = None
 
     def arm(self, step: int, awaited: str = "step") -> None:
-        """Restarts the clock, for what is awaited after ``step`` was dispatched."""
+        """Restarts the clock, for waits after ``step`` was dispatched."""
         if self._timeout is None:
             return
         self.disarm()
@@ -275,7 +275,7 @@ class Watchdog:
         self._timer.daemon = True
         self._timer.start()
         # The timer needs the interpreter's lock. A C call that never returns it stops
-        # every Python thread: then the interpreter's own clock ends the process.
+        # every Python thread: then the interpreter's clock ends the process.
         limit = self._timeout + _WATCHDOG_GRACE_SECONDS
         file = sys.__stderr__ or sys.stderr
         faulthandler.dump_traceback_later(limit, exit=True, file=file)
@@ -302,15 +302,15 @@ class Termination:
 
     Schedulers and clouds send SIGTERM some seconds before they take a machine: enough
     to save. A handler installed earlier is called as well, and is restored on exit. Of
-    SIGINT only Python's own handler is replaced. A second Ctrl-C is raised at once.
+    SIGINT only Python's handler is replaced. A second Ctrl-C is raised at once.
 
     Args:
-        saves: Whether the fit saves a checkpoint before it ends.
+        saves: True if the fit saves a checkpoint before it ends.
 
     Attributes:
-        is_requested: Whether a SIGTERM has come.
-        is_interrupted: Whether a Ctrl-C has come.
-        defers: Whether the first Ctrl-C is recorded alone. Otherwise it is raised too.
+        is_requested: True once a SIGTERM has come.
+        is_interrupted: True once a Ctrl-C has come.
+        defers: True if the first Ctrl-C is only recorded. Otherwise it is raised too.
     """
 
     def __init__(self, *, saves: bool = True) -> None:
@@ -335,7 +335,7 @@ class Termination:
         self._previous = previous
         self._is_watching = True
         self._install(signal.SIGTERM, self._record)
-        # One that is ignored, as under nohup, or the user's own, stays.
+        # An ignored one, as under nohup, or the user's, stays.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._install(signal.SIGINT, self._record_interrupt)
             _show_interrupts_as_lines()

@@ -17,7 +17,7 @@ _CONNECT_SECONDS = 20.0  # per address of a host: another of them may answer
 
 def connect(host: str, port: int, key: bytes) -> Connection:
     """A connection on which both sides have proved that they know the key."""
-    # `multiprocessing.connection.Client` would try IPv4 alone.
+    # `multiprocessing.connection.Client` would try only IPv4.
     with socket.create_connection((host, port), timeout=_CONNECT_SECONDS) as peer:
         return handshake(peer, key, mpc.answer_challenge, mpc.deliver_challenge)
 

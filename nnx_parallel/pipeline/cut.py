@@ -2,9 +2,9 @@
 
 The loss is traced once, as a jaxpr in which the stack's call is a single equation. An
 equation belongs to the prologue if the stack's inputs depend on it, and to the epilogue
-if the outputs do. What both need is computed in both when it depends on the parameters
-alone (a cast, a gathered table) or on none of them (masks, labels); otherwise the
-prologue keeps it for the epilogue (a skip connection).
+if the outputs do. Values that both need are computed in both when they depend only on
+the parameters (a cast, a gathered table) or on none of them (masks, labels); otherwise
+the prologue keeps it for the epilogue (a skip connection).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -153,11 +153,11 @@ class PartitionedJaxpr:
             itself, by position.
         leaving: The arrays of the stack's output.
         prologue_changes: New value of each variable that the prologue changes, by path.
-        epilogue_changes: The same of the epilogue.
+        epilogue_changes: Variables that the epilogue changes.
         skips: Values kept from the prologue for the epilogue.
         shared: Paths of the stack's arrays that prologue or epilogue use as well.
         trained: Keys of a layer's arrays that are trained.
-        differentiated: Of each array that enters, whether it has a cotangent.
+        differentiated: True for each array that enters and has a cotangent.
 
     Raises:
         PipelineError: If the stack is not called exactly once, or inside a transform,
@@ -192,7 +192,7 @@ class PartitionedJaxpr:
         paths = self.layer_paths.items()
         self.shared = frozenset(path for _, path in paths if self._inputs[path] in used)
         self.trained = frozenset(key for key, path in paths if path in of_params)
-        # The gradient of x passes through all layers; that of an argument is wanted if
+        # The gradient of x passes through all layers; an argument's is wanted if
         # it comes from the parameters.
         self.differentiated = tuple(
             is_inexact(atom.aval) and (i < num_x or _is_in(atom, from_params))
@@ -206,7 +206,7 @@ class PartitionedJaxpr:
     def prologue(self, arrays: Arrays, item: Any) -> tuple[list, list, Arrays]:
         """The arrays that enter the stack, the skips, and the changed variables.
 
-        Of ``arrays`` those inside the stack may be left out; ``item`` is a microbatch
+        ``arrays`` may leave out those inside the stack; ``item`` is a microbatch
         and its key.
         """
         wanted = (self.entering, self.skips, self.prologue_changes)
@@ -238,7 +238,7 @@ class PartitionedJaxpr:
                 "must come from the batch: they are summed over all microbatches "
                 "before the first one is run."
             )
-        # The next microbatch's weights may read what this prologue changes.
+        # The next microbatch's weights may read variables that this prologue changes.
         known = self._known(arrays, item)
         return self.traced.evaluate((wanted, self.prologue_changes), known)
 
@@ -305,11 +305,11 @@ class PartitionedJaxpr:
         """The arrays that enter the stack, and arguments that come from no input.
 
         Tables and masks are cheaper to make on each stage than to send. The stack's
-        input always enters, and so does what has been given a place on the mesh: a
-        stage, which is manual over one of its axes, could not repeat that.
+        input always enters, and so does an array that has been given a place on the
+        mesh: a stage, which is manual over one of its axes, could not repeat that.
         """
         eqns = self.traced.eqns
-        # Positions count all leaves of (x, args), and the equation has arrays alone.
+        # Positions count all leaves of (x, args), and the equation has only arrays.
         leaves = enumerate(jax.tree.leaves((self.call.x, self.call.args)))
         positions = [i for i, leaf in leaves if isinstance(leaf, jax.Array)]
         placed = dict(zip(positions, atoms, strict=True))
@@ -328,7 +328,7 @@ class PartitionedJaxpr:
         through others that do.
         """
         before, after = self._inputs, self.traced.outputs[1]
-        # These change on their stages alone, never in the prologue or the epilogue.
+        # These change only on their stages, never in the prologue or the epilogue.
         states = {self.layer_paths[key] for key in self.call.others}
         early = {
             path: atom
@@ -357,9 +357,10 @@ class PartitionedJaxpr:
     def _find_skips(self, costly: set[jex.Var]) -> list[jex.Var]:
         """Values of the prologue that the epilogue must not compute again.
 
-        Values of the parameters alone cost little; of no parameter, nothing.
+        Values that depend only on parameters cost little; on no parameter, nothing.
         """
-        # Only what the prologue computes anyway; all else is the epilogue's own.
+        # Only values that the prologue computes anyway; the epilogue computes the
+        # others.
         prologue = needed(self.traced.eqns, self.entering)
         made = (v for eqn in prologue for v in eqn.outvars)
         # In the order of the equations: a set would give each process another program.

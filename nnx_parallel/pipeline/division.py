@@ -24,11 +24,11 @@ class Division:
     """Layers of a stack, shared among the chunks of all stages.
 
     All chunks run one program of as many layers as the longest has. One with fewer runs
-    a layer more than it has, whose output is thrown away: every tick costs what its
-    busiest stage pays, so that nothing is lost by it.
+    a layer more than it has, whose output is thrown away: every tick costs as much as
+    its busiest stage pays, so that nothing is lost by it.
 
     Attributes:
-        num_layers: Of the stack.
+        num_layers: Layers of the stack.
         num_stages: Number of stages.
         num_chunks: Chunks of each.
     """
@@ -52,7 +52,7 @@ class Division:
     def order(self) -> np.ndarray:
         """The layer in each place, of shape (stages * chunks * places of a chunk,).
 
-        A stage's chunks are side by side. A place without a layer of its own has a copy
+        A stage's chunks are side by side. A place without a layer has a copy
         of the chunk's last: values of which a block makes no infinities.
         """
         ends = self.counts.cumsum()
@@ -75,7 +75,7 @@ class Division:
     ) -> jax.Array:
         """An array of layers ``(layers, ...)`` as stages run them: ``(places, ...)``.
 
-        Once a step each device sends what it stores of all layers, along another dim,
+        Once a step each device sends its part of all layers, along another dim,
         to the stages of these layers.
         """
         # First where every device has all layers of its part: else the partitioner

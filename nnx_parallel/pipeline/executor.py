@@ -4,7 +4,7 @@ In a tick a stage has at most one forward, one backward input and one backward w
 slot. Each kind runs under a ``jax.lax.cond`` whose predicate is equal on all devices
 (some stage has such a slot now); a stage that has none masks its result. A tick costs
 what its busiest stage pays anyway, and it is the only safe form: where a predicate
-differs by stage, a collective-permute in a branch (the partitioner's own too, from
+differs by stage, a collective-permute in a branch (also the partitioner's, from
 shifts and convolutions) hangs or gives wrong numbers, in jax 0.10 and 0.12.
 
 A branch has the slot's kind as its named scope, for audits and profiles. Activations go
@@ -100,7 +100,7 @@ class Executor:
         buffers, table, stage = self.buffers, self.table, self.stage
 
         def slots(count: int, tree: Any) -> Any:
-            # Shapes alone: the zeros are made once, where they are placed.
+            # Only shapes: the zeros are made once, where they are placed.
             return self._of_stages(jax.eval_shape(lambda: make_slots(count, tree)))
 
         def run(layers: Layers, _: None, activations: list) -> tuple[None, Any]:
@@ -138,20 +138,20 @@ class Executor:
             return jax.lax.with_sharding_constraint(x, sharding)
 
         size = self.table.num_stages
-        # Unconstrained in all other dims: the partitioner takes what the layers use.
+        # Unconstrained in all other dims: the partitioner takes the layers' specs.
         zeros = jax.tree.map(lambda x: jnp.zeros((size, *x.shape), x.dtype), tree)
         return jax.tree.map(place, zeros)
 
     def _receive(self, slots: list, fed: list, *each: Any) -> list:
-        """Memory slots with what a neighbour sent, and with what comes from outside.
+        """Memory slots with a neighbour's values, and with values from outside.
 
-        A region of its own: within one XLA makes the write a part of the read that
+        A separate region: within one XLA makes the write a part of the read that
         follows, and then copies the slots to keep them as they were.
 
         Args:
             slots: The memory slots.
-            fed: What comes from outside.
-            each: What a neighbour sent, and the slots for ``fed`` and for it.
+            fed: Values from outside.
+            each: A neighbour's values, and the slots for ``fed`` and for them.
         """
 
         # docs/library-notes.md, "Arrays and buffers"
@@ -224,8 +224,9 @@ class Executor:
     ) -> tuple[TickState, list]:
         """The backward slots of a tick, and the transfer to the stage before.
 
-        Takes the cotangents of what has left the stack in this tick; returns the state
-        with new memory and gradients, and the cotangents of what entered the stack.
+        Takes the cotangents of values that have left the stack in this tick; returns
+        the state with new memory and gradients, and the cotangents of values that
+        entered the stack.
         """
         memory, slots, mesh = state.memory, tick.stages, tick.mesh
         # Sent by the next stage in the last tick, or made by the epilogue in this one.
@@ -236,10 +237,11 @@ class Executor:
         both = (layers, None if self.table.is_split else grads)
         added, (memory, sent) = self.manual(self._backward_slot)(both, each, mesh)
         if self.table.is_split:
-            # A region of its own: a tick may write a pending value and read another.
+            # A separate region: a tick may write a pending value and read another.
             both, each = (layers, grads), (memory.pending, slots)
             added, _ = self.manual(self._weight_slot)(both, each, mesh)
-        # (stages, batch, ...): the first stage's belong to what entered the stack.
+        # (stages, batch, ...): the first stage's belong to values that entered the
+        # stack.
         state = replace(state, memory=memory, layer_grads=added)
         return state, [x[0] for x in sent]
 

@@ -37,9 +37,9 @@ def run_if(predicate: jax.Array, run: Callable[[], Any], *, scope: str) -> Any:
 
 
 def make_slots(count: int, tree: Any) -> Any:
-    """Zeros for ``count`` values like those of a tree, and for a spare one.
+    """Zeros for ``count`` values like a tree's, and for a spare one.
 
-    A stage without a slot of its own writes its result to the spare one. To keep the
+    A stage without a slot writes its result to the spare one. To keep the
     old value instead would read it, and XLA copies a whole buffer in which one fusion
     reads and writes a slot (v5p: 0.4 of 3.7 GiB, and two copies of the stash a tick).
     """
@@ -122,8 +122,8 @@ class LayerPermutation(NamedTuple):
 
     Attributes:
         receiver: Stage to which each stage sends, of shape (chunks, stages).
-        taken: Position of the block that it sends, likewise.
-        put: Position at which each stage puts what it receives, likewise.
+        taken: Position of the block that it sends, for each stage.
+        put: Position at which each stage puts the received block.
     """
 
     receiver: np.ndarray
@@ -185,8 +185,8 @@ class StageSlots(NamedTuple):
     """Chunks of layers and memory slots of each stage in a tick, or -1.
 
     Arrays of shape (ticks, stages) in all, (stages,) in a tick, () inside a stage. The
-    meaning of each is that of the same field of `Buffers`; where stages have different
-    numbers of layers, the last two are those of the slot's chunk.
+    meaning of each is the same as in `Buffers`; where stages have different
+    numbers of layers, the last two refer to the slot's chunk.
     """
 
     backward_cotangent: Any
@@ -210,7 +210,7 @@ class MeshSlots(NamedTuple):
     """Slots of the whole mesh in a tick; arrays of shape (ticks,) in all.
 
     Attributes:
-        any_backward_input: Whether some stage has such a slot; so the next two.
+        any_backward_input: True if some stage has such a slot; so the next two.
         enters: The microbatch that enters the stack, or -1.
         leaves: The microbatch that leaves it, or -1.
         returns: The microbatch whose cotangents come back to its entry, or -1.
@@ -275,10 +275,10 @@ class StageMemory:
     Attributes:
         cotangents: Slots for cotangents that wait for their backward.
         inputs: Slots for activations that wait for their forward.
-        pending: Slots for what waits for its weight gradient.
+        pending: Slots for values that wait for a weight gradient.
         received: Activations that the stage before sent in the last tick.
         returned: Cotangents that the stage after sent in the last tick.
-        stash: Slots for what waits for its backward.
+        stash: Slots for values that wait for a backward slot.
     """
 
     cotangents: Any
@@ -312,7 +312,7 @@ class TickState:
         grads: Gradients of the parameters outside the stack, by path.
         epilogue_variables: Variables that the epilogue changes, by path.
         layer_grads: Gradients of the layers' parameters, by key.
-        memory: What the stages keep.
+        memory: The memory of the stages.
         outputs: Slots for the function's outputs, one for each microbatch.
         skip_grads: Slots for the gradients of skips, as long as those.
         layer_state: Variables that the layers change, by key.

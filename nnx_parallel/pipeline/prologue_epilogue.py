@@ -58,9 +58,9 @@ class PipelineInputs:
     def of(
         cls, params: Any, variables: Any, microbatches: Any, key: jax.Array
     ) -> PipelineInputs:
-        """From nested arrays; each microbatch gets a key of its own.
+        """From nested arrays; each microbatch gets another key.
 
-        One microbatch alone is the whole batch and takes the key as it is.
+        A single microbatch is the whole batch and takes the key unchanged.
         """
         count = count_rows(microbatches)
         keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(count))
@@ -94,8 +94,8 @@ class PrologueEpilogue:
         cut: The function, cut.
         params: The trained parameters that these parts use, by path.
         variables: The other arrays that they use.
-        prologue_variables: Those that the prologue changes, as before the step.
-        epilogue_variables: Those that the epilogue changes.
+        prologue_variables: Variables that the prologue changes, as before the step.
+        epilogue_variables: Variables that the epilogue changes.
         entering: Shapes of the arrays that enter the stack.
     """
 
@@ -139,7 +139,7 @@ class PrologueEpilogue:
     ) -> tuple[list, InFlight, Arrays]:
         """The prologue of a microbatch that enters now.
 
-        Takes the variables that it changes, and slots for what is kept; returns the
+        Takes the variables that it changes, and slots for kept values; returns the
         arrays that enter the stack, the slots, and the variables after it.
         """
 
@@ -212,7 +212,7 @@ class PrologueEpilogue:
     def go_back(
         self, microbatch: jax.Array, state: TickState, cotangents: list
     ) -> Arrays:
-        """Gradients with those of the prologue, of a microbatch that is back.
+        """Gradients with the prologue's, for a microbatch that is back.
 
         The prologue is run again: its residuals would be kept as long as the skips.
         """
@@ -262,7 +262,7 @@ class PrologueEpilogue:
         def spread(x: Any) -> Any:
             if is_marked(x):
                 return x
-            # (batch, seq, ...): what comes out of the stages is on `pipe` in one piece,
+            # (batch, seq, ...): the stages' output is on `pipe` in one piece,
             # and would be computed on every stage.
             names = ("batch", "seq")[: x.ndim] + (None,) * (x.ndim - 2)
             spec = self._spread.activation_spec(x.shape, names)
@@ -287,7 +287,7 @@ class PrologueEpilogue:
         return jnp.where(microbatch >= 0, slots[jnp.maximum(microbatch, 0)], -1)
 
     def sum_weights(self, select: Callable[[Any], list]) -> list:
-        """Sums of selected outputs, which come from the data alone, of the batch."""
+        """Sums of selected outputs of the batch, which come only from the data."""
         rows, shared, join = partition(self.inputs.batch)
 
         def weigh(changed: Arrays, item: Any) -> tuple[Arrays, list]:
@@ -315,7 +315,7 @@ def spread_over_stages(layout: Layout, axis: str, num_rows: int) -> Layout:
     if num_rows % math.prod(layout.mesh.shape[name] for name in batch) == 0:
         return replace(layout, claims=replace(claims, batch=batch))
     if claims.sequence is not None:
-        # A part of the tokens that a device holds already, likewise.
+        # A part of the tokens that a device holds already, as well.
         own, given = layout.sequence_axes, as_tuple(claims.activations.get("seq"))
         seq = (*own, axis, *(name for name in given if name not in own))
         activations = {**claims.activations, "seq": seq}

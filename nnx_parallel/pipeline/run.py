@@ -65,7 +65,7 @@ class PipelineSchedule(Execution):
     Attributes:
         axis: Mesh axis of the stages.
         schedule: Makes the table.
-        stash: What a stage keeps of a microbatch between its slots.
+        stash: Values that a stage keeps of a microbatch between its slots.
         gather: How often weights that FSDP shards are gathered.
         stack: Path of the stack that runs in stages; ``None``: the largest.
     """
@@ -136,7 +136,7 @@ class PipelineSchedule(Execution):
         if not needs_stack:
             with using_runner(record):
                 traced = trace(whole, *arrays, batch, key)
-            # A prediction may use the model's embedding alone, say.
+            # A prediction may use only the model's embedding, say.
             if not calls_stack(traced):
                 return whole(*arrays, batch, key)
         # A batch for evaluation may have any number of rows.
@@ -162,7 +162,7 @@ class PipelinedFunction:
 
     Attributes:
         plan: The model's structure and the place of every array.
-        pipeline: Axis of the stages, and what is kept and gathered.
+        pipeline: Axis of the stages, and the kept and gathered values.
         function: The function; it calls one `Stack` once.
         inputs: Its arguments.
         table: The slots of all ticks.
@@ -183,7 +183,7 @@ class PipelinedFunction:
         table, schedule = self.table, self.pipeline.schedule
         found = (table.num_stages, table.num_microbatches, table.num_chunks)
         wanted = (layout.mesh.shape[axis], len(self.inputs.keys), schedule.chunks)
-        # A schedule of the user's own may have made any table.
+        # A user's schedule may have made any table.
         if found != wanted:
             raise ScheduleError(
                 f"{schedule} made a table of {found} stages, microbatches and chunks; "
@@ -315,7 +315,7 @@ class PipelinedFunction:
             mesh.enters, state.prologue_variables, state.in_flight
         )
         state = replace(state, prologue_variables=variables, in_flight=in_flight)
-        # What enters is fed to the first stage's forward slot of this same tick.
+        # An input is fed to the first stage's forward slot of this same tick.
         layers = replace(layers, state=state.layer_state)
         layers, memory, leaving = executor.forward(
             layers, state.memory, entering, slots
@@ -356,7 +356,7 @@ class PipelinedFunction:
         # With one chunk the layers lie where they run, and nothing is sent.
         if gathers or self.table.num_chunks > 1 or not is_even:
             for key in params:
-                # What is sent is sent in the dtype of the computation: half the bytes.
+                # Sent in the dtype of the computation: half the bytes.
                 arrays[key] = cast_floating(arrays[key], plan.precision.compute)
         for key in params if gathers and is_even else ():
             used = plan.layout.sharding(plan.placements[self._paths[key]].used)

@@ -33,7 +33,7 @@ Mark = jax.Array | None
 
 # ``(totals of all layers, gradients of one layer, its index) -> totals``. A layer's
 # gradients are added as soon as they are there, to a carry that is changed in place:
-# what a scan stacks has memory of its own until it is added to something (0.3 of 2.8
+# the stacked output of a scan has memory until it is added to something (0.3 of 2.8
 # GiB for 4 layers of 4096/16384 on v5p).
 # docs/library-notes.md, "Arrays and buffers"
 Add = Callable[[dict, Any, jax.Array], dict]
@@ -49,14 +49,14 @@ class Stage:
     Attributes:
         cut: The function whose layers they are; one is traced, once, here.
         arrays: Shapes of the arrays of all layers by key, with a ``layers`` dim.
-        activations: Shapes of what enters the stack.
+        activations: Shapes of the stack's input.
         mesh: The mesh.
         axis: Its axis of stages.
         compute: dtype of the computation, or ``None``: as stored.
-        stash: What is kept between forward and backward: what the remat ``policy``
-            says; or the stage's ``inputs`` alone, from which the backward pass runs
+        stash: Values kept between forward and backward: the remat ``policy``'s; or only
+            the stage's ``inputs``, from which the backward pass runs
             the stage again; or ``None`` for evaluation, without a backward pass.
-        is_split: Whether the backward pass comes in two parts.
+        is_split: True if the backward pass comes in two parts.
 
     Raises:
         PipelineError: If a layer cannot be run in a stage.
@@ -109,7 +109,8 @@ class Stage:
     def split(self, arrays: dict) -> Layers:
         """The layers' arrays by key, those apart that are trained or changed."""
         trained, state = self.cut.trained, self.state_keys
-        # Apart, for only what a forward pass changes is carried, and kept by a stash.
+        # Apart, for only variables that a forward pass changes are carried, and kept by
+        # a stash.
         return Layers(
             trained={k: x for k, x in arrays.items() if k in trained},
             fixed={k: x for k, x in arrays.items() if k not in trained | state},
@@ -121,7 +122,7 @@ class Stage:
     ) -> tuple[list, dict]:
         """Runs the layers: the activations to send on, and the layers' state.
 
-        Those from the ``count``-th on leave the activations as they are.
+        Layers from the ``count``-th on leave the activations unchanged.
         """
         x, args = self._split_args(activations)
 
@@ -172,14 +173,16 @@ class Stage:
         Args:
             layers: The layers.
             stash: From `forward`.
-            cotangents: Of the activations that were sent on.
+            cotangents: Cotangents of the activations that were sent on.
             totals: Gradients of weights so far.
-            add: Adds those of a layer; ``None`` leaves them to `backward_weight`.
-            count: As in `run`. All layers have gradients of weights; those from the
+            add: Adds the gradients of a layer; ``None`` leaves them to
+                `backward_weight`.
+            count: See `run`. All layers have gradients of weights; layers from the
                 ``count``-th on belong to none.
 
         Returns:
-            The totals, the cotangents to send back, and what `backward_weight` needs.
+            The totals, the cotangents to send back, and the inputs of
+            `backward_weight`.
         """
         if self.stash == "inputs":
             # With the state as it was, so that dropout draws the same masks again.
@@ -189,7 +192,7 @@ class Stage:
         args, saved = stash
         run = self._layer_backward if add else self._backward_parts.run_input
 
-        # carry: cotangents of x, sums of those of the arguments, totals
+        # carry: cotangents of x, sums of the arguments' cotangents, totals
         def step(carry: tuple[list, list, Any], xs: Any) -> tuple[Any, Any]:
             (layer, saved, index), mark = xs
             layer = self._cast_layers(layer)
@@ -274,7 +277,7 @@ class Stage:
 
     @property
     def _rematted(self) -> Callable[[dict, list, Any], tuple[list, dict]]:
-        """One layer that keeps what the remat policy says when it is differentiated."""
+        """One layer that keeps the remat policy's values when it is differentiated."""
         remat = self.cut.call.remat
         # Gathers need no policy here: residuals that come from weights are not kept.
         # A scan's body cannot be merged with its recomputation: no CSE to prevent.
@@ -300,7 +303,7 @@ class Stage:
         return self._split_args([c for c in cotangents if c is not None]), grads
 
     def _split_args(self, activations: list) -> tuple[list, list]:
-        """The arrays of ``x``, and those of the arguments."""
+        """The arrays of ``x``, and of the arguments."""
         return activations[: self.num_x], activations[self.num_x :]
 
     def _partition(self, layer: Layers, activations: list) -> tuple[list, Any]:
@@ -351,7 +354,7 @@ def _choose(mark: Mark, new: list, old: list) -> list:
 
 def _numbered(layers: Layers, stacked: Any) -> tuple[Layers, Any, jax.Array]:
     """The inputs of a backward scan: layers without state, values, and indices."""
-    # What the backward pass needs of the state is among the residuals.
+    # The part of the state that the backward pass needs is among the residuals.
     layers = Layers(layers.trained, layers.fixed, {})
     count = len(jax.tree.leaves((layers, stacked))[0])
     return layers, stacked, jnp.arange(count)
@@ -370,7 +373,7 @@ def _computed_indices(
         is_manual = others <= set(eqn.params.get("newly_manual_axes", ()))
         flags = [not isinstance(a, jex.Literal) and a in computed for a in eqn.invars]
         name = eqn.primitive.name
-        # Operand 1 of both is the indices; slices have primitives of their own.
+        # Operand 1 of both is the indices; slices have other primitives.
         if (name == "gather" or name.startswith("scatter")) and flags[1]:
             found.append(name)
         for inner in () if is_manual else jex.jaxprs_in_params(eqn.params):

@@ -1,7 +1,7 @@
 """The active layout: how a model that mentions no mesh is placed on one.
 
 A step is traced inside ``using(layout)``. Outside, `constrain`, `use_params` and
-`annotate` return their argument as it is: a model runs alone as plain NNX.
+`annotate` return their argument unchanged: a model runs as plain NNX.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ from nnx_parallel.sharding.tree import constrain_tree
 _Bound = tuple[Mapping[str, Any], set[str]]
 
 _active: ContextVar[Layout | None] = ContextVar("layout", default=None)
-# What claims on activations have split in the step that is traced.
+# The names that claims on activations have split in the step that is traced.
 _split: ContextVar[set[str] | None] = ContextVar("split", default=None)
 _bound: ContextVar[_Bound | None] = ContextVar("annotations", default=None)
 
@@ -62,7 +62,8 @@ def in_context(layout: Layout, function: Callable[..., Any]) -> Callable[..., An
 
     @wraps(function)  # whose name is that of the program
     def traced(*args: Any) -> Any:
-        # Else Flax places each new Variable with names, on a mesh with axes like them.
+        # Otherwise Flax places each new Variable with names, on a mesh with axes like
+        # them.
         with nnx.use_eager_sharding(False), explaining_axes():
             try:
                 return function(*args)
@@ -107,7 +108,7 @@ def constrain(x: Any, *names: Any) -> Any:
 
     Note:
         JAX remembers traces: an inner ``jax.jit``, or a body of ``jax.lax.scan`` that
-        is defined once at the top of a file, keeps what it was traced with first.
+        is defined once at the top of a file, keeps its first trace.
         Define such functions where they are used.
 
     Raises:
@@ -176,7 +177,7 @@ def _constrain_by_names(
 
 
 def activation_spec(layout: Layout, shape: Sequence[int], names: Sequence) -> P:
-    """`Layout.activation_spec` of what a model or a loss names: it counts as used."""
+    """`Layout.activation_spec` of names in a model or a loss: they count as used."""
     spec = layout.activation_spec(shape, names)
     for name, axes in zip(names, dim_axes(spec, len(shape)), strict=True):
         if not set(axes).isdisjoint(layout.activation_axes(name)):
@@ -262,7 +263,7 @@ def _gather(x: jax.Array, used: NamedSharding, gradient: NamedSharding) -> jax.A
 def _gather_backward(
     used: NamedSharding, gradient: NamedSharding, _: None, grad: jax.Array
 ) -> tuple[jax.Array]:
-    # The transpose of a constraint is the same constraint: without a rule of its own
+    # The transpose of a constraint is the same constraint: without another rule
     # the gradient would be summed whole on every device before it is cut. Nor is
     # `used` said first: the TPU compiler then writes an all-reduce and a slice where it
     # otherwise writes a ring that overlaps with the product
@@ -279,8 +280,8 @@ def saves_all_but_gathers(primitive: object, *_: Any, **params: Any) -> bool:
     So no device holds more of them than the layer in work. Of a gather, which is a
     sharding constraint, the input is kept: the same values, as a parameter's shard.
     """
-    # A policy is asked about a custom_vjp call as one operation and never about what is
-    # inside, not even a `checkpoint_name` (docs/library-notes.md, "Remat"). So the
+    # A policy is asked about a custom_vjp call as one operation and never about its
+    # equations, not even a `checkpoint_name` (docs/library-notes.md, "Remat"). So the
     # gather is recognised by its body, not by a name.
     inner = params.get("call_jaxpr")
     within = [primitive] if inner is None else [eqn.primitive for eqn in inner.eqns]
@@ -301,8 +302,8 @@ def check_names(names: tuple[str | None, ...]) -> None:
 def annotate(tree: Any, name: str) -> Any:
     """Gives an intermediate pytree a name that the caller may place.
 
-    Returns the tree, constrained to what ``sharded_jit(..., annotations={name: ...})``
-    says about the name; the same object where nothing is said. An inner ``jax.jit``
+    Returns the tree, constrained as ``sharded_jit(..., annotations={name: ...})`` says
+    about the name; the same object where nothing is said. An inner ``jax.jit``
     keeps its trace, and with it the placement of its first caller on a mesh.
 
     Example:

@@ -18,8 +18,8 @@ _is_deleted = methodcaller("is_deleted")
 class Donating:
     """A ``jax.jit`` by position that refuses donated arrays it cannot take.
 
-    Those that an earlier call took, and those that are passed twice: each device finds
-    these by itself, while others may wait for it in a collective
+    Arrays that an earlier call took, and arrays that are passed twice: each device
+    finds these by itself, while others may wait for it in a collective
     (docs/library-notes.md, "Arrays and buffers").
     """
 

@@ -51,7 +51,7 @@ class Group:
 
     Attributes:
         split: Mesh axes that split each matrix.
-        copied: Those over which it is replicated.
+        copied: Axes over which it is replicated.
         dtype: The dtype of all.
     """
 
@@ -80,7 +80,8 @@ def pack(
         [1] Graham, "Bounds on Multiprocessing Timing Anomalies", 1969, section 5.
     """
     rows = [[0] * len(works) for _ in range(num_devices)]
-    # Of two with equal work the one with fewer elements: the fullest sets what is sent.
+    # Of two with equal work the one with fewer elements: the fullest sets the bytes
+    # sent.
     heap = [(0.0, 0, device) for device in range(num_devices)]
     for shape in sorted(range(len(works)), key=lambda shape: -works[shape][0]):
         for _ in range(counts[shape]):
@@ -118,9 +119,9 @@ class Exchange:
     """Sends shards of matrices to the devices that have the whole, and results back.
 
     Attributes:
-        function: What each does with its matrices.
+        function: The work of each device on its matrices.
         group: The mesh axes over which they are spread.
-        sizes: Those of all mesh axes.
+        sizes: Sizes of all mesh axes.
         kinds: The kinds of matrices, sorted by shape.
         shares: Matrices of each kind on each device.
         shape_shares: Matrices of each shape on each device.
@@ -150,7 +151,7 @@ class Exchange:
             total[shape] = total.get(shape, 0) + count
         works = [(_flops(*shape), math.prod(shape)) for shape in total]
         packed = pack(works, list(total.values()), num_devices)
-        # Of kinds that all devices can share alike, each gets the same.
+        # Kinds that all devices can share alike are shared alike.
         is_even = len(set(packed)) == 1 and not any(n % num_devices for n in counts)
         left, rows = list(counts), []
         for of_shapes in packed:
@@ -267,7 +268,7 @@ class Exchange:
         return order
 
     def _receive(self, parts: Array, sizes: list[int]) -> list[Array]:
-        """Results for each kind, from those of each device as `_send` ordered them."""
+        """Results for each kind, from each device's results in the order of `_send`."""
         found: list[list[Array]] = [[] for _ in sizes]
         row = 0
         for devices, counts in self.shares:

@@ -44,7 +44,7 @@ class Arguments:
         except (TypeError, ValueError):  # some functions in C have none
             self._signature = inspect.signature(lambda *args, **kwargs: None)
         self.known = self._signature.parameters
-        # Of ``*args`` and ``**kwargs`` there is at most one.
+        # A function has at most one ``*args`` and one ``**kwargs``.
         by_kind = {parameter.kind: name for name, parameter in self.known.items()}
         self._var_positional = by_kind.get(Parameter.VAR_POSITIONAL, "")
         self._var_keyword = by_kind.get(Parameter.VAR_KEYWORD, "")
@@ -144,7 +144,7 @@ def sharded_jit(
 ) -> Any:
     """Compiles any function over any pytrees, placed by rules on a mesh.
 
-    The compiled program, its traces and its dispatch are those of ``jax.jit`` with the
+    The compiled program, its traces and its dispatch equal ``jax.jit``'s with the
     shardings that the rules resolve to. Each place of a sharding takes rules, a
     ``PartitionSpec``, a ``NamedSharding`` or ``None`` (the compiler chooses) for all
     below it in the tree; a call with new shapes, dtypes or structures resolves them
@@ -159,9 +159,9 @@ def sharded_jit(
         in_shardings: Where arguments must lie: one entry for all, a tuple with one for
             each that is not static, or a mapping by name. Arguments are moved there
             from one device by default, and refused if they were put elsewhere.
-        out_shardings: Where outputs are put: a prefix of what ``fn`` returns.
+        out_shardings: Placements of outputs: a prefix of the result of ``fn``.
         constrain_args: As ``in_shardings``, from wherever the arguments lie.
-        annotations: Placements of what ``fn`` passes through `annotate`, by name.
+        annotations: Placements of the values that ``fn`` passes to `annotate`, by name.
         static_argnames: Hashable arguments: a new value is a new program.
         donate_argnames: Arguments whose memory the outputs may take.
         static_argnums: Static arguments by position.
@@ -171,7 +171,7 @@ def sharded_jit(
         DonatedArrayError: If a call donates an array that is gone, or passes it twice.
         UnknownAxisError: If a spec names an axis that the mesh lacks.
         PlacementTreeError: If placements do not fit the arguments or outputs.
-        TypeError: If ``mesh`` is none, or an argument that is not static is no array.
+        TypeError: If ``mesh`` is not a mesh, or a non-static argument is not an array.
         ValueError: If an argument is named that ``fn`` does not take.
 
     Example:
@@ -205,7 +205,7 @@ class ShardedFunction:
         self._arguments = Arguments(fn, options)
         for option in ("in_shardings", "constrain_args"):
             self._arguments.check_placements(options[option], option)
-        # Before the tree: a mapping that is no dict is a leaf to JAX.
+        # Before the tree: a mapping that is not a dict is a leaf to JAX.
         options["annotations"] = dict(options["annotations"] or {})
         placed = (on_mesh(options[n], self._layout.mesh, n) for n in _PLACEMENTS)
         self._in, self._out, self._constraints, self._annotations = placed
@@ -338,7 +338,7 @@ class ShardedFunction:
         donated = [i for i, name in enumerate(names) if name in arguments.donated]
         jit = partial(jax.jit, traced, static_argnums=static, donate_argnums=donated)
         out_shardings = self._out
-        # For rules alone: a class of the user's may hold no shapes, and there is no
+        # Only for rules: a class of the user's may hold no shapes, and there is no
         # trace under `jax.disable_jit`.
         if has_rules(out_shardings):
             # JAX keeps it by function and arguments: the program takes this trace.
@@ -352,7 +352,7 @@ class ShardedFunction:
 
 
 def _name_as(traced: Any, fn: Callable[..., Any], names: Names) -> None:
-    """Gives what JAX traces the names that its errors and programs mention."""
+    """Gives a traced function the names that JAX's errors and programs mention."""
     traced.__name__ = getattr(fn, "__name__", type(fn).__name__)
     only = Parameter.POSITIONAL_ONLY
     try:
@@ -360,7 +360,7 @@ def _name_as(traced: Any, fn: Callable[..., Any], names: Names) -> None:
     except ValueError:  # of ``**kwargs``: any string, or another argument's name
         signature = inspect.signature(traced)  # (*values)
     traced.__signature__ = signature
-    # The line of an error in the trace is that of the user's function.
+    # The line of an error in the trace is a line of the user's function.
     traced.__wrapped__ = fn
 
 
@@ -382,7 +382,7 @@ def _on_devices(x: Any, mesh: Mesh) -> Any:
 
 
 def _aval(leaf: Any) -> Any:
-    """Shape, dtype and weak type, by which JAX traces; the type of what has none."""
+    """Shape, dtype and weak type, by which JAX traces; or the type, without these."""
     try:
         # Arrays and tracers have one; making it costs more than the rest of a look-up.
         aval: Any = leaf.aval if hasattr(leaf, "aval") else shaped_abstractify(leaf)

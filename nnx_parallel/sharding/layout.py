@@ -48,7 +48,7 @@ from nnx_parallel.sharding.rules import (
 )
 
 
-# Abstract, since `training` must not import `pipeline`: each has a form of its own.
+# Abstract, since `training` must not import `pipeline`: each has its form.
 # Without a claim it is `AccumulateMicrobatches`.
 class Execution(abc.ABC):
     """How a step is run on the mesh: its gradients, and its outputs.
@@ -109,29 +109,30 @@ class Execution(abc.ABC):
         """Outputs of a function ``(model, batch, key)`` of a model in evaluation mode.
 
         ``arrays`` are the parameters, and all other variables; ``join`` takes outputs
-        with a leading dim of microbatches to those of the batch. Where the model is cut
-        at its `Stack`, a function that does not call it is an error if it is needed,
-        and else run whole.
+        with a leading dim of microbatches to outputs of the batch. Where the model is
+        cut at its `Stack`, a function that does not call it is an error if it is
+        needed, and else run whole.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claims:
-    """Mesh axes, and what they split: batch, arrays, the step; merged by ``|``.
+    """Mesh axes, and their use: batch, arrays, the step; merged by ``|``.
 
     Attributes:
         axis_sizes: Size of each mesh axis that it owns; ``None`` takes the devices that
             remain.
         batch: Mesh axes that split the batch.
         logical: Mesh axes by logical name, for parameters and activations alike.
-        activations: Those for activations alone, of all parts that claim a name. They
+        activations: Axes only for activations, from all parts that claim a name. They
             yield: another dim of the same activation that claims the axis has it.
         zero: Axes that split training state which is gathered at use.
         rules: Explicit rules of the user; they come before names and choices.
         overlap: How products that gather or scatter run; ``None``: as the partitioner.
-        halves: Whether a `Stack` runs two halves of the rows at once.
-        sequence: The axis of long sequences, and what attention sends over it.
-        experts: Likewise of experts. The first of ``zero`` takes both along.
+        halves: True if a `Stack` runs two halves of the rows at once.
+        sequence: The axis of long sequences, and attention's exchange over it.
+        experts: The axis of experts, and their exchange. The first of ``zero`` takes
+            both axes along.
         execution: How the step is run; ``None``: one microbatch after the other.
         owner: The strategy that claims, as messages call it.
         parts: The claims that were merged into these.
@@ -271,7 +272,7 @@ class Layout:
         return (split.axis,) if split else ()
 
     def is_silent(self, names: Sequence) -> bool:
-        """True if it says nothing about an array's names: a mesh alone does not."""
+        """True if it says nothing about an array's names, as a bare mesh."""
         claims = self.claims.logical or self.claims.batch or self.claims.activations
         named = (axis for name in names for axis in as_tuple(name))
         return not claims and self.mesh.shape.keys().isdisjoint(named)
@@ -326,7 +327,7 @@ class Layout:
 
     def translate(self, spec: P, *, is_activation: bool = False) -> P:
         """A spec in the axes of this mesh (`spec_on`)."""
-        # A mesh alone has no strategy that may change: there a wrong axis is an error.
+        # A bare mesh has no strategy that may change: there a wrong axis is an error.
         if not self.claims.axis_sizes:
             return spec
         return spec_on(self.mesh, spec, self.claims.batch if is_activation else None)
@@ -363,7 +364,7 @@ class Layout:
         reason = "; ".join(filter(None, (reason, why)))
         if dim is None:
             return axes, reason, ()
-        # Innermost: what FSDP gathers in a stage is then a block of neighbours.
+        # Innermost: FSDP then gathers a block of neighbours in a stage.
         return (*axes[:dim], (*axes[dim], *wanted), *axes[dim + 1 :]), reason, wanted
 
     def axes_of(self, name: MeshAxes, path: str = "") -> tuple[str, ...]:
@@ -418,7 +419,7 @@ class Layout:
         return P(kept) if kept else P()
 
     def activation_axes(self, name: str) -> tuple[str, ...]:
-        """Mesh axes of a logical name for activations alone."""
+        """Mesh axes of a logical name, only for activations."""
         return as_tuple(self.claims.activations.get(name))
 
     def activation_spec(self, shape: Sequence[int], names: Sequence) -> P:
@@ -427,7 +428,7 @@ class Layout:
         names = [
             "batch" if n not in known and splits_rows(mesh, n) else n for n in names
         ]
-        # Two rounds: what names claim comes first, whichever dim is written first.
+        # Two rounds: the claims of names come first, whichever dim is written first.
         axes = self._claimed(shape, names)
         for dim, (size, name) in enumerate(zip(shape, names, strict=True)):
             more = self.activation_axes(name) if isinstance(name, str) else ()
@@ -436,7 +437,7 @@ class Layout:
         return to_spec(axes)
 
     def used_spec(self, shape: Sequence[int], names: Sequence) -> P:
-        """Spec of a parameter in the computation, by its names alone."""
+        """Spec of a parameter in the computation, only by its names."""
         return to_spec(self._claimed(shape, names))
 
     def _claimed(self, shape: Sequence[int], names: Sequence) -> list[tuple[str, ...]]:

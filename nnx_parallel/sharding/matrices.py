@@ -1,7 +1,7 @@
 """Functions of whole matrices, such as Muon's, when every device holds shards of them.
 
 Of N matrices over W devices each device gets about N / W whole ones by one all-to-all,
-works on them without communication, and gives back what it found by a second one. The
+works on them without communication, and returns the results by a second one. The
 matrices are packed by their work: devices may hold different numbers of each kind.
 """
 
@@ -101,16 +101,16 @@ def map_matrices(
 
     Inside a step the matrices are spread over all devices that hold shards or copies of
     them. A device sends and receives its share of the matrices once, in their dtype;
-    where data parallelism keeps whole copies, results alone are sent. Outside of a step
+    where data parallelism keeps whole copies, only results are sent. Outside of a step
     it is a plain map.
 
     Args:
-        function: What to do with matrices of one shape.
+        function: The function of matrices of one shape.
         updates: Pytree like the trained parameters, parts of which may be masked.
         numbers: The dimension numbers of each of its leaves.
 
     Raises:
-        OptimizerError: If a leaf is no array of matrices.
+        OptimizerError: If a leaf is not an array of matrices.
     """
     flat, structure = jax.tree_util.tree_flatten_with_path(updates)
     known = _updates.get()
@@ -150,7 +150,7 @@ class _Stacked:
     """One array of matrices.
 
     Attributes:
-        kind: That of its matrices.
+        kind: Kind of its matrices.
         dims: Its dims by meaning.
         local: Its shape on one device.
         spec: Its spec.
@@ -204,7 +204,7 @@ def _spread(
     of_dims = dim_axes(stacked.spec, len(stacked.local))
     used = {axis for dim in of_dims for axis in dim}
     split = in_order(tuple({a for dim in stacked.kind.axes for a in dim}), mesh)
-    # What splits layers, heads or experts: there each device has matrices of its own.
+    # Axes that split layers, heads or experts: there each device has other matrices.
     copied = tuple(a for a in mesh.axis_names if a not in used and mesh.shape[a] > 1)
     return split, copied
 

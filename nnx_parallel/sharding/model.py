@@ -58,7 +58,7 @@ class ReadsArrays(Protocol):
     """A function that builds a model, some of whose arrays are read from files."""
 
     def read_arrays(self, arrays: Mapping[Path, jax.ShapeDtypeStruct]) -> dict:
-        """Those of these arrays that it has, in their shardings, by path."""
+        """Those of the arrays that it has, in their shardings, by path."""
         ...
 
 
@@ -110,7 +110,7 @@ def arrays_of(model: nnx.Module) -> dict[Path, Any]:
 
 
 def update_arrays(model: nnx.Module, arrays: Mapping[Path, Any]) -> None:
-    """Replaces some arrays of a model, in its own Variables."""
+    """Replaces some arrays of a model, in its Variables."""
     # No others: NNX refuses to touch Variables of an outer trace.
     changed = {
         path: leaf
@@ -172,7 +172,7 @@ def as_source(model: Any) -> Any:
     """The model behind a ``(graphdef, state)`` pair; anything else as it is."""
     match model:
         case (nnx.GraphDef() as graphdef, *states):
-            # Copied: else the model would have the state's own Variables.
+            # Copied: the model would otherwise have the state's Variables.
             return nnx.merge(graphdef, *states, copy=True)
     return model
 
@@ -181,12 +181,12 @@ def build_model(model_fn: ModelFn, rngs: nnx.Rngs) -> nnx.Module:
     """The model that a function, a class or a partial of one makes of random streams.
 
     Raises:
-        TypeError: If it cannot be called with ``rngs`` alone, or returns no model.
+        TypeError: If it cannot be called with only ``rngs``, or returns no model.
     """
-    # Of weights in files the shapes: they are read later, in their shardings.
+    # Weights in files give their shapes: they are read later, in their shardings.
     build: Callable[..., Any] = getattr(model_fn, "build_shapes", model_fn)
     signature, remedy = _signature(model_fn), "Pass lambda rngs: Model(..., rngs=rngs)."
-    # Flax's own layers take it by name alone.
+    # Flax's layers take it only by name.
     by_name = signature is not None and "rngs" in signature.parameters
     args, keywords = ((), {"rngs": rngs}) if by_name else ((rngs,), {})
     try:
@@ -229,13 +229,13 @@ def wrap_constants(model: nnx.Module) -> nnx.Module:
 
 
 def unwrap_constants(model: nnx.Module) -> nnx.Module:
-    """The inverse of `wrap_constants`: what the model's code works with."""
+    """The inverse of `wrap_constants`: the objects of the model's code."""
     _map_attributes(model, lambda x: x.get_value() if isinstance(x, Constant) else x)
     return model
 
 
 def _map_attributes(model: nnx.Module, function: Callable[[Any], Any]) -> None:
-    """Maps the attributes of all modules, and what pytrees among them hold."""
+    """Maps the attributes of all modules, and the leaves of pytrees among them."""
 
     def convert(value: Any) -> Any:
         held, tree = _parts(value)
@@ -306,12 +306,12 @@ def _check_names(model: nnx.Module) -> None:
 def _check_constants(
     model: nnx.Module, source: nnx.Module | ModelFn, rngs: nnx.Rngs
 ) -> None:
-    """Refuses weights that somebody forgot to wrap, and names what may be one.
+    """Refuses weights that somebody forgot to wrap, and names possible ones.
 
     An array in no Variable is a constant, as in plain NNX: it is not trained. Integers
     and single numbers are left at that. Floating-point numbers that a function draws
-    from its ``rngs`` are a weight, or say that they are none. Of all others nothing
-    shows what they are.
+    from its ``rngs`` are a weight, or say that they are not. Nothing shows the nature
+    of all others.
     """
     bare = [
         path
@@ -388,7 +388,7 @@ def place_model(model: nnx.Module, layout: Layout) -> dict[Path, Placement]:
             reason=reason,
             is_stacked=place.is_stacked and not is_scanned,
             is_scanned=is_scanned,
-            # (vocab, embed): shards of whole rows leave the activations alone.
+            # (vocab, embed): shards of whole rows do not change the activations.
             is_looked_up=path in tables and place.gradient[1:] != place.used[1:],
         )
     for path, leaf in nnx.to_flat_state(nnx.state(model)):
@@ -396,7 +396,7 @@ def place_model(model: nnx.Module, layout: Layout) -> dict[Path, Placement]:
             own = tuple(placements[p] for p, _ in inner_variables(path, leaf))
             placement = own[0] if holds_one_array(leaf) else own
             # Eager sharding would have Flax place the array by its names, on a mesh of
-            # its own context, when the model is merged.
+            # its context, when the model is merged.
             leaf.set_metadata(placement=placement, eager_sharding=False)
     warn_idle(
         layout.claims.rules, reasons, "strategy.describe(model) lists every path."
@@ -421,7 +421,8 @@ def placed_copies(
 ) -> dict[Path, jax.Array]:
     """Copies of arrays in their places, which may be donated."""
     if jax.process_count() > 1:
-        # Compiled, so that each process places its own shards of what all of them have.
+        # Compiled, so that each process places its shards of values that all of them
+        # have.
         return jax.jit(dict, out_shardings=shardings)(arrays)
     # `may_alias=False` is not enough: of a replicated array the shard on the device
     # that holds the source is the source itself, and donating it deletes the source

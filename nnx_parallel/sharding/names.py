@@ -27,7 +27,7 @@ LOGICAL_AXES = (
 )  # fmt: skip
 """The names that this library's models give to their dims."""
 
-# "sp" as an axis of its own splits long sequences; sequence parallelism, which some
+# "sp" as an axis splits long sequences; sequence parallelism, which some
 # call so too, has the axis "tensor".
 AXIS_NAMES = {
     "pipe": ("pp", "pipeline", "stage", "stages"),
@@ -37,7 +37,7 @@ AXIS_NAMES = {
     "context": ("cp", "sp", "sequence"),
     "tensor": ("tp", "mp", "mdl", "model"),
 }
-"""Our mesh axes, and what models of others conventionally call them."""
+"""Our mesh axes, and their customary names in models of others."""
 
 _AXES = {n: axis for axis, others in AXIS_NAMES.items() for n in (axis, *others)}
 
@@ -59,13 +59,13 @@ class ArrayInfo:
         names: Logical (or mesh) axis of each dim, ``None`` for a dim without one;
             ``None`` as a whole for an array without names.
         kind: Class of its NNX Variable: ``Param``, ``BatchStat``, ``RngKey``.
-        is_param: Whether it is a parameter (any subclass of ``nnx.Param``).
+        is_param: True for a parameter (any subclass of ``nnx.Param``).
         splits_layers: False where stages do not run its layers, or share them unevenly.
     """
 
     path: str
     shape: tuple[int, ...]
-    # Of a leaf that is no Variable: FSDP splits it, and strict rules must match it.
+    # For a leaf that is not a Variable: FSDP splits it, and strict rules must match it.
     dtype: jax.typing.DTypeLike = jnp.float32
     names: tuple[MeshAxes, ...] | None = None
     kind: str = "Param"
@@ -80,7 +80,7 @@ class ArrayInfo:
     @property
     def is_stacked(self) -> bool:
         """True if dim 0 enumerates the layers of a `Stack`."""
-        # `Stack` puts this name in front of those of its block's dims.
+        # `Stack` puts this name in front of the names of its block's dims.
         return bool(self.names) and self.names[0] == "layers"
 
 
@@ -110,8 +110,8 @@ def variables_of(
     """Path and Variable of every array of a model, each shared one once.
 
     ``wrt`` filters them as in NNX. An array of a pytree that a Variable holds comes in
-    a Variable like it, at a path of its own; an array in no Variable as a `Constant`.
-    What a pass has sown is left out: it is no state.
+    a Variable like it, at a separate path; an array in no Variable as a `Constant`.
+    Sown values are left out: they are not state.
     """
     for path, leaf in nnx.to_flat_state(nnx.state(model, wrt)):
         if not isinstance(leaf, nnx.Intermediate):
@@ -157,7 +157,7 @@ def array_info(path: tuple[Hashable, ...], variable: nnx.Variable) -> ArrayInfo:
                 f"`{dotted(path)}` has shape {value.shape} but {len(names)} names "
                 f"{names}. Give one name, or None, for each of its {value.ndim} dims."
             )
-        # As in a PartitionSpec: dims without a name come last.
+        # Like in a PartitionSpec, dims without a name come last.
         names += (None,) * (value.ndim - len(names))
     return ArrayInfo(
         path=dotted(path),
@@ -202,7 +202,7 @@ def name_dim(variable: nnx.Variable) -> None:
 
 def name_layers(model: nnx.Module) -> None:
     """Names the dims of layers in an abstract model, where that is not yet so."""
-    # `nnx.update` and `nnx.merge` take the metadata of what they are given: names that
+    # `nnx.update` and `nnx.merge` take the metadata of their arguments: names that
     # a user has stacked or loaded lack the layers (docs/library-notes.md, "Flax NNX").
     stacks = stacks_of(model)
     for stack in stacks.values():
@@ -283,7 +283,7 @@ def is_inexact(x: Any) -> bool:
 
 
 def as_tuple(names: str | Iterable[str] | None) -> tuple[str, ...]:
-    """Names, such as those of mesh axes, in any of their spellings as a tuple."""
+    """Names, such as names of mesh axes, in any of their spellings as a tuple."""
     return (names,) if isinstance(names, str) else tuple(names or ())
 
 
@@ -306,7 +306,7 @@ def axes_on(mesh: Mesh, axes: MeshAxes) -> tuple[str, ...]:
 def merge_axes(
     left: Mapping[str, MeshAxes], right: Mapping[str, MeshAxes]
 ) -> dict[str, MeshAxes]:
-    """The axes of each name, those of both sides together."""
+    """The axes of each name, of both sides together."""
     return {
         name: tuple(dict.fromkeys((*as_tuple(left.get(name)), *as_tuple(right[name]))))
         if name in right
@@ -324,7 +324,7 @@ def in_order(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
 def absent_from(
     mesh: Mesh, names: Iterable[MeshAxes], logical: Iterable[str]
 ) -> tuple[str, ...]:
-    """The axes among names of dims that a mesh lacks; logical ones are none."""
+    """The mesh axes among names of dims that a mesh lacks; without logical axes."""
     known = {*logical, *LOGICAL_AXES}
     flat = (axis for name in names for axis in as_tuple(name))
     return tuple(a for a in flat if a not in known and not axes_on(mesh, a))
@@ -341,7 +341,7 @@ def splits_rows(mesh: Mesh, axes: MeshAxes) -> bool:
 
 
 def spec_on(mesh: Mesh, spec: P, batch: tuple[str, ...] | None = None) -> P:
-    """A spec in the axes of a mesh (`axes_on`); that of an activation with the batch's.
+    """A spec in the axes of a mesh (`axes_on`); an activation's with the batch's axes.
 
     Example:
         >>> from nnx_parallel import make_mesh

@@ -21,11 +21,11 @@ Kept = Literal["block_inputs"]
 @suggests_names
 @dataclass(frozen=True, kw_only=True)
 class Offload:
-    """Chooses what is kept in pinned host memory, in shards as on the devices [1].
+    """Chooses arrays for pinned host memory, in shards as on the devices [1].
 
     A step brings the optimizer's arrays in, updates them and sends them back in parts,
-    one layer of a `Stack` at a time, so that a device holds those of one layer. The
-    arithmetic is the same, and checkpoints interchange. Per step each of these
+    one layer of a `Stack` at a time, so that a device holds the arrays of one layer.
+    The arithmetic is the same, and checkpoints interchange. Per step each of these
     bytes goes in and out once over the host's link: worth it where the state does not
     fit, or makes room for a larger batch. Stored parameters stay on the device, and
     with mixed precision these are the float32 ones.
@@ -41,7 +41,7 @@ class Offload:
             remat keeps for the backward pass.
 
     Raises:
-        OffloadError: If a value is none of these, or nothing would be offloaded.
+        OffloadError: If a value is unknown, or nothing would be offloaded.
 
     Example:
         >>> Offload(activations="block_inputs")
@@ -79,7 +79,7 @@ def check_host_memory(mesh: Mesh) -> None:
         OffloadError: With the kinds of memory that they reach.
     """
     device = mesh.devices.flat[0]
-    # Of a described slice, which is not there, it says the same.
+    # It says the same for a described slice, which is not there.
     check_kinds([m.kind for m in device.addressable_memories()], device.device_kind)
 
 

@@ -81,7 +81,7 @@ def optimizer_shardings(
 
 
 def owner_of(path: tuple, shapes: dict[Path, tuple[int, ...]]) -> Path | None:
-    """The parameter whose path ends that of an array of the state, if one does."""
+    """The parameter whose path ends the path of an array of the state, if any."""
     # Optax's masks, chains and partitions only add keys before a parameter's path
     # (docs/library-notes.md, "Optax").
     keys = tuple(getattr(entry, "key", None) for entry in path)
@@ -90,10 +90,10 @@ def owner_of(path: tuple, shapes: dict[Path, tuple[int, ...]]) -> Path | None:
 
 
 def as_transformation(optimizer: Any, model: Any) -> Optimizer:
-    """The Optax transformation behind what a user passes as ``optimizer``.
+    """The Optax transformation behind the argument ``optimizer``.
 
     That is a transformation; ``optax.MultiSteps``; or a function from the abstract
-    model to one of them. Else a `TypeError` is raised.
+    model to one of them. Anything else is a `TypeError`.
     """
     if isinstance(optimizer, Callable) and not isinstance(optimizer, tuple):
         optimizer = optimizer(model)

@@ -70,7 +70,7 @@ class PathNames:
         found: set[str] = set()
         misfits: list[tuple[ArrayInfo, list[Names]]] = []
         for path, variable in nnx.to_flat_state(nnx.state(model)):
-            # Arrays in no Variable, or several in one, have no metadata of their own.
+            # Arrays in no Variable, or several in one, have no metadata.
             if not isinstance(variable, nnx.Variable) or not holds_one_array(variable):
                 continue
             info = array_info(path, variable)
@@ -104,7 +104,7 @@ class PathNames:
             warn_user(f"{text}. {remedy}", ParallelWarning)
         regexes = [regex for regex, _ in self.pairs]
         idle = [regex for regex in regexes if regex not in found]
-        # Of a table for many models each uses a part.
+        # Each model uses a part of a table for many.
         if not self.optional or not found:
             hint = "strategy.describe(model) lists every path."
             warn_unmatched("Names for paths", idle, hint)
@@ -122,8 +122,8 @@ def _pairs(modules: str, leaves: str, *names: str) -> list[tuple[str, Names]]:
     return [(regex, tuple(None if n == "." else n for n in each)) for each in dims]
 
 
-# Kernels are ``.kernel`` in Flax's modules and ``.w`` in Tunix's; those of experts have
-# one dim more, and may be attributes of the block itself.
+# Kernels are ``.kernel`` in Flax's modules and ``.w`` in Tunix's; kernels of experts
+# have one dim more, and may be attributes of the block itself.
 _KERNEL, _BIAS = r"\.(kernel|w)", r"(\.bias|_bias)"
 _ATTENTION = r"\w*(attn|attention)\w*\.(\w+\.)*"
 _KEY_VALUE = r"[kv]_proj|key|value|wk|wv"
@@ -161,7 +161,7 @@ TRANSFORMER_NAMES = PathNames(
 )
 """Names for the parameters of transformers whose modules have the usual names.
 
-Those of Llama, Qwen, Gemma (Tunix, Bonsai, Flax's example), GPT-2 and ViT, in matrices
-and in the kernels of einsums. Pairs of your own go in front:
+It names Llama, Qwen, Gemma (Tunix, Bonsai, Flax's example), GPT-2 and ViT, in matrices
+and in the kernels of einsums. Your pairs go in front:
 ``PathNames((r"gate$", ("embed", "expert")), *TRANSFORMER_NAMES.pairs, optional=True)``.
 """

@@ -23,18 +23,20 @@ class Placement:
     """The four specs of one array, and why.
 
     Attributes:
-        stored: Between steps.
-        used: In the computation; differs from ``stored`` where it is gathered at use.
-        gradient: Of its gradient, once summed.
-        optimizer: Of its optimizer state.
-        reason: Which rule decided, or what kept it replicated.
-        is_stacked: Whether dim 0 enumerates layers, which a `Stack` gathers one by one.
-        is_scanned: The same of layers of no `Stack`, which a loop of the loss scans.
+        stored: Spec between steps.
+        used: Spec in the computation; differs from ``stored`` where it is gathered at
+            use.
+        gradient: Spec of its gradient, once summed.
+        optimizer: Spec of its optimizer state.
+        reason: The rule that decided, or the reason why it stays replicated.
+        is_stacked: True if dim 0 enumerates layers, which a `Stack` gathers one by one.
+        is_scanned: True if dim 0 enumerates layers that a loop of the loss scans,
+            without a `Stack`.
         absent: Axes that a rule or a name gives it and the mesh lacks: of size one.
-        is_looked_up: Whether it is a table whose rows are split in its gradient.
-        is_staged: Whether it is one of the layers that stages of a pipeline run.
-        moved: Axes of stages that cannot split its ``layers``, and split what is stored
-            along another dim. They are gathered at use; stages take whole layers.
+        is_looked_up: True for a table whose rows are split in its gradient.
+        is_staged: True for layers that stages of a pipeline run.
+        moved: Axes of stages that cannot split its ``layers``, and split the stored
+            array along another dim. They are gathered at use; stages take whole layers.
     """
 
     stored: P
@@ -93,7 +95,7 @@ _ROWS, _COLUMNS = 8, 128
 def cheapest_dim(
     dims: Sequence[int], shape: Sequence[int], size: int
 ) -> tuple[int, bool]:
-    """Of the dims that ``size`` divides, that whose gather copies the least.
+    """The dim that ``size`` divides and whose gather copies the least.
 
     Returns the dim, and whether its shards are whole tiles.
     """
@@ -129,10 +131,10 @@ def choose_other_dim(
         return info.shape[dim] // math.prod(sizes[axis] for axis in taken[dim])
 
     fitting = [d for d in range(1, len(taken)) if part(d) and part(d) % size == 0]
-    # As with FSDP: each is a message of its own.
+    # As with FSDP, each is a separate message.
     if not fitting or info.size < min_size:
         return None, f"{name}={size} does not split the layers: whole on all stages"
-    # That of another axis only where no other is free.
+    # Another axis's dim only where no other is free.
     free = [d for d in fitting if not taken[d]] or fitting
     dim, _ = cheapest_dim(free, [part(d) for d in range(len(taken))], size)
     return dim, f"{name}: dim {dim}, for it does not split the layers"

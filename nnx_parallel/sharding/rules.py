@@ -1,6 +1,6 @@
 """Rules: who says where an array lives, as small frozen objects.
 
-Those of a strategy come before the names in the model, and these before FSDP's own
+The rules of a strategy come before the names in the model, and these before FSDP's
 choice; in any order, two that disagree are an error. In placements of a pytree
 (`shard`, `sharded_jit`, `constrain`) `ChainRules` orders several.
 """
@@ -39,7 +39,7 @@ from nnx_parallel.sharding.names import (
 from nnx_parallel.sharding.placement import cheapest_dim
 
 
-# A protocol: a user's own rule needs a method and no base class.
+# A protocol: a user's rule needs a method and no base class.
 @runtime_checkable
 class Rules(Protocol):
     """A rule of the user: it gives an array a spec, or passes."""
@@ -142,7 +142,7 @@ class PolicyRules:
 class LogicalRules:
     """Mesh axes by the logical names in the model; ``None`` replicates a dim.
 
-    Given to a strategy it replaces the strategy's own entry for each name that it has.
+    Given to a strategy it replaces the strategy's entry for each name that it has.
 
     Example:
         >>> LogicalRules({"mlp": None, "model": "tensor"}).mapping["model"]
@@ -179,7 +179,7 @@ class LogicalRules:
 class FSDPRules:
     """One mesh axis over the free dim that costs its gather the fewest copies.
 
-    Of the free dims that the axis divides, first come those whose shards are whole
+    Among the free dims that the axis divides, first come dims whose shards are whole
     tiles of a TPU: multiples of 128 along the last dim, of 8 along the one before it,
     of any length along the others. Then a last dim whose shards are multiples of 8.
     Among equals those before the last come first, then the largest, then the first. So
@@ -222,7 +222,7 @@ class FSDPRules:
     def choose_dim(
         self, info: ArrayInfo, taken: DimAxes, mesh: Mesh, along: tuple[str, ...] = ()
     ) -> tuple[int | None, str]:
-        """The dim to split and the reason, or ``None`` and what kept it whole.
+        """The dim to split and the reason, or ``None`` and the reason against it.
 
         ``taken`` has the mesh axes that other claims give to each dim; those ``along``
         split the dim too.
@@ -364,7 +364,7 @@ def answer_of(
 ) -> tuple[P, str] | None:
     """The one answer of several rules, checked; their order means nothing.
 
-    ``path`` is that of messages, if not the array's own; ``translate`` writes a spec in
+    ``path`` is the path in messages, if not the array's; ``translate`` writes a spec in
     the axes of the mesh.
     """
     asked = (_ask(rule, info, mesh) for rule in rules)
@@ -411,7 +411,7 @@ def hash_code(function: Callable) -> str:
         False
     """
     inner: Any = function
-    # A wrapper's own code is the same for all functions that it wraps.
+    # A wrapper's code is the same for all functions that it wraps.
     while isinstance(inner, functools.partial) or hasattr(inner, "__wrapped__"):
         inner = (
             inner.func if isinstance(inner, functools.partial) else inner.__wrapped__

@@ -50,11 +50,11 @@ MeshLike = Mesh | Layout | HasLayout
 
 
 def layout_of(where: MeshLike) -> Layout:
-    """The layout behind what users pass as ``mesh``; its axes must be Auto."""
+    """The layout behind the argument ``mesh``; its axes must be Auto."""
     if isinstance(where, Layout):
         return where
     if isinstance(where, Mesh):
-        # Of its own sizes only the types of the axes can be wrong.
+        # Its sizes fit; only the types of its axes can be wrong.
         check_mesh(where, where.shape)
         return Layout(mesh=where)
     if isinstance(where, HasLayout):
@@ -158,11 +158,11 @@ def on_mesh(placements: Any, mesh: Mesh, where: str) -> Any:
             )
         if not isinstance(entry, P):
             return entry
-        # NamedSharding's own error does not say which argument has the spec.
+        # NamedSharding's error does not say which argument has the spec.
         check_axes(where, entry, mesh)
         return NamedSharding(mesh, entry)
 
-    # Arguments and outputs are tuples, which a list is no prefix of.
+    # Arguments and outputs are tuples, and a list is not a prefix of a tuple.
     placements = tuple(placements) if isinstance(placements, list) else placements
     return jax.tree.map(place, placements, is_leaf=is_placeable)
 
@@ -183,7 +183,7 @@ def resolve_leaves(
             "are one rule, spec, sharding or None for all of it, or a tree that starts "
             f"like it: {jax.tree.structure(tree)}."
         ) from None
-    # Apart from the above: what rules raise is no misfit of the two trees.
+    # Apart from the above: an error of rules is not a misfit of the two trees.
     return [
         sharding
         for keys, entry, below in parts
@@ -192,7 +192,7 @@ def resolve_leaves(
 
 
 def resolve_prefix(placements: Any, tree: Any, mesh: Mesh, root: str) -> Any:
-    """Shardings of a tree: of every leaf by rules, else the prefix itself, checked."""
+    """Shardings of a tree: every leaf by rules, or the prefix itself, checked."""
     leaves = resolve_leaves(placements, tree, mesh, root)
     if not has_rules(placements):
         return placements
@@ -230,7 +230,7 @@ def array_infos(tree: Any, root: str = "") -> Iterator[tuple[ArrayInfo, str]]:
         elif isinstance(leaf, bool | int | float | complex):
             yield ArrayInfo(path=path, shape=(), dtype=np.result_type(leaf)), full
         elif hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-            # As on the device: the place of NumPy's float64 is that of float32.
+            # As on the device: NumPy's float64 takes the place of float32.
             dtype: Any = jax.dtypes.canonicalize_dtype(leaf.dtype, True)
             yield ArrayInfo(path=path, shape=tuple(leaf.shape), dtype=dtype), full
         else:
@@ -277,7 +277,7 @@ def _warn_replicated(
                 _, why = large[0].choose_dim(info, ((),) * len(info.shape), mesh)
                 found.append(f"`{path}` {info.shape}: {why}")
     elif not any(isinstance(r, PathRules) and r.strict is None for r in rules):
-        return  # a policy that passes, or names alone, say what they mean
+        return  # a policy that passes, or only names, are clear
     if found:
         shown = "; ".join(found[:4]) + ("; ..." if len(found) > 4 else "")
         text = f"{len(found)} {kind} stay replicated: {shown}. {remedy}"
@@ -285,7 +285,7 @@ def _warn_replicated(
 
 
 def constrain_tree(tree: Any, placements: Any, mesh: Mesh, root: str = "") -> Any:
-    """``jax.lax.with_sharding_constraint`` by rules; ``None`` leaves a part alone."""
+    """``jax.lax.with_sharding_constraint`` by rules; ``None`` constrains nothing."""
     if placements is None:
         return tree
     return _placed(jax.lax.with_sharding_constraint, tree, placements, mesh, root)
@@ -373,7 +373,7 @@ def _identity(x: jax.Array) -> jax.Array:
 def process_local_to_global(
     batch: Any, mesh: MeshLike, axes: str | Sequence[str] | None = None, *, dim: int = 0
 ) -> Any:
-    """Joins what each process has loaded into global arrays, sharded along one dim.
+    """Joins the arrays of each process into global arrays, sharded along one dim.
 
     Arrays without dims, the same in all processes, are replicated.
 
@@ -399,7 +399,7 @@ def process_local_to_global(
     if axes is None:
         axes = layout.claims.batch or layout.mesh.axis_names
     spec = P(*[None] * dim, axes if isinstance(axes, str) else tuple(axes))
-    # Checked first as a whole: a leaf that is no array is named by its path.
+    # Checked first as a whole: a leaf that is not an array is named by its path.
     paths = [path for _, path in array_infos(batch, "batch")]
     leaves, tree = jax.tree.flatten(batch)
     pairs = zip(leaves, paths, strict=True)
