@@ -6,7 +6,6 @@ too, and devices can only be chosen before jax first counts them.
 
 import gc
 import os
-import time
 import zlib
 from collections.abc import Iterator
 
@@ -44,9 +43,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--half", type=int, choices=(0, 1), help="one half of the tests, by their names"
     )
-    parser.addoption(
-        "--until", type=float, help="skip tests that begin later (seconds since 1970)"
-    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -73,14 +69,6 @@ def _left_alone() -> Iterator[None]:
     yield
     gc.collect()
     gc.freeze()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leaves out what comes too late, so that a run ends in time and says how much."""
-    until = item.config.getoption("until")
-    if until is not None and time.time() > until:
-        pytest.skip("out of time (--until)")
 
 
 @pytest.hookimpl(tryfirst=True)
