@@ -5,6 +5,7 @@ but a docstring that teaches the rule. The message is written at the check; for
 arguments that do not exist, `suggests_names` writes it.
 """
 
+import contextlib
 import difflib
 import functools
 import inspect
@@ -165,6 +166,8 @@ def _callers(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         code, was_inside = frame.f_code, is_inside
         is_inside = code.co_filename.startswith(_PACKAGE)
+        # A context manager of the package leaves it on the way to its own block.
+        is_inside |= was_inside and code.co_filename == contextlib.__file__
         # A dataclass's own, which is in no file.
         is_inside |= (code.co_filename, code.co_name) == ("<string>", "__init__")
         if was_inside and not is_inside:

@@ -23,6 +23,7 @@ MODELS = PACKAGE / "models"
 ORDER = [
     "errors",
     "drawing",
+    "durable",
     "precision",
     "metrics",
     "mesh",

@@ -54,7 +54,7 @@ trainer = Trainer(
     model=lambda rngs: nnx.Linear(8, int(sys.argv[3]), rngs=rngs),
     optimizer=optax.adam(0.1),
     loss=lambda model, batch: (model(batch["x"]) ** 2).mean(),
-    checkpoint=Checkpoint(sys.argv[1], every=2, keep_last=2),
+    checkpoint=Checkpoint(sys.argv[1], every=2, keep_last=2, on_damage=sys.argv[4]),
     callbacks=[Tell()],
     loggers=(),
 )
@@ -125,8 +125,8 @@ def test_a_run_is_saved_kept_killed_resumed_and_inspected(
     server: dict[str, str], tmp_path: Path
 ) -> None:
     url, width = "gs://bucket/runs/lr=0.1", 1 << 12
-    whole = finish(start(server, "-c", TRAIN, tmp_path, 12, width)).splitlines()[-1]
-    run = start(server, "-c", TRAIN, url, 50_000, width)
+    whole = finish(start(server, "-c", TRAIN, tmp_path, 12, width, "error")).splitlines()[-1]
+    run = start(server, "-c", TRAIN, url, 50_000, width, "error")
     assert run.stdout is not None
     for line in run.stdout:
         if int(line) == 7:  # the save of step 6 has begun
@@ -134,7 +134,7 @@ def test_a_run_is_saved_kept_killed_resumed_and_inspected(
     time.sleep(0.1)
     run.send_signal(signal.SIGKILL)
     run.communicate()
-    done = finish(start(server, "-c", TRAIN, url, 12, width)).splitlines()
+    done = finish(start(server, "-c", TRAIN, url, 12, width, "error")).splitlines()
     assert done[-1] == whole
     assert int(done[0]) in {5, 7}  # it resumed
     shown = finish(start(server, "-m", "nnx_parallel", "inspect", url, "--verify"))
@@ -142,3 +142,31 @@ def test_a_run_is_saved_kept_killed_resumed_and_inspected(
     assert re.findall(r"^ +(\d+)  \d{4}-", shown, re.MULTILINE) == ["10", "12"]
     assert "left by a save" not in shown
     assert " 0 B " not in shown
+
+
+DELETE = """
+import sys
+from etils import epath
+epath.Path(sys.argv[1]).unlink()
+"""
+
+
+@pytest.mark.faults
+def test_step_without_its_metadata_is_damaged(server: dict[str, str]) -> None:
+    url = "gs://bucket/runs/damaged"
+    finish(start(server, "-c", TRAIN, url, 4, 8, "error"))
+    finish(start(server, "-c", DELETE, f"{url}/4/_CHECKPOINT_METADATA"))
+    refused = subprocess.run(
+        [sys.executable, "-c", TRAIN, url, "6", "8", "error"],
+        env=server,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert refused.returncode == 1
+    assert f"Checkpoint 4 in '{url}' has no metadata left." in refused.stderr
+    assert "Other steps: [2]." in refused.stderr
+    done = finish(start(server, "-c", TRAIN, url, 6, 8, "previous")).splitlines()
+    assert done[0] == "3"  # it resumed from step 2

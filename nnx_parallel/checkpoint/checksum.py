@@ -12,10 +12,12 @@ import asyncio
 import hashlib
 import json
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +34,7 @@ from nnx_parallel.checkpoint.files import (
     read_json,
 )
 from nnx_parallel.distributed.agreement import reserve_allgather
+from nnx_parallel.errors import ReplicaError
 from nnx_parallel.sharding.names import dim_axes
 
 Checksums = dict[str, dict[str, int]]
@@ -44,6 +47,9 @@ def checksums(groups: Mapping[str, Mapping[str, Any]]) -> Checksums:
     """The checksum of each array: an integer of 32 bits, by group and path.
 
     With several processes all of them call it, with the same paths.
+
+    Raises:
+        ReplicaError: On all of them, if copies of an array differ.
 
     Example:
         >>> x = jnp.arange(6.0)
@@ -61,26 +67,108 @@ def start_checksums(
 ) -> Callable[[], Checksums]:
     """Starts the checksums on the devices; the arrays may be donated at once.
 
-    Returns a function that waits for the checksums, from any thread. ``name`` is that
-    of the exchange between processes.
+    Returns a function that waits for the checksums, from any thread, and compares the
+    copies as `checksums` does. ``name`` is that of the exchange between processes.
     """
     arrays, structure = jax.tree.flatten({k: dict(x) for k, x in groups.items()})
+    names = (f"{group}: {path}" for group in sorted(groups) for path in sorted(groups[group]))
+    places = [Place(n, x.sharding, x.shape) for n, x in zip(names, arrays, strict=True)]
     counted = [_counted_devices(x) for x in arrays]
     hashes = start_hashes(arrays)
-    # Its turn is taken now, on the main thread, in the same order on all processes;
+    # Their turns are taken now, on the main thread, in the same order on all processes;
     # the values follow from whichever thread waits for the devices.
     exchange_sums = reserve_allgather(name, _EXCHANGE_SECONDS)
+    exchange_copies = reserve_allgather(f"{name} of copies", _EXCHANGE_SECONDS)
 
     def finish() -> Checksums:
+        found = hashes()
+        # Of each part once, and of all copies. Neither wraps around: an array of equal
+        # copies has so many times the first, exactly.
         mine = [
-            sum(found[device] for device in devices)
-            for devices, found in zip(counted, hashes(), strict=True)
+            (sum(own[device] for device in devices), sum(own.values()))
+            for devices, own in zip(counted, found, strict=True)
         ]
-        # One list a process, of one number an array.
-        sums = [sum(x) % 2**32 for x in zip(*exchange_sums(mine), strict=True)]
-        return jax.tree.unflatten(structure, sums)
+        gathered = zip(*exchange_sums(mine), strict=True)
+        sums = [[sum(x) for x in zip(*own, strict=True)] for own in gathered]
+        differing = [
+            (place, own)
+            for place, own, (once, total) in zip(places, found, sums, strict=True)
+            if (count := place.num_copies) is not None and total != once * count
+        ]
+        if differing:
+            raise_if_copies_differ(differing, exchange_copies)
+        return jax.tree.unflatten(structure, [once % 2**32 for once, _ in sums])
 
     return finish
+
+
+class Place(NamedTuple):
+    """The name of an array, and its parts on devices; keeps no array alive."""
+
+    name: str
+    sharding: jax.sharding.Sharding
+    shape: tuple[int, ...]
+
+    @property
+    def num_copies(self) -> int | None:
+        """How many devices hold the same part, of an array that is on a mesh."""
+        if not isinstance(self.sharding, NamedSharding):
+            return None
+        axes = chain(*dim_axes(self.sharding.spec, len(self.shape)))
+        sizes = self.sharding.mesh.shape
+        return self.sharding.mesh.size // math.prod(sizes[axis] for axis in axes)
+
+
+def raise_if_copies_differ(
+    found: Iterable[tuple[Place, Mapping[int, int]]],
+    exchange: Callable[[Any], list],
+    when: str = "",
+) -> None:
+    """Compares the hashes of all parts of arrays, by their devices' ids.
+
+    All processes call it, and ``exchange`` what they have found.
+
+    Raises:
+        ReplicaError: On all of them, if parts that should be equal are not.
+    """
+    mine = [
+        (
+            f"`{place.name}`{[(s.start, s.stop) for s in index]}",
+            f"{device} (process {device.process_index})",
+            hashes[device.id],
+        )
+        for place, hashes in found
+        for device, index in place.sharding.addressable_devices_indices_map(
+            place.shape
+        ).items()
+    ]
+    copies: dict[str, dict[str, int]] = defaultdict(dict)
+    for part, device, value in chain(*exchange(mine)):
+        copies[part][device] = value
+    # The same lines on all processes, so that all of them raise.
+    lines = [
+        f"{part}: {_odd_ones(hashes)}"
+        for part, hashes in copies.items()
+        if len(set(hashes.values())) > 1
+    ]
+    if lines:
+        raise ReplicaError(
+            f"Copies of {len(lines)} arrays differ{when}:\n  "
+            + "\n  ".join(lines[:20])
+            + "\nThe memory or the arithmetic of these devices is at fault, or "
+            "processes have trained apart. Go back to the last checkpoint, without "
+            "these devices: `python -m nnx_parallel inspect DIR --verify` says whether "
+            "it is whole."
+        )
+
+
+def _odd_ones(hashes: Mapping[str, int]) -> str:
+    """The devices whose hash is not that of the majority."""
+    common, count = Counter(hashes.values()).most_common(1)[0]
+    if 2 * count <= len(hashes):
+        return f"{', '.join(hashes)} do not agree"
+    odd = [device for device, value in hashes.items() if value != common]
+    return f"{', '.join(odd)} differ from {count} others"
 
 
 def start_hashes(arrays: Sequence[jax.Array]) -> Callable[[], list[dict[int, int]]]:

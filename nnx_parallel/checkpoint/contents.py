@@ -21,6 +21,7 @@ from nnx_parallel.checkpoint.files import (
     is_foreign,
     matches,
 )
+from nnx_parallel.checkpoint.orbax_compat import can_write
 from nnx_parallel.errors import (
     CheckpointDamagedError,
     CheckpointError,
@@ -117,6 +118,12 @@ def check_groups(groups: Groups | AbstractGroups, kind: type = jax.Array) -> Non
                 # Orbax refuses it in mid-save (library-notes.md, "Orbax: contents").
                 problem = (
                     f"its shape {array.shape} holds no value. Leave empty arrays out."
+                )
+            elif not can_write(array.dtype):
+                problem = (
+                    f"files have no type {array.dtype.name}. Keep it in the model as "
+                    "another type that holds its values, such as uint8 or bfloat16, "
+                    "and cast it where it is used."
                 )
             else:
                 continue

@@ -14,12 +14,14 @@ import shutil
 import stat
 import uuid
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, Self
 
 import jax
 from orbax.checkpoint import v1 as ocp
 
 from nnx_parallel.distributed.agreement import allgather_object
+from nnx_parallel.durable import move, publish, sync
 
 METADATA = "_CHECKPOINT_METADATA"
 """Orbax's file in the directory of a step, which holds our header."""
@@ -68,6 +70,30 @@ class LiteralPath(_GPath):
         """Yields all files that match, below this very directory."""
         literal = _GPath(glob.escape(os.fspath(self)))
         return map(type(self), literal.glob(pattern))
+
+    def write_text(self, data: str, *args: Any, **options: Any) -> int:
+        """Writes a file; on other processes than the first, to the disk.
+
+        Process 0 syncs a whole step before it appears. But there are file systems that
+        keep a write in a machine's memory until that machine itself syncs it.
+        """
+        size = super().write_text(data, *args, **options)
+        if jax.process_index() != 0 and not is_url(os.fspath(self)):
+            sync(self)
+        return size
+
+    def rename(self, target: str | os.PathLike[str]) -> Self:
+        """Renames a directory; the disk has the new name when this returns.
+
+        Orbax gives a step its name so, once it is written: here is where it is synced
+        (docs/library-notes.md, "Orbax: saving").
+        """
+        # A part of a step is synced with the step; an object store is always in sync.
+        if is_url(os.fspath(self)) or UNFINISHED in self.parent.name:
+            return super().rename(target)
+        rename = publish if UNFINISHED in self.name else move
+        rename(Path(self), Path(target))
+        return type(self)(target)
 
 
 def is_url(path: str) -> bool:
@@ -161,7 +187,9 @@ def is_ours(step_path: LiteralPath) -> bool | None:
     """
     if not step_path.is_dir():
         return None
-    is_empty = not any(names for *_, names in os.walk(step_path))
+    # An object store has no empty directories.
+    is_local = not is_url(os.fspath(step_path))
+    is_empty = is_local and not any(names for *_, names in os.walk(step_path))
     if is_empty or (step_path / PART).is_dir():
         return True
     found = (*step_path.glob("*"), *step_path.glob("*/*"))

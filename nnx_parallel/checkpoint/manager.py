@@ -41,6 +41,7 @@ from nnx_parallel.errors import (
     CheckpointNotFoundError,
     CheckpointSaveError,
     ParallelWarning,
+    ReplicaError,
     warn_user,
 )
 from nnx_parallel.precision import array_bytes
@@ -130,11 +131,12 @@ class CheckpointManager:
     def saved(self) -> SavedSteps:
         """The checkpoints on disk, once the save in progress has ended.
 
-        Raises ``CheckpointNotFoundError`` without options, ``CheckpointSaveError`` if
-        that save failed.
+        Raises ``CheckpointNotFoundError`` without options. A save that failed is
+        reported as by `wait`.
         """
         opened = self._open()
-        self._join_save()
+        with self._reporting_failures():
+            self._join_save()
         return opened
 
     def _open(self) -> SavedSteps:
@@ -280,8 +282,7 @@ class CheckpointManager:
             )
         except Exception as error:
             save.end()
-            save.discard()
-            self._has_remains = True
+            self._clean_after(save, saved)
             raise save.failure(error) from first_cause(error)
         assert response is not None, "a forced save is never skipped"
         save.follow(response)
@@ -314,11 +315,7 @@ class CheckpointManager:
         save.join(patiently=self.warns)
         self._save = None
         if save.error is not None:
-            with contextlib.suppress(Exception):
-                opened.orbax.wait()  # Orbax raises a failure once in each thread
-            save.discard()
-            self._has_remains = True  # late threads may still write
-            opened.reload()
+            self._clean_after(save, opened)
             save.check()
             return
         self._has_remains = False
@@ -332,13 +329,21 @@ class CheckpointManager:
                 "space until it is deleted."
             )
 
+    def _clean_after(self, save: AsyncSave, opened: SavedSteps) -> None:
+        with contextlib.suppress(Exception):
+            opened.orbax.wait()  # Orbax raises a failure once in each thread
+        save.discard()
+        self._has_remains = True  # late threads may still write
+        opened.reload()
+
     @contextlib.contextmanager
     def _reporting_failures(self) -> Iterator[None]:
         try:
             yield
         except CheckpointSaveError as error:
             self.last_saved = None
-            if not self.warns:
+            # Copies that differ are no matter of the disk: their numbers are wrong.
+            if not self.warns or isinstance(error.__cause__, ReplicaError):
                 raise
             warn_user(f"{error} Training goes on.")
 
@@ -432,6 +437,10 @@ class CheckpointManager:
             self._opened = self._save = None
             if is_pending:  # Orbax would wait for the other processes
                 opened.release()
+            elif self._has_remains:
+                # Orbax raises once more what the last save has failed with.
+                with contextlib.suppress(Exception):
+                    opened.close()
             else:
                 opened.close()
 

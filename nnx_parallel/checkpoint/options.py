@@ -20,6 +20,7 @@ import jax
 
 from nnx_parallel.checkpoint.files import is_url
 from nnx_parallel.distributed.agreement import allgather_object
+from nnx_parallel.durable import make_directory
 from nnx_parallel.errors import (
     CheckpointDirectoryError,
     CheckpointError,
@@ -46,7 +47,7 @@ def check_directory(directory: str, *, read_only: bool) -> None:
     # Root may write where the mode forbids it, and a disk may be full or read-only:
     # only a file that is written tells.
     try:
-        os.makedirs(directory, exist_ok=True)
+        make_directory(directory)
         tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
         raise CheckpointDirectoryError(

@@ -12,10 +12,11 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any
 
 import jax
+import tensorstore
 from orbax.checkpoint import v1 as ocp
 
 from nnx_parallel.checkpoint.checksum import ChecksumHandler
@@ -41,6 +42,7 @@ from nnx_parallel.checkpoint.orbax_log import (
     hide_stragglers,
 )
 from nnx_parallel.distributed.agreement import allgather_object
+from nnx_parallel.distributed.runtime import raising_interrupts
 from nnx_parallel.errors import (
     CheckpointReadError,
     CheckpointSaveError,
@@ -112,7 +114,7 @@ class StepNames:
                 # that is gone, opens whatever has its name, and parses all of it.
                 metadata = read_step_metadata(path)
             except (FileNotFoundError, NotADirectoryError):
-                if is_local and is_ours(path) is not None:
+                if is_ours(path) is not None:
                     problem = "has no metadata left"
             except ValueError as error:
                 # A directory where the file should be is no sign of a checkpoint.
@@ -130,7 +132,7 @@ class StepNames:
                     problem = "was never completed"
             if problem is not None:
                 self.corrupt[step] = problem
-                if is_local and not is_ours(path):
+                if not is_ours(path):
                     self.foreign.add(step)
 
 
@@ -176,6 +178,20 @@ def _make_context() -> ocp.Context:
     context = ocp.Context()
     context.file_options.path_class = LiteralPath
     return context
+
+
+def can_write(dtype: Any) -> bool:
+    """True if TensorStore, with which Orbax writes arrays, knows a type.
+
+    It has ``int4`` and not ``uint4``, and most of the 8-bit floats.
+    """
+    if jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
+        return True  # written as uint32
+    try:
+        tensorstore.dtype(dtype.name)
+    except ValueError:
+        return False
+    return True
 
 
 def load(path: str, wanted: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -362,6 +378,8 @@ _TRANSIENT = re.compile(
 def root_cause(error: BaseException) -> str:
     """The last error of a chain: Orbax wraps what went wrong in unrelated errors."""
     error = _last(error)
+    if isinstance(error, ParallelError):
+        return f"{type(error).__name__}: {error}"
     # TensorStore adds its whole spec, and lines of its source.
     text, *_ = re.split(r" \[(?:tensorstore_spec|source locations)=", str(error))
     return f"{type(error).__name__}: {printable(text)}"
@@ -382,6 +400,9 @@ def _last(error: BaseException) -> BaseException:
 def reading(where: str, steps: list[int] | None = None) -> Iterator[None]:
     """Names the cause of an error of Orbax's, and tells corruption from a bad moment.
 
+    An interrupt is neither: it is raised as it is, also if Orbax has made another error
+    of it.
+
     Raises:
         CheckpointReadError: If the files, ``where``, are corrupt. Without ``steps``,
             the saved ones, an error says nothing of them and is raised as it is.
@@ -390,7 +411,8 @@ def reading(where: str, steps: list[int] | None = None) -> Iterator[None]:
     hide_late_failures()
     LOGGER.addFilter(hide_log)
     try:
-        yield
+        with raising_interrupts():
+            yield
     except ParallelError:
         raise
     except Exception as error:
@@ -420,6 +442,8 @@ def is_transient(error: BaseException) -> bool:
     is_io = isinstance(error, OSError | MemoryError)
     if (is_io and not isinstance(error, _ABOUT_FILES)) or _TRANSIENT.search(str(error)):
         return True
+    if isinstance(error, CancelledError | asyncio.CancelledError):
+        return True  # the read was ended from outside
     return error.__cause__ is not None and is_transient(error.__cause__)
 
 

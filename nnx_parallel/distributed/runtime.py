@@ -10,9 +10,10 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import jax
 
@@ -385,6 +386,62 @@ class Termination:
                 f"Ctrl-C: the fit ends after this step{saved}. A second one ends it at "
                 "once."
             )
+
+
+@contextlib.contextmanager
+def raising_interrupts() -> Iterator[None]:
+    """Has a Ctrl-C or an exit that comes in the block end it, and nothing else.
+
+    An interrupt may be lost on its way: JAX's callback of the garbage collector
+    swallows it, and libraries raise errors of their own from it. So what a signal's
+    handler raises is noted, and raised again when the block ends, however that ends.
+    """
+    heard: list[BaseException] = []
+    outer = sys.exception()
+    with contextlib.ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if callable(previous := signal.getsignal(number)):
+                    signal.signal(number, partial(_note, previous, heard))
+                    stack.callback(signal.signal, number, previous)
+        try:
+            yield
+        except BaseException as error:
+            if not heard and (found := _interrupt_in(error, outer)) is not None:
+                heard.append(found)
+            if not heard:
+                raise
+    if heard:
+        raise heard[-1] from None
+
+
+def _note(
+    handler: Callable[..., object],
+    heard: list[BaseException],
+    number: int,
+    frame: FrameType | None,
+) -> None:
+    try:
+        handler(number, frame)
+    except BaseException as error:
+        heard.append(error)
+        raise
+
+
+def _interrupt_in(
+    error: BaseException, outer: BaseException | None
+) -> BaseException | None:
+    """The interrupt in a chain of errors, which ends where ``outer`` was handled."""
+    seen, found = {id(None), id(outer)}, [error]
+    for each in found:
+        if isinstance(each, KeyboardInterrupt | SystemExit):
+            return each
+        group = each.exceptions if isinstance(each, BaseExceptionGroup) else ()
+        for inner in (each.__cause__, each.__context__, *group):
+            if id(inner) not in seen:
+                seen.add(id(inner))
+                found.append(cast(BaseException, inner))
+    return None
 
 
 def _place(frame: FrameType | None) -> str:

@@ -9,10 +9,8 @@ import hashlib
 import inspect
 import numbers
 import sys
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial, wraps
-from itertools import chain
 from typing import Any, TypeGuard
 
 import jax
@@ -21,7 +19,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from nnx_parallel.checkpoint.checksum import start_hashes
+from nnx_parallel.checkpoint.checksum import (
+    Place,
+    raise_if_copies_differ,
+    start_hashes,
+)
 from nnx_parallel.data.prefetch import check_data
 from nnx_parallel.distributed.agreement import (
     allgather_object,
@@ -33,7 +35,6 @@ from nnx_parallel.errors import (
     DisagreementError,
     LossError,
     ParallelWarning,
-    ReplicaError,
     warn_user,
 )
 from nnx_parallel.layers.loss import LabelRange
@@ -311,42 +312,12 @@ def check_replicas(state: Any, step: int) -> None:
     # Arrays on one device have no copies; other shardings are not compared.
     leaves = [leaf for leaf in leaves if isinstance(leaf[1].sharding, NamedSharding)]
     found = start_hashes([x for _, x in leaves])()
-    mine = [
-        (
-            f"`{path_of(path)}`{[(s.start, s.stop) for s in shard.index]}",
-            f"{shard.device} (process {shard.device.process_index})",
-            hashes[shard.device.id],
-        )
-        for (path, x), hashes in zip(leaves, found, strict=True)
-        for shard in x.addressable_shards
-    ]
-    copies: dict[str, dict[str, int]] = defaultdict(dict)
-    for place, device, value in chain(*allgather_object("replicas", mine)):
-        copies[place][device] = value
-    # The same lines on all processes, so that all of them raise.
-    lines = [
-        f"{place}: {_odd_ones(hashes)}"
-        for place, hashes in copies.items()
-        if len(set(hashes.values())) > 1
-    ]
-    if lines:
-        raise ReplicaError(
-            f"Copies of {len(lines)} arrays differ at step {step}:\n  "
-            + "\n  ".join(lines[:20])
-            + "\nThe memory or the arithmetic of these devices is at fault, or "
-            "processes have trained apart. Go back to the last checkpoint, without "
-            "these devices: `python -m nnx_parallel inspect DIR --verify` says whether "
-            "it is whole."
-        )
-
-
-def _odd_ones(hashes: dict[str, int]) -> str:
-    """The devices whose hash is not that of the majority."""
-    common, count = Counter(hashes.values()).most_common(1)[0]
-    if 2 * count <= len(hashes):
-        return f"{', '.join(hashes)} do not agree"
-    odd = [device for device, value in hashes.items() if value != common]
-    return f"{', '.join(odd)} differ from {count} others"
+    places = [Place(path_of(path), x.sharding, x.shape) for path, x in leaves]
+    raise_if_copies_differ(
+        zip(places, found, strict=True),
+        partial(allgather_object, "replicas"),
+        f" at step {step}",
+    )
 
 
 def explain_non_finite(

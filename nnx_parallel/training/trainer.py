@@ -12,6 +12,7 @@ from nnx_parallel.checkpoint.options import Checkpoint
 from nnx_parallel.data.batches import data_share
 from nnx_parallel.data.rows import LastBatch
 from nnx_parallel.distributed.agreement import meet
+from nnx_parallel.distributed.runtime import raising_interrupts
 from nnx_parallel.drawing import as_html
 from nnx_parallel.errors import suggests_names
 from nnx_parallel.layers.scan import Remat
@@ -159,11 +160,12 @@ class Trainer:
         # From here on shapes alone: no array is made before `state` is asked for.
         self.strategy = strategy = strategy or DataParallel()
         self.layout = layout = strategy.layout(mesh or strategy.make_mesh(devices))
-        shapes = abstract_model(source, nnx.Rngs(seed), names)
-        strategy.check(shapes, layout.mesh)
-        kinds = {"wrt": wrt, "precision": precision, "offload": offload}
-        plan = plan_state(shapes, layout, optimizer, ema_decay=ema_decay, **kinds)
-        warn_idle_parts(shapes, layout, plan.placements)
+        with raising_interrupts():
+            shapes = abstract_model(source, nnx.Rngs(seed), names)
+            strategy.check(shapes, layout.mesh)
+            kinds = {"wrt": wrt, "precision": precision, "offload": offload}
+            plan = plan_state(shapes, layout, optimizer, ema_decay=ema_decay, **kinds)
+            warn_idle_parts(shapes, layout, plan.placements)
         self._programs = Programs(plan, loss, options, global_batch_size, eval_loss)
         run = describe_run(plan, self.strategy, options.num_microbatches, seed)
         # A test run must neither resume a real one nor leave steps behind.

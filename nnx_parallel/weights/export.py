@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 from nnx_parallel.distributed.agreement import meet
+from nnx_parallel.durable import make_directory, publish
 from nnx_parallel.errors import WeightsError
 from nnx_parallel.sharding.names import dotted
 from nnx_parallel.sharding.tree import gather
@@ -168,7 +169,7 @@ def save_arrays(
     temporary = target.with_name(f".{target.name}.partial")
     if writes:
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        make_directory(temporary)
     for file, contents in files.items():
         tensors = (makes[name]() for name, _, _ in contents)
         if writes:
@@ -184,7 +185,7 @@ def save_arrays(
             index = {"metadata": total, "weight_map": places}
             write_json(temporary / INDEX, index)
         write_texts(temporary, described)
-        temporary.rename(target)
+        publish(temporary, target)
     if jax.process_count() > 1:
         meet(f"weights saved ({stem})")
 

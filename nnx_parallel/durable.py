@@ -1,0 +1,75 @@
+"""Files that survive a power cut: written, synced and renamed in the safe order.
+
+A write is in the computer's memory until it is synced, and so is the entry of a new or
+renamed file in its directory. Whatever is reported as saved goes through this module.
+"""
+
+import errno
+import fcntl
+import os
+from itertools import takewhile
+from pathlib import Path
+
+# Apple's `fsync` leaves the data in the disk's cache.
+_FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)
+
+# Some network file systems cannot sync a directory, and need not; a directory may also
+# permit new entries and no listing.
+_UNSYNCED_DIRECTORY = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
+
+
+def sync(path: str | os.PathLike[str]) -> None:
+    """Waits until the disk has the content of a file, or the entries of a directory.
+
+    Raises ``OSError`` if the disk cannot take it.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            if _FULL_SYNC is None:
+                os.fsync(descriptor)
+            else:
+                fcntl.fcntl(descriptor, _FULL_SYNC)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in _UNSYNCED_DIRECTORY or not os.path.isdir(path):
+            raise
+
+
+def sync_tree(directory: str | os.PathLike[str]) -> None:
+    """Waits until the disk has a directory with all files and directories below it."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for root, _, names in os.walk(directory, topdown=False, onerror=fail):
+        for name in names:
+            sync(os.path.join(root, name))
+        sync(root)
+
+
+def make_directory(path: str | os.PathLike[str]) -> None:
+    """Makes a directory, and those above it that are missing, on the disk too."""
+    path = Path(path)
+    missing = [*takewhile(lambda each: not each.exists(), (path, *path.parents))]
+    path.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        sync(each.parent)
+
+
+def publish(temporary: Path, target: Path) -> None:
+    """Renames a directory to the name under which it counts as saved.
+
+    When this returns, a power cut leaves the whole directory under its new name. Before
+    the rename the disk has all files: a cut leaves no target with a part of them.
+    """
+    sync_tree(temporary)
+    move(temporary, target)
+    sync(target)
+
+
+def move(source: Path, target: Path) -> None:
+    """Renames a directory within its parent, on the disk too."""
+    source.rename(target)
+    sync(target.parent)

@@ -1,0 +1,140 @@
+"""What is reported as saved is on the disk: files, directories and their names."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from flax import nnx
+
+from nnx_parallel import Checkpoint
+from nnx_parallel.checkpoint import CheckpointManager
+from nnx_parallel.durable import sync, sync_tree
+from nnx_parallel.weights import save_pretrained
+from tests.checkpoints import META, make_groups
+
+
+class Trace:
+    """The order in which this process syncs and renames.
+
+    Attributes:
+        renames: Old name, new name, and unsynced paths, of each rename of a directory
+            that is not a part of a step. The paths are those below the directory; if it
+            is to be deleted, also the directory that holds it, and all steps there.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.renames: list[tuple[str, str, list[str]]] = []
+        self._changed: dict[tuple[int, int], int] = {}  # when, by file; as last synced
+        self._fsync, self._rename = os.fsync, os.rename
+        patch.setattr(os, "fsync", self._note_sync)
+        patch.setattr(os, "rename", self._note_rename)
+
+    def _note_sync(self, descriptor: int) -> None:
+        found = os.fstat(descriptor)
+        self._fsync(descriptor)
+        self._changed[found.st_dev, found.st_ino] = found.st_ctime_ns
+
+    def _note_rename(self, source: str | Path, target: str | Path) -> None:
+        source, parent = Path(source), Path(target).parent
+        if "orbax-checkpoint-tmp" not in parent.name:
+            unsynced = self.unsynced(source)
+            if parent == source.parent and Path(target).name.startswith("deleted-"):
+                unsynced += self.unsynced(parent, deep=False)
+                unsynced += self.unsynced(*parent.glob("[0-9]*"))
+            self.renames.append((source.name, Path(target).name, unsynced))
+        self._rename(source, target)
+
+    def unsynced(self, *directories: Path, deep: bool = True) -> list[str]:
+        """Files and directories that have changed since they were synced."""
+        return [
+            str(path)
+            for directory in directories
+            for path in (directory, *(directory.rglob("*") if deep else ()))
+            if self._changed.get((path.stat().st_dev, path.stat().st_ino))
+            != path.stat().st_ctime_ns
+        ]
+
+
+@pytest.fixture
+def trace(monkeypatch: pytest.MonkeyPatch) -> Trace:
+    return Trace(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("asynchronous", "keep_last"), [(True, 1), (False, 1), (True, None)]
+)
+def test_reported_step_is_synced_before_older_one_goes(
+    trace: Trace, tmp_path: Path, asynchronous: bool, keep_last: int | None
+) -> None:
+    run = tmp_path / "runs" / "new"
+    options = Checkpoint(run, keep_last=keep_last, asynchronous=asynchronous)
+    reports: list[list[str]] = []
+
+    def report(text: str) -> None:
+        step = text.split()[2]
+        unsynced = trace.unsynced(run / step)
+        # Unless it has changed since, by the deletion of an older step.
+        parents = [run] * (keep_last is None) + [run.parent, tmp_path]
+        reports.append(unsynced + trace.unsynced(*parents, deep=False))
+
+    with CheckpointManager(options) as manager:
+        manager.report = report
+        for step in (1, 2, 3):
+            manager.save_groups(step, make_groups(step), META, metrics={"loss": 0.5})
+            manager.wait()
+    assert reports == [[], [], []]
+    # Each step is whole when it gets its name, and the older one goes after that.
+    names = [(old, new.partition("-")[0]) for old, new, _ in trace.renames]
+    commits = [(f"{step}.orbax-checkpoint-tmp", f"{step}") for step in (1, 2, 3)]
+    deletions = [(f"{step}", "deleted") for step in (1, 2)] if keep_last else []
+    assert sorted(names) == sorted([*commits, *deletions])
+    for step, deletion in enumerate(deletions, start=2):
+        assert names.index(commits[step - 1]) < names.index(deletion)
+    assert [unsynced for *_, unsynced in trace.renames if unsynced] == []
+
+
+def test_exported_weights_are_synced_before_their_folder_appears(
+    trace: Trace, tmp_path: Path
+) -> None:
+    folder = tmp_path / "exports" / "linear"
+    names = [("kernel", "weight", "i o -> o i"), ("bias", "bias", "o -> o")]
+    model = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+    save_pretrained(folder, model, names=names, config={"model_type": "linear"})
+    assert trace.unsynced(folder, tmp_path) == []
+    assert trace.renames == [(".linear.partial", "linear", [])]
+
+
+def failing(number: int) -> Callable[[int], None]:
+    def fsync(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fsync
+
+
+def test_save_that_cannot_be_synced_is_not_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports: list[str] = []
+    with CheckpointManager(Checkpoint(tmp_path, keep_last=1)) as manager:
+        manager.report = reports.append
+        manager.save_groups(1, make_groups(1), META)
+        manager.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", failing(errno.EIO))
+            manager.save_groups(2, make_groups(2), META)
+            with pytest.raises(RuntimeError, match="Saving step 2 in .* failed: OSEr"):
+                manager.wait()
+        assert len(reports) == 1
+        assert manager.saved.steps == [1]
+
+
+def test_only_directories_may_refuse_to_sync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(os, "fsync", failing(errno.EINVAL))  # as some network disks
+    sync(tmp_path)
+    with pytest.raises(OSError, match="Invalid argument"):
+        sync_tree(tmp_path)
