@@ -509,6 +509,8 @@ def test_what_cannot_be_saved_is_refused_at_once(options):
     refused = [
         ({"params": {"w": np.ones(2)}}, {}, "Cannot save `w` of group 'params': found"),
         ({"params": {"w": jnp.ones((0, 2))}}, {}, "its shape (0, 2) holds no value."),
+        ({"params": {"w": jnp.ones(2, jnp.uint4)}}, {}, "files have no type uint4."),
+        ({"params": {"w": jnp.ones(2, jnp.uint2)}}, {}, "files have no type uint2."),
         ({"params": {"w": donated}}, {}, "it was donated. Save what the step returned"),
         ({"params": {}}, {}, "Nothing to save: no group holds an array."),
         ({"metrics": {"w": array}}, {}, "Cannot save a group named 'metrics'"),

@@ -1,5 +1,6 @@
 """Ctrl-C and SIGTERM in a fit: what they save, and what they leave to the next."""
 
+import asyncio
 import contextlib
 import gc
 import itertools
@@ -19,8 +20,10 @@ import pytest
 from flax import nnx
 
 from nnx_parallel import Callback, Checkpoint, DataParallel, Trainer
+from nnx_parallel.checkpoint import saved_steps as reader
 from nnx_parallel.data import PrefetchIterator
 from nnx_parallel.distributed import runtime
+from nnx_parallel.errors import CheckpointReadError
 from tests.parity.runs import compiling, to_host
 from tests.processes.running import ENVIRONMENT
 
@@ -329,3 +332,96 @@ def test_other_errors_are_shown_as_before(monkeypatch: pytest.MonkeyPatch) -> No
     error = ValueError("no interrupt")
     sys.excepthook(ValueError, error, None)
     assert seen == [(ValueError, error, None)]
+
+
+def wrap() -> None:
+    try:
+        interrupt()
+    except KeyboardInterrupt as error:
+        raise ValueError("incompatible handler") from error
+
+
+def replace() -> None:
+    try:
+        interrupt()
+    except KeyboardInterrupt:
+        raise FileNotFoundError("no manifest") from None
+
+
+def lose() -> None:
+    interrupt_the_collector()
+    raise ValueError("short read")
+
+
+def cancel_elsewhere() -> None:
+    """As when another thread reads, and the main thread is interrupted meanwhile."""
+    with contextlib.suppress(KeyboardInterrupt):
+        interrupt()
+    raise ValueError("short read") from asyncio.CancelledError()
+
+
+def wrap_an_exit() -> None:
+    try:
+        sys.exit(3)
+    except SystemExit as error:
+        raise ExceptionGroup("reads", [ValueError("a"), ValueError("b")]) from error
+
+
+# The collector's callback swallows the interrupt, and Python says so.
+swallows = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+
+
+@swallows
+@pytest.mark.parametrize(
+    "act",
+    [
+        interrupt,
+        interrupt_the_collector,
+        wrap,
+        replace,
+        lose,
+        cancel_elsewhere,
+        wrap_an_exit,
+    ],
+)
+def test_interrupt_while_a_step_is_read_is_no_damage(
+    act: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = Checkpoint(tmp_path, every=2, on_damage="previous")
+    make_trainer(checkpoint=options).fit(Data(), 4)
+    before = sorted(tmp_path.iterdir())
+    load = reader.load
+
+    def load_interrupted(*given: Any) -> Any:
+        act()
+        return load(*given)
+
+    monkeypatch.setattr(reader, "load", load_interrupted)
+    kind = SystemExit if act is wrap_an_exit else KeyboardInterrupt
+    with pytest.raises(kind):
+        make_trainer(checkpoint=options).fit(Data(), 6)
+    with pytest.raises(kind):
+        make_trainer(checkpoint=options).restore()
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_damage_that_is_found_after_an_interrupt_is_damage(tmp_path: Path) -> None:
+    make_trainer(checkpoint=tmp_path).fit(Data(), 2)
+    (tmp_path / "2" / "model" / "manifest.ocdbt").write_bytes(b"")
+    try:
+        interrupt()
+    except KeyboardInterrupt:
+        with pytest.raises(CheckpointReadError, match="Its files are damaged"):
+            make_trainer(checkpoint=tmp_path).restore()
+
+
+@swallows
+def test_ctrl_c_while_a_trainer_is_built_is_heard() -> None:
+    def model(rngs: nnx.Rngs) -> nnx.Linear:
+        interrupt_the_collector()
+        return nnx.Linear(4, 4, rngs=rngs)
+
+    with pytest.raises(KeyboardInterrupt):
+        Trainer(model, optax.adam(0.1), squares, loggers=())

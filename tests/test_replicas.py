@@ -1,6 +1,7 @@
 """Replicas that differ are found and named."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,8 +12,10 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel import Callback, Trainer, make_mesh
-from nnx_parallel.errors import ReplicaError
+from nnx_parallel import Callback, Checkpoint, Trainer, make_mesh
+from nnx_parallel.checkpoint import CheckpointManager
+from nnx_parallel.checkpoint.checksum import checksums
+from nnx_parallel.errors import CheckpointSaveError, ReplicaError
 from nnx_parallel.training.diagnostics import check_replicas
 
 
@@ -52,6 +55,53 @@ def test_what_is_not_replicated_cannot_differ() -> None:
     mesh = make_mesh({"fsdp": None})
     x = jax.device_put(np.ones(8, np.float32), NamedSharding(mesh, P("fsdp")))
     check_replicas({"x": corrupt(x, 3)}, 1)
+
+
+@pytest.mark.parametrize("device", [0, 3, 7])
+@pytest.mark.parametrize(
+    ("spec", "num_others"), [(P(), 7), (P("fsdp"), 3), (P(("data", "fsdp")), 0)], ids=str
+)
+def test_save_of_copies_that_differ_is_refused(
+    spec: P, num_others: int, device: int, tmp_path: Path
+) -> None:
+    mesh = make_mesh({"data": 4, "fsdp": 2})
+    x = jax.device_put(np.ones((8, 8), np.float32), NamedSharding(mesh, spec))
+    # A disk is not at fault: `on_save_error` makes no warning of it.
+    options = Checkpoint(tmp_path, keep_last=1, on_save_error="warn")
+    reports: list[str] = []
+    groups = [{"model": {"w": x, "whole": x}}, {"model": {"w": corrupt(x, device), "whole": x}}]
+
+    def save() -> None:
+        with CheckpointManager(options) as manager:
+            manager.report = reports.append
+            for step, group in enumerate(groups, start=1):
+                manager.save_groups(step, group, {})
+                manager.wait()
+
+    if num_others == 0:  # no device has the same part
+        save()
+        assert len(reports) == 2
+        return
+    with pytest.raises(CheckpointSaveError, match="Saving step 2 in") as caught:
+        save()
+    assert isinstance(caught.value.__cause__, ReplicaError)
+    text = str(caught.value)
+    assert "Copies of 1 arrays differ:\n  `model: w`[" in text
+    odd = f"{jax.devices()[device]} (process 0) differ from {num_others} others"
+    assert odd in text
+    assert len(reports) == 1
+    with CheckpointManager(options, read_only=True) as manager:
+        assert manager.saved.steps == [1]
+        wanted = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        found, _ = manager.saved.restore({"model": {"w": wanted, "whole": wanted}})
+    np.testing.assert_array_equal(found["model"]["w"], np.ones((8, 8)))
+
+
+def test_copies_that_differ_have_no_checksum() -> None:
+    mesh = make_mesh({"data": None})
+    x = jax.device_put(np.ones(8, np.float32), NamedSharding(mesh, P()))
+    with pytest.raises(ReplicaError, match=re.escape("`g: x`[(None, None)]: ")):
+        checksums({"g": {"x": corrupt(x, 6)}})
 
 
 def test_a_fit_compares_every_so_often() -> None:

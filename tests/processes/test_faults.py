@@ -268,6 +268,32 @@ def test_a_disk_that_is_full_for_a_while_ends_no_run(tmp_path: Path) -> None:
     assert launch(settings | {"fault": {}, "steps": 21}, processes=1).code == 0
 
 
+def test_a_disk_that_stays_full_ends_no_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    saved = {"directory": str(run), "every": 5, "on_save_error": "warn"}
+    fault = {"kind": "disk", "process": 0}
+    settings = {"model": "wide", "steps": 7, "checkpoint": saved, "fault": fault}
+    ended = launch(settings, processes=1)
+    assert ended.code == 0, ended.text
+    for step in (5, 7):
+        assert f"Saving step {step} in '{run}' failed: " in ended.text
+    assert ended.text.count("JSONLinesLogger failed: ") == 1
+    assert "Traceback" not in ended.text
+    assert [path.name for path in run.iterdir()] == ["metrics.jsonl"]
+
+
+def test_copies_that_differ_on_two_processes_are_not_saved(tmp_path: Path) -> None:
+    saved = {"directory": str(tmp_path / "run"), "every": 1}
+    settings = break_process("flip", steps=20, checkpoint=saved, strategies=["data"])
+    ended = launch(settings)
+    assert ended.code == 1, ended.text
+    differs = r"`model: kernel`\[.*\]: .*\(process 0\), .*\(process 1\) do not agree"
+    assert re.search(differs, ended.text), ended.text
+    steps = [name for name in os.listdir(tmp_path / "run") if name.isdigit()]
+    assert steps == ["1"]
+    assert ended.seconds < 30
+
+
 def test_the_end_of_a_fit_is_saved_after_a_save_that_failed(tmp_path: Path) -> None:
     saved = {"directory": str(tmp_path / "run"), "every": 5, "on_save_error": "warn"}
     fault = {"kind": "disk", "process": 1, "heal_at": 7}

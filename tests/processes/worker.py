@@ -4,6 +4,7 @@
 """
 
 import hashlib
+import dataclasses
 import json
 import os
 import resource
@@ -39,6 +40,7 @@ from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.sharding.names import flatten_pure
 
 STRATEGIES = {
+    "data": lambda: DataParallel(),
     "fsdp": lambda: FSDP(min_size=0),
     "hsdp": lambda: Composite(DataParallel(2), FSDP(min_size=0)),
     "tensor": lambda: Composite(DataParallel(), TensorParallel(2)),
@@ -174,6 +176,15 @@ class Fault(Callback):
             sys.exit(0)
         if kind == "save":
             trainer.save()
+        if kind == "flip":  # what this process's memory may do
+            state = trainer.state
+            kernel = state.params["kernel"]
+            one = jax.device_put(kernel.addressable_data(0) + 1, jax.local_devices()[0])
+            changed = jax.make_array_from_single_device_arrays(
+                kernel.shape, kernel.sharding, [one]
+            )
+            params = {**state.params, "kernel": changed}
+            trainer.state = dataclasses.replace(state, params=params)
 
 
 def die_in_save(directory: str) -> None:
