@@ -234,7 +234,8 @@ HELP = {
         "checkpoints ...",
     ),
     "CheckpointSaveError": Help(
-        "A save failed in the background: a full disk, a lost connection.",
+        "A save failed in the background: a full disk, a lost connection, or copies of an "
+        "array that differ.",
         'Free space and start again; `Checkpoint(on_save_error="warn")` trains on.',
         "Saving step 500 failed: No space left on device ...",
     ),
@@ -284,7 +285,7 @@ HELP = {
     ),
     "ReplicaError": Help(
         "Copies of one array on several devices differ: faulty memory, or processes "
-        "that trained apart.",
+        "that trained apart. Saves compare them, and `check_replicas_every`.",
         "Go back to the last checkpoint, without the devices in the message.",
         "Copies of 1 arrays differ at step 1000: ...",
     ),

@@ -124,7 +124,7 @@ def test_save_that_cannot_be_synced_is_not_reported(
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", failing(errno.EIO))
             manager.save_groups(2, make_groups(2), META)
-            with pytest.raises(RuntimeError, match="Saving step 2 in .* failed: OSEr"):
+            with pytest.raises(RuntimeError, match=r"step 2 in .* failed: OSError"):
                 manager.wait()
         assert len(reports) == 1
         assert manager.saved.steps == [1]

@@ -368,9 +368,7 @@ def wrap_an_exit() -> None:
 
 
 # The collector's callback swallows the interrupt, and Python says so.
-swallows = pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)
+swallows = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 @swallows

@@ -125,7 +125,8 @@ def test_a_run_is_saved_kept_killed_resumed_and_inspected(
     server: dict[str, str], tmp_path: Path
 ) -> None:
     url, width = "gs://bucket/runs/lr=0.1", 1 << 12
-    whole = finish(start(server, "-c", TRAIN, tmp_path, 12, width, "error")).splitlines()[-1]
+    more = 12, width, "error"
+    whole = finish(start(server, "-c", TRAIN, tmp_path, *more)).splitlines()[-1]
     run = start(server, "-c", TRAIN, url, 50_000, width, "error")
     assert run.stdout is not None
     for line in run.stdout:
@@ -134,7 +135,7 @@ def test_a_run_is_saved_kept_killed_resumed_and_inspected(
     time.sleep(0.1)
     run.send_signal(signal.SIGKILL)
     run.communicate()
-    done = finish(start(server, "-c", TRAIN, url, 12, width, "error")).splitlines()
+    done = finish(start(server, "-c", TRAIN, url, *more)).splitlines()
     assert done[-1] == whole
     assert int(done[0]) in {5, 7}  # it resumed
     shown = finish(start(server, "-m", "nnx_parallel", "inspect", url, "--verify"))

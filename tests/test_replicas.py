@@ -59,7 +59,9 @@ def test_what_is_not_replicated_cannot_differ() -> None:
 
 @pytest.mark.parametrize("device", [0, 3, 7])
 @pytest.mark.parametrize(
-    ("spec", "num_others"), [(P(), 7), (P("fsdp"), 3), (P(("data", "fsdp")), 0)], ids=str
+    ("spec", "num_others"),
+    [(P(), 7), (P("fsdp"), 3), (P(("data", "fsdp")), 0)],
+    ids=str,
 )
 def test_save_of_copies_that_differ_is_refused(
     spec: P, num_others: int, device: int, tmp_path: Path
@@ -69,13 +71,13 @@ def test_save_of_copies_that_differ_is_refused(
     # A disk is not at fault: `on_save_error` makes no warning of it.
     options = Checkpoint(tmp_path, keep_last=1, on_save_error="warn")
     reports: list[str] = []
-    groups = [{"model": {"w": x, "whole": x}}, {"model": {"w": corrupt(x, device), "whole": x}}]
+    states = [x, corrupt(x, device)]
 
     def save() -> None:
         with CheckpointManager(options) as manager:
             manager.report = reports.append
-            for step, group in enumerate(groups, start=1):
-                manager.save_groups(step, group, {})
+            for step, w in enumerate(states, start=1):
+                manager.save_groups(step, {"model": {"w": w, "whole": x}}, {})
                 manager.wait()
 
     if num_others == 0:  # no device has the same part

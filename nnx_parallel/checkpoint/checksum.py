@@ -71,7 +71,7 @@ def start_checksums(
     copies as `checksums` does. ``name`` is that of the exchange between processes.
     """
     arrays, structure = jax.tree.flatten({k: dict(x) for k, x in groups.items()})
-    names = (f"{group}: {path}" for group in sorted(groups) for path in sorted(groups[group]))
+    names = [f"{k}: {path}" for k in sorted(groups) for path in sorted(groups[k])]
     places = [Place(n, x.sharding, x.shape) for n, x in zip(names, arrays, strict=True)]
     counted = [_counted_devices(x) for x in arrays]
     hashes = start_hashes(arrays)
@@ -133,7 +133,7 @@ def raise_if_copies_differ(
     """
     mine = [
         (
-            f"`{place.name}`{[(s.start, s.stop) for s in index]}",
+            f"`{place.name}`{[(s.start, s.stop) for s in index or ()]}",
             f"{device} (process {device.process_index})",
             hashes[device.id],
         )

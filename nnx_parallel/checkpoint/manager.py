@@ -70,7 +70,8 @@ class CheckpointManager:
         local_directory: The directory if it is no URL: other files can go there.
         last_saved: The step that this object has saved or resumed from, which `save`
             need not save again.
-        report: Called with a line for people once a checkpoint is on disk.
+        report: Called with a line for people once a checkpoint is on the disk, where a
+            power cut leaves it.
 
     Example:
         >>> import tempfile, jax.numpy as jnp
@@ -243,7 +244,8 @@ class CheckpointManager:
         Raises:
             CheckpointError: If the step is not later, or an argument cannot be saved.
             CheckpointSaveError: If this save could not begin, or an earlier one
-                failed in the background: then this one was not tried.
+                failed in the background: then this one was not tried, unless
+                ``on_save_error="warn"``.
         """
         # Waits for the last save: Orbax replaces its inner checkpointer without.
         saved = self.saved
@@ -404,8 +406,8 @@ class CheckpointManager:
     def check_state(self, abstract: TrainState) -> None:
         """Checks that such a state can be saved, before the first step is trained.
 
-        Raises ``CheckpointError`` if it holds an array without elements, and
-        ``CheckpointDirectoryError`` if it does not fit on the disk.
+        Raises ``CheckpointError`` if it holds an array that has no elements or a type
+        that files lack; ``CheckpointDirectoryError`` if it does not fit on the disk.
         """
         if self.directory is not None:
             groups, _ = split_base(to_groups(abstract), self._frozen)

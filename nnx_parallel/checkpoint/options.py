@@ -220,7 +220,8 @@ class Checkpoint:
             ``"error"``, or quarantines it and continues from the newest
             ``"previous"`` one that is intact.
         on_save_error: Whether a failed save ends the fit (``"raise"``) or is a warning
-            (``"warn"``), as is a logger's ``OSError``, and training goes on.
+            (``"warn"``), as is a logger's ``OSError``, and training goes on. A save of
+            copies that differ between devices always ends the fit.
 
     Raises:
         CheckpointError: If a number is below 1, a choice is unknown, or the directory

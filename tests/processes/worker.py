@@ -3,8 +3,8 @@
 ``python -m nnx_parallel launch ... tests/processes/worker.py '{"steps": 4, ...}'``
 """
 
-import hashlib
 import dataclasses
+import hashlib
 import json
 import os
 import resource
