@@ -22,6 +22,7 @@ MODELS = PACKAGE / "models"
 # A module imports only from those above it.
 ORDER = [
     "errors",
+    "files",
     "drawing",
     "durable",
     "precision",

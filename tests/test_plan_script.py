@@ -38,7 +38,11 @@ def run(directory: Path, body: str, *options: str) -> subprocess.CompletedProces
 
 @pytest.mark.slow
 def test_a_script_is_planned_and_not_trained(tmp_path: Path) -> None:
-    body = "make_trainer().fit([batch] * int(sys.argv[1]), num_steps=9)\nopen('x', 'w')"
+    body = "import os, tempfile\nwith tempfile.TemporaryDirectory() as directory:\n"
+    body += "    os.makedirs(directory + '/a/b')\n"
+    body += "    os.rmdir(directory + '/a/b')\n"
+    body += "    make_trainer().fit([batch] * int(sys.argv[1]), num_steps=9)\n"
+    body += "open('x', 'w')"
     page = ("--html", "plan.html", "--json", "plan.json", "--compile", "1")
     cache = ("--fix", "remat=none", "--fix", "fsdp=8", "--cache", "cache")
     done = run(tmp_path, body, *page, *cache, "--", "3")
@@ -63,6 +67,15 @@ REFUSED = {
     "network": (
         "import socket\nsocket.create_connection(('192.0.2.1', 80))",
         "opens a network connection to 192.0.2.1:80 in line",
+    ),
+    "datagram": (
+        "import socket\nopened = socket.socket(type=socket.SOCK_DGRAM)\n"
+        "opened.sendto(b'x', ('192.0.2.1', 9))",
+        "sends over the network to 192.0.2.1:9 in line",
+    ),
+    "deletion": (
+        "import os\nos.remove('/nowhere/mine')",
+        "deletes '/nowhere/mine' in line",
     ),
     "failure": ("1 / 0", "failed before it called Trainer.fit in line"),
     "no data": (

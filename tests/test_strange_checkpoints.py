@@ -170,6 +170,10 @@ def test_what_is_no_step_is_left_alone(run: Path) -> None:
         shutil.copytree(run / "4", run / name)
     (run / "2024" / "model" / "deep").mkdir(parents=True)
     (run / "2024" / "model" / "deep" / "weights.bin").write_bytes(b"mine")
+    (run / "2025" / "model").mkdir(parents=True)
+    (run / "2026").mkdir()
+    (run / "2027" / "fingerprints").mkdir(parents=True)
+    (run / "2027" / "fingerprints" / "scan.png").write_bytes(b"mine")
     (run / "8" / "_CHECKPOINT_METADATA").mkdir(parents=True)
     (run / "8" / "_CHECKPOINT_METADATA" / "mine").touch()
     (run / "9").write_text("mine")
@@ -186,8 +190,8 @@ def test_what_is_no_step_is_left_alone(run: Path) -> None:
 
 
 def empty(step: Path) -> None:
-    shutil.rmtree(step)
-    (step / "model").mkdir(parents=True)
+    for file in (path for path in step.rglob("*") if path.is_file()):
+        file.unlink()
 
 
 def halve(step: Path) -> None:

@@ -130,6 +130,21 @@ def test_a_damaged_step_is_compiled_again(tmp_path: Path, compiled: list[str]) -
     assert any("cannot be read" in line for line in said.lines)
 
 
+@pytest.mark.parametrize("mode", ["file", "directory"])
+def test_a_step_that_others_can_write_is_compiled_again(
+    tmp_path: Path, compiled: list[str], mode: str
+) -> None:
+    keep(tmp_path)
+    (file,) = tmp_path.glob("*.step")
+    # Unpickled, it would end this process.
+    file.write_bytes(file.read_bytes().partition(b"\n")[0] + b"\ncos\nabort\n(tR.")
+    (file if mode == "file" else tmp_path).chmod(0o777)
+    said = Said()
+    fit(trainer_of(said, warm_start=tmp_path), compiled)
+    assert compiled
+    assert any("777, so that other users can write to it" in x for x in said.lines)
+
+
 def test_a_directory_is_a_path() -> None:
     message = "warm_start=3 is no path. It is the directory where `plan` keeps"
     with pytest.raises(ValueError, match=re.escape(message)):

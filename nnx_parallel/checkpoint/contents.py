@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from nnx_parallel.checkpoint.checksum import Checksums, checksums, digest
 from nnx_parallel.checkpoint.files import (
-    MAX_METADATA_BYTES,
+    METADATA,
     PART,
     is_foreign,
     matches,
@@ -28,6 +28,7 @@ from nnx_parallel.errors import (
     CheckpointFormatError,
     CheckpointMismatchError,
 )
+from nnx_parallel.files import MAX_BYTES, parse_object
 from nnx_parallel.sharding.names import path_of
 from nnx_parallel.sharding.offload import HOST
 
@@ -194,11 +195,18 @@ def make_header(
     }
     if base:
         header["base"] = {path: spell(array) for path, array in base.items()}
-    if (size := len(json.dumps(header))) > MAX_METADATA_BYTES // 2:  # Orbax adds some
+    text = json.dumps({"custom_metadata": header}).encode()  # as in Orbax's file
+    problem = f"They hold {len(text):,} bytes; at most {MAX_BYTES // 2:,} are read."
+    if len(text) <= MAX_BYTES // 2:  # Orbax adds some
+        problem = ""
+        try:
+            parse_object(text, METADATA)
+        except ValueError as error:
+            problem = str(error)
+    if problem:
         raise CheckpointError(
-            f"Cannot save {size:,} bytes of metadata: at most "
-            f"{MAX_METADATA_BYTES // 2:,} would be read again. Save fewer arrays, or "
-            "less metadata (such as the state of the data's iterator)."
+            f"Cannot save the metadata, for it could not be read again. {problem} Save "
+            "fewer arrays, or less metadata (such as the state of the data's iterator)."
         )
     # The digest covers it: Orbax reads a flipped bit in JSON as another value.
     return header | {"digest": digest(header)}

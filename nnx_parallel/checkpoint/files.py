@@ -5,13 +5,10 @@ written. So nothing is opened before its kind and size are known: a pipe would b
 ``/dev/zero`` and gigabytes of JSON would fill the memory.
 """
 
-import errno
 import glob
-import json
 import os
 import re
 import shutil
-import stat
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,6 +19,7 @@ from orbax.checkpoint import v1 as ocp
 
 from nnx_parallel.distributed.agreement import allgather_object
 from nnx_parallel.durable import move, publish, sync
+from nnx_parallel.files import MAX_BYTES, check_regular, parse_object, read_object
 
 METADATA = "_CHECKPOINT_METADATA"
 """Orbax's file in the directory of a step, which holds our header."""
@@ -35,16 +33,13 @@ UNFINISHED = "orbax-checkpoint-tmp"
 QUARANTINED, _DELETED = "damaged-", "deleted-"
 """Begin the names of directories that are no longer steps."""
 
-MAX_METADATA_BYTES = 64 * 2**20
-"""Largest file of metadata that is written or read: at the 200 to 600 bytes that each
-array takes, more than 100,000 arrays; parsed, it takes a gigabyte of memory."""
-
 PART, CHECKSUMS = "fingerprints", "fingerprints.json"
 """Names on disk, of the first release: the part next to the groups, and its file."""
 
 # What Orbax and this library write into a group, beside the arrays.
 _SIGNS = ("_METADATA", "manifest.ocdbt", "ocdbt.process_", CHECKSUMS)
 _METADATA_FILES = (METADATA, *_SIGNS, "_sharding", "process_")
+_JSON_FILES = ("_METADATA", "_sharding")  # that Orbax parses
 
 
 # Of a local directory and of an object store; Orbax exports the abstract class alone.
@@ -108,22 +103,17 @@ def parse_step(name: str) -> int | None:
 
 
 def read_json(path: LiteralPath) -> dict[str, Any]:
-    """The JSON object in a file.
+    """The JSON object in a file, local or of an object store.
 
     Raises ``OSError`` if it cannot be read, ``ValueError`` if it is no such file.
     """
-    _check_file(path)
+    if not is_url(os.fspath(path)):
+        return read_object(path)
     with path.open("rb") as file:
-        content = file.read(MAX_METADATA_BYTES + 1)  # a file may say it holds 0 bytes
-    if len(content) > MAX_METADATA_BYTES:
-        raise ValueError(f"'{path.name}' holds more than {MAX_METADATA_BYTES:,} bytes.")
-    try:
-        found = json.loads(content)
-    except RecursionError:
-        raise ValueError(f"'{path.name}' is nested too deeply.") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"'{path.name}' holds no JSON object.")
-    return found
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"'{path}' holds more than {MAX_BYTES:,} bytes.")
+    return parse_object(content, path)
 
 
 def read_step_metadata(step_path: LiteralPath) -> dict[str, Any]:
@@ -154,46 +144,30 @@ def check_files(step_directory: str) -> None:
                 raise ValueError(f"'{name}' is a link to a directory.")
         for name in names:
             path = os.path.join(root, name)
-            is_metadata = name.startswith(_METADATA_FILES)
-            _check_file(path, MAX_METADATA_BYTES if is_metadata else None)
-
-
-def _check_file(
-    path: str | os.PathLike[str], max_bytes: int | None = MAX_METADATA_BYTES
-) -> None:
-    """Raises ``ValueError`` if a local path is not a regular file of that size."""
-    if is_url(os.fspath(path)):
-        return
-    name = os.path.basename(path)
-    try:
-        found = os.stat(path)  # of what a link leads to
-    except OSError as error:
-        if error.errno == errno.ELOOP:  # it will never lead anywhere
-            raise ValueError(f"'{name}' is a link to itself.") from None
-        raise
-    if not stat.S_ISREG(found.st_mode):
-        raise ValueError(f"'{name}' is not a regular file.")
-    if max_bytes is not None and found.st_size > max_bytes:
-        raise ValueError(
-            f"'{name}' holds {found.st_size:,} bytes; at most {max_bytes:,} are read."
-        )
+            size = check_regular(path).st_size
+            if name.startswith(_METADATA_FILES) and size > MAX_BYTES:
+                raise ValueError(
+                    f"'{path}' holds {size:,} bytes; at most {MAX_BYTES:,} are read."
+                )
+            if name in _JSON_FILES:
+                read_object(path)
 
 
 def is_ours(step_path: LiteralPath) -> bool | None:
-    """Whose a directory is that has a step's name and no metadata that can be read.
+    """Whether this library wrote a directory that has a step's name and no metadata.
 
-    True: ours, or without any file. False: it has files that only checkpoints have,
-    perhaps another program's. ``None``: it is somebody else's, and no checkpoint.
+    A step of ours has the file of checksums, or its directory beside files or
+    directories that Orbax names. True: ours. False: it only has what Orbax names, and
+    may be another program's checkpoint. ``None``: it has neither, so that nothing of a
+    checkpoint is in it, whatever its name.
     """
     if not step_path.is_dir():
         return None
-    # An object store has no empty directories.
-    is_local = not is_url(os.fspath(step_path))
-    is_empty = is_local and not any(names for *_, names in os.walk(step_path))
-    if is_empty or (step_path / PART).is_dir():
+    if (step_path / PART / CHECKSUMS).is_file():
         return True
     found = (*step_path.glob("*"), *step_path.glob("*/*"))
-    return False if any(x.name.startswith(_SIGNS) for x in found) else None
+    has_signs = any(x.name.startswith(_SIGNS) for x in found)
+    return (step_path / PART).is_dir() if has_signs else None
 
 
 def quarantine(directory: str, step: int) -> str:

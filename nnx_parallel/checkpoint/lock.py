@@ -19,10 +19,11 @@ from typing import Any
 
 import jax
 
-from nnx_parallel.checkpoint.files import is_url
+from nnx_parallel.checkpoint.files import is_url, printable
 from nnx_parallel.distributed.agreement import allgather_object
 from nnx_parallel.distributed.runtime import write_error
 from nnx_parallel.errors import CheckpointDirectoryError
+from nnx_parallel.files import open_regular, parse_object
 
 LOCK = "lock.json"
 
@@ -78,7 +79,13 @@ class DirectoryLock:
 
     def check(self) -> None:
         """Raises ``CheckpointDirectoryError`` if another run has taken the lock."""
-        if not _renew(self.path, self._content):
+        try:
+            is_held = _renew(self.path, self._content)
+        except ValueError as error:
+            raise CheckpointDirectoryError(
+                f"This run's lock is lost: {error}"
+            ) from None
+        if not is_held:
             raise CheckpointDirectoryError(
                 f"'{self.path}' is no longer this run's, which was stopped for so long "
                 f"that another took it for dead: {_spell(_read(self.path))}. End one "
@@ -104,8 +111,8 @@ def lock_directory(directory: str) -> DirectoryLock | None:
             lock = _held[path] = _held.get(path) or DirectoryLock(directory)
         except CheckpointDirectoryError as error:
             problem = str(error)
-        except OSError as error:
-            problem = f"Cannot lock '{directory}': {error}."
+        except (OSError, ValueError) as error:
+            problem = f"Cannot lock '{directory}': {str(error).rstrip('.')}."
     problem = allgather_object("lock of the directory", problem)[0]
     if problem:
         raise CheckpointDirectoryError(problem)
@@ -147,10 +154,13 @@ def _create(path: Path, content: bytes) -> bool:
 
 
 def _read(path: Path) -> tuple[bytes, int] | None:
-    """Content of a lock and when it was renewed; ``None`` if there is none."""
+    """Content of a lock and when it was renewed; ``None`` if it is missing.
+
+    Raises ``ValueError`` if something else has its name: no run has locked by that.
+    """
     try:
         # Opened: the times alone may come from the cache of a network file system.
-        with path.open("rb") as file:
+        with open(path, "rb", opener=open_regular) as file:
             return file.read(4096), os.fstat(file.fileno()).st_mtime_ns
     except FileNotFoundError:
         return None
@@ -205,13 +215,13 @@ def _keep_renewing(path: Path, content: bytes, stop: threading.Event) -> None:
     is_held = True
     while is_held and not stop.wait(_RENEW_SECONDS):
         # A disk that is away for a moment takes no lock away.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             is_held = _renew(path, content)
 
 
 def _release(pid: int, path: Path, content: bytes, stop: threading.Event) -> None:
     stop.set()
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
         held = _read(path)
         # A forked child has the lock's object too.
         if pid == os.getpid() and held is not None and held[0] == content:
@@ -222,14 +232,16 @@ def _parse(content: bytes) -> dict[str, Any]:
     """The owner of a lock; question marks where it is not yet written, or not ours."""
     names = ("host", "pid", "since", "script", "machine", "start")
     owner: dict[str, Any] = dict.fromkeys(names, "?")
-    with contextlib.suppress(ValueError, TypeError):
-        owner.update(json.loads(content))
+    with contextlib.suppress(ValueError):
+        owner |= parse_object(content, LOCK)
+    if not isinstance(owner["pid"], int):  # it becomes part of a path
+        owner["pid"] = "?"
     return owner
 
 
 def _spell(held: tuple[bytes, int] | None) -> str:
     owner = _parse(b"" if held is None else held[0])
-    return (
+    return printable(
         f"process {owner['pid']} on host '{owner['host']}', since {owner['since']} "
         f"({owner['script']})"
     )

@@ -14,6 +14,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import traceback
 import types
 import warnings
@@ -40,6 +41,14 @@ import json, sys
 from nnx_parallel.cli.plan import plan_script
 sys.exit(plan_script(json.loads(sys.argv[1])))
 """
+_NETWORK = {
+    "socket.connect": "opens a network connection to",
+    "socket.getaddrinfo": "opens a network connection to",
+    "socket.sendto": "sends over the network to",
+    "socket.sendmsg": "sends over the network to",
+}
+_DELETIONS = ("os.remove", "os.rmdir", "shutil.rmtree")
+_TEMPORARY = Path(tempfile.gettempdir()).resolve()
 _BATCH = re.compile(r"(\w+)=(\w+)\[(\d+(?:,\d+)*)\]")
 
 
@@ -171,7 +180,7 @@ def parts_of_script(
         found = f"'{script}' {refused}{_line_of(refused, path)}"
         raise PlanError(
             f"{found} before it calls Trainer.fit. A plan runs a script up to there, "
-            "and trains, sends and allocates nothing: move this behind "
+            "to see its Trainer, and nothing else should happen: move this behind "
             "`trainer.fit(...)`, or put the Trainer into another script."
         ) from None
     except SystemExit as error:
@@ -214,16 +223,30 @@ def _line_of(error: BaseException, path: Path) -> str:
 
 @contextlib.contextmanager
 def _watching(topology: Topology, built: list[Trainer]) -> Iterator[None]:
-    """Keeps a script from computing, and lets `fit` end it."""
+    """Keeps a script from computing, and lets `fit` end it.
+
+    It is not a sandbox. Child processes, and libraries that call the system themselves,
+    are not seen; files may be written.
+    """
     is_active = True
 
     def listen(event: str, arguments: tuple) -> None:
-        # Sockets within this machine have no pair of host and port.
-        if not is_active or event not in ("socket.connect", "socket.getaddrinfo"):
+        if not is_active:
             return
-        address = arguments[1] if event == "socket.connect" else arguments[:2]
-        if isinstance(address, tuple):
-            raise Refused(f"opens a network connection to {address[0]}:{address[1]}")
+        if event in _NETWORK:
+            address = arguments[:2] if event == "socket.getaddrinfo" else arguments[1]
+            # Sockets within this machine have no pair of host and port.
+            if isinstance(address, tuple):
+                host, port = address[:2]
+                raise Refused(f"{_NETWORK[event]} {host}:{port}")
+        elif event in _DELETIONS and arguments[-1] in (None, -1):  # else in its parent
+            # A link is deleted itself, not the file that it leads to.
+            path = Path(os.path.abspath(os.fsdecode(arguments[0])))
+            path = path.parent.resolve() / path.name
+            # Libraries keep locks and caches in hidden directories.
+            is_hidden = any(part.startswith(".") for part in path.parts)
+            if not (is_hidden or path.is_relative_to(_TEMPORARY)):
+                raise Refused(f"deletes '{path}'")
 
     sys.addaudithook(listen)
     with contextlib.ExitStack() as stack:

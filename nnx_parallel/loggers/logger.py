@@ -9,14 +9,17 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import jax
 
 from nnx_parallel.errors import LogFileError, warn_user
+from nnx_parallel.files import open_regular, parse_object
 from nnx_parallel.loggers.console import ConsoleLogger
+
+_MAX_LINE_BYTES = 16 * 2**20
 
 
 class Logger(Protocol):
@@ -133,7 +136,8 @@ class JSONLinesLogger:
         path: The file, often ``metrics.jsonl``; its directory is created if needed.
 
     Raises:
-        LogFileError: On ``start``, if the file has lines of another program.
+        LogFileError: On ``start``, if the file has lines of another program, or is not
+            a regular file.
 
     Example:
         >>> import tempfile
@@ -155,10 +159,15 @@ class JSONLinesLogger:
         """Remove the lines after ``first_step``, of a run that died; open the file."""
         self.finish()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
-            _cut_lines(self.path, first_step)
-        # Not buffered: a killed process loses no step that was logged.
-        self._file = io.FileIO(self.path, "a")
+        try:
+            if os.path.lexists(self.path):
+                _cut_lines(self.path, first_step)
+            # Not buffered: a killed process loses no step that was logged.
+            self._file = io.FileIO(self.path, "a", opener=open_regular)
+        except ValueError as error:
+            raise LogFileError(
+                f"Cannot log to a file that is not one: {error} Or choose another path."
+            ) from None
         self._step = first_step
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -200,22 +209,18 @@ def _json_number(value: float) -> float | str:
 
 def _cut_lines(path: Path, last_step: int) -> None:
     """Keeps the lines up to a step; at step 0 renames the file of an earlier run."""
-    lines = path.read_bytes().splitlines(keepends=True)
-    kept = [
-        line
-        for number, line in enumerate(lines, start=1)
-        # Without an end the line was torn by a crash, and need not be JSON.
-        if line.endswith(b"\n") and _line_step(path, number, line) <= last_step
-    ]
-    if last_step == 0 and lines:
+    is_kept = [step <= last_step for step, _ in _steps_and_lines(path)]
+    if last_step == 0 and is_kept:
         names = (f"{path.stem}.{i}{path.suffix}" for i in itertools.count(1))
-        path.rename(next(x for x in map(path.with_name, names) if not x.exists()))
-    elif len(kept) < len(lines):
+        free = (x for x in map(path.with_name, names) if not os.path.lexists(x))
+        path.rename(next(free))
+    elif not all(is_kept):
         # A new file, renamed over the old one: a crash leaves one of the two.
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
         try:
             with os.fdopen(descriptor, "wb") as file:
-                file.writelines(kept)
+                lines = _steps_and_lines(path)
+                file.writelines(line for step, line in lines if step <= last_step)
                 file.flush()
                 os.fsync(descriptor)
         except OSError:
@@ -225,9 +230,19 @@ def _cut_lines(path: Path, last_step: int) -> None:
         os.replace(temporary, path)
 
 
+def _steps_and_lines(path: Path) -> Iterator[tuple[float, bytes]]:
+    """Each line and its step; one that a crash has torn is of step infinity."""
+    with open(path, "rb", opener=open_regular) as file:
+        lines = iter(lambda: file.readline(_MAX_LINE_BYTES), b"")
+        for number, line in enumerate(lines, start=1):
+            # Without an end it need not be JSON, but it is the last.
+            is_torn = not line.endswith(b"\n") and len(line) < _MAX_LINE_BYTES
+            yield (math.inf if is_torn else _line_step(path, number, line)), line
+
+
 def _line_step(path: Path, number: int, line: bytes) -> int:
     try:
-        return int(json.loads(line)["step"])
+        return int(parse_object(line, path)["step"])
     except (ValueError, TypeError, KeyError) as error:
         raise LogFileError(
             f"Line {number} of '{path}' is {line[:40]!r}. JSONLinesLogger appends only "

@@ -14,6 +14,7 @@ from nnx_parallel.layers.experts import Experts
 from nnx_parallel.models.gpt_config import GPTConfig, LayerKind
 from nnx_parallel.models.presets import LLAMA
 from nnx_parallel.models.rotary import RopeScaling
+from nnx_parallel.weights.files import check_counts
 
 CLASSES = {
     "gpt2": "GPT2LMHeadModel",
@@ -113,21 +114,28 @@ def config_from_hf(config: Mapping[str, Any], **overrides: Any) -> GPTConfig:
         >>> config_from_hf(config) == GPTConfig.preset("gpt2")
         True
     """
-    config = dict(config.get("text_config") or {}) or dict(config)
+    inner = config.get("text_config")
+    config = dict(inner) if isinstance(inner, Mapping) and inner else dict(config)
     kind = config.get("model_type")
-    if kind not in CLASSES:
+    if not isinstance(kind, str) or kind not in CLASSES:
         raise ValueError(
             f"config.json has model_type {kind!r}. A GPT is made of one of: "
             f"{', '.join(CLASSES)}."
         )
     _check_neutral(config)
     config = _DEFAULTS.get(kind, {}) | config
+    check_counts(config)
     try:
         parts = _of_gpt2(config) if kind == "gpt2" else _of_llama(config, kind)
     except KeyError as error:
         raise ValueError(
             f"config.json has no {error} and is of model_type {kind!r}, which needs it."
         ) from None
+    except (TypeError, AttributeError, ArithmeticError) as error:
+        raise ValueError(
+            f"config.json of model_type {kind!r} has a setting of the wrong kind: "
+            f"{error}."
+        ) from error
     return replace(GPTConfig(**parts), **overrides)
 
 
@@ -254,7 +262,7 @@ def _windows(config: dict[str, Any], kind: str) -> dict[str, Any]:
         if period := every.get(kind):
             types[period - 1 :: period] = ["full_attention"] * (count // period)
         elif kind.startswith("qwen"):  # the first layers see all
-            whole = min(config.get("max_window_layers", count), count)
+            whole = max(0, min(config.get("max_window_layers", count), count))
             types[:whole] = ["full_attention"] * whole
     if unknown := set(types) - set(_KINDS):
         raise ValueError(

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nnx_parallel.weights.files import check_counts
+
 Entry = tuple[str, str, str]
 
 # What changes the numbers of a model and has no counterpart here.
@@ -19,6 +21,7 @@ _RESNET = {
     "downsample_in_first_stage": (False,),
     "downsample_in_bottleneck": (False,),
 }
+_MOST_BLOCKS = 10_000
 _BOTH = {"num_channels": (3,), "quantization_config": (None,)}
 
 
@@ -48,7 +51,15 @@ def resnet_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
     _check(config, "resnet", _RESNET, "A ResNet")
     kind = config.get("layer_type", "bottleneck")
     width = config.get("embedding_size", 64)
-    depths = tuple(config.get("depths", (3, 4, 6, 3)))
+    depths = config.get("depths", (3, 4, 6, 3))
+    is_counts = isinstance(depths, list | tuple) and all(
+        type(depth) is int and depth >= 1 for depth in depths
+    )
+    if not is_counts or not 1 <= sum(depths) <= _MOST_BLOCKS or len(depths) > 32:
+        raise ValueError(
+            f"config.json has depths={depths!r}. It must be a list of at most 32 whole "
+            f"numbers from 1, of {_MOST_BLOCKS:,} blocks in all."
+        )
     found = list(config.get("hidden_sizes", (256, 512, 1024, 2048)))
     if found != (expected := _stage_widths(kind, width, len(depths))):
         raise ValueError(
@@ -56,7 +67,7 @@ def resnet_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
             f"embedding_size={width} and layer_type={kind!r} it must be {expected}."
         )
     return {
-        "stage_sizes": depths,
+        "stage_sizes": tuple(depths),
         "block": kind,
         "num_classes": _num_classes(config),
         "width": width,
@@ -75,6 +86,7 @@ def _check(
         raise ValueError(
             f"config.json has model_type {found!r}. {what} is made of {kind!r}."
         )
+    check_counts(config)
     for key, valid in {**_BOTH, **only}.items():
         if (found := config.get(key, valid[0])) not in valid:
             raise ValueError(
@@ -85,10 +97,16 @@ def _check(
 
 def _side(config: Mapping[str, Any], key: str, default: int) -> int:
     found = config.get(key, default)
-    sides = {found} if isinstance(found, int) else set(found)
-    if len(sides) != 1:
-        raise ValueError(f"config.json has {key}={found!r}; it must be a square's.")
-    return sides.pop()
+    sides = [found] if isinstance(found, int) else found
+    is_size = isinstance(sides, list | tuple) and all(
+        type(x) is int and 1 <= x <= 65_536 for x in sides
+    )
+    if not is_size or len({*sides}) != 1:
+        raise ValueError(
+            f"config.json has {key}={found!r}; it must be a square's, of 1 to 65,536 "
+            "pixels."
+        )
+    return sides[0]
 
 
 def _num_classes(config: Mapping[str, Any]) -> int:

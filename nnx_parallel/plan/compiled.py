@@ -31,6 +31,7 @@ from nnx_parallel.audit.report import audit
 from nnx_parallel.audit.transfers import compile_with_text
 from nnx_parallel.distributed.agreement import versions
 from nnx_parallel.errors import PlanError
+from nnx_parallel.files import read_object
 from nnx_parallel.plan.candidates import Candidate
 from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.plan.parts import Parts
@@ -152,7 +153,7 @@ def compile_candidates(
     import cloudpickle
 
     where = Path(cache or CACHE).expanduser()
-    where.mkdir(parents=True, exist_ok=True)
+    where.mkdir(parents=True, exist_ok=True, mode=0o700)  # it holds code
 
     def run(candidate: Candidate) -> Compiled:
         try:
@@ -195,7 +196,7 @@ def _run_child(sent: bytes, topology: Topology, timeout: float) -> Compiled:
         except subprocess.TimeoutExpired:
             return Compiled(error=f"not compiled within {timeout:.0f} s")
         if answer.exists():
-            return Compiled(**json.loads(answer.read_text()))
+            return Compiled(**read_object(answer))
     lines = done.stderr.decode(errors="replace").strip().splitlines()
     last = next((x for x in reversed(lines) if x.strip()), "nothing was printed")
     return Compiled(error=f"the compiler's process ended ({done.returncode}): {last}")
@@ -229,8 +230,9 @@ def compile_here(
     seconds = {"trace": time.monotonic() - start}
     given = options.compiler_options
     file = cache / f"{_key(lowered, topology, layout.mesh, given)}.json"
-    if file.exists():
-        return Compiled(**{**json.loads(file.read_text()), "is_cached": True})
+    # What is missing or damaged is compiled again.
+    with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
+        return Compiled(**{**read_object(file), "is_cached": True})
     start = time.monotonic()
     compiled, text = compile_with_text(lowered)
     seconds["compile"] = time.monotonic() - start

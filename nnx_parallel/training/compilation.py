@@ -1,12 +1,14 @@
 """The program of a step: read where a plan has compiled it, compiled everywhere else.
 
 A compiled step is kept under a hash of its text and the facts that it depends on. It is
-read only where all of them are the same: else the step is compiled, and the reason is
+read only where all of them are the same, and only from a file and a directory that no
+other user can write to, for it is code: else the step is compiled, and the reason is
 logged.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -25,7 +27,10 @@ from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
 from nnx_parallel.distributed.agreement import allgather_object
+from nnx_parallel.files import open_private, parse_object
 from nnx_parallel.training.compiler_options import ENVIRONMENT
+
+_MAX_HEAD_BYTES = 2**20
 
 _CONFIG = (
     "jax_disable_most_optimizations",
@@ -178,23 +183,30 @@ def _read(
             return f"the same program was compiled for {_differences(others, facts)}"
         count = len([*directory.glob("*.step")])
         return f"this program is none of the {count} that were compiled there"
-    head, _, payload = file.read_bytes().partition(b"\n")
     try:
+        with open(open_private(directory, file.name), "rb") as stream:
+            head = parse_object(stream.readline(_MAX_HEAD_BYTES), file.name)
+            payload = stream.read()
         compiled = serialize_executable.deserialize_and_load(
             payload, lowered.in_tree, lowered.out_tree
         )
+        return compiled, float(head["seconds"])
     except Exception as error:  # whatever unpickling and the runtime may raise
         text = str(error).strip().splitlines()
         return f"{file.name} cannot be read ({(text or [type(error).__name__])[0]})"
-    return compiled, json.loads(head)["seconds"]
 
 
 def _differences(files: Sequence[Path], facts: Mapping[str, str]) -> str:
     """In what the file that differs in the least does."""
     told = []
     for file in files:
-        with file.open("rb") as stream:
-            other = json.loads(stream.readline())["facts"]
+        other: dict[str, Any] = {}
+        with (
+            contextlib.suppress(OSError, ValueError),
+            open(open_private(file.parent, file.name), "rb") as stream,
+        ):
+            head = parse_object(stream.readline(_MAX_HEAD_BYTES), file.name)
+            other = head["facts"] if isinstance(head.get("facts"), dict) else {}
         names = [n for n in (*facts, *other) if facts.get(n) != other.get(n)]
         pairs = (f"{n} {other.get(n)!r}, not {facts.get(n)!r}" for n in names)
         told.append([*dict.fromkeys(pairs)])

@@ -1,11 +1,13 @@
 """Metrics of a run, fetched behind the step, checked, kept, logged; speed; traces."""
 
 import contextlib
+import itertools
 import math
 import statistics
 import time
+from array import array
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -122,6 +124,30 @@ class History(dict[str, np.ndarray]):
         raise KeyError(f"{name!r} is no metric of this fit. It has {list(self)}.")
 
 
+class _Columns:
+    """Rows of numbers, kept in 8 bytes for each number."""
+
+    def __init__(self, index: str) -> None:
+        self._index = index
+        self._columns: dict[str, array[Any]] = {index: array("q")}
+
+    def __len__(self) -> int:
+        return len(self._columns[self._index])
+
+    def append(self, index: int, values: Values) -> None:
+        """Adds a row; its missing values, and those of new names before it, are NaN."""
+        for name in values:
+            if name not in self._columns:
+                self._columns[name] = array("d", itertools.repeat(math.nan, len(self)))
+        for name, column in self._columns.items():
+            column.append(index if name == self._index else values.get(name, math.nan))
+
+    def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Each name with its values, if there is any row."""
+        for name, column in self._columns.items() if len(self) else ():
+            yield name, np.array(column)
+
+
 @dataclass
 class Recorder:
     """Collects the metrics of each step without making the step wait.
@@ -146,8 +172,9 @@ class Recorder:
 
     def __post_init__(self) -> None:
         self._in_flight: deque[tuple[int, Mapping[str, jax.Array], float]] = deque()
-        self._rows: list[dict[str, float]] = []
-        self._evals: list[dict[str, float]] = []
+        self._steps, self._evals = _Columns("step"), _Columns("eval_step")
+        self._last_row: dict[str, float] = {}
+        self._last_finite: dict[str, float] = {}
         self._last_time: float | None = None
         self._durations: deque[float] = deque(maxlen=8)
         self._extra: dict[str, float] = {}
@@ -176,7 +203,10 @@ class Recorder:
             row |= self._timing(wait_seconds) | self._extra
             self._extra = {}
             self._check(step, row)
-            self._rows.append({"step": step, **row})
+            self._steps.append(step, row)
+            self._last_row = {"step": step, **row}
+            if _is_finite(row):
+                self._last_finite = self._last_row
             if step % self.log_every == 0:
                 self.logger.log(step, row)
                 self.logger.log_layers(step, _by_layer(metrics))
@@ -188,7 +218,7 @@ class Recorder:
 
     def last_row(self) -> dict[str, float]:
         """The metrics of the newest step that is known, itself as ``"step"``."""
-        return dict(self._rows[-1]) if self._rows else {}
+        return dict(self._last_row)
 
     def add_once(self, **metrics: float) -> None:
         """Adds metrics to the next step alone, such as the compile time."""
@@ -197,7 +227,7 @@ class Recorder:
     def record_eval(self, step: int, metrics: Values) -> None:
         """Keeps and logs the metrics of an evaluation, named ``eval_name``."""
         named = {f"eval_{name}": value for name, value in metrics.items()}
-        self._evals.append({"eval_step": step, **named})
+        self._evals.append(step, named)
         self.logger.log(step, named)
 
     def history(self) -> History:
@@ -205,11 +235,7 @@ class Recorder:
 
         ``step`` numbers the entries; ``eval_step`` those of the evaluations.
         """
-        return History(
-            (name, np.asarray([row.get(name, math.nan) for row in rows]))
-            for rows in (self._rows, self._evals)
-            for name in dict.fromkeys(name for row in rows for name in row)
-        )
+        return History(itertools.chain(self._steps.arrays(), self._evals.arrays()))
 
     def _timing(self, wait_seconds: float) -> dict[str, float]:
         before, self._last_time = self._last_time, time.perf_counter()
@@ -224,9 +250,8 @@ class Recorder:
         # float16: the next step runs at half the scale, down to 1.
         is_skipped = row.get("skipped") and row["loss_scale"] > 1
         if not _is_finite(row) and not is_skipped:
-            last = next(filter(_is_finite, reversed(self._rows)), None)
             before = "No step of this fit before it was finite."
-            if last is not None:
+            if last := self._last_finite:
                 before = f"Last finite loss: {last['loss']:.6g} at step {last['step']}."
             raise NonFiniteLossError(
                 f"Step {step}: loss {row['loss']}, gradient norm {row['grad_norm']}. "

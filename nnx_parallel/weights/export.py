@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -24,6 +25,7 @@ from nnx_parallel.weights.files import (
     Described,
     code_of,
     num_bytes,
+    read_config,
     write_tensors,
 )
 from nnx_parallel.weights.names import WEIGHTS, Entry, Rule, groups_of, rules_of
@@ -261,13 +263,13 @@ def _write_texts(
             for file in sorted(Path(source).glob(pattern)):
                 if file.is_file():
                     shutil.copy(file, folder / file.name)
-        theirs = Path(source) / "config.json"
-        given = json.loads(theirs.read_text()) if theirs.is_file() else {}
+        if os.path.lexists(Path(source) / "config.json"):
+            given = read_config(Path(source))
     if config is not None:
         widest = max(described, key=num_bytes)[2]
         kept = {name: given[name] for name in _KEPT if name in given}
         for name in _LABELS:
-            if len(given.get(name, ())) == len(config.get(name, ())):
+            if len(given.get(name) or ()) == len(config.get(name, ())):
                 kept |= {name: given[name]} if name in given else {}
         # The second name is that of transformers 4.
         content = {**config, **kept, "dtype": widest.name, "torch_dtype": widest.name}

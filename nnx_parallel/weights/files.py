@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnx_parallel.errors import WeightsError
+from nnx_parallel.files import check_regular, open_regular, parse_object, read_object
 
-INDEX = "model.safetensors.index.json"
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER = 100_000_000
 
 DTYPES: dict[str, np.dtype] = {
@@ -65,7 +67,10 @@ class Tensor:
 
 
 def open_tensors(path: Path) -> dict[str, Tensor]:
-    """The arrays of a file, or of all files of a folder, by name.
+    """The arrays of a file, or of a folder, by name.
+
+    Those of a folder are in ``model.safetensors``, beside which transformers too reads
+    no other file; else in the files of its index; else in all its files.
 
     Raises:
         WeightsError: If a file is none of safetensors, is damaged or cut short, if the
@@ -73,8 +78,10 @@ def open_tensors(path: Path) -> dict[str, Tensor]:
     """
     if not path.is_dir():
         return _read_header(path)
+    if os.path.lexists(whole := path / WHOLE):
+        return _read_header(whole)
     index = path / INDEX
-    if not index.exists():
+    if not os.path.lexists(index):
         files = sorted(path.glob("*.safetensors"))
         if not files:
             found = sorted(each.name for each in path.glob("*"))[:8]
@@ -118,14 +125,42 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     """The content of a folder's ``config.json``, or another such file.
 
     Raises:
-        WeightsError: If there is none, or it is no JSON object.
+        WeightsError: If it is missing, or is not a JSON object in a regular file.
     """
     path = folder / name
-    if not path.is_file():
-        raise WeightsError(f"There is no {name} in {str(folder)!r}.")
-    if path.stat().st_size > MAX_HEADER:
-        raise WeightsError(f"{str(path)!r} has over {MAX_HEADER:,} bytes.")
-    return _parse(path.read_bytes(), path)
+    try:
+        return read_object(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise WeightsError(f"There is no {name} in {str(folder)!r}.") from None
+    except ValueError as error:
+        raise WeightsError(f"Cannot read JSON: {error}") from None
+
+
+_COUNTS = {
+    10_000: "num_hidden_layers n_layer",
+    65_536: "num_attention_heads n_head num_key_value_heads num_experts "
+    "num_local_experts num_experts_per_tok sliding_window_pattern",
+    2**31 - 1: "vocab_size hidden_size n_embd intermediate_size n_inner head_dim "
+    "max_position_embeddings n_positions moe_intermediate_size sliding_window "
+    "embedding_size num_labels",
+}
+"""The largest count of a ``config.json`` that is read, and its settings."""
+
+
+def check_counts(config: Mapping[str, Any]) -> None:
+    """Checks the counts and sizes of a ``config.json``, before anything loops over one.
+
+    Raises:
+        ValueError: If one is not a whole number, or is larger than any model's.
+    """
+    for most, names in _COUNTS.items():
+        for name in names.split():
+            found = config.get(name)
+            if found is not None and not (type(found) is int and 1 <= found <= most):
+                raise ValueError(
+                    f"config.json has {name}={found!r}. It must be a whole number from "
+                    f"1 to {most:,}."
+                )
 
 
 def _merge(files: list[Path]) -> dict[str, Tensor]:
@@ -139,7 +174,7 @@ def _merge(files: list[Path]) -> dict[str, Tensor]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    content = _parse(path.read_bytes(), path)
+    content = read_config(path.parent, path.name)
     places = content.get("weight_map")
     if not isinstance(places, dict) or not all(
         isinstance(name, str) for name in places.values()
@@ -155,10 +190,13 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _read_header(path: Path) -> dict[str, Tensor]:
-    if not path.is_file():
-        raise WeightsError(f"There is no file {str(path)!r}.")
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    try:
+        size = check_regular(path).st_size
+    except (FileNotFoundError, NotADirectoryError):
+        raise WeightsError(f"There is no file {str(path)!r}.") from None
+    except ValueError as error:
+        raise WeightsError(f"{error}") from None
+    with open(path, "rb", opener=open_regular) as file:
         start = file.read(8)
         length = int.from_bytes(start, "little")
         if size < 8 or length > min(size - 8, MAX_HEADER):
@@ -182,12 +220,9 @@ def _is_pickle(start: bytes) -> bool:
 
 def _parse(content: bytes, path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise WeightsError(f"Cannot read the JSON in {str(path)!r}: {error}.") from None
-    if not isinstance(found, dict):
-        raise WeightsError(f"The JSON in {str(path)!r} is no object.")
-    return found
+        return parse_object(content, path)
+    except ValueError as error:
+        raise WeightsError(f"Cannot read JSON: {error}") from None
 
 
 def _tensor(path: Path, name: str, entry: Any, start: int) -> Tensor:

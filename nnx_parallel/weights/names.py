@@ -177,6 +177,24 @@ def rules_of(entries: Sequence[Entry], shapes: Mapping[str, Any]) -> dict[str, R
     return rules
 
 
+def check_numbers(
+    rules: Mapping[str, Rule], shapes: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> None:
+    """Checks that the files have as many arrays as the layers and experts of a model.
+
+    Raises:
+        WeightsError: If not: before names are made for each, whatever their number.
+    """
+    for path, rule in rules.items():
+        count = math.prod(shapes[path][: rule.num_stacked])
+        if count > len(tensors):
+            raise WeightsError(
+                f"`{path}` of shape {tuple(shapes[path])} is in {count:,} arrays of "
+                f"the files, which have {len(tensors):,} in all. Config and files "
+                "disagree."
+            )
+
+
 def check_tensors(
     rules: Mapping[str, Rule],
     shapes: Mapping[str, Any],

@@ -17,7 +17,14 @@ from nnx_parallel.errors import WeightsError
 from nnx_parallel.sharding.model import arrays_of, build_model
 from nnx_parallel.sharding.names import dotted
 from nnx_parallel.weights.files import Tensor, code_of, open_tensors
-from nnx_parallel.weights.names import WEIGHTS, Entry, Rule, check_tensors, rules_of
+from nnx_parallel.weights.names import (
+    WEIGHTS,
+    Entry,
+    Rule,
+    check_numbers,
+    check_tensors,
+    rules_of,
+)
 
 
 class Pretrained:
@@ -89,6 +96,8 @@ class Pretrained:
                 "from_pretrained returns itself, or change the model that it builds "
                 "outside of the function."
             )
+        # Before the model takes memory: a config may ask for any shape.
+        nnx.eval_shape(lambda: self.build_shapes(nnx.Rngs(0)))
         model = self.build_shapes(rngs)
         params = dict(nnx.to_flat_state(nnx.state(model, WEIGHTS)))
         place = jax.sharding.SingleDeviceSharding(probe.devices().pop())
@@ -108,6 +117,7 @@ class Pretrained:
         shapes = {path: arrays[path].shape for path in variables}
         rules = rules_of(self.names, shapes)
         read = {path: rule for path, rule in rules.items() if not self._is_new(path)}
+        check_numbers(read, shapes, self.tensors)
         check_tensors(read, shapes, self._wanted(rules, read, shapes), self.ignored)
         if self.dtype is not None:
             for path, variable in variables.items():
