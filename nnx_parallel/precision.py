@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from nnx_parallel.errors import suggests_names
 
-# Short names of the field, which NumPy does not know ("f4" are its four bytes).
+# Short names that NumPy does not know (its "f4" has four bytes).
 _SHORT_NAMES = {"bf16": jnp.bfloat16, "fp16": "f2", "fp32": "f4", "fp64": "f8"}
 
 
@@ -24,18 +24,20 @@ class Precision:
 
     A parameter is cast to ``compute`` before it is gathered, so that a sharded bfloat16
     step sends half the bytes. Sums over devices inside a product's gradient are placed
-    by the compiler, in the product's own dtype. A dtype may be given by its name, also
-    as ``"bf16"``, ``"fp16"`` or ``"fp32"``.
+    by the compiler, in the product's dtype. A dtype may be given by its name, also as
+    ``"bf16"``, ``"fp16"`` or ``"fp32"``.
 
     Attributes:
-        params: Of stored parameters, hence of the optimizer state; ``None``: as made.
-        compute: Of parameters inside the loss; ``None``: as stored.
-        reduction: Of gradients as they are summed over microbatches, normed, and given
-            to the optimizer. Plain NNX gives it bfloat16 gradients of bfloat16
-            parameters: losses then differ from these by about 1e-4.
-        inputs: Of a batch's floating-point arrays in the loss or a prediction; ``None``
-            leaves them, for targets and weights would be rounded. A layer that does not
-            cast them computes in their dtype.
+        params: Dtype of stored parameters, and so of the optimizer state; ``None``: the
+            dtype that the model gives them.
+        compute: Dtype of parameters inside the loss; ``None``: the stored dtype.
+        reduction: Dtype of gradients while they are summed over microbatches, while
+            their norm is computed, and when they go to the optimizer. Plain NNX gives
+            the optimizer bfloat16 gradients of bfloat16 parameters: its losses then
+            differ by about 1e-4.
+        inputs: Dtype of a batch's floating-point arrays in the loss or a prediction;
+            ``None`` does not cast them, since targets and weights would be rounded. A
+            layer that does not cast its inputs computes in their dtype.
 
     Example:
         >>> Precision.mixed_bfloat16().compute
@@ -52,13 +54,13 @@ class Precision:
     inputs: DTypeLike | None = None
 
     def __post_init__(self) -> None:
-        # A subclass may have fields that are no dtypes.
+        # A subclass may have fields that are not dtypes.
         for field in ("params", "compute", "reduction", "inputs"):
             given = getattr(self, field)
             if given is None and field != "reduction":
                 continue
             try:
-                # NumPy's objects, so that equal dtypes compare equal however written.
+                # NumPy's objects: equal dtypes then compare equal, however written.
                 dtype: Any = as_dtype(given)
             except TypeError:
                 dtype = repr(given)
@@ -94,14 +96,14 @@ class Precision:
 
 
 def as_dtype(dtype: Any) -> np.dtype:
-    """A dtype, however it is written; short names such as ``"bf16"`` too."""
+    """A dtype from any way to write it, also from short names such as ``"bf16"``."""
     return jnp.dtype(_SHORT_NAMES.get(dtype, dtype))
 
 
 def cast_floating(tree: Any, dtype: DTypeLike | None) -> Any:
-    """A pytree, its floating-point arrays cast; other leaves are the same objects.
+    """Casts a pytree's floating-point arrays; other leaves are the same objects.
 
-    With ``None`` for the dtype, as a field of `Precision` may be, all leaves are.
+    With ``dtype=None``, a value that fields of `Precision` may have, nothing is cast.
 
     Example:
         >>> tree = cast_floating({"x": jnp.ones(2), "n": 3}, jnp.bfloat16)
@@ -126,7 +128,7 @@ class LossScale:
 
     Attributes:
         scale: float32 scalar by which the loss is multiplied.
-        good_steps: int32 scalar, finite steps since the last change.
+        good_steps: int32 scalar, number of finite steps since the last change.
 
     References:
         [1] Micikevicius et al., "Mixed Precision Training", 2018, section 3.2,
@@ -147,13 +149,13 @@ class LossScale:
         larger = self.scale * jnp.where(grown, 2, 1)
         scale = jnp.where(is_finite, larger, self.scale / 2)
         good_steps = jnp.where(is_finite & ~grown, self.good_steps + 1, 0)
-        # At 1 there is nothing left to halve: the loss itself is not finite.
+        # At 1 halving does not help: the loss itself is not finite.
         return LossScale(scale=jnp.clip(scale, 1.0, 2.0**24), good_steps=good_steps)
 
 
 def array_bytes(shape: tuple[int, ...], dtype: Any) -> int:
     """Bytes of an array, or of a shard; a random key counts as its words."""
-    # The dtypes of keys are JAX's own: NumPy has no such dtype, but they have a size.
+    # JAX defines the dtypes of keys: NumPy does not know them, but they have a size.
     is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
     return math.prod(shape) * (dtype if is_key else jnp.dtype(dtype)).itemsize
 

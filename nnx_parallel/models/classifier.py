@@ -58,7 +58,7 @@ class MLPClassifierConfig:
 
 
 class HiddenBlock(nnx.Module):
-    """``x + down(gelu(up(x)))``: split by columns, then by rows, one sum."""
+    """``x + down(gelu(up(x)))``: split by columns, then by rows, with one sum."""
 
     def __init__(self, config: MLPClassifierConfig, *, rngs: nnx.Rngs) -> None:
         embed, mlp = {"embed": config.embed_dim}, {"mlp": config.mlp_dim}
@@ -80,11 +80,11 @@ class MLPClassifier(nnx.Module):
     Its hidden blocks are a `Stack`: `TensorParallel` splits each block's kernels
     by columns and by rows, `Pipeline` spreads the blocks over stages.
 
-    Stock `nnx.Linear` at both ends, with names: features and classes have none, since
-    their numbers are given by the data and seldom divide.
+    Both ends are plain `nnx.Linear` with names. Features and classes have no name: the
+    data gives their numbers, and few meshes divide them.
 
     Args:
-        config: Its shape.
+        config: Shape of the model.
         rngs: Keys of parameters and dropout.
 
     Example:
@@ -123,7 +123,7 @@ class MLPClassifier(nnx.Module):
 def classification_loss(
     model: Callable[[jax.Array], jax.Array], batch: Mapping[str, jax.Array]
 ) -> tuple[Mean, dict[str, Mean]]:
-    """Cross-entropy of the labels, and how many are the likeliest class.
+    """Cross-entropy of the labels, and the accuracy of the likeliest class.
 
     Args:
         model: Maps inputs to logits ``(batch, classes)``.

@@ -24,15 +24,15 @@ def generate(
 ) -> jax.Array:
     """Continues prompts token by token, without dropout.
 
-    A pure function: wrap it in `jax.jit` with the keyword arguments but ``key`` static.
-    Keys and values of earlier tokens are kept, so that a token costs one pass over the
-    parameters and the cache.
+    The function is pure: wrap it in `jax.jit` with all keyword arguments except ``key``
+    static. Keys and values of earlier tokens are kept, so that a token costs one pass
+    over the parameters and the cache.
 
     Args:
-        model: The model; it stays as it is.
+        model: The model, which is not changed.
         prompt: int ``(batch, prompt_len)``.
-        max_new_tokens: How many to add.
-        key: Key to sample with; not needed when greedy.
+        max_new_tokens: Number of tokens to add.
+        key: Key to sample with; not needed at temperature 0.
         temperature: Divides the logits; 0 takes the likeliest token.
         top_k: Sample from the k likeliest tokens only.
 
@@ -40,7 +40,7 @@ def generate(
         int ``(batch, prompt_len + max_new_tokens)``: prompt and continuation.
 
     Raises:
-        TypeError: If the model is no `GPT`.
+        TypeError: If the model is not a `GPT`.
         ValueError: If an argument is out of range, or learned positions end too early.
 
     Example:
@@ -72,7 +72,7 @@ def _continue(
     def next_token(
         tokens: jax.Array, start: int | jax.Array, cache: Caches, key: jax.Array
     ) -> tuple[jax.Array, Caches]:
-        # A copy: what it changes (counters) must not leave the trace of the scan.
+        # A copy: values that it changes (counters) must not leave the scan's trace.
         copy = nnx.merge(graphdef, state, copy=True)
         copy.eval()
         logits, cache = copy.decode(tokens, start, cache)

@@ -1,7 +1,7 @@
 """A transformer decoder in the shapes of GPT-2, Llama, Mixtral, Qwen and Gemma.
 
-Written for one device. Every dim of a parameter or activation has a name, by which a
-strategy places it; the sizes are those of `GPTConfig.sizes`.
+The model is written for one device. Every dim of a parameter or activation has a name,
+by which a strategy places it; `GPTConfig.sizes` has the size of each name.
 
 References:
     [1] Radford et al., "Language Models are Unsupervised Multitask Learners", 2019,
@@ -40,13 +40,13 @@ from nnx_parallel.weights import Pretrained
 from nnx_parallel.weights.files import find_folder, read_config
 
 Start = int | jax.Array
-"""Position of the first token, the others follow; or int (batch, seq), of each."""
+"""Position of the first token, or of each token: int (batch, seq)."""
 Stream = jax.Array | tuple[jax.Array, jax.Array]
-"""Activations (batch, seq, embed), perhaps with losses of experts (batch, seq)."""
+"""Activations (batch, seq, embed), with the losses (batch, seq) of experts, if any."""
 Cache = tuple[jax.Array, jax.Array]
 """Keys and values so far, each (batch, total_len, kv_heads, head_dim)."""
 Caches = tuple[Cache, ...]
-"""Those of all layers, which are the first dim; one for each stack of a model."""
+"""A cache for each stack of a model; its arrays have the layers as first dim."""
 
 
 def _dense(
@@ -58,7 +58,8 @@ def _dense(
     is_residual: bool = False,
     use_bias: bool | None = None,
 ) -> Dense:
-    # 2 outputs per block add to the residual stream: its variance stays put with depth.
+    # A block adds 2 outputs to the residual stream: with this scale its variance does
+    # not grow with the number of layers.
     scale = (2 * config.num_layers) ** -0.5 if is_residual else 1.0
     return Dense(
         {name: config.sizes[name] for name in in_names.split()},
@@ -92,7 +93,7 @@ class Attention(nnx.Module):
         norm = partial(rms_norm, config, "head_dim", rngs=rngs)
         self.query_norm = norm() if config.qk_norm else None
         self.key_norm = norm() if config.qk_norm else None
-        # Of each layer, where layers differ: one block serves them all.
+        # A variable, since a stack runs one block's program for all its layers.
         self.is_local = nnx.Variable(jnp.array(False)) if config.is_mixed else None
         self.config = config
 
@@ -103,7 +104,7 @@ class Attention(nnx.Module):
         cache: Cache | None,
         segments: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache | None]:
-        """Attends from ``x``, whose tokens have positions from ``start``."""
+        """Attention of the tokens of ``x``, whose positions begin at ``start``."""
         positions = _positions(start, x.shape[1])
         # (batch, seq, embed) -> (batch, seq, heads or kv_heads, head_dim)
         query, key, value = project(x, self.query, self.key, self.value)
@@ -123,7 +124,7 @@ class Attention(nnx.Module):
         return self.out(self._attention(query, keys, values, mask=mask)), (keys, values)
 
     def _frequencies(self) -> jax.Array:
-        """Of the rotation in this layer: (head_dim / 2,)."""
+        """Frequencies of the rotation in this layer: (head_dim / 2,)."""
         config, head_dim = self.config, self.config.sizes["head_dim"]
         plain = frequencies(head_dim, config.rope_theta, config.rope_scaling)
         if self.is_local is None or config.local_rope_theta is None:
@@ -138,7 +139,7 @@ class Attention(nnx.Module):
         value: jax.Array,
         segments: jax.Array | None,
     ) -> jax.Array:
-        """Causal attention, in the window of a local layer."""
+        """Causal attention; in a local layer only within the window."""
 
         def attend(window: int | None, *qkv: jax.Array) -> jax.Array:
             return self._attention(*qkv, causal=True, segments=segments, window=window)
@@ -176,7 +177,7 @@ def _write(cache: jax.Array, new: jax.Array, start: int | jax.Array) -> jax.Arra
 
 
 class MLP(nnx.Module):
-    """GELU; or SwiGLU or GEGLU, which gate the hidden layer."""
+    """An MLP with GELU, or with SwiGLU or GEGLU, which gate the hidden layer."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         dense = partial(_dense, config, rngs=rngs)
@@ -214,8 +215,8 @@ def _make_mlp(config: GPTConfig, *, rngs: nnx.Rngs) -> MLP | MoE:
 class Block(nnx.Module):
     """Attention and MLP, added to the residual stream.
 
-    Each behind a norm of its own, one after the other, and perhaps followed by
-    another; or both from one norm [2].
+    They run one after the other, each behind a norm and, with ``post_norms``, before
+    another. Or both run from one norm [2].
     """
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
@@ -244,7 +245,7 @@ class Block(nnx.Module):
             attended = self.attention_post_norm(attended)
         x = constrain(x + self.dropout(attended), "batch", "seq", "embed")
         if self.mlp_norm is not None:
-            # Up and gate add to its gradient, which norm and scale take.
+            # Up and gate add to this gradient, and both the norm and its scale read it.
             normed = compute_gradient_once(self.mlp_norm(x))
         if isinstance(self.mlp, MoE):
             hidden, own = self.mlp(normed, counts_tokens=cache is None)
@@ -260,7 +261,7 @@ class Block(nnx.Module):
 
 
 def _stack(config: GPTConfig, kinds: tuple[LayerKind, ...], *, rngs: nnx.Rngs) -> Stack:
-    """A block for each of some kinds."""
+    """A stack with one block for each kind."""
 
     def make(rngs: nnx.Rngs) -> Block:
         return Block(config, rngs=rngs)
@@ -279,7 +280,7 @@ class GPT(nnx.Module):
     computed in float32.
 
     Args:
-        config: Its shape.
+        config: Shape of the model.
         rngs: Keys of parameters and dropout.
 
     Example:
@@ -309,7 +310,7 @@ class GPT(nnx.Module):
             if config.tied
             else Dense({"embed": embed}, {"vocab": vocab}, rngs=rngs, kernel_init=init)
         )
-        # Last, so that parameters start the same with dropout and without.
+        # Last: parameters then have the same initial values with and without dropout.
         self.dropout = _dropout(config, rngs=rngs)
 
     def __call__(
@@ -320,7 +321,7 @@ class GPT(nnx.Module):
         Args:
             tokens: int ``(batch, seq)``.
             segments: int ``(batch, seq)``, the document of each token; 0 is padding. A
-                document has the logits that it has alone in a row.
+                document's logits do not depend on the other documents of its row.
 
         Raises:
             ValueError: If learned positions end before the sequence.
@@ -340,7 +341,7 @@ class GPT(nnx.Module):
     ) -> tuple[jax.Array, jax.Array | None]:
         """Inputs of the head, and losses (batch, seq) of all mixtures of experts."""
         experts = self.config.experts
-        # Once, here: each layer and each stage of a pipeline takes them as they are.
+        # Computed once: each layer and each stage of a pipeline receives them.
         positions = 0 if segments is None else segment_positions(segments)
         x = self._embed(tokens, positions)
         if experts is not None and experts.has_losses:
@@ -361,14 +362,14 @@ class GPT(nnx.Module):
         Args:
             path: The folder, with ``config.json`` and files of safetensors; or the name
                 of a repository, ``org/model``, where `huggingface_hub` is installed.
-            dtype: As in `Pretrained`.
+            dtype: Dtype of the parameters; see `Pretrained`.
             overrides: Fields of the `GPTConfig` to set, such as ``remat``.
 
         Returns:
-            What ``Trainer(model=...)`` takes: each device reads its shards.
+            An argument for ``Trainer(model=...)``: each device reads its shards.
 
         Raises:
-            ValueError: If the config is that of another kind of model.
+            ValueError: If the config belongs to another kind of model.
             WeightsError: If files are damaged, or config and files disagree.
         """
         folder = find_folder(path)
@@ -378,16 +379,16 @@ class GPT(nnx.Module):
         return Pretrained(build, folder, entries, dtype=dtype, ignored=ignored)
 
     def names_in_files(self) -> tuple[tuple[str, str, str], ...]:
-        """The table of names of its parameters in files of transformers."""
+        """The table of the parameters' names in files of transformers."""
         return names_of(self.config)
 
     def config_in_files(self) -> dict[str, Any]:
-        """Its ``config.json``, as transformers reads it."""
+        """The model's ``config.json``, as transformers reads it."""
         return config_to_hf(self.config)
 
     @property
     def head_kernel(self) -> tuple[jax.Array, int]:
-        """The head's parameter, and which of its dims is ``vocab``."""
+        """The head's parameter, and the position of its dim ``vocab``."""
         if self.head is None:
             return self.embed.embedding[...], 0
         return self.head.kernel[...], 1
@@ -395,11 +396,11 @@ class GPT(nnx.Module):
     def decode(
         self, tokens: jax.Array, start: int | jax.Array, cache: Caches
     ) -> tuple[jax.Array, Caches]:
-        """Logits after the last of ``tokens``, which follow what the cache holds.
+        """Logits after the last of ``tokens``, which follow the tokens in the cache.
 
         Args:
             tokens: int ``(batch, seq)``.
-            start: Position of the first of them.
+            start: Position of the first token.
             cache: Keys and values of the ``start`` tokens before, from `make_cache`.
 
         Returns:
@@ -412,9 +413,9 @@ class GPT(nnx.Module):
         return self._logits(self.norm(x[:, -1:]))[:, 0], tuple(caches)
 
     def make_cache(self, batch_size: int, total_len: int) -> Caches:
-        """An empty cache: (layers, batch, total_len, kv_heads, head_dim), twice.
+        """An empty cache: a pair of (layers, batch, total_len, kv_heads, head_dim).
 
-        And twice more where the first layers are dense.
+        A model whose first layers are dense has a second pair.
         """
         sizes = self.config.sizes
         shape = (batch_size, total_len, sizes["kv_heads"], sizes["head_dim"])

@@ -37,7 +37,7 @@ LayerKind = Literal["local", "global"]
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """Shape of a `GPT`, and what it is made of.
+    """Shape of a `GPT`, and the kinds of its parts.
 
     Attributes:
         vocab_size: Number of tokens.
@@ -45,43 +45,47 @@ class GPTConfig:
         num_layers: Number of blocks.
         embed_dim: Width of the residual stream.
         num_heads: Query heads.
-        num_kv_heads: Key and value heads, each shared by as many query heads;
-            ``None``: one for each.
+        num_kv_heads: Key and value heads, each shared by an equal number of query
+            heads; ``None``: one for each query head.
         head_dim: Width of a head; ``None``: ``embed_dim / num_heads``.
         mlp_dim: Width of the MLP; ``None``: ``4 * embed_dim``.
         norm: LayerNorm or RMSNorm, before attention and MLP.
         norm_epsilon: Added to the variance.
-        zero_centered_norm: An RMSNorm's scale is 1 plus its parameter [6].
-        post_norms: Another norm after attention and after the MLP [6].
-        qk_norm: RMSNorm of queries and keys, before they are rotated [7].
+        zero_centered_norm: True if an RMSNorm's scale is 1 plus its parameter [6].
+        post_norms: True for another norm after attention and after the MLP [6].
+        qk_norm: True for an RMSNorm of queries and keys, before they are rotated [7].
         positions: A learned table, or rotation of queries and keys [3].
         rope_theta: Base of the rotation's wavelengths.
-        rope_scaling: How they are stretched; ``None``: not.
-        local_rope_theta: Base in local layers, which are not stretched then [8];
-            ``None``: all layers rotate alike.
+        rope_scaling: Stretching of these wavelengths; ``None``: they are not stretched.
+        local_rope_theta: Base in local layers, whose wavelengths are then not
+            stretched [8]; ``None``: all layers rotate alike.
         activation: GELU, or with a third kernel SwiGLU or GEGLU [4].
-        block: MLP after attention, each behind a norm of its own; or both ``parallel``
+        block: MLP after attention, each behind a separate norm; or both ``parallel``
             from one norm, added together [5]: their products then share one input and
             one sum, so that tensor parallelism has less to wait for.
-        use_bias: Whether kernels and LayerNorms have biases.
-        qkv_bias: Whether queries, keys and values have; ``None`` follows ``use_bias``.
-        tied: Whether the embedding is also the head.
-        scale_embedding: Embeddings are multiplied by ``embed_dim ** 0.5`` [6].
+        use_bias: True if kernels and LayerNorms have biases.
+        qkv_bias: True if the kernels of queries, keys and values have biases; ``None``
+            follows ``use_bias``.
+        tied: True if the embedding is also the head.
+        scale_embedding: True to multiply embeddings by ``embed_dim ** 0.5`` [6].
         dropout: Probability of dropping an output of embedding, attention and MLP.
-        attention: What computes attention; ``None``: the platform's fused kernel where
-            it fits (`nnx_parallel.layers.attention`).
+        attention: Implementation of attention; ``None``: the platform's fused kernel
+            where it fits (`nnx_parallel.layers.attention`).
         attention_scale: Factor of the scores; ``None``: ``head_dim ** -0.5``.
-        window: How many earlier keys a query sees besides its own; ``None``: all.
-        layer_kinds: Which layers have the window, a pattern that repeats: the
-            ``"local"`` ones, while ``"global"`` ones see all keys [6]. ``None``: all.
-        softcap: Bound of attention's scores; ``None``: none.
-        logit_softcap: Bound of the logits; ``None``: none [6].
-        remat: What a block keeps for the backward pass; ``None`` follows the Trainer.
+        window: Number of earlier keys that a query sees besides the key of its token;
+            ``None``: all.
+        layer_kinds: The kind of each layer, a pattern that repeats: ``"local"`` layers
+            have the window, ``"global"`` layers see all keys [6]. ``None``: all layers
+            have it.
+        softcap: Bound of attention's scores; ``None``: no bound.
+        logit_softcap: Bound of the logits [6]; ``None``: no bound.
+        remat: Residuals that a block keeps for the backward pass; ``None`` follows the
+            Trainer.
         z_loss: Weight of the squared log-normaliser in the loss [5].
         experts: A mixture of experts in place of each MLP, without biases; ``None``:
-            none.
-        dense_layers: How many of the first layers have an MLP of ``mlp_dim`` all the
-            same [9].
+            MLPs only.
+        dense_layers: Number of first layers that have an MLP of ``mlp_dim`` although
+            the others have experts [9].
 
     Raises:
         ValueError: If a value is out of range, or sizes do not divide.
@@ -132,7 +136,7 @@ class GPTConfig:
         numbers = ("vocab_size", "seq_len", "num_layers", "embed_dim", "num_heads")
         numbers += ("num_kv_heads", "head_dim", "mlp_dim", "window")
         given = {n: v for n in numbers if (v := getattr(self, n)) is not None}
-        # Kinds before ranges: what has none cannot be compared.
+        # Types before ranges: a value that is not a number cannot be compared.
         for name, value in {**given, "dense_layers": self.dense_layers}.items():
             if not is_int(value):
                 raise ValueError(f"GPTConfig.{name} is {value!r}; it must be an int.")
@@ -288,7 +292,7 @@ class GPTConfig:
 
     @property
     def num_active_params(self) -> int:
-        """Number of parameters that a token meets: of experts those it goes to."""
+        """Number of parameters that a token uses, with only the experts it goes to."""
         return self.num_params - self._num_idle_params
 
     @property
@@ -325,9 +329,9 @@ class GPTConfig:
     def num_product_params(self) -> int:
         """Number of parameters in matmuls: all kernels and the head.
 
-        A tied embedding is the head and counts once. Norms and biases do not count,
-        nor do tables that are only looked up in: learned positions, and an embedding
-        that is not tied to the head.
+        A tied embedding is the head and counts once. Norms and biases do not count.
+        Tables that are only looked up do not count either: learned positions, and an
+        embedding that is not tied to the head.
         """
         sizes = self.sizes
         attention = 2 * (sizes["heads"] + sizes["kv_heads"]) * sizes["head_dim"]
@@ -343,10 +347,11 @@ class GPTConfig:
     def flops_per_token(self, seq_len: int) -> int:
         """FLOPs of a training step per token, forward and backward, for MFU [5].
 
-        ``6 N`` for N `num_product_params`, of experts those that a token goes to, and
-        ``12 L E T`` for the products of queries with keys and of scores with values, E
-        being all heads together. A causal mask halves the work that a good kernel does,
-        but not this number; recomputation does not raise it.
+        The sum of ``6 N`` and ``12 L E T``. N is `num_product_params`, with only the
+        experts that a token goes to. The second term counts the products of queries
+        with keys and of scores with values: L is the number of layers, E the width of
+        all heads together, T is ``seq_len``. A causal mask halves the work that a good
+        kernel does, but not this number; recomputation does not raise it.
         """
         attended = self.sizes["heads"] * self.sizes["head_dim"] * seq_len
         active = self.num_product_params - self._num_idle_params
@@ -371,7 +376,7 @@ class GPTConfig:
         """Checks that a sequence has a position for each of its tokens.
 
         Raises:
-            ValueError: If learned positions end before it does.
+            ValueError: If learned positions end before the sequence.
         """
         if self.positions == "learned" and length > self.seq_len:
             raise ValueError(
@@ -385,7 +390,7 @@ class GPTConfig:
         """A published model by its name, such as ``"qwen3-8b"``.
 
         Raises:
-            ValueError: If there is none of this name; the error lists them.
+            ValueError: If no preset has this name; the error lists the names.
 
         Example:
             >>> f"{GPTConfig.preset('gemma2-2b').num_params:,}"
@@ -397,13 +402,13 @@ class GPTConfig:
 
     @classmethod
     def tiny(cls, **overrides: Any) -> GPTConfig:
-        """GPT-2's parts over bytes, for tests and laptops: 0.2 M parameters."""
+        """GPT-2's parts and a vocabulary of bytes, for tests: 0.2 M parameters."""
         base = cls(vocab_size=256, seq_len=64, num_layers=4, embed_dim=64, num_heads=4)
         return replace(base, **overrides)
 
     @classmethod
     def tiny_llama(cls, **overrides: Any) -> GPTConfig:
-        """Llama's parts in the same size, two query heads to a key head."""
+        """Llama's parts in the size of `tiny`, with two query heads per key head."""
         base = cls.tiny(num_kv_heads=2, mlp_dim=128, rope_theta=500_000.0, **LLAMA)
         return replace(base, **overrides)
 

@@ -1,7 +1,7 @@
 """Hugging Face's ``config.json`` of a language model, as a `GPTConfig`, and back.
 
-GPT-2, Llama, Mistral, Mixtral, Qwen 2, 3 and 3 MoE, Gemma 2 and 3, and models of these
-types, such as SmolLM and Llama 3.1.
+It covers GPT-2, Llama, Mistral, Mixtral, Qwen 2, 3 and 3 MoE, Gemma 2 and 3, and models
+of these types, such as SmolLM and Llama 3.1.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CLASSES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
 }
-"""The class of transformers for each ``model_type`` that is understood."""
+"""The class in transformers of each ``model_type`` that can be read."""
 
 _ACTIVATIONS = {
     "gpt2": ("activation_function", "gelu_new"),
@@ -35,7 +35,7 @@ _ACTIVATIONS = {
     "gemma3_text": ("hidden_activation", "gelu_pytorch_tanh"),
 }
 
-# What changes the numbers of a model and has no counterpart in `GPTConfig`.
+# Settings that change the numbers of a model and have no counterpart in `GPTConfig`.
 _NEUTRAL = {
     "attention_bias": False,
     "mlp_bias": False,
@@ -49,8 +49,8 @@ _NEUTRAL = {
     "mlp_only_layers": [],
 }
 
-# What transformers takes for settings that a file leaves out, where it is no default of
-# ours: files of Gemma 3 and Mistral do leave them out.
+# Values that transformers takes for settings that a file leaves out, where ours differ:
+# files of Gemma 3 and Mistral do leave them out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "mixtral": {
@@ -101,11 +101,11 @@ def config_from_hf(config: Mapping[str, Any], **overrides: Any) -> GPTConfig:
     """The shape of a model from its ``config.json``.
 
     Args:
-        config: The file's content, of transformers 4 or 5.
+        config: The file's content, written by transformers 4 or 5.
         overrides: Fields of the `GPTConfig` to set, such as ``remat``.
 
     Raises:
-        ValueError: If the type of the model is another, or a setting has no counterpart
+        ValueError: If it is another type of model, or if a setting has no counterpart
             here: the model would compute something else.
 
     Example:
@@ -163,7 +163,7 @@ def _of_gpt2(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_llama(config: dict[str, Any], kind: str) -> dict[str, Any]:
-    """Of Llama and all that followed it."""
+    """Fields for Llama and the types that followed it."""
     is_gemma = kind.startswith("gemma")
     parts = LLAMA | {
         "vocab_size": config["vocab_size"],
@@ -199,7 +199,7 @@ def _experts(config: dict[str, Any], kind: str) -> Experts:
     if kind == "mixtral":
         count, width = config["num_local_experts"], config["intermediate_size"]
     else:
-        # transformers 5 writes the name of Mixtral too, and the default beside it.
+        # transformers 5 also writes Mixtral's name, and the default beside it.
         count = config.get("num_local_experts", config["num_experts"])
         width = config["moe_intermediate_size"]
     return Experts(
@@ -211,7 +211,7 @@ def _experts(config: dict[str, Any], kind: str) -> Experts:
 
 
 def _rotation(config: dict[str, Any]) -> dict[str, Any]:
-    """Bases and stretching: of transformers 5 in one entry, of 4 in up to three."""
+    """Bases and stretching: transformers 5 has one entry, version 4 up to three."""
     given = config.get("rope_parameters")
     if given is None:
         whole = {"rope_theta": config.get("rope_theta", 10_000.0)}
@@ -261,7 +261,7 @@ def _windows(config: dict[str, Any], kind: str) -> dict[str, Any]:
         types = ["sliding_attention"] * count
         if period := every.get(kind):
             types[period - 1 :: period] = ["full_attention"] * (count // period)
-        elif kind.startswith("qwen"):  # the first layers see all
+        elif kind.startswith("qwen"):  # the first layers see all keys
             whole = max(0, min(config.get("max_window_layers", count), count))
             types[:whole] = ["full_attention"] * whole
     if unknown := set(types) - set(_KINDS):
@@ -272,7 +272,7 @@ def _windows(config: dict[str, Any], kind: str) -> dict[str, Any]:
     kinds = tuple(_KINDS[each] for each in types)
     if set(kinds) == {"global"}:
         return {}
-    # Theirs counts the query's own key too.
+    # Their number also counts the key of the query's token.
     found: dict[str, Any] = {"window": window - 1}
     return found if set(kinds) == {"local"} else found | {"layer_kinds": kinds}
 
@@ -280,8 +280,8 @@ def _windows(config: dict[str, Any], kind: str) -> dict[str, Any]:
 def config_to_hf(config: GPTConfig) -> dict[str, Any]:
     """The ``config.json`` of a model, as transformers 4.53 and later read it.
 
-    What belongs to training alone (dropout, remat, losses that balance experts, the
-    kernel of attention) is left out.
+    Settings that only training uses (dropout, remat, losses that balance experts, the
+    kernel of attention) are left out.
 
     Raises:
         ValueError: If no model of transformers has this shape.
@@ -311,7 +311,7 @@ _SHAPES = tuple(
 
 
 def _plain(config: GPTConfig) -> dict[str, Any]:
-    """Fields, with those filled in that follow from others."""
+    """All fields; a field that is ``None`` has the value that follows from others."""
     found = {name: getattr(config, name) for name in _SHAPES}
     sizes = config.sizes
     found |= {f"num_{n}": sizes[n] for n in ("heads", "kv_heads")}
@@ -375,7 +375,7 @@ def _to_llama(config: GPTConfig, kind: str) -> dict[str, Any]:
     if config.window is not None:
         theirs = {ours: name for name, ours in _KINDS.items()}
         found["sliding_window"] = config.window + 1
-        if kind not in ("mistral", "mixtral"):  # whose layers all have it
+        if kind not in ("mistral", "mixtral"):  # in these all layers have it
             found["layer_types"] = [theirs[each] for each in config.kinds]
     if kind.startswith("qwen"):
         found["use_sliding_window"] = config.window is not None
@@ -383,7 +383,7 @@ def _to_llama(config: GPTConfig, kind: str) -> dict[str, Any]:
     if kind.startswith("gemma"):
         scale = config.attention_scale or sizes["head_dim"] ** -0.5
         found |= {
-            "query_pre_attn_scalar": round(scale**-2),  # an int, theirs checks
+            "query_pre_attn_scalar": round(scale**-2),  # transformers demands an int
             "attn_logit_softcapping": config.softcap,
             "final_logit_softcapping": config.logit_softcap,
         }

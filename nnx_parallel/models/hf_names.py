@@ -1,10 +1,10 @@
 """Names of the arrays of a `GPT` in the files of transformers, family by family.
 
 An entry is ``(our path, their name, pattern)``. ``{}`` in their name is the number of
-the layer, which is the first dim of our array; a second one is that of the expert, the
-next dim. The pattern, of einops, makes their array ours; dims have the names of
-`GPTConfig.sizes`. In front of it, ``part 1 of 3:`` says that theirs holds three arrays
-of ours along the first dim of the result, ``n``.
+the layer, which is the first dim of our array; a second ``{}`` is the number of the
+expert, the next dim. The pattern, of einops, makes their array ours; dims have the
+names of `GPTConfig.sizes`. In front of it, ``part 1 of 3:`` says that their array holds
+three of our arrays along the first dim of the result, ``n``.
 """
 
 from nnx_parallel.models.gpt_config import GPTConfig
@@ -44,7 +44,8 @@ def names_of(config: GPTConfig) -> tuple[Entry, ...]:
 def ignored_names(config: GPTConfig) -> str:
     """A regex for arrays in files that a model does not need.
 
-    Masks and frequencies that older versions saved, and the head of a tied model.
+    These are masks and frequencies that older versions saved, and the head of a tied
+    model.
     """
     tied = [r"^lm_head\.weight$"] if config.tied else []
     return "|".join((r"\.attn\.(masked_)?bias$", r"rotary_emb\.inv_freq$", *tied))
@@ -89,7 +90,7 @@ def _of_llama(config: GPTConfig) -> tuple[Entry, ...]:
 
 
 def _of_experts(config: GPTConfig) -> list[Entry]:
-    """Of the MLPs of Mixtral and Qwen3-MoE."""
+    """The entries of the MLPs of Mixtral and Qwen3-MoE."""
     is_mixtral = config.nearest_type == "mixtral"
     path = "model.layers.{}." + ("block_sparse_moe" if is_mixtral else "mlp")
     mixtral = {"up": "w3", "gate": "w1", "down": "w2"}
@@ -108,7 +109,7 @@ def _of_gpt2(config: GPTConfig) -> tuple[Entry, ...]:
         ("embed.embedding", "transformer.wte.weight", _TABLE),
         ("positions.embedding", "transformer.wpe.weight", "seq embed -> seq embed"),
     ]
-    # One kernel for queries, keys and values; kernels are (in, out) as ours are.
+    # One kernel holds queries, keys and values; kernels are (in, out), like ours.
     for i, ours in enumerate(("query", "key", "value")):
         part, path = f"part {i} of 3: ", f"{theirs}attn.c_attn."
         shape = "embed (n heads head_dim) -> n embed heads head_dim"

@@ -1,8 +1,8 @@
 """Vision models in the files of transformers: their ``config.json``, and their names.
 
-Of ``ViTForImageClassification`` and ``ResNetForImageClassification``, both ways. Tables
-are those of `models.hf_names`; images of theirs are (batch, 3, height, width), and ours
-(batch, height, width, 3).
+The models are ``ViTForImageClassification`` and ``ResNetForImageClassification``, in
+both directions. Tables are written as in `models.hf_names`. Their images are (batch, 3,
+height, width), ours are (batch, height, width, 3).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from nnx_parallel.weights.files import check_counts
 
 Entry = tuple[str, str, str]
 
-# What changes the numbers of a model and has no counterpart here.
+# Settings that change the numbers of a model and have no counterpart here.
 _VIT = {"hidden_act": ("gelu", "gelu_pytorch_tanh", "gelu_new"), "qkv_bias": (True,)}
 _RESNET = {
     "hidden_act": ("relu",),
@@ -26,10 +26,10 @@ _BOTH = {"num_channels": (3,), "quantization_config": (None,)}
 
 
 def vit_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of the `ViTConfig` of a ``config.json``.
+    """Fields of the `ViTConfig` that matches a ``config.json``.
 
     Raises:
-        ValueError: If it is of another kind of model, or has no counterpart.
+        ValueError: If it belongs to another kind of model, or has no counterpart.
     """
     _check(config, "vit", _VIT, "A ViT")
     return {
@@ -47,7 +47,7 @@ def vit_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resnet_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of the `ResNetConfig` of a ``config.json``; raises as `vit_from_hf`."""
+    """Fields of the `ResNetConfig` of a ``config.json``; errors as in `vit_from_hf`."""
     _check(config, "resnet", _RESNET, "A ResNet")
     kind = config.get("layer_type", "bottleneck")
     width = config.get("embedding_size", 64)
@@ -110,7 +110,7 @@ def _side(config: Mapping[str, Any], key: str, default: int) -> int:
 
 
 def _num_classes(config: Mapping[str, Any]) -> int:
-    # Of a file with neither, transformers makes two.
+    # transformers assumes two labels if the file has neither.
     return len(config.get("id2label") or ()) or config.get("num_labels", 2)
 
 
@@ -123,7 +123,7 @@ def _labels(num_classes: int) -> dict[str, Any]:
 
 
 def vit_to_hf(config: Any) -> dict[str, Any]:
-    """The ``config.json`` of a `ViTConfig`; dropout, of training alone, is left out.
+    """The ``config.json`` of a `ViTConfig`, without dropout, which only training uses.
 
     Raises:
         ValueError: If no model of transformers has this shape.
@@ -151,7 +151,7 @@ def vit_to_hf(config: Any) -> dict[str, Any]:
 
 
 def resnet_to_hf(config: Any) -> dict[str, Any]:
-    """The ``config.json`` of a `ResNetConfig`; raises as `vit_to_hf`."""
+    """The ``config.json`` of a `ResNetConfig`; errors as in `vit_to_hf`."""
     name = getattr(config.activation, "__name__", "?")
     for field, found, only in (
         ("is_small", config.is_small, False),
@@ -254,7 +254,7 @@ def resnet_counters(config: Any) -> list[str]:
 
 
 def _pairs(config: Any) -> list[tuple[str, str, str]]:
-    """Our convolutions, the norms behind them, and their name for the pair."""
+    """Our convolution, the norm behind it, and the pair's name in files, for each."""
     names = ["up", "down"] if config.block == "basic" else ["reduce", "up", "down"]
     found = [("stem", "stem_norm", "resnet.embedder.embedder")]
     index = 0
@@ -262,7 +262,8 @@ def _pairs(config: Any) -> list[tuple[str, str, str]]:
         for layer in range(depth):
             theirs = f"resnet.encoder.stages.{stage}.layers.{layer}"
             places = {name: f"layer.{i}" for i, name in enumerate(names)}
-            # Shapes change in a stage's first block, but in the first of basic ones.
+            # Shapes change in the first block of a stage, except in the first stage of
+            # basic blocks.
             if layer == 0 and (stage > 0 or config.block == "bottleneck"):
                 places["project"] = "shortcut"
             for name, place in places.items():

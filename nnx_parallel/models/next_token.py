@@ -11,25 +11,25 @@ from nnx_parallel.models.gpt import GPT
 
 
 def next_token_loss(model: GPT, batch: jax.Array | Mapping[str, jax.Array]) -> Mean:
-    """Cross-entropy of each token given those before it.
+    """Cross-entropy of each token given the tokens before it.
 
-    Logits are computed for a chunk of tokens at a time, and never all of them held.
+    Logits are computed for a chunk of tokens at a time, and never exist all at once.
 
     Args:
         model: The model.
-        batch: int ``(batch, seq + 1)``, or a mapping with it as ``tokens`` and perhaps
-            ``weights`` of the same shape: 0 leaves a token out of the loss (not out of
-            sight). The first token is never predicted. Of packed documents the mapping
-            has ``segments``, int of the same shape, as `GPT` takes them: no token is
-            predicted from another document, and no padding.
+        batch: int ``(batch, seq + 1)``, or a mapping that holds this array as
+            ``tokens``. The first token is never predicted. The mapping may also have
+            ``weights`` of the same shape: 0 leaves a token out of the loss, but later
+            tokens still see it. For packed documents it has ``segments``, int of the
+            same shape, as `GPT` takes them: no token is predicted from another
+            document, and padding is not predicted.
 
     Returns:
-        The `Mean` in nats per token that is predicted, with the losses that balance
-        experts.
+        The `Mean` in nats per predicted token, with the losses that balance experts.
 
     Raises:
-        ValueError: If tokens are no (batch, seq + 1), or weights or segments differ in
-            shape.
+        ValueError: If tokens are not of shape (batch, seq + 1), or if weights or
+            segments have another shape than tokens.
 
     Example:
         >>> from flax import nnx

@@ -46,7 +46,7 @@ def rms_norm(config: GPTConfig, name: str, *, rngs: nnx.Rngs) -> Norm:
 
 def make_norm(config: GPTConfig, *, rngs: nnx.Rngs) -> Norm:
     """The norm of a model's residual stream."""
-    # All take their statistics and normalise in float32, whatever x and scale are.
+    # All compute statistics and normalise in float32, whatever dtype x and scale have.
     if config.norm == "rms":
         return rms_norm(config, "embed", rngs=rngs)
     return nnx.LayerNorm(

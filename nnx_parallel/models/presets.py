@@ -1,7 +1,7 @@
 """Arguments of `GPTConfig` for published models, by name.
 
-Sizes are those of each model's ``config.json`` on the Hugging Face hub; a test compares
-the number of parameters with the published one.
+Sizes come from each model's ``config.json`` on the Hugging Face hub; a test compares
+the number of parameters with the published number.
 """
 
 from dataclasses import replace
@@ -86,7 +86,7 @@ _MIXTRAL = LLAMA | {
 _QWEN_3_EXPERTS = _QWEN_3 | {
     "experts": _8_OF_128,
 }
-# With key heads in place of its latent attention.
+# It has key heads instead of DeepSeek's latent attention.
 _DEEPSEEK_V3 = LLAMA | {
     "vocab_size": 129_280,
     "seq_len": 4096,
@@ -111,7 +111,7 @@ _SHAPE = ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "mlp_dim")
 
 
 def _sized(base: dict[str, Any], shape: str, **more: Any) -> dict[str, Any]:
-    """A family's parts with sizes, in the order of `_SHAPE`."""
+    """A family's parts with the sizes in ``shape``, in the order of `_SHAPE`."""
     return base | dict(zip(_SHAPE, map(int, shape.split()), strict=False)) | more
 
 

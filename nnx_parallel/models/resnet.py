@@ -1,9 +1,9 @@
 """Residual networks for images: ResNet-18 and ResNet-50, with batch normalisation.
 
-Written for one device. A block's last two convolutions are named like an MLP, by
-output channels and then by input channels, so that `TensorParallel` splits them as a
-pair; other strategies need no names. The statistics of a `BatchNorm` are those of all
-rows of a (micro)batch, on however many devices these lie.
+The model is written for one device. A block's last two convolutions are named like an
+MLP, by output channels and then by input channels, so that `TensorParallel` splits them
+as a pair; other strategies need no names. A `BatchNorm` takes its statistics over all
+rows of a (micro)batch, on any number of devices.
 
 References:
     [1] He et al., "Deep Residual Learning for Image Recognition", 2015, section 3.3,
@@ -42,14 +42,14 @@ class ResNetConfig:
     """Shape of a `ResNet`.
 
     Attributes:
-        stage_sizes: Blocks in each stage; a stage halves height and width and doubles
-            the channels of the one before.
+        stage_sizes: Blocks in each stage; a stage halves the height and width and
+            doubles the channels of the stage before it.
         block: Two 3x3 convolutions; or 1x1, 3x3, and 1x1 to four times the channels.
         num_classes: Number of labels.
         width: Channels of the first stage.
-        is_small: A 3x3 convolution in front, for images of about 32 pixels, instead of
-            7x7 with stride 2 and a pool.
-        activation: Between convolutions.
+        is_small: True for a 3x3 convolution in front, for images of about 32 pixels,
+            instead of a 7x7 convolution with stride 2 and a pool.
+        activation: Function between convolutions.
 
     Raises:
         ValueError: If a value is out of range.
@@ -120,7 +120,7 @@ def _conv(
         (size, size),
         strides=stride,
         padding=size // 2,  # on both sides, as published weights were trained
-        use_bias=False,  # the norm behind it would take it out again
+        use_bias=False,  # the norm behind it would subtract it again
         kernel_init=named(init, None, None, *names),
         rngs=rngs,
     )
@@ -147,7 +147,7 @@ def _norm(
 class Block(nnx.Module):
     """Convolutions added to their input, which is projected where shapes differ.
 
-    Its last branch starts at 0, so that a block starts as the identity [2].
+    The last norm's scale starts at 0, so that a block starts as the identity [2].
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class Block(nnx.Module):
         self.activation = config.activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """(batch, height, width, channels) to the same, or halved and widened."""
+        """(batch, height, width, channels) to the same shape, or halved and widened."""
         branch = x
         if self.reduce is not None and self.reduce_norm is not None:
             branch = self.activation(self.reduce_norm(self.reduce(x)))
@@ -199,7 +199,7 @@ class ResNet(nnx.Module):
     Train it with `classification_loss`.
 
     Args:
-        config: Its shape.
+        config: Shape of the model.
         rngs: Keys of the parameters.
 
     Example:
@@ -231,7 +231,7 @@ class ResNet(nnx.Module):
         """(batch, height, width, 3) to logits (batch, classes)."""
         x = self.config.activation(self.stem_norm(self.stem(images)))
         if not self.config.is_small:
-            padding: Any = ((1, 1), (1, 1))  # as PyTorch's; "SAME" pads one end alone
+            padding: Any = ((1, 1), (1, 1))  # as in PyTorch; "SAME" pads only one end
             x = nnx.max_pool(x, (3, 3), strides=(2, 2), padding=padding)
         x = constrain(x, "batch", None, None, None)
         for block in self.blocks:
@@ -244,21 +244,21 @@ class ResNet(nnx.Module):
     ) -> Pretrained:
         """A model with the weights of a ``ResNetForImageClassification``.
 
-        Those of transformers, such as ``microsoft/resnet-50``, with the statistics of
-        its norms. Its images have the mean and deviation that
-        ``preprocessor_config.json`` says.
+        This is a model of transformers, such as ``microsoft/resnet-50``; the statistics
+        of its norms are read too. Images must have the mean and deviation given in
+        ``preprocessor_config.json``.
 
         Args:
-            path: As in `GPT.from_pretrained`.
-            dtype: As in `Pretrained`.
+            path: Folder or repository, as in `GPT.from_pretrained`.
+            dtype: Dtype of the parameters; see `Pretrained`.
             overrides: Fields of the `ResNetConfig` to set. With another
                 ``num_classes`` the head is a new one.
 
         Returns:
-            What ``Trainer(model=...)`` takes: each device reads its shards.
+            An argument for ``Trainer(model=...)``: each device reads its shards.
 
         Raises:
-            ValueError: If the config is that of another kind of model.
+            ValueError: If the config belongs to another kind of model.
             WeightsError: If files are damaged, or config and files disagree.
         """
         folder = find_folder(path)
@@ -274,13 +274,13 @@ class ResNet(nnx.Module):
         )
 
     def names_in_files(self) -> tuple[tuple[str, str, str], ...]:
-        """The table of names of its parameters in files of transformers."""
+        """The table of the parameters' names in files of transformers."""
         return resnet_names(self.config)
 
     def config_in_files(self) -> dict[str, Any]:
-        """Its ``config.json``, as transformers reads it."""
+        """The model's ``config.json``, as transformers reads it."""
         return resnet_to_hf(self.config)
 
     def constants_in_files(self) -> dict[str, np.ndarray]:
-        """The norms' counters of steps, which nothing here counts: zeros."""
+        """The norms' counters of steps: zeros, since a `ResNet` does not count them."""
         return {name: np.zeros((), np.int64) for name in resnet_counters(self.config)}

@@ -21,16 +21,19 @@ import jax.numpy as jnp
 class RopeScaling:
     """Slower rotation, for sequences longer than a model was first trained on.
 
-    Without ``original_len`` all frequencies are divided by ``factor`` [2]. With it,
-    only those are whose wavelength exceeds ``original_len / low_frequency`` tokens;
-    those shorter than ``original_len / high_frequency`` stay, and between the two the
-    divisor changes smoothly, as in Llama 3.1 [3].
+    Without ``original_len`` all frequencies are divided by ``factor`` [2]. With it, a
+    frequency is divided by ``factor`` if its wavelength exceeds
+    ``original_len / low_frequency`` tokens, and is not changed if its wavelength is
+    shorter than ``original_len / high_frequency``. Between the two the divisor changes
+    smoothly, as in Llama 3.1 [3].
 
     Attributes:
-        factor: What slow frequencies are divided by.
+        factor: Divisor of slow frequencies.
         original_len: Tokens of the sequences of the first training.
-        low_frequency: Turns in ``original_len`` tokens, below which all is divided.
-        high_frequency: Turns above which nothing is.
+        low_frequency: Turns in ``original_len`` tokens; slower frequencies are divided
+            by ``factor``.
+        high_frequency: Turns in ``original_len`` tokens; faster frequencies are not
+            divided.
 
     Raises:
         ValueError: If a value is out of range.
@@ -63,7 +66,7 @@ def frequencies(
     Args:
         head_dim: Width of a head; even.
         theta: Base of the wavelengths [1].
-        scaling: How they are stretched; ``None``: not.
+        scaling: Stretching of the wavelengths; ``None``: they are not stretched.
     """
     half = head_dim // 2
     plain = theta ** (-jnp.arange(half) / half)
@@ -78,7 +81,7 @@ def frequencies(
 
 
 def rotate(x: jax.Array, positions: jax.Array, frequencies: jax.Array) -> jax.Array:
-    """Turns queries or keys, so that scores depend on distances only [1].
+    """Rotates queries or keys, so that scores depend only on distances [1].
 
     Feature i and feature i + head_dim / 2 are a point in the plane, which turns by
     ``position * frequencies[i]``, in float32.
@@ -89,7 +92,7 @@ def rotate(x: jax.Array, positions: jax.Array, frequencies: jax.Array) -> jax.Ar
         frequencies: ``(head_dim / 2,)``, from `frequencies`.
     """
     of_all = (None,) * positions.ndim
-    angles = positions[..., None] * frequencies[of_all]  # (seq, half), or of a batch
+    angles = positions[..., None] * frequencies[of_all]  # (seq, half) or (batch, ...)
     dims = (0, 2) if positions.ndim == 1 else (2,)
     cos = jnp.expand_dims(jnp.cos(angles), dims)  # (1 or batch, seq, 1, half)
     sin = jnp.expand_dims(jnp.sin(angles), dims)

@@ -1,7 +1,8 @@
 """A vision transformer: an image is a sequence of patches.
 
-Written for one device. Dims have the names of `models.gpt`, so that the same strategies
-place them: `TensorParallel` splits heads and hidden units, `Pipeline` the layers.
+The model is written for one device. Dims have the same names as in `models.gpt`, so
+that the same strategies place them: `TensorParallel` splits heads and hidden units,
+`Pipeline` the layers.
 
 References:
     [1] Dosovitskiy et al., "An Image is Worth 16x16 Words", 2020, section 3.1,
@@ -44,10 +45,10 @@ class ViTConfig:
         num_heads: Heads of attention; they divide the width.
         mlp_dim: Width inside an MLP; ``None``: ``4 * embed_dim``.
         dropout: Probability of dropping an output of attention and MLP.
-        pool: What the head gets: the mean of the patches' outputs, or the output of a
-            learned class token in front of them [1], as published weights have it.
+        pool: Input of the head: the mean of the patches' outputs, or the output of a
+            learned class token in front of the patches [1], as in published weights.
         norm_epsilon: Added to variances.
-        exact_gelu: Without the approximation by ``tanh``.
+        exact_gelu: True to compute GELU without the approximation by ``tanh``.
 
     Raises:
         ValueError: If a value is out of range, or sizes do not divide.
@@ -215,7 +216,7 @@ class ViT(nnx.Module):
     """A vision transformer: images to logits. Train with `classification_loss`.
 
     Args:
-        config: Its shape.
+        config: Shape of the model.
         rngs: Keys of parameters and dropout.
 
     Example:
@@ -246,7 +247,7 @@ class ViT(nnx.Module):
             lambda rngs: Block(config, rngs=rngs), config.num_layers, rngs=rngs
         )
         self.norm = _norm(config, rngs=rngs)
-        # Classes have no name: their number is given by the data and seldom divides.
+        # Classes have no name: the data gives their number, and few meshes divide it.
         self.head = nnx.Linear(
             config.embed_dim,
             config.num_classes,
@@ -286,19 +287,19 @@ class ViT(nnx.Module):
     ) -> Pretrained:
         """A model with the weights of a ``ViTForImageClassification`` of transformers.
 
-        Its images have the mean and deviation that ``preprocessor_config.json`` says.
+        Images must have the mean and deviation given in ``preprocessor_config.json``.
 
         Args:
-            path: As in `GPT.from_pretrained`.
-            dtype: As in `Pretrained`.
+            path: Folder or repository, as in `GPT.from_pretrained`.
+            dtype: Dtype of the parameters; see `Pretrained`.
             overrides: Fields of the `ViTConfig` to set. With another ``num_classes``
                 the head is a new one.
 
         Returns:
-            What ``Trainer(model=...)`` takes: each device reads its shards.
+            An argument for ``Trainer(model=...)``: each device reads its shards.
 
         Raises:
-            ValueError: If the config is that of another kind of model.
+            ValueError: If the config belongs to another kind of model.
             WeightsError: If files are damaged, or config and files disagree.
         """
         folder = find_folder(path)
@@ -314,9 +315,9 @@ class ViT(nnx.Module):
         )
 
     def names_in_files(self) -> tuple[tuple[str, str, str], ...]:
-        """The table of names of its parameters in files of transformers."""
+        """The table of the parameters' names in files of transformers."""
         return vit_names(self.config)
 
     def config_in_files(self) -> dict[str, Any]:
-        """Its ``config.json``, as transformers reads it."""
+        """The model's ``config.json``, as transformers reads it."""
         return vit_to_hf(self.config)

@@ -1,4 +1,4 @@
-"""Weights of others: folders of safetensors, read onto a mesh and written from it."""
+"""Weights of other libraries: folders of safetensors, read onto a mesh and written."""
 
 from nnx_parallel.weights.adapters import load_adapters as load_adapters
 from nnx_parallel.weights.adapters import save_adapters as save_adapters

@@ -1,4 +1,4 @@
-"""Adapters of `layers.lora` in the format of PEFT, both ways."""
+"""Reads and writes adapters of `layers.lora` in the format of PEFT."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from nnx_parallel.weights.files import Described, find_folder, open_tensors, rea
 from nnx_parallel.weights.names import Entry, Rule
 from nnx_parallel.weights.pretrained import Pretrained
 
-# What changes the numbers of an adapter and has no counterpart here.
+# Settings that change the numbers of an adapter and have no counterpart here.
 _NEUTRAL = {
     "peft_type": "LORA",
     "bias": "none",
@@ -48,7 +48,7 @@ class _ReadAdapters(Pretrained):
     kinds = (nnx.LoRAParam,)
 
     def read_arrays(self, arrays: Mapping[tuple, jax.ShapeDtypeStruct]) -> dict:
-        """Reads what the base has in files, and the factors."""
+        """Reads the base's arrays that come from files, and the factors."""
         base: Any = self.build
         return base.read_arrays(arrays) | super().read_arrays(arrays)
 
@@ -58,20 +58,22 @@ def load_adapters(
 ) -> Pretrained:
     """A model with the adapters of a folder, as PEFT writes it.
 
-    Each device reads its shards of them, as of the base. To train them on, give the
-    Trainer ``wrt=nnx.LoRAParam``; `layers.merge_lora` adds them to the kernels.
+    Each device reads its shards of the base and of the adapters. To go on training the
+    adapters, give the Trainer ``wrt=nnx.LoRAParam``; `layers.merge_lora` adds them to
+    the kernels.
 
     Args:
         model: The base, a function as a Trainer takes it, such as
             ``GPT.from_pretrained(folder)``.
         path: The folder, with ``adapter_config.json`` and
             ``adapter_model.safetensors``; or the name of a repository.
-        names: The table of the model without adapters; ``None``: that of the base,
-            which then comes from files.
+        names: The table of the model without adapters; ``None``: the base's table; the
+            base must then come from files.
 
     Raises:
-        WeightsError: If the folder's settings have no counterpart, if it adapts what
-            the table does not name or a part of a fused kernel, or shapes do not fit.
+        WeightsError: If the folder's settings have no counterpart, if it adapts an
+            array that the table does not name or a part of a fused kernel, or if shapes
+            do not fit.
     """
     folder = find_folder(path)
     config = read_config(folder, "adapter_config.json")
@@ -96,7 +98,7 @@ def load_adapters(
             entries += [(r.ours, r.theirs, f"{r.left} -> {r.right}") for r in factors]
             layers.append(re.escape(kernel.ours.removesuffix(".kernel")))
     rank, alpha = config.get("r", 8), config.get("lora_alpha", 8)
-    if config.get("use_rslora"):  # whose factor is alpha / sqrt(rank)
+    if config.get("use_rslora"):  # its factor is alpha / sqrt(rank)
         alpha *= math.sqrt(rank)
     if not layers:
         raise WeightsError(
@@ -117,21 +119,21 @@ def save_adapters(
     names: Sequence[Entry] | None = None,
     dtype: Any = None,
 ) -> None:
-    """Writes the adapters of `layers.lora` alone, in the format of PEFT.
+    """Writes only the adapters of `layers.lora`, in the format of PEFT.
 
-    ``PeftModel.from_pretrained(base_model, directory)`` reads them. With several
-    processes all of them call this, and process 0 writes.
+    ``PeftModel.from_pretrained(base_model, directory)`` reads them. In a run of several
+    processes all call this function, and process 0 writes.
 
     Args:
         directory: The folder, which must not exist, or be empty.
         model: The model, such as ``trainer.model``.
         base: Folder or name of the model that they adapt, noted in the folder.
-        names: The table of the model without adapters; ``None``: the model's own.
-        dtype: What the factors are cast to; ``None``: kept.
+        names: The table of the model without adapters; ``None``: the model's table.
+        dtype: Dtype that the factors are cast to; ``None``: no cast.
 
     Raises:
-        WeightsError: If the folder has files; if the model has no adapters, or one on
-            a part of a fused kernel, or of different ranks or strengths.
+        WeightsError: If the folder has files; if the model has no adapters, has one on
+            a part of a fused kernel, or has adapters of different ranks or strengths.
     """
     params = nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))
     arrays = {dotted(path): leaf.get_value() for path, leaf in params}
@@ -178,18 +180,18 @@ def save_adapters(
 
 
 def _task_of(model: nnx.Module) -> str | None:
-    """PEFT's name of what the model does: it has one for texts, and none for images."""
+    """PEFT's name of the model's task: PEFT has one for texts, but not for images."""
     config_of = getattr(model, "config_in_files", dict)
     try:
         classes = config_of().get("architectures", ())
-    except ValueError:  # a shape that transformers has no class for
+    except ValueError:  # transformers has no class for this shape
         return None
     ends = ("ForCausalLM", "LMHeadModel")
     return "CAUSAL_LM" if any(name.endswith(ends) for name in classes) else None
 
 
 def _factors(kernel: Rule) -> list[Rule]:
-    """The rules of a kernel's factors: theirs are (rank, in) and (out, rank)."""
+    """The rules of a kernel's factors; PEFT's are (rank, in) and (out, rank)."""
     if kernel.num_parts or kernel.given:
         raise WeightsError(
             f"`{kernel.ours}` is a part of {kernel.theirs!r}, a fused kernel, which "
@@ -197,7 +199,7 @@ def _factors(kernel: Rule) -> list[Rule]:
         )
     groups = re.findall(r"\([^)]*\)|\w+", kernel.left)
     dims = kernel.right.split()
-    # Ours has the in dims first.
+    # Our kernel has the input dims first.
     ins, outs = sorted(groups, key=lambda g: dims.index(re.findall(r"\w+", g)[0]))
     path = kernel.ours.removesuffix("kernel")
     patterns = {

@@ -42,32 +42,32 @@ _COPIED = (
     "LICENSE*",
 )
 _KEPT = ("bos_token_id", "eos_token_id", "pad_token_id")
-_LABELS = ("id2label", "label2id")  # kept while the model has as many
+_LABELS = ("id2label", "label2id")  # kept if the model has the same number of labels
 
 
 Make = Callable[[], np.ndarray]
-"""Brings an array together; all processes call it."""
+"""A function that gathers an array on the host; all processes call it."""
 
 
 @runtime_checkable
 class HasNames(Protocol):
-    """A model that knows its names and its config in files of others."""
+    """A model that knows its names and its config in files of other libraries."""
 
     def names_in_files(self) -> Sequence[Entry]:
-        """The table of names of its parameters."""
+        """The table of the parameters' names."""
         ...
 
     def config_in_files(self) -> dict[str, Any]:
-        """Its ``config.json``."""
+        """The content of ``config.json``."""
         ...
 
 
 @runtime_checkable
 class HasConstants(Protocol):
-    """A model whose files have arrays that it lacks."""
+    """A model whose files have arrays that the model lacks."""
 
     def constants_in_files(self) -> Mapping[str, np.ndarray]:
-        """These arrays by their names."""
+        """These arrays, by name."""
         ...
 
 
@@ -83,19 +83,19 @@ def save_pretrained(
 ) -> None:
     """Writes a folder that transformers and `Pretrained` read.
 
-    The folder appears whole or not at all. With several processes all of them call
-    this, and process 0 writes. An array at a time is whole on the host.
+    The folder appears whole or not at all. In a run of several processes all call this
+    function, and process 0 writes. The host holds one whole array at a time.
 
     Args:
         directory: The folder, which must not exist, or be empty.
         model: The model, such as ``trainer.model``.
-        names: The table; ``None``: the model's own, as a `GPT` has one.
-        config: What ``config.json`` has; ``None``: the model's own.
-        dtype: What floating-point arrays are cast to; ``None``: kept.
+        names: The table; ``None``: the model's table, which for example a `GPT` has.
+        config: Content of ``config.json``; ``None``: the model's config.
+        dtype: Dtype that floating-point arrays are cast to; ``None``: no cast.
         source: The folder that the model came from: its tokenizer and generation
             settings are copied.
-        max_file_bytes: Arrays of a file, unless a single one is larger; several files
-            get an index.
+        max_file_bytes: Largest size of a file's arrays, unless a single array is
+            larger; several files get an index.
 
     Raises:
         WeightsError: If the folder has files, or the table does not fit the model.
@@ -127,7 +127,7 @@ def save_pretrained(
 
 
 def table_of(model: nnx.Module, names: Sequence[Entry] | None) -> Sequence[Entry]:
-    """The table of names that is given, or the model's own."""
+    """The given table of names, or the model's."""
     own = cast(Any, model)
     if names is not None:
         return names
@@ -147,15 +147,15 @@ def save_arrays(
     max_file_bytes: int = 5 * 10**9,
     stem: str = "model",
 ) -> None:
-    """Writes a folder, which appears whole or not at all; process 0 does.
+    """Writes a folder, on process 0; the folder appears whole or not at all.
 
     Args:
         directory: The folder.
         described: Name, shape and dtype of each array, in their order.
-        makes: A function by name that brings the array together.
+        makes: For each name, a function that gathers the array.
         write_texts: Writes the folder's other files.
-        max_file_bytes: As in `save_pretrained`.
-        stem: What the files of arrays are called.
+        max_file_bytes: Largest size of a file's arrays; see `save_pretrained`.
+        stem: Start of the names of the files of arrays.
     """
     target = Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -164,7 +164,7 @@ def save_arrays(
             "Pass another directory."
         )
     if jax.process_count() > 1:
-        # All have seen that it is empty before one of them writes.
+        # All processes have seen an empty directory before one of them writes.
         meet(f"saving weights ({stem})")
     files = _files(described, max_file_bytes, stem)
     writes = jax.process_index() == 0
@@ -177,7 +177,7 @@ def save_arrays(
         if writes:
             with (temporary / file).open("wb") as out:
                 write_tensors(out, contents, tensors)
-        else:  # takes part in bringing shards together
+        else:  # it takes part in gathering the shards
             for _ in tensors:
                 pass
     if writes:
@@ -193,14 +193,14 @@ def save_arrays(
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes an object as people read it."""
+    """Writes an object as JSON that people can read."""
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def describe_arrays(
     rules: Mapping[str, Rule], arrays: Mapping[str, jax.Array], dtype: Any
 ) -> tuple[list[Described], dict[str, Make]]:
-    """The arrays to write, in order, and a function that brings each together."""
+    """The arrays to write, in order, and a function that gathers each of them."""
     described: list[Described] = []
     makes: dict[str, Make] = {}
     for group in groups_of(rules.values()):
@@ -234,7 +234,7 @@ def _maker(
 def _files(
     described: list[Described], max_bytes: int, stem: str
 ) -> dict[str, list[Described]]:
-    """The arrays of each file, by its name: as many as fit."""
+    """The arrays of each file, by file name: a file holds as many as fit."""
     files: list[list[Described]] = [[]]
     size = 0
     for each in described:
@@ -271,6 +271,6 @@ def _write_texts(
         for name in _LABELS:
             if len(given.get(name) or ()) == len(config.get(name, ())):
                 kept |= {name: given[name]} if name in given else {}
-        # The second name is that of transformers 4.
+        # transformers 4 reads the second name.
         content = {**config, **kept, "dtype": widest.name, "torch_dtype": widest.name}
         write_json(folder / "config.json", content)

@@ -1,10 +1,10 @@
-"""Files of safetensors: headers are checked, arrays are views that nothing has read.
+"""Files of safetensors: headers are checked, and arrays are views, not yet read.
 
 A file is the length of its header (8 bytes, little endian), the header (JSON, at most
 100 MB: names to dtype, shape and offsets), and the arrays, with no bytes between.
 https://github.com/huggingface/safetensors#format. The package of this name reads into
-arrays of a framework; to NumPy it gives no slice of bfloat16 (0.8: "data type
-'bfloat16' not understood"), which is what most models are.
+arrays of a framework. For NumPy it cannot slice bfloat16 (0.8: "data type 'bfloat16'
+not understood"), the dtype of most models.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DTYPES: dict[str, np.dtype] = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
-"""Those of which JAX has arrays, by the name in a header."""
+"""Dtypes that JAX has too, by the name in a header."""
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
@@ -48,10 +48,10 @@ class Tensor:
     """An array in a file.
 
     Attributes:
-        file: Which.
-        dtype: Of its elements.
-        shape: Its shape, in C order.
-        start: Its first byte in the file.
+        file: Path of the file.
+        dtype: Dtype of the elements.
+        shape: Shape, in C order.
+        start: Position of the first byte in the file.
     """
 
     file: Path
@@ -60,7 +60,7 @@ class Tensor:
     start: int
 
     def view(self) -> np.ndarray:
-        """The array, read-only: a page of it is read when it is looked at."""
+        """The array, read-only: a page is read from disk when it is first used."""
         if not math.prod(self.shape):
             return np.zeros(self.shape, self.dtype)
         return np.memmap(self.file, self.dtype, "r", self.start, self.shape)
@@ -69,12 +69,14 @@ class Tensor:
 def open_tensors(path: Path) -> dict[str, Tensor]:
     """The arrays of a file, or of a folder, by name.
 
-    Those of a folder are in ``model.safetensors``, beside which transformers too reads
-    no other file; else in the files of its index; else in all its files.
+    In a folder ``model.safetensors`` is read, and no other file beside it, as in
+    transformers. If it is missing, the files of the folder's index are read; without an
+    index, all files of the folder.
 
     Raises:
-        WeightsError: If a file is none of safetensors, is damaged or cut short, if the
-            index of a folder names files outside of it, or disagrees with them.
+        WeightsError: If a file is not in the format of safetensors, is damaged or cut
+            short, or if the index of a folder names files outside of it or disagrees
+            with the files.
     """
     if not path.is_dir():
         return _read_header(path)
@@ -102,11 +104,11 @@ def open_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def find_folder(path: str | Path) -> Path:
-    """The folder at a path, or that of a repository's name on the Hugging Face hub.
+    """The folder at a path, or the folder of a repository of the Hugging Face hub.
 
     Raises:
-        WeightsError: If there is no such folder, and it is no name of a repository, or
-            `huggingface_hub` is not installed.
+        WeightsError: If the folder does not exist, and the path is not the name of a
+            repository or `huggingface_hub` is not installed.
     """
     if Path(path).exists() or str(path).count("/") != 1:
         return Path(path)
@@ -125,7 +127,7 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     """The content of a folder's ``config.json``, or another such file.
 
     Raises:
-        WeightsError: If it is missing, or is not a JSON object in a regular file.
+        WeightsError: If the file is missing, or is not a JSON object in a regular file.
     """
     path = folder / name
     try:
@@ -144,11 +146,11 @@ _COUNTS = {
     "max_position_embeddings n_positions moe_intermediate_size sliding_window "
     "embedding_size num_labels",
 }
-"""The largest count of a ``config.json`` that is read, and its settings."""
+"""The largest value that is read from a ``config.json``, and the settings it bounds."""
 
 
 def check_counts(config: Mapping[str, Any]) -> None:
-    """Checks the counts and sizes of a ``config.json``, before anything loops over one.
+    """Checks the counts and sizes of a ``config.json``, before a loop relies on one.
 
     Raises:
         ValueError: If one is not a whole number, or is larger than any model's.
@@ -214,7 +216,7 @@ def _read_header(path: Path) -> dict[str, Tensor]:
 
 
 def _is_pickle(start: bytes) -> bool:
-    """True for a pickle, or the zip archive around one that PyTorch writes."""
+    """True for a pickle, or for the zip archive that PyTorch writes around one."""
     return start[:2] == b"PK" or start[:1] == b"\x80"
 
 
@@ -270,11 +272,11 @@ def _check_places(
 
 
 Described = tuple[str, tuple[int, ...], np.dtype]
-"""Name, shape and dtype of an array that is to be written."""
+"""Name, shape and dtype of an array to write."""
 
 
 def num_bytes(described: Described) -> int:
-    """Bytes of its data."""
+    """Bytes of an array's data."""
     _, shape, dtype = described
     return math.prod(shape) * dtype.itemsize
 
@@ -302,7 +304,7 @@ def code_of(dtype: np.dtype) -> str:
     """The name of a dtype in a header.
 
     Raises:
-        WeightsError: If safetensors has none for it.
+        WeightsError: If safetensors does not have this dtype.
     """
     if dtype not in _CODES:
         raise WeightsError(

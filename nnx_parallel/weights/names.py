@@ -1,15 +1,16 @@
-"""Tables of names: which array of a model is which array of a file, in both directions.
+"""Tables of names: they map arrays of a model to arrays of files, in both directions.
 
 An entry is ``(our path, their name, pattern)``, such as
 ``("blocks.layer.mlp.up.kernel", "layers.{}.up.weight", "mlp embed -> embed mlp")``.
 
 - ``{}`` in their name is the number of a layer, the first dim of our array; a second
-  one that of an expert, the next dim.
-- The pattern, of einops, makes their array ours; it names every dim of ours.
+  ``{}`` is the number of an expert, the next dim.
+- The pattern, of einops, makes their array ours; it names every dim of our array.
 - ``part 1 of 3: `` in front of it says that their array holds three of ours, along the
   first dim of the pattern's result.
-- A dim of ours that is several of theirs, ``embed c p q -> (p q c) embed``, needs their
-  sizes behind it: ``, p=16 q=16 c=3``. A ``1`` is a dim of theirs that ours lacks.
+- If one of our dims joins several of theirs, ``embed c p q -> (p q c) embed``, their
+  sizes follow the pattern: ``, p=16 q=16 c=3``. A ``1`` is a dim of their array that
+  our array lacks.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from nnx_parallel.weights.files import Tensor
 Entry = tuple[str, str, str]
 
 WEIGHTS = (nnx.Param, nnx.BatchStat)
-"""Variables that files have: what is trained, and the statistics of norms."""
+"""Variables that files have: trained parameters, and the statistics of norms."""
 
 _PART = re.compile(r"(?:part (\d+) of (\d+): *)?(.+?) *-> *([^,]+)(?:, *(.+))?")
 _GROUP = re.compile(r"\([^)]*\)|\w+")
@@ -38,16 +39,17 @@ _GROUP = re.compile(r"\([^)]*\)|\w+")
 
 @dataclass(frozen=True)
 class Rule:
-    """An entry, read.
+    """A parsed entry.
 
     Attributes:
         ours: Dotted path of our array.
-        theirs: Name of theirs, perhaps with ``{}``.
-        left: Dims of theirs, in the notation of einops.
-        right: Dims of ours, without the one of layers, and with that of parts.
-        part: Which part of theirs ours is.
-        num_parts: How many theirs holds; 0: it is ours alone.
-        given: Sizes of the dims of theirs that are one of ours.
+        theirs: Name of their array, perhaps with ``{}``.
+        left: Dims of their array, in the notation of einops.
+        right: Dims of our array, without the dims of layers and experts, but with the
+            dim of parts if there is one.
+        part: Number of the part of their array that is our array.
+        num_parts: Number of parts that their array holds; 0: it holds only our array.
+        given: Sizes of their dims that are joined in one of our dims.
     """
 
     ours: str
@@ -60,10 +62,10 @@ class Rule:
 
     @classmethod
     def of(cls, entry: Entry) -> Rule:
-        """Reads an entry.
+        """Parses an entry.
 
         Raises:
-            WeightsError: If it is not written as above.
+            WeightsError: If it is not written as the module's docstring says.
         """
         match entry:
             case (str(ours), str(theirs), str(pattern)):
@@ -85,16 +87,16 @@ class Rule:
 
     @property
     def num_stacked(self) -> int:
-        """How many dims of ours are numbers in their names: layers, experts."""
+        """Number of our dims that are numbers in their names: layers, experts."""
         return self.theirs.count("{}")
 
     def names(self, shape: Sequence[int]) -> dict[tuple[int, ...], str]:
-        """Their names for our array of this shape, by index in its first dims."""
+        """Their names for our array of this shape, by index in its stacked dims."""
         indices = np.ndindex(*shape[: self.num_stacked])
         return {index: self.theirs.format(*index) for index in indices}
 
     def sizes(self, shape: Sequence[int]) -> dict[str, int]:
-        """The size of each dim that the pattern names, by our array's shape.
+        """The size of each dim that the pattern names, from our array's shape.
 
         Raises:
             WeightsError: If the pattern has other dims.
@@ -118,12 +120,12 @@ class Rule:
         return single | given
 
     def to_ours(self, theirs: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
-        """Their array as ours is, of one index: a view, unless it joins dims."""
+        """Our array at one index, from theirs; a view unless the pattern joins dims."""
         view = rearrange(theirs, f"{self.left} -> {self.right}", **sizes)
         return view[self.part] if self.num_parts else view
 
     def to_theirs(self, ours: list[np.ndarray], sizes: Mapping[str, int]) -> np.ndarray:
-        """Their array from all of ours that it holds, of one index."""
+        """Their array at one index, from all of our arrays that it holds."""
         whole = np.stack(ours) if self.num_parts else ours[0]
         return rearrange(whole, f"{self.right} -> {self.left}", **sizes)
 
@@ -143,8 +145,8 @@ def rules_of(entries: Sequence[Entry], shapes: Mapping[str, Any]) -> dict[str, R
     """The rule of each array of a model, by its path.
 
     Raises:
-        WeightsError: If an array has no entry, or an entry no array; if a pattern does
-            not fit the array.
+        WeightsError: If an array has no entry, or an entry has no array; if a pattern
+            does not fit the array.
     """
     read = [Rule.of(entry) for entry in entries]
     rules = {rule.ours: rule for rule in read}
@@ -180,10 +182,11 @@ def rules_of(entries: Sequence[Entry], shapes: Mapping[str, Any]) -> dict[str, R
 def check_numbers(
     rules: Mapping[str, Rule], shapes: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Checks that the files have as many arrays as the layers and experts of a model.
+    """Checks that the files have an array for each layer and expert of a model.
 
     Raises:
-        WeightsError: If not: before names are made for each, whatever their number.
+        WeightsError: If they have fewer. It is raised before a name is made for each,
+            since a config may ask for any number of layers.
     """
     for path, rule in rules.items():
         count = math.prod(shapes[path][: rule.num_stacked])
@@ -201,7 +204,7 @@ def check_tensors(
     tensors: Mapping[str, Tensor],
     ignored: str | None,
 ) -> None:
-    """Checks names and shapes in the files against those of the model.
+    """Checks names and shapes in the files against the model's.
 
     Raises:
         WeightsError: If an array is missing, has another shape, or is not used and does
@@ -235,7 +238,7 @@ def check_tensors(
 
 
 def groups_of(rules: Iterable[Rule]) -> Iterator[list[Rule]]:
-    """Rules by the array of theirs that they share, parts in their order."""
+    """Rules grouped by the array in files that they share, in the order of parts."""
     groups: dict[str, list[Rule]] = {}
     for rule in rules:
         groups.setdefault(rule.theirs, []).append(rule)
