@@ -198,10 +198,12 @@ HELP = {
         "[A loss that is not finite](pitfalls.md#a-loss-that-is-not-finite)",
     ),
     "DataError": Help(
-        "A batch holds strings, objects or integers beyond 32 bits; or the data is no "
-        "iterable.",
-        "Convert to NumPy arrays of numbers before the Trainer sees them.",
-        "[64-bit numbers](pitfalls.md#64-bit-numbers)",
+        "A batch holds strings, objects or integers beyond 32 bits; or the data is not "
+        "an iterable; or a run cannot go on in it, because its order is another.",
+        "Convert to NumPy arrays of numbers before the Trainer sees them; give a "
+        "shuffle a seed.",
+        "[64-bit numbers](pitfalls.md#64-bit-numbers), "
+        "[the next batch](data.md#the-next-batch)",
     ),
     "BatchShapeError": Help(
         "The rows of a batch do not divide among devices and microbatches; or a later "

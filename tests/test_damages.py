@@ -338,10 +338,14 @@ def test_a_name_does_not_leave_the_directory(saved: Path, tmp_path: Path) -> Non
         {"states": {"0": 1}},
         {"first_step": [1]},
         {"num_steps": "8"},
+        {"pass_rows": None},
+        {"marks": [[1, 2, 3]]},
     ],
 )
 def test_a_position_that_is_none(position: dict) -> None:
-    message = "It must hold first_step and num_steps, integers, and states, a list."
+    message = (
+        "It must hold first_step and num_steps, integers, and states and marks, lists."
+    )
     with pytest.raises(DataError, match=re.escape(message)):
         DataState.from_json(position)
 

@@ -1,4 +1,4 @@
-"""Position of a run in its data, so that a resumed run sees the next batch."""
+"""Data as a run reads it: passes, iterators that are used up, and saved positions."""
 
 import base64
 import itertools
@@ -6,15 +6,14 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
 from nnx_parallel.data.batches import copy_if_writeable
 from nnx_parallel.data.rows import LastBatch, SmallerBatches, rows_at_ends
-from nnx_parallel.distributed.agreement import allgather_object
 from nnx_parallel.errors import DataError, warn_user
 
 # The state of a Grain `DataLoader` is bytes, that of a dataset a dict
@@ -33,6 +32,39 @@ class Resumable(Protocol):
         """Moves to a position that ``get_state`` returned."""
 
 
+@dataclass(frozen=True)
+class StateDict:
+    """The position of data that has ``state_dict``, as torchdata's loaders do."""
+
+    data: Any
+
+    def get_state(self) -> Any:
+        """Returns ``state_dict()``, or ``None`` if JSON cannot hold it."""
+        state = self.data.state_dict()
+        try:
+            encode_state(state)
+        except DataError:  # such as tensors: the batches are counted instead
+            return None
+        return state
+
+    def set_state(self, state: Any) -> None:
+        """Calls ``load_state_dict``."""
+        self.data.load_state_dict(state)
+
+
+def resumable_of(data: object) -> Resumable | None:
+    """The methods of data, or of an iterator, that give its position and restore it.
+
+    Example:
+        >>> resumable_of([1, 2]) is None
+        True
+    """
+    if isinstance(data, Resumable):
+        return data
+    has_both = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
+    return StateDict(data) if has_both else None
+
+
 def is_one_shot(data: object) -> bool:
     """True if reading the data uses it up and its position cannot be restored.
 
@@ -44,7 +76,7 @@ def is_one_shot(data: object) -> bool:
         >>> is_one_shot(batches), is_one_shot(iter(batches))
         (False, True)
     """
-    return isinstance(data, Iterator) and not isinstance(data, Resumable)
+    return isinstance(data, Iterator) and resumable_of(data) is None
 
 
 def warn_of_one_shot(data: object) -> None:
@@ -57,6 +89,16 @@ def warn_of_one_shot(data: object) -> None:
             "if the iterator then starts at its beginning. Pass an object whose "
             "`__iter__` starts again, or a Grain dataset.",
         )
+
+
+def warn_of_skipping(data: object, num_batches: int) -> None:
+    """Warns of a one-shot iterator of which so many batches are skipped."""
+    warn_user(
+        f"Data is a one-shot iterator ({type(data).__name__}), whose position cannot "
+        f"be restored: its next {num_batches} batches are skipped, which is right only "
+        "if it is at its beginning. Pass an object whose `__iter__` starts again, or a "
+        "Grain dataset.",
+    )
 
 
 class Repeated:
@@ -73,6 +115,14 @@ class Repeated:
         return itertools.cycle(self._batches)
 
 
+def num_batches_of(data: Any) -> int:
+    """Batches of one pass over data; -1 if its length is not known."""
+    try:
+        return len(data)
+    except TypeError:  # no length, or one that only some objects of a class have
+        return -1
+
+
 @dataclass(frozen=True)
 class Epochs:
     """Some passes over sized data, one after the other.
@@ -84,12 +134,10 @@ class Epochs:
     Attributes:
         data: The data of one pass.
         count: Number of passes.
-        first: The pass to begin with.
     """
 
     data: Any
     count: int
-    first: int = 0
 
     def __post_init__(self) -> None:
         found = f"num_epochs={self.count} counts passes over the data, but"
@@ -109,13 +157,11 @@ class Epochs:
     @property
     def num_batches(self) -> int:
         """Batches of one pass; -1 if its length is not known."""
-        try:
-            return len(self.data)
-        except TypeError:  # no length, or one that only some objects of a class have
-            return -1
+        return num_batches_of(self.data)
 
     @property
-    def _repeats(self) -> bool:
+    def repeats(self) -> bool:
+        """True if the data repeats itself, as Grain's does."""
         return hasattr(self.data, "to_iter_dataset") and hasattr(self.data, "repeat")
 
     @property
@@ -129,22 +175,16 @@ class Epochs:
         dropped = SmallerBatches(last_batch).drops(last, num_rows)
         return self.count * (self.num_batches - dropped)
 
-    def after(self, num_read: int) -> tuple[Self, int]:
-        """All that is left to read, and how many batches of it were read before."""
-        is_known = self._set_epoch is not None or isinstance(self.data, list | tuple)
-        if self._repeats or not is_known:
-            return self, num_read
-        first, rest = divmod(num_read, self.num_batches)
-        return replace(self, first=first), rest
+    @property
+    def is_numbered(self) -> bool:
+        """True if a pass can be read without those before it."""
+        is_list = isinstance(self.data, list | tuple)
+        return not self.repeats and (self._set_epoch is not None or is_list)
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.data.repeat(self.count)) if self._repeats else self._passes()
-
-    def _passes(self) -> Iterator[Any]:
-        for epoch in range(self.first, self.count):
-            if self._set_epoch is not None:
-                self._set_epoch(epoch)
-            yield from self.data
+    def begin(self, epoch: int) -> None:
+        """Tells data that shuffles by the number of the pass which one begins."""
+        if self._set_epoch is not None:
+            self._set_epoch(epoch)
 
 
 _returned: weakref.WeakKeyDictionary[Any, deque[Any]] = weakref.WeakKeyDictionary()
@@ -166,113 +206,6 @@ def returned_batches(data: Iterator[Any]) -> deque[Any]:
         if _newest[0] is not data:
             _newest[:] = data, deque()
         return _newest[1]
-
-
-_COUNTS = ("first_step", "num_steps", "num_dropped", "num_rows")
-"""The fields of a `DataState` in a checkpoint; the iterators' states are apart."""
-
-
-@dataclass
-class DataState:
-    """Position in the data of a run.
-
-    Batches are counted from the step at which a run began to read its present data. A
-    later fit in the same process may bring other data, which begins at its start.
-
-    Attributes:
-        first_step: Step at which the present data began.
-        state: `PlacedBatch.state` of the newest batch that a step has used.
-        num_steps: Last step of the fit that reads the present data; 0 if unknown.
-        num_dropped: Smaller batches of the present data that no step has used.
-        num_rows: Rows of a batch in this process; 0 if unknown.
-    """
-
-    first_step: int = 0
-    state: Any = None
-    num_steps: int = 0
-    num_dropped: int = 0
-    num_rows: int = 0
-    _passed: int = field(default=0, init=False)  # last step of data before the present
-    _data: Any = field(default=None, init=False)
-    _is_read: bool = field(default=False, init=False)
-
-    def pass_over(self, data: Any, num_steps: int) -> None:
-        """Records that a fit of ``data`` to ``num_steps`` was done before this process.
-
-        The position is in this data unless a later fit, to more steps, has moved it.
-        """
-        is_last = num_steps > self.first_step and num_steps >= self.num_steps
-        if self._data is None and is_last:
-            self._data = data
-        self._passed = num_steps
-
-    def last_step(self, data: Any, num_steps: int, step: int) -> int:
-        """The step at which ``num_steps`` of ``data`` are done, from its first one.
-
-        ``step`` is the present one, at which other data than the newest would begin.
-        """
-        if self._data is not None:
-            return num_steps + (self.first_step if self._data is data else step)
-        # A resumed program comes by the data that it had read before the present one.
-        earlier = self._passed + num_steps
-        return earlier if earlier <= self.first_step else self.first_step + num_steps
-
-    def advance(self, state: Any, num_dropped: int, num_rows: int) -> None:
-        """Moves on behind a batch; see the attributes of `PlacedBatch`."""
-        self.state, self.num_dropped, self.num_rows = state, num_dropped, num_rows
-
-    def open(self, data: Any, step: int, num_steps: int) -> tuple[int, Any]:
-        """Batches to skip for a fit that begins at ``step``, and a state to restore."""
-        self.num_steps = num_steps
-        # By identity: equal data may be read from the start on purpose.
-        if self._data is not None and self._data is not data:
-            self.first_step, self.state = step, None
-            self.num_dropped = self.num_rows = 0
-        # A generator that an earlier fit of this process has read is at the next batch.
-        continues = self._is_read and self._data is data and is_one_shot(data)
-        self._data, self._is_read = data, True
-        num_read = step - self.first_step + self.num_dropped
-        return 0 if continues else num_read, self.state
-
-    def to_json(self) -> dict[str, Any]:
-        """The position as JSON can hold it. All processes must call it."""
-        # Each process reads files of its own: the positions differ, and all are saved.
-        states = allgather_object("position in the data", self.state)
-        counts = {name: getattr(self, name) for name in _COUNTS}
-        return counts | {"states": states}
-
-    @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> Self:
-        """The position that was saved; the start if ``saved`` is empty.
-
-        Warns if an iterator's position was saved by another number of processes.
-
-        Raises:
-            DataError: If `to_json` cannot have made it.
-        """
-        counts = {name: saved.get(name, 0) for name in _COUNTS}
-        states = saved.get("states", [None])
-        numbers = all(isinstance(count, int) for count in counts.values())
-        if not numbers or not isinstance(states, list):
-            raise DataError(
-                f"The checkpoint's metadata gives the position in the data as "
-                f"{dict(saved)}. It must hold first_step and num_steps, integers, and "
-                "states, a list."
-            )
-        state = None
-        if len(states) == jax.process_count():
-            state = states[jax.process_index()]
-        # Batches are counted alike by any number of processes; iterators are not.
-        elif any(other is not None for other in states):
-            warn_user(
-                f"The position in the data was saved by {len(states)} processes and "
-                f"cannot be restored on {jax.process_count()}. The batches used so far "
-                "are skipped instead, which is right if each process still gives its "
-                "share of the same global batches.",
-            )
-        if state is None:  # then the batches are counted, and looked at, from the first
-            counts["num_rows"] = 0
-        return cls(state=state, **counts)
 
 
 def encode_state(state: Any) -> Any:

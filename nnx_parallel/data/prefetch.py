@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import itertools
 import queue
 import threading
 import time
@@ -17,18 +16,13 @@ import numpy as np
 
 from nnx_parallel.data.batches import (
     BatchAgreement,
+    Mark,
     check_same,
     copy_if_writeable,
 )
-from nnx_parallel.data.position import (
-    Epochs,
-    Resumable,
-    decode_state,
-    encode_state,
-    is_one_shot,
-    returned_batches,
-)
-from nnx_parallel.data.rows import DROPPED, END, SmallerBatches, rows_at_ends, rows_of
+from nnx_parallel.data.position import is_one_shot, warn_of_skipping
+from nnx_parallel.data.reading import Cursor, Position, Read
+from nnx_parallel.data.rows import END, SmallerBatches, rows_at_ends, rows_of
 from nnx_parallel.errors import DataError, DataExhaustedError, warn_user
 
 T = TypeVar("T")
@@ -38,23 +32,17 @@ _POLL_SECONDS = 0.2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlacedBatch(Generic[T]):
-    """A batch on the devices.
+class PlacedBatch(Position, Generic[T]):
+    """A batch on the devices, and its place in the data.
 
     Attributes:
         batch: The batch as ``place`` returned it.
-        num_rows: Rows of the batch in this process.
-        state: Position of the data after this batch, as JSON can hold it; ``None`` if
-            the data is not resumable.
         wait_seconds: How long the consumer waited for this batch.
         stop_reason: Why all processes stop instead of using this batch, which is then
             ``None``.
     """
 
     batch: T
-    num_rows: int = 0
-    state: Any = None
-    num_dropped: int = 0
     wait_seconds: float = 0.0
     stop_reason: str | None = None
 
@@ -67,12 +55,13 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
     ever read. Those of a one-shot iterator that are not taken are kept on the host for
     the next of these that reads it: none is lost between two fits. An error in the
     data, in a check or in ``place`` is raised from the iteration, where its batch would
-    have come, with its own traceback. `Epochs` may end before the limit.
+    have come, with its own traceback. Passes may end before the limit.
 
     Attributes:
         data: The batches: pytrees of NumPy arrays whose dim 0 is the rows, of the
             global batch or of this process's share. An iterable, which is
-            fast-forwarded on resume, or a `Resumable` iterator, as Grain's are.
+            fast-forwarded on resume, or a `Resumable` iterator, as Grain's are. A
+            `Cursor` knows its place, and keeps what is read and not taken.
         place: Puts one host batch on the devices. Called on the thread, where context
             managers of JAX have no effect; it must not communicate between processes,
             since the step may do so at the same time.
@@ -98,7 +87,7 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
         [(4, 0.0), (4, 1.0)]
     """
 
-    data: Iterable[Any]
+    data: Iterable[Any] | Cursor
     place: Callable[[Any], T]
     _: dataclasses.KW_ONLY
     limit: int | None = None
@@ -125,7 +114,7 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
         if self.prefetch:
             end = partial(_stop_item, self.agreement.stop_reason)
             self._items = reader = _Reader(read, self.prefetch, self._stop, end)
-            close = partial(_close, reader, self._unused, self._returned)
+            close = partial(_close, reader, self._unused, self._cursor)
         self._finalizer = weakref.finalize(self, close)
 
     def __next__(self) -> PlacedBatch[T]:
@@ -133,8 +122,10 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
             raise StopIteration
         start = time.perf_counter()
         item = next(self._items)
-        if self._unused and item.stop_reason is None:
-            self._unused.popleft()
+        if item.stop_reason is None:
+            for ahead in (self._unused, self._cursor.marks_ahead):
+                if ahead:
+                    ahead.popleft()
         return dataclasses.replace(item, wait_seconds=time.perf_counter() - start)
 
     def close(self) -> None:
@@ -149,116 +140,126 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
 
     def _open(self) -> None:
         """Moves an iterator to the position to restore, if it has one."""
-        data: Any = self.data
-        check_data(data)
-        self._iterator: Iterator[Any] = iter(data)
+        given = self.data
+        if isinstance(given, Cursor):
+            cursor = given
+            self._keeps = cursor.is_kept and self.prefetch > 0
+        else:
+            check_data(given)
+            cursor = Cursor(given, skips=self.skip)
+            self._keeps = is_one_shot(given) and self.prefetch > 0
+        self._cursor, cursor.is_started = cursor, True
         # On the host: read but not taken, and left by the last one that read the data.
-        self._unused, self._returned = deque[Any](), deque[Any]()
-        self._keeps = is_one_shot(data) and self.prefetch > 0
-        if is_one_shot(data):
-            self._returned = returned_batches(data)
-            self._iterator = itertools.chain(_drain(self._returned), self._iterator)
+        self._unused = deque[list[Read]]()
         if self.state is not None:
-            if isinstance(self._iterator, Resumable):  # though the data may not be
-                self._iterator.set_state(decode_state(self.state))
-                self.skip = 0
+            if cursor.resumable is not None:
+                cursor.restore(self.state)
+                cursor.skips = 0
             else:
                 warn_user(
                     "The checkpoint holds the position of a resumable iterator, but "
-                    f"the data is now a {type(data).__name__} without `get_state` and "
-                    f"`set_state`. Its first {self.skip} batches are skipped instead.",
+                    f"the data is now a {type(cursor.data).__name__} without "
+                    f"`get_state` and `set_state`. Its first {self.skip} batches are "
+                    "skipped instead.",
                 )
-        elif self.skip and is_one_shot(data):
-            warn_user(
-                f"Data is a one-shot iterator ({type(data).__name__}), whose position "
-                f"cannot be restored: its next {self.skip} batches are skipped, which "
-                "is right only if it is at its beginning. Pass an object whose "
-                "`__iter__` starts again, or a Grain dataset.",
-            )
+        elif given is not cursor and self.skip and is_one_shot(cursor.data):
+            warn_of_skipping(cursor.data, self.skip)
         self._check_ends()
 
     def _check_ends(self) -> None:
         """Refuses lists that are too short, and last batches, where these are known."""
-        data, stop = self.data, 0
-        if isinstance(data, Epochs):
-            data = data.data  # all of it is read
+        cursor, skipped, stop = self._cursor, 0, 0
+        data: Any = cursor.data
         # With several processes all find out together.
-        elif not isinstance(data, list | tuple) or jax.process_count() > 1:
-            return
-        elif self.limit is not None:
-            stop = self.skip + self.limit
-        is_reached = data is not self.data or stop >= len(data)
+        if cursor.epochs is None:
+            if not isinstance(data, list | tuple) or jax.process_count() > 1:
+                return
+            if self.limit is not None:
+                skipped = cursor.count_skipped()
+                stop = skipped + self.limit
+        is_reached = cursor.epochs is not None or stop >= len(data)
         num_rows, last = rows_at_ends(data) if is_reached else (0, 0)
         if stop > len(data) - (dropped := int(self.smaller.drops(last, num_rows))):
-            raise self._exhausted(len(data), dropped)
+            raise self._exhausted(len(data), min(skipped, len(data)), dropped)
         self.smaller.check_last(last, num_rows, index=len(data) - 1)
 
     def _read(self) -> Iterator[PlacedBatch[Any]]:
         """Reads, checks and places batches, in the thread that iterates over them."""
-        for done in range(self.skip):
+        cursor, num_read, num_used, signature = self._cursor, 0, 0, None
+        for read in cursor.skip():
             if self._stop.is_set():  # skipping may take minutes
                 return
-            batch = next(self._iterator, END)
-            if batch is END:
-                raise self._exhausted(done)
+            if read.batch is END:
+                raise self._exhausted(num_read, num_read)
+            num_read += 1
             # The batch that is read first may be the last, smaller one of an epoch.
-            self.smaller.num_rows = self.smaller.num_rows or rows_of(batch)
-        first, num_read, num_used = None, self.skip, 0
+            self.smaller.num_rows = self.smaller.num_rows or rows_of(read.batch)
+        num_skipped, place = num_read, cursor.place
+        dropped, marks = list[Read](), list[Mark | None]()  # since the last one used
         while num_used != self.limit:
-            batch = self.smaller.resize(next(self._iterator, END))
+            read = cursor.take()
+            if self._keeps:
+                read = read._replace(batch=jax.tree.map(_freeze, read.batch))
+            batch = self.smaller.resize(read.batch)
             index = self._first_step + num_used
             num_rows, stop_reason = self.agreement.check(
                 batch, index=index, num_read=num_read
             )
             if stop_reason is not None:
-                self._keep(batch)
+                self._keep([*dropped, read])
                 yield PlacedBatch(batch=None, stop_reason=stop_reason)
                 return
             num_read += 1
+            if batch is not END:
+                place = cursor.place_after(read, place)
+                cursor.compare_next(place.mark)
+                marks.append(place.mark)
             if num_rows is None:
                 self.smaller.count_dropped(is_first=num_used == 0)
+                dropped.append(read)
                 continue
             if batch is END:
-                if self.limit is None or isinstance(self.data, Epochs):
+                if self.limit is None or cursor.epochs is not None:
                     return
-                raise self._exhausted(num_read - 1)
+                raise self._exhausted(num_read - 1, num_skipped)
             num_used += 1
             if self.uniform:
-                first = check_same(batch, first, index=index)
-            # Now, not when the batch is used: the iterator is ahead of its use by then.
-            state = None
-            if isinstance(self._iterator, Resumable):
-                state = encode_state(self._iterator.get_state())
+                signature = check_same(batch, signature, index=index)
             # Not before: one that is refused is not met again.
-            batch = self._keep(batch)
+            self._keep([*dropped, read])
+            dropped.clear()
+            cursor.marks_ahead.append(marks[0])
+            marks.clear()
+            place = dataclasses.replace(
+                place, num_rows=num_rows, num_dropped=self.smaller.num_dropped
+            )
             # No local name for the placed batch: this frame would keep its device
             # memory until the next one is read.
-            yield PlacedBatch(
-                batch=self.place(batch),
-                num_rows=num_rows,
-                state=state,
-                num_dropped=self.smaller.num_dropped,
-            )
+            yield PlacedBatch(batch=self.place(batch), **vars(place))
 
-    def _keep(self, batch: Any) -> Any:
-        """The batch, which stays as it is until it is taken, or read once more."""
-        if self._keeps and batch is not END and batch is not DROPPED:
-            batch = jax.tree.map(_freeze, batch)
+    def _keep(self, reads: list[Read]) -> None:
+        """Keeps a batch, with smaller ones before it, until it is taken."""
+        if not self._keeps:
+            return
+        if self._stop.is_set():
             # The thread may come here after `close`, from data that took long.
-            (self._returned if self._stop.is_set() else self._unused).append(batch)
-        return batch
+            self._cursor.returned.extend(reads)
+        else:
+            self._unused.append(reads)
 
-    def _exhausted(self, num_read: int, dropped: int = 0) -> DataExhaustedError:
+    def _exhausted(
+        self, num_read: int, skipped: int, dropped: int = 0
+    ) -> DataExhaustedError:
         """The error of data that ends, with as many of its batches ``dropped``."""
         dropped = dropped or self.smaller.num_dropped - self._dropped_before
-        skipped = min(self.skip, num_read)
         step = self._first_step + num_read - skipped - dropped + 1
         last = "" if self.limit is None else f" of {self._first_step + self.limit}"
         used_up = ""
-        if num_read == 0 and is_one_shot(self.data):
+        if num_read == 0 and is_one_shot(self._cursor.data):
             used_up = " It is an iterator, which may have been read before."
+        kind = type(self._cursor.data).__name__
         return DataExhaustedError(
-            f"Data ended before step {step}{last}: {type(self.data).__name__} gave "
+            f"Data ended before step {step}{last}: {kind} gave "
             f"{num_read} batches here, {skipped} of them skipped to resume"
             f"{f', {dropped} left out as smaller' * bool(dropped)}.{used_up} "
             "Every step needs a batch. To repeat the data, pass an object whose "
@@ -267,10 +268,14 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
         )
 
 
-def _close(reader: "_Reader[Any]", unused: deque[Any], returned: deque[Any]) -> None:
+def _close(reader: "_Reader[Any]", unused: deque[list[Read]], cursor: Cursor) -> None:
     reader.close()
-    returned.extendleft(reversed(unused))
+    for reads in reversed(unused):
+        cursor.returned.extendleft(
+            read for read in reversed(reads) if read.batch is not END
+        )
     unused.clear()
+    cursor.marks_ahead.clear()
 
 
 def _freeze(x: Any) -> Any:
@@ -279,11 +284,6 @@ def _freeze(x: Any) -> Any:
     if isinstance(x, np.ndarray):
         x.flags.writeable = False  # so that it is not copied once more to be placed
     return x
-
-
-def _drain(batches: deque[Any]) -> Iterator[Any]:
-    while batches:
-        yield batches.popleft()
 
 
 def _stop_item(stop_reason: Callable[[], str | None]) -> PlacedBatch[Any] | None:

@@ -225,6 +225,24 @@ def rows_of(batch: Any) -> int:
     return getattr(rows[0], "shape", (0,))[0] if rows else 0
 
 
+def take_rows(batch: Any, start: int, stop: int) -> Any:
+    """Some rows of a host batch.
+
+    Example:
+        >>> take_rows({"x": np.arange(4)}, 1, 3)
+        {'x': array([1, 2])}
+    """
+    rows, shared, join = partition(batch)
+    return join([x[start:stop] for x in rows], shared)
+
+
+def join_batches(first: Any, second: Any) -> Any:
+    """The rows of two host batches as one batch, with the second's shared entries."""
+    before, (rows, shared, join) = partition(first)[0], partition(second)
+    pairs = zip(before, rows, strict=True)
+    return join([np.concatenate(pair) for pair in pairs], shared)
+
+
 def unmarked(batch: Any) -> Any:
     """The batch as the loss sees it, with the values of `Shared` entries."""
     return jax.tree.map(

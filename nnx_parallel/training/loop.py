@@ -12,9 +12,10 @@ from typing import Any
 
 import jax
 
-from nnx_parallel.data.batches import BatchAgreement
+from nnx_parallel.data.batches import BatchAgreement, data_share
 from nnx_parallel.data.position import Epochs, Repeated, warn_of_one_shot
 from nnx_parallel.data.prefetch import PrefetchIterator, check_data
+from nnx_parallel.data.reading import Cursor
 from nnx_parallel.data.rows import LastBatch, Pad, SmallerBatches, check_last_batch
 from nnx_parallel.distributed.agreement import allgather_object, count_step
 from nnx_parallel.distributed.runtime import (
@@ -175,7 +176,10 @@ class Loop:
         resumed = run.resume(*found) if found else None
         if self._epochs:
             count = self._epochs.num_steps(self.last_batch)
-            self.num_steps = run.data.last_step(self.data, count, run.step)
+            self.num_steps = run.data.passed_steps(count)
+            if not self.num_steps:
+                self._open_data(run.step)
+                self.num_steps = run.data.first_step + count
         checkpoints.check_ahead(run.step)
         if run.step < self.num_steps:
             # A save that must fail fails here, not after hours of training.
@@ -212,7 +216,7 @@ class Loop:
         elif run.step < self.num_steps:
             self._run_steps()
         else:
-            run.data.pass_over(self.data, self.num_steps)
+            run.data.pass_over(self.data, self.num_steps, run.step)
             logger.message(f"All {self.num_steps} steps are done: nothing to train.")
         # While `_termination` is open: a SIGTERM would cut the save short.
         checkpoints.wait()
@@ -259,7 +263,7 @@ class Loop:
                     run.state, metrics = self._step(run.state, item.batch)
                 step += 1
                 # With the state: a hook that saves must find both at the same step.
-                run.data.advance(item.state, item.num_dropped, item.num_rows)
+                run.data.advance(step, item)
                 if step > first_step + _STEPS_TO_FIRST_METRICS:
                     self._first_batch = None
                 # After the dispatch, so that hooks and the wait for data count.
@@ -300,20 +304,30 @@ class Loop:
         self.num_steps = step
         self._logger.shorten(step)
 
-    def _prefetch(self, step: int) -> PrefetchIterator:
-        run = self.run
-        before = copy.copy(run.data)
-        skip, state = run.data.open(self.data, step, self.num_steps)
-        data: Iterable[Batch] = self.data
-        if self._epochs:
-            data, skip = self._epochs.after(skip)
+    def _open_data(self, step: int) -> Cursor:
+        run, before = self.run, copy.copy(self.run.data)
+        _, shares = data_share(self.programs.plan.layout)
         try:
-            return PrefetchIterator(
-                data,
+            return run.data.open(
+                self.data,
+                step,
+                epochs=self._epochs,
+                last_batch=self.last_batch,
+                shares=shares,
+            )
+        except Exception:
+            run.data = before  # data that is refused moves nothing
+            raise
+
+    def _prefetch(self, step: int) -> PrefetchIterator:
+        run, before = self.run, copy.copy(self.run.data)
+        cursor = self._open_data(step)
+        run.data.num_steps = self.num_steps
+        try:
+            placed = PrefetchIterator(
+                cursor,
                 self.programs.shard_batch,
                 limit=self.num_steps - step,
-                skip=skip,
-                state=state,
                 smaller=SmallerBatches(
                     self.last_batch, run.data.num_rows, run.data.num_dropped
                 ),
@@ -321,8 +335,12 @@ class Loop:
                 agreement=BatchAgreement("batch", self._requested_stop),
             )
         except Exception:
-            run.data = before  # data that is refused moves nothing
+            run.data = before
             raise
+        if run.data.note:
+            self._logger.message(run.data.note)
+            run.data.note = ""
+        return placed
 
     def _compile(self, batch: Batch) -> None:
         """Compiles the step, once all processes know that theirs is the same."""

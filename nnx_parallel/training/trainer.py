@@ -274,7 +274,9 @@ class Trainer:
 
         Args:
             data: Batches: pytrees of NumPy arrays with this process's share of the
-                global batch (`data_share`), with one process the whole of it.
+                global batch (`data_share`), with one process the whole of it. A later
+                fit goes on at the next batch if the first batch is the same, else at
+                the start of this data; after a restart it must be the same.
             num_steps: Total number of updates of the run.
             num_epochs: Instead, passes over data whose ``len()`` counts its batches.
             eval_data: Batches to evaluate on, iterated again each time.

@@ -1,0 +1,720 @@
+"""The place of a run in its data: where a fit reads on, and whether it may.
+
+Data is known by its content, not by its object. A run counts the rows that it has used
+and keeps checksums of three batches: the first, the last that was used, and the one
+after it. The next fit compares them, in the same process or after a restart.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Self
+
+import jax
+
+from nnx_parallel.data.batches import Mark, is_same_content, mark_of
+from nnx_parallel.data.position import (
+    Epochs,
+    Resumable,
+    StateDict,
+    decode_state,
+    encode_state,
+    is_one_shot,
+    num_batches_of,
+    resumable_of,
+    returned_batches,
+    warn_of_skipping,
+)
+from nnx_parallel.data.rows import (
+    END,
+    LastBatch,
+    Pad,
+    join_batches,
+    rows_at_ends,
+    rows_of,
+    take_rows,
+)
+from nnx_parallel.distributed.agreement import allgather_object
+from nnx_parallel.errors import DataError, ParallelWarning, warn_user
+
+
+class Read(NamedTuple):
+    """A batch as the data gave it, or `END`.
+
+    Attributes:
+        batch: The batch.
+        epoch: Number of the pass that it belongs to.
+        state: Position of the data after it, as JSON can hold it.
+    """
+
+    batch: Any
+    epoch: int = 0
+    state: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """The place of a batch in the data.
+
+    Attributes:
+        num_rows: Rows of the batch in this process.
+        state: Position of the data after this batch, as JSON can hold it; ``None`` if
+            the data is not resumable.
+        num_dropped: Smaller batches that were left out so far.
+        epoch: Number of the pass over the data.
+        pass_rows: Rows of this pass that were read, with this batch.
+        first: Mark of the first batch, of the pass if passes are numbered.
+        mark: Mark of this batch.
+    """
+
+    num_rows: int = 0
+    state: Any = None
+    num_dropped: int = 0
+    epoch: int = 0
+    pass_rows: int = 0
+    first: Mark | None = None
+    mark: Mark | None = None
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Marks with which a fit that goes on compares what it reads.
+
+    Attributes:
+        first: The first batch.
+        last: The batch that was used last.
+        next: The one after it, if it was read.
+        is_restored: Whether the data has returned to a position in this pass.
+    """
+
+    first: Mark | None = None
+    last: Mark | None = None
+    next: Mark | None = None
+    is_restored: bool = False
+
+
+@dataclass(eq=False)
+class Cursor:
+    """Data that is being read, pass after pass; the next fit may read on.
+
+    One thread takes batches. The place is moved by the thread that uses them.
+
+    Attributes:
+        data: The data of one pass.
+        epochs: Its passes; ``None`` reads it once.
+        place: The newest batch that was used.
+        step: Step of the run at this place.
+        skips_to: Pass and rows of it to skip first.
+        skips: Batches to skip after that.
+        expected: Marks to compare; ``None`` compares nothing.
+        is_started: Whether a fit has begun to read it.
+        is_broken: Whether an error came between the batches, or a skip was not done.
+    """
+
+    data: Any
+    epochs: Epochs | None = None
+    place: Position = field(default_factory=Position)
+    step: int = 0
+    skips_to: tuple[int, int] | None = None
+    skips: int = 0
+    expected: Expected | None = None
+    is_started: bool = False
+    is_broken: bool = False
+    _iterator: Any = None
+    _rest: Any = None  # rows of a batch that was cut
+    _size: int = 0
+    _cut_epoch: int = 0
+
+    def __post_init__(self) -> None:
+        self._reading = self.place.epoch
+        self.returned: deque[Read] = deque()
+        if is_one_shot(self.data):
+            self.returned = returned_batches(self.data)
+        self._ahead: deque[Read] = deque()
+        self.marks_ahead: deque[Mark | None] = deque()  # read, and not used
+        self.open()
+
+    @property
+    def is_numbered(self) -> bool:
+        """True if a pass can be read without those before it."""
+        return self.epochs is not None and self.epochs.is_numbered
+
+    @property
+    def is_kept(self) -> bool:
+        """True if the next fit reads on in the same iterator.
+
+        A list is read again, and an iterator that can returns to its position.
+        """
+        is_list = isinstance(self.data, list | tuple)
+        return not is_list and self.resumable is not self._iterator
+
+    def go_on(self, step: int, epochs: Epochs | None) -> None:
+        """Prepares the next fit, which begins at ``step``."""
+        self.skips += step - self.step
+        self.step, self.epochs = step, epochs
+
+    def skip_batches(self, count: int) -> None:
+        """Skips so many batches of the data, and compares none of them."""
+        self.expected, self.place = None, Position(first=self.place.first)
+        epoch = 0
+        if self.epochs is not None and self.is_numbered:
+            epoch, count = divmod(count, self.epochs.num_batches)
+        if epoch != self._reading:
+            self.returned.clear()
+            self.open(epoch)
+        self.skips = count
+
+    @property
+    def resumable(self) -> Resumable | None:
+        """The methods that give and restore the position, if there are any."""
+        if self.epochs is None or self.epochs.repeats:
+            return resumable_of(self._iterator) or resumable_of(self.data)
+        return resumable_of(self.data)
+
+    def open(self, epoch: int | None = None) -> None:
+        """Begins a pass; by default the present one."""
+        self._reading = self._reading if epoch is None else epoch
+        if self.epochs and self.epochs.repeats:
+            self._iterator = iter(self.data.repeat(self.epochs.count))
+        else:
+            if self.epochs:
+                self.epochs.begin(self._reading)
+            self._iterator = iter(self.data)
+
+    def restore(self, saved: Any) -> None:
+        """Moves to a position that was saved.
+
+        Raises:
+            DataError: If the data has another kind of position.
+        """
+        methods, state = self.resumable, decode_state(saved)
+        self.returned.clear()
+        try:
+            if methods is None:
+                return
+            methods.set_state(state)
+            owner = methods.data if isinstance(methods, StateDict) else methods
+            if owner is self._iterator:
+                return
+            # A state is loaded before the iteration begins
+            # (docs/library-notes.md, "torchdata").
+            self.open()
+            if owner is methods and encode_state(methods.get_state()) != saved:
+                methods.set_state(state)
+        except Exception as error:  # any kind (docs/library-notes.md, "Grain")
+            raise DataError(
+                f"{type(self.data).__name__} cannot return to the position that was "
+                f"saved: {type(error).__name__}: {error}. The position is "
+                f"{str(state)[:200]}; `get_state` of other data, or of another version "
+                "of it, has returned it. Resume with the same kind of data. To begin "
+                "other data at its start, first call fit with the earlier data and "
+                "num_steps= the step of the checkpoint, which reads nothing."
+            ) from error
+
+    def take(self) -> Read:
+        """The next batch, or `END`, with its pass and position."""
+        if self.returned:
+            return self.returned.popleft()
+        read = self._ahead.popleft() if self._ahead else self._read()
+        if self._rest is None:
+            return read
+        # A batch was cut: each one begins with the rows that the one before left.
+        rest, missing = self._rest, self._size - rows_of(self._rest)
+        if read.batch is END or read.epoch != self._cut_epoch:
+            self._ahead.append(read)
+            self._rest = None
+            return Read(rest, self._cut_epoch)
+        found = rows_of(read.batch)
+        batch = join_batches(rest, take_rows(read.batch, 0, missing))
+        self._rest = take_rows(read.batch, missing, found) if found > missing else None
+        return Read(batch, read.epoch)
+
+    def _read(self) -> Read:
+        try:
+            while True:
+                batch = next(self._iterator, END)
+                if batch is not END:
+                    return Read(batch, self._reading, self._state())
+                epochs = self.epochs
+                if epochs is None or epochs.repeats:
+                    break
+                if self._reading + 1 >= epochs.count:
+                    break
+                self.open(self._reading + 1)
+        except BaseException:
+            self.is_broken = True
+            raise
+        return Read(END, self._reading)
+
+    def _state(self) -> Any:
+        methods = self.resumable
+        return None if methods is None else encode_state(methods.get_state())
+
+    def peek(self) -> tuple[Mark | None, int]:
+        """Mark and rows of the next batch, which stays the next one."""
+        read = self.take()
+        if read.batch is END:
+            self._ahead.appendleft(read)
+            return None, 0
+        self.returned.appendleft(read)
+        return mark_of(read.batch), rows_of(read.batch)
+
+    def skip(self) -> Iterator[Read]:
+        """Reads what comes before the place, and compares its end."""
+        if self.skips_to is None and not self.skips:
+            return
+        self.is_broken = True  # until the place is reached
+        epoch, rows = self._reading, 0
+        if self.skips_to is None:  # on from the place
+            epoch, rows = self.place.epoch, self.place.pass_rows
+        first, last = self.place.first, None
+        while self.skips_to is not None and (epoch, rows) < self.skips_to:
+            read = self.take()
+            yield read
+            first = self.first_of(read, epoch, first)
+            rows = (rows if read.epoch == epoch else 0) + rows_of(read.batch)
+            epoch = read.epoch
+            if epoch > self.skips_to[0]:
+                agree(self._problem(f"pass {self.skips_to[0]} has fewer rows"))
+            over = rows - self.skips_to[1] if epoch == self.skips_to[0] else -1
+            if over >= 0:
+                last = mark_of(self._cut(read, over) if over else read.batch)
+                rows -= over
+        if self.expected is not None:
+            agree(self._compare_last(last))
+        for _ in range(self.skips):
+            read = self.take()
+            yield read
+            first = self.first_of(read, epoch, first)
+            rows = (rows if read.epoch == epoch else 0) + rows_of(read.batch)
+            epoch, self.expected = read.epoch, None
+        self.place = replace(self.place, epoch=epoch, pass_rows=rows, first=first)
+        self.skips_to, self.skips, self.is_broken = None, 0, False
+
+    def place_after(self, read: Read, place: Position) -> Position:
+        """The place behind a batch that was read after ``place``."""
+        rows = place.pass_rows if read.epoch == place.epoch else 0
+        return Position(
+            state=read.state,
+            epoch=read.epoch,
+            pass_rows=rows + rows_of(read.batch),
+            first=self.first_of(read, place.epoch, place.first),
+            mark=mark_of(read.batch),
+        )
+
+    def count_skipped(self) -> int:
+        """Batches of a list that are skipped."""
+        if self.skips_to is None:
+            return self.skips
+        count = rows = 0
+        for batch in self.data:
+            if rows >= self.skips_to[1]:
+                break
+            rows, count = rows + rows_of(batch), count + 1
+        return count + self.skips
+
+    def first_of(self, read: Read, epoch: int, first: Mark | None) -> Mark | None:
+        """Mark of the first batch, once ``read`` has followed one of pass ``epoch``."""
+        is_first = first is None or (read.epoch != epoch and self.is_numbered)
+        return mark_of(read.batch) if is_first else first
+
+    def _cut(self, read: Read, over: int) -> Any:
+        """Keeps the last rows of a batch for the next one; returns the others."""
+        self._size, self._cut_epoch = rows_of(read.batch), read.epoch
+        self._rest = take_rows(read.batch, self._size - over, self._size)
+        return take_rows(read.batch, 0, self._size - over)
+
+    def compare_next(self, mark: Mark | None) -> None:
+        """Compares the first batch that is read; raises on all processes alike."""
+        expected, self.expected = self.expected, None
+        if expected is None:
+            return
+        first, last, following = expected.first, expected.last, expected.next
+        problem = None
+        if mark and following and last:
+            if not is_same_content(mark, following, last, row=1):
+                problem = self._problem("the next batch differs")
+        elif expected.is_restored and mark and mark == last != first and first:
+            problem = self._problem(
+                "the last batch comes again, so `get_state` gives its own position"
+            )
+        agree(problem)
+
+    def _compare_last(self, mark: Mark | None) -> str | None:
+        expected = self.expected or Expected()
+        last, first = expected.last, expected.first
+        if mark and last and first and not is_same_content(mark, last, first, row=2):
+            return self._problem("the batch that it used last differs")
+        return None
+
+    def _problem(self, found: str) -> str:
+        return order_problem(self.data, self.step, found)
+
+
+def order_problem(data: object, step: int, found: str) -> str:
+    """The text of a `DataError` about data that a run cannot go on with."""
+    return (
+        f"At step {step} the run cannot go on in this data ({type(data).__name__}): "
+        f"{found}. Each batch is used once, in order. If the order is another, as of a "
+        "shuffle or an augmentation without a seed, or of a loader that was read "
+        "before: seed it, and create it again. If it is other data, which is to begin "
+        f"at its start: first call fit(earlier_data, num_steps={step}) in a new "
+        "process, which reads nothing."
+    )
+
+
+def agree(problem: str | None) -> None:
+    """Raises a problem of any process on all of them."""
+    for found in allgather_object("place in the data", problem):
+        if found is not None:
+            raise DataError(found)
+
+
+_COUNTS = ("first_step", "num_steps", "num_dropped", "num_rows")
+_PLACE = ("step", "epoch", "pass_rows", "shares")
+"""Fields of a `DataState` in a checkpoint; what differs by process is beside them."""
+
+
+@dataclass
+class DataState:
+    """Position in the data of a run.
+
+    Rows are counted from the step at which a run began to read its present data.
+
+    Data that a later fit brings is the same data if its first batch, and its length if
+    it has one, are the same: the fit goes on where the run was, also with another
+    object. After a restart, and if it is the same object, it must be the same data.
+    Other data, in the same process, begins at its start.
+
+    Attributes:
+        first_step: Step at which the present data began.
+        state: `Position.state` of the newest batch that a step has used.
+        num_steps: Last step of the fit that reads the present data; 0 if unknown.
+        num_dropped: Smaller batches of the present data that no step has used.
+        num_rows: Rows of a batch in this process; 0 if unknown.
+        step: Step that has used the newest batch.
+        epoch: Its pass over the data.
+        pass_rows: Rows of that pass that this process has read; -1 if unknown.
+        shares: Parts into which the processes split a batch.
+        marks: Marks of the first, the last and the next batch of this process.
+        note: What is to be said of the data when a fit begins.
+    """
+
+    first_step: int = 0
+    state: Any = None
+    num_steps: int = 0
+    num_dropped: int = 0
+    num_rows: int = 0
+    step: int = 0
+    epoch: int = 0
+    pass_rows: int = 0
+    shares: int = 1
+    marks: tuple[Mark | None, Mark | None, Mark | None] = (None, None, None)
+    note: str = field(default="", init=False)
+    _passed: int = field(default=0, init=False)  # last step of data before the present
+    _data: Any = field(default=None, init=False)
+    _is_read: bool = field(default=False, init=False)
+    _cursor: Cursor | None = field(default=None, init=False)
+
+    def pass_over(self, data: Any, num_steps: int, step: int) -> None:
+        """Records that a fit of ``data`` to ``num_steps`` was done before this process.
+
+        The position is in this data unless a later fit, to more steps, has moved it.
+        """
+        is_last = self.first_step < num_steps >= min(self.num_steps, step)
+        if self._data is None and is_last:
+            self._data = data
+        self._passed = num_steps
+
+    def passed_steps(self, num_steps: int) -> int:
+        """Last step of ``num_steps`` of data that a restart passes over, or 0."""
+        earlier = self._passed + num_steps
+        return earlier if self._data is None and earlier <= self.first_step else 0
+
+    def advance(self, step: int, position: Position) -> None:
+        """Moves on behind the batch that ``step`` has used."""
+        self.state, self.num_dropped = position.state, position.num_dropped
+        self.num_rows, self.step = position.num_rows, step
+        self.epoch, self.pass_rows = position.epoch, position.pass_rows
+        self.marks = position.first, position.mark, None
+        if self._cursor is not None:
+            self._cursor.place, self._cursor.step = position, step
+
+    def open(
+        self,
+        data: Any,
+        step: int,
+        *,
+        epochs: Epochs | None = None,
+        last_batch: LastBatch | None = None,
+        shares: int = 1,
+    ) -> Cursor:
+        """Opens data where a fit that begins at ``step`` reads on; all processes call.
+
+        Raises:
+            DataError: If the run has used other batches of it, or its rows cannot be
+                found.
+        """
+        same_object = self._data is data
+        is_other = self._data is not None and not same_object
+        kept = None if is_other else self._kept(step)
+        goes_on = same_object and self._is_read and is_one_shot(data)
+        before, self._data, self._is_read = self._data, data, True
+        if not all(allgather_object("data that is open", kept is not None)):
+            kept = None
+        if kept is not None:
+            kept.go_on(step, epochs)
+            return kept
+        self.note = ""
+        if is_other and self._is_at_start:
+            self._restart(step)
+        first = self.epoch if epochs is not None and epochs.is_numbered else 0
+        cursor = Cursor(data, epochs, Position(epoch=first), step)
+        self._cursor = cursor
+        if goes_on:  # a generator that an earlier fit has read is at the next batch
+            cursor.place = self._place
+        elif not (self._is_at_start and step == self.step):
+            known = before if is_other else None
+            self._find(cursor, step, known, last_batch, shares)
+        self.shares = shares
+        return cursor
+
+    @property
+    def _is_at_start(self) -> bool:
+        return self.step == self.first_step and not self.pass_rows
+
+    @property
+    def _place(self) -> Position:
+        return Position(
+            num_rows=self.num_rows,
+            num_dropped=self.num_dropped,
+            epoch=self.epoch,
+            pass_rows=max(self.pass_rows, 0),
+            first=self.marks[0],
+            mark=self.marks[1],
+        )
+
+    def _restart(self, step: int) -> None:
+        self.first_step = self.step = step
+        self.state, self.num_dropped, self.num_rows = None, 0, 0
+        self.epoch = self.pass_rows = 0
+        self.marks = (None, None, None)
+
+    def _kept(self, step: int) -> Cursor | None:
+        """The open data, if the run is where it is."""
+        cursor = self._cursor
+        if cursor is None or cursor.data is not self._data or cursor.step > step:
+            return None
+        is_kept = cursor.is_kept and not cursor.is_broken
+        return cursor if is_kept or not cursor.is_started else None
+
+    def _find(
+        self,
+        cursor: Cursor,
+        step: int,
+        before: Any,
+        last_batch: LastBatch | None,
+        shares: int,
+    ) -> None:
+        """Moves to the place of the run, if the first batch is the one that it read."""
+        found, num_rows = cursor.peek()
+        first, last, following = self.marks
+        is_same, is_next = before is None, False
+        if found is not None and first is not None:
+            if before is None:
+                is_same = is_same_content(found, first, last or first, row=1)
+            else:
+                is_same = _begins_alike(found, first)
+                if found[0] == first[0]:
+                    is_same &= num_batches_of(cursor.data) == num_batches_of(before)
+            is_next = found == following
+        verdicts = allgather_object("first batch of the data", [is_same, is_next])
+        is_same, is_next = map(all, zip(*verdicts, strict=True))
+        if is_same:
+            if before is None and is_one_shot(cursor.data):
+                num_batches = step - self.first_step + self.num_dropped
+                warn_of_skipping(cursor.data, num_batches)
+            self._move(cursor, step, found, num_rows, last_batch, shares)
+        elif before is not None:
+            self._begin(cursor, step, before)
+        elif is_next:  # a stream goes on by itself
+            cursor.place = self._place
+        else:
+            what = "its first batch is not the one that the run has read"
+            raise DataError(order_problem(cursor.data, step, what))
+
+    def _begin(self, cursor: Cursor, step: int, before: Any) -> None:
+        self._restart(step)
+        self.note = (
+            f"Other data from step {step + 1} on: its first batch is not the one of "
+            "the data before."
+        )
+        if cursor.place.epoch:
+            cursor.returned.clear()
+            cursor.open(0)
+            cursor.place = Position()
+        dataset = getattr(cursor.data, "dataset", None)
+        if dataset is not None and dataset is getattr(before, "dataset", None):
+            warn_user(
+                f"From step {step + 1} on {type(cursor.data).__name__} begins at its "
+                "start: it reads the dataset of the fit before, in another order. If "
+                "it is to go on where that fit ended, give its shuffle a seed, or pass "
+                "the same object.",
+                ParallelWarning,
+            )
+
+    def _move(
+        self,
+        cursor: Cursor,
+        step: int,
+        first: Mark | None,
+        num_rows: int,
+        last_batch: LastBatch | None,
+        shares: int,
+    ) -> None:
+        old, new = self.num_rows * (self.shares or shares), num_rows * shares
+        is_resized = bool(old and new and old != new)
+        more, batches = step - self.step, step - self.first_step + self.num_dropped
+        self._share(shares, num_rows or self.num_rows)
+        cursor.expected = Expected(*self.marks)
+        cursor.place = replace(self._place, first=self.marks[0] or first)
+        kind = type(cursor.data).__name__
+        if self.state is not None and not is_resized and more >= 0:
+            if cursor.resumable is not None:
+                cursor.restore(self.state)
+                is_restored = cursor.epochs is None
+                cursor.expected = replace(cursor.expected, is_restored=is_restored)
+                cursor.skips = more
+                return
+            warn_user(
+                "The checkpoint holds the position of a resumable iterator, but the "
+                f"data is now a {kind} without `get_state` and `set_state`. Its first "
+                f"{batches} batches are skipped instead.",
+            )
+        if self.pass_rows < 0 or more < 0:
+            if is_resized:
+                raise DataError(
+                    f"{batches} batches of {old} rows were used, and a batch of {kind} "
+                    f"has {new}. Rows are not known at this step: resume with batches "
+                    f"of {old} rows, save, and change them after that."
+                )
+            cursor.skip_batches(batches)
+            return
+        if is_resized:
+            self._resize(cursor, step, last_batch)
+            self.note = (
+                f"Batches of {new} rows, {old} before: the data goes on at row "
+                f"{self.pass_rows * shares}."
+            )
+        elif cursor.is_numbered and self._is_whole_pass(cursor.data):
+            cursor.returned.clear()
+            cursor.open(self.epoch + 1)
+            cursor.skips = more
+            return
+        cursor.skips_to, cursor.skips = (self.epoch, self.pass_rows), more
+
+    def _is_whole_pass(self, data: Any) -> bool:
+        return num_batches_of(data) * self.num_rows <= self.pass_rows
+
+    def _share(self, shares: int, num_rows: int) -> None:
+        """Counts the rows of this process as one of ``shares``."""
+        if self.pass_rows > 0:
+            rows = self.pass_rows * self.shares
+            if rows % shares:
+                raise DataError(
+                    f"{rows} rows were used, which do not divide by {shares} processes "
+                    "with data. Resume on a number of processes that divides them, "
+                    f"such as {self.shares}."
+                )
+            self.pass_rows = rows // shares
+        self.shares, self.num_rows = shares, num_rows
+
+    def _resize(self, cursor: Cursor, step: int, last_batch: LastBatch | None) -> None:
+        """Counts steps as if all had used batches of the present size."""
+        self.num_dropped = 0
+        if cursor.epochs is None:
+            return
+        num_batches = num_batches_of(cursor.data)
+        size, last = rows_at_ends(cursor.data)
+        total = (num_batches - 1) * size + last or num_batches * self.num_rows
+        epoch, rows = (self.pass_rows // total + self.epoch, self.pass_rows % total)
+        per_pass = cursor.epochs.num_steps(last_batch) // cursor.epochs.count
+        left, rest = divmod(total - rows, self.num_rows)
+        left += bool(rest) and isinstance(last_batch, Pad)
+        self.first_step = step - (epoch + 1) * per_pass + left
+
+    def to_json(self) -> dict[str, Any]:
+        """The position as JSON can hold it. All processes must call it."""
+        following = self.marks[2]
+        if self._cursor is not None and self._cursor.marks_ahead:
+            following = self._cursor.marks_ahead[0]
+        # Each process reads files of its own: the positions differ, and all are saved.
+        mine = {"state": self.state, "marks": [*self.marks[:2], following]}
+        found = allgather_object("position in the data", mine)
+        counts = {name: getattr(self, name) for name in (*_COUNTS, *_PLACE)}
+        return (
+            counts
+            | {f"{name}s": [x[name] for x in found] for name in ("state",)}
+            | {"marks": [x["marks"] for x in found]}
+        )
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> Self:
+        """The position that was saved; the start if ``saved`` is empty.
+
+        Warns if an iterator's position was saved by another number of processes.
+
+        Raises:
+            DataError: If `to_json` cannot have made it.
+        """
+        counts = {name: saved.get(name, 0) for name in _COUNTS}
+        # A checkpoint of an earlier version counts batches only.
+        unknown = {"step": 0, "epoch": 0, "pass_rows": -1 if saved else 0, "shares": 0}
+        counts |= {name: saved.get(name, unknown[name]) for name in _PLACE}
+        states, marks = saved.get("states", [None]), saved.get("marks", [[None] * 3])
+        numbers = all(isinstance(count, int) for count in counts.values())
+        if not numbers or not isinstance(states, list) or not _are_marks(marks):
+            raise DataError(
+                f"The checkpoint's metadata gives the position in the data as "
+                f"{dict(saved)}. It must hold first_step and num_steps, integers, and "
+                "states and marks, lists."
+            )
+        state = None
+        if len(states) == jax.process_count():
+            state = states[jax.process_index()]
+        # Rows are counted alike by any number of processes; iterators are not.
+        elif any(other is not None for other in states):
+            warn_user(
+                f"The position in the data was saved by {len(states)} processes and "
+                f"cannot be restored on {jax.process_count()}. The batches used so far "
+                "are skipped instead, which is right if each process still gives its "
+                "share of the same global batches.",
+            )
+        if counts["pass_rows"] < 0 and len(states) != jax.process_count():
+            counts["num_rows"] = 0  # other processes had other parts of the batches
+        mine: Any = (None, None, None)
+        if len(marks) == jax.process_count():
+            mine = tuple(marks[jax.process_index()])
+        return cls(state=state, marks=mine, **counts)
+
+
+def _begins_alike(found: Mark, first: Mark) -> bool:
+    """True if all arrays agree: in their first rows, if the numbers of rows differ."""
+    index = 0 if found[0] == first[0] else 1
+    return [x[index] for x in found[1:]] == [x[index] for x in first[1:]]
+
+
+def _are_marks(found: Any) -> bool:
+    """True if `DataState.to_json` can have made marks."""
+    return isinstance(found, list) and all(
+        isinstance(marks, list)
+        and len(marks) == 3
+        and all(mark is None or _is_mark(mark) for mark in marks)
+        for marks in found
+    )
+
+
+def _is_mark(mark: Any) -> bool:
+    if not isinstance(mark, list) or len(mark) < 2 or not isinstance(mark[0], int):
+        return False
+    return all(isinstance(x, list) and len(x) == 4 for x in mark[1:])
