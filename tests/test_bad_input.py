@@ -39,7 +39,7 @@ from nnx_parallel.errors import (
     NonFiniteLossError,
     VersionError,
 )
-from nnx_parallel.layers import cross_entropy, linear_cross_entropy
+from nnx_parallel.layers import Embed, cross_entropy, linear_cross_entropy
 from nnx_parallel.mesh import check_versions, simulate_devices
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.sharding.model import abstract_model
@@ -79,6 +79,20 @@ def test_labels_outside_the_classes_on_the_first_batch(fused: bool) -> None:
     )
     with pytest.raises(NonFiniteLossError, match=re.escape(message)):
         make_trainer(loss=loss).fit([BATCH | {"y": labels}] * 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("table", "name"), [(Embed, "tokens or positions"), (nnx.Embed, "batch['x']")]
+)
+def test_tokens_beyond_the_table(table: Any, name: str) -> None:
+    tokens = np.full((8, 2), 20, np.int32)
+    message = (
+        f"The first batch has {name} from 20 to 20, but the model's table has 16 rows: "
+        "valid tokens are 0 to 15. Use the tokenizer that belongs to the model"
+    )
+    trainer = make_trainer(model=lambda rngs: table(16, 4, rngs=rngs))
+    with pytest.raises(NonFiniteLossError, match=re.escape(message)):
+        trainer.fit([{"x": tokens}] * 3, 3)
 
 
 def test_labels_of_weight_zero_may_be_anything() -> None:

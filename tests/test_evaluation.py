@@ -25,7 +25,7 @@ from nnx_parallel import (
     TensorParallel,
     Trainer,
 )
-from nnx_parallel.errors import LossError, ParallelWarning
+from nnx_parallel.errors import BatchShapeError, LossError, ParallelWarning
 from nnx_parallel.layers import Stack
 from tests.parity.runs import compiling
 
@@ -319,6 +319,22 @@ def test_predictions_are_rows() -> None:
         trainer.predict(TRAINING, summed)
     with pytest.raises(LossError, match="missing a required argument: 'key'"):
         trainer.predict(TRAINING, lambda model, batch, key: batch)
+    with pytest.raises(LossError, match=r"has shape \(\d+,\), for \d+ rows"):
+        trainer.predict(TRAINING, lambda model, batch: batch["x"].mean(0))
+
+
+def test_predictions_of_unlike_lengths_raise() -> None:
+    batches = [{"x": np.zeros((8, length, 3), np.float32)} for length in (2, 4)]
+    message = (
+        "The output of predict's function has shape (8, 2, 3) for batch 0, and "
+        "(8, 4, 3) for batch 1. Outputs of all batches are joined along dim 0"
+    )
+    with pytest.raises(BatchShapeError, match=re.escape(message)):
+        make_trainer().predict(batches, lambda model, batch: batch["x"])
+    with pytest.raises(BatchShapeError, match="give the same structure for each"):
+        make_trainer().predict(
+            batches, lambda model, b: {f"of {b['x'].shape[1]}": b["x"]}
+        )
 
 
 def test_metrics_of_flax() -> None:

@@ -21,6 +21,7 @@ from nnx_parallel.collectives.matmul import (
     column_parallel_matmuls,
     row_parallel_matmul,
 )
+from nnx_parallel.layers.loss import observe_range
 from nnx_parallel.layers.scan import OVERLAPPED
 from nnx_parallel.sharding.constrain import (
     activation_spec,
@@ -373,6 +374,7 @@ class Embed(nnx.Module):
         # and cut afterwards; else its shards would pull the activations apart.
         # (vocab, embed) by (batch, seq) -> (batch, seq, embed)
         table = constrain_param(self.embedding[...], self.vocab_name, "embed")
+        observe_range(tokens, table.shape[0], name="tokens or positions")
         tokens = jnp.where(tokens < 0, table.shape[0], tokens.astype(jnp.int32))
         # Whole along `seq` first: a table split by rows is else gathered for a lookup
         # whose rows are split as well. An axis that never splits a table is no such.

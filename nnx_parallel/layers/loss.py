@@ -23,11 +23,15 @@ from nnx_parallel.sharding.names import dim_axes
 
 
 class LabelRange(NamedTuple):
-    """Least and greatest label of a call of a loss, those of weight 0 left out."""
+    """Least and greatest label of a call of a loss, those of weight 0 left out.
+
+    Tokens, or what ``name`` says, if a table is looked up: its rows are the classes.
+    """
 
     lowest: int
     highest: int
     num_classes: int
+    name: str = "labels"
 
     @property
     def is_valid(self) -> bool:
@@ -53,14 +57,20 @@ def observing_labels() -> Iterator[list[LabelRange]]:
         _observed.reset(token)
 
 
-def _observe(labels: Array, weights: Array | None, num_classes: int) -> None:
+def observe_range(
+    labels: Array,
+    num_classes: int,
+    weights: Array | None = None,
+    name: str = "labels",
+) -> None:
+    """Reports labels, or tokens of a table's lookup, to `observing_labels`."""
     if (seen := _observed.get()) is None:
         return
     if weights is not None:
         labels = jnp.where(weights == 0, 0, labels)
 
     def observe(low: Array, high: Array) -> None:
-        seen.append(LabelRange(int(low), int(high), num_classes))
+        seen.append(LabelRange(int(low), int(high), num_classes, name))
 
     jax.debug.callback(observe, labels.min(), labels.max())
 
@@ -96,7 +106,7 @@ def cross_entropy(
     """
     logits = logits.astype(jnp.float32)
     labels = labels.astype(jnp.int32)
-    _observe(labels, weights, logits.shape[-1])
+    observe_range(labels, logits.shape[-1], weights)
     losses, normaliser, _, _ = _token_losses(logits, labels)
     if z_loss:
         losses += z_loss * normaliser**2
@@ -190,7 +200,7 @@ def linear_cross_entropy(
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}; it must be above 0, or None.")
     labels = labels.astype(jnp.int32)
-    _observe(labels, weights, kernel.shape[vocab_dim])
+    observe_range(labels, kernel.shape[vocab_dim], weights)
     if weights is None:
         weights, weight = jnp.ones(labels.shape, jnp.float32), jnp.float32(labels.size)
     else:

@@ -331,6 +331,13 @@ def explain_non_finite(
     kept = f"Nothing was saved from the bad step on; there is {saved}."
     # Before the arrays, which such labels have made what they are.
     if found := next((found for found in labels if not found.is_valid), None):
+        if found.name != "labels":
+            return (
+                f"The first batch has {found.name} from {found.lowest} to "
+                f"{found.highest}, but the model's table has {found.num_classes} rows: "
+                f"valid tokens are 0 to {found.num_classes - 1}. Use the tokenizer "
+                f"that belongs to the model, or make the table larger. {kept}"
+            )
         return (
             f"The first batch has labels from {found.lowest} to {found.highest}, but "
             f"the logits have {found.num_classes} classes: valid labels are 0 to "

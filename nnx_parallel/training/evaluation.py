@@ -19,7 +19,13 @@ from nnx_parallel.data.batches import BatchAgreement, place_batch
 from nnx_parallel.data.prefetch import PrefetchIterator
 from nnx_parallel.data.rows import count_rows, join_rows
 from nnx_parallel.distributed.runtime import Watchdog
-from nnx_parallel.errors import DataError, LossError, ParallelWarning, warn_user
+from nnx_parallel.errors import (
+    BatchShapeError,
+    DataError,
+    LossError,
+    ParallelWarning,
+    warn_user,
+)
 from nnx_parallel.layers.loss import LabelRange
 from nnx_parallel.layers.scan import StackCall
 from nnx_parallel.layers.stack import using_runner
@@ -105,7 +111,7 @@ class Programs:
         def outputs_of(model: nnx.Module, batch: Batch, key: jax.Array) -> Any:
             output = call_loss(plan, known.function, model, batch, key)
             if not is_loss:
-                _check_rows(output)
+                _check_rows(output, count_rows(batch))
                 return output
             mean, metrics = split_loss_output(output, weight=count_rows(batch))
             return {"loss": mean, **metrics}
@@ -230,17 +236,19 @@ class Programs:
             self._warn_of_training(known, *arrays, batch)
             # To the host batch by batch: on the devices all outputs may not fit.
             parts.append(gather(run(*arrays, (seed, index), batch)))
+            _check_joins(parts[0], parts[-1], index)
         if not parts:
             raise DataError("There is no batch to predict on: the data is empty.")
         return jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
 
     def label_ranges(self, state: TrainState, batch: Batch) -> list[LabelRange]:
-        """The labels that our losses find in a batch on the mesh, where they can."""
+        """The labels and tokens that our layers find in a batch, where they can."""
         # Compiled once more: the losses report their labels only if traced here.
         step = self._make_step(_Known(self.loss), is_loss=True)
-        return execution_of(self.plan).observe_labels(
+        found = execution_of(self.plan).observe_labels(
             lambda: step(state.params, state.variables, state.key, (0,), batch)
         )
+        return [*found, *_beyond_tables(self.plan.modules, batch)]
 
     def _batches(
         self,
@@ -279,15 +287,50 @@ def _apply(model: Any, batch: Batch) -> Any:
         raise
 
 
-def _check_rows(outputs: Any) -> None:
+def _output_name(keys: Any) -> str:
+    return f" `{path_of(keys)}`" if keys else ""
+
+
+def _check_rows(outputs: Any, num_rows: int) -> None:
     for keys, x in jax.tree.leaves_with_path(outputs):
-        if jnp.ndim(x) == 0:
-            name = f" `{path_of(keys)}`" if keys else ""
-            raise LossError(
-                f"The output{name} of predict's function has no rows. They are joined "
-                "over all batches, along dim 0 of each output. For means of all rows "
-                "use evaluate(loss=...)."
+        if jnp.ndim(x) == 0 or x.shape[0] != num_rows:
+            found = (
+                f"shape {x.shape}, for {num_rows} rows" if jnp.ndim(x) else "no rows"
             )
+            raise LossError(
+                f"The output{_output_name(keys)} of predict's function has {found}. "
+                "They are joined over all batches, along dim 0 of each output, which "
+                "must be the rows. For means of all rows use evaluate(loss=...)."
+            )
+
+
+def _check_joins(first: Any, other: Any, index: int) -> None:
+    """Refuses outputs of two batches that differ in more than the number of rows."""
+    if jax.tree.structure(first) != jax.tree.structure(other):
+        raise BatchShapeError(
+            f"predict's function gave {jax.tree.structure(first)} for batch 0, and "
+            f"{jax.tree.structure(other)} for batch {index}. Outputs of all batches "
+            "are joined: give the same structure for each."
+        )
+    pairs = zip(jax.tree.leaves_with_path(first), jax.tree.leaves(other), strict=True)
+    for (keys, x), y in pairs:
+        if x.shape[1:] != y.shape[1:]:
+            raise BatchShapeError(
+                f"The output{_output_name(keys)} of predict's function has shape "
+                f"{x.shape} for batch 0, and {y.shape} for batch {index}. Outputs of "
+                "all batches are joined along dim 0, so the other dims must be equal: "
+                "pad the batches to one length, or predict each length by itself."
+            )
+
+
+def _beyond_tables(modules: Iterable[Any], batch: Batch) -> Iterator[LabelRange]:
+    """Integers of a batch that are beyond every table of Flax's in a model."""
+    sizes = [m.num_embeddings for m in modules if isinstance(m, nnx.Embed)]
+    for keys, x in jax.tree.leaves_with_path(batch):
+        # Not bytes: those are images.
+        if sizes and jnp.issubdtype(x.dtype, jnp.integer) and x.itemsize > 1:
+            name = f"batch{jax.tree_util.keystr(keys)}"
+            yield LabelRange(int(x.min()), int(x.max()), max(sizes), name)
 
 
 def _to_number(value: Any) -> Any:
