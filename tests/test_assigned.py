@@ -470,3 +470,23 @@ def test_a_callback_may_assign_between_the_steps_of_a_fit() -> None:
     np.testing.assert_allclose(losses[steps], expected, rtol=1e-5)
     kernel: Any = trainer.state.params["kernel"]
     np.testing.assert_array_equal(kernel, clipping.kernels[6])
+
+
+@pytest.mark.parametrize("where", ["before", "between"])
+def test_assigned_weights_restart_the_average_of_an_untrained_run(where: str) -> None:
+    batch, kernel = make_batches(1)[0], np.full((4, 1), 2.0, np.float32)
+    trainer = make_trainer(linear, ema_decay=0.75)
+    if where == "between":
+        trainer.fit([batch], 1)
+    averaged: Any = trainer.ema_model
+    start = np.asarray(averaged.kernel.get_value())
+    model: Any = trainer.model
+    model.kernel.set_value(jnp.asarray(kernel))
+    expected = kernel if where == "before" else start
+    assert trainer.state.ema is not None
+    np.testing.assert_array_equal(trainer.state.ema["kernel"], expected)
+    np.testing.assert_array_equal(averaged.kernel.get_value(), expected)
+    trainer.fit([batch] * 2, trainer.step + 1)
+    trained = np.asarray(trainer.state.params["kernel"])
+    expected = 0.75 * expected + 0.25 * trained
+    np.testing.assert_allclose(trainer.state.ema["kernel"], expected, rtol=1e-5)

@@ -614,3 +614,67 @@ def test_a_position_of_other_processes_is_skipped_to(tmp_path: Path) -> None:
             {"first_step": 0, "states": [{"a": 1}, {"a": 1}]}
         )
     assert position.open(make_batches(6), 4).skips == 4
+
+
+SWAPS = {
+    "adam to adabelief": (optax.adam, optax.adabelief, "0.mu"),
+    "adam to adamax": (optax.adam, optax.adamax, "0.nu"),
+    "adam to yogi": (optax.adam, optax.yogi, "0.nu"),
+    "amsgrad to adam": (optax.amsgrad, optax.adam, "0.mu"),
+    "momentum to rmsprop": (lambda r: optax.sgd(r, 0.9), optax.rmsprop, None),
+}
+
+
+@pytest.mark.parametrize("name", SWAPS)
+def test_resuming_with_another_optimizer_raises(name: str, tmp_path: Path) -> None:
+    saved, other, field = SWAPS[name]
+    make_trainer(tmp_path, optimizer=saved(0.01)).fit(make_batches(1), 1)
+    trainer = make_trainer(tmp_path, optimizer=other(0.01))
+    before = arrays(trainer)
+    message = "is only in the checkpoint|is not in the checkpoint"
+    if field is not None:
+        message = re.escape(f"optimizer: `{field}` is a ScaleBy")
+    for restore in (trainer.restore, lambda: trainer.fit(make_batches(2), 2)):
+        with pytest.raises(CheckpointMismatchError, match=message):
+            restore()
+    assert_same_bits(arrays(trainer), before)
+    trainer.restore(weights_only=True)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: optax.nadam(0.02, b1=0.8),
+        lambda: optax.radam(0.01),
+        lambda: optax.chain(optax.scale_by_adam(), optax.scale(-0.5)),
+    ],
+)
+def test_same_moments_are_resumed(other: Any, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    trainer.fit(make_batches(1), 1)
+    resumed = make_trainer(tmp_path, optimizer=other())
+    resumed.restore()
+    moments = [to_host(t.state.opt_state[0].nu) for t in (trainer, resumed)]  # pyright: ignore
+    assert_same_bits(*moments)
+
+
+def test_resuming_without_the_average_warns(tmp_path: Path) -> None:
+    options = Checkpoint(tmp_path, every=1, keep_last=1)
+    make_trainer(options, ema_decay=0.5).fit(make_batches(1), 1)
+    with pytest.warns(UserWarning, match="has a moving average of the parameters"):
+        make_trainer(options).fit(make_batches(2), 2)
+
+
+def test_a_late_average_starts_from_the_parameters(tmp_path: Path) -> None:
+    before = make_trainer(tmp_path)
+    before.fit(make_batches(1), 1)
+    start = to_host(before.state.params)
+    trainer = make_trainer(tmp_path, ema_decay=0.75)
+    trainer.restore()
+    assert_same_bits(to_host(trainer.state.ema), start)
+    again = make_trainer(tmp_path, ema_decay=0.75)
+    again.fit(make_batches(2), 2)
+    after, found = to_host(again.state.params), to_host(again.state.ema)
+    for path, x in found.items():
+        expected = 0.75 * start[path] + 0.25 * after[path]
+        np.testing.assert_allclose(x, expected, rtol=1e-5)

@@ -355,6 +355,33 @@ def check_match(
         )
 
 
+def check_states(
+    stored: StoredCheckpoint, description: Mapping[str, Any], where: str
+) -> None:
+    """Compares the kinds of the optimizer's states with those of a checkpoint.
+
+    Arrays of two optimizers may have the same paths and shapes and another meaning.
+    Checkpoints of earlier versions do not name the kinds: they are not compared.
+
+    Raises:
+        CheckpointMismatchError: With one line for each state of another kind.
+    """
+    here = description.get("optimizer_states", {})
+    there = stored.meta.get("optimizer_states", {})
+    lines = [
+        f"optimizer: `{path}` is a {there[path]} in the checkpoint and a {kind} here"
+        for path, kind in here.items()
+        if there.get(path, kind) != kind
+    ]
+    if lines:
+        raise CheckpointMismatchError(
+            f"{where} is from another optimizer, whose states mean something else:\n  "
+            + "\n  ".join(lines)
+            + "\nBuild the optimizer that saved it, or take only the weights: "
+            "trainer.restore(weights_only=True)."
+        )
+
+
 def group_differences(
     stored: Mapping[str, jax.ShapeDtypeStruct] | None,
     wanted: Mapping[str, jax.ShapeDtypeStruct | jax.Array],

@@ -11,8 +11,11 @@ import jax
 from nnx_parallel.checkpoint.base import BASE, Base, split_base
 from nnx_parallel.checkpoint.checksum import PendingChecksums, start_checksums
 from nnx_parallel.checkpoint.contents import (
+    AbstractGroups,
     Groups,
+    StoredCheckpoint,
     check_groups,
+    check_states,
     from_groups,
     make_header,
     to_groups,
@@ -359,8 +362,28 @@ class CheckpointManager:
 
         Steps, ``base`` and errors are those of `SavedSteps.restore`.
         """
-        groups, meta = self.saved.restore(to_groups(abstract), step, base)
-        return from_groups(abstract, groups), meta
+        wanted = to_groups(abstract)
+        groups, meta = self.saved.restore(wanted, step, base, self._adapt)
+        return _to_state(abstract, groups), meta
+
+    def _adapt(
+        self, stored: StoredCheckpoint, wanted: AbstractGroups
+    ) -> AbstractGroups:
+        """The groups to read of a checkpoint, once its optimizer is found to be ours.
+
+        A run that begins to keep a moving average starts it from the parameters.
+        """
+        where = f"Checkpoint {stored.step} in '{self.directory}'"
+        check_states(stored, self.description, where)
+        if "ema" in stored.groups and "ema" not in wanted:
+            warn_user(
+                f"{where} has a moving average of the parameters, and this Trainer "
+                "keeps none: the average is left out, and is gone once the steps that "
+                "have it are deleted. To go on with it, pass ema_decay to the Trainer; "
+                "to keep it as well, save in another directory.",
+            )
+        is_new = "ema" in wanted and "ema" not in stored.groups
+        return {name: x for name, x in wanted.items() if not is_new or name != "ema"}
 
     def restore_weights(
         self, state: TrainState, step: int | Literal["best"] | None = None
@@ -385,11 +408,16 @@ class CheckpointManager:
         ``None`` without a directory, or a checkpoint in it. All processes call it;
         errors are those of `SavedSteps.restore_newest`.
         """
-        found = self.options and self.saved.restore_newest(to_groups(abstract), base)
+        wanted = to_groups(abstract)
+        found = self.options and self.saved.restore_newest(wanted, base, self._adapt)
         if found is None:
             return None
         (groups, meta), notes = found
-        state = from_groups(abstract, groups)
+        if "ema" in wanted and "ema" not in groups:
+            notes.append(
+                "The checkpoint has no moving average: it starts from the parameters."
+            )
+        state = _to_state(abstract, groups)
         self.last_saved = int(state.step)
         return state, meta, notes
 
@@ -457,3 +485,9 @@ class CheckpointManager:
             if error is None or isinstance(error, SystemExit):
                 raise
             error.add_note(f"Besides: {failure}")
+
+
+def _to_state(abstract: TrainState, groups: Groups) -> TrainState:
+    """The state that was read, with a new average if the checkpoint has none."""
+    state = from_groups(abstract, groups)
+    return state if "ema" in groups else state.with_new_average()

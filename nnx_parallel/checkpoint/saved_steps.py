@@ -1,7 +1,7 @@
 """The checkpoints on disk: opened, listed, described, read. Nothing here saves."""
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import jax
@@ -54,6 +54,7 @@ from nnx_parallel.errors import (
 )
 
 Restored = tuple[dict[str, dict[str, jax.Array]], dict[str, Any]]
+Adapt = Callable[[StoredCheckpoint, AbstractGroups], AbstractGroups]
 
 
 class SavedSteps:
@@ -207,6 +208,7 @@ class SavedSteps:
         wanted: AbstractGroups,
         step: int | Literal["best"] | None = None,
         base: Base | None = None,
+        adapt: Adapt = lambda stored, wanted: wanted,
     ) -> Restored:
         """Returns the arrays of some groups, placed as asked, and the metadata.
 
@@ -218,6 +220,7 @@ class SavedSteps:
                 (``{"params": ...}`` reads the weights alone).
             step: As `find`.
             base: Has the arrays that the checkpoint names by checksum alone.
+            adapt: Changes ``wanted`` to suit the checkpoint, or refuses it.
 
         Raises:
             CheckpointError: If an array has no sharding.
@@ -234,6 +237,7 @@ class SavedSteps:
         try:
             # All that differs is found before an array is read.
             stored = self.describe(step)
+            wanted = adapt(stored, wanted)
             present, lent = split_base(wanted, stored.base)
             check_match(stored, present, self.directory)
             if "model" in wanted:
@@ -263,7 +267,10 @@ class SavedSteps:
         return reading(f"checkpoint {step} in '{self.directory}'", self.steps)
 
     def restore_newest(
-        self, wanted: AbstractGroups, base: Base | None = None
+        self,
+        wanted: AbstractGroups,
+        base: Base | None = None,
+        adapt: Adapt = lambda stored, wanted: wanted,
     ) -> tuple[Restored, list[str]] | None:
         """Restores the latest step; or the latest intact one, if the options say so.
 
@@ -307,7 +314,7 @@ class SavedSteps:
                 # The same on all processes without another exchange: `restore` raises
                 # on all what one cannot read, and compares checksums of all.
                 try:
-                    found = self.restore(wanted, step, base)
+                    found = self.restore(wanted, step, base, adapt)
                 except CheckpointReadError as error:
                     problems[step] = str(error)
                     continue

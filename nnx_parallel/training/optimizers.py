@@ -16,11 +16,19 @@ from flax import nnx
 from optax.contrib import MuonDimensionNumbers
 
 from nnx_parallel.errors import OptimizerError, kind_of, warn_user
+from nnx_parallel.layers.jaxprs import (
+    TracedFunction,
+    is_call,
+    needed,
+    reached,
+    trace,
+    variables_in,
+)
 from nnx_parallel.precision import cast_floating
 from nnx_parallel.sharding.matrices import placing_updates
-from nnx_parallel.sharding.model import flatten, nest
+from nnx_parallel.sharding.model import Path, flatten, nest
 from nnx_parallel.sharding.names import ArrayInfo, array_info, path_of, variables_of
-from nnx_parallel.sharding.optimizer import Optimizer
+from nnx_parallel.sharding.optimizer import Optimizer, owner_of
 from nnx_parallel.state import StatePlan, TrainState
 from nnx_parallel.training.offloaded_update import offloaded_update
 
@@ -274,3 +282,70 @@ def _constants(opt_state: Any) -> dict[str, Any]:
         elif "hyperparams." in name:
             constants[name] = leaf
     return {name: leaf for name, leaf in constants.items() if name not in scheduled}
+
+
+_OF_MAXIMA = {"max", "min", "sign"}
+"""Operations that make a norm or a bounded average of what is a plain average."""
+
+
+def state_kinds(plan: StatePlan) -> dict[str, str]:
+    """The kind of each array that an optimizer keeps for parameters, by its field.
+
+    A kind is the state's type. Optax uses one type for moments of another meaning (the
+    maximum of Adamax, in the state of Adam), so it also names the operations among
+    maximum, minimum and sign that the field's previous value passes through.
+    """
+    params = flatten(plan.abstract.params)
+    shapes = {path: x.shape for path, x in params.items()}
+    fields: dict[str, tuple[str, Path]] = {}  # of each the type, and a parameter
+    for keys, _ in jax.tree_util.tree_leaves_with_path(plan.abstract.opt_state):
+        if owner := owner_of(keys, shapes):
+            field, kind = _field_of(plan.abstract.opt_state, keys)
+            fields.setdefault(field, (kind, owner))
+    few = nest({owner: params[owner] for _, owner in fields.values()})
+    try:
+        traced, own = _trace_states(plan.tx, few)
+    except Exception:  # noqa: BLE001
+        # A mask that is a tree fits all parameters, and not a few of them.
+        traced, own = _trace_states(plan.tx, plan.abstract.params)
+    before, after = jax.tree.leaves(traced.inputs[1]), jax.tree.leaves(traced.outputs)
+    indices: dict[str, int] = {}
+    for index, (keys, _) in enumerate(jax.tree_util.tree_leaves_with_path(own)):
+        indices.setdefault(_field_of(own, keys)[0], index)
+    kinds = {}
+    for field, (kind, _) in fields.items():
+        index = indices[field]
+        passed = reached(traced.eqns, [before[index]])
+        through = {
+            eqn.primitive.name
+            for eqn in needed(traced.eqns, [after[index]])
+            if not passed.isdisjoint(variables_in(eqn.invars))
+        }
+        found = sorted(through & _OF_MAXIMA)
+        kinds[field] = f"{kind} ({', '.join(found)})" if found else kind
+    return kinds
+
+
+def _trace_states(tx: Optimizer, params: Any) -> tuple[TracedFunction, Any]:
+    """The update of an optimizer's state by gradients, and the state's shapes."""
+    state = jax.eval_shape(tx.init, params)
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        return update_with(tx, grads, state, params, value=jnp.float32(0), grad=grads)[
+            1
+        ]
+
+    return trace(update, params, state, params, inlined=is_call), state
+
+
+def _field_of(state: Any, keys: tuple) -> tuple[str, str]:
+    """The innermost field of a named tuple that has an array, and the tuple's type."""
+    node, field, kind = state, "", type(state).__name__
+    for depth, key in enumerate(keys):
+        if hasattr(node, "_fields"):
+            field, kind = path_of(keys[: depth + 1]), type(node).__name__
+        if isinstance(key, jax.tree_util.GetAttrKey):
+            node = getattr(node, key.name)
+        else:
+            node = node[key.key if hasattr(key, "key") else key.idx]
+    return field, kind

@@ -40,7 +40,7 @@ from nnx_parallel.training.compiler_options import (
     format_options,
 )
 from nnx_parallel.training.diagnostics import warn_of_attributes
-from nnx_parallel.training.optimizers import warn_of_changes
+from nnx_parallel.training.optimizers import state_kinds, warn_of_changes
 from nnx_parallel.visualize.describe import Description, describe_model
 
 
@@ -192,11 +192,24 @@ class RunState:
                 "one. Hand that back in a loop of your own: "
                 "trainer.state, metrics = trainer.train_step(trainer.state, batch)."
             )
-        for ema, (_, handed) in self._models.items():
+        # The average last: what is assigned to it counts more than a new beginning.
+        for ema, (_, handed) in sorted(self._models.items()):
             if assigned := handed.assigned():
                 self._state, placed = self.plan.assign(self._state, assigned, ema=ema)
                 handed.note(placed)
+                if not ema:
+                    self._restart_average(assigned)
         return self._state
+
+    def _restart_average(self, assigned: Mapping[Path, Any]) -> None:
+        """Starts the average of parameters that replace those of an untrained model."""
+        state: Any = self._state
+        new = {p: x for p, x in assigned.items() if p in self.plan.trained_paths}
+        if state.ema is None or not new or int(state.step):
+            return
+        self._state, placed = self.plan.assign(state, new, ema=True)
+        if True in self._models:
+            self._models[True][1].note(placed)
 
     @state.setter
     def state(self, state: TrainState) -> None:
@@ -298,7 +311,7 @@ class RunState:
             )
         own = self.checkpoints
         where = own.options if directory is None else Checkpoint(directory)
-        with CheckpointManager(where, read_only=True) as source:
+        with CheckpointManager(where, own.description, read_only=True) as source:
             if weights_only:
                 state = source.restore_weights(self.state, step)
             else:
@@ -404,9 +417,18 @@ def frozen_paths(plan: StatePlan) -> frozenset[str]:
 
 
 def describe_run(
-    plan: StatePlan, strategy: object, num_microbatches: int, seed: int
+    plan: StatePlan,
+    strategy: object,
+    num_microbatches: int,
+    seed: int,
+    *,
+    is_saved: bool = True,
 ) -> dict[str, Any]:
-    """Description of a run in its checkpoints, as JSON can hold it."""
+    """Description of a run in its checkpoints, as JSON can hold it.
+
+    The kinds of the optimizer's states are there only if the run has checkpoints, for
+    the update is traced to find them.
+    """
     nodes: list[Any] = []
 
     def visit(node: Any) -> bool:
@@ -424,4 +446,5 @@ def describe_run(
         "num_params": sum(x.size for x in jax.tree.leaves(plan.abstract.params)),
         "num_microbatches": num_microbatches,
         "seed": seed,
+        **({"optimizer_states": state_kinds(plan)} if is_saved else {}),
     }

@@ -167,9 +167,10 @@ class Trainer:
             plan = plan_state(shapes, layout, optimizer, ema_decay=ema_decay, **kinds)
             warn_idle_parts(shapes, layout, plan.placements)
         self._programs = Programs(plan, loss, options, global_batch_size, eval_loss)
-        run = describe_run(plan, self.strategy, options.num_microbatches, seed)
         # A test run must neither resume a real one nor leave steps behind.
         where = None if fast_dev_run else checkpoint
+        count, is_saved = options.num_microbatches, where is not None
+        run = describe_run(plan, self.strategy, count, seed, is_saved=is_saved)
         checkpoints = CheckpointManager(where, run, frozen=frozen_paths(plan))
         self._run = RunState(plan, source, seed, checkpoints, tuple(callbacks), wrt)
         self._loop: Loop | None = None
