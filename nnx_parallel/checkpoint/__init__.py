@@ -1,4 +1,4 @@
-"""Checkpoints whose files know no strategy: arrays by path in groups, and metadata.
+"""Checkpoints that do not depend on a strategy: arrays in groups, and metadata.
 
 A group is a flat dict, ``{"blocks.mlp.up.kernel": array, ...}``; a checkpoint holds
 several (``model``, ``optimizer``, ...) under one step. Shapes are global, so that any

@@ -1,8 +1,8 @@
-"""Parameters that are not trained: named in a checkpoint by their checksums alone.
+"""Parameters that are not trained: a checkpoint names them only by their checksums.
 
-Adapters are small and their base is not. With ``Checkpoint(frozen="checksum")`` the
+Adapters are small, but their base is large. With ``Checkpoint(frozen="checksum")`` the
 base's arrays are not written: the header has their shapes, and the file of checksums
-one number each, under a group of their own. A run that restores brings its base along,
+has one number for each, in a separate group. A run that restores brings its base along,
 which must be the same, bit for bit.
 """
 
@@ -18,7 +18,7 @@ from nnx_parallel.errors import CheckpointMismatchError
 BASE = "base"  # the group of checksums without arrays
 
 Base = Callable[[], Mapping[str, jax.Array]]
-"""The arrays of a run's model by path, built when they are asked for."""
+"""Returns the arrays of a run's model by path; they are built when it is called."""
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 def split_base(
     groups: Mapping[str, Mapping[str, T]], paths: Collection[str]
 ) -> tuple[dict[str, dict[str, T]], dict[str, T]]:
-    """The groups without some arrays of the model, and these arrays."""
+    """The groups without the model's arrays at ``paths``, and these arrays."""
     model = groups.get("model", {})
     base = {path: x for path, x in model.items() if path in paths}
     rest = {name: dict(group) for name, group in groups.items()}
@@ -38,7 +38,7 @@ def split_base(
 def check_base_shapes(
     stored: StoredCheckpoint, wanted: Mapping[str, Any], where: str
 ) -> None:
-    """Raises ``CheckpointMismatchError`` if shapes or dtypes are of another base."""
+    """Raises ``CheckpointMismatchError`` if shapes or dtypes belong to another base."""
 
     def differences() -> Iterator[str]:
         for path, saved in stored.base.items():
@@ -55,10 +55,10 @@ def check_base_shapes(
 def same_base(
     stored: StoredCheckpoint, paths: Collection[str], base: Base | None, where: str
 ) -> dict[str, jax.Array]:
-    """The run's own base, if it is the one that the checkpoint names.
+    """The base of the run, if it is the base that the checkpoint names.
 
     Raises:
-        CheckpointMismatchError: If an array is another one, or there is no base.
+        CheckpointMismatchError: If an array differs, or if the run has no base.
     """
     if base is None:
         raise CheckpointMismatchError(

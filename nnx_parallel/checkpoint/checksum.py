@@ -1,11 +1,11 @@
 """Checksums of arrays: one number each, the same on every mesh, and their file.
 
 A checksum is a sum modulo 2**32 over all elements, of a hash of the element's bits and
-its index in the global array. Each device hashes its own shard, so that nothing but the
-sums moves to the host, and the host adds: exact integers, for which neither layout nor
-order matters. One changed element always changes it; other changes escape once in
-2**32. Orbax itself checks no values: of 36 single flipped bits in the files of a
-checkpoint, 33 were restored as wrong weights without an error (Orbax 0.12.8).
+its index in the global array. Each device hashes its shard, so that only the sums move
+to the host. The host adds them: they are exact integers, for which neither layout nor
+order matters. One changed element always changes the checksum; other changes escape
+once in 2**32. Orbax itself checks no values: of 36 single flipped bits in the files of
+a checkpoint, 33 were restored as wrong weights without an error (Orbax 0.12.8).
 """
 
 import asyncio
@@ -40,16 +40,16 @@ from nnx_parallel.sharding.names import dim_axes
 Checksums = dict[str, dict[str, int]]
 
 _EXCHANGE_SECONDS = 900.0
-"""Less than the 1200 s after which Orbax gives a save up: this error comes first."""
+"""Less than the 1200 s after which Orbax gives up a save: this error comes first."""
 
 
 def checksums(groups: Mapping[str, Mapping[str, Any]]) -> Checksums:
     """The checksum of each array: an integer of 32 bits, by group and path.
 
-    With several processes all of them call it, with the same paths.
+    In a run of several processes all call this function, with the same paths.
 
     Raises:
-        ReplicaError: On all of them, if copies of an array differ.
+        ReplicaError: On all processes, if copies of an array differ.
 
     Example:
         >>> x = jnp.arange(6.0)
@@ -68,22 +68,23 @@ def start_checksums(
     """Starts the checksums on the devices; the arrays may be donated at once.
 
     Returns a function that waits for the checksums, from any thread, and compares the
-    copies as `checksums` does. ``name`` is that of the exchange between processes.
+    copies as `checksums` does. ``name`` is the name of the exchange between processes.
     """
     arrays, structure = jax.tree.flatten({k: dict(x) for k, x in groups.items()})
     names = [f"{k}: {path}" for k in sorted(groups) for path in sorted(groups[k])]
     places = [Place(n, x.sharding, x.shape) for n, x in zip(names, arrays, strict=True)]
     counted = [_counted_devices(x) for x in arrays]
     hashes = start_hashes(arrays)
-    # Their turns are taken now, on the main thread, in the same order on all processes;
-    # the values follow from whichever thread waits for the devices.
+    # The exchanges are reserved now, on the main thread, in the same order on all
+    # processes; the values follow from the thread that waits for the devices.
     exchange_sums = reserve_allgather(name, _EXCHANGE_SECONDS)
     exchange_copies = reserve_allgather(f"{name} of copies", _EXCHANGE_SECONDS)
 
     def finish() -> Checksums:
         found = hashes()
-        # Of each part once, and of all copies. Neither wraps around: an array of equal
-        # copies has so many times the first, exactly.
+        # The sum over each part once, and the sum over all copies. Neither wraps
+        # around: if copies are equal, the second is exactly the number of copies times
+        # the first.
         mine = [
             (sum(own[device] for device in devices), sum(own.values()))
             for devices, own in zip(counted, found, strict=True)
@@ -111,7 +112,7 @@ class Place(NamedTuple):
 
     @property
     def num_copies(self) -> int | None:
-        """How many devices hold the same part, of an array that is on a mesh."""
+        """Number of devices that hold the same part; ``None`` without a mesh."""
         if not isinstance(self.sharding, NamedSharding):
             return None
         axes = chain(*dim_axes(self.sharding.spec, len(self.shape)))
@@ -126,10 +127,10 @@ def raise_if_copies_differ(
 ) -> None:
     """Compares the hashes of all parts of arrays, by their devices' ids.
 
-    All processes call it, and ``exchange`` what they have found.
+    All processes call it; ``exchange`` gathers the hashes that they have found.
 
     Raises:
-        ReplicaError: On all of them, if parts that should be equal are not.
+        ReplicaError: On all processes, if parts that should be equal are not.
     """
     mine = [
         (
@@ -163,7 +164,7 @@ def raise_if_copies_differ(
 
 
 def _odd_ones(hashes: Mapping[str, int]) -> str:
-    """The devices whose hash is not that of the majority."""
+    """The devices whose hash differs from the majority's, as text."""
     common, count = Counter(hashes.values()).most_common(1)[0]
     if 2 * count <= len(hashes):
         return f"{', '.join(hashes)} do not agree"
@@ -174,11 +175,11 @@ def _odd_ones(hashes: Mapping[str, int]) -> str:
 def start_hashes(arrays: Sequence[jax.Array]) -> Callable[[], list[dict[int, int]]]:
     """Starts the hash of each shard, of arrays on any meshes or on single devices.
 
-    Returns a function that waits for the hashes, from any thread: for each array those
-    of this process's shards, by their device's id. They have 32 bits, the same for all
-    shards that hold the same part of an array.
+    Returns a function that waits for the hashes, from any thread: for each array the
+    hashes of this process's shards, by the device's id. A hash has 32 bits; all shards
+    that hold the same part of an array have the same hash.
     """
-    # All that `finish` uses: it keeps no array alive.
+    # `finish` refers only to these two lists: it keeps no array alive.
     found: list[dict[int, int]] = [{} for _ in arrays]
     started: list[tuple[list[int], jax.Array]] = []
     by_mesh: dict[Any, list[int]] = {}
@@ -192,7 +193,7 @@ def start_hashes(arrays: Sequence[jax.Array]) -> Callable[[], list[dict[int, int
             _hash_shards(mesh, arrays[i].sharding.spec)(_data(arrays[i]))  # pyright: ignore[reportAttributeAccessIssue]
             for i in indices
         ]
-        # The host adds: a program with an all-reduce for each array, many of them
+        # The host adds, not the devices: many programs with an all-reduce each,
         # dispatched without waiting, can deadlock simulated devices.
         started.append((indices, _stack(mesh)(hashes)))
 
@@ -210,7 +211,7 @@ def start_hashes(arrays: Sequence[jax.Array]) -> Callable[[], list[dict[int, int
 def _counted_devices(x: jax.Array) -> set[int]:
     """Ids of this process's devices whose shard counts: each part of an array once."""
     if not isinstance(x.sharding, NamedSharding):
-        return {x.addressable_shards[0].device.id}  # its hash is that of the whole
+        return {x.addressable_shards[0].device.id}  # it holds the whole array
     return {s.device.id for s in x.addressable_shards if s.replica_id == 0}
 
 
@@ -228,7 +229,7 @@ def _hash_shards(mesh: Mesh, spec: P) -> Any:
             dims.append((start, size * math.prod(mesh.shape[axis] for axis in axes)))
         return _hash(shard, dims).reshape((1,) * len(mesh.shape))
 
-    # What waits in the host's memory comes in, an array at a time.
+    # An offloaded array comes in from the host's memory, one array at a time.
     return jax.jit(lambda x: hash_shard(jax.device_put(x, jax.memory.Space.Device)))
 
 
@@ -245,9 +246,9 @@ def _hash_whole(x: jax.Array) -> jax.Array:
 
 
 def _hash(x: jax.Array, dims: list[tuple[jax.Array, int]]) -> jax.Array:
-    """Sum of the hashes of a shard's elements; ``dims``: start, and global size."""
+    """Sum of the hashes of a shard's elements; ``dims``: starts and global sizes."""
     words = _words(x)
-    # Types wider than 32 bits have one more dim.
+    # The words of types wider than 32 bits have one more dim.
     dims += [(jnp.uint32(0), size) for size in words.shape[x.ndim :]]
     index, stride = jnp.zeros(words.shape, jnp.uint32), 1
     for dim, (start, size) in reversed([*enumerate(dims)]):
@@ -303,9 +304,9 @@ class PendingChecksums:
 class ChecksumHandler(ocp.handlers.CheckpointableHandler[PendingChecksums, None]):
     """Has Orbax write `PendingChecksums` in the background of a save.
 
-    Orbax writes ``custom_metadata`` when a save begins, and the devices have not hashed
-    anything by then. So the checksums are a part of their own, without which no
-    checkpoint is complete.
+    Orbax writes ``custom_metadata`` when a save begins, before the devices have hashed
+    anything. So the checksums are a separate part, without which no checkpoint is
+    complete.
     """
 
     # Orbax writes a handler's full name into the checkpoint, looks for it in its
@@ -335,20 +336,20 @@ class ChecksumHandler(ocp.handlers.CheckpointableHandler[PendingChecksums, None]
         raise NotImplementedError(f"'{directory}' is read by `read_checksums`.")
 
     async def metadata(self, directory: ocp.path.Path) -> None:
-        """Nothing: Orbax would take an error here for "no metadata"."""
+        """Returns nothing: Orbax would take an error here for "no metadata"."""
 
     def is_handleable(self, checkpointable: Any) -> bool:
-        """True for what `save` writes."""
+        """True for objects that `save` writes."""
         return isinstance(checkpointable, PendingChecksums)
 
     def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool | None:
-        """Never: Orbax reads no checksums."""
+        """Always False: Orbax reads no checksums."""
 
 
 def read_checksums(step_directory: str, header_digest: str) -> Checksums:
     """The checksums that were saved with a header, read without Orbax.
 
-    Raises ``OSError`` if that fails, ``ValueError`` if they are not those.
+    Raises ``OSError`` if that fails, ``ValueError`` if they are other checksums.
     """
     content = read_json(LiteralPath(step_directory) / PART / CHECKSUMS)
     if not matches(content, _CONTENT) or content.get("digest") != digest(content):

@@ -1,8 +1,8 @@
-"""Files of a checkpoint: which directories are steps, and what may be opened.
+"""Files of a checkpoint: which directories are steps, and which files may be opened.
 
-A directory of checkpoints may come from a stranger and hold what other programs have
-written. So nothing is opened before its kind and size are known: a pipe would block,
-``/dev/zero`` and gigabytes of JSON would fill the memory.
+A directory of checkpoints may come from a stranger and hold files of other programs. So
+nothing is opened before its kind and size are known: a pipe would block, ``/dev/zero``
+and gigabytes of JSON would fill the memory.
 """
 
 import glob
@@ -25,24 +25,25 @@ METADATA = "_CHECKPOINT_METADATA"
 """Orbax's file in the directory of a step, which holds our header."""
 
 COMMITTED = "commit_success.txt"
-"""Orbax's last file in a step: one of an object store without it is not complete."""
+"""Orbax's last file in a step; a step in an object store is not complete without it."""
 
 UNFINISHED = "orbax-checkpoint-tmp"
-"""In the name of a step's directory until it is complete."""
+"""Part of the name of a step's directory until the step is complete."""
 
 QUARANTINED, _DELETED = "damaged-", "deleted-"
-"""Begin the names of directories that are no longer steps."""
+"""Prefixes of the names of directories that are no longer steps."""
 
 PART, CHECKSUMS = "fingerprints", "fingerprints.json"
-"""Names on disk, of the first release: the part next to the groups, and its file."""
+"""The part next to the groups, and its file; the first release chose these names."""
 
-# What Orbax and this library write into a group, beside the arrays.
+# Names that Orbax and this library write into a group, beside the arrays.
 _SIGNS = ("_METADATA", "manifest.ocdbt", "ocdbt.process_", CHECKSUMS)
 _METADATA_FILES = (METADATA, *_SIGNS, "_sharding", "process_")
-_JSON_FILES = ("_METADATA", "_sharding")  # that Orbax parses
+_JSON_FILES = ("_METADATA", "_sharding")  # Orbax parses these
 
 
-# Of a local directory and of an object store; Orbax exports the abstract class alone.
+# The class of local paths and of paths in an object store; Orbax exports only the
+# abstract class.
 _GPath: Any = type(ocp.path.Path("/"))
 
 
@@ -54,11 +55,11 @@ _STEP_METADATA = {
 
 
 class LiteralPath(_GPath):
-    """A path whose name is no pattern: a directory may be called ``lr=[0.1,0.2]``.
+    """A path whose name is not a pattern: a directory may be called ``lr=[0.1,0.2]``.
 
-    Orbax merges what the processes have written by `glob`, which takes the directory's
-    own ``[``, ``*`` and ``?`` for a pattern: a save finds nothing to merge, or the
-    files of another run (docs/library-notes.md, "Orbax: directories").
+    Orbax finds the files of all processes by `glob`, to merge them. `glob` takes ``[``,
+    ``*`` and ``?`` in the directory's name for a pattern: a save finds nothing to
+    merge, or the files of another run (docs/library-notes.md, "Orbax: directories").
     """
 
     def glob(self, pattern: str) -> Iterator[Self]:
@@ -80,8 +81,8 @@ class LiteralPath(_GPath):
     def rename(self, target: str | os.PathLike[str]) -> Self:
         """Renames a directory; the disk has the new name when this returns.
 
-        Orbax gives a step its name so, once it is written: here is where it is synced
-        (docs/library-notes.md, "Orbax: saving").
+        Orbax calls it to give a step its name, once the step is written: here the step
+        is synced (docs/library-notes.md, "Orbax: saving").
         """
         # A part of a step is synced with the step; an object store is always in sync.
         if is_url(os.fspath(self)) or UNFINISHED in self.parent.name:
@@ -97,15 +98,15 @@ def is_url(path: str) -> bool:
 
 
 def parse_step(name: str) -> int | None:
-    """The step that a directory of this name holds; none for ``0020`` or ``²``."""
+    """The step that a directory of this name holds; ``None`` for ``0020`` or ``²``."""
     is_number = name.isascii() and name.isdecimal()
     return int(name) if is_number and name == str(int(name)) else None
 
 
 def read_json(path: LiteralPath) -> dict[str, Any]:
-    """The JSON object in a file, local or of an object store.
+    """The JSON object in a file, which is local or in an object store.
 
-    Raises ``OSError`` if it cannot be read, ``ValueError`` if it is no such file.
+    Raises ``OSError`` if it cannot be read, ``ValueError`` if it is not such a file.
     """
     if not is_url(os.fspath(path)):
         return read_object(path)
@@ -119,7 +120,7 @@ def read_json(path: LiteralPath) -> dict[str, Any]:
 def read_step_metadata(step_path: LiteralPath) -> dict[str, Any]:
     """Orbax's metadata of a step, in which our header is ``"custom_metadata"``.
 
-    Raises as `read_json`.
+    Raises the same errors as `read_json`.
     """
     metadata = read_json(step_path / METADATA)
     if not matches(metadata, _STEP_METADATA):
@@ -154,12 +155,12 @@ def check_files(step_directory: str) -> None:
 
 
 def is_ours(step_path: LiteralPath) -> bool | None:
-    """Whether this library wrote a directory that has a step's name and no metadata.
+    """True if this library wrote a directory that has a step's name and no metadata.
 
     A step of ours has the file of checksums, or its directory beside files or
-    directories that Orbax names. True: ours. False: it only has what Orbax names, and
-    may be another program's checkpoint. ``None``: it has neither, so that nothing of a
-    checkpoint is in it, whatever its name.
+    directories with Orbax's names. Returns False if only Orbax's names are there: it
+    may be another program's checkpoint. Returns ``None`` if there is neither: whatever
+    its name, the directory holds no part of a checkpoint.
     """
     if not step_path.is_dir():
         return None
@@ -172,37 +173,38 @@ def is_ours(step_path: LiteralPath) -> bool | None:
 
 def quarantine(directory: str, step: int) -> str:
     """Renames a corrupt step, so that it is not read again; returns its new path."""
-    # A step of one number may have been damaged, and saved once more, before.
+    # A step of this number may have been damaged, renamed and saved again before.
     moved = LiteralPath(directory) / f"{QUARANTINED}{step}-{uuid.uuid4().hex[:8]}"
     if jax.process_index() == 0:
         (LiteralPath(directory) / str(step)).rename(moved)
-    # The other processes go on, and list the directory, once it is done.
+    # The other processes wait for the rename, since they list the directory next.
     return allgather_object(f"quarantine step {step}", str(moved))[0]
 
 
 def delete_steps(directory: str, steps: Iterable[int]) -> list[str]:
-    """Deletes steps; returns a line for each that could not be."""
+    """Deletes steps; returns a line for each step that could not be deleted."""
     problems = []
     for step in steps:
         path = LiteralPath(directory) / str(step)
         try:
             if is_url(directory):
-                # Without it no step is listed, and the next start deletes the rest.
+                # A step without this file is not listed, and the next start deletes
+                # the rest.
                 (path / COMMITTED).unlink(missing_ok=True)
             else:
-                # By a rename, so that a kill leaves no half a step. The next start
-                # deletes the rest.
+                # A rename first: a kill then leaves no half-deleted step. The next
+                # start deletes the rest.
                 path = path.rename(
                     path.with_name(f"{_DELETED}{step}-{uuid.uuid4().hex[:8]}")
                 )
             _delete(path)
-        except Exception as error:  # an object store's are of any class
+        except Exception as error:  # an object store's errors are of any class
             problems.append(f"step {step} ({type(error).__name__}: {error})")
     return problems
 
 
 def delete_remains(directory: str) -> list[str]:
-    """Deletes what killed deletions have left; returns a line for what could not be."""
+    """Deletes the remains of killed deletions; returns a line for each failure."""
     problems = []
     if not is_url(directory):
         for name in filter(is_deleted, os.listdir(directory)):
@@ -234,7 +236,7 @@ def printable(value: object) -> str:
 
 
 def matches(value: object, kind: Any) -> bool:
-    """True if JSON has the types of ``kind``; the key ``"*"`` matches any."""
+    """True if JSON has the types in ``kind``; its key ``"*"`` matches any key."""
     if not isinstance(kind, dict) or not isinstance(value, dict):
         return not isinstance(kind, dict) and isinstance(value, kind)
     if "*" in kind:
@@ -243,5 +245,5 @@ def matches(value: object, kind: Any) -> bool:
 
 
 def is_foreign(header: dict[str, Any]) -> bool:
-    """True if another program has saved it: it has nothing of our header."""
+    """True if another program has saved it: it has none of our header's keys."""
     return not {"format", "digest", "sizes"} & header.keys()

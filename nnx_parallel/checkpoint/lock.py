@@ -1,8 +1,8 @@
 """The lock of a checkpoint directory: one run at a time writes there.
 
-A file names the process that holds it. It is created exclusively, which is atomic on
-NFS too, where ``flock`` may hold on one machine alone; and its time is renewed as long
-as that process lives. No clocks of two machines are compared.
+A file names the process that holds the lock. It is created exclusively, which is atomic
+on NFS too, where ``flock`` may work only within one machine. Its modification time is
+renewed as long as that process lives. The clocks of two machines are never compared.
 """
 
 import contextlib
@@ -29,18 +29,19 @@ LOCK = "lock.json"
 
 _RENEW_SECONDS = 10.0
 _REMOVE_SECONDS = 5.0
-_WATCH_SECONDS = 35.0  # a process that lives renews its lock three times meanwhile
+_WATCH_SECONDS = 35.0  # a live process renews its lock three times in this time
 
 
 class DirectoryLock:
     """Lock of a directory, held as long as this object is referenced.
 
     Attributes:
-        path: The file.
+        path: Path of the lock's file.
 
     Raises:
-        CheckpointDirectoryError: If a process that lives holds it. One on this machine
-            is looked up; another's file is watched for 35 s, unless it is renewed.
+        CheckpointDirectoryError: If a live process holds it. A process of this machine
+            is looked up. For another machine's process the file is watched until it is
+            renewed, for at most 35 s.
     """
 
     def __init__(self, directory: str) -> None:
@@ -68,7 +69,8 @@ class DirectoryLock:
             if held is not None:
                 _remove(self.path, held)
         stop = threading.Event()
-        # A daemon that knows no `self`: the lock is given back with its last reference.
+        # A daemon without a reference to `self`: the lock is released with the last
+        # reference to this object.
         threading.Thread(
             target=_keep_renewing,
             args=(self.path, self._content, stop),
@@ -99,7 +101,8 @@ _held: weakref.WeakValueDictionary[str, DirectoryLock] = weakref.WeakValueDictio
 def lock_directory(directory: str) -> DirectoryLock | None:
     """The lock of a directory, held by process 0 for all; ``None`` on the others.
 
-    All that one process opens in a directory shares it. An object store has none.
+    All objects of one process that use the directory share the lock. A directory in an
+    object store has no lock.
 
     Raises:
         CheckpointDirectoryError: On all processes, if another run holds it.
@@ -120,12 +123,14 @@ def lock_directory(directory: str) -> DirectoryLock | None:
 
 
 def _identify(pid: int) -> tuple[str, str]:
-    """This machine, as long as it runs, and when a process of it started.
+    """An id of this machine since its boot, and the start time of one of its processes.
 
-    The first is empty where nothing tells, the second if the process has ended.
+    The id is empty where the system does not tell it, the time if the process has
+    ended.
     """
     try:
-        # A host's name says too little: containers have one each, or share one.
+        # A host's name does not identify a machine: containers may each have one, or
+        # share one.
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         machine = f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -138,7 +143,7 @@ def _identify(pid: int) -> tuple[str, str]:
 
 
 def _create(path: Path, content: bytes) -> bool:
-    """Makes the file if there is none; false if there is."""
+    """Creates the file; returns False if it exists already."""
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
     except FileExistsError:
@@ -154,12 +159,14 @@ def _create(path: Path, content: bytes) -> bool:
 
 
 def _read(path: Path) -> tuple[bytes, int] | None:
-    """Content of a lock and when it was renewed; ``None`` if it is missing.
+    """Content of a lock and the time of its last renewal; ``None`` if it is missing.
 
-    Raises ``ValueError`` if something else has its name: no run has locked by that.
+    Raises ``ValueError`` if its name belongs to something that is not a regular file:
+    no run makes such a lock.
     """
     try:
-        # Opened: the times alone may come from the cache of a network file system.
+        # The file is opened, since a network file system may answer `stat` from a
+        # cache.
         with open(path, "rb", opener=open_regular) as file:
             return file.read(4096), os.fstat(file.fileno()).st_mtime_ns
     except FileNotFoundError:
@@ -168,7 +175,7 @@ def _read(path: Path) -> tuple[bytes, int] | None:
 
 def _is_alive(path: Path, held: tuple[bytes, int]) -> bool:
     owner = _parse(held[0])
-    # With its start: the number of a process that has ended may be another's by now.
+    # The start time counts too: another process may have the number of an ended one.
     machine, start = _identify(owner["pid"])
     if machine and machine == owner["machine"]:
         return start == owner["start"] != ""
@@ -185,12 +192,12 @@ def _is_alive(path: Path, held: tuple[bytes, int]) -> bool:
 
 
 def _remove(path: Path, held: tuple[bytes, int]) -> None:
-    """Removes a lock whose process is dead, unless another was quicker."""
-    # One at a time: the second would remove the lock that the first makes then.
+    """Removes the lock of a dead process, unless another process has done so."""
+    # One process at a time: a second would remove the lock that the first creates next.
     guard = path.with_name(f"{LOCK}.removing")
     deadline = time.monotonic() + _REMOVE_SECONDS
     while not _create(guard, b""):
-        if time.monotonic() > deadline:  # killed before the last line below
+        if time.monotonic() > deadline:  # the process that made it was killed
             guard.unlink(missing_ok=True)
         time.sleep(0.01)
     try:
@@ -202,7 +209,7 @@ def _remove(path: Path, held: tuple[bytes, int]) -> None:
 
 
 def _renew(path: Path, content: bytes) -> bool:
-    """Renews a lock, or makes it again if it was removed; false if it is another's."""
+    """Renews a lock, or creates a removed one; returns False if another holds it."""
     held = _read(path)
     if held is None:
         return _create(path, content)
@@ -214,7 +221,7 @@ def _renew(path: Path, content: bytes) -> bool:
 def _keep_renewing(path: Path, content: bytes, stop: threading.Event) -> None:
     is_held = True
     while is_held and not stop.wait(_RENEW_SECONDS):
-        # A disk that is away for a moment takes no lock away.
+        # A disk that is unavailable for a moment does not end the lock.
         with contextlib.suppress(OSError, ValueError):
             is_held = _renew(path, content)
 
@@ -223,13 +230,13 @@ def _release(pid: int, path: Path, content: bytes, stop: threading.Event) -> Non
     stop.set()
     with contextlib.suppress(OSError, ValueError):
         held = _read(path)
-        # A forked child has the lock's object too.
+        # A forked child has a copy of the lock's object, but must not release the lock.
         if pid == os.getpid() and held is not None and held[0] == content:
             path.unlink()
 
 
 def _parse(content: bytes) -> dict[str, Any]:
-    """The owner of a lock; question marks where it is not yet written, or not ours."""
+    """The owner of a lock; fields that are missing or unreadable are question marks."""
     names = ("host", "pid", "since", "script", "machine", "start")
     owner: dict[str, Any] = dict.fromkeys(names, "?")
     with contextlib.suppress(ValueError):

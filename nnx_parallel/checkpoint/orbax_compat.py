@@ -1,7 +1,8 @@
 """Calls of Orbax: policies, saves, and every workaround for Orbax 0.12.8.
 
 Orbax's v1 API writes and reads the arrays; the rest of the package sees it through this
-file. Each workaround has the symptom whose end lets it go, and a known upstream issue.
+file. A comment at each workaround names the symptom, and the upstream issue if one is
+known; the workaround can go once the symptom is gone.
 """
 
 import asyncio
@@ -51,7 +52,7 @@ from nnx_parallel.errors import (
 )
 
 GIVE_UP_SECONDS = 1200
-"""After which Orbax gives up a save that has not ended, or failed on one process."""
+"""Time after which Orbax gives up a save that has not ended or failed on a process."""
 
 _SAVE = ocp.training.save_decision_policies
 
@@ -67,7 +68,7 @@ class PreemptionPolicy(_SAVE.PreemptionCheckpointingPolicy):
     has_notice = False
 
     def should_save(self, step: Any, previous_steps: Any, *, context: Any) -> bool:
-        """True if jax announces a preemption at this step, on all processes."""
+        """True on all processes if jax announces a preemption at this step."""
         self.has_notice |= context.reached_preemption
         return super().should_save(step, previous_steps, context=context)
 
@@ -75,9 +76,9 @@ class PreemptionPolicy(_SAVE.PreemptionCheckpointingPolicy):
 class StepNames:
     """Names a step by its number, and lists only directories that are checkpoints.
 
-    Orbax by itself takes every directory whose name is a number for a step, and deletes
-    it in its turn; and one step whose metadata has an unknown field ends the listing of
-    all.
+    By default Orbax takes every directory with a number as name for a step, and deletes
+    it as an old step. And one step whose metadata has an unknown field makes the whole
+    listing fail.
 
     Attributes:
         corrupt: Steps that the last listing left out although they hold the remains of
@@ -92,7 +93,7 @@ class StepNames:
         self.foreign: set[int] = set()
 
     def find_step(self, base_path: Any, step: int, time: int | None = None) -> Any:
-        """The checkpoint of a step; Orbax asks for its path alone."""
+        """The checkpoint of a step; Orbax asks only for its path."""
         path = LiteralPath(base_path) / str(step)
         return ocp.training.CheckpointMetadata(
             step, path, metadata=None, commit_timestamp_nsecs=time
@@ -101,8 +102,9 @@ class StepNames:
     def find_all(self, base_path: Any) -> Iterator[Any]:
         """Yields the checkpoints; ``OSError`` if they cannot be read now."""
         self.corrupt, self.foreign = {}, set()
-        # A step of a local directory appears and vanishes at once, by a rename; one of
-        # an object store with the file that is written last and deleted first.
+        # A rename makes a step of a local directory appear and vanish at once. A step
+        # in an object store exists as long as its commit file, which is written last
+        # and deleted first.
         is_local = not is_url(str(base_path))
         for path in LiteralPath(base_path).iterdir():
             step = parse_step(path.name)
@@ -110,19 +112,19 @@ class StepNames:
                 continue
             problem = None
             try:
-                # Not by Orbax, which takes a file that cannot be read just now for one
-                # that is gone, opens whatever has its name, and parses all of it.
+                # Not with Orbax: it treats a file that cannot be read now as missing,
+                # opens files of any kind, and parses files of any size.
                 metadata = read_step_metadata(path)
             except (FileNotFoundError, NotADirectoryError):
                 if is_ours(path) is not None:
                     problem = "has no metadata left"
             except ValueError as error:
-                # A directory where the file should be is no sign of a checkpoint.
+                # A directory in place of the file is not a sign of a checkpoint.
                 if (path / METADATA).is_file() or is_ours(path) is not None:
                     problem = f"has metadata that cannot be parsed ({error})"
             else:
                 time = metadata["commit_timestamp_nsecs"]
-                if (path / "metrics").exists():  # Orbax would open it, here and now
+                if (path / "metrics").exists():  # Orbax would open it at once
                     problem = "holds metrics of another program"
                 elif time is not None:
                     if is_foreign(metadata["custom_metadata"] or {}):
@@ -141,26 +143,26 @@ def open_directory(
 ) -> tuple[ocp.training.Checkpointer, StepNames, PreemptionPolicy]:
     """Opens a directory with Orbax, to save steps as the options say.
 
-    ``cleanup`` deletes what a killed save has left. Orbax keeps every step: a deletion
-    of its own is not atomic, and one that fails would fail the save.
+    ``cleanup`` deletes the remains of a killed save. Orbax keeps every step: its
+    deletions are not atomic, and a failed deletion would fail the save.
     """
     context = _make_context()
     context.async_options.timeout_secs = GIVE_UP_SECONDS
     registry = ocp.handlers.local_registry()
     registry.add(ChecksumHandler)
     context.checkpointables_options.registry = registry
-    # The header and the reader's shardings say all; no mesh goes to disk.
+    # The header and the reader's shardings suffice; no mesh goes to disk.
     context.array_options.saving.enable_write_sharding_file = False
     # Each replica of an array writes a slice of it, cut by a program that is compiled
     # for each shape while the fit waits: https://github.com/google/orbax/issues/2934.
     # Below this size one replica writes the whole array.
     context.array_options.saving.min_slice_bytes_for_replica_parallel = 2**20
-    # A directory made in the background is one that no fit waits for. If it cannot be
-    # made, Orbax's writers wait 5 minutes for it, and the interpreter's exit for them:
-    # `options.check_writable` tries first. A URL cannot be tried.
+    # The fit does not wait for a directory that is made in the background. If it cannot
+    # be made, Orbax's writers wait 5 minutes for it, and the interpreter's exit waits
+    # for them: so `options.check_writable` tries first. It cannot try a URL.
     directory = str(options.directory)
     context.async_options.create_directories_asynchronously = not is_url(directory)
-    # The preemption comes first: `AnySavePolicy` asks none after the first yes.
+    # The preemption comes first: `AnySavePolicy` asks no policy after the first yes.
     preemption, every = PreemptionPolicy(), _SAVE.FixedIntervalPolicy(options.every)
     when: Any = _SAVE.AnySavePolicy([preemption, every])
     names = StepNames()
@@ -169,7 +171,7 @@ def open_directory(
         context=context,
         save_decision_policy=when,
         step_name_format=names,
-        cleanup_tmp_directories=cleanup,  # not Orbax's default: the bytes would stay
+        cleanup_tmp_directories=cleanup,  # by default Orbax would leave the bytes
     )
     return orbax, names, preemption
 
@@ -205,8 +207,8 @@ def load(path: str, wanted: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def _context_of_one() -> ocp.Context:
     """A context in which this process waits for no other."""
     context = _make_context()
-    # Orbax lets all processes meet once each has read its shards: they would wait
-    # for one that cannot read. So each process is a job of its own.
+    # Orbax makes all processes meet once each has read its shards: they would wait for
+    # a process that cannot read. So each process is a separate job for Orbax.
     if jax.process_count() > 1:
         me, options = jax.process_index(), context.multiprocessing_options
         options.primary_host, options.active_processes = me, {me}
@@ -215,13 +217,13 @@ def _context_of_one() -> ocp.Context:
 
 
 def describe_plain(path: str) -> Any:
-    """Orbax's metadata of the one tree in a checkpoint that Orbax alone has written."""
+    """Orbax's metadata of the one tree in a plain checkpoint."""
     with _context_of_one():
         return ocp.metadata(LiteralPath(path)).metadata
 
 
 def load_plain(path: str, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Reads a part of that tree, placed as asked, without waiting for any process."""
+    """Reads a part of a plain checkpoint, placed as asked; waits for no process."""
     context = _context_of_one()
     context.pytree_options.loading.partial_load = True
     with context:
@@ -231,30 +233,31 @@ def load_plain(path: str, wanted: dict[str, Any]) -> dict[str, Any]:
 def describe_group(directory: str, group: str) -> Any:
     """Orbax's metadata of the arrays of a group, or the error that hides it.
 
-    Describing a whole step, Orbax takes any error for "no metadata": a bad moment too.
+    When Orbax describes a whole step, it takes any error for "no metadata", also a
+    temporary one.
     """
     path = LiteralPath(directory) / group
-    with ThreadPoolExecutor(1) as pool:  # the caller may have an event loop of its own
+    with ThreadPoolExecutor(1) as pool:  # the caller may be running an event loop
         handler = ocp.handlers.PyTreeHandler
         return pool.submit(lambda: asyncio.run(handler().metadata(path))).result()
 
 
 class AsyncSave(logging.Filter):
-    """One save in progress, and how it ends; the filter of what its thread logs.
+    """One save in progress, and its result; it filters the log of the writing thread.
 
     With several processes Orbax reports a failure only after a barrier that the others
     never reach: it gives up 20 minutes after the save began (a barrier that some never
     reach is also in https://github.com/google/orbax/issues/2934). But the process that
-    fails logs its error at once, from the thread that writes. `listen` before the save
-    starts: the error may be logged before Orbax returns.
+    fails logs its error at once, from the thread that writes. Call `listen` before the
+    save starts: the error may be logged before Orbax returns.
 
-    With ``cleans``, it deletes what an earlier one has left when it ends well.
+    With ``cleans``, a save that ends well deletes the remains of earlier ones.
 
     Attributes:
-        error: With which the save has ended on all processes, or ``None``.
+        error: Error with which the save has ended on all processes, or ``None``.
         superseded: Older steps to delete once this one is saved.
-        problems: A line for each of them that could not be deleted.
-        step, seconds: What is saved, and how long that took.
+        problems: A line for each of these steps that could not be deleted.
+        step, seconds: The saved step, and the duration of the save.
     """
 
     def __init__(self, step: int, directory: str, *, cleans: bool = False) -> None:
@@ -271,14 +274,14 @@ class AsyncSave(logging.Filter):
     def listen(self) -> None:
         """Reads the log, until `end`."""
         hide_late_failures()
-        # A filter that hides a record hides it from those after it.
+        # A filter that hides a record hides it from later filters too.
         LOGGER.removeFilter(hide_stragglers)
         LOGGER.addFilter(self)
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Keeps the error that Orbax's writing thread logs; hides Orbax's lines."""
         error = record.exc_info and record.exc_info[1]
-        # In a thread of this name; other threads, and other libraries, log here too.
+        # Orbax writes in a thread of this name; other threads and libraries log too.
         if record.threadName == "async_save" and isinstance(error, Exception):
             self._logged = error
         return hide_log(record)
@@ -290,17 +293,17 @@ class AsyncSave(logging.Filter):
         return CheckpointSaveError(f"Saving {where} failed: {why}")
 
     def follow(self, response: ocp.AsyncResponse[bool]) -> None:
-        """Waits for the save, and deletes older steps, in a thread of its own."""
+        """Waits for the save, and deletes older steps, in a separate thread."""
 
         def wait() -> None:
             try:
                 response.result()
-                # Only now: as long as this step is not saved, none is deleted.
+                # Only now: no step is deleted before this one is saved.
                 if jax.process_index() == 0:
                     self.problems = delete_steps(self._directory, self.superseded)
                     if self._cleans:
                         self.discard()
-            except BaseException as error:  # whatever ended Orbax's thread
+            except BaseException as error:  # any error that ended Orbax's thread
                 self.error = error
             finally:
                 self.end()
@@ -321,10 +324,11 @@ class AsyncSave(logging.Filter):
         self._has_ended.set()
 
     def discard(self) -> None:
-        """Deletes what this and earlier saves that failed have written, once it ended.
+        """Deletes the files of this and earlier failed saves, once this save has ended.
 
         Orbax does so only when the directory is opened again. Threads of a save that
-        has just failed may still be writing: what they leave goes after the next save.
+        has just failed may still be writing: their files are deleted after the next
+        save.
         """
         if jax.process_index() == 0:
             with contextlib.suppress(Exception):
@@ -333,14 +337,14 @@ class AsyncSave(logging.Filter):
                         path.rmtree()
 
     def join(self, *, patiently: bool) -> None:
-        """Waits until the save has ended; calls `check` meanwhile or ``patiently``."""
-        # In turns: a failure of this process is logged while Orbax's barrier waits.
+        """Waits until the save has ended; calls `check` if not ``patiently``."""
+        # A loop: a failure of this process is logged while Orbax's barrier waits.
         while not self._has_ended.wait(0.5):
             if not patiently:
                 self.check()
 
     def check(self) -> None:
-        """Raises ``error``, or that of this process while others wait for it, once."""
+        """Raises, once, ``error`` or this process's error while others wait for it."""
         # A single process waits for no other: its save ends with an error.
         logged = self._logged if jax.process_count() > 1 else None
         error = self.error or logged
@@ -358,7 +362,7 @@ class AsyncSave(logging.Filter):
 def wait_on_all_processes(save: AsyncSave | None) -> bool:
     """Waits until a save has ended on all processes (True), or failed on one (False).
 
-    After a failure on one it ends nowhere before Orbax gives it up.
+    After a failure on one process it ends on no process before Orbax gives up.
     """
     states = ["running"]
     while "failed" not in states and set(states) != {"ended"}:
@@ -368,7 +372,7 @@ def wait_on_all_processes(save: AsyncSave | None) -> bool:
 
 
 _ABOUT_FILES = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-# As jax and TensorStore spell them, within exceptions of no particular class.
+# Codes in the text of jax's and TensorStore's errors, whose class does not tell.
 _TRANSIENT = re.compile(
     r"\b(RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED"
     r"|EIO|ESTALE|EACCES|EMFILE|ENFILE|ENOMEM|ETIMEDOUT)\b"
@@ -376,11 +380,11 @@ _TRANSIENT = re.compile(
 
 
 def root_cause(error: BaseException) -> str:
-    """The last error of a chain: Orbax wraps what went wrong in unrelated errors."""
+    """The last error of a chain, as text: Orbax wraps the cause in unrelated errors."""
     error = _last(error)
     if isinstance(error, ParallelError):
         return f"{type(error).__name__}: {error}"
-    # TensorStore adds its whole spec, and lines of its source.
+    # TensorStore adds its whole spec, and lines of its source; both are cut off.
     text, *_ = re.split(r" \[(?:tensorstore_spec|source locations)=", str(error))
     return f"{type(error).__name__}: {printable(text)}"
 
@@ -398,15 +402,18 @@ def _last(error: BaseException) -> BaseException:
 
 @contextlib.contextmanager
 def reading(where: str, steps: list[int] | None = None) -> Iterator[None]:
-    """Names the cause of an error of Orbax's, and tells corruption from a bad moment.
+    """Names the cause of an Orbax error: corrupt files, or a condition that passes.
 
-    An interrupt is neither: it is raised as it is, also if Orbax has made another error
-    of it.
+    An interrupt is raised unchanged, also if Orbax has turned it into another error.
+
+    Args:
+        where: The files that are read, for messages.
+        steps: The saved steps, for messages. Without them an error says nothing about
+            the files, and is raised unchanged.
 
     Raises:
-        CheckpointReadError: If the files, ``where``, are corrupt. Without ``steps``,
-            the saved ones, an error says nothing of them and is raised as it is.
-        CheckpointUnavailableError: If they may be intact, and read well later.
+        CheckpointReadError: If the files are corrupt.
+        CheckpointUnavailableError: If they may be intact, and can be read later.
     """
     hide_late_failures()
     LOGGER.addFilter(hide_log)
@@ -416,7 +423,8 @@ def reading(where: str, steps: list[int] | None = None) -> Iterator[None]:
     except ParallelError:
         raise
     except Exception as error:
-        # Without its chain of tracebacks, which is Orbax's inner life.
+        # Raised without the chain of Orbax's internal tracebacks, which goes to the
+        # debug log.
         DEBUG.debug("Cannot read %s", where, exc_info=error)
         if is_transient(error) or _are_files_short():
             raise CheckpointUnavailableError(
@@ -434,10 +442,10 @@ def reading(where: str, steps: list[int] | None = None) -> Iterator[None]:
 
 
 def is_transient(error: BaseException) -> bool:
-    """True if an error is about the moment, not about what is on disk.
+    """True if an error is about a condition that may pass, not about the files.
 
-    Memory or file handles used up, a disk or network that does not answer, a directory
-    without permission.
+    Examples are exhausted memory or file handles, a disk or network that does not
+    answer, and a directory without permission.
     """
     is_io = isinstance(error, OSError | MemoryError)
     if (is_io and not isinstance(error, _ABOUT_FILES)) or _TRANSIENT.search(str(error)):
@@ -448,13 +456,13 @@ def is_transient(error: BaseException) -> bool:
 
 
 def _are_files_short() -> bool:
-    """True where hardly a file can be opened: then any error may come of that.
+    """True if hardly any file can be opened: this may then cause any other error.
 
-    C++ fails in words of its own (``random_device: device not available``), without
-    ``EMFILE``.
+    C++ code reports it in other words (``random_device: device not available``),
+    without ``EMFILE``.
     """
     with contextlib.ExitStack() as opened:
-        for _ in range(64):  # as many as a healthy process could still open
+        for _ in range(64):  # a healthy process can still open this many
             try:
                 opened.callback(os.close, os.open(os.devnull, os.O_RDONLY))
             except OSError:

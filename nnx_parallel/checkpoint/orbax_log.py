@@ -1,6 +1,6 @@
-"""The output of Orbax and TensorStore about a save or a read that fails.
+"""Hides the output of Orbax and TensorStore about a save or a read that fails.
 
-Hundreds of lines, of which our one message has the cause.
+They print hundreds of lines, but our one message has the cause.
 """
 
 import functools
@@ -16,9 +16,9 @@ _OF_A_SAVE = re.compile(r"_SignalingThread|Handler Commit|metadata=|Save Finaliz
 
 
 def hide_log(record: logging.LogRecord) -> bool:
-    """Filter of a logger: passes on what is not Orbax's.
+    """Filter of a logger: hides warnings and errors of Orbax.
 
-    The rest is there for debugging: ``logging.getLogger("nnx_parallel.checkpoint")``.
+    They go to ``logging.getLogger("nnx_parallel.checkpoint")``, for debugging.
     """
     if record.levelno < logging.WARNING or "orbax" not in record.pathname:
         return True
@@ -27,7 +27,7 @@ def hide_log(record: logging.LogRecord) -> bool:
 
 
 def hide_stragglers(record: logging.LogRecord) -> bool:
-    """`hide_log` for what Orbax's writing threads log once their save has failed."""
+    """`hide_log` for records of Orbax's writing threads after their save has failed."""
     return hide_log(record) if _OF_A_SAVE.search(record.getMessage()) else True
 
 
@@ -40,13 +40,13 @@ def hide_lost_reads(record: logging.LogRecord) -> bool:
     return False
 
 
-@functools.cache  # once in a process
+@functools.cache  # it runs once in a process
 def hide_late_failures() -> None:
-    """Hides tracebacks of arrays that end after their save or restore has failed.
+    """Hides tracebacks of transfers that end after their save or restore has failed.
 
     TensorStore then calls the event loop of Orbax's thread, which is closed, and Python
-    prints that error; asyncio logs the exceptions of that loop's tasks. There is one of
-    each for every array (docs/library-notes.md, "Orbax: saving" and "reading").
+    prints that error; asyncio logs the exceptions of that loop's tasks. Both happen for
+    every array (docs/library-notes.md, "Orbax: saving" and "reading").
     """
     logging.getLogger("asyncio").addFilter(hide_lost_reads)
     show = sys.unraisablehook

@@ -1,4 +1,4 @@
-"""Plain checkpoints: what Orbax alone has written, read as weights of a model."""
+"""Plain checkpoints, which Orbax wrote without this library, read as weights."""
 
 import os
 from collections.abc import Collection, Mapping
@@ -29,15 +29,16 @@ from nnx_parallel.sharding.names import dotted
 def read_weights(
     path: str | os.PathLike, wanted: Mapping[str, Any], known: Collection[str]
 ) -> dict[str, jax.Array]:
-    """The arrays of a plain checkpoint that a model asks for, placed like its own.
+    """The arrays of a plain checkpoint that a model asks for, placed like the model's.
 
-    ``wanted`` are arrays of the shape, dtype and sharding to read, by dotted path; the
+    ``wanted`` has arrays of the shape, dtype and sharding to read, by dotted path; the
     checkpoint may hold all ``known`` paths. All processes call it, and raise together.
 
     Raises:
-        CheckpointNotFoundError: If there is nothing.
-        CheckpointReadError: If it is no plain checkpoint.
-        CheckpointMismatchError: If shapes differ, or a path is in one place alone.
+        CheckpointNotFoundError: If the directory does not exist.
+        CheckpointReadError: If it is not a plain checkpoint.
+        CheckpointMismatchError: If shapes differ, or if a path is only in the
+            checkpoint or only in the model.
     """
     where = str(path) if is_url(str(path)) else str(Path(path).absolute())
     problem, found = None, dict[str, jax.Array]()
@@ -96,7 +97,7 @@ def _read(
 
 
 def _as_asked(leaf: Any, wanted: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of an array on disk; a float's dtype is the one asked for."""
+    """Shape and dtype of an array on disk; a float has the dtype that is asked for."""
     dtypes = [x.dtype for x in (wanted, leaf) if x is not None]
     are_floats = all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
     # Orbax casts while it reads.

@@ -23,8 +23,8 @@ def _memory(metrics: Metrics) -> str:
     return f"memory {format_bytes(metrics['device_memory_bytes'])}{of_all}"
 
 
-# The Trainer's own metrics in their order on the line, behind those of the loss; and
-# the rank by which a narrow terminal drops them, the highest first.
+# The Trainer's metrics in their order on the line, behind the loss's metrics; and the
+# rank by which a narrow terminal drops them, the highest first.
 _FIELDS: dict[str, tuple[int, Callable[[Metrics], str]]] = {
     "grad_norm": (4, lambda m: f"grad norm {_number(m['grad_norm'])}"),
     "learning_rate": (8, lambda m: f"lr {m['learning_rate']:.3g}"),
@@ -45,16 +45,16 @@ _NOT_SHOWN = {
 
 
 class ConsoleLogger:
-    """Shows progress, loss, the loss's own metrics, speed, memory and time left.
+    """Shows progress, loss, the loss's other metrics, speed, memory and time left.
 
     On a terminal this is one line, redrawn in place::
 
         step  120/1000 ━━━━╸━━━━━━━━━━ 12% loss  2.413 · 48.2k tok/s · 4:32 left
 
-    It has what fits: learning rate and seconds of a step are left out first, then
-    memory, MFU, the gradient's norm, and the loss's own metrics. Elsewhere it is a
-    plain line with all of these, one for every ``every`` steps. Evaluations and
-    messages are lines of their own on both.
+    A line that does not fit first loses learning rate and seconds of a step, then
+    memory, MFU, the gradient's norm, and the loss's other metrics. Where output is not
+    a terminal, a plain line with all of these is printed every ``every`` steps. In both
+    cases evaluations and messages get a separate line.
 
     Args:
         every: Steps from one plain line to the next.
@@ -83,7 +83,7 @@ class ConsoleLogger:
     def start(self, *, first_step: int, num_steps: int) -> None:
         """Start drawing, if this is a terminal."""
         self.finish()
-        # Not earlier: standard output may be replaced between `__init__` and the fit.
+        # Not in `__init__`: standard output may be replaced between it and the fit.
         self._console = self._console or Console()
         self._line = _StatusLine(first_step, num_steps)
         self._next_line = first_step + 1
@@ -95,7 +95,7 @@ class ConsoleLogger:
         """Update the line; print a plain one if it is due."""
         evaluation = {k: v for k, v in metrics.items() if k.startswith("eval_")}
         training = {k: v for k, v in metrics.items() if k not in evaluation}
-        if training:  # an evaluation alone must not make a plain line due
+        if training:  # metrics of only an evaluation must not make a plain line due
             self._line.update(step, training)
             # The last step is due too: a log ends with the final numbers.
             is_due = step >= min(self._next_line, self._line.num_steps)
@@ -107,7 +107,7 @@ class ConsoleLogger:
             self._print([self._line.position(step), *fields])
 
     def message(self, text: str) -> None:
-        """Print the text on a line of its own."""
+        """Print the text on a separate line."""
         self._print([text])
 
     def shorten(self, num_steps: int) -> None:
@@ -153,9 +153,9 @@ class _StatusLine:
         return f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}"
 
     def fields(self, width: int | None = None) -> list[str]:
-        """The loss first, the clock last: all, or the most important that fit."""
+        """All fields, from loss to clock, or the most important ones that fit."""
         found = list(self._ranked_fields())
-        # The first stays, whatever the width; the last of equal rank goes first.
+        # The first stays at any width; of fields with equal rank the last is dropped.
         while width is not None and len(found) > 1:
             if sum(len(text) + 3 for _, text in found) - 3 <= width:
                 break
@@ -203,7 +203,7 @@ class _StatusLine:
             parts = (position, "  ", percent, " ", text)
             yield Text.assemble(*parts, no_wrap=True, overflow="crop")
             return
-        # Colors of what is left, of what is done, and of the whole once complete.
+        # Colors of the remaining part, of the done part, and of a complete bar.
         styles = "bright_black", "green", "green"
         bar = ProgressBar(total, self._step, width, False, *styles)
         line = Table.grid(*(Column(no_wrap=True) for _ in range(4)), padding=(0, 1))

@@ -1,4 +1,4 @@
-"""The interface of a logger; loggers to files and services, silent but on process 0."""
+"""The interface of a logger; loggers to files and services, used only on process 0."""
 
 import contextlib
 import importlib
@@ -37,7 +37,7 @@ class Logger(Protocol):
         """Begin a run of ``num_steps`` in all, of which ``first_step`` are done."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of a step; perhaps twice, with others, for one step."""
+        """Record metrics of a step; a step may get a second call with other metrics."""
 
     def message(self, text: str) -> None:
         """Record a line for people to read."""
@@ -47,12 +47,12 @@ class Logger(Protocol):
 
 
 class LoggerGroup:
-    """Several loggers as one; on every process but the first none is called.
+    """Several loggers as one; only process 0 calls them.
 
     Args:
         loggers: The loggers.
-        warns: Whether an ``OSError`` of one that has started, a full disk for instance,
-            is a warning alone, the first time.
+        warns: True if an ``OSError`` of a logger that has started, from a full disk for
+            instance, is only a warning, the first time.
     """
 
     def __init__(self, loggers: Iterable[Logger], *, warns: bool = False) -> None:
@@ -61,7 +61,7 @@ class LoggerGroup:
         self._failing: set[int] = set()
 
     def _active(self) -> tuple[Logger, ...]:
-        # Asked at each call: a group may be made before processes are joined.
+        # Checked at each call: a group may be made before processes are joined.
         return self._loggers if jax.process_index() == 0 else ()
 
     def start(self, *, first_step: int, num_steps: int) -> None:
@@ -75,7 +75,7 @@ class LoggerGroup:
             self._call(logger, logger.log, step, metrics)
 
     def log_layers(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log metrics of each layer to those that show them."""
+        """Log metrics of each layer to the loggers that show them."""
         for logger in self._active() if metrics else ():
             if getattr(logger, "logs_layers", False):
                 self._call(logger, logger.log, step, metrics)
@@ -86,7 +86,7 @@ class LoggerGroup:
             self._call(logger, logger.message, text)
 
     def shorten(self, num_steps: int) -> None:
-        """Say that the run ends at this step, to each logger that shows an end."""
+        """Tell each logger that shows the last step that the run ends at this one."""
         for logger in self._active():
             if isinstance(logger, ConsoleLogger):
                 self._call(logger, logger.shorten, num_steps)
@@ -94,7 +94,7 @@ class LoggerGroup:
     def finish(self) -> None:
         """Finish every logger, even if one of them raises."""
         with contextlib.ExitStack() as stack:
-            for logger in reversed(self._active()):  # a stack runs them in their order
+            for logger in reversed(self._active()):  # the stack reverses them again
                 stack.callback(self._call, logger, logger.finish)
 
     def _call(self, logger: Logger, call: Callable[..., None], *args: Any) -> None:
@@ -195,7 +195,8 @@ class JSONLinesLogger:
             while rest:
                 rest = rest[self._file.write(rest) :]
         except OSError:
-            # The disk is full: a torn line would be another program's to a resumed run.
+            # The disk is full: a resumed run would take a torn line for another
+            # program's.
             self._file.truncate(size)
             raise
 
@@ -224,18 +225,18 @@ def _cut_lines(path: Path, last_step: int) -> None:
                 file.flush()
                 os.fsync(descriptor)
         except OSError:
-            os.unlink(temporary)  # it is part of what keeps the disk full
+            os.unlink(temporary)  # its bytes help to keep the disk full
             raise
-        os.chmod(temporary, path.stat().st_mode)  # `mkstemp` gives the owner's alone
+        os.chmod(temporary, path.stat().st_mode)  # `mkstemp` permits only the owner
         os.replace(temporary, path)
 
 
 def _steps_and_lines(path: Path) -> Iterator[tuple[float, bytes]]:
-    """Each line and its step; one that a crash has torn is of step infinity."""
+    """Each line and its step; a line that a crash has torn has step infinity."""
     with open(path, "rb", opener=open_regular) as file:
         lines = iter(lambda: file.readline(_MAX_LINE_BYTES), b"")
         for number, line in enumerate(lines, start=1):
-            # Without an end it need not be JSON, but it is the last.
+            # A line without an end may not be JSON, but it is the last one.
             is_torn = not line.endswith(b"\n") and len(line) < _MAX_LINE_BYTES
             yield (math.inf if is_torn else _line_step(path, number, line)), line
 
@@ -268,7 +269,7 @@ class TensorBoardLogger:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
-        # Here rather than in `start`: a missing library is an error before the fit.
+        # Imported here, not in `start`: a missing library is an error before the fit.
         self._module = _import_extra("tensorboardX", "tensorboard", type(self).__name__)
         self._writer: Any = None
         self._step = 0
@@ -323,7 +324,7 @@ class WandbLogger:
         """Begin, or resume, the run."""
         self.finish()
         self._run = self._module.init(**self.init_kwargs)
-        # wandb's own step must not go back, as a resumed run's does.
+        # wandb's step must not go back, but the step of a resumed run does.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
@@ -346,7 +347,7 @@ def _import_extra(module: str, extra: str, user: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        # With the first error's text: what is installed may fail to import as well.
+        # With the first error's text: an installed library may fail to import as well.
         raise ImportError(
             f"{user} needs {module}, which cannot be imported ({error}). Install it "
             f'with `pip install "nnx-parallel[{extra}]"`.'
