@@ -50,7 +50,7 @@ def sync_tree(directory: str | os.PathLike[str]) -> None:
 
 
 def make_directory(path: str | os.PathLike[str]) -> None:
-    """Makes a directory, and those above it that are missing, on the disk too."""
+    """Makes a directory and its missing parents, and syncs them to the disk."""
     path = Path(path)
     missing = [*takewhile(lambda each: not each.exists(), (path, *path.parents))]
     path.mkdir(parents=True, exist_ok=True)
@@ -70,6 +70,6 @@ def publish(temporary: Path, target: Path) -> None:
 
 
 def move(source: Path, target: Path) -> None:
-    """Renames a directory within its parent, on the disk too."""
+    """Renames a directory within its parent, and syncs the new name to the disk."""
     source.rename(target)
     sync(target.parent)

@@ -1,7 +1,7 @@
-"""Named errors: what was found, the rule that it breaks, and the valid values.
+"""Named errors, which say the value found, the rule that it breaks, and valid values.
 
-Each refines a built-in, so that ``except ValueError`` keeps working, and holds nothing
-but a docstring that teaches the rule. The message is written at the check; for
+Each class refines a built-in, so that ``except ValueError`` keeps working, and holds
+only a docstring that teaches the rule. The message is written at the check; for
 arguments that do not exist, `suggests_names` writes it.
 """
 
@@ -69,13 +69,14 @@ _HINTS = {
 }
 
 _KNOWN: dict[str, list[str]] = {}
-"""Arguments by the name of what takes them, once `suggests_names` has seen it."""
+"""Arguments by the name of the class or method, once `suggests_names` has seen it."""
 
 
 def suggests_names(taker: T) -> T:
-    """A method, or a class, whose errors for arguments that it lacks name the valid.
+    """Decorates a method or class: errors for unknown arguments name the valid ones.
 
-    For a keyword: what other libraries call so, what else has it, or the nearest.
+    For an unknown keyword, the error names our argument for the same thing if it is a
+    name from another library, the class that has the keyword, or the nearest name.
     """
     if inspect.isclass(taker):  # such as a dataclass of options
         taker.__init__ = suggests_names(taker.__init__)
@@ -83,7 +84,7 @@ def suggests_names(taker: T) -> T:
     parameters = list(inspect.signature(taker).parameters.values())[1:]  # after `self`
     known = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    # Of any number by position, such as a Composite's parts, none is too many.
+    # A taker of any number by position, such as a Composite, never gets too many.
     is_limited = len(known) == len(parameters)
     title = taker.__qualname__.removesuffix(".__init__")
     _KNOWN[title] = known
@@ -127,13 +128,13 @@ def _remedy(title: str, name: str) -> str:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """`` Did you mean 'x'?`` for the nearest known name, or nothing."""
+    """`` Did you mean 'x'?`` for the nearest known name, or an empty text."""
     nearest = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean {nearest[0]!r}?" if nearest else ""
 
 
 def kind_of(value: object) -> str:
-    """A value of the wrong kind, as an error names it."""
+    """A description of a value of the wrong kind, for an error."""
     if inspect.isclass(value):
         return f"the class {value.__name__}"
     if isinstance(value, str | int | float):
@@ -143,17 +144,17 @@ def kind_of(value: object) -> str:
 
 
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warns at the line that led here: the innermost that calls this package.
+    """Warns at the line that led here: the innermost line that calls this package.
 
-    On a thread of the package itself, such as that of the data, that is the line of the
-    main thread which waits for it.
+    On a thread of the package, such as the data's thread, the line is the one at which
+    the main thread waits for it.
     """
     here = sys._getframe()  # pyright: ignore[reportPrivateUsage]
     frame = next(_callers(here), here)
     if frame.f_code.co_filename == threading.__file__:
         frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
         main = frames.get(threading.main_thread().ident or 0)
-        # The outermost: JAX, which traces for the package, calls it too.
+        # The outermost line: JAX, which traces for the package, calls it too.
         *_, frame = frame, *_callers(main)
     known = frame.f_globals.setdefault("__warningregistry__", {})
     place = frame.f_code.co_filename, frame.f_lineno
@@ -166,9 +167,9 @@ def _callers(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         code, was_inside = frame.f_code, is_inside
         is_inside = code.co_filename.startswith(_PACKAGE)
-        # A context manager of the package leaves it on the way to its own block.
+        # A context manager of the package passes `contextlib` on the way to its block.
         is_inside |= was_inside and code.co_filename == contextlib.__file__
-        # A dataclass's own, which is in no file.
+        # The `__init__` that a dataclass generates is in no file.
         is_inside |= (code.co_filename, code.co_name) == ("<string>", "__init__")
         if was_inside and not is_inside:
             yield frame
@@ -178,14 +179,14 @@ def _callers(frame: FrameType | None) -> Iterator[FrameType]:
 class ParallelError(Exception):
     """Base of every error that this library raises on purpose.
 
-    Its traceback ends with a link to what the site says about the class, if the
-    installed package names its site.
+    Its traceback ends with a link to the site's text about the class, if the installed
+    package names its site.
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         if address := _site():
-            # A note, not the message: that stays what a program compares or logs.
+            # A note, not the message, since programs may compare or log the message.
             name = f"{__name__}.{type(self).__name__}"
             self.add_note(f"More: {address.rstrip('/')}/errors.html#{name}")
 
@@ -197,13 +198,13 @@ def _site() -> str | None:
         urls = metadata("nnx-parallel").get_all("Project-URL") or []
     except PackageNotFoundError:  # a checkout that is not installed
         return None
-    # "Documentation, https://..." as core metadata has it, the label in any case.
+    # Core metadata has "Documentation, https://..."; the label may be in any case.
     pairs = (url.partition(", ")[::2] for url in urls)
     return next((url for label, url in pairs if label.lower() == "documentation"), None)
 
 
 class ParallelWarning(UserWarning):
-    """Something has no effect, or another one than it seems to have."""
+    """Something has no effect, or has another effect than it seems to have."""
 
 
 class VersionError(ParallelError, ImportError):
@@ -246,13 +247,14 @@ class SpecRankError(ParallelError, ValueError):
 
 
 class CollectiveProductError(ParallelError, ValueError):
-    """A collective matmul contracts dims of equal size and shards one that it keeps."""
+    """A collective matmul contracts dims of equal size and shards a dim it keeps."""
 
 
 class AttentionKernelError(ParallelError, ValueError):
     """A fused attention kernel runs on one platform, for some shapes and dtypes.
 
-    cuDNN: 16-bit floats on NVIDIA GPUs. Splash: sequences of multiples of 128 on TPUs.
+    cuDNN takes 16-bit floats on NVIDIA GPUs. Splash takes sequences of multiples of 128
+    on TPUs.
     """
 
 
@@ -263,7 +265,7 @@ class PlacementConflictError(ParallelError, ValueError):
 class PlacementTreeError(ParallelError, ValueError):
     """A tree of rules, specs and shardings must be a prefix of the tree it places.
 
-    The value at a node holds for everything below it; ``None`` leaves it alone.
+    The value at a node holds for everything below it; ``None`` leaves it unchanged.
     """
 
 
@@ -274,7 +276,7 @@ class RuleError(ParallelError, TypeError):
 class DonatedArrayError(ParallelError, RuntimeError):
     """A donated array is gone after the call, so each is passed once and used once.
 
-    Keep what the call returns in its place; copy an array that you need later.
+    Keep the call's result in its place; copy an array that you need later.
     """
 
 
@@ -294,7 +296,7 @@ class StackError(ParallelError, ValueError):
 
 
 class ExpertsError(ParallelError, ValueError):
-    """Tokens must find experts to go to, and experts a mesh axis that divides them."""
+    """Tokens need experts to go to, and experts need a mesh axis that divides them."""
 
 
 class WeightsError(ParallelError, ValueError):
@@ -310,17 +312,19 @@ class LossError(ParallelError, ValueError):
 
 
 class OptimizerError(ParallelError, ValueError):
-    """An optimizer gets gradients and parameters, the loss and nothing that recomputes.
+    """An optimizer gets gradients, parameters and the loss, but cannot recompute them.
 
-    As ``value=`` and ``grad=`` where it takes these; a line search needs ``value_fn=``.
-    One of matrices gets arrays that its dimension numbers make matrices of.
+    It gets ``value=`` and ``grad=`` if it takes these; a line search, which needs
+    ``value_fn=``, does not work. An optimizer of matrices gets only arrays that its
+    dimension numbers turn into matrices.
     """
 
 
 class OffloadError(ParallelError, ValueError):
-    """Arrays wait on the host where the devices reach it and a step can bring them in.
+    """Arrays wait on the host if devices can reach it and a step can bring them in.
 
-    Block inputs are those that remat keeps: of a ``Stack``, without FSDP's prefetch.
+    Block inputs can wait there if the remat of a ``Stack`` keeps them, and not with
+    FSDP's prefetch.
     """
 
 
@@ -356,18 +360,18 @@ class LogFileError(ParallelError, ValueError):
 class CheckpointError(ParallelError, ValueError):
     """Checkpoints hold groups of ``jax.Array`` by path and metadata that JSON can hold.
 
-    Steps ascend: each is saved once, and none after a later one.
+    Steps ascend: each step is saved once, and never after a later step.
     """
 
 
 class CheckpointDirectoryError(ParallelError, OSError):
-    """Checkpoints need a directory that this run, and no other, can make and write."""
+    """Checkpoints need a directory that only this run can make and write."""
 
 
 class CheckpointSaveError(ParallelError, RuntimeError):
     """A save failed after it had started; the checkpoints before it are intact.
 
-    A failure in the background is raised by the next call and names its own step.
+    A failure in the background is raised by the next call, and names the failed step.
     """
 
 
@@ -376,16 +380,18 @@ class CheckpointReadError(ParallelError, RuntimeError):
 
 
 class CheckpointFormatError(ParallelError, RuntimeError):
-    """A checkpoint must be of this library, and of a version that this one can read.
+    """A checkpoint must come from this library, in a version that this one can read.
 
-    Another program's, and a later version's, are no damage: nothing is done to them.
+    A checkpoint of another program or a later version is not damaged: it is not
+    touched.
     """
 
 
 class CheckpointUnavailableError(ParallelError, OSError):
     """Reading a checkpoint needs memory, file handles and a disk that responds.
 
-    Where these fail nothing is known about the checkpoint; it is not called corrupt.
+    If one of these fails, nothing is known about the checkpoint, and it is not called
+    corrupt.
     """
 
 
@@ -430,8 +436,8 @@ class ScheduleError(ParallelError, ValueError):
 class PipelineError(ParallelError, ValueError):
     """A pipeline spreads the layers of one ``Stack``, called once, over its stages.
 
-    Each chunk of each stage has a layer or more. The loss calls the stack directly,
-    inside no transform, and only the blocks use the layers' parameters and variables.
+    Each chunk of each stage has a layer or more. The loss calls the stack directly, not
+    inside a transform, and only the blocks use the layers' parameters and variables.
     """
 
 

@@ -34,8 +34,8 @@ def check_regular(path: str | os.PathLike[str]) -> os.stat_result:
     """Status of the regular file at a path, or at the end of a link.
 
     Raises:
-        FileNotFoundError: If there is nothing.
-        OSError: If it cannot be looked at now.
+        FileNotFoundError: If nothing is at the path.
+        OSError: If the system cannot look at it now.
         ValueError: If it is another kind of file, or a link that leads nowhere.
     """
     name = os.fspath(path)
@@ -59,10 +59,10 @@ def check_regular(path: str | os.PathLike[str]) -> os.stat_result:
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
-    """File descriptor of a regular file; raises as `check_regular`.
+    """File descriptor of a regular file; raises the errors of `check_regular`.
 
-    With ``os.O_CREAT`` a missing file is created. It has the signature of an ``opener``
-    of `open`.
+    With ``os.O_CREAT`` a missing file is created. The function has the signature of an
+    ``opener`` of `open`.
     """
     try:
         # First, since opening a device may already act on it.
@@ -101,7 +101,7 @@ def read_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> byte
 def read_object(
     path: str | os.PathLike[str], max_bytes: int = MAX_BYTES
 ) -> dict[str, Any]:
-    """The JSON object in a file; raises as `read_bytes` and `parse_object`."""
+    """The JSON object in a file; errors as in `read_bytes` and `parse_object`."""
     return parse_object(read_bytes(path, max_bytes), path)
 
 
@@ -128,7 +128,7 @@ def parse_object(content: bytes, path: str | os.PathLike[str]) -> dict[str, Any]
         found = json.loads(content)
         if _depth(found) > MAX_DEPTH:
             raise RecursionError
-        if b"\\ud" in content.lower():  # half of a pair may be alone
+        if b"\\ud" in content.lower():  # half of a surrogate pair may be missing
             json.dumps(found, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Command line of ``python -m nnx_parallel``, a command a file."""
+"""Command line of ``python -m nnx_parallel``, with one file for each command."""
 
 import argparse
 import sys
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cpu=options.cpu,
         host=options.host,
     )
-    if options.print:  # nothing is started, so that no device need be here
+    if options.print:  # nothing is started, so this machine needs no devices
         sys.stdout.write(MANIFESTS[options.print](job))
         return 0
     try:
@@ -126,5 +126,5 @@ def _add_launch_options(parser: argparse.ArgumentParser) -> None:
     manifest = "write a script or manifest for a cluster's scheduler instead"
     add("--print", choices=MANIFESTS, help=manifest)
     add("script", help="the Python script that each process runs")
-    # Options behind the script are the script's, even if they are named like ours.
+    # Options behind the script belong to the script, even if they are named like ours.
     add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")

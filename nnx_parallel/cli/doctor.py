@@ -105,7 +105,7 @@ def _has(packages: Mapping[str, str], kind: _Accelerator) -> list[str]:
 
 def _probe() -> dict[str, Any]:
     """The devices that JAX finds; or the end of its error output, as ``"error"``."""
-    # A device's memory is left to a run that has it.
+    # The probe takes no memory of devices, which another run may need.
     env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     command = [sys.executable, "-c", _PROBE]
     options: dict[str, Any] = {"capture_output": True, "text": True, "check": False}
@@ -134,7 +134,7 @@ def version_problems() -> Iterator[str]:
 
 
 def package_problems(packages: Mapping[str, str]) -> Iterator[str]:
-    """Plugins of another version than jaxlib, and packages that exclude each other."""
+    """Plugins whose version is not jaxlib's, and packages that exclude each other."""
     jaxlib = packages.get("jaxlib", "")
     for name in _has(packages, _GPU):
         if packages[name] != jaxlib:
@@ -150,7 +150,7 @@ def package_problems(packages: Mapping[str, str]) -> Iterator[str]:
 def device_problems(
     probe: Mapping[str, Any], packages: Mapping[str, str], env: Mapping[str, str]
 ) -> Iterator[str]:
-    """Devices that JAX cannot start, or does not use though their driver is here."""
+    """Devices that JAX cannot start, or does not use although their driver is here."""
     platforms = env.get("JAX_PLATFORMS", "")
     if "error" in probe:
         yield probe["error"] + f" JAX_PLATFORMS is {platforms!r}." * bool(platforms)
@@ -169,7 +169,7 @@ def device_problems(
 
 
 def flag_problems(env: Mapping[str, str]) -> Iterator[str]:
-    """Compiler flags that contradict each other, or other settings of the same."""
+    """Compiler flags that contradict each other, or contradict other settings."""
     for variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
         values: dict[str, str] = {}
         for word in shlex.split(env.get(variable, "")):
@@ -190,7 +190,7 @@ def flag_problems(env: Mapping[str, str]) -> Iterator[str]:
 
 
 def tpu_problems() -> Iterator[str]:
-    """Other processes that have loaded libtpu: a TPU is one process's at a time."""
+    """Other processes that have loaded libtpu: only one process can use a TPU."""
     users = []
     is_here = any(map(glob.glob, _TPU.files))
     for path in _PROCESSES.glob("[0-9]*/maps") if is_here else ():
@@ -209,10 +209,10 @@ def disk_problems(directory: str, env: Mapping[str, str]) -> Iterator[str]:
     cache = env.get("JAX_COMPILATION_CACHE_DIR")
     for where in dict.fromkeys(filter(None, (directory, tempfile.gettempdir(), cache))):
         path = Path(where).absolute()
-        while not path.exists():  # it is made when it is needed
+        while not path.exists():  # a missing directory is made when it is needed
             path = path.parent
         try:
-            # Only a file that is written tells: root may write where the mode forbids.
+            # A file is written, since the mode does not tell: root may always write.
             tempfile.TemporaryFile(dir=path).close()
         except OSError as error:
             yield f"Cannot write to '{where}': {error.strerror}."

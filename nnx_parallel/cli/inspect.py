@@ -30,19 +30,19 @@ from nnx_parallel.precision import array_bytes, format_bytes
 
 
 def inspect(directory: str, *, verify: bool, arrays: bool) -> int:
-    """Prints the steps of a run's checkpoint directory, and the newest one's contents.
+    """Prints the steps of a checkpoint directory, and the contents of the newest step.
 
-    To ``verify``, it reads every array of every step and compares its checksum. With
-    ``arrays``, each one of the newest step has a line.
+    With ``verify``, it reads every array of every step and compares its checksum. With
+    ``arrays``, it prints a line for each array of the newest step.
 
     Returns:
-        0 if all is well, 1 if a step is damaged or cannot be read, 2 if there is
-        nothing to look at.
+        0 if all is well, 1 if a step is damaged or cannot be read, 2 if the directory
+        has no checkpoint.
     """
-    # The accelerator may be busy with the very run that is inspected.
+    # The accelerator may be busy with the run that is inspected.
     jax.config.update("jax_platforms", "cpu")
     try:
-        # The run may be alive: nothing of it is deleted, written or cleaned up.
+        # The run may be alive: none of its files is deleted, written or cleaned up.
         options = Checkpoint(directory, keep_last=None)
         with contextlib.closing(SavedSteps(options, read_only=True)) as saved:
             where = LiteralPath(options.directory)
@@ -84,7 +84,8 @@ def _show(
     return 1 if num_damaged else 0
 
 
-# A fixed width: a line is written as soon as its step is read, which may take long.
+# The width is fixed, since a line is written as soon as its step is read, which may
+# take long.
 _ROW = "{:>11}  {:16}  {:>9}  {:>9}  {}"
 
 
@@ -97,7 +98,7 @@ def _size(path: LiteralPath) -> int:
 
 
 def _date(path: LiteralPath) -> str:
-    """When the step was complete, in local time; its metadata may be corrupt."""
+    """The local time when the step was complete; its metadata may be corrupt."""
     with contextlib.suppress(OSError, ValueError, TypeError, OverflowError):
         seconds = read_step_metadata(path)["commit_timestamp_nsecs"] / 1e9
         return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M}"
@@ -127,7 +128,7 @@ def _judge(
             }
             saved.restore({name: placed}, step)
     except (CheckpointUnavailableError, CheckpointFormatError) as error:
-        # No damage: these files may be read later, or by another program.
+        # Not damaged: these files may be read later, or by another program.
         return stored, f"NOT READ: {error}"
     except ParallelError as error:
         # A run that trains on deletes old steps while they are read.
@@ -163,6 +164,6 @@ def _describe(stored: StoredCheckpoint, *, arrays: bool) -> None:
 
 
 def _write(text: str) -> None:
-    # Names and values are the checkpoint's, which may be a stranger's.
+    # Names and values come from the checkpoint, which may be a stranger's.
     for line in text.split("\n"):
         sys.stdout.write(f"{printable(line)}\n")

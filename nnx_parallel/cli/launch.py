@@ -1,7 +1,8 @@
 """Launcher: starts the processes of a run on one machine, and ends them together.
 
-Or writes a script or manifest with which a cluster's scheduler starts them and, after a
-failure, all of them again; the script's ``initialize()`` reads the environment.
+It can also write a script or manifest with which a cluster's scheduler starts the
+processes and, after a failure, all of them again. The script's ``initialize()`` reads
+the environment.
 """
 
 import contextlib
@@ -43,7 +44,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _GRACE_SECONDS = 5.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PORT = 8476
-# Kubernetes writes it to each pod of an Indexed job.
+# Kubernetes writes this annotation to each pod of an Indexed job.
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 Process = subprocess.Popen[bytes]
@@ -51,13 +52,14 @@ Process = subprocess.Popen[bytes]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Command of a run, and how many processes run it.
+    """Command of a run, and the number of processes that run it.
 
     Attributes:
         command: The script and its arguments.
-        devices_per_process: Devices of each; ``None`` leaves them to JAX.
-        max_restarts: How often all processes are started again after a failure.
-        cpu: Simulate the devices on CPU.
+        devices_per_process: Devices of each process; ``None`` leaves them to JAX.
+        max_restarts: Number of times that all processes are started again after a
+            failure.
+        cpu: True to simulate the devices on CPU.
         host: Address of the coordinator, in process 0.
     """
 
@@ -78,7 +80,7 @@ class Job:
             "JAX_PLATFORMS": "cpu",
             "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
             "JAX_NUM_CPU_DEVICES": str(count),
-            "PJRT_NPROC": str(4 * count),  # as `simulate_devices`
+            "PJRT_NPROC": str(4 * count),  # as in `simulate_devices`
         }
 
 
@@ -125,7 +127,8 @@ def _wait(processes: list[Process]) -> int:
         try:
             index, code = ended.get(timeout=wait)
         except queue.Empty:
-            # They end by themselves within seconds: these ignore signals, or hang in C.
+            # The others end by themselves within seconds: these ignore signals, or hang
+            # in C.
             deadline = None
             for process in processes:
                 _kill_group(process)
@@ -136,7 +139,7 @@ def _wait(processes: list[Process]) -> int:
             deadline = deadline or time.monotonic() + _GRACE_SECONDS
     if not failures:
         return 0
-    # A process that ends because another is lost may be reaped before that other one.
+    # A process that ends because another is lost may be reaped before the lost one.
     own = [failure for failure in failures if failure[1] != PEER_LOST]
     index, code = (own or failures)[0]
     how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
@@ -148,7 +151,7 @@ def _wait(processes: list[Process]) -> int:
 
 @contextmanager
 def _processes(job: Job, restart: int) -> Iterator[list[Process]]:
-    """Starts the processes; on exit none is left, and no child of theirs."""
+    """Starts the processes; on exit ends all of them and their children."""
     with listen(job.host) as probe:  # the coordinator takes the port a moment later
         port = probe.getsockname()[1]
     host = job.host.strip("[]")
@@ -159,7 +162,7 @@ def _processes(job: Job, restart: int) -> Iterator[list[Process]]:
             process = subprocess.Popen(
                 [sys.executable, *job.command],
                 env=_environment(job, address, index, restart),
-                stdin=subprocess.DEVNULL,  # not shared out between processes
+                stdin=subprocess.DEVNULL,  # processes cannot share one input
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 # A separate group: a terminal's Ctrl-C comes once, from the
@@ -212,7 +215,7 @@ def _watch(
     index: int, process: Process, ended: queue.SimpleQueue[tuple[int, int]]
 ) -> None:
     """Copies a process's output, line by line, and reports its end."""
-    # They run before the wait: without them a full pipe would block the process.
+    # The readers start before the wait: without them a full pipe blocks the process.
     pairs = ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
     readers = [_thread(_copy, index, *pair) for pair in pairs]
     code = process.wait()
@@ -226,7 +229,7 @@ _writing = threading.Lock()
 
 
 def _copy(index: int, source: IO[bytes], target: IO[str]) -> None:
-    # If the launcher's output has no reader, its processes are told: they save.
+    # If nothing reads the launcher's output, its processes see a broken pipe, and save.
     with source, contextlib.suppress(BrokenPipeError):
         for line in source:
             _write(target, index, line.decode(errors="replace").rstrip("\n"))
@@ -240,7 +243,7 @@ def _write(target: IO[str], label: object, text: str) -> None:
 
 @contextmanager
 def _forwarded_signals() -> Iterator[tuple[list[int], list[Process]]]:
-    """Forwards the launcher's signals; yields them, and the processes to send them."""
+    """Forwards the launcher's signals; yields the signals and their receivers."""
     received: list[int] = []
     receivers: list[Process] = []
 
@@ -377,14 +380,14 @@ MANIFESTS = {"slurm": slurm, "jobset": jobset, "tpu": tpu}
 
 
 def _name(job: Job) -> str:
-    """A name that Slurm and Kubernetes take, from the script's: letters first."""
+    """A name for Slurm and Kubernetes, from the script's name; a letter comes first."""
     stem = re.sub("[^a-z0-9]", "-", Path(job.command[0]).stem.lower())
     name = stem.strip("-")[:40].rstrip("-") or "train"
     return name if name[0].isalpha() else f"run-{name}"
 
 
 def _quoted(text: str) -> str:
-    """A string of JSON, which is one of YAML."""
-    # But for characters beyond U+FFFF: YAML joins no pairs of surrogates. Others that
-    # are not printable must be escaped.
+    """A text as a string of JSON, which is also a string of YAML."""
+    # Escapes of characters beyond U+FFFF are an exception: YAML does not join pairs of
+    # surrogates. Other characters that are not printable must be escaped.
     return json.dumps(text, ensure_ascii=not text.isprintable())

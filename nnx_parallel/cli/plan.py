@@ -85,7 +85,7 @@ def run_plan(options: argparse.Namespace) -> int:
     """
     settings = {k: v for k, v in vars(options).items() if k != "command"}
     environment = {
-        # The devices that are planned for are others; a GPU's memory is left free.
+        # The plan is for other devices than this machine's, whose memory stays free.
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
@@ -132,7 +132,7 @@ def parse_batch(words: Sequence[str]) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 class Reached(BaseException):
-    """The script has come to `fit`. No `Exception`, which a script might catch."""
+    """The script has come to `fit`; not an `Exception`, which a script might catch."""
 
     def __init__(self, trainer: Trainer, data: Any) -> None:
         super().__init__()
@@ -149,13 +149,15 @@ def parts_of_script(
     """Runs a script up to `Trainer.fit`, for the parts of its Trainer.
 
     Args:
-        script: Its path.
-        arguments: Its arguments.
+        script: Path of the script.
+        arguments: Arguments of the script.
         topology: The Trainer's devices.
-        batch: Shapes of a global batch; without them the shapes of its first batch.
+        batch: Shapes of a global batch; ``None``: the shapes of the first batch of the
+            script's data.
 
     Raises:
-        PlanError: If it has no Trainer, trains otherwise, opens a connection, or fails.
+        PlanError: If the script has no Trainer, trains without its `fit`, opens a
+            connection, or fails.
     """
     path = Path(script)
     if not path.is_file():
@@ -225,8 +227,8 @@ def _line_of(error: BaseException, path: Path) -> str:
 def _watching(topology: Topology, built: list[Trainer]) -> Iterator[None]:
     """Keeps a script from computing, and lets `fit` end it.
 
-    It is not a sandbox. Child processes, and libraries that call the system themselves,
-    are not seen; files may be written.
+    It is not a sandbox. It does not see child processes, nor libraries that call the
+    system directly; files may be written.
     """
     is_active = True
 
@@ -235,12 +237,14 @@ def _watching(topology: Topology, built: list[Trainer]) -> Iterator[None]:
             return
         if event in _NETWORK:
             address = arguments[:2] if event == "socket.getaddrinfo" else arguments[1]
-            # Sockets within this machine have no pair of host and port.
+            # The address of a socket within this machine is not a pair of host and
+            # port.
             if isinstance(address, tuple):
                 host, port = address[:2]
                 raise Refused(f"{_NETWORK[event]} {host}:{port}")
-        elif event in _DELETIONS and arguments[-1] in (None, -1):  # else in its parent
-            # A link is deleted itself, not the file that it leads to.
+        elif event in _DELETIONS and arguments[-1] in (None, -1):
+            # With another `dir_fd` the path would be relative to its directory.
+            # The link itself is deleted, not the file that it leads to.
             path = Path(os.path.abspath(os.fsdecode(arguments[0])))
             path = path.parent.resolve() / path.name
             # Libraries keep locks and caches in hidden directories.
@@ -270,7 +274,7 @@ def _replacements(
         # Writing files and counting real devices have no part in a plan.
         for name in ("checkpoint", "callbacks", "mesh", "profile"):
             kwargs.pop(name, None)
-        # Devices that are not there cannot say which memory they reach.
+        # Described devices cannot tell which memory they reach.
         vars(self)[PLANNED_OFFLOAD] = kwargs.pop("offload", None)
         devices = topology.devices
         try:
@@ -287,7 +291,7 @@ def _replacements(
         raise Reached(self, data)
 
     def skip(*args: Any, **kwargs: Any) -> None:
-        """A checkpoint's values do not matter, and would take memory."""
+        """Does nothing: a checkpoint's values do not matter, and would take memory."""
 
     yield Trainer, "__init__", init
     yield Trainer, "fit", fit
@@ -310,7 +314,7 @@ def _refusing(what: str) -> Callable[..., Any]:
 
 
 def _check_settings(settings: dict[str, Any]) -> int | Literal["all"]:
-    """How many are to be compiled; refuses settings that argparse lets through."""
+    """The number of candidates to compile; refuses settings that argparse accepts."""
     for name in ("json", "html"):
         path = settings[name]
         if path and Path(path).suffix != f".{name}":
@@ -326,7 +330,7 @@ def _check_settings(settings: dict[str, Any]) -> int | Literal["all"]:
 def plan_script(settings: dict[str, Any]) -> int:
     """Plans in this process; see `run_plan`, which starts it."""
     try:
-        # Before minutes are spent on a result that cannot be written.
+        # Checked before minutes are spent on a result that cannot be written.
         count = _check_settings(settings)
         topology = Topology.parse(settings["topology"])
         batch = parse_batch(settings["batch"]) or None

@@ -22,11 +22,12 @@ Fields = Mapping[str, Any]
 def allgather_object(name: str, value: Any) -> list:
     """Sends a value that JSON can hold to all processes; returns all, by process.
 
-    It uses no device, so that it may run while a step does, on any thread. All
-    processes must gather one name, which errors quote, in the same order.
+    It uses no device, so that it may run at the same time as a step, on any thread. All
+    processes must make the exchanges of one name in the same order; errors quote the
+    name.
 
     Raises:
-        ProcessError: If some did not take part in time.
+        ProcessError: If some processes did not take part in time.
 
     Example:
         >>> allgather_object("seed", 3)
@@ -36,16 +37,17 @@ def allgather_object(name: str, value: Any) -> list:
 
 
 def meet(call: str) -> None:
-    """Begins a call that all processes make; those in another one are told so.
+    """Begins a call that all processes must make.
 
     Raises:
-        DisagreementError: On all processes, with where each is.
+        DisagreementError: On all processes, if one is in another call; the message has
+            the place of each.
     """
     allgather_object(call, None)
 
 
 def count_step() -> None:
-    """Notes that a fit begins a step: by then it has met all exchanges before it."""
+    """Notes that a fit begins a step: it has made all exchanges before the step."""
     client = join()
     if client is not None:
         client.steps_begun += 1
@@ -63,8 +65,9 @@ def reserve_allgather(
     client = join()
     if client is None:
         return lambda value: [value]
-    # A save in the background ends at another time on each process. Numbered here, on
-    # the main thread, its exchange meets the same save's on the others.
+    # A save in the background ends at another time on each process. The exchange gets
+    # its number here, on the main thread, so that it meets the same save's exchange on
+    # the other processes.
     key = client.reserve(name)
     return lambda value: client.allgather(key, value, timeout_seconds)
 

@@ -1,4 +1,4 @@
-"""Start of a run's processes: which one this is, and how it joins the others."""
+"""Start of a run's processes: the number of this one, and how it joins the others."""
 
 import ctypes
 import io
@@ -37,7 +37,7 @@ _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 class ProcessSpec(NamedTuple):
-    """One process, as in `initialize`; ``None`` where JAX is to find the value."""
+    """One process, as in `initialize`; JAX finds the values that are ``None``."""
 
     coordinator_address: str | None = None
     num_processes: int | None = None
@@ -69,10 +69,10 @@ def initialize(
         num_processes: Number of processes.
         process_id: Number of this process, from 0.
         local_device_ids: Devices of this machine that belong to this process.
-        start_seconds: How long to wait for all processes to start.
+        start_seconds: Longest wait for all processes to start.
         heartbeat_seconds: Silence after which a process counts as dead. A process
             that dies is noticed at once; this is for machines that vanish.
-        shutdown_seconds: How long a process that has ended waits for the others.
+        shutdown_seconds: Longest wait of a process that has ended for the others.
 
     Raises:
         ProcessError: If devices have been counted already, or only some of address,
@@ -110,7 +110,7 @@ def initialize(
 class _Pipe(io.FileIO):
     """Output of this process, until the launcher that reads it is gone."""
 
-    is_broken = False  # any of them
+    is_broken = False  # True once any pipe of this process is broken
 
     def write(self, data: Any, /) -> int:
         try:
@@ -127,8 +127,8 @@ class _Pipe(io.FileIO):
 
 
 def _outlive_launcher() -> None:
-    """Has a SIGTERM come when the launcher dies, after which a fit saves and ends."""
-    # A launcher that is killed can forward no signal.
+    """Makes the launcher's death send a SIGTERM, after which a fit saves and ends."""
+    # A killed launcher cannot forward a signal.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     for name in ("stdout", "stderr"):
@@ -165,7 +165,7 @@ def find_process(given: ProcessSpec, env: Mapping[str, str]) -> ProcessSpec | No
             return ProcessSpec(env[address], *found)
     if not (env.keys() >= _SLURM_STEP or env.keys() & _CLUSTERS):
         return None
-    # Some clusters say that this process is alone: no service is needed then.
+    # Some clusters say that the run has one process: then no service is needed.
     sizes = [env.get(n) for n in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")]
     workers = env.get("TPU_WORKER_HOSTNAMES")
     if workers is not None and "MEGASCALE_COORDINATOR_ADDRESS" not in env:

@@ -5,10 +5,10 @@ each. It notices every death at once, because the operating system closes the so
 a process however it dies. Messages are JSON over TCP; a connection must know a key that
 process 0 publishes in JAX's key-value store.
 
-JAX's coordination service alone (heartbeat 10 s, the reason in its key-value store,
-`os._exit` in ``sys.excepthook``) ends everything in time too, but often in C++, before
-Python can print why. Two processes on CPU, jax 0.12.0.1 and 0.10.2, seconds from the
-fault to the last end:
+JAX's coordination service without this module (heartbeat 10 s, the reason in its
+key-value store, `os._exit` in ``sys.excepthook``) ends everything in time too, but
+often in C++, before Python can print why. The table has the seconds from the fault to
+the last end, for two processes on CPU, jax 0.12.0.1 and 0.10.2:
 
     fault                     JAX's service              this module
     killed in a collective    1.1, an error of Gloo      0.1, printed
@@ -69,7 +69,7 @@ _DRAIN_SECONDS = 2.0
 _GREETING_SECONDS = 60
 _POLL_SECONDS = 0.05
 _KEY = "nnx_parallel/server"
-_NOTICE_SECONDS = 20.0  # after which those that wait, and are waited for, say where
+_NOTICE_SECONDS = 20.0  # then waiting processes, and missing ones, print their place
 _SAME_CALLS = (
     "All processes make the same calls, in the same order: what is under `if "
     "jax.process_index() == 0` may print or plot, but not fit, evaluate, predict, save "
@@ -84,11 +84,11 @@ class Server:
         host: Interface to listen on; empty for all.
         count: Number of processes.
         key: Secret that a connection must know.
-        join_seconds: When those that have joined learn which processes are missing.
+        join_seconds: Time after which joined processes learn which ones are missing.
 
     Attributes:
         port: Port on which it listens until all processes have joined.
-        joined: Set when they have, or the time to do so is over.
+        joined: Set when all have joined, or the time to join is over.
         drained: Set when all processes but this one have ended.
     """
 
@@ -141,7 +141,7 @@ class Server:
             self._report_loss(missing[0], text)
 
     def _authenticate(self, peer: socket.socket) -> None:
-        # An error may be of a stranger, or of a process that died.
+        # The error may come from a stranger, or from a process that died.
         with contextlib.suppress(Exception), peer:
             # A stranger that stays silent would hold this thread for the whole run.
             limit_reads(peer, _GREETING_SECONDS)
@@ -190,7 +190,8 @@ class Server:
             self._waits = {p: x for p, x in self._waits.items() if x[0] != key}
             values = [found[p] for p in range(self._count)]
             if all(other == values[0] for other in values):
-                # The rule, in every step: bytes stay linear in the processes.
+                # Equal values are the rule, in every step: they are sent once, and
+                # bytes stay linear in the number of processes.
                 values = values[:1]
             self._broadcast({"op": "all", "key": key, "values": values})
         else:
@@ -200,7 +201,7 @@ class Server:
     def _check_waits(self) -> None:
         """Reports main threads that wait for each other, each in another exchange."""
         for (p, (key, _)), (q, (other, _)) in combinations(self._waits.items(), 2):
-            # A thread of a process may give a value before the main thread gets there.
+            # Another thread may have given the value before the main thread waits.
             if p not in self._exchanges[other] and q not in self._exchanges[key]:
                 found = ", ".join(
                     f"process {i} is in {self._spell(i, k)}"
@@ -226,8 +227,9 @@ class Server:
     def _report_loss(self, process: int, reason: str | None) -> None:
         if not self._has_lost:  # the first loss is the cause of the others
             self._has_lost = True
-            # The lost process too, if it can read: one that called `sys.exit` waits in
-            # JAX's shutdown barrier. One that is ending ignores it.
+            # It also goes to the lost process, which can read it if it called
+            # `sys.exit` and waits in JAX's shutdown barrier. A process that is ending
+            # ignores it.
             self._broadcast({"op": "lost", "process": process, "reason": reason})
 
     def _broadcast(self, message: dict[str, Any]) -> None:
@@ -242,7 +244,8 @@ class Client:
     Attributes:
         connection: An authenticated connection.
         server: The server, on process 0.
-        on_lost: Ends this process, given the lost one, its exit message, and `drain`.
+        on_lost: Ends this process, given the lost process, its exit message, and
+            `drain`.
         steps_begun: Steps that the fits of this process have dispatched.
     """
 
@@ -269,7 +272,7 @@ class Client:
         Exchanges of several keys may run at once, on any threads.
 
         Raises:
-            ProcessError: If some did not take part in time; it names them.
+            ProcessError: If some processes did not take part in time; it names them.
         """
         # The reply may have arrived already; `setdefault` is atomic.
         replies = self._replies.setdefault(key, queue.SimpleQueue())
@@ -290,7 +293,7 @@ class Client:
         replies: queue.SimpleQueue[dict[str, Any]],
         timeout_seconds: float,
     ) -> dict[str, Any]:
-        """Waits for the values of a key; asks meanwhile who is missing."""
+        """Waits for the values of a key; meanwhile asks which processes are missing."""
         name, waited, pause = key.rpartition(" ")[0], 0.0, _NOTICE_SECONDS
         question = {"op": "missing", "key": key, "steps": self.steps_begun}
         question["is_main"] = bool(place)
@@ -320,7 +323,7 @@ class Client:
             )
 
     def announce_end(self, reason: str | None = None) -> None:
-        """Announces that this process ends: with an exit message, if by an error."""
+        """Announces that this process ends; after an error, with an exit message."""
         self._has_ended = True
         self._send({"op": "end", "reason": reason})
 
@@ -360,12 +363,13 @@ class Client:
                 self._replies.setdefault(key, queue.SimpleQueue()).put(message)
 
     def _answer(self, message: dict[str, Any]) -> None:
-        """Says where this process is, for which another waits."""
-        # No public function has the frames of other threads.
+        """Sends the place of this process, for which another one waits."""
+        # Python has no public function for the frames of other threads.
         frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
         place = place_of(frames.get(threading.main_thread().ident or 0))
         text = f"{message['text']} for this process, which is in {place}."
-        # It has begun a step that comes after that exchange, and so will not take part.
+        # This process has begun a step that comes after that exchange, and so will not
+        # take part in it.
         if message["is_main"] and self.steps_begun > message["steps"]:
             end_by_error(f"{text} {_SAME_CALLS}", DisagreementError)
         write_error(text)

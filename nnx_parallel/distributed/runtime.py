@@ -26,7 +26,7 @@ STATE = distributed.global_state
 """JAX's coordination service: its address and, once it is started, its client."""
 
 TAGGED = "NNX_PARALLEL_TAGGED"
-"""Set by a launcher that tags the lines of its processes itself, to its process id."""
+"""Variable with the id of a launcher that tags the lines of its processes itself."""
 
 PEER_LOST = 75
 """Exit code of a process that ends because another is lost: try again."""
@@ -47,11 +47,11 @@ _RESUME = (
     "checkpoint. `python -m nnx_parallel launch --max-restarts` does so by itself."
 )
 
-# Between a script and this package, where it calls.
+# Packages that may be between a script and this package in a stack of calls.
 _LIBRARIES = {"contextlib", "functools", "threading", "jax", "flax", "orbax", "numpy"}
 
-# Taken by the first thread that ends the process, and never released: one reason is
-# printed, not those that follow from it.
+# The first thread that ends the process takes it, and never releases it: one reason is
+# printed, not the reasons that follow from it.
 _ending = threading.Lock()
 # Sends the exit message to the other processes; `str` does nothing. ``None`` says that
 # they end for the same reason.
@@ -138,7 +138,7 @@ _excepthook: Callable[..., object] | None = None
 
 
 def _show_interrupts_as_lines() -> None:
-    """Installs a hook for uncaught exceptions; runs of many processes have theirs."""
+    """Installs a hook for uncaught exceptions; see `install` for several processes."""
     global _excepthook
     if _excepthook is None and sys.excepthook is not _end_by_exception:
         _excepthook, sys.excepthook = sys.excepthook, _show
@@ -179,14 +179,14 @@ def _end_by_exception(
     _end(
         _line(error) or text,
         lambda: _notify(None if is_alike else reason),
-        # As shells spell a signal.
+        # The code by which shells report a signal.
         128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1,
     )
 
 
 def _is_of_collective(error: BaseException | None) -> bool:
     """True if it, or its cause, is an error of the devices' runtime."""
-    # A save has collectives too, and its error is raised from theirs.
+    # A save has collectives too; its error is raised from a collective's error.
     return error is not None and (
         isinstance(error, jax.errors.JaxRuntimeError)
         or _STATUS.match(str(error)) is not None
@@ -215,7 +215,7 @@ def end_by_error(text: str, kind: type[Exception]) -> None:
 
 
 def place_of(frame: FrameType | None) -> str:
-    """The call of this package that a frame is in, and where a script makes it."""
+    """The call of this package that a frame is in, and the line of the script."""
     call, place = "", ""
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
@@ -302,7 +302,7 @@ class Termination:
     """Context that records a SIGTERM or a Ctrl-C instead of ending the process.
 
     Schedulers and clouds send SIGTERM some seconds before they take a machine: enough
-    to save. A handler installed earlier is called as well, and is restored on exit. Of
+    to save. A handler installed earlier is called as well, and is restored on exit. For
     SIGINT only Python's handler is replaced. A second Ctrl-C is raised at once.
 
     Args:
@@ -318,7 +318,7 @@ class Termination:
         self.is_requested = self.is_interrupted = self.defers = False
         self._saves = saves
         self._previous: Any = None
-        self._handlers: dict[int, Any] = {}  # those to restore
+        self._handlers: dict[int, Any] = {}  # earlier handlers, to restore
         self._is_watching = False
 
     def __enter__(self) -> Self:
@@ -336,7 +336,7 @@ class Termination:
         self._previous = previous
         self._is_watching = True
         self._install(signal.SIGTERM, self._record)
-        # An ignored one, as under nohup, or the user's, stays.
+        # A SIGINT that is ignored, as under nohup, or handled by the user, stays so.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._install(signal.SIGINT, self._record_interrupt)
             _show_interrupts_as_lines()
@@ -374,8 +374,9 @@ class Termination:
             self._previous(number, frame)
 
     def _record_interrupt(self, number: int, frame: FrameType | None) -> None:
-        # Recorded even if it is raised: JAX's callback of the garbage collector, where
-        # it may come, swallows exceptions (docs/library-notes.md, "Lost processes").
+        # It is recorded even if it is raised: it may come in JAX's callback of the
+        # garbage collector, which swallows exceptions (docs/library-notes.md, "Lost
+        # processes").
         is_first, self.is_interrupted = not self.is_interrupted, True
         if not (is_first and self.defers):
             when = "before the first step" if is_first else "twice, without a save"
@@ -390,11 +391,11 @@ class Termination:
 
 @contextlib.contextmanager
 def raising_interrupts() -> Iterator[None]:
-    """Has a Ctrl-C or an exit that comes in the block end it, and nothing else.
+    """Makes the block end by the Ctrl-C or exit that comes in it, not by other errors.
 
     An interrupt may be lost on its way: JAX's callback of the garbage collector
-    swallows it, and libraries raise errors of their own from it. So what a signal's
-    handler raises is noted, and raised again when the block ends, however that ends.
+    swallows it, and libraries raise other errors from it. So an exception of a signal's
+    handler is noted, and raised again when the block ends, in whatever way it ends.
     """
     heard: list[BaseException] = []
     outer = sys.exception()
@@ -431,7 +432,7 @@ def _note(
 def _interrupt_in(
     error: BaseException, outer: BaseException | None
 ) -> BaseException | None:
-    """The interrupt in a chain of errors, which ends where ``outer`` was handled."""
+    """The interrupt in a chain of errors; the chain ends at ``outer``."""
     seen, found = {id(None), id(outer)}, [error]
     for each in found:
         if isinstance(each, KeyboardInterrupt | SystemExit):
@@ -445,7 +446,7 @@ def _interrupt_in(
 
 
 def _place(frame: FrameType | None) -> str:
-    """Where Python is: of a run that hangs, all that its traceback would tell."""
+    """The line that Python is at: for a run that hangs, its traceback tells no more."""
     if frame is None:
         return "no line of Python"
     return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"

@@ -1,4 +1,4 @@
-"""Sockets between processes: JSON over TCP, for those that know a key."""
+"""Sockets between processes: JSON over TCP, for processes that know a key."""
 
 import contextlib
 import ipaddress
@@ -48,7 +48,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, backlog: int = 1) -> socket.socket:
-    """A socket that listens on a free port of an interface; of all if it is empty."""
+    """A socket that listens on a free port of a host; an empty host means all."""
     host = host.strip("[]")
     serve = partial(socket.create_server, backlog=backlog)
     if not host:
@@ -80,7 +80,7 @@ def handshake(
 
 def limit_reads(peer: socket.socket, seconds: int) -> None:
     """Limits how long a read may wait, also of a copied descriptor; 0 lifts it."""
-    # A timeout of Python's would leave the descriptor non-blocking.
+    # A timeout set with Python would leave the descriptor non-blocking.
     limit = struct.pack("ll", seconds, 0)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
