@@ -305,7 +305,7 @@ def state_kinds(plan: StatePlan) -> dict[str, str]:
     few = nest({owner: params[owner] for _, owner in fields.values()})
     try:
         traced, own = _trace_states(plan.tx, few)
-    except Exception:  # noqa: BLE001
+    except Exception:
         # A mask that is a tree fits all parameters, and not a few of them.
         traced, own = _trace_states(plan.tx, plan.abstract.params)
     before, after = jax.tree.leaves(traced.inputs[1]), jax.tree.leaves(traced.outputs)
