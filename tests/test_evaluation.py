@@ -4,6 +4,7 @@ import dataclasses
 import re
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from flax import nnx
 from nnx_parallel import (
     FSDP,
     Callback,
+    Checkpoint,
     Composite,
     DataParallel,
     Mean,
@@ -24,8 +26,14 @@ from nnx_parallel import (
     Sum,
     TensorParallel,
     Trainer,
+    TrainState,
 )
-from nnx_parallel.errors import BatchShapeError, LossError, ParallelWarning
+from nnx_parallel.errors import (
+    BatchShapeError,
+    LossError,
+    ParallelWarning,
+    StateStructureError,
+)
 from nnx_parallel.layers import Stack
 from tests.parity.runs import compiling
 
@@ -391,3 +399,140 @@ def test_a_policy_is_rolled_out_and_trained_in_turn() -> None:
             trainer.state, _ = trainer.train_step(trainer.state, placed)
     assert trainer.step == 12
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.2
+
+
+def linear(rngs: nnx.Rngs) -> nnx.Module:
+    return nnx.Linear(8, 8, rngs=rngs)
+
+
+def reversed_rows(model: Any, batch: np.ndarray) -> jax.Array:
+    return ((model(batch) - batch[:, ::-1]) ** 2).mean()
+
+
+def halves(params: Any) -> Any:
+    return jax.tree.map(lambda x: "free" if x.ndim > 1 else "adam", params)
+
+
+free = optax.contrib.schedule_free_sgd
+SCHEDULE_FREE: dict[str, tuple[Any, Any]] = {
+    "plain": (free(0.3), lambda s: s),
+    "clipped": (optax.chain(optax.clip(1.0), free(0.3)), lambda s: s[1]),
+    "every second": (optax.MultiSteps(free(0.3), 2), lambda s: s.inner_opt_state),
+    "injected": (
+        optax.inject_hyperparams(free)(learning_rate=0.3),
+        lambda s: s.inner_state,
+    ),
+    "of matrices": (
+        optax.multi_transform({"free": free(0.3), "adam": optax.adam(0.1)}, halves),
+        lambda s: s.inner_states["free"].inner_state,
+    ),
+}
+
+
+def numpy_loss(params: Any, batches: list[np.ndarray]) -> float:
+    kernel, bias = (np.asarray(params[name]) for name in ("kernel", "bias"))
+    found = (b @ kernel + bias - b[:, ::-1] for b in batches)
+    return float(np.mean([np.square(x).mean() for x in found]))
+
+
+def rows(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(16, 8)).astype(np.float32)
+
+
+NUMBERS = [rows(seed) for seed in range(5)]
+
+
+@pytest.mark.parametrize("name", SCHEDULE_FREE)
+def test_schedule_free_is_judged_by_its_evaluation_parameters(name: str) -> None:
+    optimizer, find = SCHEDULE_FREE[name]
+    trainer = Trainer(
+        linear, optimizer, reversed_rows, strategy=FSDP(min_size=0), loggers=()
+    )
+    history = trainer.fit(NUMBERS, 5, eval_data=NUMBERS[:2])
+    found, params = find(trainer.state.opt_state), dict(trainer.state.params)
+    trained = numpy_loss(params, NUMBERS[:2])
+    for path, z in found.z.items():
+        if isinstance(z, jax.Array):
+            params[path] = (params[path] - (1 - found.b1) * z) / found.b1
+    expected = numpy_loss(params, NUMBERS[:2])
+    assert abs(expected / trained - 1) > 1e-3
+    judged = history["eval_loss"], [trainer.evaluate(NUMBERS[:2])["loss"]]
+    np.testing.assert_allclose(judged, [[expected]] * 2, rtol=1e-5)
+    model: Any = trainer.eval_model
+    for path, x in params.items():
+        np.testing.assert_allclose(getattr(model, path)[...], x, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        trainer.predict(NUMBERS[:1]), model(NUMBERS[0]), atol=1e-5
+    )
+    assert trainer.evaluate(NUMBERS[:2], ema=False)["loss"] == pytest.approx(trained)
+    model.bias.set_value(jnp.zeros(8))
+    message = "Assigned to trainer.eval_model: ['bias']. These parameters are computed"
+    with pytest.raises(StateStructureError, match=re.escape(message)):
+        trainer.evaluate(NUMBERS[:2])
+
+
+def test_sharpness_aware_steps_are_judged_without_their_ascent() -> None:
+    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05))
+    trainer = Trainer(linear, sam, reversed_rows, strategy=FSDP(), loggers=())
+    before = numpy_loss(trainer.state.params, NUMBERS[:1])
+    trainer.fit(NUMBERS, 1)  # to the adversarial parameters
+    assert numpy_loss(trainer.state.params, NUMBERS[:1]) > 1.01 * before
+    assert trainer.evaluate(NUMBERS[:1])["loss"] == pytest.approx(before, rel=1e-5)
+    trainer.fit(NUMBERS[1:], 2)
+    after = numpy_loss(trainer.state.params, NUMBERS[:1])
+    assert trainer.evaluate(NUMBERS[:1])["loss"] == pytest.approx(after, rel=1e-5)
+
+
+class Seen(Callback):
+    needs_evaluation = True
+
+    def on_eval_end(self, trainer: Any, step: int, metrics: Any) -> None:
+        self.losses = [*getattr(self, "losses", ()), metrics["loss"]]
+
+
+def halved(state: TrainState) -> Any:
+    return jax.tree.map(lambda x: x / 2, state.params)
+
+
+@pytest.mark.parametrize("eval_params", [None, "params", "ema", halved])
+def test_one_choice_says_what_is_judged(eval_params: Any, tmp_path: Path) -> None:
+    seen = Seen()
+    trainer = Trainer(
+        linear,
+        optax.sgd(0.3),
+        reversed_rows,
+        strategy=FSDP(min_size=0),
+        loggers=(),
+        callbacks=[seen],
+        ema_decay=0.5,
+        eval_params=eval_params,
+        checkpoint=Checkpoint(tmp_path, every=1, keep_best="eval_loss"),
+    )
+    trainer.fit(NUMBERS, 3, eval_data=NUMBERS[:2])
+    state = trainer.state
+    params = {"params": state.params, halved: halved(state)}.get(eval_params, state.ema)
+    expected = numpy_loss(params, NUMBERS[:2])
+    assert seen.losses[-1] == pytest.approx(expected, rel=1e-5)
+    model: Any = trainer.eval_model
+    np.testing.assert_allclose(model.kernel[...], params["kernel"], rtol=1e-6)
+    assert (trainer.eval_model is trainer.model) == (eval_params == "params")
+    best = 1 + int(np.argmin(seen.losses))
+    trainer.restore("best")
+    assert trainer.step == best
+
+
+@pytest.mark.parametrize(
+    ("eval_params", "message"),
+    [
+        ("average", "eval_params='average'. It must be 'params', 'ema', or a function"),
+        ("ema", "This Trainer keeps no average. Pass ema_decay=0.999."),
+        (
+            lambda state: {"kernel": state.params["kernel"][0]},
+            "eval_params: `bias` has shape None instead of (8,); `kernel` has shape "
+            "(8,) instead of (8, 8). The function must return a tree like",
+        ),
+    ],
+)
+def test_invalid_eval_params_raise(eval_params: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Trainer(linear, optax.sgd(0.1), reversed_rows, eval_params=eval_params)

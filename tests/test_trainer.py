@@ -322,14 +322,16 @@ def test_prediction_is_the_models_on_all_rows(ragged: list[dict]) -> None:
     np.testing.assert_array_equal(outputs["x"], rows_of(ragged)["x"])
 
 
-def test_the_average_is_evaluated_where_it_is_asked_for(ragged: list[dict]) -> None:
+def test_ema_chooses_the_average_or_the_trained_parameters(ragged: list[dict]) -> None:
     trainer = make_trainer(ema_decay=0.5)
     trainer.fit(make_batches(3), 3)
     averaged = trainer.evaluate(ragged, ema=True)
-    assert averaged != trainer.evaluate(ragged)
+    assert averaged == trainer.evaluate(ragged) != trainer.evaluate(ragged, ema=False)
     expected = make_trainer(model=trainer.ema_model).evaluate(ragged)
     np.testing.assert_allclose(averaged["loss"], expected["loss"], rtol=1e-6)
-    assert (trainer.predict(ragged, ema=True) != trainer.predict(ragged)).any()
+    averaged, trained = (trainer.predict(ragged, ema=ema) for ema in (True, False))
+    assert (averaged != trained).any()
+    np.testing.assert_array_equal(trainer.predict(ragged), averaged)
     message = "This Trainer keeps no average. Pass ema_decay=0.999."
     for verb in ("evaluate", "predict"):
         with pytest.raises(ValueError, match=re.escape(message)):

@@ -299,7 +299,7 @@ def _replacements(
         yield Trainer, name, skip
     for name in ("evaluate", "predict"):
         yield Trainer, name, _refusing(f"calls trainer.{name}")
-    for name in ("state", "model", "ema_model", "train_step"):
+    for name in ("state", "model", "ema_model", "eval_model", "train_step"):
         yield Trainer, name, property(_refusing(f"reads trainer.{name}"))
     yield jax.distributed, "initialize", skip
     yield nnx.Optimizer, "update", _refusing("trains by nnx.Optimizer.update")

@@ -6,13 +6,14 @@ both run the forward half of the schedule, each microbatch like a batch of its o
 
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
 from nnx_parallel.data.batches import BatchAgreement, place_batch
@@ -32,6 +33,7 @@ from nnx_parallel.layers.stack import using_runner
 from nnx_parallel.metrics import split_loss_output
 from nnx_parallel.sharding.model import MODES, arrays_of, flatten
 from nnx_parallel.sharding.names import dotted, path_of, variables_of
+from nnx_parallel.sharding.offload import HOST
 from nnx_parallel.sharding.tree import gather
 from nnx_parallel.state import StatePlan, TrainState
 from nnx_parallel.training.compiler_options import accepted_options, jit_step
@@ -47,6 +49,136 @@ from nnx_parallel.training.step import (
     execution_of,
     make_train_step,
 )
+
+EvalParams = Literal["params", "ema"] | Callable[[TrainState], Any]
+"""The trained parameters, their moving average, or a function of the state."""
+
+_AVERAGING = (optax.contrib.ScheduleFreeState, optax.contrib.SAMState)
+
+
+@dataclass(frozen=True, eq=False)
+class Judged:
+    """The parameters that are evaluated, predicted with, exported and called best.
+
+    Attributes:
+        plan: The place of every array.
+        given: The Trainer's argument ``eval_params``.
+    """
+
+    plan: StatePlan
+    given: EvalParams | None = None
+
+    def __post_init__(self) -> None:
+        plan, choice = self.plan, self.choice
+        if not callable(choice) and choice not in ("params", "ema"):
+            raise ValueError(
+                f"eval_params={choice!r}. It must be 'params', 'ema', or a function of "
+                "the TrainState that returns a tree like state.params."
+            )
+        if isinstance(choice, str):
+            if choice == "ema":
+                params_of(plan.abstract, ema=True)  # an error if there is no average
+            return
+        given = jax.eval_shape(choice, plan.abstract)
+        found, wanted = _shapes_of(given), _shapes_of(plan.abstract.params)
+        if problems := [
+            f"`{path}` has shape {found.get(path)} instead of {wanted.get(path)}"
+            for path in (wanted | found)
+            if found.get(path) != wanted.get(path)
+        ]:
+            raise ValueError(
+                f"eval_params: {'; '.join(problems)}. The function must return a tree "
+                "like state.params, with the same paths and shapes."
+            )
+
+    @cached_property
+    def choice(self) -> EvalParams:
+        """The argument; ``None`` takes the average that the run keeps, if any."""
+        if self.given is not None:
+            return self.given
+        if self.plan.ema_decay is not None:
+            return "ema"
+        is_derived = any(_averaging_states(self.plan.abstract.opt_state))
+        return derived_params if is_derived else "params"
+
+    @property
+    def description(self) -> str:
+        """The choice in words."""
+        match self.choice:
+            case "params":
+                return "the trained parameters"
+            case "ema":
+                return f"the moving average, ema_decay={self.plan.ema_decay:g}"
+            case choice if choice is derived_params:
+                states = _averaging_states(self.plan.abstract.opt_state)
+                kinds = dict.fromkeys(type(state).__name__ for state in states)
+                return f"parameters from the optimizer's {', '.join(kinds)}"
+            case choice:
+                return f"eval_params={getattr(choice, '__qualname__', 'a function')}"
+
+    def __call__(self, state: TrainState) -> dict[str, Any]:
+        """These parameters, where the trained ones are."""
+        if isinstance(self.choice, str):
+            return params_of(state, ema=self.choice == "ema")
+        return self._derive(state)
+
+    @cached_property
+    def _derive(self) -> Callable[[TrainState], dict[str, Any]]:
+        choice, plan = self.choice, self.plan
+        assert callable(choice)
+
+        def derive(state: TrainState) -> Any:
+            def bring(x: jax.Array, there: Any) -> jax.Array:
+                is_on_host = there.memory_kind == HOST
+                return jax.device_put(x, jax.memory.Space.Device) if is_on_host else x
+
+            own = jax.tree.map(bring, state.opt_state, plan.shardings.opt_state)
+            return choice(replace(state, opt_state=own))
+
+        return jit_step(plan.layout, derive, out_shardings=plan.shardings.params)
+
+
+def derived_params(state: TrainState) -> dict[str, Any]:
+    """The parameters that an optimizer means to be evaluated.
+
+    Those of ``optax.contrib.schedule_free``, which trains at another point; and of
+    ``optax.contrib.sam``, every second state of which has adversarial parameters.
+    """
+    params = state.params
+    for found in _averaging_states(state.opt_state):
+        is_free = isinstance(found, optax.contrib.ScheduleFreeState)
+        # By path: what other optimizers train is masked out, also as whole subtrees.
+        kept = _by_path(found.z if is_free else found.cache)
+        new = {p: x for p, x in _by_path(params).items() if p in kept}
+        if is_free:
+            own = found._replace(z=kept)
+            new = optax.contrib.schedule_free_eval_params(own, new)
+        else:
+            is_true = found.steps_since_sync == 0
+            new = {p: jnp.where(is_true, x, kept[p]) for p, x in new.items()}
+        params = jax.tree_util.tree_map_with_path(
+            lambda keys, x, new=new: new.get(path_of(keys), x), params
+        )
+    return params
+
+
+def _averaging_states(opt_state: Any) -> Iterator[Any]:
+    """States of optimizers that evaluate at other parameters, outermost first."""
+    leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, _AVERAGING))
+    for state in leaves:
+        if isinstance(state, _AVERAGING):
+            # In its opaque mode, SAM keeps no adversarial parameters.
+            if getattr(state, "cache", ()) is not None:
+                yield state
+            yield from _averaging_states(tuple(state))
+
+
+def _by_path(tree: Any) -> dict[str, Any]:
+    return {path_of(keys): x for keys, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _shapes_of(tree: Any) -> dict[str, tuple[int, ...]]:
+    return {path: jnp.shape(x) for path, x in _by_path(tree).items()}
 
 
 class _Known:
@@ -72,6 +204,7 @@ class Programs:
     options: StepOptions
     global_batch_size: int | None = None  # rows that each training batch must have
     eval_loss: LossFn | None = None  # of evaluations; by default the loss
+    eval_params: EvalParams | None = None
     _compiled_evals: set[tuple] = field(default_factory=set, init=False)
     _traced_evals: set[_Known] = field(default_factory=set, init=False)
 
@@ -79,6 +212,14 @@ class Programs:
     def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
         """The compiled update; it donates the state."""
         return make_train_step(self.plan, self.loss, self.options)
+
+    @cached_property
+    def judged(self) -> Judged:
+        """The parameters that evaluations and predictions use."""
+        return Judged(self.plan, self.eval_params)
+
+    def _params(self, state: TrainState, ema: bool | None) -> dict[str, Any]:
+        return self.judged(state) if ema is None else params_of(state, ema=ema)
 
     @property
     def compiler_options(self) -> tuple[dict[str, Any], dict[str, str]]:
@@ -158,7 +299,7 @@ class Programs:
         data: Iterable[Batch],
         *,
         loss: LossFn | None = None,
-        ema: bool = False,
+        ema: bool | None = None,
         watchdog: Watchdog | None = None,
         stop_reason: Callable[[], str | None] = lambda: None,
     ) -> dict[str, Any]:
@@ -172,7 +313,7 @@ class Programs:
         known = _Known(loss or self.eval_loss or self.loss)
         run = self._eval_step(known)
         rearm = partial(watchdog.arm, int(state.step), "batch of the evaluation")
-        arrays = (params_of(state, ema=ema), state.variables, state.key)
+        arrays = (self._params(state, ema), state.variables, state.key)
         total, found = list[Any](), Means()
         rearm()
         for index, batch in enumerate(self._batches(data, stop_reason)):
@@ -224,13 +365,13 @@ class Programs:
         function: Callable[..., Any] | None = None,
         *,
         seed: int = 0,
-        ema: bool = False,
+        ema: bool | None = None,
     ) -> Any:
         """Outputs of ``function`` for all rows, as NumPy arrays."""
         known = _Known(function or _apply)
         check_loss(known.function, "function")
         run = self._predict_step(known)
-        arrays = (params_of(state, ema=ema), state.variables, state.key)
+        arrays = (self._params(state, ema), state.variables, state.key)
         parts = []
         for index, batch in enumerate(self._batches(data)):
             self._warn_of_training(known, *arrays, batch)

@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 from flax import nnx
@@ -40,8 +40,12 @@ from nnx_parallel.training.compiler_options import (
     format_options,
 )
 from nnx_parallel.training.diagnostics import warn_of_attributes
+from nnx_parallel.training.evaluation import Judged
 from nnx_parallel.training.optimizers import state_kinds, warn_of_changes
 from nnx_parallel.visualize.describe import Description, describe_model
+
+Kind = Literal["params", "ema", "eval"]
+"""The parameters of a model that the user is given: `Judged` computes the last."""
 
 
 class _Gone:
@@ -156,6 +160,7 @@ class RunState:
         seed: Of the model and of the loss's random numbers.
         wrt: Filter of the Variables that are trained.
         checkpoints: The run's own checkpoints.
+        judged: The parameters that are evaluated.
         callbacks: Whose state is saved with the run.
         metrics: Of the step at which the fit last paused, named by ``"step"``, with
             those of its evaluation.
@@ -166,6 +171,7 @@ class RunState:
     source: nnx.Module | ModelFn
     seed: int
     checkpoints: CheckpointManager
+    judged: Judged
     callbacks: Sequence[Callback] = ()
     wrt: Any = nnx.Param
     data: DataState = field(default_factory=DataState)
@@ -174,9 +180,9 @@ class RunState:
     _state: TrainState | None = None
     _is_counting: bool = False
     _is_introduced: bool = False
-    # By whether it has the averages: the models of this state, then those of earlier
+    # By the parameters that it has: the models of this state, then those of earlier
     # ones, whose arrays were donated.
-    _models: dict[bool, tuple[nnx.Module, HandedModel]] = field(default_factory=dict)
+    _models: dict[Kind, tuple[nnx.Module, HandedModel]] = field(default_factory=dict)
     _used_up: list[HandedModel] = field(default_factory=list)
 
     @property
@@ -192,14 +198,28 @@ class RunState:
                 "one. Hand that back in a loop of your own: "
                 "trainer.state, metrics = trainer.train_step(trainer.state, batch)."
             )
-        # The average last: what is assigned to it counts more than a new beginning.
-        for ema, (_, handed) in sorted(self._models.items()):
-            if assigned := handed.assigned():
-                self._state, placed = self.plan.assign(self._state, assigned, ema=ema)
-                handed.note(placed)
-                if not ema:
-                    self._restart_average(assigned)
+        # The average after the parameters: its own values replace a new beginning.
+        for kind in get_args(Kind):
+            if kind in self._models:
+                self._take_assigned(kind, self._models[kind][1])
         return self._state
+
+    def _take_assigned(self, kind: Kind, handed: HandedModel) -> None:
+        if not (assigned := handed.assigned()):
+            return
+        if kind == "eval" and (paths := assigned.keys() & self.plan.trained_paths):
+            del self._models[kind]
+            raise StateStructureError(
+                f"Assigned to trainer.eval_model: {sorted(map(dotted, paths))}. These "
+                "parameters are computed from the state at each call: assign to "
+                "trainer.model."
+            )
+        is_ema = kind == "ema"
+        state: Any = self._state
+        self._state, placed = self.plan.assign(state, assigned, ema=is_ema)
+        handed.note(placed)
+        if kind == "params":
+            self._restart_average(assigned)
 
     def _restart_average(self, assigned: Mapping[Path, Any]) -> None:
         """Starts the average of parameters that replace those of an untrained model."""
@@ -208,8 +228,8 @@ class RunState:
         if state.ema is None or not new or int(state.step):
             return
         self._state, placed = self.plan.assign(state, new, ema=True)
-        if True in self._models:
-            self._models[True][1].note(placed)
+        if "ema" in self._models:
+            self._models["ema"][1].note(placed)
 
     @state.setter
     def state(self, state: TrainState) -> None:
@@ -223,16 +243,18 @@ class RunState:
                 self._used_up.append(handed)
         self._state, self._models = state, {}
 
-    def model(self, *, ema: bool) -> nnx.Module:
+    def model(self, kind: Kind) -> nnx.Module:
         """The model around the arrays of the state: the same one for the same state."""
         state = self.state
         self.check_models()
-        if ema not in self._models:
-            params = state.ema if ema else state.params
-            arrays = flatten(params) | flatten(state.variables)  # pyright: ignore[reportArgumentType]
+        if kind == "eval" and not callable(self.judged.choice):
+            kind = self.judged.choice
+        if kind not in self._models:
+            params: Any = {"params": state.params, "ema": state.ema}.get(kind)
+            arrays = flatten(params or self.judged(state)) | flatten(state.variables)
             model = self.plan.eval_model.merge(arrays)
-            self._models[ema] = (model, HandedModel(model, arrays))
-        model, _ = self._models[ema]
+            self._models[kind] = (model, HandedModel(model, arrays))
+        model, _ = self._models[kind]
         model.eval()
         return model
 
@@ -347,6 +369,14 @@ class RunState:
         warn_of_changes(self.plan, state)
         self.state = state
         self._go_on(meta)
+        before = meta.get("eval_params")
+        now = self.checkpoints.description.get("eval_params")
+        if before not in (now, None):
+            notes = [
+                *notes,
+                f"The checkpoint's evaluations are of {before}, and this run's of "
+                f"{now}: their metrics do not compare.",
+            ]
         done = f"Resumed from step {self.step} in '{self.checkpoints.directory}'."
         return "\n".join([*notes, done])
 
@@ -402,6 +432,8 @@ class RunState:
             "mesh": " * ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
             "per device": described.per_device,
         }
+        if self.judged.choice != "params":
+            facts["evaluated"] = self.judged.description
         if options is not None:
             every = f"every {options.every:,} steps and at the end"
             facts["checkpoints"] = f"'{self.checkpoints.directory}', {every}"

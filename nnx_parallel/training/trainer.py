@@ -28,7 +28,7 @@ from nnx_parallel.strategies.data_parallel import DataParallel
 from nnx_parallel.training.arguments import check_arguments, check_assignment
 from nnx_parallel.training.callback import Callback
 from nnx_parallel.training.diagnostics import check_length, check_model, check_seed
-from nnx_parallel.training.evaluation import Programs, params_of
+from nnx_parallel.training.evaluation import EvalParams, Programs, params_of
 from nnx_parallel.training.loop import Loop, Settings
 from nnx_parallel.training.recorder import History
 from nnx_parallel.training.run_state import RunState, describe_run, frozen_paths
@@ -65,7 +65,13 @@ class Trainer:
         offload: What waits in the host's memory, such as ``Offload()``.
         compiler_options: Options of XLA by name, over those that the library sets for
             TPUs and GPUs (`compiler_options`); ``None`` as a value removes one.
-        ema_decay: Keep an exponential moving average of the parameters.
+        ema_decay: Keep an exponential moving average of the parameters, which is then
+            evaluated, predicted with and called best.
+        eval_params: The parameters that are evaluated, predicted with, called best, and
+            in `eval_model`: ``"params"``, the trained ones; ``"ema"``, their average;
+            or a function of the `TrainState`. ``None``: the average if there is one;
+            under ``optax.contrib.schedule_free`` and ``sam`` the parameters that these
+            mean to be evaluated; else the trained ones.
         checkpoint: A directory, or a `Checkpoint`, from which ``fit`` resumes by
             itself; ``None`` saves nothing.
         devices: The devices to use; by default all.
@@ -119,6 +125,7 @@ class Trainer:
         offload: Offload | None = None,
         compiler_options: Mapping[str, bool | int | float | str | None] | None = None,
         ema_decay: float | None = None,
+        eval_params: EvalParams | None = None,
         checkpoint: Checkpoint | str | os.PathLike | None = None,
         devices: Sequence[Device] | None = None,
         mesh: Mesh | None = None,
@@ -166,13 +173,19 @@ class Trainer:
             kinds = {"wrt": wrt, "precision": precision, "offload": offload}
             plan = plan_state(shapes, layout, optimizer, ema_decay=ema_decay, **kinds)
             warn_idle_parts(shapes, layout, plan.placements)
-        self._programs = Programs(plan, loss, options, global_batch_size, eval_loss)
+        self._programs = Programs(
+            plan, loss, options, global_batch_size, eval_loss, eval_params
+        )
+        judged = self._programs.judged
         # A test run must neither resume a real one nor leave steps behind.
         where = None if fast_dev_run else checkpoint
         count, is_saved = options.num_microbatches, where is not None
         run = describe_run(plan, self.strategy, count, seed, is_saved=is_saved)
+        run["eval_params"] = judged.description
         checkpoints = CheckpointManager(where, run, frozen=frozen_paths(plan))
-        self._run = RunState(plan, source, seed, checkpoints, tuple(callbacks), wrt)
+        self._run = RunState(
+            plan, source, seed, checkpoints, judged, tuple(callbacks), wrt
+        )
         self._loop: Loop | None = None
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -228,13 +241,22 @@ class Trainer:
         none then. Read `model` again after a step, or copy it. What you assign to its
         Variables before is trained, evaluated and saved, except for random streams.
         """
-        return self._run.model(ema=False)
+        return self._run.model("params")
 
     @property
     def ema_model(self) -> nnx.Module:
         """`model` with the moving average; a `ValueError` if the Trainer keeps none."""
         params_of(self.state, ema=True)  # an error if there is none
-        return self._run.model(ema=True)
+        return self._run.model("ema")
+
+    @property
+    def eval_model(self) -> nnx.Module:
+        """`model` with the parameters that are evaluated, to export or to sample from.
+
+        By default `ema_model` if the Trainer keeps an average, and `model` if not. What
+        you assign to parameters that ``eval_params`` computes is refused.
+        """
+        return self._run.model("eval")
 
     @property
     def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
@@ -329,7 +351,7 @@ class Trainer:
         data: Iterable[Batch],
         *,
         loss: LossFn | None = None,
-        ema: bool = False,
+        ema: bool | None = None,
     ) -> dict[str, Any]:
         """Mean loss and metrics over all rows, the model in evaluation mode.
 
@@ -340,7 +362,8 @@ class Trainer:
             data: Batches, of any number of rows each.
             loss: What to compute; by default the Trainer's ``eval_loss``, and without
                 one its loss. Compiled once for each function object and shape.
-            ema: Use the moving average of the parameters.
+            ema: True takes the moving average, False the trained parameters; ``None``
+                follows ``eval_params``.
 
         Returns:
             Floats by name, ``"loss"`` among them; an array for a `Sum` of arrays.
@@ -361,7 +384,7 @@ class Trainer:
         function: Callable[..., Any] | None = None,
         *,
         seed: int = 0,
-        ema: bool = False,
+        ema: bool | None = None,
     ) -> Any:
         """Outputs for all rows, the model in evaluation mode; warns as `evaluate`.
 
@@ -372,7 +395,8 @@ class Trainer:
                 ``rngs`` it gets random streams. It is compiled once for each function
                 object and shape; the last 8 functions are remembered.
             seed: Of these streams; another number draws others.
-            ema: Use the moving average of the parameters.
+            ema: True takes the moving average, False the trained parameters; ``None``
+                follows ``eval_params``.
 
         Returns:
             The outputs of all batches, concatenated, as NumPy arrays.

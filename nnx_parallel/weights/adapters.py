@@ -126,7 +126,7 @@ def save_adapters(
 
     Args:
         directory: The folder, which must not exist, or be empty.
-        model: The model, such as ``trainer.model``.
+        model: The model, such as ``trainer.eval_model``.
         base: Folder or name of the model that they adapt, noted in the folder.
         names: The table of the model without adapters; ``None``: the model's table.
         dtype: Dtype that the factors are cast to; ``None``: no cast.

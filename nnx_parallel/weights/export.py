@@ -88,7 +88,7 @@ def save_pretrained(
 
     Args:
         directory: The folder, which must not exist, or be empty.
-        model: The model, such as ``trainer.model``.
+        model: The model, such as ``trainer.eval_model``.
         names: The table; ``None``: the model's table, which for example a `GPT` has.
         config: Content of ``config.json``; ``None``: the model's config.
         dtype: Dtype that floating-point arrays are cast to; ``None``: no cast.
