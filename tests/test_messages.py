@@ -82,6 +82,7 @@ def test_a_fit_begins_with_what_runs_where(
         "mesh         data=2 * fsdp=4",
         "per device   parameters 4.25 KiB, gradients 4.25 KiB, optimizer state 8.504 "
         "KiB, moving average 4.25 KiB",
+        "evaluated    the moving average, ema_decay=0.9",
         f"checkpoints  '{tmp_path / 'run'}', every 3 steps and at the end",
         "XLA_FLAGS    --xla_dump_to=/tmp/x",
         "step         0 of 4",
