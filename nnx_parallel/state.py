@@ -57,7 +57,7 @@ class TrainState:
         variables: All other arrays of the model: frozen parameters, batch statistics,
             random streams.
         opt_state: Optax state.
-        key: Random key from which a loss that takes ``rngs`` gets its own per step.
+        key: Random key from which a loss that takes ``rngs`` gets a key per step.
         ema: Exponential moving average of ``params``, or ``None``.
         loss_scale: For float16, or ``None``.
     """
@@ -95,11 +95,11 @@ class StatePlan:
         model: The model's structure in the modes that it came in.
         eval_model: The same in evaluation mode.
         placements: Placement of each array of the model, by path.
-        param_placements: Those of all parameters, trained or frozen.
+        param_placements: Placements of all parameters, trained or frozen.
         trained_paths: Paths of the trained ones.
         abstract: The state with shapes for arrays, each with its sharding.
         ema_decay: Decay of the moving average, or ``None``.
-        offload: What waits in the host's memory, or ``None``.
+        offload: The arrays that wait in the host's memory, or ``None``.
     """
 
     model_name: str
@@ -146,7 +146,7 @@ class StatePlan:
 
     @property
     def scanned(self) -> dict[Path, Placement]:
-        """Those that are gathered in the loops of the loss that scan them."""
+        """Placements that are gathered in the loops of the loss that scan them."""
         places = self.param_placements.items()
         return {path: p for path, p in places if p.is_scanned and p.is_gathered}
 
@@ -200,7 +200,7 @@ class StatePlan:
             if cast_stacked or not place.is_staged:
                 # Before the gather, which then sends half the bytes in bfloat16.
                 flat[path] = cast_floating(flat[path], self.precision.compute)
-        # A `Stack` gathers its own, layer by layer, inside the remat; `gather_late`
+        # A `Stack` gathers its layers, one by one, inside the remat; `gather_late`
         # those that the loss scans by itself, but in a pipeline's prologue.
         late = self.scanned if cast_stacked else {}
         gathered = {
@@ -250,8 +250,8 @@ class StatePlan:
                 "create them all in __init__, and return what a step produces as "
                 "metrics."
             )
-        # What the loss has not assigned is the stored array itself: the model was
-        # given it cast, and a frozen parameter must not lose bits by that.
+        # An array that the loss has not assigned is the stored array itself: the model
+        # was given it cast, and a frozen parameter must not lose bits by that.
         kept = {
             path: x if after[path] is given[path] else after[path].astype(x.dtype)
             for path, x in before.items()
@@ -274,7 +274,7 @@ class StatePlan:
         Args:
             state: The state, which stays as it is.
             arrays: Arrays of the model by path, on the host or on any devices.
-            ema: Whether those of parameters are for their moving average.
+            ema: True if arrays of parameters are for their moving average.
 
         Raises:
             StateStructureError: If one has another shape than in the state.
@@ -318,7 +318,7 @@ def plan_state(
     ema_decay: float | None = None,
     offload: Offload | None = None,
 ) -> StatePlan:
-    """Decides the place of every array of a training state from shapes alone.
+    """Decides the place of every array of a training state, only from shapes.
 
     Args:
         model: The abstract model; placements are written into its metadata.
@@ -327,7 +327,7 @@ def plan_state(
         wrt: Filter of the Variables to train.
         precision: The dtypes; float16 computation adds a loss scale.
         ema_decay: Decay of a moving average of the parameters, or ``None``.
-        offload: What waits in the host's memory, or ``None``.
+        offload: The arrays that wait in the host's memory, or ``None``.
 
     Raises:
         ValueError: If ``wrt`` selects nothing, or ``ema_decay`` averages nothing.
@@ -418,7 +418,7 @@ def init_state(
         plan: Where it all goes.
         source: The model, whose arrays are copied, or the function that builds it.
         rngs: Random streams for the function.
-        seed: Seed of the state's own key.
+        seed: Seed of the state's key.
     """
     if isinstance(source, nnx.Module | ReadsArrays):
         shardings = stored_shardings(plan.placements, plan.layout)

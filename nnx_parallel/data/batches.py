@@ -200,7 +200,7 @@ class BatchAgreement:
             num_read: Batches that this process has read before, for messages.
 
         Returns:
-            Rows of the batch, ``None`` if any process drops its own and so all do; and
+            Rows of the batch, ``None`` if any process drops its rows and so all do; and
             why all processes stop before it, ``None`` if they use it, or if the data of
             all has ended.
 
@@ -233,7 +233,7 @@ class BatchAgreement:
         if any(drops):
             return None, None
         if problem is not None:
-            raise problem  # with its own traceback; the others quote its text
+            raise problem  # with its traceback; the others quote its text
         ended = [i for i, x in enumerate(found) if x[:2] == [None, None]]
         if ended and len(ended) < len(found):
             raise DataExhaustedError(
@@ -281,7 +281,7 @@ _MARK_BYTES = 2**16  # of an array: 0.1 ms, also where a batch is 100 MB
 def mark_of(batch: Any) -> Mark | None:
     """Returns checksums of a host batch; ``None`` if no array can be read cheaply.
 
-    Of each array with rows: all rows, the first row, the last row, and whether rows
+    For each array with rows: all rows, the first row, the last row, and whether rows
     differ. An array of more than 64 KiB is sampled evenly, along all of its rows.
     Arrays on accelerators are left out.
 
@@ -400,18 +400,18 @@ def place_batch(
 ) -> Any:
     """Puts a host batch on the mesh, its rows split over the batch axes.
 
-    Each device receives its own rows only. The host's arrays may be written to again
+    Each device receives only its rows. The host's arrays may be written to again
     once this returns.
 
     Args:
         batch: A pytree of arrays whose dim 0 is the rows of this process's
-            `data_share`: with one process those of the global batch. Shared entries
+            `data_share`: with one process the rows of the global batch. Shared entries
             go to every device whole.
         layout: The strategy's claims on the mesh.
         num_microbatches: Check that the rows divide evenly over microbatches and
             batch axes. ``None`` (evaluation) splits the rows over as many axes as
             divide them, none if it must.
-        global_batch_size: Check that the shares add up to so many rows.
+        global_batch_size: Rows to which the shares must add up.
 
     Raises:
         BatchShapeError: If the rows do not divide, or are not those stated.
@@ -425,7 +425,7 @@ def place_batch(
     sizes = {axis: layout.mesh.shape[axis] for axis in layout.claims.batch}
     if num_microbatches is not None:
         check_divisible(num_rows, num_microbatches, sizes)
-    # Equal on all processes, so that each places its own copy.
+    # Equal on all processes, so that each places its copy.
     shared = _place(layout.sharding(P()), shared) if shared else []
     # (share, ...) in this process -> (batch, ...) over the mesh
     sharding = layout.sharding(layout.batch_spec(num_rows))

@@ -16,7 +16,7 @@ from nnx_parallel.data.batches import copy_if_writeable
 from nnx_parallel.data.rows import LastBatch, SmallerBatches, rows_at_ends
 from nnx_parallel.errors import DataError, warn_user
 
-# The state of a Grain `DataLoader` is bytes, that of a dataset a dict
+# The state of a Grain `DataLoader` is bytes, a dataset's is a dict
 # (docs/library-notes.md, "Grain").
 _MARKERS = ({"bytes"}, {"dict"})
 
@@ -26,7 +26,7 @@ class Resumable(Protocol):
     """An iterator that can tell its position and return to it."""
 
     def get_state(self) -> Any:
-        """Returns the position: ``bytes``, or what JSON can hold."""
+        """Returns the position: ``bytes``, or a value that JSON can hold."""
 
     def set_state(self, state: Any) -> None:
         """Moves to a position that ``get_state`` returned."""
@@ -92,7 +92,7 @@ def warn_of_one_shot(data: object) -> None:
 
 
 def warn_of_skipping(data: object, num_batches: int) -> None:
-    """Warns of a one-shot iterator of which so many batches are skipped."""
+    """Warns of a one-shot iterator whose first batches are skipped."""
     warn_user(
         f"Data is a one-shot iterator ({type(data).__name__}), whose position cannot "
         f"be restored: its next {num_batches} batches are skipped, which is right only "
@@ -127,9 +127,10 @@ def num_batches_of(data: Any) -> int:
 class Epochs:
     """Some passes over sized data, one after the other.
 
-    Each pass calls ``data.set_epoch(number)``, or that of ``data.sampler``, if there is
-    one: data that shuffles by this number alone is resumed without reading the passes
-    before. Grain repeats its own: it shuffles each pass and saves its position.
+    Each pass calls ``data.set_epoch(number)``, or ``data.sampler.set_epoch(number)``,
+    if it exists: data that shuffles only by this number is resumed without reading the
+    passes before. Grain repeats its datasets: it shuffles each pass and saves its
+    position.
 
     Attributes:
         data: The data of one pass.

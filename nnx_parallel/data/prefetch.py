@@ -52,16 +52,16 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
     """Iterator over placed batches, which a thread prepares while the step runs.
 
     At most ``prefetch`` batches are placed and not yet taken, and at most ``limit`` are
-    ever read. Those of a one-shot iterator that are not taken are kept on the host for
-    the next of these that reads it: none is lost between two fits. An error in the
+    ever read. Batches of a one-shot iterator that are not taken are kept on the host
+    for the next of these that reads it: none is lost between two fits. An error in the
     data, in a check or in ``place`` is raised from the iteration, where its batch would
-    have come, with its own traceback. Passes may end before the limit.
+    have come, with its traceback. Passes may end before the limit.
 
     Attributes:
         data: The batches: pytrees of NumPy arrays whose dim 0 is the rows, of the
             global batch or of this process's share. An iterable, which is
             fast-forwarded on resume, or a `Resumable` iterator, as Grain's are. A
-            `Cursor` knows its place, and keeps what is read and not taken.
+            `Cursor` knows its place, and keeps batches that are read and not taken.
         place: Puts one host batch on the devices. Called on the thread, where context
             managers of JAX have no effect; it must not communicate between processes,
             since the step may do so at the same time.
@@ -69,10 +69,10 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
         skip: Batches to drop first if there is no ``state`` to restore.
         state: Position to restore, from `PlacedBatch.state`.
         prefetch: Batches placed ahead. 0 does all work in the caller's thread.
-        uniform: Whether structure, shapes and dtypes must stay the same.
-        smaller: What happens then to a batch of fewer rows.
+        uniform: True if structure, shapes and dtypes must stay the same.
+        smaller: The treatment of a batch of fewer rows.
         first_step: Steps done before the first batch, for messages; default ``skip``.
-        agreement: Compares each batch with those of other processes.
+        agreement: Compares each batch with other processes' batches.
 
     Raises:
         DataError: If a batch, or the data itself, is not made of usable arrays.
@@ -129,7 +129,7 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
         return dataclasses.replace(item, wait_seconds=time.perf_counter() - start)
 
     def close(self) -> None:
-        """Stops the thread; keeps what it has read ahead of a one-shot iterator."""
+        """Stops the thread; keeps batches read ahead of a one-shot iterator."""
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -296,7 +296,7 @@ def _stop_item(stop_reason: Callable[[], str | None]) -> PlacedBatch[Any] | None
 class _Reader(Iterator[T]):
     """Reads an iterator on a thread, at most ``size`` elements ahead of their use.
 
-    An error is raised where its element would have come. What ``instead`` returns, if
+    An error is raised in place of its element. The result of ``instead``, if
     anything, ends the wait for an element. The thread ends once ``stop`` is set.
     """
 
@@ -343,10 +343,10 @@ class _Reader(Iterator[T]):
         try:
             raise found
         finally:
-            del found  # else the traceback and this frame keep each other alive
+            del found  # otherwise the traceback and this frame keep each other alive
 
     def close(self) -> None:
-        """Ends the thread and drops what it has read; safe to call in any thread."""
+        """Ends the thread and drops its batches; safe to call in any thread."""
         self._stop.set()
         self._free.release()
         # The finalizer may run in the garbage collector, and so on the thread itself.

@@ -78,13 +78,13 @@ class Position:
 
 @dataclass(frozen=True)
 class Expected:
-    """Marks with which a fit that goes on compares what it reads.
+    """Marks that a continued fit compares with the batches that it reads.
 
     Attributes:
         first: The first batch.
         last: The batch that was used last.
         next: The one after it, if it was read.
-        is_restored: Whether the data has returned to a position in this pass.
+        is_restored: True if the data has returned to a position in this pass.
     """
 
     first: Mark | None = None
@@ -107,8 +107,8 @@ class Cursor:
         skips_to: Pass and rows of it to skip first.
         skips: Batches to skip after that.
         expected: Marks to compare; ``None`` compares nothing.
-        is_started: Whether a fit has begun to read it.
-        is_broken: Whether an error came between the batches, or a skip was not done.
+        is_started: True once a fit has begun to read it.
+        is_broken: True if an error came between the batches, or a skip was not done.
     """
 
     data: Any
@@ -154,7 +154,7 @@ class Cursor:
         self.step, self.epochs = step, epochs
 
     def skip_batches(self, count: int) -> None:
-        """Skips so many batches of the data, and compares none of them."""
+        """Skips batches of the data, and compares none of them."""
         self.expected, self.place = None, Position(first=self.place.first)
         epoch = 0
         if self.epochs is not None and self.is_numbered:
@@ -260,7 +260,7 @@ class Cursor:
         return mark_of(read.batch), rows_of(read.batch)
 
     def skip(self) -> Iterator[Read]:
-        """Reads what comes before the place, and compares its end."""
+        """Reads the batches before the place, and compares the last ones."""
         if self.skips_to is None and not self.skips:
             return
         self.is_broken = True  # until the place is reached
@@ -372,7 +372,7 @@ def agree(problem: str | None) -> None:
 
 _COUNTS = ("first_step", "num_steps", "num_dropped", "num_rows")
 _PLACE = ("step", "epoch", "pass_rows", "shares")
-"""Fields of a `DataState` in a checkpoint; what differs by process is beside them."""
+"""Fields of a `DataState` in a checkpoint; fields that differ by process are apart."""
 
 
 @dataclass
@@ -397,7 +397,7 @@ class DataState:
         pass_rows: Rows of that pass that this process has read; -1 if unknown.
         shares: Parts into which the processes split a batch.
         marks: Marks of the first, the last and the next batch of this process.
-        note: What is to be said of the data when a fit begins.
+        note: A message about the data for the beginning of a fit.
     """
 
     first_step: int = 0
@@ -648,7 +648,7 @@ class DataState:
         following = self.marks[2]
         if self._cursor is not None and self._cursor.marks_ahead:
             following = self._cursor.marks_ahead[0]
-        # Each process reads files of its own: the positions differ, and all are saved.
+        # Each process reads other files: the positions differ, and all are saved.
         mine = {"state": self.state, "marks": [*self.marks[:2], following]}
         found = allgather_object("position in the data", mine)
         counts = {name: getattr(self, name) for name in (*_COUNTS, *_PLACE)}

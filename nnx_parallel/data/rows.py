@@ -72,7 +72,7 @@ class Pad:
     weights: str
 
     def fill(self, batch: Any, num_rows: int) -> Any:
-        """A batch of at most ``num_rows`` rows with so many, and with weights."""
+        """A batch filled up to ``num_rows`` rows, with weights."""
         if not isinstance(batch, Mapping):
             raise DataError(
                 f"last_batch={self} of batches of type {type(batch).__name__}. It "
@@ -90,7 +90,7 @@ class Pad:
             return batch
         index = np.arange(num_rows)
         rows, shared, join = partition(batch)
-        # Copies, not zeros: a row of the data's own kind gives no NaN.
+        # Copies, not zeros: a row of the data's kind gives no NaN.
         batch = join([x[np.minimum(index, found - 1)] for x in rows], shared)
         weights = np.array(batch[self.weights])
         weights[found:] = 0
@@ -102,7 +102,7 @@ LastBatch = Literal["drop", "error"] | Pad
 
 
 def check_last_batch(value: object) -> None:
-    """Refuses what is no `LastBatch`, by name."""
+    """Refuses a value that is not a `LastBatch`, by name."""
     if not (value in (None, "drop", "error") or isinstance(value, Pad)):
         raise ValueError(
             f"last_batch={value!r}. Valid values are 'drop', which leaves a smaller "
@@ -140,7 +140,7 @@ class SmallerBatches:
     def count_dropped(self, *, is_first: bool) -> None:
         """Notes that a batch was left out, perhaps before any was used."""
         self.num_dropped += 1
-        # Of a resumed run with smaller batches the next one is no last one.
+        # In a resumed run with smaller batches the next one is not the last.
         self.num_rows = 0 if is_first else self.num_rows
 
     def drops(self, last: int, num_rows: int) -> bool:
@@ -178,7 +178,8 @@ def rows_at_ends(data: Any) -> tuple[int, int]:
         (4, 3)
     """
     size = getattr(data, "batch_size", None)
-    # Data of others, asked for what not all of it can tell: any failure is a "no".
+    # Foreign data is asked for facts that not all of it can tell: any failure is a
+    # "no".
     with contextlib.suppress(Exception):
         if hasattr(data, "__getitem__"):
             return rows_of(data[0]), rows_of(data[len(data) - 1])
@@ -194,7 +195,7 @@ def is_marked(entry: Any) -> bool:
 
 
 def partition(batch: Any) -> tuple[list, list, Callable[[Sequence, Sequence], Any]]:
-    """The arrays with rows, the shared entries, and what joins both to a batch again.
+    """The arrays with rows, the shared entries, and a function that joins both again.
 
     Example:
         >>> rows, shared, join = partition({"x": np.ones((4, 2)), "t": np.asarray(1)})
@@ -253,7 +254,7 @@ def unmarked(batch: Any) -> Any:
 def split_rows(layout: Layout, batch: Any, num_microbatches: int) -> Any:
     """Splits the rows of a batch into microbatches, along a new leading dim.
 
-    Microbatch m holds rows m, m + M, m + 2M, ...: each device keeps its own rows, for
+    Microbatch m holds rows m, m + M, m + 2M, ...: each device keeps its rows, for
     any number of devices, and none has to be sent. Shared entries stay as they are.
     """
     # (batch, ...) -> (microbatches, rows, ...)

@@ -99,7 +99,7 @@ def find_stack(model: nnx.Module, wanted: str | None) -> tuple[Path, Stack] | No
 
 
 def check_stacks(model: nnx.Module, wanted: str | None, parts: tuple[int, int]) -> None:
-    """Refuses a model without a stack for so many stages and chunks.
+    """Refuses a model without a stack for these stages and chunks.
 
     Raises:
         PipelineError: If it has none, or none of the given path; if its stack has fewer

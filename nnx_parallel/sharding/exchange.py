@@ -24,7 +24,7 @@ OfMatrices = Callable[[Array], Array]
 
 @dataclass(frozen=True)
 class Kind:
-    """How matrices are split, by which those of several arrays are alike.
+    """The division of matrices, by which matrices of several arrays are alike.
 
     Attributes:
         block: Sizes of a shard of one matrix, along its dims of rows, then of columns.
@@ -80,7 +80,7 @@ def pack(
         [1] Graham, "Bounds on Multiprocessing Timing Anomalies", 1969, section 5.
     """
     rows = [[0] * len(works) for _ in range(num_devices)]
-    # Of two with equal work the one with fewer elements: the fullest sets the bytes
+    # With equal work, the one with fewer elements first: the fullest sets the bytes
     # sent.
     heap = [(0.0, 0, device) for device in range(num_devices)]
     for shape in sorted(range(len(works)), key=lambda shape: -works[shape][0]):

@@ -1,6 +1,6 @@
 """Functions of whole matrices, such as Muon's, when every device holds shards of them.
 
-Of N matrices over W devices each device gets about N / W whole ones by one all-to-all,
+For N matrices over W devices each device gets about N / W whole ones by one all-to-all,
 works on them without communication, and returns the results by a second one. The
 matrices are packed by their work: devices may hold different numbers of each kind.
 """

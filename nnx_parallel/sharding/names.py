@@ -193,7 +193,7 @@ def name_dim(variable: nnx.Variable) -> None:
     """Names dim 0 of an array ``layers``, where it is not yet so."""
     names = names_of(variable)
     if names[:1] != ("layers",):
-        # With a name for each dim already, that of dim 0 is None.
+        # With a name for each dim already, the name of dim 0 is None.
         ndim = getattr(variable.get_value(), "ndim", None)
         names = ("layers", *names[names[:1] == (None,) and len(names) == ndim :])
     # No mesh is known yet, on which Flax could place it now.
@@ -440,8 +440,8 @@ def check_spec(path: str, shape: Sequence[int], spec: P | Sequence, mesh: Mesh) 
 
 def check_axes(path: str, spec: P | Sequence, mesh: Mesh) -> None:
     """Checks that a mesh has all axes that a spec names."""
-    # Without the shape, since that of a batch which several processes load in parts is
-    # not known to one of them.
+    # Without the shape, since the shape of a batch that several processes load in parts
+    # is not known to one of them.
     for axis in (axis for entry in spec for axis in as_tuple(entry)):
         if axis not in mesh.shape:
             raise UnknownAxisError(

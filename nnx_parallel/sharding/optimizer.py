@@ -27,8 +27,8 @@ def optimizer_specs(
 
     Transformations keep trees like the parameters' inside their state, whole or with
     parts masked out. An array has the ``optimizer`` spec of the parameter whose path
-    ends its own; one of another shape (the row and column factors of Adafactor) follows
-    the dims whose sizes match; counters and all other arrays are replicated.
+    ends its path; one of another shape (the row and column factors of Adafactor)
+    follows the dims whose sizes match; counters and all other arrays are replicated.
 
     Args:
         abstract_state: ``jax.eval_shape(tx.init, params)``.
