@@ -148,7 +148,7 @@ LINEN = (
     ],
     ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
 )
-def test_an_argument_of_another_kind(arguments: dict[str, Any], message: str) -> None:
+def test_wrong_argument_types_raise(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=whole(message)):
         Trainer(MODEL, SGD, loss, **arguments)
 
@@ -178,7 +178,7 @@ def test_an_argument_of_another_kind(arguments: dict[str, Any], message: str) ->
         ),
     ],
 )
-def test_options_of_the_compiler(options: dict[Any, Any], message: str) -> None:
+def test_invalid_compiler_options_raise(options: dict[Any, Any], message: str) -> None:
     with pytest.raises(ValueError, match=whole(message)):
         Trainer(MODEL, SGD, loss, compiler_options=options)
 
@@ -245,7 +245,7 @@ def test_options_of_the_compiler(options: dict[Any, Any], message: str) -> None:
         "dict",
     ],
 )
-def test_what_is_trained(arguments: tuple[Any, ...], message: str) -> None:
+def test_invalid_model_or_loss_raises(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(TypeError, match=whole(message)):
         Trainer(*arguments)
 
@@ -268,13 +268,13 @@ def test_what_is_trained(arguments: tuple[Any, ...], message: str) -> None:
         ("zebra", "Trainer.fit has no argument 'zebra'. See help(Trainer.fit)."),
     ],
 )
-def test_an_argument_of_fit_by_another_name(name: str, message: str) -> None:
+def test_unknown_fit_argument_suggests_name(name: str, message: str) -> None:
     fit: Callable = Trainer(MODEL, SGD, loss, loggers=()).fit
     with pytest.raises(TypeError, match=whole(message)):
         fit([], **{name: 3})
 
 
-def test_an_argument_of_the_trainer_by_another_name() -> None:
+def test_unknown_trainer_argument_suggests_name() -> None:
     make: Any = Trainer
     message = (
         "Trainer has no argument 'gradient_accumulation_steps'. Did you mean "
@@ -330,7 +330,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_an_option_by_another_name(name: str) -> None:
+def test_unknown_option_suggests_name(name: str) -> None:
     options, given, remedy = OPTIONS[name]
     (keyword,) = given
     remedy = remedy.format(f"{keyword}=.")
@@ -339,7 +339,7 @@ def test_an_option_by_another_name(name: str) -> None:
         options(**given)
 
 
-def test_an_option_of_several_has_them_all_named() -> None:
+def test_misplaced_argument_names_its_owners() -> None:
     make: Any = Trainer
     message = (
         "Trainer has no argument 'shard'. FSDP has: shard=. "
@@ -352,7 +352,7 @@ def test_an_option_of_several_has_them_all_named() -> None:
         make(MODEL, SGD, loss, size=2)
 
 
-def test_too_many_options_by_position() -> None:
+def test_too_many_positional_options_raise() -> None:
     options: Any = MoE
     message = (
         "MoE takes embed_dim, experts by position, and got a Rngs after them. Pass all "
@@ -382,7 +382,7 @@ def test_too_many_options_by_position() -> None:
 
 
 @pytest.mark.parametrize("parts", [([FSDP(), TensorParallel(2)],), (FSDP,), ("fsdp",)])
-def test_parts_of_a_composite(parts: tuple[Any, ...]) -> None:
+def test_invalid_composite_parts_raise(parts: tuple[Any, ...]) -> None:
     name = getattr(parts[0], "__name__", type(parts[0]).__name__)
     message = (
         f"Composite({name}): each argument must be a strategy, as in "
@@ -402,7 +402,7 @@ def test_parts_of_a_composite(parts: tuple[Any, ...]) -> None:
         (ExpertParallel, "expert"),
     ],
 )
-def test_sizes(strategy: Callable, axis: str, size: Any) -> None:
+def test_invalid_axis_sizes_raise(strategy: Callable, axis: str, size: Any) -> None:
     message = (
         f"Mesh axis {axis!r} has size {size!r}. A size is an integer of at least 1; "
         "leave it out to take the devices that remain."
@@ -412,7 +412,7 @@ def test_sizes(strategy: Callable, axis: str, size: Any) -> None:
 
 
 @pytest.mark.parametrize("size", ["4", 4.0, 0, None])
-def test_stages(size: Any) -> None:
+def test_invalid_stage_count_raises(size: Any) -> None:
     message = (
         f"Pipeline({size!r}): the number of stages is an integer of at least 1, such "
         "as Pipeline(4)."
@@ -468,12 +468,12 @@ REGEX = (
     ],
     ids=["alone", "dict", "dict of paths", "string", "regex", "policy"],
 )
-def test_rules_of_another_kind(make: Callable[[], Strategy], message: str) -> None:
+def test_invalid_rules_raise(make: Callable[[], Strategy], message: str) -> None:
     with pytest.raises(RuleError, match=re.escape(message)):
         Trainer(MODEL, SGD, loss, strategy=make())
 
 
-def test_names_of_another_kind() -> None:
+def test_invalid_path_names_raise() -> None:
     message = (
         "PathNames got 'embed' for 'up'. Give a tuple with one name for each dim, each "
         "once, or None: ('embed', None, 'mlp')."
@@ -484,7 +484,7 @@ def test_names_of_another_kind() -> None:
         PathNames(("(up", ("embed",)))
 
 
-def test_an_optimizer_that_computes_the_loss_again() -> None:
+def test_line_search_optimizer_raises() -> None:
     rule = (
         "It gets the gradients and, if it takes them, value= (the loss) and grad=. What"
         " computes the loss again within an update (value_fn=, grad_fn=), as line "
@@ -496,7 +496,7 @@ def test_an_optimizer_that_computes_the_loss_again() -> None:
         Trainer(MODEL, optax.lbfgs(), loss).fit([jnp.ones((8, 4))], num_steps=1)
 
 
-def test_a_layer_taken_from_the_package() -> None:
+def test_import_from_wrong_module_names_right_one() -> None:
     message = "Stack is in nnx_parallel.layers: from nnx_parallel.layers import Stack."
     with pytest.raises(ImportError, match=whole(message)):
         exec("from nnx_parallel import Stack")

@@ -28,7 +28,7 @@ def make_trainer(model: Any = None, loss: Any = squares) -> Trainer:
 
 
 class ByName(nnx.Linear):
-    """A layer whose streams have to be named, as those of Flax's own."""
+    """A layer that takes its streams by name only, as Flax's layers do."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         super().__init__(4, 2, rngs=rngs)
@@ -47,7 +47,7 @@ class ByName(nnx.Linear):
     ],
     ids=["class", "partial", "keyword", "default", "position", "pair", "three"],
 )
-def test_whatever_makes_a_model_of_random_streams(model: Any) -> None:
+def test_any_callable_that_takes_rngs_builds_model(model: Any) -> None:
     expected = nnx.Linear(4, 2, rngs=nnx.Rngs(0)).kernel[...]
     found: Any = make_trainer(model).state.params["kernel"]
     np.testing.assert_array_equal(found, expected)
@@ -64,7 +64,7 @@ def test_whatever_makes_a_model_of_random_streams(model: Any) -> None:
         ),
     ],
 )
-def test_what_makes_none_is_named(model: Any, message: str) -> None:
+def test_callable_that_builds_no_model_raises(model: Any, message: str) -> None:
     with pytest.raises(TypeError, match=re.escape(message)):
         make_trainer(model)
 
@@ -77,14 +77,14 @@ def test_what_makes_none_is_named(model: Any, message: str) -> None:
         (lambda model: 0.0, "too many positional arguments"),
     ],
 )
-def test_a_loss_that_needs_other_arguments(loss: Any, reason: str) -> None:
+def test_loss_with_wrong_signature_raises(loss: Any, reason: str) -> None:
     with pytest.raises(LossError, match="cannot be called with a model and a batch: "):
         make_trainer(loss=loss)
     with pytest.raises(LossError, match=re.escape(reason)):
         make_trainer(loss=loss)
 
 
-def test_arguments_that_a_loss_has_already() -> None:
+def test_partial_loss_keeps_bound_arguments() -> None:
     def loss(model: Any, batch: Any, weight: float, rngs: nnx.Rngs) -> jax.Array:
         return weight * squares(model, batch) + 0 * jax.random.uniform(rngs())
 
@@ -111,7 +111,7 @@ class Scores(NamedTuple):
         ("", lambda half, rows: None),
     ],
 )
-def test_metrics_in_any_pytree_are_named_by_their_paths(names: str, make: Any) -> None:
+def test_metrics_in_pytrees_are_named_by_path(names: str, make: Any) -> None:
     def loss(model: Any, batch: Any) -> Any:
         count = jnp.float32(batch["x"].shape[0])
         return squares(model, batch), make(jnp.float32(0.5), Mean(3 * count, 4 * count))
@@ -154,7 +154,7 @@ def quantize(model: nnx.Module, name: str) -> Any:
     return model
 
 
-def test_a_loss_that_passes_by_a_quantized_method_is_refused() -> None:
+def test_loss_that_bypasses_quantized_method_raises() -> None:
     model = TwoWays(nnx.Rngs(0))
     batch = BATCH | {"x": BATCH["x"] * 0.6}
     through_hidden = lambda model, batch: squares(model.hidden, batch)  # noqa: E731
@@ -168,7 +168,7 @@ def test_a_loss_that_passes_by_a_quantized_method_is_refused() -> None:
     for name, loss in (("hidden", through_hidden), ("__call__", squares)):
         found = make_trainer(quantize(model, name), loss).fit([batch], 1)["loss"]
         np.testing.assert_allclose(found, [expected], rtol=1e-5)
-    # A class of the user's own that bears the name of its base is none of this.
+    # A user's class with the same name as its base was not quantized.
     make_trainer(_same_name(), through_hidden).fit([batch], 1)
 
 
@@ -176,7 +176,7 @@ def _same_name() -> Any:
     base = TwoWays
 
     class TwoWays_(base):  # noqa: N801
-        """Overrides what the loss does not call."""
+        """Overrides a method that the loss does not call."""
 
         def __call__(self, x: jax.Array) -> jax.Array:
             return 2 * self.hidden(x)

@@ -139,9 +139,7 @@ ALONE = {"strategy": DataParallel(), "devices": jax.devices()[:1]}
 @pytest.mark.parametrize(
     "place", [pytest.param(ALONE, marks=pytest.mark.deep), {}], ids=["alone", "FSDP"]
 )
-def test_what_the_forward_pass_assigns_is_kept_as_in_plain_nnx(
-    name: str, place: dict
-) -> None:
+def test_assignments_in_forward_pass_match_plain_nnx(name: str, place: dict) -> None:
     batches = make_batches()
     model = build(name)(nnx.Rngs(0))
     expected = plain(model, squares, batches)
@@ -160,7 +158,7 @@ def test_what_the_forward_pass_assigns_is_kept_as_in_plain_nnx(
         assert variable.get_value().sharding == own.sharding
 
 
-def test_assignments_go_from_one_microbatch_to_the_next() -> None:
+def test_assignments_carry_over_between_microbatches() -> None:
     batches = make_batches()
     make = build("spectral norm", "codebook")
     expected = plain(make(nnx.Rngs(0)), squares, batches, num_microbatches=4)
@@ -170,7 +168,7 @@ def test_assignments_go_from_one_microbatch_to_the_next() -> None:
 
 
 class ClippedBlock(nnx.Module):
-    """A residual block that clips its own weights."""
+    """A residual block that clips its weights."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.clipped = Clipped(rngs)
@@ -204,7 +202,7 @@ class Deep(nnx.Module):
 @pytest.mark.parametrize(
     "remat", ["none", pytest.param("full", marks=pytest.mark.deep)]
 )
-def test_blocks_of_a_stack_may_assign_their_parameters(remat: Any) -> None:
+def test_stack_blocks_may_assign_parameters(remat: Any) -> None:
     batches = make_batches()
     expected = plain(Deep(nnx.Rngs(0), stacked=False), squares, batches)
     trainer = make_trainer(Deep, remat=remat)
@@ -212,7 +210,7 @@ def test_blocks_of_a_stack_may_assign_their_parameters(remat: Any) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-def test_a_prefetching_stack_says_that_its_blocks_may_not() -> None:
+def test_prefetching_stack_refuses_assignments() -> None:
     trainer = make_trainer(Deep, FSDP(min_size=0, prefetch="first"))
     message = "assigns its own parameters: ['clipped.linear.bias', 'clipped.linear.ker"
     with pytest.raises(StackError, match=re.escape(message)):
@@ -235,7 +233,7 @@ class Around(nnx.Module):
     [(Deep, "blocks.layer.clipped.linear.bias"), (Around, "last.layer_instance.kern")],
     ids=["blocks", "epilogue"],
 )
-def test_a_pipeline_refuses_them_before_it_compiles(model: Any, path: str) -> None:
+def test_pipeline_refuses_assignments_before_compiling(model: Any, path: str) -> None:
     options = {"num_microbatches": 2, "devices": jax.devices()[:2]}
     trainer = make_trainer(model, Pipeline(2), **options)
     batch = make_batches(1)[0]
@@ -247,7 +245,7 @@ def test_a_pipeline_refuses_them_before_it_compiles(model: Any, path: str) -> No
     np.testing.assert_allclose(trainer.evaluate([batch])["loss"], loss, rtol=1e-5)
 
 
-def test_an_evaluation_assigns_nothing() -> None:
+def test_evaluation_discards_assignments() -> None:
     trainer = make_trainer(build(*LAYERS))
     before = jax.device_get(nnx.state(trainer.model, nnx.Param))
     trainer.evaluate(make_batches(1))
@@ -256,7 +254,7 @@ def test_an_evaluation_assigns_nothing() -> None:
     jax.tree.map(np.testing.assert_array_equal, before, after)
 
 
-def test_float16_undoes_assignments_of_a_step_that_overflows() -> None:
+def test_overflow_undoes_assignments() -> None:
     def loss(model: Any, batch: Any) -> jax.Array:
         return squares(model, batch) * jnp.where(batch["y"].sum() > 1e3, jnp.inf, 1)
 
@@ -270,7 +268,7 @@ def test_float16_undoes_assignments_of_a_step_that_overflows() -> None:
     jax.tree.map(np.testing.assert_array_equal, before, trainer.state.params)
 
 
-def test_an_assignment_must_keep_the_shape() -> None:
+def test_assignment_of_another_shape_raises() -> None:
     def loss(model: Any, batch: Any) -> jax.Array:
         model.bias.set_value(jnp.zeros(3))
         return squares(model, batch)
@@ -292,14 +290,14 @@ def loss_at(kernel: np.ndarray, batch: dict, bias: float = 0.0) -> float:
     return float(np.mean((batch["x"] @ kernel[:, 0] + bias - batch["y"]) ** 2))
 
 
-def test_what_is_assigned_to_the_trainers_model_is_trained_on(tmp_path: Path) -> None:
+def test_assigned_weights_are_trained_on(tmp_path: Path) -> None:
     batch = make_batches(1)[0]
     options = {"checkpoint": str(tmp_path), "devices": jax.devices()[:4]}
     trainer = make_trainer(linear, ema_decay=0.9, **options)
     kernel = jnp.full((4, 1), 2.0)
     model: Any = trainer.model
     model.kernel.set_value(kernel)
-    # Evaluated, trained on, saved; in its place, and without the user's own array.
+    # Evaluated, trained on and saved; placed, and the user's array is not used.
     expected = loss_at(np.full((4, 1), 2.0), batch)
     np.testing.assert_allclose(trainer.evaluate([batch])["loss"], expected, rtol=1e-5)
     model.bias = nnx.Param(np.ones(1))
@@ -318,7 +316,7 @@ def test_what_is_assigned_to_the_trainers_model_is_trained_on(tmp_path: Path) ->
     assert trainer.model is trainer.model
 
 
-def test_a_sample_between_two_steps_leaves_the_random_streams() -> None:
+def test_sampling_between_steps_keeps_random_streams() -> None:
     def make(rngs: nnx.Rngs) -> nnx.Module:
         layers = nnx.Linear(4, WIDTH, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
         return nnx.Sequential(*layers)
@@ -335,7 +333,7 @@ def test_a_sample_between_two_steps_leaves_the_random_streams() -> None:
     assert found[0] == found[1]
 
 
-def test_an_assignment_that_comes_too_late_or_does_not_fit_is_named() -> None:
+def test_late_or_misshaped_assignment_raises() -> None:
     batches = make_batches(2)
     trainer = make_trainer(linear)
     model: Any = trainer.model
@@ -360,7 +358,7 @@ def test_an_assignment_that_comes_too_late_or_does_not_fit_is_named() -> None:
         (lambda model: setattr(model, "new", linear(nnx.Rngs(0))), "['new.bias', 'new"),
     ],
 )
-def test_a_parameter_that_is_gone_or_new_is_named(change: Any, paths: str) -> None:
+def test_added_or_removed_parameter_raises(change: Any, paths: str) -> None:
     trainer = make_trainer(linear)
     change(trainer.model)
     message = f"Of trainer.model parameters are gone or new: {paths}"
@@ -380,14 +378,14 @@ class Counting(nnx.Module):
         return self.dropout(self.linear(x)) * self.calls
 
 
-def test_attributes_that_are_no_arrays_have_no_effect_which_is_said() -> None:
+def test_changed_static_attributes_warn() -> None:
     batches = make_batches(1)
     trainer = make_trainer(Counting)
     message = "Attributes that are no arrays have changed in the loss: `calls`. That"
     with pytest.warns(ParallelWarning, match=re.escape(message)):
         trainer.fit(batches, 1)
     model: Any = trainer.model
-    model.train()  # the mode is the user's: what the Trainer runs has its own
+    model.train()  # the Trainer does not run the model in this mode
     model.eval()
     model.dropout.rate = 0.5
     with pytest.warns(ParallelWarning, match=r"in trainer\.model: `dropout\.rate`"):
@@ -397,7 +395,7 @@ def test_attributes_that_are_no_arrays_have_no_effect_which_is_said() -> None:
         trainer.evaluate(batches)
 
 
-def test_a_model_that_is_kept_over_a_step_says_why_its_arrays_are_gone() -> None:
+def test_stale_model_raises_donated_array_error() -> None:
     batches = make_batches(2)
     trainer = make_trainer(lambda rngs: nnx.BatchNorm(4, rngs=rngs), ema_decay=0.9)
     old: Any = trainer.model
@@ -429,14 +427,14 @@ def test_a_model_that_is_kept_over_a_step_says_why_its_arrays_are_gone() -> None
                 use(model)
     with pytest.raises(DonatedArrayError, match=re.escape(f"`scale` {message}")):
         old.scale[...].sum()
-    # A copy, what is asked for anew, and the fit itself are as before.
+    # A copy, a model that is read again, and the fit work as before.
     np.testing.assert_array_equal(copied(batches[0]["x"]), expected)
     present: Any = trainer.model
     assert np.isfinite(present(batches[0]["x"])).all()
     trainer.fit(batches, 2)
 
 
-def test_a_model_that_was_passed_in_keeps_its_own_arrays() -> None:
+def test_fit_keeps_arrays_of_passed_model() -> None:
     model: Any = linear(nnx.Rngs(0))
     trainer = make_trainer(model)
     trainer.fit(make_batches(1), 1)
@@ -460,7 +458,7 @@ class Clipping(Callback):
         self.kernels[trainer.step] = np.asarray(model.kernel[...])
 
 
-def test_a_callback_may_assign_between_the_steps_of_a_fit() -> None:
+def test_callback_may_assign_between_steps() -> None:
     batches, clipping = make_batches(6), Clipping()
     trainer = make_trainer(linear, callbacks=[clipping])
     losses = trainer.fit(batches, 6)["loss"]
@@ -473,7 +471,7 @@ def test_a_callback_may_assign_between_the_steps_of_a_fit() -> None:
 
 
 @pytest.mark.parametrize("where", ["before", "between"])
-def test_assigned_weights_restart_the_average_of_an_untrained_run(where: str) -> None:
+def test_assigned_weights_restart_average_before_training(where: str) -> None:
     batch, kernel = make_batches(1)[0], np.full((4, 1), 2.0, np.float32)
     trainer = make_trainer(linear, ema_decay=0.75)
     if where == "between":

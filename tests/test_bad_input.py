@@ -65,7 +65,7 @@ BATCH = {"x": np.ones((8, 4), np.float32)}
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_labels_outside_the_classes_on_the_first_batch(fused: bool) -> None:
+def test_labels_outside_classes_raise(fused: bool) -> None:
     def loss(model: Any, batch: Any) -> Any:
         if fused:
             hidden, kernel = batch["x"][:, None], model.kernel[...]
@@ -84,7 +84,7 @@ def test_labels_outside_the_classes_on_the_first_batch(fused: bool) -> None:
 @pytest.mark.parametrize(
     ("table", "name"), [(Embed, "tokens or positions"), (nnx.Embed, "batch['x']")]
 )
-def test_tokens_beyond_the_table(table: Any, name: str) -> None:
+def test_tokens_beyond_table_raise(table: Any, name: str) -> None:
     tokens = np.full((8, 2), 20, np.int32)
     message = (
         f"The first batch has {name} from 20 to 20, but the model's table has 16 rows: "
@@ -95,7 +95,7 @@ def test_tokens_beyond_the_table(table: Any, name: str) -> None:
         trainer.fit([{"x": tokens}] * 3, 3)
 
 
-def test_labels_of_weight_zero_may_be_anything() -> None:
+def test_labels_of_weight_zero_are_ignored() -> None:
     def loss(model: Any, batch: Any) -> Any:
         return cross_entropy(model(batch["x"]), batch["y"], batch["weights"])
 
@@ -106,7 +106,7 @@ def test_labels_of_weight_zero_may_be_anything() -> None:
     assert np.isfinite(history["loss"]).all()
 
 
-def test_a_loss_that_takes_the_model_from_outside() -> None:
+def test_loss_that_closes_over_model_raises() -> None:
     model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
 
     def loss(_: Any, batch: Any) -> jax.Array:
@@ -120,7 +120,7 @@ def test_a_loss_that_takes_the_model_from_outside() -> None:
         make_trainer(model=model, loss=loss)
 
 
-def test_a_loss_that_calls_what_is_defined_further_down() -> None:
+def test_loss_may_call_functions_defined_later() -> None:
     def loss(model: Any, batch: Any) -> jax.Array:
         return helper(model, batch)
 
@@ -140,7 +140,7 @@ class Table(nnx.Module):
         return self.linear(x) * self.table[...][None]
 
 
-def test_two_arrays_of_one_name() -> None:
+def test_duplicate_array_paths_raise() -> None:
     inner = nnx.Dict({"b": nnx.Param(jnp.ones(2))})
     model = nnx.Dict({"a.b": nnx.Param(jnp.ones(2)), "a": inner})
     with pytest.raises(ModelError, match=re.escape("are called ['a.b']. Paths are")):
@@ -148,7 +148,7 @@ def test_two_arrays_of_one_name() -> None:
 
 
 @pytest.mark.parametrize("is_built", [False, True])
-def test_a_constant_and_a_number_in_variables(*, is_built: bool) -> None:
+def test_variables_may_hold_constants_and_numbers(*, is_built: bool) -> None:
     def build(rngs: nnx.Rngs) -> Any:
         model: Any = Table(rngs, lambda stop: nnx.Variable(jnp.arange(stop)))
         model.linear.bias = nnx.Param(0.5)
@@ -162,7 +162,7 @@ def test_a_constant_and_a_number_in_variables(*, is_built: bool) -> None:
     np.testing.assert_array_equal(trained.table[...], np.arange(4.0))
 
 
-def test_a_number_of_steps_between_evaluations_that_is_none() -> None:
+def test_invalid_eval_every_raises() -> None:
     message = (
         "eval_every=-2. It must be an integer of at least 0; 0 and None evaluate at "
         "the end alone."
@@ -172,13 +172,13 @@ def test_a_number_of_steps_between_evaluations_that_is_none() -> None:
 
 
 @pytest.mark.parametrize("num_steps", [7.5, 1e1, -1, True])
-def test_a_number_of_steps_that_is_none(num_steps: Any) -> None:
+def test_invalid_num_steps_raises(num_steps: Any) -> None:
     message = f"num_steps={num_steps}. It must be an integer of at least 0: all updates"
     with pytest.raises(ValueError, match=re.escape(message)):
         make_trainer().fit([BATCH] * 8, num_steps)
 
 
-def test_a_directory_in_place_of_a_step(tmp_path: Path) -> None:
+def test_restore_with_directory_as_step_raises(tmp_path: Path) -> None:
     trainer: Any = make_trainer()
     for directory in ("runs/tiny", tmp_path):
         message = "None for the latest; a directory is passed by name: directory="
@@ -186,7 +186,7 @@ def test_a_directory_in_place_of_a_step(tmp_path: Path) -> None:
             trainer.restore(directory)
 
 
-def test_another_optimizer_may_take_the_weights(tmp_path: Path) -> None:
+def test_restore_with_another_optimizer_raises(tmp_path: Path) -> None:
     make_trainer(checkpoint=tmp_path).fit([BATCH], 1)
     other = make_trainer(checkpoint=tmp_path, optimizer=optax.adam(0.1))
     message = ", or take the weights alone: trainer.restore(weights_only=True). Saved"
@@ -199,7 +199,7 @@ def test_another_optimizer_may_take_the_weights(tmp_path: Path) -> None:
     assert "weights_only" not in str(found.value)
 
 
-def test_a_metric_that_a_history_lacks() -> None:
+def test_unknown_history_metric_raises() -> None:
     trainer = make_trainer()
     history = trainer.fit([BATCH], 1)
     with pytest.raises(KeyError, match=r"'val_loss' is no metric of this fit\. It has"):
@@ -209,14 +209,14 @@ def test_a_metric_that_a_history_lacks() -> None:
     assert history.get("val_loss") is None
 
 
-def test_a_step_without_its_state() -> None:
+def test_train_step_without_state_raises() -> None:
     step: Any = make_trainer().train_step
     message = "The step takes (state, batch), but got 1 arguments."
     with pytest.raises(TypeError, match=re.escape(message)):
         step(BATCH)
 
 
-def test_a_prediction_of_whole_batches() -> None:
+def test_predict_error_explains_whole_batches() -> None:
     with pytest.raises((TypeError, ValueError)) as found:
         make_trainer().predict([BATCH])
     message = "predict called model(batch) with a whole batch: ['x']. Pass what"
@@ -224,12 +224,12 @@ def test_a_prediction_of_whole_batches() -> None:
 
 
 @pytest.mark.parametrize("count", ["8", 0])
-def test_a_number_of_devices_that_is_none(count: Any) -> None:
+def test_invalid_device_count_raises(count: Any) -> None:
     with pytest.raises(ValueError, match=r"It takes a number of devices\."):
         simulate_devices(count)
 
 
-def test_evaluations_of_nothing() -> None:
+def test_missing_eval_data_raises() -> None:
     with pytest.raises(ValueError, match="eval_every=2 without eval_data"):
         make_trainer().fit([BATCH] * 2, 2, eval_every=2)
     with pytest.raises(DataError, match="eval_data is empty"):
@@ -240,13 +240,13 @@ def test_evaluations_of_nothing() -> None:
 
 
 @pytest.mark.parametrize("seed", [2**31, -(2**31) - 1, 0.5])
-def test_a_seed_that_is_none(seed: Any) -> None:
+def test_invalid_seed_raises(seed: Any) -> None:
     with pytest.raises(ValueError, match=re.escape(f"seed={seed}. It must be")):
         make_trainer(seed=seed)
 
 
 @pytest.mark.parametrize("name", ["eval_loss", "step_seconds", "mfu", "time"])
-def test_a_metric_with_a_name_that_the_run_reports(name: str) -> None:
+def test_reserved_metric_name_raises(name: str) -> None:
     def loss(model: Any, batch: Any) -> Any:
         return squares(model, batch), {name: 1.0}
 
@@ -255,7 +255,7 @@ def test_a_metric_with_a_name_that_the_run_reports(name: str) -> None:
         make_trainer(loss=loss).fit([BATCH], 1)
 
 
-def test_a_model_whose_arrays_were_donated() -> None:
+def test_model_with_donated_arrays_raises() -> None:
     trainer = make_trainer()
     model = trainer.model
     trainer.fit([BATCH], 1)
@@ -264,7 +264,7 @@ def test_a_model_whose_arrays_were_donated() -> None:
         make_trainer(model=model)
 
 
-def test_an_integer_loss() -> None:
+def test_integer_loss_raises() -> None:
     def loss(model: Any, batch: Any) -> jax.Array:
         return jnp.int32(3)
 
@@ -273,7 +273,7 @@ def test_an_integer_loss() -> None:
         make_trainer(loss=loss).fit([BATCH], 1)
 
 
-def test_a_loss_that_is_not_finite_from_the_start() -> None:
+def test_nonfinite_first_loss_raises() -> None:
     def loss(model: Any, batch: Any) -> jax.Array:
         return jnp.log(-1.0 - squares(model, batch))
 
@@ -291,7 +291,7 @@ class Normed(nnx.Module):
         return self.linear(self.norm(x, use_running_average=frozen or None))
 
 
-def test_batch_statistics_that_never_change() -> None:
+def test_unchanged_batch_statistics_warn() -> None:
     def loss(model: Any, batch: Any) -> jax.Array:
         return (model(batch["x"], frozen=True) ** 2).mean()
 
@@ -304,14 +304,14 @@ def test_batch_statistics_that_never_change() -> None:
         trainer.fit([BATCH], 1)
 
 
-def test_batch_statistics_that_change_are_no_reason_to_warn() -> None:
+def test_updated_batch_statistics_do_not_warn() -> None:
     def loss(model: Any, batch: Any) -> jax.Array:
         return (model(batch["x"], frozen=False) ** 2).mean()
 
     make_trainer(model=Normed, loss=loss).fit([BATCH], 1)
 
 
-def test_updates_below_the_resolution_of_bfloat16() -> None:
+def test_updates_below_bfloat16_resolution_warn() -> None:
     def make(rngs: nnx.Rngs) -> nnx.Linear:
         return nnx.Linear(4, 4, param_dtype=jnp.bfloat16, use_bias=False, rngs=rngs)
 
@@ -324,7 +324,7 @@ def test_updates_below_the_resolution_of_bfloat16() -> None:
     assert history["lost_updates"][0] < 0.1
 
 
-def test_a_generator_where_resume_is_asked_for(tmp_path: Path) -> None:
+def test_saving_run_with_generator_warns(tmp_path: Path) -> None:
     def batches() -> Iterator[dict]:
         while True:
             yield BATCH
@@ -338,7 +338,7 @@ def test_a_generator_where_resume_is_asked_for(tmp_path: Path) -> None:
     assert [warning.filename for warning in found] == [__file__]
 
 
-def test_hyperparameters_that_changed_since_the_checkpoint(tmp_path: Path) -> None:
+def test_changed_hyperparameters_warn_on_resume(tmp_path: Path) -> None:
     def train(rate: float, steps: int) -> None:
         make = optax.inject_hyperparams(optax.sgd, static_args=("nesterov",))
         schedule = optax.linear_schedule(0.9, 0.5, 10)
@@ -346,7 +346,7 @@ def test_hyperparameters_that_changed_since_the_checkpoint(tmp_path: Path) -> No
         make_trainer(optimizer=optimizer, checkpoint=tmp_path).fit([BATCH] * 4, steps)
 
     train(0.1, 2)
-    train(0.1, 3)  # the schedule has moved on, which is no change
+    train(0.1, 3)  # the schedule has moved on: not a change
     message = (
         "Hyperparameters have changed since the checkpoint: learning_rate: 0.1 in the "
         "checkpoint, 0.2 in the optimizer now. Those of the checkpoint are used"
@@ -356,13 +356,13 @@ def test_hyperparameters_that_changed_since_the_checkpoint(tmp_path: Path) -> No
     assert [warning.filename for warning in found] == [__file__]
 
 
-def test_rows_that_are_not_those_stated() -> None:
+def test_wrong_global_batch_size_raises() -> None:
     message = "Batch of 8 rows, but global_batch_size=16. Make the two equal"
     with pytest.raises(BatchShapeError, match=re.escape(message)):
         make_trainer(global_batch_size=16).fit([BATCH], 1)
 
 
-def test_a_device_without_enough_memory() -> None:
+def test_out_of_memory_raises_device_memory_error() -> None:
     strategy = DataParallel(2)
     layout = strategy.layout(strategy.make_mesh(jax.devices()[:2]))
     model = abstract_model(lambda rngs: nnx.Linear(4, 4, rngs=rngs), nnx.Rngs(0))
@@ -382,7 +382,7 @@ def test_a_device_without_enough_memory() -> None:
         assert line in text
 
 
-def test_other_errors_pass_as_they_are() -> None:
+def test_other_runtime_errors_pass_unchanged() -> None:
     plan: Any = None
     with (
         pytest.raises(jax.errors.JaxRuntimeError, match="something else"),
@@ -405,12 +405,12 @@ def test_other_errors_pass_as_they_are() -> None:
         ),
     ],
 )
-def test_versions_that_are_too_old(found: dict[str, str], message: str) -> None:
+def test_old_versions_raise(found: dict[str, str], message: str) -> None:
     with pytest.raises(VersionError, match=re.escape(message)):
         check_versions(found)
 
 
-def test_versions_that_are_too_new() -> None:
+def test_untested_versions_warn() -> None:
     message = "Found jax 0.13.0, untested. nnx_parallel runs on jax 0.10 or newer"
     with pytest.warns(UserWarning, match=re.escape(message)):
         check_versions({"jax": "0.13.0", "flax": "0.12.12"})
@@ -427,7 +427,7 @@ class Holder(nnx.Module):
         return self.linear(x)
 
 
-def test_an_empty_array_is_refused_before_training(tmp_path: Path) -> None:
+def test_empty_array_raises_before_training(tmp_path: Path) -> None:
     trainer = make_trainer(model=Holder, checkpoint=tmp_path)
     message = "Cannot save `unused` of group 'model': its shape (0, 3) holds no value."
     with pytest.raises(CheckpointError, match=re.escape(message)):
@@ -435,7 +435,7 @@ def test_an_empty_array_is_refused_before_training(tmp_path: Path) -> None:
     assert trainer.step == 0
 
 
-def test_a_disk_without_room_for_a_checkpoint(tmp_path: Path) -> None:
+def test_full_disk_raises_before_training(tmp_path: Path) -> None:
     needed = 2**60
     message = f"A checkpoint of this run takes {needed:,} bytes, but only "
     with pytest.raises(CheckpointDirectoryError, match=re.escape(message)):
@@ -450,7 +450,9 @@ def test_a_disk_without_room_for_a_checkpoint(tmp_path: Path) -> None:
         ({"on_save_error": "no"}, "on_save_error='no') must be 'raise' or 'warn'."),
     ],
 )
-def test_choices_are_checked(options: dict[str, Any], message: str) -> None:
+def test_invalid_checkpoint_options_raise(
+    options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(CheckpointError, match=re.escape(message)):
         Checkpoint("run", **options)
 
@@ -471,7 +473,7 @@ class Unplugged(Callback):
 
 
 @pytest.mark.parametrize("choice", ["raise", "warn"])
-def test_a_save_that_fails(choice: Any, tmp_path: Path) -> None:
+def test_failed_save_raises_or_warns(choice: Any, tmp_path: Path) -> None:
     run = tmp_path / "run"
     options = Checkpoint(
         run, every=2, on_save_error=choice, keep_last=None, asynchronous=False
@@ -520,7 +522,7 @@ def build_gpt(rngs: nnx.Rngs) -> GPT:
         ),
     ],
 )
-def test_experts_that_cannot_be_split_so(
+def test_unsplittable_experts_raise(
     options: dict[str, Any], num_devices: int, message: str
 ) -> None:
     """Before anything is compiled."""
@@ -528,7 +530,7 @@ def test_experts_that_cannot_be_split_so(
         make_trainer(**options, devices=jax.devices()[:num_devices])
 
 
-def test_rows_that_the_axis_of_experts_does_not_divide() -> None:
+def test_rows_indivisible_by_expert_axis_raise() -> None:
     options = {"model": build_gpt, "loss": next_token_loss}
     trainer = make_trainer(**options, strategy=ExpertParallel(8))
     message = "Batch of 6 rows cannot be split: 1 microbatch * expert=8 need a multiple"
@@ -536,7 +538,7 @@ def test_rows_that_the_axis_of_experts_does_not_divide() -> None:
         trainer.fit([{"tokens": TOKENS["tokens"][:6]}], 1)
 
 
-def test_a_loss_without_the_part_that_balances_experts() -> None:
+def test_loss_without_balance_loss_warns() -> None:
     def loss(model: Any, batch: Any) -> Any:
         logits = model(batch["tokens"][:, :-1])
         return cross_entropy(logits, batch["tokens"][:, 1:])

@@ -39,7 +39,7 @@ from tests.waiting import wait_until
 
 
 def shard_over(num_devices: int):
-    """Shards dim 0 over ``num_devices`` where they divide it, else replicates."""
+    """Shards dim 0 over ``num_devices`` where they divide it; otherwise replicates."""
     mesh = jax.make_mesh(
         (num_devices,),
         ("data",),
@@ -114,7 +114,7 @@ def path_of(options: Checkpoint, *parts: str) -> Path:
 
 
 @pytest.mark.parametrize("num_devices", [8, 4, 1])
-def test_restores_bit_for_bit_on_any_number_of_devices(options, num_devices):
+def test_restore_keeps_bits_on_any_device_count(options, num_devices):
     groups = everything()
     meta = {"data": {"position": [3, 4]}, "version": "1", "x": 0.1}
     with CheckpointManager(options) as manager:
@@ -132,7 +132,7 @@ def test_restores_bit_for_bit_on_any_number_of_devices(options, num_devices):
     )
 
 
-def test_describes_what_was_saved_whatever_the_mesh(options):
+def test_describe_is_independent_of_mesh(options):
     groups = everything()
     with CheckpointManager(options) as manager:
         manager.save_groups(1, groups, {"seed": 0}, metrics={"eval_loss": 2.0})
@@ -146,7 +146,7 @@ def test_describes_what_was_saved_whatever_the_mesh(options):
     )
 
 
-def test_checksums_in_progress_hold_no_array():
+def test_pending_checksums_release_arrays():
     groups = weights()
     expected = checksum.checksums(groups)
     array = weakref.ref(*jax.tree.leaves(groups))
@@ -158,7 +158,7 @@ def test_checksums_in_progress_hold_no_array():
 
 
 def start_save(options: Checkpoint, values):
-    """A save of Orbax's as the CheckpointManager has it, with checksums of our own."""
+    """Starts an Orbax save as the CheckpointManager does, with the given checksums."""
     orbax, *_ = open_directory(options, cleanup=True)
     parts = {**weights(), PART: PendingChecksums("digest", values)}
     response = orbax.save_checkpointables_async(1, parts, force=True)
@@ -166,7 +166,7 @@ def start_save(options: Checkpoint, values):
     return orbax, response
 
 
-def test_a_save_does_not_wait_for_the_checksums(options):
+def test_save_does_not_wait_for_checksums(options):
     may_finish = threading.Event()
 
     def values():
@@ -181,7 +181,7 @@ def test_a_save_does_not_wait_for_the_checksums(options):
     orbax.close()
 
 
-def test_a_save_whose_checksums_fail_is_no_checkpoint(options):
+def test_failed_checksums_leave_no_checkpoint(options):
     def fail():
         raise RuntimeError("a device is gone")
 
@@ -210,7 +210,7 @@ def bytes_read() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="Linux counts bytes")
-def test_neither_describe_nor_a_mismatch_reads_arrays(options):
+def test_describe_and_mismatch_read_no_arrays(options):
     noise = jax.random.normal(jax.random.key(0), (8, 1 << 18))
     groups = place({"params": {"w": noise}})
     with CheckpointManager(options) as manager:
@@ -226,7 +226,7 @@ def test_neither_describe_nor_a_mismatch_reads_arrays(options):
         assert bytes_read() - before > noise.nbytes / 2
 
 
-def test_restores_some_groups(options):
+def test_restore_selects_groups(options):
     groups = everything()
     with CheckpointManager(options) as manager:
         manager.save_groups(1, groups, {})
@@ -237,7 +237,7 @@ def test_restores_some_groups(options):
 
 
 @pytest.mark.parametrize("num_devices", [8, 1])
-def test_arrays_may_be_donated_as_soon_as_save_returns(options, num_devices):
+def test_arrays_may_be_donated_after_save_returns(options, num_devices):
     overwrite = jax.jit(
         lambda tree: jax.tree.map(lambda x: -x - 1, tree), donate_argnums=0
     )
@@ -254,7 +254,7 @@ def test_arrays_may_be_donated_as_soon_as_save_returns(options, num_devices):
     assert_same(restored, wanted)
 
 
-def test_save_returns_before_the_files_are_written(options):
+def test_async_save_returns_before_writing(options):
     groups = {"params": {"w": jax.random.normal(jax.random.key(0), (8, 1 << 20))}}
     groups = jax.block_until_ready(place(groups))
     with CheckpointManager(options) as manager:
@@ -264,14 +264,14 @@ def test_save_returns_before_the_files_are_written(options):
         assert path_of(options, "1").exists()
 
 
-def test_synchronous_save_is_on_disk_when_it_returns(tmp_path):
+def test_synchronous_save_returns_after_writing(tmp_path):
     options = Checkpoint(tmp_path, asynchronous=False)
     with CheckpointManager(options) as manager:
         manager.save_groups(1, weights(), {})
         assert path_of(options, "1").exists()
 
 
-def test_saves_in_quick_succession_are_all_kept(tmp_path):
+def test_rapid_saves_are_all_kept(tmp_path):
     with CheckpointManager(Checkpoint(tmp_path, keep_last=None)) as manager:
         for step in range(1, 6):
             manager.save_groups(step, weights(step), {"step": step})
@@ -299,7 +299,7 @@ LOSSES = {1: 5.0, 2: 1.0, 3: None, 4: 3.0, 5: float("nan"), 6: 1.0, 7: 9.0, 8: 4
     ],
 )
 @pytest.mark.parametrize("is_restarted", [False, True])
-def test_retention(tmp_path, rules, kept, best, is_restarted):
+def test_retention_keeps_selected_steps(tmp_path, rules, kept, best, is_restarted):
     options = Checkpoint(tmp_path, **rules)
     manager = CheckpointManager(options)
     for step, loss in LOSSES.items():
@@ -315,7 +315,7 @@ def test_retention(tmp_path, rules, kept, best, is_restarted):
     manager.close()
 
 
-def test_steps_ascend_and_are_saved_once(options):
+def test_repeated_or_descending_step_raises(options):
     with CheckpointManager(options) as manager:
         manager.save_groups(20, weights(1), {})
         where = f"'{options.directory}'"
@@ -336,7 +336,7 @@ def test_steps_ascend_and_are_saved_once(options):
     assert_same(restored, weights(3))
 
 
-def test_should_save_every_so_many_steps(tmp_path):
+def test_save_is_due_every_n_steps(tmp_path):
     with CheckpointManager(Checkpoint(tmp_path, every=3)) as manager:
         assert [step for step in range(1, 10) if manager.is_due(step)] == [
             3,
@@ -356,7 +356,7 @@ def block(options: Checkpoint, step: int) -> None:
 LARGE = 1 << 19
 
 
-def test_failure_in_the_background_is_raised_under_its_own_step(tmp_path):
+def test_background_failure_names_its_step(tmp_path):
     options = Checkpoint(tmp_path / "run", keep_last=1)
     groups = jax.block_until_ready(weights(num_rows=LARGE))
     with CheckpointManager(options) as manager:
@@ -381,7 +381,7 @@ def test_failure_in_the_background_is_raised_under_its_own_step(tmp_path):
         assert other.exists(), "after a good save nobody looks for remains"
 
 
-def test_failure_of_the_last_save_is_raised_by_close(options):
+def test_close_raises_failure_of_last_save(options):
     groups = jax.block_until_ready(weights(num_rows=LARGE))
     manager = CheckpointManager(options)
     manager.save_groups(20, groups, {})
@@ -391,7 +391,7 @@ def test_failure_of_the_last_save_is_raised_by_close(options):
     manager.close()
 
 
-def test_failure_of_a_save_does_not_hide_the_error_that_ended_the_run(options):
+def test_save_failure_does_not_hide_run_error(options):
     groups = jax.block_until_ready(weights(num_rows=LARGE))
 
     def run() -> None:
@@ -405,7 +405,7 @@ def test_failure_of_a_save_does_not_hide_the_error_that_ended_the_run(options):
     assert "Besides: Saving step 20 in" in caught.value.__notes__[0]
 
 
-def test_mismatches_are_listed_before_anything_is_read(options):
+def test_mismatches_raise_before_reading(options):
     saved = place(
         {
             "params": {"mlp.up.kernel": jnp.ones((8, 4)), "head.bias": jnp.ones(8)},
@@ -440,7 +440,7 @@ Build the same model and optimizer. Saved groups: \
             manager.saved.restore(abstract(wanted))
 
 
-def test_restore_needs_a_sharding(options):
+def test_restore_without_sharding_raises(options):
     bare = {"params": {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}}
     message = "Cannot restore `w` of group 'params': it has no sharding."
     with CheckpointManager(options) as manager:
@@ -449,7 +449,7 @@ def test_restore_needs_a_sharding(options):
             manager.saved.restore(bare)
 
 
-def test_missing_steps_are_named(options):
+def test_missing_steps_raise(options):
     where = f"'{options.directory}'"
     with CheckpointManager(options) as manager:
         message = f"No checkpoint in {where}. Save one first."
@@ -466,10 +466,8 @@ def test_missing_steps_are_named(options):
                 manager.saved.restore({}, step)  # pyright: ignore[reportArgumentType]
 
 
-def test_only_a_directory_that_cannot_be_written_is_a_failed_save(
-    tmp_path, monkeypatch
-):
-    """That may be a warning; a lost process is none."""
+def test_only_unwritable_directory_is_failed_save(tmp_path, monkeypatch):
+    """A failed save may be a warning; a lost process is always an error."""
 
     def lose(directory, check_lock):
         raise ProcessError("Process 1 is lost.")
@@ -492,7 +490,7 @@ def test_only_a_directory_that_cannot_be_written_is_a_failed_save(
 
 
 @pytest.mark.parametrize("victim", ["params", "params/d"])
-def test_damaged_files_are_a_read_error(options, victim):
+def test_damaged_files_raise_read_error(options, victim):
     with CheckpointManager(options) as manager:
         manager.save_groups(1, weights(), {})
         manager.wait()
@@ -502,7 +500,7 @@ def test_damaged_files_are_a_read_error(options, victim):
             manager.saved.restore(abstract(weights()))
 
 
-def test_what_cannot_be_saved_is_refused_at_once(options):
+def test_unsavable_values_raise(options):
     donated = jnp.ones(2)
     donated.delete()
     array = jnp.ones(2)
@@ -539,12 +537,12 @@ def test_what_cannot_be_saved_is_refused_at_once(options):
         ),
     ],
 )
-def test_options_are_checked(wrong, message):
+def test_invalid_options_raise(wrong, message):
     with pytest.raises(CheckpointError, match=re.escape(message)):
         Checkpoint("run", **wrong)
 
 
-def test_the_smallest_is_the_best_unless_a_name_says_otherwise():
+def test_best_mode_defaults_to_min():
     assert Checkpoint("run", keep_best="eval_loss").best_mode == "min"
     assert Checkpoint("run", keep_best="eval_f1", best_mode="min").best_mode == "min"
 
@@ -554,7 +552,7 @@ def test_directories_become_absolute():
     assert Checkpoint("gs://bucket/run").directory == "gs://bucket/run"
 
 
-def test_directory_that_cannot_be_written(tmp_path):
+def test_unwritable_directory_raises(tmp_path):
     (tmp_path / "file").touch()
     for directory in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/run")):
         message = f"Cannot write checkpoints to '{directory}': "
@@ -562,7 +560,7 @@ def test_directory_that_cannot_be_written(tmp_path):
             _ = CheckpointManager(Checkpoint(directory)).saved
 
 
-def test_files_of_others_are_left_alone(tmp_path):
+def test_foreign_files_are_not_touched(tmp_path):
     for name in ("100", "7", "notes", "3.txt.d"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine").write_text(name)
@@ -581,7 +579,7 @@ def test_files_of_others_are_left_alone(tmp_path):
     }
 
 
-def test_read_only_touches_nothing(options, tmp_path):
+def test_read_only_manager_changes_nothing(options, tmp_path):
     with pytest.raises(CheckpointNotFoundError, match="No directory"):
         _ = CheckpointManager(options, read_only=True).saved
     with CheckpointManager(options) as manager:
@@ -613,7 +611,7 @@ with CheckpointManager(Checkpoint(sys.argv[1], keep_last=2)) as manager:
 """
 
 
-def test_killed_in_the_middle_of_a_save(options):
+def test_kill_during_save_keeps_last_checkpoint(options):
     child = subprocess.Popen(
         [sys.executable, "-c", SAVE_FOR_EVER, str(options.directory)],
         stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""The command line: what it writes for schedulers, and what it says of checkpoints."""
+"""The command line: scripts for schedulers, and reports about checkpoints."""
 
 import argparse
 import datetime
@@ -55,7 +55,7 @@ def printed(kind: str, capsys: pytest.CaptureFixture[str], *options: str) -> str
 
 
 @pytest.mark.parametrize("kind", ["slurm", "tpu"])
-def test_scripts_are_good_bash(
+def test_scripts_are_valid_bash(
     kind: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     script = tmp_path / "script.sh"
@@ -67,7 +67,7 @@ def test_scripts_are_good_bash(
 
 
 def run_script(kind: str, code: str, tmp_path: Path) -> tuple[int, list[str]]:
-    """Runs a script with a scheduler of our own, which notes what it is called with."""
+    """Runs a script with a fake scheduler, which records the arguments of its calls."""
     bin_directory, calls = tmp_path / "bin", tmp_path / "calls"
     bin_directory.mkdir()
     for name in ("srun", "gcloud"):
@@ -91,13 +91,13 @@ def test_scripts_run_the_command_once(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["slurm", "tpu"])
-def test_scripts_restart_as_often_as_told(kind: str, tmp_path: Path) -> None:
+def test_scripts_restart_given_number_of_times(kind: str, tmp_path: Path) -> None:
     code, calls = run_script(kind, "exit 75", tmp_path)
     assert code == 75
     assert len(calls) == 3
 
 
-def test_slurm_asks_for_tasks_devices_and_a_warning(
+def test_slurm_script_requests_tasks_devices_and_signal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     lines = printed("slurm", capsys).splitlines()
@@ -111,14 +111,14 @@ def test_slurm_asks_for_tasks_devices_and_a_warning(
     assert exported(on_cpu) == CPU_VARIABLES
 
 
-def test_hosts_of_a_tpu_are_told_that_they_are_not_alone(
+def test_tpu_command_sets_cluster_variable(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     # Under ssh no variable tells; jax asks the TPU's metadata once it is called.
     assert "--command='NNX_PARALLEL_CLUSTER=tpu python" in printed("tpu", capsys)
 
 
-def test_a_jobset_has_what_its_schema_requires(
+def test_jobset_matches_schema(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     manifest = yaml.safe_load(printed("jobset", capsys))
@@ -147,7 +147,7 @@ def test_a_jobset_has_what_its_schema_requires(
     assert field == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
-def test_a_jobset_has_a_name_that_begins_with_a_letter(
+def test_jobset_name_begins_with_letter(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     options = ["--processes", "2", "--print", "jobset"]
@@ -156,7 +156,7 @@ def test_a_jobset_has_a_name_that_begins_with_a_letter(
     assert manifest["metadata"]["name"] == "run-08-processes"
 
 
-def test_a_jobset_says_how_devices_are_simulated(
+def test_jobset_sets_variables_for_simulated_devices(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     manifest = yaml.safe_load(printed("jobset", capsys, "--cpu"))
@@ -167,7 +167,7 @@ def test_a_jobset_says_how_devices_are_simulated(
     assert container["resources"] == {"limits": {}}
 
 
-def test_a_jobset_hands_over_any_character(capsys: pytest.CaptureFixture[str]) -> None:
+def test_jobset_keeps_special_characters(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train.py", "\N{GRINNING FACE}", "caf\xe9", "a\x85b", "tab\t"]
     assert main(["launch", "--processes", "2", "--print", "jobset", *words]) == 0
     manifest = yaml.safe_load(capsys.readouterr().out)
@@ -176,7 +176,7 @@ def test_a_jobset_hands_over_any_character(capsys: pytest.CaptureFixture[str]) -
     assert container["command"] == ["python", *words]
 
 
-def test_a_jobset_quotes_what_another_parser_takes_for_a_number(
+def test_jobset_quotes_number_like_strings(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     text = printed("jobset", capsys)
@@ -184,7 +184,7 @@ def test_a_jobset_quotes_what_another_parser_takes_for_a_number(
     assert "replicas: 1\n" in text
 
 
-def test_too_few_visible_devices(
+def test_too_few_visible_devices_is_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
@@ -198,7 +198,7 @@ def test_too_few_visible_devices(
 
 
 @pytest.mark.parametrize("wrong", [["--processes", "0"], ["--max-restarts", "-1"]])
-def test_numbers_that_mean_nothing(
+def test_invalid_process_and_restart_counts_fail(
     wrong: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -221,7 +221,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_inspect_lists_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_arrays_lists_run(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["inspect", str(run), "--verify", "--arrays"]) == 0
     text = capsys.readouterr().out
     assert text.count("whole: every array has its checksum") == 2
@@ -235,7 +237,7 @@ def test_inspect_lists_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert line in text, text
 
 
-def test_inspect_is_a_table_of_steps(
+def test_inspect_prints_table_of_steps(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["inspect", str(run)]) == 0
@@ -265,7 +267,7 @@ def options_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
             yield action
 
 
-def test_every_option_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_option_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     found = list(options_of(_parser()))
     assert len(found) > 12
     assert [option.dest for option in found if not option.help] == []
@@ -275,7 +277,7 @@ def test_every_option_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> N
         assert f"{command} [-h]" in capsys.readouterr().out
 
 
-def test_the_version_names_those_of_its_relatives(
+def test_version_lists_related_packages(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit, match="0"):
@@ -285,7 +287,7 @@ def test_the_version_names_those_of_its_relatives(
     assert f"jax {jax.__version__}" in text
 
 
-def test_inspect_names_what_is_damaged(
+def test_inspect_reports_damage(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[Any]
 ) -> None:
     directory = tmp_path / "run"
@@ -310,7 +312,7 @@ def test_inspect_needs_no_accelerator(run: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_step_that_vanishes_is_not_damaged(run: Path, tmp_path: Path) -> None:
+def test_deleted_step_is_not_damaged(run: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     shutil.copytree(run, directory)
     with closing(SavedSteps(Checkpoint(directory), read_only=True)) as saved:
@@ -322,9 +324,7 @@ def test_a_step_that_vanishes_is_not_damaged(run: Path, tmp_path: Path) -> None:
         assert verdict.startswith("whole")
 
 
-def test_a_step_that_is_being_deleted_is_looked_at_again(
-    run: Path, tmp_path: Path
-) -> None:
+def test_step_in_deletion_is_checked_again(run: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     shutil.copytree(run, directory)
     (directory / "2" / "_CHECKPOINT_METADATA").unlink()
@@ -335,7 +335,7 @@ def test_a_step_that_is_being_deleted_is_looked_at_again(
         assert _judge(saved, 2, verify=False)[1].startswith("gone")
 
 
-def test_inspect_finds_nothing(
+def test_inspect_without_checkpoint_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["inspect", str(tmp_path / "none")]) == 2

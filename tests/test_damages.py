@@ -53,7 +53,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture(autouse=True)
 def _collected() -> Iterator[None]:
-    """What Orbax never awaits of a failed read is told of here, where it is ignored."""
+    """Collects the futures that Orbax never awaits, so that their errors end here."""
     yield
     gc.collect()
 
@@ -86,7 +86,7 @@ def cuts(step: Path) -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.faults
-def test_no_damage_restores_other_values(saved: Path, tmp_path: Path) -> None:
+def test_damaged_files_never_restore_other_values(saved: Path, tmp_path: Path) -> None:
     wanted, expected = abstract(make_groups()), bits(make_groups())
     damages = [*flips(saved / "7", NUM_FLIPS), *cuts(saved / "7")]
     outcomes: Counter[str] = Counter()
@@ -130,14 +130,14 @@ def train(directory: Path, num_steps: int, **options: Any) -> Trainer:
 
 
 def spoil_values(step: Path) -> None:
-    """Replaces the largest array by that of another checkpoint, which reads well."""
+    """Replaces the largest array by the same array of another, intact checkpoint."""
     other = step.parent / "2"
     for path in ("model", "optimizer"):
         shutil.rmtree(step / path)
         shutil.copytree(other / path, step / path)
 
 
-def test_a_damaged_newest_step_is_named_array_by_array(tmp_path: Path) -> None:
+def test_damaged_newest_step_names_arrays(tmp_path: Path) -> None:
     train(tmp_path, 4)
     spoil_values(tmp_path / "4")
     with pytest.raises(CheckpointDamagedError) as caught:
@@ -153,7 +153,7 @@ def test_a_damaged_newest_step_is_named_array_by_array(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "damaged", ["header", "field", "values", "directory", "fingerprints"]
 )
-def test_the_newest_whole_one_is_used_if_so_told(damaged: str, tmp_path: Path) -> None:
+def test_fallback_restores_newest_intact_step(damaged: str, tmp_path: Path) -> None:
     expected = train(tmp_path / "whole", 6)
     run = tmp_path / "run"
     train(run, 4)
@@ -174,7 +174,7 @@ def test_the_newest_whole_one_is_used_if_so_told(damaged: str, tmp_path: Path) -
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::RuntimeWarning")
-def test_a_bad_moment_is_no_damage(
+def test_transient_error_is_not_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(tmp_path, 4)
@@ -203,7 +203,7 @@ def test_a_bad_moment_is_no_damage(
 
         with monkeypatch.context() as patch:
             # Event loops that could not be made complain as they are collected, and
-            # pytest's own hook opens files to tell it.
+            # pytest's hook opens files to report it.
             patch.setattr(sys, "unraisablehook", lambda _: None)
             for spare in range(16):  # it fails at one place after another
                 restore(first_free + spare)
@@ -214,7 +214,7 @@ def test_a_bad_moment_is_no_damage(
     assert (tmp_path / "4").is_dir()
 
 
-def test_a_step_of_an_object_store_goes_into_quarantine(
+def test_object_store_step_is_quarantined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "4").mkdir()
@@ -240,9 +240,7 @@ def test_a_step_of_an_object_store_goes_into_quarantine(
         (jax.errors.JaxRuntimeError("INVALID_ARGUMENT: shape"), False),
     ],
 )
-def test_what_passes_by_itself_is_told_from_damage(
-    error: Exception, passes: bool
-) -> None:
+def test_transient_errors_are_recognized(error: Exception, passes: bool) -> None:
     outer = ValueError("wrapped")
     outer.__cause__ = error
     assert is_transient(outer) == passes
@@ -255,7 +253,7 @@ def told(error: Exception) -> Exception:
     return caught.value
 
 
-def test_any_error_passes_while_hardly_a_file_can_be_opened() -> None:
+def test_errors_are_transient_when_files_run_out() -> None:
     error = RuntimeError("random_device: device not available")
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_open = len(os.listdir("/dev/fd"))
@@ -268,7 +266,7 @@ def test_any_error_passes_while_hardly_a_file_can_be_opened() -> None:
     assert isinstance(told(error), CheckpointReadError)
 
 
-def test_if_none_is_whole_nothing_is_trained(tmp_path: Path) -> None:
+def test_all_steps_damaged_raises(tmp_path: Path) -> None:
     train(tmp_path, 2)
     shutil.rmtree(tmp_path / "2" / "model")
     message = "No step in the directory is intact. Choose another directory"
@@ -276,7 +274,7 @@ def test_if_none_is_whole_nothing_is_trained(tmp_path: Path) -> None:
         train(tmp_path, 4, on_damage="previous")
 
 
-def test_the_checksums_of_another_save_are_refused(tmp_path: Path) -> None:
+def test_checksums_of_another_save_raise(tmp_path: Path) -> None:
     with CheckpointManager(Checkpoint(tmp_path)) as manager:
         manager.save_groups(1, make_groups(), META)
         manager.save_groups(2, make_groups(), META | {"seed": 4})
@@ -313,7 +311,7 @@ def test_loading_executes_nothing(
     assert not (tmp_path / "executed").exists()
 
 
-def test_a_name_does_not_leave_the_directory(saved: Path, tmp_path: Path) -> None:
+def test_group_name_outside_directory_raises(saved: Path, tmp_path: Path) -> None:
     def rename(header: dict) -> None:
         for part in ("sizes", "keys", "arrays"):
             header[part]["../../outside"] = header[part].pop("model")
@@ -342,7 +340,7 @@ def test_a_name_does_not_leave_the_directory(saved: Path, tmp_path: Path) -> Non
         {"marks": [[1, 2, 3]]},
     ],
 )
-def test_a_position_that_is_none(position: dict) -> None:
+def test_invalid_data_position_raises(position: dict) -> None:
     message = (
         "It must hold first_step and num_steps, integers, and states and marks, lists."
     )
@@ -350,7 +348,7 @@ def test_a_position_that_is_none(position: dict) -> None:
         DataState.from_json(position)
 
 
-def test_nothing_in_the_package_unpickles() -> None:
+def test_package_never_unpickles() -> None:
     package = Path(__file__).parents[1] / "nnx_parallel"
     pattern = (
         r"\b(pickle|cloudpickle|dill|marshal|shelve|allow_pickle|eval|exec)\b\s*[.(=]"
@@ -361,7 +359,7 @@ def test_nothing_in_the_package_unpickles() -> None:
         for line in file.read_text().splitlines()
         if re.search(pattern, line) and ".eval()" not in line
     ]
-    # A plan runs the user's own script, and speaks with its own child by a pipe.
+    # A plan runs the user's script, and talks to its child process by a pipe.
     assert found == [
         "cli/plan.py: exec(code, vars(module))",
         "plan/compiled.py: sent = cloudpickle.dumps((parts, candidate, topology, "

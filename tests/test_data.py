@@ -120,7 +120,7 @@ def test_batches_arrive_once_in_order_and_placed(prefetch: int) -> None:
 
 
 @pytest.mark.parametrize("prefetch", PREFETCHES)
-def test_two_feeds_of_one_generator_lose_no_batch(prefetch: int) -> None:
+def test_two_feeds_share_generator_without_loss(prefetch: int) -> None:
     generator = iter(Counted(10))
     first = values(
         PrefetchIterator(generator, jax.device_put, limit=4, prefetch=prefetch)
@@ -132,7 +132,7 @@ def test_two_feeds_of_one_generator_lose_no_batch(prefetch: int) -> None:
 
 
 @pytest.mark.parametrize("prefetch", PREFETCHES)
-def test_feed_reads_exactly_as_far_ahead_as_promised(prefetch: int) -> None:
+def test_feed_reads_ahead_by_prefetch(prefetch: int) -> None:
     data = Counted(50)
     with PrefetchIterator(data, jax.device_put, limit=20, prefetch=prefetch) as placed:
         for taken in range(1, 4):
@@ -142,7 +142,7 @@ def test_feed_reads_exactly_as_far_ahead_as_promised(prefetch: int) -> None:
     assert data.pulled == 3 + prefetch
 
 
-def test_the_copy_overlaps_with_the_step() -> None:
+def test_copy_overlaps_with_step() -> None:
     def slow_place(batch: Any) -> Any:
         time.sleep(0.05)
         return batch
@@ -158,7 +158,7 @@ def test_the_copy_overlaps_with_the_step() -> None:
 
 
 @pytest.mark.parametrize("prefetch", PREFETCHES)
-def test_an_error_in_the_data_arrives_in_its_place_with_its_traceback(
+def test_data_error_keeps_position_and_traceback(
     prefetch: int,
 ) -> None:
     def broken_source() -> Iterator[Any]:
@@ -175,7 +175,7 @@ def test_an_error_in_the_data_arrives_in_its_place_with_its_traceback(
     assert "broken_source" in frames
 
 
-def test_the_thread_ends_when_the_consumer_raises() -> None:
+def test_thread_ends_when_consumer_raises() -> None:
     def consume() -> None:
         with PrefetchIterator(
             itertools.cycle(make_batches(2)), jax.device_put
@@ -188,7 +188,7 @@ def test_the_thread_ends_when_the_consumer_raises() -> None:
     assert not prefetch_threads()
 
 
-def test_the_thread_ends_when_the_feed_is_collected() -> None:
+def test_thread_ends_when_feed_is_collected() -> None:
     placed = PrefetchIterator(itertools.cycle(make_batches(2)), jax.device_put)
     next(placed)
     assert prefetch_threads()
@@ -197,7 +197,7 @@ def test_the_thread_ends_when_the_feed_is_collected() -> None:
     assert not prefetch_threads()
 
 
-def test_a_process_exits_although_its_feed_was_never_closed() -> None:
+def test_process_exits_with_open_feed() -> None:
     script = """
 import itertools
 import jax, numpy as np
@@ -216,7 +216,7 @@ next(placed)
 
 
 @pytest.mark.deep
-def test_closing_over_data_that_blocks_warns_instead_of_hanging() -> None:
+def test_closing_feed_of_blocked_data_warns() -> None:
     release = threading.Event()
 
     def blocking() -> Iterator[Any]:
@@ -230,7 +230,7 @@ def test_closing_over_data_that_blocks_warns_instead_of_hanging() -> None:
     release.set()
 
 
-def test_close_ends_a_long_fast_forward_and_may_be_repeated() -> None:
+def test_close_ends_fast_forward_and_repeats() -> None:
     class Endless:
         def __iter__(self) -> Iterator[Any]:
             return iter(itertools.cycle(make_batches(2)))
@@ -259,7 +259,7 @@ def test_taken_batches_are_not_kept_alive() -> None:
 
 
 @pytest.mark.parametrize("prefetch", PREFETCHES)
-def test_resume_restores_the_position_of_the_batch_not_of_the_thread(
+def test_resume_restores_position_of_taken_batch(
     prefetch: int,
 ) -> None:
     with PrefetchIterator(
@@ -278,12 +278,12 @@ def test_resume_restores_the_position_of_the_batch_not_of_the_thread(
                 assert item.state == expected.state
 
 
-def test_resume_fast_forwards_a_plain_iterable() -> None:
+def test_resume_fast_forwards_plain_iterable() -> None:
     placed = PrefetchIterator(make_batches(9), jax.device_put, limit=3, skip=5)
     assert values(placed) == [5, 6, 7]
 
 
-def test_resume_of_a_one_shot_iterator_warns_and_skips() -> None:
+def test_resume_of_iterator_warns_and_skips() -> None:
     message = re.escape("its next 2 batches are skipped")
     with pytest.warns(UserWarning, match=message) as found:
         placed = PrefetchIterator(
@@ -293,7 +293,7 @@ def test_resume_of_a_one_shot_iterator_warns_and_skips() -> None:
     assert values(placed) == [2, 3]
 
 
-def test_a_state_for_data_that_lost_its_position_warns_and_skips() -> None:
+def test_state_for_stateless_data_warns_and_skips() -> None:
     with pytest.warns(UserWarning, match=re.escape("the data is now a list without")):
         placed = PrefetchIterator(
             make_batches(5), jax.device_put, limit=2, skip=2, state={"n": 2}
@@ -301,7 +301,7 @@ def test_a_state_for_data_that_lost_its_position_warns_and_skips() -> None:
     assert values(placed) == [2, 3]
 
 
-def test_one_shot_is_what_cannot_be_read_twice() -> None:
+def test_is_one_shot_detects_iterators() -> None:
     assert is_one_shot(iter([]))
     assert is_one_shot(itertools.cycle([1]))
     assert is_one_shot(i for i in range(3))
@@ -311,7 +311,7 @@ def test_one_shot_is_what_cannot_be_read_twice() -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_data_that_ends_too_early_says_how_to_repeat(prefetch: int) -> None:
+def test_exhausted_data_error_explains_repeating(prefetch: int) -> None:
     placed = PrefetchIterator(
         Files(5), jax.device_put, limit=6, skip=2, prefetch=prefetch
     )
@@ -325,7 +325,7 @@ def test_data_that_ends_too_early_says_how_to_repeat(prefetch: int) -> None:
         list(placed)
 
 
-def test_data_that_ends_within_the_skipped_batches_says_so() -> None:
+def test_data_exhausted_while_skipping_raises() -> None:
     placed = PrefetchIterator(Files(2), jax.device_put, limit=6, skip=3)
     message = "before step 4 of 9: Files gave 2 batches here, 2 of them skipped"
     with placed, pytest.raises(DataExhaustedError, match=re.escape(message)):
@@ -339,16 +339,16 @@ def test_data_that_ends_within_the_skipped_batches_says_so() -> None:
         (7, "before step 8 of 13: list gave 5 batches here, 5 of them skipped"),
     ],
 )
-def test_a_list_that_is_too_short_is_refused_at_once(skip: int, message: str) -> None:
+def test_short_list_raises_at_once(skip: int, message: str) -> None:
     with pytest.raises(DataExhaustedError, match=re.escape(message)):
         PrefetchIterator(make_batches(5), jax.device_put, limit=6, skip=skip)
 
 
 @pytest.mark.parametrize("prefetch", PREFETCHES)
-def test_data_may_write_to_its_batch_again(prefetch: int) -> None:
+def test_data_may_reuse_its_buffer(prefetch: int) -> None:
     def one_buffer() -> Iterator[np.ndarray]:
         memory = np.zeros(8 * 1024 + 16, np.float32)
-        start = -memory.ctypes.data % 64 // 4  # where jax makes no copy of its own
+        start = -memory.ctypes.data % 64 // 4  # where jax makes no copy
         buffer = memory[start : start + 8 * 1024].reshape(8, 1024)
         for i in range(6):
             buffer[:] = i
@@ -362,7 +362,7 @@ def test_data_may_write_to_its_batch_again(prefetch: int) -> None:
     assert found == [[i] for i in range(6)]
 
 
-def test_a_used_up_iterator_is_named_as_the_likely_cause() -> None:
+def test_exhausted_iterator_is_named_as_cause() -> None:
     placed = PrefetchIterator(iter([]), jax.device_put, limit=1, first_step=10)
     message = "before step 11 of 11: list_iterator gave 0 batches here, 0 of them"
     with placed, pytest.raises(DataExhaustedError, match=re.escape(message)) as caught:
@@ -378,13 +378,13 @@ DATA_ERRORS = {
 
 
 @pytest.mark.parametrize("name", DATA_ERRORS)
-def test_what_is_no_iterable_of_batches_is_refused(name: str) -> None:
+def test_invalid_data_raises(name: str) -> None:
     data, message = DATA_ERRORS[name]
     with pytest.raises(DataError, match=re.escape(message)):
         PrefetchIterator(data, jax.device_put)
 
 
-def test_a_negative_prefetch_is_refused() -> None:
+def test_negative_prefetch_raises() -> None:
     message = "prefetch=-1. It must be 0 or more."
     with pytest.raises(ValueError, match=re.escape(message)):
         PrefetchIterator([], jax.device_put, prefetch=-1)
@@ -421,13 +421,13 @@ BATCH_ERRORS = {
 
 
 @pytest.mark.parametrize("name", BATCH_ERRORS)
-def test_a_batch_that_jax_would_misread_is_refused(name: str) -> None:
+def test_unusable_batch_raises(name: str) -> None:
     batch, kind, message = BATCH_ERRORS[name]
     with pytest.raises(kind, match=re.escape(message)):
         check_batch(batch, index=3)
 
 
-def test_a_batch_of_every_usable_kind_passes() -> None:
+def test_batch_of_all_usable_dtypes_passes() -> None:
     batch = {
         "int64": np.array([2**31 - 1, -(2**31)] * 2),
         "uint32": np.full(4, 2**32 - 1, np.uint32),
@@ -455,7 +455,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_batch_unlike_the_first_is_refused(name: str) -> None:
+def test_changed_batch_structure_raises(name: str) -> None:
     other, message = CHANGES[name]
     data = [*make_batches(1), other]
     with PrefetchIterator(data, jax.device_put, first_step=10) as placed:
@@ -469,12 +469,12 @@ def test_a_batch_unlike_the_first_is_refused(name: str) -> None:
         ]
 
 
-def test_float64_and_float32_are_the_same_to_jax() -> None:
+def test_float64_batch_matches_float32_batch() -> None:
     data = [{"x": np.zeros((4, 2))}, *make_batches(1)]
     assert values(PrefetchIterator(data, jax.device_put)) == [0, 0]
 
 
-def test_rows_must_split_over_microbatches_and_axes() -> None:
+def test_indivisible_rows_raise() -> None:
     axis_sizes = {"data": 2, "fsdp": 2}
     check_divisible(32, 4, axis_sizes)
     check_divisible(5, 1, {})
@@ -507,7 +507,7 @@ def test_states_survive_json(state: Any) -> None:
     assert decode_state(json.loads(json.dumps(encoded))) == state
 
 
-def test_numpy_in_a_state_becomes_python() -> None:
+def test_encode_state_converts_numpy_values() -> None:
     state = {"n": np.int64(3), "f": np.float32(0.5), "a": np.arange(2), "t": (1,)}
     encoded = encode_state(state)
     assert encoded == {"n": 3, "f": 0.5, "a": [0, 1], "t": [1]}
@@ -515,7 +515,7 @@ def test_numpy_in_a_state_becomes_python() -> None:
 
 
 @pytest.mark.parametrize("state", [{"x": object()}, {1: 2}, {"x": {1, 2}}])
-def test_a_state_that_json_cannot_hold_is_refused(state: Any) -> None:
+def test_unserializable_state_raises(state: Any) -> None:
     message = "A position must be made of numbers, strings, bytes, None, lists, and"
     with pytest.raises(DataError, match=re.escape(message)):
         encode_state(state)
@@ -540,7 +540,7 @@ def grain_dataset(kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", ["MapDataset", "IterDataset", "DataLoader"])
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_grain_resumes_within_an_epoch(kind: str, prefetch: int) -> None:
+def test_grain_resumes_within_epoch(kind: str, prefetch: int) -> None:
     with PrefetchIterator(
         grain_dataset(kind), jax.device_put, limit=11, prefetch=prefetch
     ) as placed:

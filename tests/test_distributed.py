@@ -76,13 +76,13 @@ STEP = SBATCH | {
         ),
     ],
 )
-def test_a_process_finds_its_place(
+def test_process_finds_cluster_settings(
     environment: dict[str, str], place: ProcessSpec | None
 ) -> None:
     assert find_process(ProcessSpec(), environment) == place
 
 
-def test_what_is_told_comes_before_what_is_found() -> None:
+def test_explicit_settings_override_environment() -> None:
     told = ProcessSpec(coordinator_address="h:1", num_processes=2, process_id=0)
     assert find_process(told, {"SLURM_JOB_ID": "1"}) == told
 
@@ -97,7 +97,7 @@ def test_what_is_told_comes_before_what_is_found() -> None:
         ),
     ],
 )
-def test_too_late(given: dict[str, Any], message: str) -> None:
+def test_late_initialize_raises(given: dict[str, Any], message: str) -> None:
     assert jax.device_count() == 8
     with pytest.raises(ProcessError, match=re.escape(message)):
         initialize(**given)
@@ -117,7 +117,7 @@ def test_too_late(given: dict[str, Any], message: str) -> None:
         ),
     ],
 )
-def test_half_of_a_place(call: str, message: str) -> None:
+def test_incomplete_process_settings_raise(call: str, message: str) -> None:
     script = f"import nnx_parallel; nnx_parallel.initialize({call})"
     done = subprocess.run(
         [sys.executable, "-c", script],
@@ -130,7 +130,7 @@ def test_half_of_a_place(call: str, message: str) -> None:
     assert message in done.stderr
 
 
-def test_a_number_that_is_none() -> None:
+def test_invalid_process_count_raises() -> None:
     environment = {
         "JAX_COORDINATOR_ADDRESS": "h:1",
         "JAX_NUM_PROCESSES": "two",
@@ -145,7 +145,7 @@ def test_one_process_always_agrees() -> None:
     check_consistent("seed", {"seed": 1})
 
 
-def test_code_is_known_by_what_it_does() -> None:
+def test_hash_code_depends_on_behavior() -> None:
     def make(number: int) -> Any:
         return lambda x: x + number
 
@@ -164,7 +164,7 @@ print(hash_code(lambda x: (lambda y: y in {"one", "two", "three"})(x)))
 """
 
 
-def test_sets_in_code_do_not_depend_on_the_hash_seed() -> None:
+def test_hash_code_ignores_hash_seed() -> None:
     found = [
         subprocess.run(
             [sys.executable, "-c", SETS],
@@ -178,7 +178,7 @@ def test_sets_in_code_do_not_depend_on_the_hash_seed() -> None:
     assert found[0] == found[1]
 
 
-def test_a_strategy_is_written_without_addresses() -> None:
+def test_strategy_description_has_no_addresses() -> None:
     def policy(info: Any) -> None:
         return None
 
@@ -200,14 +200,14 @@ def test_a_strategy_is_written_without_addresses() -> None:
     assert repr(PolicyRules(policy)) == f"PolicyRules({hash_code(policy)})"
 
 
-def test_a_termination_notes_the_signal_and_lets_go() -> None:
+def test_termination_records_signal_and_restores_handler() -> None:
     with Termination() as termination:
         os.kill(os.getpid(), signal.SIGTERM)
         assert termination.is_requested
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_a_handler_from_before_is_warned_about_and_called() -> None:
+def test_earlier_handler_warns_and_is_called() -> None:
     calls = []
 
     def mine(number: int, frame: Any) -> None:
@@ -226,7 +226,7 @@ def test_a_handler_from_before_is_warned_about_and_called() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_handler_that_swallows_the_notice_is_warned_about_once(
+def test_swallowing_handler_warns_once(
     recwarn: pytest.WarningsRecorder,
 ) -> None:
     def mine(number: int, frame: Any) -> None:
@@ -242,7 +242,7 @@ def test_a_handler_that_swallows_the_notice_is_warned_about_once(
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_time_that_means_nothing() -> None:
+def test_invalid_step_timeout_raises() -> None:
     message = "step_timeout=0. It must be a positive number of seconds, or None"
     with pytest.raises(ValueError, match=re.escape(message)):
         Watchdog(0)
@@ -266,7 +266,7 @@ def join_server(server: Server, process: int, host: str = "127.0.0.1") -> Connec
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 @pytest.mark.parametrize("is_open_to_all", [False, True])
-def test_a_silent_stranger_delays_no_process(host: str, is_open_to_all: bool) -> None:
+def test_silent_connection_delays_no_process(host: str, is_open_to_all: bool) -> None:
     if not can_listen(host):
         pytest.skip(f"this machine has no {host}")
     server = Server("" if is_open_to_all else host, 2, b"key")
@@ -281,7 +281,7 @@ def test_a_silent_stranger_delays_no_process(host: str, is_open_to_all: bool) ->
             peer.close()
 
 
-def test_a_default_timeout_of_sockets_changes_nothing() -> None:
+def test_default_socket_timeout_has_no_effect() -> None:
     server = Server("localhost", 1, b"key")
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(0.2)
@@ -295,13 +295,13 @@ def test_a_default_timeout_of_sockets_changes_nothing() -> None:
         socket.setdefaulttimeout(before)
 
 
-def test_a_connection_needs_the_key() -> None:
+def test_connection_without_key_raises() -> None:
     server = Server("127.0.0.1", 1, b"another", join_seconds=1)
     with pytest.raises(AuthenticationError):
         join_server(server, 0)
 
 
-def test_who_does_not_join_is_named() -> None:
+def test_missing_processes_are_named() -> None:
     server = Server("127.0.0.1", 3, b"key", join_seconds=1)
     with join_server(server, 1) as peer:
         assert peer.poll(30)
@@ -312,7 +312,7 @@ def test_who_does_not_join_is_named() -> None:
         }
 
 
-def test_an_exchange_that_one_process_never_makes_shifts_no_other() -> None:
+def test_skipped_exchange_does_not_shift_others() -> None:
     server = Server("127.0.0.1", 2, b"key")
     clients = [
         Client(join_server(server, i), None, lambda *lost: None) for i in range(2)
@@ -349,7 +349,7 @@ def all_threads_are_main(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "main_thread", threading.current_thread)
 
 
-def test_main_threads_that_wait_for_each_other_are_told_where(
+def test_mutually_waiting_processes_report_locations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     all_threads_are_main(monkeypatch)
@@ -367,7 +367,7 @@ def test_main_threads_that_wait_for_each_other_are_told_where(
         return "met"
 
     with ThreadPoolExecutor(3) as pool:
-        # One that is slow is no error.
+        # A slow process is not an error.
         slow = [pool.submit(call, i, "fit") for i in range(2)]
         assert not wait_until(slow[0].done, seconds=0.3)
         assert call(2, "fit") == "met"
@@ -381,7 +381,7 @@ def test_main_threads_that_wait_for_each_other_are_told_where(
         client.end()
 
 
-def test_who_is_waited_for_says_where_it_is(
+def test_slow_process_reports_location(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(messages, "_NOTICE_SECONDS", 0.2)
@@ -414,7 +414,7 @@ raise ValueError("this is not read")
 """
 
 
-def test_a_broken_pipe_does_not_keep_a_process_from_ending() -> None:
+def test_process_exits_despite_broken_pipe() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
@@ -470,7 +470,7 @@ trainer.fit([np.ones((8, 4), np.float32)] * 3, 3, eval_data=Rows(), eval_every=1
 
 
 @pytest.mark.faults
-def test_an_evaluation_that_hangs_is_ended_and_one_that_compiles_is_not() -> None:
+def test_watchdog_ends_hanging_but_not_compiling_evaluation() -> None:
     done = subprocess.run(
         [sys.executable, "-c", HANGING_EVALUATION],
         env=ENVIRONMENT,
@@ -503,7 +503,7 @@ for table in ("tcp", "tcp6"):
 
 @pytest.mark.faults
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux")
-def test_no_other_machine_reaches_a_launched_run(tmp_path: Path) -> None:
+def test_launched_run_listens_locally_only(tmp_path: Path) -> None:
     script = tmp_path / "listening.py"
     script.write_text(LISTENING)
     launch = [sys.executable, "-m", "nnx_parallel", "launch", "--processes", "2"]
@@ -521,7 +521,7 @@ def test_no_other_machine_reaches_a_launched_run(tmp_path: Path) -> None:
     assert addresses <= loopback | {"00000000000000000000000001000000"}
 
 
-def test_records_of_logging_are_tagged(caplog: pytest.LogCaptureFixture) -> None:
+def test_logging_records_are_tagged(caplog: pytest.LogCaptureFixture) -> None:
     from nnx_parallel.distributed.runtime import tag, tag_logging
 
     factory = logging.getLogRecordFactory()
@@ -546,7 +546,7 @@ GLOO = ValueError("UNKNOWN: Gloo AllGather failed: Connection reset by peer")
         (ValueError("a mistake"), None, False),
     ],
 )
-def test_a_failed_collective_first_hears_who_is_lost(
+def test_failed_collective_waits_for_lost_process(
     monkeypatch: pytest.MonkeyPatch,
     error: Exception,
     cause: Exception | None,

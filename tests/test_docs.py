@@ -35,9 +35,7 @@ def with_code() -> list:
 
 
 @pytest.mark.parametrize("page", with_code())
-def test_python_blocks_run_and_print_what_stands_below_them(
-    page: Path, tmp_path: Path
-) -> None:
+def test_python_blocks_run_and_match_shown_output(page: Path, tmp_path: Path) -> None:
     for found in (ROOT / "tests/standins").glob("[!_]*"):
         if importlib.util.find_spec(found.stem) is None:
             (tmp_path / found.name).symlink_to(found)
@@ -62,9 +60,7 @@ def console_lines(block: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", with_commands())
-def test_commands_run_and_print_what_stands_below_them(
-    page: Path, tmp_path: Path
-) -> None:
+def test_commands_run_and_match_shown_output(page: Path, tmp_path: Path) -> None:
     for kind, text in blocks(page):
         name = re.match(r"# (\w+\.py)\n", text)
         if kind == "python" and name:
@@ -78,7 +74,7 @@ def test_commands_run_and_print_what_stands_below_them(
         if next_kind in ("bash", "yaml"):
             assert done.stdout == below
         elif next_kind == "text":
-            # Gloo greets from all threads at once, and tears its own lines.
+            # Gloo greets from all threads at once, and tears its lines.
             assert set(below.splitlines()) <= set(done.stdout.splitlines())
 
 
@@ -99,7 +95,7 @@ def run_commands(block: str, directory: Path) -> subprocess.CompletedProcess[str
     )
 
 
-def test_every_command_is_one_that_runs_or_needs_more_than_this_machine() -> None:
+def test_every_untested_command_is_known() -> None:
     for page in PAGES:
         for kind, text in blocks(page):
             if kind == "console" and OURS not in text:
@@ -107,7 +103,7 @@ def test_every_command_is_one_that_runs_or_needs_more_than_this_machine() -> Non
                     assert line.startswith(OTHERS), (page.name, line)
 
 
-def test_every_block_is_of_a_known_kind() -> None:
+def test_every_block_has_known_kind() -> None:
     known = {
         "python",
         "text",
@@ -117,7 +113,7 @@ def test_every_block_is_of_a_known_kind() -> None:
         "{include} ../CONTRIBUTING.md",
     }
     known |= {"diff"}  # of a file of others
-    known |= {"bash", "yaml"}  # what a command above them has printed
+    known |= {"bash", "yaml"}  # printed by a command above them
     known |= {"{include} ../CHANGELOG.md"}
     known |= {"{raw} html", "{error-list}", "{plan-numbers}"}
     known |= {"{worked-examples}", "{benchmark-results}", "{tutorial-cards}"}
@@ -127,14 +123,14 @@ def test_every_block_is_of_a_known_kind() -> None:
         assert {kind for kind, _ in blocks(page)} <= known, page.name
 
 
-def test_every_public_name_is_in_the_reference() -> None:
+def test_every_public_name_is_in_reference() -> None:
     text = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
     documented = set(re.findall(r"^\.\. auto\w+:: (\w+)$", text, re.MULTILINE))
-    modules = {"errors", "layers", "weights"}  # pages of their own
+    modules = {"errors", "layers", "weights"}  # each has its page
     assert set(nnx_parallel.__all__) - modules <= documented
 
 
-def test_every_name_in_the_reference_exists() -> None:
+def test_every_name_in_reference_exists() -> None:
     for page in (DOCS / "api").glob("*.md"):
         text = page.read_text()
         modules = re.findall(r"^\.\. currentmodule:: ([\w.]+)$", text, re.MULTILINE)
@@ -146,14 +142,14 @@ def test_every_name_in_the_reference_exists() -> None:
 NOTES = DOCS / "library-notes.md"
 
 
-def test_the_library_notes_name_files_that_exist() -> None:
+def test_library_notes_name_existing_files() -> None:
     for name in re.findall(r"`([a-z_.]+\.[a-z_]+)`", NOTES.read_text()):
         package, _, module = name.partition(".")
         if (ROOT / "nnx_parallel" / package).is_dir():
             assert (ROOT / "nnx_parallel" / package / f"{module}.py").exists(), name
 
 
-def test_comments_point_to_headings_of_the_library_notes() -> None:
+def test_comments_cite_headings_of_library_notes() -> None:
     headings = set(re.findall(r"^## (.*)$", NOTES.read_text(), re.MULTILINE))
     for file in (ROOT / "nnx_parallel").rglob("*.py"):
         text = re.sub(r"\n *(# )?", " ", file.read_text())
@@ -161,7 +157,7 @@ def test_comments_point_to_headings_of_the_library_notes() -> None:
             assert heading in headings, (file.name, heading)
 
 
-def test_every_page_is_reached_from_home() -> None:
+def test_every_page_is_listed_on_home() -> None:
     listed = "".join(text for _, text in blocks(DOCS / "index.md")).split()
     pages = {page.stem for page in PAGES} - {"index"}
     assert pages <= set(listed)
@@ -173,7 +169,7 @@ def headings(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in found}
 
 
-def test_every_error_has_a_cause_a_fix_and_an_example() -> None:
+def test_every_error_has_help() -> None:
     assert set(error_help.HELP) == set(error_help.error_names()) - {*error_help.BASES}
     for name, known in error_help.HELP.items():
         assert min(map(len, known)) > 10, name
@@ -181,7 +177,7 @@ def test_every_error_has_a_cause_a_fix_and_an_example() -> None:
             assert not anchor or anchor in headings(DOCS / page), (name, anchor)
 
 
-def test_every_tutorial_has_a_card_and_is_read_after_others_that_exist() -> None:
+def test_every_tutorial_has_card_and_valid_order() -> None:
     numbers = {int(file.stem[:2]) for file in cards.tutorials()}
     assert numbers <= set(cards.CARDS)
     for number in numbers:
@@ -190,7 +186,7 @@ def test_every_tutorial_has_a_card_and_is_read_after_others_that_exist() -> None
     assert html.count("<title>Sketch: ") == len(numbers)
 
 
-def test_migrating_has_every_table_of_its_tutorial_under_a_heading() -> None:
+def test_migrating_page_has_every_tutorial_table() -> None:
     (tutorial,) = (ROOT / "tutorials").glob("*_migrating.py")
     lines = migrating.tables(tutorial.read_text())
     rows = re.findall(r"^# (\|.*)$", tutorial.read_text(), re.MULTILINE)
@@ -200,7 +196,7 @@ def test_migrating_has_every_table_of_its_tutorial_under_a_heading() -> None:
 
 
 @pytest.mark.parametrize("name", drawings.FIGURES)
-def test_pictures_are_read_on_a_phone_and_aloud(name: str) -> None:
+def test_pictures_are_readable_on_phone_and_have_alt(name: str) -> None:
     for panel in drawings.FIGURES[name]():
         width, _ = panel.size
         # A phone shows two small panels in a row, and one of the others.
@@ -217,7 +213,7 @@ def test_pictures_are_read_on_a_phone_and_aloud(name: str) -> None:
         assert svg.findtext("{http://www.w3.org/2000/svg}title") == panel.alt
 
 
-def test_pictures_of_one_model_show_who_holds_what() -> None:
+def test_hero_pictures_show_shards_of_each_device() -> None:
     data, fsdp, tensor, pipeline = ("".join(panel.marks) for panel in drawings.hero())
     colours = [f'fill="{drawings.device(i)}"' for i in range(8)]
     assert data.count('class="whole"') == 4
@@ -227,7 +223,7 @@ def test_pictures_of_one_model_show_who_holds_what() -> None:
     assert [pipeline.count(colour) for colour in colours] == [1 + 2] * 8
 
 
-def test_the_bars_of_zero_are_bytes_of_the_description() -> None:
+def test_zero_bars_match_state_bytes() -> None:
     (panel,) = drawings.zero()
     found = [int(number) for number in re.findall(r"(\d+) GB", panel.alt)]
     state = 16 * 8.03  # AdamW in float32: 16 bytes a parameter
@@ -235,7 +231,7 @@ def test_the_bars_of_zero_are_bytes_of_the_description() -> None:
     assert found == [round(state * share) for share in shards]
 
 
-def test_pictures_in_files_are_those_that_are_drawn() -> None:
+def test_picture_files_are_up_to_date() -> None:
     for name, draw in drawings.FILES.items():
         text = (drawings.STATIC / name).read_text()
         assert text == draw(), "python docs/drawings.py draws them again"

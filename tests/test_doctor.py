@@ -20,7 +20,7 @@ from nnx_parallel.cli.doctor import (
     version_problems,
 )
 
-# By its name: the package has the function under that of the module.
+# By its name: in the package the name `doctor` is the function.
 doctoring: Any = sys.modules["nnx_parallel.cli.doctor"]
 
 CUDA = {"jax-cuda12-plugin": "0.12.0"}
@@ -32,7 +32,7 @@ def only(found: Iterable[str]) -> str:
     return text
 
 
-def test_a_healthy_machine(
+def test_healthy_machine_has_no_problems(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """For real: JAX is started in a process, on the CPU of whatever runs the tests."""
@@ -50,7 +50,7 @@ def test_a_healthy_machine(
     assert text.endswith("\nNothing is wrong.\n")
 
 
-def test_a_backend_that_does_not_start_is_quoted(
+def test_backend_start_error_is_quoted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
@@ -84,14 +84,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (CUDA, {"JAX_PLATFORMS": "cuda,cpu"}, "JAX says: "),
     ],
 )
-def test_a_gpu_that_is_not_used(packages: dict, env: dict, why: str) -> None:
+def test_unused_gpu_is_reported(packages: dict, env: dict, why: str) -> None:
     text = only(device_problems(ON_CPU, packages, env))
     start = "The driver of an NVIDIA GPU is here, but JAX does not use it. "
     assert text.startswith(start + why)
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_gpu_that_is_used() -> None:
+def test_used_gpu_is_fine() -> None:
     assert list(device_problems({"platform": "gpu"}, CUDA, {})) == []
 
 
@@ -117,11 +117,11 @@ def test_a_gpu_that_is_used() -> None:
         ),
     ],
 )
-def test_flags_that_clash(env: dict[str, str], message: str) -> None:
+def test_conflicting_flags_are_reported(env: dict[str, str], message: str) -> None:
     assert only(flag_problems(env)).startswith(message)
 
 
-def test_flags_that_do_not_clash() -> None:
+def test_compatible_flags_are_fine() -> None:
     assert list(flag_problems({"XLA_FLAGS": "--xla_a=1 --xla_a=1 --xla_b='c d'"})) == []
 
 
@@ -138,7 +138,9 @@ def test_flags_that_do_not_clash() -> None:
         ),
     ],
 )
-def test_packages_that_do_not_fit(packages: dict[str, str], message: str) -> None:
+def test_incompatible_packages_are_reported(
+    packages: dict[str, str], message: str
+) -> None:
     assert only(package_problems(packages)).startswith(message)
 
 
@@ -149,7 +151,7 @@ def test_packages_that_do_not_fit(packages: dict[str, str], message: str) -> Non
         ("0.13.0", "Found jax 0.13.0, untested. nnx_parallel runs on jax 0.10 or new"),
     ],
 )
-def test_versions_that_are_not_supported(
+def test_unsupported_versions_are_reported(
     version: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = {"jax": version, "flax": "0.12.8"}
@@ -157,9 +159,7 @@ def test_versions_that_are_not_supported(
     assert only(version_problems()).startswith(message)
 
 
-def test_another_process_has_the_tpu(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_busy_tpu_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "accel0").touch()
     tpu = doctoring._TPU._replace(files=(f"{tmp_path}/accel0",))
     monkeypatch.setattr(doctoring, "_TPU", tpu)
@@ -171,7 +171,7 @@ def test_another_process_has_the_tpu(
     assert only(tpu_problems()).startswith("libtpu is loaded by other processes: 20. ")
 
 
-def test_a_disk_that_cannot_be_written(
+def test_unwritable_disk_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert list(disk_problems(str(tmp_path / "new" / "run"), {})) == []

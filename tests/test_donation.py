@@ -22,7 +22,7 @@ def mesh() -> Mesh:
 
 
 def step(params: Any, batch: Any, *more: Any) -> Any:
-    # The mean needs all devices: if one of them failed alone, the others would wait.
+    # The mean needs all devices: if only one of them failed, the others would wait.
     shift = batch.mean() + sum(x.mean() for x in more)
     return jax.tree.map(lambda x: x + shift, params)
 
@@ -37,7 +37,7 @@ def make(mesh: Mesh) -> tuple[dict, jax.Array]:
     return shard((params, np.ones(8, np.float32)), P("fsdp"), mesh)
 
 
-def test_an_array_that_an_earlier_call_took_is_named(jitted: Any, mesh: Mesh) -> None:
+def test_array_donated_earlier_raises(jitted: Any, mesh: Mesh) -> None:
     old, batch = make(mesh)
     new = jitted(old, batch)
     gone = {"w": new["w"], "b": old["b"]}
@@ -55,7 +55,7 @@ def test_an_array_that_an_earlier_call_took_is_named(jitted: Any, mesh: Mesh) ->
     np.testing.assert_array_equal(new["w"], 4.0)
 
 
-def test_an_array_that_is_passed_twice_is_named(jitted: Any, mesh: Mesh) -> None:
+def test_donated_array_passed_twice_raises(jitted: Any, mesh: Mesh) -> None:
     params, batch = make(mesh)
     message = "`batch` is the same array as `params.w`, which is donated: the outputs"
     with pytest.raises(DonatedArrayError, match=re.escape(message)):
@@ -68,7 +68,7 @@ def test_an_array_that_is_passed_twice_is_named(jitted: Any, mesh: Mesh) -> None
     np.testing.assert_array_equal(jitted(params, batch, batch, batch)["w"], 4.0)
 
 
-def test_what_is_no_array_of_a_device_may_be_donated(jitted: Any, mesh: Mesh) -> None:
+def test_host_values_may_be_donated(jitted: Any, mesh: Mesh) -> None:
     x = np.ones(8, np.float32)
     numbers = sharded_jit(lambda n, x: x * n, mesh, donate_argnums=0)
     np.testing.assert_array_equal(numbers(2, x), 2 * x)
@@ -78,7 +78,7 @@ def test_what_is_no_array_of_a_device_may_be_donated(jitted: Any, mesh: Mesh) ->
     np.testing.assert_array_equal(grad, 2 * x)
 
 
-def test_a_training_state_is_stepped_once() -> None:
+def test_stepping_state_twice_raises() -> None:
     trainer = Trainer(
         lambda rngs: nnx.Linear(8, 8, rngs=rngs),
         optax.sgd(0.1),

@@ -1,4 +1,4 @@
-"""What is reported as saved is on the disk: files, directories and their names."""
+"""A reported save is on the disk: files, directories and their names."""
 
 import errno
 import os
@@ -20,7 +20,7 @@ class Trace:
 
     Attributes:
         renames: Old name, new name, and unsynced paths, of each rename of a directory
-            that is not a part of a step. The paths are those below the directory; if it
+            that is not a part of a step. The paths are below the directory; if it
             is to be deleted, also the directory that holds it, and all steps there.
     """
 
@@ -65,7 +65,7 @@ def trace(monkeypatch: pytest.MonkeyPatch) -> Trace:
 @pytest.mark.parametrize(
     ("asynchronous", "keep_last"), [(True, 1), (False, 1), (True, None)]
 )
-def test_reported_step_is_synced_before_older_one_goes(
+def test_step_is_synced_before_older_one_is_deleted(
     trace: Trace, tmp_path: Path, asynchronous: bool, keep_last: int | None
 ) -> None:
     run = tmp_path / "runs" / "new"
@@ -95,7 +95,7 @@ def test_reported_step_is_synced_before_older_one_goes(
     assert [unsynced for *_, unsynced in trace.renames if unsynced] == []
 
 
-def test_exported_weights_are_synced_before_their_folder_appears(
+def test_exported_weights_are_synced_before_rename(
     trace: Trace, tmp_path: Path
 ) -> None:
     folder = tmp_path / "exports" / "linear"
@@ -113,7 +113,7 @@ def failing(number: int) -> Callable[[int], None]:
     return fsync
 
 
-def test_save_that_cannot_be_synced_is_not_reported(
+def test_unsynced_save_is_not_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reports: list[str] = []
@@ -130,7 +130,7 @@ def test_save_that_cannot_be_synced_is_not_reported(
         assert manager.saved.steps == [1]
 
 
-def test_only_directories_may_refuse_to_sync(
+def test_only_directories_may_fail_to_sync(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()

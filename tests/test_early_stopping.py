@@ -52,7 +52,7 @@ def fit(trainer: Trainer, num_steps: int, *scores: float) -> int:
     return trainer.step
 
 
-def test_a_fit_ends_after_so_many_values_that_are_no_better(tmp_path: Path) -> None:
+def test_fit_ends_after_patience_is_exhausted(tmp_path: Path) -> None:
     stopping = EarlyStopping(patience=2)
     trainer = make_trainer(stopping, directory=tmp_path)
     assert fit(trainer, 9, 3.0, 2.0, 2.5, float("nan"), 1.0) == 4
@@ -66,9 +66,9 @@ def test_a_fit_ends_after_so_many_values_that_are_no_better(tmp_path: Path) -> N
     assert fit(make_trainer(patient, directory=tmp_path), 9, 2.1, 1.0) == 5
 
 
-def test_an_interrupted_run_decides_as_if_it_had_not_been(tmp_path: Path) -> None:
+def test_resumed_run_stops_at_same_step(tmp_path: Path) -> None:
     class Other(Callback):
-        """Has no state: it does not shift those of others."""
+        """Has no state, and does not shift the states of others."""
 
     first = EarlyStopping(patience=2), EarlyStopping("eval_accuracy", mode="max")
     assert fit(make_trainer(*first, directory=tmp_path), 3, 3.0, 2.0, 2.5) == 3
@@ -76,7 +76,7 @@ def test_an_interrupted_run_decides_as_if_it_had_not_been(tmp_path: Path) -> Non
     trainer = make_trainer(Other(), *both, directory=tmp_path)
     assert fit(trainer, 9, 2.4, 1.0) == 4
     assert (both[0].best, both[1].best, both[1].num_since) == (2.0, -2.0, 2)
-    # Weights alone bring no callback's state along.
+    # Restoring only weights restores no callback's state.
     fresh = EarlyStopping(patience=2)
     trainer = make_trainer(fresh)
     trainer.restore(directory=tmp_path, weights_only=True)
@@ -85,7 +85,7 @@ def test_an_interrupted_run_decides_as_if_it_had_not_been(tmp_path: Path) -> Non
     assert fresh.best == 2.0
 
 
-def test_what_counts_as_better() -> None:
+def test_min_delta_and_mode_define_improvement() -> None:
     fine = EarlyStopping(patience=1, min_delta=0.5)
     assert [fine.observe(i, x) for i, x in enumerate((3, 2.4, 2.0))] == [0, 0, 1]
     large = EarlyStopping("eval_accuracy", mode="max", patience=1, min_delta=0.1)
@@ -108,12 +108,12 @@ def test_what_counts_as_better() -> None:
         ({"metric": "eval_accuracy"}, "would stop while the values grow. Say which"),
     ],
 )
-def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_raise(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         EarlyStopping(**arguments)
 
 
-def test_what_a_fit_lacks_is_an_error() -> None:
+def test_missing_eval_data_or_metric_raises() -> None:
     trainer = make_trainer(EarlyStopping())
     with pytest.raises(ValueError, match=r"decides by evaluations: pass eval_data to"):
         trainer.fit([BATCH] * 2, 2)

@@ -82,7 +82,7 @@ class Files:
 
 
 class Loader:
-    """What PyTorch's DataLoader has: rows in another order in each pass."""
+    """Gives the rows in another order in each pass, as PyTorch's DataLoader does."""
 
     def __init__(self, seed: int = 0, drop_last: bool = False) -> None:
         self.rows, self.batch_size = make_rows(sum(SIZES)), 16
@@ -142,26 +142,24 @@ def by_hand() -> list[float]:
     return [float(one.fit([b], num_epochs=1)["loss"][0]) for b in BATCHES * 3]
 
 
-def test_an_epoch_is_a_pass_over_the_data(by_hand: list[float]) -> None:
+def test_epoch_is_one_pass_over_data(by_hand: list[float]) -> None:
     trainer = make_trainer()
     assert len(fit(trainer, BATCHES, 3)) == trainer.step == 6
     # All passes in all, those before included.
     assert fit(trainer, BATCHES, 3) == []
     assert len(fit(trainer, BATCHES, 5)) == 4
-    # Other data is counted from its own beginning.
+    # Passes over other data are counted from zero.
     assert len(fit(trainer, BATCHES[:1], 2)) == 2
     assert trainer.step == 12
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_batch_that_is_filled_up_has_the_loss_of_its_own_rows(
-    count: int, by_hand: list[float]
-) -> None:
+def test_padded_batch_has_loss_of_real_rows(count: int, by_hand: list[float]) -> None:
     losses = fit(make_trainer(num_microbatches=count), BATCHES, 3, Pad("weights"))
     np.testing.assert_allclose(losses, by_hand, rtol=1e-5)
 
 
-def test_a_pipeline_fills_up_too() -> None:
+def test_pipeline_pads_last_batch() -> None:
     class Net(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
             self.stack = Stack(lambda rngs: nnx.Linear(4, 4, rngs=rngs), 2, rngs=rngs)
@@ -185,7 +183,7 @@ def test_a_pipeline_fills_up_too() -> None:
     # Before step 5 comes a batch that is left out, which no step has passed yet.
     [("drop", 3), ("drop", 4), (Pad("weights"), 4)],
 )
-def test_a_run_resumes_in_the_middle_of_an_epoch(
+def test_run_resumes_within_epoch(
     make: Any, last: Any, stop: int, tmp_path: Path
 ) -> None:
     expected = uninterrupted(make, last)
@@ -213,7 +211,7 @@ class StopAt(Callback):
             trainer.stop("enough")
 
 
-def test_passes_that_are_numbered_are_not_read_again(tmp_path: Path) -> None:
+def test_resume_skips_numbered_passes(tmp_path: Path) -> None:
     make_trainer(Checkpoint(tmp_path, every=2)).fit(
         Numbered(), num_epochs=2, last_batch="drop"
     )
@@ -222,7 +220,7 @@ def test_passes_that_are_numbered_are_not_read_again(tmp_path: Path) -> None:
     assert data.num_read == 5  # of 8: none of the first pass
 
 
-def test_a_script_of_two_fits_resumes_in_the_second(tmp_path: Path) -> None:
+def test_script_resumes_in_second_fit(tmp_path: Path) -> None:
     other = split(make_rows(64), 32, 32)
 
     def run(directory: Path, *epochs: int) -> list[float]:
@@ -236,7 +234,7 @@ def test_a_script_of_two_fits_resumes_in_the_second(tmp_path: Path) -> None:
     assert run(tmp_path / "parts", 2, 2) == expected[6:]
 
 
-def test_a_drop_that_nobody_asked_for_is_said_before_the_first_step() -> None:
+def test_implicit_drop_warns_before_first_step() -> None:
     message = (
         "A last batch of 5 rows, where others have 16, is left out of the training. Say"
         " last_batch='drop' if this is meant; last_batch=Pad('weights') trains on it, "
@@ -255,7 +253,7 @@ def test_a_drop_that_nobody_asked_for_is_said_before_the_first_step() -> None:
         make_trainer().fit(Loader(drop_last=True), num_epochs=1)
 
 
-def test_a_drop_that_is_met_in_the_data_is_said_at_the_line_of_the_fit() -> None:
+def test_late_drop_warns_at_line_of_fit() -> None:
     said: list[str] = []
     logger = SimpleNamespace(start=_ignore, log=_ignore, finish=_ignore)
     logger.message = said.append
@@ -271,7 +269,7 @@ def test_a_drop_that_is_met_in_the_data_is_said_at_the_line_of_the_fit() -> None
     assert message in said
 
 
-def test_a_drop_that_is_met_in_the_data_ends_with_a_whole_bar() -> None:
+def test_late_drop_completes_progress_bar() -> None:
     out = io.StringIO()
     console = Console(file=out, width=80, force_terminal=False)
     trainer = make_trainer(loggers=[ConsoleLogger(console=console)])
@@ -287,7 +285,7 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
     pass
 
 
-def test_a_smaller_batch_is_refused_before_the_first_step() -> None:
+def test_smaller_batch_raises_before_first_step() -> None:
     message = (
         "Batch 2, the last one, has 5 rows, and the first has 16. Leave it out by "
         "last_batch='drop', fill it up by last_batch=Pad('weights'), or let the data "
@@ -305,7 +303,7 @@ def test_a_smaller_batch_is_refused_before_the_first_step() -> None:
         make_trainer().fit(BATCHES, num_steps=3, last_batch="drop")
 
 
-def test_a_stream_of_epochs_drops_each_ones_last() -> None:
+def test_stream_drops_last_batch_of_each_epoch() -> None:
     def stream() -> Iterator[dict]:
         while True:
             yield from BATCHES
@@ -336,7 +334,7 @@ def test_a_stream_of_epochs_drops_each_ones_last() -> None:
         ),
     ],
 )
-def test_lengths_and_last_batches_that_are_none(arguments: dict, message: str) -> None:
+def test_invalid_lengths_and_last_batch_raise(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         make_trainer().fit(BATCHES, **arguments)
 
@@ -365,7 +363,7 @@ def test_lengths_and_last_batches_that_are_none(arguments: dict, message: str) -
     ],
     ids=["iterator", "none", "endless", "unsized", "empty"],
 )
-def test_data_without_passes(data: Any, message: str) -> None:
+def test_num_epochs_for_endless_data_raises(data: Any, message: str) -> None:
     with pytest.raises(DataError, match=re.escape(message)):
         make_trainer().fit(data, num_epochs=2)
 
@@ -401,9 +399,7 @@ def with_metric(model: Any, batch: dict) -> Any:
     ],
     ids=["scalar", "unweighted", "metric", "statistics"],
 )
-def test_what_rows_of_weight_zero_would_change_is_refused(
-    options: dict, found: str
-) -> None:
+def test_padding_that_changes_metrics_raises(options: dict, found: str) -> None:
     message = (
         f"last_batch=Pad('weights') adds rows of weight 0, which would change {found}. "
         "A loss or metric of the rows must be a Mean whose total and weight follow from"
@@ -417,7 +413,7 @@ def test_what_rows_of_weight_zero_would_change_is_refused(
     assert trainer.step == 0
 
 
-def test_weights_of_ones_own_keep_their_kind() -> None:
+def test_pad_keeps_dtype_of_weights() -> None:
     mask = np.ones((2, 3), bool)
     filled = Pad("mask").fill({"x": np.arange(2), "mask": mask}, 4)
     np.testing.assert_array_equal(filled["x"], [0, 1, 1, 1])
@@ -429,7 +425,9 @@ def test_weights_of_ones_own_keep_their_kind() -> None:
         Pad("mask").fill({"x": mask, "mask": np.float32(1)}, 4)
 
 
-def test_all_processes_drop_what_one_drops(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_processes_drop_last_batch_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """One of them may come to its last, smaller batch before the others."""
     mine = {"x": np.zeros((4, 2), np.float32)}
     signature = batches.batch_signature(mine)

@@ -34,7 +34,7 @@ CLASSES = [
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-def test_a_traceback_ends_with_the_page_of_its_error(
+def test_traceback_ends_with_documentation_link(
     monkeypatch: pytest.MonkeyPatch, kind: type[errors.ParallelError]
 ) -> None:
     repository = "Repository, https://example.org/code"
@@ -46,7 +46,7 @@ def test_a_traceback_ends_with_the_page_of_its_error(
 
 
 @pytest.mark.parametrize("urls", [(), ("Repository, https://example.org/code",)])
-def test_without_a_site_there_is_no_link(
+def test_error_without_site_has_no_link(
     monkeypatch: pytest.MonkeyPatch, urls: tuple[str, ...]
 ) -> None:
     name_sites(monkeypatch, *urls)

@@ -91,7 +91,7 @@ def confusion(model: Any, batch: Any) -> tuple[jax.Array, dict]:
     matrix = jnp.zeros((CLASSES, CLASSES), int).at[batch["label"], found].add(1)
     hits = jnp.sum((found == 0) & (batch["label"] == 0))
     errors = jnp.sum((found == 0) != (batch["label"] == 0))
-    # A function of each trace's own, as a lambda in a loss is.
+    # Each trace makes another function, as a lambda in a loss is.
     score = Sum(jnp.stack([hits, errors]), then=lambda counts: f1(counts))
     return losses.mean(), {"matrix": Sum(matrix), "f1": score}
 
@@ -136,7 +136,7 @@ STRATEGIES = {
     "name",
     [pytest.param("data", marks=DEEP), pytest.param("tensor", marks=DEEP), "pipeline"],
 )
-def test_a_loss_of_its_own_evaluates_under_every_strategy(name: str) -> None:
+def test_eval_loss_runs_under_every_strategy(name: str) -> None:
     trainer = make_trainer(
         strategy=STRATEGIES[name],
         names=PathNames((r"^first\.kernel$", (None, "mlp"))),
@@ -145,7 +145,7 @@ def test_a_loss_of_its_own_evaluates_under_every_strategy(name: str) -> None:
     )
     history = trainer.fit(TRAINING, 2, eval_data=HELD_OUT)
     found = trainer.evaluate(HELD_OUT)
-    # What plain NNX computes with the same arrays, all rows at once.
+    # Plain NNX with the same arrays, all rows at once.
     model = trainer.model
     logits = np.asarray(model(ROWS["x"], training=False))
     expected = float(eval_loss(model, ROWS))
@@ -171,7 +171,7 @@ class Scaled:
         return self.factor * eval_loss(model, batch)
 
 
-def test_one_evaluation_by_another_loss() -> None:
+def test_evaluate_takes_another_loss() -> None:
     trainer = make_trainer(eval_loss=eval_loss)
     usual = trainer.evaluate(HELD_OUT)["loss"]
 
@@ -188,7 +188,7 @@ def test_one_evaluation_by_another_loss() -> None:
 
 
 @pytest.mark.parametrize("name", ["data", pytest.param("pipeline", marks=DEEP)])
-def test_an_evaluation_in_training_mode_is_said_once(name: str) -> None:
+def test_evaluation_in_training_mode_warns_once(name: str) -> None:
     trainer = make_trainer(strategy=STRATEGIES[name])
     message = (
         "The evaluation changes 4 variables as training does: "
@@ -219,14 +219,12 @@ class Sampler(nnx.Module):
         return logits + jax.random.normal(self.noise(), logits.shape)
 
 
-def test_models_that_follow_their_mode_or_sample_by_design_are_no_reason_to_warn() -> (
-    None
-):
+def test_sampling_by_design_does_not_warn() -> None:
     trainer = make_trainer(model=Sampler)
     assert trainer.evaluate(HELD_OUT) == trainer.evaluate(HELD_OUT)
 
 
-def test_an_evaluation_loss_that_holds_the_model_is_refused() -> None:
+def test_eval_loss_that_closes_over_model_raises() -> None:
     model = Classifier(nnx.Rngs(0))
 
     def stale(_: Any, batch: Any) -> jax.Array:
@@ -247,7 +245,7 @@ class Keeping(Callback):
         self.metrics = metrics
 
 
-def test_a_metric_of_many_numbers_reaches_callbacks_and_is_not_logged() -> None:
+def test_array_metric_reaches_only_callbacks() -> None:
     keeping = Keeping()
     trainer = make_trainer(eval_loss=confusion, callbacks=[keeping])
     history = trainer.fit(TRAINING, 1, eval_data=HELD_OUT)
@@ -257,7 +255,7 @@ def test_a_metric_of_many_numbers_reaches_callbacks_and_is_not_logged() -> None:
     }
 
 
-def test_a_training_step_records_numbers_alone() -> None:
+def test_array_metric_in_training_raises() -> None:
     def counted(model: Any, batch: Any) -> tuple[jax.Array, dict]:
         losses = row_losses(model, batch, training=True)
         perplexity = Sum(
@@ -273,7 +271,7 @@ def test_a_training_step_records_numbers_alone() -> None:
         make_trainer(confusion).fit(TRAINING, 1)
 
 
-def test_what_follows_from_all_rows_comes_from_their_outputs() -> None:
+def test_predict_gives_row_losses_and_area() -> None:
     """Losses of single rows, and an area under the curve."""
     trainer = make_trainer(eval_loss=eval_loss)
 
@@ -300,13 +298,13 @@ def sample(model: Any, batch: Any, rngs: nnx.Rngs) -> jax.Array:
     return jax.random.categorical(rngs.sample(), logits)
 
 
-def test_predictions_draw_random_numbers_by_their_seed() -> None:
+def test_predictions_draw_random_numbers_from_seed() -> None:
     trainer = make_trainer()
     twice = [make_batch(5, 64)] * 2
     found = trainer.predict(twice, sample)
     np.testing.assert_array_equal(found, trainer.predict(twice, sample))
     assert (found != trainer.predict(twice, sample, seed=1)).any()
-    assert (found[:64] != found[64:]).any()  # each batch draws its own
+    assert (found[:64] != found[64:]).any()  # batches draw different numbers
     assert set(found) == {0, 1, 2}
     keys = jax.random.split(jax.random.key(1), 8)  # or a key for each row, as data
     normal = jax.vmap(jax.random.normal)
@@ -316,7 +314,7 @@ def test_predictions_draw_random_numbers_by_their_seed() -> None:
         trainer.predict(twice, sample, seed=0.5)  # pyright: ignore[reportArgumentType]
 
 
-def test_predictions_are_rows() -> None:
+def test_prediction_without_rows_raises() -> None:
     trainer = make_trainer()
 
     def summed(model: Any, batch: Any) -> dict:
@@ -331,7 +329,7 @@ def test_predictions_are_rows() -> None:
         trainer.predict(TRAINING, lambda model, batch: batch["x"].mean(0))
 
 
-def test_predictions_of_unlike_lengths_raise() -> None:
+def test_predictions_of_different_lengths_raise() -> None:
     batches = [{"x": np.zeros((8, length, 3), np.float32)} for length in (2, 4)]
     message = (
         "The output of predict's function has shape (8, 2, 3) for batch 0, and "
@@ -345,7 +343,7 @@ def test_predictions_of_unlike_lengths_raise() -> None:
         )
 
 
-def test_metrics_of_flax() -> None:
+def test_flax_metrics_match_plain_values() -> None:
     """In a loss, whose metrics they compute; and on the host, from the outputs."""
 
     def measured(model: Any, batch: Any) -> tuple[jax.Array, dict]:
@@ -370,7 +368,7 @@ def test_metrics_of_flax() -> None:
     np.testing.assert_allclose(found["accuracy"], accuracy.compute(), rtol=1e-6)
 
 
-def test_a_policy_is_rolled_out_and_trained_in_turn() -> None:
+def test_policy_is_rolled_out_and_trained() -> None:
     """REINFORCE on a bandit: action 1 pays, whatever the state."""
 
     def policy_loss(model: Any, batch: Any) -> jax.Array:
@@ -443,7 +441,7 @@ NUMBERS = [rows(seed) for seed in range(5)]
 
 
 @pytest.mark.parametrize("name", SCHEDULE_FREE)
-def test_schedule_free_is_judged_by_its_evaluation_parameters(name: str) -> None:
+def test_schedule_free_evaluates_its_eval_parameters(name: str) -> None:
     optimizer, find = SCHEDULE_FREE[name]
     trainer = Trainer(
         linear, optimizer, reversed_rows, strategy=FSDP(min_size=0), loggers=()
@@ -471,7 +469,7 @@ def test_schedule_free_is_judged_by_its_evaluation_parameters(name: str) -> None
         trainer.evaluate(NUMBERS[:2])
 
 
-def test_sharpness_aware_steps_are_judged_without_their_ascent() -> None:
+def test_sam_evaluates_without_ascent() -> None:
     sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05))
     trainer = Trainer(linear, sam, reversed_rows, strategy=FSDP(), loggers=())
     before = numpy_loss(trainer.state.params, NUMBERS[:1])
@@ -495,7 +493,9 @@ def halved(state: TrainState) -> Any:
 
 
 @pytest.mark.parametrize("eval_params", [None, "params", "ema", halved])
-def test_one_choice_says_what_is_judged(eval_params: Any, tmp_path: Path) -> None:
+def test_eval_params_selects_evaluated_parameters(
+    eval_params: Any, tmp_path: Path
+) -> None:
     seen = Seen()
     trainer = Trainer(
         linear,

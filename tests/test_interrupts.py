@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM in a fit: what they save, and what they leave to the next."""
+"""Ctrl-C and SIGTERM in a fit: the checkpoint, and the data left to the next fit."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,7 @@ def _quick_compilation() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _hears_interrupts() -> Iterator[None]:
-    """What a shell starts in the background ignores SIGINT."""
+    """Restores SIGINT: processes that a shell starts in the background ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -128,7 +128,7 @@ def expected() -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("act", [interrupt, interrupt_the_collector])
-def test_a_ctrl_c_ends_the_fit_once_the_step_is_saved(
+def test_ctrl_c_saves_step_and_ends_fit(
     act: Callable[[], None], tmp_path: Path, expected: dict, capfd: Any
 ) -> None:
     trainer = make_trainer(At(2, act), checkpoint=Checkpoint(tmp_path, every=100))
@@ -144,7 +144,7 @@ def test_a_ctrl_c_ends_the_fit_once_the_step_is_saved(
     np.testing.assert_equal(params(resumed), expected)
 
 
-def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
+def test_second_ctrl_c_ends_fit_at_once(tmp_path: Path) -> None:
     def twice() -> None:
         interrupt()
         interrupt()
@@ -156,7 +156,7 @@ def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_ctrl_c_before_the_first_step_ends_it_at_once(tmp_path: Path) -> None:
+def test_ctrl_c_before_first_step_ends_at_once(tmp_path: Path) -> None:
     trainer = make_trainer(Before(interrupt), checkpoint=tmp_path)
     with pytest.raises(KeyboardInterrupt):
         trainer.fit(Data(), 12)
@@ -168,7 +168,7 @@ def test_a_ctrl_c_before_the_first_step_ends_it_at_once(tmp_path: Path) -> None:
     assert saved_steps(tmp_path) == [1]
 
 
-def test_a_handler_of_the_users_own_is_left_alone() -> None:
+def test_user_handler_is_kept() -> None:
     calls = []
     signal.signal(signal.SIGINT, lambda *_: calls.append(1))
     try:
@@ -178,7 +178,7 @@ def test_a_handler_of_the_users_own_is_left_alone() -> None:
     assert calls == [1]
 
 
-def test_a_fit_on_another_thread_installs_nothing() -> None:
+def test_fit_on_thread_installs_no_handler() -> None:
     trainer = make_trainer(At(2, lambda: seen.append(signal.getsignal(signal.SIGINT))))
     seen: list[Any] = []
     thread = threading.Thread(target=lambda: trainer.fit(Data(), 4))
@@ -188,7 +188,7 @@ def test_a_fit_on_another_thread_installs_nothing() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_wait_for_data_that_does_not_come_ends(number: int, tmp_path: Path) -> None:
+def test_signal_ends_wait_for_data(number: int, tmp_path: Path) -> None:
     comes = threading.Event()
 
     class Stalling:
@@ -211,7 +211,7 @@ def stop_by_error() -> None:
 
 @pytest.mark.parametrize("kind", [iter, zip])  # a zip takes no weak reference
 @pytest.mark.parametrize("act", [interrupt, stop_by_error, None])
-def test_a_fit_that_ends_early_leaves_what_it_read_ahead_to_the_next(
+def test_next_fit_gets_batches_read_ahead(
     act: Callable[[], None] | None, kind: Callable, expected: dict
 ) -> None:
     trainer = make_trainer(At(3, act or (lambda: trainer.stop("enough for now"))))
@@ -223,7 +223,7 @@ def test_a_fit_that_ends_early_leaves_what_it_read_ahead_to_the_next(
     np.testing.assert_equal(params(trainer), expected)
 
 
-def test_whatever_reads_a_generator_next_gets_them() -> None:
+def test_next_reader_gets_batches_read_ahead() -> None:
     data = batches()
     first = make_trainer(At(3, lambda: first.stop("enough")))
     first.fit(data, 12)
@@ -281,10 +281,10 @@ shell.run_cell("print('still here, at step', trainer.step)")
     ],
     ids=["script", "twice", "notebook"],
 )
-def test_an_interrupted_fit_ends_with_a_line_and_no_traceback(
+def test_interrupted_fit_prints_no_traceback(
     script: str, signals: int, code: int, said: str, tmp_path: Path
 ) -> None:
-    """A shell reports the death by SIGINT, Python's own after a Ctrl-C, as code 130."""
+    """A shell reports a death by SIGINT, as of Python after a Ctrl-C, as code 130."""
     if script is NOTEBOOK:
         pytest.importorskip("IPython", reason="IPython is not installed")
     run = tmp_path / "run"
@@ -316,14 +316,14 @@ def test_an_interrupted_fit_ends_with_a_line_and_no_traceback(
         assert "KeyboardInterrupt" not in text
 
 
-def test_a_ctrl_c_does_not_promise_a_save_that_there_is_not(capfd: Any) -> None:
+def test_ctrl_c_without_checkpoint_promises_no_save(capfd: Any) -> None:
     with pytest.raises(KeyboardInterrupt):
         make_trainer(At(2, interrupt)).fit(Data(), 12)
     said = "Ctrl-C: the fit ends after this step. It saves no checkpoint. A second one"
     assert said in capfd.readouterr().err
 
 
-def test_other_errors_are_shown_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_use_original_excepthook(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(sys, "excepthook", lambda *error: seen.append(error))
     monkeypatch.setattr(runtime, "_excepthook", None)
@@ -384,7 +384,7 @@ swallows = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionW
         wrap_an_exit,
     ],
 )
-def test_interrupt_while_a_step_is_read_is_no_damage(
+def test_interrupted_read_is_not_damage(
     act: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = Checkpoint(tmp_path, every=2, on_damage="previous")
@@ -405,7 +405,7 @@ def test_interrupt_while_a_step_is_read_is_no_damage(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_damage_that_is_found_after_an_interrupt_is_damage(tmp_path: Path) -> None:
+def test_damage_after_interrupt_raises_read_error(tmp_path: Path) -> None:
     make_trainer(checkpoint=tmp_path).fit(Data(), 2)
     (tmp_path / "2" / "model" / "manifest.ocdbt").write_bytes(b"")
     try:
@@ -416,7 +416,7 @@ def test_damage_that_is_found_after_an_interrupt_is_damage(tmp_path: Path) -> No
 
 
 @swallows
-def test_ctrl_c_while_a_trainer_is_built_is_heard() -> None:
+def test_ctrl_c_while_building_trainer_raises() -> None:
     def model(rngs: nnx.Rngs) -> nnx.Linear:
         interrupt_the_collector()
         return nnx.Linear(4, 4, rngs=rngs)

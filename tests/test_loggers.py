@@ -1,4 +1,4 @@
-"""Loggers: what stands in the files, on the terminal, and after a crash."""
+"""Loggers: their files, their lines on a terminal, and both after a crash."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def log_steps(path: Path, first_step: int, last_step: int) -> None:
     logger.finish()
 
 
-def test_each_log_is_a_line_of_json_at_once(tmp_path: Path) -> None:
+def test_each_log_writes_json_line_at_once(tmp_path: Path) -> None:
     path = tmp_path / "new" / "metrics.jsonl"
     logger = JSONLinesLogger(path)
     logger.start(first_step=0, num_steps=2)
@@ -66,7 +66,7 @@ def test_each_log_is_a_line_of_json_at_once(tmp_path: Path) -> None:
     logger.finish()
 
 
-def test_values_that_json_lacks_are_strings(tmp_path: Path) -> None:
+def test_nonfinite_values_become_json_strings(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     logger = JSONLinesLogger(path)
     logger.start(first_step=0, num_steps=1)
@@ -82,7 +82,7 @@ def test_values_that_json_lacks_are_strings(tmp_path: Path) -> None:
     np.testing.assert_equal([float(line[name]) for name in "abc"], [*values.values()])
 
 
-def test_resume_cuts_what_the_dead_run_wrote_after_the_checkpoint(
+def test_resume_drops_lines_after_checkpoint(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -96,7 +96,7 @@ def test_resume_cuts_what_the_dead_run_wrote_after_the_checkpoint(
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
-def test_resume_drops_a_torn_last_line(tmp_path: Path) -> None:
+def test_resume_drops_torn_last_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log_steps(path, 0, 3)
     with path.open("a") as file:
@@ -105,7 +105,7 @@ def test_resume_drops_a_torn_last_line(tmp_path: Path) -> None:
     assert steps(path) == [1, 2, 3, 4, 5]
 
 
-def test_a_new_run_keeps_the_file_of_the_old_one(tmp_path: Path) -> None:
+def test_new_run_keeps_old_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for last_step in (3, 2, 1):
         log_steps(path, 0, last_step)
@@ -115,7 +115,7 @@ def test_a_new_run_keeps_the_file_of_the_old_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["loss,step\n", '{"loss": 1}\n', "[1]\n"])
-def test_a_file_of_another_program_is_left_alone(tmp_path: Path, line: str) -> None:
+def test_foreign_log_file_raises(tmp_path: Path, line: str) -> None:
     path = tmp_path / "results.csv"
     path.write_text(line)
     message = f"Line 1 of '{path}' is {line.encode()!r}. JSONLinesLogger appends only"
@@ -124,13 +124,13 @@ def test_a_file_of_another_program_is_left_alone(tmp_path: Path, line: str) -> N
     assert path.read_text() == line
 
 
-def test_a_logger_that_was_not_started_says_so(tmp_path: Path) -> None:
+def test_log_before_start_raises(tmp_path: Path) -> None:
     message = "The logger is not open. Call `start` before `log`."
     with pytest.raises(RuntimeError, match=re.escape(message)):
         JSONLinesLogger(tmp_path / "metrics.jsonl").log(1, {})
 
 
-def test_a_killed_process_leaves_every_logged_step(tmp_path: Path) -> None:
+def test_killed_process_keeps_logged_steps(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     script = f"""
 import os, signal
@@ -146,7 +146,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert steps(path) == list(range(1, 31))
 
 
-def test_a_group_may_warn_of_a_full_disk_and_leaves_no_torn_line(
+def test_group_warns_of_full_disk(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -166,7 +166,7 @@ def test_a_group_may_warn_of_a_full_disk_and_leaves_no_torn_line(
     assert steps(path) == [1, 4]
 
 
-def test_a_group_finishes_every_logger_even_if_one_fails(tmp_path: Path) -> None:
+def test_group_finishes_all_loggers_after_failure(tmp_path: Path) -> None:
     class Fails(JSONLinesLogger):
         def finish(self) -> None:
             super().finish()
@@ -185,7 +185,7 @@ def test_a_group_finishes_every_logger_even_if_one_fails(tmp_path: Path) -> None
         group.log(2, {})
 
 
-def test_only_the_first_process_logs(tmp_path: Path) -> None:
+def test_only_first_process_logs(tmp_path: Path) -> None:
     script = """
 import sys
 import jax
@@ -226,7 +226,7 @@ def plain_lines(every: int, logs: list[tuple[int, Mapping[str, float]]]) -> list
     return file.getvalue().splitlines()
 
 
-def test_plain_lines_come_at_the_first_every_and_the_last_step() -> None:
+def test_plain_lines_show_first_every_and_last_step() -> None:
     lines = plain_lines(50, [(step, {"loss": 1.0}) for step in range(1, 121)])
     assert [line.split("·")[0].strip() for line in lines] == [
         "step   1/120",
@@ -259,7 +259,7 @@ FULL = {
 }
 
 
-def test_a_plain_line_is_one_line_however_long() -> None:
+def test_long_plain_line_is_not_wrapped() -> None:
     logs: list[Any] = [(7, FULL), (7, {"eval_loss": 12345.0, "eval_f1": 0.5})]
     lines = plain_lines(1, logs)
     assert lines[:2] == [
@@ -288,9 +288,7 @@ LOSS, OWN, SPEED, TOOK = "loss  2.413", "accuracy 0.750", "48.2k tok/s", "took 0
         ),
     ],
 )
-def test_a_narrow_terminal_keeps_what_matters_most(
-    columns: int, shown: list[str]
-) -> None:
+def test_narrow_terminal_keeps_main_metrics(columns: int, shown: list[str]) -> None:
     file, options = io.StringIO(), {"force_terminal": True, "color_system": None}
     console = Console(file=file, width=columns, _environ={"TERM": "xterm"}, **options)
     logger = ConsoleLogger(console=console)
@@ -315,11 +313,11 @@ def test_a_narrow_terminal_keeps_what_matters_most(
         ({"step_seconds": 0.0042}, "4.20 ms/step"),
     ],
 )
-def test_numbers_read_well(metrics: dict[str, float], text: str) -> None:
+def test_numbers_are_formatted(metrics: dict[str, float], text: str) -> None:
     assert plain_lines(1, [(7, metrics)])[0] == f"step   7/120 · {text}"
 
 
-def test_every_must_be_positive() -> None:
+def test_nonpositive_every_raises() -> None:
     with pytest.raises(ValueError, match=re.escape("every=0. It must be 1 or more.")):
         ConsoleLogger(every=0)
 
@@ -372,7 +370,7 @@ def read_terminal(leader: int) -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("columns", [120, 70, 30])
-def test_a_terminal_shows_one_line_that_is_redrawn(columns: int) -> None:
+def test_terminal_redraws_one_line(columns: int) -> None:
     output = run_in_terminal(LIVE_SCRIPT, columns)
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output)
     rows = [row.split("\r")[-1] for row in text.replace("\r\n", "\n").split("\n")]
@@ -405,7 +403,7 @@ def tensorboard_scalars(directory: Path) -> list[tuple[str, int, float]]:
     return found
 
 
-def test_tensorboard_shows_each_layer(tmp_path: Path) -> None:
+def test_tensorboard_logs_each_layer(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
     lines = JSONLinesLogger(tmp_path / "metrics.jsonl")
     group = LoggerGroup([TensorBoardLogger(tmp_path / "board"), lines])
@@ -422,7 +420,7 @@ def test_tensorboard_shows_each_layer(tmp_path: Path) -> None:
     assert line.keys() == {"step", "time", "expert_load"}
 
 
-def test_tensorboard_files_hold_the_scalars(tmp_path: Path) -> None:
+def test_tensorboard_files_hold_scalars(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
     logger = TensorBoardLogger(tmp_path)
     logger.start(first_step=4, num_steps=10)
@@ -441,7 +439,7 @@ def test_tensorboard_files_hold_the_scalars(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="has wandb")
-def test_a_missing_extra_is_named() -> None:
+def test_missing_extra_raises_import_error() -> None:
     message = (
         "WandbLogger needs wandb, which cannot be imported (No module named 'wandb'). "
         'Install it with `pip install "nnx-parallel[wandb]"`.'

@@ -52,19 +52,19 @@ def make_trainer(**options: Any) -> Trainer:
 @pytest.mark.parametrize(
     "name", ["callbacks", "loss", "optimizer", "strategy", "loggers", "checkpoint"]
 )
-def test_an_argument_assigned_after_the_construction(name: str):
+def test_assigning_constructor_argument_raises(name: str):
     text = f"`trainer.{name} = ...` would have no effect: a Trainer reads its arguments"
     with pytest.raises(AttributeError, match=re.escape(text)):
         setattr(make_trainer(), name, ())
 
 
 @pytest.mark.parametrize("name", ["layout", "step", "train_step", "fit"])
-def test_what_is_only_read(name: str):
+def test_assigning_read_only_attribute_raises(name: str):
     with pytest.raises(AttributeError, match="to be read, not assigned"):
         setattr(make_trainer(), name, None)
 
 
-def test_notes_of_the_user_may_be_kept_on_a_trainer():
+def test_user_attributes_may_be_assigned():
     trainer: Any = make_trainer()
     trainer.note = "mine"
     trainer.state = trainer.state
@@ -116,14 +116,12 @@ def test_notes_of_the_user_may_be_kept_on_a_trainer():
         ({"profile": (-1, 5)}, "profile=(-1, 5) covers no step."),
     ],
 )
-def test_arguments_are_checked_before_anything_is_built(
-    options: dict, message: str
-) -> None:
+def test_invalid_arguments_raise_before_building(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         make_trainer(**options)
 
 
-def test_devices_or_a_mesh() -> None:
+def test_devices_and_mesh_agree() -> None:
     devices = jax.devices()[4:6]
     by_devices = make_trainer(devices=devices)
     by_mesh = make_trainer(mesh=DataParallel().make_mesh(devices))
@@ -136,7 +134,7 @@ def test_devices_or_a_mesh() -> None:
 # Data
 
 
-def test_data_that_ends_too_early() -> None:
+def test_exhausted_data_raises() -> None:
     trainer = make_trainer()
     message = "Data ended before step 4 of 5: list gave 3 batches here, 0 of them"
     with pytest.raises(DataExhaustedError, match=re.escape(message)):
@@ -148,7 +146,7 @@ def test_data_that_ends_too_early() -> None:
     assert trainer.step == 3
 
 
-def test_rows_that_do_not_divide() -> None:
+def test_indivisible_rows_raise() -> None:
     message = (
         "Batch of 12 rows cannot be split: 2 microbatches * data=8 need a multiple of "
         "16 rows. Nearest: 16."
@@ -160,13 +158,13 @@ def test_rows_that_do_not_divide() -> None:
         trainer.shard_batch(make_batch(12))
 
 
-def test_a_shape_that_changes_in_the_middle() -> None:
+def test_changed_batch_shape_raises() -> None:
     trainer = make_trainer()
     with pytest.raises(BatchShapeError, match=re.escape("shape (24, 4)")):
         trainer.fit([make_batch(), make_batch(), make_batch(24)], 3)
 
 
-def test_eval_data_that_one_evaluation_would_use_up() -> None:
+def test_one_shot_eval_data_raises() -> None:
     message = (
         "eval_data is an iterator, which one evaluation would use up. Pass a list, or "
         "an object whose __iter__ starts over."
@@ -175,7 +173,7 @@ def test_eval_data_that_one_evaluation_would_use_up() -> None:
         make_trainer().fit([make_batch()], 1, eval_data=iter([make_batch()]))
 
 
-def test_one_batch_instead_of_many() -> None:
+def test_single_batch_as_data_raises() -> None:
     with pytest.raises(DataError, match=re.escape("Data is one dict.")):
         make_trainer().fit(make_batch(), 1)
 
@@ -184,9 +182,7 @@ def test_one_batch_instead_of_many() -> None:
 
 
 @pytest.mark.parametrize("bad_step", [1, 3, 4])
-def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(
-    bad_step: int, tmp_path: Path
-) -> None:
+def test_nonfinite_loss_raises_and_is_not_saved(bad_step: int, tmp_path: Path) -> None:
     batches = [make_batch(fill=np.nan if i == bad_step else 1.0) for i in range(1, 7)]
     trainer = make_trainer(checkpoint=Checkpoint(tmp_path, every=2))
     with pytest.raises(NonFiniteLossError) as caught:
@@ -206,7 +202,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(
     assert all(step < bad_step for step in saved)
 
 
-def test_a_gradient_that_is_not_finite_is_found_before_it_reaches_the_loss() -> None:
+def test_nonfinite_gradient_raises_at_finite_loss() -> None:
     def loss(model: Any, batch: Any) -> jax.Array:
         return jax.numpy.sqrt((model(batch["x"]) * 0.0) ** 2).mean()
 
@@ -216,7 +212,7 @@ def test_a_gradient_that_is_not_finite_is_found_before_it_reaches_the_loss() -> 
         make_trainer(loss=loss).fit([make_batch()] * 4, 4)
 
 
-def test_float16_gives_up_once_no_scale_helps() -> None:
+def test_float16_raises_at_minimum_scale() -> None:
     trainer = make_trainer(precision=Precision.mixed_float16())
     good, bad = make_batch(fill=0.1), make_batch(fill=np.inf)
     history = trainer.fit([good, bad, good], 3)
@@ -233,7 +229,7 @@ def test_float16_gives_up_once_no_scale_helps() -> None:
 # Profiles
 
 
-def test_a_profile_writes_a_trace_of_its_steps(tmp_path: Path) -> None:
+def test_profile_writes_trace_of_steps(tmp_path: Path) -> None:
     trainer = make_trainer(checkpoint=tmp_path, profile=(1, 3))
     trainer.fit([make_batch()] * 4, 4)
     (trace,) = (tmp_path / "profile").rglob("*.trace.json.gz")
@@ -245,7 +241,7 @@ def test_a_profile_writes_a_trace_of_its_steps(tmp_path: Path) -> None:
     assert min(runs.values()) >= 2 * 8, "both steps, on every device, to their end"
 
 
-def test_the_watchdog_outlives_the_trace_of_a_fit_that_fails(
+def test_watchdog_runs_until_trace_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
