@@ -1,7 +1,7 @@
 """The built site in headless Chromium.
 
 A page made for the check shows pages of the site in frames of a phone's and a desktop's
-width, measures them, and writes what it found; Chromium prints the result.
+width, measures them, and writes its findings; Chromium prints the result.
 """
 
 import functools
@@ -107,7 +107,7 @@ def serve() -> Iterator[str]:
 
 
 def chromium(profile: Path, *arguments: str) -> str:
-    """Runs headless Chromium: what it prints."""
+    """Runs headless Chromium and returns its output."""
     command = [
         CHROMIUM,
         "--headless=new",

@@ -1,6 +1,6 @@
 """A replay of planned buffers: memory slots that hold names instead of arrays.
 
-A plan follows from a table alone, so the package does not check it at run time; here
+A plan follows only from a table, so the package does not check it at run time; here
 every value that the table passes on must be found where the plan says.
 """
 
@@ -24,7 +24,7 @@ class Memory:
     earliest.
 
     Args:
-        name: Of the buffer, for messages.
+        name: Name of the buffer, for messages.
         num_slots: Slots that it has.
         stage: Where it is, for messages.
     """

@@ -1,4 +1,4 @@
-"""Small checkpoints for tests, and what may happen to their files."""
+"""Small checkpoints for tests, and ways to damage their files."""
 
 import hashlib
 import json
@@ -72,7 +72,7 @@ def damage(step: Path, name: str, how: Any) -> None:
 
 
 def rewrite(file: Path, change: Callable[[dict], Any]) -> None:
-    """Changes a JSON file, or what it is replaced by."""
+    """Changes the content of a JSON file, or replaces it by the returned value."""
     content = json.loads(file.read_text())
     content = change(content) or content
     file.write_text(json.dumps(content))

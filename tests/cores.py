@@ -1,4 +1,4 @@
-"""Each worker of a test run has its own cores, and compiles as is best on one."""
+"""Each worker of a test run has separate cores, and compiles as is best on one."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ def keep_to_own_cores() -> None:
     """Shares the cores out to the workers of pytest-xdist, where there is one for each.
 
     The threads of two compilers that meet on all cores cost up to a fifth more of their
-    time. What a test starts stays on its worker's cores.
+    time. Processes that a test starts stay on its worker's cores.
     """
     worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
     if not worker or sys.platform != "linux":

@@ -34,7 +34,7 @@ def origins(module: Module, computation: str, name: str) -> set[str]:
 def _before(
     module: Module, inside: Computation, instruction: Instruction, index: int | None
 ) -> Iterator[Place]:
-    """What the value of an instruction is made from directly."""
+    """Places from which the value of an instruction is made directly."""
     operands = instruction.operands
     match instruction.opcode:
         case "constant":
@@ -65,7 +65,7 @@ def _before(
 def _given(
     module: Module, called: str, number: int, index: int | None
 ) -> Iterator[Place]:
-    """What callers give to a computation as one of its parameters."""
+    """Places whose values callers pass to a computation as one of its parameters."""
     for outer in module.computations.values():
         for caller in outer.instructions.values():
             if called in (caller.attribute("body"), caller.attribute("condition")):

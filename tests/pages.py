@@ -1,4 +1,4 @@
-"""Pages of Markdown: their blocks, and what their code prints."""
+"""Pages of Markdown: their blocks, and the output of their code."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 
 
 def run_page(page: Path, directory: Path) -> list[tuple[str, str | None]]:
-    """What each Python block prints, and the text that stands below it, if any.
+    """The output of each Python block, and the text shown below it, if any.
 
     The blocks run in order in one namespace. One that has text below it may end with an
     error, which it then prints.
@@ -45,7 +45,7 @@ def run_page(page: Path, directory: Path) -> list[tuple[str, str | None]]:
     for kind, text in blocks(page):
         if kind == "python":
             codes.append(text)
-        elif kind == "text" and above != "console":  # else the command's output
+        elif kind == "text" and above != "console":  # not a command's output
             shown[len(codes) - 1] = text
         above = kind
     done = subprocess.run(

@@ -67,7 +67,7 @@ def on_one_device(
     num_microbatches: int,
     wrt: Any,
 ) -> list[tuple[dict, dict, dict]]:
-    """What `one_step` gives on one device, for some steps."""
+    """The results of `one_step` on one device, for each of some steps."""
     trainer = make_trainer(build, loss, num_microbatches=num_microbatches, wrt=wrt)
     return [one_step(trainer, make_batch()) for _ in range(steps)]
 

@@ -1,4 +1,4 @@
-"""Training steps compiled from shapes alone; nothing is run or allocated."""
+"""Training steps compiled only from shapes; nothing is run or allocated."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class CompiledStep:
     Attributes:
         plan: Structure and place of every array.
         num_devices: Devices of the mesh.
-        memory: What the compiler says of its memory, per device.
-        report: What it computes and sends.
+        memory: The compiler's memory statistics, per device.
+        report: Audit of its FLOPs and transfers.
     """
 
     plan: StatePlan

@@ -1,4 +1,4 @@
-"""Checkpoints of adapters alone: their bytes, their base by checksum, any strategy."""
+"""Checkpoints of only adapters: their bytes, their base by checksum, any strategy."""
 
 import re
 from pathlib import Path
@@ -44,7 +44,7 @@ def make_trainer(directory: Path, seed: int = 0, **options: Any) -> Trainer:
     )
 
 
-def test_a_run_resumes_from_adapters_alone_and_their_base(tmp_path: Path) -> None:
+def test_run_resumes_from_adapters_and_base(tmp_path: Path) -> None:
     whole = make_trainer(tmp_path / "whole", frozen="save")
     expected = whole.fit(BATCHES, 4)["loss"]
     first = make_trainer(tmp_path / "run")
@@ -62,7 +62,7 @@ def test_a_run_resumes_from_adapters_alone_and_their_base(tmp_path: Path) -> Non
     sizes = {name: num_bytes(group) for name, group in stored.groups.items()}
     assert (sizes["model"], sizes["optimizer"]) == (4 * num, 8 * num + 4)
     assert set(sizes) == {"model", "optimizer", "progress"}
-    # The rest is named by checksum, and is what a whole checkpoint has besides.
+    # A full checkpoint stores the rest, which here is only named by checksum.
     more = read_stored(tmp_path / "whole")
     assert stored.base.keys() == more.groups["model"].keys() - stored.groups["model"]
     assert stored.checksums["base"] == {
@@ -98,7 +98,7 @@ def other_base(rngs: nnx.Rngs) -> nnx.Module:
     return model
 
 
-def test_another_base_is_an_error_and_changes_nothing(tmp_path: Path) -> None:
+def test_another_base_raises_and_changes_nothing(tmp_path: Path) -> None:
     make_trainer(tmp_path / "run").fit(BATCHES[:1], 1)
     model = other_base(nnx.Rngs(0))
     trainer = Trainer(

@@ -27,7 +27,7 @@ ADAPTERS = GOLDENS / "adapters"
         pytest.param("gemma3", "one device", marks=pytest.mark.deep),
     ],
 )
-def test_adapters_of_peft_are_read_with_its_logits_and_written_bit_for_bit(
+def test_peft_adapters_round_trip_bit_for_bit(
     family: str, strategy: str, tmp_path: Path
 ) -> None:
     """`tests/goldens/make_adapters.py` made them, with PEFT itself."""
@@ -56,7 +56,7 @@ def test_adapters_of_peft_are_read_with_its_logits_and_written_bit_for_bit(
     np.testing.assert_array_equal(model.embed.embedding[...], table)
 
 
-def test_adapters_of_images_have_no_task_of_texts(tmp_path: Path) -> None:
+def test_image_adapters_have_no_text_task(tmp_path: Path) -> None:
     base = ViT.from_pretrained(GOLDENS / "vision" / "vit")
     model = lora(base, targets=r"query", rank=2)(nnx.Rngs(0))
     save_adapters(tmp_path / "vit", model, base="vit")
@@ -66,7 +66,7 @@ def test_adapters_of_images_have_no_task_of_texts(tmp_path: Path) -> None:
     load_adapters(base, tmp_path / "vit")(nnx.Rngs(0))
 
 
-def test_adapters_that_do_not_fit_are_errors(tmp_path: Path) -> None:
+def test_mismatched_adapters_raise(tmp_path: Path) -> None:
     base, folder = GPT.from_pretrained(GOLDENS / "llama"), tmp_path / "adapters"
     shutil.copytree(ADAPTERS / "llama", folder)
     given = json.loads((folder / "adapter_config.json").read_text())
@@ -96,7 +96,7 @@ def test_adapters_that_do_not_fit_are_errors(tmp_path: Path) -> None:
         load_adapters(base, tmp_path)
 
 
-def test_adapters_are_put_beside_weights_from_a_folder() -> None:
+def test_adapters_keep_weights_from_folder() -> None:
     adapted = lora(GPT.from_pretrained(GOLDENS / "llama"), targets="query|value")
     trainer = make_trainer(adapted, wrt=nnx.LoRAParam)
     before = content(GOLDENS / "llama")["model.embed_tokens.weight"]
@@ -106,8 +106,8 @@ def test_adapters_are_put_beside_weights_from_a_folder() -> None:
     np.testing.assert_array_equal(np.asarray(table), before)
 
 
-def test_adapters_are_written_in_the_format_of_peft(tmp_path: Path) -> None:
-    """The factors, multiplied as PEFT does, are what `merge_lora` adds."""
+def test_adapters_are_written_in_peft_format(tmp_path: Path) -> None:
+    """`merge_lora` adds the product of the factors, as PEFT multiplies them."""
     base, folder = GOLDENS / "llama", tmp_path / "adapters"
     adapted = lora(
         GPT.from_pretrained(base), targets=r"query|out|down", rank=4, alpha=8

@@ -1,4 +1,4 @@
-"""Imports point one way, and public is exactly what the package exports."""
+"""Imports point one way, and the public names are exactly the package's exports."""
 
 import ast
 import functools
@@ -51,7 +51,7 @@ ORDER = [
 ]
 OPEN_TO_MODELS = {"layers", "sharding", "metrics", "models", "weights"}
 
-# Where a distribution's import name is not its own name.
+# Distributions whose import name differs from their name.
 IMPORT_NAMES = {"orbax-checkpoint": "orbax", "pyyaml": "yaml"}
 
 
@@ -66,7 +66,7 @@ def dotted_name(file: Path) -> str:
 
 
 def imported_modules(node: ast.Import | ast.ImportFrom, file: Path) -> Iterator[str]:
-    """What a statement imports, in absolute dotted names, each with its last part."""
+    """The absolute dotted names that a statement imports, each with its last part."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
         return
@@ -160,7 +160,7 @@ def required_dependencies() -> set[str]:
 
 
 @pytest.mark.parametrize("file", files_of(PACKAGE), ids=dotted_name)
-def test_a_module_imports_only_from_those_above_it(file: Path) -> None:
+def test_modules_import_only_from_above(file: Path) -> None:
     if file == PACKAGE / "__init__.py":
         return
     here = unit(dotted_name(file))
@@ -170,7 +170,7 @@ def test_a_module_imports_only_from_those_above_it(file: Path) -> None:
     assert not below, f"{dotted_name(file)} imports {sorted(below)} from below it."
 
 
-def test_placement_reaches_neither_processes_nor_pipelines_nor_pictures() -> None:
+def test_placement_does_not_import_upper_packages() -> None:
     below = {"distributed", "pipeline", "schedules", "visualize"}
     assert not {unit(m) for m in closure("nnx_parallel.sharding.layout")} & below
 
@@ -189,7 +189,7 @@ def test_import_needs_only_required_dependencies(file: Path) -> None:
     assert not missing, f"{dotted_name(file)} needs {sorted(missing)} to be imported."
 
 
-def test_public_is_exactly_what_the_package_imports() -> None:
+def test_public_names_match_package_imports() -> None:
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
     names = [
         alias.asname or alias.name
@@ -207,7 +207,7 @@ def test_every_public_name_has_a_docstring() -> None:
 
 
 def has_docstring(value: object) -> bool:
-    """Whether somebody wrote it: neither `@dataclass` nor the class of a constant."""
+    """True if its docstring is written by hand, not by `@dataclass` or a constant."""
     text = value.__doc__ or ""
     if inspect.isclass(value):
         return bool(text) and not text.startswith(f"{value.__name__}(")
@@ -229,15 +229,15 @@ def documented_constants() -> set[str]:
 
 
 @pytest.mark.parametrize("file", files_of(PACKAGE), ids=dotted_name)
-def test_a_function_has_at_most_60_lines(file: Path) -> None:
+def test_functions_have_at_most_60_lines(file: Path) -> None:
     functions = [node for node in ast.walk(tree_of(file)) if is_function(node)]
     lengths = {node.name: body_lines(node) for node in functions}
     assert {name: n for name, n in lengths.items() if n > 60} == {}
 
 
 @pytest.mark.parametrize("file", files_of(PACKAGE), ids=dotted_name)
-def test_names_are_imported_from_the_module_that_defines_them(file: Path) -> None:
-    # Models are there to be copied: they import what is public.
+def test_names_are_imported_from_defining_module(file: Path) -> None:
+    # Models are there to be copied: they import public names.
     if file.name == "__init__.py" or MODELS in file.parents:
         return
     borrowed = {
@@ -250,13 +250,13 @@ def test_names_are_imported_from_the_module_that_defines_them(file: Path) -> Non
     assert borrowed == set()
 
 
-def test_schedules_are_plain_numbers() -> None:
+def test_schedules_do_not_import_jax() -> None:
     for file in files_of(PACKAGE / "schedules"):
         assert "jax" not in {name.partition(".")[0] for name in imports(file)}, file
 
 
 # Each step of a walk imports the next one, but for one: the step calls the claims'
-# `Execution`, which is what a pipeline's schedule implements.
+# `Execution`, which a pipeline's schedule implements.
 WALKS = {
     "from fit to the gather of FSDP": (
         "training.trainer",
@@ -282,7 +282,7 @@ BY_EXECUTION = ("training.step", "pipeline.run")
 
 
 @pytest.mark.parametrize("walk", WALKS.values(), ids=WALKS)
-def test_a_walk_through_the_package_is_short(walk: tuple[str, ...]) -> None:
+def test_documented_walks_are_short(walk: tuple[str, ...]) -> None:
     assert len(walk) <= 5
     for here, there in pairwise(walk):
         if (here, there) == BY_EXECUTION:
@@ -316,7 +316,7 @@ def names_imported(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def names_defined(module: str) -> set[str]:
-    """What the statements of a module bind, imports apart."""
+    """The names that the statements of a module bind, without imports."""
     names = set()
     for node in tree_of(file_of(module)).body:
         if is_function(node) or isinstance(node, ast.ClassDef):

@@ -1,4 +1,4 @@
-"""The audit counts what theory says: every number here is worked out by hand."""
+"""The audit's counts match theory: every number here is worked out by hand."""
 
 import re
 import subprocess
@@ -44,7 +44,7 @@ def mesh() -> Mesh:
 
 class TestFlops:
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-    def test_chain_of_matmuls(self, dtype):
+    def test_chain_of_matmuls_is_counted(self, dtype):
         def chain(a, b, c):
             return a @ b @ c
 
@@ -52,7 +52,7 @@ class TestFlops:
         report = audit_jit(chain, *(ones(*shape, dtype=dtype) for shape in shapes))
         assert report.flops == 2 * 32 * 64 * 128 + 2 * 32 * 128 * 16
 
-    def test_batched_dot(self):
+    def test_batched_dot_is_counted(self):
         q = ones(2, 32, 4, 8)
         report = audit_jit(lambda q, k: jnp.einsum("bqhd,bkhd->bhqk", q, k), q, q)
         assert report.flops == 2 * (2 * 4) * 32 * 32 * 8
@@ -71,14 +71,14 @@ class TestFlops:
         report = audit_jit(lambda x: lax.scan(outer, x, length=5)[0], ones(16, 16))
         assert report.flops == 3 * 5 * 2 * 16**3
 
-    def test_gradient_of_scan(self):
+    def test_gradient_of_scan_is_counted(self):
         def loss(kernels, x):
             return scanned_layers(kernels, x).sum()
 
         report = audit_jit(jax.grad(loss), ones(LAYERS, WIDTH, WIDTH), ones(8, WIDTH))
         assert report.flops == 3 * LAYERS * DOT
 
-    def test_remat_computes_the_forward_pass_again(self):
+    def test_remat_repeats_forward_pass(self):
         def loss(kernels, x):
             def block(x, kernel):
                 return jnp.tanh(jnp.tanh(x @ kernel) @ kernel), None
@@ -88,7 +88,7 @@ class TestFlops:
         report = audit_jit(jax.grad(loss), ones(LAYERS, WIDTH, WIDTH), ones(8, WIDTH))
         assert report.flops == 8 * LAYERS * DOT
 
-    def test_a_device_counts_its_own_part(self, mesh):
+    def test_flops_are_per_device(self, mesh):
         x = jax.device_put(ones(64, WIDTH), NamedSharding(mesh, P(("x", "y"))))
         kernel = jax.device_put(ones(WIDTH, WIDTH), NamedSharding(mesh, P()))
         assert audit_jit(jnp.matmul, x, kernel).flops == DOT
@@ -106,11 +106,11 @@ class TestConvolution:
             **options,
         )
 
-    def test_forward(self):
+    def test_forward_pass_is_counted(self):
         report = audit_jit(self.convolve, ones(4, 12, 12, 8), ones(3, 3, 8, 16))
         assert report.flops == 2 * (4 * 10 * 10 * 16) * (3 * 3 * 8)
 
-    def test_groups(self):
+    def test_grouped_convolution_is_counted(self):
         def depthwise(images, kernel):
             return self.convolve(images, kernel, feature_group_count=8)
 
@@ -126,7 +126,7 @@ class TestConvolution:
         assert report.flops == 2 * (8 * 8) * (2 + 3 + 3 + 2) ** 2
 
     @pytest.mark.parametrize("strides", [(1, 1), (2, 2)])
-    def test_gradients_cost_as_much_as_the_forward_pass(self, strides):
+    def test_gradients_cost_twice_forward_pass(self, strides):
         def loss(images, kernel):
             return (self.convolve(images, kernel, strides=strides) ** 2).sum()
 
@@ -137,7 +137,7 @@ class TestConvolution:
 
 
 class TestControlFlow:
-    def test_conditional_counts_its_most_expensive_branch(self):
+    def test_conditional_counts_most_expensive_branch(self):
         def f(index, x):
             return lax.switch(
                 index, [lambda x: x, lambda x: x @ x @ x, jnp.matrix_transpose], x
@@ -148,7 +148,7 @@ class TestControlFlow:
         (conditional,) = report.conditionals
         assert conditional.branch_flops == (0, 2 * 2 * 16**3, 0)
 
-    def test_conditional_in_a_loop(self):
+    def test_conditional_in_loop_is_multiplied(self):
         def step(x, flag):
             return lax.cond(flag, lambda x: x @ x, lambda x: x + 1, x), None
 
@@ -157,8 +157,8 @@ class TestControlFlow:
         assert report.flops == 7 * 2 * 16**3
         assert report.conditionals[0].count == 7
 
-    def test_a_conditional_counts_by_how_often_it_is_taken(self):
-        """A branch of two products in 3 of 12 iterations, else one of one product."""
+    def test_conditional_counts_by_frequency(self):
+        """3 of 12 iterations take a branch of two products, 9 a branch of one."""
 
         def step(x, flag):
             with jax.named_scope("twice"):
@@ -174,7 +174,7 @@ class TestControlFlow:
         assert report.flops == (3 * 2 + 9 * 1 + 12) * product
         assert [each.count for each in report.conditionals] == [12, 12]
 
-    def test_a_scope_without_a_conditional_is_an_error(self):
+    def test_scope_without_conditional_raises(self):
         message = (
             "taken= names the scopes ['forward'], but the conditionals are in []. Put "
             "jax.named_scope directly around the jax.lax.cond."
@@ -183,7 +183,7 @@ class TestControlFlow:
         with pytest.raises(ValueError, match=re.escape(message)):
             audit(compiled, taken={"forward": 0.5})
 
-    def test_loop_of_unknown_length_counts_once_and_is_listed(self):
+    def test_unknown_loop_counts_once_and_is_listed(self):
         def f(n, x):
             return lax.fori_loop(0, n, lambda _, x: x @ x, x)
 
@@ -192,7 +192,7 @@ class TestControlFlow:
         assert len(report.unknown_loops) == 1
         assert "loop of unknown length, counted once" in str(report)
 
-    def test_loops_of_unknown_length_can_be_told(self):
+    def test_unknown_loop_length_can_be_given(self):
         def f(n, x):
             with jax.named_scope("many"):
                 return lax.fori_loop(0, n, lambda _, x: x @ x, x)
@@ -235,7 +235,7 @@ class TestControlFlow:
     @pytest.mark.parametrize(
         ("start", "stop", "step"), [(0, 16, 1), (3, 16, 4), (16, 2, -3), (5, 5, 1)]
     )
-    def test_trip_count_is_read_from_the_loop_itself(self, start, stop, step):
+    def test_trip_count_is_read_from_loop(self, start, stop, step):
         """A TPU's text does not state it."""
 
         def f(x):
@@ -268,7 +268,7 @@ class TestCollectives:
         assert report.bytes("all-reduce") == 3 * 16 * 16 * 4
         assert report.collectives[0].group_size == 8
 
-    def test_kinds_in_a_scan(self, mesh):
+    def test_collectives_in_scan_are_multiplied(self, mesh):
         ring = [(i, (i + 1) % 4) for i in range(4)]
 
         def body(x, _):
@@ -306,7 +306,7 @@ class TestCollectives:
         assert (1, 3, 5, 7) in (found["collective-permute"].groups or ())
         assert found["all-reduce"].source.endswith("psum")
 
-    def test_groups_of_one_device_do_not_count(self):
+    def test_groups_of_one_device_are_ignored(self):
         devices = np.array(jax.devices()[:1])
         mesh = Mesh(devices, ("x",), axis_types=(AxisType.Auto,))
         total = jax.shard_map(
@@ -314,7 +314,7 @@ class TestCollectives:
         )
         assert audit_jit(total, ones(8)).collectives == ()
 
-    def test_unknown_kind(self):
+    def test_unknown_kind_raises(self):
         with pytest.raises(
             ValueError,
             match=re.escape(
@@ -324,7 +324,7 @@ class TestCollectives:
             audit_jit(jnp.sin, 1.0).count("allgather")
 
 
-def test_memory_of_a_compiled_program():
+def test_memory_of_compiled_program_is_reported():
     report = audit_jit(lambda a, b: (a @ b, a + 1), ones(32, 64), ones(64, 16))
     assert report.argument_bytes == (32 * 64 + 64 * 16) * 4
     assert report.output_bytes is not None
@@ -332,7 +332,7 @@ def test_memory_of_a_compiled_program():
     assert report.temporary_bytes is not None
 
 
-def test_opcodes_tell_programs_apart():
+def test_opcodes_distinguish_programs():
     def step(x):
         return jnp.tanh(x @ x)
 
@@ -345,14 +345,14 @@ def test_opcodes_tell_programs_apart():
     assert reports[0].opcodes != reports[2].opcodes
 
 
-def test_text_that_is_not_optimised_hlo():
+def test_unoptimized_hlo_raises():
     with pytest.raises(
         ValueError, match="No `ENTRY` computation in a text that starts"
     ):
         audit(jax.jit(jnp.sin).lower(1.0).as_text())
 
 
-# As the compiler's own dump writes it: elements of tuples have no line.
+# The format of the compiler's dump: elements of tuples have no line.
 DUMPED = """HloModule jit_f, is_scheduled=true, num_partitions=4
 
 %async_computation (x: bf16[6,8], y: bf16[9,8], s: s32[4]) -> bf16[9,8] {
@@ -375,7 +375,7 @@ async-start(%p, %all-reduce, %s), calls=%async_computation
 """
 
 
-def test_a_compilers_own_dump():
+def test_compiler_dump_is_parsed():
     """Names of tuples' elements; of the two sides of a ragged exchange the smaller."""
     report = audit(DUMPED)
     assert report.bytes("all-reduce") == report.bytes("ragged-all-to-all") == 6 * 8 * 2
@@ -387,7 +387,7 @@ class Unprintable:
         raise jax.errors.JaxRuntimeError("INTERNAL: should have 1 operands\nmore")
 
 
-def test_a_program_that_an_old_jaxlib_cannot_print():
+def test_unprintable_program_raises():
     message = (
         f"jaxlib {version('jaxlib')} cannot print this program: its compiler is newer "
         "(INTERNAL: should have 1 operands). Update jax; or compile with "
@@ -429,7 +429,7 @@ print(report.flops, report.count("all-gather"), gather_bytes, report.unknown_loo
 
 
 @pytest.mark.slow
-def test_the_real_tpu_compiler():
+def test_real_tpu_program_is_audited():
     pytest.importorskip("libtpu")
     run = subprocess.run(
         [sys.executable, "-c", TPU_SCRIPT], capture_output=True, text=True, check=False

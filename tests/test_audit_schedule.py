@@ -1,4 +1,4 @@
-"""What the audit reads of a schedule: who sends, what is hidden, what is not read."""
+"""The audit of a schedule: senders, hidden transfers, and unreadable instructions."""
 
 import json
 import re
@@ -14,10 +14,10 @@ from nnx_parallel.audit.collectives import UNREAD
 
 SHARD, WHOLE = 2 * 16 * 2, 8 * 16 * 2  # bytes of bf16[2,16] and of bf16[8,16]
 
-# A loop of three layers under FSDP over 4 chips, as libtpu schedules what SparseCores
-# send: a start without operands, an update that hands over the data, a done. Of the
-# gathers one is awaited before the layer's product, one after; the sum's data come
-# after the product, and another one follows.
+# A loop of three layers under FSDP over 4 chips, as libtpu schedules transfers of
+# SparseCores: a start without operands, an update that hands over the data, a done.
+# One gather is awaited before the layer's product, one after; the sum's data come
+# after the product, and another product follows.
 SPARSE_CORES = """\
 HloModule jit_step, is_scheduled=true, num_partitions=4
 
@@ -107,7 +107,7 @@ PRODUCT = "%f2 = bf16[16,16]{1,0} fusion(%h, %g2-done), kind=kOutput, calls=%pro
 SCHEDULE = SPARSE_CORES.replace("SECOND", PRODUCT)
 
 
-def test_what_sparse_cores_send_is_read_with_its_bytes_and_hidden_parts():
+def test_sparse_core_collectives_are_read():
     report = audit(SCHEDULE)
     assert [
         (each.kind, each.count, each.bytes_each, each.asynchronous, each.is_hidden)
@@ -126,15 +126,15 @@ def test_what_sparse_cores_send_is_read_with_its_bytes_and_hidden_parts():
     assert not report.custom_calls  # which are kernels
 
 
-def test_a_sum_is_hidden_only_by_products_after_its_data_are_handed_over():
+def test_sum_is_hidden_only_after_data_arrive():
     """Its start comes before the first product, and has nothing to send."""
     report = audit(SPARSE_CORES.replace("SECOND", "%t = bf16[16,8]{1,0} copy(%h)"))
     assert report.hidden_share_of("reduce-scatter") == 0.0
     assert report.hidden_share == pytest.approx(1 / 3)
 
 
-def test_the_compilers_own_dump_is_read_as_its_printed_program():
-    """It wraps what a SparseCore runs in another computation, and has other names."""
+def test_compiler_dump_matches_printed_program():
+    """The dump wraps a SparseCore's program in a computation, and has other names."""
     wrapped = "".join(
         f"""
 %wrapper.{i} (q: {given}) -> {result} {{
@@ -163,7 +163,7 @@ custom_call_target="TODO(b/522284627)", called_computations={{%called.{i}}}
     ]
 
 
-def test_a_text_without_a_schedule_says_nothing_of_what_is_hidden():
+def test_text_without_schedule_has_no_hidden_share():
     report = audit(SCHEDULE.replace(", is_scheduled=true", ""))
     assert report.hidden_share is None
     assert {each.is_hidden for each in report.collectives} == {None}
@@ -190,9 +190,7 @@ def test_a_text_without_a_schedule_says_nothing_of_what_is_hidden():
         ),
     ],
 )
-def test_what_is_not_understood_counts_as_sent_and_not_hidden(
-    written: str, name: str, num_bytes: int
-):
+def test_unknown_collective_counts_as_exposed(written: str, name: str, num_bytes: int):
     called = SCHEDULE[SCHEDULE.index("%called.1") : SCHEDULE.index("%called.2")]
     if written == "SPARSE":
         text = SCHEDULE.replace("{%called.1}", "{%gone}").replace(called, "")
@@ -214,7 +212,7 @@ def test_what_is_not_understood_counts_as_sent_and_not_hidden(
     assert f"not understood, counted as sent and not hidden: {name}: " in str(report)
 
 
-def test_a_report_names_the_axes_and_is_plain_json():
+def test_report_names_axes_and_is_json():
     devices = np.array(jax.devices()[:8]).reshape(2, 4)
     mesh = Mesh(devices, ("data", "fsdp"))
     x = jax.ShapeDtypeStruct((8, 8), "float32", sharding=NamedSharding(mesh, P("fsdp")))
@@ -236,7 +234,7 @@ def test_a_report_names_the_axes_and_is_plain_json():
     assert "<th>hidden</th>" in html
 
 
-def test_the_axes_of_a_text_are_those_of_the_mesh_that_is_given():
+def test_audit_of_text_uses_given_mesh():
     mesh = Mesh(np.array(jax.devices()[:4]), ("fsdp",))
     assert {each.axes for each in audit(SCHEDULE).collectives} == {None}
     assert {each.axes for each in audit(SCHEDULE, mesh=mesh).collectives} == {("fsdp",)}
@@ -283,7 +281,7 @@ calls=%middle
 """
 
 
-def test_a_collective_spread_over_fusions_that_multiply_is_one_and_hidden():
+def test_collective_spread_over_fusions_counts_once():
     (found,) = audit(FUSIONS).collectives
     assert (found.kind, found.bytes, found.is_hidden) == ("all-gather", WHOLE, True)
     alone = FUSIONS.replace("convolution(%a, %b), dim_labels=bf_io->bf", "copy(%a)")

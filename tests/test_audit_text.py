@@ -19,7 +19,7 @@ GROUPS = {
 
 
 @pytest.mark.parametrize("written", GROUPS)
-def test_notations_of_groups(written):
+def test_replica_group_notations_are_parsed(written):
     text = f"""\
 HloModule m, num_partitions=8
 
@@ -35,7 +35,7 @@ replica_groups={written}, to_apply=%add
     assert found.bytes_each == 8 * 4 * 2
 
 
-def test_a_report_prints_the_table_of_its_class():
+def test_report_prints_its_class_table():
     class Short(Report):
         def table(self) -> str:
             return f"{self.flops:g} FLOPs"
@@ -44,7 +44,7 @@ def test_a_report_prints_the_table_of_its_class():
     assert str(Short(**vars(audit(text)))) == "0 FLOPs"
 
 
-# What the TPU compiler writes: layouts with parentheses, no trip count, asynchronous
+# Text of the TPU compiler: layouts with parentheses, no trip count, asynchronous
 # starts, a dot turned convolution inside a fusion, a reduce-scatter that is an
 # all-reduce fused with a slice, and a collective repeated in each fusion that it spans.
 TPU_TEXT = """\
@@ -157,12 +157,12 @@ condition=%condition, body=%body, metadata={op_name="jit(step)/while"}
 
 
 class TestTPUText:
-    def test_dots_turned_convolutions(self):
+    def test_dots_written_as_convolutions_are_counted(self):
         dots = 2 * (2 * 64 * 32 * 16)
         attention = 2 * (4 * 2) * 32 * 32 * 16
         assert audit(TPU_TEXT).flops == dots + attention + 1000
 
-    def test_collectives(self):
+    def test_collectives_are_parsed(self):
         report = audit(TPU_TEXT)
         found = [
             (each.kind, each.count, each.bytes_each, each.group_size, each.asynchronous)
@@ -177,7 +177,7 @@ class TestTPUText:
         assert report.unknown_loops == ()
         assert report.collectives[2].source == "jit(step)/while/body/grad"
 
-    def test_kernels_that_state_no_flops_are_listed(self):
+    def test_kernels_without_flops_are_listed(self):
         assert audit(TPU_TEXT).custom_calls == {"tpu_custom_call": 1}
 
     def test_memory_is_unknown(self):
@@ -187,7 +187,7 @@ class TestTPUText:
         assert report.output_bytes is None
 
 
-def test_libraries_matrix_products():
+def test_library_matmuls_are_counted():
     text = """\
 HloModule m
 
@@ -202,7 +202,7 @@ custom_call_target="__cublas$gemm"
     assert audit(text).flops == 4 * 2 * 32 * 16 * 64
 
 
-def test_asynchronous_wrapper():
+def test_asynchronous_wrapper_counts_as_collective():
     text = """\
 HloModule m, num_partitions=2
 
@@ -222,7 +222,7 @@ ENTRY %main (x: f32[8]) -> f32[4] {
     assert found.bytes_each == 8 * 4
 
 
-def test_a_kernels_metadata_over_several_lines():
+def test_multiline_kernel_metadata_is_parsed():
     """As the TPU compiler writes it, a line of it beginning with a brace."""
     text = """\
 HloModule m, num_partitions=4
@@ -260,7 +260,7 @@ ENTRY %main (p: f32[8]) -> (s32[], f32[8]) {
     assert report.custom_calls == {"tpu_custom_call": 16}
 
 
-def test_table_sums_what_is_alike():
+def test_table_sums_equal_collectives():
     lines = str(audit(TPU_TEXT)).splitlines()
     assert lines[0] == "FLOPs per device: 394.22 k"
     (permute,) = (line for line in lines if line.startswith("collective-permute"))
@@ -278,7 +278,7 @@ def test_table_sums_what_is_alike():
     ]
 
 
-def test_the_source_of_a_collective_is_spelled_as_in_python():
+def test_collective_source_is_unescaped():
     path = "state.params[\\'up\\'][\\'kernel\\']"
     text = f"""\
 HloModule m, num_partitions=8

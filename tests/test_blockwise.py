@@ -76,7 +76,7 @@ def operands(case: Operands, rows: int = 2, heads: int = 4) -> tuple:
 
 
 def value_and_gradients(function: Any, operands: tuple) -> tuple:
-    """Of a scalar in which every output has a weight of its own."""
+    """Value and gradients of a scalar that weighs every output differently."""
     query, key, value, *tokens, sinks, mask = operands
 
     @jax.jit
@@ -97,7 +97,7 @@ def value_and_gradients(function: Any, operands: tuple) -> tuple:
 def assert_same(found: Any, expected: Any) -> None:
     for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         assert a.shape == b.shape
-        # A NaN is no number at most anything.
+        # A NaN fails this comparison.
         assert np.max(np.abs(a - b)) <= 1e-5 * np.max(np.abs(b))
 
 
@@ -116,7 +116,7 @@ PRODUCT = [dict(zip(CHOICES, each, strict=True)) for each in EACH]
 
 
 def covering(cases: list[Operands], count: int) -> list[Operands]:
-    """Few cases that have every combination of so many choices."""
+    """Few cases that cover every combination of ``count`` choices."""
 
     def combinations(case: Operands) -> set:
         choices = [(k, repr(v)) for k, v in case.items()]
@@ -144,7 +144,7 @@ REST = [case for case in PRODUCT[::11] if case not in (*QUICK, *PAIRS)]
     ],
     ids=lambda case: "-".join(map(str, case.values())),
 )
-def test_blocks_are_the_whole(case: Operands):
+def test_blockwise_matches_naive_attention(case: Operands):
     """All that the contract has, in blocks that divide neither side."""
     pattern = Pattern(
         scale=0.5,
@@ -163,7 +163,7 @@ PACKED = {
 }  # fmt: skip
 
 
-def test_pieces_of_the_keys_add_up():
+def test_key_blocks_merge_in_any_order():
     """As a ring has them: in another order of positions, none of a document, too."""
     pattern = Pattern(scale=0.5, causal=True, window=(9, None), block=(8, 8))
     given = operands(PACKED)
@@ -202,8 +202,8 @@ def test_pieces_of_the_keys_add_up():
     assert_same(run(), expected)
 
 
-def test_nothing_seen_is_nothing():
-    """No NaN, no gradient, and no change to what is merged with it."""
+def test_fully_masked_rows_give_zero():
+    """No NaN and no gradient; merging such a row changes nothing."""
     nothing = (jnp.zeros((1, 2, 1, 3)), jnp.full((1, 2, 1), -jnp.inf))
     some = (jnp.ones((1, 2, 1, 3)), jnp.zeros((1, 2, 1)))
     assert_same(merge(nothing, some), some)
@@ -221,7 +221,7 @@ def test_nothing_seen_is_nothing():
     assert not any(x.any() for x in jax.tree.leaves(found))
 
 
-def test_sixteen_bits_are_summed_in_thirty_two():
+def test_bfloat16_is_summed_in_float32():
     pattern = Pattern(scale=0.3, causal=True, block=(16, 16))
     given = operands(PACKED)
     narrow = jax.tree.map(

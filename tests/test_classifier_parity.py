@@ -71,7 +71,7 @@ def one_device(microbatches: int) -> Run:
 )
 # It has no sequences, of which a strategy that splits them warns.
 @pytest.mark.filterwarnings("ignore:TensorParallel.* has split none")
-def test_same_numbers_as_one_device(name: str, strategy: Strategy):
+def test_training_matches_one_device(name: str, strategy: Strategy):
     sizes = {axis: size or 1 for axis, size in strategy.axis_sizes.items()}
     stages = sizes.get("pipe", 1)
     with compiling(optimized=False):

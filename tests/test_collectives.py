@@ -1,6 +1,6 @@
-"""Products that communicate give the numbers of the plain product, whoever sends what.
+"""Products that communicate give the numbers of the plain product.
 
-Compared in values and in gradients, for every mode and ring, and in what is compiled.
+Compared in values, gradients and compiled programs, for every mode and ring.
 """
 
 import re
@@ -66,7 +66,7 @@ def assert_same(found: Callable, plain: Callable, given: list[jax.Array]) -> Non
 @SIZES
 @ALL_MODES
 @LENGTHS
-def test_all_gather_matmul_is_the_product(size: int, mode: Mode, length: int):
+def test_all_gather_matmul_matches_matmul(size: int, mode: Mode, length: int):
     seq = size * length
     product = jax.shard_map(
         lambda x, w: all_gather_matmul(x, w, "tensor", dim=1, mode=mode),
@@ -81,7 +81,7 @@ def test_all_gather_matmul_is_the_product(size: int, mode: Mode, length: int):
 @SIZES
 @ALL_MODES
 @LENGTHS
-def test_matmul_reduce_scatter_is_the_product(size: int, mode: Mode, length: int):
+def test_matmul_reduce_scatter_matches_matmul(size: int, mode: Mode, length: int):
     seq = size * length
     product = jax.shard_map(
         lambda x, w: matmul_reduce_scatter(x, w, "tensor", dim=1, mode=mode),
@@ -99,7 +99,7 @@ class TestBesideADataAxis:
 
     MESH = staticmethod(lambda: ring_mesh(4, data=2))
 
-    def test_column_parallel_matmul(self, mode: Mode):
+    def test_column_parallel_matmul_matches_matmul(self, mode: Mode):
         mesh = self.MESH()
 
         def product(x, w):
@@ -116,7 +116,7 @@ class TestBesideADataAxis:
         shapes = (4, 8, IN), (IN, 4, 3), (4, 8, 4, 3)
         assert_same(product, plain, arrays(*shapes))
 
-    def test_row_parallel_matmul(self, mode: Mode):
+    def test_row_parallel_matmul_matches_matmul(self, mode: Mode):
         mesh = self.MESH()
 
         def product(x, w):
@@ -129,7 +129,7 @@ class TestBesideADataAxis:
 
         assert_same(product, plain, arrays((4, 8, 4, 3), (4, 3, IN), (4, 8, IN)))
 
-    def test_inside_a_region_that_is_manual_over_another_axis(self, mode: Mode):
+    def test_products_nest_in_another_manual_region(self, mode: Mode):
         mesh = self.MESH()
 
         def block(x, w):
@@ -152,7 +152,7 @@ class TestBesideADataAxis:
 
 
 @ALL_MODES
-def test_any_dims_may_be_contracted_and_gathered(mode: Mode):
+def test_any_dims_can_be_contracted_and_gathered(mode: Mode):
     mesh = ring_mesh(4)
     contracting = ((2, 0), (1, 2))
 
@@ -189,8 +189,8 @@ def test_any_dims_may_be_contracted_and_gathered(mode: Mode):
 
 
 @ALL_MODES
-def test_products_of_one_input_share_its_ring(mode: Mode):
-    """Values and gradients are theirs, and it sends what one of them would."""
+def test_products_of_one_input_share_ring(mode: Mode):
+    """Values and gradients match single products, and the input is sent only once."""
     mesh = ring_mesh(4)
     x, *ws = arrays((2, 8, IN), (IN, 4, 3), (8, IN))
     dys = arrays((2, 8, 4, 3), (2, 8, 8), ())[:2]
@@ -221,7 +221,7 @@ def test_products_of_one_input_share_its_ring(mode: Mode):
 
 
 @ALL_MODES
-def test_weights_that_every_device_holds_sum_their_gradients(mode: Mode):
+def test_replicated_weights_sum_gradients(mode: Mode):
     product = jax.shard_map(
         lambda x, w: all_gather_matmul(x, w, "tensor", dim=0, mode=mode)[None],
         mesh=ring_mesh(4),
@@ -236,7 +236,7 @@ def test_weights_that_every_device_holds_sum_their_gradients(mode: Mode):
 
 
 @pytest.mark.parametrize(("sum_dtype", "sent"), [(None, "f32"), ("bfloat16", "bf16")])
-def test_bfloat16_is_summed_in_float32_unless_told(sum_dtype, sent: str):
+def test_sum_dtype_defaults_to_float32(sum_dtype, sent: str):
     mesh = ring_mesh(8)
     x, w = (a.astype(jnp.bfloat16) for a in arrays((64, 256), (256, 8), ())[:2])
 
@@ -280,7 +280,7 @@ class TestWhatIsSent:
         w = jax.ShapeDtypeStruct((self.WIDTH, 32), jnp.float32, sharding=shardings[1])
         return audit(jax.jit(function).lower(x, w).compile())
 
-    def test_a_ring_sends_shards_hop_by_hop(self):
+    def test_ring_sends_shards_hop_by_hop(self):
         shard = self.SEQ // self.SIZE * self.WIDTH * 4
         report = self.report("ring")
         # x, which both passes share where nothing stands between them; the sums of its
@@ -288,7 +288,7 @@ class TestWhatIsSent:
         assert report.count("collective-permute") == 2 * (self.SIZE - 1)
         assert report.bytes("collective-permute") == 2 * (self.SIZE - 1) * shard
 
-    def test_bulk_sends_in_one(self):
+    def test_bulk_sends_one_collective(self):
         report = self.report("bulk")
         assert report.count("all-gather") == 1
         assert report.count("reduce-scatter") == 1
@@ -298,17 +298,17 @@ class TestWhatIsSent:
 class TestErrors:
     X, W = jnp.ones((2, 8, 6)), jnp.ones((6, 4))
 
-    def test_outside_a_manual_region(self):
+    def test_outside_manual_region_raises(self):
         message = "The code is not manual over the mesh axis 'tensor'"
         with pytest.raises(errors.UnknownAxisError, match=re.escape(message)):
             all_gather_matmul(self.X, self.W, "tensor", dim=1)
 
-    def test_without_a_mesh(self):
+    def test_missing_mesh_raises(self):
         message = "No mesh axis 'tensor' here. Axes: []. Pass mesh="
         with pytest.raises(errors.UnknownAxisError, match=re.escape(message)):
             row_parallel_matmul(self.X, self.W, "tensor", dim=1)
 
-    def test_in_a_region_that_is_manual_over_the_axis(self):
+    def test_inside_manual_region_of_axis_raises(self):
         region = jax.shard_map(
             lambda x, w: row_parallel_matmul(x, w, "tensor", dim=1),
             mesh=ring_mesh(2),
@@ -319,7 +319,7 @@ class TestErrors:
         with pytest.raises(errors.UnknownAxisError, match=re.escape(message)):
             region(self.X, self.W)
 
-    def test_unknown_mode(self):
+    def test_unknown_mode_raises(self):
         message = "Unknown mode 'rings'. Modes: ['bulk', 'ring']."
         with pytest.raises(ValueError, match=re.escape(message)):
             row_parallel_matmul(
@@ -331,7 +331,7 @@ class TestErrors:
                 mesh=ring_mesh(2),
             )
 
-    def test_a_contracted_dim_cannot_be_gathered(self):
+    def test_gathering_contracted_dim_raises(self):
         message = (
             "dim=-1 of x with shape (2, 8, 6), whose dims [2] are contracted. Choose a "
             "dim that is kept: one of [0, 1]."
@@ -339,7 +339,7 @@ class TestErrors:
         with pytest.raises(errors.CollectiveProductError, match=re.escape(message)):
             row_parallel_matmul(self.X, self.W, "tensor", dim=-1, mesh=ring_mesh(2))
 
-    def test_sizes_that_differ(self):
+    def test_different_sizes_raise(self):
         message = (
             "contracting=2 does not fit x of shape (2, 8, 6) and w of shape (6, 4). "
             "Give the number of last dims of x and first dims of w"
@@ -349,7 +349,7 @@ class TestErrors:
                 self.X, self.W, "tensor", dim=0, contracting=2, mesh=ring_mesh(2)
             )
 
-    def test_an_axis_that_does_not_divide(self):
+    def test_indivisible_axis_raises(self):
         message = (
             "Cannot split dim 1 of x with shape (2, 8, 6) over the mesh axis 'tensor' "
             "of size 3: it does not divide 8. Pad the dim to 9."
@@ -357,7 +357,7 @@ class TestErrors:
         with pytest.raises(errors.IndivisibleDimError, match=re.escape(message)):
             row_parallel_matmul(self.X, self.W, "tensor", dim=1, mesh=ring_mesh(3))
 
-    def test_a_split_that_is_not_contracted(self):
+    def test_split_of_kept_dim_raises(self):
         message = "split=1, but 1 dims are contracted. Choose one of [0]."
         with pytest.raises(errors.CollectiveProductError, match=re.escape(message)):
             row_parallel_matmul(

@@ -1,6 +1,6 @@
-"""A compiled step sends what theory says: every number here is worked out by hand.
+"""Communication of a compiled step: every number here is worked out by hand.
 
-Collectives are counted with loops multiplied out; their bytes are those of the data,
+Collectives are counted with loops multiplied out; their bytes are the data's size,
 per device. XLA for CPU sums gradients by all-reduce where others reduce and scatter.
 """
 
@@ -76,7 +76,7 @@ def num_arrays(step: CompiledStep) -> int:
 
 
 def gradient_bytes(step: CompiledStep, config: GPTConfig) -> int:
-    """What the uses of all parameters give; a tied table has two uses.
+    """Gradient bytes of all parameters' uses; a tied table has two uses.
 
     Each use is summed over devices where its product ends, before the two are added.
     """
@@ -85,7 +85,7 @@ def gradient_bytes(step: CompiledStep, config: GPTConfig) -> int:
 
 
 def product_bytes(config: GPTConfig) -> int:
-    """Kernels and the head: what the backward pass multiplies by again."""
+    """Bytes of kernels and head, by which the backward pass multiplies again."""
     return config.num_product_params * 4
 
 
@@ -99,17 +99,17 @@ def kinds(report: Report) -> set[str]:
 
 
 @CONFIGS
-def test_data_parallel_sends_the_gradients_once(config: GPTConfig):
+def test_data_parallel_reduces_gradients_once(config: GPTConfig):
     step = compiled(config, DP8)
     assert kinds(step.report) == {"all-reduce"}
     assert step.report.bytes() == gradient_bytes(step, config) + SCALAR
     # A layer's gradients travel together, while the layer before it is computed. The
-    # head's travel before those of all layers; XLA of jax 0.10 adds them to the last.
+    # head's travel before all layers' gradients; jax 0.10's XLA adds them to the last.
     assert step.report.count() in (LAYERS + 1, LAYERS + 2)
 
 
 @CONFIGS
-def test_fsdp_gathers_for_each_pass_and_reduces_once(config: GPTConfig):
+def test_fsdp_gathers_per_pass_and_reduces_once(config: GPTConfig):
     step = compiled(config, FSDP8)
     layer_arrays = len(jax.tree.leaves(step.plan.abstract.params["blocks"]))
     edge_arrays = num_arrays(step) - layer_arrays
@@ -131,7 +131,7 @@ def test_fsdp_gathers_for_each_pass_and_reduces_once(config: GPTConfig):
 
 
 @CONFIGS
-def test_hybrid_gathers_within_a_replica_and_sums_shards_between(config: GPTConfig):
+def test_hybrid_gathers_within_replica_and_reduces_between(config: GPTConfig):
     step = compiled(config, HSDP)
     gathers = [c for c in step.report.collectives if c.kind == "all-gather"]
     assert {each.group_size for each in gathers} == {4}
@@ -151,9 +151,7 @@ def test_hybrid_gathers_within_a_replica_and_sums_shards_between(config: GPTConf
 
 @CONFIGS
 @pytest.mark.parametrize("strategy", [ZERO1, ZERO2], ids=["zero1", "zero2"])
-def test_zero_1_and_2_gather_only_what_was_updated(
-    config: GPTConfig, strategy: Strategy
-):
+def test_zero_1_and_2_gather_only_parameters(config: GPTConfig, strategy: Strategy):
     step = compiled(config, strategy)
     assert step.report.count("all-gather") == num_arrays(step)
     assert step.report.bytes("all-gather") == param_bytes(step)
@@ -165,7 +163,7 @@ def test_zero_1_and_2_gather_only_what_was_updated(
 
 
 @CONFIGS
-def test_tensor_parallel_reduces_twice_a_block_and_pass(config: GPTConfig):
+def test_tensor_parallel_reduces_twice_per_block(config: GPTConfig):
     step = compiled(config, TP4)
     activation, per_token = ROWS * SEQ * WIDTH * 4, ROWS * SEQ * 4
     looped = [each for each in step.report.collectives if each.count == LAYERS]
@@ -192,7 +190,7 @@ def test_tensor_parallel_reduces_twice_a_block_and_pass(config: GPTConfig):
 
 @CONFIGS
 @ALL_STRATEGIES
-def test_no_strategy_computes_twice(config: GPTConfig, strategy: Strategy):
+def test_no_strategy_repeats_computation(config: GPTConfig, strategy: Strategy):
     step = compiled(config, strategy)
     tokens = ROWS * SEQ
     theory = config.flops_per_token(SEQ) * tokens
@@ -203,7 +201,7 @@ def test_no_strategy_computes_twice(config: GPTConfig, strategy: Strategy):
 
 @CONFIGS
 @ALL_STRATEGIES
-def test_nothing_is_sent_across(config: GPTConfig, strategy: Strategy):
+def test_no_all_to_all_or_permute_is_sent(config: GPTConfig, strategy: Strategy):
     """No array changes the dim that it is split along, nor the device that holds it."""
     report = compiled(config, strategy).report
     assert kinds(report) <= {"all-gather", "all-reduce", "reduce-scatter"}
@@ -212,13 +210,13 @@ def test_nothing_is_sent_across(config: GPTConfig, strategy: Strategy):
 EMBED_BY_COLUMNS = FSDP(8, rules=(PathRules((r"embedding", P(None, "fsdp"))),))
 
 
-def test_a_table_split_by_columns_does_not_pull_activations_apart():
+def test_column_split_table_sends_no_all_to_all():
     report = compiled(TIED, EMBED_BY_COLUMNS).report
     assert kinds(report) <= {"all-gather", "all-reduce"}
 
 
 class NamedMLP(nnx.Module):
-    """Flax's own table and layers, their dims named."""
+    """Flax's table and layers, with named dims."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         def named(*names: str):
@@ -237,13 +235,13 @@ class NamedMLP(nnx.Module):
         return self.head(x + self.down(nnx.gelu(self.up(x))))
 
 
-def test_a_stock_table_with_names_does_not_pull_activations_apart():
+def test_named_stock_table_sends_no_all_to_all():
     strategy = Composite(FSDP(4), TensorParallel(2))
     step = compile_step(NamedMLP, stock_loss, strategy, num_rows=ROWS, seq_len=SEQ)
     assert step.report.count("all-to-all") == 0
 
 
-def test_a_stock_model_without_names_is_gathered_at_use():
+def test_unnamed_stock_model_is_gathered_at_use():
     def build(rngs: nnx.Rngs) -> nnx.Module:
         return StockTransformer(64, WIDTH, 2, 4, rngs=rngs)
 
@@ -259,14 +257,14 @@ def test_a_stock_model_without_names_is_gathered_at_use():
 
 
 class TestMicrobatches:
-    """Each microbatch is a pass of its own, with the collectives of one."""
+    """Each microbatch is a separate pass, with the collectives of one."""
 
-    def test_data_parallel_reduces_after_each(self):
+    def test_data_parallel_reduces_per_microbatch(self):
         step = compiled(TIED, DP8, microbatches=4)
         assert step.report.bytes() == 4 * (gradient_bytes(step, TIED) + SCALAR)
         assert kinds(step.report) == {"all-reduce"}
 
-    def test_fsdp_gathers_layers_for_each(self):
+    def test_fsdp_gathers_layers_per_microbatch(self):
         step = compiled(TIED, FSDP8, microbatches=4)
         params = step.plan.abstract.params
         layers = sum(x.size * 4 for x in jax.tree.leaves(params["blocks"]))
@@ -276,7 +274,7 @@ class TestMicrobatches:
         kernels = product_bytes(TIED) - head
         assert sum(each.bytes for each in of_layers) == 4 * (layers + kernels)
         # The rest is the same for every microbatch: the compiler may gather it once,
-        # before the loop over them. It gathers at least the forward pass's arrays so.
+        # before the loop over them. At least the arrays of the forward pass are.
         rest = param_bytes(step) - layers
         of_rest = step.report.bytes("all-gather") - 4 * (layers + kernels)
         assert rest <= of_rest <= rest + 4 * head

@@ -1,4 +1,4 @@
-"""The compiler's options of a step: which are set, and what is said of the others."""
+"""The compiler's options of a step: which are set, and reports about the others."""
 
 import re
 from types import SimpleNamespace
@@ -28,32 +28,32 @@ def mesh_of(platform: str, kind: str, count: int = 4) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e"])
-def test_tpus_whose_sparse_cores_send_have_them_send(kind: str):
+def test_sparse_core_tpus_offload_collectives(kind: str):
     found = compiler_options(mesh_of("tpu", kind))
     assert found[GATHERS] is True
     assert HIDES not in found
 
 
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5e", "TPU7x"])
-def test_tpus_without_them_or_with_them_by_default_have_none(kind: str):
+def test_other_tpus_have_no_options(kind: str):
     assert compiler_options(mesh_of("tpu", kind)) == {}
 
 
-def test_gpus_schedule_for_latency_and_cpus_have_no_option():
+def test_gpus_hide_latency_and_cpus_have_no_options():
     assert compiler_options(mesh_of("gpu", "NVIDIA H100 80GB HBM3")) == {HIDES: True}
     assert compiler_options(mesh_of("cpu", "cpu")) == {}
 
 
-def test_one_device_sends_nothing_and_has_no_option():
+def test_one_device_has_no_options():
     assert compiler_options(mesh_of("gpu", "NVIDIA H200", count=1)) == {}
 
 
-def test_each_option_has_a_reason_and_a_source():
+def test_each_option_has_reason_and_source():
     assert all(len(each.reason) > 20 and each.source for each in TABLE)
     assert len({each.name for each in TABLE}) == len(TABLE)
 
 
-def test_overrides_change_add_and_remove():
+def test_overrides_change_add_and_remove_options():
     mesh = mesh_of("gpu", "NVIDIA H100")
     assert compiler_options(mesh, {HIDES: False}) == {HIDES: False}
     assert compiler_options(mesh, {HIDES: None}) == {}
@@ -61,7 +61,7 @@ def test_overrides_change_add_and_remove():
     assert compiler_options(mesh, more) == {HIDES: True} | more
 
 
-def test_what_the_environment_sets_is_left_to_it(monkeypatch: pytest.MonkeyPatch):
+def test_environment_flags_take_precedence(monkeypatch: pytest.MonkeyPatch):
     mesh = mesh_of("gpu", "NVIDIA H100")
     monkeypatch.setenv("XLA_FLAGS", f"--{HIDES}_not=1")
     assert compiler_options(mesh) == {HIDES: True}
@@ -94,7 +94,7 @@ def make_trainer(loss: Any = squares, **options: Any) -> Trainer:
     )
 
 
-def test_a_fit_says_which_are_set_and_which_are_refused():
+def test_fit_reports_set_and_refused_options():
     greeter = Greeter()
     trainer = make_trainer(
         compiler_options={FAST: False, "xla_tpu_of_tomorrow": True}, loggers=[greeter]
@@ -116,7 +116,7 @@ def test_a_fit_says_which_are_set_and_which_are_refused():
     assert trainer.evaluate([X])["loss"] > 0
 
 
-def test_the_program_has_them_traces_once_and_may_be_part_of_another(tmp_path):
+def test_step_with_options_traces_once_and_nests(tmp_path):
     dumped = tmp_path / "dump"
     trainer = make_trainer(
         loggers=(), compiler_options={"xla_dump_to": str(dumped), FAST: True}
@@ -136,7 +136,7 @@ def test_the_program_has_them_traces_once_and_may_be_part_of_another(tmp_path):
     }
 
 
-def test_an_error_of_the_step_is_its_own():
+def test_step_error_is_raised_unchanged():
     def bad(model: Any, batch: Any) -> Any:
         raise ValueError("of the loss")
 
@@ -145,7 +145,7 @@ def test_an_error_of_the_step_is_its_own():
         trainer.train_step(trainer.state, trainer.shard_batch(X))
 
 
-def test_without_any_the_step_is_that_of_jit():
+def test_step_without_options_is_plain_jit():
     trainer = make_trainer(loggers=())
     assert accepted_options(trainer.mesh) == ({}, {})
     assert type(trainer.train_step._jitted) is type(jax.jit(jnp.sin))  # pyright: ignore[reportFunctionMemberAccess]
@@ -163,7 +163,7 @@ for name in sys.argv[1:]:
 
 
 @pytest.mark.slow
-def test_libtpu_takes_all_options_of_its_generations():
+def test_libtpu_accepts_all_options():
     of_tpus = sum("gpu" not in each.kinds for each in TABLE)
     numbers = numbers_from(
         "import warnings; warnings.simplefilter('ignore')\n" + TPU,

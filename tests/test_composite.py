@@ -28,13 +28,13 @@ PARTS = DataParallel(2), FSDP(2), TensorParallel(2)
 
 @dataclass(frozen=True, repr=False)
 class Experts(Strategy):
-    """A technique of a user's own, which wants ``mlp`` on an axis of its own."""
+    """A user's technique, which claims ``mlp`` for its axis."""
 
     def claims(self) -> Claims:
         return Claims(axis_sizes={"expert": 2}, logical={"mlp": "expert"})
 
 
-def test_the_order_of_the_parts_means_nothing() -> None:
+def test_order_of_parts_does_not_matter() -> None:
     expected = Composite(*PARTS)
     for parts in permutations(PARTS):
         found = Composite(*parts)
@@ -45,14 +45,14 @@ def test_the_order_of_the_parts_means_nothing() -> None:
     assert expected.make_mesh().axis_names == ("data", "fsdp", "tensor")
 
 
-def test_the_batch_is_split_over_the_axes_of_all() -> None:
+def test_batch_is_split_over_all_axes() -> None:
     layout = Composite(*reversed(PARTS)).layout()
     assert layout.batch_spec(8) == P(("data", "fsdp"))
     assert layout.batch_spec(6) == P("data")
     assert layout.batch_spec(3) == P()
 
 
-def test_composites_flatten_with_their_rules() -> None:
+def test_nested_composites_flatten_with_rules() -> None:
     first, second = PathRules((r"a", P())), PathRules((r"b", P()))
     left = Composite(PARTS[2], PARTS[0], rules=(second,))
     right = Composite(PARTS[1], rules=(first,))
@@ -61,7 +61,7 @@ def test_composites_flatten_with_their_rules() -> None:
     assert set(Composite(left, right).claims().rules) == {first, second}
 
 
-def test_rules_of_a_part_and_of_the_whole_both_count() -> None:
+def test_rules_of_part_and_composite_both_apply() -> None:
     part = PathRules((r"kernel", P(None, "fsdp")))
     whole = PathRules((r"bias", P("fsdp")))
     strategy = Composite(FSDP(8, rules=(part,)), rules=(whole,))
@@ -71,12 +71,12 @@ def test_rules_of_a_part_and_of_the_whole_both_count() -> None:
     assert specs["bias"].get_value() == P("fsdp")
 
 
-def test_a_composite_of_one_places_as_its_part() -> None:
+def test_composite_of_one_matches_its_part() -> None:
     state = nnx.state(nnx.Linear(64, 64, rngs=nnx.Rngs(0)))
     assert Composite(FSDP()).shardings(state) == FSDP().shardings(state)
 
 
-def test_a_repr_shows_what_is_not_the_default() -> None:
+def test_repr_shows_non_default_arguments() -> None:
     rule = LogicalRules({"vocab": None})
     strategy = Composite(TensorParallel(2), FSDP(min_size=0), rules=(rule,))
     assert repr(strategy) == (
@@ -88,7 +88,7 @@ def test_a_repr_shows_what_is_not_the_default() -> None:
     )
 
 
-def test_two_parts_with_one_axis() -> None:
+def test_parts_with_same_axis_raise() -> None:
     message = (
         "Both FSDP(size=4, shard='optimizer') and FSDP(size=2) use the mesh axis "
         "'fsdp'. Each part of a Composite needs axes of its own: keep one of them and "
@@ -98,7 +98,7 @@ def test_two_parts_with_one_axis() -> None:
         Composite(FSDP(2), Composite(FSDP(4, shard="optimizer"), DataParallel()))
 
 
-def test_two_parts_that_give_one_name_to_different_axes() -> None:
+def test_parts_with_conflicting_names_raise() -> None:
     message = (
         "Experts() gives dims named 'mlp' to 'expert', TensorParallel(size=4) gives "
         "them to 'tensor'. Decide with rules=(LogicalRules({'mlp': ...}),)."
@@ -116,7 +116,7 @@ def test_two_parts_that_give_one_name_to_different_axes() -> None:
         (None, P()),
     ],
 )
-def test_the_users_rule_decides_such_a_name(axes: MeshAxes, spec: P) -> None:
+def test_user_rule_resolves_name_conflict(axes: MeshAxes, spec: P) -> None:
     rules = (LogicalRules({"mlp": axes}),)
     state = nnx.state(Dense({"embed": 8}, {"mlp": 8}, rngs=nnx.Rngs(0)))
     for strategy in (
@@ -127,7 +127,7 @@ def test_the_users_rule_decides_such_a_name(axes: MeshAxes, spec: P) -> None:
         assert specs["kernel"].get_value() == spec
 
 
-def test_a_composite_needs_a_part() -> None:
+def test_empty_composite_raises() -> None:
     message = "Composite() has no strategies. Give it at least one."
     with pytest.raises(ValueError, match=re.escape(message)):
         Composite()

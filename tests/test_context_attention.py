@@ -72,7 +72,7 @@ def parametrized() -> list:
     ]
 
 
-def test_the_selections_hold_what_they_say():
+def test_selections_cover_all_values_and_pairs():
     values = [set(column) for column in zip(*FEW, strict=True)]
     assert values == [set(factor) for factor in FACTORS]
     assert pairs_met(PAIRS) == pairs_met(product(*FACTORS))
@@ -110,7 +110,7 @@ def value(layout: Layout | None, arrays: list[Array], **rules: Any) -> Array:
 def value_and_gradients(
     layout: Layout | None, arrays: list[Array], **rules: Any
 ) -> tuple:
-    """Of a scalar in which every output has a weight of its own; sinks come last."""
+    """Value and gradients of a scalar that weighs every output; sinks come last."""
 
     def loss(*arrays: Array) -> tuple[Array, Array]:
         query, key, value, sinks = arrays
@@ -142,7 +142,7 @@ def assert_same(found: tuple, wanted: tuple) -> None:
 
 
 @pytest.mark.parametrize(("exchange", "mask", "kv_heads", "mesh"), parametrized())
-def test_it_is_that_of_one_device(exchange, mask, kv_heads, mesh):
+def test_attention_matches_one_device(exchange, mask, kv_heads, mesh):
     """Outputs, and gradients of queries, keys, values and sinks."""
     size = 4 if mesh == "alone" else 2
     strategy = Composite(ContextParallel(size, exchange), *MESHES[mesh])
@@ -155,8 +155,8 @@ def test_it_is_that_of_one_device(exchange, mask, kv_heads, mesh):
 @pytest.mark.deep
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("keys", [16, 15])
-def test_keys_of_another_sequence(exchange, keys):
-    """Exchanged where the axis divides them, else whole on each device."""
+def test_cross_attention_matches_one_device(exchange, keys):
+    """Keys are exchanged where the axis divides them, otherwise gathered."""
     arrays = operands(2, keys=keys)
     found = value_and_gradients(layout_of(ContextParallel(4, exchange)), arrays)
     assert_same(found, value_and_gradients(None, arrays))
@@ -199,12 +199,12 @@ def test_causal_work_is_balanced(exchange, is_trained, monkeypatch):
     jax.effects_barrier()
     assert set(counts) == set(range(8))
     assert max(counts.values()) <= 1.05 * np.mean(list(counts.values()))
-    # No block is computed of which no query sees a key: what is more than half of all
-    # are the blocks on the diagonal, 16 to a side.
+    # Blocks without a visible key are not computed. The excess over half of all blocks
+    # is the diagonal, 16 to a side.
     assert sum(counts.values()) == (1 + is_trained) * seq * (seq + 16) // 2
 
 
-def test_uneven_work_is_said(monkeypatch):
+def test_unbalanced_length_warns(monkeypatch):
     layout = layout_of(ContextParallel(8))
     message = (
         "Causal attention of 24 tokens over context=8 is not balanced: the last device "
@@ -215,7 +215,7 @@ def test_uneven_work_is_said(monkeypatch):
         jax.eval_shape(lambda *x: attention(*x, causal=True), query, key, value)
 
 
-# What a compiled program sends and holds
+# Transfers and memory of a compiled program
 
 
 LONG, KV_HEADS_OF_LONG = 1024, 2
@@ -257,7 +257,7 @@ def sent(exchange: str, *, causal: bool, is_trained: bool) -> dict[str, int]:
     for each in audit(
         compiled(exchange, causal=causal, is_trained=is_trained)
     ).collectives:
-        # An all-gather is counted with what it gathers: a device sends its shard to 3.
+        # An all-gather is counted by its result: a device sends its shard to 3.
         share = 3 / 4 if each.kind != "collective-permute" else 1
         found[each.kind] += int(each.bytes * share)
     # Single numbers, as of a sum over all devices in the loss.
@@ -270,7 +270,7 @@ KEYS = 2 * KV_HEADS_OF_LONG * SHARD  # and values, of one device
 @pytest.mark.parametrize(
     ("exchange", "is_trained", "expected"),
     [
-        # Of n shards n - 1 pass by; backward again, and their gradients with them.
+        # A device receives n - 1 of n shards, backward once more, with their gradients.
         ("ring", False, {"collective-permute": 3 * KEYS}),
         ("ring", True, {"collective-permute": 3 * 3 * KEYS}),
         # Backward gathered again, and the gradients scattered.
@@ -281,7 +281,7 @@ KEYS = 2 * KV_HEADS_OF_LONG * SHARD  # and values, of one device
         ("all_to_all", True, {"all-to-all": 2 * (2 * HEADS + 2 * 4) * SHARD * 3 // 4}),
     ],
 )
-def test_bytes_are_those_of_theory(exchange, is_trained, expected):
+def test_sent_bytes_match_theory(exchange, is_trained, expected):
     found = sent(exchange, causal=False, is_trained=is_trained)
     if jax.__version_info__ < (0, 11) and (exchange, is_trained) == ("gather", True):
         # Its XLA finds both gathers of one program to be the same.
@@ -289,7 +289,7 @@ def test_bytes_are_those_of_theory(exchange, is_trained, expected):
     assert found == expected
 
 
-def test_balance_sends_each_token_once_there_and_back():
+def test_balancing_sends_each_token_twice():
     """Queries, keys and values, and the output; nothing besides the ring."""
     found = sent("ring", causal=True, is_trained=False)
     halves = (2 * HEADS + 2 * KV_HEADS_OF_LONG) * SHARD
@@ -300,7 +300,7 @@ def test_balance_sends_each_token_once_there_and_back():
     "exchange",
     ["ring", *(pytest.param(e, marks=pytest.mark.deep) for e in EXCHANGES[1:])],
 )
-def test_no_array_is_queries_by_keys(exchange):
+def test_no_array_holds_all_scores(exchange):
     text = compiled(exchange, causal=True, is_trained=True).as_text()
     assert text is not None
     shapes = re.findall(r"(?:f|s|u|pred)\d*\[([\d,]+)\]", text)
@@ -318,7 +318,7 @@ def attend(strategy: Strategy, seq: int, kv_heads: int = 8, **rules: Any) -> Arr
         return attention(query, key, value, causal=True, **rules)
 
 
-def test_a_length_that_does_not_divide():
+def test_indivisible_length_raises():
     message = (
         "Cannot split dim 1 of the queries of an attention with shape (4, 30, 8, 8) "
         "over the mesh axis 'context' of size 4: it does not divide 30. Pad the dim "
@@ -347,7 +347,7 @@ def test_a_length_that_does_not_divide():
         ),
     ],
 )
-def test_heads_that_do_not_divide(strategy, text):
+def test_indivisible_heads_raise(strategy, text):
     if not text:
         jax.eval_shape(lambda: attend(strategy, 48))
         return
@@ -355,7 +355,7 @@ def test_heads_that_do_not_divide(strategy, text):
         attend(strategy, 48)
 
 
-def test_an_unknown_exchange():
+def test_unknown_exchange_raises():
     message = (
         "ContextParallel(exchange='zigzag'): valid values are ['ring', 'all_to_all', "
         "'gather']."
@@ -364,14 +364,14 @@ def test_an_unknown_exchange():
         ContextParallel(2, "zigzag")  # pyright: ignore[reportArgumentType]
 
 
-def test_a_kernel_that_needs_whole_sequences():
+def test_kernel_for_whole_sequences_raises():
     message = "exchange='ring' of a split sequence; it takes whole sequences, as of"
     with pytest.raises(AttentionKernelError, match=re.escape(message)):
         attend(ContextParallel(4), 32, implementation="splash")
 
 
 @pytest.mark.parametrize("seq", [1, 30])
-def test_a_model_that_generates_is_not_split(seq):
+def test_generating_model_is_not_split(seq):
     """One token, or an array as mask: the partitioner has them."""
     query, key, value, _ = operands(2, seq)
     mask = jnp.ones((1, 1, seq, seq), bool)

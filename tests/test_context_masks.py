@@ -1,7 +1,7 @@
 """Each mask of attention, with dropout, in a trained model whose sequence is split.
 
 `test_context_attention` has every pair of exchange, mask, heads and mesh on one
-attention; here are those with pipelines, and the product.
+attention; here are the pairs with pipelines, and the product.
 """
 
 import itertools
@@ -86,14 +86,14 @@ class Block(nnx.Module):
 
 
 class Tagger(nnx.Module):
-    """A label for every token."""
+    """Predicts a label for every token."""
 
     def __init__(self, mask: str, kv_heads: int, *, rngs: nnx.Rngs) -> None:
         self.embed = Embed(VOCAB, WIDTH, rngs=rngs)
         self.blocks = Stack(lambda rngs: Block(mask, kv_heads, rngs=rngs), 4, rngs=rngs)
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
-        # Logits near 0 at the start, as a GPT's: from a loss above that of a guess SGD
-        # oscillates, and 20 steps make 1e-5 of what rounding makes different.
+        # Logits near 0 at the start, as a GPT's: from a loss above a guess's loss SGD
+        # oscillates, and in 20 steps differences of rounding grow to 1e-5.
         init = nnx.initializers.normal(0.02)
         self.head = Dense(
             {"embed": WIDTH}, {"vocab": VOCAB}, rngs=rngs, kernel_init=init
@@ -144,17 +144,17 @@ def parametrized() -> list:
     ]
 
 
-def test_every_pair_with_a_pipeline_is_run_outside_of_the_slow_tests():
-    """`test_context_attention` has those of the other meshes."""
+def test_deep_cases_cover_pipeline_pairs():
+    """`test_context_attention` covers the pairs with the other meshes."""
     piped = {(3, "pp"), (3, "pp_tp")}
     wanted = {pair for pair in pairs_met(all_pairs(*FACTORS)) if piped & {*pair}}
     assert wanted <= pairs_met(DEEP)
 
 
 @pytest.mark.parametrize(("exchange", "mask", "kv_heads", "mesh"), parametrized())
-def test_training_is_that_of_one_device(exchange, mask, kv_heads, mesh):
+def test_training_matches_one_device(exchange, mask, kv_heads, mesh):
     size = 4 if mesh == "pp" else 2
-    # One key head is not split; each device repeats it for its own query heads.
+    # One key head is not split; each device repeats it for its query heads.
     rules = (LogicalRules({"kv_heads": None}),) if kv_heads == 1 else ()
     strategy = Composite(ContextParallel(size, exchange), *MESHES[mesh], rules=rules)
     microbatches = 4 if "pp" in mesh else 1

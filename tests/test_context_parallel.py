@@ -113,7 +113,7 @@ DEEP = [
 
 def strategy_of(exchange: Exchange, model: str, mesh: str) -> Strategy:
     size = 4 if len(MESHES[mesh]) < 2 and mesh != "tp_overlap" else 2
-    # One key head is not split; each device repeats it for its own query heads.
+    # One key head is not split; each device repeats it for its query heads.
     rules = (LogicalRules({"kv_heads": None}),) if model == "one_head" else ()
     return Composite(ContextParallel(size, exchange), *MESHES[mesh], rules=rules)
 
@@ -137,7 +137,7 @@ def alone(model: str, microbatches: int) -> Run:
     ("exchange", "model", "mesh"),
     [*FEW, *(pytest.param(*case, marks=pytest.mark.deep) for case in DEEP)],
 )
-def test_a_step_is_that_of_one_device(exchange, model, mesh):
+def test_training_matches_one_device(exchange, model, mesh):
     """Packed documents and dropout: all of 20 steps."""
     strategy = strategy_of(exchange, model, mesh)
     microbatches, devices = microbatches_of(strategy), devices_of(strategy)
@@ -154,7 +154,7 @@ def test_a_step_is_that_of_one_device(exchange, model, mesh):
 
 
 class TestPlaces:
-    def test_both_axes_split_the_sequence_in_the_order_of_the_mesh(self):
+    def test_both_axes_split_sequence_in_mesh_order(self):
         strategy = Composite(TensorParallel(2, sequence=True), ContextParallel(2))
         layout = strategy.layout(strategy.make_mesh(jax.devices()[:4]))
         spec = layout.activation_spec
@@ -173,7 +173,7 @@ class TestPlaces:
             ("optimizer", P()),
         ],
     )
-    def test_state_is_split_over_it_too(self, shard, stored):
+    def test_state_is_split_over_context_axis(self, shard, stored):
         strategy = Composite(FSDP(2, shard, min_size=0), ContextParallel(4))
         table = strategy.describe(lambda rngs: nnx.Linear(8, 16, rngs=rngs))
         place = {row.info.path: row.placement for row in table.rows}["kernel"]
@@ -182,7 +182,7 @@ class TestPlaces:
         assert place.optimizer == P(("fsdp", "context"))
         assert place.reason == "fsdp+context: free dim 0, unaligned"
 
-    def test_one_axis_where_both_do_not_divide(self):
+    def test_one_axis_splits_where_both_do_not_divide(self):
         strategy = Composite(FSDP(2, min_size=0), ContextParallel(4))
         table = strategy.describe(
             lambda rngs: nnx.Linear(3, 6, use_bias=False, rngs=rngs)
@@ -190,12 +190,12 @@ class TestPlaces:
         assert table.rows[0].placement.stored == P(None, "fsdp")
         assert table.rows[0].placement.reason == "fsdp: free dim 1, unaligned"
 
-    def test_alone_every_device_has_the_state(self):
+    def test_context_parallel_only_replicates_state(self):
         table = ContextParallel().describe(lambda rngs: nnx.Linear(64, 64, rngs=rngs))
         assert all(row.placement.optimizer == P() for row in table.rows)
         assert "no effect" not in table.summary()
 
-    def test_it_says_where_the_sequence_is_gathered(self):
+    def test_describe_tells_where_sequence_is_gathered(self):
         def build(rngs: nnx.Rngs) -> nnx.Module:
             return nnx.List([nnx.MultiHeadAttention(4, 16, rngs=rngs)])
 
@@ -208,10 +208,10 @@ class TestPlaces:
 
 
 class Stock(nnx.Module):
-    """A transformer's layer in Flax's own modules, with no names."""
+    """A transformer's layer in Flax's modules, without names."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        # Larger than Flax's own, so that twenty steps train it.
+        # Larger than Flax's default, so that twenty steps train it.
         init = nnx.initializers.normal(1.0)
         self.embed = nnx.Embed(VOCAB, 32, embedding_init=init, rngs=rngs)
         self.attention = nnx.MultiHeadAttention(4, 32, decode=False, rngs=rngs)
@@ -224,7 +224,7 @@ class Stock(nnx.Module):
 
 
 @pytest.mark.deep
-def test_stock_attention_is_that_of_one_device():
+def test_stock_attention_matches_one_device():
     case = Case(build=Stock, loss=token_loss, make_batch=token_batch)
     runs = []
     for strategy in (DataParallel(1), Composite(ContextParallel(4), FSDP(2))):
@@ -250,17 +250,17 @@ def temporaries(num_layers: int, size: int) -> int:
 
 
 @pytest.mark.deep
-def test_a_layer_keeps_its_share_of_the_activations():
-    """Of a whole part W and a split part S a layer would take W + S / size."""
+def test_layer_keeps_its_share_of_activations():
+    """With a whole part W and a split part S a layer would take W + S / size."""
     two, four = ((temporaries(6, n) - temporaries(2, n)) / 4 for n in (2, 4))
     assert 2 * four - two < 0.05 * four
 
 
-# What runs besides training
+# Generation and evaluation
 
 
 @pytest.mark.deep
-def test_generation_and_evaluation_are_those_of_one_device():
+def test_generation_and_evaluation_match_one_device():
     """Also of prompts that the axis does not divide."""
     rng = np.random.default_rng(0)
     config = GPTConfig.tiny_llama(num_layers=2, seq_len=32, num_kv_heads=2)

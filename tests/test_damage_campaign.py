@@ -1,4 +1,4 @@
-"""Hundreds of damaged runs, each read again: what becomes of them is counted.
+"""Hundreds of damaged runs, each read again: the outcomes are counted.
 
 `NNX_PARALLEL_DAMAGES=700 pytest -m deep -s tests/test_damage_campaign.py` makes 1,400.
 """
@@ -91,7 +91,7 @@ def exchange(path: Path, rng: random.Random) -> None:
 
 
 def exchange_parts(path: Path, rng: random.Random) -> None:
-    """A directory, up to the whole step, by that of the other step."""
+    """Replaces a directory, up to the whole step, by the other step's directory."""
     run = next(x for x in path.parents if x.name == "4").parent
     part = rng.choice([x for x in path.parents if run in x.parents])
     shutil.rmtree(part)
@@ -120,7 +120,7 @@ def damaged_runs(run: Path, scratch: Path) -> Iterator[tuple[Path, str]]:
 
 
 def outcome(read: Callable[[], list[bytes]], newest: Any, previous: Any) -> str:
-    """What comes of a damaged run, in one word or three."""
+    """The outcome of reading a damaged run, in one to three words."""
     found: list[str] = []
 
     def look() -> None:
@@ -142,7 +142,7 @@ def outcome(read: Callable[[], list[bytes]], newest: Any, previous: Any) -> str:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("on_damage", ["error", "previous"])
-def test_no_damage_is_silently_wrong_or_without_a_name(
+def test_every_damage_is_detected_or_named(
     on_damage: Any, run: tuple[Path, Any], tmp_path: Path
 ) -> None:
     directory, wanted = run

@@ -25,7 +25,7 @@ def as_bytes(text: bytes) -> np.ndarray:
     return np.frombuffer(text, np.uint8)
 
 
-def test_held_out_files_are_none_of_those_trained_on() -> None:
+def test_held_out_files_are_not_trained_on() -> None:
     corpus = standard_library()
     assert not set(corpus.train_files) & set(corpus.valid_files)
     assert len(corpus.valid_files) > 5
@@ -33,7 +33,7 @@ def test_held_out_files_are_none_of_those_trained_on() -> None:
     assert len(corpus.train) > 10 * len(corpus.valid)
 
 
-def test_corpus_is_the_same_each_time_and_in_order_of_names() -> None:
+def test_corpus_is_deterministic_and_sorted() -> None:
     first, second = standard_library(), standard_library()
     assert first == second
     assert list(first.train_files) == sorted(first.train_files)
@@ -47,7 +47,7 @@ def test_corpus_leaves_out_tests_and_packages() -> None:
     assert not folders & {"site-packages", "dist-packages", "test", "tests", "idlelib"}
 
 
-def test_held_out_files_follow_from_their_names_alone(tmp_path: Path) -> None:
+def test_held_out_files_depend_only_on_names(tmp_path: Path) -> None:
     def held_out(root: Path) -> set[Path]:
         files = standard_library(root).valid_files
         return {file.relative_to(root) for file in files}
@@ -62,12 +62,12 @@ def test_held_out_files_follow_from_their_names_alone(tmp_path: Path) -> None:
     assert held_out(tmp_path / "b") - {Path("another.py")} == held_out(tmp_path / "a")
 
 
-def test_a_directory_without_source_is_refused(tmp_path: Path) -> None:
+def test_directory_without_source_raises(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=re.escape("too few to hold any out")):
         standard_library(tmp_path)
 
 
-def test_random_windows_are_windows_and_the_same_from_each_start() -> None:
+def test_random_windows_are_reproducible() -> None:
     text = as_bytes(bytes(range(100)))
     windows = RandomWindows(text=text, global_batch_size=4, seq_len=8)
     first = list(itertools.islice(windows, 3))
@@ -78,7 +78,7 @@ def test_random_windows_are_windows_and_the_same_from_each_start() -> None:
     assert not np.array_equal(first[0], first[1])
 
 
-def test_spread_windows_reach_from_start_to_end() -> None:
+def test_spread_windows_cover_text() -> None:
     text = as_bytes(bytes(range(100)))
     batches = spread_windows(text, num_batches=2, global_batch_size=2, seq_len=4)
     assert [batch.shape for batch in batches] == [(2, 5)] * 2
@@ -86,21 +86,21 @@ def test_spread_windows_reach_from_start_to_end() -> None:
     assert batches[-1][-1, -1] == 99
 
 
-def test_unigram_bits_by_hand() -> None:
-    # Of "aab" with 1 added to each of 256 bytes: a 3/259, b 2/259, c 1/259.
+def test_unigram_bits_match_hand_calculation() -> None:
+    # "aab" with 1 added to each of 256 bytes: a 3/259, b 2/259, c 1/259.
     rows = as_bytes(b"zabc").astype(np.int32)[None]
     expected = -sum(math.log2(n / 259) for n in (3, 2, 1)) / 3
     assert unigram_bits(as_bytes(b"aab"), [rows]) == pytest.approx(expected)
 
 
-def test_bigram_bits_by_hand() -> None:
+def test_bigram_bits_match_hand_calculation() -> None:
     # Pairs of "aab" are aa and ab: after a 2/258 each, after another byte 1/256.
     rows = as_bytes(b"aabc").astype(np.int32)[None]
     expected = -(2 * math.log2(2 / 258) + math.log2(1 / 256)) / 3
     assert bigram_bits(as_bytes(b"aab"), [rows]) == pytest.approx(expected)
 
 
-def test_each_strategy_has_a_mesh_of_eight(devices: list) -> None:
+def test_each_strategy_uses_eight_devices(devices: list) -> None:
     for name, make_strategy in STRATEGIES.items():
         assert make_strategy().make_mesh(devices).size == 8, name
 
@@ -141,7 +141,7 @@ def test_demo_trains_resumes_and_restores(
 
 
 @pytest.mark.slow
-def test_three_dimensions_train_to_the_same_losses(
+def test_three_axis_strategy_matches_default_losses(
     tmp_path: Path, devices: list
 ) -> None:
     losses = {}
@@ -163,7 +163,7 @@ def test_three_dimensions_train_to_the_same_losses(
 
 
 @pytest.mark.slow
-def test_the_whole_demo_clearly_beats_models_that_count(
+def test_demo_beats_ngram_models(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], devices: list
 ) -> None:
     with compiling(optimized=True):

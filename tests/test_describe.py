@@ -1,4 +1,4 @@
-"""What is shown of a description, a report, a table and a Trainer, and how wide."""
+"""Texts of a description, a report, a table and a Trainer, and their widths."""
 
 import io
 import re
@@ -43,7 +43,7 @@ def described() -> Description:
 
 
 def html_of(thing: Any) -> str:
-    """What a notebook shows."""
+    """The HTML that a notebook shows."""
     return thing._repr_html_()
 
 
@@ -60,7 +60,7 @@ def header_of(text: str) -> list[str]:
         (80, ["dtype", "gradient", "optimizer", "used", "shape", "why"]),
     ],
 )
-def test_a_description_fits_the_terminal_and_names_what_it_leaves_out(
+def test_description_fits_terminal_and_lists_hidden_columns(
     described: Description,
     width: int,
     hidden: list[str],
@@ -80,13 +80,13 @@ def test_a_description_fits_the_terminal_and_names_what_it_leaves_out(
         assert f" {row.bytes_per_device:,} " in line
 
 
-def test_rich_draws_it_at_the_width_of_its_console(described: Description) -> None:
+def test_rich_uses_console_width(described: Description) -> None:
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(described)
     assert "why" not in header_of(console.export_text())
 
 
-def test_a_path_that_is_too_long_is_folded(
+def test_long_path_is_folded(
     described: Description, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "50")
@@ -95,7 +95,7 @@ def test_a_path_that_is_too_long_is_folded(
     assert max(map(len, text.splitlines())) <= 50
 
 
-def test_where_nothing_says_how_wide_it_is_120(
+def test_default_width_is_120(
     described: Description, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
@@ -104,7 +104,7 @@ def test_where_nothing_says_how_wide_it_is_120(
     assert str(visualize(described)) == str(described)
 
 
-def test_a_notebook_shows_every_column(described: Description) -> None:
+def test_notebook_shows_every_column(described: Description) -> None:
     html = html_of(described)
     assert re.findall("<th>(.*?)</th>", html) == COLUMNS
     assert html.count("<tr>") == 1 + len(described.rows)
@@ -112,13 +112,13 @@ def test_a_notebook_shows_every_column(described: Description) -> None:
     assert "per device: parameters" in html
 
 
-def test_a_description_is_short_in_a_debugger(described: Description) -> None:
+def test_description_has_short_repr(described: Description) -> None:
     found = f"<{len(described.rows)} arrays on mesh fsdp=4 * tensor=2, "
     assert repr(described).startswith(found)
     assert len(repr(described)) < 100
 
 
-def test_a_report_is_short_in_a_debugger_and_a_table_in_a_notebook() -> None:
+def test_report_has_short_repr_and_html_table() -> None:
     mesh = make_mesh({"x": 8})
     rows = NamedSharding(mesh, P("x"))
     x = jax.device_put(jnp.ones((8, 16)), rows)
@@ -133,7 +133,7 @@ def test_a_report_is_short_in_a_debugger_and_a_table_in_a_notebook() -> None:
     assert "FLOPs per device: " in html
 
 
-def test_a_schedule_is_short_in_a_debugger_and_a_grid_in_a_notebook() -> None:
+def test_schedule_has_short_repr_and_html_grid() -> None:
     table = OneFOneB().table(2, 3)
     assert repr(table) == "<1F1B: 2 stages, 3 microbatches, 5 ticks>"
     cells = re.findall("<td[^>]*>(.*?)</td>", html_of(table))
@@ -148,7 +148,7 @@ def test_a_schedule_is_short_in_a_debugger_and_a_grid_in_a_notebook() -> None:
     assert "F3.1" in html_of(chunks)
 
 
-def test_a_trainer_says_what_it_trains_and_compiles_nothing(tmp_path: Any) -> None:
+def test_trainer_repr_compiles_nothing(tmp_path: Any) -> None:
     trainer = Trainer(
         lambda rngs: nnx.Linear(64, 64, rngs=rngs),
         optax.adam(0.1),

@@ -1,4 +1,4 @@
-"""What must hold between a run and the one on one device."""
+"""Checks that compare a run with the same run on one device."""
 
 import jax
 import numpy as np
@@ -12,7 +12,7 @@ from tests.parity.runs import Run
 
 
 def assert_same_numbers(run: Run, expected: Run) -> None:
-    """Parity: start, gradients, losses, and what 20 steps make of all arrays."""
+    """Parity: start, gradients, losses, and all arrays after 20 steps."""
     assert_training(expected)
     assert_same_bits(run.initial, expected.initial)
     assert_gradients_close(run.gradients, expected.gradients)
@@ -23,7 +23,7 @@ def assert_same_numbers(run: Run, expected: Run) -> None:
 
 
 def assert_training(run: Run) -> None:
-    """The losses fall, so that what is compared is training."""
+    """The losses fall, so that real training is compared."""
     for losses in (run.losses, run.sgd_losses):
         assert losses[-4:].mean() < 0.9 * losses[:4].mean()
 
@@ -46,7 +46,7 @@ def assert_gradients_close(
 
 
 def assert_params_close(found: Arrays, expected: Arrays) -> None:
-    """Each leaf to 1e-5 of its own largest entry, or of 0.1 where that is more."""
+    """Each leaf to 1e-5 of its largest entry, or of 0.1 where that is more."""
     assert found.keys() == expected.keys()
     errors = {
         path: np.abs(found[path].astype(np.float64) - leaf).max()
@@ -63,7 +63,7 @@ def assert_all_below(errors: dict[str, float], limit: float) -> None:
 
 
 def assert_placed(state: TrainState, description: Description) -> None:
-    """Every array lies where the description says; what it leaves out, on all."""
+    """Every array lies where the description says; arrays that it omits, on all."""
     specs = {
         "model": {r.info.path: r.placement.stored for r in description.rows},
         "optimizer": {row.path: row.spec for row in description.optimizer_rows},
@@ -83,7 +83,7 @@ def assert_placed(state: TrainState, description: Description) -> None:
 
 
 def assert_parts(tree: object, parts: int | None) -> None:
-    """Every device holds one part in so many of all arrays but scalars."""
+    """Every device holds one of ``parts`` equal parts of all arrays but scalars."""
     if parts is None:
         return
     arrays = [x for x in jax.tree.leaves(tree) if x.ndim]

@@ -46,7 +46,7 @@ class Case:
         wrt: Filter of the Variables that are trained.
         tensor_rules: Placement over the axis ``tensor`` for a model that has no names
             that `TensorParallel` knows.
-        other_rules: What a strategy without that axis must be told instead.
+        other_rules: Rules that a strategy without that axis needs instead.
     """
 
     build: Callable[[nnx.Rngs], nnx.Module]
@@ -65,7 +65,7 @@ class Case:
 class ConvNet(nnx.Module):
     """Convolutions with batch statistics and dropout.
 
-    Its activation is smooth: at the kink of a ReLU rounding alone decides a gradient.
+    Its activation is smooth: at the kink of a ReLU rounding decides a gradient.
     """
 
     def __init__(self, rngs: nnx.Rngs) -> None:
@@ -122,7 +122,7 @@ class Recurrent(nnx.Module):
 
 
 class Annotated(nnx.Module):
-    """Flax's own sharding metadata, with a mesh axis of its guide: ``model``.
+    """Flax's sharding metadata, with a mesh axis of its guide: ``model``.
 
     It has more outputs than classes, so that every shard's last dim is at least 8.
     """

@@ -64,13 +64,13 @@ OPTIMIZER = either(optax.adamw(3e-3), optax.sgd(0.05, momentum=0.9))
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What 20 steps of AdamW and, from the start again, of SGD have given.
+    """Results of 20 steps of AdamW and, from the start again, of SGD.
 
     Attributes:
         initial: Parameters, other variables and key before the first step.
-        gradients: Of the first step, by parameter.
-        losses: Of AdamW's steps.
-        sgd_losses: Of SGD's steps.
+        gradients: Gradients of the first step, by parameter.
+        losses: Losses of AdamW's steps.
+        sgd_losses: Losses of SGD's steps.
         params: After SGD with momentum.
         variables: Other variables after it.
         start: The placed state before the first step.
@@ -153,7 +153,7 @@ def reference(
 def compiling(*, optimized: bool) -> Iterator[None]:
     """Compiles with or without the optimizations of machine code.
 
-    Those before it (the partitioner, fusion) are always made, so that the programs are
+    Earlier passes (the partitioner, fusion) always run, so that the programs are
     the same; without, they compile in two thirds of the time.
     """
     before = jax.config.read("jax_disable_most_optimizations")
@@ -165,7 +165,7 @@ def compiling(*, optimized: bool) -> Iterator[None]:
 
 
 def described(case: Case, strategy: Strategy, devices: Sequence[Device]) -> Description:
-    """What a strategy says of where each array lives."""
+    """A strategy's description of where each array lives."""
     layout = strategy.layout(strategy.make_mesh(devices))
     model = abstract_model(case.build, nnx.Rngs(0))
     return describe_model(model, layout, OPTIMIZER, case.wrt)

@@ -21,7 +21,7 @@ class Plan:
         make: The strategy with a model's rules.
         params_parts: Into how many parts the parameters are split for storage, on
             every model; ``None`` where that depends on the model's names and rules.
-        optimizer_parts: The same of the optimizer state.
+        optimizer_parts: The same for the optimizer state.
     """
 
     make: Callable[[tuple[Rules, ...]], Strategy]
@@ -29,7 +29,7 @@ class Plan:
     optimizer_parts: int | None = None
 
     def strategy(self, case: Case | None = None) -> Strategy:
-        """The strategy, told what it must know of the case's model."""
+        """The strategy, with the rules that the case's model needs."""
         if case is None:
             return self.make(())
         has_tensor = "tensor" in self.make(()).axis_sizes

@@ -1,1 +1,1 @@
-"""Runs of several processes, and what ends them."""
+"""Runs of several processes, and the faults that end them."""

@@ -30,7 +30,7 @@ class Ended:
 
     Attributes:
         code: Its exit code.
-        text: What it has written, standard output before standard error.
+        text: Its output, standard output before standard error.
         seconds: How long it took.
     """
 
@@ -46,7 +46,7 @@ def arguments(
     devices: int = 1,
     options: Sequence[str] = (),
 ) -> list[str]:
-    """What launches the worker, as arguments of ``python -m nnx_parallel``."""
+    """Arguments of ``python -m nnx_parallel`` that launch the worker."""
     sizes = ["--processes", str(processes), "--devices-per-process", str(devices)]
     return ["launch", "--cpu", *sizes, *options, str(WORKER), json.dumps(settings)]
 
@@ -54,7 +54,7 @@ def arguments(
 def launch(settings: dict[str, Any], **where: Any) -> Ended:
     """Runs the worker to its end.
 
-    The launcher is this process, which has imported by now what it takes seconds to; it
+    The launcher is this process, whose imports, which take seconds, are done by now; it
     passes signals on meanwhile.
 
     Args:

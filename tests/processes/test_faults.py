@@ -1,4 +1,4 @@
-"""What breaks ends every process within seconds, with a code and a line that says why.
+"""A fault ends every process within seconds, with a code and a line that says why.
 
 Each case is produced for real, with processes and signals.
 """
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.faults
 
 @pytest.fixture(autouse=True)
 def _hears_interrupts() -> Iterator[None]:
-    """What a shell starts in the background ignores SIGINT, and so do its children."""
+    """Restores SIGINT, which a shell's background processes ignore."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -171,9 +171,7 @@ def break_process(kind: str, steps: int = 40, process: int = 1, **more: Any) -> 
     ],
     ids=lambda value: "" if not isinstance(value, dict) else value["fault"]["kind"],
 )
-def test_a_fault_ends_all_processes(
-    settings: dict, code: int, lines: list[str]
-) -> None:
+def test_fault_ends_all_processes(settings: dict, code: int, lines: list[str]) -> None:
     ended = launch(settings)
     assert ended.code == code, ended.text
     for line in lines:
@@ -189,16 +187,18 @@ def test_a_fault_ends_all_processes(
         "unusable",
         "save_after",
     )
-    if symmetric:  # each has the error, or hears of the other's before its own
+    if symmetric:  # each raises the error, or hears first that the other raised it
         for process in (0, 1):
             pattern = rf"^\[{process}\] .*Error: "
             assert re.search(pattern, ended.text, re.MULTILINE), ended.text
     if code == 1 and not symmetric and kind != "save":  # told by another thread
         assert ended.text.count("Traceback (most recent call last)") == 1
-    assert ended.seconds < 30  # start-up included: jax alone waits 98 to 301 s
+    assert (
+        ended.seconds < 30
+    )  # start-up included: without this library jax waits 98 to 301 s
 
 
-def test_a_save_that_fails_on_one_process_is_told_at_once(tmp_path: Path) -> None:
+def test_failed_save_on_one_process_ends_all(tmp_path: Path) -> None:
     saved = {"directory": str(tmp_path / "run"), "every": 20}
     ended = launch(break_process("disk", checkpoint=saved))
     assert ended.code == 1, ended.text
@@ -210,7 +210,7 @@ def test_a_save_that_fails_on_one_process_is_told_at_once(tmp_path: Path) -> Non
     assert ended.seconds < 30
 
 
-def test_a_kill_in_the_middle_of_a_save_ends_all_processes(tmp_path: Path) -> None:
+def test_kill_during_save_ends_all_processes(tmp_path: Path) -> None:
     saved = {"directory": str(tmp_path / "run"), "every": 4}
     settings = break_process("kill", checkpoint=saved)
     fault = {"step": None, "in_save": str(tmp_path / "run/8.orbax-checkpoint-tmp")}
@@ -219,12 +219,12 @@ def test_a_kill_in_the_middle_of_a_save_ends_all_processes(tmp_path: Path) -> No
     assert ended.code == 128 + signal.SIGKILL, ended.text
     assert "[0] " + LOST + "its connection closed without an exit message" in ended.text
     left = sorted(path.name for path in (tmp_path / "run").glob("[0-9]*"))
-    # Process 0 may be in the save too, which then fails and deletes what it wrote.
+    # Process 0 may be in the save too, which then fails and deletes its files.
     assert left in (["4"], ["4", "8.orbax-checkpoint-tmp"])
     assert ended.seconds < 30
 
 
-def test_a_process_that_does_not_save_is_told_of(tmp_path: Path) -> None:
+def test_process_without_checkpoint_raises(tmp_path: Path) -> None:
     saved = {"directory": str(tmp_path / "run")}
     ended = launch(break_process("unsaved", checkpoint=saved))
     assert ended.code == 1, ended.text
@@ -237,7 +237,7 @@ def test_a_process_that_does_not_save_is_told_of(tmp_path: Path) -> None:
     assert ended.seconds < 30
 
 
-def test_a_run_that_warns_of_a_failed_save_does_not_wait_for_it(tmp_path: Path) -> None:
+def test_run_does_not_wait_for_failed_save(tmp_path: Path) -> None:
     saved = {"directory": str(tmp_path / "run"), "every": 5, "on_save_error": "warn"}
     fault = {"kind": "disk", "process": 1, "raise_at": 17}
     settings = {"model": "linear", "steps": 100, "checkpoint": saved, "fault": fault}
@@ -251,7 +251,7 @@ def test_a_run_that_warns_of_a_failed_save_does_not_wait_for_it(tmp_path: Path) 
     assert ended.seconds < 30
 
 
-def test_a_disk_that_is_full_for_a_while_ends_no_run(tmp_path: Path) -> None:
+def test_temporarily_full_disk_only_warns(tmp_path: Path) -> None:
     run = tmp_path / "run"
     saved = {"directory": str(run), "every": 5, "on_save_error": "warn"}
     fault = {"kind": "disk", "process": 0, "heal_at": 17}
@@ -261,14 +261,14 @@ def test_a_disk_that_is_full_for_a_while_ends_no_run(tmp_path: Path) -> None:
     for step in (5, 10, 15):
         assert f"Saving step {step} in '{run}' failed: " in ended.text
     assert ended.text.count("JSONLinesLogger failed: ") == 1
-    assert len(ended.text.splitlines()) < 60, ended.text  # 4,100 are Orbax's own
+    assert len(ended.text.splitlines()) < 60, ended.text  # Orbax prints 4,100
     assert sorted(path.name for path in run.iterdir()) == ["20", "metrics.jsonl"]
     lines = (run / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines][-1] == 20
     assert launch(settings | {"fault": {}, "steps": 21}, processes=1).code == 0
 
 
-def test_a_disk_that_stays_full_ends_no_run(tmp_path: Path) -> None:
+def test_permanently_full_disk_only_warns(tmp_path: Path) -> None:
     run = tmp_path / "run"
     saved = {"directory": str(run), "every": 5, "on_save_error": "warn"}
     fault = {"kind": "disk", "process": 0}
@@ -282,7 +282,7 @@ def test_a_disk_that_stays_full_ends_no_run(tmp_path: Path) -> None:
     assert [path.name for path in run.iterdir()] == ["metrics.jsonl"]
 
 
-def test_copies_that_differ_on_two_processes_are_not_saved(tmp_path: Path) -> None:
+def test_differing_copies_on_processes_are_not_saved(tmp_path: Path) -> None:
     saved = {"directory": str(tmp_path / "run"), "every": 1}
     settings = break_process("flip", steps=20, checkpoint=saved, strategies=["data"])
     ended = launch(settings)
@@ -294,7 +294,7 @@ def test_copies_that_differ_on_two_processes_are_not_saved(tmp_path: Path) -> No
     assert ended.seconds < 30
 
 
-def test_the_end_of_a_fit_is_saved_after_a_save_that_failed(tmp_path: Path) -> None:
+def test_end_of_fit_is_saved_after_failed_save(tmp_path: Path) -> None:
     saved = {"directory": str(tmp_path / "run"), "every": 5, "on_save_error": "warn"}
     fault = {"kind": "disk", "process": 1, "heal_at": 7}
     settings = {"model": "linear", "steps": 8, "checkpoint": saved, "fault": fault}
@@ -307,7 +307,7 @@ def test_the_end_of_a_fit_is_saved_after_a_save_that_failed(tmp_path: Path) -> N
     assert ended.seconds < 30
 
 
-def test_a_sigterm_to_one_process_saves_and_ends_all(tmp_path: Path) -> None:
+def test_sigterm_to_one_process_saves_and_ends_all(tmp_path: Path) -> None:
     saved = {"directory": str(tmp_path / "run")}
     settings = break_process("term", steps=60, checkpoint=saved)
     ended = launch(settings)
@@ -324,7 +324,7 @@ def test_a_sigterm_to_one_process_saves_and_ends_all(tmp_path: Path) -> None:
     assert f"Resumed from step {step}" in again.text
 
 
-def test_a_sigterm_in_the_last_step_is_heard(tmp_path: Path) -> None:
+def test_sigterm_in_last_step_is_handled(tmp_path: Path) -> None:
     saved = {"directory": str(tmp_path / "run")}
     ended = launch(break_process("term", steps=2, checkpoint=saved))
     assert ended.code == 0, ended.text
@@ -332,7 +332,7 @@ def test_a_sigterm_in_the_last_step_is_heard(tmp_path: Path) -> None:
     assert "resume with the same command" in ended.text
 
 
-def test_damage_that_one_process_sees_is_told_by_all(tmp_path: Path) -> None:
+def test_damage_seen_by_one_process_stops_all(tmp_path: Path) -> None:
     saved = {"directory": str(tmp_path / "run"), "on_damage": "previous"}
     settings = {"model": "wide", "steps": 2, "checkpoint": saved | {"every": 1}}
     assert launch(settings).code == 0
@@ -356,14 +356,14 @@ def test_damage_that_one_process_sees_is_told_by_all(tmp_path: Path) -> None:
     assert ended.seconds < 60
 
 
-def test_a_stop_on_one_process_stops_all(tmp_path: Path) -> None:
+def test_stop_on_one_process_stops_all(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     ended = launch(break_process("stop", out=str(out)))
     assert ended.code == 0, ended.text
     assert 2 <= json.loads(out.read_text())["fsdp"]["step"] <= 8
 
 
-def test_restarts_finish_the_run_bit_for_bit(tmp_path: Path) -> None:
+def test_restarts_give_identical_parameters(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     whole = {"model": "linear", "steps": 12, "out": str(out)}
     assert launch(whole).code == 0
@@ -406,7 +406,7 @@ def test_signals_reach_every_process(number: int, tmp_path: Path) -> None:
     assert "Starting all processes again" not in rest
 
 
-def test_processes_that_print_save_when_their_launcher_is_killed(
+def test_printing_processes_save_after_launcher_is_killed(
     tmp_path: Path,
 ) -> None:
     run = tmp_path / "run"
@@ -427,7 +427,7 @@ def test_processes_that_print_save_when_their_launcher_is_killed(
     assert [name for name in os.listdir(run) if name.isdigit()]
 
 
-def test_a_sigterm_to_a_single_process_saves_and_exits_zero(tmp_path: Path) -> None:
+def test_sigterm_to_single_process_saves_and_exits_zero(tmp_path: Path) -> None:
     saved = {"directory": str(tmp_path / "run")}
     settings = break_process("term", process=0, checkpoint=saved)
     worker = [sys.executable, str(WORKER), json.dumps(settings)]

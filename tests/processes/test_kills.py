@@ -13,7 +13,7 @@ pytestmark = pytest.mark.faults
     ("number", "count", "processes"),
     [(signal.SIGKILL, 10, 1), (signal.SIGINT, 2, 2)],
 )
-def test_signals_at_random_moments_change_nothing(
+def test_random_signals_do_not_change_result(
     number: signal.Signals, count: int, processes: int
 ) -> None:
     found = soak(count, seed=1, number=number, processes=processes)

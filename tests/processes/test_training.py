@@ -26,7 +26,7 @@ def train_here(**options: Any) -> tuple[Trainer, list[float]]:
 
 @pytest.fixture(scope="module")
 def losses() -> list[float]:
-    """Of four steps of the GPT on one device."""
+    """Losses of four steps of the GPT on one device."""
     return train_here()[1]
 
 
@@ -38,7 +38,7 @@ def losses() -> list[float]:
     ],
     ids=["2x2", "4x1"],
 )
-def test_losses_equal_those_of_one_process(
+def test_losses_match_one_process(
     losses: list[float],
     processes: int,
     devices: int,
@@ -60,7 +60,7 @@ def test_losses_equal_those_of_one_process(
         assert f"(across processes: {axes})" in found[name]["table"]
 
 
-def test_checkpoints_go_both_ways_between_process_counts(tmp_path: Path) -> None:
+def test_checkpoints_move_between_process_counts(tmp_path: Path) -> None:
     here = {"model": "linear", "steps": 9}
     _, expected = train_here(**here)
     saved = {"directory": str(tmp_path / "run"), "every": 3}

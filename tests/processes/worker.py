@@ -62,7 +62,7 @@ MODELS: dict[str, Callable[[nnx.Rngs], nnx.Module]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What one run does.
+    """Settings of one run.
 
     Attributes:
         strategies: Names in ``STRATEGIES``, trained one after the other.
@@ -74,8 +74,8 @@ class Settings:
         out: Where process 0 writes losses and digests, by strategy.
         checkpoint: Options of a `Checkpoint`, or ``None``.
         trainer: More options of the `Trainer`.
-        fault: What happens, on which process, at which step, at the first start only.
-        evaluates: Whether the run ends with an evaluation.
+        fault: A fault with its process and step; it occurs at the first start only.
+        evaluates: True if the run ends with an evaluation.
         give_up_seconds: When a save that has failed on one process is given up.
         notice_seconds: When a process that waits for another asks where it is.
     """
@@ -155,7 +155,7 @@ class Fault(Callback):
         if self._fault.get("kind") == "talk":
             print("says", step)  # noqa: T201
         if step == self._fault.get("heal_at"):
-            time.sleep(2)  # what is written behind the steps has failed by now
+            time.sleep(2)  # background writes have failed by now
             limit_files(resource.getrlimit(resource.RLIMIT_FSIZE)[1])
         if step == self._fault.get("raise_at"):  # a second one
             raise ValueError("this process has had enough")
@@ -176,7 +176,7 @@ class Fault(Callback):
             sys.exit(0)
         if kind == "save":
             trainer.save()
-        if kind == "flip":  # what this process's memory may do
+        if kind == "flip":  # as a fault of this process's memory would
             state = trainer.state
             kernel = state.params["kernel"]
             one = jax.device_put(kernel.addressable_data(0) + 1, jax.local_devices()[0])
@@ -267,7 +267,7 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs what the command line says."""
+    """Runs with the settings on the command line."""
     nnx_parallel.initialize()
     settings = Settings(**json.loads(sys.argv[1]))
     orbax_compat.GIVE_UP_SECONDS = settings.give_up_seconds

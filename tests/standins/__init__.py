@@ -1,4 +1,4 @@
-"""What the site's recipes use of libraries that the tests do not install.
+"""Stand-ins for libraries that the site's recipes use and the tests do not install.
 
 Each has the interface of the library itself, with which the recipes are tried by hand.
 """

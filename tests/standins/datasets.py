@@ -1,4 +1,4 @@
-"""Of Hugging Face datasets 5: rows in columns, read by number."""
+"""Part of Hugging Face datasets 5: rows in columns, read by number."""
 
 from collections.abc import Iterator
 from typing import Any, Self

@@ -1,4 +1,4 @@
-"""Of TensorFlow 2: ``tf.data``, from arrays to batches."""
+"""Part of TensorFlow 2: ``tf.data``, from arrays to batches."""
 
 import math
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a user adds to train these models: data, names, and blocks for a pipeline."""
+"""A user's additions to train these models: data, names, and blocks for a pipeline."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,15 +42,15 @@ def make_batches() -> list[dict]:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model of others, and what its user says.
+    """A model of others, and its user's additions.
 
     Attributes:
-        shape: What is particular about it, for the how-to.
+        shape: Its particular shape, for the how-to.
         build: Builds the model.
         loss: Its loss.
         names: Names of dims, which tensor parallelism needs.
         rules: Rules of the strategy.
-        wrt: What is trained.
+        wrt: The Variables that are trained.
         blocks: Where the model has equal blocks that call one another in a loop.
     """
 

@@ -209,7 +209,7 @@ def kernel(*names: str):
 
 
 class EncoderBlock1D(nnx.Module):
-    """Flax's own attention, and dropout."""
+    """Flax's attention, and dropout."""
 
     def __init__(self, dim: int, *, rngs: nnx.Rngs) -> None:
         self.ln1 = nnx.LayerNorm(dim, rngs=rngs)

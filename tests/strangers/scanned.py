@@ -11,7 +11,7 @@ LAYERS, WIDTH = 4, 16
 
 
 class Block(nnx.Module):
-    """Two products, statistics, dropout, and a parameter of its own."""
+    """Two products, statistics, dropout, and a parameter."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
@@ -55,7 +55,7 @@ class Scanned(nnx.Module):
 
 
 class Jitted(Scanned):
-    """The same as a program of its own, which hands back all parameters."""
+    """The same inside `nnx.jit`, which returns all parameters."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return nnx.jit(Scanned.__call__)(self, x)

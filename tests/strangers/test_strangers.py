@@ -51,7 +51,7 @@ STRATEGIES: dict[str, tuple[Strategy, int]] = {  # and how many devices
     "pipeline": (Pipeline(2), 2),
 }
 # The Llama and its pipeline are in `test_path_names` too. The U-Net and the decoder, as
-# long to compile as half of the others, are in the whole product alone.
+# long to compile as half of the others, are in the whole product only.
 QUICK = {
     "gemma": "tensor",
     "clip": "tensor",
@@ -70,7 +70,7 @@ DEEP = {
 
 
 pytestmark = [
-    # What Flax and this library have to say about a table in no Variable, and `sow`.
+    # Flax and this library warn about a table in no Variable, and about `sow`.
     pytest.mark.filterwarnings("ignore:Arrays in no Variable"),
     pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning"),
 ]
@@ -134,7 +134,7 @@ def pairs() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "strategy"), [*pairs()])
-def test_the_numbers_of_plain_nnx(name: str, strategy: str) -> None:
+def test_training_matches_plain_nnx(name: str, strategy: str) -> None:
     case = CASES[name]
     is_stacked = strategy == "pipeline"
     build = partial(stacked, case) if is_stacked else case.build
@@ -147,7 +147,7 @@ def test_the_numbers_of_plain_nnx(name: str, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_pipeline_names_what_it_lacks_and_the_line_that_adds_it(name: str) -> None:
+def test_pipeline_error_names_missing_stack(name: str) -> None:
     blocks = CASES[name].blocks
     line = f"model.{blocks} = nnx.List([Stack.of(model.{blocks})]) is enough); or use"
     expected = line if blocks else "as Stack.of(blocks) does; or use"
@@ -155,6 +155,6 @@ def test_a_pipeline_names_what_it_lacks_and_the_line_that_adds_it(name: str) -> 
         make_trainer(CASES[name], "pipeline")
 
 
-def test_the_how_to_lists_these_shapes() -> None:
+def test_howto_lists_all_shapes() -> None:
     page = Path(__file__).parents[2] / "docs" / "howto.md"
     assert "\n".join(table()) in page.read_text()

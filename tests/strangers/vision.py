@@ -98,7 +98,7 @@ class ResBlock(nnx.Module):
 
 
 class UNet(nnx.Module):
-    """A denoiser: down, and up again beside what was kept on the way."""
+    """A denoiser: down, and up again with skip connections."""
 
     def __init__(self, rngs: nnx.Rngs, channels: tuple[int, ...] = (8, 16)) -> None:
         self.time_mlp = nnx.Sequential(
@@ -181,7 +181,7 @@ def contrastive_loss(model: Any, batch: Any) -> Any:
 
 
 class Loss(nnx.Variable):
-    """What a layer adds to the loss."""
+    """A layer's contribution to the loss."""
 
 
 class VAE(nnx.Module):

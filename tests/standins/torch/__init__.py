@@ -1,4 +1,4 @@
-"""Of PyTorch 2: a generator of random numbers, and the class of its arrays."""
+"""Part of PyTorch 2: a generator of random numbers, and the class of its arrays."""
 
 from typing import Self
 

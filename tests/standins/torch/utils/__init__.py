@@ -1,1 +1,1 @@
-"""Of PyTorch 2: where the loader is."""
+"""Part of PyTorch 2: the package of the loader."""
