@@ -1,7 +1,7 @@
-"""Families of models against transformers' own: goldens of tiny random models.
+"""Families of models against transformers: goldens of tiny random models.
 
 `tests/goldens/make_goldens.py` made them. They are read by hand here, so that neither
-torch nor our own reading of weights is between the numbers.
+torch nor this library's reader of weights is between the numbers.
 """
 
 import json
@@ -106,13 +106,13 @@ def run(model: GPT, tokens: jax.Array) -> jax.Array:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_transformers(family: str) -> None:
+def test_logits_match_transformers(family: str) -> None:
     logits = run(load(family), golden(family)["tokens"])
     np.testing.assert_allclose(logits, golden(family)["logits"], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_continuations_are_those_of_transformers(family: str) -> None:
+def test_greedy_continuations_match_transformers(family: str) -> None:
     prompt = golden(family)["tokens"][:1]
     go_on = nnx.jit(generate, static_argnames=("max_new_tokens", "temperature"))
     out = go_on(load(family), jnp.asarray(prompt), max_new_tokens=64, temperature=0)
@@ -137,19 +137,19 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("family", "change"), SETTINGS)
-def test_each_setting_matters(family: str, change: dict[str, Any]) -> None:
+def test_each_setting_changes_logits(family: str, change: dict[str, Any]) -> None:
     """A golden that a wrong setting passes would prove nothing of it."""
     logits = run(load(family, **change), golden(family)["tokens"])
     assert np.abs(np.asarray(logits) - golden(family)["logits"]).max() > 1e-3
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_config_is_written_as_it_was_read(family: str) -> None:
+def test_config_round_trips(family: str) -> None:
     config = config_from_hf(hf_config(family))
     written = config_to_hf(config)
     kept = {"model_type", "architectures", "vocab_size", "tie_word_embeddings"}
     assert {k: written[k] for k in kept} == {k: hf_config(family)[k] for k in kept}
-    # Theirs checks types: an int is no float.
+    # transformers checks types: an int is not a float.
     for key, value in written.items():
         theirs = hf_config(family).get(key)
         assert theirs is None or type(value) is type(theirs), key
@@ -205,15 +205,15 @@ PUBLISHED = {
 }
 
 
-def test_presets_have_the_published_sizes() -> None:
-    """Of the language model alone, with the rows of the table as in the files."""
+def test_presets_have_published_sizes() -> None:
+    """Sizes of only the language model, with the rows of the table as in the files."""
     found = {name: GPTConfig.preset(name).num_params for name in PRESETS}
-    del found["deepseek-v3-like"]  # without its latent attention it has its own size
+    del found["deepseek-v3-like"]  # without latent attention its size differs
     assert found == PUBLISHED
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_presets_have_a_config_of_transformers(name: str) -> None:
+def test_presets_have_transformers_config(name: str) -> None:
     config = GPTConfig.preset(name)
     again = config_from_hf(config_to_hf(config))
     assert again.num_params == config.num_params
@@ -238,7 +238,7 @@ def test_parameters_of_dense_layers_are_counted(changes: dict[str, Any]) -> None
     model = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
     sizes = [p.size for p in jax.tree.leaves(nnx.state(model, nnx.Param))]
     assert config.num_params == sum(sizes)
-    # Of 8 experts in each of 2 layers a token meets 2.
+    # A token meets 2 of 8 experts in each of 2 layers.
     kernels = 2 if changes.get("activation") == "gelu" else 3
     idle = 2 * 6 * kernels * 32 * 64
     assert config.num_active_params == config.num_params - idle
@@ -247,7 +247,7 @@ def test_parameters_of_dense_layers_are_counted(changes: dict[str, Any]) -> None
 
 
 def test_deepseek_v3_has_three_dense_layers() -> None:
-    """Its MLPs alone: attention is another."""
+    """Checks only the MLPs: attention differs."""
     config = GPTConfig.preset("deepseek-v3-like")
     model = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
     shapes = {
@@ -260,7 +260,7 @@ def test_deepseek_v3_has_three_dense_layers() -> None:
     assert config.num_params == sum(math.prod(shape) for shape in shapes.values())
 
 
-def test_dense_layers_take_part_in_decoding() -> None:
+def test_decoding_uses_dense_layers() -> None:
     """With windows in some layers, of both kinds."""
     config = deepseek_like(window=2, layer_kinds=("local", "global"))
     model = GPT(config, rngs=nnx.Rngs(0))
@@ -283,12 +283,12 @@ def test_dense_layers_take_part_in_decoding() -> None:
     ],
     ids=str,
 )
-def test_dense_layers_that_make_no_sense(changes: dict, message: str) -> None:
+def test_invalid_dense_layers_raise(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         deepseek_like(**changes)
 
 
-def test_no_model_of_transformers_has_dense_layers_first() -> None:
+def test_exporting_dense_layers_raises() -> None:
     with pytest.raises(ValueError, match="dense_layers is 1"):
         config_to_hf(deepseek_like(experts=Experts(num_experts=8, top_k=2, mlp_dim=64)))
 
@@ -301,7 +301,7 @@ def test_parameters_are_counted(family: str) -> None:
     assert config.num_params == sum(sizes)
 
 
-def test_settings_that_a_file_leaves_out_are_those_of_transformers() -> None:
+def test_missing_settings_use_transformers_defaults() -> None:
     """The text_config of Gemma 3 4B as it is on the hub; Mistral's window."""
     text = {
         "hidden_size": 2560,
@@ -340,7 +340,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("change", "message"), BAD)
-def test_what_a_gpt_cannot_be_is_an_error(change: dict, message: str) -> None:
+def test_unsupported_config_raises(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config_from_hf(hf_config("llama") | change)
 
@@ -360,18 +360,18 @@ def test_what_a_gpt_cannot_be_is_an_error(change: dict, message: str) -> None:
         ({"logit_softcap": 0.0}, "logit_softcap is 0.0; it must be above 0, or None"),
     ],
 )
-def test_settings_that_do_not_fit_are_named(change: dict, message: str) -> None:
+def test_inconsistent_settings_raise(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GPTConfig.tiny(**change)
 
 
-def test_a_shape_that_no_family_has_is_not_written() -> None:
+def test_exporting_unknown_architecture_raises() -> None:
     config = GPTConfig.tiny_llama(block="parallel")
     with pytest.raises(ValueError, match=r"GPTConfig.block is 'parallel'. The nearest"):
         config_to_hf(config)
 
 
-def test_a_preset_that_does_not_exist_lists_those_that_do() -> None:
+def test_unknown_preset_lists_presets() -> None:
     with pytest.raises(ValueError, match=r"No preset 'llama4'. There are: gpt2, "):
         GPTConfig.preset("llama4")
     with pytest.raises(ValueError, match=r"high_frequency is 1.0; it must be above"):
@@ -395,7 +395,7 @@ STRATEGIES = {
         for s in STRATEGIES
     ],
 )
-def test_logits_and_continuations_under_each_strategy(
+def test_logits_and_continuations_match_under_strategies(
     family: str, strategy: str
 ) -> None:
     trainer = Trainer(
@@ -442,14 +442,14 @@ def losses(family: str, strategy: Strategy | None) -> np.ndarray:
         for f in FAMILIES
     ],
 )
-def test_families_train_alike_under_each_strategy(family: str, strategy: str) -> None:
+def test_training_matches_one_device(family: str, strategy: str) -> None:
     """Layers that alternate, caps and norms of all kinds among them."""
     alone = losses(family, None)
     np.testing.assert_allclose(losses(family, STRATEGIES[strategy]()), alone, rtol=1e-5)
     assert alone[2] < alone[0]
 
 
-def test_capped_logits_have_the_loss_and_gradients_of_plain_jax() -> None:
+def test_capped_logits_match_plain_jax() -> None:
     keys = jax.random.split(jax.random.key(0), 3)
     hidden = jax.random.normal(keys[0], (2, 12, 8))
     kernel = 2 * jax.random.normal(keys[1], (8, 32))

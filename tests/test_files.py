@@ -58,7 +58,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any], type[Exception]]] = {
 
 @pytest.mark.parametrize(("make", "message"), KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize(("name", "read", "error"), READERS.values(), ids=READERS)
-def test_other_kinds_of_files_are_refused_by_path(
+def test_irregular_files_raise(
     tmp_path: Path, name: str, read: Callable, error: type, make: Callable, message: str
 ) -> None:
     make(tmp_path / name)
@@ -70,7 +70,7 @@ def test_other_kinds_of_files_are_refused_by_path(
 
 
 @pytest.mark.parametrize(("content", "message"), CONTENTS.values(), ids=CONTENTS)
-def test_json_of_a_stranger_takes_little_memory(
+def test_hostile_json_takes_little_memory(
     tmp_path: Path, content: bytes, message: str
 ) -> None:
     (tmp_path / "config.json").write_bytes(content)
@@ -84,7 +84,7 @@ def test_json_of_a_stranger_takes_little_memory(
     assert peak < 2 * len(content) + 2**20
 
 
-def test_limits_admit_what_real_files_hold(tmp_path: Path) -> None:
+def test_limits_admit_real_files(tmp_path: Path) -> None:
     inner = MAX_DEPTH - 1
     content = b'{"a":' + b"[" * inner + b"]" * inner + b"}"
     assert parse_object(content, "x")
@@ -121,7 +121,7 @@ COUNTS = [
 
 
 @pytest.mark.parametrize(("family", "name", "value", "message"), COUNTS)
-def test_absurd_counts_are_refused_at_once(
+def test_absurd_counts_raise(
     tmp_path: Path, family: str, name: str, value: Any, message: str
 ) -> None:
     folder = tmp_path / family
@@ -134,7 +134,7 @@ def test_absurd_counts_are_refused_at_once(
 
 
 @pytest.mark.parametrize("beside", ["model.fp16.safetensors", "adapter.safetensors"])
-def test_files_beside_the_weights_are_not_read(tmp_path: Path, beside: str) -> None:
+def test_other_files_in_folder_are_not_read(tmp_path: Path, beside: str) -> None:
     folder = tmp_path / "model"
     shutil.copytree(GOLDENS / "llama", folder)
     expected = open_tensors(folder).keys()
@@ -150,9 +150,7 @@ OPEN = {
 
 
 @pytest.mark.parametrize("change", OPEN.values(), ids=OPEN)
-def test_code_is_read_only_where_others_cannot_write(
-    tmp_path: Path, change: Callable
-) -> None:
+def test_code_writable_by_others_raises(tmp_path: Path, change: Callable) -> None:
     path = tmp_path / "private" / "x"
     path.parent.mkdir(mode=0o700)
     path.touch(mode=0o600)
@@ -163,7 +161,7 @@ def test_code_is_read_only_where_others_cannot_write(
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
-def test_code_of_another_user_is_not_read(tmp_path: Path) -> None:
+def test_code_of_another_user_raises(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.touch(mode=0o600)
     os.chown(path, 65534, 65534)

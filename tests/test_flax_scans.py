@@ -45,7 +45,7 @@ DEEP = pytest.mark.deep
     "build",
     [Jitted, *(pytest.param(m, marks=DEEP) for m in (Scanned, Rematted, ByHand))],
 )
-def test_one_layer_at_a_time(build: Any) -> None:
+def test_layers_are_gathered_one_by_one(build: Any) -> None:
     found = gathers(build, FSDP(4, min_size=4 * WIDTH**2))
     assert max(found) == KERNEL
     # Two kernels of each layer, forward and backward (and the head's, of their size).
@@ -60,7 +60,7 @@ def test_one_layer_at_a_time(build: Any) -> None:
         pytest.param(Rematted, 1, marks=DEEP),
     ],
 )
-def test_the_numbers_of_one_device(build: Any, num_microbatches: int) -> None:
+def test_training_matches_one_device(build: Any, num_microbatches: int) -> None:
     def train(strategy: Strategy) -> tuple:
         count = num_microbatches
         trainer = make_trainer(build, loss, strategy, num_microbatches=count)
@@ -77,9 +77,9 @@ def test_the_numbers_of_one_device(build: Any, num_microbatches: int) -> None:
             np.testing.assert_allclose(found[i][name], value, rtol=1e-5)
 
 
-def test_the_models_own_remat_is_kept() -> None:
+def test_remat_of_model_is_kept() -> None:
     def num_products(build: Any) -> int:
-        """Those of a step, a loop's body counted once."""
+        """Products of a step, with a loop's body counted once."""
         trainer = make_trainer(build, loss, FSDP(4, min_size=0), num_microbatches=1)
         arguments = trainer.state, trainer.shard_batch(BATCH)
         traced = jax.make_jaxpr(trainer.train_step)(*arguments)
@@ -90,7 +90,7 @@ def test_the_models_own_remat_is_kept() -> None:
     assert num_products(Rematted) >= num_products(Scanned) + 2
 
 
-def test_describe_tells_and_never_splits_the_layers() -> None:
+def test_layers_dim_is_described_and_never_split() -> None:
     rows = FSDP(8, min_size=0).describe(Scanned).rows
     rows = {row.info.path: row for row in rows}
     for path in ("blocks.up.kernel", "blocks.mix", "blocks.norm.scale"):
@@ -121,7 +121,7 @@ class Named(nnx.Module):
 @pytest.mark.parametrize(
     "metadata", [{}, {"transform_metadata": {nnx.PARTITION_NAME: "layers"}}]
 )
-def test_names_are_those_of_a_layers_dims(metadata: dict) -> None:
+def test_layer_names_gain_layers_dim(metadata: dict) -> None:
     strategy = Composite(FSDP(4, min_size=0), TensorParallel(2))
     rows = strategy.describe(lambda rngs: Named(metadata, rngs)).rows
     (kernel,) = (row for row in rows if row.info.path == "blocks.kernel")
@@ -129,7 +129,7 @@ def test_names_are_those_of_a_layers_dims(metadata: dict) -> None:
     assert tuple(kernel.placement.stored) == (None, "fsdp", "tensor")
 
 
-def test_what_is_not_vmapped_has_no_layers() -> None:
+def test_unvmapped_layers_have_no_layers_dim() -> None:
     def build(rngs: nnx.Rngs) -> nnx.Module:
         return nnx.List([nnx.Linear(4, 4, rngs=rngs), nnx.Conv(4, 4, (4,), rngs=rngs)])
 

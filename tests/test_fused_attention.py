@@ -1,7 +1,7 @@
 """Attention by a fused kernel on each device's shard: the numbers of plain attention.
 
 On CPU the kernel is plain attention too, or Splash interpreted. That the real kernels
-stand in the program is read from what the TPU compiler makes.
+are in the program is read from the TPU compiler's output.
 """
 
 import math
@@ -64,7 +64,7 @@ def operands(
 
 
 def value_and_gradients(function: Any, arrays: list[jax.Array]) -> tuple:
-    """Of a scalar in which every output has a weight of its own."""
+    """Value and gradients of a scalar that weighs every output differently."""
 
     @jax.jit
     def run(arrays: list[jax.Array]) -> tuple:
@@ -95,7 +95,7 @@ QUICK = {("fsdp", 8), ("tp", 2), ("tp_sequence", 8), ("composite", 1)}
         for split in SPLITS
     ],
 )
-def test_per_shard_is_the_whole(name: str, kv_heads: int):
+def test_kernel_per_shard_matches_whole_attention(name: str, kv_heads: int):
     """Also where the mesh splits heads further than there are key heads."""
     strategy = STRATEGIES[name]
     sizes = strategy.axis_sizes.values()
@@ -116,7 +116,7 @@ def test_per_shard_is_the_whole(name: str, kv_heads: int):
 
 
 @pytest.mark.parametrize("shape", [(8, 1), (1, 8)])
-def test_a_mask_is_split_along_what_it_has(shape: tuple[int, int]):
+def test_mask_is_split_along_its_dims(shape: tuple[int, int]):
     layout = STRATEGIES["composite"].layout()
     mask = np.random.default_rng(1).random((*shape, 16, 16)) < 0.7
     mask |= np.eye(16, dtype=bool)
@@ -184,7 +184,7 @@ def one_step(strategy: Strategy, *, is_split: bool) -> tuple[float, Any]:
     ],
     ids=repr,
 )
-def test_a_step_is_that_of_one_device(strategy: Strategy):
+def test_training_step_matches_one_device(strategy: Strategy):
     """Nested in a pipeline's stage too, which is manual over one axis already."""
     expected_loss, expected = one_step(DataParallel(1), is_split=False)
     found_loss, found = one_step(strategy, is_split=True)
@@ -194,7 +194,7 @@ def test_a_step_is_that_of_one_device(strategy: Strategy):
 
 @pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kv_heads", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_splash_is_plain_attention(kv_heads: int, causal: bool):
+def test_splash_matches_plain_attention(kv_heads: int, causal: bool):
     arrays = operands(4, kv_heads, rows=2, seq=128, head_dim=64)
 
     def run(kernel: Any, *arrays: jax.Array) -> jax.Array:
@@ -230,7 +230,7 @@ for kernel in (None, "xla"):
     ],
     ids=repr,
 )
-def test_splash_is_what_a_tpu_runs(strategy: Strategy):
+def test_tpu_runs_splash_by_default(strategy: Strategy):
     """By default, and in less memory than the scores would take."""
     kernels, memory, none, plain = numbers_from(GPT_STEPS, repr(strategy))
     # Forward, and its gradients: of queries, and of keys and values.
@@ -249,7 +249,7 @@ for size in (4, 1):
 
 
 @pytest.mark.slow
-def test_a_mesh_that_says_nothing_of_heads_is_left_to_the_partitioner():
+def test_mesh_without_head_axis_uses_partitioner():
     """It cannot split a Pallas kernel."""
     assert numbers_from(ATTENTION_ON_MESHES) == [0, 1]
 
@@ -286,20 +286,20 @@ CASES = [
 
 
 @pytest.mark.parametrize(("implementation", "dtype", "seq", "head_dim", "text"), CASES)
-def test_a_kernel_that_does_not_fit(implementation, dtype, seq, head_dim, text):
+def test_unsupported_kernel_raises(implementation, dtype, seq, head_dim, text):
     x = jnp.zeros((1, seq, 2, head_dim), dtype)
     with pytest.raises(AttentionKernelError, match=re.escape(text)):
         attention(x, x, x, implementation=implementation)
 
 
-def test_splash_takes_no_mask():
+def test_splash_with_mask_raises():
     x, mask = jnp.zeros((1, 128, 2, 8)), jnp.ones((1, 1, 128, 128), bool)
     text = "an array as mask; it takes causal=True or none"
     with pytest.raises(AttentionKernelError, match=re.escape(text)):
         attention(x, x, x, mask=mask, implementation="splash")
 
 
-def test_cudnn_takes_a_mask_over_even_lengths():
+def test_cudnn_takes_masks_of_even_lengths():
     """With an odd one its gradient would be refused, long after the choice."""
     x, odd = jnp.zeros((1, 8, 2, 64), jnp.bfloat16), jnp.zeros((1, 7, 2, 64))
     mask = jnp.ones((1, 1, 8, 7), bool)
@@ -311,14 +311,14 @@ def test_cudnn_takes_a_mask_over_even_lengths():
 
 
 @pytest.mark.parametrize(("axes", "is_split"), [("fsdp", True), (None, False)])
-def test_queries_that_the_layout_splits(axes, is_split):
+def test_split_queries_are_detected(axes, is_split):
     """A kernel per shard would have each device compute the rows of all."""
     strategy = FSDP(4, rules=(LogicalRules({"batch": None, "seq": axes}),))
     layout = strategy.layout(strategy.make_mesh(jax.devices()[:4]))
     assert splits_queries(layout, jnp.zeros((2, 16, 4, 8))) == is_split
 
 
-def test_an_unknown_implementation():
+def test_unknown_implementation_raises():
     x = jnp.zeros((1, 8, 2, 8))
     text = (
         "Unknown attention implementation 'flash'. Valid values: ['xla', 'cudnn', "

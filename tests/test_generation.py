@@ -50,14 +50,14 @@ def expected() -> np.ndarray:
 
 @pytest.mark.deep
 @pytest.mark.parametrize("plan", PLANS)
-def test_generates_what_one_device_does(plan: str) -> None:
+def test_generation_matches_one_device(plan: str) -> None:
     found = made_under(PLANS[plan])
     assert found.shape == (8, 8)
     assert len(np.unique(expected()[:, 4:])) > 3
     np.testing.assert_array_equal(found, expected())
 
 
-def test_a_model_that_is_no_gpt() -> None:
+def test_generating_with_another_model_raises() -> None:
     model: Any = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     message = "generate got an object of type Linear. It continues prompts of a GPT"
     with pytest.raises(TypeError, match=message):

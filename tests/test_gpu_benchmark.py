@@ -21,7 +21,7 @@ from nnx_parallel.sharding.names import flatten_pure
 CONFIG = GPTConfig.tiny(num_layers=2, seq_len=16)
 
 
-def test_models_are_those_that_it_names() -> None:
+def test_models_have_named_sizes() -> None:
     sizes = {name: config.num_params for name, (config, _) in gpu.MODELS.items()}
     assert sizes == {"124M": 124_475_904, "1.3B": 1_313_722_368}
     for config, max_rows in gpu.MODELS.values():
@@ -30,7 +30,7 @@ def test_models_are_those_that_it_names() -> None:
         assert max_rows.bit_count() == 1
 
 
-def test_a_task_survives_the_command_line() -> None:
+def test_task_round_trips_through_json() -> None:
     task = Task.of(CONFIG, 4, is_tiny=True)
     again = Task(**json.loads(task.to_json()))
     assert again == task
@@ -40,7 +40,7 @@ def test_a_task_survives_the_command_line() -> None:
     assert replace(task, rows=2) == task.with_rows(2)
 
 
-def test_memory_that_is_used_up_is_told_from_other_failures() -> None:
+def test_out_of_memory_is_recognized() -> None:
     with pytest.raises(jax.errors.JaxRuntimeError) as raised:
         jnp.zeros(1 << 50, jnp.int8).block_until_ready()
     assert is_out_of_memory(raised.value)
@@ -48,7 +48,7 @@ def test_memory_that_is_used_up_is_told_from_other_failures() -> None:
 
 
 @pytest.mark.slow
-def test_without_a_gpu_it_says_what_is_missing() -> None:
+def test_missing_gpu_exits_with_message() -> None:
     if jax.default_backend() == "gpu":
         pytest.skip("There is a GPU.")
     with pytest.raises(SystemExit, match="needs a GPU that jax and torch both"):
@@ -56,7 +56,7 @@ def test_without_a_gpu_it_says_what_is_missing() -> None:
 
 
 @pytest.mark.slow
-def test_the_whole_way_on_cpu(tmp_path: Path) -> None:
+def test_tiny_benchmark_runs_on_cpu(tmp_path: Path) -> None:
     table = gpu.measure(rounds=1, tiny=True)
     figures = dict(table.rows)
     assert figures["tiny: rows of 64 tokens"] == 2
@@ -83,7 +83,7 @@ def test_the_whole_way_on_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_both_sides_are_one_function() -> None:
+def test_loss_and_gradients_match_torch() -> None:
     torch: Any = pytest.importorskip("torch")
     from benchmarks import gpu_torch
 

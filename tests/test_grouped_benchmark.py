@@ -21,7 +21,7 @@ CONFIG = GPTConfig.tiny_experts(
 )
 
 
-def test_the_model_is_what_its_name_says() -> None:
+def test_model_has_named_size() -> None:
     ((name, (config, max_rows)),) = grouped.MODELS.items()
     assert name == "1B of 3.3B"
     assert config.num_active_params == 979_416_576
@@ -29,13 +29,13 @@ def test_the_model_is_what_its_name_says() -> None:
     assert max_rows.bit_count() == 1
 
 
-def test_a_task_of_experts_survives_the_command_line() -> None:
+def test_task_with_experts_round_trips_through_json() -> None:
     task = Task.of(CONFIG, 4, is_tiny=True)
     assert Task(**json.loads(task.to_json())).model == CONFIG
 
 
 @pytest.mark.slow
-def test_the_whole_way_on_cpu() -> None:
+def test_tiny_benchmark_runs_on_cpu() -> None:
     table = grouped.measure(rounds=1, tiny=True)
     figures = dict(table.rows)
     config, _ = grouped.TINY["tiny"]
@@ -58,7 +58,7 @@ def test_the_whole_way_on_cpu() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("skew", [0.0, 10.0])
-def test_both_sides_are_one_function(skew: float) -> None:
+def test_loss_and_gradients_match_torch(skew: float) -> None:
     torch: Any = pytest.importorskip("torch")
     from benchmarks import grouped_torch
 

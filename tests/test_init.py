@@ -105,7 +105,7 @@ def plan_of(
 
 
 def as_one_program(plan: StatePlan, build: Callable) -> Any:
-    """What one program for everything computes: what the values are defined by."""
+    """The state as one program computes it, which defines the values."""
     make_arrays, streams = arrays_from(build, nnx.Rngs(0))
     compute = jax.jit(
         lambda streams, seed: plan.build(make_arrays(streams), seed),
@@ -122,7 +122,7 @@ def as_one_program(plan: StatePlan, build: Callable) -> Any:
     ],
     ids=["tensor-fsdp", "one"],
 )
-def test_values_are_those_of_one_program(strategy: Strategy, num_devices: int) -> None:
+def test_values_match_one_program(strategy: Strategy, num_devices: int) -> None:
     plan = plan_of(Everything, strategy, optax.adamw(1e-3), num_devices)
     found = init_state(plan, Everything, nnx.Rngs(0), 3)
     expected = as_one_program(plan, Everything)
@@ -163,7 +163,7 @@ def counting_programs() -> Iterator[list[float]]:
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def test_the_depth_of_a_model_adds_no_program() -> None:
+def test_deeper_model_compiles_no_more_programs() -> None:
     few, many = (plan_of(deep(n), FSDP(), optax.adamw(1e-3)) for n in (3, 5))
     with counting_programs() as first:
         init_state(few, deep(3), nnx.Rngs(0), 0)
@@ -174,7 +174,7 @@ def test_the_depth_of_a_model_adds_no_program() -> None:
     assert second == []
 
 
-def test_a_print_is_kept(capfd: pytest.CaptureFixture[str]) -> None:
+def test_prints_in_build_are_kept(capfd: pytest.CaptureFixture[str]) -> None:
     def build(rngs: nnx.Rngs) -> nnx.Module:
         jax.debug.print("built")
         return nnx.Linear(8, 8, rngs=rngs)
@@ -184,7 +184,7 @@ def test_a_print_is_kept(capfd: pytest.CaptureFixture[str]) -> None:
     assert "built" in capfd.readouterr().out
 
 
-def test_a_model_may_hold_an_array_of_another_device() -> None:
+def test_model_may_hold_array_on_another_device() -> None:
     numbers = jax.device_put(np.arange(16.0), jax.devices()[3])
     placed = FSDP(min_size=0).init(lambda _: nnx.Dict(x=nnx.Param(numbers)), 0)
     (x,) = jax.tree.leaves(nnx.state(placed))
@@ -192,7 +192,7 @@ def test_a_model_may_hold_an_array_of_another_device() -> None:
     assert len(x.sharding.device_set) == 8
 
 
-def test_arrays_of_a_built_model_become_the_state() -> None:
+def test_arrays_of_built_model_become_state() -> None:
     sharding = FSDP().layout().sharding(jax.sharding.PartitionSpec("fsdp"))
     x, y = (jax.device_put(jnp.full(8, value), sharding) for value in (1.0, 2.0))
 

@@ -7,7 +7,7 @@ import numpy as np
 from nnx_parallel.layers.jaxprs import is_call, trace
 
 
-def test_inlining_keeps_constants_apart_from_inputs():
+def test_inlining_separates_constants_and_inputs():
     table = np.linspace(1.0, 2.0, 4, dtype=np.float32)
 
     def function(x: jax.Array) -> jax.Array:

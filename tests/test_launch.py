@@ -79,7 +79,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
 
 @pytest.mark.faults
-def test_children_of_an_ended_process_are_killed(tmp_path: Path) -> None:
+def test_children_of_ended_process_are_killed(tmp_path: Path) -> None:
     with start(LEAVING, tmp_path, "--processes", "1") as process:
         child = number(process, "left")
         assert process.wait(timeout=60) == 3
@@ -87,7 +87,7 @@ def test_children_of_an_ended_process_are_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.faults
-def test_a_hangup_goes_on_to_the_processes(tmp_path: Path) -> None:
+def test_hangup_is_forwarded_to_processes(tmp_path: Path) -> None:
     with start(WAITING, tmp_path, "--processes", "1") as process:
         worker = number(process, "waits")
         process.send_signal(signal.SIGHUP)
@@ -96,14 +96,14 @@ def test_a_hangup_goes_on_to_the_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.faults
-def test_processes_follow_a_launcher_that_is_killed(tmp_path: Path) -> None:
+def test_processes_end_after_launcher_is_killed(tmp_path: Path) -> None:
     with start(WAITING, tmp_path, "--processes", "1") as process:
         worker = number(process, "waits")
         process.kill()
     assert ends(worker)
 
 
-def test_processes_share_the_devices_that_are_visible(
+def test_processes_share_visible_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "script.py"

@@ -47,7 +47,7 @@ def labels() -> jax.Array:
         ({"heads": 2, "head_dim": 4}, {"embed": 6}, "bshd,hde->bse"),
     ],
 )
-def test_dense_is_a_product_over_its_named_dims(
+def test_dense_contracts_named_dims(
     in_dims: dict, out_dims: dict, formula: str
 ) -> None:
     dense = Dense(in_dims, out_dims, use_bias=True, rngs=nnx.Rngs(0))
@@ -61,19 +61,19 @@ def test_dense_is_a_product_over_its_named_dims(
     assert dense.bias.get_metadata()["out_sharding"] == tuple(out_dims)
 
 
-def test_dense_starts_with_outputs_as_large_as_its_inputs() -> None:
+def test_dense_initializer_keeps_variance() -> None:
     dense = Dense({"heads": 16, "head_dim": 16}, {"embed": 512}, rngs=nnx.Rngs(0))
     assert dense.bias is None
     np.testing.assert_allclose(dense.kernel[...].std(), 1 / 16, rtol=0.02)
 
 
-def test_a_name_stands_once_in_a_dense() -> None:
+def test_duplicate_dim_name_raises() -> None:
     message = "The dims ('embed', 'embed') name 'embed' twice. Give each dim of a"
     with pytest.raises(ValueError, match=re.escape(message)):
         Dense({"embed": 4}, {"embed": 4}, rngs=nnx.Rngs(0))
 
 
-def test_embed_looks_rows_up_and_attends_to_them() -> None:
+def test_embed_looks_up_and_attends() -> None:
     embed = Embed(VOCAB, 4, rngs=nnx.Rngs(0))
     tokens = jnp.array([[0, 11], [3, 3]])
     found = embed(tokens)
@@ -83,7 +83,7 @@ def test_embed_looks_rows_up_and_attends_to_them() -> None:
 
 
 @pytest.mark.parametrize("token", [VOCAB, 1000])
-def test_a_token_outside_the_vocabulary_is_nan(token: int) -> None:
+def test_token_outside_vocabulary_gives_nan(token: int) -> None:
     rows = Embed(VOCAB, 4, rngs=nnx.Rngs(0))(jnp.array([[0, token]]))
     assert jnp.isfinite(rows[0, 0]).all()
     assert jnp.isnan(rows[0, 1]).all()
@@ -92,7 +92,7 @@ def test_a_token_outside_the_vocabulary_is_nan(token: int) -> None:
 # Attention
 
 
-def test_attention_is_softmax_of_scaled_scores_with_grouped_heads() -> None:
+def test_grouped_attention_matches_scaled_softmax() -> None:
     keys = jax.random.split(jax.random.key(0), 3)
     query = jax.random.normal(keys[0], (2, 5, 4, 8))
     key, value = (jax.random.normal(k, (2, 5, 2, 8)) for k in keys[1:])
@@ -110,7 +110,7 @@ def test_attention_is_softmax_of_scaled_scores_with_grouped_heads() -> None:
 # Loss
 
 
-def test_cross_entropy_is_optaxs(logits: jax.Array, labels: jax.Array) -> None:
+def test_cross_entropy_matches_optax(logits: jax.Array, labels: jax.Array) -> None:
     expected = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     found = cross_entropy(logits, labels)
     np.testing.assert_allclose(found.value, expected.mean(), rtol=1e-6)
@@ -121,7 +121,7 @@ def test_cross_entropy_is_optaxs(logits: jax.Array, labels: jax.Array) -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32, jnp.bool_])
-def test_weights_leave_labels_out(
+def test_zero_weights_drop_labels(
     logits: jax.Array, labels: jax.Array, dtype: Any
 ) -> None:
     weights = (labels % 3 > 0).astype(dtype)
@@ -147,7 +147,7 @@ def test_bfloat16_logits_are_summed_in_float32(
     assert grad.dtype == jnp.bfloat16
 
 
-def test_a_split_vocabulary_gives_the_same_loss_and_embedding() -> None:
+def test_split_vocabulary_matches_one_device() -> None:
     def function(embed: Embed, tokens: jax.Array) -> jax.Array:
         return cross_entropy(embed.attend(embed(tokens)), tokens, z_loss=0.1).value
 
@@ -170,7 +170,7 @@ def test_a_split_vocabulary_gives_the_same_loss_and_embedding() -> None:
 # Remat
 
 
-def test_the_default_policy_holds_inside_alone() -> None:
+def test_default_remat_applies_only_inside_context() -> None:
     assert active_remat() == "none"
     with default_remat("full"):
         assert active_remat() == "full"
@@ -178,7 +178,7 @@ def test_the_default_policy_holds_inside_alone() -> None:
 
 
 @pytest.mark.parametrize("check", [check_remat])
-def test_an_unknown_policy(check: Callable) -> None:
+def test_unknown_remat_policy_raises(check: Callable) -> None:
     message = (
         "Unknown remat policy 'everything'. Policies: ['none', 'dots', 'full'], or "
         "None to follow the Trainer's."

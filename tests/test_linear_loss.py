@@ -39,7 +39,7 @@ STRATEGIES: dict[str, Strategy] = {
 }
 
 
-def test_a_sum_beyond_float16_is_finite_once_it_is_scaled() -> None:
+def test_sum_beyond_float16_stays_finite() -> None:
     hidden = jnp.ones((8, 2**14, 2), jnp.float16)
     kernel, labels = jnp.zeros((2, 4), jnp.float16), jnp.zeros((8, 2**14), jnp.int32)
 
@@ -88,7 +88,7 @@ def layouts() -> list:
 
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES.keys())
 @pytest.mark.parametrize(("chunk_size", "vocab_dim"), layouts())
-def test_values_and_gradients_are_those_of_optax(
+def test_values_and_gradients_match_optax(
     strategy: Strategy, chunk_size: int | None, vocab_dim: int
 ):
     hidden, kernel, labels, weights = given()
@@ -112,7 +112,7 @@ def test_values_and_gradients_are_those_of_optax(
 
     args = (0, 1, 2)
     arrays = hidden, kernel, weights
-    # As the primal alone, without gradients, it is another program.
+    # Without gradients it is another program.
     np.testing.assert_allclose(jax.jit(loss)(*arrays), expected(*arrays), rtol=1e-6)
     value, grads = jax.jit(jax.value_and_grad(loss, args))(*arrays)
     wanted_value, wanted = jax.value_and_grad(expected, args)(*arrays)
@@ -125,7 +125,7 @@ def test_values_and_gradients_are_those_of_optax(
 
 @pytest.mark.parametrize("chunk_size", [None, 7])
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
-def test_it_is_cross_entropy_of_the_product(chunk_size: int | None, z_loss: float):
+def test_loss_matches_cross_entropy_of_product(chunk_size: int | None, z_loss: float):
     hidden, kernel, labels, weights = given()
 
     def whole(hidden, kernel):
@@ -145,7 +145,7 @@ def test_it_is_cross_entropy_of_the_product(chunk_size: int | None, z_loss: floa
     )
 
 
-def test_without_weights_all_labels_count():
+def test_all_labels_count_without_weights():
     hidden, kernel, labels, _ = given()
     mean = linear_cross_entropy(hidden, kernel, labels, chunk_size=5)
     assert mean.weight == labels.size
@@ -154,7 +154,7 @@ def test_without_weights_all_labels_count():
 
 
 @pytest.mark.parametrize("label", [-1, VOCAB])
-def test_a_label_outside_the_vocabulary_gives_nan_unless_it_weighs_nothing(label: int):
+def test_weighted_label_outside_vocabulary_gives_nan(label: int):
     hidden, kernel, labels, weights = given()
     labels, weights = labels.at[0, 0].set(label), weights.at[0, 0].set(1)
     assert np.isnan(linear_cross_entropy(hidden, kernel, labels, weights).value)
@@ -218,7 +218,7 @@ class TestMemoryAndFlops:
 
     TOKENS, VOCAB, EMBED = (16, 2048), 50_304, 256
 
-    def test_a_tenth_of_the_logits(self):
+    def test_chunks_use_tenth_of_memory(self):
         chunked, whole = (
             compiled(
                 DataParallel(1),
@@ -235,7 +235,7 @@ class TestMemoryAndFlops:
         assert chunked.flops == pytest.approx(whole.flops, rel=1e-3)
         assert whole.flops == 6 * math.prod(self.TOKENS) * self.VOCAB * self.EMBED
 
-    def test_no_device_holds_full_logits_of_its_chunk(self):
+    def test_no_device_holds_full_chunk_logits(self):
         """Split over `vocab`, and of the chunk's tokens over the batch."""
         options = {"chunk_size": 1024, "embed": self.EMBED}
         one = compiled(DataParallel(1), self.TOKENS, self.VOCAB, **options)
@@ -256,18 +256,18 @@ class TestCommunication:
         )
 
     @pytest.mark.parametrize("strategy", [DataParallel(8), FSDP(8)])
-    def test_the_kernels_gradient_is_summed_once(self, strategy: Strategy):
+    def test_kernel_gradient_is_reduced_once(self, strategy: Strategy):
         report = self.report(strategy)
         assert {each.count for each in report.collectives} == {1}
         assert report.bytes("all-reduce") == self.VOCAB * self.EMBED * 4 + 4
         assert report.bytes() == report.bytes("all-reduce")
 
-    def test_split_over_vocab_three_numbers_a_token_and_the_gradient(self):
+    def test_vocab_split_sends_three_numbers_per_token(self):
         report = self.report(TensorParallel(4))
         tokens = math.prod(self.TOKENS)
         assert report.bytes() == tokens * (3 + self.EMBED) * 4
 
-    def test_split_along_seq_it_gathers_by_the_chunk(self):
+    def test_seq_split_gathers_by_chunk(self):
         report = self.report(TensorParallel(4, sequence=True))
         hidden = math.prod(self.TOKENS) * self.EMBED * 4
         gathers = [c for c in report.collectives if c.kind == "all-gather"]
@@ -302,7 +302,7 @@ class TestErrors:
             ({"chunk_size": 0}, "chunk_size is 0; it must be at least 1."),
         ],
     )
-    def test_shapes(self, change: dict, message: str):
+    def test_invalid_shapes_raise(self, change: dict, message: str):
         given: dict[str, Any] = {
             "hidden": jnp.ones((2, 8, 4)),
             "kernel": jnp.ones((4, 16)),

@@ -52,7 +52,7 @@ def owner_of(directory: Path) -> int:
     return json.loads((directory / LOCK).read_text())["pid"]
 
 
-def test_a_directory_in_use_is_refused_and_left_alone(
+def test_directory_in_use_raises(
     tmp_path: Path, other: subprocess.Popen[bytes]
 ) -> None:
     with CheckpointManager(tmp_path) as manager:
@@ -73,7 +73,7 @@ def test_a_directory_in_use_is_refused_and_left_alone(
     assert (tmp_path / LOCK).read_bytes() == content
 
 
-def test_the_lock_of_a_dead_process_is_taken(
+def test_lock_of_dead_process_is_taken(
     tmp_path: Path, other: subprocess.Popen[bytes]
 ) -> None:
     write_lock(tmp_path, other.pid)
@@ -85,7 +85,7 @@ def test_the_lock_of_a_dead_process_is_taken(
     assert os.listdir(tmp_path) == []
 
 
-def test_a_number_that_another_process_has_by_now_is_no_owner(
+def test_lock_with_reused_pid_is_taken(
     tmp_path: Path, other: subprocess.Popen[bytes]
 ) -> None:
     write_lock(tmp_path, other.pid, start="1")
@@ -95,7 +95,7 @@ def test_a_number_that_another_process_has_by_now_is_no_owner(
 
 
 @pytest.mark.parametrize("content", [{"machine": "another"}, None])
-def test_a_lock_of_another_machine_is_watched(
+def test_lock_of_another_machine_is_watched(
     tmp_path: Path, content: dict | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lock, "_WATCH_SECONDS", 3.0)
@@ -113,9 +113,7 @@ def test_a_lock_of_another_machine_is_watched(
         assert owner_of(tmp_path) == os.getpid()
 
 
-def test_a_lock_is_renewed_as_long_as_it_is_held(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_held_lock_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "_RENEW_SECONDS", 0.05)
     held = DirectoryLock(str(tmp_path))
     os.utime(held.path, (0, 0))
@@ -129,7 +127,7 @@ def test_a_lock_is_renewed_as_long_as_it_is_held(
         time.sleep(0.01)
 
 
-def test_two_managers_of_one_process_share_the_lock(tmp_path: Path) -> None:
+def test_managers_of_one_process_share_lock(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as first:
         assert first.latest_step is None
         with CheckpointManager(tmp_path) as second:
@@ -138,7 +136,7 @@ def test_two_managers_of_one_process_share_the_lock(tmp_path: Path) -> None:
     assert not (tmp_path / LOCK).exists()
 
 
-def test_a_run_that_lost_its_lock_saves_nothing_more(tmp_path: Path) -> None:
+def test_run_with_lost_lock_stops_saving(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save_groups(1, {"params": {"w": jnp.ones(2)}}, {})
         manager.wait()
@@ -150,7 +148,7 @@ def test_a_run_that_lost_its_lock_saves_nothing_more(tmp_path: Path) -> None:
     assert not (tmp_path / "2").exists()
 
 
-def test_of_many_that_find_a_dead_one_only_one_takes_the_lock(
+def test_only_one_contender_takes_dead_lock(
     tmp_path: Path, other: subprocess.Popen[bytes]
 ) -> None:
     for _ in range(20):
@@ -159,7 +157,7 @@ def test_of_many_that_find_a_dead_one_only_one_takes_the_lock(
 
 
 def take_at_once(count: int, directory: Path) -> list[bool]:
-    """Whether each of so many threads got the lock; all are held until the end."""
+    """One bool per thread: whether it got the lock. All hold it to the end."""
     barrier, taken = threading.Barrier(count), []
 
     def take(_: int) -> bool:

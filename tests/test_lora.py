@@ -1,4 +1,4 @@
-"""LoRA: the factors' numbers, where they live, and what they are merged into."""
+"""LoRA: the factors' numbers, their placement, and merging."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -67,11 +67,11 @@ def trained(model: nnx.Module) -> nnx.Module:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_merged_layer_has_the_outputs_of_its_factors(name: str) -> None:
+def test_merged_layer_matches_factors(name: str) -> None:
     build, shape = LAYERS[name]
     layer, x = build(nnx.Rngs(0)), jax.random.normal(jax.random.key(1), shape)
     model = lora(layer, targets="", rank=RANK, alpha=ALPHA)
-    # It starts as it was, and leaves the one it was made of alone.
+    # It starts with the same outputs, and does not change the original layer.
     np.testing.assert_array_equal(model(x), layer(x))
     assert not factors(layer)
     out = trained(model)(x)
@@ -82,7 +82,7 @@ def test_a_merged_layer_has_the_outputs_of_its_factors(name: str) -> None:
     np.testing.assert_array_equal(model(x), out)  # not changed by the merge
 
 
-def test_the_formula_of_the_paper() -> None:
+def test_output_matches_formula_of_paper() -> None:
     layer, x = nnx.Linear(8, 6, rngs=nnx.Rngs(0)), jnp.ones((2, 8))
     model: Any = trained(lora(layer, targets="", rank=RANK, alpha=ALPHA))
     a, b = (np.asarray(model.lora_a[...]), np.asarray(model.lora_b[...]))
@@ -183,7 +183,7 @@ def pairs() -> list[Any]:
 
 
 @pytest.mark.parametrize(("model", "strategy"), pairs())
-def test_the_numbers_of_one_device(model: str, strategy: str) -> None:
+def test_training_matches_one_device(model: str, strategy: str) -> None:
     losses, expected = trained_alone(model)
     assert losses[-1] < losses[0] - 1e-3
     trainer = make_trainer(model, strategy)
@@ -196,7 +196,7 @@ def test_the_numbers_of_one_device(model: str, strategy: str) -> None:
     for path, x in start.items():
         is_same = np.array_equal(x, after[path])
         assert is_same != ("lora_" in path), path
-    # Adam's two moments and its count are those of the factors alone.
+    # Adam has two moments and a count for the factors only.
     adapted = nnx.state(trainer.model, nnx.LoRAParam)
     num = sum(x.size for x in jax.tree.leaves(adapted))
     assert sum(x.size for x in jax.tree.leaves(trainer.state.opt_state)) == 2 * num + 1
@@ -205,7 +205,7 @@ def test_the_numbers_of_one_device(model: str, strategy: str) -> None:
     np.testing.assert_allclose(nnx.jit(trainer.model)(tokens), merged, atol=1e-5)
 
 
-def test_factors_have_the_names_of_the_kernels_dims() -> None:
+def test_factors_inherit_dim_names_of_kernel() -> None:
     strategy = Composite(TensorParallel(2), FSDP(4, min_size=0))
     build, loss, targets, names = MODELS["stock"]
     trainer = Trainer(
@@ -231,32 +231,32 @@ def test_factors_have_the_names_of_the_kernels_dims() -> None:
 
 
 class TestErrors:
-    def test_a_target_that_matches_nothing_lists_the_layers(self) -> None:
+    def test_unmatched_target_lists_layers(self) -> None:
         text = "lora(targets='q_proj') matches no layer that can be adapted (Dense, "
         text += "Linear, LinearGeneral) of Classifier. It has: "
         with pytest.raises(ModelError, match=re.escape(text) + ".*attention.query"):
             lora(Classifier(nnx.Rngs(0)), targets="q_proj")
 
-    def test_no_regex(self) -> None:
+    def test_invalid_regex_raises(self) -> None:
         with pytest.raises(RuleError, match=re.escape("lora(targets=) got '('")):
             lora(Classifier, targets="(")
 
     @pytest.mark.parametrize("rank", [0, 2.0])
-    def test_a_rank_below_one(self, rank: Any) -> None:
+    def test_rank_below_one_raises(self, rank: Any) -> None:
         text = f"lora(rank={rank}): it must be an int of at least 1."
         with pytest.raises(ValueError, match=re.escape(text)):
             lora(Classifier, targets="", rank=rank)
 
-    def test_twice(self) -> None:
+    def test_adapting_twice_raises(self) -> None:
         model = lora(Classifier(nnx.Rngs(0)), targets="up")
         with pytest.raises(ModelError, match=r"`up` has adapters already\. Merge them"):
             lora(model, targets="up|down")
 
-    def test_a_kernel_for_each_entry_of_a_batch_axis(self) -> None:
+    def test_layer_with_batch_axis_raises(self) -> None:
         layer = nnx.LinearGeneral(4, 4, batch_axis={0: 2}, rngs=nnx.Rngs(0))
         with pytest.raises(ModelError, match="`` has a kernel for each entry"):
             lora(layer, targets="")
 
-    def test_nothing_to_merge(self) -> None:
+    def test_merging_without_adapters_raises(self) -> None:
         with pytest.raises(ModelError, match="Classifier has no adapters to merge"):
             merge_lora(Classifier(nnx.Rngs(0)))

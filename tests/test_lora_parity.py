@@ -125,7 +125,7 @@ def alone(model: str) -> Run:
         if (m, s) != ("stock", "pipeline")
     ],
 )
-def test_the_numbers_of_one_device(model: str, strategy: str) -> None:
+def test_training_matches_one_device(model: str, strategy: str) -> None:
     case, placed = MODELS[model], STRATEGIES[strategy]
     devices = jax.devices()[: math.prod(n or 1 for n in placed.axis_sizes.values())]
     # Flax's attention adds its mask's dims by rank promotion.

@@ -40,17 +40,17 @@ backend_config={"known_trip_count":{"n":"7"}}
 """
 
 
-def test_cycles_of_a_loop_are_multiplied_and_unknown_ones_left_out() -> None:
+def test_estimated_cycles_multiply_loops() -> None:
     assert maxtext.estimated_cycles(parse(LOOP)) == 5 + 7 * 302
 
 
-def test_a_python_without_maxtext_is_named() -> None:
+def test_python_without_maxtext_exits_with_message() -> None:
     assert maxtext.version_of_maxtext(None) is None
     with pytest.raises(SystemExit, match=r"has no MaxText: .* for maxtext"):
         maxtext.version_of_maxtext(sys.executable)
 
 
-def test_both_steps_have_one_shape() -> None:
+def test_both_steps_have_same_shape() -> None:
     config = maxtext.llama2_7b()
     assert config.num_params == 6_738_415_616
     chips = dict.fromkeys(maxtext.PAIRS, 64) | dict.fromkeys(maxtext.FURTHER_PAIRS, 256)

@@ -1,6 +1,6 @@
 """A device holds its share of the training state, and never much more than that.
 
-Asserted on the arrays, on what `describe` says, and on what the compiler allocates.
+Asserted on the arrays, on the bytes of `describe`, and on the compiler's allocations.
 """
 
 from dataclasses import replace
@@ -46,7 +46,7 @@ def make_trainer(config: GPTConfig, strategy: Strategy) -> Trainer:
 
 
 @pytest.mark.parametrize("config", [DEMO, GPT2_124M], ids=["demo", "124m"])
-def test_a_compiled_step_takes_an_eighth_as_arguments(config: GPTConfig):
+def test_compiled_step_takes_an_eighth_as_arguments(config: GPTConfig):
     config = replace(config, seq_len=64)
     share = compile_gpt(config, FSDP(8), ROWS).memory.argument_size_in_bytes
     whole = compile_gpt(config, WHOLE, ROWS).memory.argument_size_in_bytes
@@ -54,7 +54,7 @@ def test_a_compiled_step_takes_an_eighth_as_arguments(config: GPTConfig):
 
 
 @pytest.mark.parametrize("config", [DEMO, GPT2_PARTS], ids=["demo", "gpt2_parts"])
-def test_what_exceeds_an_eighth_is_what_describe_lists_as_replicated(config):
+def test_state_above_an_eighth_is_listed_as_replicated(config):
     description = make_trainer(config, FSDP(8)).describe()
     whole = make_trainer(config, WHOLE).describe()
     # AdamW keeps two numbers for each parameter, and one count.
@@ -68,7 +68,7 @@ def test_what_exceeds_an_eighth_is_what_describe_lists_as_replicated(config):
 
 
 @pytest.mark.parametrize("shard", ["params", "optimizer"])
-def test_arrays_hold_what_describe_says(shard):
+def test_arrays_hold_described_bytes(shard):
     trainer = make_trainer(DEMO, FSDP(8, shard=shard))
     described, state = trainer.describe(), trainer.state
     assert set(bytes_held(state.params).values()) == {described.params_bytes}
@@ -97,11 +97,11 @@ class TestTemporaries:
         )
         return (many - few) / 6 / self.LAYER_BYTES
 
-    def test_gathered_weights_are_not_kept_for_the_backward_pass(self):
+    def test_gathered_weights_are_not_kept_for_backward(self):
         ours = self.growth(lambda config: compile_gpt(config, FSDP(8), ROWS).memory)
         kept = self.growth(self.memory_with_gathered_weights_kept)
         assert kept > 1
-        # A kept layer is what is saved; an eighth of gradients and updates remains.
+        # The saving is one kept layer; an eighth of gradients and updates remains.
         assert ours < 0.5
         assert kept - ours > 0.9
 
@@ -121,7 +121,7 @@ class TestTemporaries:
         lowered = by_hand.lower(state, {"tokens": tokens})  # pyright: ignore[reportFunctionMemberAccess]
         return lowered.compile().memory_analysis()
 
-    def test_remat_keeps_what_it_says_where_parameters_are_gathered(self):
+    def test_remat_reduces_memory_of_gathered_layers(self):
         """Attention's scores outweigh all else here: 4 heads of 128 by 128."""
         scores, block_input = 4 * 128 * 128 * 4, 128 * 32 * 4
         config = GPTConfig.tiny(num_layers=6, seq_len=128, embed_dim=32)
@@ -137,7 +137,7 @@ class TestTemporaries:
         assert dots - full > 6 * 4 * block_input
 
 
-def test_init_never_holds_a_whole_model():
+def test_init_never_holds_whole_model():
     strategy = FSDP(8)
     layout = strategy.layout()
 
@@ -151,7 +151,7 @@ def test_init_never_holds_a_whole_model():
     params_bytes = 4 * GPT2_124M.num_params
     assert memory.output_size_in_bytes <= 1.02 * 3 * params_bytes / 8
     # Random numbers are made in pieces: scratch stays below the model's largest array,
-    # and with the finished state below the parameters alone.
+    # and with the finished state below the size of the parameters.
     table_bytes = 4 * GPT2_124M.vocab_size * GPT2_124M.embed_dim
     assert memory.temp_size_in_bytes < table_bytes
     assert memory.temp_size_in_bytes + memory.output_size_in_bytes < params_bytes
@@ -170,11 +170,11 @@ print(memory.temp_size_in_bytes, memory.argument_size_in_bytes, config.num_param
 
 
 @pytest.mark.slow
-def test_temporaries_on_64_tpus():
+def test_temporaries_fit_on_64_tpus():
     """16 layers of 4096 and 16,384, a row of 2048 tokens on each device."""
     temporary, argument, num_params = numbers_from(FSDP_STEP)
     # Parameters and two moments, each in float32.
     assert argument <= 1.02 * 3 * 4 * num_params / 64
-    # Measured: 2.15 GiB. Gathered kernels alone, if kept, would be 6 GiB more, scores
+    # Measured: 2.15 GiB. Gathered kernels, if kept, would be 6 GiB more, scores
     # and softmax of the attention 22 GiB.
     assert temporary < 2.5 * 2**30

@@ -6,7 +6,7 @@ import numpy as np
 from nnx_parallel.pipeline.memory import Chunks
 
 
-def test_a_layer_of_a_chunk_is_added_in_its_place():
+def test_layer_is_added_to_its_chunk():
     add = Chunks(2).adder(jnp.int32(1))
     totals = {"w": jnp.ones((4, 2))}
     for layer, value in ((1, 5.0), (0, 3.0), (1, 0.5)):
@@ -15,13 +15,13 @@ def test_a_layer_of_a_chunk_is_added_in_its_place():
     np.testing.assert_array_equal(totals["w"], expected)
 
 
-def test_a_stage_without_a_slot_adds_nothing():
+def test_stage_without_slot_adds_nothing():
     add = Chunks(2).adder(jnp.int32(-1))
     totals = add({"w": jnp.ones((4, 2))}, {"w": jnp.full(2, jnp.nan)}, jnp.int32(1))
     np.testing.assert_array_equal(totals["w"], np.ones((4, 2)))
 
 
-def test_sums_keep_the_dtype_of_the_totals():
+def test_sums_keep_dtype_of_totals():
     """In bfloat16 256 and 1 are 256."""
     add = Chunks(1).adder(jnp.int32(0))
     one = {"w": jnp.ones(2, jnp.bfloat16)}

@@ -38,28 +38,28 @@ from tests.tpus import numbers_from
         ({"data": None, "fsdp": 8}, {"data": 1, "fsdp": 8}),
     ],
 )
-def test_one_size_takes_the_devices_that_remain(sizes: dict, expected: dict) -> None:
+def test_missing_size_takes_remaining_devices(sizes: dict, expected: dict) -> None:
     assert complete_axis_sizes(sizes, 8) == expected
 
 
-def test_axes_stand_from_the_slowest_interconnect_to_the_fastest() -> None:
+def test_axes_are_ordered_by_interconnect_speed() -> None:
     sizes = {axis: 2 if axis in ("pipe", "data", "tensor") else 1 for axis in MESH_AXES}
     assert make_mesh(dict(reversed(sizes.items()))).axis_names == MESH_AXES
 
 
-def test_axes_of_other_names_stand_outermost_in_the_order_given() -> None:
+def test_unknown_axes_are_outermost_in_given_order() -> None:
     mesh = make_mesh({"tensor": 2, "slices": 2, "cells": 2})
     assert mesh.axis_names == ("slices", "cells", "tensor")
 
 
-def test_a_mesh_holds_every_device_once_and_is_auto(devices: list) -> None:
+def test_mesh_holds_every_device_once(devices: list) -> None:
     mesh = make_mesh({"data": 2, "tensor": None})
     assert set(mesh.devices.flat) == set(devices)
     assert mesh.devices.shape == (2, 4)
     assert mesh.axis_types == (AxisType.Auto, AxisType.Auto)
 
 
-def test_a_mesh_over_some_of_the_devices(devices: list) -> None:
+def test_mesh_uses_only_given_devices(devices: list) -> None:
     mesh = FSDP().make_mesh(devices[2:6])
     assert dict(mesh.shape) == {"fsdp": 4}
     assert set(mesh.devices.flat) == set(devices[2:6])
@@ -107,12 +107,12 @@ def test_a_mesh_over_some_of_the_devices(devices: list) -> None:
         ({"data": "8"}, "Mesh axis 'data' has size '8'."),
     ],
 )
-def test_sizes_that_do_not_fit(sizes: dict, message: str) -> None:
+def test_invalid_sizes_raise(sizes: dict, message: str) -> None:
     with pytest.raises(MeshShapeError, match=re.escape(message)):
         make_mesh(sizes)
 
 
-def test_a_mesh_of_no_devices() -> None:
+def test_mesh_without_devices_raises() -> None:
     with pytest.raises(MeshShapeError, match="at least one device, and devices= is em"):
         make_mesh({"data": None}, devices=[])
     message = "A mesh got [-1] for its axis sizes. They are a mapping"
@@ -120,7 +120,7 @@ def test_a_mesh_of_no_devices() -> None:
         make_mesh([-1], ["fsdp"])  # pyright: ignore[reportArgumentType]
 
 
-def test_a_composite_names_every_axis_when_sizes_do_not_fit() -> None:
+def test_composite_size_error_names_every_axis() -> None:
     strategy = Composite(TensorParallel(3), FSDP(2))
     with pytest.raises(MeshShapeError, match=re.escape("Mesh fsdp=2 * tensor=3 cover")):
         strategy.make_mesh()
@@ -155,27 +155,27 @@ def test_a_composite_names_every_axis_when_sizes_do_not_fit() -> None:
         ),
     ],
 )
-def test_a_mesh_that_is_not_the_strategys(
+def test_mesh_of_another_strategy_raises(
     mesh: object, error: type[ParallelError], message: str
 ) -> None:
     with pytest.raises(error, match=re.escape(message)):
         DataParallel(4).layout(mesh())  # pyright: ignore[reportCallIssue]
 
 
-def test_jaxs_default_axes_are_explicit_and_refused() -> None:
+def test_explicit_axes_raise() -> None:
     with pytest.raises(
         MeshAxisTypeError, match=re.escape("Mesh axes {'data': Explicit}")
     ):
         DataParallel().layout(jax.make_mesh((8,), ("data",)))
 
 
-def test_a_size_left_out_takes_the_meshs(devices: list) -> None:
+def test_missing_size_takes_size_of_mesh(devices: list) -> None:
     mesh = Mesh(devices[:2], ("fsdp",))
     check_mesh(mesh, {"fsdp": None})
     assert FSDP().layout(mesh).mesh is mesh
 
 
-def test_devices_are_simulated_before_jax_starts_or_not_at_all() -> None:
+def test_simulating_devices_after_start_raises() -> None:
     jax.devices()
     with pytest.raises(
         DeviceCountError,
@@ -196,7 +196,7 @@ print([sorted({d.slice_index for d in row}) for row in mesh.devices])
 """
 
 
-def test_tensor_parallel_groups_stay_within_a_slice() -> None:
+def test_tensor_parallel_groups_stay_within_slice() -> None:
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
     done = subprocess.run(
         [sys.executable, "-c", TWO_SLICES],
@@ -209,7 +209,7 @@ def test_tensor_parallel_groups_stay_within_a_slice() -> None:
     assert done.stdout.splitlines()[-1] == "[[0], [0], [1], [1]]"
 
 
-def test_slices_that_no_axis_divides_into() -> None:
+def test_indivisible_slices_raise() -> None:
     message = "Mesh {'data': 3, 'tensor': 2} cannot be laid over 4 slices"
     with pytest.raises(MeshShapeError, match=re.escape(message)):
         slice_sizes({"data": 3, "tensor": 2}, 4)
@@ -224,6 +224,6 @@ print(mesh.devices.size, *mesh.devices.shape, sum(near))
 
 
 @pytest.mark.slow
-def test_two_axes_share_a_dim_of_a_torus():
+def test_two_axes_share_torus_dim():
     """Pairs along `tensor` are neighbours, though no dim has two chips."""
     assert numbers_from(TORUS) == [64, 32, 2, 32]

@@ -1,4 +1,4 @@
-"""What a fit says besides its metrics: at the start, at a save, at the end."""
+"""Messages of a fit besides its metrics: at the start, at a save, at the end."""
 
 import io
 import re
@@ -65,7 +65,7 @@ def make_trainer(*loggers: Logger, **options: Any) -> Trainer:
 DATA = [np.ones((8, 64), np.float32)] * 8
 
 
-def test_a_fit_begins_with_what_runs_where(
+def test_fit_header_describes_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/x")  # JAX has read it before
@@ -104,7 +104,7 @@ def held(tree: Any) -> int:
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
-def test_the_bytes_are_those_that_are_described() -> None:
+def test_described_bytes_match_arrays() -> None:
     trainer: Any = make_trainer(
         model=lambda rngs: nnx.LoRA(
             64, 8, 64, base_module=nnx.Linear(64, 64, rngs=rngs), rngs=rngs
@@ -121,12 +121,12 @@ def test_the_bytes_are_those_that_are_described() -> None:
     assert "5,184 parameters, 1,024 of them trained" in trainer._repr_html_()
 
 
-def test_nothing_is_said_where_nobody_listens(capfd: Any) -> None:
+def test_fit_without_loggers_prints_nothing(capfd: Any) -> None:
     make_trainer().fit(DATA, 2)
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_terminal_and_a_file_have_the_same_messages(tmp_path: Path) -> None:
+def test_terminal_and_file_get_same_messages(tmp_path: Path) -> None:
     file = io.StringIO()
     console = ConsoleLogger(console=Console(file=file, width=40))
     lines = JSONLinesLogger(tmp_path / "metrics.jsonl")
@@ -139,7 +139,7 @@ def test_a_terminal_and_a_file_have_the_same_messages(tmp_path: Path) -> None:
     assert '"message": "Saved step 2 in ' in written
 
 
-def test_a_save_that_ends_after_an_error_is_reported(tmp_path: Path) -> None:
+def test_save_that_ends_after_error_is_reported(tmp_path: Path) -> None:
     """While the loggers are open: `Memory` asserts it."""
 
     def batches() -> Any:

@@ -1,6 +1,6 @@
 """Twenty mistakes of a first day, beyond those of `test_arguments`.
 
-Each says what was found, the rule and a valid value, before a step is compiled.
+Each error has the finding, the rule and a valid value, before a step is compiled.
 """
 
 import re
@@ -310,7 +310,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake(name: str) -> None:
+def test_mistake_raises_with_remedy(name: str) -> None:
     mistake, message = MISTAKES[name]
     with pytest.raises(
         (TypeError, ValueError, FileNotFoundError),
@@ -320,7 +320,7 @@ def test_a_mistake(name: str) -> None:
         mistake()
 
 
-def test_a_model_that_needs_more() -> None:
+def test_model_with_more_arguments_raises() -> None:
     message = (
         "cannot be called with rngs alone: missing a required argument: 'in_features'. "
         "Pass lambda rngs: Model(..., rngs=rngs)."

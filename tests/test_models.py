@@ -1,4 +1,4 @@
-"""The models do what their papers say, on one device and on a mesh."""
+"""The models follow their papers, on one device and on a mesh."""
 
 import functools
 import re
@@ -64,7 +64,7 @@ greedily = jax.jit(
 
 
 @both_shapes
-def test_logits_have_a_row_of_the_vocabulary_for_each_token(config: GPTConfig) -> None:
+def test_logits_have_one_row_per_token(config: GPTConfig) -> None:
     logits = apply(build(config), random_tokens(3, 8))
     assert logits.shape == (3, 8, 64)
     assert logits.dtype == jnp.float32
@@ -82,7 +82,7 @@ def test_activations_follow_parameters_cast_to_bfloat16(config: GPTConfig) -> No
 
 
 @both_shapes
-def test_a_later_token_does_not_change_earlier_logits(config: GPTConfig) -> None:
+def test_later_token_does_not_change_earlier_logits(config: GPTConfig) -> None:
     model, tokens = build(config), random_tokens(3, 8)
     changed = tokens.at[:, 5].set((tokens[:, 5] + 1) % 64)
     before, after = apply(model, tokens), apply(model, changed)
@@ -105,7 +105,7 @@ def test_a_later_token_does_not_change_earlier_logits(config: GPTConfig) -> None
         (GPTConfig.tiny_llama(block="parallel"), None),
     ],
 )
-def test_num_params_is_the_published_number_and_the_models_own(
+def test_num_params_matches_model_and_publication(
     config: GPTConfig, num_params: int | None
 ) -> None:
     model = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
@@ -115,7 +115,7 @@ def test_num_params_is_the_published_number_and_the_models_own(
 
 
 @both_shapes
-def test_flops_per_token_are_those_of_the_compiled_gradient(config: GPTConfig) -> None:
+def test_flops_per_token_match_compiled_gradient(config: GPTConfig) -> None:
     def loss(model: GPT, tokens: jax.Array) -> jax.Array:
         return next_token_loss(model, tokens).value
 
@@ -124,7 +124,7 @@ def test_flops_per_token_are_those_of_the_compiled_gradient(config: GPTConfig) -
 
 
 @both_shapes
-def test_every_dim_of_a_gpt_parameter_has_a_name(config: GPTConfig) -> None:
+def test_every_gpt_parameter_dim_is_named(config: GPTConfig) -> None:
     for path, variable in variables_of(build(config)):
         info = array_info(path, variable)
         assert info.names is not None, info.path
@@ -133,7 +133,7 @@ def test_every_dim_of_a_gpt_parameter_has_a_name(config: GPTConfig) -> None:
         assert info.shape == tuple(sizes[str(name)] for name in info.names)
 
 
-def test_only_features_and_classes_have_no_name_in_the_classifier() -> None:
+def test_classifier_leaves_features_and_classes_unnamed() -> None:
     model = MLPClassifier(CLASSIFIER, rngs=nnx.Rngs(0))
     infos = [array_info(path, variable) for path, variable in variables_of(model)]
     unnamed = {
@@ -156,7 +156,7 @@ def test_residual_outputs_start_smaller_with_depth() -> None:
         np.testing.assert_allclose(kernel[...].std(), std, rtol=0.05, err_msg=name)
 
 
-def test_a_parallel_block_adds_attention_and_mlp_of_one_norm() -> None:
+def test_parallel_block_adds_attention_and_mlp() -> None:
     block = Block(replace(GPT2, block="parallel"), rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(0), (2, 8, GPT2.embed_dim))
     normed = block.attention_norm(x)
@@ -200,7 +200,7 @@ def build_attention(config: GPTConfig) -> Attention:
 attend = jax.jit(lambda layer, x, start=0: layer(x, start, None)[0])
 
 
-def test_rope_attention_equals_a_reference_written_by_hand() -> None:
+def test_rope_attention_matches_reference() -> None:
     layer = build_attention(replace(LLAMA, rope_theta=100.0))
     x = jax.random.normal(jax.random.key(2), (1, 12, 32))
     expected = reference_attention(layer, np.asarray(x[0], np.float64), 100.0)
@@ -208,14 +208,14 @@ def test_rope_attention_equals_a_reference_written_by_hand() -> None:
     np.testing.assert_allclose(attend(layer, x)[0], expected, atol=tolerance)
 
 
-def test_rope_depends_on_distances_only() -> None:
+def test_rope_depends_only_on_distances() -> None:
     layer = build_attention(LLAMA)
     x = jax.random.normal(jax.random.key(2), (1, 12, 32))
     here, there = attend(layer, x, 0), attend(layer, x, 5)
     np.testing.assert_allclose(there, here, atol=1e-5 * float(jnp.abs(here).max()))
 
 
-def test_grouped_heads_equal_repeated_ones() -> None:
+def test_grouped_heads_match_repeated_heads() -> None:
     grouped = build_attention(LLAMA)
     full = build_attention(replace(LLAMA, num_kv_heads=4))
     full.query, full.out = grouped.query, grouped.out
@@ -237,7 +237,7 @@ def optax_losses(model: GPT, tokens: jax.Array) -> jax.Array:
 
 
 @both_shapes
-def test_loss_is_optax_cross_entropy_of_the_next_token(config: GPTConfig) -> None:
+def test_next_token_loss_matches_optax(config: GPTConfig) -> None:
     model, tokens = build(config), random_tokens(3, 9)
     loss = token_loss(model, tokens)
     expected = optax_losses(model, tokens).mean()
@@ -245,7 +245,7 @@ def test_loss_is_optax_cross_entropy_of_the_next_token(config: GPTConfig) -> Non
     assert loss.weight == 24
 
 
-def test_tokens_of_weight_0_do_not_count() -> None:
+def test_tokens_of_weight_zero_are_ignored() -> None:
     model, tokens = build(GPT2), random_tokens(3, 9)
     weights = jnp.ones((3, 9)).at[0, 5:].set(0)
     loss = token_loss(model, {"tokens": tokens, "weights": weights})
@@ -255,7 +255,7 @@ def test_tokens_of_weight_0_do_not_count() -> None:
     assert loss.weight == 4 + 16
 
 
-def test_z_loss_adds_the_squared_normaliser() -> None:
+def test_z_loss_adds_squared_normaliser() -> None:
     model, tokens = build(GPT2), random_tokens(3, 9)
     normaliser = jax.nn.logsumexp(apply(model, tokens[:, :-1]), axis=-1)
     expected = token_loss(model, tokens).value + 0.1 * (normaliser**2).mean()
@@ -263,12 +263,12 @@ def test_z_loss_adds_the_squared_normaliser() -> None:
     np.testing.assert_allclose(with_z_loss.value, expected, rtol=1e-6)
 
 
-def test_a_token_outside_the_vocabulary_gives_a_loss_that_is_not_finite() -> None:
+def test_token_outside_vocabulary_gives_nonfinite_loss() -> None:
     tokens = random_tokens(3, 9).at[1, 3].set(64)
     assert not jnp.isfinite(token_loss(build(GPT2), tokens).value)
 
 
-def test_classification_loss_is_optax_cross_entropy_with_accuracy() -> None:
+def test_classification_loss_matches_optax() -> None:
     model = MLPClassifier(CLASSIFIER, rngs=nnx.Rngs(0))
     inputs = jax.random.normal(jax.random.key(0), (12, 6))
     labels = jnp.arange(12) % 3
@@ -306,7 +306,7 @@ def train(
 
 
 @both_shapes
-def test_gpt_learns_four_sequences_by_heart(config: GPTConfig) -> None:
+def test_gpt_memorizes_four_sequences(config: GPTConfig) -> None:
     tokens = random_tokens(4, 17)
     model, losses = train(
         build(config), lambda model: next_token_loss(model, tokens), num_steps=50
@@ -317,7 +317,7 @@ def test_gpt_learns_four_sequences_by_heart(config: GPTConfig) -> None:
     np.testing.assert_array_equal(made, tokens[:, :16])
 
 
-def test_classifier_learns_random_labels_by_heart() -> None:
+def test_classifier_memorizes_random_labels() -> None:
     batch = {
         "inputs": jax.random.normal(jax.random.key(0), (12, 6)),
         "labels": jnp.arange(12) % 3,
@@ -336,7 +336,7 @@ def test_classifier_learns_random_labels_by_heart() -> None:
 
 
 @both_shapes
-def test_dropout_differs_by_step_in_training_and_is_off_in_evaluation(
+def test_dropout_differs_by_step_only_in_training(
     config: GPTConfig,
 ) -> None:
     model, tokens = build(replace(config, dropout=0.2)), random_tokens(3, 8)
@@ -349,7 +349,7 @@ def test_dropout_differs_by_step_in_training_and_is_off_in_evaluation(
     np.testing.assert_allclose(evaluated, apply(build(config), tokens), atol=1e-6)
 
 
-def test_dropout_masks_differ_by_layer_and_by_branch() -> None:
+def test_dropout_masks_differ_by_layer_and_branch() -> None:
     _, model = apply_and_keep(build(replace(GPT2, dropout=0.2)), random_tokens(3, 8))
     layer: Any = model.blocks.layer
     keys = jax.random.key_data(layer.dropout.rngs.key[...])
@@ -357,7 +357,7 @@ def test_dropout_masks_differ_by_layer_and_by_branch() -> None:
     np.testing.assert_array_equal(layer.dropout.rngs.count[...], [2, 2])
 
 
-def test_dropout_of_the_classifier_is_off_in_evaluation() -> None:
+def test_classifier_evaluates_without_dropout() -> None:
     model = MLPClassifier(replace(CLASSIFIER, dropout=0.5), rngs=nnx.Rngs(0))
     inputs = jax.random.normal(jax.random.key(0), (12, 6))
     first, later = apply_and_keep(model, inputs)
@@ -367,7 +367,7 @@ def test_dropout_of_the_classifier_is_off_in_evaluation() -> None:
     np.testing.assert_array_equal(apply(model, inputs), apply(later, inputs))
 
 
-def test_without_dropout_a_model_holds_parameters_only() -> None:
+def test_model_without_dropout_holds_only_parameters() -> None:
     assert all(isinstance(v, nnx.Param) for _, v in variables_of(build(GPT2)))
 
 
@@ -389,14 +389,14 @@ def with_decided_logits(config: GPTConfig) -> GPT:
 
 
 @both_shapes
-def test_greedy_generation_equals_full_forward_passes(config: GPTConfig) -> None:
+def test_greedy_generation_matches_full_forward_passes(config: GPTConfig) -> None:
     model, prompt = with_decided_logits(config), random_tokens(3, 5)
     expected = generate_without_cache(model, prompt, 6)
     assert len(np.unique(expected[:, 5:])) > 3
     np.testing.assert_array_equal(greedily(model, prompt, max_new_tokens=6), expected)
 
 
-def test_eager_generation_uses_no_dropout_and_leaves_the_model_alone() -> None:
+def test_eager_generation_uses_no_dropout() -> None:
     model = with_decided_logits(replace(GPT2, dropout=0.2))
     before = nnx.state(model)
     prompt = random_tokens(2, 5)
@@ -411,7 +411,7 @@ def test_eager_generation_uses_no_dropout_and_leaves_the_model_alone() -> None:
         assert old is new
 
 
-def test_sampling_follows_its_key_and_the_models_probabilities() -> None:
+def test_sampling_follows_key_and_probabilities() -> None:
     model = with_decided_logits(GPT2)
     prompt = jnp.broadcast_to(random_tokens(1, 3), (4000, 3))
     sample = jax.jit(
@@ -451,7 +451,7 @@ def place(model: GPT, layout: Layout) -> GPT:
     [(GPT2, False), (LLAMA, True)],
     ids=["gpt2-tensor", "llama-tensor-fsdp"],
 )
-def test_generation_on_a_mesh_equals_one_device(
+def test_generation_on_mesh_matches_one_device(
     config: GPTConfig, shards_params: bool
 ) -> None:
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
@@ -525,7 +525,7 @@ def test_generation_on_a_mesh_equals_one_device(
         ),
     ],
 )
-def test_gpt_config_errors(overrides: dict, message: str) -> None:
+def test_invalid_gpt_config_raises(overrides: dict, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         GPTConfig.tiny(**overrides)
 
@@ -540,12 +540,12 @@ def test_gpt_config_errors(overrides: dict, message: str) -> None:
         ),
     ],
 )
-def test_classifier_config_errors(overrides: dict, message: str) -> None:
+def test_invalid_classifier_config_raises(overrides: dict, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         replace(CLASSIFIER, **overrides)
 
 
-def test_a_sequence_beyond_learned_positions_is_an_error() -> None:
+def test_sequence_beyond_learned_positions_raises() -> None:
     message = (
         "A sequence of 17 tokens, but learned positions end at GPTConfig.seq_len=16. "
         "Shorten it, raise seq_len, or use positions='rope'."
@@ -579,7 +579,7 @@ def test_a_sequence_beyond_learned_positions_is_an_error() -> None:
         ),
     ],
 )
-def test_generation_errors(arguments: dict, message: str) -> None:
+def test_invalid_generation_arguments_raise(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         generate(build(GPT2), random_tokens(1, 3), **arguments)
 
@@ -599,6 +599,6 @@ def test_generation_errors(arguments: dict, message: str) -> None:
         ),
     ],
 )
-def test_loss_errors(batch: object, message: str) -> None:
+def test_invalid_loss_batch_raises(batch: object, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         next_token_loss(build(GPT2), batch)  # pyright: ignore[reportArgumentType]

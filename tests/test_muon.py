@@ -150,7 +150,7 @@ MAIN = ("fsdp", "pipeline_fsdp", "expert_tp_fsdp")
         for name in STRATEGIES
     ],
 )
-def test_twenty_steps_are_those_of_optax(name: str) -> None:
+def test_twenty_steps_match_optax(name: str) -> None:
     config, strategy = STRATEGIES[name]
     settings = {"weight_decay": 0.1, "devices": devices_of(strategy)}
     ours = train(plan_gpt(config, strategy, muon, **settings), noisy)
@@ -161,12 +161,12 @@ def test_twenty_steps_are_those_of_optax(name: str) -> None:
 
 @pytest.mark.parametrize("strategy", [FSDP(8), Composite(TensorParallel(2), FSDP(4))])
 @pytest.mark.parametrize("num_layers", [8, 6])
-def test_a_device_computes_and_sends_its_share(
+def test_device_computes_and_sends_its_share(
     strategy: Strategy, num_layers: int
 ) -> None:
     found = ratios(plan_gpt(config(num_layers), strategy, muon))
-    # Of 6 layers no division of whole matrices has less than 48 units where 45 are the
-    # mean: see `test_six_layers_of_a_gpt_cannot_be_shared_more_evenly`.
+    # With 6 layers no division of whole matrices has less than 48 units, for a mean of
+    # 45: see `test_six_gpt_layers_are_optimally_packed`.
     assert found.flops <= (1.05 if num_layers == 8 else 48 / 45)
     assert found.bytes <= 1.1
     if strategy == FSDP(8) and num_layers == 8:
@@ -175,8 +175,8 @@ def test_a_device_computes_and_sends_its_share(
         assert theirs.bytes > 10 * found.bytes
 
 
-def test_stages_and_experts_send_nothing_to_each_other() -> None:
-    """What splits layers or experts takes part in no collective of the update."""
+def test_stages_and_experts_exchange_nothing() -> None:
+    """Axes that split layers or experts take part in no collective of the update."""
     for name in ("pipeline_fsdp", "expert_fsdp"):
         config, strategy = STRATEGIES[name]
         plan = plan_gpt(config, strategy, muon)
@@ -186,7 +186,7 @@ def test_stages_and_experts_send_nothing_to_each_other() -> None:
         assert largest.group_size == 4, name
 
 
-def test_copies_of_parameters_are_shared_out() -> None:
+def test_replicas_share_the_work() -> None:
     """Each of 8 copies orthogonalizes an eighth, and gathers the rest."""
     plan = plan_gpt(config(8), DataParallel(8), muon)
     report = audit(compile_update(plan))
@@ -205,14 +205,14 @@ print(report.count("all-to-all"), report.count())
 
 
 @pytest.mark.deep
-def test_the_program_for_tpus_has_two_exchanges() -> None:
+def test_tpu_program_has_two_exchanges() -> None:
     flops, sent, exchanges, collectives = numbers_from(ON_TPUS)
     assert flops <= 1050
     assert sent <= 1100
     assert exchanges == collectives == 2
 
 
-def test_plain_and_sharded_runs_read_each_others_checkpoints(tmp_path: Path) -> None:
+def test_plain_and_sharded_checkpoints_interchange(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     tokens = [rng.integers(0, 64, (8, 9), dtype=np.int32)] * 3
     small = replace(LLAMA, num_layers=1, embed_dim=16)
@@ -275,7 +275,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_settings_are_those_of_optax(name: str) -> None:
+def test_settings_match_optax(name: str) -> None:
     given = {
         "learning_rate": 0.1,
         "muon_weight_dimension_numbers": NUMBERS,
@@ -294,7 +294,7 @@ def test_settings_are_those_of_optax(name: str) -> None:
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), *found)
 
 
-def test_the_arguments_are_those_of_optax() -> None:
+def test_arguments_match_optax() -> None:
     ours, theirs = (
         {name: p.default for name, p in inspect.signature(f).parameters.items()}
         for f in (muon, optax.contrib.muon)
@@ -302,7 +302,7 @@ def test_the_arguments_are_those_of_optax() -> None:
     assert list(ours.items()) == list(theirs.items())
 
 
-def test_matrices_travel_in_the_dtype_of_the_momentum() -> None:
+def test_matrices_are_sent_in_momentum_dtype() -> None:
     plan = plan_gpt(config(8), FSDP(8), muon, mu_dtype=jnp.bfloat16)
     grads = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), plan.abstract.params
@@ -314,7 +314,7 @@ def test_matrices_travel_in_the_dtype_of_the_momentum() -> None:
     assert sent == ["bf16", "bf16"]
 
 
-def test_hyperparameters_may_be_part_of_the_state() -> None:
+def test_hyperparameters_can_be_injected() -> None:
     make = optax.inject_hyperparams(muon, static_args=("ns_steps", "ns_coeffs"))
     small = replace(LLAMA, num_layers=1)
     found = [
@@ -339,7 +339,7 @@ def spectral_descent(
     )
 
 
-def test_any_function_of_matrices_is_spread() -> None:
+def test_any_matrix_function_is_distributed() -> None:
     plan = plan_gpt(LLAMA, FSDP(8, min_size=0), spectral_descent)
     alone = plan_gpt(LLAMA, DataParallel(1), spectral_descent, jax.devices()[:1])
     found = [train(each, noisy)[0] for each in (plan, alone)]
@@ -348,8 +348,8 @@ def test_any_function_of_matrices_is_spread() -> None:
     assert report.count("all-to-all") == report.count() == 2
 
 
-def test_each_head_can_be_a_matrix_of_its_own() -> None:
-    """Heads that tensor parallelism splits are then nobody else's."""
+def test_each_head_can_be_one_matrix() -> None:
+    """Heads that tensor parallelism splits are then not exchanged."""
 
     def numbers(model: nnx.Module) -> dict:
         found: Any = muon_dimension_numbers(model)
@@ -370,12 +370,12 @@ def test_each_head_can_be_a_matrix_of_its_own() -> None:
     assert audit(compile_update(plan)).count() == 0
 
 
-# What goes where.
+# Packing matrices onto devices
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
 @pytest.mark.parametrize("counts", [(3, 6), (1, 5), (4, 0), (2, 2)])
-def test_no_device_has_much_more_work_than_it_must(
+def test_work_is_balanced_over_devices(
     counts: tuple[int, int], num_devices: int
 ) -> None:
     works = [(18.0, 4), (6.0, 1)]
@@ -390,11 +390,11 @@ def test_no_device_has_much_more_work_than_it_must(
         )
         for where in itertools.product(range(num_devices), repeat=len(items))
     )
-    # What Graham proves of the largest first.
+    # Graham's bound for packing the largest first.
     assert best <= most <= best * (4 / 3 - 1 / (3 * num_devices))
 
 
-def test_six_layers_of_a_gpt_cannot_be_shared_more_evenly() -> None:
+def test_six_gpt_layers_are_optimally_packed() -> None:
     works, counts = [(18.0, 4), (6.0, 1)], (12, 24)
     loads = [18 * wide + 6 * square for wide, square in pack(works, counts, 8)]
     assert sum(loads) == 8 * 45
@@ -407,7 +407,7 @@ def test_six_layers_of_a_gpt_cannot_be_shared_more_evenly() -> None:
 # Errors.
 
 
-def test_arrays_that_are_no_matrices() -> None:
+def test_invalid_dimension_numbers_raise() -> None:
     for numbers, found in (
         (MuonDimensionNumbers(0, 1), "rows from dims (0,) and columns from dims (1,)"),
         (MuonDimensionNumbers((), 0), "rows from dims () and columns from dims (0,)"),
@@ -431,7 +431,7 @@ def test_arrays_that_are_no_matrices() -> None:
                 tx.init(PARAMS)
 
 
-def test_a_function_that_changes_the_shape() -> None:
+def test_function_that_changes_shape_raises() -> None:
     tx = by_matrix(lambda matrix: matrix[:2])
     message = (
         "by_matrix got a matrix of shape (2, 4) from its function for one of shape "

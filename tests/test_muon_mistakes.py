@@ -23,7 +23,7 @@ def double(matrix: jax.Array) -> jax.Array:
     return 2 * matrix
 
 
-def test_dimension_numbers_of_another_model() -> None:
+def test_dimension_numbers_of_another_model_raise() -> None:
     def build(numbers: Any) -> optax.GradientTransformation:
         return muon(0.1, muon_weight_dimension_numbers=numbers)
 
@@ -57,7 +57,7 @@ def test_dimension_numbers_of_another_model() -> None:
         decay_mask(mask)
 
 
-def test_settings_of_muon() -> None:
+def test_invalid_muon_settings_raise() -> None:
     build: Any = muon
     for arguments, message in (
         (

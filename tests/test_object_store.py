@@ -20,7 +20,7 @@ from tests.waiting import wait_until
 ROOT = Path(__file__).parents[1]
 
 
-def test_without_its_packages_an_object_store_is_a_named_error(
+def test_missing_object_store_packages_raise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "google.cloud.storage", None)
@@ -30,12 +30,12 @@ def test_without_its_packages_an_object_store_is_a_named_error(
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/run", "az://b/run", "http://host/run"])
-def test_orbax_writes_to_no_other_object_store(url: str) -> None:
+def test_unsupported_object_store_raises(url: str) -> None:
     with pytest.raises(CheckpointDirectoryError, match="Orbax writes arrays to Google"):
         _ = CheckpointManager(Checkpoint(url)).saved
 
 
-def test_the_name_in_an_object_store_is_no_pattern() -> None:
+def test_pattern_in_object_store_name_raises() -> None:
     with pytest.raises(CheckpointDirectoryError, match="a name may hold none of"):
         _ = CheckpointManager(Checkpoint("gs://bucket/lr=[0.1]")).saved
 
@@ -96,7 +96,7 @@ def server() -> Iterator[dict[str, str]]:
         "TENSORSTORE_GCS_HTTP_URL": url,
         "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none",
         "GOOGLE_CLOUD_PROJECT": "test",
-        "NO_GCE_CHECK": "true",  # nobody looks for credentials, or kinds of buckets
+        "NO_GCE_CHECK": "true",  # no look-up of credentials, or kinds of buckets
         "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
     }
     process.kill()
@@ -109,7 +109,7 @@ def start(server: dict[str, str], *arguments: object) -> subprocess.Popen[str]:
         env=server,
         cwd=ROOT,
         stdout=subprocess.PIPE,
-        stderr=None,  # pytest shows it; a pipe that nobody reads would fill up
+        stderr=None,  # pytest shows it; a pipe without a reader would fill up
         text=True,
     )
 
@@ -121,7 +121,7 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.faults
-def test_a_run_is_saved_kept_killed_resumed_and_inspected(
+def test_killed_run_resumes_from_object_store(
     server: dict[str, str], tmp_path: Path
 ) -> None:
     url, width = "gs://bucket/runs/lr=0.1", 1 << 12
@@ -153,7 +153,7 @@ epath.Path(sys.argv[1]).unlink()
 
 
 @pytest.mark.faults
-def test_step_without_its_metadata_is_damaged(server: dict[str, str]) -> None:
+def test_step_without_metadata_is_damaged(server: dict[str, str]) -> None:
     url = "gs://bucket/runs/damaged"
     finish(start(server, "-c", TRAIN, url, 4, 8, "error"))
     finish(start(server, "-c", DELETE, f"{url}/4/_CHECKPOINT_METADATA"))

@@ -1,7 +1,7 @@
 """State and block inputs that wait in the host's memory: the same run, fewer bytes.
 
 CPU devices have all kinds of memory, so that places and numbers are tested; bytes are
-those of the program that libtpu makes for v5p.
+read from the program that libtpu makes for v5p.
 """
 
 import re
@@ -95,7 +95,7 @@ def host_leaves(state: Any) -> list[jax.Array]:
 def assert_close(one: np.ndarray, other: np.ndarray) -> None:
     """Close in float32; of bfloat16, rounded from that, but for a few last bits.
 
-    Where float32 lies between two numbers of bfloat16, its own last bit decides.
+    Where float32 lies between two numbers of bfloat16, its last bit decides.
     """
     if one.dtype != jnp.bfloat16:
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
@@ -113,7 +113,7 @@ CASES: dict[str, tuple[Strategy, Any, dict]] = {
         optax.chain(optax.clip_by_global_norm(0.1), ADAMW),
         {},
     ),
-    # Of all moments: they come in whole.
+    # Needs all moments at once: they are loaded whole.
     "clipped_late": (
         FSDP(8, min_size=0),
         optax.chain(
@@ -151,7 +151,7 @@ MAIN = ("fsdp", "clipped", "muon", "bfloat16", "pipeline")
     "case",
     [pytest.param(c, marks=() if c in MAIN else pytest.mark.deep) for c in CASES],
 )
-def test_a_run_with_its_optimizer_on_the_host_is_the_same(
+def test_offloaded_optimizer_matches_plain_run(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(updating, "_SLICE_BYTES", 128)  # `inward` is cut, too
@@ -183,7 +183,7 @@ def test_a_run_with_its_optimizer_on_the_host_is_the_same(
 
 
 @pytest.mark.parametrize("remat", ["full", "dots"])
-def test_block_inputs_on_the_host_change_no_bit(remat: Any) -> None:
+def test_offloaded_block_inputs_keep_losses_bit_for_bit(remat: Any) -> None:
     offload = Offload(optimizer=False, activations="block_inputs")
     make = partial(make_trainer, FSDP(8, min_size=0), remat=remat)
     plain, offloaded = make(None), make(offload)
@@ -191,7 +191,7 @@ def test_block_inputs_on_the_host_change_no_bit(remat: Any) -> None:
     losses = [t.fit(batches(3), num_steps=3)["loss"] for t in (plain, offloaded)]
     np.testing.assert_array_equal(losses[0], losses[1])
     state, batch = offloaded.state, offloaded.shard_batch(batches(1)[0])
-    # CPU programs do not tell kinds of memory apart; what JAX hands them does.
+    # CPU programs do not distinguish kinds of memory; JAX's traces do.
     traces = [
         str(t.train_step.trace(s, batch).jaxpr)  # pyright: ignore[reportFunctionMemberAccess]
         for t, s in ((plain, plain.state), (offloaded, state))
@@ -200,7 +200,7 @@ def test_block_inputs_on_the_host_change_no_bit(remat: Any) -> None:
 
 
 @pytest.mark.parametrize("saves", [True, False], ids=["from_host", "to_host"])
-def test_checkpoints_interchange(tmp_path: Path, *, saves: bool) -> None:
+def test_checkpoints_interchange_with_plain_run(tmp_path: Path, *, saves: bool) -> None:
     strategy = FSDP(8, min_size=0)
     first, second = (Offload(), None) if saves else (None, Offload())
     make = partial(make_trainer, strategy, checkpoint=Checkpoint(tmp_path, every=1))
@@ -213,13 +213,13 @@ def test_checkpoints_interchange(tmp_path: Path, *, saves: bool) -> None:
     assert bool(host_leaves(resumed.state.opt_state)) is not saves
 
 
-def test_a_step_takes_the_memory_of_a_state_that_is_being_saved(
+def test_step_reuses_memory_of_state_in_save(
     tmp_path: Path,
 ) -> None:
     """A view, which NumPy makes of memory of the host, would keep it from the step.
 
-    Here the step would get other memory. Elsewhere it is an error, or the file has what
-    the step has written.
+    Here the step would get other memory. Elsewhere it is an error, or the file has the
+    values that the step has written.
     """
     mesh = FSDP(8).make_mesh()
     place = NamedSharding(mesh, P("fsdp"), memory_kind=offloading.HOST)
@@ -252,8 +252,8 @@ def addresses(x: jax.Array) -> list[int]:
         (1_024, 64, None),  # small
     ],
 )
-def test_parts_of_an_array_are_whole_tiles_of_a_tpu(rows, width, parts) -> None:
-    """Of one that is narrower than its registers, 128 rows."""
+def test_array_parts_are_whole_tpu_tiles(rows, width, parts) -> None:
+    """Parts of an array that is narrower than the registers have 128 rows."""
     spec = P(None, "fsdp")
     place = Placement(stored=spec, used=P(), gradient=spec, optimizer=spec, reason="")
     layout = FSDP(8).layout(FSDP(8).make_mesh())
@@ -263,12 +263,12 @@ def test_parts_of_an_array_are_whole_tiles_of_a_tpu(rows, width, parts) -> None:
     assert (found and found.num_parts) == parts
 
 
-def test_copies_on_the_host_are_compared() -> None:
+def test_offloaded_replicas_are_checked() -> None:
     trainer = make_trainer(FSDP(8), Offload(), check_replicas_every=1)
     trainer.fit(batches(2), num_steps=2)
 
 
-def test_describe_says_what_waits_on_the_host() -> None:
+def test_describe_counts_host_bytes() -> None:
     plain, offloaded = (
         make_trainer(FSDP(8, min_size=0), offload).describe()
         for offload in (None, Offload())
@@ -293,12 +293,12 @@ def test_describe_says_what_waits_on_the_host() -> None:
         ({"optimizer": False}, "Offload(optimizer=False) offloads nothing."),
     ],
 )
-def test_wrong_values_are_refused(values: dict, message: str) -> None:
+def test_invalid_offload_values_raise(values: dict, message: str) -> None:
     with pytest.raises(OffloadError, match=re.escape(message)):
         Offload(**values)
 
 
-def test_another_kind_of_argument_is_refused() -> None:
+def test_offload_of_wrong_type_raises() -> None:
     with pytest.raises(TypeError, match=re.escape("offload is True. It must be")):
         make_trainer(FSDP(8), True)  # pyright: ignore[reportArgumentType]
 
@@ -327,7 +327,7 @@ BLOCKS = Offload(activations="block_inputs")
     ids=["no_remat", "no_stack", "pipeline", "prefetch"],
 )
 @pytest.mark.filterwarnings("ignore:remat=")
-def test_block_inputs_that_no_step_keeps_are_refused(
+def test_offloading_unkept_block_inputs_raises(
     build: Any, strategy: Strategy, remat: Any, message: str
 ) -> None:
     trainer = Trainer(
@@ -337,7 +337,7 @@ def test_block_inputs_that_no_step_keeps_are_refused(
         _ = trainer.train_step
 
 
-def test_devices_that_cannot_reach_the_host_are_refused() -> None:
+def test_devices_without_host_memory_raise() -> None:
     check = offloading.check_kinds
     check(["device", "pinned_host"], "TPU v5")
     message = "Devices of kind 'Quantum' reach ['device'] here. Leave offload out"
@@ -367,11 +367,11 @@ for offload in (None, Offload()):
 
 @pytest.mark.deep
 @pytest.mark.parametrize("precision", ["float32", "mixed_bfloat16"])
-def test_the_devices_of_a_v5p_hold_the_optimizers_bytes_no_more(precision: str) -> None:
+def test_v5p_devices_hold_no_optimizer_bytes(precision: str) -> None:
     numbers = numbers_from(SCRIPT, precision)
     plain, offloaded = numbers[:5], numbers[5:]
     moved = plain[0] - offloaded[0]
     assert offloaded[2] == offloaded[3] == moved  # in place
     assert offloaded[4] == 0
-    # In their place the temporaries have those of a layer: 0.9 and 1.5 % more.
+    # The temporaries hold the moments of one layer instead: 0.9 and 1.5 % more.
     assert offloaded[1] - plain[1] < 0.05 * moved

@@ -111,7 +111,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 class Tried(NamedTuple):
-    """An optimizer's state and what it would have changed."""
+    """An optimizer's state and its last updates."""
 
     state: Any
     updates: Any
@@ -154,7 +154,7 @@ def make_trainer(optimizer: Any, *, num_devices: int = 8, **options: Any) -> Tra
 
 
 def train(trainer: Trainer, num_steps: int = 2) -> list[float]:
-    """Losses of so many steps."""
+    """Losses of ``num_steps`` steps."""
     losses = []
     for batch in make_batches(num_steps):
         batch = trainer.shard_batch(batch)
@@ -198,7 +198,7 @@ def whole() -> Trainer:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_computes_split_what_it_does_on_one_device(
+def test_sharded_optimizers_match_one_device(
     name: str, split: Trainer, whole: Trainer
 ) -> None:
     states: list[Any] = [trainer.state.opt_state for trainer in (split, whole)]
@@ -211,7 +211,7 @@ def test_every_optimizer_computes_split_what_it_does_on_one_device(
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizers_arrays_are_split(name: str, split: Trainer) -> None:
+def test_optimizer_arrays_are_split(name: str, split: Trainer) -> None:
     for path, x in optimizer_arrays(split).items():
         if not path.startswith(f"{name}.") or ".v_row." in path or ".v_col." in path:
             continue
@@ -219,7 +219,7 @@ def test_every_optimizers_arrays_are_split(name: str, split: Trainer) -> None:
         assert parts == (8 if x.size >= WIDTH else 1), path
 
 
-def test_a_step_leaves_every_array_where_it_was(split: Trainer, strategy: FSDP) -> None:
+def test_step_keeps_placement_of_state(split: Trainer, strategy: FSDP) -> None:
     placed = make_trainer(side_by_side, strategy=strategy).state.opt_state
     same = jax.tree.map(
         lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim),
@@ -229,7 +229,7 @@ def test_a_step_leaves_every_array_where_it_was(split: Trainer, strategy: FSDP) 
     assert all(jax.tree.leaves(same))
 
 
-def test_factors_follow_the_dims_of_their_parameter() -> None:
+def test_adafactor_factors_follow_parameter_dims() -> None:
     strategy = Composite(FSDP(4, min_size=0), TensorParallel(2))
     optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=16)
     rows = strategy.describe(Model, optimizer=optimizer).optimizer_rows
@@ -246,7 +246,7 @@ def test_factors_follow_the_dims_of_their_parameter() -> None:
     assert factors["v.head.kernel"] == ((1,), P())
 
 
-def test_state_that_stays_whole_is_reported() -> None:
+def test_replicated_optimizer_state_is_reported() -> None:
     optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=16)
     found = Composite(FSDP(4, min_size=0), TensorParallel(2)).describe(
         Model, optimizer=optimizer
@@ -262,7 +262,7 @@ def test_state_that_stays_whole_is_reported() -> None:
 
 
 @pytest.mark.parametrize("shard", ["gradients", "optimizer"])
-def test_zero_1_and_2_split_the_moments_of_whole_parameters(shard: Any) -> None:
+def test_zero_1_and_2_split_moments(shard: Any) -> None:
     trainer = make_trainer(optax.adam(1e-2), strategy=FSDP(shard=shard, min_size=0))
     train(trainer, 1)
     kernel = trainer.state.params["head"]["kernel"]
@@ -271,18 +271,18 @@ def test_zero_1_and_2_split_the_moments_of_whole_parameters(shard: Any) -> None:
     assert moment.addressable_shards[0].data.size == moment.size // 8
 
 
-def test_a_learning_rate_under_inject_hyperparams_is_the_one_of_the_step() -> None:
+def test_injected_learning_rate_is_logged_per_step() -> None:
     trainer = make_trainer(OPTIMIZERS["injected"])
     history = trainer.fit(make_batches(3), 3)
     np.testing.assert_allclose(history["learning_rate"], [0.01, 0.02, 0.03], rtol=1e-6)
 
 
-def test_a_learning_rate_that_cannot_be_read_is_not_reported() -> None:
+def test_unreadable_learning_rate_is_not_reported() -> None:
     state = optax.adam(schedule).init({"kernel": jnp.ones(2)})
     assert learning_rate(state) is None
 
 
-def test_an_optimizer_that_reads_the_loss_is_given_it() -> None:
+def test_optimizer_receives_loss() -> None:
     plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=0, atol=1e9)
     trainer = make_trainer(optax.chain(optax.sgd(0.1), plateau))
     train(trainer, 3)
@@ -298,7 +298,7 @@ PLATEAU = optax.contrib.reduce_on_plateau(factor=0.5)
 @pytest.mark.parametrize(
     "optimizer", [SAM, optax.chain(optax.clip(1.0), SAM), optax.polyak_sgd(0.1)]
 )
-def test_an_optimizer_is_given_what_it_takes(optimizer: Any) -> None:
+def test_optimizer_receives_only_accepted_arguments(optimizer: Any) -> None:
     """SAM takes no loss, Polyak's step needs it."""
     trainer = make_trainer(optimizer)
     before = flatten_pure(jax.device_get(trainer.state.params))
@@ -315,12 +315,12 @@ def test_an_optimizer_is_given_what_it_takes(optimizer: Any) -> None:
         (optax.chain(SAM, PLATEAU), "required keyword-only argument: 'value'"),
     ],
 )
-def test_an_optimizer_that_needs_more_is_refused(optimizer: Any, needed: str) -> None:
+def test_optimizer_with_unknown_arguments_raises(optimizer: Any, needed: str) -> None:
     with pytest.raises(OptimizerError, match=re.escape(needed)):
         train(make_trainer(optimizer), 1)
 
 
-def test_dims_of_one_layer_decide_what_decays() -> None:
+def test_decay_mask_uses_dims_of_one_layer() -> None:
     mask = flatten_pure(decay_mask(ABSTRACT))
     assert mask == {
         "embed.embedding": True,
@@ -334,7 +334,7 @@ def test_dims_of_one_layer_decide_what_decays() -> None:
     }
 
 
-def test_muon_reads_the_rows_and_columns_of_one_layer() -> None:
+def test_muon_dimension_numbers_use_one_layer() -> None:
     numbers = muon_dimension_numbers(ABSTRACT)
     dims = optax.contrib.MuonDimensionNumbers
     layer = numbers["blocks"]["layer"]
@@ -355,7 +355,7 @@ def test_muon_reads_the_rows_and_columns_of_one_layer() -> None:
         ),
     ],
 )
-def test_masks_are_of_what_is_trained(optimizer: Callable) -> None:
+def test_masks_cover_only_trained_parameters(optimizer: Callable) -> None:
     trainer = Trainer(
         lambda rngs: nnx.LoRA(
             16, 8, 16, base_module=nnx.Linear(16, 16, rngs=rngs), rngs=rngs
@@ -371,7 +371,7 @@ def test_masks_are_of_what_is_trained(optimizer: Callable) -> None:
 
 
 @pytest.mark.parametrize("wrong", [0.1, "adam", lambda model: None])
-def test_what_is_no_optimizer(wrong: Any) -> None:
+def test_invalid_optimizer_raises(wrong: Any) -> None:
     kind = "NoneType" if callable(wrong) else type(wrong).__name__
     message = (
         f"optimizer is of type {kind}. Pass an Optax transformation such as "

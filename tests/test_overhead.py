@@ -1,4 +1,4 @@
-"""A step costs what the same step written by hand costs: it is the same program."""
+"""A step costs as much as a step written by hand: it is the same program."""
 
 import jax
 import numpy as np
@@ -29,7 +29,7 @@ def batches(rows: int, count: int) -> list[dict[str, np.ndarray]]:
 
 
 @STRATEGIES
-def test_the_compiled_step_is_the_one_written_by_hand(strategy: Strategy):
+def test_compiled_step_matches_handwritten_step(strategy: Strategy):
     trainer = Trainer(
         lambda rngs: GPT(CONFIG, rngs=rngs),
         TX,
@@ -63,7 +63,7 @@ def test_the_compiled_step_is_the_one_written_by_hand(strategy: Strategy):
 @pytest.mark.parametrize(
     "num_microbatches", [1, pytest.param(4, marks=pytest.mark.deep)]
 )
-def test_a_step_is_traced_once_for_each_shape(num_microbatches: int):
+def test_step_is_traced_once_per_shape(num_microbatches: int):
     traces = []
 
     def loss(model: GPT, batch: dict[str, jax.Array]):

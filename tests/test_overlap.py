@@ -1,4 +1,4 @@
-"""Rings hide what they send: asserted on the schedule of the TPU compiler.
+"""Rings hide their transfers: asserted on the schedule of the TPU compiler.
 
 Nothing runs: the step is compiled for chips that are not there, in a child process.
 """
@@ -32,7 +32,7 @@ ENTRY %main (x: f32[8,8]) -> f32[8,8] {
 """.replace("PAIRS", "source_target_pairs={{0,1},{1,2},{2,3},{3,0}}")
 
 
-def test_a_transfer_is_hidden_if_a_product_runs_before_it_is_awaited():
+def test_transfer_behind_product_is_hidden():
     sent = audit(SCHEDULED).collectives
     found = [(each.kind, each.sent_bytes, each.is_hidden) for each in sent]
     shard = 8 * 8 * 4
@@ -43,7 +43,7 @@ def test_a_transfer_is_hidden_if_a_product_runs_before_it_is_awaited():
     ]
 
 
-def test_a_running_sum_hides_nothing():
+def test_running_sum_hides_nothing():
     """Which the TPU compiler writes as a convolution."""
     fusion = "fusion(%x), kind=kOutput, calls=%product"
     metadata = 'metadata={op_name="jit(f)/jit(cumsum)/reduce_window_sum"}'
@@ -52,14 +52,14 @@ def test_a_running_sum_hides_nothing():
 
 
 @pytest.mark.slow
-def test_nine_tenths_of_what_tensor_parallelism_sends_is_hidden():
-    """By bytes: what is left are the edges, embedding and head, which are no rings."""
+def test_tensor_parallelism_hides_ninety_percent():
+    """Counted in bytes. Embedding and head, which use no rings, are exposed."""
     figures = schedule_or_skip("ring")
     assert figures["exposed"] <= 0.1 * figures["sent"]
 
 
 @pytest.mark.slow
-def test_halves_expose_at_most_six_tenths_of_what_whole_rows_do():
+def test_halves_expose_less_than_whole_rows():
     """The same bytes and no more temporaries, sent by SparseCores in both cases."""
     whole, halves = (schedule_or_skip(x, remat="full") for x in ("bulk", "halves"))
     assert halves["sent"] == pytest.approx(whole["sent"], rel=1e-3)

@@ -32,7 +32,7 @@ VOCAB, WIDTH = 64, 16
 
 
 class Words(nnx.Module):
-    """What a language model has of the axes in question: a lexicon at both ends."""
+    """The parts of a language model that the axes split: a lexicon at both ends."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embed = Embed(VOCAB, WIDTH, rngs=rngs)
@@ -84,14 +84,14 @@ def fit(strategy: Strategy) -> tuple[np.ndarray, dict[str, Any]]:
     return losses, flatten_pure(trainer.state.params)
 
 
-def test_it_is_short_and_no_file_of_the_package_knows_it() -> None:
+def test_strategy_is_short_and_unknown_to_package() -> None:
     lines = inspect.getsource(LexiconParallel).splitlines()
     assert len(lines) < 25
     package = Path(nnx_parallel.__file__).parent
     assert not [f for f in package.rglob("*.py") if "lexicon" in f.read_text().lower()]
 
 
-def test_composed_with_fsdp_and_a_pipeline_it_trains_as_one_device() -> None:
+def test_composite_training_matches_one_device() -> None:
     expected, _ = fit(DataParallel(1))
     losses, params = fit(COMPOSITE)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
@@ -106,12 +106,12 @@ class BorrowedPipeline(Strategy):
         return Pipeline(4).claims()
 
 
-def test_borrowed_claims_are_checked_as_their_owners_are() -> None:
+def test_borrowed_claims_are_checked() -> None:
     with pytest.raises(PipelineError, match="has 2 layers, fewer than 4 stages"):
         make_trainer(Words, loss, BorrowedPipeline())
 
 
-def test_its_axis_splits_rows_and_shows_in_the_table() -> None:
+def test_axis_splits_rows_and_is_described() -> None:
     layout = COMPOSITE.layout()
     assert dict(layout.mesh.shape) == {"lexicon": 2, "pipe": 2, "fsdp": 2}
     assert layout.batch_spec(8) == P(("lexicon", "fsdp"))
@@ -120,7 +120,7 @@ def test_its_axis_splits_rows_and_shows_in_the_table() -> None:
     assert row.placement.reason.startswith("name 'vocab' -> lexicon")
 
 
-def test_its_specs_are_those_of_its_names() -> None:
+def test_specs_follow_names() -> None:
     state = nnx.state(Words(nnx.Rngs(0)))
     specs = flatten_pure(nnx.to_pure_dict(LexiconParallel().specs(state)))
     assert specs["embed.embedding"] == P("lexicon")

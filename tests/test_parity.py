@@ -44,7 +44,7 @@ DEEP = pytest.mark.deep
 MICROBATCHES = (1, 4)
 PRODUCT = list(product(CASES, PLANS, MICROBATCHES))
 FURTHER = ("rnn", "annotated")
-"""Models of stock modules: what they add to the others does not depend on pairs."""
+"""Models of stock modules: their additions to the others do not depend on pairs."""
 MAIN = [model for model in CASES if model not in FURTHER]
 PAIRS = all_pairs(MAIN, list(PLANS), MICROBATCHES)
 CHOSEN = PAIRS + [
@@ -70,7 +70,7 @@ QUICK = [
 
 
 def parametrized() -> list:
-    """The product, each with its mark. One worker runs what shares programs."""
+    """The product, each with its mark. One worker runs cases that share programs."""
     return [
         pytest.param(
             *combination,
@@ -89,7 +89,7 @@ def marks_of(combination: tuple) -> list[pytest.MarkDecorator]:
     return [DEEP if combination in CHOSEN else pytest.mark.slow]
 
 
-def test_every_pair_is_chosen() -> None:
+def test_selection_covers_every_pair() -> None:
     assert pairs_met(PAIRS) == pairs_met(product(MAIN, PLANS, MICROBATCHES))
     assert {(m, n) for m, _, n in CHOSEN} == set(product(CASES, MICROBATCHES))
     assert {plan for m, plan, _ in CHOSEN if m in FURTHER} == set(PLANS)
@@ -99,7 +99,7 @@ def test_every_pair_is_chosen() -> None:
 
 
 @pytest.mark.parametrize(("model", "plan", "microbatches"), parametrized())
-def test_same_numbers_as_one_device(model: str, plan: str, microbatches: int) -> None:
+def test_training_matches_one_device(model: str, plan: str, microbatches: int) -> None:
     case, strategy = CASES[model], PLANS[plan].strategy(CASES[model])
     devices = PLANS[plan].devices()
     optimized = (model, plan, microbatches) not in [*QUICK, *CHOSEN]
@@ -117,7 +117,7 @@ def test_same_numbers_as_one_device(model: str, plan: str, microbatches: int) ->
     assert axes_in_use(run) >= set(strategy.axis_sizes) - {"data"}
 
 
-# A mean is that of the whole batch, however it is split
+# A mean is over the whole batch, however it is split
 
 
 def masked_loss(model: Any, batch: Any) -> Mean:
@@ -126,7 +126,7 @@ def masked_loss(model: Any, batch: Any) -> Mean:
 
 
 def loss_of_two_weights(model: Any, batch: Any) -> Mean:
-    """Token loss, and the squared log-normaliser over weights of its own."""
+    """Token loss, and the squared log-normaliser over other weights."""
     logits = model(batch["tokens"][:, :-1])
     weights, other = batch["weights"][:, 1:], 1.0 + batch["tokens"][:, 1:] % 3
     normaliser = jax.nn.logsumexp(logits, axis=-1)
@@ -164,7 +164,7 @@ def by_hand(loss: LossFn) -> tuple[float, Arrays]:
 @pytest.mark.parametrize("plan", [ONE_DEVICE, PLANS["dp8"]], ids=["one", "dp8"])
 @pytest.mark.parametrize("microbatches", [pytest.param(1, marks=DEEP), 4])
 @pytest.mark.parametrize("loss", [masked_loss, loss_of_two_weights])
-def test_accumulated_mean_is_that_of_the_batch(
+def test_accumulated_mean_matches_whole_batch(
     loss: LossFn, microbatches: int, plan: Plan
 ) -> None:
     (batch,) = CASES["gpt"].batches(1)
@@ -191,7 +191,7 @@ def test_accumulated_mean_is_that_of_the_batch(
 @pytest.mark.xdist_group("means")
 @pytest.mark.parametrize("plan", [pytest.param("dp8", marks=DEEP), "fsdp4_tp2"])
 @pytest.mark.parametrize("loss", [masked_loss, token_loss])
-def test_evaluation_is_the_mean_over_all_rows(loss: LossFn, plan: str) -> None:
+def test_evaluation_averages_all_rows(loss: LossFn, plan: str) -> None:
     """Without dropout, whatever the sizes of batches; a plain scalar weighs by rows."""
     (rows,) = CASES["gpt"].batches(1)
     ragged = [

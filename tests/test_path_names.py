@@ -74,7 +74,7 @@ def one_device() -> tuple[np.ndarray, float, Trainer]:
     ],
     ids=repr,
 )
-def test_a_transformer_without_names_is_split_in_one_argument(
+def test_unnamed_transformer_is_split_by_path_names(
     strategy: Strategy, one_device: tuple
 ) -> None:
     with warnings.catch_warnings():
@@ -173,7 +173,7 @@ def names_by_path(model: nnx.Module) -> dict[str, tuple]:
     return {".".join(map(str, p)): names_of(v) for p, v in variables_of(model)}
 
 
-def test_the_names_of_common_transformers() -> None:
+def test_transformer_names_cover_common_models() -> None:
     model = tree({path: shape for path, (shape, _) in PARAMETERS.items()})
     expected = {
         path: tuple(None if name == "." else name for name in names.split())
@@ -182,7 +182,7 @@ def test_the_names_of_common_transformers() -> None:
     assert names_by_path(TRANSFORMER_NAMES(model)) == expected
 
 
-def test_names_replace_those_of_the_model_and_keep_its_layers() -> None:
+def test_path_names_replace_names_of_model() -> None:
     def build(rngs: nnx.Rngs) -> nnx.Module:
         init = named(nnx.initializers.ones_init(), "fsdp", "tp")
         return Stack(
@@ -198,7 +198,7 @@ def test_names_replace_those_of_the_model_and_keep_its_layers() -> None:
     }
 
 
-def test_the_first_pair_with_a_name_for_each_dim_counts() -> None:
+def test_first_pair_of_matching_rank_applies() -> None:
     names = PathNames(
         (r"w$", ("heads",)), (r"a", ("embed", "mlp")), (r"w$", ("mlp", None))
     )
@@ -210,7 +210,7 @@ def test_the_first_pair_with_a_name_for_each_dim_counts() -> None:
     }
 
 
-def test_names_for_another_rank() -> None:
+def test_names_of_another_rank_raise() -> None:
     model = tree({"up.kernel": (4, 8, 2)})
     text = (
         "`up.kernel` has shape (4, 8, 2), and none of [('embed', 'mlp')] has a name "
@@ -226,7 +226,7 @@ def test_names_for_another_rank() -> None:
         assert names_by_path(optional(model)) == {"up.kernel": ()}
 
 
-def test_names_for_no_array() -> None:
+def test_names_without_array_warn() -> None:
     model = tree({"up.kernel": (4, 8)})
     pairs = (r"up", ("embed", "mlp")), (r"down\.kernel", ("mlp", "embed"))
     message = (
@@ -242,7 +242,7 @@ def test_names_for_no_array() -> None:
 
 
 @pytest.mark.parametrize("names", ["embed", ("mlp", "mlp")])
-def test_names_that_are_none(names: Any) -> None:
+def test_invalid_names_raise(names: Any) -> None:
     message = f"PathNames got {names!r} for 'up'. Give a tuple with one name for each"
     with pytest.raises(ValueError, match=re.escape(message)):
         PathNames((r"up", names))
@@ -262,7 +262,7 @@ def trainer(strategy: Strategy, model: Any = stock, **options: Any) -> Trainer:
     )
 
 
-def test_a_trainer_leaves_the_names_of_a_built_model_alone() -> None:
+def test_trainer_keeps_names_of_built_model() -> None:
     model = stock(nnx.Rngs(0))
     named_trainer = trainer(TensorParallel(), model, names=TRANSFORMER_NAMES)
     assert named_trainer.model.up_proj.kernel[...].sharding.spec == P(None, "tensor")  # pyright: ignore[reportAttributeAccessIssue]
@@ -272,7 +272,7 @@ def test_a_trainer_leaves_the_names_of_a_built_model_alone() -> None:
     assert state["up_proj"]["kernel"][...].sharding.spec == P(None, "tensor")
 
 
-def test_rules_are_no_names() -> None:
+def test_rules_as_names_raise() -> None:
     message = "It must be a PathNames, such as TRANSFORMER_NAMES"
     with pytest.raises(TypeError, match=re.escape(message)):
         trainer(FSDP(), names=PathRules((r"up", P("fsdp"))))
@@ -308,7 +308,7 @@ REMEDY = " Name the dims by path: Trainer(..., names=TRANSFORMER_NAMES), or name
 
 
 @pytest.mark.parametrize(("strategy", "finding"), IDLE.items(), ids=map(repr, IDLE))
-def test_a_strategy_without_effect_says_so(strategy: Strategy, finding: str) -> None:
+def test_strategy_without_effect_warns(strategy: Strategy, finding: str) -> None:
     message = re.escape(finding + REMEDY)
     with pytest.warns(ParallelWarning, match=message):
         idle = trainer(strategy)
@@ -319,7 +319,7 @@ def test_a_strategy_without_effect_says_so(strategy: Strategy, finding: str) -> 
     assert f"\nno effect: {finding}\n" in idle.describe().summary()
 
 
-def test_names_that_most_matrices_lack_say_so() -> None:
+def test_mostly_unnamed_matrices_warn() -> None:
     def mostly(rngs: nnx.Rngs) -> nnx.Module:
         others = {f"mix{i}": nnx.Linear(64, 64, rngs=rngs) for i in range(3)}
         return nnx.Dict(up_proj=nnx.Linear(64, 64, rngs=rngs), **others)
@@ -337,7 +337,7 @@ def test_names_that_most_matrices_lack_say_so() -> None:
         assert "matrices whole" not in described.summary()
 
 
-def test_tables_state_and_adapters_are_no_matrices_left_whole() -> None:
+def test_tables_and_adapters_do_not_warn() -> None:
     def split(rngs: nnx.Rngs) -> nnx.Module:
         return nnx.Dict(
             up_proj=nnx.LoRALinear(8, 16, lora_rank=64, rngs=rngs),
@@ -349,7 +349,7 @@ def test_tables_state_and_adapters_are_no_matrices_left_whole() -> None:
     assert "matrices whole" not in described.summary()
 
 
-def test_fsdp_that_divides_no_dim_says_so() -> None:
+def test_fsdp_that_divides_no_dim_warns() -> None:
     def odd(rngs: nnx.Rngs) -> nnx.Module:
         return nnx.Dict(up_proj=nnx.Linear(33, 65, rngs=rngs))
 
@@ -362,7 +362,7 @@ def test_fsdp_that_divides_no_dim_says_so() -> None:
     assert f"no effect: {finding}" in idle.describe().summary()
 
 
-def test_one_device_where_several_were_meant_says_so() -> None:
+def test_single_device_warns() -> None:
     script = """
 import warnings
 import jax, optax
@@ -407,7 +407,7 @@ with warnings.catch_warnings():
     ], done.stderr
 
 
-def test_strategies_with_an_effect_say_nothing() -> None:
+def test_strategies_with_effect_do_not_warn() -> None:
     one = jax.devices()[:1]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
