@@ -194,7 +194,8 @@ HELP = {
         "The loss became `nan` or `inf`: a division by zero, a `log` of zero, a "
         "learning rate that is too high.",
         "The message names the step and the arrays. Look at that batch; clip gradients "
-        "with `optax.clip_by_global_norm(1.0)`.",
+        "with `optax.clip_by_global_norm(1.0)`; or leave such steps out: "
+        "[Leave out bad steps](howto.md#leave-out-bad-steps).",
         "[A loss that is not finite](pitfalls.md#a-loss-that-is-not-finite)",
     ),
     "DataError": Help(

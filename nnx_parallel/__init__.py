@@ -67,6 +67,7 @@ from nnx_parallel.training.callback import Callback, EarlyStopping
 from nnx_parallel.training.compiler_options import compiler_options
 from nnx_parallel.training.muon import by_matrix, muon
 from nnx_parallel.training.optimizers import decay_mask, muon_dimension_numbers
+from nnx_parallel.training.step import SkipSteps
 from nnx_parallel.training.trainer import Trainer
 from nnx_parallel.visualize import visualize
 
@@ -102,6 +103,7 @@ __all__ = [
     "Report",
     "Schedule",
     "Shared",
+    "SkipSteps",
     "Strategy",
     "Sum",
     "TRANSFORMER_NAMES",

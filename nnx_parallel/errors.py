@@ -329,7 +329,11 @@ class OffloadError(ParallelError, ValueError):
 
 
 class NonFiniteLossError(ParallelError, ArithmeticError):
-    """The loss of every step must be finite; only float16's scaling skips a step."""
+    """Loss, gradients and updates of every step must be finite.
+
+    ``Trainer(on_non_finite="skip")`` leaves out steps that are not, and float16's
+    scaling does so too; a state that is not finite is never saved.
+    """
 
 
 class DataError(ParallelError, ValueError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -62,8 +64,16 @@ class Mean:
 
     @property
     def value(self) -> jax.Array:
-        """The mean: the sum over terms of total / weight; 0 where a weight is 0."""
+        """The mean: the sum over terms of total / weight; 0 where a weight is 0.
+
+        A run reports NaN where every weight is 0: nothing was counted.
+        """
         return sum((_divide(t.total, t.weight) for t in self.terms), jnp.float32(0))
+
+    @property
+    def counts(self) -> Any:
+        """Whether a weight is not 0; without one the mean says nothing."""
+        return functools.reduce(operator.or_, (t.weight != 0 for t in self.terms))
 
     def over(self, weights: Sequence[jax.Array]) -> jax.Array:
         """Part of a mean over more data, whose weights are known, one for each term."""
@@ -146,6 +156,13 @@ class Sum:
     def value(self) -> Any:
         """The metric of this data alone."""
         return self.total if self.then is None else self.then(self.total)
+
+
+def result_of(metric: Mean | Sum) -> Any:
+    """The value to report: NaN for a mean of nothing, which is not a value of 0."""
+    if isinstance(metric, Sum) or metric.counts is True:  # known when it is traced
+        return metric.value
+    return jnp.where(metric.counts, metric.value, jnp.nan)
 
 
 def _from_terms(first: Mean, *more: Mean) -> Mean:

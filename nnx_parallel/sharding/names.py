@@ -272,8 +272,8 @@ def names_of(variable: nnx.Variable) -> tuple[MeshAxes, ...]:
     return tuple(None if name is P.UNCONSTRAINED else name for name in names)
 
 
-def flatten_pure(tree: Mapping) -> dict[str, jax.Array]:
-    """A nested dict of arrays as one flat dict by dotted path."""
+def flatten_pure(tree: Any) -> dict[str, jax.Array]:
+    """A pytree of arrays as one flat dict by dotted path."""
     return {path_of(keys): leaf for keys, leaf in jax.tree.leaves_with_path(tree)}
 
 

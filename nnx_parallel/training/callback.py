@@ -140,7 +140,8 @@ class EarlyStopping(Callback):
 
     def on_step_end(self, trainer: Any, step: int, metrics: Values) -> None:
         """Judges a metric of training."""
-        if not self.needs_evaluation:
+        # A step that was left out may have no loss, and the model is as it was.
+        if not self.needs_evaluation and not metrics.get("skipped"):
             self._judge(trainer, step, metrics, self.metric)
 
     def on_eval_end(self, trainer: Any, step: int, metrics: Values) -> None:

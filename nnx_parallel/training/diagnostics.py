@@ -10,7 +10,7 @@ import inspect
 import numbers
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, TypeGuard
 
 import jax
@@ -46,6 +46,7 @@ from nnx_parallel.sharding.names import (
     path_of,
     variables_of,
 )
+from nnx_parallel.sharding.offload import HOST
 from nnx_parallel.sharding.rules import hash_code
 from nnx_parallel.state import StatePlan, TrainState
 
@@ -320,6 +321,45 @@ def check_replicas(state: Any, step: int) -> None:
     )
 
 
+@jax.jit
+def _are_sound(
+    finite: dict[str, jax.Array], numbers: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """Whether all elements of some arrays are finite, and of others no NaN."""
+    sound = {path: jnp.isfinite(x).all() for path, x in finite.items()}
+    return sound | {path: ~jnp.isnan(x).any() for path, x in numbers.items()}
+
+
+def broken_arrays(state: TrainState) -> list[str]:
+    """Paths of the arrays from which training cannot go on; all processes call it.
+
+    Parameters, their averages and moments must be finite. Other variables, such as a
+    mask, and single numbers of the optimizer, such as the best value so far, may be
+    infinite, but not NaN.
+    """
+    moments = {f"opt_state.{p}": x for p, x in flatten_pure(state.opt_state).items()}
+    averages = {f"ema.{p}": x for p, x in flatten_pure(state.ema or {}).items()}
+    arrays = flatten_pure(state.params) | flatten_pure(state.variables)
+    arrays |= averages | moments
+    numbers = flatten_pure(state.variables) | {
+        path: x for path, x in moments.items() if not x.ndim
+    }
+    kinds: tuple[dict[str, jax.Array], ...] = ({}, {})
+    sound: dict[str, Any] = {}
+    for path, x in arrays.items():
+        if is_inexact(x):
+            kind = kinds[path in numbers]
+            if x.sharding.memory_kind != HOST:
+                kind[path] = x
+                continue
+            # One at a time: together they may not fit on the devices.
+            x = jax.device_put(x, x.sharding.with_memory_kind("device"))
+            only = _are_sound(*({path: x} if k is kind else {} for k in kinds))
+            sound |= jax.device_get(only)
+    sound |= jax.device_get(_are_sound(*kinds))
+    return [path for path in arrays if not sound.get(path, True)]
+
+
 def explain_non_finite(
     state: TrainState, saved_step: int | None, labels: list[LabelRange]
 ) -> str:
@@ -343,10 +383,10 @@ def explain_non_finite(
             f"the logits have {found.num_classes} classes: valid labels are 0 to "
             f"{found.num_classes - 1}. Give labels to leave out a weight of 0. {kept}"
         )
-    arrays = flatten_pure(state.params) | flatten_pure(state.variables)
-    floating = {path: x for path, x in arrays.items() if is_inexact(x)}
-    is_finite = jax.jit(partial(jax.tree.map, lambda x: jnp.isfinite(x).all()))
-    bad = [f"`{path}`" for path, ok in is_finite(floating).items() if not ok]
+    broken = broken_arrays(state)
+    # Averages and moments follow from the parameters.
+    shown = [x for x in broken if not x.startswith(("ema.", "opt_state."))] or broken
+    bad = [f"`{path}`" for path in shown]
     if not bad:
         return (
             f"All arrays are finite at step {step}, the last one done. {kept} "

@@ -30,7 +30,7 @@ from nnx_parallel.errors import (
 from nnx_parallel.layers.loss import LabelRange
 from nnx_parallel.layers.scan import StackCall
 from nnx_parallel.layers.stack import using_runner
-from nnx_parallel.metrics import split_loss_output
+from nnx_parallel.metrics import Mean, result_of, split_loss_output
 from nnx_parallel.sharding.model import MODES, arrays_of, flatten
 from nnx_parallel.sharding.names import dotted, path_of, variables_of
 from nnx_parallel.sharding.offload import HOST
@@ -305,6 +305,8 @@ class Programs:
     ) -> dict[str, Any]:
         """Mean loss and metrics over all rows; nothing if it was stopped.
 
+        NaN where all weights are 0.
+
         The watchdog ends the process if a batch takes too long, compilation apart.
         ``stop_reason`` says why this process wants to stop before the next batch, or
         ``None``; all of several processes then stop there.
@@ -337,7 +339,14 @@ class Programs:
         if not total:
             raise DataError("There is no batch to evaluate on: the data is empty.")
         found = jax.tree.unflatten(jax.tree.structure(found), total)
-        return jax.tree.map(_to_number, {name: x.value for name, x in found.items()})
+        if isinstance(loss := found["loss"], Mean) and not loss.counts:
+            warn_user(
+                "The evaluation's loss is NaN: the weights of its Mean are 0 in every "
+                "batch. Give it batches with rows that count.",
+                ParallelWarning,
+            )
+        results = {name: result_of(x) for name, x in found.items()}
+        return jax.tree.map(_to_number, results)
 
     def _warn_of_training(
         self, known: _Known, params: dict, variables: dict, key: jax.Array, batch: Batch

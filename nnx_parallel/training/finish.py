@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.metrics import Mean
+from nnx_parallel.metrics import Mean, result_of
 from nnx_parallel.sharding.model import arrays_of, flatten, nest
 from nnx_parallel.sharding.names import dotted
 from nnx_parallel.state import StatePlan
@@ -40,5 +40,5 @@ def finish_step(
             else:
                 metrics[name] = jnp.maximum(metrics[name], x) if name in metrics else x
     after = arrays_of(model)
-    metrics |= {name: mean.value for name, mean in means.items()}
+    metrics |= {name: result_of(mean) for name, mean in means.items()}
     return nest({path: after[path] for path in before}), metrics

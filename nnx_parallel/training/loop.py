@@ -32,6 +32,7 @@ from nnx_parallel.training.diagnostics import (
     agree_on_batch,
     agree_on_program,
     agree_on_run,
+    broken_arrays,
     check_count,
     check_evaluation,
     check_replicas,
@@ -121,7 +122,14 @@ class Loop:
         if loggers is None or settings.fast_dev_run:
             loggers = default_loggers(directory)
         self._logger = LoggerGroup(loggers, warns=self.run.checkpoints.warns)
-        self._recorder = Recorder(self._logger, self._on_step_end, settings.log_every)
+        skip = self.programs.options.skip
+        self._recorder = Recorder(
+            self._logger,
+            self._on_step_end,
+            settings.log_every,
+            skip_limit=skip.limit if skip else 0,
+            is_state_finite=lambda: not broken_arrays(self.run.state),
+        )
         self._tracer = Tracer(settings.profile, directory)
         self._watchdog = Watchdog(settings.step_timeout)
         self._termination = Termination(saves=self.run.checkpoints.options is not None)
@@ -214,7 +222,10 @@ class Loop:
         if ended:  # alike on all processes, for it was restored
             self.stop(ended[0])
         elif run.step < self.num_steps:
+            run.excuse_arrays()
             self._run_steps()
+            if skipped := self._recorder.skip_message():
+                logger.message(skipped)
         else:
             run.data.pass_over(self.data, self.num_steps, run.step)
             logger.message(f"All {self.num_steps} steps are done: nothing to train.")
@@ -457,7 +468,7 @@ class Loop:
                 f"Step {step} is saved. To evaluate it alone, restore it and call "
                 "trainer.evaluate(...)."
             )
-        except CheckpointError as failure:
+        except (CheckpointError, NonFiniteLossError) as failure:
             error.add_note(f"Besides: {failure}")
 
     def _on_step_end(self, step: int, metrics: Values) -> None:

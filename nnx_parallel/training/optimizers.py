@@ -171,11 +171,11 @@ def optimize(
     params: dict,
     grads: dict,
     metrics: dict[str, jax.Array],
-    is_finite: jax.Array,
+    is_kept: jax.Array | None,
 ) -> tuple[dict, optax.OptState]:
     """Parameters and optimizer state after one update, in the dtypes that they had.
 
-    With a loss scale a state whose gradients are not finite stays as it is.
+    Where ``is_kept`` is false the optimizer's state stays as it is; ``None`` is true.
     """
     before = plan.constrain(params, "optimizer")
     if not plan.offloads_optimizer:  # else in parts, or both would be held whole
@@ -183,7 +183,7 @@ def optimize(
     is_coarse = any(x.dtype.itemsize <= 2 for x in jax.tree.leaves(before))
 
     def update(before: dict, opt_state: Any, grads: dict, *values: jax.Array) -> tuple:
-        loss, is_finite = values
+        loss, is_kept = (*values, None)[:2]
         if plan.offloads_optimizer:
             grads = final_gradients(plan, state, grads)
         grads = plan.constrain(grads, "optimizer")
@@ -194,8 +194,8 @@ def optimize(
         # Optax promotes some (a bfloat16 moment by a float32 rate): the next call would
         # compile again, for another dtype.
         new = jax.tree.map(lambda x, old: x.astype(old.dtype), new, opt_state)
-        if state.loss_scale is not None:
-            new = where(is_finite, new, opt_state)
+        if is_kept is not None:
+            new = where(is_kept, new, opt_state)
         return after, new, updates if is_coarse else {}
 
     run = (
@@ -203,10 +203,8 @@ def optimize(
         if plan.offloads_optimizer
         else lambda f, *x: f(*x)
     )
-    loss = metrics["loss"]
-    after, opt_state, updates = run(
-        update, before, state.opt_state, grads, loss, is_finite
-    )
+    values = [metrics["loss"]] if is_kept is None else [metrics["loss"], is_kept]
+    after, opt_state, updates = run(update, before, state.opt_state, grads, *values)
     if is_coarse and (lost := lost_updates(before, updates, after)) is not None:
         metrics["lost_updates"] = lost
     # Updated in the optimizer's shards (ZeRO), and from there to the stored layout.

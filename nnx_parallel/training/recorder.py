@@ -162,6 +162,8 @@ class Recorder:
         log_every: Steps between logged metrics.
         max_behind: Steps that may be in flight.
         throughput: Work of one step, once it is compiled.
+        skip_limit: How many bad steps in a row a run leaves out; 0 if one ends it.
+        is_state_finite: Called after a bad step: whether the state has survived it.
     """
 
     logger: LoggerGroup
@@ -169,6 +171,8 @@ class Recorder:
     log_every: int = 1
     max_behind: int = 2
     throughput: Throughput | None = None
+    skip_limit: int = 0
+    is_state_finite: Callable[[], bool] = bool
 
     def __post_init__(self) -> None:
         self._in_flight: deque[tuple[int, Mapping[str, jax.Array], float]] = deque()
@@ -179,6 +183,8 @@ class Recorder:
         self._durations: deque[float] = deque(maxlen=8)
         self._extra: dict[str, float] = {}
         self._has_warned = False
+        self._num_skipped, self._first_skipped = 0, list[int]()
+        self._num_bad = 0  # in a row
 
     def push(
         self, step: int, metrics: Mapping[str, jax.Array], wait_seconds: float
@@ -203,6 +209,7 @@ class Recorder:
             row |= self._timing(wait_seconds) | self._extra
             self._extra = {}
             self._check(step, row)
+            self._warn_of_lost(step, row)
             self._steps.append(step, row)
             self._last_row = {"step": step, **row}
             if _is_finite(row):
@@ -246,17 +253,61 @@ class Recorder:
             rates |= self.throughput.rates(statistics.fmean(self._durations))
         return rates
 
-    def _check(self, step: int, row: Values) -> None:
+    def skip_message(self) -> str:
+        """A line about the steps that changed nothing, if there are some."""
+        shown = ", ".join(map(str, self._first_skipped))
+        more = ", ..." * (self._num_skipped > len(self._first_skipped))
+        line = f"{self._num_skipped} steps changed nothing (skipped): {shown}{more}."
+        return line * bool(self._num_skipped)
+
+    def _note_skipped(self, step: int) -> None:
+        self._num_skipped += 1
+        if len(self._first_skipped) < 10:
+            self._first_skipped.append(step)
+
+    def _check(self, step: int, row: dict[str, float]) -> None:
+        is_skipped = bool(row.get("skipped"))
+        if is_skipped and math.isnan(row["loss"]) and row["grad_norm"] == 0:
+            if not self._num_skipped:
+                self.logger.message(
+                    f"Step {step} changed nothing: the weight of its loss is 0, as of "
+                    "a batch in which no label counts."
+                )
+            self._note_skipped(step)
+            return
         # float16: the next step runs at half the scale, down to 1.
-        is_skipped = row.get("skipped") and row["loss_scale"] > 1
-        if not _is_finite(row) and not is_skipped:
-            before = "No step of this fit before it was finite."
-            if last := self._last_finite:
-                before = f"Last finite loss: {last['loss']:.6g} at step {last['step']}."
-            raise NonFiniteLossError(
-                f"Step {step}: loss {row['loss']}, gradient norm {row['grad_norm']}. "
-                f"{before}"
+        overflows = is_skipped and not math.isfinite(row["grad_norm"])
+        if overflows and row.get("loss_scale", 1) > 1:
+            return
+        is_bad = is_skipped or not _is_finite(row)
+        self._num_bad = self._num_bad + 1 if is_bad else 0
+        if is_bad and self._num_bad > self.skip_limit and not self._survived(row):
+            self._raise(step, row)
+        if is_bad:
+            self._note_skipped(step)
+            row["skipped"] = 1.0
+
+    def _survived(self, row: Values) -> bool:
+        """Whether the optimizer itself kept bad gradients out of the state."""
+        if "skipped" in row or math.isfinite(row["grad_norm"]):
+            return False  # the step itself decides; or the loss says nothing
+        return self.is_state_finite()
+
+    def _raise(self, step: int, row: Values) -> None:
+        before = "No step of this fit before it was finite."
+        if last := self._last_finite:
+            before = f"Last finite loss: {last['loss']:.6g} at step {last['step']}."
+        if self.skip_limit:
+            before += (
+                f" It is bad step {self._num_bad} in a row, and SkipSteps(limit="
+                f"{self.skip_limit}) leaves out no more."
             )
+        raise NonFiniteLossError(
+            f"Step {step}: loss {row['loss']}, gradient norm {row['grad_norm']}. "
+            f"{before}"
+        )
+
+    def _warn_of_lost(self, step: int, row: Values) -> None:
         if row.get("lost_updates", 0.0) >= 0.5 and not self._has_warned:
             self._has_warned = True
             warn_user(

@@ -21,6 +21,7 @@ from nnx_parallel.drawing import aligned
 from nnx_parallel.errors import (
     CheckpointError,
     DonatedArrayError,
+    NonFiniteLossError,
     StateStructureError,
 )
 from nnx_parallel.sharding.model import (
@@ -31,7 +32,7 @@ from nnx_parallel.sharding.model import (
     plain_attributes,
     update_arrays,
 )
-from nnx_parallel.sharding.names import dotted, variables_of
+from nnx_parallel.sharding.names import dotted, flatten_pure, variables_of
 from nnx_parallel.state import StatePlan, TrainState, init_state
 from nnx_parallel.training.callback import Callback, restore_states, states_of
 from nnx_parallel.training.compiler_options import (
@@ -39,7 +40,7 @@ from nnx_parallel.training.compiler_options import (
     Options,
     format_options,
 )
-from nnx_parallel.training.diagnostics import warn_of_attributes
+from nnx_parallel.training.diagnostics import broken_arrays, warn_of_attributes
 from nnx_parallel.training.evaluation import Judged
 from nnx_parallel.training.optimizers import state_kinds, warn_of_changes
 from nnx_parallel.visualize.describe import Description, describe_model
@@ -177,6 +178,7 @@ class RunState:
     data: DataState = field(default_factory=DataState)
     metrics: dict[str, float] = field(default_factory=dict)
     is_fresh: bool = True
+    _excused: frozenset[str] | None = None  # not finite when the fit began
     _state: TrainState | None = None
     _is_counting: bool = False
     _is_introduced: bool = False
@@ -303,6 +305,7 @@ class RunState:
         ``once`` and ``may_skip`` are the manager's.
         """
         step = self.step if step is None else step
+        self._check_finite(step)
         # All processes meet in `to_json`, also where the save has nothing to do.
         progress: dict[str, Any] = {"position": self.data.to_json()}
         if states := states_of(self.callbacks):
@@ -311,6 +314,27 @@ class RunState:
         self.checkpoints.save(
             self.state, step, progress, metrics, once=once, may_skip=may_skip
         )
+
+    def excuse_arrays(self) -> None:
+        """Notes the arrays that are not finite as a fit begins, and may stay so."""
+        if self.checkpoints.options is not None:
+            self._excused = frozenset(broken_arrays(self.state))
+
+    def _check_finite(self, step: int) -> None:
+        """Raises `NonFiniteLossError` if the state must not be saved.
+
+        Gradients that are finite can have an update that is not: of a schedule that
+        divides by zero, of a moment that overflows.
+        """
+        broken = broken_arrays(self.state)
+        if self._excused is None:  # of a state that no fit has trained
+            paths = flatten_pure(self.state.params)
+            broken = [path for path in broken if path in paths]
+        if bad := [f"`{x}`" for x in broken if x not in (self._excused or ())]:
+            raise NonFiniteLossError(
+                f"Step {step}: not finite after its update: {', '.join(bad[:5])} "
+                f"({len(bad)} arrays). It is not saved."
+            )
 
     def restore(
         self,

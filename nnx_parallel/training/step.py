@@ -7,8 +7,8 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Protocol
+from functools import partial, reduce
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from nnx_parallel.data.rows import (
     split_rows,
     unmarked,
 )
-from nnx_parallel.errors import LossError, warn_user
+from nnx_parallel.errors import LossError, suggests_names, warn_user
 from nnx_parallel.layers.jaxprs import is_call, reached, trace, variables_in
 from nnx_parallel.layers.late_gather import gather_late
 from nnx_parallel.layers.loss import LabelRange, observing_labels
@@ -34,7 +34,7 @@ from nnx_parallel.layers.scan import (
     default_remat,
 )
 from nnx_parallel.layers.stack import Stack
-from nnx_parallel.metrics import Mean, check_scalar, split_loss_output
+from nnx_parallel.metrics import Mean, check_scalar, result_of, split_loss_output
 from nnx_parallel.precision import cast_floating
 from nnx_parallel.sharding.constrain import in_context, noticing_idle_claims, using
 from nnx_parallel.sharding.donation import Donating
@@ -82,6 +82,47 @@ class LossFn(Protocol):
         ...
 
 
+@suggests_names
+@dataclass(frozen=True, kw_only=True)
+class SkipSteps:
+    """Bad steps change nothing, and the run goes on with the next batch.
+
+    A step is bad if its loss or the norm of its gradients is not finite, or if that
+    norm is too large. Parameters, other variables, averages and the optimizer's state,
+    its counts included, stay as they were; only the number of steps grows. The metric
+    ``skipped`` is 1 for such a step, and the fit ends with a line that counts them.
+
+    Attributes:
+        limit: How many bad steps in a row are left out; one more is a
+            `NonFiniteLossError`.
+        max_grad_norm: Largest norm of all gradients, before any clipping, that is not
+            a spike; ``None`` takes every finite one.
+
+    Raises:
+        ValueError: If the limit is not an integer of at least 1, or the norm is not
+            positive.
+
+    Example:
+        >>> SkipSteps(max_grad_norm=100.0)
+        SkipSteps(limit=10, max_grad_norm=100.0)
+    """
+
+    limit: int = 10
+    max_grad_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        check_count("SkipSteps.limit", self.limit, 1, " step in a row")
+        norm = self.max_grad_norm
+        if norm is not None and not (isinstance(norm, int | float) and norm > 0):
+            raise ValueError(
+                f"SkipSteps.max_grad_norm={norm!r}. It must be a positive number, or "
+                "None to take every norm that is finite."
+            )
+
+
+OnNonFinite = Literal["raise", "skip"] | SkipSteps
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
     """How a step is run.
@@ -90,18 +131,34 @@ class StepOptions:
         num_microbatches: Parts of the batch whose gradients are accumulated.
         remat: What the forward pass keeps, where the model does not say.
         compiler_options: Over those of `compiler_options`.
+        on_non_finite: What follows a bad step.
     """
 
     num_microbatches: int = 1
     remat: Remat = "none"
     compiler_options: Mapping[str, Any] | None = None
+    on_non_finite: OnNonFinite = "raise"
 
     def __post_init__(self) -> None:
         check_remat(self.remat)
+        found = self.on_non_finite
+        if not (found in ("raise", "skip") or isinstance(found, SkipSteps)):
+            raise ValueError(
+                f"on_non_finite={found!r}. It must be 'raise', 'skip', or a SkipSteps, "
+                "such as SkipSteps(limit=10, max_grad_norm=100.0)."
+            )
         check_compiler_options(self.compiler_options)
         least = ", which does not split the batch"
         count = check_count("num_microbatches", self.num_microbatches, 1, least)
         object.__setattr__(self, "num_microbatches", count)
+
+    @property
+    def skip(self) -> SkipSteps | None:
+        """How bad steps are left out; ``None`` if they end the run."""
+        found = self.on_non_finite
+        if isinstance(found, SkipSteps):
+            return found
+        return SkipSteps() if found == "skip" else None
 
 
 def takes_rngs(loss: Callable) -> bool:
@@ -129,13 +186,16 @@ def make_train_step(
             # From the step, so that a resumed run draws what an unbroken one would.
             key = jax.random.fold_in(state.key, state.step)
             arguments = state, batch, key, options.num_microbatches
+            always: list[bool] = []
             with noticing_idle_claims(plan.layout):
                 grads, variables, means = execution_of(plan).gradients(
-                    plan, _forward(plan, loss), *arguments
+                    plan, _forward(plan, loss, always), *arguments
                 )
             params, variables = plan.take_assigned(state.params, variables)
             variables, found = finish_step(plan, params, variables)
-            new, metrics = _update(plan, state, params, grads, variables, means)
+            counts = None if always and all(always) else means["loss"].counts
+            update = partial(_update, plan, state, params, grads, variables, means)
+            new, metrics = update(options.skip, counts)
             return new, found | metrics
 
     # The new state takes the old one's memory, and its place: without shardings the
@@ -218,8 +278,13 @@ def execution_of(plan: StatePlan) -> Execution:
     return plan.layout.claims.execution or AccumulateMicrobatches()
 
 
-def _forward(plan: StatePlan, loss: LossFn) -> Forward:
-    """The loss as a function of arrays: means by name, and the variables after it."""
+def _forward(
+    plan: StatePlan, loss: LossFn, always_counts: list[bool] | None = None
+) -> Forward:
+    """The loss as a function of arrays: means by name, and the variables after it.
+
+    A trace appends to ``always_counts`` whether the loss's weight is a constant.
+    """
 
     def forward(
         params: dict, variables: dict, batch: Batch, key: jax.Array
@@ -229,6 +294,8 @@ def _forward(plan: StatePlan, loss: LossFn) -> Forward:
             given = arrays_of(model)  # by identity: what the loss assigns is another
             plain = plain_attributes(model)
             mean, metrics = split_loss_output(call_loss(plan, loss, model, batch, key))
+            if always_counts is not None:
+                always_counts.append(mean.counts is True)
             after = arrays_of(model)
             warn_of_statistics(plan, model, given, after)
             warn_of_attributes(plain, plain_attributes(model), "the loss")
@@ -361,11 +428,24 @@ def _update(
     grads: dict,
     variables: dict,
     means: Means,
+    skip: SkipSteps | None,
+    counts: jax.Array | None,
 ) -> tuple[TrainState, Metrics]:
-    """The state after a step, and its metrics; ``params`` are as the loss left them."""
+    """The state after a step, and its metrics.
+
+    Args:
+        plan: Where everything lives.
+        state: The state before.
+        params: The parameters as the loss left them.
+        grads: Their gradients.
+        variables: The other variables after the step.
+        means: What the loss returned.
+        skip: How bad steps are left out.
+        counts: Whether a row of the batch counts for the loss; ``None`` if all do.
+    """
     with jax.named_scope("optimizer"):
         metrics = {
-            name: x if isinstance(x, jax.Array) else x.value
+            name: x if isinstance(x, jax.Array) else result_of(x)
             for name, x in means.items()
         }
         for name, value in metrics.items():
@@ -373,7 +453,15 @@ def _update(
         metrics["grad_norm"] = optax.tree.norm(final_gradients(plan, state, grads))
         # A NaN or infinity in any gradient is in their norm.
         is_finite = jnp.isfinite(metrics["grad_norm"])
-        params, opt_state = optimize(plan, state, params, grads, metrics, is_finite)
+        conditions = [] if counts is None else [counts]
+        if state.loss_scale is not None or skip is not None:
+            conditions.append(is_finite)
+        if skip is not None:
+            conditions.append(jnp.isfinite(metrics["loss"]))
+        if skip is not None and skip.max_grad_norm is not None:
+            conditions.append(metrics["grad_norm"] <= skip.max_grad_norm)
+        is_kept = reduce(jnp.logical_and, conditions) if conditions else None
+        params, opt_state = optimize(plan, state, params, grads, metrics, is_kept)
         if (rate := learning_rate(opt_state)) is not None:
             metrics["learning_rate"] = rate
         if (ema := state.ema) is not None:
@@ -382,13 +470,14 @@ def _update(
             ema = optax.incremental_update(latest, ema, 1 - plan.ema_decay)  # pyright: ignore[reportOperatorIssue]
         new = replace(state, step=state.step + 1, params=params, variables=variables)
         new = replace(new, opt_state=opt_state, ema=ema)
+        if is_kept is not None:
+            metrics["skipped"] = 1 - is_kept.astype(jnp.int32)
+            kept = where(is_kept, *(replace(x, opt_state=()) for x in (new, state)))
+            new = replace(kept, step=new.step, opt_state=opt_state)
         if state.loss_scale is not None:
-            # float16: a step whose gradients overflowed changes nothing but the scale.
+            # float16: a step whose gradients overflowed changes the scale.
             metrics["loss_scale"] = state.loss_scale.scale
-            metrics["skipped"] = 1 - is_finite.astype(jnp.int32)
-            kept = where(is_finite, *(replace(x, opt_state=()) for x in (new, state)))
-            scale = state.loss_scale.adjust(is_finite)
-            new = replace(kept, step=new.step, loss_scale=scale, opt_state=opt_state)
+            new = replace(new, loss_scale=state.loss_scale.adjust(is_finite))
         return new, metrics
 
 

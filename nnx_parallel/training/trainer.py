@@ -32,7 +32,13 @@ from nnx_parallel.training.evaluation import EvalParams, Programs, params_of
 from nnx_parallel.training.loop import Loop, Settings
 from nnx_parallel.training.recorder import History
 from nnx_parallel.training.run_state import RunState, describe_run, frozen_paths
-from nnx_parallel.training.step import Batch, LossFn, Metrics, StepOptions
+from nnx_parallel.training.step import (
+    Batch,
+    LossFn,
+    Metrics,
+    OnNonFinite,
+    StepOptions,
+)
 from nnx_parallel.visualize.describe import Description, warn_idle_parts
 
 
@@ -89,6 +95,9 @@ class Trainer:
             of the fit's evaluation. Then the process prints all stacks and ends.
             Compilation, first batch, checkpoints and ``on_eval_end`` do not count.
         check_replicas_every: Steps between comparisons of devices' copies; 0: never.
+        on_non_finite: Whether a step whose loss or gradients are not finite ends the
+            fit (``"raise"``) or changes nothing (``"skip"``, or a `SkipSteps` with a
+            limit). A batch whose loss has weight 0 changes nothing in any case.
         warm_start: Directory of a `plan`, whose compiled step ``fit`` takes if it can.
 
     Raises:
@@ -139,6 +148,7 @@ class Trainer:
         global_batch_size: int | None = None,
         step_timeout: float | None = None,
         check_replicas_every: int = 0,
+        on_non_finite: OnNonFinite = "raise",
         warm_start: str | os.PathLike | None = None,
     ) -> None:
         # Copied at once: a debugger adds to it. Checked before anything is compiled.
@@ -163,6 +173,7 @@ class Trainer:
             num_microbatches=num_microbatches,
             remat=remat,
             compiler_options=compiler_options,
+            on_non_finite=on_non_finite,
         )
         # From here on shapes alone: no array is made before `state` is asked for.
         self.strategy = strategy = strategy or DataParallel()
@@ -316,7 +327,8 @@ class Trainer:
                 Ctrl-C ends the fit at once. If nothing catches it, a script ends with
                 code 130 and no traceback; in a notebook the Trainer can still be used.
             DisagreementError: If processes are about to run different programs.
-            NonFiniteLossError: If a loss is not finite; names the arrays that are not.
+            NonFiniteLossError: If a loss, or a state to be saved, is not finite; names
+                the arrays that are not. ``on_non_finite`` can leave out such steps.
             ValueError: If ``num_steps`` or ``eval_every`` is no number of steps.
             DataError: If data is no iterable, has no length, or lasts for one pass.
             DataExhaustedError: If the data ends before ``num_steps``.
@@ -415,6 +427,7 @@ class Trainer:
         Raises:
             CheckpointNotFoundError: If the Trainer has no checkpoint directory.
             CheckpointError: If this step or a later one is saved already.
+            NonFiniteLossError: If a parameter is not finite.
         """
         self._run.begin("save")
         with self._run.checkpoints:  # which waits in the end
