@@ -25,6 +25,7 @@ from nnx_parallel.errors import (
     CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
+    CheckpointReadError,
     DataError,
     DataExhaustedError,
     DisagreementError,
@@ -104,7 +105,7 @@ def test_a_fit_saves_as_told_and_at_its_end(run: tuple) -> None:
 def test_a_fresh_trainer_resumes_by_itself(run: tuple, tmp_path: Path) -> None:
     directory, expected, losses = run
     trainer = make_trainer(Checkpoint(directory, every=100), ema_decay=0.9)
-    assert trainer.step == 0
+    assert trainer.step == 3
     history = trainer.fit(make_batches(6), 6)
     assert list(history["step"]) == [4, 5, 6]
     np.testing.assert_array_equal(history["loss"], losses[3:])
@@ -630,14 +631,13 @@ def test_resuming_with_another_optimizer_raises(name: str, tmp_path: Path) -> No
     saved, other, field = SWAPS[name]
     make_trainer(tmp_path, optimizer=saved(0.01)).fit(make_batches(1), 1)
     trainer = make_trainer(tmp_path, optimizer=other(0.01))
-    before = arrays(trainer)
     message = "is only in the checkpoint|is not in the checkpoint"
     if field is not None:
         message = re.escape(f"optimizer: `{field}` is a ScaleBy")
-    for restore in (trainer.restore, lambda: trainer.fit(make_batches(2), 2)):
+    fit = lambda: trainer.fit(make_batches(2), 2)  # noqa: E731
+    for restore in (lambda: trainer.state, trainer.restore, fit):
         with pytest.raises(CheckpointMismatchError, match=message):
             restore()
-    assert_same_bits(arrays(trainer), before)
     trainer.restore(weights_only=True)
 
 
@@ -678,3 +678,222 @@ def test_a_late_average_starts_from_the_parameters(tmp_path: Path) -> None:
     for path, x in found.items():
         expected = 0.75 * start[path] + 0.25 * after[path]
         np.testing.assert_allclose(x, expected, rtol=1e-5)
+
+
+# A run that does not fit
+
+
+def test_first_use_reads_the_newest_step(run: tuple, capsys: Any) -> None:
+    options = Checkpoint(run[0], every=100)
+    fitted = make_trainer(ema_decay=0.9)
+    fitted.restore(directory=run[0])
+    expected = arrays(fitted)
+    uses = {
+        "evaluate": lambda t: t.evaluate(make_batches(1)),
+        "predict": lambda t: t.predict([b["x"] for b in make_batches(1)]),
+        "model": lambda t: to_host(nnx.to_pure_dict(nnx.state(t.model, nnx.Param))),
+        "state": arrays,
+    }
+    for use in uses.values():
+        trainer = make_trainer(options, ema_decay=0.9, loggers=None)
+        np.testing.assert_equal(use(trainer), use(fitted))
+        step = max(saved_steps(run[0]))
+        said = f"The run is at its newest checkpoint, step {step} in '{run[0]}'."
+        assert said in capsys.readouterr().out
+        assert_same_bits(arrays(trainer), expected)
+
+
+def test_first_use_writes_nothing(tmp_path: Path) -> None:
+    absent = make_trainer(tmp_path / "absent")
+    assert absent.step == 0
+    assert not (tmp_path / "absent").exists()
+    run = tmp_path / "run"
+    make_trainer(run).fit(make_batches(2), 2)
+    before = sorted(run.rglob("*"))
+    assert make_trainer(run).step == 2
+    assert sorted(run.rglob("*")) == before
+    fast = make_trainer(run, fast_dev_run=True)
+    assert fast.step == 0
+
+
+def test_fit_after_first_use_reads_no_step_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[int] = []
+    restore = listing.SavedSteps.restore
+
+    def spy(self: Any, wanted: Any, step: Any = None, base: Any = None) -> Any:
+        reads.append(step)
+        return restore(self, wanted, step, base)
+
+    whole = make_trainer()
+    losses = whole.fit(make_batches(6), 6)["loss"]
+    make_trainer(tmp_path).fit(make_batches(6), 3)
+    monkeypatch.setattr(listing.SavedSteps, "restore", spy)
+    trainer = make_trainer(tmp_path)
+    trainer.evaluate(make_batches(1))
+    history = trainer.fit(make_batches(6), 6)
+    assert reads == [3]
+    np.testing.assert_array_equal(history["loss"], losses[3:])
+    assert_same_bits(arrays(trainer), arrays(whole))
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_damaged_newest_step_is_read_only_as_told(fits: bool, tmp_path: Path) -> None:
+    def make(**options: Any) -> Trainer:
+        return make_trainer(Checkpoint(tmp_path, every=2, **options))
+
+    make().fit(make_batches(6), 4)
+    (tmp_path / "4" / "_CHECKPOINT_METADATA").write_text("{")
+    with pytest.raises(CheckpointReadError):
+        make().evaluate(make_batches(1))
+    trainer = make(on_damage="previous")
+    assert trainer.step == 2
+    assert (tmp_path / "4").exists()
+    if fits:
+        assert list(trainer.fit(make_batches(6), 6)["step"]) == [3, 4, 5, 6]
+        assert len(list(tmp_path.glob("damaged-4-*"))) == 1
+
+
+def test_assigned_values_are_not_dropped(tmp_path: Path) -> None:
+    make_trainer(tmp_path).fit(make_batches(4), 2)
+    kernel = jax.numpy.full((8, 8), 0.5)
+
+    def assign(trainer: Trainer) -> None:
+        model: Any = trainer.model
+        model.linear.kernel[...] = kernel
+
+    trainer = make_trainer(tmp_path)
+    assign(trainer)
+    message = "trainer.model was given new values before a fit that resumes from step 2"
+    with pytest.raises(CheckpointError, match=message):
+        trainer.fit(make_batches(4), 4)
+    assert saved_steps(tmp_path) == {2}
+
+    # Weights that a run begins with: the same program, started again.
+    begun = make_trainer(tmp_path / "other")
+    begun.restore(directory=tmp_path, weights_only=True)
+    assign(begun)
+    begun.fit(make_batches(4), 1)
+    again = make_trainer(tmp_path / "other")
+    again.restore(directory=tmp_path, weights_only=True)
+    assign(again)
+    with pytest.raises(CheckpointError, match="resumes from step 1"):
+        again.fit(make_batches(4), 2)
+    again = make_trainer(tmp_path / "other")
+    assert again.step == 1  # not 0: nothing to assign
+    assert list(again.fit(make_batches(4), 2)["step"]) == [2]
+
+    # A run that is changed on purpose.
+    changed = make_trainer(Checkpoint(tmp_path, every=100))
+    changed.restore()
+    assign(changed)
+    np.testing.assert_array_equal(arrays(changed)["params.linear.kernel"], kernel)
+    assert list(changed.fit(make_batches(4), 4)["step"]) == [3, 4]
+
+
+def test_loaded_weights_that_a_resumed_fit_replaces_are_named(
+    tmp_path: Path, capsys: Any
+) -> None:
+    make_trainer(tmp_path).fit(make_batches(4), 2)
+    make_trainer(tmp_path / "other").fit(make_batches(4), 1)
+    trainer = make_trainer(tmp_path, loggers=None)
+    trainer.restore(directory=tmp_path / "other", weights_only=True)
+    assert trainer.step == 0
+    trainer.fit(make_batches(4), 4)
+    assert "The weights that the Trainer had before this" in capsys.readouterr().out
+
+
+# The best step
+
+
+def fit_with_evaluations(directory: Path, num_steps: int, **options: Any) -> Trainer:
+    """A run whose evaluation is best at step 3, and that trains away from it."""
+
+    def distance(model: Any, batch: Any) -> jax.Array:
+        return (model.linear.bias[...].mean() - 0.03) ** 2 + 0 * batch["x"].mean()
+
+    def drift(model: Any, batch: Any) -> jax.Array:
+        return 0 * model(batch["x"]).mean() - model.linear.bias[...].sum()
+
+    options = {"every": 1, "keep_last": None, "keep_best": "eval_loss"} | options
+    trainer = Trainer(
+        Net,
+        optax.sgd(0.01),
+        drift,
+        eval_loss=distance,
+        checkpoint=Checkpoint(directory, **options),
+        loggers=[JSONLinesLogger(directory / "metrics.jsonl")],
+    )
+    batches = make_batches(1)
+    trainer.fit(make_batches(9), num_steps, eval_data=batches, eval_every=1)
+    return trainer
+
+
+def test_best_of_another_run_is_its_own_record(tmp_path: Path) -> None:
+    fit_with_evaluations(tmp_path, 6)
+    user = make_trainer(optimizer=optax.sgd(0.01))
+    user.restore("best", directory=tmp_path)
+    assert user.step == 3
+    worst = Checkpoint(tmp_path, keep_best="eval_loss", best_mode="max")
+    user.restore("best", directory=worst)
+    assert user.step == 6
+
+
+def test_best_without_a_record_names_the_metrics(tmp_path: Path) -> None:
+    fit_with_evaluations(tmp_path, 2, keep_best=None)
+    user = make_trainer(optimizer=optax.sgd(0.01))
+    message = (
+        f"No best checkpoint in '{tmp_path}': its run had no keep_best. Name the "
+        f"metric: restore('best', directory=Checkpoint('{tmp_path}', keep_best=...)). "
+        "Saved metrics: ['compile_seconds', 'data_wait_seconds', 'eval_loss', "
+    )
+    with pytest.raises(CheckpointNotFoundError, match=re.escape(message)):
+        user.restore("best", directory=tmp_path)
+    user.restore("best", directory=Checkpoint(tmp_path, keep_best="eval_loss"))
+    assert user.step == 2
+
+
+def test_rewound_run_goes_on_and_keeps_later_steps(tmp_path: Path) -> None:
+    whole = fit_with_evaluations(tmp_path, 6)
+    expected = arrays(whole)
+    logged = (tmp_path / "metrics.jsonl").read_bytes()
+
+    trainer = make_trainer(
+        Checkpoint(tmp_path, every=1, keep_last=None), optimizer=optax.sgd(0.01)
+    )
+    trainer.restore("best", rewind=True)
+    assert trainer.step == 3
+    (aside,) = tmp_path.glob("rewound-3-*")
+    assert saved_steps(tmp_path) == {1, 2, 3}
+    assert saved_steps(aside) == {4, 5, 6}
+    assert (aside / "metrics.jsonl").read_bytes() == logged
+    later = make_trainer(optimizer=optax.sgd(0.01))
+    later.restore(directory=aside)
+    assert_same_bits(arrays(later), expected)
+
+    # Another process goes on from there, in data and steps; so does this one.
+    again = fit_with_evaluations(tmp_path, 6)
+    assert_same_bits(arrays(again), expected)
+    assert saved_steps(tmp_path) == {1, 2, 3, 4, 5, 6}
+    again.restore(5, rewind=True)
+    again.restore("best", rewind=True)
+    assert again.step == 3
+    assert len(list(tmp_path.glob("rewound-*"))) == 3
+    again.fit(make_batches(9), 4, eval_data=make_batches(1))
+    assert saved_steps(tmp_path) == {1, 2, 3, 4}
+    again.restore(rewind=True)  # the newest: nothing to move
+    assert len(list(tmp_path.glob("rewound-*"))) == 3
+
+
+def test_rewind_changes_nothing_where_it_may_not(tmp_path: Path) -> None:
+    trainer = fit_with_evaluations(tmp_path, 3)
+    with pytest.raises(CheckpointNotFoundError):
+        trainer.restore(7, rewind=True)
+    message = "goes back in the Trainer's own directory"
+    with pytest.raises(ValueError, match=message):
+        trainer.restore(1, rewind=True, directory=tmp_path)
+    with pytest.raises(ValueError, match=message):
+        trainer.restore(1, rewind=True, weights_only=True)
+    assert trainer.step == 3
+    assert saved_steps(tmp_path) == {1, 2, 3}

@@ -19,6 +19,7 @@ from orbax.checkpoint import v1 as ocp
 
 from nnx_parallel.distributed.agreement import allgather_object
 from nnx_parallel.durable import move, publish, sync
+from nnx_parallel.errors import CheckpointDirectoryError
 from nnx_parallel.files import MAX_BYTES, check_regular, parse_object, read_object
 
 METADATA = "_CHECKPOINT_METADATA"
@@ -32,6 +33,9 @@ UNFINISHED = "orbax-checkpoint-tmp"
 
 QUARANTINED, _DELETED = "damaged-", "deleted-"
 """Prefixes of the names of directories that are no longer steps."""
+
+REWOUND = "rewound-"
+"""Begins the name of a directory of steps that a run has gone back before."""
 
 PART, CHECKSUMS = "fingerprints", "fingerprints.json"
 """The part next to the groups, and its file; the first release chose these names."""
@@ -179,6 +183,38 @@ def quarantine(directory: str, step: int) -> str:
         (LiteralPath(directory) / str(step)).rename(moved)
     # The other processes wait for the rename, since they list the directory next.
     return allgather_object(f"quarantine step {step}", str(moved))[0]
+
+
+def set_aside(directory: str, step: int, later: Iterable[int]) -> str:
+    """Moves steps into a new directory below theirs; returns its path.
+
+    The newest goes first: after a kill in between, the newest that is left is still the
+    end of the run. The file of metrics, whose later lines a resumed run removes, is
+    copied.
+
+    Raises:
+        CheckpointDirectoryError: On all processes, if process 0 cannot move them.
+    """
+    aside = LiteralPath(directory) / f"{REWOUND}{step}-{uuid.uuid4().hex[:8]}"
+    problem = ""
+    if jax.process_index() == 0:
+        try:
+            aside.mkdir()
+            log = LiteralPath(directory) / "metrics.jsonl"
+            if not is_url(directory) and log.is_file():
+                shutil.copy2(log, aside)
+            for number in sorted(later, reverse=True):
+                (LiteralPath(directory) / str(number)).rename(aside / str(number))
+            if not is_url(directory):
+                for path in (*aside.iterdir(), aside, directory):
+                    sync(path)
+        except OSError as error:
+            problem = f"Cannot move the steps after {step} to '{aside}': {error}."
+    found = allgather_object(f"steps after {step}", [problem, str(aside)])
+    problem, aside = found[0]
+    if problem:
+        raise CheckpointDirectoryError(problem)
+    return aside
 
 
 def delete_steps(directory: str, steps: Iterable[int]) -> list[str]:

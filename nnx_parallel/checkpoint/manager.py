@@ -23,8 +23,10 @@ from nnx_parallel.checkpoint.contents import (
 )
 from nnx_parallel.checkpoint.files import PART, is_url
 from nnx_parallel.checkpoint.options import (
+    BEST_RULE,
     Checkpoint,
     Metrics,
+    best_rule,
     check_ahead,
     check_space,
     check_step,
@@ -214,6 +216,8 @@ class CheckpointManager:
         if metrics:
             self.check_best(metrics, f"step {step}")
         meta = {**self.description, **progress}
+        if self.options is not None and (rule := best_rule(self.options)):
+            meta[BEST_RULE] = rule
         with self._reporting_failures():
             groups, base = split_base(to_groups(state), self._frozen)
             self.save_groups(step, groups, meta, metrics=metrics, base=base)
@@ -420,6 +424,39 @@ class CheckpointManager:
         state = _to_state(abstract, groups)
         self.last_saved = int(state.step)
         return state, meta, notes
+
+    def read_newest(
+        self, abstract: TrainState, base: Base | None = None
+    ) -> tuple[TrainState, dict[str, Any], list[str]] | None:
+        """As `resume`; but writes and moves nothing, for the run may be alive."""
+        if self.directory is None:
+            return None
+        exists = self.local_directory is None or self.local_directory.is_dir()
+        check_consistent("directory of the run", {self.directory: exists})
+        if not exists:
+            return None
+        reader = CheckpointManager(self.options, self.description, read_only=True)
+        with reader:
+            return reader.resume(abstract, base)
+
+    def is_newest(self, step: int) -> bool:
+        """True if a step, which was read, is where a fit continues."""
+        return not self.saved.corrupt_steps and self.latest_step == step
+
+    def set_aside(self, step: int) -> str:
+        """Moves the steps after one into a directory; a line that names it, or "".
+
+        Raises:
+            CheckpointDirectoryError: If the directory cannot be written, or another run
+                is writing there.
+        """
+        later, aside = self.saved.set_aside(step)
+        # A later step of the same number is another one, to be saved.
+        self.last_saved = step
+        return (
+            f"Went back to step {step} in '{self.directory}'; steps {later} are "
+            f"in '{aside}'."
+        ) * bool(later)
 
     def check_options(self) -> None:
         """Raises ``DisagreementError`` on all processes if their options differ."""

@@ -146,7 +146,8 @@ def check_ahead(directory: str | None, latest: int | None, step: int) -> None:
         raise CheckpointError(
             f"'{directory}' holds a checkpoint of step {latest}, but this run is at "
             f"step {step} and would write into the same directory. Choose another "
-            "directory for it, or restore() the latest step."
+            "directory for it, restore() the latest step, or set the later steps "
+            f"aside: restore({step}, rewind=True)."
         )
 
 
@@ -278,6 +279,24 @@ class Checkpoint:
             path = os.path.abspath(os.path.expanduser(path))
             check_name(path)
         object.__setattr__(self, "directory", path)
+
+
+BEST_RULE = "best_by"
+"""Name of the `best_rule` in a checkpoint's metadata."""
+
+
+def best_rule(options: Checkpoint) -> list[str] | None:
+    """The metric and the mode by which the best step is found, for JSON."""
+    best = options.keep_best
+    return None if best is None else [best, options.best_mode or "min"]
+
+
+def with_rule(options: Checkpoint, rule: object) -> Checkpoint:
+    """Options that rank by the `best_rule` of a checkpoint, unless they have a rule."""
+    match options.keep_best, rule:
+        case None, [str(metric), "min" | "max" as mode]:
+            return dataclasses.replace(options, keep_best=metric, best_mode=mode)
+    return options
 
 
 def best_steps(options: Checkpoint, metrics: Mapping[int, Metrics]) -> list[int]:

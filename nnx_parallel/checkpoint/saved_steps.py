@@ -27,14 +27,17 @@ from nnx_parallel.checkpoint.files import (
     delete_remains,
     quarantine,
     read_step_metadata,
+    set_aside,
 )
 from nnx_parallel.checkpoint.lock import lock_directory
 from nnx_parallel.checkpoint.options import (
+    BEST_RULE,
     Checkpoint,
     Metrics,
     best_steps,
     check_directory,
     superseded_steps,
+    with_rule,
 )
 from nnx_parallel.checkpoint.orbax_compat import (
     describe_group,
@@ -85,6 +88,8 @@ class SavedSteps:
         self.options = options
         self.directory = str(options.directory)
         self.known_metrics: dict[int, Metrics] = {}
+        self._read_only = read_only
+        self._rules: dict[int, object] = {}  # of the best, as each step has it
         self._is_stale = False  # the listing, against the directory
         self._deleted: set[int] = set()  # since the listing
         # Tried first: where Orbax cannot make a step's directory, its writers wait
@@ -142,13 +147,21 @@ class SavedSteps:
                 # A corrupt step is none of the best; a fit that saves goes on.
                 errors = (CheckpointReadError, CheckpointFormatError)
                 with contextlib.suppress(*errors), self._reading(step):
-                    self.known_metrics[step] = self._read_header(step)["metrics"]
+                    header = self._read_header(step)
+                    self.known_metrics[step] = header["metrics"]
+                    self._rules[step] = header["meta"].get(BEST_RULE)
         return {step: self.known_metrics.get(step, {}) for step in steps}
 
     @property
     def best_step(self) -> int | None:
-        """The step that is best by ``keep_best``, or ``None``."""
-        return next(iter(best_steps(self.options, self.metrics())), None)
+        """The step that is best by ``keep_best``, or ``None``.
+
+        Without that option, by the option of the run that saved the newest step.
+        """
+        metrics = self.metrics()
+        newest = max(self._rules.keys() & metrics.keys(), default=None)
+        rule = None if newest is None else self._rules[newest]
+        return next(iter(best_steps(with_rule(self.options, rule), metrics)), None)
 
     def find(self, step: int | Literal["best"] | None) -> int:
         """Returns a saved step, or raises ``CheckpointNotFoundError``.
@@ -173,7 +186,27 @@ class SavedSteps:
                 f"No best checkpoint {where}: none was saved with the metric of "
                 f"Checkpoint(keep_best=...). Saved steps: {steps}."
             )
+            names = sorted({name for x in self.metrics().values() for name in x})
+            if self.options.keep_best is None and names:
+                problem = (
+                    f"No best checkpoint {where}: its run had no keep_best. Name the "
+                    "metric: restore('best', directory=Checkpoint("
+                    f"{self.directory!r}, keep_best=...)). Saved metrics: {names}."
+                )
         raise CheckpointNotFoundError(problem)
+
+    def set_aside(self, step: int) -> tuple[list[int], str]:
+        """Moves the steps after one into a directory; returns them and its path."""
+        steps = {*self.steps, *self.corrupt_steps} - self._names.foreign
+        later = sorted(x for x in steps if x > step)
+        if not later:
+            return [], ""
+        aside = set_aside(self.directory, step, later)
+        for moved in later:
+            self.known_metrics.pop(moved, None)
+            self._rules.pop(moved, None)
+        self.reload()
+        return later, aside
 
     def describe(self, step: int | None = None) -> StoredCheckpoint:
         """Returns the contents of a step, or of the latest; reads no arrays.
@@ -320,6 +353,11 @@ class SavedSteps:
                     continue
                 problems.pop(step, None)
                 # Only now: as long as no step is known to be intact, nothing is moved.
+                if self._read_only:
+                    return found, [
+                        f"{problem}\nStep {step} is read instead of step {bad}."
+                        for bad, problem in problems.items()
+                    ]
                 notes = [
                     f"{problem}\nStep {bad} is in quarantine as "
                     f"'{quarantine(self.directory, bad)}'; the run goes on from step "

@@ -10,6 +10,7 @@ import jax
 from nnx_parallel.checkpoint.contents import StoredCheckpoint
 from nnx_parallel.checkpoint.files import (
     QUARANTINED,
+    REWOUND,
     UNFINISHED,
     LiteralPath,
     is_deleted,
@@ -79,6 +80,8 @@ def _show(
             _write(f"  '{name}': half deleted; the next start removes it")
         elif name.startswith(QUARANTINED):
             _write(f"  '{name}': in quarantine, as corrupt")
+        elif name.startswith(REWOUND):
+            _write(f"  '{name}': later steps, from before the run was rewound")
     if newest is not None:
         _describe(newest, arrays=arrays)
     return 1 if num_damaged else 0

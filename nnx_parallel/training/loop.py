@@ -180,8 +180,7 @@ class Loop:
         abstract = self.programs.plan.abstract
         # Before any collective of a checkpoint, which all processes must make alike.
         checkpoints.check_options()
-        found = checkpoints.resume(abstract, run.base) if run.is_fresh else None
-        resumed = run.resume(*found) if found else None
+        resumed = run.resume()
         if self._epochs:
             count = self._epochs.num_steps(self.last_batch)
             self.num_steps = run.data.passed_steps(count)

@@ -4,7 +4,7 @@ import contextlib
 import os
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -165,7 +165,9 @@ class RunState:
         callbacks: Whose state is saved with the run.
         metrics: Of the step at which the fit last paused, named by ``"step"``, with
             those of its evaluation.
-        is_fresh: True if the state is the first one: neither trained nor restored.
+        is_fresh: True if a fit has to look for a checkpoint to continue from: the state
+            is neither trained nor restored by the user.
+        report: Called with a line for people.
     """
 
     plan: StatePlan
@@ -178,6 +180,9 @@ class RunState:
     data: DataState = field(default_factory=DataState)
     metrics: dict[str, float] = field(default_factory=dict)
     is_fresh: bool = True
+    report: Callable[[str], object] = str
+    _read_step: int | None = None  # of the own directory, read at the first use
+    _is_assigned: bool = False  # a model of this state has got other arrays
     _excused: frozenset[str] | None = None  # not finite when the fit began
     _state: TrainState | None = None
     _is_counting: bool = False
@@ -189,11 +194,14 @@ class RunState:
 
     @property
     def state(self) -> TrainState:
-        """The training state, built on first use, with what was assigned to `model`."""
-        # Not in the constructor: a run that resumes would build it for nothing.
+        """The training state, with what was assigned to `model`.
+
+        On first use it is the newest checkpoint of the run, or the first state.
+        """
+        # Not in the constructor: a fit that resumes would build it for nothing.
         if self._state is None:
-            rngs = nnx.Rngs(self.seed)
-            self._state = init_state(self.plan, self.source, rngs, self.seed)
+            self._begin()
+        assert self._state is not None
         if self._state.step.is_deleted():
             raise DonatedArrayError(
                 "The Trainer's state is gone: a step has taken its memory for the new "
@@ -216,7 +224,7 @@ class RunState:
                 "parameters are computed from the state at each call: assign to "
                 "trainer.model."
             )
-        is_ema = kind == "ema"
+        self._is_assigned, is_ema = True, kind == "ema"
         state: Any = self._state
         self._state, placed = self.plan.assign(state, assigned, ema=is_ema)
         handed.note(placed)
@@ -236,14 +244,36 @@ class RunState:
     @state.setter
     def state(self, state: TrainState) -> None:
         self._replace(state)
-        self.is_fresh = False
+        self.is_fresh = self._is_assigned = False
+
+    def _first_state(self) -> TrainState:
+        rngs = nnx.Rngs(self.seed)
+        return init_state(self.plan, self.source, rngs, self.seed)
+
+    def _present_state(self) -> TrainState:
+        """The state, or the first one; reads nothing, for the caller replaces it."""
+        return self._first_state() if self._state is None else self.state
+
+    def _begin(self) -> None:
+        found = self.checkpoints.read_newest(self.plan.abstract, self.base)
+        if found is None:
+            self._state = self._first_state()
+            return
+        self._state, meta, notes = found
+        self._go_on(meta)
+        self._read_step = int(self._state.step)
+        notes = [*notes, *self._eval_notes(meta)]
+        where = f"step {self._read_step} in '{self.checkpoints.directory}'"
+        self.report(
+            "\n".join([*notes, f"The run is at its newest checkpoint, {where}."])
+        )
 
     def _replace(self, state: TrainState) -> None:
         if self._models and jax.tree.leaves(self._state.params)[0].is_deleted():  # pyright: ignore[reportOptionalMemberAccess]
             for _, handed in self._models.values():
                 handed.end()
                 self._used_up.append(handed)
-        self._state, self._models = state, {}
+        self._state, self._models, self._read_step = state, {}, None
 
     def model(self, kind: Kind) -> nnx.Module:
         """The model around the arrays of the state: the same one for the same state."""
@@ -339,11 +369,17 @@ class RunState:
     def restore(
         self,
         step: int | Literal["best"] | None,
-        directory: str | os.PathLike | None,
+        directory: str | os.PathLike | Checkpoint | None,
         *,
         weights_only: bool,
+        rewind: bool = False,
     ) -> None:
         """Replaces the state by a saved one; see `Trainer.restore`."""
+        if rewind and (directory is not None or weights_only):
+            raise ValueError(
+                "restore(rewind=True) goes back in the Trainer's own directory, with "
+                "all of its state. Leave directory= and weights_only= out."
+            )
         if isinstance(step, os.PathLike) or (isinstance(step, str) and step != "best"):
             raise TypeError(
                 f"restore got step={step!r}. A step is a number, 'best', or None for "
@@ -356,27 +392,34 @@ class RunState:
                 "fit again after that; or restore weights_only=True."
             )
         own = self.checkpoints
-        where = own.options if directory is None else Checkpoint(directory)
+        where = own.options if directory is None else directory
+        meta = None
         with CheckpointManager(where, own.description, read_only=True) as source:
             if weights_only:
-                state = source.restore_weights(self.state, step)
+                state = source.restore_weights(self._present_state(), step)
             else:
                 state, meta = source.restore(self.plan.abstract, step, self.base)
-                self._go_on(meta)
-                self.metrics = {}
+        if rewind:
+            with own:  # before anything changes: another run may be writing there
+                moved = own.set_aside(int(state.step))
+            if moved:
+                self.report(moved)
+        if meta is not None:
+            self._go_on(meta)
+            self.metrics = {}
         # Another run's state is a beginning: the same program, started again, must
         # resume from its own checkpoints and not begin once more.
         is_fresh = self.is_fresh and source.directory != own.directory
         self._replace(state)
-        self.is_fresh = is_fresh
+        self.is_fresh, self._is_assigned = is_fresh, False
 
     def base(self) -> Mapping[str, jax.Array]:
         """The model's arrays, for what a checkpoint names by checksum alone."""
-        return to_groups(self.state)["model"]
+        return to_groups(self._present_state())["model"]
 
     def load_weights(self, path: str | os.PathLike, only: Any) -> None:
         """Replaces weights by those of a plain checkpoint; `Trainer.load_weights`."""
-        state = self.state
+        state = self._present_state()
         held = flatten(state.params) | flatten(state.variables)
         model = self.plan.model.merge(held)
         arrays = to_groups(state)["model"]
@@ -386,23 +429,59 @@ class RunState:
         state = from_groups(state, {"model": arrays | found})
         self._replace(state.with_new_average())
 
-    def resume(
-        self, state: TrainState, meta: Mapping[str, Any], notes: list[str]
-    ) -> str:
-        """Continues from a checkpoint of this run; returns a message that says so."""
+    def resume(self) -> str:
+        """Continues from the newest checkpoint, if the state is fresh and there is one.
+
+        Returns a message that says so, or "".
+
+        Raises:
+            CheckpointError: If that would drop what was assigned to `model`.
+        """
+        if not self.is_fresh:
+            return ""
+        own, notes = self.checkpoints, []
+        has_first = self._state is not None and self._read_step is None
+        if self._state is not None:
+            self._check_assigned()
+        if self._read_step is not None and own.is_newest(self._read_step):
+            own.last_saved = self._read_step
+            state = self.state
+        elif found := own.resume(self.plan.abstract, self.base):
+            state, meta, notes = found
+            notes = [*notes, *self._eval_notes(meta)]
+            self._go_on(meta)
+        else:
+            return ""
         warn_of_changes(self.plan, state)
-        self.state = state
-        self._go_on(meta)
+        if state is not self._state:
+            self._replace(state)
+        self.is_fresh, self._read_step = False, None
+        done = f"Resumed from step {self.step} in '{own.directory}'."
+        if has_first:
+            done += " The weights that the Trainer had before this fit are not used."
+        return "\n".join([*notes, done])
+
+    def _eval_notes(self, meta: Mapping[str, Any]) -> list[str]:
         before = meta.get("eval_params")
         now = self.checkpoints.description.get("eval_params")
-        if before not in (now, None):
-            notes = [
-                *notes,
-                f"The checkpoint's evaluations are of {before}, and this run's of "
-                f"{now}: their metrics do not compare.",
-            ]
-        done = f"Resumed from step {self.step} in '{self.checkpoints.directory}'."
-        return "\n".join([*notes, done])
+        if before in (now, None):
+            return []
+        return [
+            f"The checkpoint's evaluations are of {before}, and this run's of "
+            f"{now}: their metrics do not compare."
+        ]
+
+    def _check_assigned(self) -> None:
+        """Refuses values of `model` that a fit would drop, or put over trained ones."""
+        _ = self.state  # takes what was assigned
+        step = self.checkpoints.latest_step if self._is_assigned else None
+        if step is not None:
+            raise CheckpointError(
+                "trainer.model was given new values before a fit that resumes from "
+                f"step {step} in '{self.checkpoints.directory}'. For values that a run "
+                "begins with, assign them only in a new run: if trainer.step == 0. To "
+                "change a run that goes on, call trainer.restore() before you assign."
+            )
 
     def _go_on(self, meta: Mapping[str, Any]) -> None:
         self.data = DataState.from_json(meta.get("position", {}))

@@ -12,10 +12,11 @@ from nnx_parallel.checkpoint.options import Checkpoint
 from nnx_parallel.data.batches import data_share
 from nnx_parallel.data.rows import LastBatch
 from nnx_parallel.distributed.agreement import meet
-from nnx_parallel.distributed.runtime import raising_interrupts
+from nnx_parallel.distributed.runtime import print_once, raising_interrupts
 from nnx_parallel.drawing import as_html
 from nnx_parallel.errors import suggests_names
 from nnx_parallel.layers.scan import Remat
+from nnx_parallel.loggers.console import ConsoleLogger
 from nnx_parallel.loggers.logger import Logger
 from nnx_parallel.mesh import Device
 from nnx_parallel.precision import Precision
@@ -197,6 +198,8 @@ class Trainer:
         self._run = RunState(
             plan, source, seed, checkpoints, judged, tuple(callbacks), wrt
         )
+        shows = loggers is None or any(isinstance(x, ConsoleLogger) for x in loggers)
+        self._run.report = print_once if shows else str
         self._loop: Loop | None = None
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -228,7 +231,11 @@ class Trainer:
 
     @property
     def state(self) -> TrainState:
-        """The training state, built on first use. A step donates and replaces it.
+        """The training state. A step donates and replaces it.
+
+        On first use it is read from the newest step in the Trainer's ``checkpoint``
+        directory, which the console says, or built if there is none. So `model`,
+        `evaluate` and `predict` see the state that a `fit` would continue from.
 
         A loop of your own assigns the new state, so that the Trainer can go on with it:
         ``trainer.state, metrics = trainer.train_step(trainer.state, batch)``.
@@ -437,8 +444,9 @@ class Trainer:
         self,
         step: int | Literal["best"] | None = None,
         *,
-        directory: str | os.PathLike | None = None,
+        directory: str | os.PathLike | Checkpoint | None = None,
         weights_only: bool = False,
+        rewind: bool = False,
     ) -> None:
         """Replaces the state by a saved one, under whichever strategy it was saved.
 
@@ -446,21 +454,25 @@ class Trainer:
         checkpoints of its own, the same program resumes from those.
 
         Args:
-            step: A saved step; ``"best"`` by ``Checkpoint(keep_best=...)``; ``None``
-                for the latest.
-            directory: The directory to read; by default the Trainer's own.
+            step: A saved step; ``"best"`` by ``Checkpoint(keep_best=...)`` of the run
+                that saved it; ``None`` for the latest.
+            directory: The directory to read; by default the Trainer's own. A
+                `Checkpoint` with another ``keep_best`` ranks its steps by that.
             weights_only: Restore only parameters and other variables; optimizer, step
                 and data stay as they are. `load_weights` reads what another program
                 has saved.
+            rewind: Go on from this step of the Trainer's own directory: later steps are
+                moved, with a copy of ``metrics.jsonl``, to ``rewound-STEP-ID`` in it.
 
         Raises:
             CheckpointNotFoundError: If there is no such step.
             CheckpointMismatchError: If an array differs; each is listed, and nothing
                 has changed.
             CheckpointError: If a callback restores more than weights during a fit.
+            CheckpointDirectoryError: If another run writes to the directory to rewind.
         """
         meet("restore")
-        self._run.restore(step, directory, weights_only=weights_only)
+        self._run.restore(step, directory, weights_only=weights_only, rewind=rewind)
 
     def load_weights(self, path: str | os.PathLike, *, only: Any = None) -> None:
         """Replaces weights by those of a plain Orbax checkpoint.
