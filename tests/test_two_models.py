@@ -1,6 +1,5 @@
 """Two networks in one run: players with an optimizer each, teachers, adapters."""
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.traverse_util import flatten_dict, unflatten_dict
 
 from nnx_parallel import (
     FSDP,
@@ -20,6 +18,7 @@ from nnx_parallel import (
     Strategy,
     Trainer,
 )
+from nnx_parallel.errors import StateStructureError
 from tests.parity.runs import compiling, to_host
 
 STRATEGIES = [
@@ -67,17 +66,6 @@ class GAN(nnx.Module):
         self.critic = nnx.Linear(4, 1, rngs=rngs)
 
 
-def critic_loss(model: Any, batch: Any) -> jax.Array:
-    fake = jax.lax.stop_gradient(model.generator(batch["noise"]))
-    return (nnx.softplus(model.critic(fake)) + nnx.softplus(-model.critic(X))).mean()
-
-
-def generator_loss(model: Any, batch: Any) -> jax.Array:
-    graphdef, params = nnx.split(model.critic)
-    critic = nnx.merge(graphdef, jax.lax.stop_gradient(params))
-    return nnx.softplus(-critic(model.generator(batch["noise"]))).mean()
-
-
 def both_losses(model: Any, batch: Any) -> tuple[jax.Array, dict]:
     fake = model.generator(batch["noise"])
     graphdef, params = nnx.split(model.critic)
@@ -118,42 +106,66 @@ def test_two_optimizers_in_one_step(strategy: Strategy) -> None:
     assert_close(trainer.model, model)
 
 
-def take_turn(player: Trainer, other: Trainer, batch: Any) -> dict:
-    """One step of a player against the other as it is now."""
-    theirs = flatten_dict(other.state.params)
-    frozen = unflatten_dict(flatten_dict(player.state.variables) | theirs)
-    state = dataclasses.replace(player.state, variables=frozen)
-    player.state, metrics = player.train_step(state, player.shard_batch(batch))
-    # A step donates all that it is given: the other's parameters come back from it.
-    back = flatten_dict(player.state.variables)
-    params = unflatten_dict({path: back[path] for path in theirs})
-    other.state = dataclasses.replace(other.state, params=params)
-    return metrics
+class Normed(nnx.Module):
+    """Arrays that move without a gradient: u and sigma, statistics, streams."""
 
-
-def test_players_that_take_turns() -> None:
-    losses = {"critic": critic_loss, "generator": generator_loss}
-    critic, generator = (
-        make_trainer(GAN, TX[name], loss, wrt=part(name))
-        for name, loss in losses.items()
-    )
-    model = GAN(nnx.Rngs(0))
-    optimizers = plain_optimizers(model)
-    for batch in NOISE:
-        take_turn(critic, generator, batch)
-        take_turn(generator, critic, batch)
-        for name, loss in losses.items():
-            # Each player has batch statistics of its own, which training never reads.
-            grads = nnx.grad(loss, argnums=nnx.DiffState(0, part(name)))(model, batch)
-            optimizers[name].update(model, grads)
-    for name, trainer in (("critic", critic), ("generator", generator)):
-        found, expected = (
-            to_host(nnx.to_pure_dict(nnx.state(m, part(name))))
-            for m in (trainer.model, model)
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.generator = nnx.Sequential(
+            nnx.Linear(4, 8, use_bias=False, rngs=rngs),
+            nnx.BatchNorm(8, rngs=rngs),
+            nnx.Dropout(0.5, rngs=rngs),
+            nnx.Linear(8, 4, rngs=rngs),
         )
-        for path, value in expected.items():
-            np.testing.assert_allclose(found[path], value, rtol=1e-5, atol=1e-6)
-    assert critic.step == generator.step == NUM_STEPS
+        layer = nnx.Linear(4, 8, rngs=rngs)
+        self.critic = nnx.SpectralNorm(layer, n_steps=3, rngs=rngs)
+
+
+def critic_loss(model: Any, batch: Any) -> jax.Array:
+    fake = model.critic(model.generator(batch["noise"]), update_stats=True)
+    real = model.critic(batch["noise"][::-1], update_stats=True)
+    return (nnx.softplus(fake) + nnx.softplus(-real)).mean()
+
+
+def generator_loss(model: Any, batch: Any) -> jax.Array:
+    fake = model.generator(batch["noise"])
+    return nnx.softplus(-model.critic(fake, update_stats=False)).mean()
+
+
+LOSSES = {"critic": critic_loss, "generator": generator_loss}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_players_that_take_turns_share_a_model(strategy: Strategy) -> None:
+    players = {
+        name: make_trainer(Normed, TX[name], loss, wrt=part(name), strategy=strategy)
+        for name, loss in LOSSES.items()
+    }
+    model: Any = Normed(nnx.Rngs(0))
+    optimizers = plain_optimizers(model)
+
+    @nnx.jit(static_argnums=0)
+    def turn_of(name: str, model: Any, batch: Any) -> tuple[jax.Array, nnx.State]:
+        wanted = nnx.DiffState(0, part(name))
+        return nnx.value_and_grad(LOSSES[name], argnums=wanted)(model, batch)
+
+    # A critic may have more turns than a generator, and need not be the first.
+    turns = ["generator", "critic", "critic", "generator"]
+    for turn, batch in zip(turns, [*NOISE, NOISE[0]], strict=True):
+        (other,) = (trainer for name, trainer in players.items() if name != turn)
+        found = players[turn].take_turn(batch, other)["loss"]
+        expected, grads = turn_of(turn, model, batch)
+        optimizers[turn].update(model, grads)
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+    for trainer in players.values():
+        assert_close(trainer.model, model)
+        assert trainer.step == 2
+
+
+def test_players_of_unlike_models_raise() -> None:
+    critic = make_trainer(GAN, TX["critic"], critic_loss, wrt=part("critic"))
+    other = make_trainer(Normed, TX["critic"], critic_loss, wrt=part("generator"))
+    with pytest.raises(StateStructureError, match="take_turn needs Trainers of one"):
+        critic.take_turn(NOISE[0], other)
 
 
 class Pair(nnx.Module):

@@ -4,8 +4,8 @@ import contextlib
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import jax
@@ -29,6 +29,7 @@ from nnx_parallel.sharding.model import (
     Path,
     arrays_of,
     flatten,
+    nest,
     plain_attributes,
     update_arrays,
 )
@@ -429,6 +430,30 @@ class RunState:
         state = from_groups(state, {"model": arrays | found})
         self._replace(state.with_new_average())
 
+    def with_trained_by(self, others: Sequence["RunState"]) -> TrainState:
+        """The state with the parameters that other runs of this model train.
+
+        Raises:
+            StateStructureError: If a model is another one, or lives elsewhere.
+        """
+        mine = _arrays_of_model(self.plan.abstract)
+        taken: dict[Path, Any] = {}
+        for other in others:
+            theirs = _arrays_of_model(other.plan.abstract)
+            if bad := [p for p in mine | theirs if mine.get(p) != theirs.get(p)]:
+                raise StateStructureError(
+                    "take_turn needs Trainers of one model, with the same strategy, "
+                    "precision and devices. They differ in "
+                    f"{', '.join(f'`{dotted(path)}`' for path in bad[:5])}."
+                )
+            taken |= flatten(other.state.params)
+        return _with_arrays(self.state, taken.keys() - self.plan.trained_paths, taken)
+
+    def take_model(self, state: TrainState) -> None:
+        """Replaces the arrays of the model by those of another run's state."""
+        arrays = _arrays_of_model(state)
+        self.state = _with_arrays(self.state, arrays.keys(), arrays)
+
     def resume(self) -> str:
         """Continues from the newest checkpoint, if the state is fresh and there is one.
 
@@ -544,6 +569,21 @@ class RunState:
         step: Any = state and state.step
         is_known = state and not step.is_deleted() and step.is_ready()
         return facts | {"step": f"{int(step):,}" if is_known else "-"}
+
+
+def _arrays_of_model(state: TrainState) -> dict[Path, Any]:
+    return flatten(state.params) | flatten(state.variables)
+
+
+def _with_arrays(
+    state: TrainState, paths: Collection[Path], arrays: Mapping[Path, Any]
+) -> TrainState:
+    """A state with other arrays of the model at some paths."""
+    params, variables = (
+        nest({p: arrays[p] if p in paths else x for p, x in flatten(group).items()})
+        for group in (state.params, state.variables)
+    )
+    return replace(state, params=params, variables=variables)
 
 
 def frozen_paths(plan: StatePlan) -> frozenset[str]:

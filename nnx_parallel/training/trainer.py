@@ -285,6 +285,50 @@ class Trainer:
         """
         return self._programs.train_step
 
+    def take_turn(self, batch: Batch, *others: "Trainer") -> Metrics:
+        """One step of this player, in a loop where others train the rest of the model.
+
+        The players are Trainers of one model, each with its ``wrt``, such as the
+        generator and the critic of a GAN. Before the step this one takes the parameters
+        that the others train. After it all have the same arrays of the model, also its
+        statistics and random streams, as optimizers that share a model in plain Flax.
+
+        Args:
+            batch: A host batch, as `fit` takes it.
+            others: The other players.
+
+        Returns:
+            The metrics of the step, on the devices; see `train_step`.
+
+        Raises:
+            StateStructureError: If the players have unlike models or layouts.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> import numpy as np
+            >>> import optax
+            >>> class Pair(nnx.Module):
+            ...     def __init__(self, rngs):
+            ...         self.a, self.b = nnx.Param(jnp.ones(())), nnx.Param(jnp.ones(()))
+            >>> def product(model, batch):
+            ...     return model.a[...] * model.b[...] * batch.mean()
+            >>> def player(name):
+            ...     wrt = nnx.PathContains(name)
+            ...     return Trainer(Pair, optax.sgd(0.5), product, wrt=wrt, loggers=())
+            >>> a, b = player("a"), player("b")
+            >>> batch = np.ones((8, 2), np.float32)
+            >>> losses = [a.take_turn(batch, b)["loss"], b.take_turn(batch, a)["loss"]]
+            >>> [float(loss) for loss in losses]
+            [1.0, 0.5]
+        """
+        runs = [other._run for other in others]
+        state = self._run.with_trained_by(runs)
+        state, metrics = self.train_step(state, self.shard_batch(batch))
+        self.state = state
+        for run in runs:
+            run.take_model(state)
+        return metrics
+
     def shard_batch(self, batch: Batch) -> Batch:
         """Puts a host batch on the mesh as `train_step` takes it.
 
