@@ -309,7 +309,8 @@ class Trainer:
             >>> import optax
             >>> class Pair(nnx.Module):
             ...     def __init__(self, rngs):
-            ...         self.a, self.b = nnx.Param(jnp.ones(())), nnx.Param(jnp.ones(()))
+            ...         self.a = nnx.Param(jnp.ones(()))
+            ...         self.b = nnx.Param(jnp.ones(()))
             >>> def product(model, batch):
             ...     return model.a[...] * model.b[...] * batch.mean()
             >>> def player(name):
