@@ -32,7 +32,6 @@ from nnx_parallel.training.diagnostics import (
     agree_on_batch,
     agree_on_program,
     agree_on_run,
-    broken_arrays,
     check_count,
     check_evaluation,
     check_replicas,
@@ -128,7 +127,7 @@ class Loop:
             self._on_step_end,
             settings.log_every,
             skip_limit=skip.limit if skip else 0,
-            is_state_finite=lambda: not broken_arrays(self.run.state),
+            is_state_finite=lambda: not self.run.broken_arrays(),
         )
         self._tracer = Tracer(settings.profile, directory)
         self._watchdog = Watchdog(settings.step_timeout)

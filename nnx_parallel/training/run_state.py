@@ -351,17 +351,22 @@ class RunState:
         if self.checkpoints.options is not None:
             self._excused = frozenset(broken_arrays(self.state))
 
+    def broken_arrays(self) -> list[str]:
+        """Arrays from which training cannot go on, but for those of the beginning."""
+        excused = self._excused or ()
+        return [path for path in broken_arrays(self.state) if path not in excused]
+
     def _check_finite(self, step: int) -> None:
         """Raises `NonFiniteLossError` if the state must not be saved.
 
         Gradients that are finite can have an update that is not: of a schedule that
         divides by zero, of a moment that overflows.
         """
-        broken = broken_arrays(self.state)
+        broken = self.broken_arrays()
         if self._excused is None:  # of a state that no fit has trained
             paths = flatten_pure(self.state.params)
             broken = [path for path in broken if path in paths]
-        if bad := [f"`{x}`" for x in broken if x not in (self._excused or ())]:
+        if bad := [f"`{path}`" for path in broken]:
             raise NonFiniteLossError(
                 f"Step {step}: not finite after its update: {', '.join(bad[:5])} "
                 f"({len(bad)} arrays). It is not saved."
