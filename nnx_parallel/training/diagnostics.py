@@ -10,7 +10,7 @@ import inspect
 import numbers
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeGuard
 
 import jax
