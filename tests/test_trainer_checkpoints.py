@@ -722,9 +722,9 @@ def test_fit_after_first_use_reads_no_step_twice(
     reads: list[int] = []
     restore = listing.SavedSteps.restore
 
-    def spy(self: Any, wanted: Any, step: Any = None, base: Any = None) -> Any:
+    def spy(self: Any, wanted: Any, step: Any, *rest: Any) -> Any:
         reads.append(step)
-        return restore(self, wanted, step, base)
+        return restore(self, wanted, step, *rest)
 
     whole = make_trainer()
     losses = whole.fit(make_batches(6), 6)["loss"]

@@ -220,10 +220,7 @@ class Loop:
         if ended:  # alike on all processes, for it was restored
             self.stop(ended[0])
         elif run.step < self.num_steps:
-            run.excuse_arrays()
-            self._run_steps()
-            if skipped := self._recorder.skip_message():
-                logger.message(skipped)
+            self._train()
         else:
             run.data.pass_over(self.data, self.num_steps, run.step)
             logger.message(f"All {self.num_steps} steps are done: nothing to train.")
@@ -241,6 +238,12 @@ class Loop:
     def _report_save(self, text: str) -> None:
         if self._stop_reason not in _SIGNALS:  # whose last message says it
             self._logger.message(text)
+
+    def _train(self) -> None:
+        self.run.excuse_arrays()
+        self._run_steps()
+        if skipped := self._recorder.skip_message():
+            self._logger.message(skipped)
 
     def _run_steps(self) -> None:
         run, recorder, checkpoints = self.run, self._recorder, self.run.checkpoints
