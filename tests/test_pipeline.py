@@ -1,4 +1,4 @@
-"""What the plain step has, a pipeline has: policies, evaluation, generation."""
+"""A pipeline has the features of a plain step: policies, evaluation, generation."""
 
 from typing import Any
 
@@ -62,7 +62,7 @@ def build_gpt(rngs: nnx.Rngs) -> GPT:
         pytest.param("full", "policy", marks=pytest.mark.slow),
     ],
 )
-def test_what_is_kept_changes_no_number(remat: Remat, stash: Any) -> None:
+def test_remat_and_stash_match_one_device(remat: Remat, stash: Any) -> None:
     schedule = ZeroBubble() if remat != "none" else Interleaved(chunks=2)
     strategy = Composite(
         Pipeline(2, schedule, stash=stash), FSDP(2, min_size=0), TensorParallel(2)
@@ -79,7 +79,7 @@ def test_what_is_kept_changes_no_number(remat: Remat, stash: Any) -> None:
         pytest.param("optimizer", "step", marks=pytest.mark.slow),
     ],
 )
-def test_each_kind_of_fsdp_inside_a_stage(shard: ZeroKind, gather: Any) -> None:
+def test_fsdp_within_stage_matches_one_device(shard: ZeroKind, gather: Any) -> None:
     strategy = Composite(Pipeline(2, gather=gather), FSDP(4, shard=shard, min_size=0))
     assert_like_one_device(build_gpt, next_token_loss, strategy, tokens)
 
@@ -104,7 +104,7 @@ def test_mixed_precision_accumulates_in_float32() -> None:
     np.testing.assert_allclose(first, second, rtol=2e-3)
 
 
-def test_rows_that_do_not_divide_over_the_stages() -> None:
+def test_indivisible_rows_match_one_device() -> None:
     """Two rows a microbatch on four stages: the sequence is split around the stack."""
     assert_like_one_device(build_gpt, next_token_loss, Pipeline(4), few_tokens)
 
@@ -150,7 +150,9 @@ def run_trainer(strategy: Strategy) -> tuple:
     ],
     ids=str,
 )
-def test_evaluation_prediction_and_generation(strategy: Strategy, alone: tuple) -> None:
+def test_evaluation_and_generation_match_one_device(
+    strategy: Strategy, alone: tuple
+) -> None:
     *numbers, text = run_trainer(strategy)
     *expected, expected_text = alone
     for found, wanted in zip(numbers, expected, strict=True):
@@ -160,11 +162,11 @@ def test_evaluation_prediction_and_generation(strategy: Strategy, alone: tuple) 
     assert (np.asarray(text) == np.asarray(expected_text)).all()
 
 
-def test_describe_shows_the_stages() -> None:
+def test_describe_shows_stages() -> None:
     table = str(PP2_FSDP2_TP2.describe(build_gpt))
     assert "'layers' -> pipe" in table
 
 
-def test_a_strategy_says_what_differs_from_its_defaults() -> None:
+def test_repr_shows_non_default_arguments() -> None:
     assert repr(Pipeline(2)) == "Pipeline(size=2)"
     assert repr(Pipeline(2, ZeroBubble())) == "Pipeline(size=2, schedule=ZeroBubble())"

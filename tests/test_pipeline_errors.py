@@ -1,4 +1,4 @@
-"""What a pipeline cannot run is refused before anything is compiled, with a remedy."""
+"""A model that a pipeline cannot run raises before compilation, with a remedy."""
 
 from typing import Any
 
@@ -72,7 +72,9 @@ def once(model: Any, batch: Any) -> jax.Array:
         (Model, Pipeline(2, stack="blocks"), r"'blocks'.*has Stacks \['stack'\]"),
     ],
 )
-def test_a_model_with_a_stack(build: Any, strategy: Strategy, found: str) -> None:
+def test_missing_or_ambiguous_stack_raises(
+    build: Any, strategy: Strategy, found: str
+) -> None:
     with pytest.raises(PipelineError, match=found):
         make_trainer(build, once, strategy)
 
@@ -92,7 +94,7 @@ def test_a_model_with_a_stack(build: Any, strategy: Strategy, found: str) -> Non
     ],
     ids=str,
 )
-def test_fewer_layers_than_chunks(strategy: Strategy, numbers: str) -> None:
+def test_fewer_layers_than_chunks_raise(strategy: Strategy, numbers: str) -> None:
     with pytest.raises(PipelineError, match=numbers):
         make_trainer(Model, once, strategy)
 
@@ -146,7 +148,7 @@ def in_grad(model: Any, batch: Any) -> jax.Array:
         (in_grad, "under jax.grad"),
     ],
 )
-def test_a_stack_called_once_in_the_open(loss: Any, found: str) -> None:
+def test_invalid_stack_calls_raise(loss: Any, found: str) -> None:
     with pytest.raises(PipelineError, match=found):
         step(loss)
 
@@ -158,11 +160,11 @@ def in_jit(model: Any, batch: Any) -> jax.Array:
 
 
 @pytest.mark.parametrize("loss", [in_jit, in_checkpoint])
-def test_a_plain_call_around_it_does_no_harm(loss: Any) -> None:
+def test_calls_around_stack_match_one_device(loss: Any) -> None:
     assert_like_one_device(Model, loss, Pipeline(2), lambda: BATCH)
 
 
-# What goes in and out
+# Inputs and outputs
 
 
 def doubled_weights(model: Any, batch: Any) -> jax.Array:
@@ -193,12 +195,12 @@ def random_key(model: Any, batch: Any) -> jax.Array:
         (random_key, r"random key.*jax.random.key_data"),
     ],
 )
-def test_what_a_stack_may_be_given(loss: Any, found: str) -> None:
+def test_invalid_stack_arguments_raise(loss: Any, found: str) -> None:
     with pytest.raises(PipelineError, match=found):
         step(loss)
 
 
-def test_a_block_gives_what_it_takes() -> None:
+def test_block_that_changes_shape_raises() -> None:
     def widening(rngs: nnx.Rngs) -> nnx.Linear:
         return nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
 
@@ -216,7 +218,7 @@ class Forking(nnx.Module):
         return self.linear(x), other * 2
 
 
-def test_a_block_gives_as_many_arrays_as_it_takes() -> None:
+def test_block_that_changes_array_count_raises() -> None:
     def loss(model: Any, batch: Any) -> jax.Array:
         return model(batch["x"], batch["x"])[0].mean()
 
@@ -246,7 +248,7 @@ def reads_after(model: Any, batch: Any) -> jax.Array:
 
 
 @pytest.mark.parametrize("loss", [reads_before, reads_after])
-def test_the_layers_variables_stay_on_their_stage(loss: Any) -> None:
+def test_reading_layer_variables_in_loss_raises(loss: Any) -> None:
     with pytest.raises(PipelineError, match=r"`stack.layer.calls`.*output of the bl"):
         step(loss, lambda rngs: Model(rngs, Counting))
 
@@ -264,12 +266,12 @@ class Remembering(nnx.Module):
         return y
 
 
-def test_a_variable_that_would_depend_on_the_schedule() -> None:
+def test_schedule_dependent_variable_raises() -> None:
     with pytest.raises(PipelineError, match="`last` is read before the Stack"):
         step(once, Remembering)
 
 
-# What would end the process
+# Programs that would end the process
 
 
 class Choosing(nnx.Module):
@@ -290,20 +292,20 @@ def build_choosing(rngs: nnx.Rngs) -> Model:
     return Model(rngs, Choosing)
 
 
-def test_computed_indices_in_a_stage_that_is_split() -> None:
+def test_computed_indices_in_split_stage_raise() -> None:
     strategy = Composite(Pipeline(2), DataParallel(2))
     with pytest.raises(PipelineError, match=r"gather.*\['data'\].*one_hot"):
         step(chosen, build_choosing, strategy)
 
 
-def test_computed_indices_in_a_stage_of_one_device() -> None:
+def test_computed_indices_in_unsplit_stage_run() -> None:
     step(chosen, build_choosing, Pipeline(2))
 
 
 # Arguments
 
 
-def test_arguments_of_the_strategy() -> None:
+def test_invalid_pipeline_arguments_raise() -> None:
     with pytest.raises(ValueError, match=r"Pipeline\(0\): .* an integer of at least 1"):
         Pipeline(0)
     with pytest.raises(ValueError, match=r"stash='all'.*'policy', 'inputs'"):
@@ -314,7 +316,7 @@ def test_arguments_of_the_strategy() -> None:
         Pipeline(2, schedule="1f1b")  # pyright: ignore[reportArgumentType]
 
 
-def test_a_table_of_other_sizes() -> None:
+def test_table_of_other_sizes_raises() -> None:
     table: Table = OneFOneB().table(num_stages=2, num_microbatches=8)
     with pytest.raises(ScheduleError, match=r"8.*4|4.*8"):
         step(once, strategy=Pipeline(2, table), num_microbatches=4)
@@ -343,12 +345,12 @@ class Halving(Schedule):
     ],
     ids=str,
 )
-def test_a_schedule_that_fills_another_table(schedule: Schedule, found: str) -> None:
+def test_schedule_with_wrong_table_raises(schedule: Schedule, found: str) -> None:
     with pytest.raises(ScheduleError, match=found):
         step(once, strategy=Pipeline(2, schedule))
 
 
-def test_a_table_for_evaluation() -> None:
+def test_forward_table_for_training_raises() -> None:
     with pytest.raises(ScheduleError, match="no backward slots"):
         Pipeline(2, OneFOneB().forward_table(2, 4))
 
@@ -360,12 +362,12 @@ def weight_of_the_last_output(model: Any, batch: Any) -> Mean:
     return Mean((y**2).sum() * weight, weight)
 
 
-def test_a_weight_that_follows_the_stack() -> None:
+def test_loss_weight_from_stack_output_raises() -> None:
     with pytest.raises(PipelineError, match=r"weight of the loss.*or an earlier one"):
         step(weight_of_the_last_output, Remembering)
 
 
-def test_prints_are_left_out_with_a_warning() -> None:
+def test_omitted_prints_warn() -> None:
     def talking(model: Any, batch: Any) -> jax.Array:
         jax.debug.print("loss {}", batch["x"].sum())
         return once(model, batch)
@@ -374,7 +376,7 @@ def test_prints_are_left_out_with_a_warning() -> None:
         step(talking)
 
 
-def test_a_stack_by_another_name_than_its_path() -> None:
+def test_stack_of_wrong_type_raises() -> None:
     stack: Any = 3
     message = r"Pipeline\(stack=3\): it must be the path of a Stack of the model"
     with pytest.raises(TypeError, match=message):

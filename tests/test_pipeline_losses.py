@@ -109,15 +109,15 @@ def skipping_loss(model: Skipping, batch: Any) -> tuple[Mean, dict[str, Any]]:
     ],
     ids=str,
 )
-def test_skips_side_inputs_statistics_and_metrics(strategy: Strategy) -> None:
-    """Of two steps, for the first one's statistics and masks reach the second."""
+def test_skips_and_statistics_match_one_device(strategy: Strategy) -> None:
+    """Takes two steps: the first one's statistics and masks reach the second."""
     metrics = assert_like_one_device(
         Skipping, skipping_loss, strategy, make_rows, steps=2
     )
     assert 0 < metrics["accuracy"] < 1
 
 
-def test_loss_scaling_of_float16() -> None:
+def test_float16_loss_scaling_trains() -> None:
     trainer = make_trainer(
         Skipping,
         skipping_loss,
@@ -140,14 +140,14 @@ def squares(model: Any, batch: Any) -> jax.Array:
 @pytest.mark.parametrize(
     "num_microbatches", [1, pytest.param(8, marks=pytest.mark.slow)]
 )
-def test_any_number_of_microbatches(num_microbatches: int) -> None:
+def test_any_microbatch_count_matches_one_device(num_microbatches: int) -> None:
     strategy = Composite(Pipeline(4), DataParallel(2))
     assert_like_one_device(
         Plain, squares, strategy, make_rows, num_microbatches=num_microbatches
     )
 
 
-def test_one_stage() -> None:
+def test_single_stage_warns() -> None:
     message = (
         "Pipeline(size=1) has one stage: nothing is spread or pipelined. Give it 2 "
         "stages or more, or leave it out."
@@ -157,17 +157,17 @@ def test_one_stage() -> None:
 
 
 def noisy_loss(model: Any, batch: Any, rngs: nnx.Rngs) -> jax.Array:
-    """The input and the output are disturbed by the loss's own random numbers."""
+    """Adds random numbers of the loss to the input and the output."""
     inputs = batch["inputs"] + jax.random.normal(rngs.noise(), batch["inputs"].shape)
     outputs = model({"inputs": inputs})
     return (outputs**2).mean() * (1.0 + 0.1 * jax.random.normal(rngs.noise(), ()))
 
 
-def test_random_numbers_of_the_loss() -> None:
+def test_loss_rngs_match_one_device() -> None:
     assert_like_one_device(Plain, noisy_loss, Pipeline(2), make_rows)
 
 
-def test_frozen_layers() -> None:
+def test_frozen_layers_match_one_device() -> None:
     """Only the biases are trained: the rest of each layer gets no gradient."""
 
     def is_bias(path: tuple, _: Any) -> bool:
@@ -194,7 +194,7 @@ def decayed_loss(model: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
     ],
     ids=str,
 )
-def test_a_loss_of_the_layers_parameters(strategy: Strategy) -> None:
+def test_weight_decay_loss_matches_one_device(strategy: Strategy) -> None:
     assert_like_one_device(Skipping, decayed_loss, strategy, make_rows)
 
 
@@ -214,12 +214,12 @@ class Adaptive(nnx.Module):
 
 
 @pytest.mark.parametrize("schedule", [GPipe(), OneFOneB()], ids=str)
-def test_a_variable_that_follows_one_after_the_stack(schedule: Schedule) -> None:
+def test_chained_variables_match_one_device(schedule: Schedule) -> None:
     assert_like_one_device(Adaptive, squares, Pipeline(2, schedule), make_rows, steps=2)
 
 
 class Mixed(nnx.Module):
-    """A block whose variable has another dtype than what it computes."""
+    """A block whose variable has another dtype than its output."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(16, 16, rngs=rngs)
@@ -265,7 +265,7 @@ class Positional(nnx.Module):
         return self.stack(x, angles, 2 * self.bias[...][None], jnp.tanh(x))
 
 
-def test_arguments_that_come_from_no_parameter_have_no_gradient() -> None:
+def test_constant_arguments_have_no_gradient() -> None:
     layout = Pipeline(2).layout(Pipeline(2).make_mesh(jax.devices()[:2]))
     plan = plan_state(Positional(nnx.Rngs(0)), layout, optax.sgd(1.0))
     shapes: Any = {
@@ -308,7 +308,7 @@ class Masked(nnx.Module):
         return x + self.linear(x * mask)
 
 
-def test_an_argument_that_is_given_a_place_travels() -> None:
+def test_constrained_argument_matches_one_device() -> None:
     strategy = Composite(Pipeline(2), DataParallel(2))
     assert_like_one_device(Placed, squares, strategy, make_rows)
 

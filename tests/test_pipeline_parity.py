@@ -1,6 +1,6 @@
 """Every schedule on every mesh trains to the numbers of one device.
 
-The loss is that of one device, weighted by token. ``make test`` runs one of them, in
+The loss matches one device, weighted by token. ``make test`` runs one of them, in
 three dimensions; ``make test-deep`` each schedule on one mesh and each mesh with one
 schedule, ``make test-all`` the product with all models.
 """
@@ -37,12 +37,12 @@ from tests.parity.models import DEEP_CASES
 from tests.parity.runs import compiling, described, measure, reference
 
 MICROBATCHES = {2: 4, 4: 8}
-"""By stages: enough for every memory slot to be used again."""
+"""Microbatches by stages: enough for every memory slot to be used again."""
 
 
 @dataclass(frozen=True)
 class Lazy(Schedule):
-    """A user's own: backward slots wait two ticks, weight slots one or two more."""
+    """A user's schedule: backward slots wait two ticks, weight slots even longer."""
 
     def table(self, num_stages: int, num_microbatches: int) -> Table:
         stage, microbatch = np.ogrid[:num_stages, :num_microbatches]
@@ -83,7 +83,7 @@ def is_chosen(schedule: str, mesh: str, model: str) -> bool:
 
 
 def parametrized() -> list:
-    """The product; what is not chosen is slow. One worker runs what shares a run."""
+    """The product; cases not chosen are slow. A worker runs cases that share a run."""
     cases = []
     for case in PRODUCT:
         group = pytest.mark.xdist_group(f"pipeline {case[2]} {MESHES[case[1]][0]}")
@@ -92,7 +92,7 @@ def parametrized() -> list:
     return cases
 
 
-def test_each_value_is_chosen() -> None:
+def test_selection_covers_every_value() -> None:
     chosen = [combination for combination in PRODUCT if is_chosen(*combination)]
     assert len(chosen) == len({(c[0], c[1]) for c in chosen}) == 5
     for factor, values in enumerate((SCHEDULES, MESHES, DEEP_CASES)):
@@ -101,7 +101,7 @@ def test_each_value_is_chosen() -> None:
 
 
 @pytest.mark.parametrize(("schedule", "mesh", "model"), parametrized())
-def test_same_numbers_as_one_device(schedule: str, mesh: str, model: str) -> None:
+def test_training_matches_one_device(schedule: str, mesh: str, model: str) -> None:
     case = DEEP_CASES[model]
     size, others = MESHES[mesh]
     strategy = Composite(Pipeline(size, SCHEDULES[schedule]), *others)

@@ -99,7 +99,7 @@ class TestZeroBubble:
         ],
         ids=["remat", "keeps", "inputs", "llama-inputs-remat"],
     )
-    def test_no_product_is_computed_in_both(self, config, stash):
+    def test_input_and_weight_slots_share_no_product(self, config, stash):
         joint = Pipeline(4, stash=stash)
         split = Pipeline(4, ZeroBubble(), stash=stash)
         whole, parts = (
@@ -110,7 +110,7 @@ class TestZeroBubble:
         assert both <= 1.02 * whole["backward"]
         assert parts["forward"] == whole["forward"]
 
-    def test_weight_slots_hold_a_product_for_each_kernel(self):
+    def test_weight_slots_hold_one_product_per_kernel(self):
         """And the input slots two for each of attention's: scores, and their use."""
         split = compiled(replace(CONFIG, remat="none"), Pipeline(4, ZeroBubble()), 4)
         flops = slot_flops(audit(split))
@@ -121,7 +121,7 @@ class TestZeroBubble:
         assert flops["backward_weight"] == kernels
 
     @pytest.mark.parametrize("num_stages", [2, 4, 8])
-    def test_at_most_one_less_than_the_stages_wait(self, num_stages):
+    def test_pending_weight_slots_are_bounded_by_stages(self, num_stages):
         table = ZeroBubble().table(num_stages, num_microbatches=32)
         made, used = table.backward_input.active, table.backward_weight.active
         waiting = np.cumsum(made.astype(int) - used, axis=0)
@@ -131,7 +131,7 @@ class TestZeroBubble:
 
 
 def shares(schedule: Schedule, num_stages: int, num_microbatches: int) -> dict:
-    """Of all ticks, those in which a device has the slot itself, by kind."""
+    """Share of all ticks in which a device runs a slot, by kind."""
     table = schedule.table(num_stages, num_microbatches)
     whole = num_microbatches / table.num_ticks
     slots = ("forward", "backward_input", "backward_weight")
@@ -152,14 +152,14 @@ MESHES = {
 
 
 class TestSpread:
-    """Every device does its share of the layers and of what comes after them."""
+    """Every device does its share of the layers and of the work after them."""
 
     @pytest.mark.parametrize("strategy", MESHES.values(), ids=MESHES.keys())
-    def test_no_device_computes_what_others_do(self, strategy):
+    def test_no_device_repeats_work_of_others(self, strategy):
         assert 3 * CONFIG.vocab_size * CONFIG.embed_dim == CONFIG.num_product_params
         pipeline, num_stages = strategy.claims().execution, strategy.axis_sizes["pipe"]
         assert isinstance(pipeline, PipelineSchedule)
-        # A stage that keeps its input alone computes what full remat does.
+        # A stage that keeps only its input computes as much as full remat.
         kept = "none" if pipeline.stash == "inputs" else "full"
         step = compiled(replace(CONFIG, remat=kept), strategy, MICROBATCHES)
         taken = shares(pipeline.schedule, num_stages, MICROBATCHES)
@@ -182,7 +182,7 @@ class TestBranches:
     @pytest.mark.parametrize(
         ("schedule", "backward"), SCHEDULES.values(), ids=SCHEDULES.keys()
     )
-    def test_every_predicate_comes_from_the_table(self, schedule, backward):
+    def test_every_predicate_comes_from_table(self, schedule, backward):
         mesh = Composite(Pipeline(2, schedule), TensorParallel(2), FSDP(2, min_size=0))
         module = parse(compiled(CONFIG, mesh, 4).as_text() or "")
         found = predicates(module)
@@ -193,7 +193,7 @@ class TestBranches:
             assert "constant" in opcodes
             assert not opcodes & DIFFER, f"{scope}: {opcodes & DIFFER}"
 
-    def test_a_predicate_that_differs_by_device_is_found(self):
+    def test_device_dependent_predicate_is_detected(self):
         mesh = jax.make_mesh((8,), ("pipe",))
 
         def body(x: jax.Array) -> jax.Array:
@@ -209,7 +209,7 @@ class TestBranches:
         assert opcodes & DIFFER
 
 
-# What gives devices different values, or values that come from the data.
+# Opcodes whose values differ by device, or come from the data.
 DIFFER = {"partition-id", "replica-id", "parameter", "collective-permute", "all-to-all"}
 
 
@@ -233,14 +233,14 @@ class TestMemory:
     STRATEGY = Pipeline(4, stash="inputs")
     INPUT_BYTES = ROWS * 64 * CONFIG.embed_dim * 4  # of a stage
 
-    def test_a_quarter_of_gpipe_by_autodiff(self):
+    def test_memory_is_quarter_of_autodiff_gpipe(self):
         """64 microbatches in 4 stages; the peer keeps layers' inputs and logits."""
         ours = temporaries(self.CONFIG, self.STRATEGY, 64)
         peer = temporaries(self.CONFIG, self.STRATEGY, 64, "gpipe by autodiff")
         assert ours <= peer / 4
 
     @pytest.mark.slow
-    def test_the_peer_computes_the_same(self):
+    def test_autodiff_gpipe_computes_same_loss(self):
         found = [self.run(maker) for maker in MAKERS]
         for name in ("loss", "grad_norm"):
             assert float(found[0][name]) == pytest.approx(
@@ -258,7 +258,7 @@ class TestMemory:
         step = compiled(self.CONFIG, self.STRATEGY, 64, maker)
         return step(jax.device_put(state, plan.shardings), batch)[1]
 
-    def test_the_stash_does_not_grow_with_microbatches(self):
+    def test_stash_does_not_grow_with_microbatches(self):
         """The batch does: tokens, once more spread over the stages, loss and weight."""
         few, some, many = (
             temporaries(self.CONFIG, self.STRATEGY, count) for count in (16, 32, 64)
@@ -267,7 +267,7 @@ class TestMemory:
         assert many - some <= 32 * (tokens / 4 + 2 * 4)
         assert some - few <= 16 * (tokens / 4 + 2 * 4)
 
-    def test_gpipe_keeps_an_input_and_a_cotangent_of_every_microbatch(self):
+    def test_gpipe_keeps_every_microbatch(self):
         """Where 1F1B keeps 7 inputs and 1 cotangent."""
         gpipe = temporaries(self.CONFIG, Pipeline(4, GPipe(), stash="inputs"), 32)
         ours = temporaries(self.CONFIG, self.STRATEGY, 32)
@@ -307,7 +307,7 @@ class TestUneven:
         moved = [arrays[p] for p, place in plan.placements.items() if place.moved]
         return [x.size * x.dtype.itemsize for x in moved]
 
-    def test_weights_go_to_their_stages_once_a_step_and_gradients_back(self):
+    def test_uneven_weights_are_sent_once_per_step(self):
         even, uneven = (
             Counter(
                 instruction.opcode
@@ -322,10 +322,10 @@ class TestUneven:
         small = sum(p.is_staged for p in plan.param_placements.values()) - moved
         assert moved >= 6
         assert uneven["all-to-all"] - even["all-to-all"] == 2 * moved
-        # Gradients of what is too small to be split, and whole on all stages.
+        # Gradients of arrays that are too small to be split, and whole on all stages.
         assert uneven["all-gather"] - even["all-gather"] == small
 
-    def test_a_stage_holds_a_copy_of_its_weights(self):
+    def test_stage_holds_one_copy_of_weights(self):
         even, uneven = (
             temporaries(config, self.STRATEGY, 4) for config in (self.EVEN, self.UNEVEN)
         )
@@ -343,12 +343,12 @@ class TestCompileTime:
     )
 
     @SCHEDULES
-    def test_it_does_not_grow_with_microbatches(self, schedule):
+    def test_program_does_not_grow_with_microbatches(self, schedule):
         few, many = (self.size(Pipeline(4, schedule), count) for count in (8, 64))
         assert many == pytest.approx(few, rel=0.02)
 
     @SCHEDULES
-    def test_it_hardly_grows_with_stages(self, schedule):
+    def test_program_hardly_grows_with_stages(self, schedule):
         few, many = (self.size(Pipeline(size, schedule), 8) for size in (2, 8))
         assert many <= 1.1 * few
 
@@ -377,7 +377,7 @@ for step in (ours, gpipe):
 
 
 @pytest.mark.slow
-def test_a_quarter_of_gpipe_by_autodiff_on_128_tpus():
+def test_tpu_memory_is_quarter_of_autodiff_gpipe():
     """32 layers of 4096 and 16,384, 32 microbatches of 8 rows of 2048 tokens."""
     ours, peer = numbers_from(PIPELINED_STEPS)
     assert ours <= peer / 4

@@ -37,7 +37,7 @@ WIDTH = 16
 
 
 class Count(nnx.Variable):
-    """What a block counts."""
+    """A count that a block keeps."""
 
 
 class Block(nnx.Module):
@@ -122,7 +122,7 @@ def make_batch() -> Any:
     ],
     ids=str,
 )
-def test_layers_that_stages_do_not_share_evenly(strategy: Strategy) -> None:
+def test_uneven_layers_match_one_device(strategy: Strategy) -> None:
     assert_like_one_device(Five, plain, strategy, make_batch, steps=2)
 
 
@@ -143,11 +143,11 @@ def test_layers_that_stages_do_not_share_evenly(strategy: Strategy) -> None:
     ],
     ids=str,
 )
-def test_several_stacks(strategy: Strategy) -> None:
+def test_several_stacks_match_one_device(strategy: Strategy) -> None:
     assert_like_one_device(Two, plain, strategy, make_batch, steps=2)
 
 
-def test_a_loss_of_the_parameters_of_all_layers() -> None:
+def test_loss_of_all_parameters_matches_one_device() -> None:
     assert_like_one_device(Two, loss, Pipeline(2), make_batch)
 
 
@@ -195,7 +195,7 @@ def make_tokens() -> Any:
     ],
     ids=str,
 )
-def test_dense_layers_before_those_with_experts(strategy: Strategy) -> None:
+def test_dense_before_expert_layers_match_one_device(strategy: Strategy) -> None:
     assert_like_one_device(build_gpt, next_token_loss, strategy, make_tokens, steps=2)
     runs = []
     for each in (DataParallel(1), strategy):
@@ -211,7 +211,7 @@ def test_dense_layers_before_those_with_experts(strategy: Strategy) -> None:
 
 @pytest.mark.deep
 @pytest.mark.parametrize("stack", ["blocks", "dense_blocks"])
-def test_a_stack_around_the_pipeline_whose_rows_the_stages_do_not_divide(
+def test_indivisible_rows_outside_pipeline_match_one_device(
     stack: str,
 ) -> None:
     """One row in a microbatch: its tokens are spread over the stages instead."""
@@ -224,7 +224,7 @@ def test_a_stack_around_the_pipeline_whose_rows_the_stages_do_not_divide(
     )
 
 
-# What is stored
+# Stored state
 
 
 def fit(strategy: Strategy, steps: int, directory: Path | None) -> Trainer:
@@ -241,7 +241,7 @@ def fit(strategy: Strategy, steps: int, directory: Path | None) -> Trainer:
 
 
 @pytest.mark.deep
-def test_a_run_goes_on_under_another_number_of_stages(tmp_path: Path) -> None:
+def test_run_resumes_with_another_stage_count(tmp_path: Path) -> None:
     whole = fit(DataParallel(1), 4, None)
     fit(Pipeline(2), 1, tmp_path)
     fit(Pipeline(4), 2, tmp_path)
@@ -259,7 +259,7 @@ def described(strategy: Strategy, build: Any, optimizer: object = None) -> Descr
     return strategy.describe(build, optimizer=optimizer, mesh=mesh)
 
 
-def test_a_device_stores_its_share_of_layers_that_do_not_divide() -> None:
+def test_uneven_layers_are_stored_in_equal_shares() -> None:
     optimizer = optax.adamw(1e-3)
     even, uneven = (
         described(Pipeline(4), lambda rngs, n=n: Stack(Wide, n, rngs=rngs), optimizer)
@@ -280,7 +280,7 @@ class Wide(Block):
         super().__init__(rngs, 256)
 
 
-def test_describe_says_what_is_uneven_and_what_is_around() -> None:
+def test_describe_notes_uneven_and_outer_stacks() -> None:
     notes = described(Pipeline(4), Five).notes
     assert notes == (
         "uneven: 4 stages share the 5 layers of `stack` as 2, 1, 1, 1: 37.5% of their "

@@ -1,4 +1,4 @@
-"""Weights that Orbax alone has written, read into a Trainer under any strategy."""
+"""Weights written by plain Orbax, read into a Trainer under any strategy."""
 
 import re
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from tests.parity.runs import compiling, to_host
 
 
 class Net(nnx.Module):
-    """Layers in a list, statistics, and a module whose name is that of a leaf."""
+    """Layers in a list, statistics, and a module that is named like a leaf."""
 
     def __init__(self, rngs: nnx.Rngs, width: int = 8) -> None:
         self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
@@ -90,7 +90,7 @@ def arrays_of(model: nnx.Module) -> dict:
 
 
 @pytest.mark.parametrize("name", SAVED)
-def test_a_state_is_read_in_every_spelling(name: str, tmp_path: Path) -> None:
+def test_state_is_read_in_every_format(name: str, tmp_path: Path) -> None:
     save, select = SAVED[name]
     source = Net(nnx.Rngs(0))
     source.norm.mean[...] = jnp.arange(8.0)
@@ -114,7 +114,7 @@ def test_a_state_is_read_in_every_spelling(name: str, tmp_path: Path) -> None:
     trainer.fit([X] * 2, 2)  # and the state is one that trains
 
 
-def test_parameters_alone_are_read_into_another_dtype(tmp_path: Path) -> None:
+def test_parameters_are_read_into_another_dtype(tmp_path: Path) -> None:
     source = Net(nnx.Rngs(0))
     path = standard(tmp_path / "params", nnx.state(source, nnx.Param))
     trainer = make_trainer(
@@ -131,7 +131,7 @@ def test_parameters_alone_are_read_into_another_dtype(tmp_path: Path) -> None:
         trainer.load_weights(path)
 
 
-def test_what_differs_is_listed_and_nothing_has_changed(tmp_path: Path) -> None:
+def test_mismatch_lists_differences_and_changes_nothing(tmp_path: Path) -> None:
     source: Any = Net(nnx.Rngs(0), width=4)
     source.extra = nnx.Linear(2, 2, use_bias=False, rngs=nnx.Rngs(0))
     path = standard(tmp_path / "other", nnx.state(source))
@@ -160,7 +160,7 @@ def test_what_differs_is_listed_and_nothing_has_changed(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_no_plain_checkpoint(tmp_path: Path) -> None:
+def test_invalid_checkpoint_raises(tmp_path: Path) -> None:
     trainer = make_trainer(checkpoint=str(tmp_path / "run"))
     message = f"There is no directory '{tmp_path}/none'."
     with pytest.raises(CheckpointNotFoundError, match=re.escape(message)):
@@ -175,7 +175,7 @@ def test_what_is_no_plain_checkpoint(tmp_path: Path) -> None:
     np.testing.assert_array_equal(other.state.params["value"]["kernel"], found)
 
 
-def test_a_run_that_begins_with_weights_resumes_from_its_own_checkpoints(
+def test_run_with_loaded_weights_resumes(
     tmp_path: Path,
 ) -> None:
     path = standard(tmp_path / "plain", nnx.state(Net(nnx.Rngs(0))))

@@ -1,4 +1,4 @@
-"""A plan's figures are those of the step that it plans, and its choice is the best."""
+"""A plan's figures match the step that it plans, and its choice is the best."""
 
 import dataclasses
 import json
@@ -74,7 +74,7 @@ def every_model() -> Iterator:
     for model in MODELS:
         for name in STRATEGIES:
             is_cheap = (model, name) in {("gpt", "tp2"), ("stock", "gradients")}
-            # What a strategy splits is the same in all; the rest is a product.
+            # A strategy splits the same arrays in all; the rest is a product.
             is_deep = model == "gpt" or name in ("fsdp8", "dp_tp")
             mark = pytest.mark.deep if is_deep else pytest.mark.slow
             marks = [] if is_cheap else [mark]
@@ -83,7 +83,7 @@ def every_model() -> Iterator:
 
 @pytest.mark.filterwarnings("ignore::nnx_parallel.errors.ParallelWarning")
 @pytest.mark.parametrize(("model", "name"), [*every_model()])
-def test_state_bytes_are_those_of_the_compiled_step(model: str, name: str) -> None:
+def test_state_bytes_match_compiled_step(model: str, name: str) -> None:
     candidate = Candidate(strategy=STRATEGIES[name])
     # The stock model is written as many are: it broadcasts.
     with jax.numpy_rank_promotion("allow"):
@@ -91,7 +91,7 @@ def test_state_bytes_are_those_of_the_compiled_step(model: str, name: str) -> No
     assert counted == arguments
 
 
-def test_placement_for_devices_that_are_not_there_is_the_same(parts: Parts) -> None:
+def test_placement_matches_for_described_devices(parts: Parts) -> None:
     for strategy in (*STRATEGIES.values(), PIPELINED):
         here = parts.on(strategy.layout())
         there = parts.on(strategy.layout(strategy.make_mesh(CPUS.devices)))
@@ -102,7 +102,7 @@ def test_placement_for_devices_that_are_not_there_is_the_same(parts: Parts) -> N
         assert specs[0] == specs[1], strategy
 
 
-def test_a_trainer_s_own_strategy_leaves_no_trace(parts: Parts) -> None:
+def test_strategy_of_trainer_does_not_affect_plan(parts: Parts) -> None:
     sharded = gpt(strategy=STRATEGIES["tp2"])
     layout = FSDP().layout()
     assert jax.tree.map(
@@ -112,7 +112,7 @@ def test_a_trainer_s_own_strategy_leaves_no_trace(parts: Parts) -> None:
     ) == jax.tree.map(lambda _: True, parts.on(layout).abstract.params)
 
 
-def test_flops_of_a_model_are_six_for_each_parameter_and_token() -> None:
+def test_model_flops_are_six_per_parameter_and_token() -> None:
     config = GPTConfig.preset("llama3-8b")
     trainer = Trainer(
         lambda rngs: GPT(config, rngs=rngs), optax.sgd(0.1), next_token_loss, loggers=()
@@ -154,14 +154,14 @@ def test_flops_count_loops_branches_and_convolutions() -> None:
         assert count_jaxpr_flops(jax.make_jaxpr(function)(value).jaxpr) == expected
 
 
-def test_recomputation_costs_flops_and_saves_memory(facts: Facts) -> None:
+def test_remat_costs_flops_and_saves_memory(facts: Facts) -> None:
     none, dots, full = (facts.rows[remat] for remat in ("none", "dots", "full"))
     assert none.flops < full.flops
     kept = [sum(r.num_bytes for r in rows.residuals) for rows in (none, dots, full)]
     assert kept[0] > kept[1] > kept[2]
 
 
-def test_bytes_sent_follow_from_where_arrays_are_stored(facts: Facts) -> None:
+def test_sent_bytes_follow_placement(facts: Facts) -> None:
     def sent(strategy, source, topology=GPUS):
         state = facts.parts.on(strategy.layout(strategy.make_mesh(CPUS.devices)))
         costs = Estimate(facts, Candidate(strategy=strategy), topology, state).costs
@@ -181,7 +181,7 @@ def test_bytes_sent_follow_from_where_arrays_are_stored(facts: Facts) -> None:
     assert sent(FSDP(8, shard="gradients"), "weights") == 0
 
 
-def test_a_tpu_copies_parameters_that_are_gathered_after_their_update(
+def test_tpu_estimate_counts_copies_of_gathered_parameters(
     facts: Facts,
 ) -> None:
     def owned(shard, topology):
@@ -197,7 +197,7 @@ def test_a_tpu_copies_parameters_that_are_gathered_after_their_update(
         assert copies == pytest.approx(share * tpu["parameters"], 0.02)
 
 
-def test_candidates_divide_and_can_be_placed(parts: Parts) -> None:
+def test_candidates_are_divisible_and_placeable(parts: Parts) -> None:
     found = enumerate_candidates(parts, CPUS)
     assert len(found) == len(set(found))
     kinds = {type(part).__name__ for c in found for part in parts_in(c.strategy)}
@@ -210,7 +210,7 @@ def parts_in(strategy):
     return strategy.parts if isinstance(strategy, Composite) else (strategy,)
 
 
-def test_what_is_fixed_is_in_every_candidate(parts: Parts) -> None:
+def test_fixed_values_are_in_every_candidate(parts: Parts) -> None:
     fix = {"tensor": 2, "pipe": 1, "remat": "full", "microbatches": 2}
     found = enumerate_candidates(parts, CPUS, fix)
     assert found
@@ -242,7 +242,7 @@ def test_what_is_fixed_is_in_every_candidate(parts: Parts) -> None:
         ({"microbatches": 3}, "No strategy divides 32 rows over 8 devices of cpu:8"),
     ],
 )
-def test_what_cannot_be_fixed_is_named(parts: Parts, fix, message: str) -> None:
+def test_invalid_fix_raises(parts: Parts, fix, message: str) -> None:
     with pytest.raises(PlanError, match=re.escape(message)):
         plan(parts, topology=CPUS, fix=fix, compile=0)
 
@@ -258,12 +258,12 @@ def test_what_cannot_be_fixed_is_named(parts: Parts, fix, message: str) -> None:
         ({"tensor": 2}, "tensor=2, and the model has no dim named any of ('heads',"),
     ],
 )
-def test_axes_that_a_model_cannot_use_are_not_fixed(fix, message: str) -> None:
+def test_fixing_unusable_axis_raises(fix, message: str) -> None:
     with pytest.raises(PlanError, match=re.escape(message)):
         enumerate_candidates(MODELS["stock"](), CPUS, fix)
 
 
-def test_a_line_to_write_has_no_axis_of_one(parts: Parts) -> None:
+def test_code_has_no_axis_of_size_one(parts: Parts) -> None:
     for fix in ({"pipe": 2}, {"tensor": 2}, {}):
         codes = [c.code for c in enumerate_candidates(parts, CPUS, fix)]
         assert codes
@@ -272,7 +272,7 @@ def test_a_line_to_write_has_no_axis_of_one(parts: Parts) -> None:
     assert {c.strategy for c in alone} == {DataParallel(1)}
 
 
-def test_a_small_model_has_more_than_zeros_in_its_table(parts: Parts) -> None:
+def test_small_model_shows_nonzero_figures(parts: Parts) -> None:
     found = plan(parts, topology="h100:8", candidates=[FSDP()], compile=0)
     memory, _, mfu, *_ = found.cells(found.entries[0])
     assert memory.endswith("MiB")
@@ -292,7 +292,7 @@ def test_a_small_model_has_more_than_zeros_in_its_table(parts: Parts) -> None:
         ("v6e:4x4x4", "has 3 dims. A slice of v6e has at most 2, such as 'v6e:4x4'."),
     ],
 )
-def test_a_topology_that_is_none_is_explained(name: str, message: str) -> None:
+def test_invalid_topology_raises(name: str, message: str) -> None:
     with pytest.raises(PlanError, match=re.escape(message)):
         Topology.parse(name)
 
@@ -311,13 +311,13 @@ def test_links_wrap_around_whole_cubes_and_sides_of_16(name: str, wraps: tuple) 
     assert Topology.parse(name).wraps == wraps
 
 
-def test_only_tpus_are_described_without_devices() -> None:
+def test_describing_other_topologies_raises() -> None:
     message = "topology='h100:8' has no compiler that runs without devices."
     with pytest.raises(PlanError, match=re.escape(message)):
         Topology.parse("h100:8").described()
 
 
-def test_hardware_of_one_s_own(parts: Parts) -> None:
+def test_custom_hardware_is_planned(parts: Parts) -> None:
     mine = dataclasses.replace(HARDWARE["h100"], name="mine", memory_bytes=1e5)
     topology = Topology.parse("mine:8", {"mine": mine})
     found = plan(parts, topology=topology, compile=0, candidates=DataParallel(8))
@@ -327,13 +327,13 @@ def test_hardware_of_one_s_own(parts: Parts) -> None:
     assert isinstance(mine, Hardware)
 
 
-def test_without_a_compiler_formulas_speak_and_say_so(parts: Parts) -> None:
+def test_plan_without_compiler_notes_only_formulas(parts: Parts) -> None:
     found = plan(parts, topology="h100:8", candidates=[FSDP(), DataParallel()])
     assert any(note.startswith("only formulas: no compiler") for note in found.notes)
     assert found.code == f"Trainer(..., {found.entries[0].candidate.code})"
 
 
-def test_what_cannot_run_is_refused_in_the_words_of_its_error(parts: Parts) -> None:
+def test_refused_candidates_show_error(parts: Parts) -> None:
     candidates = [FSDP(), Pipeline(3), Composite(Pipeline(8), FSDP(1))]
     found = plan(parts, topology=CPUS, compile=0, candidates=candidates)
     assert [e.candidate.strategy for e in found.entries[:1]] == [FSDP()]
@@ -354,7 +354,7 @@ def test_what_cannot_run_is_refused_in_the_words_of_its_error(parts: Parts) -> N
         ({"compile": True}, "compile=True must be an int of at least 0, or 'all'."),
     ],
 )
-def test_arguments_that_cannot_be_planned(arguments: dict, message: str) -> None:
+def test_invalid_plan_arguments_raise(arguments: dict, message: str) -> None:
     trainer = Trainer(
         lambda rngs: nnx.Linear(4, 4, rngs=rngs),
         optax.sgd(0.1),
@@ -371,14 +371,14 @@ def print_nothing() -> None:
     """No Trainer."""
 
 
-def test_axes_of_collectives() -> None:
+def test_axes_of_groups_are_found() -> None:
     sizes = {"data": 2, "fsdp": 2, "tensor": 2}
     assert axes_of_groups([(0, 1), (6, 7)], sizes) == ("tensor",)
     assert axes_of_groups([(0, 2, 4, 6)], sizes) == ("data", "fsdp")
     assert axes_of_groups(None, sizes) == ("data", "fsdp", "tensor")
 
 
-def test_a_step_is_bounded_by_its_slowest_part() -> None:
+def test_step_is_bounded_by_slowest_part() -> None:
     h100 = Topology.parse("h100:16")
     sent = Traffic(axes=("fsdp",), sent_bytes=45e9, hidden=(0.0, 1.0), source="weights")
     costs = Costs(
@@ -387,14 +387,14 @@ def test_a_step_is_bounded_by_its_slowest_part() -> None:
     exact = Assumptions(products=(1, 1), memory=(1, 1), links=(1, 1))
     inside = time_step(costs, h100, {"data": 2, "fsdp": 8}, "bfloat16", exact)
     assert (inside.fast, inside.slow) == pytest.approx((1.0, 1.1))
-    # Between machines a device has 50 GB/s, and a ring of 16 all adapters of its own.
+    # Between machines a device has 50 GB/s, and a ring of 16 uses all adapters.
     across = time_step(costs, h100, {"fsdp": 16}, "bfloat16", exact)
     assert across.slow == pytest.approx(1.9)
     waiting = dataclasses.replace(costs, bubble=0.5, traffic=())
     assert time_step(waiting, h100, {}, "bfloat16", exact).fast == pytest.approx(2.0)
 
 
-def test_a_plan_as_a_table_as_json_and_as_a_page(parts: Parts, tmp_path) -> None:
+def test_plan_exports_table_json_and_page(parts: Parts, tmp_path) -> None:
     found = plan(parts, topology=CPUS, compile=0, fix={"pipe": 1, "tensor": 1})
     text = str(found)
     assert "27 candidates" in text
@@ -406,13 +406,13 @@ def test_a_plan_as_a_table_as_json_and_as_a_page(parts: Parts, tmp_path) -> None
     assert best["mfu"][0] < best["mfu"][1]
     page = render(found)
     assert page.count("<figure>") == 1 + 2 * 4
-    # The name of what an SVG is written in is no address.
+    # The XML namespace of SVG is not a request.
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
     with pytest.raises(PlanError, match=r"not as 'plan\.txt'"):
         save(found, tmp_path / "plan.txt")
 
 
-def test_formulas_drop_what_cannot_fit_and_keep_what_may(parts: Parts) -> None:
+def test_formulas_drop_only_hopeless_candidates(parts: Parts) -> None:
     def planned(memory_bytes: float):
         small = dataclasses.replace(HARDWARE["cpu"], memory_bytes=memory_bytes)
         topology = Topology(hardware=small, num_devices=8)
@@ -436,8 +436,8 @@ def test_formulas_drop_what_cannot_fit_and_keep_what_may(parts: Parts) -> None:
 
 
 @pytest.mark.slow
-def test_the_choice_is_the_fastest_of_all_compiled(parts: Parts, tmp_path) -> None:
-    """By its own measure; and the filter leaves it among those to compile."""
+def test_choice_is_fastest_compiled_candidate(parts: Parts, tmp_path) -> None:
+    """Fastest by its measured time; the filter keeps it among those to compile."""
     fix = {"pipe": 1, "microbatches": 1, "remat": "none"}
     fix |= {"shard": "params", "sequence": True}
     few = plan(parts, topology=CPUS, fix=fix, compile=3, cache=tmp_path)
@@ -456,7 +456,7 @@ def test_the_choice_is_the_fastest_of_all_compiled(parts: Parts, tmp_path) -> No
 
 
 @pytest.mark.parametrize("wanted", [0, 1])
-def test_gradients_of_grouped_products_count_as_the_products(wanted: int) -> None:
+def test_grouped_gradients_count_as_products(wanted: int) -> None:
     rows, kernels = shape(64, 8), shape(4, 8, 32)
 
     def total(x: jax.Array, kernels: jax.Array) -> jax.Array:
@@ -468,7 +468,7 @@ def test_gradients_of_grouped_products_count_as_the_products(wanted: int) -> Non
     assert count_jaxpr_flops(backward) == 2 * 64 * 8 * 32
 
 
-def test_a_loss_that_prints_is_planned() -> None:
+def test_printing_loss_is_planned() -> None:
     """Its operation has no result."""
 
     def loss(model: Any, batch: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a plan tries: precision, offload, any stack; and what experts send."""
+"""Candidates of a plan: precision, offload, any stack; and the traffic of experts."""
 
 import dataclasses
 import re
@@ -78,7 +78,7 @@ def parts_in(strategy: Strategy) -> tuple[Strategy, ...]:
     return strategy.parts if isinstance(strategy, Composite) else (strategy,)
 
 
-def test_pipelines_of_any_stack_and_of_uneven_stages() -> None:
+def test_pipelines_cover_any_and_uneven_stacks() -> None:
     parts = two_stacks()
     found = {(p.size, p.stack) for p in pipelines(parts, CPUS, schedule="1f1b")}
     # 6 layers over 4 stages are 2, 2, 1 and 1: a quarter of the time is bubble.
@@ -91,7 +91,7 @@ def test_pipelines_of_any_stack_and_of_uneven_stages() -> None:
     assert not [e.refused for e in planned.entries if e.refused]
 
 
-def test_an_uneven_stage_waits_and_holds_a_copy_of_its_layers() -> None:
+def test_uneven_pipeline_costs_bubble_and_memory() -> None:
     parts = two_stacks()
     facts = Facts.of(parts, ("none",), "cpu")
 
@@ -108,7 +108,7 @@ def test_an_uneven_stage_waits_and_holds_a_copy_of_its_layers() -> None:
     assert {"weights", "activations"} <= names
 
 
-def test_halves_are_tried_if_they_are_fixed(mixture: tuple[GPTConfig, Facts]) -> None:
+def test_halves_are_tried_only_if_fixed(mixture: tuple[GPTConfig, Facts]) -> None:
     def overlaps(**fix: object) -> set[str | None]:
         parts = mixture[1].parts
         found = enumerate_candidates(parts, CPUS, {"tensor": 2, "pipe": 1, **fix})
@@ -130,7 +130,7 @@ def test_halves_are_tried_if_they_are_fixed(mixture: tuple[GPTConfig, Facts]) ->
         (Precision(compute="float32"), GPUS, {None}),
     ],
 )
-def test_bfloat16_is_tried_where_the_trainer_names_no_precision(
+def test_bfloat16_is_tried_without_explicit_precision(
     precision: Precision | None, topology: Topology, expected: set
 ) -> None:
     fix = {"fsdp": 8, "remat": "none"}
@@ -141,7 +141,7 @@ def test_bfloat16_is_tried_where_the_trainer_names_no_precision(
     assert {c.precision for c in own} == {None}
 
 
-def test_the_choice_of_another_precision_says_so() -> None:
+def test_choice_of_another_precision_is_noted() -> None:
     fix = {"fsdp": 8, "shard": "params", "microbatches": 1}
     found = plan(linear(), topology=GPUS, fix=fix, compile=0)
     assert found.code.endswith("precision=Precision.mixed_bfloat16())")
@@ -154,7 +154,7 @@ def test_the_choice_of_another_precision_says_so() -> None:
     assert mixed.costs.sent_bytes < own.costs.sent_bytes
 
 
-def test_state_waits_on_the_host_where_it_does_not_fit() -> None:
+def test_state_is_offloaded_if_it_does_not_fit() -> None:
     parts, fix = linear(), {"fsdp": 8, "shard": "params"}
 
     def planned(memory_bytes: float, **more: object):
@@ -179,7 +179,7 @@ def test_state_waits_on_the_host_where_it_does_not_fit() -> None:
     assert never.best is None
 
 
-def test_a_trainer_s_own_offload_is_kept() -> None:
+def test_offload_of_trainer_is_kept() -> None:
     parts = gpt(offload=Offload())
     assert parts.offload == Offload()
     found = enumerate_candidates(parts, CPUS, {"fsdp": 8})
@@ -194,7 +194,7 @@ def test_a_trainer_s_own_offload_is_kept() -> None:
         (GPUS, "gather", "gather", 4),
     ],
 )
-def test_tokens_of_experts_are_counted_as_their_exchange_sends_them(
+def test_expert_traffic_follows_exchange(
     mixture: tuple[GPTConfig, Facts],
     topology: Topology,
     own: TokenExchange | None,

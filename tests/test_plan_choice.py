@@ -22,7 +22,7 @@ COMPILED = 4  # of the best by formulas, as `plan` does
 
 @pytest.fixture
 def optimized(topology: Topology, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """TPUs' programs as users compile them: what is timed is not turned off."""
+    """Compiles TPU programs as users do, with the optimizations that are timed."""
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
     jax.config.update("jax_disable_most_optimizations", topology is CPUS)
     yield
@@ -68,10 +68,10 @@ def check_choice(
 @pytest.mark.filterwarnings("ignore::nnx_parallel.errors.ParallelWarning")
 @pytest.mark.parametrize("topology", [CPUS, V5E, V5P], ids=lambda t: t.hardware.name)
 @pytest.mark.parametrize("model", MODELS)
-def test_the_choice_is_the_fastest_that_fits(
+def test_choice_is_fastest_that_fits(
     model: str, topology: Topology, tmp_path: Path, optimized: None
 ) -> None:
-    """For each pair with all memory, with the median, and with that of two."""
+    """Each pair with all memory, with the median's memory, and with memory for two."""
     if topology is not CPUS:
         pytest.importorskip("libtpu")
     # The stock model is written as many are: it broadcasts.
@@ -127,26 +127,26 @@ def numbers_compiled(
 GUESSES = [guessed(n, fast=n / 2, slow=8 * n) for n in (1, 2, 3, 4, 5)]
 
 
-def test_no_more_are_compiled_where_the_formulas_hold() -> None:
+def test_accurate_formulas_need_no_more_compiles() -> None:
     found = [as_compiled(each, each.estimated_time.slow - 1) for each in GUESSES]  # pyright: ignore[reportOptionalMemberAccess]
     assert numbers_compiled(GUESSES, found, 2) == [1, 2]
 
 
-def test_more_are_compiled_where_the_fastest_is_outside_the_formulas_range() -> None:
-    # The first two take ten times what formulas say, so their order says little. 20 s
-    # are 2 s of formulas: of the others one alone takes less than that at its best.
+def test_time_outside_range_compiles_more() -> None:
+    # The first two take ten times the formulas' time, so their order says little. 20 s
+    # are 2 s of formulas: only one of the others takes less at its best.
     found = [as_compiled(e, t) for e, t in zip(GUESSES, (20, 40, 8, 9, 9), strict=True)]
     assert numbers_compiled(GUESSES, found, 2) == [1, 2, 3]
 
 
-def test_more_are_compiled_where_nothing_that_was_compiled_fits() -> None:
+def test_no_fitting_candidate_compiles_more() -> None:
     large = 1e12
     found = [as_compiled(e, 1, large if i < 2 else 1e9) for i, e in enumerate(GUESSES)]
     assert numbers_compiled(GUESSES, found, 2) == [1, 2, 3, 4]
 
 
-def test_formulas_are_compared_with_formulas() -> None:
-    """Where the compiler says ten times what formulas do, of the choice alone."""
+def test_explanations_compare_formulas_with_formulas() -> None:
+    """Only the choice is compiled, and takes ten times the formulas' time."""
     best = as_compiled(GUESSES[1], 40)
     assert explain(GUESSES[3], best, V5P) == "2.00 x as slow: computes more"
     assert explain(guessed(9, 1, 16), best, V5P) == (

@@ -102,7 +102,7 @@ def widths(marks: list[str], **wanted: str) -> list[float]:
     return [float(each["width"]) for each in rects(marks, **wanted)]
 
 
-def test_bars_are_bytes_by_owner(found: Plan) -> None:
+def test_memory_bars_show_bytes_by_owner(found: Plan) -> None:
     figure = draw_memory(found, 2)
     unit = WIDTH / V5P.hardware.usable_bytes
     bars = [w for w in widths(figure.marks, height="16") if w > 0.1]
@@ -113,7 +113,7 @@ def test_bars_are_bytes_by_owner(found: Plan) -> None:
     assert "~16 GiB" in figure.alt  # of formulas
 
 
-def test_a_bar_that_is_too_long_is_cut_at_twice_the_limit(found: Plan) -> None:
+def test_long_bar_is_cut_at_twice_limit(found: Plan) -> None:
     figure = draw_memory(found)
     assert "does not fit" in str(figure)
     assert "Pipeline(3)" not in str(figure)  # it has no memory to be drawn
@@ -127,7 +127,7 @@ def test_a_bar_that_is_too_long_is_cut_at_twice_the_limit(found: Plan) -> None:
 
 
 @pytest.mark.parametrize("each", [SHARDED, PIPED], ids=["fsdp", "pipeline"])
-def test_both_ends_of_a_step_are_as_long_as_its_range(found: Plan, each: Entry) -> None:
+def test_timeline_spans_range_of_step_time(found: Plan, each: Entry) -> None:
     time = each.time
     assert time is not None
     figure = draw_timeline(found, each)
@@ -142,7 +142,7 @@ def test_both_ends_of_a_step_are_as_long_as_its_range(found: Plan, each: Entry) 
     assert start == pytest.approx(84, abs=2)  # of time 0
 
 
-def test_lanes_add_up_to_the_ends(found: Plan) -> None:
+def test_lanes_add_up_to_step_time(found: Plan) -> None:
     for each in (SHARDED, PIPED):
         time = each.time
         assert time is not None
@@ -158,7 +158,7 @@ def test_lanes_add_up_to_the_ends(found: Plan) -> None:
         assert len({lane.name for lane in time.lanes}) == len(time.lanes)
 
 
-def test_every_slot_of_a_pipeline_is_drawn_on_its_stage(found: Plan) -> None:
+def test_every_pipeline_slot_is_drawn(found: Plan) -> None:
     figure = draw_timeline(found, PIPED)
     paths = [m for m in figure.marks if m.startswith("<path d=")]
     table = ZeroBubble().table(4, 8)
@@ -171,7 +171,7 @@ def test_every_slot_of_a_pipeline_is_drawn_on_its_stage(found: Plan) -> None:
     assert "4 stages" in figure.alt
 
 
-def test_points_are_where_flops_and_bytes_put_them(found: Plan) -> None:
+def test_roofline_points_match_flops_and_bytes(found: Plan) -> None:
     time = SHARDED.time
     assert time is not None
     figure = draw_roofline(found, SHARDED)
@@ -203,14 +203,16 @@ def test_points_are_where_flops_and_bytes_put_them(found: Plan) -> None:
         assert line.split(", ")[0] in "".join(figure.marks)
 
 
-def test_what_takes_no_time_has_no_roof(found: Plan) -> None:
+def test_negligible_transfer_has_no_roof(found: Plan) -> None:
     figure = draw_roofline(found, PIPED)
     assert "pipe" not in figure.alt  # 1,000 bytes
     assert all(f"{name} " in figure.alt for name in ("memory", "data", "tensor"))
 
 
 @pytest.mark.parametrize("draw", [draw_memory, draw_timeline, draw_roofline])
-def test_pictures_are_read_on_a_phone_and_aloud(found: Plan, draw, tmp_path) -> None:
+def test_pictures_are_readable_on_phone_and_have_alt(
+    found: Plan, draw, tmp_path
+) -> None:
     figure = draw(found)
     assert figure == draw(found)
     sizes = [float(x) for x in re.findall(r'font-size="([\d.]+)"', figure.inline)]
@@ -226,12 +228,12 @@ def test_pictures_are_read_on_a_phone_and_aloud(found: Plan, draw, tmp_path) -> 
 
 
 @pytest.mark.parametrize("draw", [draw_timeline, draw_roofline])
-def test_what_cannot_run_has_no_picture_of_a_step(found: Plan, draw) -> None:
+def test_drawing_refused_candidate_raises(found: Plan, draw) -> None:
     with pytest.raises(PlanError, match=r"that cannot run\. no 3 stages"):
         draw(found, REFUSED)
 
 
-def test_the_page_has_a_figure_of_each_kind_and_asks_for_nothing(found: Plan) -> None:
+def test_page_has_all_figures_and_no_requests(found: Plan) -> None:
     page = render(found)
     assert page == render(found)
     body = page.partition("<body>")[2].partition("</body>")[0]
@@ -249,7 +251,7 @@ def test_the_page_has_a_figure_of_each_kind_and_asks_for_nothing(found: Plan) ->
     assert "@media (prefers-color-scheme: dark)" in page
 
 
-def test_microbatches_of_one_f_one_b_share_a_stage(found: Plan) -> None:
+def test_timeline_labels_every_second_of_many_stages(found: Plan) -> None:
     piped = entry(
         Candidate(strategy=Pipeline(16, schedule=OneFOneB()), num_microbatches=32),
         {"pipe": 16},

@@ -1,4 +1,4 @@
-"""A script is planned without being trained; what it does before that is named."""
+"""A script is planned without being trained; obstacles in it are named."""
 
 import subprocess
 import sys
@@ -37,7 +37,7 @@ def run(directory: Path, body: str, *options: str) -> subprocess.CompletedProces
 
 
 @pytest.mark.slow
-def test_a_script_is_planned_and_not_trained(tmp_path: Path) -> None:
+def test_script_is_planned_without_training(tmp_path: Path) -> None:
     body = "import os, tempfile\nwith tempfile.TemporaryDirectory() as directory:\n"
     body += "    os.makedirs(directory + '/a/b')\n"
     body += "    os.rmdir(directory + '/a/b')\n"
@@ -87,7 +87,7 @@ REFUSED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("body", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_keeps_a_script_from_being_planned(
+def test_unplannable_script_fails_with_message(
     tmp_path: Path, body: str, message: str
 ) -> None:
     done = run(tmp_path, body)
@@ -97,7 +97,7 @@ def test_what_keeps_a_script_from_being_planned(
 
 
 @pytest.mark.slow
-def test_a_script_that_offloads_is_planned_so(tmp_path: Path) -> None:
+def test_script_with_offload_is_planned(tmp_path: Path) -> None:
     body = """
 from nnx_parallel import Offload
 build = lambda rngs: nnx.Linear(64, 64, rngs=rngs)
@@ -110,7 +110,7 @@ trainer.fit([batch], num_steps=1)
 
 
 @pytest.mark.slow
-def test_a_batch_by_its_shapes(tmp_path: Path) -> None:
+def test_batch_option_takes_shapes(tmp_path: Path) -> None:
     shapes = ("--batch", "x=float32[128,64]", "--batch", "y=float32[128,64]")
     done = run(tmp_path, "make_trainer()", *shapes)
     assert done.returncode == 0, done.stderr
@@ -130,7 +130,7 @@ def test_a_batch_by_its_shapes(tmp_path: Path) -> None:
         ({}, "There is no script 'none.py'"),
     ],
 )
-def test_options_that_cannot_be_used(
+def test_invalid_options_fail_with_message(
     capsys: pytest.CaptureFixture[str], changed: dict, message: str
 ) -> None:
     settings = {
@@ -149,7 +149,7 @@ def test_options_that_cannot_be_used(
     assert message in capsys.readouterr().err
 
 
-def test_what_is_fixed_is_read_as_numbers_flags_and_words() -> None:
+def test_fix_option_parses_values() -> None:
     found = parse_fix(["tensor=8", "sequence=true", "remat=full"])
     assert found == {"tensor": 8, "sequence": True, "remat": "full"}
     with pytest.raises(PlanError, match="write NAME=VALUE"):

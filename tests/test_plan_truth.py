@@ -79,7 +79,7 @@ def bytes_of(facts: Facts, candidate: Candidate) -> tuple[float, dict[str, float
 
 @pytest.mark.filterwarnings("ignore::nnx_parallel.errors.ParallelWarning")
 @pytest.mark.parametrize(("model", "candidate"), [*every_configuration()])
-def test_formulas_err_by_the_documented_band(
+def test_formula_errors_are_within_documented_band(
     known: dict, model: str, candidate: Candidate
 ) -> None:
     # The stock model is written as many are: it broadcasts.

@@ -1,6 +1,6 @@
 """FSDP that gathers a stack's next layer while the present one runs.
 
-The numbers are those of one device; no more than two layers are held gathered; in each
+The numbers match one device; no more than two layers are held gathered; in each
 loop the gather waits for nothing of the layer beside it, and no product for the gather.
 """
 
@@ -122,7 +122,7 @@ def one_step(strategy: Strategy, remat: Remat, microbatches: int) -> tuple:
     ],
     ids=["kept", "full", "microbatches", "composite"],
 )
-def test_a_step_is_that_of_one_device(strategy, remat, microbatches):
+def test_training_step_matches_one_device(strategy, remat, microbatches):
     """Gradients through a variable too; arguments of every kind; a frozen parameter."""
     expected = one_step(DataParallel(1), remat, microbatches)
     found = one_step(strategy, remat, microbatches)
@@ -147,7 +147,7 @@ SLOW = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "remat", "microbatches"), [s[1:] for s in SLOW])
-def test_a_gpt_trains_to_the_numbers_of_one_device(strategy, remat, microbatches):
+def test_gpt_training_matches_one_device(strategy, remat, microbatches):
     sizes = GPT_SIZES | {"num_layers": 3, "remat": remat, "mlp_dim": 2 * WIDTH}
     case = gpt(GPTConfig.tiny_llama(**sizes, num_heads=8, num_kv_heads=4))
     expected = measure(
@@ -156,7 +156,7 @@ def test_a_gpt_trains_to_the_numbers_of_one_device(strategy, remat, microbatches
     assert_same_numbers(measure(case, strategy, jax.devices(), microbatches), expected)
 
 
-# What is compiled
+# Compiled programs
 
 
 CONFIG = GPTConfig.tiny(seq_len=32, embed_dim=128, vocab_size=64, remat="full")
@@ -174,7 +174,7 @@ def growth(mode: Literal["first"] | None, config: GPTConfig) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", REMATS)
-def test_one_kernel_more_is_gathered_at_a_time(remat: Remat):
+def test_prefetch_holds_one_more_kernel(remat: Remat):
     """Temporaries grow no faster with depth than without prefetch."""
     config = replace(CONFIG, remat=remat)
     assert growth("first", config) <= 1.01 * growth(None, config)
@@ -183,7 +183,7 @@ def test_one_kernel_more_is_gathered_at_a_time(remat: Remat):
 @pytest.mark.parametrize(
     "remat", ["full", pytest.param("none", marks=pytest.mark.deep)]
 )
-def test_the_first_product_of_the_next_layer_finds_its_kernel(remat: Remat):
+def test_first_kernel_of_next_layer_is_gathered(remat: Remat):
     """One kernel of queries is gathered once more than without, and no other.
 
     Without remat the scales of norms, two in a layer, are gathered backward too,
@@ -200,8 +200,8 @@ def test_the_first_product_of_the_next_layer_finds_its_kernel(remat: Remat):
     assert first.report.flops == plain.report.flops
 
 
-def test_neither_waits_for_the_other_in_a_layer():
-    """Forward and backward; where each layer gathers its own, its products wait."""
+def test_gather_and_products_are_independent():
+    """Forward and backward. Without prefetch the products wait for the gather."""
     loops = list(layer_loops())
     assert len(loops) == 2  # forward, and backward
     for body in loops:
@@ -263,7 +263,7 @@ def has_product(eqn: jex.JaxprEqn) -> bool:
         ),
     ],
 )
-def test_errors(arguments: dict, message: str):
+def test_invalid_prefetch_arguments_raise(arguments: dict, message: str):
     with pytest.raises(ValueError, match=re.escape(message)):
         FSDP(**arguments)
 
@@ -279,7 +279,7 @@ class Telling(nnx.Module):
         return self.linear(x)
 
 
-def test_prints_that_are_left_out_are_named():
+def test_omitted_prints_warn():
     strategy = fsdp("first")
     layout = strategy.layout(strategy.make_mesh(jax.devices()[:4]))
     model = Stack(Telling, LAYERS, rngs=nnx.Rngs(0))

@@ -31,7 +31,7 @@ def split(rows: np.ndarray, size: int = 8) -> list[np.ndarray]:
 
 
 class Loader:
-    """Shuffles with a generator of its own, as PyTorch's DataLoader does."""
+    """Shuffles with a seeded generator, as PyTorch's DataLoader does."""
 
     def __init__(self, seed: int | None = 0, size: int = 8, num_rows: int = 48) -> None:
         self.rng, self.size = np.random.default_rng(seed), size
@@ -168,7 +168,7 @@ def restarted(position: DataState) -> DataState:
 @pytest.mark.parametrize("how", ["restart", "made again", "same object"])
 @pytest.mark.parametrize("ahead", [3, 6], ids=["whole", "stopped"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_batches_come_once_and_in_order(kind: str, ahead: int, how: str) -> None:
+def test_batches_arrive_once_in_order(kind: str, ahead: int, how: str) -> None:
     """Also those that were read ahead when the first fit was stopped."""
     make = KINDS[kind]
     whole = read(DataState(), make(), (0, 6))
@@ -183,7 +183,7 @@ def test_batches_come_once_and_in_order(kind: str, ahead: int, how: str) -> None
 @pytest.mark.parametrize("how", ["restart", "made again", "same object"])
 @pytest.mark.parametrize("stop", [4, 6, 9])
 @pytest.mark.parametrize("make", [Loader, Numbered, Stateful, KINDS["grain_map"]])
-def test_passes_go_on(make: Any, stop: int, how: str) -> None:
+def test_passes_continue_after_stop(make: Any, stop: int, how: str) -> None:
     whole = read(DataState(), make(), (0, 18), 3)
     position, data = DataState(), make()
     found = read(position, data, (0, stop), 2 if stop == 6 else 3)
@@ -193,7 +193,7 @@ def test_passes_go_on(make: Any, stop: int, how: str) -> None:
     assert position.first_step == 0
 
 
-def test_a_stream_loses_nothing() -> None:
+def test_stream_loses_no_batch() -> None:
     stream, position = Stream(), DataState()
     found = read(position, stream, (0, 2), limit=6)
     found += read(position, stream, (2, 4), limit=6)
@@ -233,7 +233,7 @@ ORDER = "Each batch is used once, in order."
     ],
     ids=["first", "last", "next", "grain"],
 )
-def test_another_order_after_a_restart_raises(
+def test_another_order_after_restart_raises(
     before: Any, after: Any, found: str
 ) -> None:
     position = DataState()
@@ -246,7 +246,7 @@ def test_another_order_after_a_restart_raises(
         read(restarted(position), after, (2, 6))
 
 
-def test_the_remedy_begins_other_data() -> None:
+def test_pass_over_starts_other_data() -> None:
     position = DataState()
     read(position, Loader(0), (0, 2))
     position.num_steps = 6
@@ -255,7 +255,7 @@ def test_the_remedy_begins_other_data() -> None:
     assert read(position, Loader(1), (2, 4)) == read(DataState(), Loader(1), (0, 2))
 
 
-def test_other_data_begins_at_its_start() -> None:
+def test_other_data_starts_at_its_beginning() -> None:
     position, other = DataState(), split(ROWS[::-1])
     read(position, split(ROWS), (0, 3))
     assert read(position, other, (3, 5)) == read(DataState(), other, (0, 2))
@@ -269,7 +269,7 @@ def test_other_data_begins_at_its_start() -> None:
     assert found == read(DataState(), Numbered(num_rows=40), (0, 2), 1)
 
 
-def test_another_order_of_the_same_dataset_is_said() -> None:
+def test_another_order_of_same_dataset_warns() -> None:
     first, second, position = Loader(0), Loader(1), DataState()
     for loader in (first, second):
         loader.dataset = ROWS  # pyright: ignore[reportAttributeAccessIssue]
@@ -278,7 +278,7 @@ def test_another_order_of_the_same_dataset_is_said() -> None:
         read(position, second, (2, 4))
 
 
-def test_rewound_loader_must_be_made_again() -> None:
+def test_rewound_loader_raises() -> None:
     position, data = DataState(), Loader()
     whole = read(position, data, (0, 4), limit=6)
     with pytest.raises(DataError, match="seed it, and create it again"):
@@ -286,7 +286,7 @@ def test_rewound_loader_must_be_made_again() -> None:
     assert read(position, Loader(), (2, 4)) == whole[2:]
 
 
-def test_a_state_of_the_batch_itself_raises() -> None:
+def test_late_state_raises() -> None:
     class Late(WithState):
         def __iter__(self) -> Iterator[np.ndarray]:
             while self.next < 6:
@@ -299,7 +299,7 @@ def test_a_state_of_the_batch_itself_raises() -> None:
         read(restarted(position), Late(), (2, 4))
 
 
-def test_a_state_of_other_data_is_named() -> None:
+def test_state_of_other_data_raises() -> None:
     position = DataState()
     read(position, WithState(), (0, 2))
     data = grain.MapDataset.source([row[None] for row in ROWS]).batch(8)
@@ -315,7 +315,7 @@ def test_a_state_of_other_data_is_named() -> None:
 @pytest.mark.parametrize("how", ["restart", "made again"])
 @pytest.mark.parametrize("kind", ["list", "loader", "generator", "grain_iter"])
 @pytest.mark.filterwarnings("ignore:Data is a one-shot iterator")
-def test_another_batch_size_goes_on_at_the_next_row(
+def test_another_batch_size_continues_at_next_row(
     kind: str, how: str, before: int, after: int
 ) -> None:
     make: Callable[[int], Any] = {
@@ -345,7 +345,7 @@ def test_another_batch_size_goes_on_at_the_next_row(
 
 
 @pytest.mark.parametrize("make", [Loader, Numbered])
-def test_passes_of_another_batch_size_go_on(make: Any) -> None:
+def test_passes_continue_with_another_batch_size(make: Any) -> None:
     order = joined(read(DataState(), make(), (0, 18), 3))
     position = DataState()
     read(position, make(), (0, 9), 3)
@@ -357,7 +357,7 @@ def test_passes_of_another_batch_size_go_on(make: Any) -> None:
     assert position.first_step + 3 * 3 == 13
 
 
-def test_positions_that_rows_do_not_give_raise() -> None:
+def test_positions_between_batches_raise() -> None:
     position = DataState()
     read(position, split(ROWS, 16), (0, 1))
     saved = position.to_json()
@@ -374,7 +374,7 @@ def test_positions_that_rows_do_not_give_raise() -> None:
     assert read(DataState.from_json(old), split(ROWS), (1, 2)) == [[*range(8, 16)]]
 
 
-def test_augmentation_is_not_another_order() -> None:
+def test_augmented_data_keeps_its_order() -> None:
     """Images differ in each pass, labels and a mask of ones do not."""
 
     def batches(seed: int) -> list[dict]:
@@ -421,7 +421,7 @@ def make_trainer(see: See, directory: Path | None = None, **options: Any) -> Tra
     return Trainer(model, optax.sgd(0.1), loss, **options)
 
 
-def test_fit_goes_on_in_data_made_again(tmp_path: Path) -> None:
+def test_fit_continues_in_recreated_data(tmp_path: Path) -> None:
     """By the Trainer: steps and epochs are totals of the run."""
     whole, parts, other = See(), See(), See()
     make_trainer(whole).fit(Loader(), num_epochs=3)
@@ -439,7 +439,7 @@ def test_fit_goes_on_in_data_made_again(tmp_path: Path) -> None:
     assert resumed.step == 20
 
 
-def test_fit_goes_on_with_another_batch_size(tmp_path: Path) -> None:
+def test_fit_continues_with_another_batch_size(tmp_path: Path) -> None:
     see, said = See(), []
     make_trainer(see, tmp_path).fit(split(ROWS, 16), num_steps=1)
     logger = SimpleNamespace(message=said.append)

@@ -1,4 +1,4 @@
-"""Every snippet of the README runs and prints what stands there."""
+"""Every snippet of the README runs and prints the output shown there."""
 
 import re
 from pathlib import Path
@@ -12,11 +12,11 @@ README = ROOT / "README.md"
 PACKAGE = ROOT / "nnx_parallel"
 
 
-def test_blocks_are_of_known_kinds() -> None:
+def test_blocks_have_known_kinds() -> None:
     assert {kind for kind, _ in blocks(README)} == {"python", "console", "text"}
 
 
-def test_console_blocks_name_targets_of_the_makefile() -> None:
+def test_console_blocks_use_make_targets() -> None:
     rules = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z-]+):.*##", rules, re.MULTILINE))
     commands = [text for kind, text in blocks(README) if kind == "console"]
@@ -26,14 +26,14 @@ def test_console_blocks_name_targets_of_the_makefile() -> None:
         assert command[1] in targets, line
 
 
-def test_files_that_it_names_are_there() -> None:
+def test_named_files_exist() -> None:
     prose = FENCE.sub("", README.read_text())
     paths = re.findall(r"\]\((?!https:)([\w/.]+)", prose)
     assert paths
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-def test_the_map_shows_every_room_of_the_package() -> None:
+def test_map_lists_every_package() -> None:
     """The folders and loose modules, one line each; files that it names exist."""
     page = (ROOT / "docs" / "design.md").read_text()
     drawn = re.split(r"<!-- (?:end of )?map -->", page)[1]
@@ -49,7 +49,7 @@ def test_the_map_shows_every_room_of_the_package() -> None:
 
 
 @pytest.mark.deep
-def test_python_blocks_run_and_print_what_stands_below_them(tmp_path: Path) -> None:
+def test_python_blocks_run_and_match_shown_output(tmp_path: Path) -> None:
     found = run_page(README, tmp_path)
     assert any(shown is not None for _, shown in found)
     for printed, shown in found:

@@ -22,7 +22,7 @@ from nnx_parallel.training.recorder import (
 
 
 class Memory(Logger):
-    """Keeps what it is given."""
+    """Keeps all rows."""
 
     logs_layers = False
 
@@ -55,7 +55,7 @@ def make_recorder(**options: Any) -> tuple[Recorder, list[int], Memory]:
 
 
 @pytest.mark.parametrize("max_behind", [0, 1, 2])
-def test_at_most_so_many_steps_are_in_flight(max_behind: int) -> None:
+def test_max_behind_limits_steps_in_flight(max_behind: int) -> None:
     recorder, known, _ = make_recorder(max_behind=max_behind)
     for step in range(1, 6):
         recorder.push(step, metrics(), 0.0)
@@ -64,7 +64,7 @@ def test_at_most_so_many_steps_are_in_flight(max_behind: int) -> None:
     assert known == [1, 2, 3, 4, 5]
 
 
-def test_a_step_takes_8_bytes_for_each_metric() -> None:
+def test_step_takes_8_bytes_per_metric() -> None:
     recorder = Recorder(LoggerGroup([]), lambda step, row: None)
 
     def run(first: int, last: int) -> int:
@@ -104,7 +104,7 @@ def test_columns_are_aligned() -> None:
     assert recorder.last_row()["loss"] == 3.0
 
 
-def test_values_of_layers_go_to_those_loggers_that_show_them() -> None:
+def test_layer_values_go_only_to_layer_loggers() -> None:
     plain, layered = Memory(), Memory()
     layered.logs_layers = True
     rows: list[dict] = []
@@ -130,7 +130,7 @@ def test_values_of_layers_go_to_those_loggers_that_show_them() -> None:
         (1.0, math.inf, "loss 1.0, gradient norm inf."),
     ],
 )
-def test_what_is_not_finite_is_named_with_the_last_that_was(
+def test_nonfinite_metric_names_last_finite_step(
     loss: float, grad_norm: float, found: str
 ) -> None:
     recorder, _, _ = make_recorder(max_behind=0)
@@ -145,7 +145,7 @@ def test_what_is_not_finite_is_named_with_the_last_that_was(
     assert list(recorder.history()["step"]) == [9]
 
 
-def test_a_skipped_step_is_fine_while_the_scale_can_fall() -> None:
+def test_skipped_step_passes_while_scale_can_fall() -> None:
     recorder, known, _ = make_recorder(max_behind=0)
     recorder.push(1, metrics(0.5), 0.0)
     overflow = {"loss": math.inf, "grad_norm": math.nan, "skipped": 1}
@@ -155,7 +155,7 @@ def test_a_skipped_step_is_fine_while_the_scale_can_fall() -> None:
         recorder.push(3, metrics(**overflow, loss_scale=1.0), 0.0)
 
 
-def test_log_every_thins_what_is_logged_alone() -> None:
+def test_log_every_affects_only_loggers() -> None:
     recorder, known, memory = make_recorder(log_every=3)
     for step in range(1, 8):
         recorder.push(step, metrics(), 0.0)
@@ -172,7 +172,7 @@ def throughput(**options: Any) -> Throughput:
     return Throughput(**(settings | {"device": jax.devices()[0]} | options))
 
 
-def test_the_first_step_and_pauses_have_no_rate() -> None:
+def test_first_step_and_pauses_have_no_rate() -> None:
     recorder, _, _ = make_recorder(max_behind=0)
     recorder.throughput = throughput()
     for step in range(1, 4):
@@ -182,7 +182,7 @@ def test_the_first_step_and_pauses_have_no_rate() -> None:
     assert (rates[1:] > 0).all()
 
 
-def test_seconds_become_rates() -> None:
+def test_rates_follow_step_seconds() -> None:
     rates = throughput().rates(0.5)
     assert rates["step_seconds"] == 0.5
     assert rates["examples_per_second"] == 16
@@ -203,7 +203,7 @@ class Accelerator:
         return {"peak_bytes_in_use": 5}
 
 
-def test_mfu_is_the_share_of_the_peak() -> None:
+def test_mfu_is_share_of_peak() -> None:
     rates = throughput(device=Accelerator("TPU v5 lite")).rates(0.5)
     assert rates["mfu"] == pytest.approx(8e12 / 197e12)
     assert rates["device_memory_bytes"] == 5
@@ -223,7 +223,7 @@ def test_mfu_is_the_share_of_the_peak() -> None:
         ("cpu", None),
     ],
 )
-def test_the_peak_of_a_device(kind: str, peak: float | None) -> None:
+def test_peak_flops_match_device_kind(kind: str, peak: float | None) -> None:
     assert peak_flops(Accelerator(kind)) == peak
 
 
@@ -236,5 +236,5 @@ def test_the_peak_of_a_device(kind: str, peak: float | None) -> None:
         ({"x": np.zeros((4, 9), np.float32)}, None),
     ],
 )
-def test_tokens_are_the_integers_of_two_dims(batch: dict, count: int | None) -> None:
+def test_tokens_are_integers_with_two_dims(batch: dict, count: int | None) -> None:
     assert count_tokens(batch) == count

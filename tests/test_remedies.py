@@ -38,7 +38,7 @@ def trainer_of(loss: Any = next_token_loss, **given: Any) -> Trainer:
     )
 
 
-def test_remedies_are_what_fits_by_the_formulas() -> None:
+def test_remedies_fit_by_formulas() -> None:
     trainer = trainer_of(strategy=DataParallel(8))
     text = find_remedies(trainer, ROWS, TOLD.format("6.0M", "4.0M"))
     owners, what, *lines = text.splitlines()
@@ -52,7 +52,7 @@ def test_remedies_are_what_fits_by_the_formulas() -> None:
     assert any("strategy=FSDP()" in line for line in lines)
 
 
-def test_the_compilers_words_are_read() -> None:
+def test_compiler_message_is_parsed() -> None:
     found = Shortage.of(TOLD.format("3.0M", "2.0M"), None, None, 2**20)
     assert found == Shortage(limit=2 * 2**20, used=4 * 2**20)
     older = Shortage.of(OLDER.format("3.0G", "2.0G"), None, None, 2**20)
@@ -62,7 +62,7 @@ def test_the_compilers_words_are_read() -> None:
     assert Shortage.of("", None, None, 0.0) is None
 
 
-def test_where_nothing_fits_it_says_so() -> None:
+def test_remedies_say_if_nothing_fits() -> None:
     text = find_remedies(trainer_of(), ROWS, TOLD.format("6.0M", "0.1M"))
     assert text.endswith(
         "Nothing that plan knows fits on 8 devices: take more devices, or fewer rows "
@@ -70,7 +70,7 @@ def test_where_nothing_fits_it_says_so() -> None:
     )
 
 
-def test_formulas_that_were_wrong_are_doubted_as_much() -> None:
+def test_estimates_are_scaled_by_observed_error() -> None:
     names = "parameters", "optimizer state", "other state", "batch"
     own: dict[str, float] = dict.fromkeys(names, 1.0) | {"kept activations": 4.0}
     short = Shortage(limit=10.0, used=12.0)
@@ -78,7 +78,7 @@ def test_formulas_that_were_wrong_are_doubted_as_much() -> None:
     assert short.scaled(own, own | {"kept activations": 1.0}) == 6.0
 
 
-def test_a_fit_without_memory_names_remedies() -> None:
+def test_out_of_memory_fit_names_remedies() -> None:
     message = TOLD.format("6.0M", "4.0M")
 
     def refuse(_: Any) -> None:
@@ -96,7 +96,7 @@ def test_a_fit_without_memory_names_remedies() -> None:
     assert "remat='full'" in str(caught.value)
 
 
-def test_peaks_of_known_kinds_are_those_of_the_table() -> None:
+def test_peaks_match_hardware_table() -> None:
     class Described:
         platform = "described"
 
@@ -134,7 +134,7 @@ print(memory.argument_size_in_bytes + memory.temp_size_in_bytes)
 
 
 @pytest.mark.slow
-def test_a_tpu_compiler_without_memory_is_told_what_fits() -> None:
+def test_tpu_out_of_memory_names_remedies() -> None:
     pytest.importorskip("libtpu")
     run = subprocess.run(
         [sys.executable, "-c", HEADER + COMPILE],

@@ -44,14 +44,14 @@ def test_one_flipped_bit_is_named(spec: P) -> None:
     assert f"{device} (process 0) differ from {others} others" in text
 
 
-def test_two_copies_that_differ_name_both() -> None:
+def test_two_differing_copies_name_both() -> None:
     mesh = make_mesh({"data": 2}, jax.devices()[:2])
     x = jax.device_put(np.ones(8, np.float32), NamedSharding(mesh, P()))
     with pytest.raises(ReplicaError, match=re.escape("do not agree")):
         check_replicas([corrupt(x, 1)], 1)
 
 
-def test_what_is_not_replicated_cannot_differ() -> None:
+def test_sharded_arrays_are_not_compared() -> None:
     mesh = make_mesh({"fsdp": None})
     x = jax.device_put(np.ones(8, np.float32), NamedSharding(mesh, P("fsdp")))
     check_replicas({"x": corrupt(x, 3)}, 1)
@@ -63,7 +63,7 @@ def test_what_is_not_replicated_cannot_differ() -> None:
     [(P(), 7), (P("fsdp"), 3), (P(("data", "fsdp")), 0)],
     ids=str,
 )
-def test_save_of_copies_that_differ_is_refused(
+def test_saving_differing_copies_raises(
     spec: P, num_others: int, device: int, tmp_path: Path
 ) -> None:
     mesh = make_mesh({"data": 4, "fsdp": 2})
@@ -99,14 +99,14 @@ def test_save_of_copies_that_differ_is_refused(
     np.testing.assert_array_equal(found["model"]["w"], np.ones((8, 8)))
 
 
-def test_copies_that_differ_have_no_checksum() -> None:
+def test_checksum_of_differing_copies_raises() -> None:
     mesh = make_mesh({"data": None})
     x = jax.device_put(np.ones(8, np.float32), NamedSharding(mesh, P()))
     with pytest.raises(ReplicaError, match=re.escape("`g: x`[(None, None)]: ")):
         checksums({"g": {"x": corrupt(x, 6)}})
 
 
-def test_a_fit_compares_every_so_often() -> None:
+def test_fit_checks_replicas_periodically() -> None:
     class Corrupt(Callback):
         def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
             if step == 3:

@@ -75,7 +75,7 @@ def trained(
 
 
 def assert_is_trained(model: str, state: TrainState) -> None:
-    """No part of the state is what another start would give."""
+    """Every part of the state differs from a fresh start."""
     before = all_arrays(make_trainer(model, ONE_DEVICE, seed=1).state)
     after = all_arrays(state)
     assert before.keys() == after.keys()
@@ -107,7 +107,7 @@ def targets(model: str) -> list[tuple[Trainer, dict[str, Sharding]]]:
 
 @pytest.mark.xdist_group("restore matrix")
 @pytest.mark.parametrize(("model", "saved"), PAIRS, scope="module")
-def test_restores_under_every_strategy(
+def test_restore_under_every_strategy_keeps_values(
     model: str,
     saved: str,
     trained: tuple[Path, Arrays],
@@ -165,7 +165,7 @@ class Rows:
 
 
 def shuffled_rows(batches: list[Arrays]) -> grain.IterDataset:
-    """Four batches an epoch, each epoch in an order of its own."""
+    """Four batches an epoch, each epoch in another order."""
     rows = grain.MapDataset.source(Rows(batches)).seed(7).shuffle().repeat()
     return rows.to_iter_dataset().batch(32)
 
@@ -175,7 +175,7 @@ def shuffled_rows(batches: list[Arrays]) -> grain.IterDataset:
     ("model", "data"),
     [("mlp", shuffled_rows), pytest.param("gpt", Epochs, marks=pytest.mark.deep)],
 )
-def test_a_stopped_run_goes_on(model: str, data: Any, tmp_path: Path) -> None:
+def test_stopped_run_resumes(model: str, data: Any, tmp_path: Path) -> None:
     """Bit for bit on the same strategy; within rounding on another one."""
     plan, other, batches = PLANS["fsdp4_tp2"], PLANS["dp8"], CASES[model].batches(4)
     with compiling(optimized=False):

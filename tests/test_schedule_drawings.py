@@ -1,4 +1,4 @@
-"""Pictures show every slot where and when it runs, and say what it costs."""
+"""Pictures show where and when every slot runs, and its costs."""
 
 import re
 from collections import Counter
@@ -61,7 +61,7 @@ def boxes(root: ElementTree.Element, stage: int) -> list[tuple[str, int, int]]:
 
 
 @schedules
-def test_a_picture_has_a_cell_for_every_slot_to_scale(schedule: Schedule) -> None:
+def test_picture_has_cell_for_every_slot(schedule: Schedule) -> None:
     table = schedule.table(4, 8)
     costs: dict[str, Any] = {
         "forward": 1.0,
@@ -93,7 +93,7 @@ def test_a_picture_has_a_cell_for_every_slot_to_scale(schedule: Schedule) -> Non
         )
 
 
-def test_a_stage_with_fewer_layers_has_shorter_cells() -> None:
+def test_stage_with_fewer_layers_has_shorter_cells() -> None:
     # One layer more than stages: of a slot's time all but the first need a half.
     table = OneFOneB().table(3, 4)
     slots = table.simulate(num_layers=4).timeline.slots
@@ -104,12 +104,12 @@ def test_a_stage_with_fewer_layers_has_shorter_cells() -> None:
         for stage in range(3)
     )
     assert len(first) == len(second) == 8
-    # Of the longest, backward cells; the half is a column short where it is odd.
+    # The longest are backward cells; half of an odd length is rounded down.
     assert max(first) // 2 <= max(second) <= max(first) // 2 + 1
 
 
 @schedules
-def test_a_title_is_what_the_simulation_says(schedule: Schedule) -> None:
+def test_title_matches_simulation(schedule: Schedule) -> None:
     table = schedule.table(4, 8)
     simulation = table.simulate(1.0, 1.5, 0.5)
     picture = visualize(table, forward=1.0, backward_input=1.5, backward_weight=0.5)
@@ -128,7 +128,7 @@ def lines_in_colour(picture: Picture, columns: int) -> list[str]:
     return re.sub(r"\x1b\[[\d;]*m", "", capture.get()).splitlines()
 
 
-def test_colour_has_ticks_times_and_a_legend() -> None:
+def test_coloured_terminal_shows_ticks_times_and_legend() -> None:
     table = ZeroBubble().table(4, 8)
     picture = visualize(table, backward_weight=0.5)
     lines = lines_in_colour(picture, 160)
@@ -145,7 +145,7 @@ def test_colour_has_ticks_times_and_a_legend() -> None:
         assert label in lines[7]
 
 
-def test_letters_are_drawn_where_there_is_room() -> None:
+def test_letters_are_drawn_if_they_fit() -> None:
     picture = visualize(OneFOneB().table(2, 16))
     narrow = lines_in_colour(picture, 400)[1].split()[2:]
     assert [cell for cell in narrow if cell != "·"].count("15") == 2
@@ -153,7 +153,7 @@ def test_letters_are_drawn_where_there_is_room() -> None:
     assert {"F2", "B2"} <= set(wide)
 
 
-def test_a_picture_is_saved_as_svg(tmp_path: Path) -> None:
+def test_picture_is_saved_as_svg(tmp_path: Path) -> None:
     picture = visualize(replace(GPipe().table(2, 2), name="<mine> & {yours}"))
     picture.save(tmp_path / "schedule.svg")
     saved = (tmp_path / "schedule.svg").read_text(encoding="utf-8")
@@ -169,7 +169,7 @@ def plain_lines(table: Table, columns: int) -> list[str]:
 
 
 @schedules
-def test_a_terminal_shows_every_slot_of_every_stage(schedule: Schedule) -> None:
+def test_terminal_shows_every_slot_of_every_stage(schedule: Schedule) -> None:
     table = schedule.table(4, 8)
     _, *lines = plain_lines(table, 1000)
     assert [line.split()[:2] for line in lines] == [["stage", f"{s}"] for s in range(4)]
@@ -179,7 +179,7 @@ def test_a_terminal_shows_every_slot_of_every_stage(schedule: Schedule) -> None:
         assert len(shown) == len(set(shown)) == per_slot * 8 * schedule.chunks
 
 
-def test_a_terminal_line_that_does_not_fit_is_cut() -> None:
+def test_long_terminal_line_is_cut() -> None:
     table = GPipe().table(2, 100)
     _, *lines = plain_lines(table, 40)
     assert all(len(line) <= 40 and line.endswith("…") for line in lines)
@@ -192,7 +192,7 @@ def test_a_terminal_line_that_does_not_fit_is_cut() -> None:
     )
 
 
-def test_only_schedules_have_costs() -> None:
+def test_costs_for_other_objects_raise() -> None:
     message = "A ArrayImpl has no costs ['forward']. Only the Table of a schedule has."
     with pytest.raises(TypeError, match=re.escape(message)):
         visualize(jax.numpy.ones(3), forward=2.0)

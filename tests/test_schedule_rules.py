@@ -166,7 +166,7 @@ BACKWARD = [[6], [5], [4], [3]]
         ),
     ],
 )
-def test_a_table_that_breaks_a_rule(make: Callable[[], object], message: str) -> None:
+def test_invalid_table_raises(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ScheduleError, match=re.escape(message)):
         make()
 
@@ -181,7 +181,7 @@ def test_a_table_that_breaks_a_rule(make: Callable[[], object], message: str) ->
     ],
     ids=lambda table: table.name,
 )
-def test_no_element_of_a_plan_can_be_changed(table: Table) -> None:
+def test_every_change_of_plan_is_detected(table: Table) -> None:
     buffers = checked_buffers(table)
     unnoticed = []
     for name, array in vars(buffers).items():
@@ -245,7 +245,7 @@ def passes(table: Table, buffers: Buffers) -> bool:
         ),
     ],
 )
-def test_a_plan_that_loses_a_value(
+def test_plan_that_loses_value_raises(
     field: str, value: int, index: tuple[int, ...], message: str
 ) -> None:
     table = OneFOneB().table(2, 4)

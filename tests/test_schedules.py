@@ -35,7 +35,7 @@ schedules = pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
 
 @sizes
 @pytest.mark.parametrize("schedule", [GPipe(), OneFOneB(), Interleaved(1)], ids=repr)
-def test_a_joint_backward_wastes_one_pass_through_the_other_stages(
+def test_joint_backward_efficiency_matches_theory(
     schedule: Schedule, num_stages: int, num_microbatches: int
 ) -> None:
     simulation = schedule.table(num_stages, num_microbatches).simulate()
@@ -47,7 +47,9 @@ def test_a_joint_backward_wastes_one_pass_through_the_other_stages(
 @pytest.mark.parametrize("num_stages", STAGES)
 @pytest.mark.parametrize("groups", [1, 2, 8])
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4])
-def test_chunks_divide_the_bubble(num_stages: int, groups: int, chunks: int) -> None:
+def test_interleaved_efficiency_matches_theory(
+    num_stages: int, groups: int, chunks: int
+) -> None:
     num_microbatches = groups * num_stages
     table = Interleaved(chunks).table(num_stages, num_microbatches)
     expected = num_microbatches / (num_microbatches + (num_stages - 1) / chunks)
@@ -55,7 +57,7 @@ def test_chunks_divide_the_bubble(num_stages: int, groups: int, chunks: int) -> 
 
 
 @sizes
-def test_weight_gradients_fill_a_third_of_the_bubble(
+def test_zero_bubble_efficiency_matches_theory(
     num_stages: int, num_microbatches: int
 ) -> None:
     table = ZeroBubble().table(num_stages, num_microbatches)
@@ -66,7 +68,7 @@ def test_weight_gradients_fill_a_third_of_the_bubble(
 
 
 @schedules
-def test_evaluation_runs_the_same_forward_slots_without_the_rest(
+def test_forward_table_has_only_forward_slots(
     schedule: Schedule,
 ) -> None:
     table = schedule.table(4, 8)
@@ -83,8 +85,8 @@ def test_evaluation_runs_the_same_forward_slots_without_the_rest(
     assert total_time == pytest.approx(2 * (8 + 3 / schedule.chunks))
 
 
-def test_a_kind_of_slot_is_paid_by_all_stages_and_a_chunk_its_share() -> None:
-    # Warm-up and drain: 3 ticks of forward alone, 5 of both, 3 of backward alone.
+def test_tick_time_is_longest_slot_of_stages() -> None:
+    # Warm-up and drain: 3 ticks of only forward, 5 of both, 3 of only backward.
     simulation = OneFOneB().table(4, 5).simulate(1.0, 2.0, 4.0)
     assert simulation.total_time == 3 * 1 + 3 * 1 + 2 * 7 + 6 * 6
     halves = Interleaved(2).table(1, 1).simulate(1.0, 2.0, 4.0)
@@ -92,7 +94,7 @@ def test_a_kind_of_slot_is_paid_by_all_stages_and_a_chunk_its_share() -> None:
 
 
 @schedules
-def test_all_stages_wait_for_the_one_with_most_layers(schedule: Schedule) -> None:
+def test_all_stages_wait_for_largest_stage(schedule: Schedule) -> None:
     table, parts = schedule.table(4, 8), 4 * schedule.chunks
     even, uneven = table.simulate(), table.simulate(num_layers=2 * parts + 1)
     assert table.simulate(num_layers=3 * parts).efficiency == even.efficiency
@@ -112,7 +114,7 @@ def test_all_stages_wait_for_the_one_with_most_layers(schedule: Schedule) -> Non
 
 
 @schedules
-def test_slots_of_one_stage_follow_each_other_in_time(schedule: Schedule) -> None:
+def test_slots_of_one_stage_do_not_overlap(schedule: Schedule) -> None:
     timeline = schedule.table(4, 8).simulate(1.0, 2.0, 3.0).timeline
     for stage in range(4):
         own = [slot for slot in timeline.slots if slot.stage == stage]
@@ -130,13 +132,13 @@ def test_slots_of_one_stage_follow_each_other_in_time(schedule: Schedule) -> Non
         ((0.0, 0.0, 0.0), "Costs {'forward': 0.0, 'backward': 0.0} must not all be 0."),
     ],
 )
-def test_costs_without_meaning(costs: tuple, message: str) -> None:
+def test_invalid_costs_raise(costs: tuple, message: str) -> None:
     with pytest.raises(ScheduleError, match=re.escape(message)):
         GPipe().table(2, 2).simulate(*costs)
 
 
 @sizes
-def test_memory(num_stages: int, num_microbatches: int) -> None:
+def test_peak_memory_matches_theory(num_stages: int, num_microbatches: int) -> None:
     def peak(schedule: Schedule) -> int:
         table = schedule.table(num_stages, num_microbatches)
         return table.simulate().peak_stage_inputs
@@ -149,14 +151,14 @@ def test_memory(num_stages: int, num_microbatches: int) -> None:
 
 @pytest.mark.parametrize("num_stages", STAGES)
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4])
-def test_interleaved_memory(num_stages: int, chunks: int) -> None:
+def test_interleaved_peak_memory_matches_theory(num_stages: int, chunks: int) -> None:
     table = Interleaved(chunks).table(num_stages, 8 * num_stages)
     expected = (chunks + 1) * num_stages - 1
     assert table.simulate().peak_stage_inputs == expected
 
 
 @sizes
-def test_at_most_one_microbatch_per_other_stage_waits_for_its_weights(
+def test_pending_weight_slots_are_bounded_by_stages(
     num_stages: int, num_microbatches: int
 ) -> None:
     table = ZeroBubble().table(num_stages, num_microbatches)
@@ -171,7 +173,7 @@ def test_at_most_one_microbatch_per_other_stage_waits_for_its_weights(
 
 @sizes
 @schedules
-def test_buffers_replay(
+def test_buffers_replay_every_value(
     schedule: Schedule, num_stages: int, num_microbatches: int
 ) -> None:
     table = schedule.table(num_stages, num_microbatches)
@@ -184,14 +186,14 @@ def test_buffers_replay(
     assert (buffers.feed_cotangent[:, -1] >= 0).sum() == num_microbatches
     assert (buffers.feed_input[:, 1:] == -1).all()
     assert (buffers.feed_cotangent[:, :-1] == -1).all()
-    # Wavefronts: what arrives in a tick is used in it.
+    # Wavefronts: a value is used in the tick in which it arrives.
     assert buffers.num_inputs == 1
     if not isinstance(schedule, GPipe):
         assert buffers.num_cotangents == 1
 
 
 @schedules
-def test_buffers_of_evaluation_keep_no_more_than_what_is_on_its_way(
+def test_evaluation_buffers_hold_only_values_in_flight(
     schedule: Schedule,
 ) -> None:
     table = schedule.forward_table(4, 64)
@@ -203,7 +205,7 @@ def test_buffers_of_evaluation_keep_no_more_than_what_is_on_its_way(
         assert (written == -1).all()
 
 
-def test_bytes_are_those_of_the_slots() -> None:
+def test_bytes_match_buffer_slots() -> None:
     table = ZeroBubble().table(4, 16)
     buffers = checked_buffers(table)
     expected = {
@@ -219,7 +221,7 @@ def test_bytes_are_those_of_the_slots() -> None:
     assert table.simulate(saved_bytes=10, pending_bytes=100).peak_residual_bytes == 470
 
 
-def test_a_table_of_your_own() -> None:
+def test_custom_table_is_built_from_ticks() -> None:
     """Both microbatches forward, then backward, the later weights in idle ticks."""
     ticks = np.array(
         [[[0, 1], [1, 2]], [[3, 4], [2, 3]], [[4, 5], [2, 4]]],
@@ -245,7 +247,7 @@ def test_a_table_of_your_own() -> None:
     assert schedule.forward_table(2, 5).num_microbatches == 5
 
 
-def test_a_table_of_your_own_fits_one_size() -> None:
+def test_custom_table_of_other_size_raises() -> None:
     table = Interleaved(2).table(4, 8)
     assert Fixed(table).chunks == 2
     message = (
@@ -257,7 +259,7 @@ def test_a_table_of_your_own_fits_one_size() -> None:
         Fixed(table).table(4, 16)
 
 
-def test_tables_are_values() -> None:
+def test_tables_compare_by_value() -> None:
     assert GPipe().table(2, 4) == GPipe().table(2, 4)
     assert GPipe().table(2, 4) != OneFOneB().table(2, 4)
     assert Fixed(GPipe().table(2, 4)) == Fixed(GPipe().table(2, 4))

@@ -1,7 +1,6 @@
 """Sequence parallelism, overlapped or not: one device's numbers, less memory.
 
-A GPT does not change: its products find out from the layout what they gather and
-scatter, and how.
+A GPT does not change: its products read from the layout how they gather and scatter.
 """
 
 import contextlib
@@ -57,7 +56,7 @@ STRATEGIES: dict[str, Strategy] = {
         Pipeline(2), FSDP(2, min_size=0), TensorParallel(2, overlap="ring")
     ),
 }
-# Of a model without dropout: with it, whose masks are of all rows, rows are not halved.
+# For a model without dropout, whose masks cover all rows: with it rows are not halved.
 HALVED: dict[str, Strategy] = {
     "halves": HALVES,
     "fsdp_halves": Composite(FSDP(2, min_size=0, prefetch="first"), HALVES),
@@ -74,7 +73,7 @@ CHOSEN = {
 
 
 def parametrized() -> list:
-    """The product: what is not chosen, one case for each kind of overlap, is slow."""
+    """The product: all cases but one for each kind of overlap are slow."""
     cases = []
     every = [*product(STRATEGIES, ["gpt", "llama"]), *product(HALVED, ["untied"])]
     for case in every:
@@ -84,7 +83,7 @@ def parametrized() -> list:
 
 
 @pytest.mark.parametrize(("name", "model"), parametrized())
-def test_same_numbers_as_one_device(name: str, model: str):
+def test_training_matches_one_device(name: str, model: str):
     """Losses of 20 steps of AdamW and of SGD; each leaf of the first gradients."""
     strategy = (STRATEGIES | HALVED)[name]
     microbatches = 4 if strategy.claims().execution else 1
@@ -100,7 +99,7 @@ def test_same_numbers_as_one_device(name: str, model: str):
 
 
 def gradient_errors(found: Run, expected: Run) -> dict[str, float]:
-    """Of each leaf, over the largest gradient of all."""
+    """Error of each leaf, over the largest gradient of all."""
     largest = max(np.abs(leaf).max() for leaf in expected.gradients.values())
     return {
         path: np.abs(found.gradients[path] - leaf).max() / largest
@@ -131,11 +130,11 @@ def growth(config: GPTConfig, strategy: Strategy) -> float:
 
 @pytest.mark.deep
 class TestMemory:
-    """What a layer keeps for the backward pass.
+    """Memory that a layer keeps for the backward pass.
 
     With a part W that every device holds whole and a part S that the axis splits, a
     layer takes W + S / size. Sizes 2 and 4 tell the two apart. Sequence parallelism
-    must leave S alone and split W: residuals, inputs and statistics of norms.
+    must keep S and split W: residuals, inputs and statistics of norms.
     """
 
     @pytest.mark.parametrize(
@@ -154,21 +153,21 @@ class TestMemory:
             ),
         ],
     )
-    def test_what_lies_outside_the_products_is_split(self, remat, strategy):
+    def test_activations_outside_products_are_split(self, remat, strategy):
         config = replace(CONFIG, remat=remat)
         two, four = (growth(config, TensorParallel(n)) for n in (2, 4))
         outside, inside = 2 * four - two, two - four
         assert outside > 0.95
         assert outside / (growth(config, strategy) - inside) >= 2.5
 
-    def test_dots_keeps_the_outputs_of_overlapped_products(self):
+    def test_dots_keeps_outputs_of_overlapped_products(self):
         """They are not computed twice, nor is their input gathered again for them."""
         none, dots = (
             compiled(replace(CONFIG, remat=remat), RING) for remat in ("none", "dots")
         )
         hops = [step.report.count("collective-permute") for step in (none, dots)]
         assert hops[0] == hops[1]
-        # Scores, and what they weigh: 2 products of heads * seq * seq * head_dim.
+        # Scores, and weighted values: 2 products of heads * seq * seq * head_dim.
         attention = 2 * 2 * ROWS * SEQ * SEQ * WIDTH // 4 * LAYERS
         assert dots.report.flops - none.report.flops == attention
 
@@ -176,14 +175,14 @@ class TestMemory:
 @pytest.mark.deep
 class TestCommunication:
     def collectives(self, strategy: Strategy, count: int) -> dict[str, list[int]]:
-        """Bytes by kind of what runs ``count`` times and is no parameter's gradient."""
+        """Bytes by kind of collectives that run ``count`` times, without gradients."""
         found: dict[str, list[int]] = {}
         for each in compiled(CONFIG, strategy).report.collectives:
             if each.count == count and each.bytes_each >= ACTIVATION // 4:
                 found.setdefault(each.kind, []).append(each.bytes_each)
         return found
 
-    def test_a_layer_gathers_and_scatters_where_it_reduced(self):
+    def test_layer_gathers_and_scatters_instead_of_reducing(self):
         """XLA for CPU writes a reduce-scatter as an all-reduce and a slice."""
         plain = self.collectives(TensorParallel(4), LAYERS)
         assert sorted(plain["all-reduce"]) == [ACTIVATION] * 3 + [3 * ACTIVATION]
@@ -195,7 +194,7 @@ class TestCommunication:
         sums = sorted(split["all-reduce"])
         assert [n // ACTIVATION for n in sums] == [1, 1, 1, 3]
 
-    def test_overlapped_products_send_shards_only(self):
+    def test_overlapped_products_send_only_shards(self):
         found = self.collectives(RING, LAYERS)
         assert not found.keys() - {"collective-permute"}
         step = compiled(CONFIG, RING)
@@ -211,7 +210,7 @@ class TestCommunication:
         # for query, key and value together.
         assert len(hops) == 3 * (4 + 2 + 2 + 2)
 
-    def test_halves_of_the_rows_are_sent_by_themselves(self):
+    def test_halves_of_rows_are_sent_separately(self):
         """As many bytes, in twice as many collectives."""
         whole, halves = (self.collectives(s, LAYERS) for s in (SEQUENCE, HALVES))
         assert halves["all-gather"] == [ACTIVATION // 2] * 2 * len(whole["all-gather"])
@@ -222,7 +221,7 @@ class TestCommunication:
         theory = CONFIG.flops_per_token(SEQ) * ROWS * SEQ
         assert step.report.flops * step.num_devices == pytest.approx(theory, rel=0.03)
 
-    def test_gathered_kernels_are_not_gathered_for_each_hop(self):
+    def test_kernels_are_gathered_once_per_ring(self):
         """FSDP gathers no more than it does without a ring."""
         plain = Composite(FSDP(2, min_size=0), TensorParallel(4))
         found = [
@@ -235,7 +234,7 @@ class TestCommunication:
         ]
         assert 0 < found[1] <= found[0]
 
-    def test_a_pipeline_looks_up_rows_in_a_split_table(self):
+    def test_pipeline_looks_up_rows_in_split_table(self):
         """Stages split the tokens, ``tensor`` the vocabulary: no table is gathered."""
         tensor = TensorParallel(2, sequence=True)
         strategy = Composite(Pipeline(2), FSDP(2, min_size=0), tensor)
@@ -263,11 +262,11 @@ class TestPlaces:
             ((8, 64, 3), ("batch", "seq", "heads"), P("fsdp", "tensor")),
         ],
     )
-    def test_activations(self, shape, names, spec):
+    def test_activation_specs_are_split(self, shape, names, spec):
         layout = FSDP_RING.layout()
         assert layout.activation_spec(shape, names) == spec
 
-    def test_parameters_are_placed_as_without(self):
+    def test_parameters_are_placed_as_without_sequence(self):
         def build(rngs: nnx.Rngs) -> nnx.Module:
             return Embed(64, 32, vocab_name="seq", rngs=rngs)
 
@@ -276,7 +275,7 @@ class TestPlaces:
         specs = nnx.to_pure_dict(SEQUENCE.specs(state, mesh=mesh))
         assert specs["embedding"] == P()
 
-    def test_the_user_decides(self):
+    def test_user_rules_override_sequence_split(self):
         rules = (LogicalRules({"seq": None}),)
         strategy = TensorParallel(4, sequence=True, rules=rules)
         layout = strategy.layout(strategy.make_mesh(jax.devices()[:4]))
@@ -285,7 +284,7 @@ class TestPlaces:
 
     @pytest.mark.parametrize("strategy", [SEQUENCE, RING], ids=["sequence", "ring"])
     @pytest.mark.parametrize("seq", [16, 15, 1])
-    def test_a_length_that_does_not_divide_stays_whole(self, strategy, seq):
+    def test_indivisible_length_stays_whole(self, strategy, seq):
         layout = strategy.layout(strategy.make_mesh(jax.devices()[:4]))
         up = Dense({"embed": 8}, {"mlp": 16}, rngs=nnx.Rngs(0), use_bias=True)
         down = Dense({"mlp": 16}, {"embed": 8}, rngs=nnx.Rngs(1), use_bias=True)
@@ -300,7 +299,7 @@ class TestPlaces:
         assert (sent > 0) == (strategy is RING and seq == 16)
 
 
-def test_unknown_overlap():
+def test_unknown_overlap_raises():
     message = (
         "TensorParallel.overlap is 'rings'; it must be one of ['ring', "
         "'halves'], or None"
@@ -310,7 +309,7 @@ def test_unknown_overlap():
 
 
 class Plain(nnx.Module):
-    """An MLP whose parameters have names; its activations have what is constrained."""
+    """An MLP whose parameters have names; its activations only where constrained."""
 
     def __init__(self, rngs: nnx.Rngs, activation: tuple | None = None) -> None:
         def named(*names: str):
@@ -373,7 +372,7 @@ UNSPLIT = (
         ),
     ],
 )
-def test_a_split_that_has_no_effect_says_so(strategy, length, names, message):
+def test_split_without_effect_warns(strategy, length, names, message):
     with pytest.warns(ParallelWarning, match=re.escape(message)) as found:
         trace_step(strategy, length, names)
     assert len(found) == 1
@@ -412,7 +411,7 @@ HALVED_ALONE = (
         (8, (5, 3), True),  # a table
     ],
 )
-def test_rows_are_halved_where_none_depends_on_another(rows, factor, is_split):
+def test_independent_rows_are_halved(rows, factor, is_split):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(rows, 4, 8)), jnp.float32)
     given = jnp.asarray(rng.integers(1, 5, factor))
@@ -464,7 +463,7 @@ class Dropping(nnx.Module):
         (Dropping, (jax.random.key(0),), 2),  # of one row, as jax.vmap passes it
     ],
 )
-def test_rows_stay_whole_where_a_layer_has_state_or_a_key(block, args, ndim):
+def test_stateful_layers_keep_rows_whole(block, args, ndim):
     shape = (8, 4, 8)[-ndim:]
     x = jnp.arange(1.0, 1 + np.prod(shape)).reshape(shape)
     layout = HALVES.layout(HALVES.make_mesh(jax.devices()[:4]))
@@ -477,5 +476,5 @@ def test_rows_stay_whole_where_a_layer_has_state_or_a_key(block, args, ndim):
         np.testing.assert_array_equal(found, wanted)
 
 
-def test_a_split_that_has_an_effect_is_silent():
+def test_split_with_effect_does_not_warn():
     trace_step(SEQUENCE, names=NAMES)
