@@ -1,4 +1,4 @@
-"""`sharded_jit`: everything lies as asked, and what is active while it is traced."""
+"""`sharded_jit`: placement of inputs and outputs, and the context while tracing."""
 
 import re
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def mesh() -> Mesh:
 # Placement
 
 
-def test_inputs_and_outputs_lie_as_rules_and_specs_say(mesh: Mesh) -> None:
+def test_inputs_and_outputs_follow_rules_and_specs(mesh: Mesh) -> None:
     @sharded_jit(
         mesh=mesh,
         in_shardings=(RULES, P("data")),
@@ -58,14 +58,14 @@ def test_inputs_and_outputs_lie_as_rules_and_specs_say(mesh: Mesh) -> None:
     np.testing.assert_allclose(metrics["rows"], 4.0)
 
 
-def test_none_leaves_an_argument_where_it_is(mesh: Mesh) -> None:
+def test_none_keeps_placement_of_argument(mesh: Mesh) -> None:
     x = shard(np.ones((8, 8)), P(None, "fsdp"), mesh)
     identity = sharded_jit(lambda x, y: (x, y), mesh, in_shardings=(None, P("data")))
     found, _ = identity(x, np.ones(8))
     assert spec(found) == P(None, "fsdp")
 
 
-def test_in_shardings_by_name_and_for_all(mesh: Mesh) -> None:
+def test_in_shardings_apply_by_name_or_to_all(mesh: Mesh) -> None:
     def function(x: jax.Array, y: jax.Array, *more: jax.Array, z: jax.Array) -> tuple:
         return x, y, more, z
 
@@ -81,7 +81,7 @@ def test_in_shardings_by_name_and_for_all(mesh: Mesh) -> None:
     assert {spec(x), spec(y), spec(z)} == {P("fsdp")}
 
 
-def test_keywords_in_any_order_are_one_signature(mesh: Mesh) -> None:
+def test_keyword_order_does_not_retrace(mesh: Mesh) -> None:
     function = Counted(lambda x, *, y, z: x + y - z)
     jitted = sharded_jit(function.__call__, mesh, in_shardings=P("fsdp"))
     x = np.arange(8.0, dtype=np.float32)
@@ -91,7 +91,7 @@ def test_keywords_in_any_order_are_one_signature(mesh: Mesh) -> None:
     assert function.traces == 1
 
 
-def test_constrain_args_moves_what_lies_elsewhere(mesh: Mesh) -> None:
+def test_constrain_args_moves_arguments(mesh: Mesh) -> None:
     elsewhere = shard(np.ones((8, 8), np.float32), P(None, "fsdp"), mesh)
 
     def function(x: jax.Array, scale: float) -> jax.Array:
@@ -106,7 +106,7 @@ def test_constrain_args_moves_what_lies_elsewhere(mesh: Mesh) -> None:
     assert spec(by_name(elsewhere, scale=2.0)) == P("fsdp")
 
 
-def test_donated_arguments_are_gone(mesh: Mesh) -> None:
+def test_donated_arguments_are_deleted(mesh: Mesh) -> None:
     def step(params: jax.Array, batch: jax.Array) -> jax.Array:
         return params + batch
 
@@ -128,7 +128,7 @@ def test_donated_arguments_are_gone(mesh: Mesh) -> None:
 # Static arguments
 
 
-def test_a_static_callable_passes_and_undeclared_it_raises(mesh: Mesh) -> None:
+def test_undeclared_static_callable_raises(mesh: Mesh) -> None:
     def function(x: jax.Array, f: Callable, y: jax.Array) -> jax.Array:
         return f(x) + y
 
@@ -153,7 +153,7 @@ def test_a_static_callable_passes_and_undeclared_it_raises(mesh: Mesh) -> None:
         sharded_jit(function, mesh, in_shardings=P())(ones, lambda x: x, ones)
 
 
-def test_each_static_value_is_a_program_with_outputs_of_its_own(mesh: Mesh) -> None:
+def test_each_static_value_compiles_separately(mesh: Mesh) -> None:
     counted = Counted(lambda x, n: jnp.ones((n, 4)) * x)
     jitted = sharded_jit(
         lambda x, n: counted(x, n), mesh, out_shardings=RULES, static_argnames=("n",)
@@ -190,7 +190,7 @@ class Scale:
         return self.factor * x + shift
 
 
-def test_a_method_is_bound_to_its_instance() -> None:
+def test_method_is_bound_to_instance() -> None:
     two, three = Scale(2.0), Scale(3.0)
     x = np.ones(8, np.float32)
     assert spec(two.apply(x)) == P("fsdp")
@@ -200,7 +200,7 @@ def test_a_method_is_bound_to_its_instance() -> None:
     np.testing.assert_array_equal(Scale.apply(two, x), 2.0 * x)
 
 
-def test_a_lowered_call_is_called_with_its_own_keywords(mesh: Mesh) -> None:
+def test_compiled_call_keeps_keywords(mesh: Mesh) -> None:
     def function(x: jax.Array, *, a: jax.Array, n: int = 1, z: jax.Array) -> tuple:
         return x - a, a - z, n * z
 
@@ -234,7 +234,7 @@ def test_trace_and_eval_shape_compile_nothing(mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("first", ["weak", "strong"])
-def test_a_placement_does_not_depend_on_earlier_calls(first: str, mesh: Mesh) -> None:
+def test_placement_does_not_depend_on_earlier_calls(first: str, mesh: Mesh) -> None:
     """A weak scalar leaves bfloat16 as it is, a strong one promotes the output."""
     x = np.ones((8, 4), jnp.bfloat16)
     scalars = {"weak": 2.0, "strong": np.float32(2.0)}
@@ -248,7 +248,7 @@ def test_a_placement_does_not_depend_on_earlier_calls(first: str, mesh: Mesh) ->
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_nor_does_it_depend_on_whose_numbers_they_are(order: int, mesh: Mesh) -> None:
+def test_placement_does_not_depend_on_array_type(order: int, mesh: Mesh) -> None:
     """NumPy's float64 is float32 on a device, and float32 to a rule."""
     by_dtype = PolicyRules(
         lambda info: P("fsdp" if info.dtype == jnp.float32 else "data")
@@ -270,10 +270,10 @@ def _scaled(mesh: Mesh, rules: PolicyRules) -> Callable:
     return sharded_jit(lambda s: half * s, mesh, out_shardings=rules)
 
 
-# What is active
+# Active context
 
 
-def test_the_mesh_is_readable_while_tracing(mesh: Mesh) -> None:
+def test_mesh_is_active_while_tracing(mesh: Mesh) -> None:
     def function(x: jax.Array) -> jax.Array:
         assert active_mesh() is mesh
         assert jax.sharding.get_abstract_mesh() == mesh.abstract_mesh
@@ -285,7 +285,7 @@ def test_the_mesh_is_readable_while_tracing(mesh: Mesh) -> None:
     assert jax.sharding.get_abstract_mesh().empty
 
 
-def test_a_strategy_brings_the_names_that_constrain_meets() -> None:
+def test_strategy_activates_its_names() -> None:
     strategy = Composite(FSDP(4), TensorParallel(2))
 
     @sharded_jit(mesh=strategy, in_shardings=P("fsdp"))
@@ -295,7 +295,7 @@ def test_a_strategy_brings_the_names_that_constrain_meets() -> None:
     assert spec(function(np.ones((8, 8)))) == P("fsdp", "tensor")
 
 
-def test_annotations_are_bound_by_the_caller(mesh: Mesh) -> None:
+def test_annotations_are_bound_by_caller(mesh: Mesh) -> None:
     def function(x: jax.Array) -> dict:
         hidden = annotate({"h": jnp.sin(x)}, "hidden")
         assert annotate(x, "unbound") is x

@@ -1,4 +1,4 @@
-"""`sharded_jit` says what does not fit before anything is compiled."""
+"""`sharded_jit` raises for invalid arguments before anything is compiled."""
 
 import re
 import sys
@@ -76,7 +76,7 @@ def two(x: jax.Array, y: jax.Array) -> jax.Array:
         ),
     ],
 )
-def test_options_are_checked_before_the_first_call(
+def test_invalid_options_raise_before_first_call(
     options: dict, error: type[Exception], message: str, mesh: Mesh
 ) -> None:
     with pytest.raises(error, match=re.escape(message)):
@@ -129,7 +129,7 @@ def test_options_are_checked_before_the_first_call(
         ),
     ],
 )
-def test_placements_are_checked_before_anything_is_compiled(
+def test_invalid_placements_raise_before_compiling(
     options: dict, error: type[Exception], message: str, mesh: Mesh
 ) -> None:
     jitted = sharded_jit(two, mesh, **options)
@@ -139,7 +139,7 @@ def test_placements_are_checked_before_anything_is_compiled(
         assert message in str(caught.value)
 
 
-def test_any_mapping_of_annotations_is_checked_before_the_first_call(
+def test_invalid_annotation_mapping_raises_before_call(
     mesh: Mesh,
 ) -> None:
     annotations = types.MappingProxyType({"hidden": P("nope")})
@@ -147,7 +147,7 @@ def test_any_mapping_of_annotations_is_checked_before_the_first_call(
         sharded_jit(two, mesh, annotations=annotations)
 
 
-def test_it_is_built_under_a_debugger(mesh: Mesh) -> None:
+def test_sharded_jit_works_under_debugger(mesh: Mesh) -> None:
     def look(frame: types.FrameType, event: str, arg: object) -> Any:
         assert frame.f_locals is not None  # writes variables into ``locals()``
         return look
@@ -160,7 +160,7 @@ def test_it_is_built_under_a_debugger(mesh: Mesh) -> None:
         sys.settrace(before)
 
 
-def test_a_mesh_in_the_place_of_the_function(mesh: Mesh) -> None:
+def test_mesh_in_place_of_function_raises(mesh: Mesh) -> None:
     message = "sharded_jit got a Mesh for the function. Write sharded_jit(fn, mesh, "
     with pytest.raises(TypeError, match=re.escape(message)):
         sharded_jit(mesh)

@@ -1,4 +1,4 @@
-"""What a peer's users write (scalax): its README, and the cases of its tests."""
+"""Code of a peer's users (scalax): its README, and the cases of its tests."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ def mesh() -> Mesh:
     return make_mesh({"x": 2, "y": 4})
 
 
-def test_the_readme_as_the_migration_tutorial_has_it(capsys: Any) -> None:
+def test_migration_tutorial_runs_scalax_readme(capsys: Any) -> None:
     source = TUTORIAL.read_text()
     # Imports and the model, the run to compare with, and the section; not the Trainer.
     start, rest = source.split("# %% [markdown]\n# ## After")
@@ -42,7 +42,7 @@ def test_the_readme_as_the_migration_tutorial_has_it(capsys: Any) -> None:
 
 
 @pytest.mark.parametrize(("size", "least"), [(4, 1024), (8, 2048), (2, 512)])
-def test_fsdp_takes_what_is_large_and_divides(size: int, least: int) -> None:
+def test_fsdp_splits_large_divisible_arrays(size: int, least: int) -> None:
     tree = {
         "scalar": (),
         "small vector": (least - size,),
@@ -65,7 +65,7 @@ def test_fsdp_takes_what_is_large_and_divides(size: int, least: int) -> None:
 
 
 @pytest.mark.parametrize("dim", [32, 192])
-def test_outputs_that_no_input_reaches_are_placed(dim: int, mesh: Mesh) -> None:
+def test_outputs_without_inputs_are_placed(dim: int, mesh: Mesh) -> None:
     rules = PathRules(("a", P("x", "y")), ("b", P("y", "x")), strict=True)
 
     @sharded_jit(mesh=mesh, out_shardings=(rules, P(("x", "y"))))
@@ -79,7 +79,7 @@ def test_outputs_that_no_input_reaches_are_placed(dim: int, mesh: Mesh) -> None:
     assert by_spec.sharding == NamedSharding(mesh, P(("x", "y")))
 
 
-def test_constraints_and_annotations_by_rule_and_by_spec(mesh: Mesh) -> None:
+def test_constraints_and_annotations_take_rules_and_specs(mesh: Mesh) -> None:
     spec, x = P("x", "y"), np.ones((32, 32), np.float32)
     wanted = NamedSharding(mesh, spec)
     for where in (spec, PolicyRules(lambda info: spec)):
@@ -93,7 +93,7 @@ def test_constraints_and_annotations_by_rule_and_by_spec(mesh: Mesh) -> None:
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("axes", ["x", ("y",), ("x", "y")])
-def test_local_data_along_any_dim_and_axes(dim: int, axes: Any, mesh: Mesh) -> None:
+def test_local_data_is_split_along_any_dim(dim: int, axes: Any, mesh: Mesh) -> None:
     data = np.arange(64.0, dtype=np.float32).reshape(8, 8)
     found = process_local_to_global({"a": data}, mesh, axes, dim=dim)["a"]
     spec = P(*[None] * dim, axes)

@@ -42,7 +42,7 @@ class Call:
 
     @property
     def arrays(self) -> tuple[tuple, dict]:
-        """The call of the compiled function, without what is static."""
+        """The call of the compiled function, without static arguments."""
         args = [x for i, x in enumerate(self.args) if i not in self.static_at]
         return tuple(args), {
             k: x for k, x in self.kwargs.items() if k not in self.static
@@ -94,7 +94,7 @@ def apply(f, x, *more, **named):
 
 
 class Model:
-    """A function with a state of its own, and a method."""
+    """A callable with state, and a method."""
 
     def __call__(self, a, *, z):
         return a - 3 * z
@@ -161,7 +161,7 @@ def same(found: Any, wanted: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_is_that_of_jit(name: str, mesh: Mesh) -> None:
+def test_call_matches_jit(name: str, mesh: Mesh) -> None:
     call = CALLS[name]
     args, kwargs = call.args, call.kwargs
     # With any sharding JAX itself would refuse keywords.
@@ -190,8 +190,8 @@ def test_a_call_is_that_of_jit(name: str, mesh: Mesh) -> None:
     assert jax.tree.map(str, shapes) == jax.tree.map(str, their_shapes)
 
 
-def test_a_keyword_may_have_the_name_of_a_position(mesh: Mesh) -> None:
-    """As Python has it: JAX ends in an assertion of its own."""
+def test_keyword_may_have_name_of_positional(mesh: Mesh) -> None:
+    """Python allows it, while JAX fails in an assertion."""
     ours = sharded_jit(same_name, mesh, in_shardings=P())
     for _ in range(3):
         same(ours(A, a=B), jax.numpy.asarray(same_name(A, a=B)))
@@ -215,7 +215,7 @@ def test_a_keyword_may_have_the_name_of_a_position(mesh: Mesh) -> None:
         (lambda x: "no array", {}, (A,), {}),
     ],
 )
-def test_what_jit_refuses_is_refused(
+def test_calls_refused_by_jit_raise(
     fn: Callable, options: dict, args: tuple, kwargs: dict, mesh: Mesh
 ) -> None:
     with pytest.raises((TypeError, ValueError, OverflowError)) as theirs:
@@ -226,7 +226,7 @@ def test_what_jit_refuses_is_refused(
         assert issubclass(ours.type, theirs.type.__mro__[-3])
 
 
-def test_equal_static_values_of_other_types_are_other_programs(mesh: Mesh) -> None:
+def test_equal_static_values_of_other_types_retrace(mesh: Mesh) -> None:
     def kind(x: jax.Array, n: object) -> jax.Array:
         return x + {int: 1, bool: 2, float: 3}[type(n)]
 
@@ -241,7 +241,7 @@ def documented(x: jax.Array, /, y: float = 2.0, *, n: int = 1) -> jax.Array:
     return x * y * n
 
 
-def test_it_looks_like_the_function(mesh: Mesh) -> None:
+def test_wrapper_looks_like_function(mesh: Mesh) -> None:
     documented.mark = "kept"  # pyright: ignore[reportFunctionMemberAccess]
     ours = sharded_jit(documented, mesh, static_argnames="n")
     theirs = jax.jit(documented, static_argnames="n")
@@ -298,7 +298,7 @@ def branch_line(fn: Callable) -> str:
 
 
 @pytest.mark.parametrize("jit", [sharded_jit, jax.jit], ids=["ours", "theirs"])
-def test_an_error_of_the_trace_names_the_users_line(jit: Any, mesh: Mesh) -> None:
+def test_trace_error_names_line_of_user(jit: Any, mesh: Mesh) -> None:
     placed = {"mesh": mesh, "in_shardings": P()} if jit is sharded_jit else {}
     wrapped = functools.wraps(branch)(lambda x: branch(x))
     for fn in (branch, wrapped):

@@ -38,7 +38,7 @@ def mesh() -> Mesh:
 @pytest.mark.parametrize(
     "out_shardings", [None, P(), RULES], ids=["none", "P", "rules"]
 )
-def test_a_signature_is_traced_once(out_shardings: Any, mesh: Mesh) -> None:
+def test_signature_is_traced_once(out_shardings: Any, mesh: Mesh) -> None:
     counted = Counted(lambda params, batch: jax.tree.map(lambda w: w + batch, params))
     jitted = sharded_jit(
         lambda params, batch: counted(params, batch),
@@ -69,7 +69,7 @@ def test_a_signature_is_traced_once(out_shardings: Any, mesh: Mesh) -> None:
 
 @jax.tree_util.register_pytree_node_class
 class OfArrays:
-    """A user's node that can hold arrays alone: neither shapes nor shardings."""
+    """A user's node that can hold only arrays: neither shapes nor shardings."""
 
     def __init__(self, x: Any) -> None:
         self.x = jnp.asarray(x)
@@ -83,7 +83,7 @@ class OfArrays:
 
 
 @pytest.mark.parametrize("out_shardings", [None, P()], ids=["none", "P"])
-def test_only_rules_need_the_shapes_of_outputs(out_shardings: P, mesh: Mesh) -> None:
+def test_only_rules_need_output_shapes(out_shardings: P, mesh: Mesh) -> None:
     x = np.ones(8, np.float32)
     jitted = sharded_jit(OfArrays, mesh, out_shardings=out_shardings)
     np.testing.assert_array_equal(jitted(x).x, x)
@@ -94,7 +94,7 @@ def test_only_rules_need_the_shapes_of_outputs(out_shardings: P, mesh: Mesh) -> 
         np.testing.assert_array_equal(plain(x), x)
 
 
-def test_lower_takes_shapes_for_arrays(mesh: Mesh) -> None:
+def test_lower_takes_shapes(mesh: Mesh) -> None:
     counted = Counted(lambda x, *, y: x @ y)
     jitted = sharded_jit(
         counted.__call__, mesh, in_shardings={"x": RULES}, out_shardings=P("data")
@@ -110,7 +110,7 @@ def spec_of_output(lowered: jax.stages.Lowered) -> P:
     return lowered.compile().output_shardings.spec
 
 
-def test_a_trace_that_fails_leaves_the_others_whole(mesh: Mesh) -> None:
+def test_failed_trace_keeps_other_traces(mesh: Mesh) -> None:
     def function(x: jax.Array) -> jax.Array:
         if x.shape[0] == 12:
             raise RuntimeError("twelve")
@@ -129,7 +129,7 @@ def test_a_trace_that_fails_leaves_the_others_whole(mesh: Mesh) -> None:
     assert spec(jitted(good)) == P("fsdp")
 
 
-def test_threads_trace_once_and_keep_their_meshes(mesh: Mesh) -> None:
+def test_threads_trace_once_and_keep_meshes(mesh: Mesh) -> None:
     other = make_mesh({"fsdp": 8})
     seen, errors = [], []
 
@@ -143,7 +143,7 @@ def test_threads_trace_once_and_keep_their_meshes(mesh: Mesh) -> None:
         try:
             for _ in range(10):
                 # Simulated devices take 32 programs each, and threads that launch more
-                # wait for one another for ever.
+                # wait for one another forever.
                 out = jax.block_until_ready(jitted(np.ones((rows, 4), np.float32)))
                 assert out.sharding == sharding, out.sharding
         except BaseException as error:
@@ -173,7 +173,7 @@ def test_threads_trace_once_and_keep_their_meshes(mesh: Mesh) -> None:
         for name in CASES
     ],
 )
-def test_the_program_is_that_of_jit_with_the_same_shardings(name: str) -> None:
+def test_program_matches_jit_with_same_shardings(name: str) -> None:
     case, mesh = CASES[name](), make_mesh({"fsdp": None})
     ours_counted, hand_counted = CountedStep(case.step), CountedStep(case.step)
     params, batch = shard((case.params, case.batch), (CASE_RULES, P("fsdp")), mesh)
@@ -187,7 +187,7 @@ def test_the_program_is_that_of_jit_with_the_same_shardings(name: str) -> None:
     assert ours_counted.traces == hand_counted.traces == 1
 
 
-def test_a_mesh_alone_says_nothing_about_names(mesh: Mesh) -> None:
+def test_mesh_without_strategy_ignores_names(mesh: Mesh) -> None:
     @sharded_jit(mesh=mesh, in_shardings=P("data"))
     def function(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         return constrain(x + 1, "batch", "embed"), constrain(x + 1, "fsdp", None)
@@ -196,7 +196,7 @@ def test_a_mesh_alone_says_nothing_about_names(mesh: Mesh) -> None:
     assert (spec(free), spec(placed)) == (P("data"), P("fsdp"))
 
 
-def test_jaxs_transformations_go_through(mesh: Mesh) -> None:
+def test_jax_transformations_compose(mesh: Mesh) -> None:
     function = sharded_jit(
         lambda x, y: (x * y).sum(), mesh, in_shardings=(RULES, None), out_shardings=P()
     )
@@ -208,7 +208,7 @@ def test_jaxs_transformations_go_through(mesh: Mesh) -> None:
     np.testing.assert_array_equal(jax.vmap(function, (0, None))(rows, 2.0), [32.0] * 3)
 
 
-def test_an_nnx_model_goes_in_and_out(mesh: Mesh) -> None:
+def test_nnx_model_passes_through(mesh: Mesh) -> None:
     def step(model: nnx.Linear, x: jax.Array) -> tuple[nnx.Linear, jax.Array]:
         return model, model(x).mean()
 

@@ -29,7 +29,7 @@ from tests.placing import FSDP_TP, place
 # Who decides
 
 
-def test_a_rule_comes_before_a_name_and_a_name_before_fsdps_choice() -> None:
+def test_rules_override_names_and_names_fsdp() -> None:
     names = ("embed", "mlp")
     free = place(FSDP_TP, 64, 128, names=names)
     rule = PathRules((r"\.kernel", P("tensor", "fsdp")))
@@ -40,7 +40,7 @@ def test_a_rule_comes_before_a_name_and_a_name_before_fsdps_choice() -> None:
     assert ruled.reason == r"path rule '\\.kernel'"
 
 
-def test_a_rule_that_replicates_is_obeyed() -> None:
+def test_replicating_rule_is_applied() -> None:
     strategy = FSDP(rules=(PathRules((r"kernel", P())),))
     assert place(strategy, 64, 128).stored == P()
 
@@ -64,7 +64,7 @@ def test_a_rule_that_replicates_is_obeyed() -> None:
         ((512, 9), ("layers",), P(), "fsdp=8 divides no free dim of [9]"),
     ],
 )
-def test_fsdp_takes_the_dim_whose_gather_copies_the_least(
+def test_fsdp_splits_cheapest_dim(
     shape: tuple, names: tuple | None, spec: P, reason: str | None
 ) -> None:
     names = names and names + (None,) * (len(shape) - len(names))
@@ -86,14 +86,14 @@ def test_fsdp_takes_the_dim_whose_gather_copies_the_least(
         ((32_768, 4096), 0),
     ],
 )
-def test_over_64_chips_the_dims_of_llama_are_whole_tiles(
+def test_llama_dims_are_whole_tiles_over_64_chips(
     shape: tuple[int, ...], dim: int
 ) -> None:
     fitting = [d for d, size in enumerate(shape) if size % 64 == 0]
     assert cheapest_dim(fitting, shape, 64) == (dim, True)
 
 
-def test_fsdp_takes_what_tensor_parallelism_leaves_free() -> None:
+def test_fsdp_splits_dim_left_by_tensor_parallelism() -> None:
     names = ("mlp", "embed")
     assert place(FSDP_TP, 512, 64, names=names).stored == P("tensor", "fsdp")
     taken = place(FSDP_TP, 512, 9, names=names)
@@ -101,12 +101,12 @@ def test_fsdp_takes_what_tensor_parallelism_leaves_free() -> None:
     assert taken.reason == "name 'mlp' -> tensor; fsdp=4 divides no free dim of [9]"
 
 
-def test_only_parameters_are_fsdps() -> None:
+def test_fsdp_splits_only_parameters() -> None:
     placement = place(FSDP(), 4096, kind="BatchStat", is_param=False)
     assert (placement.stored, placement.reason) == (P(), "not a parameter")
 
 
-def test_what_no_rule_names_is_replicated_and_says_so() -> None:
+def test_unnamed_arrays_are_replicated_with_reason() -> None:
     placement = place(TensorParallel(), 64, 128)
     assert (placement.stored, placement.reason) == (P(), "no rule names it")
 
@@ -119,7 +119,7 @@ def test_what_no_rule_names_is_replicated_and_says_so() -> None:
         ("optimizer", P(), P(), P("fsdp")),
     ],
 )
-def test_the_four_specs_of_zero(
+def test_zero_stages_have_expected_specs(
     shard: Any, stored: P, gradient: P, optimizer: P
 ) -> None:
     found = place(FSDP(shard=shard), 64, 64)
@@ -128,14 +128,14 @@ def test_the_four_specs_of_zero(
     assert found.is_gathered == (shard != "optimizer")
 
 
-def test_zero_keeps_the_axes_of_others_in_all_four_specs() -> None:
+def test_zero_keeps_axes_of_other_strategies() -> None:
     strategy = Composite(FSDP(4, shard="optimizer"), TensorParallel(2))
     found = place(strategy, 64, 64, names=("embed", "mlp"))
     assert found.stored == found.used == found.gradient == P(None, "tensor")
     assert found.optimizer == P("fsdp", "tensor")
 
 
-def test_a_layer_of_a_stack_has_the_specs_without_the_first_dim() -> None:
+def test_layer_specs_drop_first_dim() -> None:
     names = ("layers", "embed", "mlp")
     layer = place(FSDP_TP, 2, 64, 64, names=names).of_layer()
     assert (layer.stored, layer.used) == (P("fsdp", "tensor"), P(None, "tensor"))
@@ -145,7 +145,7 @@ def test_a_layer_of_a_stack_has_the_specs_without_the_first_dim() -> None:
 # Activations
 
 
-def test_constrain_outside_a_strategy_returns_the_same_object() -> None:
+def test_constrain_outside_strategy_returns_same_object() -> None:
     x = jnp.ones((8, 4))
     assert constrain(x, "batch", "embed") is x
 
@@ -168,7 +168,7 @@ def layout() -> Layout:
         ((8, 8), ("ep", "tp"), P(None, "tensor")),
     ],
 )
-def test_constrain_places_what_divides(
+def test_constrain_splits_divisible_dims(
     layout: Layout, shape: tuple, names: tuple, spec: P
 ) -> None:
     @jax.jit
@@ -181,7 +181,7 @@ def test_constrain_places_what_divides(
 
 
 @pytest.mark.parametrize("names", [("fsdp", "tp"), (P("fsdp", "tp"),), ("dp", None)])
-def test_rows_that_others_split_over_an_axis_are_split_as_the_batch(
+def test_rows_follow_axes_of_batch(
     names: tuple,
 ) -> None:
     layout = Composite(DataParallel(4), Pipeline(2)).layout()
@@ -190,7 +190,7 @@ def test_rows_that_others_split_over_an_axis_are_split_as_the_batch(
     assert found.is_equivalent_to(layout.sharding(P("data")), 2)
 
 
-def test_constrain_checks_names_with_and_without_a_strategy(layout: Layout) -> None:
+def test_constrain_with_invalid_names_raises(layout: Layout) -> None:
     message = (
         "constrain got 1 names ('batch',) for an array of shape (8, 4). Give one name, "
         "or None, for each of its 2 dims."
@@ -211,9 +211,7 @@ def test_constrain_checks_names_with_and_without_a_strategy(layout: Layout) -> N
         ((8, 16), (P("tensor"),), P("tensor")),
     ],
 )
-def test_constrain_on_a_bare_mesh_takes_effect(
-    shape: tuple, names: tuple, spec: P
-) -> None:
+def test_constrain_applies_on_bare_mesh(shape: tuple, names: tuple, spec: P) -> None:
     layout = layout_of(make_mesh({"data": 4, "tensor": 2}))
 
     @jax.jit
@@ -235,7 +233,7 @@ def test_constrain_on_a_bare_mesh_takes_effect(
         (np.ones(8), (3, None)),
     ],
 )
-def test_constrain_takes_names_or_one_placement(x: Any, names: tuple) -> None:
+def test_constrain_of_tree_with_names_raises(x: Any, names: tuple) -> None:
     message = re.escape(f"constrain got {names} for a {type(x).__name__}. One array")
     for where in (None, layout_of(make_mesh({"data": None})), DataParallel().layout()):
         with using(where), pytest.raises(PlacementTreeError, match=message):
@@ -244,7 +242,7 @@ def test_constrain_takes_names_or_one_placement(x: Any, names: tuple) -> None:
         constrain(np.ones((8, 4)), ("data", "tensor"), None, None)
 
 
-def test_a_layout_is_active_only_inside() -> None:
+def test_layout_is_active_only_inside_context() -> None:
     x, layout = jnp.ones((8, 4)), DataParallel().layout()
     with using(layout):
         with using(None):

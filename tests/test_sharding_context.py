@@ -28,7 +28,7 @@ FSDP_TP = Composite(FSDP(4, min_size=0), TensorParallel(2))
 
 
 class Placing(nnx.Module):
-    """A product whose output it places by a bare spec, or by what it is given."""
+    """A product that places its output by the given bare spec."""
 
     def __init__(self, rngs: nnx.Rngs, spec: Any = None) -> None:
         init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "tp"))
@@ -57,7 +57,7 @@ def lowered(of: Trainer) -> str:
     return step.lower(of.state, of.shard_batch(X)).as_text()
 
 
-def test_a_bare_spec_finds_the_strategys_mesh() -> None:
+def test_bare_spec_uses_mesh_of_strategy() -> None:
     spec = P("tensor", "fsdp")  # as nothing of ours would have it
     placing = trainer(lambda rngs: Placing(rngs, spec), FSDP_TP)
     with jax.set_mesh(placing.mesh):
@@ -72,7 +72,7 @@ def test_a_bare_spec_finds_the_strategys_mesh() -> None:
     )
 
 
-def test_a_bare_spec_in_a_stage_of_a_pipeline() -> None:
+def test_bare_spec_applies_in_pipeline_stage() -> None:
     def build(rngs: nnx.Rngs) -> nnx.Module:
         return Stack(lambda rngs: Placing(rngs, P("fsdp")), 2, rngs=rngs)
 
@@ -81,7 +81,7 @@ def test_a_bare_spec_in_a_stage_of_a_pipeline() -> None:
     assert re.search(r'sharding_constraint.*\{"fsdp"', lowered(staged))
 
 
-def test_a_bare_spec_of_an_axis_that_the_mesh_lacks() -> None:
+def test_bare_spec_of_unknown_axis_raises() -> None:
     placing = trainer(lambda rngs: Placing(rngs, P(None, "tp")), TensorParallel())
     message = (
         "Resource axis: tp of P(None, 'tp') is not found in mesh: ('tensor',). The "
@@ -110,7 +110,7 @@ EXPLICIT = (
 )
 
 
-def test_a_model_for_explicit_axes_is_refused_by_name() -> None:
+def test_model_for_explicit_axes_raises() -> None:
     strategy = FSDP(min_size=0)
     explicit = trainer(lambda rngs: Explicit(rngs, is_built_so=False), strategy)
     for run in (lambda: explicit.fit([X], num_steps=1), lambda: explicit.evaluate([X])):
@@ -132,13 +132,13 @@ class Caching(nnx.Module):
         return cache[...]
 
 
-def test_a_variable_that_a_loss_makes_needs_no_axes_of_the_mesh() -> None:
+def test_variable_made_in_loss_needs_no_mesh_axes() -> None:
     caching = trainer(Caching, FSDP(min_size=0))
     assert np.isfinite(caching.fit([X], num_steps=1)["loss"]).all()
 
 
 class Asking(Placing):
-    """As code of others asks: on one device there is no mesh."""
+    """Places its output only if there is a mesh, as code of others does."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if jax.sharding.get_abstract_mesh().empty:
@@ -146,7 +146,7 @@ class Asking(Placing):
         return super().__call__(x)
 
 
-def test_a_model_that_asks_for_the_mesh_runs_with_and_without_one() -> None:
+def test_model_that_reads_mesh_runs_without_mesh() -> None:
     asking = trainer(lambda rngs: Asking(rngs, P("tensor", "fsdp")), FSDP_TP)
     assert '{"tensor"}, {"fsdp"}' not in lowered(asking)
     with jax.set_mesh(asking.mesh):

@@ -1,4 +1,4 @@
-"""Pictures say which device holds what, to people and to parsers."""
+"""Pictures show the devices that hold each shard, to people and to parsers."""
 
 import re
 import subprocess
@@ -47,9 +47,7 @@ def abstract(mesh: Mesh, shape: tuple, spec: P) -> jax.ShapeDtypeStruct:
         ((2, 8, 8, 8), P("data", "fsdp")),
     ],
 )
-def test_a_block_has_the_devices_that_hold_it(
-    shape: tuple, spec: P, mesh: Mesh
-) -> None:
+def test_blocks_show_devices_that_hold_them(shape: tuple, spec: P, mesh: Mesh) -> None:
     array = shard(np.arange(np.prod(shape), dtype=np.int32).reshape(shape), spec, mesh)
     shards = ShardMap(array)
     held = {s.device.id: s for s in array.addressable_shards}
@@ -77,7 +75,7 @@ def test_a_block_has_the_devices_that_hold_it(
         ((16, 4), P(), (0, 1), []),
     ],
 )
-def test_of_many_dims_two_are_shown_and_the_caption_says_which(
+def test_caption_names_two_shown_dims(
     shape: tuple, spec: P, dims: tuple, notes: list[str], mesh: Mesh
 ) -> None:
     shards = ShardMap(abstract(mesh, shape, spec))
@@ -86,7 +84,7 @@ def test_of_many_dims_two_are_shown_and_the_caption_says_which(
     assert f"rows: dim {dims[0]} of {shape[dims[0]]}" in shards.caption
 
 
-def test_shards_along_a_third_dim_have_blocks_of_their_own() -> None:
+def test_shards_along_third_dim_have_separate_blocks() -> None:
     """A block with several devices means copies, and nothing else."""
     mesh = make_mesh({"pipe": 2, "fsdp": 2, "tensor": 2})
     shards = ShardMap(abstract(mesh, (4, 8, 6), P("pipe", "fsdp", "tensor")))
@@ -100,7 +98,7 @@ def test_shards_along_a_third_dim_have_blocks_of_their_own() -> None:
     assert "devices of a block hold the same copy" in copies.notes
 
 
-def test_text_of_an_array(mesh: Mesh) -> None:
+def test_array_is_drawn_as_text(mesh: Mesh) -> None:
     picture = visualize(abstract(mesh, (512, 64), P("data")))
     assert str(picture).splitlines() == [
         "array",
@@ -116,7 +114,7 @@ def test_text_of_an_array(mesh: Mesh) -> None:
     ]
 
 
-def test_the_terminal_shows_colours(mesh: Mesh) -> None:
+def test_terminal_shows_colours(mesh: Mesh) -> None:
     console = Console(force_terminal=True, color_system="truecolor", width=100)
     with console.capture() as capture:
         console.print(visualize(abstract(mesh, (8,), P("fsdp"))))
@@ -141,7 +139,7 @@ def cells(svg: str) -> list[tuple[str, ElementTree.Element]]:
     ]
 
 
-def test_svg_has_a_named_block_for_each_shard(mesh: Mesh, tmp_path: Path) -> None:
+def test_svg_has_labelled_block_per_shard(mesh: Mesh, tmp_path: Path) -> None:
     picture = visualize(abstract(mesh, (64, 512), P("data", "fsdp")))
     blocks = cells(picture.svg)
     assert [label.strip() for label, _ in blocks] == [f"{i}" for i in range(8)]
@@ -153,7 +151,7 @@ def test_svg_has_a_named_block_for_each_shard(mesh: Mesh, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("size", [(8, 8), (1, 4096), (4096, 1), (7,), (0, 8), ()])
-def test_nothing_leaves_the_picture(size: tuple, mesh: Mesh) -> None:
+def test_svg_elements_stay_inside_picture(size: tuple, mesh: Mesh) -> None:
     svg = visualize(abstract(mesh, size, P())).svg
     root = ElementTree.fromstring(svg)
     left, top, width, height = map(float, root.attrib["viewBox"].split())
@@ -168,7 +166,7 @@ def test_nothing_leaves_the_picture(size: tuple, mesh: Mesh) -> None:
         assert top <= float(text.attrib["y"]) <= top + height
 
 
-def test_a_model_is_a_table_of_its_arrays() -> None:
+def test_model_is_drawn_as_table_of_arrays() -> None:
     columns = FSDP(8, rules=(PathRules((r"kernel", P(None, "fsdp"))),))
     model = columns.init(lambda rngs: nnx.Linear(64, 128, rngs=rngs), 0)
     for tree in (model, nnx.state(model)):
@@ -181,7 +179,7 @@ def test_a_model_is_a_table_of_its_arrays() -> None:
         assert part in text
 
 
-def test_a_description_is_its_table_and_its_totals() -> None:
+def test_description_is_drawn_with_totals() -> None:
     described = FSDP(8).describe(lambda rngs: nnx.Linear(64, 128, rngs=rngs))
     picture = visualize(described)
     assert str(picture) == str(described)
@@ -192,7 +190,7 @@ def test_a_description_is_its_table_and_its_totals() -> None:
         )
 
 
-def test_the_verb_is_the_function_whatever_was_imported_before() -> None:
+def test_public_functions_shadow_packages() -> None:
     """`nnx_parallel.visualize` is a package too, and so is `nnx_parallel.audit`."""
     for first in ("visualize.describe", "cli.launch"):
         script = (
@@ -206,7 +204,7 @@ def test_the_verb_is_the_function_whatever_was_imported_before() -> None:
         subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_what_cannot_be_drawn(mesh: Mesh) -> None:
+def test_drawing_unplaced_arrays_raises(mesh: Mesh) -> None:
     message = "`a` is a ndarray without a sharding. Place it first, for example with sh"
     with pytest.raises(TypeError, match=re.escape(message)):
         visualize({"a": np.ones(3)})
@@ -217,7 +215,7 @@ def test_what_cannot_be_drawn(mesh: Mesh) -> None:
     message = "`array` is a ndarray without a sharding. Place it first"
     with pytest.raises(TypeError, match=re.escape(message)):
         visualize(np.ones(3))
-    # An object that is no pytree, as a Trainer is none, is a single leaf to JAX.
+    # An object that is not a pytree, such as a Trainer, is a single leaf to JAX.
     message = "A object without arrays cannot be drawn. Pass an array that lies on a m"
     with pytest.raises(TypeError, match=re.escape(message)):
         visualize(object())
@@ -226,7 +224,7 @@ def test_what_cannot_be_drawn(mesh: Mesh) -> None:
     assert "│  3  │" in str(visualize(single))
 
 
-def test_ids_are_shortened_and_inks_can_be_read() -> None:
+def test_ids_are_shortened_and_colours_are_readable() -> None:
     assert ids_text(range(64)) == "0-63"
     assert ids_text([0, 1]) == "0, 1"
     for count in (4, 8, 64, 512):
@@ -252,7 +250,7 @@ def contrast(one: tuple, other: tuple) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def test_colours_follow_devices_not_places(mesh: Mesh) -> None:
+def test_colours_follow_devices(mesh: Mesh) -> None:
     tree = {"rows": np.ones((64, 64)), "columns": np.ones((63, 64))}
     placed = shard(tree, FSDPRules(min_size=0), mesh)
     maps = [ShardMap(x) for x in jax.tree.leaves(placed)]

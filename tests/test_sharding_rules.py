@@ -53,14 +53,14 @@ from tests.placing import FSDP_TP, place
 # Names
 
 
-def test_logical_rules_replace_the_strategys_own_entries() -> None:
+def test_logical_rules_override_strategy_entries() -> None:
     rules = (LogicalRules({"mlp": None, "embed": "tensor"}),)
     strategy = TensorParallel(8, rules=rules)
     assert place(strategy, 64, 64, names=("embed", "mlp")).stored == P("tensor")
     assert place(strategy, 64, 64, names=(None, "vocab")).stored == P(None, "tensor")
 
 
-def test_two_logical_rules_that_disagree() -> None:
+def test_conflicting_logical_rules_raise() -> None:
     rules = (LogicalRules({"mlp": None}), LogicalRules({"mlp": "tensor"}))
     message = "Two LogicalRules give dims named 'mlp' to () and to ('tensor',). Keep"
     with pytest.raises(PlacementConflictError, match=re.escape(message)):
@@ -69,7 +69,7 @@ def test_two_logical_rules_that_disagree() -> None:
     assert TensorParallel(rules=same).layout().claims.logical["mlp"] == ("tensor",)
 
 
-def test_a_rule_for_an_axis_that_the_mesh_lacks() -> None:
+def test_rule_with_unknown_axis_raises() -> None:
     message = (
         "Dims named 'seq' are given to the mesh axis 'tensr', which the mesh lacks. "
         "Did you mean 'tensor'? Its axes: ['tensor']. Map the name to one of them, or "
@@ -79,7 +79,7 @@ def test_a_rule_for_an_axis_that_the_mesh_lacks() -> None:
         TensorParallel(rules=(LogicalRules({"seq": "tensr"}),)).layout()
 
 
-def test_a_mesh_axis_stands_for_itself_and_is_ignored_where_the_mesh_lacks_it() -> None:
+def test_mesh_axis_name_applies_if_present() -> None:
     names = (None, "tensor")
     assert place(TensorParallel(), 64, 64, names=names).stored == P(None, "tensor")
     assert place(DataParallel(), 64, 64, names=names).stored == P()
@@ -88,14 +88,14 @@ def test_a_mesh_axis_stands_for_itself_and_is_ignored_where_the_mesh_lacks_it() 
 
 
 class Annotated(nnx.Module):
-    """Named as Flax's guide does it, with a mesh axis of its own."""
+    """Named as in Flax's guide, with a mesh axis of that guide."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         init = nnx.with_partitioning(nnx.initializers.ones_init(), (None, "model"))
         self.linear = nnx.Linear(64, 64, kernel_init=init, use_bias=False, rngs=rngs)
 
 
-def test_a_name_of_flaxs_guide_is_that_of_an_axis_of_ours() -> None:
+def test_flax_guide_names_map_to_axes() -> None:
     kernel = TensorParallel(8).init(Annotated, 0).linear.kernel[...]  # pyright: ignore[reportAttributeAccessIssue]
     assert kernel.sharding.spec == P(None, "tensor")
     assert kernel.addressable_shards[0].data.shape == (64, 8)
@@ -104,7 +104,7 @@ def test_a_name_of_flaxs_guide_is_that_of_an_axis_of_ours() -> None:
     assert place(strategy, 64, 64, names=(None, "model")).stored == P()
 
 
-def test_an_unknown_name_is_an_error_whose_advice_works_under_every_strategy() -> None:
+def test_unknown_name_raises_with_working_advice() -> None:
     message = (
         "Name 'columns' of `block.kernel` is neither a logical axis nor a mesh axis. "
         "Map it with rules=(LogicalRules({'columns': 'tensor'}),), or to None to "
@@ -128,7 +128,7 @@ def test_an_unknown_name_is_an_error_whose_advice_works_under_every_strategy() -
     ],
     ids=repr,
 )
-def test_axes_of_other_models_are_understood_and_of_size_one_where_absent(
+def test_foreign_axis_names_map_or_are_absent(
     strategy: Strategy, stored: P, absent: tuple[str, ...]
 ) -> None:
     found = place(strategy, 64, 128, names=("fsdp", "tp"))
@@ -136,7 +136,7 @@ def test_axes_of_other_models_are_understood_and_of_size_one_where_absent(
     assert found.absent == absent
 
 
-def test_every_conventional_name_is_that_of_an_axis_of_ours() -> None:
+def test_conventional_names_map_to_mesh_axes() -> None:
     assert set(AXIS_NAMES) == set(MESH_AXES)
     for axis, names in AXIS_NAMES.items():
         for name in names:
@@ -145,7 +145,7 @@ def test_every_conventional_name_is_that_of_an_axis_of_ours() -> None:
             assert axes_on(make_mesh({name: None}), name) == (name,)
 
 
-def test_the_description_says_which_axes_are_absent(
+def test_description_lists_absent_axes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     init = nnx.with_partitioning(nnx.initializers.ones_init(), ("fsdp", "tp"))
@@ -159,14 +159,14 @@ def test_the_description_says_which_axes_are_absent(
 
 
 def named_by_sharding(rngs: nnx.Rngs) -> nnx.Module:
-    """As the JAX AI stack's miniGPT does it, on a mesh of the model's own."""
+    """As the JAX AI stack's miniGPT does it, on a mesh that the model makes."""
     mesh = jax.make_mesh((2, 4), ("batch", "model"))
     sharding = NamedSharding(mesh, P(None, "model"))
     init = nnx.with_partitioning(nnx.initializers.ones_init(), sharding)  # pyright: ignore[reportArgumentType]
     return nnx.Linear(64, 64, kernel_init=init, rngs=rngs)
 
 
-def test_a_sharding_in_the_metadata_is_read_for_its_spec() -> None:
+def test_metadata_sharding_is_read_as_spec() -> None:
     message = (
         "1 arrays of the model name their dims by a NamedSharding, such as "
         "P(None, 'model') on {'batch': 2, 'model': 4}. Its spec is read; the mesh is "
@@ -180,7 +180,7 @@ def test_a_sharding_in_the_metadata_is_read_for_its_spec() -> None:
     assert model.kernel[...].sharding == NamedSharding(FSDP().make_mesh(), P("fsdp"))
 
 
-def test_an_error_suggests_the_nearest_name() -> None:
+def test_unknown_name_suggests_nearest_name() -> None:
     message = "Name 'embeds' of `block.kernel` is neither a logical axis nor a mesh "
     with pytest.raises(UnknownAxisError, match=re.escape(message)) as caught:
         place(FSDP(), 64, 64, names=("embeds", None))
@@ -188,7 +188,7 @@ def test_an_error_suggests_the_nearest_name() -> None:
     assert "axes of this mesh: ['fsdp']." in str(caught.value)
 
 
-def test_a_dim_that_its_name_cannot_split() -> None:
+def test_indivisible_named_dim_raises() -> None:
     message = (
         "Cannot shard `block.kernel` with global shape (64, 6, 16) as "
         "P(None, 'tensor'): mesh axis 'tensor' of size 4 does not divide "
@@ -201,7 +201,7 @@ def test_a_dim_that_its_name_cannot_split() -> None:
         place(strategy, 64, 6, 16, names=names)
 
 
-def test_one_key_value_head_under_tensor_parallelism_can_be_replicated() -> None:
+def test_single_kv_head_can_be_replicated() -> None:
     names, parts = (
         ("embed", "kv_heads", "head_dim"),
         (DataParallel(4), TensorParallel(2)),
@@ -215,7 +215,7 @@ def test_one_key_value_head_under_tensor_parallelism_can_be_replicated() -> None
     assert place(Composite(*parts, rules=rules), 64, 1, 16, names=names).stored == P()
 
 
-def test_two_names_that_claim_one_axis() -> None:
+def test_names_that_claim_same_axis_raise() -> None:
     message = (
         "Cannot shard `block.kernel` with global shape (64, 64) as "
         "P('tensor', 'tensor'): mesh axis 'tensor' splits 2 dims. An "
@@ -225,7 +225,7 @@ def test_two_names_that_claim_one_axis() -> None:
         place(TensorParallel(), 64, 64, names=("vocab", "mlp"))
 
 
-def test_more_names_than_dims() -> None:
+def test_more_names_than_dims_raise() -> None:
     variable = nnx.Param(
         jnp.ones((2, 3)), out_sharding=("embed", "mlp", "heads"), eager_sharding=False
     )
@@ -237,13 +237,13 @@ def test_more_names_than_dims() -> None:
         array_info(("up", "kernel"), variable)
 
 
-def test_fewer_names_than_dims_leave_the_last_ones_free() -> None:
+def test_missing_names_leave_last_dims_free() -> None:
     variable = nnx.Param(jnp.ones((8, 3)), out_sharding=("mlp",), eager_sharding=False)
     info = array_info(("blocks", 0, "kernel"), variable)
     assert (info.path, info.names, info.size) == ("blocks.0.kernel", ("mlp", None), 24)
 
 
-def test_a_shared_variable_is_one_array() -> None:
+def test_shared_variable_is_listed_once() -> None:
     class Tied(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
             self.first = nnx.Linear(4, 4, rngs=rngs)
@@ -275,7 +275,7 @@ def test_a_shared_variable_is_one_array() -> None:
         (P("fsdp", "fsdp"), PlacementConflictError, "'fsdp' splits 2 dims."),
     ],
 )
-def test_a_rule_whose_spec_does_not_fit(
+def test_rule_with_invalid_spec_raises(
     spec: P, error: type[ParallelError], message: str
 ) -> None:
     with pytest.raises(error, match=re.escape(message)):
@@ -291,7 +291,7 @@ SERVES_ALL = {
 
 
 @pytest.mark.parametrize("rule", SERVES_ALL.values(), ids=SERVES_ALL)
-def test_a_rule_serves_every_strategy(rule: Rules) -> None:
+def test_rule_applies_under_every_strategy(rule: Rules) -> None:
     specs = {
         FSDP(rules=(rule,)): P("fsdp"),
         TensorParallel(rules=(rule,)): P(None, "tensor"),
@@ -304,7 +304,7 @@ def test_a_rule_serves_every_strategy(rule: Rules) -> None:
     assert len(absent) == 2
 
 
-def test_logical_rules_serve_every_strategy() -> None:
+def test_logical_rules_apply_under_every_strategy() -> None:
     rules = (LogicalRules({"columns": "tensor", "rows": ("dp", "fsdp")}),)
     specs = {
         FSDP(rules=rules): P("fsdp"),
@@ -316,19 +316,19 @@ def test_logical_rules_serve_every_strategy() -> None:
     assert {s: place(s, 64, 128, names=names).stored for s in specs} == specs
 
 
-def test_a_rule_for_an_axis_of_fsdp_splits_nothing_without_it() -> None:
+def test_fsdp_rule_without_axis_splits_nothing() -> None:
     rules = (ChainRules(PathRules((r"bias", P())), FSDPRules()),)
     assert place(TensorParallel(rules=rules), 64, 64).stored == P()
     assert place(FSDP(rules=rules), 64, 64).stored == P("fsdp")
 
 
-def test_on_a_mesh_alone_an_axis_that_it_lacks_is_an_error() -> None:
+def test_unknown_axis_on_bare_mesh_raises() -> None:
     message = "Cannot shard `the array` as P('tensor',): the mesh has no axis 'tensor'."
     with pytest.raises(UnknownAxisError, match=re.escape(message)):
         shard(jnp.ones(8), P("tensor"), make_mesh({"fsdp": None}))
 
 
-def test_two_rules_that_claim_one_array() -> None:
+def test_rules_that_claim_same_array_raise() -> None:
     columns = PathRules((r"kernel", P(None, "fsdp")))
 
     def rows(info: ArrayInfo) -> P | None:
@@ -345,7 +345,7 @@ def test_two_rules_that_claim_one_array() -> None:
     assert place(strategy, 8, 8).stored == P(None, "fsdp")
 
 
-def test_in_a_chain_order_decides() -> None:
+def test_chain_applies_first_matching_rule() -> None:
     columns = PathRules((r"kernel", P(None, "fsdp")))
     rows = PathRules((r"kernel", P("fsdp")))
     chain = ChainRules(PathRules((r"bias", P())), rows, columns)
@@ -356,12 +356,12 @@ def test_in_a_chain_order_decides() -> None:
         )
 
 
-def test_the_first_path_that_matches_counts() -> None:
+def test_first_matching_path_applies() -> None:
     rules = PathRules((r"^block", P("fsdp")), (r"kernel", P(None, "fsdp")))
     assert place(FSDP(rules=(rules,)), 64, 64).stored == P("fsdp")
 
 
-def test_strict_rules_must_match_every_parameter() -> None:
+def test_strict_rules_raise_on_unmatched_parameter() -> None:
     rules = PathRules((r"bias", P()), strict=True)
     message = (
         "No path rule matches `block.kernel` with shape (64, 64). Strict rules must "
@@ -373,7 +373,7 @@ def test_strict_rules_must_match_every_parameter() -> None:
     assert place(FSDP(rules=(rules,)), 64, is_param=False).stored == P()
 
 
-def test_path_rules_that_match_nothing_warn() -> None:
+def test_unmatched_path_rules_warn() -> None:
     rules = PathRules((r"kernal", P("fsdp")), (r"kernel", P()))
     with pytest.warns(
         UserWarning, match=re.escape("Path rules ['kernal'] match no ar")
@@ -381,7 +381,7 @@ def test_path_rules_that_match_nothing_warn() -> None:
         FSDP(rules=(rules,)).init(lambda rngs: nnx.Linear(64, 64, rngs=rngs), 0)
 
 
-def test_a_policy_sees_shape_names_and_kind() -> None:
+def test_policy_receives_shape_names_and_kind() -> None:
     seen = []
     strategy = FSDP(rules=(PolicyRules(seen.append),))
     strategy.describe(lambda rngs: nnx.BatchNorm(64, rngs=rngs))
@@ -393,7 +393,7 @@ def test_a_policy_sees_shape_names_and_kind() -> None:
     }
 
 
-def test_a_dim_is_named_once() -> None:
+def test_duplicate_dim_name_raises() -> None:
     message = (
         "The dims ('embed', 'embed') name 'embed' twice. Give each dim of a parameter "
         "its own name, or None."
@@ -402,7 +402,7 @@ def test_a_dim_is_named_once() -> None:
         check_names(("embed", "embed"))
 
 
-def test_names_travel_in_flaxs_own_metadata() -> None:
+def test_names_are_stored_in_flax_metadata() -> None:
     dense = Dense({"embed": 4}, {"mlp": 8}, rngs=nnx.Rngs(0))
     assert dense.kernel.get_metadata()["out_sharding"] == ("embed", "mlp")
     value = named(nnx.initializers.ones_init(), "mlp")(jax.random.key(0), (4,))
@@ -473,9 +473,7 @@ def test_names_travel_in_flaxs_own_metadata() -> None:
         ),
     ],
 )
-def test_a_malformed_rule_is_named_where_it_is_made(
-    make: Callable, message: str
-) -> None:
+def test_malformed_rule_raises_at_construction(make: Callable, message: str) -> None:
     with pytest.raises(RuleError, match=re.escape(message)):
         make()
 
@@ -500,7 +498,7 @@ class Answers:
         Answers(()),
     ],
 )
-def test_an_answer_that_is_no_spec_is_named(rule: Any) -> None:
+def test_policy_with_invalid_result_raises(rule: Any) -> None:
     message = "for `block.kernel`. A policy returns a jax.sharding.PartitionSpec, such"
     with pytest.raises(RuleError, match=re.escape(message)):
         place(FSDP(rules=(rule,)), 64, 64)
@@ -509,7 +507,7 @@ def test_an_answer_that_is_no_spec_is_named(rule: Any) -> None:
         resolve_shardings(tree, rule, make_mesh({"fsdp": None}))
 
 
-def test_a_class_is_no_rule() -> None:
+def test_rule_class_instead_of_instance_raises() -> None:
     mesh = make_mesh({"fsdp": None})
     message = "Cannot place `in_shardings`: <class 'nnx_parallel.sharding.rules.FSDPRul"
     with pytest.raises(PlacementTreeError, match=re.escape(message)):

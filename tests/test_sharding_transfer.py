@@ -64,7 +64,7 @@ def mesh() -> Mesh:
     return make_mesh({"data": 2, "fsdp": 4})
 
 
-def test_a_tree_comes_back_as_it_went(mesh: Mesh) -> None:
+def test_gathered_tree_matches_original(mesh: Mesh) -> None:
     rng = np.random.default_rng(0)
     tree = {
         "w": rng.normal(size=(64, 32)).astype(np.float32),
@@ -84,7 +84,7 @@ def test_a_tree_comes_back_as_it_went(mesh: Mesh) -> None:
         np.testing.assert_array_equal(back[name], tree[name])
 
 
-def test_gathered_on_devices_every_one_has_all(mesh: Mesh) -> None:
+def test_gather_on_devices_replicates(mesh: Mesh) -> None:
     x = shard(np.arange(8.0, dtype=np.float32), P("fsdp"), mesh)
     whole = gather({"x": x}, to_host=False)["x"]
     assert whole.sharding == NamedSharding(mesh, P())
@@ -95,7 +95,7 @@ def test_gathered_on_devices_every_one_has_all(mesh: Mesh) -> None:
     assert gather(alone, to_host=False) is alone
 
 
-def test_an_nnx_model_keeps_its_structure(mesh: Mesh) -> None:
+def test_nnx_model_keeps_its_structure(mesh: Mesh) -> None:
     model = nnx.Linear(64, 32, rngs=nnx.Rngs(0))
     placed = shard(model, FSDPRules(min_size=0), mesh)
     assert isinstance(placed, nnx.Linear)
@@ -115,7 +115,7 @@ def test_an_nnx_model_keeps_its_structure(mesh: Mesh) -> None:
         (Composite(DataParallel(2), FSDP(4)), None, 0, P(("data", "fsdp"))),
     ],
 )
-def test_with_one_process_local_data_is_device_put(
+def test_local_data_of_one_process_matches_device_put(
     where: Any, axes: Any, dim: int, spec: P, mesh: Mesh
 ) -> None:
     batch = {"x": np.arange(64.0, dtype=np.float32).reshape(8, 8), "n": np.int32(2)}
@@ -132,7 +132,7 @@ def test_with_one_process_local_data_is_device_put(
 
 @jax.tree_util.register_pytree_node_class
 class Rows:
-    """A batch that accepts arrays alone, as many classes of users do."""
+    """A batch that accepts only arrays, as many classes of users do."""
 
     def __init__(self, x: Any) -> None:
         self.x = jnp.asarray(x)
@@ -145,12 +145,12 @@ class Rows:
         return cls(*children)
 
 
-def test_a_batch_may_be_of_a_class_of_its_own(mesh: Mesh) -> None:
+def test_batch_may_be_custom_class(mesh: Mesh) -> None:
     placed = process_local_to_global(Rows(np.ones((8, 2))), mesh, "data")
     assert placed.x.sharding.spec == P("data")
 
 
-def test_local_data_that_does_not_fit(mesh: Mesh) -> None:
+def test_invalid_local_data_raises(mesh: Mesh) -> None:
     with pytest.raises(
         UnknownAxisError, match=re.escape("Cannot shard `batch.x` as P")
     ):
@@ -161,7 +161,7 @@ def test_local_data_that_does_not_fit(mesh: Mesh) -> None:
         process_local_to_global({"x": np.ones(8)}, mesh, "data", dim=1)
 
 
-def test_two_processes_join_what_each_has() -> None:
+def test_two_processes_join_local_data() -> None:
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         port = str(listener.getsockname()[1])

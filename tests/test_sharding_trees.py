@@ -1,4 +1,4 @@
-"""Rules on any pytree: what they answer, in which order, and what they report."""
+"""Rules on any pytree: their answers, their order, and their reports."""
 
 import re
 import warnings
@@ -69,13 +69,11 @@ def specs(tree: Any, rules: Any, mesh: Mesh) -> Any:
         ((64, 8, 64), P("fsdp")),
     ],
 )
-def test_fsdp_rules_take_a_dim_that_the_axis_divides(
-    shape: tuple, spec: P, mesh: Mesh
-) -> None:
+def test_fsdp_rules_split_divisible_dim(shape: tuple, spec: P, mesh: Mesh) -> None:
     assert specs(abstract(*shape), FSDPRules("fsdp", 1024), mesh) == spec
 
 
-def test_a_large_array_that_nothing_divides_is_replicated_and_reported(mesh: Mesh):
+def test_indivisible_large_array_warns(mesh: Mesh):
     message = (
         "1 large arrays stay replicated: `odd` (33, 35): fsdp=4 divides no free dim of "
         "[33, 35]. Pad a dim, or place them with PathRules."
@@ -85,7 +83,7 @@ def test_a_large_array_that_nothing_divides_is_replicated_and_reported(mesh: Mes
         assert specs(tree, FSDPRules(), mesh) == {"odd": P(), "small": P()}
 
 
-def test_rules_place_a_training_state_of_any_library(mesh: Mesh) -> None:
+def test_rules_place_optax_training_state(mesh: Mesh) -> None:
     params = {"w": abstract(256, 64), "b": abstract(64)}
     state = jax.eval_shape(optax.adam(1e-3).init, params)
     found = resolve_shardings({"params": params, "opt": state}, FSDPRules(), mesh)
@@ -95,7 +93,7 @@ def test_rules_place_a_training_state_of_any_library(mesh: Mesh) -> None:
     assert found["params"]["b"] == NamedSharding(mesh, P())
 
 
-def test_path_rules_search_the_dotted_path_from_where_they_stand(mesh: Mesh) -> None:
+def test_path_rules_search_dotted_path(mesh: Mesh) -> None:
     tree = {"a": abstract(8, 8), "b": [abstract(8, 8), abstract(8, 8)]}
     rules = PathRules((r"^a$", P("data", "fsdp")), (r"^b\.0$", P("fsdp")), strict=False)
     assert specs(tree, rules, mesh) == {
@@ -108,7 +106,7 @@ def test_path_rules_search_the_dotted_path_from_where_they_stand(mesh: Mesh) -> 
     assert [s.spec for s in found["b"]] == [P("fsdp"), P()]
 
 
-def test_strict_path_rules_raise_on_a_leaf_without_a_rule(mesh: Mesh) -> None:
+def test_strict_path_rules_raise_on_unmatched_leaf(mesh: Mesh) -> None:
     rules = PathRules((r"a", P()), (r"b.c", P("fsdp")), strict=True)
     tree = {"a": abstract(8, 8), "b": {"c": abstract(8), "d": abstract(8, 2)}}
     message = (
@@ -122,7 +120,7 @@ def test_strict_path_rules_raise_on_a_leaf_without_a_rule(mesh: Mesh) -> None:
     assert specs(scalar, rules, mesh)["count"] == P()
 
 
-def test_a_regex_that_matches_nothing_is_named(mesh: Mesh) -> None:
+def test_unmatched_regex_warns(mesh: Mesh) -> None:
     message = (
         "Path rules ['kernal'] match no array, or an earlier rule takes them all. "
         "Paths: bias, kernel."
@@ -133,7 +131,7 @@ def test_a_regex_that_matches_nothing_is_named(mesh: Mesh) -> None:
         resolve_shardings(tree, rules, mesh)
 
 
-def test_arrays_that_no_regex_matches_are_named_once(mesh: Mesh) -> None:
+def test_unmatched_arrays_warn_once(mesh: Mesh) -> None:
     tree = {"w": abstract(8, 8), "b": [abstract(8), abstract(4)], "n": abstract()}
     message = (
         "2 arrays match no path rule and stay replicated: `b.0` (8,); `b.1` (4,). End "
@@ -153,7 +151,7 @@ def test_arrays_that_no_regex_matches_are_named_once(mesh: Mesh) -> None:
         assert specs(tree, rules, mesh) == found
 
 
-def test_a_policy_sees_path_shape_and_dtype(mesh: Mesh) -> None:
+def test_policy_receives_path_shape_and_dtype(mesh: Mesh) -> None:
     def policy(info: ArrayInfo) -> P | None:
         if info.path == "a":
             return P("data")
@@ -169,7 +167,7 @@ def test_a_policy_sees_path_shape_and_dtype(mesh: Mesh) -> None:
     }
 
 
-def test_of_a_chain_the_first_that_answers_decides(mesh: Mesh) -> None:
+def test_chain_applies_first_answer(mesh: Mesh) -> None:
     whole = PathRules((r"embedding", P()))
     tree = {"embedding": abstract(64, 64), "kernel": abstract(64, 64)}
     wanted = {"embedding": P(), "kernel": P("fsdp")}
@@ -182,7 +180,7 @@ def test_of_a_chain_the_first_that_answers_decides(mesh: Mesh) -> None:
         ChainRules(P("fsdp"))  # pyright: ignore[reportArgumentType]
 
 
-def test_rules_see_the_names_in_an_nnx_model(mesh: Mesh) -> None:
+def test_rules_use_names_of_nnx_model(mesh: Mesh) -> None:
     init = nnx.with_partitioning(
         nnx.initializers.ones_init(), ("embed", "mlp"), eager_sharding=False
     )
@@ -236,7 +234,7 @@ def test_rules_see_the_names_in_an_nnx_model(mesh: Mesh) -> None:
         ),
     ],
 )
-def test_what_does_not_fit(
+def test_invalid_specs_raise(
     rules: Any, error: type[ParallelError], message: str, mesh: Mesh
 ) -> None:
     message = re.escape(message).replace(r"'fsdp'\)", r"'fsdp',?\)")
@@ -244,13 +242,13 @@ def test_what_does_not_fit(
         resolve_shardings({"a": {"b": abstract(6, 8)}}, rules, mesh)
 
 
-def test_a_leaf_that_is_no_array(mesh: Mesh) -> None:
+def test_non_array_leaf_raises(mesh: Mesh) -> None:
     message = "`a.1` is a str, not an array, and has no place on a mesh. Leave it out"
     with pytest.raises(TypeError, match=re.escape(message)):
         resolve_shardings({"a": [np.ones(4), "relu"]}, FSDPRules(), mesh)
 
 
-def test_a_mesh_may_be_given_by_a_strategy() -> None:
+def test_strategy_may_replace_mesh() -> None:
     assert layout_of(FSDP(8)).claims.batch == ("fsdp",)
     assert resolve_shardings(abstract(64, 64), FSDPRules(), FSDP(8)).spec == P("fsdp")
     message = "mesh is a NoneType. Pass a jax.sharding.Mesh, for example nnx_parallel."
@@ -264,7 +262,7 @@ def test_a_mesh_may_be_given_by_a_strategy() -> None:
 # Constraints
 
 
-def test_a_constraint_by_rules_is_jaxs_own(mesh: Mesh) -> None:
+def test_constraint_by_rules_matches_jax(mesh: Mesh) -> None:
     rules = PathRules((r"a", P("data", "fsdp")), (r"b", P("fsdp")))
     shardings = {"a": NamedSharding(mesh, P("data", "fsdp"))}
     shardings |= {"b": NamedSharding(mesh, P("fsdp"))}
@@ -286,7 +284,7 @@ def test_a_constraint_by_rules_is_jaxs_own(mesh: Mesh) -> None:
     assert ours.lower(tree).as_text() == text
 
 
-def test_a_constraint_by_rules_is_inert_outside(mesh: Mesh) -> None:
+def test_constraint_by_rules_is_inert_outside_layout(mesh: Mesh) -> None:
     tree = {"a": jnp.ones((8, 8))}
     assert constrain(tree, FSDPRules()) is tree
     with using(layout_of(mesh)), pytest.raises(IndivisibleDimError, match="dim 0"):
@@ -296,7 +294,7 @@ def test_a_constraint_by_rules_is_inert_outside(mesh: Mesh) -> None:
 # Paths
 
 
-def test_paths_name_every_kind_of_node() -> None:
+def test_named_tree_map_names_every_node() -> None:
     tree = {"a": [1, (2,)], "opt": optax.TraceState(trace={"w": 3})}
     paths: list[str] = []
     same = named_tree_map(lambda path, x: paths.append(path) or x, tree)
@@ -304,7 +302,7 @@ def test_paths_name_every_kind_of_node() -> None:
     assert paths == ["a.0", "a.1.0", "opt.trace.w"]
 
 
-def test_named_tree_map_takes_more_trees_and_another_separator() -> None:
+def test_named_tree_map_takes_trees_and_separator() -> None:
     found = named_tree_map(
         lambda path, x, y: f"{path}{x + y}",
         {"a": {"b": 1}},
@@ -314,7 +312,7 @@ def test_named_tree_map_takes_more_trees_and_another_separator() -> None:
     assert found == {"a": {"b": "a/b3"}}
 
 
-def test_nothing_is_reported_where_all_is_well(mesh: Mesh) -> None:
+def test_valid_rules_do_not_warn(mesh: Mesh) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         resolve_shardings({}, PathRules((r"a", P())), mesh)

@@ -113,18 +113,18 @@ STRATEGIES = {
 @pytest.mark.parametrize(
     "name", ["data", pytest.param("pipeline", marks=pytest.mark.deep)]
 )
-def test_every_row_and_microbatch_gets_shared_entries_whole(name: str) -> None:
+def test_microbatches_receive_shared_entries_whole(name: str) -> None:
     trainer = make_trainer(strategy=STRATEGIES[name], num_microbatches=2)
     scales = [0.5, 0.25, 0.125]
     history = trainer.fit([make_batch(scale) for scale in scales], 3)
     np.testing.assert_allclose(history["loss"], plain_losses(scales), rtol=1e-5)
-    # Of an evaluation, too, and of rows that the devices do not divide.
+    # Also in an evaluation, of rows that the devices do not divide.
     part = make_batch() | {"x": X[:6], "y": Y[:6]}
     found, expected = trainer.evaluate([part])["loss"], loss(trainer.model, raw(part))
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-def test_prediction_gives_the_function_the_values_themselves() -> None:
+def test_predict_passes_shared_values() -> None:
     trainer = make_trainer()
 
     def function(model: Any, batch: Any) -> jax.Array:
@@ -135,7 +135,7 @@ def test_prediction_gives_the_function_the_values_themselves() -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_shared_entries_are_on_every_device_and_rows_are_not() -> None:
+def test_shared_entries_are_replicated() -> None:
     placed = make_trainer().shard_batch(make_batch())
     assert placed["x"].sharding.shard_shape(X.shape) == (2, SEQ, WIDTH)
     shared = [placed["scale"], placed["tables"].value["mask"]]
@@ -145,7 +145,7 @@ def test_shared_entries_are_on_every_device_and_rows_are_not() -> None:
     np.testing.assert_array_equal(host, TABLES["mask"])
 
 
-def test_a_shared_entry_must_keep_its_shape_too() -> None:
+def test_changed_shape_of_shared_entry_raises() -> None:
     wider = {"mask": np.ones((SEQ, SEQ + 1), bool), "weights": TABLES["weights"]}
     batches = [make_batch(), make_batch() | {"tables": Shared(wider)}]
     message = "batch['tables'].value['mask'] of batch 1 has shape (8, 9)"
@@ -167,14 +167,12 @@ def test_a_shared_entry_must_keep_its_shape_too() -> None:
         ),
     ],
 )
-def test_a_batch_of_shared_entries_alone_or_unusable_ones(
-    batch: Any, message: str
-) -> None:
+def test_invalid_shared_entries_raise(batch: Any, message: str) -> None:
     with pytest.raises(DataError, match=re.escape(message)):
         make_trainer().fit([batch], 1)
 
 
-def test_processes_must_give_the_same_shared_values(
+def test_different_shared_values_on_processes_raise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     other = make_batch(0.25)

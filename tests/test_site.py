@@ -17,9 +17,7 @@ server = serve
 
 
 @pytest.mark.parametrize("page", ["home", "choose", "tutorials", "tutorial"])
-def test_pictures_have_words_for_those_who_cannot_see_them(
-    page: str, server: str, tmp_path: Path
-) -> None:
+def test_pictures_have_alt_texts(page: str, server: str, tmp_path: Path) -> None:
     script = """
     const page = (await load("/PAGE", 1280)).contentDocument;
     const images = [...page.querySelectorAll("article img, article svg[role=img]")];
@@ -32,9 +30,7 @@ def test_pictures_have_words_for_those_who_cannot_see_them(
     assert not any(words.endswith((".svg", ".png")) for words in found)
 
 
-def test_pages_describe_themselves_and_name_the_version(
-    server: str, tmp_path: Path
-) -> None:
+def test_pages_have_description_and_version(server: str, tmp_path: Path) -> None:
     script = """
     const found = [];
     for (const url of CASES) {
@@ -52,7 +48,7 @@ def test_pages_describe_themselves_and_name_the_version(
     assert len({description for description, _ in found}) == len(urls)
 
 
-def test_the_reference_has_types_and_a_table_of_names() -> None:
+def test_reference_has_types_and_table_of_names() -> None:
     for page, name, argument in (
         ("models", "GPT", "models.GPT(config:GPTConfig,"),
         ("trainer", "Trainer", "num_microbatches:int=1"),
@@ -77,15 +73,15 @@ def test_tutorials_can_be_downloaded() -> None:
             assert f'href="{file.name}"' in page
 
 
-def test_a_repository_is_linked_where_it_is_known() -> None:
+def test_repository_is_linked_if_configured() -> None:
     """The setting of docs/conf.py; without it no link leads nowhere."""
     page = (HTML / "faq.html").read_text()
     known = bool(os.environ.get("NNX_PARALLEL_REPOSITORY"))
     assert ("btn-source-edit-button" in page) == known
 
 
-def test_no_link_is_empty_or_lacks_its_repository() -> None:
-    """What depends on an address that is not set is left out."""
+def test_links_are_not_empty_or_broken() -> None:
+    """Links that depend on an address that is not set are left out."""
     for file in HTML.rglob("*.html"):
         links = re.findall(
             r"""(?:href|src|action)=["']([^"']*)["']""", file.read_text()
@@ -110,7 +106,7 @@ def test_search_finds_fsdp(server: str, tmp_path: Path) -> None:
     assert any("tutorials/03_fsdp.html" in link for link in found), found
 
 
-def test_a_link_of_an_error_finds_its_entry() -> None:
+def test_error_links_match_entries() -> None:
     page = (HTML / "errors.html").read_text()
     for name, value in vars(errors).items():
         if isinstance(value, type) and issubclass(value, errors.ParallelError):
@@ -132,7 +128,7 @@ def test_a_link_of_an_error_finds_its_entry() -> None:
         ("all-gather", "glossary.html"),
     ],
 )
-def test_search_finds_what_people_type(
+def test_search_finds_common_words(
     words: str, page: str, server: str, tmp_path: Path
 ) -> None:
     script = """

@@ -1,6 +1,6 @@
 """Each kind of page as an eye sees it: on a phone and a desktop, light and dark.
 
-`looks.js` finds what can be measured; the pictures are for all else.
+`looks.js` finds measurable faults; the pictures are for everything else.
 """
 
 import json
@@ -23,7 +23,7 @@ TALLEST = 12_000
 @pytest.mark.parametrize("theme", THEMES)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_has_no_faults_and_its_picture_is_kept(
+def test_page_has_no_layout_faults(
     name: str,
     width: int,
     theme: str,
@@ -86,7 +86,7 @@ article div { width: 90px; white-space: nowrap }
 </article></body>"""
 
 
-def test_what_is_wrong_is_found(server: str, tmp_path: Path) -> None:
+def test_layout_faults_are_detected(server: str, tmp_path: Path) -> None:
     script = f"""{LOOKS}
     const frame = await load("/robots.txt", 390);
     const page = frame.contentDocument;

@@ -1,4 +1,4 @@
-"""A `Stack` computes what its blocks would one by one."""
+"""A `Stack` computes the same as its blocks one by one."""
 
 import re
 from typing import Any
@@ -30,7 +30,7 @@ class Block(nnx.Module):
 
 
 class Cached(nnx.Module):
-    """A block with a slot of its own, to read and to replace."""
+    """A block with a slot that it reads and replaces."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(8, 8, rngs=rngs)
@@ -62,7 +62,7 @@ def key_words(x: jax.Array) -> jax.Array:
 
 
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
-def test_a_stack_is_its_blocks_one_by_one(x: jax.Array, remat: Remat) -> None:
+def test_stack_matches_blocks_one_by_one(x: jax.Array, remat: Remat) -> None:
     stack: Any = Stack(Block, NUM_LAYERS, remat=remat, rngs=nnx.Rngs(4))
     blocks = blocks_one_by_one(4)
     for _ in range(2):  # twice: statistics and dropout's counters advance
@@ -77,7 +77,7 @@ def test_a_stack_is_its_blocks_one_by_one(x: jax.Array, remat: Remat) -> None:
     assert stack.layer.norm.mean[...].shape == (NUM_LAYERS, 8)
 
 
-def test_blocks_differ_and_so_do_their_masks(x: jax.Array) -> None:
+def test_blocks_and_dropout_masks_differ(x: jax.Array) -> None:
     stack: Any = Stack(Block, 2, rngs=nnx.Rngs(0))
     first, second = np.asarray(stack.layer.linear.kernel[...])
     assert (first != second).any()
@@ -86,7 +86,7 @@ def test_blocks_differ_and_so_do_their_masks(x: jax.Array) -> None:
     assert (np.asarray(stack(x)) != np.asarray(stack(x))).any()
 
 
-def test_evaluation_has_no_dropout_and_keeps_the_statistics(x: jax.Array) -> None:
+def test_evaluation_is_deterministic_and_keeps_statistics(x: jax.Array) -> None:
     stack = Stack(Block, NUM_LAYERS, rngs=nnx.Rngs(4))
     stack.eval()
     before = arrays(stack)
@@ -108,7 +108,7 @@ def gradients(stack: Stack, x: jax.Array) -> Any:
     return run(params)
 
 
-def test_remat_changes_what_is_kept_and_not_the_gradients(x: jax.Array) -> None:
+def test_remat_does_not_change_gradients(x: jax.Array) -> None:
     found = {
         remat: gradients(Stack(Block, 2, remat=remat, rngs=nnx.Rngs(0)), x)
         for remat in ("none", "dots", "full")
@@ -123,7 +123,7 @@ def test_remat_changes_what_is_kept_and_not_the_gradients(x: jax.Array) -> None:
             np.testing.assert_allclose(a, b, atol=1e-6 * largest)
 
 
-def test_remat_keeps_less_for_the_backward_pass(x: jax.Array) -> None:
+def test_remat_keeps_fewer_residuals(x: jax.Array) -> None:
     def num_kept(remat: Remat) -> int:
         stack = Stack(Block, NUM_LAYERS, remat=remat, rngs=nnx.Rngs(0))
         graphdef, params, rest = nnx.split(stack, nnx.Param, ...)
@@ -138,7 +138,7 @@ def test_remat_keeps_less_for_the_backward_pass(x: jax.Array) -> None:
     assert none > dots > full >= NUM_LAYERS * x.size
 
 
-def test_every_block_has_a_slot_of_its_own(x: jax.Array) -> None:
+def test_every_block_has_separate_slot(x: jax.Array) -> None:
     stack: Any = Stack(Cached, NUM_LAYERS, rngs=nnx.Rngs(0))
     slots = {
         "sum": jax.random.normal(jax.random.key(1), (NUM_LAYERS, 16, 8)),
@@ -155,14 +155,14 @@ def test_every_block_has_a_slot_of_its_own(x: jax.Array) -> None:
     assert list(found["count"]) == [1, 2, 3]
 
 
-def test_names_gain_layers_and_arrays_without_names_too() -> None:
+def test_all_arrays_gain_layers_name() -> None:
     stack: Any = Stack(Block, 2, rngs=nnx.Rngs(0))
     specs: Any = FSDP(min_size=0).specs(nnx.state(stack))
     assert stack.layer.linear.kernel.get_metadata()["out_sharding"] == ("layers",)
     assert tuple(specs["layer"]["linear"]["kernel"].get_value()) == (None, "fsdp")
 
 
-def test_a_placed_stack_computes_the_same(x: jax.Array) -> None:
+def test_placed_stack_matches_unplaced_stack(x: jax.Array) -> None:
     stack = Stack(Block, 2, rngs=nnx.Rngs(0))
     stack.eval()
     expected = stack(x)
@@ -186,7 +186,7 @@ class Tied(nnx.Module):
         self.down.kernel = self.up.kernel
 
 
-def test_a_variable_shared_within_a_block_is_refused() -> None:
+def test_shared_variable_within_block_raises() -> None:
     message = (
         "A block of the stack holds the same Variable in several places: "
         "['up.kernel'] are elsewhere in it too. Stacked blocks would silently untie "
@@ -197,7 +197,7 @@ def test_a_variable_shared_within_a_block_is_refused() -> None:
         Stack(Tied, 2, rngs=nnx.Rngs(0))
 
 
-def test_a_block_shares_nothing_with_what_is_outside() -> None:
+def test_shared_variable_outside_block_raises() -> None:
     class Model(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
             self.norm = nnx.LayerNorm(8, rngs=rngs)
@@ -233,7 +233,7 @@ def test_blocks_may_share_a_constant() -> None:
     np.testing.assert_array_equal(stacked.table[...], np.tile(np.arange(8.0), (2, 1)))
 
 
-def test_a_stack_needs_a_layer_and_a_policy_that_exists() -> None:
+def test_empty_stack_and_unknown_policy_raise() -> None:
     message = "A stack of 0 layers: it needs at least 1."
     with pytest.raises(StackError, match=re.escape(message)):
         Stack(Block, 0, rngs=nnx.Rngs(0))

@@ -32,7 +32,7 @@ UP = nnx.with_partitioning(
 
 
 class Block(nnx.Module):
-    """Names, statistics, dropout, a mask, and an activation of its own."""
+    """Names, statistics, dropout, a mask, and an activation as an attribute."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.up = nnx.Linear(WIDTH, 2 * WIDTH, kernel_init=UP, rngs=rngs)
@@ -75,7 +75,7 @@ def assert_same(found: Any, expected: Any, rtol: float, atol: float = 0) -> None
         np.testing.assert_allclose(found[path], value, rtol, atol, err_msg=path)
 
 
-def test_a_stack_of_blocks_runs_as_they_do_and_is_taken_apart_again(
+def test_stack_of_blocks_matches_and_unstacks(
     x: jax.Array,
 ) -> None:
     blocks = blocks_of(Block, 3)
@@ -95,7 +95,7 @@ def test_a_stack_of_blocks_runs_as_they_do_and_is_taken_apart_again(
         assert_same(found, block, rtol=1e-5, atol=1e-6)
 
 
-def test_the_names_gain_layers_and_blocks_may_be_abstract() -> None:
+def test_abstract_blocks_gain_layers_name() -> None:
     stack: Any = nnx.eval_shape(lambda: Stack.of(blocks_of(Block, 3)))
     blocks = nnx.eval_shape(lambda: nnx.List(blocks_of(Block, 3)))
     other: Any = Stack.of(blocks)
@@ -169,19 +169,19 @@ def windows(*sizes: int) -> list[Any]:
         (Windowed(nnx.Rngs(0)), "Stack.of got one Windowed. It takes a list of blocks"),
     ],
 )
-def test_the_first_difference_is_named(blocks: Any, found: str) -> None:
+def test_different_blocks_raise(blocks: Any, found: str) -> None:
     pattern = found.replace("[8]", r"\[8\]").replace("[4]", r"\[4\]")
     pattern = pattern.replace("('embed', 'mlp')", r"\('embed', 'mlp'\)")
     with pytest.raises(StackError, match=pattern):
         Stack.of(blocks)
 
 
-def test_what_makes_no_difference() -> None:
+def test_equivalent_functions_can_be_stacked() -> None:
     Stack.of([with_lambda(1.0), with_lambda(1.0)])
     Stack.of(windows(4, 4))  # their initializers differ, which have done their work
 
 
-def test_a_variable_that_blocks_share() -> None:
+def test_shared_variable_between_blocks_raises() -> None:
     first, second = windows(4, 4)
     second.linear = first.linear
     message = "Blocks 0 and 1 of the stack hold the same Variable: `linear.bias`."
@@ -194,7 +194,7 @@ def test_a_variable_that_blocks_share() -> None:
 # Layers that alternate
 
 
-def test_layers_that_alternate_are_a_stack_of_periods(x: jax.Array) -> None:
+def test_alternating_layers_stack_by_period(x: jax.Array) -> None:
     blocks = windows(2, 8, 2, 8, 2, 8)
     stack = Stack.of(blocks, period=2)
     assert stack.num_layers == 3
@@ -236,7 +236,7 @@ class Decoder(nnx.Module):
         return cache, x + out
 
 
-def test_a_block_that_returns_more_in_another_order(x: jax.Array) -> None:
+def test_scan_step_may_reorder_outputs(x: jax.Array) -> None:
     blocks = blocks_of(Decoder, 3)
     stack, positions = Stack.of(blocks), jnp.linspace(0, 1, WIDTH)[None]
     caches = [{"last": jnp.full((ROWS, WIDTH), float(i))} for i in range(3)]
@@ -366,7 +366,9 @@ def gradients_of(build: Any, loss: Any, batch: Any, strategy: Any) -> dict:
     ],
     ids=["qwen", "vit"],
 )
-def test_five_lines_and_the_same_gradients(model: Any, loss: Any, batch: Any) -> None:
+def test_stacked_model_matches_plain_gradients(
+    model: Any, loss: Any, batch: Any
+) -> None:
     expected = gradients_of(partial(model, stacked=False), loss, batch, DataParallel(1))
     strategy = FSDP(2, min_size=0)
     found = gradients_of(partial(model, stacked=True), loss, batch, strategy)
@@ -379,7 +381,7 @@ def test_five_lines_and_the_same_gradients(model: Any, loss: Any, batch: Any) ->
 # Names that an update has replaced
 
 
-def test_an_update_does_not_make_a_stack_forget_its_layers() -> None:
+def test_update_keeps_layers_of_stack() -> None:
     stack: Any = Stack.of(blocks_of(Block, 4))
     states = [nnx.state(block) for block in blocks_of(Block, 4)]
     loaded = jax.tree.map(lambda *each: jnp.stack(each), *states)
@@ -401,7 +403,7 @@ def test_an_update_does_not_make_a_stack_forget_its_layers() -> None:
 
 
 class Summing(nnx.Module):
-    """A mixture's layer: its output and a loss of its own."""
+    """A mixture's layer: its output and its loss."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
@@ -412,7 +414,7 @@ class Summing(nnx.Module):
 
 
 class EncoderDecoder(nnx.Module):
-    """Whisper: the decoder sees what the encoder made of another input."""
+    """Whisper: the decoder sees the encoder's output for another input."""
 
     def __init__(self, rngs: nnx.Rngs, *, apart: bool) -> None:
         encoder = Stack.of([Plain(rngs) for _ in range(2)])
@@ -442,7 +444,7 @@ def squares(model: Any, batch: Any) -> jax.Array:
     return (model(batch) ** 2).mean()
 
 
-def test_two_stacks_under_a_pipeline_and_one_taken_apart() -> None:
+def test_two_stacks_under_pipeline_match_one_device() -> None:
     for apart in (False, True):
         build = partial(EncoderDecoder, apart=apart)
         expected, _, _ = one_step(make_trainer(build, squares), TOKENS[:, 0])
@@ -473,7 +475,7 @@ def summed_losses(model: Any, batch: Any) -> jax.Array:
     return (x**2).mean() + total
 
 
-def test_what_a_pipeline_says_of_blocks_that_return_more() -> None:
+def test_pipeline_refuses_blocks_with_extra_outputs() -> None:
     batch = TOKENS[:, 0]
     expected, _, _ = one_step(make_trainer(Mixture, stacked_losses), batch)
     with pytest.raises(PipelineError, match=r"return more.*stack\(\(x, total\)\)"):
@@ -486,7 +488,7 @@ def test_what_a_pipeline_says_of_blocks_that_return_more() -> None:
 
 @pytest.mark.deep
 @pytest.mark.parametrize("loss", [stacked_losses, summed_losses])
-def test_blocks_that_return_more_with_prefetch(loss: Any) -> None:
+def test_prefetch_supports_extra_block_outputs(loss: Any) -> None:
     strategy = FSDP(4, min_size=0, prefetch="first")
     expected, _, _ = one_step(make_trainer(Mixture, loss), TOKENS[:, 0])
     found, _, _ = one_step(make_trainer(Mixture, loss, strategy), TOKENS[:, 0])
@@ -494,7 +496,7 @@ def test_blocks_that_return_more_with_prefetch(loss: Any) -> None:
         np.testing.assert_allclose(found[path], grad, rtol=1e-5, atol=1e-7)
 
 
-def test_an_array_from_outside_of_a_step() -> None:
+def test_captured_array_in_scan_step_raises() -> None:
     def closing(model: Any, batch: Any) -> jax.Array:
         scale = batch.mean(axis=0, keepdims=True)
         step = lambda block, x, _: (block(x)[0] * scale, None)  # noqa: E731

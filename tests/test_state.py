@@ -53,7 +53,7 @@ def make_trainer(model: Any = linear, loss: Any = squares, **options: Any) -> Tr
 
 
 def advance(trainer: Trainer, batch: dict | None = None) -> dict[str, float]:
-    """One step of a loop of one's own."""
+    """One step of a custom loop."""
     placed = trainer.shard_batch(make_batch() if batch is None else batch)
     trainer.state, metrics = trainer.train_step(trainer.state, placed)
     return {name: float(value) for name, value in metrics.items()}
@@ -76,7 +76,7 @@ class Phase(nnx.Module):
         return (x @ self.kernel[...]).imag
 
 
-def test_complex_gradients_are_accumulated_whole() -> None:
+def test_complex_gradients_are_accumulated() -> None:
     found = []
     for microbatches in (1, 2):
         trainer = make_trainer(
@@ -91,7 +91,7 @@ def test_complex_gradients_are_accumulated_whole() -> None:
 # Outputs of a loss
 
 
-def test_metrics_are_means_over_the_batch_however_it_is_split() -> None:
+def test_metrics_are_means_over_whole_batch() -> None:
     batch = make_batch()
     batch["weights"] = np.arange(16, dtype=np.float32)
 
@@ -147,7 +147,7 @@ def test_metrics_are_means_over_the_batch_however_it_is_split() -> None:
     ],
 )
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_a_loss_that_is_none_is_an_error_of_the_first_step(
+def test_invalid_loss_raises_in_first_step(
     output: Any, message: str, microbatches: int
 ) -> None:
     def loss(model: Any, batch: Any) -> Any:
@@ -167,7 +167,7 @@ def test_a_loss_that_is_none_is_an_error_of_the_first_step(
 # Random numbers and statistics
 
 
-def test_a_loss_that_takes_rngs_gets_other_ones_in_each_step_and_microbatch() -> None:
+def test_loss_rngs_differ_by_step_and_microbatch() -> None:
     def loss(model: Any, batch: Any, rngs: nnx.Rngs) -> tuple[jax.Array, dict]:
         noise = jax.random.uniform(rngs.noise())
         return squares(model, batch), {"noise": noise, "squared": noise**2}
@@ -185,7 +185,7 @@ def test_a_loss_that_takes_rngs_gets_other_ones_in_each_step_and_microbatch() ->
     assert found["squared"] > found["noise"] ** 2 + 1e-6
 
 
-def test_only_a_parameter_named_rngs_asks_for_them() -> None:
+def test_only_parameter_named_rngs_receives_rngs() -> None:
     def scaled(model: Any, batch: Any, scale: float = 2.0) -> jax.Array:
         return scale * squares(model, batch)
 
@@ -196,7 +196,7 @@ def test_only_a_parameter_named_rngs_asks_for_them() -> None:
     np.testing.assert_allclose(double, 2 * advance(make_trainer())["loss"], rtol=1e-6)
 
 
-def test_statistics_and_dropout_advance_over_steps_and_microbatches() -> None:
+def test_statistics_and_dropout_advance_per_microbatch() -> None:
     def means_seen(model: Any, batch: Any) -> tuple[jax.Array, dict]:
         loss = squares(model, batch)
         return loss, {"count": model.dropout.rngs.count[...].astype(jnp.float32)}
@@ -230,7 +230,7 @@ def adapted(rngs: nnx.Rngs) -> nnx.Module:
     return nnx.LoRA(4, 2, 1, base_module=base, rngs=rngs)
 
 
-def test_what_wrt_leaves_out_keeps_every_bit() -> None:
+def test_parameters_outside_wrt_keep_every_bit() -> None:
     trainer = make_trainer(adapted, wrt=nnx.LoRAParam, optimizer=optax.adamw(0.1))
     before, trained = to_host(trainer.state.variables), to_host(trainer.state.params)
     assert set(before) == {"base_module.kernel", "base_module.bias"}
@@ -242,7 +242,7 @@ def test_what_wrt_leaves_out_keeps_every_bit() -> None:
     assert (to_host(trainer.state.params)["lora_b"] != trained["lora_b"]).any()
 
 
-def test_wrt_that_selects_nothing() -> None:
+def test_wrt_without_match_raises() -> None:
     message = (
         "selects no Variable of the model, so nothing would be trained. The model has "
         "Variables of kinds ['Param']."
@@ -251,7 +251,7 @@ def test_wrt_that_selects_nothing() -> None:
         make_trainer(wrt=nnx.LoRAParam)
 
 
-def test_a_model_that_is_passed_in_is_not_consumed() -> None:
+def test_passed_model_is_not_consumed() -> None:
     model = Net(nnx.Rngs(0))
     before = flatten_pure(nnx.to_pure_dict(nnx.state(model)))
     values = {path: np.asarray(key_words(x)) for path, x in before.items()}
@@ -271,7 +271,7 @@ def key_words(x: jax.Array) -> jax.Array:
     return jax.random.key_data(x) if is_key else x
 
 
-def test_a_step_counts_donates_and_keeps_every_place() -> None:
+def test_step_counts_donates_and_keeps_placement() -> None:
     trainer = make_trainer(Net, optimizer=optax.adam(0.1), ema_decay=0.9)
     state = trainer.state
     shardings = jax.tree.map(lambda x: x.sharding, state)
@@ -287,7 +287,7 @@ def test_a_step_counts_donates_and_keeps_every_place() -> None:
     assert all(jax.tree.leaves(placed))
 
 
-def test_the_average_is_the_one_computed_by_hand() -> None:
+def test_ema_matches_hand_calculation() -> None:
     trainer = make_trainer(ema_decay=0.75)
     expected = to_host(trainer.state.params)
     for seed in range(3):
@@ -305,7 +305,7 @@ def test_the_average_is_the_one_computed_by_hand() -> None:
 
 
 class Changing(nnx.Module):
-    """A model whose forward pass changes its own structure."""
+    """A model whose forward pass changes its structure."""
 
     def __init__(self, rngs: nnx.Rngs, change: str) -> None:
         self.linear = nnx.Linear(4, 1, rngs=rngs)
@@ -342,7 +342,7 @@ REMEDY = (
     ],
 )
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_a_model_that_changes_its_structure(
+def test_changed_model_structure_raises(
     change: str, message: str, microbatches: int
 ) -> None:
     trainer = make_trainer(
@@ -354,7 +354,7 @@ def test_a_model_that_changes_its_structure(
 
 
 @pytest.mark.parametrize("change", ["sow", "dtype"])
-def test_what_a_model_sows_is_dropped_and_what_it_keeps_keeps_its_dtype(
+def test_sown_values_are_dropped_and_dtypes_kept(
     change: str,
 ) -> None:
     trainer = make_trainer(lambda rngs: Changing(rngs, change))

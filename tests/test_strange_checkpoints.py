@@ -69,7 +69,7 @@ def resume(directory: Path, **options: Any) -> tuple[list[bytes], list[str]] | N
     "name",
     ["lr=[0.1,0.2]", "a*b", "[!a]?", "x\ny {z} %5B ~ ü.", "1.orbax-checkpoint-tmp"],
 )
-def test_a_directory_may_have_any_name(name: str, tmp_path: Path) -> None:
+def test_directory_may_have_any_name(name: str, tmp_path: Path) -> None:
     # Taken for a pattern, `a*b` is also its neighbour.
     save(tmp_path / "a-other-b", 1)
     save(tmp_path / name, 1, 2)
@@ -78,14 +78,14 @@ def test_a_directory_may_have_any_name(name: str, tmp_path: Path) -> None:
     assert main(["inspect", str(tmp_path / name), "--verify"]) == 0
 
 
-def test_a_directory_may_be_a_link(run: Path, tmp_path: Path) -> None:
+def test_directory_may_be_link(run: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(run)
     save(tmp_path / "link", 6)
     assert restore(tmp_path / "link") == restore(run) == bits(make_groups(6))
 
 
 @pytest.mark.parametrize("name", ["a\\b", "x.__lock", "a\udcff"])
-def test_names_that_tensorstore_takes_for_others(name: str) -> None:
+def test_names_misread_by_tensorstore_raise(name: str) -> None:
     message = "no directory on the way may have a name with a backslash, that ends in"
     with pytest.raises(CheckpointError, match=re.escape(message)):
         Checkpoint(f"runs/{name}/run")
@@ -111,7 +111,7 @@ def link(run: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [exchange, copy, link])
-def test_a_step_is_not_taken_for_another(
+def test_renamed_step_raises(
     change: Callable, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change(run)
@@ -124,17 +124,17 @@ def test_a_step_is_not_taken_for_another(
     assert message in shown[0]
 
 
-def test_a_link_to_another_disk_is_a_step(run: Path, tmp_path: Path) -> None:
+def test_linked_step_is_restored(run: Path, tmp_path: Path) -> None:
     (run / "2").rename(tmp_path / "2")
     (run / "2").symlink_to(tmp_path / "2")
     assert restore(run, 2) == bits(make_groups(2))
     save(run, 6, keep_last=1)
-    # Of what is not in the directory only the link is deleted.
+    # For a step outside the directory only the link is deleted.
     assert sorted(os.listdir(run)) == ["6"]
     assert (tmp_path / "2" / "model").is_dir()
 
 
-def test_checkpoints_of_the_first_release_hold_no_step(run: Path) -> None:
+def test_header_without_step_is_restored(run: Path) -> None:
     rewrite_header(run / "4", lambda header: header.pop("step"))
     assert restore(run, 4) == bits(make_groups(4))
 
@@ -142,7 +142,7 @@ def test_checkpoints_of_the_first_release_hold_no_step(run: Path) -> None:
 # Steps of other programs and versions
 
 
-def test_a_later_format_is_no_damage(
+def test_later_format_is_not_damage(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rewrite_header(run / "4", lambda header: header.update(format=9, digest="other"))
@@ -154,7 +154,7 @@ def test_a_later_format_is_no_damage(
     assert f"NOT READ: {message}" in capsys.readouterr().out
 
 
-def test_a_checkpoint_of_another_program_is_left_alone(run: Path) -> None:
+def test_foreign_checkpoint_raises_and_is_kept(run: Path) -> None:
     ocp.save(f"{run}/3", {"model": jnp.ones(2)})
     ocp.save(f"{run}/5", {"model": jnp.ones(2)})
     message = f"Checkpoint 5 in '{run}' was not written by this library: it has"
@@ -165,7 +165,7 @@ def test_a_checkpoint_of_another_program_is_left_alone(run: Path) -> None:
     assert sorted(os.listdir(run)) == ["3", "5", "6"]
 
 
-def test_what_is_no_step_is_left_alone(run: Path) -> None:
+def test_other_directories_are_kept(run: Path) -> None:
     for name in ("²", "0020", "٣", "-1", "1e3"):
         shutil.copytree(run / "4", run / name)
     (run / "2024" / "model" / "deep").mkdir(parents=True)
@@ -200,7 +200,7 @@ def halve(step: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [empty, halve])
-def test_what_is_left_of_a_step_is_not_passed_over(
+def test_remains_of_step_raise(
     change: Callable, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change(run / "4")
@@ -214,7 +214,7 @@ def test_what_is_left_of_a_step_is_not_passed_over(
     assert len(list(run.glob("damaged-4-*"))) == 1
 
 
-def test_what_may_be_of_another_program_is_named_and_left_alone(run: Path) -> None:
+def test_possibly_foreign_step_raises_and_is_kept(run: Path) -> None:
     (run / "4" / "_CHECKPOINT_METADATA").unlink()
     shutil.rmtree(run / "4" / "fingerprints")
     message = "has no metadata left. Another program may have written it: it is"
@@ -223,7 +223,7 @@ def test_what_may_be_of_another_program_is_named_and_left_alone(run: Path) -> No
     assert sorted(os.listdir(run)) == ["2", "4"]
 
 
-def test_a_kill_during_a_deletion_leaves_no_half_a_step(
+def test_kill_during_deletion_leaves_no_partial_step(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def die(path: Path) -> None:
@@ -240,9 +240,7 @@ def test_a_kill_during_a_deletion_leaves_no_half_a_step(
     assert os.listdir(run) == ["4"]
 
 
-def test_an_old_step_that_cannot_be_deleted_is_a_warning(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_undeletable_old_step_warns(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     delete = shutil.rmtree
 
     def fail(path: Any, *args: Any, **options: Any) -> None:
@@ -302,9 +300,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
         "model/manifest.ocdbt",
     ],
 )
-def test_only_regular_files_of_sane_sizes_are_opened(
-    kind: str, name: str, run: Path
-) -> None:
+def test_irregular_or_huge_files_raise(kind: str, name: str, run: Path) -> None:
     KINDS[kind](run / "4" / name)
     with CheckpointManager(Checkpoint(run), read_only=True) as manager:
         problem = manager.saved.corrupt_steps.get(4, "")
@@ -316,7 +312,7 @@ def test_only_regular_files_of_sane_sizes_are_opened(
     assert restore(run, 2) == bits(make_groups(2))  # one bad step blocks no other
 
 
-def test_files_may_be_links_and_directories_may_not(run: Path) -> None:
+def test_linked_files_are_read_but_not_directories(run: Path) -> None:
     move_away(run / "4" / "model" / "manifest.ocdbt")
     assert restore(run, 4) == bits(make_groups(4))
     move_away(run / "4" / "model")
@@ -397,7 +393,7 @@ def chunked(size: int) -> Callable[[Path], None]:
     }.items(),
     ids=lambda item: item[0],
 )
-def test_what_a_stranger_may_write_is_a_named_error(
+def test_hostile_headers_raise_named_errors(
     change: tuple[str, Callable], run: Path
 ) -> None:
     change[1](run / "4")
@@ -446,7 +442,7 @@ def truncate_arrays(step: Path) -> None:
         file.write_bytes(file.read_bytes()[:20])
 
 
-def test_a_damaged_step_is_one_message(
+def test_damaged_step_raises_one_message(
     run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     truncate_arrays(run / "4")
@@ -462,7 +458,7 @@ def test_a_damaged_step_is_one_message(
         assert "site-packages" in caplog.text  # the whole chain, for who debugs
 
 
-def test_arrays_of_a_failed_read_that_end_late_are_not_logged() -> None:
+def test_late_errors_of_failed_read_are_hidden() -> None:
     def record(error: Exception) -> logging.LogRecord:
         info = type(error), error, None
         return logging.LogRecord("asyncio", 40, "", 0, "never retrieved", (), info)
@@ -474,7 +470,7 @@ def test_arrays_of_a_failed_read_that_end_late_are_not_logged() -> None:
 
 
 @pytest.mark.deep
-def test_a_damaged_step_ends_a_program_in_few_lines(run: Path) -> None:
+def test_damaged_step_prints_short_traceback(run: Path) -> None:
     truncate_arrays(run / "4")
     done = subprocess.run(
         [sys.executable, "-c", READ, str(run)],

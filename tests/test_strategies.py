@@ -110,7 +110,7 @@ def build(request: pytest.FixtureRequest) -> Callable[[nnx.Rngs], nnx.Module]:
 
 @pytest.mark.filterwarnings("ignore:TensorParallel.* splits no parameter")
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
-def test_init_gives_every_strategy_the_same_numbers_in_its_own_places(
+def test_init_values_match_under_every_strategy(
     build: Callable, strategy: Strategy
 ) -> None:
     one = DataParallel(1)
@@ -122,7 +122,7 @@ def test_init_gives_every_strategy_the_same_numbers_in_its_own_places(
     assert_placed(state, strategy.shardings(state, mesh=mesh))
 
 
-def test_no_device_holds_a_model_whole_under_fsdp(build: Callable) -> None:
+def test_fsdp_splits_every_parameter(build: Callable) -> None:
     model = FSDP(min_size=0).init(build, 0)
     for path, variable in variables_of(model):
         if isinstance(variable, nnx.Param):
@@ -133,9 +133,7 @@ def test_no_device_holds_a_model_whole_under_fsdp(build: Callable) -> None:
 
 @pytest.mark.filterwarnings("ignore:TensorParallel.* splits no parameter")
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
-def test_split_and_merge_give_the_model_back_and_leave_the_users_alone(
-    build: Callable, strategy: Strategy
-) -> None:
+def test_split_and_merge_round_trip(build: Callable, strategy: Strategy) -> None:
     model, mesh = build(nnx.Rngs(5)), mesh_of(strategy)
     expected = host_arrays(model)
     arrays = {path: v.get_value() for path, v in variables_of(model)}
@@ -159,7 +157,7 @@ def test_tied_weights_stay_tied() -> None:
     assert built.head.kernel is built.layers[0].kernel
 
 
-def test_a_merged_model_computes_as_the_users_own() -> None:
+def test_merged_model_matches_original() -> None:
     model = Stock(nnx.Rngs(0))
     tokens = jnp.arange(32).reshape(8, 4) % 64
     model.eval()
@@ -173,14 +171,14 @@ def test_a_merged_model_computes_as_the_users_own() -> None:
     )
 
 
-def test_init_takes_a_seed_or_streams_and_does_not_advance_them() -> None:
+def test_init_does_not_advance_rngs() -> None:
     rngs = nnx.Rngs(7)
     model = FSDP().init(Stock, rngs)
     assert_same_bits(model, host_arrays(FSDP().init(Stock, 7)))
     assert int(rngs.default.count[...]) == 0
 
 
-def test_specs_are_a_state_like_the_models() -> None:
+def test_specs_have_structure_of_state() -> None:
     model = Stock(nnx.Rngs(0))
     specs: Any = FSDP().specs(nnx.state(model))
     assert specs["embed"]["embedding"].get_value() == P("fsdp")
@@ -194,7 +192,7 @@ def test_specs_are_a_state_like_the_models() -> None:
 # Describe
 
 
-def test_describe_adds_up_what_each_device_holds() -> None:
+def test_describe_adds_up_bytes_per_device() -> None:
     strategy = Composite(FSDP(4, shard="gradients"), TensorParallel(2))
     found = strategy.describe(BUILDERS["stack"], optimizer=optax.adamw(1e-3))
     params = [row for row in found.rows if row.info.is_param]
@@ -217,7 +215,7 @@ def test_describe_adds_up_what_each_device_holds() -> None:
     assert found.params_bytes > found.gradients_bytes
 
 
-def test_describe_says_why() -> None:
+def test_describe_gives_reasons() -> None:
     rules = (PathRules((r"head", P())),)
     found = FSDP(rules=rules).describe(Stock)
     why = {row.info.path: row.placement.reason for row in found.rows}
@@ -227,7 +225,7 @@ def test_describe_says_why() -> None:
     assert "layers.0.kernel" not in why or "head.kernel" not in why
 
 
-def test_describe_lists_what_is_replicated_the_largest_first() -> None:
+def test_describe_lists_largest_replicated_first() -> None:
     found = TensorParallel().describe(Stock)
     sizes = [row.bytes_per_device for row in found.replicated]
     assert sizes == sorted(sizes, reverse=True)
@@ -239,14 +237,14 @@ def test_describe_lists_what_is_replicated_the_largest_first() -> None:
     assert "mesh tensor=8" in text
 
 
-def test_describe_takes_a_model_and_leaves_it_alone() -> None:
+def test_describe_does_not_change_model() -> None:
     model = Stock(nnx.Rngs(0))
     by_model, by_function = FSDP().describe(model), FSDP().describe(Stock)
     assert by_model.rows == by_function.rows
     assert all("placement" not in v.get_metadata() for _, v in variables_of(model))
 
 
-def test_a_trainer_describes_what_it_trains() -> None:
+def test_trainer_describes_trained_parameters() -> None:
     trainer = Trainer(
         lambda rngs: nnx.LoRA(
             64, 8, 64, base_module=nnx.Linear(64, 64, rngs=rngs), rngs=rngs
@@ -275,6 +273,6 @@ def test_a_trainer_describes_what_it_trains() -> None:
         (lambda: FSDP(min_size=-1), r"FSDP\(min_size=-1\): it must be 0 or more\."),
     ],
 )
-def test_fsdp_checks_its_arguments(make: Callable, message: str) -> None:
+def test_invalid_fsdp_arguments_raise(make: Callable, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()

@@ -53,12 +53,12 @@ def time_of(text: str) -> tuple[float, float]:
     return work.seconds, sum(work.waits.values())
 
 
-def test_a_synchronous_gather_is_waited_for() -> None:
+def test_synchronous_gather_is_exposed() -> None:
     text = program(f"%all = bf16[8,8] {GATHER}", fusion("ROOT %out", "%all"))
     assert time_of(text) == (16.0, 10.0)
 
 
-def test_products_hide_what_runs_beside_them() -> None:
+def test_products_hide_concurrent_transfers() -> None:
     text = program(
         START,
         fusion("%first", "%y"),
@@ -69,7 +69,7 @@ def test_products_hide_what_runs_beside_them() -> None:
     assert time_of(text) == (16.0, 4.0)
 
 
-def test_a_transfer_lasts_from_its_operands_on() -> None:
+def test_transfer_starts_with_its_operands() -> None:
     """As on SparseCores, which are started first and get their operands later."""
     wrapped = (
         "%gathering (x: bf16[2,8]) -> bf16[8,8] {\n  %x = bf16[2,8] parameter(0)\n"
@@ -87,7 +87,7 @@ def test_a_transfer_lasts_from_its_operands_on() -> None:
     assert time_of(text) == (22.0, 4.0)
 
 
-def test_two_transfers_share_the_links() -> None:
+def test_two_transfers_share_links() -> None:
     text = program(
         START,
         START.replace("%start", "%second"),
@@ -98,7 +98,7 @@ def test_two_transfers_share_the_links() -> None:
     assert time_of(text) == (26.0, 20.0)
 
 
-def test_links_by_the_dims_that_a_group_spans() -> None:
+def test_links_follow_dims_of_group() -> None:
     class Place:
         def __init__(self, *coords: int) -> None:
             self.coords = coords
@@ -121,14 +121,14 @@ def test_links_by_the_dims_that_a_group_spans() -> None:
     assert a_line.waits["fsdp"][0] == pytest.approx(sent / link)
 
 
-def test_a_clock_must_be_known() -> None:
+def test_unknown_clock_raises() -> None:
     hardware = dataclasses.replace(Topology.parse("v5p:4x4x4").hardware, clock=0.0)
     topology = Topology(hardware=hardware, num_devices=4, shape=(2, 2, 1))
     with pytest.raises(PlanError, match="The clock of v5p is not known"):
         read_schedule(program(), topology, [], {})
 
 
-def test_clocks_are_those_of_the_makers_papers() -> None:
+def test_clocks_match_published_values() -> None:
     # 1.05 GHz: Jouppi et al., "TPU v4", 2023, table 4.
     assert Topology.parse("v4:4x4x4").hardware.clock == pytest.approx(1.05e9, rel=0.01)
     assert Topology.parse("v5p:4x4x4").hardware.clock == pytest.approx(1.75e9, rel=0.01)

@@ -1,4 +1,4 @@
-"""A fit from its first batch to its history, and what ends one early."""
+"""A fit from its first batch to its history, and reasons to end one early."""
 
 import re
 from collections.abc import Iterator
@@ -97,7 +97,7 @@ class Watch(Callback):
 
 
 class Memory(Logger):
-    """Keeps what it is given."""
+    """Keeps all rows."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -116,7 +116,7 @@ class Memory(Logger):
         self.messages.append(text)
 
 
-def test_a_stop_before_the_first_hook_counts() -> None:
+def test_stop_before_first_hook_ends_fit() -> None:
     class Hasty(Memory):
         def start(self, *, first_step: int, num_steps: int) -> None:
             trainer.stop("before the first hook, as while a checkpoint is restored")
@@ -129,7 +129,7 @@ def test_a_stop_before_the_first_hook_counts() -> None:
 # History
 
 
-def test_history_has_an_entry_a_step_and_nan_where_a_step_has_none() -> None:
+def test_history_has_one_entry_per_step() -> None:
     trainer = make_trainer()
     history = trainer.fit(make_batches(5), 5, eval_data=make_batches(2), eval_every=2)
     assert list(history["step"]) == [1, 2, 3, 4, 5]
@@ -146,7 +146,7 @@ def test_history_has_an_entry_a_step_and_nan_where_a_step_has_none() -> None:
     assert "tokens_per_second" not in history
 
 
-def test_num_steps_is_the_total_and_a_second_fit_continues() -> None:
+def test_second_fit_continues_to_total_num_steps() -> None:
     batches = make_batches(6)
     expected = make_trainer().fit(batches, 6)
     trainer = make_trainer()
@@ -158,14 +158,14 @@ def test_num_steps_is_the_total_and_a_second_fit_continues() -> None:
     assert trainer.fit(batches, 6) == {}
 
 
-def test_a_generator_is_read_on_by_the_second_fit() -> None:
+def test_second_fit_continues_generator() -> None:
     expected = make_trainer().fit(make_batches(4), 4)["loss"]
     trainer, data = make_trainer(), iter(make_batches(4))
     losses = [trainer.fit(data, stop)["loss"] for stop in (2, 4)]
     np.testing.assert_array_equal(np.concatenate(losses), expected)
 
 
-def test_a_loop_of_ones_own_computes_what_fit_does() -> None:
+def test_custom_loop_matches_fit() -> None:
     batches = make_batches(3)
     fitted, own = make_trainer(), make_trainer()
     losses = []
@@ -178,7 +178,7 @@ def test_a_loop_of_ones_own_computes_what_fit_does() -> None:
     assert found == fitted.evaluate(batches)
 
 
-def test_log_every_thins_the_log_and_not_the_history() -> None:
+def test_log_every_does_not_thin_history() -> None:
     memory = Memory()
     trainer = make_trainer(loggers=[memory], log_every=2)
     history = trainer.fit(make_batches(5), 5)
@@ -194,14 +194,14 @@ def test_log_every_thins_the_log_and_not_the_history() -> None:
     assert found["step"] == "5 done, and this fit asks for 3"
 
 
-def test_overfitting_sees_the_first_batches_over_and_over() -> None:
+def test_overfit_batches_repeats_first_batches() -> None:
     batches = make_batches(2)
     expected = make_trainer().fit(batches * 3, 6)
     found = make_trainer(overfit_batches=2).fit(make_batches(3), 6)
     np.testing.assert_array_equal(found["loss"], expected["loss"])
 
 
-def test_a_fast_run_takes_two_steps_and_writes_nothing(
+def test_fast_dev_run_takes_two_steps_without_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -242,7 +242,7 @@ def test_callbacks_are_called_in_order() -> None:
     ]
 
 
-def test_callbacks_of_an_iterator_are_called_at_every_hook() -> None:
+def test_callbacks_from_iterator_run_at_every_hook() -> None:
     calls: list[tuple] = []
     trainer = make_trainer(callbacks=(watch for watch in [Watch("a", calls)]))
     trainer.fit(make_batches(2), 2)
@@ -251,7 +251,7 @@ def test_callbacks_of_an_iterator_are_called_at_every_hook() -> None:
 
 
 @pytest.mark.parametrize("at", [("step", 2), ("eval", 2), ("start", 0)])
-def test_a_callback_ends_the_fit_evaluated_and_saved(at: tuple, tmp_path: Path) -> None:
+def test_callback_stop_evaluates_and_saves(at: tuple, tmp_path: Path) -> None:
     calls, memory = [], Memory()
     trainer = make_trainer(
         callbacks=[Watch("a", calls, at)], loggers=[memory], checkpoint=tmp_path
@@ -286,7 +286,7 @@ def ragged() -> list[dict]:
     return [make_batch(0), make_batch(1, rows=7), make_batch(2, rows=1)]
 
 
-def test_evaluation_is_over_all_rows_without_dropout(ragged: list[dict]) -> None:
+def test_evaluation_covers_all_rows_without_dropout(ragged: list[dict]) -> None:
     trainer = make_trainer()
     trainer.fit(make_batches(2), 2)
     before = to_host(model_arrays(trainer))
@@ -307,7 +307,7 @@ def test_evaluation_is_over_all_rows_without_dropout(ragged: list[dict]) -> None
     )
 
 
-def test_prediction_is_the_models_on_all_rows(ragged: list[dict]) -> None:
+def test_predict_covers_all_rows(ragged: list[dict]) -> None:
     trainer = make_trainer()
     found = trainer.predict(ragged)
     assert isinstance(found, np.ndarray)
@@ -322,7 +322,7 @@ def test_prediction_is_the_models_on_all_rows(ragged: list[dict]) -> None:
     np.testing.assert_array_equal(outputs["x"], rows_of(ragged)["x"])
 
 
-def test_ema_chooses_the_average_or_the_trained_parameters(ragged: list[dict]) -> None:
+def test_ema_argument_selects_parameters(ragged: list[dict]) -> None:
     trainer = make_trainer(ema_decay=0.5)
     trainer.fit(make_batches(3), 3)
     averaged = trainer.evaluate(ragged, ema=True)
@@ -339,12 +339,12 @@ def test_ema_chooses_the_average_or_the_trained_parameters(ragged: list[dict]) -
 
 
 @pytest.mark.parametrize("verb", ["evaluate", "predict"])
-def test_nothing_to_evaluate_on(verb: str) -> None:
+def test_empty_data_raises(verb: str) -> None:
     with pytest.raises(DataError, match="the data is empty"):
         getattr(make_trainer(), verb)([])
 
 
-def test_no_clock_runs_while_an_evaluation_compiles() -> None:
+def test_watchdog_pauses_while_evaluation_compiles() -> None:
     """It stops before batches of a new shape; otherwise each batch restarts it."""
     plan = plan_step(Net, FSDP())
     programs = Programs(plan=plan, loss=squares, options=StepOptions())

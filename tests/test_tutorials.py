@@ -1,4 +1,4 @@
-"""Every tutorial runs by itself, uses what is public, and shows readers no checks."""
+"""Every tutorial runs by itself, uses public names, and shows readers no checks."""
 
 import ast
 import importlib
@@ -37,7 +37,7 @@ def runs() -> list:
 
 
 @pytest.mark.parametrize("path", runs())
-def test_runs_by_itself(path: Path, tmp_path: Path) -> None:
+def test_tutorial_runs(path: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", path],
         cwd=tmp_path,
@@ -52,7 +52,7 @@ def test_runs_by_itself(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
-def test_imports_only_what_is_public(path: Path) -> None:
+def test_tutorial_imports_only_public_names(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
             if node.module.partition(".")[0] in ("nnx_parallel", "models"):
@@ -65,14 +65,14 @@ def test_imports_only_what_is_public(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
-def test_has_its_number_and_an_exercise(path: Path) -> None:
+def test_tutorial_has_number_and_exercise(path: Path) -> None:
     lines = path.read_text().splitlines()
     assert lines[0] == "# %% [markdown]"
     assert lines[1].startswith(f"# # {int(path.stem[:2])}. ")
     assert "# ## Exercise" in lines
 
 
-def test_assertions_back_what_is_said() -> None:
+def test_every_tutorial_has_assertions() -> None:
     for path in TUTORIALS:
         source = path.read_text()
         assert source.count("\nassert ") + source.count("assert_") >= 2, path.stem
@@ -103,7 +103,7 @@ def test_checks_are_folded(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
-def test_the_exercise_has_an_answer_that_runs_and_is_folded(path: Path) -> None:
+def test_exercise_has_folded_answer(path: Path) -> None:
     heads = [head for head, _ in code_cells(path)]
     answers = [head for head in heads if "Show an answer" in head]
     assert answers == heads[-1:]
@@ -124,7 +124,7 @@ def fits(tree: ast.AST) -> list[ast.AST]:
 
 
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
-def test_a_cell_trains_under_one_strategy(path: Path) -> None:
+def test_cells_train_under_one_strategy(path: Path) -> None:
     repeats = ast.For | ast.ListComp | ast.DictComp | ast.GeneratorExp
     for head, code in code_cells(path):
         if "hide-cell" not in head:
@@ -134,7 +134,7 @@ def test_a_cell_trains_under_one_strategy(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
-def test_no_cell_shows_a_value_by_accident(path: Path) -> None:
+def test_cells_end_without_stray_value(path: Path) -> None:
     """A notebook shows the value of a cell's last line, such as a count of bytes."""
     for _, code in code_cells(path):
         match code.body[-1]:

@@ -34,7 +34,7 @@ from tests.parity.runs import compiling
 WIDTH = 16
 TX = optax.adam(0.05)
 CONSTANTS = pytest.mark.filterwarnings("ignore:Arrays in no Variable")
-# What is sown leaves a Variable behind, which nnx.capture does not.
+# `sow` leaves a Variable behind, `nnx.capture` does not.
 SOWS = pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 
 
@@ -113,16 +113,14 @@ INNER = ["dense.bias", "dense.kernel", "scales.0", "scales.1.0"]
 
 @SOWS
 @pytest.mark.parametrize("is_built", [False, True])
-def test_variables_that_hold_a_dict_a_list_or_nothing(
-    tmp_path: Path, *, is_built: bool
-) -> None:
+def test_variables_may_hold_pytrees(tmp_path: Path, *, is_built: bool) -> None:
     batches = make_batches()
     expected = plain(Held(nnx.Rngs(0)), batches)
     model: Any = Held
     if is_built:
         model = Held(nnx.Rngs(0))
         before = model.seen.get_value()
-        model(batches[0]["x"])  # what it sows is no state
+        model(batches[0]["x"])  # sown values are not state
         model.seen.set_value(before)
     trainer = make_trainer(model, checkpoint=str(tmp_path))
     history = trainer.fit(batches[:2], 2)
@@ -145,7 +143,7 @@ def test_variables_that_hold_a_dict_a_list_or_nothing(
         assert model.hidden.get_value()
 
 
-def test_such_variables_in_placements_masks_and_rules() -> None:
+def test_pytree_variables_follow_placements_and_rules() -> None:
     model = Held(nnx.Rngs(0))
     strategy = FSDP(min_size=0, rules=(PathRules((r"dense\.kernel", P(None, "fsdp"))),))
     state: Any = strategy.split(model)[1]
@@ -185,7 +183,7 @@ class HeldBlocks(nnx.Module):
 
 
 @CONSTANTS
-def test_such_variables_in_a_stack() -> None:
+def test_pytree_variables_train_in_stack() -> None:
     batches = make_batches(2)
     expected = plain(HeldBlocks(nnx.Rngs(0)), batches)
     # A layer at a time, so not the dim of the layers.
@@ -202,7 +200,7 @@ def test_such_variables_in_a_stack() -> None:
 
 
 @SOWS
-def test_a_value_that_changes_its_structure_is_named() -> None:
+def test_changed_structure_of_variable_raises() -> None:
     def loss(model: Any, batch: Any) -> jax.Array:
         model.cache.set_value(batch["x"])
         return squares(model, batch)
@@ -233,7 +231,7 @@ class Constants(nnx.Module):
 
 @pytest.mark.parametrize("make", [jnp.arange, np.arange])
 @pytest.mark.parametrize("is_built", [False, True])
-def test_arrays_in_no_variable_are_constants(
+def test_arrays_outside_variables_are_constants(
     make: Any, tmp_path: Path, *, is_built: bool
 ) -> None:
     batches = make_batches()
@@ -271,12 +269,12 @@ class Forgotten(nnx.Module):
         return self.linear(x) * self.gain[...][None]
 
 
-def test_a_weight_in_no_variable_is_refused() -> None:
+def test_random_array_outside_variable_raises() -> None:
     message = "The model draws random numbers that are in no Variable: ['gain']. They"
     for use in (make_trainer, FSDP().describe):
         with pytest.raises(ModelError, match=re.escape(message)):
             use(Forgotten)
-    # Of a built model nothing shows how an array was made.
+    # In a built model nothing shows how an array was made.
     message = "are constants and not trained: ['gain']. nnx.Param(x) would train one;"
     with pytest.warns(UserWarning, match=re.escape(message)):
         make_trainer(Forgotten(nnx.Rngs(0)))
@@ -297,7 +295,7 @@ class Nested(nnx.Module):
 
 
 @pytest.mark.parametrize("is_built", [False, True])
-def test_constants_in_lists_and_dicts(*, is_built: bool) -> None:
+def test_constants_may_be_in_lists_and_dicts(*, is_built: bool) -> None:
     batches, built = make_batches(2), Nested(nnx.Rngs(0))
     expected = plain(Nested(nnx.Rngs(0)), batches)
     trainer = make_trainer(built if is_built else Nested)
@@ -326,7 +324,7 @@ def as_closure(values: Any) -> Any:
 
 
 @pytest.mark.parametrize("hold", [Table, as_partial, as_closure])
-def test_an_array_in_an_object_that_flax_does_not_look_into(hold: Any) -> None:
+def test_array_hidden_in_object_raises(hold: Any) -> None:
     class Holds(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
             self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
@@ -360,7 +358,7 @@ class Weak(nnx.Module):
         return self.linear(x) + self.seen[...][None]
 
 
-def test_a_weak_type_does_not_compile_a_second_step() -> None:
+def test_weak_type_does_not_recompile_step() -> None:
     traces = []
 
     def loss(model: Any, batch: Any) -> jax.Array:

@@ -42,7 +42,7 @@ from tests.parity.runs import (
 )
 from tests.parity.strategies import ONE_DEVICE, PLANS
 
-# At the kink of a ReLU rounding alone decides a gradient.
+# At the kink of a ReLU rounding decides a gradient.
 RESNET = ResNetConfig.tiny(num_classes=CLASSES, width=32, activation=jax.nn.silu)
 BOTTLENECK = ResNetConfig.tiny(
     num_classes=CLASSES, width=16, block="bottleneck", activation=jax.nn.silu
@@ -90,12 +90,12 @@ def assert_parity(model: str, strategy: Strategy, devices: Sequence) -> None:
 @pytest.mark.xdist_group("vision")
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("model", CASES)
-def test_same_numbers_as_one_device(model: str, plan: str) -> None:
+def test_training_matches_one_device(model: str, plan: str) -> None:
     strategy = PLANS[plan].strategy(CASES[model])
     assert_parity(model, strategy, PLANS[plan].devices())
 
 
-def test_batch_statistics_are_those_of_all_rows() -> None:
+def test_batch_statistics_cover_all_rows() -> None:
     """Two rows on each device, and the losses and statistics of one device."""
     config = ResNetConfig.tiny(stage_sizes=(1,), width=8, activation=jax.nn.silu)
     batch = label_batch(8, 8, 3)(np.random.default_rng(0))
@@ -119,7 +119,7 @@ def test_batch_statistics_are_those_of_all_rows() -> None:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("vision")
-def test_a_vit_pipelines() -> None:
+def test_pipelined_vit_matches_one_device() -> None:
     strategy = Composite(Pipeline(2), FSDP(2, min_size=0), TensorParallel(2))
     assert_parity("vit", strategy, jax.devices())
 
@@ -133,9 +133,7 @@ def num_params(model: nnx.Module) -> int:
     [(ResNetConfig.resnet18(), 11.69), (ResNetConfig.resnet50(), 25.56)],
     ids=["18", "50"],
 )
-def test_resnets_have_the_published_sizes(
-    config: ResNetConfig, millions: float
-) -> None:
+def test_resnets_have_published_sizes(config: ResNetConfig, millions: float) -> None:
     model = nnx.eval_shape(lambda: ResNet(config, rngs=nnx.Rngs(0)))
     assert num_params(model) == pytest.approx(millions * 1e6, rel=1e-3)
     images = jax.ShapeDtypeStruct((2, 224, 224, 3), jnp.float32)
@@ -143,7 +141,7 @@ def test_resnets_have_the_published_sizes(
 
 
 @pytest.mark.parametrize("config", [ViTConfig.tiny(), ViTConfig.b16(), ViTConfig.g14()])
-def test_a_vit_counts_its_parameters(config: ViTConfig) -> None:
+def test_vit_counts_its_parameters(config: ViTConfig) -> None:
     model = nnx.eval_shape(lambda: ViT(config, rngs=nnx.Rngs(0)))
     assert num_params(model) == config.num_params
 
@@ -153,16 +151,16 @@ def test_a_vit_counts_its_parameters(config: ViTConfig) -> None:
     [(ViTConfig.b16(), 86.6), (ViTConfig.g14(), 1011)],
     ids=["B/16", "g/14"],
 )
-def test_vits_have_the_published_sizes(config: ViTConfig, millions: float) -> None:
+def test_vits_have_published_sizes(config: ViTConfig, millions: float) -> None:
     assert config.num_params == pytest.approx(millions * 1e6, rel=2e-3)
 
 
-def test_a_preset_can_be_overridden_in_every_field() -> None:
+def test_presets_can_be_overridden() -> None:
     assert not ResNetConfig.tiny(is_small=False).is_small
     assert ViTConfig.g14(mlp_dim=5632).mlp_dim == 5632
 
 
-def test_tensor_parallelism_splits_a_block_of_convolutions() -> None:
+def test_tensor_parallelism_splits_convolution_block() -> None:
     told = TensorParallel(8).describe(CASES["bottleneck"].build)
     stored = {row.info.path: row.placement.stored for row in told.rows}
     assert stored["blocks.0.up.kernel"][3] == "tensor"
@@ -208,6 +206,6 @@ def test_tensor_parallelism_splits_a_block_of_convolutions() -> None:
         ),
     ],
 )
-def test_errors_say_what_is_valid(make, message: str) -> None:
+def test_invalid_config_raises(make, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         make()

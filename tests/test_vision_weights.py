@@ -1,4 +1,4 @@
-"""ViT and ResNet against transformers' own: numbers, files there and back, new heads.
+"""ViT and ResNet against transformers: numbers, files there and back, new heads.
 
 `tests/goldens/make_vision.py` made the goldens, tiny random models.
 """
@@ -88,7 +88,7 @@ def config_of(folder: Path) -> dict[str, Any]:
         ),
     ],
 )
-def test_the_logits_of_transformers_and_its_files_bit_for_bit(
+def test_logits_and_files_match_transformers(
     name: str, strategy: str, tmp_path: Path
 ) -> None:
     folder, written = GOLDENS / name, tmp_path / "written"
@@ -104,7 +104,7 @@ def test_the_logits_of_transformers_and_its_files_bit_for_bit(
     assert before.keys() == after.keys()
     for key, x in before.items():
         assert (x.dtype, x.tobytes()) == (after[key].dtype, after[key].tobytes()), key
-    # What transformers would read: each setting that both files have is the same.
+    # transformers reads the same: each setting that both files have is equal.
     theirs, ours = config_of(folder), config_of(written)
     assert {k: theirs[k] for k in ours.keys() & theirs.keys()} == {
         k: x for k, x in ours.items() if k in theirs
@@ -116,7 +116,7 @@ def test_the_logits_of_transformers_and_its_files_bit_for_bit(
     assert losses[-1] < losses[0]
 
 
-def test_a_head_for_other_classes_is_new_and_the_rest_is_read(tmp_path: Path) -> None:
+def test_new_head_is_initialized_for_other_classes(tmp_path: Path) -> None:
     for name, kind in (("vit", ViT), ("resnet", ResNet)):
         model: Any = kind.from_pretrained(GOLDENS / name, num_classes=3)(nnx.Rngs(0))
         theirs = content(GOLDENS / name)
@@ -143,7 +143,7 @@ def model_names() -> Any:
     return model.names_in_files()
 
 
-def test_published_sizes() -> None:
+def test_parameter_counts_match_published_models() -> None:
     for config, expected in (
         (ViTConfig.b16(pool="class"), 86_567_656),  # google/vit-base-patch16-224
         (ViTConfig.b16(), 86_566_120),
@@ -170,7 +170,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "change", "message"), BAD)
-def test_what_has_no_counterpart_is_an_error(
+def test_unsupported_config_raises(
     name: str, change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     config = config_of(GOLDENS / name) | change
@@ -179,7 +179,7 @@ def test_what_has_no_counterpart_is_an_error(
         KINDS[name].from_pretrained(tmp_path)
 
 
-def test_what_transformers_has_not_is_not_written(tmp_path: Path) -> None:
+def test_exporting_unsupported_model_raises(tmp_path: Path) -> None:
     for model, message in (
         (ViT(ViTConfig.tiny(), rngs=nnx.Rngs(0)), "ViTConfig.pool is 'mean'"),
         (ResNet(ResNetConfig.tiny(), rngs=nnx.Rngs(0)), "is_small is True"),
@@ -198,7 +198,7 @@ def test_what_transformers_has_not_is_not_written(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_a_dim_of_several_needs_their_sizes(tmp_path: Path) -> None:
+def test_merged_dim_needs_sizes(tmp_path: Path) -> None:
     def small(rngs: nnx.Rngs) -> nnx.Module:
         return nnx.Linear(12, 4, use_bias=False, rngs=rngs)
 

@@ -62,14 +62,14 @@ def compiled() -> Iterator[list[str]]:
 
 @pytest.fixture
 def optimized() -> Iterator[None]:
-    """As in the process that compiles for a plan, and not as in other tests."""
+    """Optimizes as the process that compiles for a plan does, unlike other tests."""
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
 
 
 def fit(trainer: Trainer, compiled: list[str]) -> np.ndarray:
-    trainer.state  # noqa: B018 - parameters are made by programs of their own
+    trainer.state  # noqa: B018 - parameters are made by other programs
     compiled.clear()
     return trainer.fit(BATCHES, 3)["loss"]
 
@@ -82,7 +82,7 @@ def keep(directory: Path, **changed: str) -> None:
     assert keep_program(directory, lowered, lowered.compile(), facts, 1.5)
 
 
-def test_a_kept_step_is_read_and_nothing_is_compiled(
+def test_cached_step_is_loaded_without_compiling(
     tmp_path: Path, compiled: list[str]
 ) -> None:
     cold = fit(trainer_of(Said()), compiled)
@@ -106,7 +106,7 @@ def test_a_kept_step_is_read_and_nothing_is_compiled(
     ],
     ids=["no directory", "another program", "another version"],
 )
-def test_it_says_why_it_compiles(
+def test_cache_miss_reports_reason(
     tmp_path: Path, compiled: list[str], changed: dict[str, str] | None, reason: str
 ) -> None:
     directory = tmp_path / "plan"
@@ -120,7 +120,7 @@ def test_it_says_why_it_compiles(
     assert any(reason in line for line in said.lines)
 
 
-def test_a_damaged_step_is_compiled_again(tmp_path: Path, compiled: list[str]) -> None:
+def test_damaged_cache_recompiles(tmp_path: Path, compiled: list[str]) -> None:
     keep(tmp_path)
     (file,) = tmp_path.glob("*.step")
     file.write_bytes(file.read_bytes()[:-100])
@@ -131,7 +131,7 @@ def test_a_damaged_step_is_compiled_again(tmp_path: Path, compiled: list[str]) -
 
 
 @pytest.mark.parametrize("mode", ["file", "directory"])
-def test_a_step_that_others_can_write_is_compiled_again(
+def test_cache_writable_by_others_recompiles(
     tmp_path: Path, compiled: list[str], mode: str
 ) -> None:
     keep(tmp_path)
@@ -145,13 +145,13 @@ def test_a_step_that_others_can_write_is_compiled_again(
     assert any("777, so that other users can write to it" in x for x in said.lines)
 
 
-def test_a_directory_is_a_path() -> None:
+def test_invalid_directory_raises() -> None:
     message = "warm_start=3 is no path. It is the directory where `plan` keeps"
     with pytest.raises(ValueError, match=re.escape(message)):
         trainer_of(Said(), warm_start=3)
 
 
-def test_a_plan_compiles_with_the_options_of_the_trainer() -> None:
+def test_plan_uses_options_of_trainer() -> None:
     given = {"xla_cpu_enable_fast_math": True}
     parts = Parts.of(trainer_of(Said(), compiler_options=given), BATCHES[0])
     candidate = Candidate(strategy=FSDP(4), num_microbatches=2, remat="dots")
@@ -163,7 +163,7 @@ def test_a_plan_compiles_with_the_options_of_the_trainer() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("given", [None, {"xla_cpu_enable_fast_math": True}])
-def test_what_a_plan_compiled_is_what_a_fit_runs(
+def test_fit_runs_program_compiled_by_plan(
     tmp_path: Path, compiled: list[str], given: dict[str, Any] | None
 ) -> None:
     cold = fit(trainer_of(Said(), compiler_options=given), compiled)

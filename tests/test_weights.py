@@ -37,7 +37,7 @@ IN_DEPTH = [
 
 
 @pytest.mark.parametrize(("family", "strategy"), IN_DEPTH)
-def test_a_folder_is_read_into_any_strategy_and_written_bit_for_bit(
+def test_folder_round_trips_under_any_strategy(
     family: str, strategy: str, tmp_path: Path
 ) -> None:
     folder, written = GOLDENS / family, tmp_path / "written"
@@ -45,7 +45,7 @@ def test_a_folder_is_read_into_any_strategy_and_written_bit_for_bit(
     golden = np.load(folder / "logits.npz")
     save_pretrained(written, trainer.model, source=folder)
     check_equal(content(written), content(folder))
-    # Our own reading of what we wrote, in float32, computes transformers' logits.
+    # Reading the written files again, in float32, gives transformers' logits.
     again = make_trainer(GPT.from_pretrained(written), strategy)
     whole = [np.asarray(x) for x in jax.tree.leaves(nnx.state(again.model, nnx.Param))]
     alone = make_trainer(GPT.from_pretrained(folder), "one device").model
@@ -61,13 +61,13 @@ def test_a_folder_is_read_into_any_strategy_and_written_bit_for_bit(
     assert (written / "generation_config.json").is_file()
 
 
-def test_each_device_holds_its_shards_from_the_start() -> None:
+def test_each_device_holds_only_its_shards() -> None:
     trainer = make_trainer(GPT.from_pretrained(GOLDENS / "llama"))
     up = cast(Any, trainer.model).blocks.layer.mlp.up.kernel.get_value()
     assert {s.data.size for s in up.addressable_shards} == {up.size // 8}
 
 
-def test_training_goes_on_from_the_weights(tmp_path: Path) -> None:
+def test_training_continues_from_weights(tmp_path: Path) -> None:
     tokens = np.load(GOLDENS / "qwen3" / "logits.npz")["tokens"]
     batch = np.concatenate([tokens] * 4)[:, :17]
     losses = {}
@@ -81,7 +81,7 @@ def test_training_goes_on_from_the_weights(tmp_path: Path) -> None:
     assert "model.layers.1.self_attn.q_norm.weight" in found
 
 
-def test_a_direct_call_has_the_weights_and_a_traced_one_is_an_error() -> None:
+def test_traced_from_pretrained_raises() -> None:
     folder = GOLDENS / "llama"
     golden = np.load(folder / "logits.npz")
     model: Any = lora(GPT.from_pretrained(folder), targets="query")(nnx.Rngs(0))
@@ -95,7 +95,7 @@ def test_a_direct_call_has_the_weights_and_a_traced_one_is_an_error() -> None:
 
 
 class Scaled(nnx.Module):
-    """A model of a user: two layers in a list, a Variable of its own."""
+    """A model of a user: two layers in a list, and a Variable."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.layers = nnx.List(
@@ -125,14 +125,14 @@ def scaled(rngs: nnx.Rngs) -> nnx.Module:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """What the user's model wrote, in several files."""
+    """Weights that the user's model wrote, in several files."""
     target = tmp_path / "mine"
     model = Scaled(rngs=nnx.Rngs(1))
     save_pretrained(target, model, names=SCALED, max_file_bytes=600)
     return target
 
 
-def test_a_model_of_the_user_has_a_table_of_its_own(folder: Path) -> None:
+def test_user_model_loads_with_custom_names(folder: Path) -> None:
     assert len(list(folder.glob("model-*-of-00002.safetensors"))) == 2
     assert not (folder / "config.json").exists()
     expected = Scaled(rngs=nnx.Rngs(1))
@@ -213,7 +213,7 @@ DAMAGE: list[tuple[Callable[[Path], None], str]] = [
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGE)
-def test_damaged_files_are_errors(
+def test_damaged_files_raise(
     damage: Callable[[Path], None], message: str, tmp_path: Path
 ) -> None:
     target = tmp_path / "mine"
@@ -237,9 +237,7 @@ def test_damaged_files_are_errors(
         ("x", "has no weight_map"),
     ],
 )
-def test_an_index_names_files_of_its_folder(
-    places: Any, message: str, folder: Path
-) -> None:
+def test_invalid_index_raises(places: Any, message: str, folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     found = json.loads(index.read_text())
     if places is None:
@@ -279,14 +277,12 @@ def test_an_index_names_files_of_its_folder(
         ),
     ],
 )
-def test_tables_that_do_not_fit_are_errors_by_name(
-    names: Any, message: str, folder: Path
-) -> None:
+def test_invalid_name_table_raises(names: Any, message: str, folder: Path) -> None:
     with pytest.raises(WeightsError, match=message):
         Pretrained(scaled, folder, names)(nnx.Rngs(0))
 
 
-def test_an_array_that_is_not_used_is_an_error_unless_ignored(folder: Path) -> None:
+def test_unused_array_raises_unless_ignored(folder: Path) -> None:
     def small(rngs: nnx.Rngs) -> nnx.Module:
         return nnx.Linear(8, 16, rngs=rngs)
 
@@ -296,7 +292,7 @@ def test_an_array_that_is_not_used_is_an_error_unless_ignored(folder: Path) -> N
     assert Pretrained(small, folder, names, ignored="^fc1")(nnx.Rngs(0))
 
 
-def test_folders_that_are_none_are_errors(tmp_path: Path) -> None:
+def test_missing_or_unsupported_folder_raises(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"There is no config\.json in"):
         GPT.from_pretrained(tmp_path)
     with pytest.raises(WeightsError, match=r"pip install 'nnx-parallel\[hub\]'"):
@@ -308,7 +304,7 @@ def test_folders_that_are_none_are_errors(tmp_path: Path) -> None:
         open_tensors(tmp_path)
 
 
-def test_config_and_files_that_disagree_are_an_error(tmp_path: Path) -> None:
+def test_mismatched_config_and_files_raise(tmp_path: Path) -> None:
     target = tmp_path / "llama"
     shutil.copytree(GOLDENS / "llama", target)
     config = json.loads((target / "config.json").read_text())
@@ -318,7 +314,7 @@ def test_config_and_files_that_disagree_are_an_error(tmp_path: Path) -> None:
         make_trainer(GPT.from_pretrained(target))
 
 
-def test_nothing_is_written_over_and_nothing_half_written_loads(
+def test_export_never_overwrites_or_leaves_partial_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, model = tmp_path / "mine", Scaled(rngs=nnx.Rngs(1))
@@ -341,7 +337,7 @@ def test_nothing_is_written_over_and_nothing_half_written_loads(
         save_pretrained(tmp_path / "new", model)
 
 
-def test_a_tied_model_leaves_out_a_head_that_files_have(tmp_path: Path) -> None:
+def test_tied_model_ignores_head_in_files(tmp_path: Path) -> None:
     target = tmp_path / "smollm"
     shutil.copytree(GOLDENS / "smollm", target)
     table = open_tensors(target)["model.embed_tokens.weight"]

@@ -1,4 +1,4 @@
-"""What `pip install` gives: the library alone, whole, and quick to import."""
+"""`pip install` gives only the library, complete and quick to import."""
 
 import re
 import subprocess
@@ -35,8 +35,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def clean_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of an environment that holds the wheel and its dependencies.
 
-    The dependencies are those of the running environment, added to the path as plain
-    directories: `.pth` files in them, an editable install's among them, do nothing.
+    The running environment's dependencies are added to the path as plain directories:
+    `.pth` files in them, such as an editable install's, do nothing.
     """
     directory = tmp_path_factory.mktemp("venv")
     venv.create(directory)
@@ -51,7 +51,7 @@ def clean_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-def test_wheel_holds_the_library_and_nothing_else(wheel: Path) -> None:
+def test_wheel_holds_only_the_library(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.partition("/")[0] for name in names}
     (dist_info,) = tops - {"nnx_parallel"}
@@ -62,9 +62,7 @@ def test_wheel_holds_the_library_and_nothing_else(wheel: Path) -> None:
     assert "nnx_parallel/py.typed" in names
 
 
-def test_wheel_imports_from_an_empty_directory(
-    clean_python: Path, tmp_path: Path
-) -> None:
+def test_wheel_imports_from_empty_directory(clean_python: Path, tmp_path: Path) -> None:
     code = """
 import importlib.util, nnx_parallel
 for name in nnx_parallel.__all__:
@@ -77,9 +75,7 @@ print(nnx_parallel.__file__)
 
 
 @pytest.mark.slow
-def test_quickstart_runs_with_the_wheel_alone(
-    clean_python: Path, tmp_path: Path
-) -> None:
+def test_quickstart_runs_with_wheel(clean_python: Path, tmp_path: Path) -> None:
     """Copied from the site into an empty directory, block by block."""
     page = (ROOT / "docs" / "quickstart.md").read_text()
     codes = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)

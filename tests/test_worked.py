@@ -70,7 +70,7 @@ TINY = {
         ),
     ],
 )
-def test_published_configs_are_the_presets_and_train(
+def test_published_configs_match_presets_and_train(
     name: str, preset: str, strategy: Strategy, worked: ModuleType
 ) -> None:
     assert worked.published(name).num_params == GPTConfig.preset(preset).num_params
@@ -91,13 +91,13 @@ def test_published_configs_are_the_presets_and_train(
     assert losses[-1] < losses[0] / 2, losses
 
 
-def test_a_mixture_is_described_on_devices_that_are_not_at_hand(
+def test_mixture_is_described_without_devices(
     worked: ModuleType,
 ) -> None:
     (mixtral,) = (e for e in worked.EXAMPLES if e.name == "Mixtral 8x7B")
     found = mixtral.describe()
     assert "over expert=8 by 'ragged'" in found.notes[0]
-    # Of each layer's experts an eighth, of these over FSDP's axis an eighth.
+    # An eighth of each layer's experts, and of these an eighth over FSDP's axis.
     of_experts = sum(
         row.bytes_per_device
         for row in found.rows
@@ -107,7 +107,7 @@ def test_a_mixture_is_described_on_devices_that_are_not_at_hand(
 
 
 @pytest.mark.slow
-def test_every_example_fits_with_room_for_activations(worked: ModuleType) -> None:
+def test_every_example_leaves_room_for_activations(worked: ModuleType) -> None:
     names = [example.name for example in worked.EXAMPLES]
     assert len(set(names)) == 8
     for example in worked.EXAMPLES:
@@ -119,7 +119,7 @@ def test_every_example_fits_with_room_for_activations(worked: ModuleType) -> Non
 
 
 @pytest.mark.slow
-def test_the_table_has_a_line_for_each(worked: ModuleType) -> None:
+def test_table_has_one_line_per_example(worked: ModuleType) -> None:
     head, rule, *rows = worked.table()
     assert head.count("|") == rule.count("|")
     assert all(row.count("|") == head.count("|") for row in rows)
