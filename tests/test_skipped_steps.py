@@ -161,7 +161,7 @@ def test_default_step_has_no_condition() -> None:
     assert "skipped" not in trainer.fit([make_batch(0)], 1)
 
 
-def test_partly_empty_microbatches_are_one_mean() -> None:
+def test_partly_empty_microbatches_give_one_mean() -> None:
     batch = make_batch(0)
     batch["w"][::2] = 0.0  # rows of the first of two microbatches
     history = [
@@ -223,12 +223,12 @@ def test_evaluation_without_labels_is_nan() -> None:
     ("terms", "expected"),
     [((6.0, 3.0, 0.0, 0.0), 2.0), ((1.0, 0.0, 1.0, 0.0), math.nan)],
 )
-def test_result_of_terms(terms: tuple, expected: float) -> None:
+def test_result_of_ignores_empty_terms(terms: tuple, expected: float) -> None:
     a, b, c, d = map(jnp.float32, terms)
     np.testing.assert_array_equal(result_of(Mean(a, b) + Mean(c, d)), expected)
 
 
-def test_too_many_bad_steps_in_a_row_end_the_fit() -> None:
+def test_too_many_consecutive_bad_steps_raise() -> None:
     trainer = make_trainer(on_non_finite=SkipSteps(limit=2))
     bad, good = make_batch(0, y=math.nan), make_batch(1)
     history = trainer.fit([good, bad, bad, good, bad, bad], 6)
@@ -253,7 +253,7 @@ GUARDS = {
 
 
 @pytest.mark.parametrize("guard", GUARDS)
-def test_guard_of_the_optimizer_keeps_a_run_going(guard: str, tmp_path: Path) -> None:
+def test_optimizer_guard_keeps_run_going(guard: str, tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     trainer = make_trainer(
         model=Still, optimizer=GUARDS[guard](), loggers=[JSONLinesLogger(log)]
@@ -265,7 +265,7 @@ def test_guard_of_the_optimizer_keeps_a_run_going(guard: str, tmp_path: Path) ->
     assert "1 steps changed nothing (skipped): 2." in lines(log)
 
 
-def test_guard_that_gives_up_ends_the_run() -> None:
+def test_exhausted_optimizer_guard_raises() -> None:
     trainer = make_trainer(model=Still, optimizer=GUARDS["apply_if_finite"]())
     with pytest.raises(NonFiniteLossError, match=r"`linear\.bias`, `linear\.kernel`"):
         trainer.fit([make_batch(0, y=math.nan)] * 6, 6)
@@ -276,7 +276,7 @@ def broken_at(step: int) -> Any:
 
 
 @pytest.mark.parametrize("keep_last", [1, 3])
-def test_update_that_is_not_finite_is_not_saved(keep_last: int, tmp_path: Path) -> None:
+def test_nonfinite_update_is_not_saved(keep_last: int, tmp_path: Path) -> None:
     def make(bad_step: int) -> Trainer:
         options = Checkpoint(tmp_path, every=2, keep_last=keep_last)
         return make_trainer(optimizer=broken_at(bad_step), checkpoint=options)
@@ -290,7 +290,7 @@ def test_update_that_is_not_finite_is_not_saved(keep_last: int, tmp_path: Path) 
     assert np.isfinite(again.state.params["blocks"]["layer"]["linear"]["kernel"]).all()
 
 
-def test_save_by_hand_refuses_a_broken_state(tmp_path: Path) -> None:
+def test_manual_save_of_broken_state_raises(tmp_path: Path) -> None:
     trainer = make_trainer(optimizer=broken_at(1), checkpoint=tmp_path)
     batch = trainer.shard_batch(make_batch(0))
     trainer.state, _ = trainer.train_step(trainer.state, batch)
@@ -306,7 +306,7 @@ class Masked(Still):
         self.unset = nnx.Variable(jnp.full(2, jnp.nan))
 
 
-def test_meant_infinities_are_saved(tmp_path: Path) -> None:
+def test_intended_infinities_are_saved(tmp_path: Path) -> None:
     plateau = optax.contrib.reduce_on_plateau()  # its best value begins as infinity
     optimizer = optax.chain(optax.adam(0.01), plateau)
     trainer = make_trainer(model=Masked, optimizer=optimizer, checkpoint=tmp_path)

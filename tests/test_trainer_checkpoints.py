@@ -1,4 +1,4 @@
-"""A run that is interrupted goes on as if it had not been."""
+"""An interrupted run continues as if it had not been interrupted."""
 
 import os
 import re
@@ -98,11 +98,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict, np.ndarra
     return directory, arrays(whole), losses
 
 
-def test_a_fit_saves_as_told_and_at_its_end(run: tuple) -> None:
+def test_fit_saves_periodically_and_at_end(run: tuple) -> None:
     assert saved_steps(run[0]) == {2, 3}
 
 
-def test_a_fresh_trainer_resumes_by_itself(run: tuple, tmp_path: Path) -> None:
+def test_fresh_trainer_resumes_automatically(run: tuple, tmp_path: Path) -> None:
     directory, expected, losses = run
     trainer = make_trainer(Checkpoint(directory, every=100), ema_decay=0.9)
     assert trainer.step == 3
@@ -127,10 +127,10 @@ class Stopping(Callback):
 @pytest.mark.parametrize(
     ("asked", "done", "stop"), [(4, 4, 4), (4, 4, 6), (6, 4, 6), (5, 4, 6)]
 )
-def test_a_run_of_two_fits_resumes_in_the_data_of_each(
+def test_run_of_two_fits_resumes_in_each(
     asked: int, done: int, stop: int, tmp_path: Path
 ) -> None:
-    """The first of them may have ended early."""
+    """The first fit may have ended early."""
     first, second = make_batches(12)[:6], make_batches(12)[6:]
     evaluates: dict[str, Any] = {"eval_data": first[:1], "eval_every": 1}
 
@@ -153,7 +153,7 @@ def test_a_run_of_two_fits_resumes_in_the_data_of_each(
     np.testing.assert_array_equal(losses, expected[stop - done :])
 
 
-def test_a_generator_that_goes_on_after_a_fit_is_skipped_when_resumed(
+def test_resumed_fit_skips_used_generator_batches(
     tmp_path: Path,
 ) -> None:
     batches = make_batches(6)
@@ -169,7 +169,7 @@ def test_a_generator_that_goes_on_after_a_fit_is_skipped_when_resumed(
 
 
 @pytest.mark.parametrize("weights_only", [False, True])
-def test_what_begins_with_another_run_resumes_from_its_own_checkpoints(
+def test_fine_tuned_run_resumes_from_its_checkpoints(
     run: tuple, tmp_path: Path, *, weights_only: bool
 ) -> None:
     def tuned(steps: int) -> Trainer:
@@ -203,7 +203,7 @@ class Interrupted:
             yield batch
 
 
-def test_a_sigterm_ends_an_evaluation(tmp_path: Path) -> None:
+def test_sigterm_ends_evaluation(tmp_path: Path) -> None:
     data = Interrupted()
     trainer = make_trainer(Checkpoint(tmp_path, every=100))
     with pytest.raises(SystemExit) as ended:
@@ -213,7 +213,7 @@ def test_a_sigterm_ends_an_evaluation(tmp_path: Path) -> None:
     assert data.num_taken < 9
 
 
-def test_an_evaluation_that_fails_loses_no_steps(tmp_path: Path) -> None:
+def test_failed_evaluation_loses_no_steps(tmp_path: Path) -> None:
     class Broken:
         def __iter__(self) -> Iterator[dict]:
             raise OSError("the disk is gone")
@@ -229,7 +229,7 @@ def test_an_evaluation_that_fails_loses_no_steps(tmp_path: Path) -> None:
     assert_same_bits(arrays(resumed), arrays(expected))
 
 
-def test_data_that_is_refused_does_not_move_the_position(tmp_path: Path) -> None:
+def test_refused_data_keeps_position(tmp_path: Path) -> None:
     make_trainer(tmp_path).fit(make_batches(2), 2)
     resumed, expected = make_trainer(tmp_path), make_trainer()
     batches = make_batches(4)
@@ -242,7 +242,7 @@ def test_data_that_is_refused_does_not_move_the_position(tmp_path: Path) -> None
     assert_same_bits(arrays(resumed), arrays(expected))
 
 
-def test_a_hook_restores_weights_alone(tmp_path: Path) -> None:
+def test_only_weights_can_be_restored_within_fit(tmp_path: Path) -> None:
     class RollBack(Callback):
         def __init__(self, **options: Any) -> None:
             self.options = options
@@ -263,7 +263,7 @@ def test_a_hook_restores_weights_alone(tmp_path: Path) -> None:
     assert fit(RollBack(weights_only=True)).step == 6
 
 
-def test_numpys_integers_are_counts(tmp_path: Path) -> None:
+def test_numpy_integers_are_valid_counts(tmp_path: Path) -> None:
     counts = {"num_microbatches": np.int64(2), "seed": np.int64(3)}
     make_trainer(tmp_path, **counts).fit(make_batches(2), np.int64(2))  # pyright: ignore[reportArgumentType]
     resumed = make_trainer(tmp_path, **counts)
@@ -271,10 +271,10 @@ def test_numpys_integers_are_counts(tmp_path: Path) -> None:
     assert resumed.step == 4
 
 
-def test_a_preemption_that_jax_tells_of_ends_the_fit(
+def test_jax_preemption_notice_ends_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has heard a SIGTERM that came before the fit could."""
+    """JAX receives a SIGTERM that comes before the fit installs its handler."""
     should_save = PreemptionPolicy.should_save
 
     def told(
@@ -291,7 +291,7 @@ def test_a_preemption_that_jax_tells_of_ends_the_fit(
     assert saved_steps(tmp_path) == {2}
 
 
-def test_the_clock_runs_again_after_a_save(
+def test_watchdog_restarts_after_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[Any] = []
@@ -303,7 +303,7 @@ def test_the_clock_runs_again_after_a_save(
     assert set(events[len(expected) :]) <= {"off"}
 
 
-def test_processes_that_see_different_checkpoints(
+def test_different_checkpoints_on_processes_raise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_trainer(Checkpoint(tmp_path, every=2)).fit(make_batches(4), 4)
@@ -317,7 +317,7 @@ def test_processes_that_see_different_checkpoints(
         make_trainer(Checkpoint(tmp_path)).fit(make_batches(4), 4)
 
 
-def test_weights_of_the_own_directory_are_no_fresh_start(tmp_path: Path) -> None:
+def test_fit_into_directory_of_loaded_weights_raises(tmp_path: Path) -> None:
     make_trainer(Checkpoint(tmp_path)).fit(make_batches(2), 2)
     trainer = make_trainer(Checkpoint(tmp_path))
     trainer.restore(directory=tmp_path, weights_only=True)
@@ -325,7 +325,7 @@ def test_weights_of_the_own_directory_are_no_fresh_start(tmp_path: Path) -> None
         trainer.fit(make_batches(4), 4)
 
 
-def test_a_save_by_a_hook_knows_the_metrics(tmp_path: Path) -> None:
+def test_save_by_hook_records_metrics(tmp_path: Path) -> None:
     class Saving(Callback):
         def on_eval_end(self, trainer: Any, step: int, metrics: Any) -> None:
             trainer.save()
@@ -343,7 +343,7 @@ def test_a_save_by_a_hook_knows_the_metrics(tmp_path: Path) -> None:
     assert best.evaluate(make_batches(1))["loss"] <= found
 
 
-def test_restore_goes_back_to_a_step(run: tuple) -> None:
+def test_restore_returns_to_given_step(run: tuple) -> None:
     directory, _, losses = run
     trainer = make_trainer(ema_decay=0.9, strategy=DataParallel())
     trainer.restore(2, directory=directory)
@@ -352,7 +352,7 @@ def test_restore_goes_back_to_a_step(run: tuple) -> None:
     np.testing.assert_allclose(history["loss"], losses[2:4], rtol=1e-5)
 
 
-def test_weights_alone_leave_optimizer_and_step_as_they_are(run: tuple) -> None:
+def test_restoring_only_weights_keeps_optimizer_and_step(run: tuple) -> None:
     saved = make_trainer(ema_decay=0.9)
     saved.restore(2, directory=run[0])
     trainer = make_trainer(ema_decay=0.5, optimizer=optax.sgd(0.1), seed=3)
@@ -364,7 +364,7 @@ def test_weights_alone_leave_optimizer_and_step_as_they_are(run: tuple) -> None:
     assert list(history["step"]) == [1]
 
 
-def test_a_fresh_run_does_not_write_into_the_directory_of_another(run: tuple) -> None:
+def test_fresh_run_in_used_directory_raises(run: tuple) -> None:
     directory = run[0]
     message = (
         f"'{directory}' holds checkpoints of steps {sorted(saved_steps(directory))}, "
@@ -376,12 +376,12 @@ def test_a_fresh_run_does_not_write_into_the_directory_of_another(run: tuple) ->
         trainer.fit(make_batches(1), 1)
 
 
-def test_a_step_that_was_not_saved(run: tuple) -> None:
+def test_missing_step_raises(run: tuple) -> None:
     with pytest.raises(CheckpointNotFoundError, match="No checkpoint for step 7 in"):
         make_trainer(ema_decay=0.9).restore(7, directory=run[0])
 
 
-def test_a_model_of_another_shape_changes_nothing(run: tuple) -> None:
+def test_mismatched_model_raises_and_keeps_values(run: tuple) -> None:
     trainer = make_trainer(model=lambda rngs: Net(rngs, width=16), ema_decay=0.9)
     before = arrays(trainer)
     with pytest.raises(CheckpointMismatchError, match=re.escape("linear.kernel")):
@@ -389,7 +389,7 @@ def test_a_model_of_another_shape_changes_nothing(run: tuple) -> None:
     assert_same_bits(arrays(trainer), before)
 
 
-def test_save_and_restore_by_hand(tmp_path: Path) -> None:
+def test_manual_save_and_restore_round_trip(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     batch = trainer.shard_batch(make_batches(1)[0])
     trainer.state, _ = trainer.train_step(trainer.state, batch)
@@ -402,13 +402,13 @@ def test_save_and_restore_by_hand(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", ["save", "restore"])
-def test_a_trainer_without_a_directory(verb: str) -> None:
+def test_trainer_without_directory_raises(verb: str) -> None:
     message = "This Trainer has no checkpoint directory. Pass checkpoint='runs/name'."
     with pytest.raises(CheckpointNotFoundError, match=re.escape(message)):
         getattr(make_trainer(), verb)()
 
 
-def test_the_best_by_evaluation_is_kept(tmp_path: Path) -> None:
+def test_best_step_by_evaluation_is_kept(tmp_path: Path) -> None:
     options = Checkpoint(tmp_path, every=1, keep_last=1, keep_best="eval_loss")
     trainer = make_trainer(options, optimizer=optax.sgd(0.0), seed=1)
     # Only the statistics move: the loss in evaluation has its least somewhere inside.
@@ -417,7 +417,7 @@ def test_the_best_by_evaluation_is_kept(tmp_path: Path) -> None:
     assert saved_steps(tmp_path) == {best, 6}
 
 
-def test_a_metric_that_is_not_there_is_named_before_the_first_save(
+def test_unknown_keep_best_warns_before_first_save(
     tmp_path: Path,
 ) -> None:
     class Failing(Callback):
@@ -451,7 +451,7 @@ def test_a_metric_that_is_not_there_is_named_before_the_first_save(
     assert fit("eval_loss", **evaluation) == []
 
 
-def test_an_evaluation_that_cannot_be_logged_is_saved(tmp_path: Path) -> None:
+def test_evaluation_is_saved_despite_logging_error(tmp_path: Path) -> None:
     class Failing(JSONLinesLogger):
         def log(self, step: int, metrics: Any) -> None:
             if "eval_loss" in metrics:
@@ -466,7 +466,7 @@ def test_an_evaluation_that_cannot_be_logged_is_saved(tmp_path: Path) -> None:
     assert trainer.step == 2
 
 
-def test_a_resumed_fit_counts_its_data_from_the_start_of_the_run(
+def test_resumed_fit_reads_data_from_start(
     tmp_path: Path,
 ) -> None:
     batches = make_batches(4)
@@ -489,9 +489,7 @@ def save_and_wait(manager: CheckpointManager, trainer: Trainer, step: int) -> No
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_the_exit_message_names_what_is_saved(
-    asynchronous: bool, tmp_path: Path
-) -> None:
+def test_exit_message_names_saved_step(asynchronous: bool, tmp_path: Path) -> None:
     options = Checkpoint(
         tmp_path / "run", on_save_error="warn", asynchronous=asynchronous
     )
@@ -511,13 +509,13 @@ def test_the_exit_message_names_what_is_saved(
     manager.close()
 
 
-def test_a_run_that_saved_nothing_says_so(tmp_path: Path) -> None:
+def test_exit_message_says_nothing_is_saved(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path / "run")
     assert manager.exit_message(0).startswith("Nothing is saved in")
     manager.close()
 
 
-def test_a_sigterm_between_two_looks_is_not_lost(
+def test_sigterm_between_checks_is_handled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends, seen = Loop._ends, []  # pyright: ignore[reportPrivateUsage]
@@ -537,14 +535,14 @@ def test_a_sigterm_between_two_looks_is_not_lost(
     assert saved_steps(run) == {trainer.step}
 
 
-def test_a_finished_run_has_nothing_to_train(tmp_path: Path) -> None:
+def test_finished_run_trains_nothing(tmp_path: Path) -> None:
     make_trainer(tmp_path).fit(make_batches(2), 2)
     again = make_trainer(tmp_path)
     assert again.fit(make_batches(2), 2) == {}
     assert again.step == 2
 
 
-def test_a_branch_does_not_write_over_the_run_it_left(tmp_path: Path) -> None:
+def test_branch_does_not_overwrite_original_run(tmp_path: Path) -> None:
     options = Checkpoint(tmp_path / "run", every=2)
     make_trainer(checkpoint=options).fit(make_batches(4), 4)
     branch = make_trainer(checkpoint=options)
@@ -559,7 +557,7 @@ def test_a_branch_does_not_write_over_the_run_it_left(tmp_path: Path) -> None:
         branch.save()
 
 
-def test_weights_of_a_run_that_trained_everything_load_into_one_that_does_not(
+def test_weights_load_under_another_wrt(
     tmp_path: Path,
 ) -> None:
     whole = make_trainer(checkpoint=tmp_path / "run")
@@ -572,7 +570,7 @@ def test_weights_of_a_run_that_trained_everything_load_into_one_that_does_not(
     )
 
 
-def test_the_best_is_found_again(tmp_path: Path) -> None:
+def test_restore_best_returns_to_best_step(tmp_path: Path) -> None:
     options = Checkpoint(tmp_path / "run", every=1, keep_last=1, keep_best="eval_loss")
     trainer = make_trainer(checkpoint=options)
     history = trainer.fit(make_batches(4), 4, eval_data=make_batches(1))
@@ -603,8 +601,8 @@ class Resumable:
         self._next = state["next"]
 
 
-def test_a_position_of_other_processes_is_skipped_to(tmp_path: Path) -> None:
-    """As far as one process can show it: the state of two is in the metadata."""
+def test_position_of_other_process_count_is_skipped(tmp_path: Path) -> None:
+    """In one process: the metadata are changed to the state of two."""
     whole = make_trainer().fit(make_batches(6), 6)["loss"]
     make_trainer(tmp_path).fit(Resumable(make_batches(6)), 3)
     resumed = make_trainer(tmp_path).fit(Resumable(make_batches(6)), 4)["loss"]
@@ -665,7 +663,7 @@ def test_resuming_without_the_average_warns(tmp_path: Path) -> None:
         make_trainer(options).fit(make_batches(2), 2)
 
 
-def test_a_late_average_starts_from_the_parameters(tmp_path: Path) -> None:
+def test_late_average_starts_from_parameters(tmp_path: Path) -> None:
     before = make_trainer(tmp_path)
     before.fit(make_batches(1), 1)
     start = to_host(before.state.params)
@@ -739,7 +737,7 @@ def test_fit_after_first_use_reads_no_step_twice(
 
 
 @pytest.mark.parametrize("fits", [False, True])
-def test_damaged_newest_step_is_read_only_as_told(fits: bool, tmp_path: Path) -> None:
+def test_damaged_newest_step_follows_on_damage(fits: bool, tmp_path: Path) -> None:
     def make(**options: Any) -> Trainer:
         return make_trainer(Checkpoint(tmp_path, every=2, **options))
 
@@ -755,7 +753,7 @@ def test_damaged_newest_step_is_read_only_as_told(fits: bool, tmp_path: Path) ->
         assert len(list(tmp_path.glob("damaged-4-*"))) == 1
 
 
-def test_assigned_values_are_not_dropped(tmp_path: Path) -> None:
+def test_resuming_over_assigned_values_raises(tmp_path: Path) -> None:
     make_trainer(tmp_path).fit(make_batches(4), 2)
     kernel = jax.numpy.full((8, 8), 0.5)
 
@@ -792,9 +790,7 @@ def test_assigned_values_are_not_dropped(tmp_path: Path) -> None:
     assert list(changed.fit(make_batches(4), 4)["step"]) == [3, 4]
 
 
-def test_loaded_weights_that_a_resumed_fit_replaces_are_named(
-    tmp_path: Path, capsys: Any
-) -> None:
+def test_resume_reports_replaced_weights(tmp_path: Path, capsys: Any) -> None:
     make_trainer(tmp_path).fit(make_batches(4), 2)
     make_trainer(tmp_path / "other").fit(make_batches(4), 1)
     trainer = make_trainer(tmp_path, loggers=None)
@@ -830,7 +826,7 @@ def fit_with_evaluations(directory: Path, num_steps: int, **options: Any) -> Tra
     return trainer
 
 
-def test_best_of_another_run_is_its_own_record(tmp_path: Path) -> None:
+def test_best_of_another_run_uses_its_record(tmp_path: Path) -> None:
     fit_with_evaluations(tmp_path, 6)
     user = make_trainer(optimizer=optax.sgd(0.01))
     user.restore("best", directory=tmp_path)
@@ -854,7 +850,7 @@ def test_best_without_a_record_names_the_metrics(tmp_path: Path) -> None:
     assert user.step == 2
 
 
-def test_rewound_run_goes_on_and_keeps_later_steps(tmp_path: Path) -> None:
+def test_rewound_run_continues_and_keeps_later_steps(tmp_path: Path) -> None:
     whole = fit_with_evaluations(tmp_path, 6)
     expected = arrays(whole)
     logged = (tmp_path / "metrics.jsonl").read_bytes()
@@ -886,7 +882,7 @@ def test_rewound_run_goes_on_and_keeps_later_steps(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("rewound-*"))) == 3
 
 
-def test_rewind_changes_nothing_where_it_may_not(tmp_path: Path) -> None:
+def test_invalid_rewind_raises_and_changes_nothing(tmp_path: Path) -> None:
     trainer = fit_with_evaluations(tmp_path, 3)
     with pytest.raises(CheckpointNotFoundError):
         trainer.restore(7, rewind=True)

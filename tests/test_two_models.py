@@ -89,7 +89,7 @@ def part(name: str) -> Any:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_two_optimizers_in_one_step(strategy: Strategy) -> None:
+def test_two_optimizers_in_one_step_match_plain_nnx(strategy: Strategy) -> None:
     labels = {"critic": "critic", "generator": "generator"}
     optimizer = optax.multi_transform({**TX}, labels)
     trainer = make_trainer(GAN, optimizer, both_losses, strategy=strategy)
@@ -135,7 +135,7 @@ LOSSES = {"critic": critic_loss, "generator": generator_loss}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_players_that_take_turns_share_a_model(strategy: Strategy) -> None:
+def test_alternating_players_share_model(strategy: Strategy) -> None:
     players = {
         name: make_trainer(Normed, TX[name], loss, wrt=part(name), strategy=strategy)
         for name, loss in LOSSES.items()
@@ -161,7 +161,7 @@ def test_players_that_take_turns_share_a_model(strategy: Strategy) -> None:
         assert trainer.step == 2
 
 
-def test_players_of_unlike_models_raise() -> None:
+def test_players_of_different_models_raise() -> None:
     critic = make_trainer(GAN, TX["critic"], critic_loss, wrt=part("critic"))
     other = make_trainer(Normed, TX["critic"], critic_loss, wrt=part("generator"))
     with pytest.raises(StateStructureError, match="take_turn needs Trainers of one"):
@@ -181,7 +181,7 @@ def distill(model: Any, batch: Any) -> jax.Array:
 
 
 def follow(model: Any, batch: Any) -> jax.Array:
-    """Distillation from the student's own moving average, with some noise."""
+    """Distillation from the student's moving average, with some noise."""
     targets = model.teacher(batch * 1.1)
     average = jax.tree.map(
         lambda old, new: 0.9 * old + 0.1 * new,
@@ -194,12 +194,12 @@ def follow(model: Any, batch: Any) -> jax.Array:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("loss", [distill, follow])
-def test_teachers(loss: Any, strategy: Strategy) -> None:
+def test_teachers_match_plain_nnx(loss: Any, strategy: Strategy) -> None:
     """A frozen one, and one that follows the student: both are parts of the model."""
     wrt = part("student")
     trainer = make_trainer(Pair, optax.adam(0.1), loss, wrt=wrt, strategy=strategy)
     teacher = trainer.state.variables["teacher"]["kernel"]
-    assert not teacher.sharding.is_fully_replicated  # sharded as what is trained
+    assert not teacher.sharding.is_fully_replicated  # sharded like trained parameters
     model = Pair(nnx.Rngs(0))
     before = np.asarray(model.teacher.kernel[...])
     optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=wrt)
@@ -239,7 +239,7 @@ def regress(model: Any, batch: Any) -> jax.Array:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_adapters_of_a_quantized_base(strategy: Strategy) -> None:
+def test_adapters_of_quantized_base_match_plain_nnx(strategy: Strategy) -> None:
     options: dict[str, Any] = {"wrt": nnx.LoRAParam, "strategy": strategy}
     trainer = make_trainer(Quantized, optax.adam(0.1), regress, **options)
     base = np.asarray(trainer.state.variables["quantized"])
