@@ -111,16 +111,12 @@ def test_slurm_script_requests_tasks_devices_and_signal(
     assert exported(on_cpu) == CPU_VARIABLES
 
 
-def test_tpu_command_sets_cluster_variable(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_tpu_command_sets_cluster_variable(capsys: pytest.CaptureFixture[str]) -> None:
     # Under ssh no variable tells; jax asks the TPU's metadata once it is called.
     assert "--command='NNX_PARALLEL_CLUSTER=tpu python" in printed("tpu", capsys)
 
 
-def test_jobset_matches_schema(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_jobset_matches_schema(capsys: pytest.CaptureFixture[str]) -> None:
     manifest = yaml.safe_load(printed("jobset", capsys))
     assert manifest["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
     assert manifest["kind"] == "JobSet"
@@ -147,9 +143,7 @@ def test_jobset_matches_schema(
     assert field == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
-def test_jobset_name_begins_with_letter(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_jobset_name_begins_with_letter(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--processes", "2", "--print", "jobset"]
     assert main(["launch", *options, "08_processes.py"]) == 0
     manifest = yaml.safe_load(capsys.readouterr().out)
@@ -176,9 +170,7 @@ def test_jobset_keeps_special_characters(capsys: pytest.CaptureFixture[str]) -> 
     assert container["command"] == ["python", *words]
 
 
-def test_jobset_quotes_number_like_strings(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_jobset_quotes_number_like_strings(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed("jobset", capsys)
     assert '- "3e-4"\n' in text
     assert "replicas: 1\n" in text
@@ -277,9 +269,7 @@ def test_every_option_has_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"{command} [-h]" in capsys.readouterr().out
 
 
-def test_version_lists_related_packages(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_version_lists_related_packages(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     text = capsys.readouterr().out.replace("\n", " ")

@@ -158,9 +158,7 @@ def test_copy_overlaps_with_step() -> None:
 
 
 @pytest.mark.parametrize("prefetch", PREFETCHES)
-def test_data_error_keeps_position_and_traceback(
-    prefetch: int,
-) -> None:
+def test_data_error_keeps_position_and_traceback(prefetch: int) -> None:
     def broken_source() -> Iterator[Any]:
         yield from make_batches(3)
         raise FileNotFoundError("shard-3 is gone")
@@ -259,9 +257,7 @@ def test_taken_batches_are_not_kept_alive() -> None:
 
 
 @pytest.mark.parametrize("prefetch", PREFETCHES)
-def test_resume_restores_position_of_taken_batch(
-    prefetch: int,
-) -> None:
+def test_resume_restores_position_of_taken_batch(prefetch: int) -> None:
     with PrefetchIterator(
         Seeded(), jax.device_put, limit=9, prefetch=prefetch
     ) as placed:

@@ -226,9 +226,7 @@ def test_earlier_handler_warns_and_is_called() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_swallowing_handler_warns_once(
-    recwarn: pytest.WarningsRecorder,
-) -> None:
+def test_swallowing_handler_warns_once(recwarn: pytest.WarningsRecorder) -> None:
     def mine(number: int, frame: Any) -> None:
         pass
 

@@ -82,9 +82,7 @@ def test_nonfinite_values_become_json_strings(tmp_path: Path) -> None:
     np.testing.assert_equal([float(line[name]) for name in "abc"], [*values.values()])
 
 
-def test_resume_drops_lines_after_checkpoint(
-    tmp_path: Path,
-) -> None:
+def test_resume_drops_lines_after_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log_steps(path, 0, 7)
     path.chmod(0o640)
@@ -146,9 +144,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert steps(path) == list(range(1, 31))
 
 
-def test_group_warns_of_full_disk(
-    tmp_path: Path,
-) -> None:
+def test_group_warns_of_full_disk(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     group = LoggerGroup([JSONLinesLogger(path)], warns=True)
     group.start(first_step=0, num_steps=9)

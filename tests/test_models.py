@@ -336,9 +336,7 @@ def test_classifier_memorizes_random_labels() -> None:
 
 
 @both_shapes
-def test_dropout_differs_by_step_only_in_training(
-    config: GPTConfig,
-) -> None:
+def test_dropout_differs_by_step_only_in_training(config: GPTConfig) -> None:
     model, tokens = build(replace(config, dropout=0.2)), random_tokens(3, 8)
     first, later = apply_and_keep(model, tokens)
     second, _ = apply_and_keep(later, tokens)

@@ -20,9 +20,7 @@ from tests.waiting import wait_until
 ROOT = Path(__file__).parents[1]
 
 
-def test_missing_object_store_packages_raise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_missing_object_store_packages_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "google.cloud.storage", None)
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(CheckpointDirectoryError, match=r"pip install 'nnx-parallel\[g"):

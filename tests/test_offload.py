@@ -213,9 +213,7 @@ def test_checkpoints_interchange_with_plain_run(tmp_path: Path, *, saves: bool) 
     assert bool(host_leaves(resumed.state.opt_state)) is not saves
 
 
-def test_step_reuses_memory_of_state_in_save(
-    tmp_path: Path,
-) -> None:
+def test_step_reuses_memory_of_state_in_save(tmp_path: Path) -> None:
     """A view, which NumPy makes of memory of the host, would keep it from the step.
 
     Here the step would get other memory. Elsewhere it is an error, or the file has the

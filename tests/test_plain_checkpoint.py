@@ -175,9 +175,7 @@ def test_invalid_checkpoint_raises(tmp_path: Path) -> None:
     np.testing.assert_array_equal(other.state.params["value"]["kernel"], found)
 
 
-def test_run_with_loaded_weights_resumes(
-    tmp_path: Path,
-) -> None:
+def test_run_with_loaded_weights_resumes(tmp_path: Path) -> None:
     path = standard(tmp_path / "plain", nnx.state(Net(nnx.Rngs(0))))
 
     def run(num_steps: int) -> Trainer:

@@ -181,9 +181,7 @@ def test_sent_bytes_follow_placement(facts: Facts) -> None:
     assert sent(FSDP(8, shard="gradients"), "weights") == 0
 
 
-def test_tpu_estimate_counts_copies_of_gathered_parameters(
-    facts: Facts,
-) -> None:
+def test_tpu_estimate_counts_copies_of_gathered_parameters(facts: Facts) -> None:
     def owned(shard, topology):
         strategy = FSDP(8, shard=shard)
         state = facts.parts.on(strategy.layout(strategy.make_mesh(CPUS.devices)))

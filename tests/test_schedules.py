@@ -68,9 +68,7 @@ def test_zero_bubble_efficiency_matches_theory(
 
 
 @schedules
-def test_forward_table_has_only_forward_slots(
-    schedule: Schedule,
-) -> None:
+def test_forward_table_has_only_forward_slots(schedule: Schedule) -> None:
     table = schedule.table(4, 8)
     forward = schedule.forward_table(4, 8)
     assert forward.is_forward_only
@@ -193,9 +191,7 @@ def test_buffers_replay_every_value(
 
 
 @schedules
-def test_evaluation_buffers_hold_only_values_in_flight(
-    schedule: Schedule,
-) -> None:
+def test_evaluation_buffers_hold_only_values_in_flight(schedule: Schedule) -> None:
     table = schedule.forward_table(4, 64)
     buffers = checked_buffers(table)
     assert buffers.num_inputs == 1

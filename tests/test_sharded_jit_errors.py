@@ -139,9 +139,7 @@ def test_invalid_placements_raise_before_compiling(
         assert message in str(caught.value)
 
 
-def test_invalid_annotation_mapping_raises_before_call(
-    mesh: Mesh,
-) -> None:
+def test_invalid_annotation_mapping_raises_before_call(mesh: Mesh) -> None:
     annotations = types.MappingProxyType({"hidden": P("nope")})
     with pytest.raises(UnknownAxisError, match="`annotations`"):
         sharded_jit(two, mesh, annotations=annotations)

@@ -181,9 +181,7 @@ def test_constrain_splits_divisible_dims(
 
 
 @pytest.mark.parametrize("names", [("fsdp", "tp"), (P("fsdp", "tp"),), ("dp", None)])
-def test_rows_follow_axes_of_batch(
-    names: tuple,
-) -> None:
+def test_rows_follow_axes_of_batch(names: tuple) -> None:
     layout = Composite(DataParallel(4), Pipeline(2)).layout()
     with using(layout):
         found = constrain(jnp.ones((8, 8)), *names).sharding

@@ -145,9 +145,7 @@ def test_conventional_names_map_to_mesh_axes() -> None:
             assert axes_on(make_mesh({name: None}), name) == (name,)
 
 
-def test_description_lists_absent_axes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_description_lists_absent_axes(monkeypatch: pytest.MonkeyPatch) -> None:
     init = nnx.with_partitioning(nnx.initializers.ones_init(), ("fsdp", "tp"))
 
     def build(rngs: nnx.Rngs) -> nnx.Module:

@@ -75,9 +75,7 @@ def assert_same(found: Any, expected: Any, rtol: float, atol: float = 0) -> None
         np.testing.assert_allclose(found[path], value, rtol, atol, err_msg=path)
 
 
-def test_stack_of_blocks_matches_and_unstacks(
-    x: jax.Array,
-) -> None:
+def test_stack_of_blocks_matches_and_unstacks(x: jax.Array) -> None:
     blocks = blocks_of(Block, 3)
     stack = Stack.of(blocks)
     for found, block in zip(stack.unstack(), blocks, strict=True):

@@ -354,9 +354,7 @@ def test_changed_model_structure_raises(
 
 
 @pytest.mark.parametrize("change", ["sow", "dtype"])
-def test_sown_values_are_dropped_and_dtypes_kept(
-    change: str,
-) -> None:
+def test_sown_values_are_dropped_and_dtypes_kept(change: str) -> None:
     trainer = make_trainer(lambda rngs: Changing(rngs, change))
     advance(trainer)
     advance(trainer)

@@ -153,9 +153,7 @@ def test_run_of_two_fits_resumes_in_each(
     np.testing.assert_array_equal(losses, expected[stop - done :])
 
 
-def test_resumed_fit_skips_used_generator_batches(
-    tmp_path: Path,
-) -> None:
+def test_resumed_fit_skips_used_generator_batches(tmp_path: Path) -> None:
     batches = make_batches(6)
     whole = make_trainer()
     expected = whole.fit(batches, 6)["loss"]
@@ -417,9 +415,7 @@ def test_best_step_by_evaluation_is_kept(tmp_path: Path) -> None:
     assert saved_steps(tmp_path) == {best, 6}
 
 
-def test_unknown_keep_best_warns_before_first_save(
-    tmp_path: Path,
-) -> None:
+def test_unknown_keep_best_warns_before_first_save(tmp_path: Path) -> None:
     class Failing(Callback):
         """Ends the fit at its third step, long before a save."""
 
@@ -466,9 +462,7 @@ def test_evaluation_is_saved_despite_logging_error(tmp_path: Path) -> None:
     assert trainer.step == 2
 
 
-def test_resumed_fit_reads_data_from_start(
-    tmp_path: Path,
-) -> None:
+def test_resumed_fit_reads_data_from_start(tmp_path: Path) -> None:
     batches = make_batches(4)
     make_trainer(tmp_path).fit(batches, 2)
     seen = []
@@ -557,9 +551,7 @@ def test_branch_does_not_overwrite_original_run(tmp_path: Path) -> None:
         branch.save()
 
 
-def test_weights_load_under_another_wrt(
-    tmp_path: Path,
-) -> None:
+def test_weights_load_under_another_wrt(tmp_path: Path) -> None:
     whole = make_trainer(checkpoint=tmp_path / "run")
     whole.fit(make_batches(1), 1)
     part = make_trainer(wrt=nnx.PathContains("bias"))

@@ -91,9 +91,7 @@ def test_published_configs_match_presets_and_train(
     assert losses[-1] < losses[0] / 2, losses
 
 
-def test_mixture_is_described_without_devices(
-    worked: ModuleType,
-) -> None:
+def test_mixture_is_described_without_devices(worked: ModuleType) -> None:
     (mixtral,) = (e for e in worked.EXAMPLES if e.name == "Mixtral 8x7B")
     found = mixtral.describe()
     assert "over expert=8 by 'ragged'" in found.notes[0]

@@ -406,9 +406,7 @@ def test_signals_reach_every_process(number: int, tmp_path: Path) -> None:
     assert "Starting all processes again" not in rest
 
 
-def test_printing_processes_save_after_launcher_is_killed(
-    tmp_path: Path,
-) -> None:
+def test_printing_processes_save_after_launcher_is_killed(tmp_path: Path) -> None:
     run = tmp_path / "run"
     settings = break_process("talk", checkpoint={"directory": str(run)}, steps=100_000)
     with subprocess.Popen(
