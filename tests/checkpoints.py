@@ -50,7 +50,7 @@ def bits(groups: dict) -> list[bytes]:
 
 
 def restore(directory: Path, step: int | None = None) -> list[bytes]:
-    """The bits of a step, read as somebody else's."""
+    """The bits of a step, read by a read-only manager."""
     with CheckpointManager(Checkpoint(directory), read_only=True) as manager:
         return bits(manager.saved.restore(abstract(make_groups()), step)[0])
 
@@ -79,7 +79,7 @@ def rewrite(file: Path, change: Callable[[dict], Any]) -> None:
 
 
 def sign(content: dict) -> str:
-    """Digest of a header or of checksums, as somebody would make it who knows how."""
+    """Sets the correct digest of a header or of checksums, and returns it."""
     rest = {name: value for name, value in content.items() if name != "digest"}
     text = json.dumps(rest, sort_keys=True).encode()
     content["digest"] = hashlib.sha256(text).hexdigest()
@@ -87,7 +87,7 @@ def sign(content: dict) -> str:
 
 
 def rewrite_header(step: Path, change: Callable[[dict], Any]) -> None:
-    """Changes the header, and has the checksums belong to it, by correct digests."""
+    """Changes the header, and updates the checksums and digests to match."""
     digests = []
 
     def change_header(metadata: dict) -> None:

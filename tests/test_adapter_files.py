@@ -30,7 +30,7 @@ ADAPTERS = GOLDENS / "adapters"
 def test_peft_adapters_round_trip_bit_for_bit(
     family: str, strategy: str, tmp_path: Path
 ) -> None:
-    """`tests/goldens/make_adapters.py` made them, with PEFT itself."""
+    """`tests/goldens/make_adapters.py` made the adapters with PEFT."""
     theirs, ours = ADAPTERS / family, tmp_path / "adapters"
     base = GPT.from_pretrained(GOLDENS / family)
     trainer = make_trainer(load_adapters(base, theirs), strategy, wrt=nnx.LoRAParam)

@@ -1,4 +1,4 @@
-"""Natural mistakes in arguments: what was found, and the valid spelling."""
+"""Natural mistakes in arguments: each error has the finding and a valid spelling."""
 
 import re
 from collections.abc import Callable

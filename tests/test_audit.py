@@ -210,7 +210,7 @@ class TestControlFlow:
             audit(compiled, trips={"few": 1})
 
     def test_grouped_products_are_counted(self):
-        """And the further rounds of a mixture are not, unless that is asked."""
+        """Overflow rounds of a mixture are not counted by default."""
         moe = MoE(16, Experts(num_experts=8, top_k=2, mlp_dim=32), rngs=nnx.Rngs(0))
         moe.deterministic = True
         strategy = ExpertParallel(4, "gather")
@@ -236,7 +236,7 @@ class TestControlFlow:
         ("start", "stop", "step"), [(0, 16, 1), (3, 16, 4), (16, 2, -3), (5, 5, 1)]
     )
     def test_trip_count_is_read_from_loop(self, start, stop, step):
-        """A TPU's text does not state it."""
+        """The text of a TPU program does not state the trip count."""
 
         def f(x):
             def goes_on(carry):
@@ -376,7 +376,7 @@ async-start(%p, %all-reduce, %s), calls=%async_computation
 
 
 def test_compiler_dump_is_parsed():
-    """Names of tuples' elements; of the two sides of a ragged exchange the smaller."""
+    """Tuple elements have names; a ragged exchange counts its smaller side."""
     report = audit(DUMPED)
     assert report.bytes("all-reduce") == report.bytes("ragged-all-to-all") == 6 * 8 * 2
     assert [each.asynchronous for each in report.collectives] == [False, True]

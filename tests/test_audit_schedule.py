@@ -127,7 +127,7 @@ def test_sparse_core_collectives_are_read():
 
 
 def test_sum_is_hidden_only_after_data_arrive():
-    """Its start comes before the first product, and has nothing to send."""
+    """The sum starts before the first product, when it has nothing to send yet."""
     report = audit(SPARSE_CORES.replace("SECOND", "%t = bf16[16,8]{1,0} copy(%h)"))
     assert report.hidden_share_of("reduce-scatter") == 0.0
     assert report.hidden_share == pytest.approx(1 / 3)

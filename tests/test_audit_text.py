@@ -223,7 +223,7 @@ ENTRY %main (x: f32[8]) -> f32[4] {
 
 
 def test_multiline_kernel_metadata_is_parsed():
-    """As the TPU compiler writes it, a line of it beginning with a brace."""
+    """The TPU compiler writes such metadata; one of the lines begins with a brace."""
     text = """\
 HloModule m, num_partitions=4
 

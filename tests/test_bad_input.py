@@ -1,4 +1,4 @@
-"""Mistakes of users: each error has what was found, the rule, and valid values."""
+"""Mistakes of users: each error has the finding, the rule, and valid values."""
 
 import re
 from collections.abc import Iterator
@@ -525,7 +525,7 @@ def build_gpt(rngs: nnx.Rngs) -> GPT:
 def test_unsplittable_experts_raise(
     options: dict[str, Any], num_devices: int, message: str
 ) -> None:
-    """Before anything is compiled."""
+    """The error comes before anything is compiled."""
     with pytest.raises(ExpertsError, match=re.escape(message)):
         make_trainer(**options, devices=jax.devices()[:num_devices])
 

@@ -145,7 +145,7 @@ REST = [case for case in PRODUCT[::11] if case not in (*QUICK, *PAIRS)]
     ids=lambda case: "-".join(map(str, case.values())),
 )
 def test_blockwise_matches_naive_attention(case: Operands):
-    """All that the contract has, in blocks that divide neither side."""
+    """Every argument of the contract, in blocks that divide neither side."""
     pattern = Pattern(
         scale=0.5,
         causal=case["causal"],
@@ -164,7 +164,7 @@ PACKED = {
 
 
 def test_key_blocks_merge_in_any_order():
-    """As a ring has them: in another order of positions, none of a document, too."""
+    """Merges pieces of shuffled keys, as a ring does."""
     pattern = Pattern(scale=0.5, causal=True, window=(9, None), block=(8, 8))
     given = operands(PACKED)
     query, key, value, q_tokens, k_tokens, sinks, _ = given
@@ -265,7 +265,7 @@ def blocks_run(pattern: Pattern, tokens: Tokens) -> int:
     ],
 )
 def test_empty_blocks_are_skipped(changes, segments, expected):
-    """A block of 8 tokens has one document here, or is padding."""
+    """Each block of 8 tokens is one document or padding."""
     own = None if segments is None else jnp.repeat(jnp.asarray([segments]), 8, axis=1)
     pattern = Pattern(scale=1.0, block=(8, 8), **changes)
     assert blocks_run(pattern, Tokens.in_order(64, own)) == expected

@@ -94,7 +94,7 @@ def test_matmul_reduce_scatter_matches_matmul(size: int, mode: Mode, length: int
 
 
 @ALL_MODES
-class TestBesideADataAxis:
+class TestWithDataAxis:
     """The batch is split over an axis that stays automatic."""
 
     MESH = staticmethod(lambda: ring_mesh(4, data=2))
@@ -256,7 +256,7 @@ def test_sum_dtype_defaults_to_float32(sum_dtype, sent: str):
     assert error < (1.01 if sum_dtype is None else 4) * rounding
 
 
-class TestWhatIsSent:
+class TestTransfers:
     """Bytes and hops of both gradients."""
 
     SIZE, SEQ, WIDTH = 4, 16, 8

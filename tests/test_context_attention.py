@@ -143,7 +143,7 @@ def assert_same(found: tuple, wanted: tuple) -> None:
 
 @pytest.mark.parametrize(("exchange", "mask", "kv_heads", "mesh"), parametrized())
 def test_attention_matches_one_device(exchange, mask, kv_heads, mesh):
-    """Outputs, and gradients of queries, keys, values and sinks."""
+    """Compares outputs, and gradients of queries, keys, values and sinks."""
     size = 4 if mesh == "alone" else 2
     strategy = Composite(ContextParallel(size, exchange), *MESHES[mesh])
     found = value_and_gradients(
@@ -290,7 +290,7 @@ def test_sent_bytes_match_theory(exchange, is_trained, expected):
 
 
 def test_balancing_sends_each_token_twice():
-    """Queries, keys and values, and the output; nothing besides the ring."""
+    """Balancing adds only the moves of queries, keys, values and the output."""
     found = sent("ring", causal=True, is_trained=False)
     halves = (2 * HEADS + 2 * KV_HEADS_OF_LONG) * SHARD
     assert found == {"collective-permute": 3 * KEYS + halves}
@@ -372,7 +372,7 @@ def test_kernel_for_whole_sequences_raises():
 
 @pytest.mark.parametrize("seq", [1, 30])
 def test_generating_model_is_not_split(seq):
-    """One token, or an array as mask: the partitioner has them."""
+    """The partitioner handles single tokens, and arrays as masks."""
     query, key, value, _ = operands(2, seq)
     mask = jnp.ones((1, 1, seq, seq), bool)
     with using(layout_of(ContextParallel(4))):

@@ -138,7 +138,7 @@ def alone(model: str, microbatches: int) -> Run:
     [*FEW, *(pytest.param(*case, marks=pytest.mark.deep) for case in DEEP)],
 )
 def test_training_matches_one_device(exchange, model, mesh):
-    """Packed documents and dropout: all of 20 steps."""
+    """Compares 20 steps with packed documents and dropout."""
     strategy = strategy_of(exchange, model, mesh)
     microbatches, devices = microbatches_of(strategy), devices_of(strategy)
     with compiling(optimized=False):
@@ -261,7 +261,7 @@ def test_layer_keeps_its_share_of_activations():
 
 @pytest.mark.deep
 def test_generation_and_evaluation_match_one_device():
-    """Also of prompts that the axis does not divide."""
+    """Includes prompts that the axis does not divide."""
     rng = np.random.default_rng(0)
     config = GPTConfig.tiny_llama(num_layers=2, seq_len=32, num_kv_heads=2)
     prompts = [rng.integers(0, 256, (2, 5)).astype(np.int32)]

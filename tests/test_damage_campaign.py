@@ -79,7 +79,7 @@ def delete(path: Path, rng: random.Random) -> None:
 
 
 def exchange(path: Path, rng: random.Random) -> None:
-    """With a file of the same place in the other step, or with any of this one."""
+    """Exchanges a file with its counterpart in the other step, or with another file."""
     step = next(x for x in path.parents if x.name == "4")
     same = step.parent / "2" / path.relative_to(step)
     other = (

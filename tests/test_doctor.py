@@ -1,4 +1,4 @@
-"""The doctor: what it finds installed, and what it says is wrong."""
+"""The doctor: its report of the installation, and the problems that it finds."""
 
 import os
 import re
@@ -35,7 +35,7 @@ def only(found: Iterable[str]) -> str:
 def test_healthy_machine_has_no_problems(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """For real: JAX is started in a process, on the CPU of whatever runs the tests."""
+    """Starts JAX in a real process, on the CPU of the machine that runs the tests."""
     for name in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")

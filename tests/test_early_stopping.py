@@ -1,4 +1,4 @@
-"""Early stopping: when it decides, and that a resumed run decides alike."""
+"""Early stopping: its decisions, which a resumed run repeats."""
 
 import re
 from collections.abc import Iterator

@@ -428,7 +428,7 @@ def test_pad_keeps_dtype_of_weights() -> None:
 def test_all_processes_drop_last_batch_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One of them may come to its last, smaller batch before the others."""
+    """One process may come to its last, smaller batch before the others."""
     mine = {"x": np.zeros((4, 2), np.float32)}
     signature = batches.batch_signature(mine)
     theirs = {

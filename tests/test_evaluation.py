@@ -1,4 +1,4 @@
-"""Evaluation by another loss, metrics that are no means, sampled predictions."""
+"""Evaluation by another loss, metrics that are not means, sampled predictions."""
 
 import dataclasses
 import re
@@ -272,7 +272,7 @@ def test_array_metric_in_training_raises() -> None:
 
 
 def test_predict_gives_row_losses_and_area() -> None:
-    """Losses of single rows, and an area under the curve."""
+    """Computes losses of single rows and an area under the curve from outputs."""
     trainer = make_trainer(eval_loss=eval_loss)
 
     def outputs(model: Any, batch: Any) -> dict:
@@ -344,7 +344,7 @@ def test_predictions_of_different_lengths_raise() -> None:
 
 
 def test_flax_metrics_match_plain_values() -> None:
-    """In a loss, whose metrics they compute; and on the host, from the outputs."""
+    """Flax metrics are computed in a loss, and on the host from the outputs."""
 
     def measured(model: Any, batch: Any) -> tuple[jax.Array, dict]:
         logits = model(batch["x"], training=False)

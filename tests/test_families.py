@@ -138,7 +138,7 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("family", "change"), SETTINGS)
 def test_each_setting_changes_logits(family: str, change: dict[str, Any]) -> None:
-    """A golden that a wrong setting passes would prove nothing of it."""
+    """Otherwise a wrong setting would pass its golden."""
     logits = run(load(family, **change), golden(family)["tokens"])
     assert np.abs(np.asarray(logits) - golden(family)["logits"]).max() > 1e-3
 
@@ -261,7 +261,7 @@ def test_deepseek_v3_has_three_dense_layers() -> None:
 
 
 def test_decoding_uses_dense_layers() -> None:
-    """With windows in some layers, of both kinds."""
+    """Some layers of both kinds have windows."""
     config = deepseek_like(window=2, layer_kinds=("local", "global"))
     model = GPT(config, rngs=nnx.Rngs(0))
     assert model.dense_blocks is not None
@@ -302,7 +302,7 @@ def test_parameters_are_counted(family: str) -> None:
 
 
 def test_missing_settings_use_transformers_defaults() -> None:
-    """The text_config of Gemma 3 4B as it is on the hub; Mistral's window."""
+    """Checks the text_config of Gemma 3 4B as on the hub, and Mistral's window."""
     text = {
         "hidden_size": 2560,
         "intermediate_size": 10240,
@@ -443,7 +443,7 @@ def losses(family: str, strategy: Strategy | None) -> np.ndarray:
     ],
 )
 def test_training_matches_one_device(family: str, strategy: str) -> None:
-    """Layers that alternate, caps and norms of all kinds among them."""
+    """The families include alternating layers, caps and all kinds of norms."""
     alone = losses(family, None)
     np.testing.assert_allclose(losses(family, STRATEGIES[strategy]()), alone, rtol=1e-5)
     assert alone[2] < alone[0]

@@ -96,7 +96,7 @@ QUICK = {("fsdp", 8), ("tp", 2), ("tp_sequence", 8), ("composite", 1)}
     ],
 )
 def test_kernel_per_shard_matches_whole_attention(name: str, kv_heads: int):
-    """Also where the mesh splits heads further than there are key heads."""
+    """Includes meshes with more parts than key heads."""
     strategy = STRATEGIES[name]
     sizes = strategy.axis_sizes.values()
     devices = jax.devices()[: int(np.prod([n or 1 for n in sizes]))]
@@ -185,7 +185,7 @@ def one_step(strategy: Strategy, *, is_split: bool) -> tuple[float, Any]:
     ids=repr,
 )
 def test_training_step_matches_one_device(strategy: Strategy):
-    """Nested in a pipeline's stage too, which is manual over one axis already."""
+    """Includes a pipeline's stage, which is already manual over one axis."""
     expected_loss, expected = one_step(DataParallel(1), is_split=False)
     found_loss, found = one_step(strategy, is_split=True)
     assert found_loss == pytest.approx(expected_loss, rel=1e-6)
@@ -231,7 +231,7 @@ for kernel in (None, "xla"):
     ids=repr,
 )
 def test_tpu_runs_splash_by_default(strategy: Strategy):
-    """By default, and in less memory than the scores would take."""
+    """The kernel takes less memory than the scores would."""
     kernels, memory, none, plain = numbers_from(GPT_STEPS, repr(strategy))
     # Forward, and its gradients: of queries, and of keys and values.
     assert kernels >= 3
@@ -250,7 +250,7 @@ for size in (4, 1):
 
 @pytest.mark.slow
 def test_mesh_without_head_axis_uses_partitioner():
-    """It cannot split a Pallas kernel."""
+    """The partitioner cannot split a Pallas kernel, so none is used."""
     assert numbers_from(ATTENTION_ON_MESHES) == [0, 1]
 
 
@@ -300,7 +300,7 @@ def test_splash_with_mask_raises():
 
 
 def test_cudnn_takes_masks_of_even_lengths():
-    """With an odd one its gradient would be refused, long after the choice."""
+    """With an odd length the gradient would fail, long after the choice."""
     x, odd = jnp.zeros((1, 8, 2, 64), jnp.bfloat16), jnp.zeros((1, 7, 2, 64))
     mask = jnp.ones((1, 1, 8, 7), bool)
     refusals = FUSED["cudnn"].refusals
@@ -312,7 +312,7 @@ def test_cudnn_takes_masks_of_even_lengths():
 
 @pytest.mark.parametrize(("axes", "is_split"), [("fsdp", True), (None, False)])
 def test_split_queries_are_detected(axes, is_split):
-    """A kernel per shard would have each device compute the rows of all."""
+    """With a kernel per shard each device would compute the rows of all."""
     strategy = FSDP(4, rules=(LogicalRules({"batch": None, "seq": axes}),))
     layout = strategy.layout(strategy.make_mesh(jax.devices()[:4]))
     assert splits_queries(layout, jnp.zeros((2, 16, 4, 8))) == is_split

@@ -236,7 +236,7 @@ class TestMemoryAndFlops:
         assert whole.flops == 6 * math.prod(self.TOKENS) * self.VOCAB * self.EMBED
 
     def test_no_device_holds_full_chunk_logits(self):
-        """Split over `vocab`, and of the chunk's tokens over the batch."""
+        """Logits are split over `vocab`, and the chunk's tokens over the batch."""
         options = {"chunk_size": 1024, "embed": self.EMBED}
         one = compiled(DataParallel(1), self.TOKENS, self.VOCAB, **options)
         four = compiled(TensorParallel(4), self.TOKENS, self.VOCAB, **options)

@@ -122,7 +122,7 @@ class TestTemporaries:
         return lowered.compile().memory_analysis()
 
     def test_remat_reduces_memory_of_gathered_layers(self):
-        """Attention's scores outweigh all else here: 4 heads of 128 by 128."""
+        """Attention's scores dominate the memory here: 4 heads of 128 by 128."""
         scores, block_input = 4 * 128 * 128 * 4, 128 * 32 * 4
         config = GPTConfig.tiny(num_layers=6, seq_len=128, embed_dim=32)
         none, dots, full = (
@@ -171,7 +171,7 @@ print(memory.temp_size_in_bytes, memory.argument_size_in_bytes, config.num_param
 
 @pytest.mark.slow
 def test_temporaries_fit_on_64_tpus():
-    """16 layers of 4096 and 16,384, a row of 2048 tokens on each device."""
+    """The model has 16 layers of 4096 and 16,384; a device has a row of 2048 tokens."""
     temporary, argument, num_params = numbers_from(FSDP_STEP)
     # Parameters and two moments, each in float32.
     assert argument <= 1.02 * 3 * 4 * num_params / 64

@@ -140,7 +140,7 @@ def test_terminal_and_file_get_same_messages(tmp_path: Path) -> None:
 
 
 def test_save_that_ends_after_error_is_reported(tmp_path: Path) -> None:
-    """While the loggers are open: `Memory` asserts it."""
+    """`Memory` asserts that the loggers are still open."""
 
     def batches() -> Any:
         yield from DATA[:2]

@@ -1,4 +1,4 @@
-"""Twenty mistakes of a first day, beyond those of `test_arguments`.
+"""Twenty mistakes of a first day, beyond `test_arguments`.
 
 Each error has the finding, the rule and a valid value, before a step is compiled.
 """

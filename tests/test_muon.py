@@ -187,7 +187,7 @@ def test_stages_and_experts_exchange_nothing() -> None:
 
 
 def test_replicas_share_the_work() -> None:
-    """Each of 8 copies orthogonalizes an eighth, and gathers the rest."""
+    """Each of 8 replicas orthogonalizes an eighth, and gathers the rest."""
     plan = plan_gpt(config(8), DataParallel(8), muon)
     report = audit(compile_update(plan))
     assert report.flops == least_cost(plan).flops

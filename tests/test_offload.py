@@ -214,7 +214,7 @@ def test_checkpoints_interchange_with_plain_run(tmp_path: Path, *, saves: bool) 
 
 
 def test_step_reuses_memory_of_state_in_save(tmp_path: Path) -> None:
-    """A view, which NumPy makes of memory of the host, would keep it from the step.
+    """A NumPy view of the host memory would keep the memory from the step.
 
     Here the step would get other memory. Elsewhere it is an error, or the file has the
     values that the step has written.

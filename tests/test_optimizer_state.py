@@ -191,7 +191,7 @@ def split(strategy: FSDP) -> Trainer:
 
 @pytest.fixture(scope="module")
 def whole() -> Trainer:
-    """The same on one."""
+    """Two steps on one device."""
     trainer = make_trainer(side_by_side, num_devices=1)
     train(trainer)
     return trainer
@@ -299,7 +299,7 @@ PLATEAU = optax.contrib.reduce_on_plateau(factor=0.5)
     "optimizer", [SAM, optax.chain(optax.clip(1.0), SAM), optax.polyak_sgd(0.1)]
 )
 def test_optimizer_receives_only_accepted_arguments(optimizer: Any) -> None:
-    """SAM takes no loss, Polyak's step needs it."""
+    """SAM does not accept the loss, Polyak's step needs it."""
     trainer = make_trainer(optimizer)
     before = flatten_pure(jax.device_get(trainer.state.params))
     train(trainer, 2)

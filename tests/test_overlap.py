@@ -44,7 +44,7 @@ def test_transfer_behind_product_is_hidden():
 
 
 def test_running_sum_hides_nothing():
-    """Which the TPU compiler writes as a convolution."""
+    """The TPU compiler writes a running sum as a convolution."""
     fusion = "fusion(%x), kind=kOutput, calls=%product"
     metadata = 'metadata={op_name="jit(f)/jit(cumsum)/reduce_window_sum"}'
     text = SCHEDULED.replace(fusion, f"{fusion}, {metadata}")
@@ -60,7 +60,7 @@ def test_tensor_parallelism_hides_ninety_percent():
 
 @pytest.mark.slow
 def test_halves_expose_less_than_whole_rows():
-    """The same bytes and no more temporaries, sent by SparseCores in both cases."""
+    """Both send the same bytes by SparseCores, with no more temporaries."""
     whole, halves = (schedule_or_skip(x, remat="full") for x in ("bulk", "halves"))
     assert halves["sent"] == pytest.approx(whole["sent"], rel=1e-3)
     assert halves["exposed"] <= 0.6 * whole["exposed"]

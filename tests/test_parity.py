@@ -121,7 +121,7 @@ def test_training_matches_one_device(model: str, plan: str, microbatches: int) -
 
 
 def masked_loss(model: Any, batch: Any) -> Mean:
-    """Over the tokens that count, of which rows have different numbers."""
+    """Mean over the tokens that count; rows have different numbers of them."""
     return next_token_loss(model, batch)
 
 
@@ -192,7 +192,7 @@ def test_accumulated_mean_matches_whole_batch(
 @pytest.mark.parametrize("plan", [pytest.param("dp8", marks=DEEP), "fsdp4_tp2"])
 @pytest.mark.parametrize("loss", [masked_loss, token_loss])
 def test_evaluation_averages_all_rows(loss: LossFn, plan: str) -> None:
-    """Without dropout, whatever the sizes of batches; a plain scalar weighs by rows."""
+    """No dropout, any sizes of batches; a plain scalar weighs by rows."""
     (rows,) = CASES["gpt"].batches(1)
     ragged = [
         {name: x[part] for name, x in rows.items()}

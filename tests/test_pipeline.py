@@ -105,7 +105,7 @@ def test_mixed_precision_accumulates_in_float32() -> None:
 
 
 def test_indivisible_rows_match_one_device() -> None:
-    """Two rows a microbatch on four stages: the sequence is split around the stack."""
+    """With two rows on four stages the sequence is split around the stack."""
     assert_like_one_device(build_gpt, next_token_loss, Pipeline(4), few_tokens)
 
 

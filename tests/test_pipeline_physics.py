@@ -111,7 +111,7 @@ class TestZeroBubble:
         assert parts["forward"] == whole["forward"]
 
     def test_weight_slots_hold_one_product_per_kernel(self):
-        """And the input slots two for each of attention's: scores, and their use."""
+        """Input slots hold two for each product of attention: scores, and their use."""
         split = compiled(replace(CONFIG, remat="none"), Pipeline(4, ZeroBubble()), 4)
         flops = slot_flops(audit(split))
         kernels = 2 * ROWS * CONFIG.seq_len * 12 * CONFIG.embed_dim**2
@@ -234,7 +234,7 @@ class TestMemory:
     INPUT_BYTES = ROWS * 64 * CONFIG.embed_dim * 4  # of a stage
 
     def test_memory_is_quarter_of_autodiff_gpipe(self):
-        """64 microbatches in 4 stages; the peer keeps layers' inputs and logits."""
+        """The step has 64 microbatches; the peer keeps layers' inputs and logits."""
         ours = temporaries(self.CONFIG, self.STRATEGY, 64)
         peer = temporaries(self.CONFIG, self.STRATEGY, 64, "gpipe by autodiff")
         assert ours <= peer / 4
@@ -259,7 +259,7 @@ class TestMemory:
         return step(jax.device_put(state, plan.shardings), batch)[1]
 
     def test_stash_does_not_grow_with_microbatches(self):
-        """The batch does: tokens, once more spread over the stages, loss and weight."""
+        """Only the batch grows: tokens, their parts on the stages, loss and weight."""
         few, some, many = (
             temporaries(self.CONFIG, self.STRATEGY, count) for count in (16, 32, 64)
         )
@@ -268,7 +268,7 @@ class TestMemory:
         assert some - few <= 16 * (tokens / 4 + 2 * 4)
 
     def test_gpipe_keeps_every_microbatch(self):
-        """Where 1F1B keeps 7 inputs and 1 cotangent."""
+        """GPipe keeps all inputs and cotangents; 1F1B keeps 7 and 1 of them."""
         gpipe = temporaries(self.CONFIG, Pipeline(4, GPipe(), stash="inputs"), 32)
         ours = temporaries(self.CONFIG, self.STRATEGY, 32)
         more = (32 - 7 + 32 - 1) * self.INPUT_BYTES
@@ -378,6 +378,6 @@ for step in (ours, gpipe):
 
 @pytest.mark.slow
 def test_tpu_memory_is_quarter_of_autodiff_gpipe():
-    """32 layers of 4096 and 16,384, 32 microbatches of 8 rows of 2048 tokens."""
+    """32 layers of 4096 and 16,384, with 32 microbatches of 8 rows of 2048 tokens."""
     ours, peer = numbers_from(PIPELINED_STEPS)
     assert ours <= peer / 4

@@ -212,7 +212,7 @@ def test_dense_before_expert_layers_match_one_device(strategy: Strategy) -> None
 @pytest.mark.deep
 @pytest.mark.parametrize("stack", ["blocks", "dense_blocks"])
 def test_indivisible_rows_outside_pipeline_match_one_device(stack: str) -> None:
-    """One row in a microbatch: its tokens are spread over the stages instead."""
+    """A microbatch has one row: its tokens are spread over the stages instead."""
     assert_like_one_device(
         build_gpt,
         next_token_loss,

@@ -366,7 +366,7 @@ def test_invalid_plan_arguments_raise(arguments: dict, message: str) -> None:
 
 
 def print_nothing() -> None:
-    """No Trainer."""
+    """A function that is not a Trainer."""
 
 
 def test_axes_of_groups_are_found() -> None:
@@ -467,7 +467,7 @@ def test_grouped_gradients_count_as_products(wanted: int) -> None:
 
 
 def test_printing_loss_is_planned() -> None:
-    """Its operation has no result."""
+    """A print is an operation without a result."""
 
     def loss(model: Any, batch: Any) -> Any:
         value = next_token_loss(model, batch)

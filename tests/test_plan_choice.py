@@ -86,7 +86,7 @@ def test_choice_is_fastest_that_fits(
 
 
 def guessed(num: int, fast: float, slow: float, total: float = 1e9) -> Entry:
-    """By formulas; the number tells it from others."""
+    """An estimate by formulas; the number identifies it."""
     owned = {
         "parameters": 0.0,
         "optimizer state": 0.0,

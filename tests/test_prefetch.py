@@ -123,7 +123,7 @@ def one_step(strategy: Strategy, remat: Remat, microbatches: int) -> tuple:
     ids=["kept", "full", "microbatches", "composite"],
 )
 def test_training_step_matches_one_device(strategy, remat, microbatches):
-    """Gradients through a variable too; arguments of every kind; a frozen parameter."""
+    """Covers gradients through a variable, any arguments, and frozen parameters."""
     expected = one_step(DataParallel(1), remat, microbatches)
     found = one_step(strategy, remat, microbatches)
     assert found[0] == pytest.approx(expected[0], rel=1e-6)

@@ -54,7 +54,7 @@ class Numbered(Loader):
 
 
 class Stream:
-    """Goes on where it was, whoever iterates over it."""
+    """Continues where it was, for every iterator over it."""
 
     def __init__(self) -> None:
         self.batches = iter(split(ROWS))
@@ -169,7 +169,7 @@ def restarted(position: DataState) -> DataState:
 @pytest.mark.parametrize("ahead", [3, 6], ids=["whole", "stopped"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_arrive_once_in_order(kind: str, ahead: int, how: str) -> None:
-    """Also those that were read ahead when the first fit was stopped."""
+    """Includes batches that were read ahead when the first fit was stopped."""
     make = KINDS[kind]
     whole = read(DataState(), make(), (0, 6))
     assert sorted(joined(whole)) == list(range(48))
@@ -422,7 +422,7 @@ def make_trainer(see: See, directory: Path | None = None, **options: Any) -> Tra
 
 
 def test_fit_continues_in_recreated_data(tmp_path: Path) -> None:
-    """By the Trainer: steps and epochs are totals of the run."""
+    """The Trainer counts steps and epochs as totals of the run."""
     whole, parts, other = See(), See(), See()
     make_trainer(whole).fit(Loader(), num_epochs=3)
     trainer = make_trainer(parts, tmp_path)

@@ -34,7 +34,7 @@ def test_named_files_exist() -> None:
 
 
 def test_map_lists_every_package() -> None:
-    """The folders and loose modules, one line each; files that it names exist."""
+    """Folders and single modules have one line each; the named files exist."""
     page = (ROOT / "docs" / "design.md").read_text()
     drawn = re.split(r"<!-- (?:end of )?map -->", page)[1]
     rooms = set(re.findall(r"^ {6}(\w+)/ ", drawn, re.MULTILINE))

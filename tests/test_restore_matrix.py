@@ -176,7 +176,7 @@ def shuffled_rows(batches: list[Arrays]) -> grain.IterDataset:
     [("mlp", shuffled_rows), pytest.param("gpt", Epochs, marks=pytest.mark.deep)],
 )
 def test_stopped_run_resumes(model: str, data: Any, tmp_path: Path) -> None:
-    """Bit for bit on the same strategy; within rounding on another one."""
+    """Results match bit for bit on the same strategy, within rounding on another."""
     plan, other, batches = PLANS["fsdp4_tp2"], PLANS["dp8"], CASES[model].batches(4)
     with compiling(optimized=False):
         whole = make_trainer(model, plan)

@@ -218,7 +218,7 @@ def test_bytes_match_buffer_slots() -> None:
 
 
 def test_custom_table_is_built_from_ticks() -> None:
-    """Both microbatches forward, then backward, the later weights in idle ticks."""
+    """Runs two microbatches forward, then backward; weight slots fill idle ticks."""
     ticks = np.array(
         [[[0, 1], [1, 2]], [[3, 4], [2, 3]], [[4, 5], [2, 4]]],
     )

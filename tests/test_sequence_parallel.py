@@ -84,7 +84,7 @@ def parametrized() -> list:
 
 @pytest.mark.parametrize(("name", "model"), parametrized())
 def test_training_matches_one_device(name: str, model: str):
-    """Losses of 20 steps of AdamW and of SGD; each leaf of the first gradients."""
+    """Compares losses of 20 steps of AdamW and SGD, and each leaf's first gradient."""
     strategy = (STRATEGIES | HALVED)[name]
     microbatches = 4 if strategy.claims().execution else 1
     is_deep = model in DEEP_CASES
@@ -161,7 +161,7 @@ class TestMemory:
         assert outside / (growth(config, strategy) - inside) >= 2.5
 
     def test_dots_keeps_outputs_of_overlapped_products(self):
-        """They are not computed twice, nor is their input gathered again for them."""
+        """The products are not computed twice, nor is their input gathered again."""
         none, dots = (
             compiled(replace(CONFIG, remat=remat), RING) for remat in ("none", "dots")
         )
@@ -211,7 +211,7 @@ class TestCommunication:
         assert len(hops) == 3 * (4 + 2 + 2 + 2)
 
     def test_halves_of_rows_are_sent_separately(self):
-        """As many bytes, in twice as many collectives."""
+        """Halves send as many bytes, in twice as many collectives."""
         whole, halves = (self.collectives(s, LAYERS) for s in (SEQUENCE, HALVES))
         assert halves["all-gather"] == [ACTIVATION // 2] * 2 * len(whole["all-gather"])
 
@@ -235,7 +235,7 @@ class TestCommunication:
         assert 0 < found[1] <= found[0]
 
     def test_pipeline_looks_up_rows_in_split_table(self):
-        """Stages split the tokens, ``tensor`` the vocabulary: no table is gathered."""
+        """Stages split the tokens, ``tensor`` the vocabulary; no table is gathered."""
         tensor = TensorParallel(2, sequence=True)
         strategy = Composite(Pipeline(2), FSDP(2, min_size=0), tensor)
         config = replace(CONFIG, num_layers=2, tied=False, positions="rope")

@@ -85,7 +85,7 @@ def test_caption_names_two_shown_dims(
 
 
 def test_shards_along_third_dim_have_separate_blocks() -> None:
-    """A block with several devices means copies, and nothing else."""
+    """A block with several devices only means copies."""
     mesh = make_mesh({"pipe": 2, "fsdp": 2, "tensor": 2})
     shards = ShardMap(abstract(mesh, (4, 8, 6), P("pipe", "fsdp", "tensor")))
     assert shards.blocks == [[(0,), (1,)], [(2,), (3,)], [(4,), (5,)], [(6,), (7,)]]

@@ -74,7 +74,7 @@ def test_tutorials_can_be_downloaded() -> None:
 
 
 def test_repository_is_linked_if_configured() -> None:
-    """The setting of docs/conf.py; without it no link leads nowhere."""
+    """The link follows a setting of docs/conf.py."""
     page = (HTML / "faq.html").read_text()
     known = bool(os.environ.get("NNX_PARALLEL_REPOSITORY"))
     assert ("btn-source-edit-button" in page) == known

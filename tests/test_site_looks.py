@@ -30,7 +30,7 @@ def test_page_has_no_layout_faults(
     server: str,
     tmp_path: Path,
 ) -> None:
-    """In docs/_build/screenshots, to be looked at."""
+    """Saves screenshots in docs/_build/screenshots for a reader's eye."""
     script = f"""{LOOKS}
     const frame = await load("/{PAGES[name]}", {width}, "{theme}");
     const page = frame.contentDocument;

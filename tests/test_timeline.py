@@ -70,7 +70,7 @@ def test_products_hide_concurrent_transfers() -> None:
 
 
 def test_transfer_starts_with_its_operands() -> None:
-    """As on SparseCores, which are started first and get their operands later."""
+    """SparseCores are started first and get their operands later."""
     wrapped = (
         "%gathering (x: bf16[2,8]) -> bf16[8,8] {\n  %x = bf16[2,8] parameter(0)\n"
         f"  ROOT %all = bf16[8,8] {GATHER}\n}}\n\n"

@@ -345,7 +345,7 @@ def test_empty_data_raises(verb: str) -> None:
 
 
 def test_watchdog_pauses_while_evaluation_compiles() -> None:
-    """It stops before batches of a new shape; otherwise each batch restarts it."""
+    """The watchdog stops before a new batch shape; otherwise each batch restarts it."""
     plan = plan_step(Net, FSDP())
     programs = Programs(plan=plan, loss=squares, options=StepOptions())
     state = init_state(plan, Net, nnx.Rngs(0), 0)

@@ -195,7 +195,7 @@ def follow(model: Any, batch: Any) -> jax.Array:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("loss", [distill, follow])
 def test_teachers_match_plain_nnx(loss: Any, strategy: Strategy) -> None:
-    """A frozen one, and one that follows the student: both are parts of the model."""
+    """One teacher is frozen, one follows the student; both are parts of the model."""
     wrt = part("student")
     trainer = make_trainer(Pair, optax.adam(0.1), loss, wrt=wrt, strategy=strategy)
     teacher = trainer.state.variables["teacher"]["kernel"]

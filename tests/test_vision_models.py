@@ -96,7 +96,7 @@ def test_training_matches_one_device(model: str, plan: str) -> None:
 
 
 def test_batch_statistics_cover_all_rows() -> None:
-    """Two rows on each device, and the losses and statistics of one device."""
+    """With two rows on each device, losses and statistics match one device."""
     config = ResNetConfig.tiny(stage_sizes=(1,), width=8, activation=jax.nn.silu)
     batch = label_batch(8, 8, 3)(np.random.default_rng(0))
     batch = {"inputs": batch["inputs"][:16], "labels": batch["labels"][:16] % 10}

@@ -76,7 +76,7 @@ print(nnx_parallel.__file__)
 
 @pytest.mark.slow
 def test_quickstart_runs_with_wheel(clean_python: Path, tmp_path: Path) -> None:
-    """Copied from the site into an empty directory, block by block."""
+    """The blocks are copied from the site into an empty directory."""
     page = (ROOT / "docs" / "quickstart.md").read_text()
     codes = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     assert len(codes) > 5
@@ -87,7 +87,7 @@ def test_quickstart_runs_with_wheel(clean_python: Path, tmp_path: Path) -> None:
 
 
 def test_import_is_quick(clean_python: Path, tmp_path: Path) -> None:
-    """A share of its dependencies' CPU seconds: slow and busy machines are alike."""
+    """The limit is a share of its dependencies' CPU seconds, to suit slow machines."""
     # The garbage collector may begin to walk the dependencies' objects at any import,
     # for a fifth of their time; `freeze` lets it do so at none of ours.
     code = """
