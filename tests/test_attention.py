@@ -13,12 +13,12 @@ import pytest
 
 from docs.attention_table import (
     ARGUMENTS,
-    HEADS,
     IMPLEMENTATIONS,
     SEQ,
     call_of,
     refusal,
 )
+from nnx_parallel import Composite, ContextParallel, Strategy, TensorParallel
 from nnx_parallel.audit.hlo import parse
 from nnx_parallel.errors import AttentionKernelError
 from nnx_parallel.layers import attention
@@ -26,10 +26,13 @@ from nnx_parallel.layers.attention_call import AttentionCall
 from nnx_parallel.layers.blockwise import blockwise_attention
 from nnx_parallel.layers.kernels import (
     FUSED,
+    attention_in_blocks,
     plain_attention,
     splash_attention,
     tokamax_attention,
 )
+from nnx_parallel.sharding import using
+from tests.parity.runs import compiling
 
 # What the implementations that do not take an argument say of it.
 REFUSED: dict[str, dict[str, str]] = {
@@ -60,33 +63,45 @@ HAS_TOKAMAX = importlib.util.find_spec("tokamax") is not None
 IDS = jnp.repeat(jnp.array([[1, 1, 2, 0]]), SEQ // 4, axis=1)
 
 
-def expected(call: AttentionCall) -> np.ndarray:
-    """In float64, by loops that say who sees whom."""
+def reference(call: AttentionCall, grad: Any = 0.0) -> tuple[np.ndarray, ...]:
+    """The output, and gradients of queries, keys and values, in float64 NumPy."""
     query, key, value = (
-        np.asarray(x, np.float64)[0] for x in (call.query, call.key, call.value)
+        np.asarray(x, np.float64) for x in (call.query, call.key, call.value)
     )
-    scale = 16**-0.5 if call.scale is None else call.scale
-    repeats = HEADS // key.shape[1]
-    key, value = (np.repeat(x, repeats, axis=1) for x in (key, value))
-    out = np.zeros((SEQ, HEADS, value.shape[-1]))
-    keys = np.arange(SEQ)
-    for i, head in np.ndindex(SEQ, HEADS):
-        seen = np.ones(SEQ, bool) if not call.causal else keys <= i
-        if call.window is not None:
-            seen = seen & (abs(keys - i) <= call.window)
-        if call.segments is not None:
-            own, other = (np.asarray(ids)[0] for ids in call.segments)
-            seen = seen & (other == own[i]) & (own[i] != 0)
-        if call.mask is not None:
-            seen = seen & np.asarray(call.mask)[0, 0, i]
-        scores = scale * key[:, head] @ query[i, head]
-        if call.softcap is not None:
-            scores = call.softcap * np.tanh(scores / call.softcap)
-        weights = np.where(seen, np.exp(scores), 0.0)
-        total = weights.sum()
-        total += 0 if call.sinks is None else np.exp(float(call.sinks[head]))
-        out[i, head] = weights @ value[:, head] / (total or 1.0)
-    return out
+    groups = query.shape[2] // key.shape[2]
+    key, value = (np.repeat(x, groups, axis=2) for x in (key, value))
+    index, keys = np.arange(query.shape[1])[:, None], np.arange(key.shape[1])[None]
+    seen = (keys <= index) if call.causal else np.ones((len(index), keys.size), bool)
+    if call.window is not None:
+        seen = seen & (abs(keys - index) <= call.window)
+    seen = seen[None, None]  # (batch, heads, queries, keys)
+    if call.segments is not None:
+        own, other = (np.asarray(ids) for ids in call.segments)
+        own, other = own[:, None, :, None], other[:, None, None, :]
+        seen = seen & (own == other) & (own != 0)
+    if call.mask is not None:
+        seen = seen & np.asarray(call.mask)
+    scores = call.factor * np.einsum("bqhd,bkhd->bhqk", query, key)
+    slope: Any = call.factor
+    if call.softcap is not None:
+        bent = np.tanh(scores / call.softcap)
+        scores, slope = call.softcap * bent, (1 - bent**2) * call.factor
+    weights = np.where(seen, np.exp(scores), 0.0)
+    total = weights.sum(-1, keepdims=True)
+    if call.sinks is not None:
+        total += np.exp(np.asarray(call.sinks, np.float64))[None, :, None, None]
+    weights /= np.where(total == 0, 1.0, total)
+    out = np.einsum("bhqk,bkhd->bqhd", weights, value)
+    grad = np.broadcast_to(grad, out.shape)
+    of_weights = np.einsum("bqhd,bkhd->bhqk", grad, value)
+    mean = (weights * of_weights).sum(-1, keepdims=True)
+    of_scores = weights * (of_weights - mean) * slope
+    dquery = np.einsum("bhqk,bkhd->bqhd", of_scores, key)
+    dkeys = (
+        np.einsum("bhqk,bqhd->bkhd", *pair).reshape(*call.key.shape[:3], groups, -1)
+        for pair in ((of_scores, query), (weights, grad))
+    )
+    return out, dquery, *(x.sum(3) for x in dkeys)
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
@@ -114,8 +129,82 @@ def test_a_cell_of_the_table_is_true(implementation: str, name: str):
     else:  # Python 3.11, for which there is none
         assert "pip install" in next(FUSED["tokamax"].refusals(call))
         return
-    wanted = expected(call)
-    assert np.max(np.abs(out[0] - wanted)) <= 1e-5 * np.max(np.abs(wanted))
+    wanted = reference(call)[0]
+    assert np.max(np.abs(out - wanted)) <= 1e-5 * np.max(np.abs(wanted))
+
+
+ONES = jnp.ones((2, 1, 8, 8), bool)
+ROW_3_SEES_NOTHING = ONES.at[1, :, 3].set(False)
+PAIR = (jnp.tile(jnp.array([[1, 1, 2, 2, 3, 3, 0, 0]]), (2, 1)), jnp.ones((2, 8), int))
+UNSEEN: dict[str, dict[str, Any]] = {
+    "a row of the mask": {"mask": ROW_3_SEES_NOTHING},
+    "packed": {"segments": (PAIR[0], PAIR[0]), "causal": True},
+    "segments": {"segments": PAIR},
+    "later keys only": {"mask": ~jnp.tri(8, dtype=bool)[None, None], "causal": True},
+    "a row for one head": {"mask": jnp.repeat(ONES, 4, 1).at[:, 2, 3].set(False)},
+    "the whole mask": {"mask": jnp.zeros((1, 1, 1, 8), bool)},
+    "a window": {"mask": ROW_3_SEES_NOTHING, "window": 100},
+    "keys outside the window": {"mask": ~jnp.eye(8, dtype=bool)[None, None]}
+    | {"window": 1, "causal": True},
+    "softcap": {"mask": ROW_3_SEES_NOTHING, "softcap": 2.0},
+    "sinks": {"mask": ROW_3_SEES_NOTHING, "sinks": jnp.array([0.5, -1.0, 0.0, 2.0])},
+}
+ANSWERS: dict[str, Any] = {
+    "blocks": attention_in_blocks,
+    "tokamax": partial(tokamax_attention, implementation="xla_chunked"),
+    "one device": None,
+    "ring": ContextParallel(4),
+    "all_to_all": ContextParallel(4, "all_to_all"),
+    "gather": Composite(ContextParallel(2, "gather"), TensorParallel(2)),
+}
+
+
+@pytest.mark.parametrize(
+    ("answer", "name"),
+    [
+        (answer, name)
+        for answer, run in ANSWERS.items()
+        for name in (list(UNSEEN)[:4] if isinstance(run, Strategy) else UNSEEN)
+    ],
+)
+def test_queries_that_see_nothing_have_zeros(answer: str, name: str):
+    """Outputs and gradients, whatever computes them; others are as ever."""
+    rules, run, strategy = UNSEEN[name], ANSWERS[answer], None
+    if isinstance(run, Strategy):
+        run, strategy = None, run
+
+    def call_of(query: jax.Array, key: jax.Array, value: jax.Array) -> AttentionCall:
+        return AttentionCall(query=query, key=key, value=value, **rules)
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    arrays = [
+        jax.random.normal(key, (2, 8, heads, 16))
+        for key, heads in zip(keys, (4, 2, 2, 4), strict=True)
+    ]
+    *arrays, grad = arrays
+    if answer == "tokamax" and any(FUSED["tokamax"].refusals(call_of(*arrays))):
+        return
+    layout = None
+    if strategy is not None:
+        layout = strategy.layout(strategy.make_mesh(jax.devices()[:4]))
+
+    def compute(*arrays: jax.Array) -> jax.Array:
+        if run is not None:
+            return run(call_of(*arrays))
+        with using(layout):
+            return attention(*arrays, **rules)
+
+    # Tokamax joins masks of other ranks.
+    with compiling(optimized=False), jax.numpy_rank_promotion("allow"):
+        out, pull = jax.vjp(jax.jit(compute), *arrays)
+        found = out, *pull(grad)
+    expected = reference(call_of(*arrays), grad)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert np.max(np.abs(ours - theirs)) <= 2e-6 * max(np.max(np.abs(theirs)), 1)
+    sees_nothing = ~expected[0].any(-1)
+    assert sees_nothing.any()
+    for of_queries in found[:2]:
+        assert not np.any(of_queries[sees_nothing])
 
 
 def test_what_tokamax_has_no_kernel_for_is_said():

@@ -36,6 +36,7 @@ from nnx_parallel import (
     errors,
 )
 from nnx_parallel.layers import Experts, MoE
+from nnx_parallel.layers.moe import Load, RouterState
 from nnx_parallel.mesh import Device
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from tests.parity.checks import assert_placed, assert_same_bits, assert_same_numbers
@@ -82,9 +83,14 @@ class TokenByToken(MoE):
     """
 
     def _run(
-        self, x: jax.Array, scores: jax.Array, alongside: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
+        self,
+        x: jax.Array,
+        scores: jax.Array,
+        alongside: jax.Array | None,
+        segments: jax.Array | None,
+    ) -> tuple[jax.Array, Load]:
         del alongside
+        assert segments is None
         mixture = self.experts
         bias = None if self.bias is None else self.bias[...]
         capacity = mixture.capacity(x.shape[1])
@@ -105,7 +111,7 @@ class TokenByToken(MoE):
             return jax.lax.scan(token, jnp.zeros(mixture.num_experts, int), inputs)
 
         counts, y = jax.vmap(row)(x, *mixture.choose(scores, bias))
-        return y, counts
+        return y, Load(counts)
 
 
 class Skewed(GPT):
@@ -367,6 +373,83 @@ def test_a_checkpoint_has_the_biases(tmp_path):
     resumed = fit(Composite(ExpertParallel(2), DataParallel(2)), 4, tmp_path)
     whole = fit(DataParallel(1), 4, None)
     assert_same_bits(bits(resumed), bits(whole))
+
+
+# Near ties
+
+
+ROWS, SEQ = 32, 8
+
+
+class Recorded(MoE):
+    """A mixture that keeps the scores of the tokens that it saw last."""
+
+    seen: Any
+
+    def _observe(
+        self, scores: jax.Array, load: Load, segments: jax.Array | None
+    ) -> None:
+        super()._observe(scores, load, segments)
+        self.seen.set_value(jax.lax.stop_gradient(scores))
+
+
+class NearTies(GPT):
+    """A GPT of one layer, two of whose experts have scores that rounding may order."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        experts = replace(MIXTURE, num_experts=4)
+        config = GPTConfig.tiny_experts(num_layers=1, vocab_size=64, experts=experts)
+        super().__init__(config, rngs=rngs)
+        block: Any = self.blocks.layer
+        router = block.mlp.router  # (1, embed, experts)
+        nudge = 1 + 1e-7 * jax.random.normal(jax.random.key(1), router.shape[:2])
+        router.set_value(router[...].at[..., 2].set(router[..., 1] * nudge))
+        block.mlp.__class__ = Recorded
+        block.mlp.seen = RouterState(jnp.zeros((1, ROWS, SEQ, 4)))
+
+
+def loss_by_row(model: GPT, tokens: jax.Array) -> tuple[jax.Array, dict]:
+    logits = model(tokens[:, :-1])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    rows = losses.mean(1)
+    return rows.mean(), {f"row{i}": rows[i] for i in range(ROWS)}
+
+
+def rows_and_scores(strategy: Strategy) -> tuple[np.ndarray, np.ndarray]:
+    """The loss of each row, and the router's scores of each token."""
+    trainer = Trainer(
+        NearTies,
+        optax.sgd(0.1),
+        loss_by_row,
+        strategy=strategy,
+        devices=devices_of(strategy),
+        loggers=(),
+    )
+    tokens = np.random.default_rng(0).integers(0, 64, (ROWS, SEQ + 1))
+    with compiling(optimized=False):
+        batch = trainer.shard_batch(tokens.astype(np.int32))
+        state, metrics = trainer.train_step(trainer.state, batch)
+    seen = to_host(state.variables)["blocks.layer.mlp.seen"][0]
+    return np.array([float(metrics[f"row{i}"]) for i in range(ROWS)]), seen
+
+
+def test_parity_holds_for_equal_routing_decisions():
+    """Rounding may order two scores that are near; then other experts are used.
+
+    Scores agree everywhere. Rows have the same loss if their tokens have the same
+    experts; a token has others only if its second and third score are a tie.
+    """
+    expected, scores = rows_and_scores(DataParallel(1))
+    strategy = Composite(ExpertParallel(2), TensorParallel(2), FSDP(2, min_size=0))
+    found, others = rows_and_scores(strategy)
+    np.testing.assert_allclose(others, scores, atol=1e-6)
+    best, best_others = (np.sort(jax.lax.top_k(x, 2)[1]) for x in (scores, others))
+    is_other = (best != best_others).any(-1)  # (rows, seq)
+    second, third = np.moveaxis(np.sort(scores)[..., 1:3], -1, 0)[::-1]
+    assert (second - third)[is_other].max() < 1e-6
+    errors = np.abs(found - expected) / expected
+    assert errors[~is_other.any(1)].max() < 1e-6
+    assert errors[is_other.any(1)].max() > 1e-5
 
 
 class TestPlaces:

@@ -191,6 +191,40 @@ def test_it_is_the_reference(name, skew):
         assert_gradients_close(of_ours, of_theirs)
 
 
+@pytest.mark.parametrize("name", MIXTURES)
+def test_padding_counts_for_nothing(name):
+    """Outputs, losses and statistics are those of the rows without it."""
+    moe, padded = (make(MIXTURES[name], 1.0) for _ in range(2))
+    x, junk = inputs(0)
+    segments = jnp.zeros((ROWS, 3 * SEQ), jnp.int32).at[:, SEQ : 2 * SEQ].set(7)
+    with compiling(optimized=False):
+        y, losses = moe(x)
+        wide = jnp.concatenate([junk, x, 9 * junk], axis=1)
+        found, of_tokens = padded(wide, segments=segments)
+    np.testing.assert_allclose(found[:, SEQ : 2 * SEQ], y, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        of_tokens, jnp.pad(losses, ((0, 0), (SEQ, SEQ))), rtol=1e-5, atol=1e-7
+    )
+    if moe.shared is None:
+        assert not found[:, :SEQ].any()
+    assert_same_load(padded, moe)
+
+
+def test_rows_of_padding_have_no_loss():
+    moe = make(MIXTURES["qwen"])
+    x, _ = inputs(0)
+    y, losses = moe(x, segments=jnp.zeros((ROWS, SEQ), jnp.int32))
+    assert not y.any()
+    assert not losses.any()
+    assert counts_of(moe) == [0] * 8
+
+
+def assert_same_load(found: MoE, expected: MoE) -> None:
+    for name in ("counts", "dropped", "entropy"):
+        values = (getattr(moe, name)[...] for moe in (found, expected))
+        np.testing.assert_allclose(*values, rtol=1e-5)
+
+
 def test_gelu_has_no_gate():
     moe = make(MIXTRAL, activation="gelu")
     x, _ = inputs(0)
@@ -618,6 +652,20 @@ def test_what_it_takes_is_sequences(shape):
     message = f"MoE(16) got x of shape {shape}; it must be (batch, seq, 16)"
     with pytest.raises(errors.ExpertsError, match=re.escape(message)):
         make(MIXTRAL)(jnp.ones(shape))
+
+
+@pytest.mark.parametrize(
+    ("segments", "found"),
+    [
+        (jnp.ones((2, 7), jnp.int32), "int32 (2, 7)"),
+        (jnp.ones((2, 8)), "float32 (2, 8)"),
+        ([[1] * 8] * 2, "a list"),
+    ],
+)
+def test_invalid_segments_raise(segments, found):
+    message = f"MoE got segments {found}; each token has the id of its document: int"
+    with pytest.raises(errors.ExpertsError, match=re.escape(message)):
+        make(MIXTRAL)(jnp.ones((2, 8, 16)), segments=segments)
 
 
 def test_what_it_takes_is_an_array():

@@ -2,6 +2,8 @@
 
 import math
 import re
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import jax
@@ -15,13 +17,15 @@ from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import (
     FSDP,
     Composite,
+    ContextParallel,
     DataParallel,
+    ExpertParallel,
     Pipeline,
     Strategy,
     TensorParallel,
     Trainer,
 )
-from nnx_parallel.layers import segment_positions
+from nnx_parallel.layers import Experts, segment_positions
 from tests.parity.checks import assert_gradients_close
 from tests.parity.runs import compiling, to_host
 
@@ -48,8 +52,8 @@ def batches() -> tuple[Batch, Batch]:
 
 def one_step(
     strategy: Strategy, config: GPTConfig, batch: Batch, num_microbatches: int = 1
-) -> tuple[float, Any]:
-    """Loss and gradients of a step."""
+) -> tuple[dict[str, float], Any]:
+    """Loss, metrics of experts, and gradients of a step."""
     sizes = strategy.axis_sizes.values()
     with compiling(optimized=False):
         trainer = Trainer(
@@ -63,7 +67,13 @@ def one_step(
         )
         state, metrics = trainer.train_step(trainer.state, trainer.shard_batch(batch))
     assert isinstance(state.opt_state, optax.TraceState)
-    return float(metrics["loss"]), to_host(state.opt_state.trace)
+    shown = ("loss", "expert_load", "router_entropy", "dropped_share")
+    found = {name: float(metrics[name]) for name in shown if name in metrics}
+    biases = {p: x for p, x in to_host(state.variables).items() if "bias" in p}
+    found |= {
+        f"{p}/{i}": x for p, all in biases.items() for i, x in enumerate(all.flat)
+    }
+    return found, to_host(state.opt_state.trace)
 
 
 LEARNED = GPTConfig.tiny(vocab_size=64, num_layers=2, embed_dim=32)
@@ -88,10 +98,68 @@ DEEP = pytest.mark.deep
 def test_packed_documents_are_rows(config: GPTConfig, strategy: Strategy):
     """One device has a document a row; the strategy has them packed."""
     packed, apart = batches()
-    expected_loss, expected = one_step(DataParallel(1), config, apart)
-    found_loss, found = one_step(strategy, config, packed, num_microbatches=2)
-    assert found_loss == pytest.approx(expected_loss, rel=1e-5)
-    assert_gradients_close(found, expected)
+    assert_same_step(
+        one_step(strategy, config, packed, num_microbatches=2),
+        one_step(DataParallel(1), config, apart),
+    )
+
+
+def assert_same_step(found: tuple, expected: tuple) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    assert_gradients_close(found[1], expected[1])
+
+
+EXPERTS = Experts(
+    num_experts=4, top_k=2, mlp_dim=24, bias_rate=0.01, balance_loss=0.5, z_loss=0.1
+)
+MIXTURES = {
+    "sequence": EXPERTS,
+    "batch": replace(EXPERTS, balance_over="batch"),
+    "capacity": replace(EXPERTS, capacity_factor=0.75),
+    "deepseek": replace(EXPERTS, scores="sigmoid", shared_dim=8, capacity_factor=1.0),
+}
+NARROW: dict[str, Strategy] = {
+    "one": DataParallel(1),
+    "ep2_cp2": Composite(ExpertParallel(2), ContextParallel(2)),
+    "ep2_tp2": Composite(ExpertParallel(2), TensorParallel(2)),
+    "ep2_pp2": Composite(ExpertParallel(2), Pipeline(2)),
+    "fsdp2": FSDP(2, min_size=0),
+}
+
+
+@cache
+def apart_with_experts(mixture: str) -> tuple[GPTConfig, tuple]:
+    """A step of one device, whose documents have a row each."""
+    config = replace(LLAMA, mlp_dim=None, experts=MIXTURES[mixture])
+    return config, one_step(DataParallel(1), config, batches()[1])
+
+
+@pytest.mark.parametrize(
+    ("mixture", "strategy", "microbatches"),
+    [
+        ("capacity", "ep2_cp2", 1),
+        ("batch", "one", 1),
+        pytest.param("sequence", "ep2_tp2", 2, marks=DEEP),
+        pytest.param("batch", "ep2_tp2", 1, marks=DEEP),
+        pytest.param("capacity", "ep2_pp2", 2, marks=DEEP),
+        pytest.param("deepseek", "fsdp2", 2, marks=DEEP),
+        pytest.param("deepseek", "ep2_cp2", 1, marks=DEEP),
+    ],
+)
+def test_packed_documents_are_rows_for_experts(mixture, strategy, microbatches):
+    """Balance, capacity, bias and statistics too, and no number knows of padding."""
+    config, expected = apart_with_experts(mixture)
+    packed, _ = batches()
+    found = one_step(NARROW[strategy], config, packed, microbatches)
+    assert_same_step(found, expected)
+
+
+@pytest.mark.parametrize("mixture", ["capacity", pytest.param("batch", marks=DEEP)])
+def test_longer_rows_have_the_same_step(mixture):
+    config, expected = apart_with_experts(mixture)
+    _, apart = batches()
+    wide = {name: np.pad(x, ((0, 2), (0, 16))) for name, x in apart.items()}
+    assert_same_step(one_step(DataParallel(1), config, wide), expected)
 
 
 def test_a_document_has_the_logits_that_it_has_alone():

@@ -71,14 +71,18 @@ def emulated(
     return output
 
 
-def loss(graphdef: nnx.GraphDef, rest: Any, params: Any, x: jax.Array) -> jax.Array:
+def loss(
+    graphdef: nnx.GraphDef, segments: Any, rest: Any, params: Any, x: jax.Array
+) -> jax.Array:
     moe = nnx.merge(graphdef, params, rest, copy=True)
-    y, _ = moe(x)
+    y, _ = moe(x, segments=segments)
     return jnp.mean((y - 1) ** 2)
 
 
 @pytest.mark.parametrize("skew", [0.0, 1.0, 100.0])
-@pytest.mark.parametrize("name", ["ep2", "ep8", "ep4_tp2", "ep2_dp2", "capacity"])
+@pytest.mark.parametrize(
+    "name", ["ep2", "ep8", "ep4_tp2", "ep2_dp2", "capacity", "padding"]
+)
 def test_it_is_one_device(name, skew, monkeypatch):
     """Loss and every gradient, the collective emulated, at 1e-5."""
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", emulated)
@@ -88,7 +92,9 @@ def test_it_is_one_device(name, skew, monkeypatch):
         "ep2_dp2": Composite(ExpertParallel(2, "ragged"), DataParallel(2)),
     }
     strategy = strategies.get(name, ExpertParallel(2, "ragged"))
-    factor = 1.0 if name == "capacity" else None
+    factor = 1.0 if name in ("capacity", "padding") else None
+    segments = jnp.array([[1, 1, 1, 0], [1, 2, 2, 2], [0, 0, 0, 0], [1, 1, 2, 0]] * 2)
+    segments = segments if name == "padding" else None
     mixture = replace(MIXTURE, capacity_factor=factor)
     moe: Any = MoE(16, mixture, rngs=nnx.Rngs(0))
     moe.bias[...] = skew * jnp.arange(8.0)
@@ -99,7 +105,9 @@ def test_it_is_one_device(name, skew, monkeypatch):
 
     # Biases are an argument, so that the skews share their programs.
     def run(rest: Any, params: Any, x: jax.Array) -> Any:
-        return jax.value_and_grad(partial(loss, graphdef), (1, 2))(rest, params, x)
+        return jax.value_and_grad(partial(loss, graphdef, segments), (1, 2))(
+            rest, params, x
+        )
 
     def split(rest: Any, params: Any, x: jax.Array) -> Any:
         with using(layout):

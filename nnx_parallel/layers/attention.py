@@ -170,7 +170,8 @@ def attention(
             and has no value [5].
         scale: Factor of the scores; ``None``: ``head_dim ** -0.5``.
         mask: bool ``(batch or 1, heads or 1, seq, keys)``, True where seen, if the
-            other arguments let it.
+            other arguments let it. A query that sees nothing has the output 0, and no
+            gradient, whatever computes it.
         implementation: ``cudnn`` on NVIDIA GPUs, ``splash`` on TPUs, ``tokamax`` on
             both, or ``xla``: plain operations. ``None``: the platform's kernel where it
             takes these arguments, else ``xla``. None of them ever sees more than was

@@ -52,14 +52,16 @@ class Experts:
             mesh and with any number of microbatches. 0: no bias.
         balance_loss: Weight of a loss that is least where all experts have equal
             shares. 0: none.
-        balance_over: What shares are of: the tokens of each ``sequence`` [2], so that
-            the loss of a batch is the mean over its sequences however it is split; or
+        balance_over: What shares are of: the tokens of each ``sequence`` [2], or of
+            each document of a packed one, so that the loss of a batch is the mean over
+            its tokens however it is split; or
             of the ``batch`` [3], counted over all devices: with microbatches it is each
             microbatch that is balanced, which is another loss.
         z_loss: Weight of the squared log-normaliser of the router's logits [4].
         capacity_factor: Above it tokens are dropped: an expert takes at most
-            ``capacity_factor * seq * top_k / num_experts`` of each sequence, rounded
-            up, the first ones. ``None``: no token is dropped.
+            ``capacity_factor * seq * top_k / num_experts`` of each sequence, or of each
+            document of a packed one, rounded up, the first ones. ``None``: no token is
+            dropped.
 
     Raises:
         ExpertsError: If a value is of another kind or out of range, or the groups leave

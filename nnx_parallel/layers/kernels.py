@@ -6,6 +6,7 @@ None ever answers with a wider mask than it was asked for.
 import importlib.util
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -36,7 +37,8 @@ SPLASH_BLOCK = 128
 def plain_attention(call: AttentionCall, implementation: Any = "xla") -> Array:
     """JAX's own attention; by default in plain operations, all scores at once."""
     window = None if call.window is None else (call.window, 0)
-    return jax.nn.dot_product_attention(
+    call, sees = _let_all_see(call)
+    out = jax.nn.dot_product_attention(
         call.query,
         call.key,
         call.value,
@@ -46,6 +48,26 @@ def plain_attention(call: AttentionCall, implementation: Any = "xla") -> Array:
         local_window_size=window,
         implementation=implementation,
     )
+    return out if sees is None else jnp.where(sees, out, 0)
+
+
+def _let_all_see(call: AttentionCall) -> tuple[AttentionCall, Array | None]:
+    """A call whose mask lets each query see a key, for kernels that need one.
+
+    Where a query sees nothing, their softmax is the mean of all values, or NaN: its
+    output must be set to 0, which also stops its gradients (docs/library-notes.md,
+    "Attention").
+
+    Returns:
+        The call, and bool ``(batch or 1, seq or 1, heads or 1, 1)``, False where a
+        query sees nothing. ``None`` if there is no mask.
+    """
+    if call.mask is None:
+        return call, None
+    pattern = call.pattern.sees(*call.tokens)
+    seen = call.mask if pattern is None else call.mask & pattern[:, None]
+    sees = jnp.any(seen, axis=-1, keepdims=True)  # (batch, heads, seq, 1)
+    return replace(call, mask=call.mask | ~sees), sees.swapaxes(1, 2)
 
 
 def attention_in_blocks(call: AttentionCall) -> Array:
@@ -113,6 +135,11 @@ def splash_refusals(call: AttentionCall) -> Iterator[str]:
     # A query that sees no key would get the mean of all values.
     if call.segments is not None and call.segments[0] is not call.segments[1]:
         yield "a pair of segments; it takes those of self-attention"
+    yield from _late_queries(call)
+
+
+def _late_queries(call: AttentionCall) -> Iterator[str]:
+    """The reason against queries that are past the window of every key."""
     queries, keys = call.lengths
     if call.window is not None and queries > keys:
         yield f"a window over {queries} queries and {keys} keys; it takes no fewer keys"
@@ -177,8 +204,9 @@ def tokamax_attention(
 
     right = 0 if call.causal else call.window
     window: Any = None if call.window is None else (call.window, right)
+    call, sees = _let_all_see(call)
     try:
-        return tokamax.dot_product_attention(
+        out = tokamax.dot_product_attention(
             call.query,
             call.key,
             call.value,
@@ -196,6 +224,7 @@ def tokamax_attention(
             f"implementation='tokamax' has no kernel for this attention: {reasons}. "
             "Leave implementation=None, or take 'xla'."
         ) from error
+    return out if sees is None else jnp.where(sees, out, 0)
 
 
 def tokamax_refusals(call: AttentionCall) -> Iterator[str]:
@@ -208,6 +237,7 @@ def tokamax_refusals(call: AttentionCall) -> Iterator[str]:
     if call.segments is not None:
         # As a mask, queries x keys, which is what packed rows must not hold.
         yield "segments; it takes rows of one document"
+    yield from _late_queries(call)
     yield from _unsupported(call, "sinks")
 
 

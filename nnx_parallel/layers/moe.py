@@ -11,7 +11,7 @@ References:
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.collectives.ring import TokenExchange
 from nnx_parallel.errors import ExpertsError, kind_of, suggests_names, warn_user
+from nnx_parallel.layers.attention import segment_positions
 from nnx_parallel.layers.dense import Dense, named, project
 from nnx_parallel.layers.dispatch import (
     ExpertMLPs,
@@ -50,6 +51,22 @@ INTO, OUT_OF = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
 
 class RouterState(nnx.Variable):
     """A router's statistics of the tokens it has seen; not trained by gradients."""
+
+
+class Load(NamedTuple):
+    """How many tokens chose each expert; padding chooses none.
+
+    Attributes:
+        counts: int ``(batch, experts)``, the tokens of each row.
+        of_documents: int ``(batch, seq, experts)``, the tokens of each token's
+            document. ``None`` if rows have no segments.
+        dropped: int ``(batch,)``, the choices above the capacity of a document.
+            ``None`` without a capacity or without segments.
+    """
+
+    counts: Array
+    of_documents: Array | None = None
+    dropped: Array | None = None
 
 
 @suggests_names
@@ -128,19 +145,28 @@ class MoE(nnx.Module):
         self.dropped = RouterState(jnp.int32(0))
         self.entropy = RouterState(jnp.float32(0))  # summed over tokens
 
-    def __call__(self, x: Array, *, counts_tokens: bool = True) -> tuple[Array, Array]:
+    def __call__(
+        self,
+        x: Array,
+        *,
+        counts_tokens: bool = True,
+        segments: Array | None = None,
+    ) -> tuple[Array, Array]:
         """Outputs, and each token's part of the losses that balance experts.
 
         Args:
             x: ``(batch, seq, embed)``.
             counts_tokens: Whether these tokens count for the bias and the metrics.
+            segments: int ``(batch, seq)``, the document of each token. A document is
+                balanced, and has a capacity, as if it were a sequence. 0 is padding: it
+                goes to no expert and counts for nothing.
 
         Returns:
-            The same shape, and float32 ``(batch, seq)``: add its mean over tokens to
-            the loss.
+            The same shape, and float32 ``(batch, seq)``, 0 at padding: add its mean
+            over the tokens that are not padding to the loss.
 
         Raises:
-            ExpertsError: If x has another shape.
+            ExpertsError: If x or segments have another shape.
         """
         mixture, embed = self.experts, self.router.shape[0]
         shape = getattr(x, "shape", None)
@@ -150,6 +176,8 @@ class MoE(nnx.Module):
                 f"MoE({embed}) got {found}; it must be (batch, seq, "
                 f"{embed}), for capacities and losses are those of sequences."
             )
+        if segments is not None:
+            _check_segments(segments, shape[:2])
         # The product is in float32, or rounding would decide near ties. The kernel has
         # the dtype that the precision gives it.
         logits = x.astype(jnp.float32) @ self.router[...].astype(jnp.float32)
@@ -157,14 +185,15 @@ class MoE(nnx.Module):
         is_softmax = mixture.scores == "softmax"
         scores = jax.nn.softmax(logits) if is_softmax else jax.nn.sigmoid(logits)
         hidden = None if self.shared is None else self.shared.hidden(x)
-        y, counts = self._run(x, scores, hidden)  # counts: int (batch, experts)
+        y, load = self._run(x, scores, hidden, segments)
         if counts_tokens and not self.deterministic:
-            self._observe(scores, counts, x.shape[1])
+            self._observe(scores, load, segments)
         if self.shared is not None and hidden is not None:
             y = y + self.shared.down(hidden)
-        return constrain(y, "batch", "seq", "embed"), self._losses(
-            logits, scores, counts
-        )
+        losses = self._losses(logits, scores, load)
+        if segments is not None:
+            losses = jnp.where(segments != 0, losses, 0)
+        return constrain(y, "batch", "seq", "embed"), losses
 
     def finish_step(self) -> dict[str, Array | Mean]:
         """Moves the bias by the tokens of a step, and forgets them.
@@ -210,26 +239,36 @@ class MoE(nnx.Module):
         how, why = claim.choose(layout.mesh, self.experts.top_k)
         return f"over {claim.axis}={layout.mesh.shape[claim.axis]} by {how!r} ({why})"
 
-    def _observe(self, scores: Array, counts: Array, seq_len: int) -> None:
+    def _observe(self, scores: Array, load: Load, segments: Array | None) -> None:
         shares = jax.lax.stop_gradient(normalised(scores))
-        entropy = -jnp.sum(shares * jnp.log(jnp.maximum(shares, 1e-30)))
+        terms = shares * jnp.log(jnp.maximum(shares, 1e-30))
+        if segments is not None:
+            terms = jnp.where((segments != 0)[..., None], terms, 0)
+        entropy = -jnp.sum(terms)
         self.entropy.set_value(self.entropy[...] + entropy)
-        self.counts.set_value(self.counts[...] + jnp.sum(counts, axis=0))
-        if (capacity := self.experts.capacity(seq_len)) is not None:
-            above = jnp.sum(jnp.maximum(counts - capacity, 0))
-            self.dropped.set_value(self.dropped[...] + above)
+        self.counts.set_value(self.counts[...] + jnp.sum(load.counts, axis=0))
+        if (capacity := self.experts.capacity(scores.shape[1])) is not None:
+            above = load.dropped
+            if above is None:
+                above = jnp.maximum(load.counts - capacity, 0)
+            self.dropped.set_value(self.dropped[...] + jnp.sum(above))
 
-    def _losses(self, logits: Array, scores: Array, counts: Array) -> Array:
+    def _losses(self, logits: Array, scores: Array, load: Load) -> Array:
         mixture = self.experts
         losses = jnp.zeros(logits.shape[:2], jnp.float32)
         if mixture.balance_loss:
+            counts = load.counts  # (batch, experts)
             if mixture.balance_over == "batch":
                 counts = jnp.sum(counts, axis=0, keepdims=True)
-            total = jnp.sum(counts, axis=1, keepdims=True)
-            # (batch or 1, 1, experts); equal shares of experts are 1 each. Floats, for
-            # count * num_experts may exceed 32 bits.
-            scaled = counts.astype(jnp.float32) * mixture.num_experts
-            share = (scaled / total)[:, None]
+            elif load.of_documents is not None:
+                counts = load.of_documents  # (batch, seq, experts)
+            total = jnp.sum(counts, axis=-1, keepdims=True)
+            if load.of_documents is not None:  # padding has no tokens
+                total = jnp.maximum(total, 1)
+            # Equal shares of experts are 1 each. Floats, for count * num_experts may
+            # exceed 32 bits.
+            share = counts.astype(jnp.float32) * mixture.num_experts / total
+            share = share[:, None] if share.ndim == 2 else share
             found = jnp.sum(share * normalised(scores), axis=-1)
             losses += mixture.balance_loss * found
         if mixture.z_loss:
@@ -237,9 +276,13 @@ class MoE(nnx.Module):
         return constrain(losses, "batch", "seq")
 
     def _run(
-        self, x: Array, scores: Array, alongside: Array | None
-    ) -> tuple[Array, Array]:
-        """Outputs of the routed experts, and each row's tokens of each expert.
+        self,
+        x: Array,
+        scores: Array,
+        alongside: Array | None,
+        segments: Array | None,
+    ) -> tuple[Array, Load]:
+        """Outputs of the routed experts, and the tokens of each expert.
 
         What is computed ``alongside``, ``(batch, seq, mlp)``, can hide an exchange.
         """
@@ -250,18 +293,20 @@ class MoE(nnx.Module):
             _run_shard,
             self.experts,
             self.activate,
-            self.experts.capacity(x.shape[1]),
+            x.shape[1],
         )
         layout = active_layout()
         context = jax.sharding.get_abstract_mesh()
         names = layout.mesh.axis_names if layout else ()
         free = {a for a in names if a not in context.manual_axes}
         if layout is None or all(layout.mesh.shape[a] == 1 for a in free):
-            return run(TokenAxes(), None, x, scores, bias, kernels, None)
+            return run(TokenAxes(), None, x, scores, bias, kernels, None, segments)
         tokens, of_kernels, axes = _specs_of(layout, x, kernels, free)
         exchange = _exchange_of(layout, axes, self.experts)
         if exchange != "ragged":
             alongside = None
+        of_rows: Any = P(*tokens[:1])
+        of_tokens: Any = tokens
         region = jax.shard_map(
             partial(run, axes, exchange),
             # In a pipeline's stage, which is manual over `pipe`, the region nests.
@@ -272,12 +317,13 @@ class MoE(nnx.Module):
                 P(),
                 of_kernels,
                 _spec_of(layout, alongside, free),
+                tokens,
             ),
-            out_specs=(tokens, P(*tokens[:1])),
+            out_specs=(tokens, Load(of_rows, of_tokens, of_rows)),
             axis_names=free,
             check_vma=False,
         )
-        return region(x, scores, bias, kernels, alongside)
+        return region(x, scores, bias, kernels, alongside, segments)
 
 
 def _check_arguments(
@@ -300,6 +346,18 @@ def _check_arguments(
     function = "an initializer, such as nnx.initializers.normal(0.02), or None"
     for name, init in (("kernel_init", kernel_init), ("out_init", out_init)):
         require(f"MoE.{name}", init, init is None or callable(init), function)
+
+
+def _check_segments(segments: object, shape: tuple[int, ...]) -> None:
+    """Refuses segments that are not one integer for each token."""
+    found, dtype = getattr(segments, "shape", None), getattr(segments, "dtype", None)
+    if found != shape or dtype is None or not jnp.issubdtype(dtype, jnp.integer):
+        is_array = found is not None and dtype is not None
+        shown = f"{dtype} {found}" if is_array else kind_of(segments)
+        raise ExpertsError(
+            f"MoE got segments {shown}; each token has the id of its document: int "
+            f"{shape}, and 0 is padding."
+        )
 
 
 def warn_of_lost_losses(moe: MoE) -> None:
@@ -344,7 +402,7 @@ def _free_axes(free: set[str], spec: P) -> tuple[tuple[str, ...], ...]:
 def _run_shard(
     mixture: Experts,
     activate: Callable[[Array], Array],
-    capacity: int | None,
+    seq_len: int,
     axes: TokenAxes,
     exchange: TokenExchange | None,
     x: Array,
@@ -352,9 +410,13 @@ def _run_shard(
     bias: Array | None,
     kernels: Kernels,
     alongside: Array | None,
-) -> tuple[Array, Array]:
-    """A device's tokens: their outputs, and int ``(batch, experts)`` of its rows."""
+    segments: Array | None,
+) -> tuple[Array, Load]:
+    """A device's tokens: their outputs, and the tokens of each expert in its rows."""
     chosen, weights = mixture.choose(scores, bias)
+    if segments is not None:
+        is_real = (segments != 0)[..., None]
+        chosen = jnp.where(is_real, chosen, mixture.num_experts)
     is_chosen = is_equal(chosen, mixture.num_experts)
     local = jnp.sum(is_chosen, axis=(1, 2), dtype=jnp.int32)
     counts, earlier = local, jnp.zeros_like(local)
@@ -363,14 +425,77 @@ def _run_shard(
         counts = jnp.sum(every, axis=0)
         is_earlier = jnp.arange(len(every)) < jax.lax.axis_index(axes.seq)
         earlier = jnp.sum(every * is_earlier[:, None, None], axis=0)
-    if capacity is not None:
-        is_in = _ranks(chosen, mixture.num_experts, earlier) < capacity
+    load, found = Load(counts), None
+    if segments is not None:
+        found = _Documents.find(chosen, segments, mixture.num_experts, axes.seq)
+        load = Load(counts, found.counts)
+    if mixture.capacity_factor is not None:
+        ranks = _ranks(chosen, mixture.num_experts, earlier)
+        is_in = _is_in_capacity(mixture, seq_len, ranks, chosen, found)
+        if found is not None:
+            lost = (chosen < mixture.num_experts) & ~is_in
+            dropped = jnp.sum(lost, axis=(1, 2), dtype=jnp.int32)
+            dropped = jax.lax.psum(dropped, axes.seq) if axes.seq else dropped
+            load = load._replace(dropped=dropped)
         chosen = jnp.where(is_in, chosen, mixture.num_experts)
     experts = ExpertMLPs(kernels=kernels, activate=activate)
     routed = Routed(x, chosen, weights.astype(x.dtype))
     if exchange == "ragged":
-        return ragged(experts, axes, routed, alongside), counts
-    return gathered(experts, axes, routed), counts
+        return ragged(experts, axes, routed, alongside), load
+    return gathered(experts, axes, routed), load
+
+
+class _Documents(NamedTuple):
+    """The choices that each token's document has made.
+
+    Attributes:
+        counts: int ``(batch, seq, experts)``, the tokens of the document.
+        before: The tokens of the row before the document, with the same shape.
+        lengths: int ``(batch, seq)``, the number of tokens of the document.
+    """
+
+    counts: Array
+    before: Array
+    lengths: Array
+
+    @classmethod
+    def find(
+        cls, chosen: Array, segments: Array, num_experts: int, axes: tuple[str, ...]
+    ) -> "_Documents":
+        """From the choices of a device, where mesh axes may split the rows."""
+        own = chosen.shape[1]
+        if axes:  # a document may begin and end on other devices
+            gather = partial(jax.lax.all_gather, axis_name=axes, axis=1, tiled=True)
+            chosen, segments = gather(chosen), gather(segments)
+        index = jnp.arange(segments.shape[1])[None]
+        position = segment_positions(segments)
+        further = segment_positions(segments[:, ::-1])[:, ::-1]
+        each = jnp.sum(is_equal(chosen, num_experts), axis=2, dtype=jnp.int32)
+        total = jnp.cumsum(each, axis=1)
+        first, last = ((index + n)[..., None] for n in (-position, further))
+        before = jnp.take_along_axis(total - each, first, axis=1)
+        counts = jnp.take_along_axis(total, last, axis=1) - before
+        found = cls(counts, before, position + further + 1)
+        if not axes:
+            return found
+        start = jax.lax.axis_index(axes) * own
+        part = partial(jax.lax.dynamic_slice_in_dim, slice_size=own, axis=1)
+        return jax.tree.map(lambda x: part(x, start), found)
+
+
+def _is_in_capacity(
+    mixture: Experts,
+    seq_len: int,
+    ranks: Array,
+    chosen: Array,
+    documents: _Documents | None,
+) -> Array:
+    """True for choices ``(batch, seq, top_k)`` that come before an expert is full."""
+    if documents is None:
+        return ranks < (mixture.capacity(seq_len) or 0)
+    ranks -= jnp.take_along_axis(documents.before, chosen, -1, mode="clip")
+    most = [mixture.capacity(n) or 0 for n in range(seq_len + 1)]
+    return ranks < jnp.array(most)[documents.lengths][..., None]
 
 
 def _ranks(chosen: Array, num_experts: int, earlier: Array) -> Array:

@@ -248,7 +248,9 @@ class Block(nnx.Module):
             # Up and gate add to this gradient, and both the norm and its scale read it.
             normed = compute_gradient_once(self.mlp_norm(x))
         if isinstance(self.mlp, MoE):
-            hidden, own = self.mlp(normed, counts_tokens=cache is None)
+            hidden, own = self.mlp(
+                normed, counts_tokens=cache is None, segments=segments
+            )
             losses = None if losses is None else losses + own
         else:
             hidden = self.mlp(normed)

@@ -54,12 +54,14 @@ def next_token_loss(model: GPT, batch: jax.Array | Mapping[str, jax.Array]) -> M
                 f"{name} of shape {of_each.shape} for tokens of shape {tokens.shape}; "
                 "each token has its own, the first one too."
             )
-    seen = None if segments is None else segments[:, :-1]
-    hidden, losses = model.hidden_and_losses(tokens[:, :-1], seen)
-    weights = None if weights is None else weights[:, 1:]
+    weights, seen = None if weights is None else weights[:, 1:], None
     if segments is not None:
         is_next = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
+        # The last token of a document predicts nothing, and no other token sees it. A
+        # row has no input for it if the document ends the row: it is padding in both.
+        seen = jnp.where(is_next, segments[:, :-1], 0)
         weights = is_next if weights is None else jnp.where(is_next, weights, 0)
+    hidden, losses = model.hidden_and_losses(tokens[:, :-1], seen)
     kernel, vocab_dim = model.head_kernel
     loss = linear_cross_entropy(
         hidden,
