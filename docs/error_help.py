@@ -169,8 +169,9 @@ HELP = {
         "of its Variables from step to step ...",
     ),
     "LossError": Help(
-        "The loss returns an array, `None` or something else than a scalar.",
-        "Reduce it: `.mean()`, or `Mean(total, weight)`.",
+        "The loss returns an array, `None` or something else than a scalar; or the "
+        "weight of its `Mean` depends on the model's parameters.",
+        "Reduce it: `.mean()`, or `Mean(total, weight)` with a weight that counts data.",
         "[A loss per row](pitfalls.md#a-loss-per-row)",
     ),
     "OptimizerError": Help(

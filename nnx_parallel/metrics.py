@@ -6,13 +6,16 @@ import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
 from nnx_parallel.errors import LossError
+from nnx_parallel.precision import sum_dtype
 
 # A step's record is one flat dict, in which these meet the metrics of a loss.
 RESERVED_METRICS = (
@@ -42,7 +45,8 @@ class Mean:
 
     Attributes:
         total: The weighted sum.
-        weight: The sum of weights (tokens, examples); no gradient flows through it.
+        weight: The sum of weights (tokens, examples). It has no gradient: a training
+            loss whose weight depends on the parameters is a `LossError`.
         more: Further terms of other weights, made by ``+``.
 
     Example:
@@ -80,7 +84,10 @@ class Mean:
         # A microbatch's total over the weight of the whole batch: such values add up
         # to the mean, and their gradients to its gradient.
         terms = zip(self.terms, weights, strict=True)
-        parts = (Mean(term.total, weight).value for term, weight in terms)
+        parts = (
+            _divide(_with_constant_weight(t.total, t.weight), weight)
+            for t, weight in terms
+        )
         return sum(parts, jnp.float32(0))
 
     def merge(self, other: Mean) -> Mean:
@@ -171,15 +178,44 @@ def _from_terms(first: Mean, *more: Mean) -> Mean:
 
 def _add(a: Scalar, b: Scalar) -> jax.Array:
     # bfloat16 counts to 256.
-    return jnp.asarray(a, jnp.float32) + jnp.asarray(b, jnp.float32)
+    dtype = sum_dtype(a, b)
+    return jnp.asarray(a, dtype) + jnp.asarray(b, dtype)
 
 
 def _divide(total: Scalar, weight: Scalar) -> jax.Array:
-    total = jnp.asarray(total, jnp.float32)
-    # Weights are counts of data; a model's own must not be trained to be large.
-    weight = jax.lax.stop_gradient(jnp.asarray(weight, jnp.float32))
+    dtype = sum_dtype(total, weight)
+    weight = jnp.asarray(weight, dtype)
+    total = _with_constant_weight(jnp.asarray(total, dtype), weight)
     # The divisor is replaced too: a NaN of the branch not taken has a NaN gradient.
     return jnp.where(weight == 0, 0.0, total / jnp.where(weight == 0, 1.0, weight))
+
+
+def _with_constant_weight(total: Scalar, weight: Scalar) -> jax.Array:
+    """The total; its derivative raises if the weight has one too."""
+    # As a float, for integers have tangents of a dtype of their own.
+    return _total_of(jnp.asarray(total), jnp.asarray(weight, sum_dtype(weight)))
+
+
+@jax.custom_jvp
+def _total_of(total: jax.Array, weight: jax.Array) -> jax.Array:
+    del weight
+    return total
+
+
+# JAX knows which tangents are zero whatever the values: of data, of counts and other
+# comparisons, and of `stop_gradient`.
+@partial(_total_of.defjvp, symbolic_zeros=True)
+def _total_jvp(primals: tuple, tangents: tuple) -> tuple:
+    if not isinstance(tangents[1], SymbolicZero):
+        raise LossError(
+            "The weight of a Mean depends on the model's parameters, and a Mean has no "
+            "gradient by its weight: the loss would be trained as if the weight were a "
+            "constant. A weight counts data, such as rows or tokens. Multiply by what "
+            "the model computes in the total, as in Mean((losses * gates).sum(), "
+            "num_tokens), or say that it is a constant: Mean(total, "
+            "jax.lax.stop_gradient(weight))."
+        )
+    return primals[0], tangents[0]
 
 
 def as_mean(value: Any, name: str, weight: float = 1.0) -> Mean:
@@ -190,7 +226,9 @@ def as_mean(value: Any, name: str, weight: float = 1.0) -> Mean:
             check_scalar(term.weight, f"{name}'s weight")
         return value
     check_scalar(value, name)
-    return Mean(jnp.asarray(value, jnp.float32) * weight, weight)
+    value = jnp.asarray(value, sum_dtype(value))
+    # A scalar of Python would be float64 under `jax_enable_x64`, beside any loss.
+    return Mean(value * weight, jnp.asarray(weight, value.dtype))
 
 
 def check_scalar(value: Any, name: str) -> None:

@@ -32,9 +32,10 @@ class Precision:
             dtype that the model gives them.
         compute: Dtype of parameters inside the loss; ``None``: the stored dtype.
         reduction: Dtype of gradients while they are summed over microbatches, while
-            their norm is computed, and when they go to the optimizer. Plain NNX gives
-            the optimizer bfloat16 gradients of bfloat16 parameters: its losses then
-            differ by about 1e-4.
+            their norm is computed, and when they go to the optimizer; ``None``:
+            float32, or the parameter's dtype if that is wider. Plain NNX gives the
+            optimizer bfloat16 gradients of bfloat16 parameters: its losses then differ
+            by about 1e-4.
         inputs: Dtype of a batch's floating-point arrays in the loss or a prediction;
             ``None`` does not cast them, since targets and weights would be rounded. A
             layer that does not cast its inputs computes in their dtype.
@@ -50,14 +51,14 @@ class Precision:
 
     params: DTypeLike | None = None
     compute: DTypeLike | None = None
-    reduction: DTypeLike = jnp.float32
+    reduction: DTypeLike | None = None
     inputs: DTypeLike | None = None
 
     def __post_init__(self) -> None:
         # A subclass may have fields that are not dtypes.
         for field in ("params", "compute", "reduction", "inputs"):
             given = getattr(self, field)
-            if given is None and field != "reduction":
+            if given is None:
                 continue
             try:
                 # NumPy's objects: equal dtypes then compare equal, however written.
@@ -73,9 +74,11 @@ class Precision:
 
     def gradient_dtype(self, dtype: DTypeLike) -> np.dtype:
         """The dtype in which gradients of ``dtype`` are accumulated."""
-        # A complex gradient cast to float32 would lose its imaginary part.
+        # A complex gradient cast to a real dtype would lose its imaginary part.
         is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-        return jnp.dtype(dtype if is_complex else self.reduction)
+        if self.reduction is None or is_complex:
+            return sum_dtype(jnp.dtype(dtype))
+        return jnp.dtype(self.reduction)
 
     @property
     def needs_loss_scale(self) -> bool:
@@ -98,6 +101,20 @@ class Precision:
 def as_dtype(dtype: Any) -> np.dtype:
     """A dtype from any way to write it, also from short names such as ``"bf16"``."""
     return jnp.dtype(_SHORT_NAMES.get(dtype, dtype))
+
+
+def sum_dtype(*values: Any) -> np.dtype:
+    """The dtype in which arrays or dtypes are summed: float32, or a wider one.
+
+    Integers are summed as floats of JAX's default width, which is 64 bits under
+    ``jax_enable_x64``.
+
+    Example:
+        >>> sum_dtype(jnp.bfloat16), sum_dtype(jnp.ones(2), 3)
+        (dtype('float32'), dtype('float32'))
+    """
+    # `float` is JAX's weak type: it makes floats of integers, and widens no float.
+    return jnp.promote_types(jnp.result_type(*values, float), jnp.float32)
 
 
 def cast_floating(tree: Any, dtype: DTypeLike | None) -> Any:

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.errors import StateStructureError
 from nnx_parallel.init import compute_in_shards, first_arrays
-from nnx_parallel.precision import LossScale, Precision, cast_floating
+from nnx_parallel.precision import LossScale, Precision, cast_floating, sum_dtype
 from nnx_parallel.sharding.constrain import use_params, using
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.model import (
@@ -166,9 +166,7 @@ class StatePlan:
         if self.ema_decay is not None:
             # float32, for bfloat16 has no room to move by a thousandth; and a copy,
             # since the average and the parameters are donated separately.
-            ema = jax.tree.map(
-                lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32)), params
-            )
+            ema = jax.tree.map(lambda x: jnp.array(x, sum_dtype(x)), params)
         return TrainState(
             step=jnp.int32(0),
             params=params,

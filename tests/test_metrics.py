@@ -55,9 +55,37 @@ def test_a_mean_of_nothing_is_0_with_a_finite_gradient() -> None:
     assert (float(value), float(grad)) == (0.0, 0.0)
 
 
-def test_no_gradient_flows_through_the_weight() -> None:
-    grads = jax.grad(lambda total, weight: Mean(total, weight).value, (0, 1))(6.0, 3.0)
-    np.testing.assert_allclose(grads, (1 / 3, 0.0))
+CONSTANT_WEIGHTS = {
+    "counts": lambda pred: (pred > 0).sum(),
+    "float counts": lambda pred: jnp.where(pred > 0, 1.0, 0.0).sum(),
+    "classes": lambda pred: 1 + jnp.argmax(pred),
+    "shapes": lambda pred: jnp.ones_like(pred).sum(),
+    "said to be constant": lambda pred: jax.lax.stop_gradient((pred**2).sum()),
+}
+
+
+def through_scan(loss: Any) -> Any:
+    return lambda x: jax.lax.scan(lambda c, y: (c + loss(y), None), 0.0, x[None])[0]
+
+
+TRANSFORMS = {"grad": lambda f: f, "jit": jax.jit, "remat": jax.checkpoint}
+TRANSFORMS["scan"] = through_scan
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_weight_with_gradient_raises(transform: Any) -> None:
+    x = jnp.arange(1.0, 5.0)
+    for weight in CONSTANT_WEIGHTS.values():
+        loss = transform(lambda x, weight=weight: Mean((x**2).sum(), weight(x)).value)
+        np.testing.assert_allclose(jax.grad(loss)(x), 2 * x / weight(x), rtol=1e-6)
+    message = "The weight of a Mean depends on the model's parameters"
+    for wrong in (
+        lambda x: Mean((x**2).sum(), x.sum()).value,
+        lambda x: Mean((x**2).sum(), x.sum()).over([jnp.float32(4)]),
+        lambda x: (Mean(x.sum(), 4.0) + Mean(1.0, x.sum())).value,
+    ):
+        with pytest.raises(LossError, match=message):
+            jax.grad(transform(wrong))(x)
 
 
 def test_a_mean_passes_through_jit_and_scan() -> None:

@@ -11,7 +11,8 @@ import optax
 import pytest
 from flax import nnx
 
-from nnx_parallel import FSDP, Precision, Trainer
+from nnx_parallel import FSDP, Mean, Pipeline, Precision, Strategy, Trainer
+from nnx_parallel.layers import Stack, cross_entropy, linear_cross_entropy
 from nnx_parallel.precision import LossScale, cast_floating
 
 BATCH = {
@@ -297,3 +298,64 @@ def test_the_scale_doubles_after_many_good_steps_and_stays_in_its_range() -> Non
     lowest = LossScale.create(1.0).adjust(jnp.bool_(False))
     highest = LossScale.create(2.0**24).adjust(jnp.bool_(True), growth_interval=1)
     assert (float(lowest.scale), float(highest.scale)) == (1.0, 2.0**24)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize("strategy", [FSDP(2), Pipeline(2)], ids=["FSDP", "Pipeline"])
+def test_float64_is_kept(strategy: Strategy, num_microbatches: int) -> None:
+    """Losses, parameters, averages and evaluations, against plain NNX in float64."""
+    kinds: Any = {"param_dtype": jnp.float64, "dtype": jnp.float64}
+
+    class Block(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.linear = nnx.Linear(8, 8, **kinds, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return x + jnp.tanh(self.linear(x))
+
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.blocks = Stack(Block, 2, rngs=rngs)
+            self.head = nnx.Linear(8, 8, **kinds, rngs=rngs)
+
+    def loss(model: Model, batch: dict) -> Mean:
+        z, labels = model.blocks(batch["x"]), batch["y"]
+        kernel = model.head.kernel[...]
+        more = linear_cross_entropy(z[:, None], kernel, labels[:, None])
+        return cross_entropy(model.head(z), labels, batch["w"], z_loss=0.1) + more
+
+    # Not the context manager, which is of one thread: another one reads the batches.
+    jax.config.update("jax_enable_x64", True)
+    try:
+        rng = np.random.default_rng(0)
+        batch = {"x": rng.normal(size=(16, 8)), "y": np.arange(16) % 8}
+        batch["w"] = rng.integers(1, 4, size=16).astype(np.float64)
+        trainer = Trainer(
+            Model,
+            optax.sgd(0.1),
+            loss,
+            strategy=strategy,
+            devices=jax.devices()[:2],
+            num_microbatches=num_microbatches,
+            ema_decay=0.5,
+            loggers=(),
+        )
+        model = Model(nnx.Rngs(0))  # from the same seed
+        found = trainer.fit([batch] * 3, num_steps=3)
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+        expected = []
+        for _ in range(3):
+            value, grads = nnx.value_and_grad(lambda m: loss(m, batch).value)(model)
+            expected.append((value, optax.tree.norm(nnx.to_pure_dict(grads))))
+            optimizer.update(model, grads)
+        losses = [*zip(found["loss"], found["grad_norm"], strict=True)]
+        np.testing.assert_allclose(losses, expected, rtol=1e-13)
+        both: list[Any] = [trainer.model, model]
+        kernels = (m.blocks.layer.linear.kernel[...] for m in both)
+        np.testing.assert_allclose(*kernels, rtol=1e-12)
+        dtypes = {str(x.dtype) for x in jax.tree.leaves(trainer.state.ema)}
+        assert dtypes == {"float64"}
+        value = loss(model, batch).value
+        np.testing.assert_allclose(trainer.evaluate([batch])["loss"], value, rtol=1e-13)
+    finally:
+        jax.config.update("jax_enable_x64", False)

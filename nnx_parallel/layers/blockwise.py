@@ -29,8 +29,8 @@ from nnx_parallel.layers.score_blocks import (
     Tokens,
     join_blocks,
     product,
-    sum_dtype,
 )
+from nnx_parallel.precision import sum_dtype
 
 Partial = tuple[Array, Array]
 """Attention to some of the keys, and the log-sum-exp of its scores.

@@ -41,7 +41,8 @@ from nnx_parallel.layers.blockwise import (
     with_sinks,
 )
 from nnx_parallel.layers.kernels import HEADS
-from nnx_parallel.layers.score_blocks import BLOCK, Pattern, Tokens, sum_dtype
+from nnx_parallel.layers.score_blocks import BLOCK, Pattern, Tokens
+from nnx_parallel.precision import sum_dtype
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.names import dim_axes
 

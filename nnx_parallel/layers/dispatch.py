@@ -18,6 +18,7 @@ from jax import Array
 
 from nnx_parallel.layers.experts import is_equal
 from nnx_parallel.layers.rounds import round_rows, sum_rounds
+from nnx_parallel.precision import sum_dtype
 
 Axes = tuple[str, ...]
 
@@ -89,7 +90,7 @@ def combine(rows: Array, weights: Array, order: Order) -> Array:
 
 
 def _rows_of_choices(rows: Array, order: Order) -> Iterator[Array]:
-    """From ``(rows, width)``, float32 ``(tokens, width)`` for each of `top_k` choices.
+    """From ``(rows, width)``, wide ``(tokens, width)`` for each of `top_k` choices.
 
     One by one: all at once are as many numbers as the rows of all devices, where
     tokens are gathered.
@@ -98,7 +99,7 @@ def _rows_of_choices(rows: Array, order: Order) -> Iterator[Array]:
     for row in order.row.T:
         exists = (row >= 0) & (row < num_rows)
         found = rows[jnp.clip(row, 0, rows.shape[0] - 1)]
-        yield jnp.where(exists[:, None], found, 0).astype(jnp.float32)
+        yield jnp.where(exists[:, None], found, 0).astype(sum_dtype(rows))
 
 
 def _combine_backward(

@@ -29,6 +29,7 @@ from nnx_parallel.layers.dispatch import (
     sort_by_expert,
 )
 from nnx_parallel.layers.rounds import round_rows, sum_rounds
+from nnx_parallel.precision import sum_dtype
 
 NUM_CHUNKS = 2
 """Parts of a device's tokens that travel by themselves.
@@ -333,7 +334,8 @@ def _bring_home_backward(
     grad, _ = jax.lax.optimization_barrier((grad, after))
     came = plan.send(dispatch(grad, order), axis)
     weight = plan.numbers(weights.reshape(-1)[order.choice], axis)
-    found = jnp.sum(rows.astype(jnp.float32) * came.astype(jnp.float32), axis=-1)
+    wide = sum_dtype(rows)
+    found = jnp.sum(rows.astype(wide) * came.astype(wide), axis=-1)
     found = plan.numbers_back(found, weights.size, axis)
     drows = (came * weight[:, None]).astype(rows.dtype)
     return drows, found[order.row].astype(weights.dtype), None, None, None

@@ -19,6 +19,7 @@ from jax import Array
 
 from nnx_parallel.errors import ModelError
 from nnx_parallel.layers.dense import Dense, matmul
+from nnx_parallel.precision import sum_dtype
 from nnx_parallel.sharding.model import ModelFn, ReadsArrays, build_model
 from nnx_parallel.sharding.names import dotted, names_of
 from nnx_parallel.sharding.rules import check_regex
@@ -70,13 +71,13 @@ class Adapted(nnx.Module):
             factor.set_metadata(out_sharding=own, eager_sharding=False)
 
     def delta(self) -> Array:
-        """The product of the factors, in the kernel's shape, in float32."""
+        """The product of the factors, in the kernel's shape, in float32 or wider."""
         lead, _ = self._split()
         kernel, a, b = (x.get_value() for x in (self.kernel, self.lora_a, self.lora_b))
         stacked = kernel.shape[:lead]
         # (*layers, in, rank) by (*layers, rank, out) -> (*layers, in, out)
-        a = a.reshape(*stacked, -1, a.shape[-1]).astype(jnp.float32)
-        b = b.reshape(*stacked, b.shape[lead], -1).astype(jnp.float32)
+        a = a.reshape(*stacked, -1, a.shape[-1]).astype(sum_dtype(kernel))
+        b = b.reshape(*stacked, b.shape[lead], -1).astype(a.dtype)
         return (self.lora_scale * (a @ b)).reshape(kernel.shape)
 
     def _split(self) -> tuple[int, int]:
@@ -205,7 +206,7 @@ def merge_lora(model: Model) -> Model:
 
 
 def _add_delta(kernel: Array, delta: Array) -> Array:
-    return (kernel.astype(jnp.float32) + delta).astype(kernel.dtype)
+    return (kernel.astype(delta.dtype) + delta).astype(kernel.dtype)
 
 
 def _find(model: nnx.Module, targets: str) -> Iterator[nnx.Module]:

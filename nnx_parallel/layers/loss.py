@@ -18,6 +18,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.metrics import Mean
+from nnx_parallel.precision import sum_dtype
 from nnx_parallel.sharding.constrain import activation_spec, active_layout
 from nnx_parallel.sharding.names import dim_axes
 
@@ -85,7 +86,8 @@ def cross_entropy(
     label's logit.
 
     Args:
-        logits: ``(*leading, vocab)``, any floating-point dtype; summed in float32.
+        logits: ``(*leading, vocab)``, any floating-point dtype; summed in float32, or
+            in float64 if they have it.
         labels: int ``(*leading)``, from 0 to vocab - 1. Another one gives NaN, unless
             its weight is 0.
         weights: ``(*leading)``; 0 leaves a label out. By default all count 1.
@@ -104,20 +106,20 @@ def cross_entropy(
         [1] Chowdhery et al., "PaLM", 2022, section 5,
         https://arxiv.org/abs/2204.02311
     """
-    logits = logits.astype(jnp.float32)
+    logits = logits.astype(sum_dtype(logits))
     labels = labels.astype(jnp.int32)
     observe_range(labels, logits.shape[-1], weights)
     losses, normaliser, _, _ = _token_losses(logits, labels)
     if z_loss:
         losses += z_loss * normaliser**2
     if weights is None:
-        return Mean(losses.sum(), jnp.float32(losses.size))
-    weights = weights.astype(jnp.float32)
+        return Mean(losses.sum(), jnp.asarray(losses.size, losses.dtype))
+    weights = weights.astype(losses.dtype)
     return Mean(_weighted_sum(losses, weights), weights.sum())
 
 
 def _token_losses(logits: Array, labels: Array) -> tuple[Array, Array, Array, Array]:
-    """Losses in nats from float32 logits ``(*leading, vocab)``, NaN without a class.
+    """Losses in nats from wide logits ``(*leading, vocab)``, NaN without a class.
 
     With them what their gradient is made from: the log-normaliser, and whether the
     label is a class, ``(*leading)``; where its logit is, ``(*leading, vocab)``.
@@ -201,10 +203,11 @@ def linear_cross_entropy(
         raise ValueError(f"softcap is {softcap}; it must be above 0, or None.")
     labels = labels.astype(jnp.int32)
     observe_range(labels, kernel.shape[vocab_dim], weights)
+    dtype = sum_dtype(hidden, kernel)
     if weights is None:
-        weights, weight = jnp.ones(labels.shape, jnp.float32), jnp.float32(labels.size)
+        weights, weight = jnp.ones(labels.shape, dtype), jnp.asarray(labels.size, dtype)
     else:
-        weights = weights.astype(jnp.float32)
+        weights = weights.astype(dtype)
         weight = weights.sum()
     plan = _ChunkPlan(hidden, kernel, vocab_dim % 2, (z_loss, softcap), chunk_size)
     hidden, labels, weights = map(plan.split, (hidden, labels, weights))
@@ -235,6 +238,7 @@ class _ChunkPlan:
         if layout is not None and layout.is_silent(("batch", "seq", "embed", "vocab")):
             layout = None
         self.vocab_dim, self.kernel_dtype = vocab_dim, kernel.dtype
+        self.sum_dtype = sum_dtype(hidden, kernel)
         (self.z_loss, self.softcap), self.layout = shaped, layout
         self.rows = self.parts = splits = gathered = 1
         self.token_spec = P()  # of rows and parts, where their logits are
@@ -306,7 +310,7 @@ class _ChunkPlan:
         x, labels, weights = given
         axes = ((3,), (1 - self.vocab_dim,))
         x = self.gather(x)
-        logits = jnp.tensordot(x, kernel, axes, preferred_element_type=jnp.float32)
+        logits = jnp.tensordot(x, kernel, axes, preferred_element_type=self.sum_dtype)
         # (rows, parts, tokens, vocab)
         logits = self.place(logits, "batch", "seq", None, "vocab")
         if self.softcap:
@@ -351,7 +355,7 @@ def _chunked_forward(
         dx = plan.place(dx.astype(hidden.dtype), "batch", "seq", None, None)
         x = plan.gather(given[0])  # (rows, parts, tokens, embed)
         more = jnp.einsum(
-            f"gpte,gptv->{dims}", x, dlogits, preferred_element_type=jnp.float32
+            f"gpte,gptv->{dims}", x, dlogits, preferred_element_type=plan.sum_dtype
         )
         if plan.num_chunks > 1:  # a single one goes where the gradient is wanted
             names = {"g": "batch", "p": "seq", "v": "vocab", "e": None}
@@ -360,7 +364,7 @@ def _chunked_forward(
 
     sizes = {"g": plan.rows, "p": plan.parts}
     shape = (*(sizes[dim] for dim in dims[:-2]), *kernel.shape)
-    dw, (dx, losses) = plan.scan(chunk, jnp.zeros(shape, jnp.float32), chunks)
+    dw, (dx, losses) = plan.scan(chunk, jnp.zeros(shape, plan.sum_dtype), chunks)
     # float16 has no room for a sum that no loss scale has made smaller yet.
     dtype = jnp.float32 if kernel.dtype == jnp.float16 else kernel.dtype
     dw = dw.astype(dtype).sum(range(len(dims) - 2))

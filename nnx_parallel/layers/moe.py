@@ -41,6 +41,7 @@ from nnx_parallel.layers.experts import (
     require,
 )
 from nnx_parallel.metrics import Mean
+from nnx_parallel.precision import sum_dtype
 from nnx_parallel.sharding.constrain import activation_spec, active_layout, constrain
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.names import dim_axes, to_spec
@@ -180,7 +181,8 @@ class MoE(nnx.Module):
             _check_segments(segments, shape[:2])
         # The product is in float32, or rounding would decide near ties. The kernel has
         # the dtype that the precision gives it.
-        logits = x.astype(jnp.float32) @ self.router[...].astype(jnp.float32)
+        dtype = sum_dtype(x)
+        logits = x.astype(dtype) @ self.router[...].astype(dtype)
         logits = constrain(logits, "batch", "seq", None)
         is_softmax = mixture.scores == "softmax"
         scores = jax.nn.softmax(logits) if is_softmax else jax.nn.sigmoid(logits)

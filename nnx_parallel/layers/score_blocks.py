@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from nnx_parallel.precision import sum_dtype
+
 BLOCK = 512
 """Most queries, and most keys, of a block."""
 
@@ -221,11 +223,6 @@ def join_blocks(x: Array, length: int) -> Array:
     """``(blocks, batch, size, ...)`` to ``(batch, length, ...)``."""
     x = jnp.moveaxis(x, 0, 1)
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
-
-
-def sum_dtype(x: Array) -> Any:
-    """Scores and sums are in float32, or wider."""
-    return jnp.promote_types(x.dtype, jnp.float32)
 
 
 def product(dims: str, x: Array, y: Array) -> Array:

@@ -302,6 +302,23 @@ class Stack(nnx.Module):
         return replace(call, prefetches=False) if prefetches and call.has_out else call
 
 
+def run_one_layer(call: StackCall) -> tuple[Any, dict, Any]:
+    """Runs one layer, for a trace that asks what a model does, not how fast.
+
+    A variable that the layer does not assign stays the same object.
+    """
+    first = partial(jax.tree.map, lambda x: x[0])
+    given = first(call.others)
+    x, after, out = call.block(first(call.params), given, call.x, call.args, None)
+    others = {
+        path: array if after[path] is given[path] else array.copy()
+        for path, array in call.others.items()
+    }
+    count = jax.tree.leaves((call.params, call.others))[0].shape[:1]
+    # (...) -> (layers, ...)
+    return x, others, jax.tree.map(lambda a: jax.lax.broadcast(a, count), out)
+
+
 def run_in_halves(call: StackCall) -> tuple[Any, dict, Any]:
     """`run_layers`; where the layout says so, on two halves of each device's rows.
 

@@ -123,7 +123,7 @@ def _sample(
 ) -> jax.Array:
     if temperature == 0:
         return jnp.argmax(logits, axis=-1)  # (batch,)
-    logits = logits.astype(jnp.float32) / temperature
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32)) / temperature
     if top_k < logits.shape[-1]:
         least = jax.lax.top_k(logits, top_k)[0][:, -1:]  # (batch, 1)
         logits = jnp.where(logits < least, -jnp.inf, logits)

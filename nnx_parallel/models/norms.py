@@ -24,10 +24,10 @@ class ZeroCenteredRMSNorm(nnx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """(..., size) to the same, computed in float32."""
-        wide = x.astype(jnp.float32)
+        """(..., size) to the same, computed in float32 or wider."""
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         variance = (wide**2).mean(-1, keepdims=True)
-        scale = 1 + self.scale[...].astype(jnp.float32)
+        scale = 1 + self.scale[...].astype(wide.dtype)
         normed = wide * jax.lax.rsqrt(variance + self.epsilon)
         return (normed * jnp.broadcast_to(scale, x.shape)).astype(x.dtype)
 

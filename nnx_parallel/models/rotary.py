@@ -84,7 +84,7 @@ def rotate(x: jax.Array, positions: jax.Array, frequencies: jax.Array) -> jax.Ar
     """Rotates queries or keys, so that scores depend only on distances [1].
 
     Feature i and feature i + head_dim / 2 are a point in the plane, which turns by
-    ``position * frequencies[i]``, in float32.
+    ``position * frequencies[i]``, in float32 or wider.
 
     Args:
         x: ``(batch, seq, heads, head_dim)``, queries or keys.
@@ -96,6 +96,7 @@ def rotate(x: jax.Array, positions: jax.Array, frequencies: jax.Array) -> jax.Ar
     dims = (0, 2) if positions.ndim == 1 else (2,)
     cos = jnp.expand_dims(jnp.cos(angles), dims)  # (1 or batch, seq, 1, half)
     sin = jnp.expand_dims(jnp.sin(angles), dims)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    first, second = jnp.split(wide, 2, axis=-1)
     turned = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)

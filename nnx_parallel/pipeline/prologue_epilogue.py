@@ -28,6 +28,7 @@ from nnx_parallel.pipeline.memory import (
     zeros_like,
     zeros_of,
 )
+from nnx_parallel.precision import sum_dtype
 from nnx_parallel.schedules.table import Buffers
 from nnx_parallel.sharding.constrain import using
 from nnx_parallel.sharding.layout import Layout
@@ -300,7 +301,7 @@ class PrologueEpilogue:
 
         items = (rows, self.inputs.keys)
         _, weights = jax.lax.scan(weigh, self.prologue_variables, items)
-        return [jnp.sum(jnp.asarray(w, jnp.float32), axis=0) for w in weights]
+        return [jnp.sum(w, axis=0, dtype=sum_dtype(w)) for w in weights]
 
 
 def spread_over_stages(layout: Layout, axis: str, num_rows: int) -> Layout:

@@ -28,8 +28,7 @@ from nnx_parallel.errors import (
     warn_user,
 )
 from nnx_parallel.layers.loss import LabelRange
-from nnx_parallel.layers.scan import StackCall
-from nnx_parallel.layers.stack import using_runner
+from nnx_parallel.layers.stack import run_one_layer, using_runner
 from nnx_parallel.metrics import Mean, result_of, split_loss_output
 from nnx_parallel.sharding.model import MODES, arrays_of, flatten
 from nnx_parallel.sharding.names import dotted, path_of, variables_of
@@ -517,7 +516,7 @@ def training_in(
         )
 
     # Whatever the strategy runs, the model computes what it does as a whole.
-    with using_runner(_run_one_layer):
+    with using_runner(run_one_layer):
         evaluate = partial(plan.evaluate, watch)
         jax.eval_shape(evaluate, params, variables, batch, key)
     return changed
@@ -531,20 +530,6 @@ def _is_of_training(path: tuple, variable: nnx.Variable, modules: dict) -> bool:
     is_dropout = variable.get_metadata().get("tag") == "dropout"
     has_mode = any(hasattr(modules.get(path[:-2]), name) for name in MODES)
     return isinstance(variable, nnx.RngCount) and (is_dropout or has_mode)
-
-
-def _run_one_layer(call: StackCall) -> tuple[Any, dict, Any]:
-    """Runs one layer of a `Stack`; what it does not assign stays the same object."""
-    first = partial(jax.tree.map, lambda x: x[0])
-    given = first(call.others)
-    x, after, out = call.block(first(call.params), given, call.x, call.args, None)
-    others = {
-        path: array if after[path] is given[path] else array.copy()
-        for path, array in call.others.items()
-    }
-    count = jax.tree.leaves((call.params, call.others))[0].shape[:1]
-    # (...) -> (layers, ...)
-    return x, others, jax.tree.map(lambda a: jax.lax.broadcast(a, count), out)
 
 
 def params_of(state: TrainState, *, ema: bool) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from nnx_parallel.layers.jaxprs import (
     trace,
     variables_in,
 )
-from nnx_parallel.precision import cast_floating
 from nnx_parallel.sharding.matrices import placing_updates
 from nnx_parallel.sharding.model import Path, flatten, nest
 from nnx_parallel.sharding.names import ArrayInfo, array_info, path_of, variables_of
@@ -159,7 +158,8 @@ def update_with(
 
 def final_gradients(plan: StatePlan, state: TrainState, grads: dict) -> dict:
     """Gradients as the optimizer gets them: their dtype, scale and place."""
-    grads = cast_floating(grads, plan.precision.reduction)
+    dtype_of = plan.precision.gradient_dtype
+    grads = jax.tree.map(lambda g: g.astype(dtype_of(g.dtype)), grads)
     if (loss_scale := state.loss_scale) is not None:
         grads = jax.tree.map(lambda g: g / loss_scale.scale, grads)
     return plan.constrain(grads, "gradient")

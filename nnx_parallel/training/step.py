@@ -3,6 +3,7 @@
 A step is ``jax.jit`` over plain state; the model is walked once, when it is traced.
 """
 
+import contextlib
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
@@ -22,8 +23,14 @@ from nnx_parallel.data.rows import (
     split_rows,
     unmarked,
 )
-from nnx_parallel.errors import LossError, suggests_names, warn_user
-from nnx_parallel.layers.jaxprs import is_call, reached, trace, variables_in
+from nnx_parallel.errors import LossError, ParallelWarning, suggests_names, warn_user
+from nnx_parallel.layers.jaxprs import (
+    TracedFunction,
+    is_call,
+    reached,
+    trace,
+    variables_in,
+)
 from nnx_parallel.layers.late_gather import gather_late
 from nnx_parallel.layers.loss import LabelRange, observing_labels
 from nnx_parallel.layers.scan import (
@@ -33,9 +40,9 @@ from nnx_parallel.layers.scan import (
     check_remat,
     default_remat,
 )
-from nnx_parallel.layers.stack import Stack
+from nnx_parallel.layers.stack import Stack, run_one_layer, using_runner
 from nnx_parallel.metrics import Mean, check_scalar, result_of, split_loss_output
-from nnx_parallel.precision import cast_floating
+from nnx_parallel.precision import cast_floating, sum_dtype
 from nnx_parallel.sharding.constrain import in_context, noticing_idle_claims, using
 from nnx_parallel.sharding.donation import Donating
 from nnx_parallel.sharding.layout import Execution
@@ -56,6 +63,7 @@ from nnx_parallel.training.optimizers import (
     optimize,
     where,
 )
+from nnx_parallel.training.row_analysis import ROWS, SHARED, find_changes
 
 Batch = Any
 Metrics = dict[str, jax.Array]
@@ -179,6 +187,7 @@ def make_train_step(
     """
     warn_of_modes(plan, options.remat)
     check_offload(plan, options.remat)
+    is_told = False  # once, however many shapes the step is traced for
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         offload = plan.offload and plan.offload.activations
@@ -187,6 +196,15 @@ def make_train_step(
             key = jax.random.fold_in(state.key, state.step)
             arguments = state, batch, key, options.num_microbatches
             always: list[bool] = []
+            nonlocal is_told
+            if options.num_microbatches > 1 and not is_told:
+                is_told = True
+                texts = list[str]()
+                # A loss may refuse these row counts, or have what is unknown to jaxprs.
+                with contextlib.suppress(Exception):
+                    texts = changes_by_microbatches(plan, loss, *arguments)
+                for text in texts:
+                    warn_user(text, ParallelWarning)
             with noticing_idle_claims(plan.layout):
                 grads, variables, means = execution_of(plan).gradients(
                     plan, _forward(plan, loss, always), *arguments
@@ -271,6 +289,34 @@ def check_padding(
             f"cross_entropy(logits, labels, batch[{weights!r}]); batch statistics "
             "count every row. Return a Mean, or leave the batch out: last_batch='drop'."
         )
+
+
+def changes_by_microbatches(
+    plan: StatePlan,
+    loss: LossFn,
+    state: TrainState,
+    batch: Batch,
+    key: jax.Array,
+    num_microbatches: int,
+) -> list[str]:
+    """Texts about values of a loss that microbatches certainly change.
+
+    Only traced, for the rows of two microbatches and of four.
+    """
+    rows, shared, join = partition(batch)
+    forward = in_context(plan.layout, _forward(plan, loss))
+
+    def with_rows(factor: int) -> TracedFunction:
+        count = factor * rows[0].shape[0] // num_microbatches
+        some = [jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype) for x in rows]
+        return trace(forward, state.params, state.variables, join(some, shared), key)
+
+    with warnings.catch_warnings(), using_runner(run_one_layer):
+        warnings.simplefilter("ignore")  # the step's own trace repeats them
+        traces = [with_rows(2), with_rows(4)]
+    given = state.params, state.variables, join([ROWS] * len(rows), shared), key
+    known = [x if x is ROWS else SHARED for x in jax.tree.leaves(given)]
+    return find_changes(traces, known, num_microbatches)
 
 
 def execution_of(plan: StatePlan) -> Execution:
@@ -396,7 +442,7 @@ def _accumulate(
     # before the first gradient. Weights depend on the data alone, as a rule: then this
     # costs no forward pass, for the compiler drops what they do not need.
     _, weights = jax.lax.scan(weigh, carried, indexed)
-    weights = [jnp.sum(jnp.asarray(w, jnp.float32)) for w in weights]
+    weights = [jnp.sum(w, dtype=sum_dtype(w)) for w in weights]
 
     def objective(params: dict, variables: dict, item: Any) -> Any:
         means, variables = run(params, variables, item)

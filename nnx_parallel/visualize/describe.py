@@ -18,7 +18,7 @@ from rich.text import Text
 from nnx_parallel.drawing import Picture, as_html
 from nnx_parallel.errors import ParallelWarning, warn_user
 from nnx_parallel.mesh import axes_across_processes
-from nnx_parallel.precision import Precision, format_bytes
+from nnx_parallel.precision import Precision, format_bytes, sum_dtype
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.model import Path, nest, place_model
 from nnx_parallel.sharding.names import (
@@ -401,7 +401,7 @@ def describe_model(
             gradients += shard_bytes(layout, info.shape, dtype, place.gradient)
             # At least float32, as the state keeps it: bfloat16 has no room
             # for small moves.
-            dtype = jnp.promote_types(info.dtype, jnp.float32)
+            dtype = sum_dtype(info.dtype)
             average += shard_bytes(layout, info.shape, dtype, place.stored)
     if optimizer is not None:
         # By shapes, for any transformation: none of Optax's is known by name.

@@ -1,0 +1,660 @@
+"""How a loss depends on the rows of its batch, read off the traced program.
+
+The loss is traced for two batches, the second with twice the rows of the first, and
+both programs are read side by side. A dim that doubles has rows in it, and a constant
+that doubles counts them. Primitives without a rule here give a value of which nothing
+is known, and nothing is said about a loss that follows from such values.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+
+from nnx_parallel.layers.jaxprs import ClosedJaxpr, TracedFunction
+from nnx_parallel.metrics import Mean
+
+Kind = Literal["constant", "row", "sum", "joint", "unknown"]
+Degrees = frozenset[float | None]
+
+
+@dataclass(frozen=True)
+class RowValue:
+    """What is known about a value of the program.
+
+    Attributes:
+        kind: ``constant`` does not depend on the rows of the batch. Entries of ``row``
+            depend on one row each; ``sum`` is linear in sums over rows; ``joint`` is a
+            quotient, root or another function of such sums, which is never a mean.
+        degrees: The value is a sum of terms that are proportional to these powers of
+            the number of rows: 1 for a sum over rows, 0 for a mean; ``None`` is an
+            unknown power. Zero has no terms.
+        dims: The dims that are the rows of the batch.
+        pairs: Whether pairs of rows were compared or multiplied on the way to it.
+    """
+
+    kind: Kind = "constant"
+    degrees: Degrees = frozenset({0})
+    dims: frozenset[int] = frozenset()
+    pairs: bool = False
+
+
+ROWS = RowValue("row", dims=frozenset({0}))
+SHARED = RowValue()
+_UNKNOWN = frozenset({None})
+_ZERO: Degrees = frozenset()
+
+_LINEAR = {
+    "neg", "convert_element_type", "copy", "copy_p", "real", "imag", "reduce_precision",
+    "name", "pcast", "pvary", "optimization_barrier", "sharding_constraint",
+    "mesh_cast", "layout_constraint", "reshard", "stop_gradient",
+}  # fmt: skip
+_MOVES = {
+    "reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim", "slice",
+    "rev", "pad", "concatenate", "split", "dynamic_slice", "dynamic_update_slice",
+}  # fmt: skip
+_COMPARISONS = {
+    "eq", "ne", "lt", "le", "gt", "ge", "is_finite", "not", "and", "or", "xor", "sign",
+}  # fmt: skip
+_CURVES = {
+    "exp", "exp2", "log", "log1p", "expm1", "tanh", "sin", "cos", "tan", "asin", "acos",
+    "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "atan2", "logistic", "erf",
+    "erfc", "erf_inv", "lgamma", "digamma", "cbrt", "pow", "rem", "floor", "ceil",
+    "round", "abs", "nextafter", "bitcast_convert_type", "shift_left",
+    "shift_right_logical", "shift_right_arithmetic", "population_count", "clz",
+    "random_bits", "random_seed", "random_wrap", "random_unwrap", "random_fold_in",
+    "random_split", "random_clone", "threefry2x32",
+}  # fmt: skip
+_POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0}
+_REDUCTIONS = {
+    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or",
+    "reduce_xor", "argmax", "argmin",
+}  # fmt: skip
+_ALONG = {
+    "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "top_k",
+}  # fmt: skip
+_CALLS = {
+    "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint",
+    "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "shard_map",
+}  # fmt: skip
+
+
+class _DifferentProgramsError(Exception):
+    """The two row counts give programs of different equations."""
+
+
+def find_changes(
+    traces: Sequence[TracedFunction], inputs: Sequence[RowValue], num_microbatches: int
+) -> list[str]:
+    """Texts for a user whose loss or metrics microbatches certainly change.
+
+    Args:
+        traces: Of a function that returns means by name and the variables after it: one
+            trace, and one for twice as many rows.
+        inputs: What is known about each array of the arguments.
+        num_microbatches: The microbatches of a step.
+    """
+    try:
+        known = _read_traces(traces, inputs)
+    except _DifferentProgramsError:
+        return []
+    found: dict[str, list[str]] = {"size": [], "joint": [], "pairs": []}
+    for name, mean in traces[0].outputs[0].items():
+        title = "The loss" if name == "loss" else f"The metric {name!r}"
+        for term in mean.terms if isinstance(mean, Mean) else ():
+            total, weight = (known[id(atom)] for atom in (term.total, term.weight))
+            # Each power of the rows in the total must be that of the weight.
+            is_known = len(weight.degrees) == 1 and None not in weight.degrees
+            if is_known and total.degrees - weight.degrees - {None}:
+                found["size"].append(title)
+            elif total.kind == "joint":
+                found["joint"].append(title)
+            if total.pairs:
+                found["pairs"].append(title)
+    start = f"num_microbatches={num_microbatches} changes the numbers. "
+    return [
+        start + "; ".join(dict.fromkeys(titles)) + _TEXTS[key]
+        for key, titles in found.items()
+        if titles
+    ]
+
+
+_TEXTS = {
+    "size": " depends on the number of rows, as a sum over rows does. A plain scalar "
+    "is taken for a mean over rows, and the values of the microbatches are averaged: a "
+    "sum comes out divided by their number. Return Mean(losses.sum(), "
+    "weights.sum()), or losses.mean().",
+    "joint": " is a quotient, a root or another function of sums over the batch. Each "
+    "microbatch has its own sums, and the mean of such values is not the value of the "
+    "whole batch. Return a quotient as Mean(total, weight), which adds both up over "
+    "the microbatches, or use num_microbatches=1.",
+    "pairs": " compares rows with other rows, as contrastive losses do. Each row meets "
+    "only the rows of its own microbatch: it has fewer negatives. Use "
+    "num_microbatches=1 with a strategy other than Pipeline, such as FSDP, and remat "
+    "to save memory; or accept the smaller groups and filter this warning.",
+}
+
+
+def _read_traces(
+    traces: Sequence[TracedFunction], inputs: Sequence[RowValue]
+) -> dict[int, RowValue]:
+    """What is known about each output of the first trace, by the atom's id."""
+    first, second = traces
+    known = dict(zip(jax.tree.leaves(first.inputs), inputs, strict=True))
+    constants = zip(first.consts.items(), second.consts.values(), strict=False)
+    known |= {var: _constant(value, other) for (var, value), other in constants}
+    known = _read(first.eqns, second.eqns, known)
+    ends = [jax.tree.leaves(t.outputs[0]) for t in (first, second)]
+    return {id(a): _look_up(known, a, b) for a, b in zip(*ends, strict=True)}
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A pair of equations, and what is known about their inputs."""
+
+    eqn: jex.JaxprEqn
+    other: jex.JaxprEqn
+    ins: list[RowValue]
+
+    @property
+    def name(self) -> str:
+        return self.eqn.primitive.name
+
+    def growth(self, index: int = 0, *, of_input: bool = False) -> list[float | None]:
+        """The power of the number of rows that each dim of an array has."""
+        a, b = (
+            _shape((e.invars if of_input else e.outvars)[index])
+            for e in (self.eqn, self.other)
+        )
+        if len(a) != len(b):
+            return [None] * len(a)
+        return [_power(x, y) for x, y in zip(a, b, strict=True)]
+
+    def out(self, value: RowValue, index: int = 0) -> RowValue:
+        """A value, its rows only where the output's dims grow as rows do."""
+        grows = self.growth(index)
+        dims = frozenset(d for d in value.dims if d < len(grows) and grows[d] == 1)
+        is_lost = value.kind == "row" and len(dims) < len(value.dims)
+        return replace(value, kind="unknown" if is_lost else value.kind, dims=dims)
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return getattr(atom.aval, "shape", ())  # tokens have none
+
+
+def _power(a: float, b: float) -> float | None:
+    """The power of the number of rows, which doubles, that leads from a to b."""
+    if a == b:
+        return 0
+    if not a or not b or a * b < 0 or not math.isfinite(a * b):
+        return None
+    power = math.log2(b / a)
+    # float32 constants are rounded.
+    nearest = round(2 * power) / 2
+    return nearest if abs(power - nearest) < 1e-6 and abs(nearest) <= 2 else None
+
+
+def _constant(a: Any, b: Any) -> RowValue:
+    """A constant of the program, in both traces."""
+    if a is b:
+        return SHARED
+    sizes = [np.size(x) for x in (a, b)]
+    dtypes = [jnp.result_type(x) for x in (a, b)]
+    kinds = (jnp.integer, jnp.floating, jnp.bool_)
+    is_real = all(any(jnp.issubdtype(d, k) for k in kinds) for d in dtypes)
+    is_array = any(isinstance(x, jax.Array) for x in (a, b))
+    # A large one may be spread over processes.
+    if not is_real or max(sizes) > (1 if is_array else 2**16):
+        return RowValue(degrees=_UNKNOWN)
+    low, high = (np.unique(np.asarray(x, np.float64)) for x in (a, b))
+    if np.array_equal(low, high):  # the same numbers, however many of each
+        return RowValue(degrees=frozenset({0}) if low.any() else _ZERO)
+    is_uniform = low.size == high.size == 1
+    power = _power(float(low[0]), float(high[0])) if is_uniform else None
+    return RowValue(degrees=frozenset({power}))
+
+
+def _look_up(known: Mapping, atom: Any, other: Any) -> RowValue:
+    if isinstance(atom, jex.Literal) and isinstance(other, jex.Literal):
+        return _constant(atom.val, other.val)
+    if isinstance(atom, jex.Literal) or isinstance(other, jex.Literal):
+        return RowValue(degrees=_UNKNOWN)
+    return known.get(atom, RowValue(degrees=_UNKNOWN))
+
+
+def _read(eqns: Sequence, others: Sequence, known: Mapping) -> dict:
+    """What is known about every value of a program, from its inputs."""
+    found = dict(known)
+    if len(eqns) != len(others):
+        raise _DifferentProgramsError
+    for eqn, other in zip(eqns, others, strict=True):
+        if eqn.primitive is not other.primitive:
+            raise _DifferentProgramsError
+        atoms = zip(eqn.invars, other.invars, strict=True)
+        call = _Call(eqn, other, [_look_up(found, a, b) for a, b in atoms])
+        found.update(zip(eqn.outvars, _apply(call), strict=True))
+    return found
+
+
+def _read_body(body: Any, other: Any, ins: Sequence[RowValue]) -> list[RowValue]:
+    """What is known about the outputs of an inner program."""
+    jaxpr, second = (getattr(x, "jaxpr", x) for x in (body, other))
+    if len(jaxpr.invars) != len(ins):
+        raise _DifferentProgramsError
+    known = dict(zip(jaxpr.invars, ins, strict=True))
+    if isinstance(body, ClosedJaxpr):
+        pairs = zip(jaxpr.constvars, body.consts, other.consts, strict=False)
+        known |= {var: _constant(a, b) for var, a, b in pairs}
+    known = _read(jaxpr.eqns, second.eqns, known)
+    ends = zip(jaxpr.outvars, second.outvars, strict=True)
+    return [_look_up(known, a, b) for a, b in ends]
+
+
+def _apply(call: _Call) -> list[RowValue]:
+    """The rule of a primitive."""
+    name = call.name
+    if name in _CALLS:
+        bodies = [
+            [x for x in e.params.values() if isinstance(x, jex.Jaxpr | ClosedJaxpr)]
+            for e in (call.eqn, call.other)
+        ]
+        if len(bodies[0]) == len(bodies[1]) == 1:
+            return _read_body(bodies[0][0], bodies[1][0], call.ins)
+    if name == "cond":
+        return _cond(call)
+    if name == "scan":
+        return _scan(call)
+    for names, rule in _RULES:
+        if name in names:
+            found = rule(call)
+            outs = found if isinstance(found, list) else [found] * len(call.eqn.outvars)
+            return [call.out(value, i) for i, value in enumerate(outs)]
+    return _unknown(call)
+
+
+def _unknown(call: _Call) -> list[RowValue]:
+    """Outputs of a primitive without a rule."""
+    is_constant = all(v.kind == "constant" for v in call.ins)
+    kind: Kind = "constant" if is_constant else "unknown"
+    grows = any(any(call.growth(i)) for i in range(len(call.eqn.outvars)))
+    is_fixed = is_constant and not grows and all(v.degrees <= {0} for v in call.ins)
+    degrees = frozenset[float | None]({0}) if is_fixed else _UNKNOWN
+    has_rows, outs = any(v.dims for v in call.ins), []
+    for i in range(len(call.eqn.outvars)):
+        grows = call.growth(i) if has_rows else []
+        dims = frozenset(d for d, power in enumerate(grows) if power == 1)
+        pairs = any(v.pairs for v in call.ins)
+        outs.append(RowValue(kind, degrees, dims, pairs))
+    return outs
+
+
+def _curved(degrees: Degrees) -> Degrees:
+    """The degrees of an unknown function of a value."""
+    return degrees | {0} if degrees <= {0} else _UNKNOWN
+
+
+def _times(a: Degrees, b: Degrees, sign: int = 1) -> Degrees:
+    if not a or not b:  # zero
+        return _ZERO
+    if sign < 0 and len(b) > 1:
+        return _UNKNOWN
+    return frozenset(
+        None if x is None or y is None else x + sign * y for x in a for y in b
+    )
+
+
+def _grown(degrees: Degrees, powers: Sequence[float | None]) -> Degrees:
+    """The degrees of a sum over dims that grow so."""
+    for power in powers:
+        degrees = _times(degrees, frozenset({power}))
+    return degrees
+
+
+def _joined(a: RowValue, b: RowValue) -> RowValue:
+    """What is known about a value that is one of two."""
+    first, second = (a, b) if a.kind != "constant" else (b, a)
+    is_same = second.kind == "constant" or (first.kind, first.dims) == (
+        second.kind,
+        second.dims,
+    )
+    degrees = a.degrees | b.degrees
+    if a.degrees and b.degrees and a.degrees != b.degrees:
+        degrees = _UNKNOWN
+    pairs = a.pairs or b.pairs
+    kind: Kind = first.kind if is_same else "unknown"
+    return RowValue(kind, degrees, first.dims if is_same else frozenset(), pairs)
+
+
+def _meeting(call: _Call, values: Sequence[RowValue]) -> RowValue:
+    """Dims and pairs of an elementwise operation; its kind if it is linear."""
+    dims = frozenset[int]().union(*(v.dims for v in values))
+    crossed = any(v.dims - w.dims and w.dims - v.dims for v in values for w in values)
+    pairs = crossed or any(v.pairs for v in values)
+    others = [v for v in values if v.kind != "constant"]
+    kinds = {v.kind for v in others}
+    kind: Kind = "unknown"
+    if not kinds:
+        kind = "constant"
+    elif kinds == {"row"} or (len(kinds) == 1 and not dims) or len(others) == 1:
+        kind = others[0].kind
+    # A constant with no dims of rows, where the rows of another are, is broadcast.
+    if crossed or len({v.dims for v in others}) > 1:
+        kind = "unknown"
+    return RowValue(kind, _ZERO, dims, pairs)
+
+
+def _is_scalar(call: _Call) -> bool:
+    return _shape(call.eqn.outvars[0]) == ()
+
+
+def _linear(call: _Call) -> list[RowValue]:
+    return call.ins[: len(call.eqn.outvars)]
+
+
+def _add(call: _Call) -> RowValue:
+    a, b = call.ins
+    met = _meeting(call, call.ins)
+    kinds = {a.kind, b.kind}
+    if "joint" in kinds and not met.dims:
+        met = replace(met, kind="joint")
+    degrees = a.degrees | b.degrees
+    # A small constant keeps a divisor from zero.
+    for x, atom in ((a, call.eqn.invars[1]), (b, call.eqn.invars[0])):
+        if isinstance(atom, jex.Literal) and np.ndim(atom.val) == 0:
+            tiny = abs(atom.val) <= 1e-3
+            degrees = x.degrees if tiny and x.degrees else degrees
+    return replace(met, degrees=degrees)
+
+
+def _multiply(call: _Call) -> RowValue:
+    a, b = call.ins
+    met = replace(_meeting(call, call.ins), degrees=_times(a.degrees, b.degrees))
+    kinds = {a.kind, b.kind}
+    if kinds == {"sum"}:
+        return replace(met, kind="joint" if _is_scalar(call) else "unknown")
+    if kinds == {"joint", "row"} and all(v.dims for v in call.ins):
+        return replace(met, kind="joint")
+    if kinds == {"joint"} or (met.kind == "joint" and "constant" not in kinds):
+        return replace(met, kind="joint" if _is_scalar(call) else "unknown")
+    return met
+
+
+def _divide(call: _Call) -> RowValue:
+    a, b = call.ins
+    degrees = _times(a.degrees, b.degrees, -1)
+    met = replace(_meeting(call, call.ins), degrees=degrees)
+    if b.kind in ("constant", "row"):
+        is_row = a.kind in ("constant", "row")
+        return met if b.kind == "constant" or is_row else replace(met, kind="unknown")
+    if b.kind == "sum" and a.kind in ("sum", "joint", "row"):
+        return replace(met, kind="joint")
+    is_scalar = _is_scalar(call) and b.kind in ("sum", "joint") and a.kind != "unknown"
+    return replace(met, kind="joint" if is_scalar else "unknown")
+
+
+def _bend(call: _Call) -> RowValue:
+    """A function that is not linear, of each entry."""
+    met = _meeting(call, call.ins)
+    degrees = frozenset({0.0}).union(*(_curved(v.degrees) for v in call.ins))
+    if None in degrees:
+        degrees = _UNKNOWN
+    if met.kind in ("sum", "joint"):
+        is_joint = _is_scalar(call) and call.name not in _COMPARISONS
+        met = replace(met, kind="joint" if is_joint else "unknown")
+    return replace(met, degrees=degrees)
+
+
+def _raise_to(call: _Call) -> RowValue:
+    power = _POWERS.get(call.name) or call.eqn.params["y"]
+    bent, degrees = _bend(call), call.ins[0].degrees
+    if len(degrees) == 1 and None not in degrees:
+        degrees = frozenset(power * d for d in degrees if d is not None)
+        return replace(bent, degrees=degrees)
+    return replace(bent, degrees=degrees if not degrees else _UNKNOWN)
+
+
+def _limit(call: _Call) -> RowValue:
+    """A value between constants; a sum that is kept from zero is still a sum."""
+    found = [v for v in call.ins if v.kind != "constant"]
+    return found[0] if len(found) == 1 else _bend(call)
+
+
+def _select(call: _Call) -> RowValue:
+    which, *cases = call.ins
+    met = _meeting(call, cases)
+    found = cases[0]
+    for case in cases[1:]:
+        found = _joined(found, case)
+    pairs = _meeting(call, call.ins).pairs
+    is_row = which.kind in ("constant", "row") and met.kind in ("constant", "row")
+    dims = met.dims | which.dims
+    kind: Kind = met.kind
+    if dims and not is_row:
+        kind = "unknown"
+    elif dims:
+        kind = "row"
+    return RowValue(kind, found.degrees, dims, pairs)
+
+
+def _reduce(call: _Call) -> RowValue:
+    (value,) = call.ins
+    axes = call.eqn.params["axes"]
+    grows = call.growth(of_input=True)
+    kept = [d for d in range(len(grows)) if d not in axes]
+    dims = frozenset(i for i, d in enumerate(kept) if d in value.dims)
+    over_rows = bool(value.dims.intersection(axes))
+    kind: Kind = value.kind
+    if call.name == "reduce_sum":
+        if over_rows and kind in ("row", "joint"):
+            is_whole = not dims and not value.pairs
+            kind = ("sum" if kind == "row" else kind) if is_whole else "unknown"
+        degrees = _grown(value.degrees, [grows[d] for d in axes])
+    else:
+        if over_rows or kind in ("sum", "joint"):
+            kind = "unknown"
+        is_order = call.name in ("reduce_max", "reduce_min")
+        is_safe = is_order or all(grows[d] == 0 for d in axes)
+        degrees = value.degrees if is_order else _curved(value.degrees)
+        degrees = degrees if is_safe else _UNKNOWN
+    return RowValue(kind, degrees, dims, value.pairs)
+
+
+def _move(call: _Call) -> RowValue:
+    value, params = call.ins[0], call.eqn.params
+    arrays = call.ins
+    if call.name in ("dynamic_slice", "pad", "dynamic_update_slice"):
+        arrays = call.ins[: 1 + (call.name != "dynamic_slice")]
+    for more in arrays[1:]:
+        value = _joined(value, more)
+    if call.name == "transpose":
+        order = params["permutation"]
+        dims = {i for i, d in enumerate(order) if d in value.dims}
+    elif call.name == "broadcast_in_dim":
+        dims = {params["broadcast_dimensions"][d] for d in value.dims}
+    elif call.name in ("reshape", "squeeze", "expand_dims"):
+        # Dims keep their order: the first that has rows in it stays the first.
+        ins, outs = (
+            [d for d, power in enumerate(grows) if power != 0]
+            for grows in (call.growth(of_input=True), call.growth())
+        )
+        places = dict(zip(ins, outs, strict=False)) if len(ins) == len(outs) else {}
+        dims = {places[d] for d in value.dims if d in places}
+        if len(dims) < len(value.dims):
+            value = replace(value, kind="unknown")
+    else:
+        return value
+    return replace(value, dims=frozenset(dims))
+
+
+def _order(call: _Call) -> list[RowValue]:
+    """Cumulative sums and sorting, along one dim."""
+    params = call.eqn.params
+    last = len(_shape(call.eqn.invars[0])) - 1
+    axis = params.get("axis", params.get("dimension", last))
+    if call.growth(of_input=True)[axis] != 0:
+        return _unknown(call)
+    met = _bend(call)
+    return [met] * len(call.eqn.outvars)
+
+
+def _gather(call: _Call) -> RowValue:
+    operand, indices = call.ins[:2]
+    kinds = {operand.kind, indices.kind}
+    # Only numbers of the operand are read, wherever the indices point.
+    degrees, pairs = operand.degrees, operand.pairs or indices.pairs
+    if kinds == {"constant"}:
+        return RowValue(degrees=degrees)
+    dims = [d for d, power in enumerate(call.growth()) if power == 1]
+    is_row = kinds <= {"constant", "row"} and len(dims) == 1
+    return RowValue("row" if is_row else "unknown", degrees, frozenset(dims), pairs)
+
+
+def _iota(call: _Call) -> RowValue:
+    grows = call.growth()[call.eqn.params["dimension"]]
+    return RowValue(degrees=frozenset({0}) if grows == 0 else _UNKNOWN)
+
+
+def _contract(call: _Call) -> RowValue:
+    """`dot_general`; its output has the batch dims, then the free ones."""
+    a, b = call.ins
+    contracted, batch = call.eqn.params["dimension_numbers"]
+    free, sizes = [], (call.growth(of_input=True), call.growth(1, of_input=True))
+    for i in range(2):
+        used = {*contracted[i], *batch[i]}
+        free.append([d for d in range(len(sizes[i])) if d not in used])
+    places = [
+        {d: i for i, d in enumerate(batch[0])}
+        | {d: len(batch[0]) + i for i, d in enumerate(free[0])},
+        {d: i for i, d in enumerate(batch[1])}
+        | {d: len(batch[0]) + len(free[0]) + i for i, d in enumerate(free[1])},
+    ]
+    dims = frozenset(
+        place[d]
+        for value, place in zip((a, b), places, strict=True)
+        for d in value.dims
+        if d in place
+    )
+    over = [a.dims.intersection(contracted[0]), b.dims.intersection(contracted[1])]
+    crossed = bool(a.dims.intersection(free[0]) and b.dims.intersection(free[1]))
+    # Scores of all pairs times their rows, as attention has: a value for each row.
+    is_mixed = bool(over[0] and over[1] and (a.pairs or b.pairs))
+    pairs = crossed or ((a.pairs or b.pairs) and not is_mixed)
+    degrees = _times(a.degrees, b.degrees)
+    degrees = _grown(degrees, [sizes[0][d] for d in contracted[0]])
+    return RowValue(_product_kind(a, b, over, batch, dims, pairs), degrees, dims, pairs)
+
+
+def _product_kind(
+    a: RowValue, b: RowValue, over: list, batch: Any, dims: frozenset, pairs: bool
+) -> Kind:
+    kinds = {a.kind, b.kind}
+    if kinds == {"constant"}:
+        return "constant"
+    if pairs or a.pairs or b.pairs:
+        return "unknown"
+    if "constant" in kinds:
+        kind = b.kind if a.kind == "constant" else a.kind
+        is_over = bool(over[0] or over[1])
+        if kind == "row" and is_over:
+            return "unknown" if dims else "sum"
+        return kind
+    if kinds != {"row"}:
+        return "unknown"
+    if over[0] and over[1]:
+        return "unknown" if dims else "sum"
+    places = [
+        {i for i, d in enumerate(dims) if d in value.dims}
+        for value, dims in zip((a, b), batch, strict=True)
+    ]
+    return "row" if places[0] == places[1] and not (over[0] or over[1]) else "unknown"
+
+
+def _convolve(call: _Call) -> RowValue:
+    x, kernel = call.ins
+    numbers = call.eqn.params["dimension_numbers"]
+    grows = call.growth(of_input=True)
+    rest = [grows[d] for d in numbers.lhs_spec[1:]]
+    is_plain = kernel.kind == "constant" and not any(rest)
+    if not is_plain or x.dims - {numbers.lhs_spec[0]}:
+        return _unknown(call)[0]
+    dims = frozenset({numbers.out_spec[0]}) if x.dims else frozenset[int]()
+    return RowValue(x.kind, _times(x.degrees, kernel.degrees), dims, x.pairs)
+
+
+def _pool(call: _Call) -> RowValue:
+    grows = call.growth(of_input=True)
+    window = call.eqn.params["window_dimensions"]
+    if any(power != 0 and size > 1 for power, size in zip(grows, window, strict=True)):
+        return _unknown(call)[0]
+    return _bend(call)
+
+
+def _cond(call: _Call) -> list[RowValue]:
+    branches = zip(*(e.params["branches"] for e in (call.eqn, call.other)), strict=True)
+    found = [_read_body(a, b, call.ins[1:]) for a, b in branches]
+    outs = found[0]
+    for more in found[1:]:
+        outs = [_joined(a, b) for a, b in zip(outs, more, strict=True)]
+    return outs
+
+
+def _num_slices(outer: Sequence, inner: Sequence) -> int:
+    pairs = zip(outer, inner, strict=True)
+    return sum(len(_shape(a)) > len(_shape(b)) for a, b in pairs)
+
+
+def _scan(call: _Call) -> list[RowValue]:
+    params, other = call.eqn.params, call.other.params
+    (body,) = jex.jaxprs_in_params(params)
+    # jax 0.12 has no numbers of them, but a slice has one dim less than its array.
+    num_carry = len(body.outvars) - _num_slices(call.eqn.outvars, body.outvars)
+    num_xs = _num_slices(call.eqn.invars, body.invars)
+    num_consts = len(body.invars) - num_carry - num_xs
+    consts, rest = call.ins[:num_consts], call.ins[num_consts:]
+    carry, xs = rest[:num_carry], rest[num_carry:]
+    grows = params["length"] != other["length"]
+    is_over_rows = grows and any(0 in v.dims for v in xs)
+    # Each turn of the loop sees its part.
+    parts = [replace(v, dims=frozenset(d - 1 for d in v.dims - {0})) for v in xs]
+    if grows:
+        carry = [RowValue("unknown", _UNKNOWN, v.dims, v.pairs) for v in carry]
+    for _ in range(4):
+        ins = [*consts, *carry, *parts]
+        outs = _read_body(params["jaxpr"], other["jaxpr"], ins)
+        after = [_joined(a, b) for a, b in zip(carry, outs[:num_carry], strict=True)]
+        if after == carry:
+            break
+        carry = after
+    else:
+        return _unknown(call)
+    first = frozenset({0}) if is_over_rows else frozenset[int]()
+    stacked = [
+        replace(v, dims=frozenset(d + 1 for d in v.dims) | first)
+        for v in outs[num_carry:]
+    ]
+    return carry + stacked
+
+
+_RULES: list[tuple[set[str], Callable[[_Call], RowValue | list[RowValue]]]] = [
+    (_LINEAR, _linear),
+    ({"add", "sub", "add_any"}, _add),
+    ({"mul"}, _multiply),
+    ({"div"}, _divide),
+    ({*_POWERS, "integer_pow"}, _raise_to),
+    ({"max", "min", "clamp"}, _limit),
+    ({"select_n"}, _select),
+    (_COMPARISONS | _CURVES, _bend),
+    (_REDUCTIONS, _reduce),
+    (_MOVES, _move),
+    (_ALONG, _order),
+    ({"gather"}, _gather),
+    ({"iota"}, _iota),
+    ({"dot_general"}, _contract),
+    ({"conv_general_dilated"}, _convolve),
+    ({"reduce_window_sum", "reduce_window_max", "reduce_window_min"}, _pool),
+]
