@@ -109,7 +109,9 @@ def as_transformation(optimizer: Any, model: Any) -> Optimizer:
         optimizer = optimizer.gradient_transformation()
     if isinstance(optimizer, optax.GradientTransformation):
         return _knowing_layers(optimizer, model)
-    remedy = " That of an nnx.Optimizer is its `tx`." if hasattr(optimizer, "tx") else ""
+    remedy = (
+        " That of an nnx.Optimizer is its `tx`." if hasattr(optimizer, "tx") else ""
+    )
     raise TypeError(
         f"optimizer is of type {type(optimizer).__name__}. Pass an Optax "
         "transformation such as optax.adamw(3e-4), optax.MultiSteps(...), or a "

@@ -5,7 +5,8 @@ its rows and columns) would take all layers for one array: `by_layer` shows such
 optimizer each layer, and `warn_of_stacked_updates` finds those that need it.
 """
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -21,12 +22,11 @@ from nnx_parallel.layers.jaxprs import (
     bind,
     is_call,
     trace,
-    variables_in,
     walk,
 )
 from nnx_parallel.sharding.model import Path, flatten, nest
-from nnx_parallel.sharding.names import dotted, path_of
-from nnx_parallel.sharding.optimizer import Optimizer, owner_of, stacked_params
+from nnx_parallel.sharding.names import dotted
+from nnx_parallel.sharding.optimizer import Optimizer, stacked_params
 from nnx_parallel.state import StatePlan
 from nnx_parallel.training.optimizers import update_with
 
@@ -70,9 +70,9 @@ def by_layer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
         optimizer = optimizer.gradient_transformation()
     if not isinstance(optimizer, optax.GradientTransformation):
         raise OptimizerError(
-            f"by_layer got {kind_of(optimizer)}. It takes an Optax transformation, such "
-            "as by_layer(optax.lamb(1e-3)); in a function of the model: lambda model: "
-            "by_layer(optax.adamw(3e-4, mask=decay_mask(model)))."
+            f"by_layer got {kind_of(optimizer)}. It must be an Optax transformation, "
+            "such as by_layer(optax.lamb(1e-3)); in a function of the model: lambda "
+            "model: by_layer(optax.adamw(3e-4, mask=decay_mask(model)))."
         )
     tx = optax.with_extra_args_support(optimizer)
 
@@ -83,7 +83,7 @@ def by_layer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
         slim = jax.eval_shape(tx.init, _slim(params, stacked))
         if _is_per_array(tx, params, params, {}, stacked):
             return _mapped(tx.init, (params,), slim, stacked)
-        return _stack(tx.init(_listed(params, stacked)), slim)
+        return _stack(tx.init(_listed(params, stacked)), slim, stacked)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         stacked = _known_stacked()
@@ -99,7 +99,7 @@ def by_layer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
         lists = [_listed(x, stacked) for x in (updates, params, extra)]
         like = jax.eval_shape(tx.init, jax.eval_shape(lambda: lists[0]))
         found, new = run(lists[0], _unstack(state, like, stacked), *lists[1:])
-        return _stack(found, updates), _stack(new, state)
+        return _stack(found, updates, stacked), _stack(new, state, stacked)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -145,8 +145,16 @@ def _listed(tree: Any, stacked: frozenset[Path]) -> Any:
     return jax.tree_util.tree_map_with_path(split, tree)
 
 
-def _owners(stacked: frozenset[Path]) -> dict[Path, tuple]:
-    return dict.fromkeys(stacked, ())
+def _owner(keys: tuple, paths: Collection[Path]) -> tuple[Path, int] | None:
+    """The parameter that an array of a state belongs to, and where its path ends.
+
+    Unlike `owner_of` also if more keys follow, as the dims of a parameter in SM3.
+    """
+    names = tuple(getattr(key, "key", None) for key in keys)
+    for start, end in itertools.combinations(range(len(names) + 1), 2):
+        if names[start:end] in paths:
+            return names[start:end], end
+    return None
 
 
 def _is_per_array(
@@ -163,7 +171,7 @@ def _is_per_array(
         if not _is_stacked(keys, stacked):
             return jax.ShapeDtypeStruct(x.shape, x.dtype)
         layer = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-        return {index: layer for index in range(min(x.shape[0], 2))}
+        return dict.fromkeys(range(min(x.shape[0], 2)), layer)
 
     updates, params, extra = (
         jax.tree_util.tree_map_with_path(pair, x) for x in (updates, params, extra)
@@ -176,18 +184,39 @@ def _is_per_array(
     traced = trace(run, updates, state, params, extra, inlined=is_call)
     if _draws(traced):
         return False
-    leaves = jax.tree_util.tree_leaves_with_path(updates)
-    owners = {tuple(key.key for key in keys): () for keys, _ in leaves}
-    owned = jax.tree_util.tree_leaves_with_path
-    behind = {var: {owner_of(keys, owners)} for keys, var in owned(traced.inputs)}
-    for eqn in traced.eqns:
-        before = (behind.get(var, set()) for var in variables_in(eqn.invars))
-        behind |= dict.fromkeys(eqn.outvars, set().union(*before))
+    leaves = jax.tree_util.tree_leaves_with_path
+    paths = {tuple(key.key for key in keys) for keys, _ in leaves(updates)}
+
+    def owner(keys: tuple) -> Path | None:
+        found = _owner(keys, paths)
+        return found and found[0]
+
+    behind = {var: {owner(keys)} for keys, var in leaves(traced.inputs)}
+    _follow(traced.eqns, behind)
     return all(
-        behind.get(atom, set()) <= {None, owner_of(keys, owners)}
-        for keys, atom in owned(traced.outputs)
-        if variables_in([atom])
+        _behind(atom, behind) <= {None, owner(keys)}
+        for keys, atom in leaves(traced.outputs)
     )
+
+
+def _follow(eqns: Eqns, behind: dict[Any, set]) -> None:
+    """Adds to each variable of equations the parameters that it depends on."""
+    for eqn in eqns:
+        before = (_behind(atom, behind) for atom in eqn.invars)
+        results = [set().union(*before)] * len(eqn.outvars)
+        if eqn.primitive.name == "cond":  # one by one: it may choose whole trees
+            which, *given = (_behind(atom, behind) for atom in eqn.invars)
+            results = [which] * len(eqn.outvars)
+            for branch in eqn.params["branches"]:
+                known = dict(zip(branch.jaxpr.invars, given, strict=True))
+                _follow(branch.jaxpr.eqns, known)
+                own = (_behind(atom, known) for atom in branch.jaxpr.outvars)
+                results = [x | y for x, y in zip(results, own, strict=True)]
+        behind.update(zip(eqn.outvars, results, strict=True))
+
+
+def _behind(atom: Any, behind: Mapping[Any, set]) -> set:
+    return set() if isinstance(atom, jex.Literal) else behind.get(atom, set())
 
 
 def _draws(traced: TracedFunction) -> bool:
@@ -203,7 +232,6 @@ def _mapped(
 
     Stacks of several lengths are mapped in turn: those that a map leaves out stay.
     """
-    owners = _owners(stacked)
     sizes = {
         tuple(key.key for key in keys): x.shape[0]
         for keys, x in jax.tree_util.tree_leaves_with_path(args[0])
@@ -212,7 +240,8 @@ def _mapped(
 
     def axes(tree: Any, size: int) -> Any:
         def axis(keys: tuple, _: Any) -> int | None:
-            return 0 if sizes.get(owner_of(keys, owners) or ()) == size else None
+            owner = _owner(keys, sizes)
+            return 0 if owner and sizes[owner[0]] == size else None
 
         return jax.tree_util.tree_map_with_path(axis, tree)
 
@@ -221,29 +250,30 @@ def _mapped(
     return function(*args)
 
 
-def _stack(tree: Any, like: Any) -> Any:
+def _stack(tree: Any, like: Any, stacked: frozenset[Path]) -> Any:
     """A tree of `_listed` arrays with the layers of each as one array again."""
-    found = {path_of(k): x for k, x in jax.tree_util.tree_leaves_with_path(tree)}
+    layers: dict[tuple, list] = {}
+    for keys, x in jax.tree_util.tree_leaves_with_path(tree):
+        owner = _owner(keys, stacked)
+        path = keys if owner is None else keys[: owner[1]] + keys[owner[1] + 1 :]
+        layers.setdefault(path, []).append(x)
 
     def join(keys: tuple, _: Any) -> Any:
-        path = path_of(keys)
-        if path in found:
-            return found[path]
-        count = sum(other.rpartition(".")[0] == path for other in found)
-        return jnp.stack([found[f"{path}.{index}"] for index in range(count)])
+        found = layers[keys]
+        return found[0] if _owner(keys, stacked) is None else jnp.stack(found)
 
     return jax.tree_util.tree_map_with_path(join, like)
 
 
 def _unstack(tree: Any, like: Any, stacked: frozenset[Path]) -> Any:
     """The reverse of `_stack` for a state, in the structure of ``like``."""
-    found = {path_of(k): x for k, x in jax.tree_util.tree_leaves_with_path(tree)}
-    owners = _owners(stacked)
+    found = dict(jax.tree_util.tree_leaves_with_path(tree))
 
     def take(keys: tuple, _: Any) -> Any:
-        if owner_of(keys[:-1], owners) is None:
-            return found[path_of(keys)]
-        return found[path_of(keys[:-1])][keys[-1].key]
+        if (owner := _owner(keys, stacked)) is None:
+            return found[keys]
+        end = owner[1]
+        return found[keys[:end] + keys[end + 1 :]][keys[end].key]
 
     return jax.tree_util.tree_map_with_path(take, like)
 
@@ -251,39 +281,41 @@ def _unstack(tree: Any, like: Any, stacked: frozenset[Path]) -> Any:
 _MOST = 128
 """Largest dim in the comparison; Adafactor has factors from this size on."""
 
-_TOLERANCE = 1e-3
-"""Share of an array's largest update that two ways of adding up stay far below."""
+_TOLERANCE = 1e-4
+"""Share of an array's largest update, far above rounding."""
 
 
 def warn_of_stacked_updates(plan: StatePlan) -> None:
     """Warns of an optimizer that updates stacked layers unlike a list of them.
 
-    Both updates are computed for two layers of small arrays, with NumPy: nothing is
-    compiled. Nothing is said where that cannot be (random numbers, or dimension numbers
-    for stacked arrays only).
+    Both updates are computed for two layers of small arrays, one of each name and
+    shape, with NumPy: nothing is compiled. There is no warning where that is
+    impossible (random numbers, or dimension numbers for stacked arrays only).
     """
     shapes = {
         path: _small(x.shape, is_stacked=plan.placements[path].is_stacked)
         for path, x in flatten(plan.abstract.params).items()
     }
     stacked = [path for path in shapes if plan.placements[path].is_stacked]
-    if not stacked:
+    few = {(path[-1], shapes[path]): path for path in reversed(stacked)}
+    # A mask that is a tree fits all parameters, and not a few of them.
+    for paths in (few.values(), shapes) if stacked else ():
+        chosen = {path: shapes[path] for path in paths}
+        try:
+            found = _stacked_differences(plan.tx, chosen, frozenset(stacked))
+        except Exception:
+            continue
+        if found:
+            path, share = max(found.items(), key=lambda item: item[1])
+            warn_user(
+                "The optimizer updates the layers of a Stack unlike a list of the same "
+                f"layers: on trial values an update of `{dotted(path)}` differs by "
+                f"{share:.0%}. It looks at an array as a whole (its norm, its rank, "
+                "its factors), and a Stack keeps all layers in one array. Use "
+                "by_layer(optimizer), which shows it each layer; for masks by rank "
+                "there is also decay_mask(model).",
+            )
         return
-    try:
-        found = _stacked_differences(plan, shapes, frozenset(stacked))
-    except Exception:
-        # Of a transformation that does not take a list: there is nothing to compare.
-        return
-    if found:
-        path, share = max(found.items(), key=lambda item: item[1])
-        more = f", and {len(found) - 1} more arrays differ" * (len(found) > 1)
-        warn_user(
-            "The optimizer updates the layers of a Stack unlike a list of the same "
-            f"layers: an update of `{dotted(path)}` differs by {share:.0%}{more}. It "
-            "looks at an array as a whole (its norm, its rank, its factors), and a "
-            "Stack keeps all layers in one array. by_layer(optimizer) shows it each "
-            "layer; for masks by rank there is decay_mask(model).",
-        )
 
 
 def _small(shape: tuple[int, ...], *, is_stacked: bool) -> tuple[int, ...]:
@@ -295,7 +327,7 @@ def _small(shape: tuple[int, ...], *, is_stacked: bool) -> tuple[int, ...]:
 
 
 def _stacked_differences(
-    plan: StatePlan, shapes: Mapping[Path, tuple[int, ...]], stacked: frozenset[Path]
+    tx: Optimizer, shapes: Mapping[Path, tuple[int, ...]], stacked: frozenset[Path]
 ) -> dict[Path, float]:
     """Parameters whose updates differ, and by what share of the largest."""
     rng = np.random.default_rng(0)
@@ -307,26 +339,29 @@ def _stacked_differences(
         for group, sizes in ((params, scales), (directions, scales[::-1])):
             group[path] = np.asarray(rng.normal(size=shape) * sizes, np.float32)
     trees = nest(params), nest(directions)
-    runs = [_Run(plan.tx, *trees), _Run(plan.tx, *(_listed(x, stacked) for x in trees))]
-    if any(_draws(run.traced) for run in runs):
-        return {}
+    whole, listed = (
+        _Trial(tx, *trees),
+        _Trial(tx, *(_listed(x, stacked) for x in trees)),
+    )
     found: dict[Path, float] = {}
+    if whole.draws or listed.draws:
+        return found
     for scale in (1e-3, 1.0, 1e3):  # on both sides of a limit
-        ours, theirs = (run.updates(scale) for run in runs)
-        for path in stacked:
-            x = flatten(ours)[path]
-            own = np.stack([flatten(theirs)[*path, i] for i in range(len(x))])
-            share = np.max(np.abs(x - own)) / max(np.max(np.abs(own)), 1e-30)
-            if share > _TOLERANCE:
-                found[path] = max(found.get(path, 0.0), float(share))
+        for ours, theirs in zip(whole.run(scale), listed.run(scale), strict=True):
+            for path in stacked & shapes.keys():
+                x = flatten(ours)[path]
+                own = np.stack([flatten(theirs)[*path, i] for i in range(len(x))])
+                share = np.max(np.abs(x - own)) / max(np.max(np.abs(own)), 1e-30)
+                if share > _TOLERANCE:
+                    found[path] = max(found.get(path, 0.0), float(share))
     return found
 
 
-class _Run:
-    """An optimizer's update of small arrays, traced once, and computed with NumPy."""
+class _Trial:
+    """An optimizer's updates of small arrays, traced once, and computed with NumPy."""
 
     def __init__(self, tx: Optimizer, params: Any, directions: Any) -> None:
-        self.params, self.directions = params, directions
+        self._params, self._directions = params, directions
 
         def init(params: Any) -> Any:
             return tx.init(params)
@@ -335,18 +370,22 @@ class _Run:
             value = jnp.float32(1)
             return update_with(tx, grads, state, params, value=value, grad=grads)
 
-        start = trace(init, params)
-        self.state = _compute(start, params)
-        self.traced = trace(update, directions, self.state, params)
+        self._init = trace(init, params)
+        self._update = trace(update, directions, self._init.shapes, params)
+        self.draws = _draws(self._init) or _draws(self._update)
 
-    def updates(self, scale: float) -> Any:
-        """The first updates that are not all 0, as at the start of a warm-up."""
-        state = self.state
-        grads = jax.tree.map(lambda x: x * np.float32(scale), self.directions)
-        found: Any = grads
-        for _ in range(16):
-            found, state = _compute(self.traced, grads, state, self.params)
-            if any(np.any(x) for x in jax.tree.leaves(found)):
+    def run(self, scale: float) -> list[Any]:
+        """The first updates that are not all 0, as in a warm-up, and the next ones."""
+        state = _compute(self._init, self._params)
+        found: list[Any] = []
+        for step in range(16):
+            # The second gradients are others: moments show what they have kept.
+            factor = np.float32(scale if step % 2 == 0 else -scale / 2)
+            grads = jax.tree.map(lambda x, f=factor: x * f, self._directions)
+            updates, state = _compute(self._update, grads, state, self._params)
+            if found or any(np.any(x) for x in jax.tree.leaves(updates)):
+                found.append(updates)
+            if len(found) == 2:
                 break
         return found
 
@@ -359,8 +398,14 @@ def _compute(traced: TracedFunction, *args: Any) -> Any:
 
 
 def _read(atom: Any, env: Mapping) -> np.ndarray:
-    value = atom.val if isinstance(atom, jex.Literal) else env[atom]
-    return np.asarray(value, atom.aval.dtype)
+    return _array(atom.val if isinstance(atom, jex.Literal) else env[atom], atom)
+
+
+def _array(value: Any, atom: Any) -> np.ndarray:
+    dtype = atom.aval.dtype
+    # In double precision two orders of one sum are equal.
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    return np.asarray(value, np.float64 if is_float else dtype)
 
 
 def _compute_eqns(eqns: Eqns, env: dict) -> None:
@@ -377,10 +422,12 @@ def _compute_eqns(eqns: Eqns, env: dict) -> None:
             with np.errstate(all="ignore"):
                 results = [_NUMPY[name](*values, **eqn.params)]
         else:
-            results = eqn.primitive.bind(*map(jnp.asarray, values), **eqn.params)
-            results = results if eqn.primitive.multiple_results else [results]
+            atoms: Any = zip(values, eqn.invars, strict=True)
+            args = [jnp.asarray(x, atom.aval.dtype) for x, atom in atoms]
+            found = eqn.primitive.bind(*args, **eqn.params)
+            results = found if eqn.primitive.multiple_results else [found]
         for var, x in zip(eqn.outvars, results, strict=True):
-            env[var] = np.asarray(x, var.aval.dtype)  # pyright: ignore[reportAttributeAccessIssue]
+            env[var] = _array(x, var)
 
 
 def _called(eqn: jex.JaxprEqn, values: list) -> tuple[Any, list] | None:
@@ -394,11 +441,25 @@ def _called(eqn: jex.JaxprEqn, values: list) -> tuple[Any, list] | None:
     return None
 
 
-def _broadcast(x: np.ndarray, *, shape: Any, broadcast_dimensions: Any, **_: Any) -> Any:
+def _broadcast(
+    x: np.ndarray, *, shape: Any, broadcast_dimensions: Any, **_: Any
+) -> Any:
     dims = [1] * len(shape)
     for dim, size in zip(broadcast_dimensions, x.shape, strict=True):
         dims[dim] = size
     return np.broadcast_to(x.reshape(dims), shape)
+
+
+def _dot(
+    x: np.ndarray, y: np.ndarray, *, dimension_numbers: Any, **_: Any
+) -> np.ndarray:
+    (contracted, others), (batch, of_y) = dimension_numbers
+    dims, own = [*range(x.ndim)], [*range(x.ndim, x.ndim + y.ndim)]
+    for mine, theirs in zip((*contracted, *batch), (*others, *of_y), strict=True):
+        own[theirs] = mine
+    free = [d for d in dims if d not in (*contracted, *batch)]
+    rest = [d for d in own if d >= x.ndim]
+    return np.einsum(x, dims, y, own, [*batch, *free, *rest])
 
 
 def _reduce(function: Callable) -> Callable:
@@ -430,7 +491,7 @@ _NUMPY: dict[str, Callable[..., Any]] = {
     "integer_pow": lambda x, *, y, **_: x**y,
     "copy": _plain(np.asarray),
     "copy_p": _plain(np.asarray),
-    "convert_element_type": lambda x, *, new_dtype, **_: x.astype(new_dtype),
+    "convert_element_type": _plain(np.asarray),  # and cast like all results
     "stop_gradient": _plain(np.asarray),
     "broadcast_in_dim": _broadcast,
     "reshape": lambda x, *, new_sizes, **_: x.reshape(new_sizes),
@@ -440,6 +501,7 @@ _NUMPY: dict[str, Callable[..., Any]] = {
     "select_n": lambda which, *cases: np.select(
         [which == i for i in range(len(cases))], cases
     ),
+    "dot_general": _dot,
     "reduce_sum": _reduce(np.sum),
     "reduce_max": _reduce(np.max),
     "reduce_min": _reduce(np.min),
