@@ -63,6 +63,7 @@ from nnx_parallel.strategies.expert_parallel import ExpertParallel
 from nnx_parallel.strategies.fsdp import FSDP
 from nnx_parallel.strategies.pipeline import Pipeline
 from nnx_parallel.strategies.tensor_parallel import TensorParallel
+from nnx_parallel.training.by_layer import by_layer
 from nnx_parallel.training.callback import Callback, EarlyStopping
 from nnx_parallel.training.compiler_options import compiler_options
 from nnx_parallel.training.muon import by_matrix, muon
@@ -118,6 +119,7 @@ __all__ = [
     "all_gather_matmul",
     "annotate",
     "audit",
+    "by_layer",
     "by_matrix",
     "cast_floating",
     "column_parallel_matmul",

@@ -215,6 +215,10 @@ class Stacked(Transformer):
 measure("FSDP, Stack", Stacked, FSDP())
 
 # %% [markdown]
+# The optimizer gets arrays of all layers too. AdamW works element by element, so that its updates stay
+# the same. One that looks at an array as a whole, such as LAMB, needs `by_layer(optax.lamb(1e-3))` to see
+# each layer by itself; a fit warns without it.
+#
 # **`remat="full"`** keeps only the input of each block for the backward pass, and computes the rest
 # again. The temporaries shrink by more than half, for a fifth more FLOPs:
 

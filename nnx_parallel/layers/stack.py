@@ -63,7 +63,8 @@ class Stack(nnx.Module):
 
     One block is traced and compiled, whatever N. It runs as a `jax.lax.scan` over the
     layers; parameters that the strategy stores sharded are gathered inside, one layer
-    at a time, and again in the backward pass.
+    at a time, and again in the backward pass. An optimizer that looks at an array as a
+    whole, such as ``optax.lamb``, sees all layers as one: `by_layer` shows it each.
 
     Args:
         make_block: Builds one block from its ``nnx.Rngs``. The block maps

@@ -1,16 +1,24 @@
 """Placement of optimizer state: by the parameters that it belongs to."""
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import jax
 import optax
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.model import Path
-from nnx_parallel.sharding.names import dim_axes, dividing_prefix, to_spec
+from nnx_parallel.sharding.names import (
+    array_info,
+    dim_axes,
+    dividing_prefix,
+    to_spec,
+    variables_of,
+)
 from nnx_parallel.sharding.offload import HOST
 from nnx_parallel.sharding.placement import Placement
 
@@ -99,13 +107,40 @@ def as_transformation(optimizer: Any, model: Any) -> Optimizer:
         optimizer = optimizer(model)
     if isinstance(optimizer, optax.MultiSteps):
         optimizer = optimizer.gradient_transformation()
-    if not isinstance(optimizer, optax.GradientTransformation):
-        remedy = (
-            " That of an nnx.Optimizer is its `tx`." if hasattr(optimizer, "tx") else ""
-        )
-        raise TypeError(
-            f"optimizer is of type {type(optimizer).__name__}. Pass an Optax "
-            "transformation such as optax.adamw(3e-4), optax.MultiSteps(...), or a "
-            f"function of the abstract model that returns one.{remedy}"
-        )
-    return optimizer
+    if isinstance(optimizer, optax.GradientTransformation):
+        return _knowing_layers(optimizer, model)
+    remedy = (
+        " That of an nnx.Optimizer is its `tx`." if hasattr(optimizer, "tx") else ""
+    )
+    raise TypeError(
+        f"optimizer is of type {type(optimizer).__name__}. Pass an Optax "
+        "transformation such as optax.adamw(3e-4), optax.MultiSteps(...), or a "
+        f"function of the abstract model that returns one.{remedy}"
+    )
+
+
+_stacked: ContextVar[frozenset[Path] | None] = ContextVar("stacked", default=None)
+
+
+def stacked_params() -> frozenset[Path] | None:
+    """Paths of the arrays of every `Stack`, inside an optimizer that a run traces."""
+    return _stacked.get()
+
+
+def _knowing_layers(tx: Optimizer, model: nnx.Module) -> Optimizer:
+    """The same transformation, whose parts can ask for `stacked_params`."""
+    stacked = frozenset(
+        path for path, x in variables_of(model) if array_info(path, x).is_stacked
+    )
+
+    def inside(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **known: Any) -> Any:
+            token = _stacked.set(stacked)
+            try:
+                return function(*args, **known)
+            finally:
+                _stacked.reset(token)
+
+        return call
+
+    return tx._replace(init=inside(tx.init), update=inside(tx.update))

@@ -49,6 +49,7 @@ from nnx_parallel.sharding.layout import Execution
 from nnx_parallel.sharding.model import arrays_of, flatten, nest, plain_attributes
 from nnx_parallel.sharding.names import dotted, path_of
 from nnx_parallel.state import StatePlan, TrainState
+from nnx_parallel.training.by_layer import warn_of_stacked_updates
 from nnx_parallel.training.compiler_options import check_compiler_options, jit_step
 from nnx_parallel.training.diagnostics import (
     check_count,
@@ -186,6 +187,7 @@ def make_train_step(
     not take: ``{k: float(v) for k, v in metrics.items() if not v.ndim}``.
     """
     warn_of_modes(plan, options.remat)
+    warn_of_stacked_updates(plan)
     check_offload(plan, options.remat)
     is_told = False  # once, however many shapes the step is traced for
 

@@ -1,0 +1,511 @@
+"""Optimizers of stacked layers: each layer as the array that a list of layers has.
+
+A `Stack` keeps N arrays as one. What looks at an array as a whole (its norm, its rank,
+its rows and columns) would take all layers for one array: `by_layer` shows such an
+optimizer each layer, and `warn_of_stacked_updates` finds those that need it.
+"""
+
+import itertools
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from nnx_parallel.errors import OptimizerError, kind_of, warn_user
+from nnx_parallel.layers.jaxprs import (
+    Eqns,
+    TracedFunction,
+    bind,
+    is_call,
+    trace,
+    walk,
+)
+from nnx_parallel.sharding.model import Path, flatten, nest
+from nnx_parallel.sharding.names import dotted
+from nnx_parallel.sharding.optimizer import Optimizer, stacked_params
+from nnx_parallel.state import StatePlan
+from nnx_parallel.training.optimizers import update_with
+
+
+def by_layer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
+    """An optimizer that sees each layer of a `Stack` as an array of its own.
+
+    The updates are those of a list of the same layers, for any Optax transformation:
+    trust ratios (``optax.lamb``, ``lars``, ``fromage``), factored moments
+    (``adafactor``), norms of arrays (``novograd``, ``adaptive_grad_clip``,
+    ``clip_by_block_rms``), and masks by rank. Sums over the whole tree, as in
+    ``clip_by_global_norm``, are over all layers of all arrays, as before. The state has
+    the optimizer's structure, with a leading ``layers`` dim for each stacked array; it
+    is sharded and saved like any other.
+
+    A transformation that treats each array by itself is mapped with ``jax.vmap``. One
+    that combines arrays, or draws random numbers, is traced once for each layer: keep
+    it outside, where it makes no difference:
+    ``optax.chain(optax.clip_by_global_norm(1.0), by_layer(optax.lamb(1e-3)))``. `muon`
+    knows layers by itself.
+
+    Args:
+        optimizer: An Optax transformation. Masks and labels that are trees have one
+            entry for each stacked array, as `decay_mask` gives them.
+
+    Raises:
+        OptimizerError: If it gets another thing, or is used outside a Trainer, which
+            knows the stacked arrays.
+
+    Example:
+        >>> import numpy as np
+        >>> from flax import nnx
+        >>> from nnx_parallel import Trainer
+        >>> from nnx_parallel.layers import Stack
+        >>> model = lambda rngs: Stack(lambda r: nnx.Linear(4, 4, rngs=r), 3, rngs=rngs)
+        >>> loss = lambda model, batch: ((model(batch) - 1) ** 2).mean()
+        >>> trainer = Trainer(model, by_layer(optax.lamb(1e-2)), loss, loggers=())
+        >>> history = trainer.fit([np.ones((16, 4), np.float32)] * 2, num_steps=2)
+    """
+    if isinstance(optimizer, optax.MultiSteps):
+        optimizer = optimizer.gradient_transformation()
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise OptimizerError(
+            f"by_layer got {kind_of(optimizer)}. It must be an Optax transformation, "
+            "such as by_layer(optax.lamb(1e-3)); in a function of the model: lambda "
+            "model: by_layer(optax.adamw(3e-4, mask=decay_mask(model)))."
+        )
+    tx = optax.with_extra_args_support(optimizer)
+
+    def init(params: Any) -> Any:
+        stacked = _known_stacked()
+        if not _sizes(params, stacked):
+            return tx.init(params)
+        slim = jax.eval_shape(tx.init, _slim(params, stacked))
+        if _is_per_array(tx, params, params, {}, stacked):
+            return _mapped(tx.init, (params,), slim, stacked)
+        return _stack(tx.init(_listed(params, stacked)), slim, stacked)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        stacked = _known_stacked()
+        if not _sizes(updates, stacked):
+            return tx.update(updates, state, params, **extra)
+
+        def run(updates: Any, state: Any, params: Any, extra: Any) -> Any:
+            return tx.update(updates, state, params, **extra)
+
+        if _is_per_array(tx, updates, params, extra, stacked):
+            args = updates, state, params, extra
+            return _mapped(run, args, (updates, state), stacked)
+        lists = [_listed(x, stacked) for x in (updates, params, extra)]
+        like = jax.eval_shape(tx.init, jax.eval_shape(lambda: lists[0]))
+        found, new = run(lists[0], _unstack(state, like, stacked), *lists[1:])
+        return _stack(found, updates, stacked), _stack(new, state, stacked)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _known_stacked() -> frozenset[Path]:
+    if (stacked := stacked_params()) is None:
+        raise OptimizerError(
+            "by_layer is used outside a Trainer: only a model says which arrays are "
+            "layers of a Stack. Pass it to Trainer(optimizer=...), also as a part of "
+            "optax.chain or optax.multi_transform."
+        )
+    return stacked
+
+
+def _is_stacked(keys: tuple, stacked: frozenset[Path]) -> bool:
+    return tuple(getattr(key, "key", None) for key in keys) in stacked
+
+
+def _sizes(tree: Any, stacked: frozenset[Path]) -> list[int]:
+    """The numbers of layers in a tree like the parameters."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return sorted({x.shape[0] for keys, x in leaves if _is_stacked(keys, stacked)})
+
+
+def _slim(tree: Any, stacked: frozenset[Path]) -> Any:
+    """The shapes of one layer, in place of those of all."""
+
+    def one(keys: tuple, x: Any) -> jax.ShapeDtypeStruct:
+        shape = x.shape[1:] if _is_stacked(keys, stacked) else x.shape
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def _listed(tree: Any, stacked: frozenset[Path]) -> Any:
+    """A dict of layers, by number, in place of each stacked array."""
+
+    def split(keys: tuple, x: Any) -> Any:
+        if not _is_stacked(keys, stacked):
+            return x
+        return {index: x[index] for index in range(x.shape[0])}
+
+    return jax.tree_util.tree_map_with_path(split, tree)
+
+
+def _owner(keys: tuple, paths: Collection[Path]) -> tuple[Path, int] | None:
+    """The parameter that an array of a state belongs to, and where its path ends.
+
+    Unlike `owner_of` also if more keys follow, as the dims of a parameter in SM3.
+    """
+    names = tuple(getattr(key, "key", None) for key in keys)
+    for start, end in itertools.combinations(range(len(names) + 1), 2):
+        if names[start:end] in paths:
+            return names[start:end], end
+    return None
+
+
+def _is_per_array(
+    tx: optax.GradientTransformationExtraArgs,
+    updates: Any,
+    params: Any,
+    extra: Mapping[str, Any],
+    stacked: frozenset[Path],
+) -> bool:
+    """True if no array's update or state depends on another array, or on chance."""
+
+    def pair(keys: tuple, x: Any) -> Any:
+        x = jax.typeof(x)
+        if not _is_stacked(keys, stacked):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype)
+        layer = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+        return dict.fromkeys(range(min(x.shape[0], 2)), layer)
+
+    updates, params, extra = (
+        jax.tree_util.tree_map_with_path(pair, x) for x in (updates, params, extra)
+    )
+
+    def run(updates: Any, state: Any, params: Any, extra: Any) -> Any:
+        return tx.update(updates, state, params, **extra), tx.init(updates)
+
+    state = jax.eval_shape(tx.init, updates)
+    traced = trace(run, updates, state, params, extra, inlined=is_call)
+    if _draws(traced):
+        return False
+    leaves = jax.tree_util.tree_leaves_with_path
+    paths = {tuple(key.key for key in keys) for keys, _ in leaves(updates)}
+
+    def owner(keys: tuple) -> Path | None:
+        found = _owner(keys, paths)
+        return found and found[0]
+
+    behind = {var: {owner(keys)} for keys, var in leaves(traced.inputs)}
+    _follow(traced.eqns, behind)
+    return all(
+        _behind(atom, behind) <= {None, owner(keys)}
+        for keys, atom in leaves(traced.outputs)
+    )
+
+
+def _follow(eqns: Eqns, behind: dict[Any, set]) -> None:
+    """Adds to each variable of equations the parameters that it depends on."""
+    for eqn in eqns:
+        before = (_behind(atom, behind) for atom in eqn.invars)
+        results = [set().union(*before)] * len(eqn.outvars)
+        if eqn.primitive.name == "cond":  # one by one: it may choose whole trees
+            which, *given = (_behind(atom, behind) for atom in eqn.invars)
+            results = [which] * len(eqn.outvars)
+            for branch in eqn.params["branches"]:
+                known = dict(zip(branch.jaxpr.invars, given, strict=True))
+                _follow(branch.jaxpr.eqns, known)
+                own = (_behind(atom, known) for atom in branch.jaxpr.outvars)
+                results = [x | y for x, y in zip(results, own, strict=True)]
+        behind.update(zip(eqn.outvars, results, strict=True))
+
+
+def _behind(atom: Any, behind: Mapping[Any, set]) -> set:
+    return set() if isinstance(atom, jex.Literal) else behind.get(atom, set())
+
+
+def _draws(traced: TracedFunction) -> bool:
+    """True if a function draws random numbers."""
+    names = {eqn.primitive.name for eqn, _ in walk(traced)}
+    return any(name.startswith(("random_", "threefry")) for name in names)
+
+
+def _mapped(
+    function: Callable[..., Any], args: tuple, like: Any, stacked: frozenset[Path]
+) -> Any:
+    """Maps over the layers; ``like`` is the result, or a tree like it.
+
+    Stacks of several lengths are mapped in turn: those that a map leaves out stay.
+    """
+    sizes = {
+        tuple(key.key for key in keys): x.shape[0]
+        for keys, x in jax.tree_util.tree_leaves_with_path(args[0])
+        if _is_stacked(keys, stacked)
+    }
+
+    def axes(tree: Any, size: int) -> Any:
+        def axis(keys: tuple, _: Any) -> int | None:
+            owner = _owner(keys, sizes)
+            return 0 if owner and sizes[owner[0]] == size else None
+
+        return jax.tree_util.tree_map_with_path(axis, tree)
+
+    for size in sorted(set(sizes.values())):
+        function = jax.vmap(function, axes(args, size), axes(like, size))
+    return function(*args)
+
+
+def _stack(tree: Any, like: Any, stacked: frozenset[Path]) -> Any:
+    """A tree of `_listed` arrays with the layers of each as one array again."""
+    layers: dict[tuple, list] = {}
+    for keys, x in jax.tree_util.tree_leaves_with_path(tree):
+        owner = _owner(keys, stacked)
+        path = keys if owner is None else keys[: owner[1]] + keys[owner[1] + 1 :]
+        layers.setdefault(path, []).append(x)
+
+    def join(keys: tuple, _: Any) -> Any:
+        found = layers[keys]
+        return found[0] if _owner(keys, stacked) is None else jnp.stack(found)
+
+    return jax.tree_util.tree_map_with_path(join, like)
+
+
+def _unstack(tree: Any, like: Any, stacked: frozenset[Path]) -> Any:
+    """The reverse of `_stack` for a state, in the structure of ``like``."""
+    found = dict(jax.tree_util.tree_leaves_with_path(tree))
+
+    def take(keys: tuple, _: Any) -> Any:
+        if (owner := _owner(keys, stacked)) is None:
+            return found[keys]
+        end = owner[1]
+        return found[keys[:end] + keys[end + 1 :]][keys[end].key]
+
+    return jax.tree_util.tree_map_with_path(take, like)
+
+
+_MOST = 128
+"""Largest dim in the comparison; Adafactor has factors from this size on."""
+
+_TOLERANCE = 1e-4
+"""Share of an array's largest update, far above rounding."""
+
+
+def warn_of_stacked_updates(plan: StatePlan) -> None:
+    """Warns of an optimizer that updates stacked layers unlike a list of them.
+
+    Both updates are computed for two layers of small arrays, one of each name and
+    shape, with NumPy: nothing is compiled. There is no warning where that is
+    impossible (random numbers, or dimension numbers for stacked arrays only).
+    """
+    shapes = {
+        path: _small(x.shape, is_stacked=plan.placements[path].is_stacked)
+        for path, x in flatten(plan.abstract.params).items()
+    }
+    stacked = [path for path in shapes if plan.placements[path].is_stacked]
+    few = {(path[-1], shapes[path]): path for path in reversed(stacked)}
+    # A mask that is a tree fits all parameters, and not a few of them.
+    for paths in (few.values(), shapes) if stacked else ():
+        chosen = {path: shapes[path] for path in paths}
+        try:
+            found = _stacked_differences(plan.tx, chosen, frozenset(stacked))
+        except Exception:
+            continue
+        if found:
+            path, share = max(found.items(), key=lambda item: item[1])
+            warn_user(
+                "The optimizer updates the layers of a Stack unlike a list of the same "
+                f"layers: on trial values an update of `{dotted(path)}` differs by "
+                f"{share:.0%}. It looks at an array as a whole (its norm, its rank, "
+                "its factors), and a Stack keeps all layers in one array. Use "
+                "by_layer(optimizer), which shows it each layer; for masks by rank "
+                "there is also decay_mask(model).",
+            )
+        return
+
+
+def _small(shape: tuple[int, ...], *, is_stacked: bool) -> tuple[int, ...]:
+    """A shape with two layers, and at most two dims of more than 4 elements."""
+    layers, dims = shape[:is_stacked], shape[is_stacked:]
+    largest = sorted(range(len(dims)), key=lambda i: -dims[i])[:2]
+    sizes = [min(n, _MOST if i in largest else 4) for i, n in enumerate(dims)]
+    return (*(min(n, 2) for n in layers), *sizes)
+
+
+def _stacked_differences(
+    tx: Optimizer, shapes: Mapping[Path, tuple[int, ...]], stacked: frozenset[Path]
+) -> dict[Path, float]:
+    """Parameters whose updates differ, and by what share of the largest."""
+    rng = np.random.default_rng(0)
+    params, directions = {}, {}
+    for path, shape in shapes.items():
+        # Layers of unlike sizes, so that a norm of all is not the norm of each.
+        scales = 1 + 7 * np.arange(shape[0]) if path in stacked else np.ones(())
+        scales = scales.reshape(scales.shape + (1,) * (len(shape) - scales.ndim))
+        for group, sizes in ((params, scales), (directions, scales[::-1])):
+            group[path] = np.asarray(rng.normal(size=shape) * sizes, np.float32)
+    trees = nest(params), nest(directions)
+    whole, listed = (
+        _Trial(tx, *trees),
+        _Trial(tx, *(_listed(x, stacked) for x in trees)),
+    )
+    found: dict[Path, float] = {}
+    if whole.draws or listed.draws:
+        return found
+    for scale in (1e-3, 1.0, 1e3):  # on both sides of a limit
+        for ours, theirs in zip(whole.run(scale), listed.run(scale), strict=True):
+            for path in stacked & shapes.keys():
+                x = flatten(ours)[path]
+                own = np.stack([flatten(theirs)[*path, i] for i in range(len(x))])
+                share = np.max(np.abs(x - own)) / max(np.max(np.abs(own)), 1e-30)
+                if share > _TOLERANCE:
+                    found[path] = max(found.get(path, 0.0), float(share))
+    return found
+
+
+class _Trial:
+    """An optimizer's updates of small arrays, traced once, and computed with NumPy."""
+
+    def __init__(self, tx: Optimizer, params: Any, directions: Any) -> None:
+        self._params, self._directions = params, directions
+
+        def init(params: Any) -> Any:
+            return tx.init(params)
+
+        def update(grads: Any, state: Any, params: Any) -> Any:
+            value = jnp.float32(1)
+            return update_with(tx, grads, state, params, value=value, grad=grads)
+
+        self._init = trace(init, params)
+        self._update = trace(update, directions, self._init.shapes, params)
+        self.draws = _draws(self._init) or _draws(self._update)
+
+    def run(self, scale: float) -> list[Any]:
+        """The first updates that are not all 0, as in a warm-up, and the next ones."""
+        state = _compute(self._init, self._params)
+        found: list[Any] = []
+        for step in range(16):
+            # The second gradients are others: moments show what they have kept.
+            factor = np.float32(scale if step % 2 == 0 else -scale / 2)
+            grads = jax.tree.map(lambda x, f=factor: x * f, self._directions)
+            updates, state = _compute(self._update, grads, state, self._params)
+            if found or any(np.any(x) for x in jax.tree.leaves(updates)):
+                found.append(updates)
+            if len(found) == 2:
+                break
+        return found
+
+
+def _compute(traced: TracedFunction, *args: Any) -> Any:
+    """The results of a traced function, with NumPy as far as it has the operations."""
+    env = traced.consts | bind(traced.inputs, args)
+    _compute_eqns(traced.eqns, env)
+    return jax.tree.map(lambda atom: _read(atom, env), traced.outputs)
+
+
+def _read(atom: Any, env: Mapping) -> np.ndarray:
+    return _array(atom.val if isinstance(atom, jex.Literal) else env[atom], atom)
+
+
+def _array(value: Any, atom: Any) -> np.ndarray:
+    dtype = atom.aval.dtype
+    # In double precision two orders of one sum are equal.
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    return np.asarray(value, np.float64 if is_float else dtype)
+
+
+def _compute_eqns(eqns: Eqns, env: dict) -> None:
+    for eqn in eqns:
+        name, values = eqn.primitive.name, [_read(atom, env) for atom in eqn.invars]
+        inner = _called(eqn, values)
+        if inner is not None:
+            closed, own = inner
+            known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+            known |= dict(zip(closed.jaxpr.invars, own, strict=True))
+            _compute_eqns(closed.jaxpr.eqns, known)
+            results = [_read(atom, known) for atom in closed.jaxpr.outvars]
+        elif name in _NUMPY:
+            with np.errstate(all="ignore"):
+                results = [_NUMPY[name](*values, **eqn.params)]
+        else:
+            atoms: Any = zip(values, eqn.invars, strict=True)
+            args = [jnp.asarray(x, atom.aval.dtype) for x, atom in atoms]
+            found = eqn.primitive.bind(*args, **eqn.params)
+            results = found if eqn.primitive.multiple_results else [found]
+        for var, x in zip(eqn.outvars, results, strict=True):
+            env[var] = _array(x, var)
+
+
+def _called(eqn: jex.JaxprEqn, values: list) -> tuple[Any, list] | None:
+    """The program that an equation calls, and its arguments."""
+    if eqn.primitive.name == "cond":
+        branches = eqn.params["branches"]
+        return branches[np.clip(int(values[0]), 0, len(branches) - 1)], values[1:]
+    for name in ("jaxpr", "call_jaxpr"):
+        if name in eqn.params and eqn.primitive.name in _CALLS:
+            return eqn.params[name], values
+    return None
+
+
+def _broadcast(
+    x: np.ndarray, *, shape: Any, broadcast_dimensions: Any, **_: Any
+) -> Any:
+    dims = [1] * len(shape)
+    for dim, size in zip(broadcast_dimensions, x.shape, strict=True):
+        dims[dim] = size
+    return np.broadcast_to(x.reshape(dims), shape)
+
+
+def _dot(
+    x: np.ndarray, y: np.ndarray, *, dimension_numbers: Any, **_: Any
+) -> np.ndarray:
+    (contracted, others), (batch, of_y) = dimension_numbers
+    dims, own = [*range(x.ndim)], [*range(x.ndim, x.ndim + y.ndim)]
+    for mine, theirs in zip((*contracted, *batch), (*others, *of_y), strict=True):
+        own[theirs] = mine
+    free = [d for d in dims if d not in (*contracted, *batch)]
+    rest = [d for d in own if d >= x.ndim]
+    return np.einsum(x, dims, y, own, [*batch, *free, *rest])
+
+
+def _reduce(function: Callable) -> Callable:
+    return lambda x, *, axes, **_: function(x, axis=tuple(axes))
+
+
+def _plain(function: Callable) -> Callable:
+    return lambda *xs, **_: function(*xs)
+
+
+_CALLS = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call")
+
+_NUMPY: dict[str, Callable[..., Any]] = {
+    **{
+        name: _plain(getattr(np, other))
+        for other, names in {
+            "abs": "abs", "add": "add add_any", "subtract": "sub", "multiply": "mul",
+            "sqrt": "sqrt", "square": "square", "sign": "sign", "exp": "exp",
+            "log": "log", "maximum": "max", "minimum": "min", "negative": "neg",
+            "power": "pow", "less": "lt", "less_equal": "le", "greater": "gt",
+            "greater_equal": "ge", "equal": "eq", "not_equal": "ne",
+            "isfinite": "is_finite", "logical_not": "not", "logical_and": "and",
+            "logical_or": "or", "tanh": "tanh", "cos": "cos", "sin": "sin",
+        }.items()
+        for name in names.split()
+    },
+    "div": _plain(lambda x, y: x / y if x.dtype.kind == "f" else x // y),
+    "rsqrt": _plain(lambda x: 1 / np.sqrt(x)),
+    "integer_pow": lambda x, *, y, **_: x**y,
+    "copy": _plain(np.asarray),
+    "copy_p": _plain(np.asarray),
+    "convert_element_type": _plain(np.asarray),  # and cast like all results
+    "stop_gradient": _plain(np.asarray),
+    "broadcast_in_dim": _broadcast,
+    "reshape": lambda x, *, new_sizes, **_: x.reshape(new_sizes),
+    "squeeze": lambda x, *, dimensions, **_: np.squeeze(x, tuple(dimensions)),
+    "expand_dims": lambda x, *, dimensions, **_: np.expand_dims(x, tuple(dimensions)),
+    "transpose": lambda x, *, permutation, **_: x.transpose(permutation),
+    "select_n": lambda which, *cases: np.select(
+        [which == i for i in range(len(cases))], cases
+    ),
+    "dot_general": _dot,
+    "reduce_sum": _reduce(np.sum),
+    "reduce_max": _reduce(np.max),
+    "reduce_min": _reduce(np.min),
+    "reduce_and": _reduce(np.all),
+    "reduce_or": _reduce(np.any),
+}  # fmt: skip
+"""NumPy's functions for the primitives of optimizers; JAX runs all others."""
