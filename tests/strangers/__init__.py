@@ -1,5 +1,5 @@
 """Models as others write them: they import Flax, and nothing of this library.
 
-Each file has models of one kind in the shapes of public code; `cases` has what a user
-adds to train one, and `test_strangers` trains them.
+Each file has models of one kind in the shapes of public code; `cases` has a user's
+additions for training, and `test_strangers` trains them.
 """
