@@ -1,4 +1,4 @@
-"""The contract of attention: what each implementation takes, refuses, and answers."""
+"""The contract of attention: arguments and results of each implementation."""
 
 import importlib.util
 import math
@@ -34,7 +34,7 @@ from nnx_parallel.layers.kernels import (
 from nnx_parallel.sharding import using
 from tests.parity.runs import compiling
 
-# What the implementations that do not take an argument say of it.
+# Errors of the implementations that do not take an argument.
 REFUSED: dict[str, dict[str, str]] = {
     "`segments`": {
         "cudnn": "segments; it takes rows of one document",
@@ -106,10 +106,10 @@ def reference(call: AttentionCall, grad: Any = 0.0) -> tuple[np.ndarray, ...]:
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_a_cell_of_the_table_is_true(implementation: str, name: str):
-    """An argument is refused by name, or the answer is right.
+def test_implementations_refuse_or_match_xla(implementation: str, name: str):
+    """Each implementation refuses an argument by name, or its answer is right.
 
-    CPUs have no cuDNN: its arguments are given to JAX's own function. Nor do they have
+    CPUs have no cuDNN: its arguments are given to JAX's function. Nor do they have
     kernels of Tokamax, whose function has plain operations too.
     """
     found = refusal(implementation, name)
@@ -126,7 +126,7 @@ def test_a_cell_of_the_table_is_true(implementation: str, name: str):
         out = plain_attention(call, "xla")
     elif HAS_TOKAMAX:
         out = tokamax_attention(call, "xla_chunked")
-    else:  # Python 3.11, for which there is none
+    else:  # not available for Python 3.11
         assert "pip install" in next(FUSED["tokamax"].refusals(call))
         return
     wanted = reference(call)[0]
@@ -167,8 +167,8 @@ ANSWERS: dict[str, Any] = {
         for name in (list(UNSEEN)[:4] if isinstance(run, Strategy) else UNSEEN)
     ],
 )
-def test_queries_that_see_nothing_have_zeros(answer: str, name: str):
-    """Outputs and gradients, whatever computes them; others are as ever."""
+def test_fully_masked_queries_give_zero(answer: str, name: str):
+    """Checks outputs and gradients; queries that see something are unchanged."""
     rules, run, strategy = UNSEEN[name], ANSWERS[answer], None
     if isinstance(run, Strategy):
         run, strategy = None, run
@@ -207,7 +207,7 @@ def test_queries_that_see_nothing_have_zeros(answer: str, name: str):
         assert not np.any(of_queries[sees_nothing])
 
 
-def test_what_tokamax_has_no_kernel_for_is_said():
+def test_unsupported_tokamax_kernel_raises():
     reason = "Not supported on cpu" if HAS_TOKAMAX else "which is not installed"
     x = jnp.ones((1, SEQ, 2, 16), jnp.bfloat16)
     with pytest.raises(AttentionKernelError, match="runs on gpu or tpu") as refused:
@@ -240,8 +240,8 @@ def test_splash_gives_padding_no_gradient():
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_long_sequences_hold_no_queries_times_keys(packed: bool):
-    """Forward and backward, of layers in a scan too, before which JAX would put masks.
+def test_long_sequences_never_hold_all_scores(packed: bool):
+    """Checks forward and backward, and layers in a scan, which JAX would give masks.
 
     No array of the program is as large as 4096 x 4096.
     """
@@ -296,6 +296,6 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("changes", "text"), WRONG)
-def test_what_attention_cannot_take(changes: dict[str, Any], text: str):
+def test_invalid_attention_arguments_raise(changes: dict[str, Any], text: str):
     with pytest.raises(ValueError, match=re.escape(text)):
         attention(**{"query": X, "key": X, "value": X, **changes})

@@ -49,7 +49,7 @@ class Block(nnx.Module):
 
 
 class Model(nnx.Module):
-    """Layers of unlike size: as lists, or as two stacks of other lengths."""
+    """Layers of different sizes: as lists, or as two stacks of other lengths."""
 
     def __init__(self, rngs: nnx.Rngs, *, stacked: bool) -> None:
         blocks = [Block(rngs, 0.5 + 0.5 * index) for index in range(6)]
@@ -132,7 +132,7 @@ def check(model: Any, optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MIXING)
-def test_an_optimizer_that_mixes_layers_warns(name: str) -> None:
+def test_optimizer_that_mixes_layers_warns(name: str) -> None:
     message = r"unlike a list of the same layers: on trial values an update of `groups"
     with pytest.warns(UserWarning, match=message):
         check(stacked, MIXING[name])
@@ -141,7 +141,7 @@ def test_an_optimizer_that_mixes_layers_warns(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_an_optimizer_that_keeps_layers_apart_is_silent(name: str) -> None:
+def test_optimizer_that_separates_layers_does_not_warn(name: str) -> None:
     check(stacked, SAME[name])
 
 
@@ -185,7 +185,7 @@ def join(tree: dict) -> dict:
 
 
 @pytest.mark.parametrize("name", MIXING)
-def test_updates_equal_those_of_a_list(name: str) -> None:
+def test_updates_match_list_of_layers(name: str) -> None:
     plain = optax.with_extra_args_support(MIXING[name])
     wrapped = optax.with_extra_args_support(
         as_transformation(by_layer(MIXING[name]), abstract_model(stacked, nnx.Rngs(0)))
@@ -263,7 +263,7 @@ STRATEGIES = {
         ("tensor", "adafactor"),
     ],
 )
-def test_training_equals_a_list_on_one_device(
+def test_training_matches_list_on_one_device(
     name: str, optimizer: str, tmp_path: Path
 ) -> None:
     def train(stacked: bool, strategy: Any, tx: Any, steps: int, **options: Any) -> Any:

@@ -70,7 +70,7 @@ MIXTURES = {
     ),
     "dropless": replace(MIXTURE, bias_rate=0.01),
 }
-# What is added to the biases of later experts: at 0 tokens go everywhere, at 100 all go
+# Added to the biases of later experts: at 0 tokens go everywhere, at 100 all go
 # to the same experts, of "switch" to one.
 SKEWS = {"uniform": 0.0, "skewed": 2.0, "one": 100.0}
 
@@ -78,8 +78,8 @@ SKEWS = {"uniform": 0.0, "skewed": 2.0, "one": 100.0}
 class TokenByToken(MoE):
     """The mixture as its papers write it: a loop over tokens, each through its experts.
 
-    What a token chooses is the only part that it shares with `MoE`; `tests/test_moe.py`
-    holds that against a loop of its own.
+    A token's choice is the only part that it shares with `MoE`; `tests/test_moe.py`
+    compares the choice with another loop.
     """
 
     def _run(
@@ -162,7 +162,7 @@ MESHES: dict[str, tuple[Strategy, ...]] = {
     for size in SIZES
     for name, partner in PARTNERS.items()
 }
-# The axis of 8 experts splits the batch of 32 rows, and what FSDP splits, by itself.
+# The axis of 8 experts splits the batch of 32 rows, and also the arrays of FSDP.
 MESHES["ep8_fsdp"] = (ExpertParallel(8), FSDP(1, min_size=0))
 WIDE = ("ep8_tp", "ep8_pp")
 """Meshes of 16 devices, for which a child process has to simulate more."""
@@ -219,7 +219,7 @@ OTHERS = [
     ("switch", "one", "ep2_pp2_fsdp2", 4),
     ("deepseek", "uniform", "ep2_pp2_tp2", 4),
 ]
-# Of axes that others above have too.
+# Cases whose axes occur in others above.
 SLOW_OTHERS = [
     ("capacity", "one", "ep8", 1),
     ("switch", "uniform", "ep4_dp2", 1),
@@ -255,7 +255,7 @@ def biases(run: Run) -> dict[str, np.ndarray]:
 
 
 def check_training(mixture: str, skew: str, mesh: str, microbatches: int) -> None:
-    """20 steps are those of a loop over tokens: gradients, losses, biases."""
+    """20 steps match a loop over tokens: gradients, losses, biases."""
     strategy = Composite(*(MESHES | OTHER_MESHES)[mesh])
     case, devices = case_of(mixture, skew), devices_of(strategy)
     with compiling(optimized=False):
@@ -281,7 +281,7 @@ def check_training(mixture: str, skew: str, mesh: str, microbatches: int) -> Non
         ),
     ],
 )
-def test_training_is_that_of_a_loop_over_tokens(mixture, skew, mesh, microbatches):
+def test_training_matches_loop_over_tokens(mixture, skew, mesh, microbatches):
     check_training(mixture, skew, mesh, microbatches)
 
 
@@ -314,7 +314,7 @@ print("done")
         ),
     ],
 )
-def test_training_on_sixteen_devices_is_that_of_a_loop(cases):
+def test_training_on_sixteen_devices_matches_loop(cases):
     command = [sys.executable, "-W", "error", "-c", CHILD, json.dumps(cases)]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=False
@@ -322,8 +322,8 @@ def test_training_on_sixteen_devices_is_that_of_a_loop(cases):
     assert done.stdout.endswith("done\n"), done.stdout + done.stderr
 
 
-def test_the_deep_cases_have_every_pair():
-    """So that none is lost when the lists change."""
+def test_deep_cases_cover_every_pair():
+    """No pair is lost when the lists change."""
 
     def pairs(cases: Sequence[tuple[str, str, str, int]]) -> set:
         values = [(a, b, *mesh.split("_"), n) for a, b, mesh, n in cases]
@@ -338,7 +338,7 @@ def test_the_deep_cases_have_every_pair():
 
 
 @pytest.mark.deep
-def test_the_bias_does_not_depend_on_microbatches():
+def test_bias_does_not_depend_on_microbatches():
     one, four = (
         biases(looped("dropless", "uniform", n, dropout=0.0)) for n in MICROBATCHES
     )
@@ -346,8 +346,8 @@ def test_the_bias_does_not_depend_on_microbatches():
 
 
 @pytest.mark.deep
-def test_a_checkpoint_has_the_biases(tmp_path):
-    """Restored under another strategy they are the same bits, and the run goes on."""
+def test_biases_restore_under_another_strategy(tmp_path):
+    """Biases restored under another strategy have the same bits; the run continues."""
     case = case_of("dropless", "skewed", 0.0)
     batches = case.batches(4)
 
@@ -433,8 +433,8 @@ def rows_and_scores(strategy: Strategy) -> tuple[np.ndarray, np.ndarray]:
     return np.array([float(metrics[f"row{i}"]) for i in range(ROWS)]), seen
 
 
-def test_parity_holds_for_equal_routing_decisions():
-    """Rounding may order two scores that are near; then other experts are used.
+def test_equal_routing_matches_one_device():
+    """Rounding may swap two near scores; then other experts are used.
 
     Scores agree everywhere. Rows have the same loss if their tokens have the same
     experts; a token has others only if its second and third score are a tie.
@@ -453,7 +453,7 @@ def test_parity_holds_for_equal_routing_decisions():
 
 
 class TestPlaces:
-    def test_everything_but_experts_is_split_over_it_with_fsdp(self):
+    def test_fsdp_splits_other_parameters_over_expert_axis(self):
         strategy = Composite(ExpertParallel(4), FSDP(2, min_size=0))
         table = strategy.describe(case_of("deepseek", "uniform").build)
         place = {row.info.path: row.placement for row in table.rows}
@@ -465,11 +465,11 @@ class TestPlaces:
         assert query.used == P()
         assert place["blocks.layer.mlp.bias"].stored == P()
 
-    def test_rows_are_split_over_it(self):
+    def test_rows_are_split_over_expert_axis(self):
         strategy = Composite(ExpertParallel(4), FSDP(2))
         assert strategy.layout().batch_spec(16) == P(("fsdp", "expert"))
 
-    def test_it_says_how_tokens_reach_their_experts(self):
+    def test_describe_tells_exchange_of_tokens(self):
         summary = ExpertParallel(8).describe(case_of("deepseek", "uniform").build)
         assert (
             "exchanged: tokens of `blocks.layer.mlp` over expert=8 by 'gather' (CPUs "
@@ -514,12 +514,12 @@ def check(strategy: Strategy, config: GPTConfig) -> None:
         ),
     ],
 )
-def test_what_it_cannot_run_is_an_error(strategy, config, message):
+def test_unsupported_experts_raise(strategy, config, message):
     with pytest.raises(errors.ExpertsError, match=re.escape(message)):
         check(strategy, config)
 
 
-def test_an_exchange_that_does_not_exist_is_an_error():
+def test_unknown_exchange_raises():
     message = "ExpertParallel(exchange='ring'): valid values are ['gather', 'ragged']"
     with pytest.raises(ValueError, match=re.escape(message)):
         ExpertParallel(2, "ring")  # pyright: ignore[reportArgumentType]

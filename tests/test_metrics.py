@@ -1,4 +1,4 @@
-"""Means add up exactly, and losses that are no scalars are named errors."""
+"""Means add up exactly, and losses that are not scalars raise."""
 
 import re
 from typing import Any
@@ -13,7 +13,7 @@ from nnx_parallel.errors import LossError
 from nnx_parallel.metrics import RESERVED_METRICS, as_mean, split_loss_output
 
 
-def test_merged_parts_are_the_mean_of_the_whole() -> None:
+def test_merged_means_match_whole_mean() -> None:
     rng = np.random.default_rng(0)
     values, weights = rng.normal(size=32), rng.integers(0, 3, 32).astype(float)
     parts = np.split(np.arange(32), [3, 4, 20])
@@ -26,7 +26,7 @@ def test_merged_parts_are_the_mean_of_the_whole() -> None:
     )
 
 
-def test_arithmetic_is_that_of_the_values() -> None:
+def test_arithmetic_acts_on_values() -> None:
     left, right = Mean(6.0, 3.0), Mean(5.0, 2.0)
     assert float((left + right).value) == 2.0 + 2.5
     assert float((left * 0.5).value) == 1.0
@@ -35,7 +35,7 @@ def test_arithmetic_is_that_of_the_values() -> None:
     assert float((3 * (left + right) / 2).value) == 6.75
 
 
-def test_terms_of_one_weight_merge_and_of_two_stay_apart() -> None:
+def test_only_terms_of_same_weight_merge() -> None:
     weight = jnp.float32(4.0)
     assert len((Mean(1.0, weight) + Mean(2.0, weight)).terms) == 1
     apart = Mean(1.0, weight) + Mean(2.0, jnp.float32(4.0)) + Mean(3.0, weight)
@@ -50,7 +50,7 @@ def test_sums_merge_term_by_term() -> None:
     np.testing.assert_allclose(first.merge(second).value, 8 / 4 + 0.1 * 50 / 5)
 
 
-def test_a_mean_of_nothing_is_0_with_a_finite_gradient() -> None:
+def test_mean_of_weight_zero_has_finite_gradient() -> None:
     value, grad = jax.value_and_grad(lambda x: Mean(x, jnp.float32(0)).value)(1.0)
     assert (float(value), float(grad)) == (0.0, 0.0)
 
@@ -88,7 +88,7 @@ def test_weight_with_gradient_raises(transform: Any) -> None:
             jax.grad(transform(wrong))(x)
 
 
-def test_a_mean_passes_through_jit_and_scan() -> None:
+def test_mean_passes_through_jit_and_scan() -> None:
     def part(carry: None, x: jax.Array) -> tuple[None, Mean]:
         return carry, Mean(x.sum(), jnp.float32(x.size))
 
@@ -99,7 +99,7 @@ def test_a_mean_passes_through_jit_and_scan() -> None:
     assert float(total.value) == 5.5
 
 
-def test_only_means_add_to_means() -> None:
+def test_adding_number_to_mean_raises() -> None:
     mean = Mean(1.0, 1.0)
     assert float(sum([mean, mean]).value) == 2.0  # pyright: ignore[reportAttributeAccessIssue]
     assert float((mean - 0.25 * mean).value) == 0.75
@@ -110,14 +110,14 @@ def test_only_means_add_to_means() -> None:
         mean + 0.5  # pyright: ignore[reportOperatorIssue, reportUnusedExpression]
 
 
-def test_scalars_weigh_as_they_are_told() -> None:
+def test_scalars_get_given_weight() -> None:
     loss, metrics = split_loss_output((jnp.bfloat16(2.0), {"hits": 3}), weight=4)
     assert (float(loss.total), float(loss.weight)) == (8.0, 4.0)
     assert (float(metrics["hits"].total), float(metrics["hits"].value)) == (12.0, 3.0)
     assert jnp.result_type(loss.total) == jnp.float32
 
 
-def test_means_keep_their_own_weight() -> None:
+def test_means_keep_their_weight() -> None:
     mean = Mean(jnp.float32(6.0), 3.0)
     assert split_loss_output(mean, weight=100)[0] is mean
     assert as_mean(mean, "x") is mean
@@ -177,6 +177,6 @@ TUPLE = " Return loss, or (loss, metrics) with metrics a dict of scalars or Mean
         ],
     ],
 )
-def test_what_a_loss_must_not_return(output: Any, message: str) -> None:
+def test_invalid_loss_output_raises(output: Any, message: str) -> None:
     with pytest.raises(LossError, match=re.escape(message)):
         split_loss_output(output)

@@ -57,7 +57,7 @@ MIXTURES = {
     "capacity": replace(MIXTRAL, capacity_factor=1.0),
     "tight": replace(MIXTRAL, top_k=1, normalise=False, capacity_factor=0.5),
 }
-# What the router adds to the logits of later experts: 0 is near to uniform.
+# Added by the router to the logits of later experts: 0 is near to uniform.
 SKEWS = {"uniform": 0.0, "skewed": 1.0, "one": 100.0}
 CONFIG = GPTConfig.tiny_experts(num_layers=2, vocab_size=64, seq_len=16, embed_dim=32)
 
@@ -121,7 +121,7 @@ def slow(moe: MoE, x: jax.Array, choices: np.ndarray) -> tuple[jax.Array, jax.Ar
 
 
 def kept_slowly(choices: np.ndarray, capacity: int | None, num: int) -> np.ndarray:
-    """Which choices are within the capacity of their expert: those that come first."""
+    """The choices within the capacity of their expert, which are its first ones."""
     kept = np.ones(choices.shape)
     for row in range(len(choices)):
         taken = np.zeros(num, int)
@@ -166,8 +166,8 @@ def value(
 
 @pytest.mark.parametrize("skew", SKEWS)
 @pytest.mark.parametrize("name", MIXTURES)
-def test_it_is_the_reference(name, skew):
-    """Loss and every gradient, at 1e-5."""
+def test_layer_matches_reference(name, skew):
+    """Compares the loss and every gradient, to 1e-5."""
     moe = make(MIXTURES[name], SKEWS[skew])
     x, target = inputs(0)
     choices = chosen_slowly(moe, np.asarray(x))
@@ -192,8 +192,8 @@ def test_it_is_the_reference(name, skew):
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_padding_counts_for_nothing(name):
-    """Outputs, losses and statistics are those of the rows without it."""
+def test_padding_does_not_affect_outputs_or_losses(name):
+    """Outputs, losses and statistics match the rows without padding."""
     moe, padded = (make(MIXTURES[name], 1.0) for _ in range(2))
     x, junk = inputs(0)
     segments = jnp.zeros((ROWS, 3 * SEQ), jnp.int32).at[:, SEQ : 2 * SEQ].set(7)
@@ -210,7 +210,7 @@ def test_padding_counts_for_nothing(name):
     assert_same_load(padded, moe)
 
 
-def test_rows_of_padding_have_no_loss():
+def test_padding_rows_have_no_loss():
     moe = make(MIXTURES["qwen"])
     x, _ = inputs(0)
     y, losses = moe(x, segments=jnp.zeros((ROWS, SEQ), jnp.int32))
@@ -225,14 +225,14 @@ def assert_same_load(found: MoE, expected: MoE) -> None:
         np.testing.assert_allclose(*values, rtol=1e-5)
 
 
-def test_gelu_has_no_gate():
+def test_gelu_experts_have_no_gate():
     moe = make(MIXTRAL, activation="gelu")
     x, _ = inputs(0)
     expected, _ = slow(moe, x, chosen_slowly(moe, np.asarray(x)))
     np.testing.assert_allclose(moe(x)[0], expected, atol=1e-5)
 
 
-def test_permutations_are_gathers_both_ways():
+def test_dispatch_and_collect_use_only_gathers():
     def loss(x: jax.Array, order: Order) -> jax.Array:
         return jnp.sum(collect(dispatch(x, order) ** 2, order))
 
@@ -255,8 +255,8 @@ def sizes_in(jaxpr: Any) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek", "capacity"])
-def test_no_array_is_tokens_by_experts_by_width(name):
-    """The largest, forward and backward, are a row for each choice of a token."""
+def test_largest_array_has_row_per_choice(name):
+    """Forward and backward, the largest arrays have a row for each token's choice."""
     mixture = replace(MIXTURES[name], mlp_dim=32)
     moe = MoE(32, mixture, rngs=nnx.Rngs(0))
     graphdef, params, rest = nnx.split(moe, nnx.Param, ...)
@@ -275,7 +275,7 @@ def counts_of(moe: MoE) -> list[int]:
     return moe.counts[...].tolist()
 
 
-def test_the_bias_moves_by_counts():
+def test_bias_moves_by_counts():
     moe = make(replace(MIXTRAL, bias_rate=0.25, capacity_factor=1.0))
     moe.bias[...] = jnp.zeros(8)
     moe.counts[...] = jnp.array([3, 2, 1, 2, 0, 4, 2, 3])  # 17 are 2 and 1 more
@@ -294,7 +294,7 @@ def test_the_bias_moves_by_counts():
     assert moe.finish_step()["expert_load"] == 8
 
 
-def test_it_counts_while_it_trains():
+def test_training_counts_tokens_per_expert():
     moe = make(MIXTURES["tight"], 100.0)
     x, _ = inputs(0)
     for _ in range(2):
@@ -310,8 +310,8 @@ def test_it_counts_while_it_trains():
     assert counts_of(moe) == [0] * 8
 
 
-def test_the_bias_balances():
-    """From most tokens on a few experts to equal loads, without a gradient."""
+def test_bias_balances_expert_loads():
+    """Loads go from a few experts to equal shares, without a gradient."""
     moe = make(replace(MIXTRAL, bias_rate=0.02), 0.5)
     x, _ = inputs(0)
     loads = []
@@ -323,7 +323,7 @@ def test_the_bias_balances():
 
 
 class Layers(Logger):
-    """Keeps what loggers that show each layer are given."""
+    """Keeps the metrics of loggers that show each layer."""
 
     logs_layers = True
 
@@ -352,8 +352,8 @@ class Stops(Callback):
             trainer.stop("unbalanced")
 
 
-def test_loads_are_one_number_in_a_line_and_those_of_layers_for_dashboards():
-    """From stages of a pipeline too, each of which has its own layers."""
+def test_layer_loads_go_only_to_layer_loggers():
+    """Includes stages of a pipeline, each of which has other layers."""
     experts = replace(MIXTURES["capacity"], bias_rate=0.01)
     config = replace(CONFIG, experts=experts)
     file, layers = io.StringIO(), Layers()
@@ -392,7 +392,7 @@ def test_loads_are_one_number_in_a_line_and_those_of_layers_for_dashboards():
 
 
 class Listed(nnx.Module):
-    """Blocks in a list, of which each has a router of its own."""
+    """Blocks in a list, each with a router."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         mixture = MIXTURES["capacity"]
@@ -404,8 +404,8 @@ class Listed(nnx.Module):
         return x
 
 
-def test_blocks_in_a_list_have_the_mean_of_a_stack():
-    """Of layers the largest load, and means of the others."""
+def test_listed_blocks_aggregate_layer_metrics():
+    """Metrics are the largest load of all layers, and means of the rest."""
     layers = Layers()
     trainer = Trainer(
         Listed,
@@ -433,7 +433,7 @@ def test_blocks_in_a_list_have_the_mean_of_a_stack():
 # Models
 
 
-def test_presets_have_the_published_active_sizes():
+def test_presets_have_published_active_sizes():
     # In billions, as their papers round.
     active = {"mixtral-8x7b": 12.9, "mixtral-8x22b": 39, "qwen3-30b-a3b": 3.3}
     active |= {"qwen3-235b-a22b": 22}
@@ -445,7 +445,7 @@ def test_presets_have_the_published_active_sizes():
     assert like.num_active_params < 45e9
 
 
-def test_kernels_start_with_the_variance_of_their_own_inputs():
+def test_kernel_initializers_follow_fan_in():
     wide = replace(MIXTRAL, mlp_dim=16, shared_dim=1024)
     moe = MoE(64, wide, rngs=nnx.Rngs(0))
     assert moe.shared is not None
@@ -453,19 +453,19 @@ def test_kernels_start_with_the_variance_of_their_own_inputs():
         assert jnp.std(kernel[...]) == pytest.approx(inputs**-0.5, rel=0.1)
 
 
-def test_a_capacity_is_not_raised_by_rounding():
+def test_capacity_is_not_raised_by_rounding():
     share = replace(MIXTRAL, top_k=2, num_experts=8, capacity_factor=1.1)
     assert share.capacity(200) == 55  # 1.1 * 50 is above 55 in floating point
     assert share.capacity(202) == 56
 
 
-def test_sizes_may_be_integers_of_numpy():
+def test_sizes_may_be_numpy_integers():
     width: Any = np.int64(16)
     moe = MoE(width, replace(MIXTRAL, top_k=np.int32(2)), rngs=nnx.Rngs(0))
     assert moe.up.shape[1] == 16
 
 
-def test_a_layer_that_counted_nothing_has_no_part_in_the_mean():
+def test_uncounted_layer_has_no_weight_in_mean():
     counted, idle = (MoE(16, MIXTRAL, rngs=nnx.Rngs(0)) for _ in range(2))
     x = jax.random.normal(jax.random.key(1), (2, 8, 16))
     counted(x)
@@ -476,7 +476,7 @@ def test_a_layer_that_counted_nothing_has_no_part_in_the_mean():
     assert float(own.merge(none).value) == float(own.value) > 0
 
 
-def test_numbers_of_parameters_are_counted_right():
+def test_num_params_matches_model():
     for shared, activation, bias in ((0, "swiglu", False), (16, "gelu", True)):
         experts = replace(MIXTRAL, shared_dim=shared)
         config = replace(CONFIG, experts=experts, activation=activation, use_bias=bias)
@@ -485,8 +485,8 @@ def test_numbers_of_parameters_are_counted_right():
         assert sum(x.size for x in leaves) == config.num_params
 
 
-def test_a_model_with_experts_generates_what_it_says():
-    """Decoding with a cache, and no token counts for the bias."""
+def test_generation_matches_forward_pass():
+    """Decodes with a cache; tokens do not count for the bias."""
     model = GPT(CONFIG, rngs=nnx.Rngs(0))
     tokens = jnp.arange(8)[None] % 7
     with compiling(optimized=False):
@@ -495,7 +495,7 @@ def test_a_model_with_experts_generates_what_it_says():
     assert jnp.argmax(logits[7:11], axis=-1).tolist() == out[0, 8:].tolist()
 
 
-def test_losses_count_with_the_tokens_that_are_predicted():
+def test_router_losses_weigh_predicted_tokens():
     experts = replace(MIXTRAL, z_loss=0.1)
     models = [
         GPT(replace(CONFIG, experts=each), rngs=nnx.Rngs(0))
@@ -511,7 +511,7 @@ def test_losses_count_with_the_tokens_that_are_predicted():
     np.testing.assert_allclose(more - less, expected, rtol=1e-4)
 
 
-def test_optimizers_see_a_matrix_for_each_expert():
+def test_optimizers_see_one_matrix_per_expert():
     model = nnx.eval_shape(lambda: GPT(CONFIG, rngs=nnx.Rngs(0)))
     mlp = muon_dimension_numbers(model)["blocks"]["layer"]["mlp"]
     # (layers, experts, in, out)
@@ -525,7 +525,7 @@ def test_optimizers_see_a_matrix_for_each_expert():
     assert all(jax.tree.leaves(decay_mask(alone)))
 
 
-def test_a_vector_of_each_expert_does_not_decay():
+def test_expert_vectors_do_not_decay():
     init = named(nnx.initializers.ones_init(), "expert", "mlp")
     scales = nnx.Param(init(jax.random.key(0), (8, 24)))
     model = nnx.Dict({"moe": MoE(16, MIXTRAL, rngs=nnx.Rngs(0)), "each": scales})
@@ -534,8 +534,8 @@ def test_a_vector_of_each_expert_does_not_decay():
     assert mask["moe"]["router"]
 
 
-def test_muon_orthogonalises_each_expert_by_itself():
-    """As if each one's matrix were a parameter."""
+def test_muon_orthogonalises_each_expert_separately():
+    """Each expert's matrix is treated as if it were a parameter."""
     moe = MoE(16, replace(MIXTRAL, num_experts=2), rngs=nnx.Rngs(0))
     params: Any = nnx.to_pure_dict(nnx.state(moe, nnx.Param))
     draw = partial(jax.random.normal, jax.random.key(1))
@@ -608,7 +608,7 @@ def test_muon_orthogonalises_each_expert_by_itself():
         ({"capacity_factor": "1.25"}, "is '1.25'; it must be above 0, or None."),
     ],
 )
-def test_errors_of_a_mixture(changes, message):
+def test_invalid_experts_config_raises(changes, message):
     with pytest.raises(errors.ExpertsError, match=re.escape(message)):
         replace(MIXTRAL, **changes)
 
@@ -641,14 +641,14 @@ NO_MIXTURE = "must be an Experts, such as Experts(num_experts=8, top_k=2, mlp_di
         ),
     ],
 )
-def test_arguments_of_a_layer(arguments, message):
+def test_invalid_layer_arguments_raise(arguments, message):
     given = {"embed_dim": 16, "experts": MIXTRAL, "rngs": nnx.Rngs(0), **arguments}
     with pytest.raises(errors.ExpertsError, match=re.escape(message)):
         MoE(**given)
 
 
 @pytest.mark.parametrize("shape", [(8, 16), (2, 8, 12)])
-def test_what_it_takes_is_sequences(shape):
+def test_input_of_wrong_shape_raises(shape):
     message = f"MoE(16) got x of shape {shape}; it must be (batch, seq, 16)"
     with pytest.raises(errors.ExpertsError, match=re.escape(message)):
         make(MIXTRAL)(jnp.ones(shape))
@@ -668,25 +668,25 @@ def test_invalid_segments_raise(segments, found):
         make(MIXTRAL)(jnp.ones((2, 8, 16)), segments=segments)
 
 
-def test_what_it_takes_is_an_array():
+def test_input_of_wrong_type_raises():
     message = "MoE(16) got a list; it must be (batch, seq, 16)"
     with pytest.raises(errors.ExpertsError, match=re.escape(message)):
         make(MIXTRAL)([[[0.0] * 16]])
 
 
-def test_experts_of_a_model_are_a_mixture():
+def test_experts_of_wrong_type_raise():
     message = "GPTConfig.experts is 8; it must be an Experts(...), or None."
     with pytest.raises(ValueError, match=re.escape(message)):
         replace(CONFIG, experts=8)
 
 
-def test_dense_layers_are_a_number():
+def test_dense_layers_of_wrong_type_raise():
     message = "GPTConfig.dense_layers is '1'; it must be an int."
     with pytest.raises(ValueError, match=re.escape(message)):
         replace(CONFIG, dense_layers="1")
 
 
-def test_a_mixture_has_its_own_width():
+def test_mlp_dim_with_experts_raises():
     message = (
         "GPTConfig.mlp_dim is 64, which needs experts=None or dense_layers: experts "
         "have mlp_dim of their own."

@@ -95,7 +95,7 @@ DEEP = pytest.mark.deep
     ],
     ids=lambda x: "rope" if x is LLAMA else "learned" if x is LEARNED else repr(x),
 )
-def test_packed_documents_are_rows(config: GPTConfig, strategy: Strategy):
+def test_packed_documents_match_separate_rows(config: GPTConfig, strategy: Strategy):
     """One device has a document a row; the strategy has them packed."""
     packed, apart = batches()
     assert_same_step(
@@ -146,8 +146,8 @@ def apart_with_experts(mixture: str) -> tuple[GPTConfig, tuple]:
         pytest.param("deepseek", "ep2_cp2", 1, marks=DEEP),
     ],
 )
-def test_packed_documents_are_rows_for_experts(mixture, strategy, microbatches):
-    """Balance, capacity, bias and statistics too, and no number knows of padding."""
+def test_packed_documents_match_rows_with_experts(mixture, strategy, microbatches):
+    """Balance, capacity, bias and statistics match; padding changes no number."""
     config, expected = apart_with_experts(mixture)
     packed, _ = batches()
     found = one_step(NARROW[strategy], config, packed, microbatches)
@@ -155,15 +155,15 @@ def test_packed_documents_are_rows_for_experts(mixture, strategy, microbatches):
 
 
 @pytest.mark.parametrize("mixture", ["capacity", pytest.param("batch", marks=DEEP)])
-def test_longer_rows_have_the_same_step(mixture):
+def test_longer_rows_match_shorter_rows(mixture):
     config, expected = apart_with_experts(mixture)
     _, apart = batches()
     wide = {name: np.pad(x, ((0, 2), (0, 16))) for name, x in apart.items()}
     assert_same_step(one_step(DataParallel(1), config, wide), expected)
 
 
-def test_a_document_has_the_logits_that_it_has_alone():
-    """Whatever is packed with it, and whatever padding holds."""
+def test_packed_document_matches_single_document():
+    """Other documents in the row, and the content of padding, have no effect."""
     model = GPT(LLAMA, rngs=nnx.Rngs(0))
     packed, _ = batches()
     tokens, segments = packed["tokens"][1:2], packed["segments"][1:2]  # 12 and 3
@@ -173,7 +173,7 @@ def test_a_document_has_the_logits_that_it_has_alone():
     np.testing.assert_allclose(logits[:, 12:15], alone, rtol=1e-5, atol=1e-6)
 
 
-def test_the_loss_counts_what_has_a_label_in_its_document():
+def test_loss_counts_labels_within_document():
     packed, apart = batches()
     model, loss = GPT(LEARNED, rngs=nnx.Rngs(0)), nnx.jit(next_token_loss)
     count = sum(n - 1 for lengths in LENGTHS for n in lengths)
@@ -188,15 +188,15 @@ def test_the_loss_counts_what_has_a_label_in_its_document():
         next_token_loss(model, {**given, "segments": jnp.ones((2, 17), jnp.int32)})
 
 
-def test_positions_restart():
+def test_positions_restart_per_document():
     """Ids need not be in order; a padded end has positions too."""
     ids = jnp.array([[3, 3, 1, 1, 1, 2, 0, 0], [0, 0, 5, 5, 5, 5, 5, 6]])
     expected = [[0, 1, 0, 1, 2, 0, 0, 1], [0, 1, 0, 1, 2, 3, 4, 0]]
     assert segment_positions(ids).tolist() == expected
 
 
-def test_a_window_holds_while_decoding():
-    """Token by token from a cache, the logits of the whole sequence."""
+def test_window_applies_while_decoding():
+    """Decoding from a cache gives the logits of the whole sequence."""
     model = GPT(LLAMA, rngs=nnx.Rngs(0))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 10)))
     expected = nnx.jit(GPT.__call__)(model, tokens)

@@ -305,7 +305,7 @@ def test_invalid_topology_raises(name: str, message: str) -> None:
         ("v5e:8x16", (False, True, False)),
     ],
 )
-def test_links_wrap_around_whole_cubes_and_sides_of_16(name: str, wraps: tuple) -> None:
+def test_links_wrap_around_cubes_and_sides_of_16(name: str, wraps: tuple) -> None:
     assert Topology.parse(name).wraps == wraps
 
 

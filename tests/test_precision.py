@@ -56,7 +56,7 @@ def to_host(tree: Any) -> Any:
     return jax.tree.map(np.asarray, floating)
 
 
-def test_frozen_parameters_are_kept_in_the_same_dtype() -> None:
+def test_frozen_parameters_keep_params_dtype() -> None:
     precision = Precision(params=jnp.bfloat16)
     trainer = make_trainer(squares, precision, wrt=nnx.LoRAParam, ema_decay=0.9)
     trainer.fit([BATCH] * 2, 2)
@@ -80,7 +80,7 @@ def test_frozen_parameters_are_kept_in_the_same_dtype() -> None:
     assert "moving average" in described.summary()
 
 
-def test_prediction_takes_input_as_the_loss_does() -> None:
+def test_predict_casts_input_like_loss() -> None:
     seen = {}
 
     def loss(model: Any, batch: Any) -> jax.Array:
@@ -98,7 +98,7 @@ def test_prediction_takes_input_as_the_loss_does() -> None:
 
 
 @pytest.mark.parametrize("field", ["params", "compute", "reduction"])
-def test_a_dtype_that_is_not_floating(field: str) -> None:
+def test_integer_dtype_raises(field: str) -> None:
     message = (
         f"Precision.{field} is int8; it must be a floating-point dtype: float32, "
         "bfloat16 or float16."
@@ -121,7 +121,7 @@ def test_a_dtype_that_is_not_floating(field: str) -> None:
         ("fp64", np.float64),
     ],
 )
-def test_a_dtype_by_any_of_its_names(name: Any, dtype: Any) -> None:
+def test_dtype_may_be_given_by_name(name: Any, dtype: Any) -> None:
     assert Precision(compute=name) == Precision(compute=dtype)
     assert Precision(reduction=name).reduction == dtype
     if dtype is not np.float64:
@@ -129,13 +129,13 @@ def test_a_dtype_by_any_of_its_names(name: Any, dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["bf17", "fp", "", 16, ["bf16"]])
-def test_a_name_of_no_dtype(name: Any) -> None:
+def test_unknown_dtype_name_raises(name: Any) -> None:
     message = f"Precision.compute is {name!r}; it must be a floating-point dtype: float"
     with pytest.raises(ValueError, match=re.escape(message)):
         Precision(compute=name)
 
 
-def test_a_subclass_may_have_fields_that_are_no_dtypes() -> None:
+def test_subclass_may_have_other_fields() -> None:
     @dataclasses.dataclass(frozen=True)
     class Recipe(Precision):
         scale: float = 2.0
@@ -143,14 +143,14 @@ def test_a_subclass_may_have_fields_that_are_no_dtypes() -> None:
     assert Recipe(compute="bfloat16").compute == jnp.bfloat16
 
 
-def test_casting_leaves_integers_and_keys_as_they_are() -> None:
+def test_casting_keeps_integers_and_keys() -> None:
     tree = {"x": jnp.ones(2), "n": jnp.arange(3), "key": jax.random.key(0), "s": "name"}
     cast = cast_floating(tree, jnp.float16)
     assert cast["x"].dtype == jnp.float16
     assert all(cast[name] is tree[name] for name in ("n", "key", "s"))
 
 
-def test_bfloat16_is_what_the_loss_computes_in_and_float32_what_is_kept() -> None:
+def test_mixed_bfloat16_keeps_float32_state() -> None:
     seen = {}
 
     def loss(model: Any, batch: Any) -> jax.Array:
@@ -173,7 +173,7 @@ def test_bfloat16_is_what_the_loss_computes_in_and_float32_what_is_kept() -> Non
     assert state.loss_scale is None
 
 
-def test_frozen_parameters_keep_every_bit_that_the_computation_drops() -> None:
+def test_frozen_parameters_keep_every_bit() -> None:
     trainer = make_trainer(squares, Precision.mixed_bfloat16(), wrt=nnx.LoRAParam)
     before = to_host(trainer.state.variables["base"])
     trained = to_host(trainer.state.params)
@@ -185,7 +185,7 @@ def test_frozen_parameters_keep_every_bit_that_the_computation_drops() -> None:
     assert any((x != y).any() for x, y in changed)
 
 
-def test_parameters_kept_in_bfloat16_have_optimizer_state_in_it() -> None:
+def test_bfloat16_parameters_have_bfloat16_optimizer_state() -> None:
     precision = Precision(params=jnp.bfloat16, compute=jnp.bfloat16)
     trainer = Trainer(
         lambda rngs: nnx.Linear(4, 8, rngs=rngs),
@@ -203,7 +203,7 @@ def test_parameters_kept_in_bfloat16_have_optimizer_state_in_it() -> None:
     assert {str(x.dtype) for x in to_host(state.ema)} == {"float32"}
 
 
-def test_a_models_own_dtypes_stay_and_the_batch_is_not_rounded() -> None:
+def test_default_precision_keeps_model_dtypes() -> None:
     seen = {}
 
     def loss(model: Any, batch: Any) -> jax.Array:
@@ -221,7 +221,7 @@ def test_a_models_own_dtypes_stay_and_the_batch_is_not_rounded() -> None:
     assert seen == {"x": jnp.float32}
 
 
-def test_an_average_of_bfloat16_parameters_that_rest_is_their_value() -> None:
+def test_average_approaches_constant_bfloat16_parameters() -> None:
     precision = Precision(params=jnp.bfloat16)
     trainer = make_trainer(squares, precision, wrt=nnx.LoRAParam, ema_decay=0.99)
     start = to_host(trainer.state.params)
@@ -240,7 +240,7 @@ def test_an_average_of_bfloat16_parameters_that_rest_is_their_value() -> None:
 
 
 @pytest.mark.parametrize("field", ["params", "compute"])
-def test_float16_in_the_loss_has_a_scale(field: str) -> None:
+def test_float16_uses_loss_scale(field: str) -> None:
     trainer = make_trainer(squares, Precision(**{field: jnp.float16}))
     assert trainer.state.loss_scale is not None
     assert make_trainer(squares, Precision()).state.loss_scale is None
@@ -255,7 +255,7 @@ def with_factor(factor: float) -> dict:
     return {**BATCH, "factor": np.full(8, factor, np.float32)}
 
 
-def test_an_overflow_skips_the_step_and_halves_the_scale() -> None:
+def test_overflow_skips_step_and_halves_scale() -> None:
     trainer = make_trainer(
         overflow_where_asked, Precision.mixed_float16(), ema_decay=0.5
     )
@@ -278,7 +278,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale() -> None:
     assert any((x != y).any() for x, y in zip(after, changed, strict=True))
 
 
-def test_gradients_do_not_depend_on_the_scale() -> None:
+def test_gradients_do_not_depend_on_loss_scale() -> None:
     norms = []
     for precision in (Precision(), Precision.mixed_float16()):
         trainer = make_trainer(squares, precision)
@@ -287,7 +287,7 @@ def test_gradients_do_not_depend_on_the_scale() -> None:
     np.testing.assert_allclose(norms[1], norms[0], rtol=5e-3)
 
 
-def test_the_scale_doubles_after_many_good_steps_and_stays_in_its_range() -> None:
+def test_loss_scale_doubles_and_stays_in_range() -> None:
     scale = LossScale.create(8.0)
     for _ in range(3):
         scale = scale.adjust(jnp.bool_(True), growth_interval=3)
@@ -303,7 +303,7 @@ def test_the_scale_doubles_after_many_good_steps_and_stays_in_its_range() -> Non
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 @pytest.mark.parametrize("strategy", [FSDP(2), Pipeline(2)], ids=["FSDP", "Pipeline"])
 def test_float64_is_kept(strategy: Strategy, num_microbatches: int) -> None:
-    """Losses, parameters, averages and evaluations, against plain NNX in float64."""
+    """Losses, parameters, averages and evaluations match plain NNX in float64."""
     kinds: Any = {"param_dtype": jnp.float64, "dtype": jnp.float64}
 
     class Block(nnx.Module):

@@ -61,7 +61,7 @@ def emulated(
         jax.lax.all_to_all, axis_name=axis_name, split_axis=0, concat_axis=0, tiled=True
     )
     came, places, sizes = map(exchange, (sent, output_offsets, send_sizes))
-    # What a receiver expects is what the senders send it.
+    # A receiver expects the sizes that the senders send.
     sizes = jnp.where(sizes == recv_sizes, sizes, -1)
     for part, place, size in zip(came, places, sizes, strict=True):
         own = jnp.arange(len(output)) - place
@@ -83,8 +83,8 @@ def loss(
 @pytest.mark.parametrize(
     "name", ["ep2", "ep8", "ep4_tp2", "ep2_dp2", "capacity", "padding"]
 )
-def test_it_is_one_device(name, skew, monkeypatch):
-    """Loss and every gradient, the collective emulated, at 1e-5."""
+def test_ragged_exchange_matches_one_device(name, skew, monkeypatch):
+    """Compares the loss and every gradient, to 1e-5, with an emulated collective."""
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", emulated)
     strategies = {
         "ep8": ExpertParallel(8, "ragged"),
@@ -129,9 +129,9 @@ def test_it_is_one_device(name, skew, monkeypatch):
 
 @pytest.mark.parametrize("room", [48, 5])
 def test_every_row_arrives_once(room: int):
-    """Rows of random numbers of each device for each expert, none or all among them.
+    """Each device has random numbers of rows for each expert, including none and all.
 
-    Those of each receiver come in rounds of ``room``.
+    Each receiver's rows come in rounds of ``room``.
     """
     rng = np.random.default_rng(0)
     devices, experts, top = 4, 2, 12
@@ -166,7 +166,7 @@ def test_every_row_arrives_once(room: int):
                         assert other.there.places[to] == place
                     place += size
                     arrived[sender][to] += range(start, start + size)
-                    # Each side knows what the other one does, both ways.
+                    # Each side knows the other side's transfers, both ways.
                     assert plan.there.received[sender] == size
                     assert plan.back.sizes[sender] == size == other.back.received[to]
                     assert plan.back.places[sender] == start
@@ -176,8 +176,8 @@ def test_every_row_arrives_once(room: int):
 
 
 @pytest.mark.slow
-def test_training_in_a_scanned_stack_is_that_of_one_device(monkeypatch):
-    """With FSDP and remat, and a shared expert that is computed alongside."""
+def test_scanned_stack_training_matches_one_device(monkeypatch):
+    """Includes FSDP, remat, and a shared expert that is computed alongside."""
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", emulated)
     monkeypatch.setattr(ExpertAxis, "choose", lambda *_: ("ragged", "emulated"))
     config = GPTConfig.tiny_llama(
@@ -203,7 +203,7 @@ def test_training_in_a_scanned_stack_is_that_of_one_device(monkeypatch):
     assert_same_numbers(run, expected)
 
 
-def test_it_chooses_by_platform_and_shape():
+def test_exchange_depends_on_platform_and_shape():
     strategy = ExpertParallel(8)
     mesh = strategy.make_mesh()
     axis = strategy.claims().experts
@@ -224,8 +224,8 @@ def floats_in(jaxpr: Any, is_split: bool = False) -> Iterator[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("exchange", ["gather", "ragged"])
-def test_a_device_has_room_for_its_share_and_some_slack(exchange: TokenExchange):
-    """Counted: forward and backward, though all tokens may go to one device."""
+def test_buffers_hold_device_share_and_slack(exchange: TokenExchange):
+    """Counted forward and backward, though all tokens may go to one device."""
     moe = MoE(32, replace(MIXTURE, mlp_dim=32), rngs=nnx.Rngs(0))
     graphdef, params, rest = nnx.split(moe, nnx.Param, ...)
     x = jnp.ones((8, 256, 32))
@@ -283,8 +283,8 @@ print(int(same))
 
 
 @pytest.mark.deep
-def test_the_program_for_tpus_exchanges_rows_and_no_kernels():
-    """Two exchanges forward and two backward, of each token's rows; no expert moves.
+def test_tpu_program_exchanges_only_rows():
+    """Rows are exchanged twice forward and twice backward; no expert moves.
 
     Each is one for each chunk of the tokens; some run beside products.
     """
@@ -304,7 +304,7 @@ def test_the_program_for_tpus_exchanges_rows_and_no_kernels():
     of_a_row = 2 * 1024 * 4096
     assert products == 9 * NUM_CHUNKS
     assert grouped == 9 * of_a_row * rows * (1 + SLACK)
-    # Of attention without its kernel; router and head; the shared expert.
+    # Attention without its kernel; router and head; the shared expert.
     others_of_a_token = 1024 * (4 * 1024 + 8 + 256 + 3 * 2048)
     assert others == 6 * tokens * others_of_a_token
     # The length of a kernel's loop is a number that it gets: it takes the tiles that
@@ -313,7 +313,7 @@ def test_the_program_for_tpus_exchanges_rows_and_no_kernels():
     run = 9 * of_a_row * (rows + NUM_CHUNKS * tile)
     assert others + run <= 1.02 * (others + 9 * of_a_row * rows)
     # A further round sends and computes a chunk, and backward once more forward, but
-    # for what the first product's rows become on their way back.
+    # for the first product's result on its way back.
     assert (next(numbers), next(numbers)) == (exchanges + 5, products + 12)
     # By jaxlib too; or, where it is too old to print the program, the error says how.
     assert next(numbers)

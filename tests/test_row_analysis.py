@@ -257,12 +257,12 @@ def changes_of(loss: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("loss", UNCHANGED.values(), ids=UNCHANGED)
-def test_mean_over_rows_is_not_warned_of(loss: Any) -> None:
+def test_mean_over_rows_does_not_warn(loss: Any) -> None:
     assert changes_of(loss) == []
 
 
 @pytest.mark.parametrize(("text", "loss"), CHANGED.values(), ids=CHANGED)
-def test_loss_that_microbatches_change_is_warned_of(text: str, loss: Any) -> None:
+def test_loss_that_depends_on_microbatches_warns(text: str, loss: Any) -> None:
     (found,) = changes_of(loss)
     assert text in found
     assert found.startswith("num_microbatches=4 changes the numbers. The ")
@@ -284,7 +284,7 @@ def values_of(
 
 
 def test_remedies_give_the_losses_of_one_microbatch() -> None:
-    """The numbers, and that a fit warns once."""
+    """Checks the numbers, and that a fit warns once."""
 
     def total(m: Model, b: Any) -> Any:
         return errors(m, b).sum()
@@ -307,7 +307,7 @@ def test_remedies_give_the_losses_of_one_microbatch() -> None:
     np.testing.assert_allclose(values_of(remedy, 4), expected, rtol=1e-5)
 
 
-def test_contrastive_loss_in_a_pipeline_is_warned_of() -> None:
+def test_contrastive_loss_in_pipeline_warns() -> None:
     def loss(m: Model, b: Any) -> jax.Array:
         z = m.blocks(b["x"]).mean(1)
         return contrast(z, z)
@@ -318,7 +318,9 @@ def test_contrastive_loss_in_a_pipeline_is_warned_of() -> None:
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
-def test_weight_of_the_model_raises(strategy: Any, num_microbatches: int) -> None:
+def test_weight_that_depends_on_model_raises(
+    strategy: Any, num_microbatches: int
+) -> None:
     def loss(m: Model, b: Any) -> Mean:
         z = m.blocks(b["x"])
         # Not of the stack's output, which a pipeline refuses for another reason.
