@@ -227,8 +227,7 @@ def as_mean(value: Any, name: str, weight: float = 1.0) -> Mean:
         return value
     check_scalar(value, name)
     value = jnp.asarray(value, sum_dtype(value))
-    # A scalar of Python would be float64 under `jax_enable_x64`, beside any loss.
-    return Mean(value * weight, jnp.asarray(weight, value.dtype))
+    return Mean(value * weight, weight)
 
 
 def check_scalar(value: Any, name: str) -> None:
