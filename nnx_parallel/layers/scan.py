@@ -25,6 +25,7 @@ from nnx_parallel.sharding.constrain import (
     active_layout,
     saves_all_but_gathers,
     use_params,
+    without_complex,
 )
 from nnx_parallel.sharding.names import dotted, is_inexact
 from nnx_parallel.sharding.offload import HOST, Kept
@@ -98,9 +99,11 @@ def apply_remat(
         "none": saves_all_but_gathers,
         # Products with weights have no batch dims, those of attention have. A ring is
         # a custom gradient around many small products: known by its name.
-        "dots": jax.checkpoint_policies.save_from_both_policies(
-            jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-            jax.checkpoint_policies.save_only_these_names(OVERLAPPED),
+        "dots": without_complex(
+            jax.checkpoint_policies.save_from_both_policies(
+                jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+                jax.checkpoint_policies.save_only_these_names(OVERLAPPED),
+            )
         ),
         "full": jax.checkpoint_policies.nothing_saveable,
     }[remat]

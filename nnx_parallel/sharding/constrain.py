@@ -274,18 +274,50 @@ def _gather_backward(
 _gather.defvjp(lambda x, *specs: (_gather(x, *specs), None), _gather_backward)
 
 
-def saves_all_but_gathers(primitive: object, *_: Any, **params: Any) -> bool:
-    """A `jax.checkpoint` policy: keep every residual but gathered parameters.
+def saves_all_but_gathers(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """A `jax.checkpoint` policy: keep real residuals except gathered parameters.
 
     So no device holds more of them than the layer in work. Of a gather, which is a
     sharding constraint, the input is kept: the same values, as a parameter's shard.
+    Complex values are computed again (`without_complex`).
     """
+    if _makes_complex(primitive, avals, params):
+        return False
     # A policy is asked about a custom_vjp call as one operation and never about its
     # equations, not even a `checkpoint_name` (docs/library-notes.md, "Remat"). So the
     # gather is recognised by its body, not by a name.
     inner = params.get("call_jaxpr")
     within = [primitive] if inner is None else [eqn.primitive for eqn in inner.eqns]
     return any(str(p) != "sharding_constraint" for p in within)
+
+
+def without_complex(policy: Callable[..., Any]) -> Callable[..., Any]:
+    """The same `jax.checkpoint` policy, except that complex values are not kept.
+
+    JAX rounds residuals that a policy keeps, and has no such operation for complex
+    numbers: it raises a TypeError (docs/library-notes.md, "Remat").
+    """
+
+    def keeps(primitive: Any, *avals: Any, **params: Any) -> Any:
+        if _makes_complex(primitive, avals, params):
+            return False
+        return policy(primitive, *avals, **params)
+
+    return keeps
+
+
+def _makes_complex(primitive: Any, avals: tuple, params: dict) -> bool:
+    """True if an operation may have a complex output; False only if it has none."""
+
+    def is_complex(dtype: Any) -> bool:
+        return jax.numpy.issubdtype(dtype, jax.numpy.complexfloating)
+
+    if primitive.name in ("real", "imag", "abs", "eq", "ne"):
+        return False
+    dtypes = [x.dtype for x in avals if hasattr(x, "dtype")]
+    dtypes += filter(None, map(params.get, ("new_dtype", "preferred_element_type")))
+    made_from_real = primitive.name in ("complex", "fft", "eig")
+    return made_from_real or any(map(is_complex, dtypes))
 
 
 def check_names(names: tuple[str | None, ...]) -> None:

@@ -10,6 +10,7 @@ from inspect import Parameter, Signature
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 from jax.api_util import shaped_abstractify
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -18,6 +19,7 @@ from nnx_parallel.errors import PlacementTreeError, suggest
 from nnx_parallel.sharding.constrain import annotated
 from nnx_parallel.sharding.donation import Donating
 from nnx_parallel.sharding.names import as_tuple
+from nnx_parallel.sharding.partitioner import correct
 from nnx_parallel.sharding.tree import (
     MeshLike,
     constrain_tree,
@@ -32,6 +34,7 @@ from nnx_parallel.sharding.tree import (
 Names = tuple[str, ...]
 
 _NONE: tuple[Any, Any] = (None, None)  # no call by these keywords, no program
+_OTHER_SIGNATURE = "The program was resolved for another signature."
 _PLACEMENTS = ("in_shardings", "out_shardings", "constrain_args", "annotations")
 
 
@@ -319,7 +322,7 @@ class ShardedFunction:
             signature = self._signature(values, keywords)
             first = first or signature
             if signature != first:
-                raise LookupError("The program was resolved for another signature.")
+                raise LookupError(_OTHER_SIGNATURE)
             with annotated(self._layout, self._annotations):
                 placed = [
                     constrain_tree(value, constraints.get(name), mesh, name)
@@ -337,6 +340,23 @@ class ShardedFunction:
         static = [i for i, name in enumerate(names) if name in arguments.static]
         donated = [i for i, name in enumerate(names) if name in arguments.donated]
         jit = partial(jax.jit, traced, static_argnums=static, donate_argnums=donated)
+        # Without a trace, under `jax.disable_jit`, nothing is partitioned.
+        if mesh.size > 1 and not jax.config.jax_disable_jit:
+            # JAX keeps it by function and arguments: the program takes this trace.
+            trace = jit().trace(*values)
+            corrected = correct(self._layout, trace.jaxpr, is_complete=False)
+            if corrected is not trace.jaxpr:
+
+                def run(*values: Any) -> Any:
+                    if self._signature(values, keywords) != first:
+                        raise LookupError(_OTHER_SIGNATURE)
+                    given = [v for i, v in enumerate(values) if i not in static]
+                    out = jex.jaxpr_as_fun(corrected)(*jax.tree.leaves(given))
+                    return jax.tree.unflatten(trace.out_tree, out)
+
+                _name_as(run, self._fn, names)
+                options = {"static_argnums": static, "donate_argnums": donated}
+                jit = partial(jax.jit, run, **options)
         out_shardings = self._out
         # Only for rules: a class of the user's may hold no shapes, and there is no
         # trace under `jax.disable_jit`.

@@ -23,6 +23,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from nnx_parallel.errors import ParallelWarning, kind_of, warn_user
 from nnx_parallel.sharding.constrain import in_context
 from nnx_parallel.sharding.layout import Layout
+from nnx_parallel.sharding.partitioner import partition_correctly
 
 Options = Mapping[str, bool | int | float | str]
 
@@ -237,7 +238,8 @@ def jit_step(
         overrides: As in `compiler_options`.
         arguments: Of ``jax.jit``.
     """
-    jit = partial(jax.jit, in_context(layout, function), **arguments)
+    function = partition_correctly(layout, in_context(layout, function))
+    jit = partial(jax.jit, function, **arguments)
     options, _ = accepted_options(layout.mesh, overrides)
     return _Optioned(jit(), jit(compiler_options=options)) if options else jit()
 

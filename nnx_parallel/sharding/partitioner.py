@@ -1,0 +1,217 @@
+"""Convolutions of a traced program, written so that XLA's partitioner is right.
+
+The partitioner multiplies sums by the size of mesh axes that do not split them, and
+ends the process on some layouts, without a warning in either case
+(docs/library-notes.md, "What the partitioner computes wrongly"). A program is traced,
+derivatives included, and each convolution in it is replaced before it compiles.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from math import prod
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from nnx_parallel.sharding.layout import Layout
+
+
+def partition_correctly(
+    layout: Layout, function: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A function whose traced program XLA partitions correctly; the same values.
+
+    Derivatives must be taken inside. On one device it is the function itself.
+    """
+    if layout.mesh.size == 1:
+        return function
+
+    @wraps(function)  # whose name is that of the program
+    def corrected(*args: Any) -> Any:
+        program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        program = correct(layout, program)
+        outputs = jex.jaxpr_as_fun(program)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+
+    return corrected
+
+
+def correct(layout: Layout, program: Any, *, is_complete: bool = True) -> Any:
+    """A closed jaxpr whose convolutions XLA partitions correctly.
+
+    It is the same object if it has no convolution. Unless it ``is_complete``, callers
+    may take its derivatives, whose convolutions are then correct too.
+    """
+    return _Corrector(layout, is_complete).correct(program)
+
+
+class _Corrector:
+    """Replaces equations of a program and of the programs nested in it."""
+
+    def __init__(self, layout: Layout, is_complete: bool) -> None:
+        self._layout, self._is_complete = layout, is_complete
+        # Programs that are called twice stay one, so that JAX lowers them once. The
+        # old one is kept too: its id must not be given to another.
+        self._known: dict[tuple, tuple[Any, Any]] = {}
+
+    def correct(self, value: Any) -> Any:
+        """A program, or a parameter of an equation; the same object if unchanged."""
+        if isinstance(value, tuple | list):
+            new = [self.correct(x) for x in value]
+            changed = any(a is not b for a, b in zip(value, new, strict=True))
+            return type(value)(new) if changed else value
+        if isinstance(value, jex.Jaxpr):
+            key = id(value), frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+            if key not in self._known:
+                self._known[key] = value, self._correct_equations(value)
+            return self._known[key][1]
+        if isinstance(getattr(value, "jaxpr", None), jex.Jaxpr):  # closed, in jax 0.10
+            new = self.correct(value.jaxpr)
+            return value if new is value.jaxpr else value.replace(jaxpr=new)
+        return value
+
+    def _correct_equations(self, program: Any) -> Any:
+        eqns = [self._correct_equation(eqn) for eqn in program.eqns]
+        changed = any(a is not b for a, b in zip(program.eqns, eqns, strict=True))
+        return program.replace(eqns=eqns) if changed else program
+
+    def _correct_equation(self, eqn: jex.JaxprEqn) -> jex.JaxprEqn:
+        if eqn.primitive.name == "shard_map":
+            mesh = _mesh_inside(eqn)
+            if not mesh.auto_axes:  # XLA partitions nothing there
+                return eqn
+            with jax.sharding.use_abstract_mesh(mesh):
+                return self._correct_nested(eqn)
+        if eqn.primitive.name != "conv_general_dilated":
+            return self._correct_nested(eqn)
+        convolution = _Convolution(eqn, self._layout, self._is_complete)
+        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]  # pyright: ignore[reportAttributeAccessIssue]
+        # As one equation: its inputs and outputs take the place of the old one's.
+        call = jax.make_jaxpr(jax.jit(convolution.run))(*shapes).eqns[0]
+        return call.replace(
+            invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info
+        )
+
+    def _correct_nested(self, eqn: jex.JaxprEqn) -> jex.JaxprEqn:
+        params = {name: self.correct(value) for name, value in eqn.params.items()}
+        changed = any(params[name] is not eqn.params[name] for name in params)
+        return eqn.replace(params=params) if changed else eqn
+
+
+def _mesh_inside(eqn: jex.JaxprEqn) -> Any:
+    """The abstract mesh that code in a ``shard_map`` finds."""
+    mesh = eqn.params["mesh"]
+    mesh = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+    types = dict.fromkeys(eqn.params["newly_manual_axes"], AxisType.Manual)
+    return mesh.update_axis_types(types)
+
+
+class _Convolution:
+    """One convolution, which ``run(lhs, rhs)`` computes."""
+
+    def __init__(self, eqn: jex.JaxprEqn, layout: Layout, is_complete: bool) -> None:
+        self._eqn, self._layout = eqn, layout
+        # Each spec: batch or output features, features, then window dims.
+        dims = eqn.params["dimension_numbers"]
+        self._specs = dims.lhs_spec, dims.rhs_spec, dims.out_spec
+        context = jax.sharding.get_abstract_mesh()
+        # In a pipeline's stage, which is manual over `pipe`, regions nest.
+        self._mesh = context if context.manual_axes else layout.mesh
+        self._axes = [a for a in self._mesh.axis_names if a not in context.manual_axes]
+        self._sums_rows = eqn.params["batch_group_count"] > 1
+        # XLA divides a depthwise convolution well, by rows or by channels that are
+        # split already. For other groups it gathers the batch, and a window of one
+        # entry ends the process. A derivative that is taken outside of this program is
+        # correct only if it is the derivative of a region.
+        has_groups = self._sums_rows or eqn.params["feature_group_count"] > 1
+        shape = eqn.invars[1].aval.shape  # pyright: ignore[reportAttributeAccessIssue]
+        is_depthwise = shape[dims.rhs_spec[1]] == 1
+        is_narrow = prod(shape[d] for d in dims.rhs_spec[2:]) == 1
+        is_divided = is_depthwise and is_complete and not is_narrow
+        in_region = self._sums_rows or (has_groups and not is_divided)
+        self.run = self._run_on_shards if in_region else self._run_unsplit
+
+    def _bind(self, lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+        return self._eqn.primitive.bind(lhs, rhs, **self._eqn.params | params)
+
+    def _run_unsplit(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        """Runs it with window dims that no axis splits.
+
+        Nor does one split features, unless all axes together divide the groups: within
+        a group the partitioner fails.
+        """
+        groups = self._eqn.params["feature_group_count"]
+        count = prod(self._mesh.shape[axis] for axis in self._axes)
+        is_split = groups == 1 or groups % count == 0
+
+        def place(x: jax.Array, spec: Sequence[int], batch: Sequence[int]) -> jax.Array:
+            free = spec[:2] if is_split else batch
+            if len(free) == x.ndim:
+                return x
+            entries = [P.UNCONSTRAINED if d in free else None for d in range(x.ndim)]
+            sharding = self._layout.sharding(P(*entries))
+            return jax.lax.with_sharding_constraint(x, sharding)
+
+        lhs_spec, rhs_spec, out_spec = self._specs
+        out = self._bind(place(lhs, lhs_spec, lhs_spec[:1]), place(rhs, rhs_spec, ()))
+        return place(out, out_spec, out_spec[:1])
+
+    def _run_on_shards(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        """Runs one with groups on each device's rows and groups.
+
+        The kernel's gradient of a convolution with groups has them in its batch. Its
+        contracted features are the rows: each device sums over its part of them, and
+        one all-reduce adds these sums.
+        """
+        lhs_spec, rhs_spec, out_spec = self._specs
+        name = ("batch" if self._sums_rows else "feature") + "_group_count"
+        groups = self._eqn.params[name]
+        at, other = (1, 0) if self._sums_rows else (0, 1)  # rows and groups of lhs
+        rows, split = self._divide(lhs.shape[lhs_spec[at]], groups)
+        local = {name: groups // prod(self._mesh.shape[axis] for axis in split)}
+
+        def run(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+            out = self._bind(lhs, rhs, **local)
+            return jax.lax.psum(out, rows) if self._sums_rows and rows else out
+
+        summed, kept = (rows, ()) if self._sums_rows else ((), rows)
+
+        def spec(ndim: int, dims: dict[int, Sequence[str]]) -> P:
+            return P(*(tuple(dims.get(d, ())) or None for d in range(ndim)))
+
+        region = jax.shard_map(
+            run,
+            mesh=self._mesh,
+            in_specs=(
+                spec(lhs.ndim, {lhs_spec[other]: split, lhs_spec[at]: rows}),
+                spec(rhs.ndim, {rhs_spec[0]: split, rhs_spec[1]: summed}),
+            ),
+            out_specs=spec(lhs.ndim, {out_spec[1]: split, out_spec[0]: kept}),
+            # All axes, those that split nothing here too: XLA partitions nothing.
+            axis_names=set(self._axes),
+            check_vma=False,
+        )
+        return region(lhs, rhs)
+
+    def _divide(self, num_rows: int, num_groups: int) -> tuple[tuple, tuple]:
+        """The axes that split the rows, and those that split the groups."""
+        batch = self._layout.claims.batch
+        order = [a for a in batch if a in self._axes]
+        order += [a for a in self._axes if a not in order]
+        lengths = [num_rows, num_groups]
+        found: tuple[list[str], list[str]] = ([], [])
+        for axis in order:
+            size = self._mesh.shape[axis]
+            if batch and axis not in batch and not self._sums_rows:
+                continue  # computed twice rather than sent
+            # Other axes often split channels already (a layer under tensor
+            # parallelism), and cut a replicated array along any dim for free.
+            for which in (0, 1) if axis in batch or not batch else (1, 0):
+                if size > 1 and lengths[which] % size == 0:
+                    lengths[which] //= size
+                    found[which].append(axis)
+                    break
+        return tuple(found[0]), tuple(found[1])
