@@ -1,8 +1,8 @@
 """Scaled dot-product attention over named heads, by the platform's kernel.
 
 A fused kernel is one opaque operation to the partitioner, which would gather its
-operands whole. Heads and rows of the batch are independent, so each device calls it on
-its own shard (`per_shard`), and attention in blocks likewise.
+operands whole. Heads and rows of the batch are independent, so each device calls the
+kernel, or attention in blocks, on its shard (`per_shard`).
 """
 
 import math
@@ -42,9 +42,9 @@ def choose_kernel(
     wanted: Implementation | None,
     split: SequenceAxis | None = None,
 ) -> FusedKernel | None:
-    """The kernel wanted, by default the platform's; ``None`` for plain operations.
+    """The wanted kernel, by default the platform's; ``None`` for plain operations.
 
-    It raises the errors of `attention`.
+    It raises the same errors as `attention`.
     """
     if wanted not in (None, *get_args(Implementation)):
         raise ValueError(
@@ -57,7 +57,8 @@ def choose_kernel(
     platform = _platform(layout)
     if wanted is None:
         if split is None and layout is not None and splits_queries(layout, call.query):
-            return None  # queries would be gathered, and computed by each device
+            # Queries would be gathered, and every device would compute all of them.
+            return None
         if split is not None and split.exchange != "all_to_all":
             return None
         fitting = (
@@ -92,7 +93,8 @@ def choose_kernel(
 def _platform(layout: Layout | None) -> str:
     """The platform of the devices that the code being traced will run on."""
     default = getattr(jax.config, "jax_default_device", None)
-    # `jax.devices` last: a mesh of described devices needs no backend that starts.
+    # `jax.devices` comes last, because it starts a backend, and a mesh of described
+    # devices must work without one.
     device: Any = layout.mesh.devices.flat[0] if layout else default or jax.devices()[0]
     if isinstance(device, str):  # `jax_default_device` may name a platform
         return "gpu" if device == "cuda" else device
@@ -101,7 +103,7 @@ def _platform(layout: Layout | None) -> str:
 
 
 def splits_queries(layout: Layout, query: Array) -> bool:
-    """True if an axis splits the sequence, rather than rows and heads alone."""
+    """True if an axis splits the sequence, and not only rows and heads."""
     return bool(dim_axes(layout.activation_spec(query.shape, NAMES), query.ndim)[1])
 
 
@@ -111,10 +113,10 @@ def per_shard(
     *,
     splits_seq: bool = False,
 ) -> Array:
-    """Calls a kernel for each device's rows and heads of a call of `attention`.
+    """Calls a kernel on each device, for its rows and heads of a call of `attention`.
 
     With ``splits_seq`` queries stay split along the sequence where the layout splits
-    them, and have their positions; keys are whole.
+    them, and the call gets their positions; keys are whole.
     """
     layout = active_layout()
     names = NAMES if splits_seq else HEADS
@@ -150,42 +152,43 @@ def attention(
     Heads are independent: split over ``tensor``, they need no communication. A fused
     kernel runs on each device's rows and heads, under any strategy, and holds no scores
     [3]; whatever the remat policy, it is computed again for the backward pass unless
-    everything is kept. So does ``xla`` in blocks, for packed documents, windows, soft
-    caps and sinks, and from more scores on than 2048 x 2048: no array is queries x keys
-    then, and the blocks that are not seen cost nothing.
+    everything is kept. The same holds for ``xla`` in blocks, which computes packed
+    documents, windows, soft caps, sinks, and more than 2048 x 2048 scores: it makes no
+    array of queries x keys, and blocks that are not seen cost nothing.
 
     Args:
         query: ``(batch, seq, heads, head_dim)``.
         key: ``(batch, keys, kv_heads, head_dim)``; kv_heads divides heads.
         value: ``(batch, keys, kv_heads, value_dim)``.
-        causal: Whether position i sees positions up to i only.
+        causal: True if position i sees only positions up to i.
         segments: int ``(batch, seq)``, the document of each token: it sees no other. 0
-            is padding, which sees nothing and is seen by nothing; its output is 0. Of
-            cross-attention a pair, ``(batch, seq)`` and ``(batch, keys)``.
-        window: How many keys are seen to the left of a query's own position, and to
-            the right unless ``causal``. (A `sliding_window` of Mistral counts the own
-            position too: one more.)
+            is padding, which sees nothing and is seen by nothing; its output is 0.
+            Cross-attention takes a pair, ``(batch, seq)`` and ``(batch, keys)``.
+        window: Number of keys that are seen to the left of a query's position, and to
+            the right unless ``causal``. (Mistral's `sliding_window` also counts the
+            query's position: it is one more.)
         softcap: Bounds the scores, ``softcap * tanh(scores / softcap)`` [4].
         sinks: ``(heads,)``, one more logit per head that draws weight from all keys
             and has no value [5].
         scale: Factor of the scores; ``None``: ``head_dim ** -0.5``.
-        mask: bool ``(batch or 1, heads or 1, seq, keys)``, True where seen, if the
-            other arguments let it. A query that sees nothing has the output 0, and no
-            gradient, whatever computes it.
+        mask: bool ``(batch or 1, heads or 1, seq, keys)``, True where a key is seen,
+            unless another argument hides it. A query that sees nothing has the output 0
+            and no gradient, in every implementation.
         implementation: ``cudnn`` on NVIDIA GPUs, ``splash`` on TPUs, ``tokamax`` on
             both, or ``xla``: plain operations. ``None``: the platform's kernel where it
-            takes these arguments, else ``xla``. None of them ever sees more than was
-            asked for; a table of the site says which takes what.
+            takes these arguments, otherwise ``xla``. An implementation never lets a
+            query see more than was asked for; a table of the site lists the arguments
+            that each one takes.
 
     Returns:
         ``(batch, seq, heads, value_dim)``.
 
     Raises:
-        ValueError: If there is no such implementation, or an argument has another
-            shape, dtype or range.
-        AttentionKernelError: If the one asked for cannot compute this: another
-            platform, dtype, ``head_dim``, sequence length or argument; its message says
-            which.
+        ValueError: If the implementation is unknown, or an argument has a wrong shape,
+            dtype or range.
+        AttentionKernelError: If the requested implementation cannot compute this call,
+            because of the platform, dtype, ``head_dim``, sequence length or an
+            argument; the message says which.
 
     Example:
         >>> x = jnp.ones((1, 6, 2, 8))
@@ -227,7 +230,7 @@ def attention(
         out = context_attention(layout, call, whole)
     elif kernel is not None:
         out = per_shard(kernel.call, call)
-    elif call.is_plain:  # which the partitioner splits by itself
+    elif call.is_plain:  # the partitioner splits it by itself
         out = plain_attention(call)
     else:
         out = per_shard(attention_in_blocks, call, splits_seq=True)
@@ -238,7 +241,7 @@ def check_call(call: AttentionCall) -> None:
     """Checks the arguments of `attention`.
 
     Raises:
-        ValueError: If one has another shape, dtype or range.
+        ValueError: If one has a wrong shape, dtype or range.
     """
     query, key, value = (jnp.shape(x) for x in (call.query, call.key, call.value))
     is_met = len(query) == len(key) == len(value) == 4 and key[:3] == value[:3]
@@ -307,11 +310,11 @@ def segment_positions(segments: Array) -> Array:
     """Positions that restart in each document of a packed row.
 
     Args:
-        segments: int ``(batch, seq)``, the document of each token, neighbours of one
-            document next to each other.
+        segments: int ``(batch, seq)``, the document of each token. The tokens of one
+            document are next to each other.
 
     Returns:
-        int32 ``(batch, seq)``, the number of tokens before in the document.
+        int32 ``(batch, seq)``, the number of earlier tokens in the same document.
 
     Example:
         >>> segment_positions(jnp.array([[1, 1, 1, 2, 2, 0]]))

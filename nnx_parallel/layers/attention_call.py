@@ -14,26 +14,26 @@ from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.names import to_spec
 
 AT_ONCE = 2048
-"""Queries and keys whose scores plain operations hold all at once, at most.
+"""Most queries, and most keys, whose scores plain operations hold all at once.
 
-Beyond, their scores and softmax, kept for the backward pass, are most of a layer's
-memory: 262 MiB at 2048 x 2048 with 4 heads, and 29 MiB in blocks, which on CPU are the
-faster too from 1024 on. Not timed on GPUs or TPUs.
+With more of them, the scores and their softmax, which are kept for the backward pass,
+are most of a layer's memory: 262 MiB at 2048 x 2048 with 4 heads, and 29 MiB in blocks.
+On CPU, blocks are also faster from 1024 on. GPUs and TPUs were not timed.
 """
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class AttentionCall:
-    """The arguments of `attention`; in a region of shards, those of one shard."""
+    """The arguments of `attention`; in a region of shards, one shard's arguments."""
 
     query: Array  # (batch, seq, heads, head_dim)
     key: Array  # (batch, keys, kv_heads, head_dim)
     value: Array  # (batch, keys, kv_heads, value_dim)
     mask: Array | None = None  # bool (batch or 1, heads or 1, seq, keys)
-    # Of queries and of keys, int (batch, seq); one array twice of self-attention.
+    # For queries and for keys, int (batch, seq); self-attention has one array twice.
     segments: tuple[Array, Array] | None = None
-    # Likewise, int (1, seq); ``None``: both in order from 0.
+    # For queries and for keys, int (1, seq); ``None``: both are in order from 0.
     positions: tuple[Array, Array] | None = None
     sinks: Array | None = None  # (heads,)
     causal: bool = field(default=False, metadata={"static": True})
@@ -53,7 +53,7 @@ class AttentionCall:
 
     @property
     def pattern(self) -> Pattern:
-        """Its static arguments, for `blockwise_attention`."""
+        """The static arguments, for `blockwise_attention`."""
         return Pattern(
             scale=self.factor,
             causal=self.causal,
@@ -63,14 +63,14 @@ class AttentionCall:
 
     @property
     def tokens(self) -> tuple[Tokens, Tokens]:
-        """Where queries and keys are, for `blockwise_attention`."""
+        """Positions and segments of queries and keys, for `blockwise_attention`."""
         own, other = self.positions or (jnp.arange(n)[None] for n in self.lengths)
         segments = self.segments or (None, None)
         return Tokens(own, segments[0]), Tokens(other, segments[1])
 
     @property
     def is_plain(self) -> bool:
-        """True if plain operations, all scores at once, can compute it."""
+        """True if plain operations can compute it, with all scores at once."""
         queries, keys = self.lengths
         special = (self.segments, self.positions, self.window, self.softcap, self.sinks)
         return (
@@ -80,7 +80,7 @@ class AttentionCall:
         )
 
     def with_key_heads_for(self, size: int) -> "AttentionCall":
-        """With key heads repeated until a number of devices divides them."""
+        """The call with key heads repeated until a number of devices divides them."""
         key, value = (repeat_heads(x, size) for x in (self.key, self.value))
         return replace(self, key=key, value=value)
 
@@ -89,7 +89,7 @@ def specs_of(
     call: AttentionCall, rows: tuple, seq: tuple, heads: tuple, keys: tuple = ()
 ) -> AttentionCall:
     """The spec of each array of a call: axes of its rows, queries, heads and keys."""
-    # Dims of size 1 of a mask are the same on all devices.
+    # A mask's dims of size 1 are the same on all devices.
     sizes = (1, 1, 1, 1) if call.mask is None else call.mask.shape
     dims = zip(sizes, (rows, heads, seq, keys), strict=True)
     of_mask = to_spec(tuple(a if size > 1 else () for size, a in dims))
@@ -115,14 +115,14 @@ def for_each_device(
 ) -> Array:
     """Calls a function on each device with its part of a call of attention.
 
-    Key heads that the axes of the query's heads do not divide are repeated until they
-    do, so that every device has those that its query heads use.
+    If the axes of the query's heads do not divide the key heads, these are repeated
+    until they do, so that every device has the key heads that its query heads use.
 
     Args:
-        run: The function; it returns ``(batch, seq, heads, value_dim)`` of its part.
+        run: The function; it returns ``(batch, seq, heads, value_dim)`` for its part.
         call: The whole call.
-        layout: Where it runs; its axes that are automatic here become manual.
-        axes: Axes of each dim of the query; those that are manual already do not count.
+        layout: The active layout; axes that are automatic here become manual.
+        axes: Axes of each dim of the query; axes that are already manual do not count.
         keys: Axes of the keys' sequence.
     """
     context = jax.sharding.get_abstract_mesh()
@@ -136,8 +136,8 @@ def for_each_device(
         mesh=context if context.manual_axes else layout.mesh,
         in_specs=(specs,),
         out_specs=specs.query,
-        # All axes, those that split nothing here too: XLA's partitioner fails on
-        # cuDNN's custom call where some are left automatic.
+        # All axes become manual, also the ones that split nothing here: XLA's
+        # partitioner fails on cuDNN's custom call if some are left automatic.
         axis_names=free,
         check_vma=False,
     )
@@ -145,11 +145,11 @@ def for_each_device(
 
 
 def free_axes(layout: Layout) -> set[str]:
-    """Axes of the mesh that are not manual where it is asked."""
+    """Axes of the mesh that are not manual in the present context."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return set(layout.mesh.axis_names) - set(manual)
 
 
 def repeat_heads(x: Array, size: int) -> Array:
-    """Each head of ``(batch, keys, kv_heads, dim)`` until a size divides them."""
+    """Repeats heads of ``(batch, keys, kv_heads, dim)`` until a size divides them."""
     return jnp.repeat(x, size // math.gcd(x.shape[2], size), axis=2)

@@ -22,7 +22,7 @@ def check_blocks(blocks: Sequence[nnx.Module], period: int) -> None:
 
     Raises:
         StackError: If they do not divide into groups, share a Variable, or differ in
-            more than the values of their arrays.
+            anything but the values of their arrays.
     """
     for i, block in enumerate(blocks):
         if not isinstance(block, nnx.Module):
@@ -52,7 +52,7 @@ def find_blocks(model: nnx.Module) -> tuple[Path, int]:
             lists[path[:-1]][index] = module
     found: list[tuple[Path, int]] = []
     for path, blocks in lists.items():
-        # With a gap, such as a function in a Sequential, they are no list of blocks.
+        # With a gap, such as a function in a Sequential, this is not a list of blocks.
         if len(blocks) > 1 and set(blocks) == set(range(len(blocks))):
             with suppress(StackError):
                 check_blocks([blocks[i] for i in range(len(blocks))], period=1)
@@ -74,11 +74,11 @@ def _remedy(blocks: Sequence[nnx.Module]) -> str:
 
 
 def _check_unshared(blocks: Sequence[nnx.Module], period: int) -> None:
-    # Within a group a shared Variable stays one: the graphdef has it once.
+    # Within a group a shared Variable stays shared: the graphdef has it once.
     owners: dict[int, int] = {}
     for i, block in enumerate(blocks):
         for path, variable in variables_of(block):
-            # Of no kind that changes: its copies stay equal.
+            # A plain Variable does not change, so its copies stay equal.
             if type(variable) is nnx.Variable:
                 continue
             owner = owners.setdefault(id(variable), i)
@@ -128,7 +128,7 @@ def _part(node: Any) -> Any:
 
 
 def _types(tree: Any) -> Any:
-    """A tree of arrays with their dtypes and shapes, as JAX writes them."""
+    """The tree with the dtype and shape of each array, as JAX writes them."""
     return jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree)
 
 
@@ -139,7 +139,7 @@ def _is_same(one: Any, two: Any) -> bool:
     if type(one) is not type(two):
         return False
     if isinstance(one, types.FunctionType):
-        # A lambda in __init__ is another object in each block.
+        # A lambda in __init__ is a different object in each block.
         return one.__code__ is two.__code__ and _is_same(_bound(one), _bound(two))
     if isinstance(one, functools.partial):
         one, two = ((f.func, f.args, f.keywords) for f in (one, two))
@@ -149,18 +149,19 @@ def _is_same(one: Any, two: Any) -> bool:
         return len(one) == len(two) and all(map(_is_same, one, two))
     if isinstance(one, jax.Array | np.ndarray):
         return np.array_equal(one, two)
-    # Modules among a function's free variables: the blocks, compared by themselves.
+    # Modules among a function's free variables are the blocks, which are compared
+    # separately.
     return isinstance(one, nnx.Pytree) or bool(one == two)
 
 
 def _bound(function: types.FunctionType) -> tuple:
-    """The values that a function has taken from where it was defined."""
+    """The values that a function holds from the place of its definition."""
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
     return function.__defaults__, function.__kwdefaults__, cells
 
 
 def stack_blocks(blocks: Sequence[nnx.Module]) -> nnx.Module:
-    """Alike modules as one, whose arrays have a leading dim for them."""
+    """Stacks equal modules into one, whose arrays have a leading dim of modules."""
     every = [_arrays(block) for block in blocks]
     stacked = {p: _of_arrays(jnp.stack, [x[p] for x in every]) for p in every[0]}
     return _like(blocks[0], stacked)
@@ -185,7 +186,7 @@ def _arrays(module: nnx.Module) -> dict[Path, Any]:
 
 def _like(module: nnx.Module, arrays: dict[Path, Any]) -> nnx.Module:
     """A module with other arrays, which are not placed yet."""
-    # Flax would place them by their names, which are those of other dims.
+    # Flax would place them by their names, which belong to other dims.
     with nnx.use_eager_sharding(False):
         new = ModelDef.of(module).merge(arrays)
     for _, leaf in nnx.to_flat_state(nnx.state(new)):
@@ -195,6 +196,6 @@ def _like(module: nnx.Module, arrays: dict[Path, Any]) -> nnx.Module:
 
 
 def _of_arrays(function: Callable, arrays: Any) -> Any:
-    """A function of arrays, or of their shapes."""
+    """Calls a function of arrays; if they are abstract, only computes its shapes."""
     is_abstract = isinstance(jax.tree.leaves(arrays)[0], jax.ShapeDtypeStruct)
     return jax.eval_shape(function, arrays) if is_abstract else function(arrays)

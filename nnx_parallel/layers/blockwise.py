@@ -1,13 +1,13 @@
 """Exact attention in blocks: no array of queries x keys is ever held.
 
 Queries meet keys one block at a time, and a block's part of the output is merged with
-what came before by the log-sum-exp of its scores [1]. The backward pass computes the
+the earlier parts by the log-sum-exp of its scores [1]. The backward pass computes the
 scores of a block again, from the log-sum-exp that the forward pass kept [2]. Masks are
 computed from positions and segment ids within a block; blocks that causality, a window
 or the ends of documents empty are skipped.
 
 A ring calls `forward_block`, `merge` and `backward_block` for each piece of the keys
-that passes by. The arrays here are those of one device: nothing communicates.
+that passes by. The arrays here belong to one device: nothing communicates.
 
 References:
     [1] Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory", 2021,
@@ -36,7 +36,7 @@ Partial = tuple[Array, Array]
 """Attention to some of the keys, and the log-sum-exp of its scores.
 
 Float32 ``(batch, seq, heads, value_dim)``, normalised, and ``(batch, seq, heads)``:
-0 and -inf of a query that sees none of them.
+0 and -inf for a query that sees none of these keys.
 """
 
 
@@ -55,11 +55,12 @@ def forward_block(
         query: ``(batch, seq, heads, head_dim)``.
         key: ``(batch, keys, kv_heads, head_dim)``; kv_heads divides heads.
         value: ``(batch, keys, kv_heads, value_dim)``.
-        q_tokens: Where the queries are.
-        k_tokens: Where the keys are; both sides have segments, or none.
-        pattern: Which keys are seen.
-        mask: bool ``(batch or 1, heads or 1, seq, keys)``, True where seen, of keys
-            that the pattern lets through too.
+        q_tokens: Positions and segments of the queries.
+        k_tokens: Positions and segments of the keys; segments are on both sides or on
+            neither.
+        pattern: The keys that each query may see.
+        mask: bool ``(batch or 1, heads or 1, seq, keys)``, True where a key is seen,
+            unless the pattern hides it.
     """
     grid = Grid(query, key, q_tokens, k_tokens, pattern, mask)
     queries, keys = grid.queries(query), (grid.keys(key), grid.keys(value))
@@ -75,7 +76,7 @@ def forward_block(
             def attend(out: Array, top: Array, total: Array) -> tuple:
                 scores = grid.scores(query, key, q_tokens, k_tokens, mask)[0]
                 new_top = jnp.maximum(top, scores.max(-1))
-                # A query that has seen nothing yet: exp(-inf - 0) is 0, and not NaN.
+                # For a query that has seen nothing yet, exp(-inf - 0) is 0, not NaN.
                 base = _finite(new_top)
                 weights = jnp.exp(scores - base[..., None])
                 shrink = jnp.exp(top - base)
@@ -89,7 +90,7 @@ def forward_block(
         empty = jnp.zeros((*shape, value.shape[-1]), dtype)
         start = (empty, jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype))
         (out, top, total), _ = _scan(of_keys, start, (keys, grid.k_tokens, row))
-        # Of a query that sees nothing: out 0 / 1, and -inf + log(0).
+        # A query that sees nothing gets out 0 / 1, and -inf + log(0).
         out /= jnp.where(total == 0, 1, total)[..., None]
         return None, (_to_queries(out), _to_queries(top + jnp.log(total)))
 
@@ -112,27 +113,27 @@ def backward_block(
     """Gradients of queries and of a piece of the keys and values, in blocks [2].
 
     Args:
-        query: As in `forward_block`; likewise all that is not named here.
-        key: The piece.
-        value: Likewise.
+        query: The queries, with the shape that `forward_block` takes.
+        key: The keys of the piece.
+        value: The values of the piece.
         grad: Gradient of the whole output, ``(batch, seq, heads, value_dim)``.
-        lse: Log-sum-exp of a query's scores with all keys, and its sink.
+        lse: Log-sum-exp of a query's scores with all keys and with its sink.
         delta: `output_delta` of the whole output.
-        q_tokens: As there.
-        k_tokens: As there.
-        pattern: As there.
-        mask: As there.
+        q_tokens: The same as in `forward_block`.
+        k_tokens: The same as in `forward_block`.
+        pattern: The same as in `forward_block`.
+        mask: The same as in `forward_block`.
 
     Returns:
-        Like query, key and value, in float32: partial sums, which a ring adds up.
+        Arrays like query, key and value, in float32: partial sums that a ring adds up.
     """
     grid = Grid(query, key, q_tokens, k_tokens, pattern, mask)
     queries = tuple(grid.queries(x) for x in (query, grad, lse, delta))
     keys = (grid.keys(key), grid.keys(value))
     dtype = sum_dtype(query)
 
-    # A query's gradient is carried over the blocks of keys, and written in place; were
-    # each emitted, all blocks of keys would have theirs at once.
+    # A query's gradient is carried over the blocks of keys and written in place; if
+    # each were emitted, the gradients of all blocks of keys would exist at once.
     def of_keys(dqueries: Array, xs: tuple) -> tuple[Array, tuple]:
         (key, value), k_tokens, column = xs
 
@@ -171,9 +172,9 @@ def backward_block(
 
 
 def merge(first: Partial, second: Partial) -> Partial:
-    """Attention to the keys of two pieces that share none."""
+    """Attention to the keys of two pieces that have no key in common."""
     lse = jnp.logaddexp(first[1], second[1])
-    # Where both see nothing: weights exp(-inf - 0).
+    # Where both see nothing, the weights are exp(-inf - 0).
     weights = (jnp.exp(own - _finite(lse))[..., None] for _, own in (first, second))
     out = sum(w * x for w, (x, _) in zip(weights, (first, second), strict=True))
     return jnp.asarray(out), lse
@@ -195,7 +196,7 @@ def output_delta(out: Array, grad: Array) -> Array:
 
 
 def sinks_gradient(sinks: Array | None, lse: Array, delta: Array) -> Array | None:
-    """Gradient of the sinks, from the log-sum-exp that they are part of."""
+    """Gradient of the sinks, from the log-sum-exp that includes them."""
     if sinks is None:
         return None
     weights = jnp.exp(sinks.astype(lse.dtype)[None, None] - lse)
@@ -215,8 +216,8 @@ def blockwise_attention(
 ) -> Array:
     """Attention to all keys, in the dtype of the query.
 
-    It is differentiable once, in reverse mode; the backward pass keeps its operands,
-    the output and a number per query and head.
+    It is differentiable once, in reverse mode. The operands, the output and one number
+    per query and head are kept for the backward pass.
 
     Example:
         >>> x = jnp.ones((1, 1024, 2, 8))
@@ -250,7 +251,7 @@ blockwise_attention.defvjp(_blockwise_forward, _blockwise_backward)
 
 
 def _scan(function: Callable, start: Any, xs: Any) -> tuple[Any, Any]:
-    """`jax.lax.scan`; of one block, its body alone."""
+    """`jax.lax.scan`; for one block, its body without the loop."""
     if jax.tree.leaves(xs)[0].shape[0] > 1:
         return jax.lax.scan(function, start, xs)
     carry, out = function(start, jax.tree.map(lambda x: x[0], xs))

@@ -1,9 +1,9 @@
 """Attention over a sequence that the mesh splits: ring, heads for sequence, or gather.
 
-All in one region that is manual over every axis: a device has its rows, its heads and
-its tokens of queries, keys and values, and sends what the exchange needs. Masks are
-made from positions, which each device knows of all others, and from segment ids, which
-travel with their keys.
+Everything runs in one region that is manual over every axis: a device has its rows, its
+heads and its tokens of queries, keys and values, and sends the arrays that the exchange
+needs. Masks are made from positions, which each device knows for all others, and from
+segment ids, which travel with their keys.
 """
 
 import abc
@@ -50,10 +50,10 @@ Kernel = Callable[[AttentionCall], Array]
 
 
 def split_sequence(layout: Layout | None, call: AttentionCall) -> SequenceAxis | None:
-    """The axis over which an attention is exchanged, if a strategy splits its queries.
+    """The axis of an attention's exchange, if a strategy splits its queries.
 
-    One query, of a model that generates, is not split. Around an array as mask, which
-    is queries x keys itself, the partitioner gathers.
+    The single query of a model that generates is not split. With an array as mask,
+    which already is queries x keys, the partitioner gathers.
 
     Raises:
         IndivisibleDimError: If the axis does not divide the queries.
@@ -66,7 +66,8 @@ def split_sequence(layout: Layout | None, call: AttentionCall) -> SequenceAxis |
     size = layout.mesh.shape[found.axis]
     if is_manual or size == 1 or found.axis not in layout.activation_axes("seq"):
         return None
-    # Left whole, as other activations are, it would be computed whole by each device.
+    # Other activations are left whole where the axis does not divide them. Here each
+    # device would then compute the whole attention.
     check_divides(found.axis, size, ("the queries of an attention", query, 1))
     return found
 
@@ -74,11 +75,12 @@ def split_sequence(layout: Layout | None, call: AttentionCall) -> SequenceAxis |
 def context_attention(layout: Layout, call: AttentionCall, kernel: Kernel) -> Array:
     """Attention whose sequence a mesh axis splits (`split_sequence`).
 
-    Keys of another sequence that the axis does not divide are whole on each device, and
-    not exchanged. Under ``all_to_all`` the kernel computes whole sequences.
+    Keys of another sequence that the axis does not divide are whole on each device and
+    are not exchanged. Under ``all_to_all`` the kernel computes whole sequences.
 
     Raises:
-        IndivisibleDimError: If it shares heads that the axis does not divide.
+        IndivisibleDimError: If heads are to be shared and the axis does not divide
+            them.
     """
     split = layout.claims.sequence
     assert split is not None
@@ -112,7 +114,7 @@ def _check_heads(
 
 
 def _all_to_all(axis: str, kernel: Kernel, call: AttentionCall) -> Array:
-    """Whole sequences of each device's share of the heads, and back."""
+    """Exchanges tokens for whole sequences of a share of the heads, and back."""
     size, index = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     key, value = (repeat_heads(x, size) for x in (call.key, call.value))
     query, key, value = (heads_for_sequence(x, axis) for x in (call.query, key, value))
@@ -136,7 +138,7 @@ class _Keys(NamedTuple):
 
 
 class _Sides(NamedTuple):
-    """Queries and what the backward pass knows of each."""
+    """Queries, and the values that the backward pass knows for each of them."""
 
     query: Array
     grad: Array
@@ -146,17 +148,17 @@ class _Sides(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _Exchange(abc.ABC):
-    """How a device's queries meet the keys of all others."""
+    """The way in which a device's queries meet the keys of all others."""
 
     order: SequenceOrder
     pattern: Pattern
 
-    # True where keys are exchanged for those that their device computes with.
+    # True if keys are exchanged for the keys that their device computes with.
     moves_keys: ClassVar[bool] = False
 
     @classmethod
     def of(cls, call: AttentionCall, axis: str, size: int) -> Self:
-        """For global queries and keys, split over an axis of some size."""
+        """The exchange for global queries and keys, split over an axis of some size."""
         queries, keys = call.lengths
         length, is_causal = queries // size, call.causal and queries == keys
         if is_causal and length % 2:
@@ -167,8 +169,8 @@ class _Exchange(abc.ABC):
                 ParallelWarning,
             )
         is_balanced = is_causal and length % 2 == 0
-        # Blocks of one chunk each: one that had the end of one chunk and the start of
-        # another would hardly ever be skipped.
+        # Each block lies in one chunk: a block with the end of one chunk and the start
+        # of another would hardly ever be skipped.
         chunk = length // 2 if is_balanced else length
         block = -(-chunk // -(-chunk // BLOCK))
         return cls(
@@ -208,13 +210,13 @@ class _Exchange(abc.ABC):
         return backward_block(*operands, q_tokens, k_tokens, self.pattern)
 
     def q_tokens(self, query: Array, segments: Array | None) -> Tokens:
-        """Where this device's queries are."""
+        """Positions and segments of this device's queries."""
         index = jax.lax.axis_index(self.order.axis)
         return Tokens(self.order.positions(index, query.shape[1]), segments)
 
 
-# The exchange twice, forward and backward: JAX's own gradient would keep every piece of
-# the keys that has passed by.
+# The exchange is written twice, forward and backward: JAX's gradient would keep every
+# piece of the keys that has passed by.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
     exchange: _Exchange,
@@ -241,7 +243,8 @@ def _attend_forward(
 
 def _attend_backward(exchange: _Exchange, saved: tuple, grad: Array) -> tuple:
     query, keys, q_segments, sinks, out, lse = saved
-    # Else XLA finds what the forward pass was sent to be the same, and keeps it.
+    # Otherwise XLA finds that the forward pass received the same arrays, and keeps
+    # them.
     keys, grad = jax.lax.optimization_barrier((keys, grad))
     delta = output_delta(out, grad)
     sides = _Sides(query, grad, lse, delta)
@@ -267,7 +270,7 @@ class _Local(_Exchange):
 
 
 class _Gather(_Local):
-    """Keys of all devices at once, gathered again for the backward pass."""
+    """Gathers the keys of all devices at once, and again for the backward pass."""
 
     def forward(self, query: Array, q_tokens: Tokens, keys: _Keys) -> Partial:
         return super().forward(query, q_tokens, self._gather(keys))
@@ -288,10 +291,10 @@ class _Gather(_Local):
 
 
 class _Ring(_Exchange):
-    """Keys travel from device to device, and backward their gradients with them.
+    """Keys travel from device to device; backward, their gradients travel with them.
 
-    Each hop is issued before the product that hides it. Products and hops of one turn
-    end together (the barriers): a device holds two pieces of the keys, and XLA's
+    Each hop is issued before the product that hides it. Barriers make the products and
+    hops of one turn end together: a device holds two pieces of the keys, and XLA's
     scheduler for TPUs cannot move a hop behind the last product.
     """
 
@@ -318,9 +321,9 @@ class _Ring(_Exchange):
 
     def backward(self, sides: _Sides, q_tokens: Tokens, keys: _Keys) -> tuple:
         axis, last = self.order.axis, self.order.size - 1
-        # The product with this device's own keys, which need no hop, in two: half of
-        # the queries hide the first hop of the keys, the others the last one of the
-        # gradients.
+        # The product with this device's keys, which need no hop, is computed in two
+        # parts: half of the queries hide the first hop of the keys, the other half the
+        # last hop of the gradients.
         half = sides[0].shape[1] // 2
         (early, early_tokens), (late, late_tokens) = (
             jax.tree.map(lambda x, at=at: x[:, at], (sides, q_tokens))
@@ -332,12 +335,12 @@ class _Ring(_Exchange):
         own, passing = jax.lax.optimization_barrier((own, passing))
 
         def turn(state: tuple, hop: int | Array, *, ends: bool = False) -> tuple:
-            # `sums`: gradients of the keys that pass by, none at the first hop.
+            # `sums`: gradients of the keys that pass by, empty at the first hop.
             dquery, sums, passing = state
             following = () if ends else send_on(passing, axis)
             arriving = send_on(sums, axis)
             more, *found = self._backward(sides, q_tokens, passing, hop)
-            # Added after the product, which is not to wait for them.
+            # They are added after the product, which must not wait for them.
             found, arriving = jax.lax.optimization_barrier((found, arriving))
             found = jax.tree.map(jnp.add, found, arriving) if arriving else found
             return jax.lax.optimization_barrier((dquery + more, found, following)), None
@@ -359,7 +362,7 @@ class _Ring(_Exchange):
         return self.gradients(sides, q_tokens, keys, self._tokens(keys, hop))
 
     def _tokens(self, keys: _Keys, hop: int | Array) -> Tokens:
-        """Where keys are that have come so many hops far."""
+        """Positions and segments of keys that have travelled ``hop`` hops."""
         owner = (jax.lax.axis_index(self.order.axis) - hop) % self.order.size
         positions = self.order.positions(owner, keys.key.shape[1])
         return Tokens(positions, keys.segments)

@@ -1,6 +1,6 @@
 """Products of named dims: `Dense`, `Embed`, and the `matmul` that both call.
 
-The layout says where a product gathers its input, scatters its output, and overlaps.
+The layout decides where a product gathers its input, scatters its output, and overlaps.
 """
 
 import math
@@ -51,11 +51,11 @@ def matmul(
 ) -> Array:
     """The product ``(*leading, *out_dims)`` of an activation and a parameter.
 
-    Where the active layout splits ``seq`` of the input and a dim of the output over one
-    axis, the input is gathered; where it splits a contracted dim and ``seq`` of the
-    output, the sum over devices is scattered [1]. The forward pass keeps the input as
-    it came, split: it is gathered again for the backward pass. Under ``overlap`` both
-    run as rings during the product (`all_gather_matmul`, `matmul_reduce_scatter`),
+    If the active layout splits ``seq`` of the input and a dim of the output over one
+    axis, the input is gathered. If it splits a contracted dim and ``seq`` of the
+    output, the sum over devices is scattered [1]. The forward pass keeps the input
+    split, as it came: it is gathered again for the backward pass. Under ``overlap``
+    both run as rings during the product (`all_gather_matmul`, `matmul_reduce_scatter`),
     whose sums travel in the dtype of the product.
 
     Args:
@@ -64,7 +64,7 @@ def matmul(
         w: The parameter.
         in_names: Logical axes of the last dims of x, which are contracted.
         out_names: Logical axes of the other dims of w.
-        w_dims: The dims of w to contract; by default its first.
+        w_dims: The dims of w to contract; by default the first ones.
 
     Example:
         >>> matmul(jnp.ones((2, 8, 4)), jnp.ones((4, 6)), ("embed",), ("mlp",)).shape
@@ -95,7 +95,7 @@ def matmul(
         sum_dtype=jnp.result_type(x, w),
         mesh=layout.mesh,
     )
-    # A remat policy that keeps products sees no single product here.
+    # A remat policy that keeps products does not find a single product here.
     return checkpoint_name(y, OVERLAPPED)
 
 
@@ -111,18 +111,19 @@ def _contracting(
 class _Split:
     """A product whose input or output is split along ``seq``."""
 
-    gathers: bool  # the input is split along `seq`, or else the output
+    gathers: bool  # True: the input is split along `seq`; False: the output is
     axis: str  # the mesh axis that splits it
-    feature: int  # over the same axis: a dim of w if it gathers, else a contracted one
+    # The dim of w over the same axis: contracted, unless the product gathers.
+    feature: int
     contracting: tuple[tuple[int, ...], tuple[int, ...]]  # dims of x and of w
     input: NamedSharding
     output: NamedSharding
-    whole: NamedSharding  # of the side that is split along `seq`, once gathered
+    whole: NamedSharding  # the side that is split along `seq`, once it is gathered
 
     def gather(self, x: Array) -> Array:
-        """The side that is split along ``seq``, whole."""
-        # Split first: with a constraint to the whole layout alone, the partitioner
-        # makes the value whole where it comes from, and keeps it.
+        """Gathers the side that is split along ``seq``."""
+        # It is split first: with only a constraint to the whole layout, the partitioner
+        # makes the value whole at its source, and keeps it.
         x = _place(x, self.input if self.gathers else self.output)
         return _place(x, self.whole)
 
@@ -130,7 +131,7 @@ class _Split:
 def _gathered_products(
     layout: Layout, x: Array, kernels: Sequence[tuple[Array, _Split]]
 ) -> list[Array]:
-    """Products of one input that is gathered during them, in one ring."""
+    """Products of one input that one ring gathers meanwhile."""
     note_effect("overlap")
     ws = [w for w, _ in kernels]
     ys = column_parallel_matmuls(
@@ -153,7 +154,7 @@ def _find_split(
     out_names: Names,
     contracting: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> _Split | None:
-    """How the layout splits a product along ``seq``, or ``None``."""
+    """The split of a product along ``seq`` under the layout, or ``None``."""
     if layout is None or x.ndim != 2 + len(in_names):
         return None
     w_kept = [d for d in range(w.ndim) if d not in contracting[1]]
@@ -181,8 +182,8 @@ def _find_split(
     return None
 
 
-# The product as the partitioner runs it. The gradient is written out because JAX's own
-# would keep the gathered input for the backward pass.
+# The product as the partitioner runs it. The gradient is written out because JAX's
+# gradient would keep the gathered input for the backward pass.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _partitioned(split: _Split, x: Array, w: Array) -> Array:
     return _partitioned_forward(split, x, w)[0]
@@ -211,9 +212,9 @@ _partitioned.defvjp(_partitioned_forward, _partitioned_backward)
 def compute_gradient_once(y: Array) -> Array:
     """The output of a product, whose gradient is computed once and kept.
 
-    Two products take it, for the gradients of the kernel and of the input. XLA else
-    computes it in both, tile by tile, where the elementwise operations in between are
-    cheap to it.
+    Two products use this gradient, for the gradients of the kernel and of the input.
+    Otherwise XLA computes it in both, tile by tile, if it counts the elementwise
+    operations in between as cheap.
 
     Example:
         >>> float(jax.grad(lambda y: compute_gradient_once(y) ** 2)(3.0))
@@ -230,8 +231,8 @@ compute_gradient_once.defvjp(
 def named(initializer: Initializer, *names: str | None) -> Initializer:
     """An initializer whose parameter carries the logical axes of its dims.
 
-    They are Flax's own ``out_sharding`` metadata; ``eager_sharding=False`` because no
-    mesh is known when a model is built.
+    The names are Flax's ``out_sharding`` metadata; ``eager_sharding`` is False because
+    the mesh is not known yet when a model is built.
     """
     return nnx.with_partitioning(initializer, names, eager_sharding=False)
 
@@ -243,13 +244,14 @@ class Dense(nnx.Module):
     `TensorParallel` a kernel from ``embed`` to ``mlp`` is split by columns and one
     from ``mlp`` to ``embed`` by rows, so that the pair communicates once [1]. Under
     sequence parallelism its input is gathered along ``seq`` before the product, or its
-    output scattered after it; the strategy says whether the two overlap (`matmul`).
+    output scattered after it; the strategy decides if this overlaps with the product
+    (`matmul`).
 
     Args:
         in_dims: Names and sizes of the dims to contract, the input's last ones.
         out_dims: Names and sizes of the dims that replace them.
         rngs: Key for the kernel.
-        use_bias: Whether to add a bias of shape ``out_dims``.
+        use_bias: True to add a bias of shape ``out_dims``.
         kernel_init: Initializer; by default normal with variance 1 / fan-in.
 
     Example:
@@ -298,9 +300,9 @@ class Dense(nnx.Module):
 def project(x: Array, *layers: Dense) -> list[Array]:
     """The outputs of several `Dense` of one input: query, key and value; up and gate.
 
-    Those of calling each, which it does but for one case: under ``overlap`` layers that
-    gather their input do so in one ring, and the gradient of the input, the sum of
-    theirs, is sent once, not once for each.
+    It calls each layer, with one exception: under ``overlap``, layers that gather their
+    input do so in one ring, and the gradient of the input, the sum over the layers, is
+    sent once and not once per layer.
 
     Example:
         >>> make = partial(Dense, {"embed": 4}, {"mlp": 8})
@@ -309,7 +311,7 @@ def project(x: Array, *layers: Dense) -> list[Array]:
         [(2, 3, 8), (2, 3, 8)]
     """
     layout = active_layout()
-    # A class of its own (an adapted layer) may do more than the product.
+    # A subclass (an adapted layer) may do more than the product.
     is_plain = all(type(layer) is Dense for layer in layers)
     if layout is None or layout.claims.overlap is None or not is_plain:
         return [layer(x) for layer in layers]
@@ -334,7 +336,7 @@ def _add_bias(layer: Dense, y: Array) -> Array:
 
 
 class Embed(nnx.Module):
-    """A table of ``vocab`` rows of ``embed`` numbers, for lookup and for logits.
+    """A table with ``vocab`` rows of ``embed`` numbers, for lookup and for logits.
 
     Args:
         vocab_size: Rows.
@@ -370,14 +372,15 @@ class Embed(nnx.Module):
 
         A token outside the vocabulary gives NaN, and so a loss that is not finite.
         """
-        # Constrained here, the gradient of the table is summed as rows of the batch
-        # and cut afterwards; else its shards would pull the activations apart.
+        # With this constraint the gradient of the table is summed as rows of the batch
+        # and cut afterwards; otherwise its shards would pull the activations apart.
         # (vocab, embed) by (batch, seq) -> (batch, seq, embed)
         table = constrain_param(self.embedding[...], self.vocab_name, "embed")
         observe_range(tokens, table.shape[0], name="tokens or positions")
         tokens = jnp.where(tokens < 0, table.shape[0], tokens.astype(jnp.int32))
-        # Whole along `seq` first: a table split by rows is else gathered for a lookup
-        # whose rows are split as well. An axis that never splits a table is no such.
+        # Tokens are made whole along `seq` first: otherwise a table that is split by
+        # rows is gathered for a lookup whose rows are split too. An axis that never
+        # splits a table does not need this.
         layout = active_layout()
         seq = ("seq", *(layout.sequence_axes if layout else ()))
         tokens = constrain_param(tokens, "batch", seq)

@@ -1,9 +1,9 @@
 """Tokens sorted by expert, and the products of all experts at once.
 
-On a mesh tokens meet the experts in one of two ways: tokens of all devices are gathered
-and the outputs scattered back (`gathered`), or each row goes to the device of its
-expert and comes back (`layers.exchange`). Both run inside a region that is manual over
-all axes.
+On a mesh, tokens meet the experts in one of two ways. The tokens of all devices are
+gathered and the outputs scattered back (`gathered`), or each row goes to the device of
+its expert and comes back (`layers.exchange`). Both run inside a region that is manual
+over all axes.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,12 +27,12 @@ class Order(NamedTuple):
     """Tokens sorted by expert: each has `top_k` rows, one for each of its choices.
 
     Attributes:
-        choice: int ``(rows,)``, the choice that a row belongs to, of all choices of all
-            tokens in order.
-        row: int ``(tokens, top_k)``, the row of a choice; not one of these rows where
-            they are a part of all.
+        choice: int ``(rows,)``, the choice that a row belongs to, as an index into the
+            choices of all tokens in order.
+        row: int ``(tokens, top_k)``, the row of each choice; outside of these rows if
+            they are only a part of all rows and the choice is in another part.
         sizes: int ``(experts,)``, the number of rows of each expert. Rows after these
-            belong to none: their choices count as zero.
+            do not belong to an expert: their choices count as zero.
     """
 
     choice: Array
@@ -41,11 +41,11 @@ class Order(NamedTuple):
 
     @property
     def token(self) -> Array:
-        """The token that a row has."""
+        """The token of each row."""
         return self.choice // self.row.shape[1]
 
     def part(self, start: Array | int, num_rows: int) -> "Order":
-        """Those of the rows from ``start`` on."""
+        """The order of ``num_rows`` rows from ``start`` on."""
         choice = jnp.pad(self.choice, (0, num_rows))
         ends = jnp.clip(jnp.cumsum(self.sizes) - start, 0, num_rows)
         return Order(
@@ -56,9 +56,12 @@ class Order(NamedTuple):
 
 
 def sort_by_expert(chosen: Array, num_experts: int, num_rows: int) -> Order:
-    """The rows of choices int ``(tokens, top_k)``, as many as can have an expert.
+    """Sorts choices, int ``(tokens, top_k)``, into rows by expert.
 
-    Choices of ``num_experts`` and above have none.
+    Args:
+        chosen: The choices; ``num_experts`` and above mean a missing expert.
+        num_experts: Number of experts.
+        num_rows: The most rows that can have an expert.
     """
     flat = chosen.reshape(-1)
     choice = jnp.argsort(flat)  # stable: an expert's tokens stay in order
@@ -67,33 +70,33 @@ def sort_by_expert(chosen: Array, num_experts: int, num_rows: int) -> Order:
     return Order(choice[:num_rows], row, sizes)
 
 
-# Both ways a gather, for each row knows its token and each choice its row: JAX's own
-# gradient of a gather is a scatter-add, which TPUs and GPUs run row by row.
+# Forward and backward are gathers, because each row knows its token and each choice its
+# row: JAX's gradient of a gather is a scatter-add, which TPUs and GPUs run row by row.
 @jax.custom_vjp
 def dispatch(tokens: Array, order: Order) -> Array:
-    """``(tokens, width)`` to ``(rows, width)``."""
+    """Copies tokens to their rows: ``(tokens, width)`` to ``(rows, width)``."""
     return tokens[order.token]
 
 
 @jax.custom_vjp
 def collect(rows: Array, order: Order) -> Array:
-    """``(rows, width)`` to ``(tokens, width)``, the sum of a token's rows."""
+    """Sums each token's rows: ``(rows, width)`` to ``(tokens, width)``."""
     return reduce(add, _rows_of_choices(rows, order)).astype(rows.dtype)
 
 
 @jax.custom_vjp
 def combine(rows: Array, weights: Array, order: Order) -> Array:
-    """As `collect`, each row times its weight of ``(tokens, top_k)``."""
+    """Like `collect`, with each row times its weight from ``(tokens, top_k)``."""
     of_choices = zip(_rows_of_choices(rows, order), weights.T, strict=True)
     weighted = (row * weight[:, None] for row, weight in of_choices)
     return reduce(add, weighted).astype(rows.dtype)
 
 
 def _rows_of_choices(rows: Array, order: Order) -> Iterator[Array]:
-    """From ``(rows, width)``, wide ``(tokens, width)`` for each of `top_k` choices.
+    """Yields ``(tokens, width)`` in a wide dtype for each of the `top_k` choices.
 
-    One by one: all at once are as many numbers as the rows of all devices, where
-    tokens are gathered.
+    They come one by one: where tokens are gathered, all of them at once would be as
+    many numbers as the rows of all devices.
     """
     num_rows = jnp.sum(order.sizes)
     for row in order.row.T:
@@ -125,7 +128,7 @@ combine.defvjp(lambda *saved: (combine(*saved), saved), _combine_backward)
 
 
 class Kernels(NamedTuple):
-    """Those of a device's experts: ``(experts, in, out)`` each."""
+    """The kernels of a device's experts, ``(experts, in, out)`` each."""
 
     up: Array
     gate: Array | None
@@ -134,15 +137,15 @@ class Kernels(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertMLPs:
-    """Kernels, and the nonlinearity between them."""
+    """The MLPs of a device's experts: kernels, and the nonlinearity between them."""
 
     kernels: Kernels
     activate: Callable[[Array], Array]
 
     def __call__(self, rows: Array, sizes: Array) -> Array:
-        """Each expert's MLP of its rows ``(rows, embed)``, which are in order.
+        """Applies each expert's MLP to its rows ``(rows, embed)``, sorted by expert.
 
-        FLOPs are those of the rows on TPUs; on CPUs each expert multiplies all rows.
+        TPUs multiply each row once; on CPUs every expert multiplies all rows.
         """
         up, gate, down = self.kernels
         hidden = jax.lax.ragged_dot(rows, up, sizes)
@@ -159,13 +162,13 @@ class ExpertMLPs:
 
 
 class Routed(NamedTuple):
-    """Tokens and where they go.
+    """Tokens and the experts that they go to.
 
     Attributes:
-        x: ``(batch, seq, embed)``.
-        chosen: int ``(batch, seq, top_k)``, experts; their number, where a choice was
-            dropped.
-        weights: Of the choices, ``(batch, seq, top_k)``.
+        x: The tokens, ``(batch, seq, embed)``.
+        chosen: int ``(batch, seq, top_k)``, the experts. A choice that was dropped has
+            the number of experts instead.
+        weights: Weights of the choices, ``(batch, seq, top_k)``.
     """
 
     x: Array
@@ -173,7 +176,7 @@ class Routed(NamedTuple):
     weights: Array
 
     def flat(self) -> tuple[Array, Array, Array]:
-        """Each with one dim of tokens for batch and seq."""
+        """The three arrays, with one dim of tokens for batch and seq."""
         x, chosen, weights = (a.reshape(-1, a.shape[-1]) for a in self)
         return x, chosen, weights
 
@@ -183,10 +186,10 @@ class TokenAxes:
     """Manual mesh axes that split tokens and experts.
 
     Attributes:
-        batch: Those that split dim 0 of the tokens.
-        seq: Those that split dim 1.
-        expert: Those that split the experts.
-        mlp: Those that split the width of each expert.
+        batch: Axes that split dim 0 of the tokens.
+        seq: Axes that split dim 1 of the tokens.
+        expert: Axes that split the experts.
+        mlp: Axes that split the width of each expert.
     """
 
     batch: Axes = ()
@@ -201,11 +204,11 @@ class TokenAxes:
 
 
 def gathered(experts: ExpertMLPs, axes: TokenAxes, routed: Routed) -> Array:
-    """Outputs of tokens that go to where experts are, by an all-gather.
+    """Outputs of tokens that an all-gather brings to the experts.
 
-    A device computes the rows of its own experts, for the tokens of all devices that
-    have others, a few more than its share in one round; the outputs are summed and
-    scattered back.
+    A device computes the rows of its experts, for the tokens of all devices that have
+    other experts. One round has room for a few more rows than the device's share. The
+    outputs are summed and scattered back.
     """
     run = partial(_local, experts, axes.expert)
     return around(run, axes, (*axes.expert, *axes.mlp), routed)
@@ -226,19 +229,19 @@ def around(
     y = run(routed)
     for dim, names in reversed(moves):
         y = jax.lax.psum_scatter(y, names, scatter_dimension=dim, tiled=True)
-    # Axes with the same tokens on each device: their parts of the sum.
+    # Over axes with the same tokens on each device, the parts of the sum are added.
     kept = tuple(axis for axis in over if axis not in (*axes.batch, *axes.seq))
     return jax.lax.psum(y, kept) if kept else y
 
 
 def _local(experts: ExpertMLPs, axes: Axes, routed: Routed) -> Array:
-    """The part of the outputs that this device's experts have."""
+    """The part of the outputs that comes from this device's experts."""
     tokens, chosen, weights = routed.flat()
     size = jax.lax.axis_size(axes) if axes else 1
     first = jax.lax.axis_index(axes) * experts.count if axes else 0
     own = chosen - first
     own = jnp.where((own >= 0) & (own < experts.count), own, experts.count)
-    # A token goes to an expert once at most.
+    # A token goes to an expert at most once.
     most = len(tokens) * min(chosen.shape[1], experts.count)
     order = sort_by_expert(own, experts.count, most)
     num_rows = round_rows(chosen.size / size, most)
@@ -272,7 +275,7 @@ def _local_round(
 
 
 def products(experts: ExpertMLPs, rows: Array, order: Order) -> Array:
-    """The experts' outputs of rows that are in order."""
-    # The name by which an audit knows them: on CPUs they are plain products.
+    """The experts' outputs for rows that are sorted by expert."""
+    # An audit knows them by this name, because on CPUs they are plain products.
     with jax.named_scope("grouped_products"):
         return experts(rows, order.sizes)

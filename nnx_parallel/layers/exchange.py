@@ -1,8 +1,8 @@
 """Rows that go to the devices of their experts, and come back.
 
-Who sends what to whom follows from one table, the rows of each device for each expert.
-A device's tokens go in chunks: while the rows of one travel, the experts multiply those
-of another.
+One table, the rows of each device for each expert, decides which rows every device
+sends and receives. A device's tokens go in chunks: while the rows of one chunk travel,
+the experts multiply the rows of another.
 """
 
 import math
@@ -32,10 +32,10 @@ from nnx_parallel.layers.rounds import round_rows, sum_rounds
 from nnx_parallel.precision import sum_dtype
 
 NUM_CHUNKS = 2
-"""Parts of a device's tokens that travel by themselves.
+"""Number of parts of a device's tokens that travel separately.
 
-Each further part hides more of the exchanges and adds tiles of grouped products that
-are not full: of 128 rows, one for each further expert of a device.
+Each further part hides more of the exchanges, and adds tiles of 128 rows to the grouped
+products that are not full: one for each further expert of a device.
 """
 
 
@@ -43,10 +43,10 @@ class Moves(NamedTuple):
     """Rows from here to each device, as `jax.lax.ragged_all_to_all` takes it.
 
     Attributes:
-        starts: int ``(devices,)``, where the rows for each device begin.
-        sizes: Their numbers.
-        places: Where they begin at the receiver.
-        received: The numbers of rows that come from each device.
+        starts: int ``(devices,)``, the index at which the rows for each device begin.
+        sizes: Number of rows for each device.
+        places: The index at which they begin at the receiver.
+        received: Number of rows that come from each device.
     """
 
     starts: Array
@@ -56,13 +56,13 @@ class Moves(NamedTuple):
 
 
 class RowExchange(NamedTuple):
-    """Which rows go where.
+    """The moves of rows to the devices of their experts and back.
 
     Attributes:
-        there: To the devices of their experts.
-        back: From these.
-        expert: int ``(rows,)``, the expert of each row that comes, of this device's;
-            their number, where no row comes.
+        there: The moves to the devices of the experts.
+        back: The moves back.
+        expert: int ``(rows,)``, the expert of each row that comes, as an index into
+            this device's experts; the number of these where no row comes.
     """
 
     there: Moves
@@ -78,11 +78,11 @@ class RowExchange(NamedTuple):
         first: Array | int,
         num_rows: int,
     ) -> "RowExchange":
-        """From the rows ``(devices, experts)`` of each device for each expert.
+        """Plans the moves from the rows ``(devices, experts)`` of each device.
 
         Rows are sorted by expert at the sender, hence by receiver, and by sender at the
-        receiver. Those go that each receiver has at ``first`` and after, so many that
-        ``num_rows`` come.
+        receiver. At most ``num_rows`` rows are sent to each receiver: the ones that it
+        has from index ``first`` on.
         """
         num_devices = counts.shape[0]
         # (from, to, expert of the receiver)
@@ -95,7 +95,8 @@ class RowExchange(NamedTuple):
         starts = at_sender + begin
         places = jnp.clip(at_receiver, 0, num_rows)
         ends = jnp.cumsum(counts[:, index].reshape(-1)) - first  # of (from, expert)
-        # Compared with each and reduced at once: a search is a loop of gathers.
+        # Each row is compared with all ends and reduced at once: a search would be a
+        # loop of gathers.
         is_after = jnp.arange(num_rows)[:, None] >= ends[None]
         segment = jnp.sum(is_after, axis=1, dtype=jnp.int32)
         own = jnp.where(segment < len(ends), segment % num_local, num_local)
@@ -108,7 +109,7 @@ class RowExchange(NamedTuple):
         )
 
     def send(self, rows: Array, axis: str) -> Array:
-        """A device's rows to those of their experts: ``(received rows, width)``."""
+        """Sends rows to their experts' devices; gives ``(received rows, width)``."""
         sizes = (len(rows), len(self.expert))
         return _move(axis, sizes, rows, self.there, self.back)
 
@@ -117,7 +118,7 @@ class RowExchange(NamedTuple):
         return _move(axis, (len(rows), num_rows), rows, self.back, self.there)
 
     def numbers(self, of_rows: Array, axis: str) -> Array:
-        """`send` of one number a row: ``(received rows,)``."""
+        """Like `send`, for one number per row: ``(received rows,)``."""
         return _pick(of_rows, self.back, len(self.expert), axis)
 
     def numbers_back(self, of_rows: Array, num_rows: int, axis: str) -> Array:
@@ -126,9 +127,9 @@ class RowExchange(NamedTuple):
 
 
 def _pick(numbers: Array, own: Moves, length: int, axis: str) -> Array:
-    """Of the rows of all devices one number each: those of the rows that are here.
+    """Picks, from one number per row of all devices, the numbers of the rows here.
 
-    An exchange of rows of one number would send 128, which TPUs pad them to.
+    An exchange of rows of one number would send 128, because TPUs pad them.
     """
     table = jax.lax.all_gather(numbers, axis)  # (devices, rows there)
     first = jnp.arange(len(table)) * len(numbers) + own.places
@@ -138,12 +139,12 @@ def _pick(numbers: Array, own: Moves, length: int, axis: str) -> Array:
     return jnp.where(jnp.any(is_in, axis=1), table.reshape(-1)[place], 0)
 
 
-# JAX's own gradient exchanges the offsets once more, which both sides know here.
+# JAX's gradient exchanges the offsets once more; here both sides know them.
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _move(
     axis: str, sizes: tuple[int, int], rows: Array, there: Moves, back: Moves
 ) -> Array:
-    """Rows to other devices; their number here and there, and the inverse."""
+    """Moves rows to other devices; ``sizes`` are the numbers here and there."""
     out = jnp.zeros((sizes[1], rows.shape[1]), rows.dtype)
     return jax.lax.ragged_all_to_all(rows, out, *there, axis_name=axis)
 
@@ -168,24 +169,25 @@ def ragged(
 ) -> Array:
     """Outputs of tokens, each row of which goes to its expert and comes back.
 
-    Not on CPUs, for which `jax.lax.ragged_all_to_all` is not implemented. A device has
-    room for a few more rows than it sends; further ones come in further rounds, and no
-    row is ever dropped. What is computed ``alongside`` is ready before the first
-    products: it can hide the exchange that these wait for.
+    It does not run on CPUs, for which `jax.lax.ragged_all_to_all` is not implemented. A
+    device has room for a few more rows than it sends; further rows come in further
+    rounds, and a row is never dropped. The computation ``alongside`` ends before the
+    first products: it can hide the exchange for which these wait.
     """
     run = partial(_in_chunks, experts, axes.expert[0], alongside)
     return around(run, axes, axes.mlp, routed)
 
 
 class _Routes(NamedTuple):
-    """Where the rows of each chunk go.
+    """The routes of the rows of each chunk.
 
     Attributes:
-        order: Of a chunk's rows, each array with a leading dim of chunks.
+        order: Order of the rows of each chunk; arrays have a leading dim of chunks.
         counts: int ``(chunks, devices, experts)``, the rows of each device for each
             expert.
-        further: int ``(chunks,)``, rounds after the first.
-        alongside: Computed before the first products; without a gradient.
+        further: int ``(chunks,)``, the number of rounds after the first.
+        alongside: An array that is computed before the first products; it has no
+            gradient.
     """
 
     order: Order
@@ -213,7 +215,7 @@ def _in_chunks(
     most = size * tokens.shape[1] * min(chosen.shape[2], experts.count)
     num_rows = round_rows(num_choices, most)
     received = jnp.sum(counts.reshape(num_chunks, size, size, -1), axis=(1, 3))
-    # Equal on all devices of the axis, which take part in each exchange.
+    # It is equal on all devices of the axis, which take part in each exchange.
     further = jnp.maximum(-(-jnp.max(received, axis=1) // num_rows) - 1, 0)
     exchange = _Exchange(activate=experts.activate, num_rows=num_rows, axis=axis)
     y = sum_rounds(
@@ -235,21 +237,22 @@ class _Exchange:
     axis: str
 
     def chunks(self, routes: _Routes, operands: _Operands) -> Array:
-        """Outputs of all chunks, the first round of each."""
+        """Outputs of all chunks in their first rounds."""
         rounds = [self._round(i, 0, routes, operands) for i in range(len(operands[0]))]
         came, outs = rounds[0].send(), []
         if routes.alongside is not None:
             came, _ = jax.lax.optimization_barrier((came, routes.alongside))
         for this, following in zip(rounds, [*rounds[1:], None], strict=True):
             coming = [] if following is None else following.send()
-            # XLA's scheduler for TPUs has one exchange under way at a time. Here each
-            # has the products of one chunk to itself: the next chunk comes during
-            # these, and their results go back during the next ones. Where it could
-            # choose between two, it ran some with no product beside them.
+            # XLA's scheduler for TPUs runs one exchange at a time. Here each exchange
+            # has the products of one chunk to hide it: the next chunk comes during
+            # these products, and their results go back during the next ones. When the
+            # scheduler could choose between two, some ran without a product.
             rows, came = jax.lax.optimization_barrier((this.multiply(came), coming))
             outs.append(rows)
-        # Likewise backward, where the last chunk comes first: its gradients can come
-        # while its own products are computed again, those of the others after these.
+        # The same holds backward, where the last chunk comes first: its gradients can
+        # come while its products are computed again, and the gradients of the other
+        # chunks after that.
         after = [*outs[1:], outs[-2]] if len(outs) > 1 else [None]
         parts = zip(rounds, outs, after, strict=True)
         return jnp.stack([this.send_back(rows, known) for this, rows, known in parts])
@@ -257,7 +260,7 @@ class _Exchange:
     def further_round(
         self, index: Array, routes: _Routes, operands: _Operands
     ) -> Array:
-        """Outputs of one chunk, which had more rows than there was room for."""
+        """Outputs of one chunk, for rows that the earlier rounds had no room for."""
         ends = jnp.cumsum(routes.further)
         chunk = jnp.sum(index >= ends)
         number = index - (ends - routes.further)[chunk] + 1
@@ -273,7 +276,7 @@ class _Exchange:
         routes: _Routes,
         operands: _Operands,
     ) -> "_Round":
-        """Of a chunk, the rows that each receiver has at ``first`` and after."""
+        """The round of a chunk's rows that each receiver has from ``first`` on."""
         tokens, weights, kernels = operands
         experts = ExpertMLPs(kernels=kernels, activate=self.activate)
         order, counts, own, weight = jax.tree.map(
@@ -285,7 +288,7 @@ class _Exchange:
 
 
 class _Round(NamedTuple):
-    """Rows of one chunk of tokens, as many as there is room for."""
+    """As many rows of one chunk of tokens as one round has room for."""
 
     experts: ExpertMLPs
     axis: str
@@ -298,7 +301,7 @@ class _Round(NamedTuple):
         return self.plan.send(dispatch(self.tokens, self.order), self.axis)
 
     def multiply(self, rows: Array) -> Array:
-        # From the order of senders to that of experts, and back.
+        # Rows go from the order of senders to the order of experts, and back.
         expert = self.plan.expert
         inner = sort_by_expert(expert[:, None], self.experts.count, len(expert))
         return collect(products(self.experts, dispatch(rows, inner), inner), inner)
@@ -316,17 +319,17 @@ def _bring_home(
     order: Order,
     after: Array | None,
 ) -> Array:
-    """Rows back to the device of their tokens, and there added by weight.
+    """Sends rows back to the device of their tokens, and adds them by weight there.
 
-    The gradient is sent ``after`` something else is known.
+    The gradient is sent once ``after`` is known.
     """
     del after
     return combine(plan.send_back(rows, weights.size, axis), weights, order)
 
 
-# JAX's own gradient has the rows that came back, for that of the weights. Kept they are
-# as many numbers as all of a layer's rows, and with remat they are sent once more. Here
-# the weights go to the rows instead, one number for each.
+# JAX's gradient of the weights needs the rows that came back. If kept, they are as many
+# numbers as all of a layer's rows, and with remat they are sent once more. Here the
+# weights go to the rows instead, one number for each row.
 def _bring_home_backward(
     axis: str, saved: tuple, grad: Array
 ) -> tuple[Array, Array, None, None, None]:

@@ -1,4 +1,4 @@
-"""A mixture of experts as numbers, and which of them a token goes to.
+"""The numbers that define a mixture of experts, and a token's choice among them.
 
 References:
     [1] Jiang et al., "Mixtral of Experts", 2024, section 2.1,
@@ -30,42 +30,43 @@ _NUMBERS = ("scale", "bias_rate", "balance_loss", "z_loss")
 @suggests_names
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A mixture of experts: how many, how tokens choose them, what balances them.
+    """A mixture of experts: their number, the choice by tokens, and the balance.
 
     Attributes:
         num_experts: Number of experts.
-        top_k: How many of them a token goes to.
+        top_k: Number of experts that a token goes to.
         mlp_dim: Width of an expert.
-        shared_dim: Width of a shared MLP that every token also goes through; 0: none
-            [2].
-        scores: What the router makes of its logits: a ``softmax`` over all experts [1],
-            or the ``sigmoid`` of each [2].
-        normalise: Whether the weights of a token's experts add up to 1. Not with
-            ``top_k=1``, whose one weight would be constant.
+        shared_dim: Width of a shared MLP that every token also goes through [2]; 0: no
+            shared MLP.
+        scores: Function of the router's logits: a ``softmax`` over all experts [1], or
+            the ``sigmoid`` of each [2].
+        normalise: True if the weights of a token's experts add up to 1. It is not
+            allowed with ``top_k=1``, where the one weight would be constant.
         scale: Factor of these weights.
         num_groups: Groups of neighbouring experts.
-        top_groups: A token's experts are in so many groups, those whose two best scores
-            add up to most [2].
-        bias_rate: How far a bias of the choice moves in each step: up for experts with
-            fewer tokens than the mean, down for those with more [2]. Tokens are counted
-            over the whole batch, in integers: the bias is the same bit for bit on any
-            mesh and with any number of microbatches. 0: no bias.
-        balance_loss: Weight of a loss that is least where all experts have equal
-            shares. 0: none.
-        balance_over: What shares are of: the tokens of each ``sequence`` [2], or of
+        top_groups: Number of groups that a token's experts are in: the groups with the
+            largest sums of their two best scores [2].
+        bias_rate: The step by which a bias of the choice moves in each training step:
+            up for experts with fewer tokens than the mean, down for experts with more
+            [2]. Tokens are counted over the whole batch, in integers: the bias is the
+            same bit for bit on any mesh and with any number of microbatches. 0: no
+            bias.
+        balance_loss: Weight of a loss that is smallest if all experts have equal
+            shares. 0: no such loss.
+        balance_over: The tokens in which shares are counted: each ``sequence`` [2], or
             each document of a packed one, so that the loss of a batch is the mean over
-            its tokens however it is split; or
-            of the ``batch`` [3], counted over all devices: with microbatches it is each
-            microbatch that is balanced, which is another loss.
+            its tokens, however it is split; or the ``batch`` [3], counted over all
+            devices: with microbatches each microbatch is balanced, which is another
+            loss.
         z_loss: Weight of the squared log-normaliser of the router's logits [4].
-        capacity_factor: Above it tokens are dropped: an expert takes at most
-            ``capacity_factor * seq * top_k / num_experts`` of each sequence, or of each
-            document of a packed one, rounded up, the first ones. ``None``: no token is
+        capacity_factor: Limit above which tokens are dropped: an expert takes only the
+            first ``capacity_factor * seq * top_k / num_experts`` tokens, rounded up, of
+            each sequence, or of each document of a packed one. ``None``: no token is
             dropped.
 
     Raises:
-        ExpertsError: If a value is of another kind or out of range, or the groups leave
-            too few experts.
+        ExpertsError: If a value has the wrong type or is out of range, or the groups
+            leave too few experts.
 
     Example:
         >>> Experts(num_experts=8, top_k=2, mlp_dim=64).capacity(128) is None
@@ -88,7 +89,7 @@ class Experts:
     capacity_factor: float | None = None
 
     def __post_init__(self) -> None:
-        # Kinds before ranges: what has none cannot be compared.
+        # Types come before ranges, because a value of a wrong type cannot be compared.
         for name in _COUNTS:
             self._require(name, is_int(getattr(self, name)), "an int")
         for name in _NUMBERS:
@@ -148,7 +149,7 @@ class Experts:
 
     @property
     def has_losses(self) -> bool:
-        """True if the loss of a model has a part that balances experts."""
+        """True if a model's loss has a part that balances experts."""
         return self.balance_loss > 0 or self.z_loss > 0
 
     def capacity(self, seq_len: int) -> int | None:
@@ -156,7 +157,7 @@ class Experts:
         if self.capacity_factor is None:
             return None
         share = seq_len * self.top_k / self.num_experts
-        # Rounded before: 1.1 * 50 is a little above 55.
+        # It is rounded first, because 1.1 * 50 is a little above 55.
         return math.ceil(round(self.capacity_factor * share, 6))
 
     def choose(self, scores: Array, bias: Array | None) -> tuple[Array, Array]:
@@ -176,7 +177,7 @@ class Experts:
         return chosen, weights * self.scale
 
     def _in_best_groups(self, preferred: Array) -> Array:
-        """Scores, those outside a token's groups at minus infinity."""
+        """Scores, with minus infinity outside a token's groups."""
         # (..., experts) -> (..., groups, experts of a group)
         grouped = preferred.reshape(*preferred.shape[:-1], self.num_groups, -1)
         best, _ = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))
@@ -190,7 +191,7 @@ def require(name: str, found: object, is_met: bool, rule: str) -> None:
     """Refuses a value that a rule does not allow.
 
     Raises:
-        ExpertsError: With what was found and what is valid.
+        ExpertsError: With the value that was found and the valid values.
     """
     if not is_met:
         shown = "None" if found is None else kind_of(found)
@@ -198,7 +199,7 @@ def require(name: str, found: object, is_met: bool, rule: str) -> None:
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """True for whole numbers, those of NumPy included, and not for bools."""
+    """True for whole numbers, including NumPy's, and not for bools."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -214,14 +215,14 @@ def _is_number(value: object) -> bool:
 
 
 def normalised(scores: Array) -> Array:
-    """Scores ``(..., experts)`` as shares, which a softmax gives already."""
+    """Scores ``(..., experts)`` as shares; a softmax already gives shares."""
     return scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
 
 
 def is_equal(chosen: Array, count: int) -> Array:
     """Choices ``(..., top_k)`` as bool ``(..., top_k, count)``.
 
-    Compared with a range and reduced at once, it is never an array in memory.
+    The comparison with a range is reduced at once, so it is never an array in memory.
     """
     shape = (*chosen.shape, count)
     return chosen[..., None] == jax.lax.broadcasted_iota(jnp.int32, shape, chosen.ndim)

@@ -1,4 +1,4 @@
-"""Jaxprs as programs to cut, and layers traced with the residuals that they keep."""
+"""Cuts jaxprs as programs, and traces layers with the residuals that they keep."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ import jax.extend.core as jex
 
 from nnx_parallel.errors import warn_user
 
-# In the types of jax 0.12 it is gone, in the module it is not.
+# jax 0.12 removed it from the type stubs, not from the module.
 ClosedJaxpr: Any = vars(jex)["ClosedJaxpr"]
 
 Eqns = Sequence[jex.JaxprEqn]
 Choice = Callable[[jex.JaxprEqn], bool]
-"""Which calls to replace by the equations that they call."""
+"""True for calls that are to be replaced by the equations that they call."""
 
 _DEBUG_INFO = jex.DebugInfo("jit", "part of a loss", None, None)
 
@@ -26,21 +26,21 @@ def is_call(eqn: jex.JaxprEqn) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class TracedFunction:
-    """A function of arrays as equations, any of whose values can be computed alone."""
+    """A function of arrays as equations, from which single values can be computed."""
 
     eqns: Eqns
     consts: dict[jex.Var, Any]  # the arrays that the function closes over
     inputs: tuple  # the arguments, with a variable in place of each array
     outputs: Any  # the results, with a variable or literal in place of each array
     shapes: Any  # the results, with a `jax.ShapeDtypeStruct` in place of each array
-    effects: Collection[Any]  # of the whole, such as prints
+    effects: Collection[Any]  # effects of all equations, such as prints
 
     def __call__(self, *args: Any) -> Any:
-        """The results, from every equation."""
+        """Computes all results."""
         return run(self.eqns, self.outputs, self.consts | bind(self.inputs, args))
 
     def evaluate(self, wanted: Any, known: Mapping[jex.Var, Any]) -> Any:
-        """A tree of values from known ones, by the equations that it needs alone."""
+        """Computes a tree of values from known ones, by only the equations it needs."""
         env = self.consts | dict(known)
         return run(needed(self.eqns, jax.tree.leaves(wanted), env), wanted, env)
 
@@ -49,7 +49,7 @@ def trace(
     function: Callable, *args: Any, inlined: Choice = lambda eqn: False
 ) -> TracedFunction:
     """Traces a function of pytrees of arrays; the arguments may be their shapes."""
-    # Avals, not values: none is computed with.
+    # The trace sees avals, not values: nothing is computed.
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     jaxpr = inline(closed.jaxpr, inlined)
     return TracedFunction(
@@ -63,7 +63,7 @@ def trace(
 
 
 def bind(variables: Any, values: Any) -> dict[jex.Var, Any]:
-    """The values of two trees of one structure by the variables in their places."""
+    """Maps the variables of one tree to the values at the same places of another."""
     leaves = jax.tree.leaves(variables), jax.tree.leaves(values)
     return dict(zip(*leaves, strict=True))
 
@@ -87,7 +87,8 @@ def needed(
     """The equations that outputs depend on, in order, where ``given`` are known."""
     wanted = set(variables_in(outputs)).difference(given)
     found = []
-    # Backwards: an equation is used by later ones alone, so that one pass will do.
+    # The loop runs backwards: only later equations use an equation, so one pass is
+    # enough.
     for eqn in reversed(eqns):
         if not wanted.isdisjoint(eqn.outvars):
             found.append(eqn)
@@ -96,25 +97,25 @@ def needed(
 
 
 def inputs_of(eqns: Eqns, outputs: Iterable[Any] = ()) -> list[jex.Var]:
-    """The variables that equations, and outputs next to them, take from outside."""
+    """The variables that equations and further outputs take from outside."""
     made = {var for eqn in eqns for var in eqn.outvars}
     used = variables_in([*(a for eqn in eqns for a in eqn.invars), *outputs])
-    # In order: a set would give each process another program.
+    # The order is kept, because a set would give each process a different program.
     return list(dict.fromkeys(v for v in used if v not in made))
 
 
 def derived(eqns: Eqns, given: Iterable[jex.Var]) -> set[jex.Var]:
-    """The variables that come from ``given`` alone, themselves among them."""
+    """The variables that come only from ``given``, which are included."""
     found = set(given)
     for eqn in eqns:
-        # An equation without inputs, such as iota, comes from nothing else either.
+        # An equation without inputs, such as iota, counts too.
         if found.issuperset(variables_in(eqn.invars)):
             found.update(eqn.outvars)
     return found
 
 
 def reached(eqns: Eqns, given: Iterable[jex.Var]) -> set[jex.Var]:
-    """The variables that follow from any of ``given``, themselves among them."""
+    """The variables that depend on any of ``given``, which are included."""
     found = set(given)
     for eqn in eqns:
         if not found.isdisjoint(variables_in(eqn.invars)):
@@ -123,7 +124,7 @@ def reached(eqns: Eqns, given: Iterable[jex.Var]) -> set[jex.Var]:
 
 
 def warn_of_effects(traced: TracedFunction) -> None:
-    """Warns of prints and callbacks: lost where only what is `needed` is run."""
+    """Warns of prints and callbacks: they are lost if only `needed` equations run."""
     if traced.effects:
         warn_user(
             "The loss, or a block of its Stack, prints or calls back into Python "
@@ -135,10 +136,10 @@ def warn_of_effects(traced: TracedFunction) -> None:
 
 
 def run(eqns: Eqns, wanted: Any, env: Mapping[jex.Var, Any]) -> Any:
-    """Evaluates equations on values; differentiable and traceable as JAX code is."""
+    """Evaluates equations on values; it can be differentiated and traced by JAX."""
     outvars, tree = jax.tree.flatten(wanted)
-    # Only what is used: a jaxpr's inputs must be values of this trace, and a caller may
-    # not know those of equations that are left out.
+    # Only the variables in use are inputs: a jaxpr's inputs must be values of this
+    # trace, and a caller may not know the inputs of equations that are left out.
     invars = inputs_of(eqns, outvars)
     jaxpr = jex.Jaxpr(
         constvars=[],
@@ -158,7 +159,7 @@ def inline(jaxpr: jex.Jaxpr, wanted: Choice = is_call) -> jex.Jaxpr:
     eqns: list[jex.JaxprEqn] = []
 
     def emit(body: jex.Jaxpr, names: dict[jex.Var, Any]) -> list:
-        """Adds the equations of a body; its outputs, by their names in the program."""
+        """Adds the equations of a body; returns its outputs, as program variables."""
 
         def rename(atoms: Iterable[Any]) -> list:
             return [a if isinstance(a, jex.Literal) else names[a] for a in atoms]
@@ -168,12 +169,13 @@ def inline(jaxpr: jex.Jaxpr, wanted: Choice = is_call) -> jex.Jaxpr:
             inner = None
             if is_call(eqn) and wanted(eqn):
                 inner = next(jex.jaxprs_in_params(eqn.params))
-            # A call that closes over constants stays one: they are values, not names.
+            # A call that closes over constants stays a call: they are values, not
+            # variables.
             if inner is not None and not inner.constvars:
                 outvars = emit(inner, dict(zip(inner.invars, invars, strict=True)))
             else:
                 # A jaxpr that is called twice has its variables once: each copy of its
-                # equations needs variables of its own.
+                # equations needs new variables.
                 outvars = [
                     v if isinstance(v, jex.DropVar) else fresh(v.aval)
                     for v in eqn.outvars
@@ -183,8 +185,8 @@ def inline(jaxpr: jex.Jaxpr, wanted: Choice = is_call) -> jex.Jaxpr:
         return rename(body.outvars)
 
     outvars = emit(jaxpr, {v: v for v in (*jaxpr.constvars, *jaxpr.invars)})
-    # Not a new Jaxpr: that of jax 0.12 would count its constants among the inputs.
-    # docs/library-notes.md, "Tracing and compiling"
+    # A new Jaxpr would count its constants among the inputs in jax 0.12
+    # (docs/library-notes.md, "Tracing and compiling").
     return jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=_DEBUG_INFO)
 
 
@@ -195,21 +197,21 @@ class Layers:
 
     trained: dict  # parameters
     fixed: dict  # frozen parameters and variables that a forward pass does not change
-    state: dict  # variables that it changes
+    state: dict  # variables that a forward pass changes
 
 
 class LayerWithResiduals:
     """One layer, traced together with its VJP, and the residuals to keep.
 
-    What comes from the layer's own weights alone (casts, gathered shards), or from the
-    arguments that all layers get (masks), is computed again in the backward pass: it
-    would otherwise be kept once per microbatch, or once per layer.
+    Values that come only from the layer's weights (casts, gathered shards), or from the
+    arguments that all layers get (masks), are computed again in the backward pass:
+    otherwise they would be kept once per microbatch, or once per layer.
 
     Args:
         block_vjp: ``(layer, x, args) -> (x, state, vjp)``.
         layer: The arrays of one layer, or their shapes.
-        x: Its input.
-        args: Its arguments.
+        x: The layer's input.
+        args: The layer's arguments.
     """
 
     def __init__(
@@ -219,7 +221,7 @@ class LayerWithResiduals:
         x: list,
         args: list,
     ) -> None:
-        # Checkpoints are not inlined: their policies say what is a residual. The
+        # Checkpoints are not inlined, because their policies choose the residuals. The
         # leaves of the VJP, the third output, are the residuals.
         self._traced = traced = trace(
             block_vjp, layer, x, args, inlined=lambda eqn: eqn.primitive.name == "jit"
@@ -228,7 +230,8 @@ class LayerWithResiduals:
         layer, _, args = traced.inputs
         # `jax.checkpoint` passes a residual that is an input through
         # `reduce_precision`, https://github.com/jax-ml/jax/pull/22244, so that it
-        # cannot be recognised by identity: ask what a residual is derived from.
+        # cannot be recognised by identity: instead, find the variables from which it
+        # is derived.
         free: set[jex.Var] = set()
         for given in ((layer.trained, layer.fixed), args):
             free |= derived(traced.eqns, [*traced.consts, *jax.tree.leaves(given)])
@@ -236,13 +239,13 @@ class LayerWithResiduals:
         self.saved: list[jex.Var] = [v for v in residuals if v not in free]
 
     def forward(self, layer: Layers, x: list, args: list) -> tuple[list, dict, list]:
-        """The output, the state after it, and the residuals to keep."""
+        """The output, the new state, and the residuals to keep."""
         wanted = (*self._traced.outputs[:2], self.saved)
         known = bind(self._traced.inputs, (layer, x, args))
         return self._traced.evaluate(wanted, known)
 
     def vjp(self, trained: dict, fixed: dict, args: list, saved: list) -> Callable:
-        """The VJP, from the kept residuals and what is still at hand."""
+        """The VJP, from the kept residuals and the arrays that are still available."""
         layer, _, of_args = self._traced.inputs
         at_hand = (layer.trained, layer.fixed, of_args, self.saved)
         known = bind(at_hand, (trained, fixed, args, saved))
@@ -252,15 +255,16 @@ class LayerWithResiduals:
 class SplitBackward:
     """A joint backward pass cut where the input gradient is complete [1].
 
-    Each equation is run once: those that the input gradients need in the first part,
-    the rest in the second. Differentiating twice, for the inputs and for the weights,
-    would compute the products that both need twice: 6.2 times a forward pass instead of
-    3.0.
+    Each equation runs once: the first part has the equations that the input gradients
+    need, the second part has the rest. Differentiating twice, for the inputs and for
+    the weights, would compute the products that both need twice: 6.2 times a forward
+    pass instead of 3.0.
 
     Args:
         backward: ``(weights, kept) -> (input gradients, weight gradients)``.
-        weights: What is at hand again when the second part runs, or its shapes.
-        kept: Everything else: residuals and the output's gradient.
+        weights: The arrays that are available again when the second part runs, or their
+            shapes.
+        kept: All other arrays: residuals and the output's gradient.
 
     References:
         [1] Qi et al., "Zero Bubble Pipeline Parallelism", 2024, section 2,
@@ -272,7 +276,7 @@ class SplitBackward:
     ) -> None:
         self._traced = traced = trace(backward, weights, kept, inlined=is_call)
         inputs, grads = map(jax.tree.leaves, traced.outputs)
-        # What comes from the weights alone is computed again rather than kept.
+        # Values that come only from the weights are computed again rather than kept.
         free = {*traced.consts, *jax.tree.leaves(traced.inputs[0])}
         first = needed(traced.eqns, inputs)
         made = {v for eqn in first for v in eqn.outvars} - derived(traced.eqns, free)
@@ -280,7 +284,7 @@ class SplitBackward:
         self._pending = [v for v in inputs_of(second, grads) if v not in free]
 
     def run_input(self, weights: Any, kept: Any) -> tuple[Any, list]:
-        """The input gradients, and the values pending for the second part."""
+        """The input gradients, and the values that the second part needs."""
         wanted = (self._traced.outputs[0], self._pending)
         return self._traced.evaluate(wanted, bind(self._traced.inputs, (weights, kept)))
 

@@ -1,6 +1,6 @@
 """Implementations of attention: each honours an argument or refuses it by name.
 
-None ever answers with a wider mask than it was asked for.
+An implementation never uses a wider mask than it was asked for.
 """
 
 import importlib.util
@@ -21,21 +21,21 @@ from nnx_parallel.sharding.layout import Layout
 Implementation = Literal["xla", "cudnn", "splash", "tokamax"]
 """Implementations of attention.
 
-- ``xla``: plain operations. Short sequences at once, all scores held; long ones in
-  blocks.
+- ``xla``: plain operations. Short sequences are computed at once, with all scores held;
+  long ones in blocks.
 - ``cudnn``: NVIDIA's fused kernel, in float16 and bfloat16.
 - ``splash``: a Pallas kernel for TPUs, for sequences of a multiple of 128.
 - ``tokamax``: Tokamax's Pallas kernel for the GPU or TPU that runs it, from the extra
-  ``kernels``. It is never taken unasked.
+  ``kernels``. It runs only on request.
 """
 
 HEADS = ("batch", None, "heads", None)
 SPLASH_BLOCK = 128
-"""Sequences that the TPU's kernel takes are multiples of it."""
+"""The TPU's kernel takes sequences of a multiple of this length."""
 
 
 def plain_attention(call: AttentionCall, implementation: Any = "xla") -> Array:
-    """JAX's own attention; by default in plain operations, all scores at once."""
+    """JAX's attention; by default in plain operations, with all scores at once."""
     window = None if call.window is None else (call.window, 0)
     call, sees = _let_all_see(call)
     out = jax.nn.dot_product_attention(
@@ -54,13 +54,13 @@ def plain_attention(call: AttentionCall, implementation: Any = "xla") -> Array:
 def _let_all_see(call: AttentionCall) -> tuple[AttentionCall, Array | None]:
     """A call whose mask lets each query see a key, for kernels that need one.
 
-    Where a query sees nothing, their softmax is the mean of all values, or NaN: its
-    output must be set to 0, which also stops its gradients (docs/library-notes.md,
-    "Attention").
+    For a query that sees nothing, the softmax of these kernels gives the mean of all
+    values, or NaN: the query's output must be set to 0, which also stops its gradients
+    (docs/library-notes.md, "Attention").
 
     Returns:
         The call, and bool ``(batch or 1, seq or 1, heads or 1, 1)``, False where a
-        query sees nothing. ``None`` if there is no mask.
+        query sees nothing. ``None`` without a mask.
     """
     if call.mask is None:
         return call, None
@@ -71,7 +71,7 @@ def _let_all_see(call: AttentionCall) -> tuple[AttentionCall, Array | None]:
 
 
 def attention_in_blocks(call: AttentionCall) -> Array:
-    """Attention that holds the scores of one block at a time; it takes all."""
+    """Attention that holds the scores of one block at a time; it takes every call."""
     return blockwise_attention(
         call.pattern,
         call.query,
@@ -88,20 +88,20 @@ class FusedKernel(NamedTuple):
 
     platforms: tuple[str, ...]
     call: Callable[[AttentionCall], Array]
-    # Reasons why it cannot compute a call; none if it can.
+    # Reasons why it cannot compute a call; empty if it can.
     refusals: Callable[[AttentionCall], Iterator[str]]
-    is_default: Callable[[Layout | None], bool]  # taken unasked, where it fits
+    is_default: Callable[[Layout | None], bool]  # True: taken by default if it fits
 
 
 def cudnn_attention(call: AttentionCall) -> Array:
-    """NVIDIA's kernel."""
+    """Attention by NVIDIA's kernel."""
     return plain_attention(call, "cudnn")
 
 
 def cudnn_refusals(call: AttentionCall) -> Iterator[str]:
     """Reasons why cuDNN's kernel cannot compute a call."""
-    # Without NVIDIA's libraries JAX cannot even trace the kernel: asked of the arrays,
-    # not tried.
+    # Without NVIDIA's libraries JAX cannot even trace the kernel, so the arrays are
+    # checked instead of trying it.
     query, key, value = call.query, call.key, call.value
     head_dim = query.shape[-1]
     if query.dtype not in (jnp.float16, jnp.bfloat16):
@@ -115,7 +115,7 @@ def cudnn_refusals(call: AttentionCall) -> Iterator[str]:
         lengths = f"{queries} queries and {keys} keys"
         yield f"a mask over {lengths}; with one it takes even numbers"
     if call.segments is not None:
-        # Its packed layout exists behind JAX's private modules alone: jax.nn has
+        # Only JAX's private modules give access to its packed layout: jax.nn has
         # lengths of rows (docs/library-notes.md, "Attention").
         yield "segments; it takes rows of one document"
     if call.window is not None and (not call.causal or queries != keys):
@@ -139,7 +139,7 @@ def splash_refusals(call: AttentionCall) -> Iterator[str]:
 
 
 def _late_queries(call: AttentionCall) -> Iterator[str]:
-    """The reason against queries that are past the window of every key."""
+    """The reason to refuse queries that are past the window of every key."""
     queries, keys = call.lengths
     if call.window is not None and queries > keys:
         yield f"a window over {queries} queries and {keys} keys; it takes no fewer keys"
@@ -152,11 +152,12 @@ def _unsupported(call: AttentionCall, *names: str) -> Iterator[str]:
 
 
 def splash_attention(call: AttentionCall, *, interpret: bool = False) -> Array:
-    """The TPU's kernel; ``interpret`` runs it on any platform, slowly."""
+    """Attention by the TPU's kernel; ``interpret`` runs it slowly on any platform."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     lengths, query = call.lengths, call.query
-    # Blocks of up to 512 that divide the sequences; the backward kernels need theirs.
+    # Blocks have up to 512 tokens and divide the sequences; the backward kernels need
+    # block sizes too.
     q, kv = (math.gcd(length, 4 * SPLASH_BLOCK) for length in lengths)
     blocks: dict[str, Any] = {f"block_q{of}": q for of in ("", "_dkv", "_dq")}
     blocks |= {f"block_kv{of}": kv for of in ("", "_dkv", "_dq")}
@@ -168,8 +169,8 @@ def splash_attention(call: AttentionCall, *, interpret: bool = False) -> Array:
         attn_logits_soft_cap=call.softcap,
         interpret=interpret,
     )
-    # The kernel does not scale, and takes (heads, seq, head_dim) of one row: here
-    # (batch, seq, heads, head_dim) -> (batch, heads, seq, head_dim) and back.
+    # The kernel does not scale, and takes (heads, seq, head_dim) for one row; so
+    # (batch, seq, heads, head_dim) becomes (batch, heads, seq, head_dim) and back.
     query = query * jnp.asarray(call.factor, query.dtype)
     operands = (x.swapaxes(1, 2) for x in (query, call.key, call.value))
     ids = None if call.segments is None else splash.SegmentIds(*call.segments)
@@ -177,7 +178,7 @@ def splash_attention(call: AttentionCall, *, interpret: bool = False) -> Array:
     out = jax.vmap(kernel, in_axes)(*operands, ids, call.sinks).swapaxes(1, 2)
     if call.segments is None:
         return out
-    # Padding saw padding: it must see nothing, and then has no gradient either.
+    # Padding saw padding. It must see nothing, and so have no gradient.
     return jnp.where((call.segments[0] != 0)[:, :, None, None], out, 0)
 
 
@@ -199,7 +200,7 @@ def tokamax_attention(
     Raises:
         AttentionKernelError: If none of them takes these operands on this device.
     """
-    # By its name: where it is not installed, types are still checked.
+    # It is imported by name, so that types can be checked without it.
     tokamax = importlib.import_module("tokamax")
 
     right = 0 if call.causal else call.window
@@ -235,14 +236,14 @@ def tokamax_refusals(call: AttentionCall) -> Iterator[str]:
             "(pip install 'nnx-parallel[kernels]')"
         )
     if call.segments is not None:
-        # As a mask, queries x keys, which is what packed rows must not hold.
+        # As a mask they would be queries x keys, an array that packed rows must avoid.
         yield "segments; it takes rows of one document"
     yield from _late_queries(call)
     yield from _unsupported(call, "sinks")
 
 
 def _is_never(_: Layout | None) -> bool:
-    """Faster than the platform's own kernel has not been measured."""
+    """False: measurements do not show that it is faster than the platform's kernel."""
     return False
 
 
@@ -253,7 +254,7 @@ def _is_ampere(layout: Layout | None) -> bool:
 
 
 def _is_placed(layout: Layout | None) -> bool:
-    """True if it is known which device has what; a Pallas kernel is not partitioned."""
+    """True if placements are known; a Pallas kernel cannot be partitioned."""
     if layout is None:
         return jax.device_count() == 1
     return layout.mesh.size == 1 or not layout.is_silent(HEADS)

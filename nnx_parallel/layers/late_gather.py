@@ -1,9 +1,9 @@
 """Parameters that a loss scans by itself, gathered one layer at a time.
 
 A model scanned by Flax or JAX hands the parameters of all its layers to one loop. Here
-the loss is traced, and a stored parameter passes through casts, calls and loops as it
-is, until an equation computes with it: there it is gathered, in the body of a loop one
-layer of it. Only places change, never values.
+the loss is traced, and a stored parameter passes through casts, calls and loops
+unchanged until an equation computes with it. It is gathered there; in the body of a
+loop, only one layer is gathered. Only places change, never values.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,16 +27,16 @@ from nnx_parallel.sharding.model import Path, flatten
 from nnx_parallel.sharding.placement import Placement
 
 Places = dict[jex.Var, Placement]
-"""Where values live that are not gathered yet."""
+"""Placements of the values that are not gathered yet."""
 
 
 def gather_late(
     function: Callable, places: Mapping[Path, Placement], *, is_kept: bool = False
 ) -> Callable:
-    """A function of ``(params, variables, *rest)`` that gathers where it computes.
+    """A function of ``(params, variables, *rest)`` that gathers parameters on use.
 
-    The arrays at ``places`` are given as they are stored. What is gathered outside of
-    loops is gathered again for the backward pass, unless it ``is_kept``.
+    The arrays at ``places`` are passed as they are stored. Arrays that are gathered
+    outside of loops are gathered again for the backward pass, unless ``is_kept``.
     """
     if not places:
         return function
@@ -59,13 +59,13 @@ def _is_inlined(eqn: jex.JaxprEqn) -> bool:
 
 @dataclass(frozen=True)
 class _Level:
-    """How the equations of a loss, of a loop's body, or of a checkpoint are run."""
+    """Settings to run the equations of a loss, of a loop's body, or of a checkpoint."""
 
-    keeps: bool  # leaves to others what the backward pass keeps
-    prevent_cse: bool  # as in `jax.checkpoint`
+    keeps: bool  # True: others choose the values that the backward pass keeps
+    prevent_cse: bool  # the argument of `jax.checkpoint`
 
     def run(self, eqns: Eqns, outs: Sequence, env: dict, places: Places) -> list:
-        """The outputs; ``env`` has the values of the inputs."""
+        """Computes the outputs; ``env`` has the values of the inputs."""
         env, places, plain = dict(env), dict(places), []
         for i, eqn in enumerate(eqns):
             takes = not places.keys().isdisjoint(variables_in(eqn.invars))
@@ -85,7 +85,7 @@ class _Level:
     def _compute(
         self, eqns: Eqns, later: Sequence[jex.Var], env: dict, places: Places
     ) -> None:
-        """Adds the values of ``eqns`` that are used later."""
+        """Computes ``eqns`` and adds the values that are used later."""
         if not eqns:
             return
         taken = inputs_of(eqns)
@@ -98,7 +98,7 @@ class _Level:
             gathered = use_params({v: known[v] for v in stored}, places)
             return run(eqns, wanted, known | gathered)
 
-        # Gathered parameters are never kept: they would be those of all layers.
+        # Gathered parameters are never kept, because all layers would add up.
         if stored and not self.keeps:
             policy, prevent_cse = saves_all_but_gathers, self.prevent_cse
             compute = jax.checkpoint(compute, policy=policy, prevent_cse=prevent_cse)
@@ -106,12 +106,12 @@ class _Level:
 
 
 def _read(atom: Any, known: Mapping[jex.Var, Any]) -> Any:
-    """An atom's value; a literal has its own."""
+    """The value of an atom, which is a variable or a literal."""
     return atom.val if isinstance(atom, jex.Literal) else known.get(atom)
 
 
 def _run_cast(eqn: jex.JaxprEqn, env: dict, places: Places) -> tuple[list, Places]:
-    # Cast before it is gathered: half the bytes in bfloat16.
+    # The cast comes before the gather: half the bytes in bfloat16.
     (place,), (out,) = places.values(), eqn.outvars
     return run([eqn], [out], env), {out: place}
 
@@ -125,7 +125,7 @@ def _run_checkpoint(
         return saves_all_but_gathers(*args, **params) and policy(*args, **params)
 
     jaxpr = ClosedJaxpr(next(jex.jaxprs_in_params(eqn.params)), [])
-    # With the policy of the model, and gathered within: so never kept.
+    # The model's policy applies, and the gather is inside: so its result is never kept.
     body = jax.checkpoint(
         _body(jaxpr, _inner(eqn, places), _Level(keeps=True, prevent_cse=False)),
         policy=policy and keeps,
@@ -139,14 +139,15 @@ def _run_scan(eqn: jex.JaxprEqn, env: dict, places: Places) -> tuple[list, Place
     within: Any = next(jex.jaxprs_in_params(eqn.params)).invars
     pairs: Any = zip(eqn.invars, within, strict=True)
     ranks = [(v, v.aval.ndim > w.aval.ndim) for v, w in pairs]
-    # A slice has one dim less; what all iterations share is gathered once, before.
+    # A slice has one dim less; values that all iterations share are gathered once,
+    # before the loop.
     whole = {v for v, is_slice in ranks if not isinstance(v, jex.Literal) | is_slice}
     sliced = {v: place.of_layer() for v, place in places.items() if v not in whole}
     shared = {v: place for v, place in places.items() if v not in sliced}
     env = env | use_params({v: env[v] for v in shared}, shared)
     level = _Level(keeps=False, prevent_cse=False)
     body = jax.make_jaxpr(_body(body, _inner(eqn, sliced), level))(*map(_shape, within))
-    # All else of the loop as it was: what is constant, carried, or scanned.
+    # The rest of the loop does not change: constants, carried and scanned values.
     eqn = eqn.replace(params=eqn.params | {"jaxpr": body})
     return run([eqn], eqn.outvars, env), {}
 
@@ -176,8 +177,8 @@ def _shape(value: Any) -> jax.ShapeDtypeStruct:
 
 _RUNNERS = {
     "convert_element_type": _run_cast,
-    # Of what `nnx.jit` inside the loss hands back: it counts as assigned, and is whole
-    # no more than it was.
+    # It constrains the values that `nnx.jit` inside the loss returns: they count as
+    # assigned, and are not gathered by it.
     "sharding_constraint": _run_cast,
     "remat2": _run_checkpoint,
     "checkpoint": _run_checkpoint,

@@ -1,7 +1,7 @@
 """LoRA: small trained factors next to the frozen kernels of a model's linear layers.
 
-An adapted layer is the layer itself with two more parameters: paths of what it had stay
-as they were, so that weights, names and checkpoints of the base still fit.
+An adapted layer is the layer itself with two more parameters: its other paths do not
+change, so that weights, names and checkpoints of the base still fit.
 """
 
 import math
@@ -31,12 +31,12 @@ KINDS = (Dense, nnx.Linear, nnx.LinearGeneral)
 
 
 class Adapted(nnx.Module):
-    """The factors that an adapted layer adds to the layer that it is.
+    """The factors that an adapted layer adds to its base layer.
 
     Attributes:
-        lora_a: ``(*in_dims, rank)``, with a dim of layers in front where the kernel has
-            one; likewise below.
-        lora_b: ``(rank, *out_dims)``, zeros at first.
+        lora_a: ``(*in_dims, rank)``, with a dim of layers in front if the kernel has
+            one.
+        lora_b: ``(rank, *out_dims)``, with the same dim in front; zeros at first.
         lora_scale: Factor of their product.
     """
 
@@ -46,7 +46,7 @@ class Adapted(nnx.Module):
     lora_scale: float
 
     def __call__(self, x: Array, *args: Any, **kwargs: Any) -> Array:
-        """The layer's output and that of its factors."""
+        """The sum of the base layer's output and the factors' output."""
         layer = cast(Callable[..., Array], super().__call__)
         y = layer(x, *args, **kwargs)
         a, b = (factor[...].astype(y.dtype) for factor in (self.lora_a, self.lora_b))
@@ -55,12 +55,12 @@ class Adapted(nnx.Module):
         x = jnp.moveaxis(x.astype(y.dtype), tuple(axes), tuple(range(-num_in, 0)))
         in_names = getattr(self, "in_names", (None,) * num_in)
         out_names = getattr(self, "out_names", (None,) * num_out)
-        # Scaled where it is smallest: (*leading, *in_dims) -> (*leading, rank)
+        # The smallest array is scaled: (*leading, *in_dims) -> (*leading, rank)
         narrow = matmul(x, a, in_names, (None,)) * self.lora_scale
         return y + matmul(narrow, b, (None,), out_names)
 
     def follow_names(self) -> None:
-        """Gives the factors the names that the kernel's dims have by now."""
+        """Gives the factors the current names of the kernel's dims."""
         names = names_of(self.kernel)
         if not names:
             return
@@ -94,14 +94,14 @@ class AdaptedSource:
     adapt: Callable[[nnx.Module, nnx.Rngs], None]
 
     def __call__(self, rngs: nnx.Rngs) -> nnx.Module:
-        """Builds the model as it is, with weights from files, then its factors."""
+        """Builds the model, with its weights from files, and then the factors."""
         reads = isinstance(self.source, ReadsArrays)
         return self._adapted(
             self.source(rngs) if reads else build_model(self.source, rngs), rngs
         )
 
     def build_shapes(self, rngs: nnx.Rngs) -> nnx.Module:
-        """The same; weights that are in files are not yet read."""
+        """Builds the model without reading weights from files."""
         return self._adapted(build_model(self.source, rngs), rngs)
 
     def _adapted(self, model: nnx.Module, rngs: nnx.Rngs) -> nnx.Module:
@@ -109,7 +109,7 @@ class AdaptedSource:
         return model
 
     def read_arrays(self, arrays: Mapping) -> dict:
-        """The source's own, if it reads them from files."""
+        """The arrays that the source reads from files, if it does."""
         source: Any = self.source
         return source.read_arrays(arrays) if isinstance(source, ReadsArrays) else {}
 
@@ -136,15 +136,15 @@ def lora(
 ) -> Any:
     r"""A model with low-rank adapters [1] next to the kernels of some of its layers.
 
-    A layer then computes ``layer(x) + (alpha / rank) * (x @ A) @ B``. It starts as it
-    was, for B is zeros. Give the Trainer ``wrt=nnx.LoRAParam``: the factors alone are
-    trained, and have optimizer state. They take their names from the kernel's dims, so
-    that every strategy places them as it places the kernel; in a `Stack` each layer has
-    its own.
+    A layer then computes ``layer(x) + (alpha / rank) * (x @ A) @ B``. At first its
+    output does not change, because B is zeros. Give the Trainer ``wrt=nnx.LoRAParam``:
+    only the factors are trained, and have optimizer state. They take their names from
+    the kernel's dims, so that every strategy places them as it places the kernel; in a
+    `Stack` each layer has separate factors.
 
     Args:
-        model: A model, of which a copy is adapted that shares its arrays; or what a
-            Trainer takes, a function of ``nnx.Rngs``, and then a function is returned.
+        model: A model: a copy that shares its arrays is adapted. Or a function of
+            ``nnx.Rngs``, as a Trainer takes it: then a function is returned.
         targets: A regex, searched in the dotted path of each layer:
             ``r"attention\.(query|value)"``.
         rank: Width of the factors.
@@ -152,8 +152,9 @@ def lora(
         rngs: Keys of the factors, for a model that is built.
 
     Raises:
-        ModelError: If no layer matches, or one that cannot be adapted, or has been.
-        RuleError: If ``targets`` is no regex.
+        ModelError: If no layer matches, or a matching layer cannot be adapted or is
+            adapted already.
+        RuleError: If ``targets`` is not a valid regex.
         ValueError: If ``rank`` is below 1.
 
     Example:
@@ -177,17 +178,17 @@ def lora(
 
     if not isinstance(model, nnx.Module):
         return AdaptedSource(source=model, adapt=adapt)
-    # New Variables around the same arrays: the given model stays as it is.
+    # New Variables hold the same arrays, so that the given model does not change.
     copied = nnx.merge(*nnx.split(model), copy=True)
     adapt(copied, rngs or nnx.Rngs(0))
     return copied
 
 
 def merge_lora(model: Model) -> Model:
-    """The model with its adapters added to the kernels, of plain layers again.
+    """The model with plain layers again, and its adapters added to the kernels.
 
-    A new model; arrays that were not adapted are shared with the given one. A kernel
-    keeps its dtype and its sharding.
+    It is a new model, which shares arrays that were not adapted with the given one. A
+    kernel keeps its dtype and its sharding.
 
     Raises:
         ModelError: If the model has no adapters.
@@ -239,7 +240,7 @@ def _adapt(layer: Any, rank: int, scale: float, rngs: nnx.Rngs) -> None:
     num_in, num_out = _num_dims(layer)
     lead = kernel.ndim - num_in - num_out
     stacked, ins = kernel.shape[:lead], kernel.shape[lead : lead + num_in]
-    # PEFT's start, kaiming_uniform(a=sqrt(5)): within 1 / sqrt(fan_in).
+    # PEFT starts from kaiming_uniform(a=sqrt(5)), which is within 1 / sqrt(fan_in).
     bound = math.prod(ins) ** -0.5
     shape = (*stacked, *ins, rank)
     a = jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound)
@@ -265,7 +266,8 @@ def _ndim(variable: nnx.Variable) -> int:
     return variable.get_value().ndim
 
 
-# One class for a kind, or two models of one structure would not be alike to JAX.
+# Each base class has one adapted class; otherwise JAX would see two models of one
+# structure as different.
 @cache
 def _adapted(kind: type[nnx.Module]) -> type[nnx.Module]:
     def fill(namespace: dict[str, Any]) -> None:

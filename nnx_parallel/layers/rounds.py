@@ -1,9 +1,10 @@
-"""Work of unknown amount in rounds, each in buffers for a little more than the mean.
+"""Does an unknown amount of work in rounds, with buffers a little above the mean.
 
-A device's experts may get the tokens of all devices. Buffers for that case would be as
-many times larger than those of balanced tokens as there are devices. So rows are taken
-in rounds: a device has room for its share and some slack; what is left waits for the
-next round. Balanced tokens are done in the first, and the loop that follows never runs.
+A device's experts may get the tokens of all devices. On N devices, buffers for that
+case would be N times as large as buffers for balanced tokens. So rows are taken in
+rounds: a device has room for its share and some slack; the other rows wait for the next
+round. Balanced tokens fit into the first round, and then the loop over further rounds
+does not run.
 """
 
 import math
@@ -16,16 +17,18 @@ import jax.numpy as jnp
 from jax import Array
 
 SLACK = 0.25
-"""Room for rows beyond those of perfect balance, as a share of them."""
+"""Extra room for rows, as a share of the rows of perfect balance."""
 
 Part = Callable[..., Array]
-"""A part of a sum, of integers and operands; a further one of its index before them."""
+"""Computes a part of a sum from integers and operands, and from an index before these
+if it is a further part.
+"""
 
 
 def round_rows(expected: float, most: int) -> int:
-    """The rows that one round has room for, of ``expected`` ones, and ``most`` ever."""
+    """Rows that one round has room for: for ``expected`` rows, but at most ``most``."""
     rows = math.ceil(expected * (1 + SLACK))
-    # Kernels of grouped products take tiles of 128 rows; few rows need no such step.
+    # Kernels of grouped products take tiles of 128 rows; few rows need a smaller step.
     step = 128 if rows >= 1024 else 8
     return min(-(-rows // step) * step, most)
 
@@ -37,16 +40,18 @@ def sum_rounds(
     given: Any,
     operands: Any,
 ) -> Array:
-    """``first(given, operands)``, and all ``further(index, given, operands)``.
+    """Sums ``first(given, operands)`` and all ``further(index, given, operands)``.
 
-    The gradient runs the same rounds: it saves what the first one needs, and computes
-    the others again, so that memory is that of one round.
+    The gradient runs the same rounds: it saves the residuals of the first round and
+    computes the others again, so that it needs the memory of only one round.
 
     Args:
-        first: Hashable, without traced values of its own.
-        further: Likewise, of rounds that balanced tokens do not need.
-        num_further: int32 scalar, their number; equal on devices that communicate in a
-            round. `None` if there can be none: then there is no loop.
+        first: The first round; hashable, and does not close over traced values.
+        further: The rounds that balanced tokens do not need; hashable, and does not
+            close over traced values.
+        num_further: int32 scalar, the number of further rounds; equal on devices that
+            communicate in a round. `None` if further rounds cannot occur: then there is
+            no loop.
         given: A pytree of integers.
         operands: A pytree of arrays that are differentiated.
     """
@@ -83,7 +88,7 @@ def _backward(
 
 
 def _add_others(function: Callable[[Array], Any], count: Array, first: Any) -> Any:
-    """Adds what comes of the rounds after the first."""
+    """Adds the results of the rounds after the first."""
 
     def body(carry: tuple[Array, Any]) -> tuple[Array, Any]:
         index, total = carry

@@ -1,4 +1,4 @@
-"""Which queries see which keys, and the blocks of scores that they meet in.
+"""The rules by which queries see keys, and the blocks of scores in which they meet.
 
 Masks are computed within a block from the positions and documents of its tokens, never
 for all queries and keys.
@@ -19,11 +19,12 @@ BLOCK = 512
 
 
 class Tokens(NamedTuple):
-    """Where the tokens of one side are; masks are computed from it.
+    """Positions and documents of one side's tokens; masks are computed from them.
 
     Attributes:
-        positions: int ``(batch or 1, seq)``, in the row: causality and windows compare
-            them. In any order; blocks are skipped where neighbours are near.
+        positions: int ``(batch or 1, seq)``, positions in the row, which causality and
+            windows compare. They may come in any order; blocks can be skipped if
+            neighbours have near positions.
         segments: int ``(batch or 1, seq)``, the document of each token; 0 is padding,
             which sees nothing and is seen by nothing. ``None``: one document.
     """
@@ -33,19 +34,19 @@ class Tokens(NamedTuple):
 
     @classmethod
     def in_order(cls, length: int, segments: Array | None = None) -> Self:
-        """Those of rows whose tokens follow each other from position 0."""
+        """The tokens of rows, in order from position 0."""
         return cls(jnp.arange(length)[None], segments)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pattern:
-    """Which keys a query may see by their distance, and how scores are made.
+    """The distances at which a query sees keys, and the computation of scores.
 
     Attributes:
         scale: Factor of the products of queries and keys.
-        causal: Whether a query sees keys up to its own position only.
-        window: Keys seen to the left and to the right of its own position; ``None``:
-            all of them.
+        causal: True if a query sees only keys up to its position.
+        window: Number of keys seen to the left and to the right of a query's position;
+            ``None``: all of them.
         softcap: Bound of the scores: ``softcap * tanh(scores / softcap)``.
         block: Most queries and most keys of a block.
     """
@@ -63,7 +64,10 @@ class Pattern:
         return (0 if self.causal else None if right is None else -right), left
 
     def sees(self, queries: Tokens, keys: Tokens) -> Array | None:
-        """Who sees whom: ``(batch or 1, queries, keys)``; ``None`` if all see all."""
+        """True where a query sees a key: ``(batch or 1, queries, keys)``.
+
+        ``None`` if all queries see all keys.
+        """
         distance = queries.positions[:, :, None] - keys.positions[:, None, :]
         least, greatest = self.reach
         seen = [] if least is None else [distance >= least]
@@ -75,17 +79,17 @@ class Pattern:
 
 
 class Cut(NamedTuple):
-    """How a sequence is cut: ``num`` blocks of ``size``, the last one padded."""
+    """A sequence's cut into ``num`` blocks of ``size``, the last one padded."""
 
     num: int
     size: int
 
     @classmethod
     def of(cls, length: int, most: int) -> Self:
-        """As few blocks of at most so many tokens as a sequence needs."""
+        """Cuts a sequence into as few blocks of at most ``most`` tokens as it needs."""
         count = -(-length // most)
         size = -(-length // count)
-        # Whole vector registers, where it is cut at all.
+        # Several blocks fill whole vector registers.
         return cls(count, size if count == 1 else min(most, -(-size // 8) * 8))
 
     def __call__(self, x: Array, mode: Any = "constant") -> Array:
@@ -97,19 +101,19 @@ class Cut(NamedTuple):
         return jnp.moveaxis(x, 1, 0)
 
     def tokens(self, tokens: Tokens, *, is_padded: bool) -> Tokens:
-        """Tokens by the block; where a side is padded, with segments that say so."""
+        """Tokens by block; if a side is padded, with segments that mark the padding."""
         segments = tokens.segments
-        if segments is None and is_padded:  # what is padded is of no document
+        if segments is None and is_padded:  # padding will have segment 0
             segments = jnp.ones((1, tokens.positions.shape[1]), jnp.int32)
         segments = None if segments is None else self(segments)
         return Tokens(self(tokens.positions, "edge"), segments)
 
 
 class Grid:
-    """Queries and keys, cut into blocks, and which of these meet.
+    """Queries and keys, cut into blocks, and the pairs of blocks that meet.
 
-    The dims of a block are those of ``bqngd``, ``bknd`` and ``bngqk``: batch, queries,
-    kv_heads, query heads of each, head_dim; keys.
+    The dims of blocks are ``bqngd``, ``bknd`` and ``bngqk``: b is batch, q queries, k
+    keys, n kv_heads, g the query heads of each of them, and d head_dim.
     """
 
     def __init__(
@@ -122,9 +126,9 @@ class Grid:
         mask: Array | None,
     ) -> None:
         lengths = query.shape[1], key.shape[1]
-        # Masks depend on the tokens alone: JAX would compute those of all blocks before
-        # a scan over layers, queries x keys, and hold them. The barrier makes tokens
-        # depend on the queries (docs/library-notes.md, "Attention").
+        # Masks depend only on the tokens: JAX would compute the masks of all blocks,
+        # queries x keys, before a scan over layers, and hold them. The barrier makes
+        # tokens depend on the queries (docs/library-notes.md, "Attention").
         _, q_tokens, k_tokens = jax.lax.optimization_barrier(
             (query, q_tokens, k_tokens)
         )
@@ -145,7 +149,7 @@ class Grid:
         return self.q(x.reshape(*x.shape[:2], *self.group, *x.shape[3:]))
 
     def keys(self, x: Array) -> Array:
-        """``(batch, keys, kv, dim)`` to blocks."""
+        """``(batch, keys, kv, dim)`` to ``(blocks, batch, keys, kv, dim)``."""
         return self.k(x)
 
     def join(self, x: Array, query: Array) -> Array:
@@ -156,7 +160,7 @@ class Grid:
     def scores(
         self, query: Array, key: Array, q_tokens: Tokens, k_tokens: Tokens, mask: Any
     ) -> tuple[Array, Array | float]:
-        """Scores of a block, -inf where unseen, and their slope by the product."""
+        """Scores of a block, -inf where unseen, and their derivative by the product."""
         pattern = self.pattern
         scores = product("bqngd,bknd->bngqk", query, key) * pattern.scale
         slope: Array | float = pattern.scale
@@ -169,17 +173,17 @@ class Grid:
         return scores, slope
 
     def unless_empty(self, needed: Array | None, attend: Callable, *state: Any) -> Any:
-        """A block's new state; the old one where nothing of it is seen."""
+        """The state after a block, unchanged if the block is not seen at all."""
         if needed is None:
             return attend(*state)
         return jax.lax.cond(needed, attend, lambda *state: state, *state)
 
     def _needed(self) -> Array | None:
-        """False of (q blocks, k blocks) where no query of any row sees a key."""
+        """(q blocks, k blocks): False if no query of a pair sees a key in any row."""
         if self.q.num * self.k.num == 1:
             return None
         conditions = []
-        # Ranges of (blocks, batch); pairs of them of (q blocks, k blocks, batch).
+        # Ranges are (blocks, batch), and pairs of them (q blocks, k blocks, batch).
         (low, high), (k_low, k_high) = (
             _ranges(x.positions) for x in (self.q_tokens, self.k_tokens)
         )
@@ -213,7 +217,7 @@ class Grid:
 
 
 def _ranges(x: Array, valid: Any = True) -> tuple[Array, Array]:
-    """Least and greatest of each block's ``(batch, size)``; none is an empty range."""
+    """Least and greatest valid value per block and row; an empty range without one."""
     limits = jnp.iinfo(x.dtype)
     least = jnp.min(x, -1, initial=limits.max, where=valid)
     return least, jnp.max(x, -1, initial=limits.min, where=valid)
