@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 from nnx_parallel.errors import LossError
 from nnx_parallel.precision import sum_dtype
 
-# A step's record is one flat dict, in which these meet the metrics of a loss.
+# A step's record is one flat dict, which holds these next to the metrics of a loss.
 RESERVED_METRICS = (
     *("step", "time", "loss", "grad_norm", "learning_rate"),
     *("loss_scale", "lost_updates", "skipped"),
@@ -27,7 +27,7 @@ RESERVED_METRICS = (
 )
 """Names that a run reports itself: a loss cannot give them another meaning."""
 
-_EVAL_PREFIX = "eval_"  # of the metrics of an evaluation
+_EVAL_PREFIX = "eval_"  # prefix of an evaluation's metrics
 
 Scalar = jax.Array | float
 
@@ -38,10 +38,10 @@ class Mean:
     """A mean kept as total and weight, so that partial means add up exactly.
 
     A loss that averages over tokens must divide by the tokens of the whole batch: the
-    mean over microbatches of their means is another number when they hold different
-    counts. A `Mean` can be scaled by a number and added to another one: ``token_loss +
-    1e-4 * z_loss``. Terms of one weight merge; terms of different weights are kept
-    apart, each divided by its own.
+    mean of the microbatches' means is a different number when their counts differ. A
+    `Mean` can be scaled by a number and added to another one: ``token_loss +
+    1e-4 * z_loss``. Terms with the same weight merge; terms with different weights stay
+    separate, each divided by its weight.
 
     Attributes:
         total: The weighted sum.
@@ -63,7 +63,7 @@ class Mean:
 
     @property
     def terms(self) -> tuple[Mean, ...]:
-        """Means of one weight each, whose sum this is."""
+        """The means, of one weight each, that add up to this one."""
         return (Mean(self.total, self.weight), *self.more)
 
     @property
@@ -76,11 +76,11 @@ class Mean:
 
     @property
     def counts(self) -> Any:
-        """Whether a weight is not 0; without one the mean says nothing."""
+        """True if a weight is not 0; otherwise the mean has no data."""
         return functools.reduce(operator.or_, (t.weight != 0 for t in self.terms))
 
     def over(self, weights: Sequence[jax.Array]) -> jax.Array:
-        """Part of a mean over more data, whose weights are known, one for each term."""
+        """This mean's part of a mean over more data, given its weight for each term."""
         # A microbatch's total over the weight of the whole batch: such values add up
         # to the mean, and their gradients to its gradient.
         terms = zip(self.terms, weights, strict=True)
@@ -92,7 +92,7 @@ class Mean:
 
     def merge(self, other: Mean) -> Mean:
         """The mean over both batches: totals and weights add, term by term."""
-        # Both come from one loss, whose terms are in one order.
+        # Both come from one loss, so that their terms have the same order.
         pairs = zip(self.terms, other.terms, strict=True)
         sums = (
             Mean(_add(a.total, b.total), _add(a.weight, b.weight)) for a, b in pairs
@@ -105,7 +105,7 @@ class Mean:
                 f"Cannot add a {type(other).__name__} to a Mean: the sum would not say "
                 "what it is a mean of. Give it a weight: Mean(value * weight, weight)."
             )
-        # Keyed by identity: weights are traced, so that equal ones cannot be told.
+        # The key is the identity: weights are traced, so that they cannot be compared.
         terms: dict[int, Mean] = {}
         for term in (*self.terms, *other.terms):
             if same := terms.get(id(term.weight)):
@@ -124,7 +124,7 @@ class Mean:
         return self + -other
 
     def __mul__(self, factor: Scalar) -> Mean:
-        # A weight counts data, and stays what it is under a factor.
+        # A weight counts data, and a factor does not change it.
         return _from_terms(*(Mean(t.total * factor, t.weight) for t in self.terms))
 
     __rmul__ = __mul__
@@ -136,16 +136,16 @@ class Mean:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sum:
-    """A metric that is no mean: an array that adds up, and what follows from the sum.
+    """A metric that is not a mean: an array that adds up, and a function of the sum.
 
-    A confusion matrix; the counts from which an F1 score follows. They add up over
-    microbatches, devices and the batches of an evaluation. What is no single number is
-    a result of ``Trainer.evaluate`` and reaches ``on_eval_end``, but is not logged, and
-    a training loss cannot have it.
+    Examples are a confusion matrix, and the counts from which an F1 score follows. They
+    add up over microbatches, devices and the batches of an evaluation. A metric that is
+    not a single number is a result of ``Trainer.evaluate`` and reaches ``on_eval_end``,
+    but it is not logged, and a training loss cannot have it.
 
     Attributes:
         total: An array of any shape, or a pytree of arrays.
-        then: Function of the sum of all to the metric; by default the sum itself.
+        then: Function from the total sum to the metric; by default the sum itself.
 
     Example:
         >>> def f1(counts):  # of true positives, of errors
@@ -161,12 +161,12 @@ class Sum:
 
     @property
     def value(self) -> Any:
-        """The metric of this data alone."""
+        """The metric of only this data."""
         return self.total if self.then is None else self.then(self.total)
 
 
 def result_of(metric: Mean | Sum) -> Any:
-    """The value to report: NaN for a mean of nothing, which is not a value of 0."""
+    """The value to report: NaN for a mean without data, which must not read as 0."""
     if isinstance(metric, Sum) or metric.counts is True:  # known when it is traced
         return metric.value
     return jnp.where(metric.counts, metric.value, jnp.nan)
@@ -186,13 +186,13 @@ def _divide(total: Scalar, weight: Scalar) -> jax.Array:
     dtype = sum_dtype(total, weight)
     weight = jnp.asarray(weight, dtype)
     total = _with_constant_weight(jnp.asarray(total, dtype), weight)
-    # The divisor is replaced too: a NaN of the branch not taken has a NaN gradient.
+    # The divisor is replaced too: a NaN in the branch not taken has a NaN gradient.
     return jnp.where(weight == 0, 0.0, total / jnp.where(weight == 0, 1.0, weight))
 
 
 def _with_constant_weight(total: Scalar, weight: Scalar) -> jax.Array:
     """The total; its derivative raises if the weight has one too."""
-    # As a float, for integers have tangents of a dtype of their own.
+    # The weight becomes a float, because integers have tangents of a special dtype.
     return _total_of(jnp.asarray(total), jnp.asarray(weight, sum_dtype(weight)))
 
 
@@ -202,8 +202,8 @@ def _total_of(total: jax.Array, weight: jax.Array) -> jax.Array:
     return total
 
 
-# JAX knows which tangents are zero whatever the values: of data, of counts and other
-# comparisons, and of `stop_gradient`.
+# JAX knows which tangents are zero for any values: tangents of data, of counts and
+# other comparisons, and of `stop_gradient`.
 @partial(_total_of.defjvp, symbolic_zeros=True)
 def _total_jvp(primals: tuple, tangents: tuple) -> tuple:
     if not isinstance(tangents[1], SymbolicZero):
@@ -281,7 +281,7 @@ def split_loss_output(
             )
         loss, metrics = output[0], _by_name(output[1])
     mean = as_mean(loss, "The loss", weight)
-    # Of what was returned: `as_mean` makes float32 of an integer.
+    # The dtype of the returned loss counts: `as_mean` makes float32 of an integer.
     dtype = jnp.result_type(loss.total if isinstance(loss, Mean) else loss)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise LossError(

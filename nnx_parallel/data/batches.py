@@ -454,9 +454,9 @@ def _place(sharding: NamedSharding, arrays: list) -> list:
 def copy_if_writeable(x: Any) -> Any:
     """Copies a NumPy array whose owner could still write to it.
 
-    JAX may read the buffer after `jax.device_put` has returned, and on CPU keeps it as
-    its own (https://github.com/jax-ml/jax/issues/37830): a loader that fills one buffer
-    again and again would change batches that are placed already.
+    JAX may read the buffer after `jax.device_put` has returned, and on CPU it takes the
+    buffer over (https://github.com/jax-ml/jax/issues/37830): a loader that fills one
+    buffer again and again would change batches that are placed already.
     """
     return x.copy() if isinstance(x, np.ndarray) and x.flags.writeable else x
 

@@ -1,7 +1,7 @@
-"""The rows of a batch: which entries have them, split into microbatches, joined again.
+"""The rows of a batch: finds them, splits them into microbatches and joins these.
 
-An entry without rows is the same for all of them: an array without dims, or what the
-data marks as `Shared`.
+An entry without rows is the same for all rows: an array without dims, or a value that
+the data marks as `Shared`.
 """
 
 from __future__ import annotations

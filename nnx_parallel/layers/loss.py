@@ -1,7 +1,7 @@
 """Cross-entropy over a vocabulary that may be split over devices.
 
 `cross_entropy` takes logits; `linear_cross_entropy` takes hidden states, so that logits
-exist for a chunk of tokens at a time. Both make a token's loss in `_token_losses`.
+exist for one chunk of tokens at a time. Both compute a token's loss in `_token_losses`.
 """
 
 import math
@@ -24,9 +24,10 @@ from nnx_parallel.sharding.names import dim_axes
 
 
 class LabelRange(NamedTuple):
-    """Least and greatest label of a call of a loss, those of weight 0 left out.
+    """Least and greatest label of a call of a loss, without labels of weight 0.
 
-    Tokens, or what ``name`` says, if a table is looked up: its rows are the classes.
+    For the lookup of a table the labels are tokens, or as ``name`` says, and the
+    classes are the table's rows.
     """
 
     lowest: int
@@ -47,7 +48,7 @@ _observed: ContextVar[list[LabelRange] | None] = ContextVar("labels", default=No
 def observing_labels() -> Iterator[list[LabelRange]]:
     """Collects the labels of the losses that are traced and run within.
 
-    For the diagnosis of a loss that is not finite; a step has no such callback.
+    It helps to diagnose a loss that is not finite; a normal step has no such callback.
     """
     seen: list[LabelRange] = []
     token = _observed.set(seen)
@@ -64,7 +65,7 @@ def observe_range(
     weights: Array | None = None,
     name: str = "labels",
 ) -> None:
-    """Reports labels, or tokens of a table's lookup, to `observing_labels`."""
+    """Reports labels, or the tokens of a table's lookup, to `observing_labels`."""
     if (seen := _observed.get()) is None:
         return
     if weights is not None:
@@ -81,15 +82,15 @@ def cross_entropy(
 ) -> Mean:
     """Mean negative log-likelihood of integer labels.
 
-    Written without a gather along ``vocab``, so that logits split over ``tensor``
-    stay split: devices exchange one number per token for the maximum, the sum and the
-    label's logit.
+    It does not gather along ``vocab``, so that logits split over ``tensor`` stay split:
+    devices exchange one number per token for the maximum, the sum and the label's
+    logit.
 
     Args:
         logits: ``(*leading, vocab)``, any floating-point dtype; summed in float32, or
             in float64 if they have it.
-        labels: int ``(*leading)``, from 0 to vocab - 1. Another one gives NaN, unless
-            its weight is 0.
+        labels: int ``(*leading)``, from 0 to vocab - 1. Any other label gives NaN,
+            unless its weight is 0.
         weights: ``(*leading)``; 0 leaves a label out. By default all count 1.
         z_loss: Weight of the squared log-normaliser, which keeps logits from
             drifting [1].
@@ -121,28 +122,31 @@ def cross_entropy(
 def _token_losses(logits: Array, labels: Array) -> tuple[Array, Array, Array, Array]:
     """Losses in nats from wide logits ``(*leading, vocab)``, NaN without a class.
 
-    With them what their gradient is made from: the log-normaliser, and whether the
-    label is a class, ``(*leading)``; where its logit is, ``(*leading, vocab)``.
+    The further results are needed for the gradient: the log-normaliser, and True where
+    the label is a class, both ``(*leading)``; True at the label's logit,
+    ``(*leading, vocab)``.
     """
     normaliser = jax.nn.logsumexp(logits, axis=-1)
-    # A comparison with all classes, no gather of the label's: along a `vocab` that is
-    # split, a gather would bring all logits to every device.
+    # The label is compared with all classes: along a `vocab` that is split, a gather of
+    # its logit would bring all logits to every device.
     classes = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     is_label = classes == labels[..., None]
     losses = normaliser - jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
-    # Such a label matches no class: the loss would silently be the log-normaliser.
+    # A label outside of these matches no class: the loss would silently be the
+    # log-normaliser.
     is_class = (labels >= 0) & (labels < logits.shape[-1])
     losses = jnp.where(is_class, losses, jnp.nan)
     return losses, normaliser, is_class, is_label
 
 
 def _weighted_sum(losses: Array, weights: Array) -> Array:
-    # Not `losses * weights` alone: NaN times 0 is NaN, and labels left out may be any.
+    # `losses * weights` is not enough: NaN times 0 is NaN, and labels that are left out
+    # may have any value.
     return jnp.where(weights == 0, 0.0, losses * weights).sum()
 
 
 CHUNK_BYTES = 2**27
-"""Float32 logits of a chunk on one device, unless the caller says: 128 MiB."""
+"""Default size of a chunk's float32 logits on one device: 128 MiB."""
 
 
 def linear_cross_entropy(
@@ -158,22 +162,23 @@ def linear_cross_entropy(
 ) -> Mean:
     """`cross_entropy` of ``hidden @ kernel``, without ever holding all of its logits.
 
-    Logits, their softmax and both gradients are computed for one chunk of tokens after
-    the other, forward, so that the backward pass only scales: no product is computed
-    twice [1]. A device holds the logits of one chunk of its own tokens, its part of
-    the gradient of ``hidden`` and of that of ``kernel``, in float32 while it is added
-    to. Whatever splits the batch, the kernel is gathered once and its gradient summed
-    once. Logits split over ``vocab`` stay split: devices exchange three numbers per
-    token [2]. Hidden states split along ``seq`` are gathered by the chunk.
+    Logits, their softmax and both gradients are computed in the forward pass, for one
+    chunk of tokens after the other, so that the backward pass only scales: every
+    product is computed only once [1]. A device holds the logits of one chunk of its
+    tokens, and its parts of the gradients of ``hidden`` and of ``kernel``; the latter
+    is in float32 while it is summed. The kernel is gathered once and its gradient
+    summed once, for any split of the batch. Logits split over ``vocab`` stay split:
+    devices exchange three numbers per token [2]. Hidden states split along ``seq`` are
+    gathered chunk by chunk.
 
     Args:
         hidden: ``(batch, seq, embed)``.
-        kernel: ``(embed, vocab)``, or ``(vocab, embed)`` as of a tied table.
+        kernel: ``(embed, vocab)``, or ``(vocab, embed)`` like a tied table.
         labels: int ``(batch, seq)``, as in `cross_entropy`.
         weights: ``(batch, seq)``; 0 leaves a label out. By default all count 1.
-        vocab_dim: The dim of ``kernel`` that is ``vocab``.
+        vocab_dim: The index of the dim ``vocab`` of ``kernel``.
         z_loss: Weight of the squared log-normaliser.
-        softcap: Bound c of the logits, which are then ``c * tanh(logits / c)``.
+        softcap: Bound c of the logits, which become ``c * tanh(logits / c)``.
         chunk_size: Tokens of a chunk on each device; by default 128 MiB of logits.
 
     Returns:
@@ -216,11 +221,11 @@ def linear_cross_entropy(
 
 
 Chunk = tuple[Array, Array, Array]
-"""Hidden states, labels and weights of a chunk; with a leading dim, of all chunks."""
+"""Hidden states, labels and weights of a chunk, or of all with a leading dim."""
 
 
 class _ChunkPlan:
-    """How tokens are divided: in a chunk they are ``(rows, parts, tokens)``.
+    """The division of tokens: in a chunk they are ``(rows, parts, tokens)``.
 
     The mesh divides the batch into rows and the sequence into parts.
     """
@@ -234,14 +239,14 @@ class _ChunkPlan:
         chunk_size: int | None,
     ) -> None:
         layout = active_layout()
-        # Nothing to split: constraints would only pin every array whole.
+        # If nothing is split, constraints would only pin every array whole.
         if layout is not None and layout.is_silent(("batch", "seq", "embed", "vocab")):
             layout = None
         self.vocab_dim, self.kernel_dtype = vocab_dim, kernel.dtype
         self.sum_dtype = sum_dtype(hidden, kernel)
         (self.z_loss, self.softcap), self.layout = shaped, layout
         self.rows = self.parts = splits = gathered = 1
-        self.token_spec = P()  # of rows and parts, where their logits are
+        self.token_spec = P()  # the split of rows and parts where logits are computed
         vocab = kernel.shape[vocab_dim]
         if layout is not None:
             sizes, names = layout.mesh.shape, ("batch", "seq", "embed")
@@ -256,14 +261,15 @@ class _ChunkPlan:
         tokens = hidden.shape[0] * hidden.shape[1] // (self.rows * self.parts)
         if chunk_size is None:  # 4 bytes for each class that a device has
             chunk_size = CHUNK_BYTES // (4 * vocab // splits)
-        # Parts over an axis that splits `vocab` are gathered for the product: each
+        # Parts over an axis that splits `vocab` are gathered for the product: each part
         # gives its share of a chunk.
         chunk_size = max(chunk_size // gathered, 1)
         self.num_chunks = -(-tokens // chunk_size)
         # Letters of the dims in which a gradient of the kernel is summed up. A scan's
-        # carry cannot hold partial sums that are still to be reduced: so each part of
-        # the tokens that is split where its logits are adds to a gradient of its own,
-        # `g` or `p` in front; devices sum them once, after the last chunk.
+        # carry cannot hold partial sums that are still to be reduced. So if the tokens
+        # are split where logits are computed, each part of them adds to a separate
+        # gradient, with `g` or `p` in front; devices sum these once, after the last
+        # chunk.
         spec = self.token_spec if self.num_chunks > 1 else P()
         parts = [n for n, axes in zip("gp", spec, strict=False) if axes]
         self.kernel_dims = "".join(parts) + ("ev" if vocab_dim else "ve")
@@ -271,8 +277,8 @@ class _ChunkPlan:
     def split(self, x: Array) -> Array:
         """``(batch, seq, ...)`` to ``(chunks, rows, parts, tokens, ...)``.
 
-        Padded with 0, also the weights. No token leaves its device: a chunk has some of
-        each device's own.
+        Tokens and weights are padded with 0. Tokens do not leave their device: a chunk
+        has some tokens of each device.
         """
         x = rearrange(x, "(g b) (p s) ... -> g p (b s) ...", g=self.rows, p=self.parts)
         padding = [(0, 0)] * x.ndim
@@ -283,14 +289,14 @@ class _ChunkPlan:
         return self.place(x, None, "batch", "seq", *[None] * (x.ndim - 3))
 
     def place(self, x: Array, *names: str | None) -> Array:
-        """An array by the names of its dims; ``batch`` and ``seq`` are the parts."""
+        """Places an array by its dims' names; rows are ``batch`` and parts ``seq``."""
         if self.layout is None:
             return x
         spec = self.layout.activation_spec(x.shape, names)
         return jax.lax.with_sharding_constraint(x, self.layout.sharding(spec))
 
     def gather(self, x: Array) -> Array:
-        """Hidden states ``(rows, parts, tokens, embed)`` as the product needs them."""
+        """Gathers hidden states ``(rows, parts, tokens, embed)`` for the product."""
         if self.layout is None:
             return x
         return jax.lax.with_sharding_constraint(
@@ -299,14 +305,14 @@ class _ChunkPlan:
 
     def scan(self, function: Callable, start: Any, chunks: Chunk) -> tuple[Any, Any]:
         """`jax.lax.scan` over the chunks."""
-        # Without a loop the gradient of the kernel needs no float32 carry of its own.
+        # Without a loop the gradient of the kernel does not need a float32 carry.
         if self.num_chunks > 1:
             return jax.lax.scan(function, start, chunks)
         carry, outputs = function(start, jax.tree.map(lambda x: x[0], chunks))
         return carry, jax.tree.map(lambda x: x[None], outputs)
 
     def losses(self, kernel: Array, given: Chunk) -> tuple[Array, Array]:
-        """Loss of each token, and the gradient of the weighted sum by the logits."""
+        """Losses of tokens, and the gradient of their weighted sum by the logits."""
         x, labels, weights = given
         axes = ((3,), (1 - self.vocab_dim,))
         x = self.gather(x)
@@ -318,7 +324,8 @@ class _ChunkPlan:
         losses, normaliser, is_class, is_label = _token_losses(logits, labels)
         scale = jnp.where(is_class, weights, 0.0)[..., None]
         softmax = jnp.exp(logits - normaliser[..., None])
-        # By logits: d(normaliser) = softmax, d(normaliser**2) = 2 normaliser * softmax
+        # Derivatives by the logits: d(normaliser) = softmax, and
+        # d(normaliser**2) = 2 normaliser * softmax.
         slope = jnp.where(is_label, softmax - 1, softmax)
         if self.z_loss:
             losses += self.z_loss * normaliser**2
@@ -328,11 +335,11 @@ class _ChunkPlan:
         return losses, scale * slope
 
 
-# The gradient is made in the forward pass, chunk by chunk: JAX's own would keep the
-# logits of every chunk, or compute them again.
+# The gradient is computed in the forward pass, chunk by chunk: JAX's gradient would
+# keep the logits of every chunk, or compute them again.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _chunked(plan: _ChunkPlan, kernel: Array, chunks: Chunk) -> Array:
-    """The weighted sum of all losses, and nothing else."""
+    """The weighted sum of all losses."""
 
     def chunk(_: None, given: Chunk) -> tuple[None, Array]:
         return None, plan.losses(kernel, given)[0]
@@ -344,7 +351,7 @@ def _chunked(plan: _ChunkPlan, kernel: Array, chunks: Chunk) -> Array:
 def _chunked_forward(
     plan: _ChunkPlan, kernel: Array, chunks: Chunk
 ) -> tuple[Array, tuple]:
-    """The sum and, chunk by chunk, its gradients."""
+    """The weighted sum and its gradients, computed chunk by chunk."""
     hidden, _, weights = chunks
     dims = plan.kernel_dims
 
@@ -357,7 +364,7 @@ def _chunked_forward(
         more = jnp.einsum(
             f"gpte,gptv->{dims}", x, dlogits, preferred_element_type=plan.sum_dtype
         )
-        if plan.num_chunks > 1:  # a single one goes where the gradient is wanted
+        if plan.num_chunks > 1:  # a single chunk's gradient goes to its final place
             names = {"g": "batch", "p": "seq", "v": "vocab", "e": None}
             more = plan.place(dw + more, *(names[dim] for dim in dims))
         return more, (dx, losses)
@@ -376,7 +383,7 @@ def _chunked_backward(plan: _ChunkPlan, saved: tuple, scale: Array) -> tuple:
     dweights = jnp.where(weights == 0, 0.0, losses * scale)
     dw = (dw * scale).astype(dw.dtype).astype(plan.kernel_dtype)
     dx = (dx * scale).astype(dx.dtype)
-    # Nothing but the optimizer waits for `dw`: the compiler would hold it, whole and in
+    # Only the optimizer waits for `dw`: the compiler would hold it, whole and in
     # float32, until the backward pass of all layers has ended.
     dw, dx = jax.lax.optimization_barrier((dw, dx))
     return dw, (dx, None, dweights)

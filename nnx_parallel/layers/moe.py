@@ -1,8 +1,9 @@
 """Mixture of experts: a router sends each token to a few of many MLPs [1].
 
-Written for one device, dropless: each expert has as many rows as tokens chose it, and
-all products run at once (`nnx_parallel.layers.dispatch`). A strategy that splits the
-experts says how tokens reach them; the numbers stay those of one device.
+The code is written for one device and drops no token: each expert has one row for each
+token that chose it, and all products run at once (`nnx_parallel.layers.dispatch`). A
+strategy that splits the experts decides how tokens reach them; the results are the same
+as on one device.
 
 References:
     [1] Shazeer et al., "Outrageously Large Neural Networks", 2017, section 2,
@@ -55,12 +56,12 @@ class RouterState(nnx.Variable):
 
 
 class Load(NamedTuple):
-    """How many tokens chose each expert; padding chooses none.
+    """Numbers of tokens that chose each expert; padding does not choose.
 
     Attributes:
-        counts: int ``(batch, experts)``, the tokens of each row.
-        of_documents: int ``(batch, seq, experts)``, the tokens of each token's
-            document. ``None`` if rows have no segments.
+        counts: int ``(batch, experts)``, counted in each row.
+        of_documents: int ``(batch, seq, experts)``, counted in each token's document.
+            ``None`` if rows have no segments.
         dropped: int ``(batch,)``, the choices above the capacity of a document.
             ``None`` without a capacity or without segments.
     """
@@ -74,8 +75,8 @@ class Load(NamedTuple):
 class MoE(nnx.Module):
     """A mixture of experts in place of an MLP.
 
-    In training mode it counts the tokens of each expert. Once a step, after all
-    microbatches, the Trainer calls `finish_step`; so must a loop of your own.
+    In training mode it counts the tokens of each expert. Once per step, after all
+    microbatches, the Trainer calls `finish_step`; a custom loop must call it too.
 
     Args:
         embed_dim: Width of input and output.
@@ -84,11 +85,11 @@ class MoE(nnx.Module):
         activation: SwiGLU, GEGLU, or GELU without a gate.
         kernel_init: Initializer of kernels into the experts, and of the router; by
             default normal with variance 1 / fan-in.
-        out_init: Likewise of those out of them.
+        out_init: Initializer of kernels out of the experts, with the same default.
 
     Raises:
-        ExpertsError: If an argument is of another kind, or there is no such width or
-            activation.
+        ExpertsError: If an argument has a wrong type, or the width or the activation is
+            invalid.
 
     Example:
         >>> mixture = Experts(num_experts=4, top_k=2, mlp_dim=16)
@@ -115,7 +116,7 @@ class MoE(nnx.Module):
         normal = nnx.initializers.normal
         into = kernel_init or normal(embed_dim**-0.5)
         out = out_init or normal(width**-0.5)
-        # The router is whole on every device: no name for its experts.
+        # The router is whole on every device: its dim of experts has no name.
         make = named(into, "embed", None)
         self.router = nnx.Param(make(rngs.params(), (embed_dim, num), jnp.float32))
 
@@ -157,17 +158,17 @@ class MoE(nnx.Module):
 
         Args:
             x: ``(batch, seq, embed)``.
-            counts_tokens: Whether these tokens count for the bias and the metrics.
+            counts_tokens: True if these tokens count for the bias and the metrics.
             segments: int ``(batch, seq)``, the document of each token. A document is
                 balanced, and has a capacity, as if it were a sequence. 0 is padding: it
-                goes to no expert and counts for nothing.
+                does not go to an expert and is not counted.
 
         Returns:
-            The same shape, and float32 ``(batch, seq)``, 0 at padding: add its mean
-            over the tokens that are not padding to the loss.
+            Outputs with the shape of x, and losses, float32 ``(batch, seq)``, 0 at
+            padding: add their mean over the tokens that are not padding to the loss.
 
         Raises:
-            ExpertsError: If x or segments have another shape.
+            ExpertsError: If x or segments have a wrong shape.
         """
         mixture, embed = self.experts, self.router.shape[0]
         shape = getattr(x, "shape", None)
@@ -179,8 +180,8 @@ class MoE(nnx.Module):
             )
         if segments is not None:
             _check_segments(segments, shape[:2])
-        # The product is in float32, or rounding would decide near ties. The kernel has
-        # the dtype that the precision gives it.
+        # The product is in float32, because otherwise rounding would decide near ties.
+        # The kernel has the dtype that the precision gives it.
         dtype = sum_dtype(x)
         logits = x.astype(dtype) @ self.router[...].astype(dtype)
         logits = constrain(logits, "batch", "seq", None)
@@ -198,20 +199,22 @@ class MoE(nnx.Module):
         return constrain(y, "batch", "seq", "embed"), losses
 
     def finish_step(self) -> dict[str, Array | Mean]:
-        """Moves the bias by the tokens of a step, and forgets them.
+        """Moves the bias by the tokens of a step, and resets the counts.
 
-        Also of several layers at once, whose arrays have a leading dim.
+        It also works for several layers at once, whose arrays have a leading dim.
 
         Returns:
-            A scalar ``expert_load``, tokens of the busiest expert over the mean, in the
-            layer where it is most. A `Mean` ``router_entropy``, in nats, over layers;
-            with a capacity ``dropped_share``, of all choices. And of each layer,
-            ``(layers,)``: ``expert_loads``, ``router_entropies``, ``dropped_shares``.
+            A scalar ``expert_load``: tokens of the busiest expert over the mean, in the
+            layer with the largest ratio. A `Mean` ``router_entropy``, in nats, over
+            layers. With a capacity, a ``dropped_share`` of all choices. The same per
+            layer, ``(layers,)``: ``expert_loads``, ``router_entropies``,
+            ``dropped_shares``.
         """
         counts = self.counts[...]  # (..., experts)
         num, total = counts.shape[-1], jnp.sum(counts, axis=-1, keepdims=True)
         if self.bias is not None:
-            # In integers: count * num may exceed 32 bits, and a float would round.
+            # These are integers: count * num may exceed 32 bits, and a float would
+            # round.
             mean, rest = total // num, total % num
             below = (counts < mean) | ((counts == mean) & (rest > 0))
             sign = (counts > mean).astype(jnp.float32) - below
@@ -228,14 +231,14 @@ class MoE(nnx.Module):
             dropped = self.dropped[...].astype(jnp.float32)
             found["dropped_share"] = Mean(jnp.sum(dropped), jnp.sum(total))
             of_layers["dropped_shares"] = dropped / tokens
-        # One layer alone has no dim for layers.
+        # A single layer has no dim of layers.
         found |= {name: x.reshape(-1) for name, x in of_layers.items()}
         for state in (self.counts, self.dropped, self.entropy):
             state.set_value(jnp.zeros_like(state[...]))
         return found
 
     def describe_exchange(self, layout: Layout) -> str:
-        """How tokens reach the experts, if a strategy splits them; or nothing."""
+        """Says how tokens reach the experts, if a strategy splits them; or empty."""
         if (claim := layout.claims.experts) is None:
             return ""
         how, why = claim.choose(layout.mesh, self.experts.top_k)
@@ -267,8 +270,8 @@ class MoE(nnx.Module):
             total = jnp.sum(counts, axis=-1, keepdims=True)
             if load.of_documents is not None:  # padding has no tokens
                 total = jnp.maximum(total, 1)
-            # Equal shares of experts are 1 each. Floats, for count * num_experts may
-            # exceed 32 bits.
+            # Equal shares of experts are 1 each. They are floats, because
+            # count * num_experts may exceed 32 bits.
             share = counts.astype(jnp.float32) * mixture.num_experts / total
             share = share[:, None] if share.ndim == 2 else share
             found = jnp.sum(share * normalised(scores), axis=-1)
@@ -286,7 +289,7 @@ class MoE(nnx.Module):
     ) -> tuple[Array, Load]:
         """Outputs of the routed experts, and the tokens of each expert.
 
-        What is computed ``alongside``, ``(batch, seq, mlp)``, can hide an exchange.
+        The computation ``alongside``, ``(batch, seq, mlp)``, can hide an exchange.
         """
         bias = None if self.bias is None else self.bias[...]
         gate = None if self.gate is None else self.gate[...]
@@ -336,7 +339,7 @@ def _check_arguments(
     kernel_init: object,
     out_init: object,
 ) -> None:
-    """Refuses natural mistakes in the arguments of a mixture, by name."""
+    """Refuses common mistakes in the arguments of a mixture, by name."""
     is_width = is_int(embed_dim) and embed_dim >= 1
     require("MoE.embed_dim", embed_dim, is_width, "an int of at least 1")
     mixture = "an Experts, such as Experts(num_experts=8, top_k=2, mlp_dim=64)"
@@ -364,7 +367,7 @@ def _check_segments(segments: object, shape: tuple[int, ...]) -> None:
 
 def warn_of_lost_losses(moe: MoE) -> None:
     """Warns, in a Trainer's step, of a loss without the part that balances experts."""
-    # Outside of a step, logits alone are what was asked for.
+    # Outside of a step, the caller may want only the logits.
     if active_layout() is not None and not moe.deterministic:
         warn_user(
             "The loss leaves out what balances the experts: logits are without the "
@@ -377,9 +380,9 @@ def warn_of_lost_losses(moe: MoE) -> None:
 def _specs_of(
     layout: Layout, x: Array, kernels: Kernels, free: set[str]
 ) -> tuple[P, Any, TokenAxes]:
-    """Specs of tokens and kernels over the axes that are free, and these by dim."""
+    """Specs of tokens and kernels over the free axes, and these axes by dim."""
     axes_of = partial(_free_axes, free)
-    # Whole along `embed`, tokens and kernels.
+    # Tokens and kernels are whole along `embed`.
     batch, seq, _ = axes_of(activation_spec(layout, x.shape, ("batch", "seq", "embed")))
     expert, _, mlp = axes_of(layout.used_spec(kernels.up.shape, INTO))
     into, out_of = to_spec((expert, (), mlp)), to_spec((expert, mlp, ()))
@@ -390,7 +393,7 @@ def _specs_of(
 
 
 def _spec_of(layout: Layout, hidden: Array | None, free: set[str]) -> P:
-    """That of an MLP between its products, over the axes that are free."""
+    """Spec of an MLP's hidden values, between its products, over the free axes."""
     if hidden is None:
         return P()
     spec = activation_spec(layout, hidden.shape, ("batch", "seq", "mlp"))
@@ -414,7 +417,7 @@ def _run_shard(
     alongside: Array | None,
     segments: Array | None,
 ) -> tuple[Array, Load]:
-    """A device's tokens: their outputs, and the tokens of each expert in its rows."""
+    """Outputs of a device's tokens, and the number for each expert in its rows."""
     chosen, weights = mixture.choose(scores, bias)
     if segments is not None:
         is_real = (segments != 0)[..., None]
@@ -448,11 +451,12 @@ def _run_shard(
 
 
 class _Documents(NamedTuple):
-    """The choices that each token's document has made.
+    """The choices in each token's document.
 
     Attributes:
-        counts: int ``(batch, seq, experts)``, the tokens of the document.
-        before: The tokens of the row before the document, with the same shape.
+        counts: int ``(batch, seq, experts)``, choices of the document's tokens.
+        before: Choices of the tokens before the document in its row, with the same
+            shape.
         lengths: int ``(batch, seq)``, the number of tokens of the document.
     """
 
@@ -464,7 +468,7 @@ class _Documents(NamedTuple):
     def find(
         cls, chosen: Array, segments: Array, num_experts: int, axes: tuple[str, ...]
     ) -> "_Documents":
-        """From the choices of a device, where mesh axes may split the rows."""
+        """Counts a device's choices by document; mesh axes may split the rows."""
         own = chosen.shape[1]
         if axes:  # a document may begin and end on other devices
             gather = partial(jax.lax.all_gather, axis_name=axes, axis=1, tiled=True)
@@ -492,7 +496,7 @@ def _is_in_capacity(
     chosen: Array,
     documents: _Documents | None,
 ) -> Array:
-    """True for choices ``(batch, seq, top_k)`` that come before an expert is full."""
+    """True for choices ``(batch, seq, top_k)`` made before their expert is full."""
     if documents is None:
         return ranks < (mixture.capacity(seq_len) or 0)
     ranks -= jnp.take_along_axis(documents.before, chosen, -1, mode="clip")
@@ -501,9 +505,10 @@ def _is_in_capacity(
 
 
 def _ranks(chosen: Array, num_experts: int, earlier: Array) -> Array:
-    """How many choices of its sequence came to the same expert before each one.
+    """The number of earlier choices of the same expert in a choice's sequence.
 
-    Those of tokens on other devices before these are ``(batch, experts)``.
+    Tokens on other devices, which come before, made ``earlier`` choices
+    ``(batch, experts)``.
     """
 
     def of_row(chosen: Array, earlier: Array) -> Array:
@@ -517,7 +522,7 @@ def _ranks(chosen: Array, num_experts: int, earlier: Array) -> Array:
 def _exchange_of(
     layout: Layout, axes: TokenAxes, mixture: Experts
 ) -> TokenExchange | None:
-    """How tokens and experts meet, where different devices have different tokens."""
+    """The exchange of tokens with experts, if devices have different tokens."""
     claim = layout.claims.experts
     if claim is None or not axes.can_send:
         return None
@@ -546,7 +551,7 @@ class SharedExpert(nnx.Module):
         self.activate = activate
 
     def __call__(self, x: Array) -> Array:
-        """``(batch, seq, embed)`` to the same."""
+        """``(batch, seq, embed)`` to ``(batch, seq, embed)``."""
         return self.down(self.hidden(x))
 
     def hidden(self, x: Array) -> Array:

@@ -1,4 +1,4 @@
-"""The layers of a `Stack`, one after the other, and what they keep (remat)."""
+"""Runs the layers of a `Stack` in order; remat limits the values that they keep."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ from nnx_parallel.sharding.placement import Placement
 Remat = Literal["none", "dots", "full"]
 """Recomputation in the backward pass [1].
 
-- ``none``: keep every activation. Gathered parameters are gathered again all the same.
+- ``none``: keep every activation. Gathered parameters are still gathered again.
 - ``dots``: keep the outputs of products with weights; recompute the rest (norms,
   activation functions, attention scores).
 - ``full``: keep the input of each block; recompute the block.
@@ -45,7 +45,7 @@ References:
 """
 
 OVERLAPPED = "overlapped_matmul"
-"""Checkpoint name of a product that runs as a ring: it is no single dot to a policy."""
+"""Checkpoint name of a product that runs as a ring: a policy does not see one dot."""
 
 BLOCK_INPUT = "block_input"
 """Checkpoint name of the input of a block, which can wait in the host's memory."""
@@ -57,7 +57,7 @@ _offloaded: ContextVar[Kept | None] = ContextVar("offloaded", default=None)
 
 
 def check_remat(remat: str | None) -> None:
-    """Raises a ValueError if there is no policy of that name."""
+    """Raises a ValueError if the name of a policy is unknown."""
     if remat is not None and remat not in get_args(Remat):
         raise ValueError(
             f"Unknown remat policy {remat!r}. Policies: {list(get_args(Remat))}, or "
@@ -67,9 +67,9 @@ def check_remat(remat: str | None) -> None:
 
 @contextlib.contextmanager
 def default_remat(remat: Remat, offload: Kept | None = None) -> Iterator[None]:
-    """The policy of every `Stack` traced inside that has none of its own.
+    """Sets the policy of every `Stack` traced inside that does not set one.
 
-    What it keeps of ``offload`` waits in the host's memory.
+    Values that it keeps and ``offload`` names wait in the host's memory.
     """
     token, offloaded = _default.set(remat), _offloaded.set(offload)
     try:
@@ -87,18 +87,20 @@ def active_remat() -> Remat:
 def apply_remat(
     function: Callable, remat: Remat, *, gathers: bool = False, prevent_cse: bool
 ) -> Callable:
-    """Wraps a pure function of pytrees so that it keeps what the policy says.
+    """Wraps a pure function of pytrees so that it keeps the values that remat allows.
 
     Parameters that it ``gathers`` are never kept. ``prevent_cse`` keeps the compiler
-    from merging the recomputation with the forward pass: needless in a scan's body.
+    from merging the recomputation with the forward pass; a scan's body does not need
+    it.
     """
     if remat == "none" and not gathers:
         return function
     policy = {
-        # All activations, and no gathered parameter: they would be those of all layers.
+        # All activations are kept, and no gathered parameters: those would add up over
+        # all layers.
         "none": saves_all_but_gathers,
-        # Products with weights have no batch dims, those of attention have. A ring is
-        # a custom gradient around many small products: known by its name.
+        # Products with weights have no batch dims; products in attention have. A ring
+        # is a custom gradient around many small products, and is known by its name.
         "dots": without_complex(
             jax.checkpoint_policies.save_from_both_policies(
                 jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -109,19 +111,20 @@ def apply_remat(
     }[remat]
     if _offloaded.get() == "block_inputs" and remat != "none":
         policy = _with_inputs_on_host(policy)
-    # A checkpoint replaces the policies of those inside: put none around a `Stack`.
+    # A checkpoint replaces the policies of checkpoints inside it: do not put one around
+    # a `Stack`.
     return jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
 
 
 def _with_inputs_on_host(policy: Callable) -> Callable:
-    """The policy, but a block's input is kept in the host's memory."""
+    """The policy, but with a block's input kept in the host's memory."""
     moves = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=[BLOCK_INPUT],
         offload_src="device",
         offload_dst=HOST,
     )
-    # The policies agree: none of ours keeps that name.
+    # The policies do not conflict: none of the others keeps that name.
     return lambda *args, **kwargs: policy(*args, **kwargs) or moves(*args, **kwargs)
 
 
@@ -132,14 +135,14 @@ class StackCall:
     # (gathered params, others, x, args, slot) -> (x, others, slot) of one layer.
     inner: Callable[..., tuple[Any, dict, Any]]
     params: dict  # by path, each with a leading `layers` dim
-    others: dict  # the other variables, likewise
+    others: dict  # the other variables by path, with a leading `layers` dim
     x: Any  # input of the first layer
-    args: tuple  # (args, kwargs), passed to every layer as they are
+    args: tuple  # (args, kwargs), passed unchanged to every layer
     scanned: Any  # a pytree with a leading `layers` dim, or None
-    remat: Remat  # what a layer keeps for the backward pass
-    placements: dict[Any, Placement]  # of one layer, by path
-    is_plain: bool  # a layer calls its block, which returns its output alone
-    prefetches: bool  # gathers the next layer's first kernel during the present one
+    remat: Remat  # policy for the values that a layer keeps for the backward pass
+    placements: dict[Any, Placement]  # of one layer's arrays, by path
+    is_plain: bool  # a layer calls its block, which returns only its output
+    prefetches: bool  # gathers the next layer's first kernel during the present layer
 
     @property
     def has_out(self) -> bool:
@@ -154,18 +157,19 @@ class StackCall:
         return bool(jax.tree.leaves(jax.eval_shape(inner, params, others)[2]))
 
     def block(self, params: dict, *arrays: Any) -> tuple[Any, dict, Any]:
-        """One layer of parameters as they are stored."""
-        # Gathered within the scanned, rematerialised block, so that gathered weights
-        # are never kept for the backward pass: 1.5 GiB of temporaries instead of 5.3
-        # (v5p, 64 chips, 16 layers of 4096/16384).
+        """Runs one layer, given its parameters as they are stored."""
+        # They are gathered within the scanned, rematerialised block, so that gathered
+        # weights are never kept for the backward pass: 1.5 GiB of temporaries instead
+        # of 5.3 (v5p, 64 chips, 16 layers of 4096/16384).
         others, x, *rest = arrays
-        # What follows from it needs `x` itself no more, so that no second copy is kept.
+        # The rest of the block uses the named value and not `x`, so that no second copy
+        # is kept.
         x = jax.tree.map(partial(checkpoint_name, name=BLOCK_INPUT), x)
         return self.inner(use_params(params, self.placements), others, x, *rest)
 
 
 def check_carry(given: Any, found: Any) -> None:
-    """Checks that a layer returns what the next one takes."""
+    """Checks that a layer's output is a valid input of the next layer."""
     given, found = (
         jax.tree.map(lambda a: f"{jnp.result_type(a)}{list(jnp.shape(a))}", tree)
         for tree in (given, found)
@@ -191,16 +195,16 @@ def run_layers(call: StackCall) -> tuple[Any, dict, Any]:
         x, others, slot = block(params, others, x, call.args, slot)
         return x, (others, slot)
 
-    # Arrays of (layers, ...); a step has one layer's.
+    # Arrays are (layers, ...); a step of the scan has one layer's slice.
     slices = (call.params, call.others, call.scanned)
     x, (others, scanned) = jax.lax.scan(step, call.x, slices)
     return x, others, scanned
 
 
 def _with_array_args(call: StackCall) -> StackCall:
-    """The call with the arguments that are no arrays inside its function.
+    """The call with its arguments that are not arrays moved into its function.
 
-    A mode, ``training=True``, stays a Python value: remat would trace it.
+    So a mode, ``training=True``, stays a Python value: remat would trace it.
     """
     leaves, tree = jax.tree.flatten(call.args)
     are_arrays = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
@@ -220,12 +224,12 @@ def _with_array_args(call: StackCall) -> StackCall:
 def _run_prefetched(call: StackCall) -> tuple[Any, dict, None]:
     """Runs the layers of a call that prefetches.
 
-    Only reverse-mode derivatives are defined, as everywhere behind a custom gradient.
+    Only reverse-mode derivatives are defined, like for all custom gradients here.
     """
     layers = _PrefetchedLayers(call)
 
-    # JAX's own backward pass of such a scan would keep its carry, and so all layers
-    # gathered.
+    # JAX's backward pass of such a scan would keep its carry, and so the gathered
+    # parameters of all layers.
     @jax.custom_vjp
     def run(params: dict, others: dict, arrays: list) -> tuple[list, dict]:
         return layers.forward(params, others, arrays, keeps=False)[0]
@@ -238,11 +242,11 @@ def _run_prefetched(call: StackCall) -> tuple[Any, dict, None]:
 class _PrefetchedLayers:
     """The layers of a call, which gather the first kernel of the next layer ahead.
 
-    The scan carries the gathered parameters that the first product of a layer takes,
-    and gathers those of the next layer, which nothing in the present layer waits for:
-    forward from the first layer to the last, backward from the last to the first. A
-    layer gathers its other parameters itself, during its products [1, 2]. Its residuals
-    are found as in a pipeline's stage.
+    The scan carries the gathered parameters that the first product of a layer takes.
+    Meanwhile it gathers the same parameters of the next layer, for which nothing in the
+    present layer waits: forward from the first layer to the last, backward from the
+    last to the first. A layer gathers its other parameters itself, during its products
+    [1, 2]. Its residuals are found in the same way as in a pipeline's stage.
 
     References:
         [1] Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data
@@ -258,7 +262,8 @@ class _PrefetchedLayers:
         self.call = call
         x = jax.tree.map(jnp.asarray, call.x)
         self.leaves, self.tree = jax.tree.flatten((x, call.args))
-        # Those of x, then those of the arguments, which may have leaves of other kinds.
+        # Arrays of x come first, then arrays of the arguments, which may have leaves of
+        # other types.
         self.arrays = [a for a in self.leaves if isinstance(a, jax.Array)]
         self.num_x = len(jax.tree.leaves(x))
         self.num_layers = len(next(iter(call.params.values())))
@@ -271,7 +276,7 @@ class _PrefetchedLayers:
         }
         moved = {k: p for k, p in places.items() if p.used != p.stored}
         first = _used_first(call, params, others)
-        # The layer gathers these itself, while it computes with what came before.
+        # The layer gathers these itself, while it computes with earlier parameters.
         self.own = {k: p for k, p in moved.items() if k not in first}
         moved = {k: p for k, p in moved.items() if k in first}
         self.stored = {k: layout.sharding(p.stored) for k, p in moved.items()}
@@ -285,14 +290,14 @@ class _PrefetchedLayers:
     def forward(
         self, params: dict, others: dict, arrays: list, *, keeps: bool = True
     ) -> tuple[tuple[list, dict], tuple]:
-        """The output with the other variables, and what `backward` needs of it."""
+        """The output with the other variables, and the values that `backward` needs."""
         x, args = arrays[: self.num_x], arrays[self.num_x :]
 
         def step(carry: tuple[list, dict], xs: tuple) -> tuple[tuple, tuple]:
             x, gathered = carry
             index, held, state = xs
-            # One program for all layers: the last one prefetches itself, with which
-            # the backward pass begins.
+            # One program runs for all layers: the last layer prefetches itself, and the
+            # backward pass begins with it.
             ahead = self._gather(params, jnp.minimum(index + 1, self.num_layers - 1))
             layer = Layers(gathered | held, {}, state)
             x, state, saved = self.one.forward(layer, x, args)
@@ -300,14 +305,15 @@ class _PrefetchedLayers:
             return (x, following), (state, saved if keeps else [])
 
         first = self._gather(params, 0)
-        # `params` whole, to be indexed one layer ahead; all else is sliced by the scan.
+        # `params` stay whole, to be indexed one layer ahead; the scan slices the other
+        # arrays.
         slices = (jnp.arange(self.num_layers), self._held(params), others)
         (x, gathered), (others, saved) = jax.lax.scan(step, (x, first), slices)
         # `params` are the stored shards: only the last layer is kept gathered.
         return (x, others), (params, args, gathered, saved)
 
     def backward(self, kept: tuple, grads: tuple[list, dict]) -> tuple:
-        """Gradients of parameters, other variables and arrays; ``None`` without one."""
+        """Gradients of parameters, variables and arrays; ``None`` if not defined."""
         params, args, gathered, saved = kept
         grads_x, grads_state = grads
 
@@ -319,7 +325,8 @@ class _PrefetchedLayers:
             new, grads_x, more, grads_state = vjp((grads_x, grads_state))
             grads_args = [a + b for a, b in zip(grads_args, more, strict=True)]
             grads_x, following = self._finish(grads_x, ahead)
-            # Summed into shards here, or the scan would stack whole gradients.
+            # They are summed into shards here, because otherwise the scan would stack
+            # whole gradients.
             places = self.gradients
             new = {
                 k: _place(g, places[k]) if k in places else g for k, g in new.items()
@@ -349,10 +356,11 @@ class _PrefetchedLayers:
         return {k: _place(x, self.used[k]) for k, x in shards.items()}
 
     def _finish(self, x: list, ahead: dict) -> tuple[list, dict]:
-        """The gathered parameters, once the layer that runs meanwhile gave ``x``.
+        """The gathered parameters, once the layer that runs meanwhile has given ``x``.
 
-        The next layer's take the buffer of the present one's in the carry. Were they
-        written there as they come, they would wait for the layer's last read.
+        The next layer's parameters take the buffer of the present layer's in the carry.
+        If they were written there as they come, they would wait for the layer's last
+        read.
         """
         x, ahead = jax.lax.optimization_barrier((x, ahead))
         return x, {k: _place(whole, self.used[k]) for k, whole in ahead.items()}
@@ -362,12 +370,12 @@ class _PrefetchedLayers:
     ) -> tuple[list, dict, Callable]:
         """One layer's output, its state, and its VJP.
 
-        It maps gradients of x and of the floating state to those of parameters, x,
-        floating arguments and floating state.
+        The VJP maps gradients of x and of the floating state to gradients of
+        parameters, x, floating arguments and floating state.
         """
 
         def inner(params: dict, *arrays: Any) -> tuple[Any, dict, Any]:
-            # The others come gathered.
+            # The other parameters are already gathered.
             return self.call.inner(use_params(params, self.own), *arrays)
 
         remat, gathers = self.call.remat, bool(self.own)

@@ -1,4 +1,4 @@
-"""`Stack`: N alike blocks as one module, scanned."""
+"""`Stack`: N equal blocks as one module, which scans over them."""
 
 import contextlib
 import math
@@ -43,14 +43,14 @@ Runner = Callable[[StackCall], tuple[Any, dict, Any]]
 """Runs all layers of a call: the output, the other variables after it, the slots."""
 
 Step = Callable[..., tuple[Any, Any]]
-"""``(block, x, slice, *args, **kwargs) -> (x, out)`` of one block."""
+"""``(block, x, slice, *args, **kwargs) -> (x, out)``, for one block."""
 
 _runner: ContextVar[Runner] = ContextVar("runner", default=run_layers)
 
 
 @contextlib.contextmanager
 def using_runner(runner: Runner) -> Iterator[None]:
-    """Hands the calls of every `Stack` traced inside to ``runner``."""
+    """Passes the calls of every `Stack` traced inside to ``runner``."""
     token = _runner.set(runner)
     try:
         yield
@@ -59,19 +59,21 @@ def using_runner(runner: Runner) -> Iterator[None]:
 
 
 class Stack(nnx.Module):
-    """N alike blocks whose arrays have a leading ``layers`` dim.
+    """N equal blocks whose arrays have a leading ``layers`` dim.
 
-    One block is traced and compiled, whatever N. It runs as a `jax.lax.scan` over the
-    layers; parameters that the strategy stores sharded are gathered inside, one layer
-    at a time, and again in the backward pass. An optimizer that looks at an array as a
-    whole, such as ``optax.lamb``, sees all layers as one: `by_layer` shows it each.
+    For any N only one block is traced and compiled. It runs as a `jax.lax.scan` over
+    the layers; parameters that the strategy stores sharded are gathered inside, one
+    layer at a time, and again in the backward pass. An optimizer that looks at an array
+    as a whole, such as ``optax.lamb``, sees all layers as one; with `by_layer` it sees
+    each layer.
 
     Args:
         make_block: Builds one block from its ``nnx.Rngs``. The block maps
             ``(x, *args)`` to an array like ``x``.
         num_layers: The number of blocks, N.
         rngs: Keys of all blocks.
-        remat: What a block keeps for the backward pass; ``None`` follows the Trainer.
+        remat: Policy for the values that a block keeps for the backward pass; ``None``
+            follows the Trainer.
 
     Raises:
         StackError: If a block shares one Variable between two of its modules, or with
@@ -110,22 +112,23 @@ class Stack(nnx.Module):
     def of(
         cls, blocks: Sequence[Any], *, period: int = 1, remat: Remat | None = None
     ) -> Self:
-        """A stack of blocks that are built, pretrained ones too.
+        """A stack of blocks that exist already, such as pretrained ones.
 
-        Its arrays are copies, with a leading dim; the blocks stay as they are. Blocks
-        may be abstract, of ``nnx.eval_shape``.
+        Its arrays are copies with a leading dim; the blocks do not change. Blocks may
+        be abstract, from ``nnx.eval_shape``.
 
         Args:
-            blocks: A list, ``nnx.List`` or tuple of N modules that differ in the
-                values of their arrays alone.
-            period: Layers of several kinds that alternate, in a pattern of this
-                length: a layer of the stack is then a group of so many blocks, its
-                ``num_layers`` N / period, and FSDP gathers a group at a time.
-            remat: As in `Stack`, of a group.
+            blocks: A list, ``nnx.List`` or tuple of N modules that differ only in the
+                values of their arrays.
+            period: Length of the pattern in which layers of several kinds alternate. A
+                layer of the stack is then a group of ``period`` blocks, ``num_layers``
+                is N / period, and FSDP gathers a group at a time.
+            remat: The argument of `Stack`, for a group.
 
         Raises:
-            StackError: If two blocks differ in more, by the first difference; if they
-                share a Variable; if N is no multiple of the period.
+            StackError: If two blocks differ in anything else, with the first
+                difference; if they share a Variable; if N is not a multiple of the
+                period.
 
         Example:
             >>> blocks = [nnx.Linear(4, 4, rngs=nnx.Rngs(seed)) for seed in range(3)]
@@ -144,7 +147,8 @@ class Stack(nnx.Module):
         check_blocks(blocks, period)
         groups = range(0, len(blocks), period)
         layers = [nnx.List(blocks[i : i + period]) for i in groups]
-        # A call of the class alone makes an NNX object: one of an empty block, filled.
+        # Only a call of the class makes an NNX object, so a stack of an empty block is
+        # made and then filled.
         stack = cls(lambda _: nnx.Module(), len(layers), rngs=nnx.Rngs(0), remat=remat)
         stack.period = period
         stack.layer = stack_blocks(layers if period > 1 else blocks)
@@ -168,11 +172,11 @@ class Stack(nnx.Module):
 
         Args:
             x: Input of the first block: an array or a pytree of arrays.
-            args: Passed to every block as they are. A ``nnx.Rngs`` goes from block to
-                block, which draw from it in order.
+            args: Passed unchanged to every block. An ``nnx.Rngs`` goes from block to
+                block; they draw from it in order.
             scanned: A pytree with a leading dim of N (a cache): each block gets its
-                own slice as last argument and returns ``(x, slice)``.
-            kwargs: Passed to every block as they are.
+                slice as last argument and returns ``(x, slice)``.
+            kwargs: Passed unchanged to every block.
 
         Returns:
             The last block's output; ``(output, scanned)`` when ``scanned`` is given.
@@ -190,17 +194,17 @@ class Stack(nnx.Module):
     def scan(
         self, step: Step, x: Any, xs: Any = None, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        """``jax.lax.scan`` over the blocks, for those that take or return more.
+        """``jax.lax.scan`` over blocks that take or return more than `Stack` passes.
 
         Args:
-            step: What a loop over the blocks would do with one:
+            step: The body of a loop over the blocks:
                 ``(block, x, slice, *args, **kwargs) -> (x, out)``. Arrays from outside
                 reach it as arguments.
             x: Passed from step to step.
-            xs: A pytree with a leading dim of N, or a list of N alike modules (a cache
-                each): each step gets its own ``slice``.
-            args: Passed to every step as they are.
-            kwargs: Likewise.
+            xs: A pytree with a leading dim of N, or a list of N equal modules (one
+                cache each): each step gets its ``slice``.
+            args: Passed unchanged to every step.
+            kwargs: Passed unchanged to every step.
 
         Returns:
             The last ``x``, and the ``out`` of all steps with a leading dim of N.
@@ -229,8 +233,8 @@ class Stack(nnx.Module):
             sizes, step = (self.num_layers, self.period), _in_groups(step)
             xs = jax.tree.map(lambda a: a.reshape(*sizes, *a.shape[1:]), xs)
         call = self._call(step, x, inputs, xs, is_plain)
-        # A pipeline runs the layers of training and evaluation; decoding with a cache
-        # is a scan everywhere.
+        # A pipeline runs the layers in training and evaluation; decoding with a cache
+        # always is a scan.
         run = _runner.get() if xs is None else run_layers
         x, others, out = (run_in_halves if run is run_layers else run)(call)
         if others:
@@ -242,7 +246,7 @@ class Stack(nnx.Module):
     def _scan_with_streams(
         self, step: Step, x: Any, xs: Any, leaves: list, tree: Any
     ) -> tuple[Any, Any]:
-        """`scan` with random streams among the arguments: part of what is passed on."""
+        """`scan` with random streams among the arguments, which steps pass on."""
         at = [i for i, leaf in enumerate(leaves) if _is_stream(leaf)]
         streams = nnx.List([leaves[i] for i in at])
         graphdef, state = nnx.split(streams)
@@ -278,13 +282,14 @@ class Stack(nnx.Module):
             out, slot = step(module, x, slot, *args, **kwargs)
             check_carry(x, out)
             after = arrays_of(module)
-            # By identity: a parameter that the block assigns is another array.
+            # They are compared by identity: if the block assigns a parameter, it
+            # becomes another array.
             assigned = {p: after[p] for p in used if after[p] is not used[p]}
             return out, {path: after[path] for path in others} | assigned, slot
 
         layout = active_layout()
         moves = any(p.used != p.stored for p in placements.values())
-        # Prefetching has a custom gradient, by x and the arguments alone.
+        # Prefetching has a custom gradient, only by x and the arguments.
         smooth = all(map(is_inexact, jax.tree.leaves(x)))
         prefetches = moves and smooth and xs is None and self.num_layers > 1
         prefetches = bool(layout and layout.prefetches and prefetches)
@@ -304,7 +309,7 @@ class Stack(nnx.Module):
 
 
 def run_one_layer(call: StackCall) -> tuple[Any, dict, Any]:
-    """Runs one layer, for a trace that asks what a model does, not how fast.
+    """Runs only one layer, for a trace that examines a model and is not timed.
 
     A variable that the layer does not assign stays the same object.
     """
@@ -321,10 +326,10 @@ def run_one_layer(call: StackCall) -> tuple[Any, dict, Any]:
 
 
 def run_in_halves(call: StackCall) -> tuple[Any, dict, Any]:
-    """`run_layers`; where the layout says so, on two halves of each device's rows.
+    """`run_layers`; on two halves of each device's rows if the layout asks for it.
 
-    A layer runs both, and neither waits for the other: what one sends travels during
-    the products of the other ([3] of `TensorParallel`).
+    A layer runs both, and neither waits for the other: the messages of one half travel
+    during the products of the other ([3] of `TensorParallel`).
     """
     layout, x = active_layout(), call.x
     if layout is None or not layout.claims.halves or not _is_of_rows(call):
@@ -342,7 +347,7 @@ def run_in_halves(call: StackCall) -> tuple[Any, dict, Any]:
     def half_of(x: Any, i: int) -> Any:
         if not _belongs_to_rows(x, call.x):
             return x
-        # (rows, ...) -> (shards, 2, rows of a half, ...): each device has its own
+        # (rows, ...) -> (shards, 2, rows of a half, ...): each device has its shard.
         parts = place(x.reshape(shards, 2, -1, *x.shape[1:]))
         return place(parts[:, i].reshape(-1, *x.shape[1:]))
 
@@ -361,13 +366,15 @@ def run_in_halves(call: StackCall) -> tuple[Any, dict, Any]:
 def _is_of_rows(call: StackCall) -> bool:
     """True if nothing that a layer gets, or keeps, can tie a row to another.
 
-    Its own computation may, which is not looked at.
+    The layer's computation may still tie rows; it is not checked.
     """
     x = call.x
-    # Losses of experts; and of `jax.vmap` over rows, dim 0 of x is of tokens.
+    # A layer that is not plain may return losses of experts; under `jax.vmap` over
+    # rows, dim 0 of x is tokens.
     if not call.is_plain or not isinstance(x, jax.Array) or x.ndim < 3:
         return False
-    # Others are counters, statistics of a batch, and keys, whose masks are of all rows.
+    # Other variables are counters, statistics of a batch, and keys, whose masks cover
+    # all rows.
     args = jax.tree.leaves(call.args)
     return not call.others and all(
         _belongs_to_rows(a, x) or _is_of_no_row(a, x) for a in args
@@ -376,20 +383,20 @@ def _is_of_rows(call: StackCall) -> bool:
 
 def _belongs_to_rows(a: Any, x: jax.Array) -> bool:
     """True for ``x`` and for integers of its tokens, such as segments and positions."""
-    # Where rows are as many as tokens, a mask of the tokens looks alike.
+    # If there are as many rows as tokens, a mask of the tokens has the same shape.
     is_of_tokens = getattr(a, "shape", ()) == x.shape[:2] and len(x) != x.shape[1]
     return a is x or (is_of_tokens and not is_inexact(a))
 
 
 def _is_of_no_row(a: Any, x: jax.Array) -> bool:
-    """True for numbers and tables without a dim that could be of rows; not for keys."""
+    """True for numbers and tables without a possible dim of rows; not for keys."""
     keys = (jax.dtypes.prng_key, jnp.unsignedinteger)
     is_key = any(jnp.issubdtype(jnp.result_type(a), kind) for kind in keys)
     return not is_key and all(size % len(x) for size in jnp.shape(a))
 
 
 def _in_groups(step: Step) -> Step:
-    """A step of all blocks of a group, one after the other."""
+    """A step that runs all blocks of a group, one after the other."""
 
     def run(group: Any, x: Any, slices: Any, *args: Any, **kwargs: Any) -> Any:
         outs = []
@@ -409,7 +416,7 @@ def _is_stream(x: object) -> bool:
 def _is_from_outside(variable: nnx.Variable) -> bool:
     """True if a Variable was made before the present trace, unless it is a constant."""
     if type(variable) is nnx.Variable:
-        return False  # of no kind that changes: its copies stay equal
+        return False  # a plain Variable does not change: its copies stay equal
     try:
         variable.set_value(variable.get_value())
     except errors.TraceContextError:
@@ -418,12 +425,12 @@ def _is_from_outside(variable: nnx.Variable) -> bool:
 
 
 def _check_unshared(make_block: Callable[[nnx.Rngs], nnx.Module]) -> None:
-    """Checks that every Variable of a block is in one place, and made with the block.
+    """Checks that each Variable of a block is in one place, and made with the block.
 
     `jax.vmap` takes a module as a pytree, in which a shared Variable is a leaf in each
     place: the copies would silently train apart.
     """
-    found: dict[str, bool] = {}  # whether each is from outside
+    found: dict[str, bool] = {}  # True if the Variable is from outside
 
     def build() -> nnx.Module:
         block = build_model(make_block, nnx.Rngs(0))
@@ -435,7 +442,7 @@ def _check_unshared(make_block: Callable[[nnx.Rngs], nnx.Module]) -> None:
                 found[path_of(path)] = _is_from_outside(leaf)
         return block
 
-    # The pytree has a shared Variable as often as it occurs, NNX's graph once.
+    # The pytree has a shared Variable at each place, NNX's graph has it once.
     leaves = nnx.to_flat_state(nnx.state(nnx.eval_shape(build)))
     once = [path for path, leaf in leaves if isinstance(leaf, nnx.Variable)]
     if outside := [name for name, is_outside in found.items() if is_outside]:

@@ -73,8 +73,8 @@ def record(call: StackCall) -> tuple[Any, dict, None]:
             "needs to it, for instance stack((x, total)), whose blocks return "
             "(x, total + own)."
         )
-    # `vmap` and `grad` ask a primitive for its rule when they meet it; what only holds
-    # the equation (`scan`, `cond`) is found in the jaxpr, by `_find_stack`.
+    # `vmap` and `grad` ask a primitive for its rule when they meet it; `_find_stack`
+    # finds primitives that only hold the equation (`scan`, `cond`) in the jaxpr.
     held = jax.tree.leaves((call.params, call.others))
     outs = stack_p.bind(*held, *arrays, call=call)
     return *jax.tree.unflatten(jax.tree.structure((call.x, call.others)), outs), None
@@ -118,7 +118,7 @@ def _find_stack(traced: TracedFunction) -> jex.JaxprEqn:
     """The one equation that calls a stack."""
     calls = [eqn for eqn in traced.eqns if eqn.primitive is stack_p]
     nested = [path for e, path in walk(traced) if e.primitive is stack_p and path]
-    # Inside a loop, a branch or a transform there is no place to cut the loss.
+    # The loss cannot be cut inside a loop, a branch or a transform.
     if nested:
         raise PipelineError(
             f"The Stack is called inside {' inside '.join(reversed(nested[0]))}. A "

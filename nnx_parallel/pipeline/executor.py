@@ -1,11 +1,12 @@
 """The slots of all stages in one tick, in regions that are manual over the pipe axis.
 
 In a tick a stage has at most one forward, one backward input and one backward weight
-slot. Each kind runs under a ``jax.lax.cond`` whose predicate is equal on all devices
-(some stage has such a slot now); a stage that has none masks its result. A tick costs
-what its busiest stage pays anyway, and it is the only safe form: where a predicate
-differs by stage, a collective-permute in a branch (also the partitioner's, from
-shifts and convolutions) hangs or gives wrong numbers, in jax 0.10 and 0.12.
+slot. Each kind runs under a ``jax.lax.cond`` whose predicate is equal on all devices:
+it is true if some stage has such a slot now. A stage without one masks its result. A
+tick takes as long as its busiest stage in any case, and this is the only safe form:
+where a predicate differs by stage, a collective-permute in a branch (also the
+partitioner's, from shifts and convolutions) hangs or gives wrong numbers, in jax 0.10
+and 0.12.
 
 A branch has the slot's kind as its named scope, for audits and profiles. Activations go
 to the next stage by ``ppermute``, cotangents back.
@@ -282,6 +283,6 @@ class Executor:
             return self.stage.backward_weight(taken, pending, grads, add)
 
         with jax.named_scope("backward_weight"):
-            # As in `_backward_slot`: zeros would be a second buffer.
+            # Zeros would be a second buffer, like in `_backward_slot`.
             grads = jax.lax.cond(mesh.any_backward_weight, run, lambda: grads)
         return grads, None

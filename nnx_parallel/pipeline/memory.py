@@ -105,8 +105,8 @@ class Chunks:
             size = x.shape[0] // self.count
             index = jnp.maximum(chunk, 0) * size + layer
             old = jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
-            # Chunks differ between stages, and so would the predicate of a branch: a
-            # mask, which adds zeros where there is no slot.
+            # Chunks differ between stages, and so would the predicate of a branch.
+            # Therefore a mask adds zeros where a slot is missing.
             new = jnp.where(chunk >= 0, new.astype(x.dtype), 0)
             return jax.lax.dynamic_update_index_in_dim(x, old + new, index, axis=0)
 

@@ -54,13 +54,13 @@ def using(layout: Layout | None) -> Iterator[None]:
 
 
 def in_context(layout: Layout, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is traced in the context that the models of others expect.
+    """A function that is traced in the context that other libraries' models expect.
 
-    They find the mesh where JAX keeps it: ``with_sharding_constraint`` with a bare
-    spec, ``jax.shard_map`` and others. A trace that asks for none is made without.
+    These find the mesh where JAX keeps it: ``with_sharding_constraint`` with a bare
+    spec, ``jax.shard_map`` and others. A trace that needs no mesh is made without one.
     """
 
-    @wraps(function)  # whose name is that of the program
+    @wraps(function)  # the program gets the function's name
     def traced(*args: Any) -> Any:
         # Otherwise Flax places each new Variable with names, on a mesh with axes like
         # them.
@@ -70,7 +70,7 @@ def in_context(layout: Layout, function: Callable[..., Any]) -> Callable[..., An
             except (RuntimeError, ValueError) as error:
                 if not is_without_mesh(error):
                     raise
-            # Only then: jaxprs, and with them the programs, depend on the context.
+            # Only then is it set: jaxprs, and so the programs, depend on the context.
             with jax.sharding.use_abstract_mesh(layout.mesh.abstract_mesh):
                 return function(*args)
 
@@ -78,7 +78,7 @@ def in_context(layout: Layout, function: Callable[..., Any]) -> Callable[..., An
 
 
 def active_layout() -> Layout | None:
-    """The layout that the code being traced is placed by, if any."""
+    """The layout that places the code being traced, if any."""
     return _active.get()
 
 
@@ -132,7 +132,8 @@ def constrain(x: Any, *names: Any) -> Any:
             is_leaf=is_spec,
         )
         return constrain_tree(x, placements, layout.mesh)
-    # Also where no strategy is active: the model is wrong on one device as on many.
+    # Names are checked without an active strategy too: a wrong model is wrong on one
+    # device as on many.
     _check_activation(x, names)
     return _constrain_by_names(x, names, activation_spec)
 
@@ -160,7 +161,7 @@ def _check_activation(x: Any, names: tuple) -> None:
 
 
 def constrain_param(x: jax.Array, *names: MeshAxes) -> jax.Array:
-    """A parameter at its use, placed without the axes that split activations only."""
+    """A parameter at its use, placed without axes that split only activations."""
     return _constrain_by_names(x, names, Layout.used_spec)
 
 
@@ -186,14 +187,14 @@ def activation_spec(layout: Layout, shape: Sequence[int], names: Sequence) -> P:
 
 
 def note_effect(name: str) -> None:
-    """A claim on activations has an effect: the name of a dim, or ``overlap``."""
+    """Notes a claim on activations that has an effect: a dim's name or ``overlap``."""
     if (split := _split.get()) is not None:
         split.add(name)
 
 
 @contextlib.contextmanager
 def noticing_idle_claims(layout: Layout) -> Iterator[None]:
-    """Warns of claims on activations that split none of those traced within."""
+    """Warns of claims on activations that do not split any activation traced within."""
     token = _split.set(split := set())
     try:
         yield
@@ -231,25 +232,26 @@ def noticing_idle_claims(layout: Layout) -> Iterator[None]:
 
 
 def use_params(leaves: dict, placements: dict) -> dict:
-    """Parameters as the computation uses them: gathered from where they are stored.
+    """Gathers parameters from their stored shards, as the computation uses them.
 
     Their gradients are summed into the ``gradient`` specs. Under
     `saves_all_but_gathers` they are gathered again for the backward pass. Arrays have
-    the same keys as their `Placement`; one without passes as it is.
+    the same keys as their `Placement`; an array without one does not change.
     """
     layout = _active.get()
     if layout is None:
         return leaves
 
-    # At use and not before the step: a gathered array then lives as long as the layer
-    # that uses it, and remat can drop it between the passes.
+    # They are gathered at use and not before the step: a gathered array then lives as
+    # long as the layer that uses it, and remat can drop it between the passes.
     def use(x: jax.Array, place: Placement | None) -> jax.Array:
         if place is None or not place.is_gathered:
             return x
         used, gradient = layout.sharding(place.used), layout.sharding(place.gradient)
         x = _gather(x, used, gradient)
-        # The gradient of a lookup is summed as it is used, and cut afterwards; else its
-        # shards pull the activations apart (docs/library-notes.md, "The partitioner").
+        # The gradient of a lookup is summed in the spec of its use and cut afterwards;
+        # otherwise its shards pull the activations apart
+        # (docs/library-notes.md, "The partitioner").
         return jax.lax.with_sharding_constraint(x, used) if place.is_looked_up else x
 
     return {key: use(x, placements.get(key)) for key, x in leaves.items()}
@@ -264,9 +266,9 @@ def _gather_backward(
     used: NamedSharding, gradient: NamedSharding, _: None, grad: jax.Array
 ) -> tuple[jax.Array]:
     # The transpose of a constraint is the same constraint: without another rule
-    # the gradient would be summed whole on every device before it is cut. Nor is
-    # `used` said first: the TPU compiler then writes an all-reduce and a slice where it
-    # otherwise writes a ring that overlaps with the product
+    # the gradient would be summed whole on every device before it is cut. A constraint
+    # to `used` does not come first: with it the TPU compiler writes an all-reduce and a
+    # slice, and without it a ring that overlaps with the product
     # (docs/library-notes.md, "The partitioner").
     return (jax.lax.with_sharding_constraint(grad, gradient),)
 
@@ -277,9 +279,9 @@ _gather.defvjp(lambda x, *specs: (_gather(x, *specs), None), _gather_backward)
 def saves_all_but_gathers(primitive: Any, *avals: Any, **params: Any) -> bool:
     """A `jax.checkpoint` policy: keep real residuals except gathered parameters.
 
-    So no device holds more of them than the layer in work. Of a gather, which is a
-    sharding constraint, the input is kept: the same values, as a parameter's shard.
-    Complex values are computed again (`without_complex`).
+    So a device only holds the gathered parameters of the present layer. The input of a
+    gather, which is a sharding constraint, is kept: it has the same values, as a
+    parameter's shard. Complex values are computed again (`without_complex`).
     """
     if _makes_complex(primitive, avals, params):
         return False
@@ -321,7 +323,7 @@ def _makes_complex(primitive: Any, avals: tuple, params: dict) -> bool:
 
 
 def check_names(names: tuple[str | None, ...]) -> None:
-    """Refuses a layer, when it is built, two of whose dims have one name."""
+    """Refuses a layer with two dims of one name, when it is built."""
     for name in names:
         if name is not None and names.count(name) > 1:
             free = [n for n in LOGICAL_AXES if n not in names]
@@ -335,7 +337,7 @@ def annotate(tree: Any, name: str) -> Any:
     """Gives an intermediate pytree a name that the caller may place.
 
     Returns the tree, constrained as ``sharded_jit(..., annotations={name: ...})`` says
-    about the name; the same object where nothing is said. An inner ``jax.jit``
+    for the name, or the same object if the name is not listed. An inner ``jax.jit``
     keeps its trace, and with it the placement of its first caller on a mesh.
 
     Example:
@@ -353,7 +355,7 @@ def annotate(tree: Any, name: str) -> Any:
 
 @contextlib.contextmanager
 def annotated(layout: Layout, placements: Mapping[str, Any]) -> Iterator[None]:
-    """Makes a layout and its mesh active; warns of placements that name nothing."""
+    """Makes a layout and its mesh active; warns of placements with unknown names."""
     met: set[str] = set()
     token = _bound.set((placements, met))
     try:

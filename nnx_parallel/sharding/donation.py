@@ -18,8 +18,8 @@ _is_deleted = methodcaller("is_deleted")
 class Donating:
     """A ``jax.jit`` by position that refuses donated arrays it cannot take.
 
-    Arrays that an earlier call took, and arrays that are passed twice: each device
-    finds these by itself, while others may wait for it in a collective
+    These are arrays that an earlier call took, and arrays that are passed twice. Each
+    device would find them by itself, while others may wait for it in a collective
     (docs/library-notes.md, "Arrays and buffers").
     """
 
@@ -38,7 +38,7 @@ class Donating:
             )
         given = jax.tree.leaves([values[i] for i in self._donated])
         kept = jax.tree.leaves([values[i] for i in self._kept])
-        # Costs a few microseconds where all is well; the paths are found afterwards.
+        # This costs a few microseconds if all is well; paths are found afterwards.
         ids = set(map(id, given))
         try:
             is_free = len(ids) == len(given) and ids.isdisjoint(map(id, kept))
@@ -50,11 +50,11 @@ class Donating:
         return self._jitted(*values)
 
     def running(self, program: Any) -> Donating:
-        """The same checks before another program: one that was compiled already."""
+        """The same checks before another program, which was compiled already."""
         return Donating(program, self._names, self._donated)
 
     def __getattr__(self, name: str) -> Any:
-        """``lower``, ``trace`` and all else that ``jax.jit`` has."""
+        """``lower``, ``trace`` and all other attributes of ``jax.jit``."""
         return getattr(self._jitted, name)
 
     def _check(self, values: tuple) -> None:

@@ -1,6 +1,6 @@
-"""Shards of matrices are sent to the devices that get them whole, and results back.
+"""Sends shards of matrices to the devices that get them whole, and results back.
 
-Each device gets its share of the matrices by their work: they may hold different
+Each device gets a share of the matrices by their work: devices may hold different
 numbers of each kind.
 """
 
@@ -19,17 +19,17 @@ from jax import Array
 from nnx_parallel.sharding.names import DimAxes
 
 OfMatrices = Callable[[Array], Array]
-"""``(matrices, rows, columns)`` to the same shape, each matrix by itself."""
+"""``(matrices, rows, columns)`` to the same shape, each matrix separately."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The division of matrices, by which matrices of several arrays are alike.
+    """The division of matrices; matrices of several arrays may have the same one.
 
     Attributes:
         block: Sizes of a shard of one matrix, along its dims of rows, then of columns.
         axes: Mesh axes that split each of these dims.
-        num_rows: How many of these dims are rows.
+        num_rows: Number of these dims that are rows.
     """
 
     block: tuple[int, ...]
@@ -51,8 +51,8 @@ class Group:
 
     Attributes:
         split: Mesh axes that split each matrix.
-        copied: Axes over which it is replicated.
-        dtype: The dtype of all.
+        copied: Mesh axes over which each matrix is replicated.
+        dtype: The dtype of all matrices.
     """
 
     split: tuple[str, ...]
@@ -63,14 +63,14 @@ class Group:
 def pack(
     works: Sequence[tuple[float, int]], counts: Sequence[int], num_devices: int
 ) -> list[tuple[int, ...]]:
-    """How many matrices of each shape each device gets; equal ones follow each other.
+    """Numbers of matrices of each shape per device; equal devices follow each other.
 
-    The largest first, each to the device with the least work so far [1].
+    The largest matrices come first, each for the device with the least work so far [1].
 
     Args:
         works: FLOPs, and elements, of one matrix of each shape.
-        counts: Matrices of each shape.
-        num_devices: Devices that share them.
+        counts: Number of matrices of each shape.
+        num_devices: Number of devices that share them.
 
     Example:
         >>> pack([(18, 4), (6, 1)], [3, 6], 2)
@@ -80,8 +80,8 @@ def pack(
         [1] Graham, "Bounds on Multiprocessing Timing Anomalies", 1969, section 5.
     """
     rows = [[0] * len(works) for _ in range(num_devices)]
-    # With equal work, the one with fewer elements first: the fullest sets the bytes
-    # sent.
+    # With equal work, the device with fewer elements comes first, because the fullest
+    # device decides the bytes that are sent.
     heap = [(0.0, 0, device) for device in range(num_devices)]
     for shape in sorted(range(len(works)), key=lambda shape: -works[shape][0]):
         for _ in range(counts[shape]):
@@ -93,11 +93,11 @@ def pack(
 
 
 class _Share(NamedTuple):
-    """Consecutive devices that get the same.
+    """Consecutive devices that get the same numbers of matrices.
 
     Attributes:
-        devices: How many.
-        counts: Matrices of each kind, or of each shape, on each of them.
+        devices: Number of these devices.
+        counts: Number of matrices of each kind, or of each shape, on each device.
     """
 
     devices: int
@@ -116,15 +116,15 @@ def _flops(rows: int, columns: int) -> float:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Sends shards of matrices to the devices that have the whole, and results back.
+    """Sends shards of matrices to the devices that get them whole, and results back.
 
     Attributes:
-        function: The work of each device on its matrices.
-        group: The mesh axes over which they are spread.
+        function: The function that each device applies to its matrices.
+        group: The mesh axes over which the matrices are spread.
         sizes: Sizes of all mesh axes.
         kinds: The kinds of matrices, sorted by shape.
-        shares: Matrices of each kind on each device.
-        shape_shares: Matrices of each shape on each device.
+        shares: Numbers of matrices of each kind on each device.
+        shape_shares: Numbers of matrices of each shape on each device.
     """
 
     function: OfMatrices
@@ -143,7 +143,7 @@ class Exchange:
         kinds: tuple[Kind, ...],
         counts: Sequence[int],
     ) -> "Exchange":
-        """The exchange of these counts of each kind, packed."""
+        """The exchange for given counts of each kind, packed onto the devices."""
         num_devices = math.prod(sizes[axis] for axis in group.copied + group.split)
         shapes = [kind.shape(sizes) for kind in kinds]
         total: dict[tuple[int, int], int] = {}
@@ -151,7 +151,7 @@ class Exchange:
             total[shape] = total.get(shape, 0) + count
         works = [(_flops(*shape), math.prod(shape)) for shape in total]
         packed = pack(works, list(total.values()), num_devices)
-        # Kinds that all devices can share alike are shared alike.
+        # Kinds that all devices can share evenly are shared evenly.
         is_even = len(set(packed)) == 1 and not any(n % num_devices for n in counts)
         left, rows = list(counts), []
         for of_shapes in packed:
@@ -178,8 +178,8 @@ class Exchange:
             sent = jax.lax.dynamic_index_in_dim(sent, index, keepdims=False)
         parts = self._all_to_all(sent)  # (parts of each matrix, elements)
         matrices = self._on_own(self._join, self.shares, parts)
-        # Its branches are products, those around it copies: there are fewer of shapes
-        # than of kinds, and each is compiled.
+        # The branches of this step are products; the steps around it copy. Each branch
+        # is compiled, and there are fewer shapes than kinds.
         results = self._on_own(self._compute, self.shape_shares, matrices)
         back = self._all_to_all(self._on_own(self._cut, self.shares, results))
         if copied > 1:
@@ -194,7 +194,7 @@ class Exchange:
     def _on_own(
         self, function: Callable[[_Share, Array], Array], shares: list[_Share], x: Array
     ) -> Array:
-        """A function of this device's share."""
+        """Calls a function with this device's share."""
         if len(shares) == 1:
             return function(shares[0], x)
         axes = self.group.copied + self.group.split
@@ -205,7 +205,7 @@ class Exchange:
 
     def _send(self, rows: list[Array]) -> Array:
         """The elements for each device, ``(devices, elements)``, padded."""
-        # Each share takes consecutive matrices: slices, where a gather would copy.
+        # Each share takes consecutive matrices by slices, because a gather would copy.
         starts, parts = [0] * len(rows), []
         for devices, counts in self.shares:
             ends = [s + devices * n for s, n in zip(starts, counts, strict=True)]
@@ -231,7 +231,7 @@ class Exchange:
         return _padded(jnp.concatenate(found), parts.size)
 
     def _compute(self, share: _Share, matrices: Array) -> Array:
-        """Results of the function, in the places of its matrices."""
+        """Results of the function, in the places of their matrices."""
         shapes = dict.fromkeys(kind.shape(self.sizes) for kind in self.kinds)
         found, start = [], 0
         for shape, count in zip(shapes, share.counts, strict=True):

@@ -58,13 +58,13 @@ class ReadsArrays(Protocol):
     """A function that builds a model, some of whose arrays are read from files."""
 
     def read_arrays(self, arrays: Mapping[Path, jax.ShapeDtypeStruct]) -> dict:
-        """Those of the arrays that it has, in their shardings, by path."""
+        """Reads the arrays that are in files, in their shardings, by path."""
         ...
 
 
 @dataclass(frozen=True)
 class ModelDef:
-    """A model whose arrays are to be given; the structure is NNX's graphdef.
+    """A model without its arrays; the structure is NNX's graphdef.
 
     ``state`` has its Variables, with their metadata and the structure of their values.
     """
@@ -74,12 +74,12 @@ class ModelDef:
 
     @classmethod
     def of(cls, model: nnx.Module) -> ModelDef:
-        """The structure of a model in which nothing is sown."""
+        """The structure of a model without sown values."""
         graphdef, state = nnx.split(model)
         return cls(graphdef, state)
 
     def merge(self, arrays: Mapping[Path, Any]) -> nnx.Module:
-        """The model around its arrays, in new Variables."""
+        """Builds the model with the arrays, in new Variables."""
         # In nested dicts of arrays NNX would take a value that is a dict for a module.
         state = map_arrays(lambda path, _: arrays[path], self.state)
         return unwrap_constants(nnx.merge(self.graphdef, state))
@@ -100,8 +100,8 @@ def map_arrays(
 
 def arrays_of(model: nnx.Module) -> dict[Path, Any]:
     """The arrays of a model by path."""
-    # A forward pass may have put an array of its trace in the place of a constant,
-    # which is static to Flax, and would escape.
+    # A forward pass may have replaced a constant by an array of its trace. Flax treats
+    # it as static, so it would escape.
     for _, module in nnx.iter_modules(model):
         for name, value in [*vars(module).items()]:
             if isinstance(value, Tracer):
@@ -111,7 +111,8 @@ def arrays_of(model: nnx.Module) -> dict[Path, Any]:
 
 def update_arrays(model: nnx.Module, arrays: Mapping[Path, Any]) -> None:
     """Replaces some arrays of a model, in its Variables."""
-    # No others: NNX refuses to touch Variables of an outer trace.
+    # Other Variables are not touched: NNX refuses changes to Variables of an outer
+    # trace.
     changed = {
         path: leaf
         for path, leaf in nnx.to_flat_state(nnx.state(model))
@@ -141,7 +142,7 @@ def abstract_model(
             return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
 
         with nnx.use_eager_sharding(False):
-            # A copy, whose attributes and metadata are free to be changed.
+            # The attributes and metadata of a copy may be changed.
             copied = wrap_constants(nnx.merge(*nnx.split(source), copy=True))
             graphdef, state = nnx.split(copied)
             model = nnx.merge(graphdef, map_arrays(shape, state))
@@ -157,7 +158,8 @@ def abstract_model(
             model = nnx.eval_shape(build)
     name_layers(model)
     _check_names(model)
-    # Sown in a pass before the training: kept, every further pass would add to it.
+    # Values sown in a pass before the training are dropped: every further pass would
+    # add to them.
     nnx.pop(model, nnx.Intermediate)
     _check_constants(model, source, rngs)
     if names is not None:
@@ -181,7 +183,8 @@ def build_model(model_fn: ModelFn, rngs: nnx.Rngs) -> nnx.Module:
     """The model that a function, a class or a partial of one makes of random streams.
 
     Raises:
-        TypeError: If it cannot be called with only ``rngs``, or returns no model.
+        TypeError: If it cannot be called with only ``rngs``, or does not return a
+            model.
     """
     # Weights in files give their shapes: they are read later, in their shardings.
     build: Callable[..., Any] = getattr(model_fn, "build_shapes", model_fn)
@@ -306,12 +309,12 @@ def _check_names(model: nnx.Module) -> None:
 def _check_constants(
     model: nnx.Module, source: nnx.Module | ModelFn, rngs: nnx.Rngs
 ) -> None:
-    """Refuses weights that somebody forgot to wrap, and names possible ones.
+    """Refuses weights that are not in a Variable by mistake, and names possible ones.
 
-    An array in no Variable is a constant, as in plain NNX: it is not trained. Integers
-    and single numbers are left at that. Floating-point numbers that a function draws
-    from its ``rngs`` are a weight, or say that they are not. Nothing shows the nature
-    of all others.
+    An array outside of Variables is a constant, as in plain NNX: it is not trained.
+    Integers and single numbers are accepted. Floating-point arrays that a function
+    draws from its ``rngs`` are weights, unless they are marked as constants. Other
+    arrays may be either.
     """
     bare = [
         path

@@ -29,7 +29,7 @@ def partition_correctly(
     if layout.mesh.size == 1:
         return function
 
-    @wraps(function)  # whose name is that of the program
+    @wraps(function)  # the program gets the function's name
     def corrected(*args: Any) -> Any:
         program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
         program = correct(layout, program)

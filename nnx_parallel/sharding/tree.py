@@ -141,7 +141,7 @@ def is_placeable(x: object) -> bool:
 
 
 def has_rules(placements: Any) -> bool:
-    """True if a tree of placements must see an array's shape to say where it lives."""
+    """True if a tree of placements needs an array's shape to place it."""
     entries = jax.tree.leaves(placements, is_leaf=is_placeable)
     return any(map(is_rule, entries))
 
@@ -271,13 +271,13 @@ def _warn_replicated(
         kind, remedy = "large arrays", "Pad a dim, or place them with PathRules."
         found = []
         for info, path in infos:
-            # Smaller ones are left whole on purpose. No dim is taken: in a tree one
-            # rule decides, and names claim nothing.
+            # Smaller arrays are left whole on purpose. All dims are free: in a tree one
+            # rule decides, and names do not claim dims.
             if large := [rule for rule in fsdp if info.size >= rule.min_size]:
                 _, why = large[0].choose_dim(info, ((),) * len(info.shape), mesh)
                 found.append(f"`{path}` {info.shape}: {why}")
     elif not any(isinstance(r, PathRules) and r.strict is None for r in rules):
-        return  # a policy that passes, or only names, are clear
+        return  # a policy that passes, or only names, may be meant
     if found:
         shown = "; ".join(found[:4]) + ("; ..." if len(found) > 4 else "")
         text = f"{len(found)} {kind} stay replicated: {shown}. {remedy}"
@@ -299,12 +299,12 @@ def _placed(place: Callable, tree: Any, rules: Any, mesh: Mesh, root: str = "") 
 
 
 def shard(tree: Any, rules: Any, mesh: MeshLike) -> Any:
-    """Puts a pytree on a mesh as global arrays: each device receives its shards only.
+    """Puts a pytree on a mesh as global arrays: each device receives only its shards.
 
     Args:
         tree: A pytree of arrays; with several processes, the same global values on all.
-        rules: Rules, specs or shardings, as in `resolve_shardings`, which says what is
-            raised. Leaves with ``None`` stay the same objects.
+        rules: Rules, specs or shardings, as in `resolve_shardings`, which lists the
+            errors. Leaves with ``None`` stay the same objects.
         mesh: The mesh, or a strategy.
 
     Example:
@@ -326,15 +326,15 @@ def _place(x: Any, sharding: Sharding) -> jax.Array:
 
 
 def gather(tree: Any, *, to_host: bool = True) -> Any:
-    """Brings every array of a pytree together: the whole of it in one place.
+    """Gathers every array of a pytree, so that each is whole in one place.
 
-    Leaves that are no ``jax.Array`` stay the same objects; typed random keys, which
+    Leaves that are not a ``jax.Array`` stay the same objects; typed random keys, which
     NumPy cannot hold, are replicated.
 
     Args:
         tree: A pytree. With several processes all of them call this.
-        to_host: Return NumPy arrays; else arrays of which each device of their mesh
-            has a copy, and nothing touches the host.
+        to_host: True to return NumPy arrays; False to return arrays of which each
+            device of their mesh has a copy, without touching the host.
 
     Example:
         >>> from nnx_parallel import make_mesh
@@ -353,7 +353,7 @@ def gather(tree: Any, *, to_host: bool = True) -> Any:
             return _replicated(x)
         if x.is_fully_addressable:
             return np.asarray(x)
-        # Tiled: the whole array, not one copy for each process along a new dim.
+        # `tiled` gives the whole array, not one copy per process along a new dim.
         return multihost_utils.process_allgather(x, tiled=True)
 
     return jax.tree.map(bring, tree)
