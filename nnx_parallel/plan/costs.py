@@ -215,9 +215,11 @@ def _hidden(kept: jex.Jaxpr, parts: Parts) -> tuple[int, int] | None:
         if eqn.primitive.name != "scan" or eqn.params["length"] not in lengths:
             continue
         (body,) = jex.jaxprs_in_params(eqn.params)
-        pairs = zip(eqn.outvars, body.outvars, strict=True)
+        outer: list[Any] = [v.aval for v in eqn.outvars]
+        inner: list[Any] = [v.aval for v in body.outvars]
+        pairs = zip(outer, inner, strict=True)
         # An output that the scan stacks has one dim more outside.
-        carried = [o.aval.shape for o, i in pairs if o.aval.shape == i.aval.shape]
+        carried = [o.shape for o, i in pairs if o.shape == i.shape]
         rows = [shape[1:] for shape in carried if shape and shape[0] == _ROWS]
         if dims := max(filter(None, rows), key=math.prod, default=None):
             return math.prod(dims[:-1]), dims[-1]
