@@ -35,9 +35,10 @@ from nnx_parallel.sharding.names import dotted, is_inexact
 
 Arrays = dict[Path, Any]
 
-# Has no rule of lowering: the cut removes it before anything is compiled. Its inputs
-# are the layers' parameters, their other variables, and the arrays of ``(x, args)``,
-# each in the order of `jax.tree.leaves`; its outputs are x, then the other variables.
+# It has no lowering rule, because the cut removes it before anything is compiled. Its
+# inputs are the layers' parameters, their other variables, and the arrays of
+# ``(x, args)``, each in the order of `jax.tree.leaves`; its outputs are x, then the
+# other variables.
 stack_p = jex.Primitive("stack")
 stack_p.multiple_results = True
 
@@ -80,7 +81,7 @@ def record(call: StackCall) -> tuple[Any, dict, None]:
     return *jax.tree.unflatten(jax.tree.structure((call.x, call.others)), outs), None
 
 
-# The layers are not traced here: one that is wrong is found where a stage traces it.
+# The layers are not traced here: a wrong layer is found when a stage traces it.
 @stack_p.def_abstract_eval
 def _shapes(*avals: Any, call: StackCall) -> list:
     first_x = len(call.params) + len(call.others)
@@ -145,7 +146,7 @@ class PartitionedJaxpr:
             after)``, of flat dicts by path, traced with `record`.
 
     Attributes:
-        call: The call of the stack; of its arrays only the shapes matter.
+        call: The call of the stack; only the shapes of its arrays matter.
         traced: The function, without the equation that calls the stack.
         layer_paths: Path of each of the stack's arrays, by the layer's key.
         entering: The arrays that enter the stack.
@@ -168,7 +169,7 @@ class PartitionedJaxpr:
         warn_of_effects(traced)
         eqn = _find_stack(traced)
         self.call: StackCall = eqn.params["call"]
-        # Without its equation the stack's outputs are inputs of the epilogue.
+        # Since its equation is removed, the stack's outputs are epilogue inputs.
         eqns = [e for e in traced.eqns if e is not eqn]
         self.traced = replace(traced, eqns=eqns)
         of_params, of_variables, *of_data = traced.inputs
@@ -186,7 +187,8 @@ class PartitionedJaxpr:
         )
         self.prologue_changes, self.epilogue_changes = self._split_changes(eqn.outvars)
         self.skips = self._find_skips(from_params & from_data)
-        # A parameter tied to one inside the stack, or a variable that the loss reads.
+        # These are parameters tied to one inside the stack, or variables that the loss
+        # reads.
         changes = self.prologue_changes | self.epilogue_changes
         used = self._uses((self.entering, traced.outputs[0], changes))
         paths = self.layer_paths.items()
@@ -226,7 +228,7 @@ class PartitionedJaxpr:
         """Outputs that do not depend on the stack, and the prologue's variables.
 
         Raises:
-            PipelineError: If one of them does.
+            PipelineError: If one of them depends on it.
         """
         wanted = select(self.traced.outputs[0])
         late = {self._inputs[path] for path in self.epilogue_changes}
@@ -258,7 +260,7 @@ class PartitionedJaxpr:
         Returns:
             The arrays of ``x``, and the layer's variables by key.
         """
-        # Made inside the stage: values of another trace could not be used there.
+        # They are made inside the stage, where values of another trace are not allowed.
         made, rest = self.traced.evaluate(self.constants, {}), iter(activations)
         call = self.call
         leaves, tree = jax.tree.flatten((call.x, call.args))
@@ -274,7 +276,8 @@ class PartitionedJaxpr:
         """The path in the model of each array that the stack is called with, by key."""
         keys = [*sorted(self.call.params), *sorted(self.call.others)]
         paths = {var: path for path, var in self._inputs.items()}
-        # By identity: an array that the loss has changed is another variable.
+        # Arrays are found by identity: one that the loss has changed is a different
+        # variable.
         found = {key: paths.get(atom) for key, atom in zip(keys, atoms, strict=False)}
         if None in found.values():
             raise PipelineError(
@@ -309,7 +312,7 @@ class PartitionedJaxpr:
         mesh: a stage, which is manual over one of its axes, could not repeat that.
         """
         eqns = self.traced.eqns
-        # Positions count all leaves of (x, args), and the equation has only arrays.
+        # Positions count all leaves of (x, args), but the equation has only arrays.
         leaves = enumerate(jax.tree.leaves((self.call.x, self.call.args)))
         positions = [i for i, leaf in leaves if isinstance(leaf, jax.Array)]
         placed = dict(zip(positions, atoms, strict=True))
@@ -357,13 +360,15 @@ class PartitionedJaxpr:
     def _find_skips(self, costly: set[jex.Var]) -> list[jex.Var]:
         """Values of the prologue that the epilogue must not compute again.
 
-        Values that depend only on parameters cost little; on no parameter, nothing.
+        Values that depend only on parameters are cheap to compute again; values that do
+        not depend on a parameter cost nothing.
         """
         # Only values that the prologue computes anyway; the epilogue computes the
         # others.
         prologue = needed(self.traced.eqns, self.entering)
         made = (v for eqn in prologue for v in eqn.outvars)
-        # In the order of the equations: a set would give each process another program.
+        # They are in the order of the equations, because a set would give each process
+        # a different program.
         kept = dict.fromkeys(v for v in made if v in costly)
         outputs = jax.tree.leaves((self.traced.outputs[0], self.epilogue_changes))
         used = set(inputs_of(needed(self.traced.eqns, outputs, given=kept), outputs))

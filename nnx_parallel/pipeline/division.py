@@ -78,7 +78,7 @@ class Division:
         Once a step each device sends its part of all layers, along another dim,
         to the stages of these layers.
         """
-        # First where every device has all layers of its part: else the partitioner
+        # First every device has all layers of its part: otherwise the partitioner
         # splits the gather by its indices, and sends twice.
         x = jax.lax.with_sharding_constraint(x[self.order], stored)
         return jax.lax.with_sharding_constraint(x, placed)
@@ -90,11 +90,11 @@ class Division:
 
 
 def find_stack(model: nnx.Module, wanted: str | None) -> tuple[Path, Stack] | None:
-    """The stack that runs in stages: the one of most elements, or of a given path."""
+    """The stack that runs in stages: with most elements, or at a given path."""
     stacks = _stacks_of(model)
     if wanted is not None:
         return next((s for s in stacks.items() if dotted(s[0]) == wanted), None)
-    # In the order of paths, for all processes must choose the same one.
+    # Stacks are in the order of paths, so that all processes choose the same one.
     return max(sorted(stacks.items(), key=_name), key=_size, default=None)
 
 
@@ -102,8 +102,9 @@ def check_stacks(model: nnx.Module, wanted: str | None, parts: tuple[int, int]) 
     """Refuses a model without a stack for these stages and chunks.
 
     Raises:
-        PipelineError: If it has none, or none of the given path; if its stack has fewer
-            layers than there are chunks of stages, or another stack inside.
+        PipelineError: If the model has no stack, or not one at the given path; if the
+            stack has fewer layers than there are chunks of stages, or contains another
+            stack.
     """
     stacks, (num_stages, num_chunks) = _stacks_of(model), parts
     name = type(model).__name__

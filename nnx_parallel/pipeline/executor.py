@@ -79,15 +79,15 @@ class Executor:
             # (layers, ...), (stages, ...), and arrays without a dim for the stages.
             in_specs=(over_stages, over_stages, P()),
             out_specs=over_stages,
-            # Over all other axes the region is partitioned by XLA, as the rest is.
+            # XLA partitions the region over all other axes, like the rest.
             axis_names={self.stage.axis},
             check_vma=False,
         )
 
     def permute(self, tree: Any, *, back: bool = False) -> Any:
-        """Stacked arrays in their natural order, moved to where they run; or back."""
+        """Moves stacked arrays from their natural order to their stages, or back."""
         table = self.table
-        # One chunk: the schedule's order is the natural one.
+        # With one chunk the schedule's order is the natural one.
         if table.num_chunks == 1:
             return tree
         permutation = LayerPermutation.plan(table.num_stages, table.num_chunks)
@@ -97,11 +97,11 @@ class Executor:
         return run(tree, None, None)[0]
 
     def allocate(self, layers: Layers) -> StageMemory:
-        """Zeros for all that the stages keep."""
+        """Zeros for all memory of the stages."""
         buffers, table, stage = self.buffers, self.table, self.stage
 
         def slots(count: int, tree: Any) -> Any:
-            # Only shapes: the zeros are made once, where they are placed.
+            # Only shapes are made here; the zeros are made once, in their places.
             return self._of_stages(jax.eval_shape(lambda: make_slots(count, tree)))
 
         def run(layers: Layers, _: None, activations: list) -> tuple[None, Any]:
@@ -139,20 +139,21 @@ class Executor:
             return jax.lax.with_sharding_constraint(x, sharding)
 
         size = self.table.num_stages
-        # Unconstrained in all other dims: the partitioner takes the layers' specs.
+        # All other dims are unconstrained: the partitioner takes the layers' specs.
         zeros = jax.tree.map(lambda x: jnp.zeros((size, *x.shape), x.dtype), tree)
         return jax.tree.map(place, zeros)
 
     def _receive(self, slots: list, fed: list, *each: Any) -> list:
-        """Memory slots with a neighbour's values, and with values from outside.
+        """Writes a neighbour's values, and values from outside, to memory slots.
 
-        A separate region: within one XLA makes the write a part of the read that
-        follows, and then copies the slots to keep them as they were.
+        This is a separate region: within one region XLA makes the write a part of the
+        next read, and then copies the slots to keep the old ones.
 
         Args:
             slots: The memory slots.
             fed: Values from outside.
-            each: A neighbour's values, and the slots for ``fed`` and for them.
+            each: A neighbour's values, the slots for ``fed``, and the slots for the
+                neighbour's values.
         """
 
         # docs/library-notes.md, "Arrays and buffers"
@@ -163,12 +164,13 @@ class Executor:
         return self.manual(write)(None, (slots, *each), fed)[1]
 
     def _send(self, tree: Any, direction: int) -> Any:
-        """The neighbour's tree; around the ends only if stages hold many chunks."""
+        """The neighbour's tree; around the ends only if stages hold several chunks."""
         size = self.table.num_stages
         pairs = [(i, (i + direction) % size) for i in range(size)]
         if self.table.num_chunks == 1:
             pairs = [(a, b) for a, b in pairs if b == a + direction]
-        # Outside of the conditions: every stage sends in every tick, also nothing.
+        # This is outside of the conditions: every stage sends in every tick, even if it
+        # has nothing to send.
         # docs/library-notes.md, "Partly manual regions"
         return jax.lax.ppermute(tree, self.stage.axis, pairs) if pairs else tree
 
@@ -178,7 +180,8 @@ class Executor:
         """The forward slots of a tick, and the transfer to the next stage.
 
         Takes the activations of a microbatch that enters the stack; returns the layers
-        with their new state, the memory, and the stack's output of one that leaves it.
+        with their new state, the memory, and the stack's output for the microbatch that
+        leaves it.
         """
         slots = tick.stages
         arrived = (memory.received, slots.feed_input, slots.receive_input)
@@ -230,7 +233,8 @@ class Executor:
         entered the stack.
         """
         memory, slots, mesh = state.memory, tick.stages, tick.mesh
-        # Sent by the next stage in the last tick, or made by the epilogue in this one.
+        # The next stage sent them in the last tick, or the epilogue made them in this
+        # tick.
         arrived = (memory.returned, slots.feed_cotangent, slots.receive_cotangent)
         waiting = self._receive(memory.cotangents, cotangents, *arrived)
         each = (replace(memory, cotangents=waiting), slots)
@@ -241,8 +245,8 @@ class Executor:
             # A separate region: a tick may write a pending value and read another.
             both, each = (layers, grads), (memory.pending, slots)
             added, _ = self.manual(self._weight_slot)(both, each, mesh)
-        # (stages, batch, ...): the first stage's belong to values that entered the
-        # stack.
+        # (stages, batch, ...): the first stage's cotangents belong to values that
+        # entered the stack.
         state = replace(state, memory=memory, layer_grads=added)
         return state, [x[0] for x in sent]
 
@@ -259,8 +263,8 @@ class Executor:
             count = slots.backward_layers
             return self.stage.backward(chunk, stash, cotangents, grads, add, count)
 
-        # Without a slot the gradients pass through as they are: zeros for them would be
-        # a second buffer.
+        # Without a slot the gradients pass through unchanged: zeros would be a second
+        # buffer.
         def skip() -> tuple:
             sent = zeros_like(cotangents)
             pending = zeros_like(jax.eval_shape(run)[2]) if is_split else None
@@ -283,6 +287,6 @@ class Executor:
             return self.stage.backward_weight(taken, pending, grads, add)
 
         with jax.named_scope("backward_weight"):
-            # Zeros would be a second buffer, like in `_backward_slot`.
+            # Gradients pass through unchanged here too: zeros would be a second buffer.
             grads = jax.lax.cond(mesh.any_backward_weight, run, lambda: grads)
         return grads, None

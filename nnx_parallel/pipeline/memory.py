@@ -48,8 +48,8 @@ def make_slots(count: int, tree: Any) -> Any:
 
 
 def read_slot(slots: Any, slot: jax.Array) -> Any:
-    """The value in a slot; anything if the slot is -1."""
-    # Without a slot any value does: the result goes to a spare slot, or is masked.
+    """The value in a slot; an arbitrary one if the slot is -1."""
+    # Without a slot any value will do: the result goes to a spare slot, or is masked.
     index = jnp.maximum(slot, 0)
     return jax.tree.map(
         lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), slots
@@ -73,7 +73,7 @@ class Chunks:
     count: int
 
     def take(self, layers: Any, chunk: jax.Array) -> Any:
-        """The layers of one chunk; of any if it is -1."""
+        """The layers of one chunk; of an arbitrary one if the chunk is -1."""
         if self.count == 1:
             return layers  # a slice of everything would be a copy
 
@@ -88,7 +88,8 @@ class Chunks:
         """The layers with one chunk replaced, unless the chunk is -1."""
 
         def put(x: jax.Array, part: jax.Array, old: jax.Array) -> jax.Array:
-            # State is small: a masked update, which copies, has no spare chunk.
+            # State is small, so a masked update copies it instead of using a spare
+            # chunk.
             part = jnp.where(chunk >= 0, part, old)
             start = jnp.maximum(chunk, 0) * part.shape[0]
             return jax.lax.dynamic_update_slice_in_dim(x, part, start, axis=0)
@@ -98,7 +99,7 @@ class Chunks:
     def adder(self, chunk: jax.Array) -> Callable[[Any, Any, jax.Array], Any]:
         """``(totals of all layers, values of one, its index in the chunk) -> totals``.
 
-        Adds in the totals' dtype, in place; nothing if the chunk is -1.
+        It adds in the totals' dtype, in place, and adds nothing if the chunk is -1.
         """
 
         def add(layer: jax.Array, x: jax.Array, new: jax.Array) -> jax.Array:
@@ -116,8 +117,8 @@ class Chunks:
 class LayerPermutation(NamedTuple):
     """Transfers in which every stage sends one block of layers and receives one.
 
-    Layers are stored in their natural order, a block of neighbours on each stage,
-    whatever the schedule. With several chunks a stage runs layers from all over the
+    For every schedule, layers are stored in their natural order, a block of neighbours
+    on each stage. With several chunks a stage runs layers from different parts of the
     stack: then every step sends them there, and their gradients back.
 
     Attributes:
@@ -132,14 +133,15 @@ class LayerPermutation(NamedTuple):
 
     @classmethod
     def plan(cls, num_stages: int, num_chunks: int) -> LayerPermutation:
-        """Transfers from the natural order to the schedule's.
+        """Transfers from the natural order to the schedule's order.
 
         Block b of the stack is stored on stage ``b // chunks`` and run on stage ``b %
         stages``. The transfers are a regular bipartite graph, which falls apart into
         perfect matchings (König's theorem): one for each chunk.
         """
         receiver, taken, put = np.zeros((3, num_chunks, num_stages), np.int32)
-        # Imported here for the time that it takes: schedules of one chunk need none.
+        # The import is here because it is slow, and schedules of one chunk do not need
+        # it.
         from scipy.optimize import linear_sum_assignment
 
         waiting = defaultdict(list)
@@ -148,7 +150,8 @@ class LayerPermutation(NamedTuple):
         stages = range(num_stages)
         for chunk in range(num_chunks):
             counts = [[len(waiting[a, b]) for b in stages] for a in stages]
-            # A regular graph less a perfect matching is regular: the next one exists.
+            # A regular graph minus a perfect matching is regular, so the next matching
+            # exists.
             pairs = linear_sum_assignment(np.array(counts) > 0, maximize=True)
             for source, target in zip(*pairs, strict=True):
                 block = waiting[source, target].pop()
@@ -210,7 +213,8 @@ class MeshSlots(NamedTuple):
     """Slots of the whole mesh in a tick; arrays of shape (ticks,) in all.
 
     Attributes:
-        any_backward_input: True if some stage has such a slot; so the next two.
+        any_backward_input: True if some stage has such a slot; the same holds for the
+            next two fields.
         enters: The microbatch that enters the stack, or -1.
         leaves: The microbatch that leaves it, or -1.
         returns: The microbatch whose cotangents come back to its entry, or -1.
@@ -245,8 +249,8 @@ class TickSlots(NamedTuple):
             return np.where(is_chunk, slots.microbatch[:, stage], -1)
 
         mesh = MeshSlots(
-            # Predicates of conditions: of the whole mesh, hence equal on all devices
-            # (docs/library-notes.md, "Partly manual regions").
+            # Predicates of conditions belong to the whole mesh, so that they are equal
+            # on all devices (docs/library-notes.md, "Partly manual regions").
             **{f"any_{kind}": getattr(table, kind).any for kind in KINDS},
             enters=at(table.forward, 0, 0),
             leaves=at(table.forward, -1, table.num_chunks - 1),
@@ -259,7 +263,7 @@ class TickSlots(NamedTuple):
 def _layers(slots: Slots, division: Division) -> np.ndarray:
     """Layers of the chunk in each slot, of shape (ticks, stages)."""
     stage = np.arange(division.num_stages)
-    # Without a slot any number does: its results are thrown away.
+    # Without a slot any number will do: its results are discarded.
     return division.counts[np.maximum(slots.chunk, 0) * division.num_stages + stage]
 
 
@@ -314,7 +318,7 @@ class TickState:
         layer_grads: Gradients of the layers' parameters, by key.
         memory: The memory of the stages.
         outputs: Slots for the function's outputs, one for each microbatch.
-        skip_grads: Slots for the gradients of skips, as long as those.
+        skip_grads: Slots for the gradients of skips, as many as for the skips.
         layer_state: Variables that the layers change, by key.
     """
 

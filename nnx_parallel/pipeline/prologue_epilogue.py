@@ -47,7 +47,7 @@ class PipelineInputs:
         params: Trained parameters, by path.
         variables: All other arrays of the model, by path.
         batch: Microbatches, along a leading dim.
-        keys: A random key for each.
+        keys: A random key for each microbatch.
     """
 
     params: Arrays
@@ -59,13 +59,14 @@ class PipelineInputs:
     def of(
         cls, params: Any, variables: Any, microbatches: Any, key: jax.Array
     ) -> PipelineInputs:
-        """From nested arrays; each microbatch gets another key.
+        """The inputs from nested arrays; each microbatch gets a different key.
 
         A single microbatch is the whole batch and takes the key unchanged.
         """
         count = count_rows(microbatches)
         keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(count))
-        # fold_in by index, as where microbatches are accumulated: the same masks.
+        # fold_in takes the index, as when microbatches are accumulated: the masks are
+        # the same.
         return cls(
             params=flatten(params),
             variables=flatten(variables),
@@ -74,7 +75,7 @@ class PipelineInputs:
         )
 
     def take(self, index: jax.Array) -> tuple[Any, jax.Array]:
-        """One microbatch and its key; any if the index is -1."""
+        """One microbatch and its key; an arbitrary one if the index is -1."""
         rows, shared, join = partition(self.batch)
         rows, key = read_slot((rows, self.keys), index)
         return join(rows, shared), key
@@ -119,10 +120,11 @@ class PrologueEpilogue:
         args = (inputs.params, inputs.variables, *item)
         with using(self._spread), using_runner(record):
             # A call around the stack (jit, checkpoint) is opened, so that its equation
-            # is one of the loss itself; all others stay as they are.
+            # is an equation of the loss itself; all other calls stay closed.
             traced = trace(flat, *args, inlined=lambda eqn: "stack" in names_in(eqn))
         self.cut = PartitionedJaxpr(traced)
-        # The stack's arrays would be inputs of each condition, but for the shared ones.
+        # Otherwise the stack's arrays would be inputs of each condition; only shared
+        # ones are needed.
         inside = {*self.cut.layer_paths.values()} - self.cut.shared
         self.params, self.variables = (
             {path: x for path, x in arrays.items() if path not in inside}
@@ -147,13 +149,13 @@ class PrologueEpilogue:
         def run() -> tuple[list, list, Arrays]:
             return self.prologue(microbatch, self.params, before)
 
-        # Not zeros for the variables: a tick without a microbatch leaves them.
+        # The variables are not zeros: a tick without a microbatch does not change them.
         def skip() -> tuple[list, list, Arrays]:
             return *zeros_of(run)[:2], before
 
         with jax.named_scope("before"):
             entering, skips, after = jax.lax.cond(microbatch >= 0, run, skip)
-        # For `go_back`, which runs the prologue again on the variables as they were.
+        # `go_back` runs the prologue again on the variables from before it.
         kept = InFlight(skips, before)
         return entering, write_slot(in_flight, kept, self._slot(microbatch)), after
 
@@ -263,8 +265,8 @@ class PrologueEpilogue:
         def spread(x: Any) -> Any:
             if is_marked(x):
                 return x
-            # (batch, seq, ...): the stages' output is on `pipe` in one piece,
-            # and would be computed on every stage.
+            # (batch, seq, ...): `pipe` does not split the stages' output, so every
+            # stage would compute with all of it.
             names = ("batch", "seq")[: x.ndim] + (None,) * (x.ndim - 2)
             spec = self._spread.activation_spec(x.shape, names)
             free = [P.UNCONSTRAINED] * (x.ndim - len(spec))
@@ -279,7 +281,7 @@ class PrologueEpilogue:
         return make_slots(self.buffers.num_flights, one)
 
     def recall(self, memory: InFlight, microbatch: jax.Array) -> InFlight:
-        """The values kept of a microbatch."""
+        """The values kept for a microbatch."""
         return read_slot(memory, self._slot(microbatch))
 
     def _slot(self, microbatch: jax.Array) -> jax.Array:
@@ -288,7 +290,7 @@ class PrologueEpilogue:
         return jnp.where(microbatch >= 0, slots[jnp.maximum(microbatch, 0)], -1)
 
     def sum_weights(self, select: Callable[[Any], list]) -> list:
-        """Sums of selected outputs of the batch, which come only from the data."""
+        """Sums over the batch of selected outputs, which depend only on the data."""
         rows, shared, join = partition(self.inputs.batch)
 
         def weigh(changed: Arrays, item: Any) -> tuple[Arrays, list]:
@@ -305,18 +307,18 @@ class PrologueEpilogue:
 
 
 def spread_over_stages(layout: Layout, axis: str, num_rows: int) -> Layout:
-    """The layout of the parts around the stack: over the axis of stages too.
+    """The layout of the parts around the stack, which the axis of stages splits too.
 
-    It splits the rows, or the sequence where it does not divide the rows.
+    This axis splits the rows, or the sequence if it does not divide the rows.
     """
     claims = layout.claims
-    # The axis comes last whatever the mesh's order: each device then takes a part of
-    # the rows that it holds already, and none are sent.
+    # The axis comes last in any order of the mesh: each device then takes a part of the
+    # rows that it already holds, and rows are not sent.
     batch = (*claims.batch, axis)
     if num_rows % math.prod(layout.mesh.shape[name] for name in batch) == 0:
         return replace(layout, claims=replace(claims, batch=batch))
     if claims.sequence is not None:
-        # A part of the tokens that a device holds already, as well.
+        # Here too a device takes a part of the tokens that it already holds.
         own, given = layout.sequence_axes, as_tuple(claims.activations.get("seq"))
         seq = (*own, axis, *(name for name in given if name not in own))
         activations = {**claims.activations, "seq": seq}

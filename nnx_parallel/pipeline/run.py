@@ -65,7 +65,7 @@ class PipelineSchedule(Execution):
     Attributes:
         axis: Mesh axis of the stages.
         schedule: Makes the table.
-        stash: Values that a stage keeps of a microbatch between its slots.
+        stash: Values that a stage keeps for a microbatch between its slots.
         gather: How often weights that FSDP shards are gathered.
         stack: Path of the stack that runs in stages; ``None``: the largest.
     """
@@ -81,7 +81,7 @@ class PipelineSchedule(Execution):
         check_stacks(model, self.stack, self._parts(mesh))
 
     def find_staged(self, model: nnx.Module, mesh: Mesh) -> Staged | None:
-        """The stack of most parameters, or of the path that is given."""
+        """The stack with most parameters, or the one at the given path."""
         if (found := find_stack(model, self.stack)) is None:
             return None
         path, stack = found
@@ -93,7 +93,7 @@ class PipelineSchedule(Execution):
         return describe_stacks(model, self.stack, self._parts(mesh))
 
     def _parts(self, mesh: Mesh) -> tuple[int, int]:
-        """Numbers of stages and of chunks of each."""
+        """Number of stages, and of chunks per stage."""
         return mesh.shape[self.axis], self.schedule.chunks
 
     def merge(
@@ -136,13 +136,14 @@ class PipelineSchedule(Execution):
         if not needs_stack:
             with using_runner(record):
                 traced = trace(whole, *arrays, batch, key)
-            # A prediction may use only the model's embedding, say.
+            # A prediction may, for example, use only the model's embedding.
             if not calls_stack(traced):
                 return whole(*arrays, batch, key)
         # A batch for evaluation may have any number of rows.
         num_rows = count_rows(batch)
         shards = math.prod(plan.layout.mesh.shape[a] for a in plan.layout.claims.batch)
-        # Rows that the shards do not divide are not split: any divisor will do.
+        # If the shards do not divide the rows, these are not split: then any divisor
+        # will do.
         rows = num_rows // shards if num_rows % shards == 0 else num_rows
         count = max(n for n in range(1, num_microbatches + 1) if rows % n == 0)
         inputs = PipelineInputs.of(*arrays, split_rows(plan.layout, batch, count), key)
@@ -169,7 +170,7 @@ class PipelinedFunction:
 
     Raises:
         PipelineError: If the function cannot be cut, or a stage would end the process.
-        ScheduleError: If the table is not one for this step.
+        ScheduleError: If the table does not fit this step.
     """
 
     plan: StatePlan
@@ -224,7 +225,7 @@ class PipelinedFunction:
         ends, executor, layers = self._ends, self._executor, self._layers()
         before = ends.prologue_variables
 
-        # Evaluation changes no variable: nothing of it goes from tick to tick.
+        # Evaluation changes no variable, so variables do not go from tick to tick.
         def tick(carry: Any, slots: TickSlots) -> tuple[Any, None]:
             memory, in_flight, outputs = carry
             leaves = slots.mesh.leaves
@@ -309,7 +310,7 @@ class PipelinedFunction:
         state: TickState,
         slots: TickSlots,
     ) -> tuple[TickState, None]:
-        """All slots of a tick, in their order; ``layers`` as before the step."""
+        """Runs all slots of a tick in order; ``layers`` are from before the step."""
         ends, executor, mesh = self._ends, self._executor, slots.mesh
         entering, in_flight, variables = ends.enter(
             mesh.enters, state.prologue_variables, state.in_flight
@@ -330,11 +331,12 @@ class PipelinedFunction:
         return replace(state, grads=grads), None
 
     def _zero(self, path: Path, x: jax.Array, *, is_layers: bool = False) -> jax.Array:
-        """Where a gradient is summed, in the spec and the dtype of gradients."""
+        """Zeros to sum a gradient in, with the spec and the dtype of gradients."""
         spec = self.plan.placements[path].gradient
         if is_layers and not self._division.is_even:
             spec = self._in_stages(path, "gradient")
-        # Not in the dtype of the computation: bfloat16 would round off small terms.
+        # The dtype of the computation is too narrow: bfloat16 would round off small
+        # terms.
         return jax.lax.with_sharding_constraint(
             jnp.zeros(x.shape, self.plan.precision.gradient_dtype(x.dtype)),
             self.plan.layout.sharding(spec),
@@ -349,14 +351,14 @@ class PipelinedFunction:
         return jax.tree.map(lambda x: x[: self.table.num_microbatches], slots)
 
     def _layers(self) -> Layers:
-        """The layers where the schedule runs them, gathered if once is enough."""
+        """The layers on their stages, gathered if they are to be gathered only once."""
         plan, arrays = self.plan, dict(self._stage.arrays)
         gathers = self.pipeline.gather == "step"
         is_even, params = self._division.is_even, sorted(self._ends.cut.call.params)
-        # With one chunk the layers lie where they run, and nothing is sent.
+        # With one chunk the layers are stored on their stages, and are not sent.
         if gathers or self.table.num_chunks > 1 or not is_even:
             for key in params:
-                # Sent in the dtype of the computation: half the bytes.
+                # They are sent in the dtype of the computation: half the bytes.
                 arrays[key] = cast_floating(arrays[key], plan.precision.compute)
         for key in params if gathers and is_even else ():
             used = plan.layout.sharding(plan.placements[self._paths[key]].used)
@@ -373,7 +375,7 @@ class PipelinedFunction:
         return self._stage.split(arrays)
 
     def _to_store(self, grads: dict, state: dict) -> tuple[dict, dict]:
-        """Gradients and state of the layers, in the layers' order as it is stored."""
+        """Gradients and state of the layers, in the order in which these are stored."""
         if self._division.is_even:
             return self._executor.permute((grads, state), back=True)
 
@@ -387,6 +389,6 @@ class PipelinedFunction:
         )
 
     def _in_stages(self, path: Path, role: str) -> P:
-        """The spec of layers that stages share unevenly, where these run."""
+        """The spec on the stages of layers that these share unevenly."""
         spec = getattr(self.plan.placements[path].in_stage(), role)
         return P(self.pipeline.axis, *spec[1:])

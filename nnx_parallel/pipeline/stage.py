@@ -27,7 +27,7 @@ from nnx_parallel.sharding.names import dotted
 
 Stash = Literal["policy", "inputs"]
 
-# How many of the layers there are to run, and whether a layer is one; ``None``: all.
+# The number of layers to run, and a layer's flag to run; ``None``: all layers run.
 Count = jax.Array | None
 Mark = jax.Array | None
 
@@ -47,7 +47,7 @@ class Stage:
     ``x`` and the arguments that every layer gets.
 
     Attributes:
-        cut: The function whose layers they are; one is traced, once, here.
+        cut: The function that has the layers; one layer is traced here, once.
         arrays: Shapes of the arrays of all layers by key, with a ``layers`` dim.
         activations: Shapes of the stack's input.
         mesh: The mesh.
@@ -74,9 +74,10 @@ class Stage:
     def __post_init__(self) -> None:
         arrays = self.arrays.items()
         one = {k: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for k, x in arrays}
-        # Traced with the types of the manual region that runs it: a constraint on the
-        # concrete mesh would give a value an aval that JAX refuses to mix with the
-        # region's, and arguments without the region's mesh are reshaped to have it.
+        # The layer is traced with the types of the manual region that runs it: a
+        # constraint on the concrete mesh would give a value an aval that JAX refuses to
+        # mix with the region's avals, and arguments without the region's mesh are
+        # reshaped to have it.
         # docs/library-notes.md, "Partly manual regions"
         types = {self.axis: AxisType.Manual}
         manual = self.mesh.abstract_mesh.update_axis_types(types)
@@ -100,17 +101,17 @@ class Stage:
             self._residuals = LayerWithResiduals(self._layer_vjp, layer, x, args)
             if self.is_split:
                 saved = [v.aval for v in self._residuals.saved]
-                # x in place of its cotangent, whose shape and dtype are the same.
+                # x replaces its cotangent, which has the same shape and dtype.
                 kept = (layer.fixed, saved, args, x)
                 self._backward_parts = SplitBackward(
                     self._layer_backward, layer.trained, kept
                 )
 
     def split(self, arrays: dict) -> Layers:
-        """The layers' arrays by key, those apart that are trained or changed."""
+        """The layers' arrays by key, divided into trained, fixed and changed ones."""
         trained, state = self.cut.trained, self.state_keys
-        # Apart, for only variables that a forward pass changes are carried, and kept by
-        # a stash.
+        # They are divided because only variables that a forward pass changes are
+        # carried, and kept by a stash.
         return Layers(
             trained={k: x for k, x in arrays.items() if k in trained},
             fixed={k: x for k, x in arrays.items() if k not in trained | state},
@@ -127,7 +128,7 @@ class Stage:
         x, args = self._split_args(activations)
 
         def step(x: list, xs: tuple[Layers, Mark]) -> tuple[list, dict]:
-            # Cast, and gathered by the block, one layer at a time.
+            # Layers are cast, and gathered by the block, one at a time.
             layer = self._cast_layers(xs[0])
             active, rest = self._partition(layer, [*x, *args])
             out, state = self._rematted(layer.trained, active, rest)
@@ -140,7 +141,7 @@ class Stage:
     def forward(
         self, layers: Layers, activations: list, count: Count = None
     ) -> tuple[list, dict, Any]:
-        """Runs the layers before a backward pass: as `run`, and the stash."""
+        """Runs the layers like `run`, and returns the stash for a backward pass too."""
         if self.stash == "inputs":
             return *self.run(layers, activations, count), (layers.state, activations)
         return self._forward_saving(layers, activations, count)
@@ -168,24 +169,24 @@ class Stage:
         add: Add | None = None,
         count: Count = None,
     ) -> tuple[dict | None, list, Any]:
-        """From the last layer to the first.
+        """Runs the backward pass from the last layer to the first.
 
         Args:
             layers: The layers.
-            stash: From `forward`.
+            stash: The stash from `forward`.
             cotangents: Cotangents of the activations that were sent on.
             totals: Gradients of weights so far.
             add: Adds the gradients of a layer; ``None`` leaves them to
                 `backward_weight`.
-            count: See `run`. All layers have gradients of weights; layers from the
-                ``count``-th on belong to none.
+            count: Number of layers to run, as in `run`. All layers get gradients of
+                weights, also the unused layers from the ``count``-th on.
 
         Returns:
             The totals, the cotangents to send back, and the inputs of
             `backward_weight`.
         """
         if self.stash == "inputs":
-            # With the state as it was, so that dropout draws the same masks again.
+            # The state is from before, so that dropout draws the same masks again.
             state, activations = stash
             layers = replace(layers, state=state)
             stash = self._forward_saving(layers, activations, count)[2]
@@ -227,14 +228,14 @@ class Stage:
     def _checked_block(self, held: dict, activations: list) -> tuple[list, dict]:
         x, after = self.cut.run_layer(held, activations)
         assigned = [key for key in after if key in self.cut.call.params]
-        # In an evaluation nothing outlives the microbatch that has assigned it.
+        # In an evaluation, values do not outlive the microbatch that assigned them.
         if self.stash is not None:
             check_unassigned(self.cut.layer_paths[key] for key in assigned)
         kept = {key: new for key, new in after.items() if key not in assigned}
         return x, {key: _like(new, held[key], key) for key, new in kept.items()}
 
     def _check_closure(self) -> None:
-        """Checks that a layer uses no array of the loss that it is not given."""
+        """Checks that a layer only uses arrays of the loss that are passed to it."""
         if any(isinstance(x, Tracer) for x in self._layer.consts.values()):
             raise PipelineError(
                 "A block of the Stack, or the step of stack.scan, uses an array of the "
@@ -243,7 +244,7 @@ class Stage:
             )
 
     def _check_indices(self) -> None:
-        """Checks that a layer gathers and scatters nothing by computed indices.
+        """Checks that a layer does not gather or scatter by computed indices.
 
         In a region that is manual over ``pipe`` and automatic over other axes, XLA's
         partitioner aborts the process on them,
@@ -252,7 +253,7 @@ class Stage:
         """
         sizes = self.mesh.shape.items()
         others = [name for name, size in sizes if name != self.axis and size > 1]
-        # Manual over all that is split, a stage is not partitioned by XLA.
+        # If a stage is manual over all axes that split, XLA does not partition it.
         if not others:
             return
         inputs = set(jax.tree.leaves(self._layer.inputs))
@@ -280,7 +281,7 @@ class Stage:
         """One layer that keeps the remat policy's values when it is differentiated."""
         remat = self.cut.call.remat
         # Gathers need no policy here: residuals that come from weights are not kept.
-        # A scan's body cannot be merged with its recomputation: no CSE to prevent.
+        # A scan's body cannot be merged with its recomputation, so CSE is allowed.
         return apply_remat(self._call, remat, prevent_cse=False)
 
     def _layer_vjp(
@@ -328,7 +329,7 @@ class Stage:
 
 
 def _like(new: jax.Array, old: jax.Array, key: Any) -> jax.Array:
-    """A variable's new value in its dtype, as the plain step keeps it."""
+    """A variable's new value in its old dtype, as in a step without a pipeline."""
     if new.shape != old.shape:
         raise PipelineError(
             f"A block of the Stack changed the shape of its variable `{dotted(key)}` "
@@ -338,14 +339,14 @@ def _like(new: jax.Array, old: jax.Array, key: Any) -> jax.Array:
 
 
 def _marks(layers: Layers, count: Count) -> Mark:
-    """Which layers there are: bool (layers,), or ``None`` if all."""
+    """True for layers that exist: bool (layers,), or ``None`` if all do."""
     if count is None:
         return None  # a scan then has the same program as without a choice
     return jnp.arange(len(jax.tree.leaves(layers)[0])) < count
 
 
 def _choose(mark: Mark, new: list, old: list) -> list:
-    """The new arrays, or the old ones of a layer that there is not."""
+    """The new arrays, or the old ones if the layer does not exist."""
     if mark is None:
         return new
     # No branch: its predicate would differ between stages.
@@ -365,8 +366,8 @@ def _computed_indices(
 ) -> list[str]:
     """Names of the gathers and scatters whose indices are computed from an input.
 
-    But for those in regions that are manual over all ``others``: they are not XLA's to
-    partition.
+    It leaves out regions that are manual over all ``others``: XLA does not partition
+    these.
     """
     found: list[str] = []
     for eqn in eqns:
@@ -377,7 +378,8 @@ def _computed_indices(
         if (name == "gather" or name.startswith("scatter")) and flags[1]:
             found.append(name)
         for inner in () if is_manual else jex.jaxprs_in_params(eqn.params):
-            # A loop or a branch takes its operands in another order: any may be one.
+            # A loop or a branch takes its operands in another order: any operand may be
+            # an index.
             is_call = len(inner.invars) == len(flags)
             marks = flags if is_call else [any(flags)] * len(inner.invars)
             own = set(compress(inner.invars, marks))

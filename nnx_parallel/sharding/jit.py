@@ -1,4 +1,4 @@
-"""`sharded_jit`: ``jax.jit`` with rules, which are resolved where shapes are known."""
+"""`sharded_jit`: ``jax.jit`` with rules, which are resolved once shapes are known."""
 
 import inspect
 import math
@@ -33,7 +33,7 @@ from nnx_parallel.sharding.tree import (
 
 Names = tuple[str, ...]
 
-_NONE: tuple[Any, Any] = (None, None)  # no call by these keywords, no program
+_NONE: tuple[Any, Any] = (None, None)  # keywords without a call, and no program
 _OTHER_SIGNATURE = "The program was resolved for another signature."
 _PLACEMENTS = ("in_shardings", "out_shardings", "constrain_args", "annotations")
 
@@ -72,7 +72,7 @@ class Arguments:
         return names
 
     def check_names(self, names: Iterable[str], option: str) -> None:
-        """Refuses names given to an option that are no parameters."""
+        """Refuses names in an option that are not parameters of the function."""
         for name in names:
             if name not in self.known and not self._var_keyword:
                 raise ValueError(
@@ -81,7 +81,7 @@ class Arguments:
                 )
 
     def check_placements(self, placements: Any, option: str) -> None:
-        """Refuses placements that fit no call."""
+        """Refuses placements that cannot fit any call."""
         if isinstance(placements, Mapping):
             self.check_names(placements, option)
             if static := [name for name in placements if name in self.static]:
@@ -159,11 +159,11 @@ def sharded_jit(
     Args:
         fn: The function; left out, a decorator is returned.
         mesh: The mesh, or a strategy for the mesh and the names that `constrain` meets.
-        in_shardings: Where arguments must lie: one entry for all, a tuple with one for
-            each that is not static, or a mapping by name. Arguments are moved there
-            from one device by default, and refused if they were put elsewhere.
+        in_shardings: Placements of arguments: one entry for all, a tuple with one for
+            each that is not static, or a mapping by name. Arguments without an explicit
+            place are moved there; arguments that were put elsewhere are refused.
         out_shardings: Placements of outputs: a prefix of the result of ``fn``.
-        constrain_args: As ``in_shardings``, from wherever the arguments lie.
+        constrain_args: Like ``in_shardings``, for arguments that may lie anywhere.
         annotations: Placements of the values that ``fn`` passes to `annotate`, by name.
         static_argnames: Hashable arguments: a new value is a new program.
         donate_argnames: Arguments whose memory the outputs may take.
@@ -186,7 +186,7 @@ def sharded_jit(
         >>> float(mean({"w": jax.numpy.ones((4, 2))}, jax.numpy.ones((8, 4))))
         4.0
     """
-    # Copied at once: a loop over ``locals()`` fails under a debugger or a profiler.
+    # The copy comes first: a loop over ``locals()`` fails under a debugger or profiler.
     options = dict(locals())
     del options["fn"]
     if fn is None:
@@ -208,7 +208,7 @@ class ShardedFunction:
         self._arguments = Arguments(fn, options)
         for option in ("in_shardings", "constrain_args"):
             self._arguments.check_placements(options[option], option)
-        # Before the tree: a mapping that is not a dict is a leaf to JAX.
+        # This comes before the tree: a mapping that is not a dict is a leaf to JAX.
         options["annotations"] = dict(options["annotations"] or {})
         placed = (on_mesh(options[n], self._layout.mesh, n) for n in _PLACEMENTS)
         self._in, self._out, self._constraints, self._annotations = placed
@@ -220,14 +220,15 @@ class ShardedFunction:
         """Runs the function: every line counts in a dispatch of a tenth of a ms."""
         values, keywords = _by_position(args, kwargs) if kwargs else (args, ())
         form, program = self._steady
-        # A look-up flattens the arguments, which `jax.jit` does again. A program that
-        # was called twice in a row is tried without: it refuses other signatures when
-        # JAX traces it for them. That costs a millisecond, so it needs to be rare.
+        # A look-up flattens the arguments, and `jax.jit` does so again. A program that
+        # was called twice in a row is tried without a look-up: it refuses other
+        # signatures when JAX traces it for them. That costs a millisecond, so it needs
+        # to be rare.
         if form == keywords:
             try:
                 return program(*values)
             except Exception:
-                # JAX refuses some before the trace: those that shardings do not fit.
+                # JAX refuses some signatures before the trace, if shardings do not fit.
                 if self._programs.get(self._signature(values, keywords)) is program:
                     raise
         program = self._find(values, keywords)
@@ -241,7 +242,7 @@ class ShardedFunction:
         return self if instance is None else types.MethodType(self, instance)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """The program of a call, lowered; ``jax.ShapeDtypeStruct`` does for arrays."""
+        """The lowered program of a call; arrays may be ``jax.ShapeDtypeStruct``."""
         return self.trace(*args, **kwargs).lower()
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
@@ -249,8 +250,8 @@ class ShardedFunction:
         values, keywords = _by_position(args, kwargs)
         traced = self._find(values, keywords).trace(*values)
         if named := [name for name in keywords if name not in self._arguments.static]:
-            # The stages that follow take from this tree how they are called: without
-            # it keywords would be positions, in the order of the alphabet
+            # The next stages read from this tree how they are called: without it
+            # keywords would be positions, in alphabetical order
             # (docs/library-notes.md, "Tracing and compiling").
             infos, _ = traced.args_info
             at = len(infos) - len(named)
@@ -277,7 +278,7 @@ class ShardedFunction:
         if fixed := self._arguments.static:
             names = self._arguments.names(values, keywords)
             pairs = list(zip(names, values, strict=True))
-            # With types, as JAX has it: True, 1 and 1.0 are equal.
+            # Types are part of the key, as in JAX, because True, 1 and 1.0 are equal.
             static = tuple((type(x), x) for name, x in pairs if name in fixed)
             values = tuple(value for name, value in pairs if name not in fixed)
         try:
@@ -301,7 +302,7 @@ class ShardedFunction:
         return program
 
     def _resolve(self, values: tuple, keywords: Names) -> Any:
-        """The ``jax.jit`` of a call by position, with shardings wherever rules are."""
+        """The ``jax.jit`` of a call by position, with shardings in place of rules."""
         arguments, mesh = self._arguments, self._layout.mesh
         names = arguments.names(values, keywords)
         entries = arguments.placements(self._in, names, "in_shardings")
@@ -317,8 +318,9 @@ class ShardedFunction:
 
         def traced(*values: Any) -> Any:
             nonlocal first
-            # The first trace is of the call that was resolved: only a program that has
-            # run is ever tried. JAX traces a known signature again in another context.
+            # The first trace belongs to the call that was resolved: only a program that
+            # has run is ever tried. JAX traces a known signature again in another
+            # context.
             signature = self._signature(values, keywords)
             first = first or signature
             if signature != first:
@@ -358,13 +360,13 @@ class ShardedFunction:
                 options = {"static_argnums": static, "donate_argnums": donated}
                 jit = partial(jax.jit, run, **options)
         out_shardings = self._out
-        # Only for rules: a class of the user's may hold no shapes, and there is no
-        # trace under `jax.disable_jit`.
+        # Only rules need shapes: a user's class may not have them, and
+        # `jax.disable_jit` does not trace.
         if has_rules(out_shardings):
             # JAX keeps it by function and arguments: the program takes this trace.
             shapes = jit().trace(*values).out_info
             out_shardings = resolve_prefix(out_shardings, shapes, mesh, "output")
-        # No sharding at all leaves JAX free to choose by where the arguments lie.
+        # Without any sharding JAX chooses by the places of the arguments.
         if jax.tree.leaves(in_shardings):
             jit = partial(jit, in_shardings=in_shardings)
         program = jit(out_shardings=out_shardings)
@@ -377,16 +379,16 @@ def _name_as(traced: Any, fn: Callable[..., Any], names: Names) -> None:
     only = Parameter.POSITIONAL_ONLY
     try:
         signature = Signature([Parameter(name, only) for name in names])
-    except ValueError:  # of ``**kwargs``: any string, or another argument's name
+    except ValueError:  # ``**kwargs`` may have any string, or another argument's name
         signature = inspect.signature(traced)  # (*values)
     traced.__signature__ = signature
-    # The line of an error in the trace is a line of the user's function.
+    # An error in the trace then shows a line of the user's function.
     traced.__wrapped__ = fn
 
 
 def _by_position(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, Names]:
     """All values of a call, and the names of those at the end, sorted."""
-    # ``jax.jit`` refuses keywords where it is given shardings.
+    # ``jax.jit`` refuses keywords if it is given shardings.
     keywords = tuple(sorted(kwargs))
     return (*args, *(kwargs[name] for name in keywords)), keywords
 
@@ -395,16 +397,17 @@ def _on_devices(x: Any, mesh: Mesh) -> Any:
     """An output on the mesh's devices, its layout left open."""
     if not isinstance(x, jax.Array):
         return x
-    # JAX's active mesh is abstract. Where nothing else names a device, specs on it
-    # would be compiled for one device, and ignored.
+    # JAX's active mesh is abstract. If nothing else names a device, specs on it would
+    # be compiled for one device, and ignored.
     sharding = NamedSharding(mesh, P(*[P.UNCONSTRAINED] * x.ndim))
     return jax.lax.with_sharding_constraint(x, sharding)
 
 
 def _aval(leaf: Any) -> Any:
-    """Shape, dtype and weak type, by which JAX traces; or the type, without these."""
+    """Shape, dtype and weak type, by which JAX traces; or the leaf's type."""
     try:
-        # Arrays and tracers have one; making it costs more than the rest of a look-up.
+        # Arrays and tracers have an aval; to make one costs more than the rest of a
+        # look-up.
         aval: Any = leaf.aval if hasattr(leaf, "aval") else shaped_abstractify(leaf)
     except TypeError:
         return type(leaf)

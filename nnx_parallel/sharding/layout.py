@@ -110,8 +110,8 @@ class Execution(abc.ABC):
 
         ``arrays`` are the parameters, and all other variables; ``join`` takes outputs
         with a leading dim of microbatches to outputs of the batch. Where the model is
-        cut at its `Stack`, a function that does not call it is an error if it is
-        needed, and else run whole.
+        cut at its `Stack`, a function that does not call it is an error if the call is
+        needed; otherwise it runs whole.
         """
 
 
@@ -238,7 +238,7 @@ class Claims:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Claims on a mesh: where everything lives.
+    """Claims on a mesh, from which every array gets its place.
 
     Attributes:
         mesh: The mesh, all of its axes Auto.
@@ -272,7 +272,7 @@ class Layout:
         return (split.axis,) if split else ()
 
     def is_silent(self, names: Sequence) -> bool:
-        """True if it says nothing about an array's names, as a bare mesh."""
+        """True if it says nothing about an array's names, like a bare mesh."""
         claims = self.claims.logical or self.claims.batch or self.claims.activations
         named = (axis for name in names for axis in as_tuple(name))
         return not claims and self.mesh.shape.keys().isdisjoint(named)
@@ -296,7 +296,7 @@ class Layout:
         rules = placing_rules(self.claims.rules, self.mesh)
         explicit = answer_of(rules, info, self.mesh, translate=translate)
         if explicit:
-            # The user's word on every dim: FSDP adds no axis, even if all are whole.
+            # The user decides on every dim: FSDP adds no axis, even if all are whole.
             spec, reason = explicit
             axes = dim_axes(spec, len(info.shape))
         else:

@@ -1,8 +1,9 @@
 """Functions of whole matrices, such as Muon's, when every device holds shards of them.
 
-For N matrices over W devices each device gets about N / W whole ones by one all-to-all,
-works on them without communication, and returns the results by a second one. The
-matrices are packed by their work: devices may hold different numbers of each kind.
+For N matrices over W devices, one all-to-all gives each device about N / W whole
+matrices. The device works on them without communication, and a second all-to-all
+returns the results. The matrices are packed by their work: devices may hold different
+numbers of each kind.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ from nnx_parallel.sharding.placement import Placement
 
 
 class _Updates(NamedTuple):
-    """Where the updates of an optimizer are while it is traced."""
+    """The places of an optimizer's updates while it is traced."""
 
     layout: Layout
     shapes: Mapping[Path, tuple[int, ...]]
@@ -47,7 +48,7 @@ def placing_updates(
     shapes: Mapping[Path, tuple[int, ...]],
     placements: Mapping[Path, Placement],
 ) -> Iterator[None]:
-    """Lets `map_matrices` know the parameters, by path, and where their updates are."""
+    """Tells `map_matrices` the parameters, by path, and the places of their updates."""
     token = _updates.set(_Updates(layout, shapes, placements))
     try:
         yield
@@ -74,7 +75,7 @@ def matrix_dims(
     """Dims of an array by Optax's dimension numbers; the others enumerate matrices.
 
     Raises:
-        OptimizerError: If they do not make matrices of it.
+        OptimizerError: If the numbers do not divide the array into matrices.
     """
     ndim = len(shape)
     given: Any = tuple(
@@ -100,13 +101,13 @@ def map_matrices(
     """Maps every matrix of a tree of updates, each whole on one device.
 
     Inside a step the matrices are spread over all devices that hold shards or copies of
-    them. A device sends and receives its share of the matrices once, in their dtype;
-    where data parallelism keeps whole copies, only results are sent. Outside of a step
-    it is a plain map.
+    them. A device sends and receives its share of the matrices once, in their dtype; if
+    data parallelism keeps whole copies, only results are sent. Outside of a step this
+    is a plain map.
 
     Args:
         function: The function of matrices of one shape.
-        updates: Pytree like the trained parameters, parts of which may be masked.
+        updates: Pytree like the trained parameters, with parts that may be masked.
         numbers: The dimension numbers of each of its leaves.
 
     Raises:
@@ -139,7 +140,7 @@ def map_matrices(
 
 def _spec_of(path: tuple, x: Array, known: _Updates) -> P:
     owner = owner_of(path, dict(known.shapes))
-    # Arrays of other shapes than their parameter's: as the compiler likes.
+    # An array with another shape than its parameter: the compiler places it.
     if owner is None or known.shapes[owner] != x.shape:
         return P()
     return known.placements[owner].optimizer
@@ -151,9 +152,9 @@ class _Stacked:
 
     Attributes:
         kind: Kind of its matrices.
-        dims: Its dims by meaning.
-        local: Its shape on one device.
-        spec: Its spec.
+        dims: Dims of the array by meaning.
+        local: Shape of the array on one device.
+        spec: Spec of the array.
     """
 
     kind: Kind
@@ -163,11 +164,11 @@ class _Stacked:
 
     @property
     def count(self) -> int:
-        """Matrices on one device."""
+        """Number of matrices on one device."""
         return math.prod(self.local[dim] for dim in self.dims.batch)
 
     def to_rows(self, x: Array) -> Array:
-        """A shard as ``(matrices, elements of a shard of one)``."""
+        """A shard as ``(matrices, elements of a shard of one matrix)``."""
         return x.transpose(self.dims.order).reshape(self.count, -1)
 
     def from_rows(self, rows: Array) -> Array:
@@ -198,13 +199,13 @@ def _stacked(
 def _spread(
     stacked: _Stacked, mesh: Mesh | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Mesh axes that split each matrix, and those that hold copies."""
+    """Mesh axes that split each matrix, and axes that hold copies."""
     if mesh is None:
         return (), ()
     of_dims = dim_axes(stacked.spec, len(stacked.local))
     used = {axis for dim in of_dims for axis in dim}
     split = in_order(tuple({a for dim in stacked.kind.axes for a in dim}), mesh)
-    # Axes that split layers, heads or experts: there each device has other matrices.
+    # Over axes that split layers, heads or experts, each device has other matrices.
     copied = tuple(a for a in mesh.axis_names if a not in used and mesh.shape[a] > 1)
     return split, copied
 
@@ -220,13 +221,13 @@ def _map_shards(
     stacked: Sequence[_Stacked],
     *shards: Array,
 ) -> tuple[Array, ...]:
-    """Maps the matrices of which these are one device's shards."""
+    """Maps matrices, given one device's shards of them."""
     by_kind: dict[Kind, list[int]] = {}
     for index, each in enumerate(stacked):
         by_kind.setdefault(each.kind, []).append(index)
     # Kinds of one shape follow each other: the function maps them at once.
     kinds = tuple(sorted(by_kind, key=lambda kind: kind.shape(sizes)))
-    # (matrices, elements of a shard of one) of each kind
+    # (matrices, elements of a shard of one matrix), for each kind
     rows = [
         jnp.concatenate([stacked[i].to_rows(shards[i]) for i in by_kind[kind]])
         for kind in kinds

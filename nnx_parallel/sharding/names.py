@@ -27,8 +27,8 @@ LOGICAL_AXES = (
 )  # fmt: skip
 """The names that this library's models give to their dims."""
 
-# "sp" as an axis splits long sequences; sequence parallelism, which some
-# call so too, has the axis "tensor".
+# "sp" as an axis splits long sequences; sequence parallelism, which some also call
+# "sp", has the axis "tensor".
 AXIS_NAMES = {
     "pipe": ("pp", "pipeline", "stage", "stages"),
     "data": ("dp", "ddp", "replica", "replicas"),
@@ -37,7 +37,7 @@ AXIS_NAMES = {
     "context": ("cp", "sp", "sequence"),
     "tensor": ("tp", "mp", "mdl", "model"),
 }
-"""Our mesh axes, and their customary names in models of others."""
+"""Our mesh axes, and their customary names in other libraries' models."""
 
 _AXES = {n: axis for axis, others in AXIS_NAMES.items() for n in (axis, *others)}
 
@@ -65,7 +65,8 @@ class ArrayInfo:
 
     path: str
     shape: tuple[int, ...]
-    # For a leaf that is not a Variable: FSDP splits it, and strict rules must match it.
+    # The default suits a leaf that is not a Variable: FSDP splits it, and strict rules
+    # must match it.
     dtype: jax.typing.DTypeLike = jnp.float32
     names: tuple[MeshAxes, ...] | None = None
     kind: str = "Param"
@@ -101,7 +102,7 @@ def path_of(keys: tuple[Any, ...], separator: str = ".") -> str:
 
 
 class Constant(nnx.Variable):
-    """An array that a module holds in no Variable: as in plain NNX, not trained."""
+    """An array that a module holds outside of Variables: not trained, as in NNX."""
 
 
 def variables_of(
@@ -190,18 +191,18 @@ class HasLayers(Protocol):
 
 
 def name_dim(variable: nnx.Variable) -> None:
-    """Names dim 0 of an array ``layers``, where it is not yet so."""
+    """Names dim 0 of an array ``layers``, unless it already has this name."""
     names = names_of(variable)
     if names[:1] != ("layers",):
-        # With a name for each dim already, the name of dim 0 is None.
+        # If each dim already has a name, the name of dim 0 is None.
         ndim = getattr(variable.get_value(), "ndim", None)
         names = ("layers", *names[names[:1] == (None,) and len(names) == ndim :])
-    # No mesh is known yet, on which Flax could place it now.
+    # The mesh is not known yet, so Flax cannot place it now.
     variable.set_metadata(out_sharding=names, eager_sharding=False)
 
 
 def name_layers(model: nnx.Module) -> None:
-    """Names the dims of layers in an abstract model, where that is not yet so."""
+    """Names the dims of layers in an abstract model, if they lack the name."""
     # `nnx.update` and `nnx.merge` take the metadata of their arguments: names that
     # a user has stacked or loaded lack the layers (docs/library-notes.md, "Flax NNX").
     stacks = stacks_of(model)
@@ -221,7 +222,7 @@ def name_layers(model: nnx.Module) -> None:
 
 @runtime_checkable
 class FollowsNames(Protocol):
-    """A module some of whose arrays are named as others are (adapters of a kernel)."""
+    """A module in which some arrays take names from others (a kernel's adapters)."""
 
     def follow_names(self) -> None:
         """Names these arrays by the others, whose names may have changed."""
@@ -235,7 +236,7 @@ def stacks_of(model: nnx.Module) -> dict[tuple[Hashable, ...], HasLayers]:
 def is_inside(
     path: tuple[Hashable, ...], stacks: dict[tuple[Hashable, ...], HasLayers]
 ) -> bool:
-    """True if an array is one of a stack's."""
+    """True if an array is inside a stack."""
     return any(path[: len(stack)] == stack for stack in stacks)
 
 
@@ -252,7 +253,7 @@ def _name_vmapped(
     def is_vmapped(variable: nnx.Variable) -> bool:
         shape = getattr(variable.get_value(), "shape", ())
         names = names_of(variable)
-        # One whose every dim has a name of the user's is as the user says.
+        # If the user has named every dim, the names do not change.
         is_free = len(names) < len(shape) or names[0] in (None, "layers")
         return shape[:1] == (count,) and is_free
 
@@ -288,10 +289,10 @@ def as_tuple(names: str | Iterable[str] | None) -> tuple[str, ...]:
 
 
 def axes_on(mesh: Mesh, axes: MeshAxes) -> tuple[str, ...]:
-    """Mesh axes as a mesh has them; one that is neither its nor ours stays as it is.
+    """Mesh axes by the mesh's names; a name that is unknown to us does not change.
 
-    Conventional names of others are ours. One of ours that the mesh lacks has size one,
-    and is left out: the same rules then serve every strategy.
+    Conventional names of other libraries become ours. One of our axes that the mesh
+    lacks has size one, and is left out: the same rules then serve every strategy.
 
     Example:
         >>> from nnx_parallel import make_mesh
@@ -306,7 +307,7 @@ def axes_on(mesh: Mesh, axes: MeshAxes) -> tuple[str, ...]:
 def merge_axes(
     left: Mapping[str, MeshAxes], right: Mapping[str, MeshAxes]
 ) -> dict[str, MeshAxes]:
-    """The axes of each name, of both sides together."""
+    """The axes of each name, from both sides together."""
     return {
         name: tuple(dict.fromkeys((*as_tuple(left.get(name)), *as_tuple(right[name]))))
         if name in right
@@ -331,10 +332,11 @@ def absent_from(
 
 
 def splits_rows(mesh: Mesh, axes: MeshAxes) -> bool:
-    """True of axes of data parallelism that a mesh lacks.
+    """True for axes of data parallelism that a mesh lacks.
 
-    Models of others name the rows of their activations so. Of size one, they would have
-    the rows gathered on all devices of the axes that split the batch here.
+    Other libraries' models give these names to the rows of their activations. As axes
+    of size one, they would gather the rows on all devices of the axes that split the
+    batch here.
     """
     own = {_AXES.get(axis, axis) for axis in as_tuple(axes)}
     return bool(own) and own <= {"data", "fsdp"} and not axes_on(mesh, axes)
@@ -393,7 +395,7 @@ def dividing_prefix(
 ) -> tuple[str, ...]:
     """The longest prefix of ``axes`` whose product divides ``size``."""
     # If a longer product divides the size, so does each shorter one.
-    # The last axes are given up first: of a batch's those are the inner ones.
+    # The last axes are given up first: for a batch these are the inner ones.
     count = len(axes)
     while size % math.prod(mesh_shape[axis] for axis in axes[:count]):
         count -= 1
@@ -415,7 +417,7 @@ def check_spec(path: str, shape: Sequence[int], spec: P | Sequence, mesh: Mesh) 
             f"{start} {spec}: the spec has {len(spec)} entries for {len(shape)} dims. "
             "Shorten it."
         )
-    # Before sizes are looked up, which a missing axis does not have.
+    # This comes before sizes are looked up, which a missing axis does not have.
     check_axes(path, spec, mesh)
     axes = dim_axes(spec, len(shape))
     flat = [axis for dim in axes for axis in dim]

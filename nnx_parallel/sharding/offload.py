@@ -76,10 +76,10 @@ def check_host_memory(mesh: Mesh) -> None:
     """Refuses a mesh whose devices cannot reach pinned memory of their host.
 
     Raises:
-        OffloadError: With the kinds of memory that they reach.
+        OffloadError: If they cannot; it lists the kinds of memory that they reach.
     """
     device = mesh.devices.flat[0]
-    # It says the same for a described slice, which is not there.
+    # A described slice, without real devices, answers the same.
     check_kinds([m.kind for m in device.addressable_memories()], device.device_kind)
 
 

@@ -101,7 +101,7 @@ def cheapest_dim(
     """
     last = len(shape) - 1
 
-    # A gather puts whole tiles one after the other; of others it makes a copy. A last
+    # A gather puts whole tiles one after the other; other shards it copies. A last
     # dim of some rows' length is laid out as rows: its gather is cheap, the product of
     # its transpose a little less. Estimated cycles of 4 layers of Llama 2 7B over 64
     # v5p chips, (4096, 11008) and (11008, 4096) split to 172 columns and 172 rows: 372
@@ -131,10 +131,10 @@ def choose_other_dim(
         return info.shape[dim] // math.prod(sizes[axis] for axis in taken[dim])
 
     fitting = [d for d in range(1, len(taken)) if part(d) and part(d) % size == 0]
-    # As with FSDP, each is a separate message.
+    # As with FSDP, each array would be a separate message.
     if not fitting or info.size < min_size:
         return None, f"{name}={size} does not split the layers: whole on all stages"
-    # Another axis's dim only where no other is free.
+    # A dim of another axis is taken only if all dims have one.
     free = [d for d in fitting if not taken[d]] or fitting
     dim, _ = cheapest_dim(free, [part(d) for d in range(len(taken))], size)
     return dim, f"{name}: dim {dim}, for it does not split the layers"
