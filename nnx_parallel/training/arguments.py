@@ -1,6 +1,6 @@
 """Natural mistakes in the arguments of a Trainer, each with the valid spelling.
 
-Whatever else is wrong is found where the argument is read.
+All other mistakes are found where the argument is read.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ _KINDS: dict[str, tuple[Any, str]] = {
 """The valid types of each argument, and their description; ``None`` is always valid."""
 
 _LISTS: dict[str, tuple[Callable[[object], bool], str, str]] = {
-    # Devices of a described TPU slice, which is not there, are of a class of their own.
+    # Devices of a described TPU slice, which does not exist here, have a different
+    # class.
     "devices": (lambda x: hasattr(x, "process_index"), "device", "jax.devices()[:8]"),
     "loggers": (
         lambda x: hasattr(x, "log"),
@@ -57,22 +58,23 @@ _LISTS: dict[str, tuple[Callable[[object], bool], str, str]] = {
         "[SaveSamples()]",
     ),
 }
-"""The same of lists: whether an element is valid, what it is called, an example."""
+"""For each list: a test of an element, the element's name, and an example."""
 
 
 def check_arguments(
     model: object, optimizer: object, loss: object, arguments: Mapping[str, Any]
 ) -> None:
-    """Refuses arguments of another kind than a Trainer takes, by name.
+    """Refuses arguments that have the wrong type for a Trainer, by name.
 
     Args:
-        model: The meaning of the argument ``model``.
+        model: The argument ``model``.
         optimizer: The optimizer.
         loss: The loss.
-        arguments: All of the Trainer's by name.
+        arguments: All arguments of the Trainer, by name.
 
     Raises:
-        TypeError: With what was found and what is valid.
+        TypeError: If an argument has the wrong type; the message gives the type that
+            was found and the valid values.
         ValueError: If two of them contradict each other.
     """
     if _is_transformation(loss) and callable(optimizer):
@@ -106,7 +108,7 @@ def check_arguments(
                 f"{name} is {kind_of(value)}. It must be a list, also of a single "
                 f"{kind}, such as {example}."
             )
-        # An iterator is not looked into: it would be empty afterwards.
+        # An iterator is not inspected: it would be empty afterwards.
         for i, element in enumerate(value if isinstance(value, list | tuple) else ()):
             if inspect.isclass(element) or not is_valid(element):
                 raise TypeError(
@@ -150,7 +152,7 @@ def _check_optimizer(optimizer: object) -> None:
 def _check_model(model: object) -> None:
     if isinstance(model, nnx.Module):
         return
-    # Looked up, not imported: who has a Linen module has imported it.
+    # Linen is looked up, not imported: a user with a Linen module has imported it.
     linen = getattr(sys.modules.get("flax.linen"), "Module", ())
     if isinstance(model, linen) or (
         inspect.isclass(model) and linen and issubclass(model, linen)
@@ -180,10 +182,11 @@ def _is_transformation(value: object) -> bool:
 
 
 def check_assignment(owner: object, name: str) -> None:
-    """Refuses an assignment that a built Trainer would not look at.
+    """Refuses an assignment that a built Trainer would ignore.
 
     Raises:
-        AttributeError: If the name is an argument's or a property's without a setter.
+        AttributeError: If the name belongs to an argument, or to a property without a
+            setter.
     """
     kind = type(owner)
     found = inspect.getattr_static(kind, name, None)

@@ -1,8 +1,9 @@
-"""Optimizers of stacked layers: each layer as the array that a list of layers has.
+"""Optimizers for stacked layers that see each layer as a separate array.
 
-A `Stack` keeps N arrays as one. What looks at an array as a whole (its norm, its rank,
-its rows and columns) would take all layers for one array: `by_layer` shows such an
-optimizer each layer, and `warn_of_stacked_updates` finds those that need it.
+A `Stack` keeps N arrays as one. An optimizer that looks at an array as a whole (its
+norm, its rank, its rows and columns) would take all layers for one array: `by_layer`
+shows such an optimizer each layer, and `warn_of_stacked_updates` finds optimizers that
+need it.
 """
 
 import itertools
@@ -32,11 +33,11 @@ from nnx_parallel.training.optimizers import update_with
 
 
 def by_layer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that sees each layer of a `Stack` as an array of its own.
+    """An optimizer that sees each layer of a `Stack` as a separate array.
 
-    The updates are those of a list of the same layers, for any Optax transformation:
-    trust ratios (``optax.lamb``, ``lars``, ``fromage``), factored moments
-    (``adafactor``), norms of arrays (``novograd``, ``adaptive_grad_clip``,
+    The updates equal the updates of a list of the same layers, for any Optax
+    transformation: trust ratios (``optax.lamb``, ``lars``, ``fromage``), factored
+    moments (``adafactor``), norms of arrays (``novograd``, ``adaptive_grad_clip``,
     ``clip_by_block_rms``), and masks by rank. Sums over the whole tree, as in
     ``clip_by_global_norm``, are over all layers of all arrays, as before. The state has
     the optimizer's structure, with a leading ``layers`` dim for each stacked array; it
@@ -46,15 +47,15 @@ def by_layer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     that combines arrays, or draws random numbers, is traced once for each layer: keep
     it outside, where it makes no difference:
     ``optax.chain(optax.clip_by_global_norm(1.0), by_layer(optax.lamb(1e-3)))``. `muon`
-    knows layers by itself.
+    handles layers without it.
 
     Args:
         optimizer: An Optax transformation. Masks and labels that are trees have one
             entry for each stacked array, as `decay_mask` gives them.
 
     Raises:
-        OptimizerError: If it gets another thing, or is used outside a Trainer, which
-            knows the stacked arrays.
+        OptimizerError: If the argument is not an Optax transformation, or if the
+            optimizer is used outside a Trainer, which knows the stacked arrays.
 
     Example:
         >>> import numpy as np
@@ -125,7 +126,7 @@ def _sizes(tree: Any, stacked: frozenset[Path]) -> list[int]:
 
 
 def _slim(tree: Any, stacked: frozenset[Path]) -> Any:
-    """The shapes of one layer, in place of those of all."""
+    """The shapes of one layer, in place of the shapes of all layers."""
 
     def one(keys: tuple, x: Any) -> jax.ShapeDtypeStruct:
         shape = x.shape[1:] if _is_stacked(keys, stacked) else x.shape
@@ -148,7 +149,8 @@ def _listed(tree: Any, stacked: frozenset[Path]) -> Any:
 def _owner(keys: tuple, paths: Collection[Path]) -> tuple[Path, int] | None:
     """The parameter that an array of a state belongs to, and where its path ends.
 
-    Unlike `owner_of` also if more keys follow, as the dims of a parameter in SM3.
+    Unlike `owner_of`, this also works if more keys follow, such as the dims of a
+    parameter in SM3.
     """
     names = tuple(getattr(key, "key", None) for key in keys)
     for start, end in itertools.combinations(range(len(names) + 1), 2):
@@ -164,7 +166,7 @@ def _is_per_array(
     extra: Mapping[str, Any],
     stacked: frozenset[Path],
 ) -> bool:
-    """True if no array's update or state depends on another array, or on chance."""
+    """True if updates and states depend on no other array and on no random numbers."""
 
     def pair(keys: tuple, x: Any) -> Any:
         x = jax.typeof(x)
@@ -204,7 +206,7 @@ def _follow(eqns: Eqns, behind: dict[Any, set]) -> None:
     for eqn in eqns:
         before = (_behind(atom, behind) for atom in eqn.invars)
         results = [set().union(*before)] * len(eqn.outvars)
-        if eqn.primitive.name == "cond":  # one by one: it may choose whole trees
+        if eqn.primitive.name == "cond":  # one by one, since it may choose whole trees
             which, *given = (_behind(atom, behind) for atom in eqn.invars)
             results = [which] * len(eqn.outvars)
             for branch in eqn.params["branches"]:
@@ -230,7 +232,8 @@ def _mapped(
 ) -> Any:
     """Maps over the layers; ``like`` is the result, or a tree like it.
 
-    Stacks of several lengths are mapped in turn: those that a map leaves out stay.
+    Stacks of different lengths are mapped one length after the other; each map leaves
+    the stacks of other lengths as they are.
     """
     sizes = {
         tuple(key.key for key in keys): x.shape[0]
@@ -251,7 +254,7 @@ def _mapped(
 
 
 def _stack(tree: Any, like: Any, stacked: frozenset[Path]) -> Any:
-    """A tree of `_listed` arrays with the layers of each as one array again."""
+    """Joins the layers of each array in a tree of `_listed` arrays again."""
     layers: dict[tuple, list] = {}
     for keys, x in jax.tree_util.tree_leaves_with_path(tree):
         owner = _owner(keys, stacked)
@@ -279,7 +282,7 @@ def _unstack(tree: Any, like: Any, stacked: frozenset[Path]) -> Any:
 
 
 _MOST = 128
-"""Largest dim in the comparison; Adafactor has factors from this size on."""
+"""Largest dim in the comparison; from this size on Adafactor keeps factors."""
 
 _TOLERANCE = 1e-4
 """Share of an array's largest update, far above rounding."""
@@ -298,7 +301,7 @@ def warn_of_stacked_updates(plan: StatePlan) -> None:
     }
     stacked = [path for path in shapes if plan.placements[path].is_stacked]
     few = {(path[-1], shapes[path]): path for path in reversed(stacked)}
-    # A mask that is a tree fits all parameters, and not a few of them.
+    # A mask that is a tree fits only the tree of all parameters, not a few of them.
     for paths in (few.values(), shapes) if stacked else ():
         chosen = {path: shapes[path] for path in paths}
         try:
@@ -329,11 +332,11 @@ def _small(shape: tuple[int, ...], *, is_stacked: bool) -> tuple[int, ...]:
 def _stacked_differences(
     tx: Optimizer, shapes: Mapping[Path, tuple[int, ...]], stacked: frozenset[Path]
 ) -> dict[Path, float]:
-    """Parameters whose updates differ, and by what share of the largest."""
+    """Parameters whose updates differ, and the difference as a share of the largest."""
     rng = np.random.default_rng(0)
     params, directions = {}, {}
     for path, shape in shapes.items():
-        # Layers of unlike sizes, so that a norm of all is not the norm of each.
+        # The layers have unlike sizes, so that the norm of all is not the norm of each.
         scales = 1 + 7 * np.arange(shape[0]) if path in stacked else np.ones(())
         scales = scales.reshape(scales.shape + (1,) * (len(shape) - scales.ndim))
         for group, sizes in ((params, scales), (directions, scales[::-1])):
@@ -379,7 +382,8 @@ class _Trial:
         state = _compute(self._init, self._params)
         found: list[Any] = []
         for step in range(16):
-            # The second gradients are others: moments show what they have kept.
+            # The second gradients differ from the first, so that moments affect the
+            # update.
             factor = np.float32(scale if step % 2 == 0 else -scale / 2)
             grads = jax.tree.map(lambda x, f=factor: x * f, self._directions)
             updates, state = _compute(self._update, grads, state, self._params)
@@ -391,7 +395,7 @@ class _Trial:
 
 
 def _compute(traced: TracedFunction, *args: Any) -> Any:
-    """The results of a traced function, with NumPy as far as it has the operations."""
+    """The results of a traced function, by NumPy where NumPy has the operation."""
     env = traced.consts | bind(traced.inputs, args)
     _compute_eqns(traced.eqns, env)
     return jax.tree.map(lambda atom: _read(atom, env), traced.outputs)
@@ -403,7 +407,7 @@ def _read(atom: Any, env: Mapping) -> np.ndarray:
 
 def _array(value: Any, atom: Any) -> np.ndarray:
     dtype = atom.aval.dtype
-    # In double precision two orders of one sum are equal.
+    # In double precision two orders of one sum give equal results.
     is_float = jnp.issubdtype(dtype, jnp.floating)
     return np.asarray(value, np.float64 if is_float else dtype)
 

@@ -1,4 +1,4 @@
-"""`Callback`: hooks of a fit, for code of the user's own; `EarlyStopping`."""
+"""`Callback`: hooks of a fit, for the user's code; `EarlyStopping`."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,11 +9,12 @@ from nnx_parallel.training.recorder import Values
 
 
 class Callback:
-    """Hooks of a fit; each does nothing by default. Subclass it and override some.
+    """Hooks of a fit; by default each does nothing. Subclass it and override some.
 
     Metrics reach a hook when they have arrived from the devices, up to two steps after
-    the step itself. A hook ends the fit early with ``trainer.stop(reason)``. What
-    `get_state` returns is saved with the run, and given back when it is restored.
+    the step itself. A hook ends the fit early with ``trainer.stop(reason)``. The value
+    that `get_state` returns is saved with the run, and given back when the run is
+    restored.
 
     Example:
         >>> class StopBelow(Callback):
@@ -23,61 +24,61 @@ class Callback:
     """
 
     needs_evaluation: bool = False
-    """Whether a fit without ``eval_data`` is an error."""
+    """True if a fit without ``eval_data`` is an error."""
 
     @property
     def end_reason(self) -> str | None:
-        """Why a fit that begins has no step left to do; ``None`` lets it begin."""
+        """The reason why a fit must not begin; ``None`` lets it begin."""
         return None
 
     # `trainer` is `Any`, since the Trainer's module imports this one.
     def on_fit_start(self, trainer: Any) -> None:
-        """Before the first step, the state built or restored."""
+        """Runs before the first step, after the state is built or restored."""
 
     def on_step_end(self, trainer: Any, step: int, metrics: Values) -> None:
-        """Once the metrics of a step are known."""
+        """Runs once the metrics of a step are known."""
 
     def on_eval_end(self, trainer: Any, step: int, metrics: Values) -> None:
-        """After each evaluation."""
+        """Runs after each evaluation."""
 
     def on_fit_end(self, trainer: Any, history: Mapping[str, Any]) -> None:
-        """After the last step, checkpoint included."""
+        """Runs after the last step and its checkpoint."""
 
     def get_state(self) -> Any:
-        """What a resumed run needs of this object, as JSON can hold it; or ``None``."""
+        """The state that a resumed run needs, as JSON values; or ``None``."""
         return None
 
     def set_state(self, state: Any) -> None:
-        """Takes back what `get_state` returned when the checkpoint was saved."""
+        """Takes the value that `get_state` returned when the checkpoint was saved."""
 
 
 class EarlyStopping(Callback):
     """Ends a fit once a metric has not improved for a while.
 
-    A value is better if it beats the best one so far by more than ``min_delta``; NaN
-    never does. After ``patience`` values in a row that are not better, the fit ends
-    with that step, evaluated and saved; with several processes, which agree on it with
-    the batches that they read ahead, a few steps later. The best value and the count
-    are saved with the run: a resumed one decides as if it had not been interrupted, and
-    one that has stopped, started again, stops at once. ``Checkpoint(keep_best=...)``
-    keeps the best.
+    A value is better if it beats the best value so far by more than ``min_delta``; NaN
+    is never better. After ``patience`` values in a row that are not better, the fit
+    ends with that step, which is evaluated and saved. With several processes it ends a
+    few steps later, because they agree on the end with the batches that they read
+    ahead. The best value and the count are saved with the run: a resumed run decides as
+    if it had not been interrupted, and a run that has stopped stops at once if it is
+    started again. ``Checkpoint(keep_best=...)`` keeps the best checkpoint.
 
     Args:
-        metric: Name as in the history: ``"eval_..."`` is judged after each evaluation,
-            one of training after each step.
-        patience: How many values in a row may be no better.
-        min_delta: By how much a value must be better to count.
-        mode: Whether the smallest or the largest is the best; by default ``"min"``, but
-            for a metric that grows, such as an accuracy, it must be said.
+        metric: Name as in the history. An ``"eval_..."`` metric is judged after each
+            evaluation, a metric of training after each step.
+        patience: Number of values in a row that may be no better.
+        min_delta: Improvement that a value needs to count as better.
+        mode: ``"min"`` (the default) if the smallest value is the best, ``"max"`` if
+            the largest is. It is required for a metric that grows, such as an accuracy.
 
     Attributes:
         best: The best value so far, or ``None``.
-        best_step: Its step.
-        num_since: Values since then.
+        best_step: The step of the best value.
+        num_since: Number of values since then.
 
     Raises:
-        ValueError: If an argument is out of range; in the fit: if it has no
-            ``eval_data`` for an ``"eval_..."`` metric, or none of this name.
+        ValueError: If an argument is out of range; in the fit: if there is no
+            ``eval_data`` for an ``"eval_..."`` metric, or no metric of this name.
 
     Example:
         >>> stopping = EarlyStopping("eval_accuracy", mode="max", patience=2)
@@ -124,7 +125,7 @@ class EarlyStopping(Callback):
         return f"EarlyStopping({self.metric!r}, patience={self.patience})"
 
     def observe(self, step: int, value: float) -> bool:
-        """Takes the metric's next value; true if the fit has to end."""
+        """Takes the metric's next value; returns True if the fit has to end."""
         sign = 1 if self.mode == "min" else -1
         best = math.inf if self.best is None else sign * self.best
         if sign * value < best - self.min_delta:
@@ -135,12 +136,12 @@ class EarlyStopping(Callback):
 
     @property
     def end_reason(self) -> str | None:
-        """Says that a fit has been ended, to one that would go on from there."""
+        """The reason why an earlier fit ended, for a fit that would continue it."""
         return self._reason() if self.num_since >= self.patience else None
 
     def on_step_end(self, trainer: Any, step: int, metrics: Values) -> None:
         """Judges a metric of training."""
-        # A step that was left out may have no loss, and the model is as it was.
+        # A skipped step may have no loss, and it did not change the model.
         if not self.needs_evaluation and not metrics.get("skipped"):
             self._judge(trainer, step, metrics, self.metric)
 
@@ -158,7 +159,7 @@ class EarlyStopping(Callback):
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes on from a saved state."""
+        """Continues from a saved state."""
         self.best, self.best_step = state["best"], state["best_step"]
         self.num_since = state["num_since"]
 
@@ -187,7 +188,7 @@ def states_of(callbacks: Sequence[Callback]) -> list[list[Any]]:
 
 
 def restore_states(callbacks: Sequence[Callback], states: Sequence[Any]) -> None:
-    """Gives callbacks their saved states: those of one class in their order."""
+    """Gives callbacks their saved states; states of one class go by their order."""
     left = [*states]
     for callback in callbacks:
         name = type(callback).__qualname__

@@ -1,9 +1,9 @@
-"""The program of a step: read where a plan has compiled it, compiled everywhere else.
+"""The program of a step: read if a plan has compiled it, compiled otherwise.
 
 A compiled step is kept under a hash of its text and the facts that it depends on. It is
-read only where all of them are the same, and only from a file and a directory that no
-other user can write to, for it is code: else the step is compiled, and the reason is
-logged.
+read only if all of them are the same, and only from a file and a directory that no
+other user can write to, because it is code. Otherwise the step is compiled, and the
+reason is logged.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CONFIG = (
 
 
 def check_warm_start(found: object) -> None:
-    """Raises a `ValueError` if it is no path; the directory need not exist."""
+    """Raises a `ValueError` if it is not a path; the directory need not exist."""
     if found is not None and not isinstance(found, str | os.PathLike):
         raise ValueError(
             f"warm_start={found!r} is no path. It is the directory where `plan` keeps "
@@ -58,11 +58,12 @@ def program_hash(lowered: jax.stages.Lowered) -> str:
 def facts_of(
     devices: Sequence[Any], options: Mapping[str, Any] | None = None
 ) -> dict[str, str]:
-    """What a compiled program depends on besides its text, by name.
+    """The facts that a compiled program depends on besides its text, by name.
 
     Args:
-        devices: In the order of the mesh; those of a described topology too.
-        options: Of the compiler.
+        devices: Devices in the order of the mesh; they may belong to a described
+            topology.
+        options: Options of the compiler.
     """
     packages = ["jax", "jaxlib"]
     first = devices[0]
@@ -70,7 +71,7 @@ def facts_of(
         packages.append("libtpu")
     facts = {name: importlib.metadata.version(name) for name in packages}
     facts |= {name: os.environ.get(name, "") for name in ENVIRONMENT}
-    # Those that say how to compile; a version of jax may lack some.
+    # These options say how to compile; a version of jax may lack some.
     facts |= {name: str(jax.config.values.get(name)) for name in _CONFIG}
     places = [
         (d.id, getattr(d, "coords", None), getattr(d, "slice_index", 0))
@@ -80,7 +81,7 @@ def facts_of(
     facts["order of the devices"] = _short(places)
     facts["compiler options"] = _short(sorted((options or {}).items()))
     if first.platform == "cpu":
-        # Code for a CPU is that of the machine which compiled it.
+        # Code for a CPU is specific to the machine that compiled it.
         facts["machine"] = platform.node()
     return facts
 
@@ -99,11 +100,11 @@ def keep_program(
     """Writes a compiled program, for `start_program`; ``None`` if JAX cannot.
 
     Args:
-        directory: Where to; it exists.
+        directory: Directory for the file; it exists.
         lowered: The program.
-        compiled: The same, compiled.
-        facts: As of `facts_of`.
-        seconds: That its compilation took.
+        compiled: The same program, compiled.
+        facts: The facts from `facts_of`.
+        seconds: Duration of the compilation in seconds.
     """
     try:
         payload, _, _ = serialize_executable.serialize(compiled)
@@ -111,7 +112,7 @@ def keep_program(
         return None
     head = json.dumps({"facts": dict(facts), "seconds": seconds}).encode()
     file = directory / f"{program_hash(lowered)}-{_short(dict(facts))}.step"
-    # Renamed into place: another process may be reading.
+    # The file is renamed into place, since another process may be reading.
     with tempfile.NamedTemporaryFile(dir=directory, delete=False) as new:
         new.write(head + b"\n" + payload)
     Path(new.name).replace(file)
@@ -125,7 +126,8 @@ class Program:
     Attributes:
         compiled: The program.
         is_read: True if it was read, and not compiled.
-        note: Where it comes from, or why it was compiled all the same; else empty.
+        note: The file that it comes from, or the reason why it was compiled although
+            there was a plan; otherwise empty.
     """
 
     compiled: jax.stages.Compiled
@@ -141,13 +143,13 @@ def start_program(
 ) -> Program:
     """Reads a program that a plan has compiled, or compiles it.
 
-    All processes read it, or none does.
+    Either all processes read it, or all compile it.
 
     Args:
         lowered: The program.
-        mesh: Whose devices run it.
+        mesh: Mesh with the devices that run it.
         warm_start: The plan's directory, or ``None`` to compile.
-        options: Of the compiler, which the program has already.
+        options: Options of the compiler, which the program has already.
     """
     if warm_start is None:
         return Program(lowered.compile())
@@ -173,7 +175,7 @@ def start_program(
 def _read(
     directory: Path, lowered: jax.stages.Lowered, facts: Mapping[str, str]
 ) -> tuple[jax.stages.Compiled, float] | str:
-    """The program and the seconds of its compilation, or why there is none."""
+    """The program and its compilation time in seconds, or why it cannot be read."""
     if not directory.is_dir():
         return "there is no such directory"
     name = program_hash(lowered)
@@ -191,13 +193,13 @@ def _read(
             payload, lowered.in_tree, lowered.out_tree
         )
         return compiled, float(head["seconds"])
-    except Exception as error:  # whatever unpickling and the runtime may raise
+    except Exception as error:  # unpickling and the runtime may raise any error
         text = str(error).strip().splitlines()
         return f"{file.name} cannot be read ({(text or [type(error).__name__])[0]})"
 
 
 def _differences(files: Sequence[Path], facts: Mapping[str, str]) -> str:
-    """In what the file that differs in the least does."""
+    """The differences of the file that differs in the fewest facts."""
     told = []
     for file in files:
         other: dict[str, Any] = {}

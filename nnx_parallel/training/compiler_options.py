@@ -1,9 +1,9 @@
 """Options of XLA's compilers with which a step is compiled, by platform.
 
 By default a TPU's TensorCore waits while it gathers parameters and adds up gradients:
-the compiler has what sends them meanwhile, and leaves it off. `TABLE` has what changes
-that, each option with its reason and its source. What a compiler of another version
-refuses is left out.
+the compiler can send them during other work, but leaves this off. `TABLE` has the
+options that turn it on, each with its reason and its source. Options that another
+version of the compiler refuses are left out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from nnx_parallel.sharding.partitioner import partition_correctly
 Options = Mapping[str, bool | int | float | str]
 
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-"""Variables with options of XLA, and of TPUs' compiler, for all of a process."""
+"""Variables with options of XLA, and of TPUs' compiler, for the whole process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +36,11 @@ class CompilerOption:
     """An option of a compiler.
 
     Attributes:
-        value: What it is set to.
+        value: The value that it is set to.
         kinds: Kinds of devices that gain, as ``device.device_kind`` begins; on GPUs,
             which are called by many names, ``"gpu"``.
-        reason: What it does, and what is known of its gain.
-        source: Where that is from.
+        reason: Its effect, and the known facts about its gain.
+        source: The source of these facts.
     """
 
     name: str
@@ -50,8 +50,8 @@ class CompilerOption:
     source: str
 
 
-# Of v5p and v6e. v7x has these on by default (its program is the same with and without
-# them), v5e has no SparseCores, and for v4 nothing was measured.
+# The options are for v5p and v6e. v7x has them on by default (its program is the same
+# with and without them), v5e has no SparseCores, and for v4 nothing was measured.
 _SPARSE_CORES = ("TPU v5", "TPU v6")
 _NONE = ("TPU v5 lite", "TPU v5e")
 _MEASURED = "docs/benchmarks.md, Compiler options; MaxText's xla_flags_library.py"
@@ -108,7 +108,7 @@ TABLE: tuple[CompilerOption, ...] = (
         source="https://docs.jax.dev/en/latest/gpu_performance_tips.html",
     ),
 )
-"""Every option of the library; no platform but these has one."""
+"""Every option of the library; other platforms have no options."""
 
 
 def compiler_options(
@@ -116,15 +116,16 @@ def compiler_options(
 ) -> dict[str, Any]:
     """The options with which a step on a mesh is compiled.
 
-    Those of `TABLE` for the mesh's devices, none for a single device, which sends
-    nothing; those that ``XLA_FLAGS`` or ``LIBTPU_INIT_ARGS`` set are left to them.
+    They are the options of `TABLE` for the mesh's devices. A single device has no
+    options, because it sends nothing. Options that ``XLA_FLAGS`` or
+    ``LIBTPU_INIT_ARGS`` set are left to these variables.
 
     Args:
-        mesh: Devices, which need not be there.
+        mesh: Mesh of devices, which need not exist here.
         overrides: More options, or other values; ``None`` as a value removes one.
 
     Raises:
-        ValueError: If a name or a value can be none of a compiler.
+        ValueError: If a name or a value cannot belong to a compiler option.
 
     Example:
         >>> from nnx_parallel import make_mesh
@@ -152,7 +153,7 @@ def _is_for(option: CompilerOption, platform: str, kind: str) -> bool:
 
 
 def check_compiler_options(options: Mapping[str, Any] | None) -> None:
-    """Refuses what can be no option of a compiler, before one is asked."""
+    """Refuses invalid names and values of options before a compiler is asked."""
     for name, value in (options or {}).items():
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z]\w*", name):
             bare = re.match(r"-*([A-Za-z]\w*)", str(name))
@@ -171,9 +172,9 @@ def check_compiler_options(options: Mapping[str, Any] | None) -> None:
 def accepted_options(
     mesh: Mesh, overrides: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """`compiler_options` that the compiler here takes, and why it refuses the others.
+    """`compiler_options` that the compiler accepts, and why it refuses the others.
 
-    Warns once of those among ``overrides`` that it refuses.
+    Warns once of options in ``overrides`` that it refuses.
     """
     options = compiler_options(mesh, overrides)
     if not options:
@@ -188,7 +189,7 @@ def accepted_options(
 def _refused(
     device: Any, options: tuple[tuple[str, Any], ...], given: frozenset[str]
 ) -> Mapping[str, str]:
-    """Why the compiler of a device refuses options, by name."""
+    """The reasons why a device's compiler refuses options, by name."""
     if _why_refused(device, dict(options)) is None:
         return {}
     reasons = {name: _why_refused(device, {name: value}) for name, value in options}
@@ -204,7 +205,7 @@ def _refused(
 
 
 def _why_refused(device: Any, options: dict[str, Any]) -> str | None:
-    """A compiler's error about options, of a program that costs it nothing."""
+    """A compiler's error about options, found with a trivial program."""
     x = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
     try:
         jax.jit(lambda x: x, compiler_options=options).lower(x).compile()
@@ -214,7 +215,7 @@ def _why_refused(device: Any, options: dict[str, Any]) -> str | None:
 
 
 def format_options(options: Options, refused: Mapping[str, str]) -> str:
-    """Options in a line, as a compiler's flags, with those that it refuses."""
+    """Formats options as a line of compiler flags, with the refused options."""
     shown = [f"{name}={str(value).lower()}" for name, value in options.items()]
     if refused:
         shown.append(f"(refused by this compiler: {', '.join(refused)})")
@@ -227,16 +228,17 @@ def jit_step(
     overrides: Mapping[str, Any] | None = None,
     **arguments: Any,
 ) -> Any:
-    """``jax.jit`` with the options that the mesh's compiler takes.
+    """``jax.jit`` with the options that the mesh's compiler accepts.
 
     Every program of a Trainer is compiled through this. Its ``lower(...).compile()``
     has the options too.
 
     Args:
-        layout: The mesh that runs the function, and what it finds while it is traced.
-        function: What is compiled.
-        overrides: As in `compiler_options`.
-        arguments: Of ``jax.jit``.
+        layout: Layout with the mesh that runs the function; it is active while the
+            function is traced.
+        function: The function to compile.
+        overrides: The same as in `compiler_options`.
+        arguments: Other arguments of ``jax.jit``.
     """
     function = partition_correctly(layout, in_context(layout, function))
     jit = partial(jax.jit, function, **arguments)
@@ -245,9 +247,9 @@ def jit_step(
 
 
 class _Optioned:
-    """A compiled function with options, which can be called inside of another.
+    """A compiled function with options, which can be called inside another one.
 
-    JAX refuses options there: a program is compiled as a whole, with those of the
+    JAX refuses options there: a program is compiled as a whole, with the options of the
     outermost function.
     """
 

@@ -1,4 +1,4 @@
-"""Checks before a run and during it, and errors that say what to change.
+"""Checks before a run and during it, and errors that say how to fix the cause.
 
 Every ``agree_on`` raises `DisagreementError` on all processes, with the process that
 differs, the field and both values.
@@ -52,7 +52,7 @@ from nnx_parallel.state import StatePlan, TrainState
 
 
 def check_count(name: str, value: object, least: int, meaning: str) -> int:
-    """A count as Python's `int`; else a `ValueError` with what ``least`` means."""
+    """A count as Python's `int`; a `ValueError` explains ``least`` if it is less."""
     if not _is_integer(value) or value < least:
         raise ValueError(
             f"{name}={value!r}. It must be an integer of at least {least}{meaning}."
@@ -61,7 +61,7 @@ def check_count(name: str, value: object, least: int, meaning: str) -> int:
 
 
 def check_length(num_steps: object, num_epochs: object) -> int:
-    """The steps of a fit, 0 if ``num_epochs`` gives them; one of the two is needed."""
+    """The steps of a fit, or 0 if ``num_epochs`` gives them; one of both is needed."""
     if num_steps is not None and num_epochs is not None:
         found = f"num_steps={num_steps!r} and num_epochs={num_epochs!r}"
     elif num_steps is None and num_epochs is None:
@@ -96,14 +96,14 @@ def check_evaluation(data: object, every: object) -> int | None:
             "eval_data is an iterator, which one evaluation would use up. Pass a list, "
             "or an object whose __iter__ starts over."
         )
-    # Of several processes one alone may have none: they say so together, later.
+    # Only one of several processes may have no data: they report this together, later.
     if isinstance(data, list | tuple) and not data and jax.process_count() == 1:
         raise DataError("eval_data is empty. Pass batches, or leave it out.")
     return every
 
 
 def check_seed(seed: object) -> int:
-    """A seed as Python's `int`; a `ValueError` if it is no integer of 32 bits."""
+    """A seed as Python's `int`; a `ValueError` if it is not an integer of 32 bits."""
     least, most = -(2**31), 2**31 - 1
     if not _is_integer(seed) or not least <= seed <= most:
         # A key or an nnx.Rngs would fill the screen.
@@ -119,7 +119,7 @@ def _is_integer(value: object) -> TypeGuard[int]:
 
 
 def check_loss(function: Callable, name: str = "loss") -> None:
-    """Refuses a function that needs other arguments than it will be given."""
+    """Refuses a function whose parameters do not fit the arguments that it gets."""
     try:
         signature = inspect.signature(function)
     except ValueError:
@@ -143,11 +143,11 @@ def check_loss(function: Callable, name: str = "loss") -> None:
 
 @contextlib.contextmanager
 def watching_wrapped(model: nnx.Module) -> Iterator[None]:
-    """Refuses a loss that calls none of the methods which a wrapper has replaced.
+    """Refuses a loss that calls no method that a wrapper has replaced.
 
-    Qwix quantizes what runs inside one method, which it overrides in a subclass that it
-    makes for the model: a loss that calls another one silently trains in full precision
-    (docs/library-notes.md, "Qwix").
+    Qwix quantizes only the code inside one method, which it overrides in a subclass
+    that it makes for the model: a loss that calls another method silently trains in
+    full precision (docs/library-notes.md, "Qwix").
     """
     wrapper, called = type(model), set()
     home = sys.modules.get(wrapper.__module__)
@@ -207,8 +207,8 @@ def _held_by(function: Callable) -> list[tuple[str, object]]:
     inner = inspect.unwrap(getattr(function, "func", function))
     if not inspect.isfunction(inner):
         return []
-    # Names of attributes are among them, which may be those of globals too; what counts
-    # is whether the value is the model.
+    # Names of attributes are among them, and a global may have the same name; only the
+    # identity of the value with the model counts.
     code = inner.__code__
     found = [(n, inner.__globals__[n]) for n in code.co_names if n in inner.__globals__]
     for name, cell in zip(code.co_freevars, inner.__closure__ or (), strict=True):
@@ -242,7 +242,7 @@ def agree_on_run(
     if jax.process_count() == 1:
         return
     places = [f"{d.process_index}:{d.id}" for d in plan.layout.mesh.devices.flat]
-    # Another version may lower the same step to another program.
+    # Another version may lower the same step to a different program.
     fields = {f"version of {name}": found for name, found in versions().items()}
     fields |= {name: loss and hash_code(loss) for name, loss in losses.items()}
     fields |= settings | {
@@ -259,8 +259,8 @@ def agree_on_program(lowered: jax.stages.Lowered) -> None:
     """Checks that all processes have lowered the same step."""
     if jax.process_count() == 1:
         return
-    # Not the compiled one: processes that differ would deadlock while they compile
-    # together, or in the first collective.
+    # The compiled program is not compared: processes that differ would deadlock while
+    # they compile together, or in the first collective.
     text = hashlib.sha256(lowered.as_text().encode()).hexdigest()[:12]
     check_consistent(
         "compiled step (model, loss or optimizer differ in their code or constants)",
@@ -279,7 +279,8 @@ def agree_on_batch(batch: Any) -> None:
     for path, x in jax.tree_util.tree_leaves_with_path(batch):
         name = f"batch{jax.tree_util.keystr(path)}"
         fields[name] = f"{x.dtype}{list(x.shape)} (global)"
-        # In the order of rows: that of devices is another on each process.
+        # Shards are in the order of rows, because the order of devices differs by
+        # process.
         for shard in sorted(x.addressable_shards, key=lambda s: str(s.index)):
             rows.add(str(shard.index[:1]))
             digest.update(np.asarray(shard.data).tobytes())
@@ -294,7 +295,8 @@ def agree_on_batch(batch: Any) -> None:
                     "but gave different rows. Processes whose trainer.data_share is "
                     "equal must read the same data in the same order."
                 )
-            # No error, for batches may be alike; said once, not for each pair.
+            # This is not an error, because batches may be alike. The warning is given
+            # once, not for each pair.
             if part != other_part and value == other_value and process == 1:
                 warn_user(
                     f"Processes {other} and {process} gave the same rows as different "
@@ -304,7 +306,7 @@ def agree_on_batch(batch: Any) -> None:
 
 
 def check_replicas(state: Any, step: int) -> None:
-    """Checks that all devices that hold the same part of an array hold the same bits.
+    """Checks that all copies of the same part of an array have the same bits.
 
     Each device hashes its shards; only the hashes are sent. All processes call it, and
     all raise `ReplicaError`, with the arrays and the devices.
@@ -325,7 +327,7 @@ def check_replicas(state: Any, step: int) -> None:
 def _are_sound(
     finite: dict[str, jax.Array], numbers: dict[str, jax.Array]
 ) -> dict[str, jax.Array]:
-    """Whether all elements of some arrays are finite, and of others no NaN."""
+    """Tests that elements of some arrays are finite, and that others have no NaN."""
     sound = {path: jnp.isfinite(x).all() for path, x in finite.items()}
     return sound | {path: ~jnp.isnan(x).any() for path, x in numbers.items()}
 
@@ -352,7 +354,7 @@ def broken_arrays(state: TrainState) -> list[str]:
             if x.sharding.memory_kind != HOST:
                 kind[path] = x
                 continue
-            # One at a time: together they may not fit on the devices.
+            # They are moved one at a time: together they may not fit on the devices.
             x = jax.device_put(x, x.sharding.with_memory_kind("device"))
             only = _are_sound(*({path: x} if k is kind else {} for k in kinds))
             sound |= jax.device_get(only)
@@ -369,7 +371,8 @@ def explain_non_finite(
     if saved_step is None:
         saved = "no checkpoint"
     kept = f"Nothing was saved from the bad step on; there is {saved}."
-    # Before the arrays, which such labels have made what they are.
+    # Labels are checked before the arrays, because such labels have caused the values
+    # of the arrays.
     if found := next((found for found in labels if not found.is_valid), None):
         if found.name != "labels":
             return (
@@ -384,7 +387,7 @@ def explain_non_finite(
             f"{found.num_classes - 1}. Give labels to leave out a weight of 0. {kept}"
         )
     broken = broken_arrays(state)
-    # Averages and moments follow from the parameters.
+    # Averages and moments are not finite as a result of the parameters.
     shown = [x for x in broken if not x.startswith(("ema.", "opt_state."))] or broken
     bad = [f"`{path}`" for path in shown]
     if not bad:

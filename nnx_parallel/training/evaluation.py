@@ -1,7 +1,7 @@
-"""Evaluation and prediction: their compiled steps, and the passes over the data.
+"""Evaluation and prediction: their compiled steps, and their passes over the data.
 
-The model is in evaluation mode and its variables stay as they are. Under a pipeline
-both run the forward half of the schedule, each microbatch like a batch of its own.
+The model is in evaluation mode and its variables do not change. Under a pipeline both
+run the forward half of the schedule, each microbatch like a separate batch.
 """
 
 import operator
@@ -92,7 +92,7 @@ class Judged:
 
     @cached_property
     def choice(self) -> EvalParams:
-        """The argument; ``None`` takes the average that the run keeps, if any."""
+        """The argument; for ``None`` the average if the run keeps one."""
         if self.given is not None:
             return self.given
         if self.plan.ema_decay is not None:
@@ -102,7 +102,7 @@ class Judged:
 
     @property
     def description(self) -> str:
-        """The choice in words."""
+        """The choice as text."""
         match self.choice:
             case "params":
                 return "the trained parameters"
@@ -116,7 +116,7 @@ class Judged:
                 return f"eval_params={getattr(choice, '__qualname__', 'a function')}"
 
     def __call__(self, state: TrainState) -> dict[str, Any]:
-        """These parameters, where the trained ones are."""
+        """These parameters, placed like the trained ones."""
         if isinstance(self.choice, str):
             return params_of(state, ema=self.choice == "ema")
         return self._derive(state)
@@ -138,15 +138,17 @@ class Judged:
 
 
 def derived_params(state: TrainState) -> dict[str, Any]:
-    """The parameters that an optimizer means to be evaluated.
+    """The parameters at which an optimizer should be evaluated.
 
-    Those of ``optax.contrib.schedule_free``, which trains at another point; and of
-    ``optax.contrib.sam``, every second state of which has adversarial parameters.
+    They differ from the trained ones for ``optax.contrib.schedule_free``, which trains
+    at another point, and for ``optax.contrib.sam``, which has adversarial parameters in
+    every second state.
     """
     params = state.params
     for found in _averaging_states(state.opt_state):
         is_free = isinstance(found, optax.contrib.ScheduleFreeState)
-        # By path: what other optimizers train is masked out, also as whole subtrees.
+        # Parameters are found by path: the parameters of other optimizers are masked
+        # out, also as whole subtrees.
         kept = _by_path(found.z if is_free else found.cache)
         new = {p: x for p, x in _by_path(params).items() if p in kept}
         if is_free:
@@ -162,11 +164,11 @@ def derived_params(state: TrainState) -> dict[str, Any]:
 
 
 def _averaging_states(opt_state: Any) -> Iterator[Any]:
-    """States of optimizers that evaluate at other parameters, outermost first."""
+    """States of optimizers that are evaluated at other parameters, outermost first."""
     leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, _AVERAGING))
     for state in leaves:
         if isinstance(state, _AVERAGING):
-            # In its opaque mode, SAM keeps no adversarial parameters.
+            # In its opaque mode SAM does not keep adversarial parameters.
             if getattr(state, "cache", ()) is not None:
                 yield state
             yield from _averaging_states(tuple(state))
@@ -181,7 +183,7 @@ def _shapes_of(tree: Any) -> dict[str, tuple[int, ...]]:
 
 
 class _Known:
-    """A function as a key: by its own equality, or its identity if it has no hash."""
+    """A function as a key: by its equality, or by its identity if it is unhashable."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -202,7 +204,7 @@ class Programs:
     loss: LossFn
     options: StepOptions
     global_batch_size: int | None = None  # rows that each training batch must have
-    eval_loss: LossFn | None = None  # of evaluations; by default the loss
+    eval_loss: LossFn | None = None  # for evaluations; by default the loss
     eval_params: EvalParams | None = None
     _compiled_evals: set[tuple] = field(default_factory=set, init=False)
     _traced_evals: set[_Known] = field(default_factory=set, init=False)
@@ -222,7 +224,7 @@ class Programs:
 
     @property
     def compiler_options(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """The options of their compiler, and those that it refuses, with the reason."""
+        """The compiler's options, and its reasons to refuse others, by name."""
         given = self.options.compiler_options
         return accepted_options(self.plan.layout.mesh, given)
 
@@ -230,7 +232,7 @@ class Programs:
         """Refuses a loss that rows of weight 0 in a batch would change."""
         check_padding(self.plan, self.loss, state, batch, weights)
 
-    # Programs of functions that are made for each call must not add up.
+    # The number is limited, because a user may make a new function for each call.
     @cached_property
     def _eval_step(self) -> Callable[[_Known], Callable[..., Means]]:
         return lru_cache(maxsize=8)(partial(self._make_step, is_loss=True))
@@ -242,9 +244,9 @@ class Programs:
     def _make_step(self, known: _Known, *, is_loss: bool) -> Callable[..., Any]:
         """A compiled loss or prediction: ``(params, variables, key, draws, batch)``.
 
-        A loss gives means: a plain scalar weighs by the batch's rows, a `Mean` by its
-        weight. Random numbers depend on ``draws``, a tuple of numbers: on the batch's
-        index, so that each draws its own, the same in every evaluation.
+        A loss gives means: a plain scalar is weighted by the batch's rows, a `Mean` by
+        its weight. Random numbers depend on ``draws``, a tuple of numbers that has the
+        batch's index: so batches draw different numbers, the same in every evaluation.
         """
         plan, count = self.plan, self.options.num_microbatches
 
@@ -304,11 +306,11 @@ class Programs:
     ) -> dict[str, Any]:
         """Mean loss and metrics over all rows; nothing if it was stopped.
 
-        NaN where all weights are 0.
+        A mean is NaN if all its weights are 0.
 
-        The watchdog ends the process if a batch takes too long, compilation apart.
-        ``stop_reason`` says why this process wants to stop before the next batch, or
-        ``None``; all of several processes then stop there.
+        The watchdog ends the process if a batch takes too long, without compilation.
+        ``stop_reason`` returns why this process wants to stop before the next batch, or
+        ``None``; if one process wants to stop, all processes stop there.
         """
         watchdog = watchdog or Watchdog(None)
         known = _Known(loss or self.eval_loss or self.loss)
@@ -325,14 +327,15 @@ class Programs:
             if program not in self._compiled_evals:
                 watchdog.disarm()  # compilation may take longer than any step
                 self._warn_of_training(known, *arrays, batch)
-            # Fetched before the next is dispatched: independent programs with
-            # collectives deadlock on simulated devices, which share a pool of threads
-            # (docs/library-notes.md, "Simulated devices").
+            # The result is fetched before the next batch is dispatched: independent
+            # programs with collectives deadlock on simulated devices, which share a
+            # pool of threads (docs/library-notes.md, "Simulated devices").
             found = jax.device_get(run(*arrays, (index,), batch))
             self._compiled_evals.add(program)
             rearm()
-            # In double precision: a float32 sum of many batches loses whole rows. By
-            # leaves: `then` of a Sum may be another function in another shape's trace.
+            # The sum is in double precision, because a float32 sum of many batches
+            # loses whole rows. It goes by leaves, because `then` of a Sum may be
+            # another function in another shape's trace.
             sums = [np.float64(x) for x in jax.tree.leaves(found)]
             total = [*map(operator.add, total, sums)] if total else sums
         if not total:
@@ -350,7 +353,7 @@ class Programs:
     def _warn_of_training(
         self, known: _Known, params: dict, variables: dict, key: jax.Array, batch: Batch
     ) -> None:
-        """Warns, once for a function, of what still behaves as in training."""
+        """Warns, once for a function, of modules that still behave as in training."""
         if known in self._traced_evals:
             return
         self._traced_evals.add(known)
@@ -383,7 +386,8 @@ class Programs:
         parts = []
         for index, batch in enumerate(self._batches(data)):
             self._warn_of_training(known, *arrays, batch)
-            # To the host batch by batch: on the devices all outputs may not fit.
+            # Outputs go to the host batch by batch: all of them may not fit on the
+            # devices.
             parts.append(gather(run(*arrays, (seed, index), batch)))
             _check_joins(parts[0], parts[-1], index)
         if not parts:
@@ -391,8 +395,9 @@ class Programs:
         return jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
 
     def label_ranges(self, state: TrainState, batch: Batch) -> list[LabelRange]:
-        """The labels and tokens that our layers find in a batch, where they can."""
-        # Compiled once more: the losses report their labels only if traced here.
+        """The labels and tokens that our layers find in a batch, as far as they can."""
+        # The step is compiled again: the losses report their labels only if traced
+        # here.
         step = self._make_step(_Known(self.loss), is_loss=True)
         found = execution_of(self.plan).observe_labels(
             lambda: step(state.params, state.variables, state.key, (0,), batch)
@@ -404,11 +409,11 @@ class Programs:
         data: Iterable[Batch],
         stop_reason: Callable[[], str | None] = lambda: None,
     ) -> Iterator[Batch]:
-        """The batches on the mesh; in place of one before which to stop, ``None``."""
+        """The batches on the mesh; ``None`` instead of the batch where the run stops."""
         place = partial(place_batch, layout=self.plan.layout)
         is_alone = jax.process_count() == 1
         # With several processes nothing is read ahead: rows that do not divide are
-        # gathered by a collective, which must not meet one of another thread.
+        # gathered by a collective, which must not meet a collective of another thread.
         with PrefetchIterator(
             data,
             place,
@@ -473,10 +478,10 @@ def _check_joins(first: Any, other: Any, index: int) -> None:
 
 
 def _beyond_tables(modules: Iterable[Any], batch: Batch) -> Iterator[LabelRange]:
-    """Integers of a batch that are beyond every table of Flax's in a model."""
+    """Integers of a batch that exceed every Flax embedding table of a model."""
     sizes = [m.num_embeddings for m in modules if isinstance(m, nnx.Embed)]
     for keys, x in jax.tree.leaves_with_path(batch):
-        # Not bytes: those are images.
+        # Bytes are left out, because they are images.
         if sizes and jnp.issubdtype(x.dtype, jnp.integer) and x.itemsize > 1:
             name = f"batch{jax.tree_util.keystr(keys)}"
             yield LabelRange(int(x.min()), int(x.max()), max(sizes), name)
@@ -497,8 +502,8 @@ def training_in(
 ) -> list[str]:
     """Paths of the variables that a loss or prediction changes as training does.
 
-    Those are batch statistics, and counters of the streams of dropout. Only traced:
-    nothing runs, and nothing of it is kept.
+    They are batch statistics, and counters of the random streams of dropout. The
+    function is only traced: nothing runs, and no result is kept.
     """
     model = plan.eval_model.merge(flatten(params) | flatten(variables))
     modules = dict(nnx.iter_modules(model))
@@ -508,14 +513,14 @@ def training_in(
     changed: list[str] = []
 
     def watch(model: nnx.Module, batch: Batch, key: jax.Array) -> None:
-        given = arrays_of(model)  # by identity: what the loss assigns is another
+        given = arrays_of(model)  # by identity, since the loss assigns new arrays
         call_loss(plan, loss, model, batch, key)
         after = arrays_of(model)
         changed.extend(
             dotted(path) for path in watched if after.get(path) is not given[path]
         )
 
-    # Whatever the strategy runs, the model computes what it does as a whole.
+    # The model computes the same result under every strategy.
     with using_runner(run_one_layer):
         evaluate = partial(plan.evaluate, watch)
         jax.eval_shape(evaluate, params, variables, batch, key)
@@ -525,15 +530,15 @@ def training_in(
 def _is_of_training(path: tuple, variable: nnx.Variable, modules: dict) -> bool:
     if isinstance(variable, nnx.BatchStat):
         return True
-    # Not every stream: some models sample when they are evaluated too. A stream is
-    # `owner.rngs`, and its counter `owner.rngs.count`.
+    # Only streams of dropout count: some models also sample when they are evaluated. A
+    # stream is `owner.rngs`, and its counter `owner.rngs.count`.
     is_dropout = variable.get_metadata().get("tag") == "dropout"
     has_mode = any(hasattr(modules.get(path[:-2]), name) for name in MODES)
     return isinstance(variable, nnx.RngCount) and (is_dropout or has_mode)
 
 
 def params_of(state: TrainState, *, ema: bool) -> dict[str, Any]:
-    """The parameters, or their moving average; a `ValueError` if there is none."""
+    """The parameters, or their moving average; a `ValueError` if it does not exist."""
     if not ema:
         return state.params
     if state.ema is None:

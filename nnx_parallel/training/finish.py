@@ -1,4 +1,4 @@
-"""What modules do once a step, after all of its microbatches."""
+"""The work that modules do once a step, after all of its microbatches."""
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,11 @@ def finish_step(
 ) -> tuple[dict, dict[str, jax.Array]]:
     """The variables after a whole step, and metrics, of modules that ask for it.
 
-    Those with a method ``finish_step() -> dict[str, Array | Mean]``, such as `MoE`. It
-    runs once for all layers of a `Stack`, on arrays that have a dim for them. Of
-    scalars of one name the largest counts; each `Mean` is taken over all modules. An
-    array ``(layers,)`` is named after its module too, ``name/blocks.layer.mlp``, and
-    goes to loggers that show each layer.
+    These modules have a method ``finish_step() -> dict[str, Array | Mean]``, as `MoE`
+    does. It runs once for all layers of a `Stack`, on arrays that have a dim for them.
+    Among scalars of one name the largest counts; each `Mean` is taken over all modules.
+    The name of an array ``(layers,)`` includes its module, ``name/blocks.layer.mlp``,
+    and the array goes to loggers that show each layer.
     """
     if not any(hasattr(module, "finish_step") for module in plan.modules):
         return variables, {}
@@ -28,7 +28,8 @@ def finish_step(
     model = plan.model.merge(flatten(params) | before)
     metrics: dict[str, jax.Array] = {}
     means: dict[str, Mean] = {}
-    # All layers on all processes, whose loggers read them; a pipeline has split them.
+    # All processes get all layers, because their loggers read them; a pipeline has
+    # split them.
     replicated = plan.layout.sharding(P())
     for path, module in nnx.iter_modules(model):
         for name, x in getattr(module, "finish_step", dict)().items():

@@ -47,12 +47,12 @@ SIGTERM = "SIGTERM, as a machine sends before it is taken away"
 _SIGNALS = (SIGTERM, INTERRUPT)  # after which there is no time to evaluate
 
 _STEPS_TO_FIRST_METRICS = 4
-"""After so many steps the metrics of the first are known, which are 2 steps behind."""
+"""After this number of steps the first step's metrics, 2 steps behind, are known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a fit runs: arguments of `Trainer`, which documents them, checked."""
+    """How a fit runs: checked arguments of `Trainer`, which documents them."""
 
     loggers: Sequence[Logger] | None
     callbacks: Sequence[Callback]
@@ -83,7 +83,7 @@ class Settings:
                 )
         # An iterator would be empty at the second hook.
         object.__setattr__(self, "callbacks", tuple(self.callbacks))
-        Watchdog(self.step_timeout)  # refuses a time that means nothing
+        Watchdog(self.step_timeout)  # refuses an invalid time
         check_warm_start(self.warm_start)
 
 
@@ -91,7 +91,7 @@ class Settings:
 class Loop:
     """One fit, with the arguments and errors of `Trainer.fit`."""
 
-    trainer: Any  # the argument of callbacks
+    trainer: Any  # callbacks get it as an argument
     settings: Settings
     run: RunState
     programs: Programs
@@ -140,7 +140,7 @@ class Loop:
         self._evaluated_step: int | None = None
 
     def stop(self, reason: str) -> None:
-        """Requests that the fit ends after the step in work."""
+        """Requests that the fit ends after the current step."""
         self._stop_request = reason
 
     def fit(self) -> History:
@@ -159,12 +159,13 @@ class Loop:
             why = explain_non_finite(self.run.state, checkpoints.latest_step, labels)
             raise NonFiniteLossError(f"{error} {why}") from None
         except BaseException:
-            # The other processes may not be at the same place: nothing to wait for.
+            # The other processes may not be at the same place, so this one must not
+            # wait.
             checkpoints.abandon_if_shared()
             raise
         finally:
             with contextlib.ExitStack() as stack:
-                # The loggers last: a save that ends here is reported to them.
+                # The loggers end last: a save that ends here is reported to them.
                 stack.callback(self._logger.finish)
                 stack.callback(setattr, checkpoints, "report", str)
                 stack.enter_context(checkpoints)
@@ -177,7 +178,8 @@ class Loop:
     def _fit(self) -> None:
         run, checkpoints, logger = self.run, self.run.checkpoints, self._logger
         abstract = self.programs.plan.abstract
-        # Before any collective of a checkpoint, which all processes must make alike.
+        # This comes before any collective of a checkpoint, which all processes must
+        # make alike.
         checkpoints.check_options()
         resumed = run.resume()
         if self._epochs:
@@ -188,7 +190,7 @@ class Loop:
                 self.num_steps = run.data.first_step + count
         checkpoints.check_ahead(run.step)
         if run.step < self.num_steps:
-            # A save that must fail fails here, not after hours of training.
+            # An impossible save fails here, not after hours of training.
             checkpoints.check_state(abstract)
         if self.settings.fast_dev_run:
             self.num_steps = min(self.num_steps, run.step + 2)
@@ -199,7 +201,8 @@ class Loop:
             warn_of_one_shot(self.data)
         if checkpoints.ranks_by_eval and self.eval_data is None:
             checkpoints.check_best((), "a fit without eval_data")
-        # From here on the processes' programs depend on what they agree on here.
+        # From here on the processes' programs depend on the settings that they agree on
+        # here.
         settings = checkpoints.description | {
             "num_steps": self.num_steps,
             "compiler_options": self.programs.compiler_options,
@@ -217,17 +220,18 @@ class Loop:
             callback.on_fit_start(self.trainer)
         # The step is read again: a hook may have restored another one.
         ended = [c.end_reason for c in self.settings.callbacks if c.end_reason]
-        if ended:  # alike on all processes, for it was restored
+        if ended:  # the same on all processes, since it was restored
             self.stop(ended[0])
         elif run.step < self.num_steps:
             self._train()
         else:
             run.data.pass_over(self.data, self.num_steps, run.step)
             logger.message(f"All {self.num_steps} steps are done: nothing to train.")
-        # While `_termination` is open: a SIGTERM would cut the save short.
+        # This waits while `_termination` is open: otherwise a SIGTERM would end the
+        # save early.
         checkpoints.wait()
         if not self._is_alone and self._agreed_stop is None:
-            # A request that came after the last batch, to any of them.
+            # This finds a request that any process got after the last batch.
             found = allgather_object("end of the fit", self._requested_stop())
             self._agreed_stop = next((x for x in found if x is not None), None)
         if self._stop_reason is not None:
@@ -236,7 +240,7 @@ class Loop:
             logger.message(checkpoints.exit_message(run.step))
 
     def _report_save(self, text: str) -> None:
-        if self._stop_reason not in _SIGNALS:  # whose last message says it
+        if self._stop_reason not in _SIGNALS:  # their last message says it
             self._logger.message(text)
 
     def _train(self) -> None:
@@ -250,7 +254,8 @@ class Loop:
         step = first_step = run.step
         check_every = self.settings.check_replicas_every
         with (
-            # Disarmed last: what hangs while the others close is ended too.
+            # The watchdog is disarmed last: it also ends a process that hangs while the
+            # others close.
             contextlib.ExitStack() as stack,
             self._prefetch(first_step) as batches,
             self._tracer,
@@ -259,42 +264,49 @@ class Loop:
             stack.callback(self._watchdog.disarm)
             for item in batches:
                 if item.stop_reason is not None:
-                    # All processes see it here; none waits in a step for the others.
+                    # All processes see it here, so that no process waits in a step for
+                    # the others.
                     self._agreed_stop = item.stop_reason
                     if step > first_step:
                         self._pause(step, saves=False)
                     break
                 if step == first_step:
-                    # Apart from the step, whose time and watchdog it must not count.
+                    # Compilation is separate from the step: it must not count for the
+                    # step's time and watchdog.
                     self._compile(item.batch)
-                    # Until here nothing is lost by a Ctrl-C that ends it at once.
+                    # Until here a Ctrl-C can end the fit at once without a loss.
                     self._termination.defers = True
                 count_step()
                 with self._tracer.step(step, run.state), self._explaining_memory():
-                    # One statement: the old state is donated, and must not be seen.
+                    # This is one statement: the old state is donated, and must not be
+                    # visible afterwards.
                     run.state, metrics = self._step(run.state, item.batch)
                 step += 1
-                # With the state: a hook that saves must find both at the same step.
+                # The position moves with the state: a hook that saves must find both at
+                # the same step.
                 run.data.advance(step, item)
                 if step > first_step + _STEPS_TO_FIRST_METRICS:
                     self._first_batch = None
-                # After the dispatch, so that hooks and the wait for data count.
+                # The watchdog is armed after the dispatch, so that hooks and the wait
+                # for data count.
                 self._watchdog.arm(step)
                 self._termination.check()  # warns if another handler took its place
                 # A save that failed behind the steps is reported before the next one.
                 checkpoints.poll()
                 if check_every and step % check_every == 0:
-                    # Before the hooks below: none may save copies that differ.
+                    # The copies are compared before the hooks below: a hook must not
+                    # save copies that differ.
                     check_replicas(run.state, step)
                 with self._explaining_memory():
-                    # Waits for the last step but two; its hooks may stop the fit.
+                    # This waits for the step two steps back; its hooks may stop the
+                    # fit.
                     recorder.push(step, metrics, item.wait_seconds)
-                # Asked once in every step, on all processes: jax counts the calls to
-                # make a preemption true at the same step everywhere.
+                # All processes ask once in every step: jax counts the calls to announce
+                # a preemption at the same step everywhere.
                 saves = checkpoints.is_due(step)
                 if checkpoints.is_preempted:
                     self._termination.is_requested = True
-                # Read once: a signal between two reads would end the fit unsaved.
+                # It is read once: a signal between two reads would end the fit unsaved.
                 ends = self._ends(step)
                 if saves or ends or self._evaluates(step):
                     ends = self._pause(step, saves=saves)
@@ -307,7 +319,7 @@ class Loop:
             self._tracer.stop(run.state)
 
     def _end_epochs(self, step: int) -> None:
-        # Epochs are as long as their data, whatever its length has said.
+        # An epoch ends with its data, even if `len` of the data says another number.
         if missing := self.num_steps - step:
             self._logger.message(
                 f"Done at step {step}, not {self.num_steps}: {missing} batches of the "
@@ -328,7 +340,7 @@ class Loop:
                 shares=shares,
             )
         except Exception:
-            run.data = before  # data that is refused moves nothing
+            run.data = before  # refused data must not move the position
             raise
 
     def _prefetch(self, step: int) -> PrefetchIterator:
@@ -355,13 +367,14 @@ class Loop:
         return placed
 
     def _compile(self, batch: Batch) -> None:
-        """Compiles the step, once all processes know that theirs is the same."""
+        """Compiles the step, once all processes know that their programs are equal."""
         start = time.perf_counter()
         self._first_batch = batch
         agree_on_batch(batch)
         if isinstance(self.last_batch, Pad):
             self.programs.check_padding(self.run.state, batch, self.last_batch.weights)
-        # The call of the step finds this in jax's caches: one trace, one compilation.
+        # The call of the step finds this in jax's caches, so that there is one trace
+        # and one compilation.
         lowered = self._step.lower(self.run.state, batch)
         agree_on_program(lowered)
         mesh = self.programs.plan.layout.mesh
@@ -385,7 +398,7 @@ class Loop:
         return explaining_memory(plan, count, self._temporary_bytes, run)
 
     def _signal(self) -> str | None:
-        """The signal that has come to this process; others may not know yet."""
+        """The signal that this process has received; others may not know it yet."""
         if self._termination.is_requested:
             return SIGTERM
         return INTERRUPT if self._termination.is_interrupted else None
@@ -396,7 +409,7 @@ class Loop:
 
     @property
     def _stop_reason(self) -> str | None:
-        """Why the fit ends after this step; several processes must have agreed."""
+        """Why the fit ends after this step; several processes have agreed on it."""
         return self._requested_stop() if self._is_alone else self._agreed_stop
 
     def _ends(self, step: int) -> bool:
@@ -407,12 +420,13 @@ class Loop:
         return self.eval_data is not None and bool(is_due)
 
     def _pause(self, step: int, *, saves: bool) -> bool:
-        """Evaluates and saves ``step``, the newest; true if the fit ends here.
+        """Evaluates and saves ``step``, the newest; returns True if the fit ends here.
 
         A stop requested during the save takes effect after the next step, which is
         then saved too.
         """
-        # First: raises if a step so far was not finite, which must not be saved.
+        # This comes first: it raises if a step so far was not finite, which must not be
+        # saved.
         self._recorder.flush()
         self._watchdog.disarm()
         # Processes that stop before a batch come here again with the same step.
@@ -421,11 +435,12 @@ class Loop:
             ranks = saves and self.run.checkpoints.ranks_by_eval
             if ranks or self._evaluates(step) or self._ends(step):
                 self._evaluate(step)
-        # After the evaluation, whose hooks may stop the fit: this step is then saved.
+        # This follows the evaluation, whose hooks may stop the fit: this step is then
+        # saved.
         ends = self._ends(step)
         if (saves or ends) and self.run.checkpoints.options:
             self.run.save(step, may_skip=not ends)
-        # The pause is no part of the next step's time.
+        # The pause does not count for the next step's time.
         self._recorder.restart_clock()
         if not ends:
             self._watchdog.arm(step)
@@ -445,8 +460,8 @@ class Loop:
             self._watchdog.disarm()
             if found:
                 self._evaluated_step = step
-                # Before they are logged: if that fails, they are saved with the step.
-                # An array, of a Sum, is for the callbacks alone.
+                # They are stored before they are logged: if logging fails, they are
+                # saved with the step. Only callbacks get the array of a Sum.
                 numbers = {k: x for k, x in found.items() if isinstance(x, float)}
                 self.run.metrics |= {f"eval_{name}": x for name, x in numbers.items()}
                 self._recorder.record_eval(step, numbers)
@@ -459,8 +474,8 @@ class Loop:
             raise
 
     def _save_before(self, error: Exception, step: int) -> None:
-        """Saves what has been trained, before an evaluation's error ends the fit."""
-        # Not with several processes: the others may wait in the evaluation.
+        """Saves the trained state before an evaluation's error ends the fit."""
+        # With several processes it is not saved: the others may wait in the evaluation.
         if not self.run.checkpoints.options or not self._is_alone:
             return
         try:
@@ -474,7 +489,8 @@ class Loop:
 
     def _on_step_end(self, step: int, metrics: Values) -> None:
         if not self.run.checkpoints.ranks_by_eval:
-            # Now, as soon as names are known, not after hours at the first save.
+            # This is checked as soon as names are known, not after hours at the first
+            # save.
             self.run.checkpoints.check_best(metrics, f"step {step}")
         for callback in self.settings.callbacks:
             callback.on_step_end(self.trainer, step, metrics)

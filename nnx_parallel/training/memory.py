@@ -1,4 +1,4 @@
-"""An allocator's error, and what would have fit instead."""
+"""An allocator's error, and the changes that would have fit."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ _advisers: list[Callable[[Any, Any, str], str]] = []
 
 
 def advise_with(adviser: Callable[[Any, Any, str], str]) -> None:
-    """Sets what knows which changes would fit: the plan, which stands on the Trainer.
+    """Sets the function that knows which changes fit; the plan module sets it.
 
     It is called with the Trainer, the first batch and the error's text.
     """
@@ -29,22 +29,22 @@ def explaining_memory(
     temporary_bytes: int | None,
     run: tuple[Any, Any] | None = None,
 ) -> Iterator[None]:
-    """Turns an error of the allocator into a `DeviceMemoryError` with what would help.
+    """Turns an error of the allocator into a `DeviceMemoryError` with remedies.
 
-    ``temporary_bytes`` are those of the compiled step on each device, if it is known;
-    ``run`` is the Trainer and its first batch.
+    ``temporary_bytes`` are the compiled step's temporary bytes on each device, if
+    known; ``run`` is the Trainer and its first batch.
     """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        # XLA's status is in the text alone: all its errors are of one class.
+        # XLA's status is only in the text: all its errors are of one class.
         text = str(error)
         if "RESOURCE_EXHAUSTED" not in text and "out of memory" not in text.lower():
             raise
         reason = text.strip().splitlines()[0]
         advice = _advice(plan, num_microbatches, temporary_bytes)
         if run is not None and run[1] is not None:
-            # Whatever goes wrong with better advice must not hide the error.
+            # A failure of the adviser must not hide the error.
             with contextlib.suppress(Exception):
                 advice = "\n".join(adviser(*run, text) for adviser in _advisers)
         raise DeviceMemoryError(f"Out of device memory: {reason}\n{advice}") from error
@@ -70,7 +70,7 @@ def _advice(plan: StatePlan, num_microbatches: int, temporary: int | None) -> st
         f"Less for activations: num_microbatches={2 * num_microbatches}{half}; or "
         "remat='full'."
     )
-    # FSDP leaves each device its share of the whole; replicas are what it saves.
+    # FSDP leaves each device its share of the whole; it saves the replicas.
     if (saved := params + optimizer - whole // num_devices) > 0:
         text += (
             f"\nLess for the state: strategy=FSDP() over {num_devices} devices, by "

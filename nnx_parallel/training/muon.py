@@ -1,7 +1,7 @@
 """Muon, and any other function of whole matrices, as Optax transformations.
 
-The matrices are spread over the devices (`sharding.matrices`); everything else is
-Optax's, and so is the state.
+The matrices are spread over the devices (`sharding.matrices`); the state and all other
+computations are Optax's.
 """
 
 import math
@@ -29,7 +29,7 @@ Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
 def by_matrix(
     function: Callable[[Array], Array], dimension_numbers: Numbers = None
 ) -> optax.GradientTransformation:
-    """Maps every matrix of the updates by itself, whole on one device.
+    """Maps every matrix of the updates separately, as a whole on one device.
 
     Under a strategy the matrices are spread over the devices: one all-to-all makes them
     whole, each device maps about its share of them without communication, and one
@@ -42,12 +42,12 @@ def by_matrix(
             under ``jax.vmap``.
         dimension_numbers: `MuonDimensionNumbers` or ``None`` for each parameter, such
             as `muon_dimension_numbers`; or a function of the parameters that returns
-            them. ``None`` leaves an array as it is; for all of them, it takes arrays of
-            rank 2.
+            them. ``None`` for a parameter leaves its array as it is; ``None`` as the
+            argument maps all arrays of rank 2.
 
     Raises:
-        OptimizerError: If an array is not made of matrices so, or the function changes
-            their shape.
+        OptimizerError: If the numbers do not divide an array into matrices, or the
+            function changes their shape.
 
     Example:
         Spectral descent: each update replaced by its nearest orthogonal matrix.
@@ -115,7 +115,7 @@ def _resolved(params: Any, numbers: Numbers) -> list[MuonDimensionNumbers | None
                 f"A dimension number is {kind_of(n)}. Each must be a "
                 f"MuonDimensionNumbers or None, {_FROM_MODEL}."
             )
-    # Those of a whole subtree too: Optax takes a prefix.
+    # Numbers may be given for a whole subtree: Optax takes a prefix.
     try:
         tree = jax.tree.map(
             lambda n, below: jax.tree.map(lambda _: (n,), below),
@@ -189,39 +189,41 @@ def muon(
 ) -> optax.GradientTransformationExtraArgs:
     """``optax.contrib.muon`` [1], whose matrices are spread over the devices.
 
-    Arguments, numbers and state are Optax's, so that each reads the other's
-    checkpoints; `muon` differs in where it computes. The iterations of Newton and
-    Schulz need whole matrices, which Optax leaves to the partitioner: it splits each
-    product, or computes it on every device. Here each device takes its share of the
-    matrices, by work, as [2] does for copies of the parameters: one all-to-all in, all
-    iterations without communication, and one all-to-all back, both in the dtype of the
-    momentum. Momentum and everything else stay in the parameters' shards.
+    Arguments, results and state are Optax's, so that each reads the other's
+    checkpoints; `muon` differs only in the place of the computations. The iterations of
+    Newton and Schulz need whole matrices, which Optax leaves to the partitioner: it
+    splits each product, or computes it on every device. Here each device takes its
+    share of the matrices, by work, as [2] does for copies of the parameters: one
+    all-to-all in, all iterations without communication, and one all-to-all back, both
+    in the dtype of the momentum. Momentum and all other arrays stay in the parameters'
+    shards.
 
     Args:
-        learning_rate: A number or a schedule; and so on, as `optax.contrib.muon`.
+        learning_rate: A number or a schedule; this and all other arguments as in
+            `optax.contrib.muon`.
         ns_coeffs: Coefficients of the iterations, or the name of a preset.
         ns_steps: Number of iterations.
         beta: Decay of the momentum.
-        eps: Added to norms that divide.
-        weight_decay: Decay of what Muon updates.
-        weight_decay_mask: What of it decays, such as `decay_mask`.
+        eps: Added to norms in denominators.
+        weight_decay: Decay of the parameters that Muon updates.
+        weight_decay_mask: Mask of these parameters that decay, such as `decay_mask`.
         mu_dtype: The dtype of the momentum.
-        nesterov: Whether it is Nesterov's.
-        adaptive: Whether updates are scaled by their dual norm.
-        preconditioning: What precedes the iterations.
-        adam_b1: Of Adam, which has all other arrays.
-        adam_b2: Likewise.
-        adam_eps_root: Likewise.
-        adam_weight_decay: Likewise.
-        adam_learning_rate: Likewise; ``None`` takes ``learning_rate``.
+        nesterov: True for Nesterov's momentum.
+        adaptive: True to scale updates by their dual norm.
+        preconditioning: Name of the step before the iterations.
+        adam_b1: Decay of the first moment of Adam, which updates all other arrays.
+        adam_b2: Decay of Adam's second moment.
+        adam_eps_root: Added inside Adam's square root.
+        adam_weight_decay: Weight decay of Adam.
+        adam_learning_rate: Learning rate of Adam; ``None`` takes ``learning_rate``.
         muon_weight_dimension_numbers: `muon_dimension_numbers` of the model. ``None``
             takes arrays of rank 2, to which a `Stack` adds a dim.
         consistent_rms: Scales updates to this root mean square; ``None`` by width [2].
 
     Raises:
-        OptimizerError: If the numbers do not make matrices of an array, or are not
-            those of the parameters; if a rate is no number, or there is no such
-            preconditioning.
+        OptimizerError: If the numbers do not divide an array into matrices, or do not
+            fit the parameters; if a rate is not a number, or the preconditioning is
+            unknown.
 
     Example:
         >>> from nnx_parallel import muon, muon_dimension_numbers
@@ -235,13 +237,14 @@ def muon(
         [2] Liu et al., "Muon is Scalable for LLM Training", 2025, sections 2.2 and 2.3,
         https://arxiv.org/abs/2502.16982
     """
-    # By the same names: the state is the one that Optax makes, presets resolved.
+    # Optax gets the same names: the state is Optax's, with presets resolved.
     plain = optax.contrib.muon(**locals())
     for name, rate in (
         ("learning_rate", learning_rate),
         ("adam_learning_rate", 0 if adam_learning_rate is None else adam_learning_rate),
     ):
-        # A traced number is a `jax.Array`, but with Python 3.11 not of a union with it.
+        # A traced number is a `jax.Array`, but with Python 3.11 not an instance of a
+        # union with it.
         is_number = isinstance(rate, jax.Array) or isinstance(rate, ArrayLike)  # noqa: SIM101
         if not (callable(rate) or is_number):
             raise OptimizerError(
@@ -296,7 +299,7 @@ class _Momentum(NamedTuple):
     adaptive: bool
 
     def update(self, grads: Any, state: MuonState) -> tuple[Any, Any]:
-        """What the iterations get, and the new average."""
+        """The input of the iterations, and the new average."""
         count = optax.safe_increment(state.count)
         mean = optax.tree.update_moment(grads, state.mu, self.beta, 1)
         if not self.nesterov:
@@ -310,7 +313,7 @@ class _Momentum(NamedTuple):
 
 
 class _Iterations(NamedTuple):
-    """Those of Newton and Schulz."""
+    """The iterations of Newton and Schulz."""
 
     num_steps: ArrayLike
     eps: ArrayLike
@@ -318,8 +321,8 @@ class _Iterations(NamedTuple):
 
     def run(self, coefficients: ArrayLike, matrices: Array) -> Array:
         """Orthogonalizes matrices of one shape."""
-        # Optax exports its iterations only behind its momentum: one that decays at once
-        # is the gradient itself.
+        # Optax exports its iterations only after its momentum: a momentum that decays
+        # at once is the gradient itself.
         tx = scale_by_muon(
             ns_steps=self.num_steps,
             beta=0.0,
@@ -344,7 +347,7 @@ def _scale_by_muon(
         assert isinstance(state, MuonState)
         mean, mu = momentum.update(updates, state)
         run = partial(iterations.run, state.ns_coeffs)
-        numbers: Any = _resolved(mean, given)  # those without are masked
+        numbers: Any = _resolved(mean, given)  # arrays without numbers are masked
         results = map_matrices(run, mean, numbers)
         if momentum.adaptive:
             results = jax.tree.map(

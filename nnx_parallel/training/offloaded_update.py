@@ -1,11 +1,12 @@
 """The update of an optimizer whose state waits on the host, in parts.
 
-Brought in whole, the state would be on the device at the end of each step as if it had
-never left: XLA starts all copies as early as it can, and drops optimization barriers
-that would hold them back. So the update is traced, and what it computes element by
-element runs in a loop over layers, whose steps bring in one layer of every array, and
-send it back. The loop also bounds what a device holds: XLA runs one step of it at a
-time. Within a step, one array is sent back while the next one comes in.
+If the state were copied as a whole, all of it would be on the device at the end of each
+step, as without offloading: XLA starts all copies as early as it can, and drops
+optimization barriers that would hold them back. So the update is traced, and its
+elementwise part runs in a loop over layers. Each iteration copies one layer of every
+array to the device, and back. The loop also limits the memory of a device: XLA runs one
+iteration at a time. Within an iteration, one array is sent back while the next one
+comes in.
 """
 
 import math
@@ -42,7 +43,8 @@ _DEVICE, _HOST = jax.memory.Space.Device, jax.memory.Space.Host
 _SLICE_BYTES = 2**22
 """Bytes of a device's shard that an array outside of every `Stack` moves at once.
 
-About a tenth of a millisecond of a host's link: long enough for its full rate."""
+A host's link takes about a tenth of a millisecond for them: long enough for its full
+rate."""
 
 _LANES = 128
 """Elements of a row of a TPU's registers: a narrower array has its dim 0 along them."""
@@ -55,10 +57,10 @@ _ELEMENTWISE = {
     *("round", "rsqrt", "select_n", "sign", "sin", "sqrt", "square", "sub", "tanh"),
     "xor",
 }
-"""Operations whose result has one element for each of the operands', in its place."""
+"""Operations whose result has one element for each element of the operands."""
 
 _SAME = ("sharding_constraint", "optimization_barrier")
-"""Operations that change where their operand is, not what."""
+"""Operations that change the place of their operand, not its value."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class _Slices:
         return new.reshape(x.shape)
 
     def _split(self, x: jax.Array) -> jax.Array:
-        # The dim that is cut has no mesh axis: cutting sends nothing.
+        # The dim that is cut has no mesh axis, so that cutting sends nothing.
         return x.reshape(self.num_shards, x.shape[0] // self.num_shards, *x.shape[1:])
 
 
@@ -109,7 +111,7 @@ class _Array:
             values = [_value(atom, env, known) for atom in eqn.invars]
             if eqn.primitive.name in _SAME:
                 results = values
-            elif eqn.primitive.name == "broadcast_in_dim":  # of one number
+            elif eqn.primitive.name == "broadcast_in_dim":  # a broadcast number
                 results = [jnp.broadcast_to(values[0], shape)]
             else:
                 results = [eqn.primitive.bind(*values, **eqn.params)]
@@ -123,18 +125,18 @@ class _Array:
 def offloaded_update(
     plan: StatePlan, function: Callable[..., Any], params: dict, state: Any, *rest: Any
 ) -> tuple[dict, Any, dict]:
-    """Calls ``function(params, state, *rest)`` with a state that is on the host.
+    """Calls ``function(params, state, *rest)`` with a state in the host's memory.
 
     Args:
-        plan: Where everything lives.
-        function: To new parameters, the new state, and more arrays by parameter, or an
-            empty dict.
+        plan: The placement of all arrays.
+        function: Function that returns new parameters, the new state, and more arrays
+            by parameter, or an empty dict.
         params: Trained parameters on the devices.
-        state: The optimizer's state as the step gets it.
-        rest: Gradients, the loss, and all else on the devices.
+        state: The optimizer's state, placed as the step gets it.
+        rest: Gradients, the loss, and other arguments on the devices.
 
     Returns:
-        What the function returns, the state where it was.
+        The results of the function; the state is in the same memory as before.
     """
     args = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state, *rest)
@@ -149,7 +151,8 @@ def offloaded_update(
     }
     arrays = _sliced_arrays(plan, traced, on_host)
 
-    # Everything else at once, for which other arrays of the state come in whole.
+    # All other values are computed at once; for them the other arrays of the state come
+    # in whole.
     whole = on_host.difference(v for array in arrays for v in array.inputs)
     given |= {v: jax.device_put(given[v], _DEVICE) for v in whole}
     outside = _outside(traced, arrays)
@@ -163,7 +166,7 @@ def offloaded_update(
 
     new, state, more = jax.tree.map(lambda atom: _value(atom, given), traced.outputs)
     new_leaves, structure = jax.tree.flatten(state)
-    # Where it is there already, this does nothing.
+    # If it is there already, this does nothing.
     pairs = zip(new_leaves, are_on_host, strict=True)
     state = jax.tree.unflatten(structure, [_to(_HOST, x, there) for x, there in pairs])
     return new, state, more
@@ -172,7 +175,7 @@ def offloaded_update(
 def _run_loop(
     arrays: list[_Array], given: Mapping, on_host: Collection
 ) -> dict[jex.Var, jax.Array]:
-    """The outputs of arrays that are cut alike."""
+    """The outputs of arrays that are cut in the same way."""
     starts = [
         [
             jnp.zeros(var.aval.shape, var.aval.dtype) if place is None else given[place]  # pyright: ignore[reportAttributeAccessIssue]
@@ -213,7 +216,7 @@ def _sliced_arrays(
             eqns = _elementwise(traced.eqns, variables_in(atoms), shape)
             inputs = [v for v in inputs_of(eqns, atoms) if v.aval.shape == shape]  # pyright: ignore[reportAttributeAccessIssue]
             found[path] = _Array(slices, eqns, inputs, list(atoms), list(places))
-    # What anything else needs of the state has to come in whole.
+    # Arrays of the state that other computations need have to come in whole.
     while found:
         outside = _outside(traced, found.values())
         used = set(inputs_of(needed(traced.eqns, outside), outside))
@@ -229,7 +232,7 @@ def _sliced_arrays(
 
 
 def _outside(traced: TracedFunction, arrays: Iterable[_Array]) -> list[jex.Var]:
-    """Values to compute before any array is cut: results, and what the loops take."""
+    """Values to compute before any array is cut: results, and inputs of the loops."""
     inside = {v for array in arrays for v in array.outputs}
     atoms = variables_in(jax.tree.leaves(traced.outputs))
     wanted = [v for v in atoms if v not in inside]
@@ -239,7 +242,7 @@ def _outside(traced: TracedFunction, arrays: Iterable[_Array]) -> list[jex.Var]:
 
 
 def _elementwise(eqns: Eqns, outputs: Iterable[jex.Var], shape: tuple) -> Eqns:
-    """The equations behind outputs, as far as each element comes from its like."""
+    """The equations of outputs, as far as each element comes from the same element."""
     wanted, found = set(outputs), []
     for eqn in reversed(eqns):
         operands = variables_in(eqn.invars)
@@ -257,7 +260,7 @@ def _elementwise(eqns: Eqns, outputs: Iterable[jex.Var], shape: tuple) -> Eqns:
 
 
 def _slices_of(plan: StatePlan, path: Path, aval: Any) -> _Slices | None:
-    """How a parameter is cut; ``None`` if it is small, or no number divides it."""
+    """How a parameter is cut; ``None`` if it is small, or cannot be divided."""
     place, shape = plan.placements[path], aval.shape
     if not shape:
         return None
@@ -273,8 +276,9 @@ def _slices_of(plan: StatePlan, path: Path, aval: Any) -> _Slices | None:
         return None
     counts = [n for n in range(least, 4 * least + 1) if rows % n == 0]
     if shard[-1] < _LANES:
-        # Rows are its lanes, and libtpu writes the host's memory in whole tiles of
-        # them alone ("Updating the lane dimension", UNIMPLEMENTED): larger parts too.
+        # Its rows are lanes, and libtpu writes the host's memory only in whole tiles of
+        # lanes ("Updating the lane dimension", UNIMPLEMENTED): so larger parts are
+        # tried too.
         counts += [n for n in range(least - 1, 1, -1) if rows % n == 0]
         counts = [n for n in counts if rows // n % _LANES == 0]
     # Tiles of a TPU's memory have 8 rows.
@@ -293,7 +297,7 @@ def _value(atom: Any, *known: Mapping) -> Any:
 
 
 def check_offload(plan: StatePlan, remat: Remat) -> None:
-    """Refuses (`OffloadError`) to offload block inputs where a step keeps none."""
+    """Refuses (`OffloadError`) to offload block inputs if a step does not keep them."""
     if plan.offload is None or plan.offload.activations is None:
         return
     start = "Offload(activations='block_inputs') moves the inputs of "

@@ -1,7 +1,8 @@
 """Masks for optimizers of stacked layers, their updates, and hyperparameters.
 
 A `Stack` keeps N kernels of shape (in, out) as one array (N, in, out), where an
-optimizer that looks at ranks would take a bias for a matrix: ranks here are a layer's.
+optimizer that looks at ranks would take a bias for a matrix: here the rank is the rank
+in one layer.
 """
 
 import re
@@ -33,17 +34,17 @@ from nnx_parallel.training.offloaded_update import offloaded_update
 
 
 def decay_mask(model: nnx.Module, wrt: Any = nnx.Param) -> dict[str, Any]:
-    """Which parameters weight decay applies to: matrices, not biases or scales.
+    """The parameters that weight decay applies to: matrices, not biases or scales.
 
     Args:
         model: The model, abstract or not.
-        wrt: Filter of the Variables that are trained, as the Trainer has it.
+        wrt: Filter of the trained Variables, as for the Trainer.
 
     Returns:
-        bool for each parameter, as the nested dict that Optax sees.
+        A bool for each parameter, in the nested dict that Optax sees.
 
     Raises:
-        OptimizerError: If it gets another thing than a model.
+        OptimizerError: If the argument is not a model.
 
     Example:
         >>> import optax
@@ -54,17 +55,17 @@ def decay_mask(model: nnx.Module, wrt: Any = nnx.Param) -> dict[str, Any]:
 
 
 def muon_dimension_numbers(model: nnx.Module, wrt: Any = nnx.Param) -> dict[str, Any]:
-    """Which dims of each kernel Muon reads as rows and columns of a matrix.
+    """The dims of each kernel that Muon reads as rows and columns of a matrix.
 
-    ``Dense`` knows its own in and out dims; another kernel counts if a layer of it has
-    rank 2. Embeddings, biases and scales are left to Muon's Adam branch. Arguments are
-    those of `decay_mask`.
+    ``Dense`` knows its in and out dims; another kernel counts if it has rank 2 in a
+    layer. Embeddings, biases and scales are left to Muon's Adam branch. Arguments are
+    the same as for `decay_mask`.
 
     Returns:
         ``optax.contrib.MuonDimensionNumbers`` or ``None`` for each parameter.
 
     Raises:
-        OptimizerError: If it gets another thing than a model.
+        OptimizerError: If the argument is not a model.
 
     Example:
         >>> import optax
@@ -100,7 +101,7 @@ def _decays(path: tuple, variable: nnx.Variable) -> bool:
 
 
 def _num_leading(info: ArrayInfo) -> int:
-    """Dims of layers and of experts, each of which has an array of its own."""
+    """The number of leading dims of layers and of experts, which enumerate arrays."""
     first = int(info.is_stacked)
     return first + ("expert" in (info.names or ())[first : first + 1])
 
@@ -121,7 +122,7 @@ def _muon_dims(path: tuple, variable: nnx.Variable) -> MuonDimensionNumbers | No
 def update_in_place(
     plan: StatePlan, grads: Any, opt_state: optax.OptState, params: Any, **known: Any
 ) -> tuple[Any, optax.OptState]:
-    """`update_with` of a plan's optimizer, which can know where its updates are."""
+    """`update_with` for a plan's optimizer, which may ask for updates' placement."""
     shapes = {path: x.shape for path, x in flatten(params).items()}
     with placing_updates(plan.layout, shapes, plan.placements):
         return update_with(plan.tx, grads, opt_state, params, **known)
@@ -130,7 +131,7 @@ def update_in_place(
 def update_with(
     tx: Optimizer, grads: Any, opt_state: optax.OptState, params: Any, **known: Any
 ) -> tuple[Any, optax.OptState]:
-    """Updates and state of an optimizer, which is given what it takes of ``known``.
+    """Updates and state of an optimizer, which gets the ``known`` values that it takes.
 
     Raises:
         OptimizerError: If it needs another argument.
@@ -139,8 +140,9 @@ def update_with(
         update = optax.with_extra_args_support(tx).update
         return update(grads, opt_state, params, **known)
     except (TypeError, ValueError) as error:
-        # `optax.chain` hands all of them to each part, and its signature hides which
-        # of them a part takes: only the call tells (docs/library-notes.md, "Optax").
+        # `optax.chain` hands all of them to each part, and its signature hides the
+        # arguments that a part takes: only the call shows them (docs/library-notes.md,
+        # "Optax").
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if unknown and unknown[1] in known:
             rest = {name: x for name, x in known.items() if name != unknown[1]}
@@ -157,7 +159,7 @@ def update_with(
 
 
 def final_gradients(plan: StatePlan, state: TrainState, grads: dict) -> dict:
-    """Gradients as the optimizer gets them: their dtype, scale and place."""
+    """Gradients in the dtype, scale and placement that the optimizer gets."""
     dtype_of = plan.precision.gradient_dtype
     grads = jax.tree.map(lambda g: g.astype(dtype_of(g.dtype)), grads)
     if (loss_scale := state.loss_scale) is not None:
@@ -173,12 +175,12 @@ def optimize(
     metrics: dict[str, jax.Array],
     is_kept: jax.Array | None,
 ) -> tuple[dict, optax.OptState]:
-    """Parameters and optimizer state after one update, in the dtypes that they had.
+    """Parameters and optimizer state after one update, in their previous dtypes.
 
-    Where ``is_kept`` is false the optimizer's state stays as it is; ``None`` is true.
+    If ``is_kept`` is false the optimizer's state does not change; ``None`` means true.
     """
     before = plan.constrain(params, "optimizer")
-    if not plan.offloads_optimizer:  # else in parts, or both would be held whole
+    if not plan.offloads_optimizer:  # otherwise in parts, or both would be held whole
         grads = final_gradients(plan, state, grads)
     is_coarse = any(x.dtype.itemsize <= 2 for x in jax.tree.leaves(before))
 
@@ -191,8 +193,8 @@ def optimize(
             plan, grads, opt_state, before, value=loss, grad=grads
         )
         after: Any = optax.apply_updates(before, updates)
-        # Optax promotes some (a bfloat16 moment by a float32 rate): the next call would
-        # compile again, for another dtype.
+        # Optax promotes some arrays (a bfloat16 moment by a float32 rate): the next
+        # call would compile again, for another dtype.
         new = jax.tree.map(lambda x, old: x.astype(old.dtype), new, opt_state)
         if is_kept is not None:
             new = where(is_kept, new, opt_state)
@@ -207,12 +209,13 @@ def optimize(
     after, opt_state, updates = run(update, before, state.opt_state, grads, *values)
     if is_coarse and (lost := lost_updates(before, updates, after)) is not None:
         metrics["lost_updates"] = lost
-    # Updated in the optimizer's shards (ZeRO), and from there to the stored layout.
+    # They are updated in the optimizer's shards (ZeRO), and then go to the stored
+    # layout.
     return plan.constrain(after, "stored"), opt_state
 
 
 def where(condition: jax.Array, new: Any, old: Any) -> Any:
-    """One of two trees like each other."""
+    """Selects one of two trees of the same structure."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
 
 
@@ -230,7 +233,8 @@ def lost_updates(before: Any, updates: Any, after: Any) -> jax.Array | None:
 def learning_rate(opt_state: optax.OptState) -> jax.Array | None:
     """The learning rate of an optimizer under ``optax.inject_hyperparams``.
 
-    Elsewhere it is a constant inside the update that cannot be read: ``None``.
+    Returns ``None`` for other optimizers: the rate is a constant inside the update and
+    cannot be read.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
         if f".{path_of(path)}".endswith(".hyperparams.learning_rate"):
@@ -239,9 +243,9 @@ def learning_rate(opt_state: optax.OptState) -> jax.Array | None:
 
 
 def warn_of_changes(plan: StatePlan, restored: TrainState) -> None:
-    """Warns if hyperparameters of a restored state are not those of the optimizer.
+    """Warns if hyperparameters of a restored state differ from the optimizer's.
 
-    Those that a schedule sets change by themselves and are not compared.
+    Hyperparameters that a schedule sets change by themselves and are not compared.
     """
     saved = _constants(restored.opt_state)
     if not saved:
@@ -251,7 +255,7 @@ def warn_of_changes(plan: StatePlan, restored: TrainState) -> None:
         zeros = jax.tree.map(jnp.zeros_like, plan.abstract.params)
         return _constants(plan.tx.init(zeros))
 
-    # Compiled, for then the rest of the optimizer's state is never made.
+    # It is compiled, because then the rest of the optimizer's state is never made.
     now = jax.device_get(jax.jit(fresh)())
     lines = [
         f"{path.rpartition('.')[2]}: {float(value):.6g} in the checkpoint, "
@@ -272,8 +276,8 @@ def _constants(opt_state: Any) -> dict[str, Any]:
     constants, scheduled = {}, set()
     for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
         name = path_of(path)
-        # `inject_hyperparams` has `hyperparams.NAME`, and for one that a schedule sets
-        # `hyperparams_states.NAME.count` too.
+        # `inject_hyperparams` has `hyperparams.NAME`, and also
+        # `hyperparams_states.NAME.count` for a hyperparameter that a schedule sets.
         owner, is_state, rest = name.partition("hyperparams_states.")
         if is_state:
             scheduled.add(f"{owner}hyperparams.{rest.partition('.')[0]}")
@@ -283,7 +287,7 @@ def _constants(opt_state: Any) -> dict[str, Any]:
 
 
 _OF_MAXIMA = {"max", "min", "sign"}
-"""Operations that make a norm or a bounded average of what is a plain average."""
+"""Operations that turn a plain average into a norm or a bounded average."""
 
 
 def state_kinds(plan: StatePlan) -> dict[str, str]:
@@ -295,7 +299,7 @@ def state_kinds(plan: StatePlan) -> dict[str, str]:
     """
     params = flatten(plan.abstract.params)
     shapes = {path: x.shape for path, x in params.items()}
-    fields: dict[str, tuple[str, Path]] = {}  # of each the type, and a parameter
+    fields: dict[str, tuple[str, Path]] = {}  # by field: its type, and a parameter
     for keys, _ in jax.tree_util.tree_leaves_with_path(plan.abstract.opt_state):
         if owner := owner_of(keys, shapes):
             field, kind = _field_of(plan.abstract.opt_state, keys)
@@ -304,7 +308,7 @@ def state_kinds(plan: StatePlan) -> dict[str, str]:
     try:
         traced, own = _trace_states(plan.tx, few)
     except Exception:
-        # A mask that is a tree fits all parameters, and not a few of them.
+        # A mask that is a tree fits only the tree of all parameters, not a few of them.
         traced, own = _trace_states(plan.tx, plan.abstract.params)
     before, after = jax.tree.leaves(traced.inputs[1]), jax.tree.leaves(traced.outputs)
     indices: dict[str, int] = {}
@@ -337,7 +341,7 @@ def _trace_states(tx: Optimizer, params: Any) -> tuple[TracedFunction, Any]:
 
 
 def _field_of(state: Any, keys: tuple) -> tuple[str, str]:
-    """The innermost field of a named tuple that has an array, and the tuple's type."""
+    """The innermost named-tuple field that has an array, and the tuple's type."""
     node, field, kind = state, "", type(state).__name__
     for depth, key in enumerate(keys):
         if hasattr(node, "_fields"):

@@ -1,4 +1,4 @@
-"""Metrics of a run, fetched behind the step, checked, kept, logged; speed; traces."""
+"""Metrics of a run, fetched after the step, checked, kept, logged; speed; traces."""
 
 import contextlib
 import itertools
@@ -35,11 +35,11 @@ PEAK_FLOPS = {
     "NVIDIA H200": 989e12,
     "NVIDIA B200": 2250e12,
 }
-"""Dense bfloat16 FLOP/s by the start of ``device_kind``, from makers' data sheets."""
+"""Dense bfloat16 FLOP/s by the start of ``device_kind``, from vendors' data sheets."""
 
 
 def peak_flops(device: Device) -> float | None:
-    """Peak bfloat16 FLOP/s of a device, or ``None`` where it is not known."""
+    """Peak bfloat16 FLOP/s of a device, or ``None`` if it is unknown."""
     kind = device.device_kind
     known = [name for name in PEAK_FLOPS if kind.startswith(name)]
     return PEAK_FLOPS[max(known, key=len)] if known else None
@@ -48,7 +48,7 @@ def peak_flops(device: Device) -> float | None:
 def count_tokens(batch: Any) -> int | None:
     """Tokens in a batch: the elements of its first integer array of two dims.
 
-    ``None`` for a batch without one: then speed is counted in examples.
+    ``None`` for a batch without such an array: then speed is counted in examples.
     """
     # (batch, seq): labels have one dim, images have more.
     matrices = (x for x in partition(batch)[0] if x.ndim == 2)
@@ -58,13 +58,14 @@ def count_tokens(batch: Any) -> int | None:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Work of one step, to turn its seconds into rates.
+    """The work of one step, which turns its seconds into rates.
 
     Attributes:
         num_rows: Rows of the global batch.
-        num_tokens: Its tokens, or ``None``.
-        flops_per_device: Of the compiled step, recomputation included, or ``None``.
-        device: A device of the mesh that is this process's.
+        num_tokens: Tokens of the global batch, or ``None``.
+        flops_per_device: FLOPs of the compiled step on one device, recomputation
+            included, or ``None``.
+        device: One of this process's devices in the mesh.
     """
 
     num_rows: int
@@ -103,7 +104,8 @@ class Throughput:
         if stats := self.device.memory_stats():  # CPUs have none
             peak_bytes = float(stats.get("peak_bytes_in_use", 0))
             rates["device_memory_bytes"] = peak_bytes
-            # Of what JAX may take: three quarters of a GPU, unless told otherwise.
+            # The limit is the memory that JAX may take: by default three quarters of a
+            # GPU.
             if limit := stats.get("bytes_limit"):
                 rates["device_memory_fraction"] = peak_bytes / limit
         return rates
@@ -114,7 +116,7 @@ Values = Mapping[str, float]
 
 
 class History(dict[str, np.ndarray]):
-    """Metrics by name, an entry for each step; a name that it lacks is an error."""
+    """Metrics by name, with an entry for each step; a missing name is an error."""
 
     def __missing__(self, name: str) -> np.ndarray:
         if not self:
@@ -135,7 +137,7 @@ class _Columns:
         return len(self._columns[self._index])
 
     def append(self, index: int, values: Values) -> None:
-        """Adds a row; its missing values, and those of new names before it, are NaN."""
+        """Adds a row; its missing values, and earlier values of new names, are NaN."""
         for name in values:
             if name not in self._columns:
                 self._columns[name] = array("d", itertools.repeat(math.nan, len(self)))
@@ -143,7 +145,7 @@ class _Columns:
             column.append(index if name == self._index else values.get(name, math.nan))
 
     def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Each name with its values, if there is any row."""
+        """Each name with its values, if there are rows."""
         for name, column in self._columns.items() if len(self) else ():
             yield name, np.array(column)
 
@@ -156,14 +158,16 @@ class Recorder:
     the last 8 steps, since steps in flight complete unevenly.
 
     Attributes:
-        logger: Where they go; arrays ``(layers,)``, such as the load of experts, to
-            those alone that show each layer.
+        logger: Logger of the metrics; arrays ``(layers,)``, such as the load of
+            experts, go only to loggers that show each layer.
         on_step: Called with the step and its metrics once these are known.
         log_every: Steps between logged metrics.
         max_behind: Steps that may be in flight.
-        throughput: Work of one step, once it is compiled.
-        skip_limit: How many bad steps in a row a run leaves out; 0 if one ends it.
-        is_state_finite: Called after a bad step: whether the state has survived it.
+        throughput: Work of one step, once the step is compiled.
+        skip_limit: Number of bad steps in a row that a run skips; 0 if the first one
+            ends it.
+        is_state_finite: Called after a bad step; returns True if the state is still
+            finite.
     """
 
     logger: LoggerGroup
@@ -195,7 +199,7 @@ class Recorder:
             NonFiniteLossError: If a loss or gradient of an earlier step is not finite.
         """
         for value in metrics.values():
-            # Begun now, so that reading it later waits for the step alone.
+            # The copy begins now, so that reading it later waits only for the step.
             value.copy_to_host_async()
         self._in_flight.append((step, metrics, wait_seconds))
         self.flush(self.max_behind)
@@ -205,7 +209,7 @@ class Recorder:
         while len(self._in_flight) > num_behind:
             step, metrics, wait_seconds = self._in_flight.popleft()
             row = {name: float(x) for name, x in metrics.items() if not x.ndim}
-            # The clock is read behind `float`, which waits until the step is done.
+            # The clock is read after `float`, which waits until the step is done.
             row |= self._timing(wait_seconds) | self._extra
             self._extra = {}
             self._check(step, row)
@@ -220,15 +224,15 @@ class Recorder:
             self.on_step(step, row)
 
     def restart_clock(self) -> None:
-        """Leaves what has happened since the last step out of the next step's time."""
+        """Excludes the time since the last step from the next step's time."""
         self._last_time = time.perf_counter()
 
     def last_row(self) -> dict[str, float]:
-        """The metrics of the newest step that is known, itself as ``"step"``."""
+        """The metrics of the newest known step, and its number as ``"step"``."""
         return dict(self._last_row)
 
     def add_once(self, **metrics: float) -> None:
-        """Adds metrics to the next step alone, such as the compile time."""
+        """Adds metrics only to the next step, such as the compile time."""
         self._extra |= metrics
 
     def record_eval(self, step: int, metrics: Values) -> None:
@@ -240,21 +244,21 @@ class Recorder:
     def history(self) -> History:
         """Every metric by name: one entry a step, NaN where a step has none.
 
-        ``step`` numbers the entries; ``eval_step`` those of the evaluations.
+        ``step`` numbers the entries; ``eval_step`` numbers the entries of evaluations.
         """
         return History(itertools.chain(self._steps.arrays(), self._evals.arrays()))
 
     def _timing(self, wait_seconds: float) -> dict[str, float]:
         before, self._last_time = self._last_time, time.perf_counter()
         rates = {"data_wait_seconds": wait_seconds}
-        # Not of the first step, whose time includes what came before it.
+        # The first step has no rates, since its time includes earlier work.
         if before is not None and self.throughput is not None:
             self._durations.append(self._last_time - before)
             rates |= self.throughput.rates(statistics.fmean(self._durations))
         return rates
 
     def skip_message(self) -> str:
-        """A line about the steps that changed nothing, if there are some."""
+        """A line about skipped steps, if there are any."""
         shown = ", ".join(map(str, self._first_skipped))
         more = ", ..." * (self._num_skipped > len(self._first_skipped))
         line = f"{self._num_skipped} steps changed nothing (skipped): {shown}{more}."
@@ -288,9 +292,9 @@ class Recorder:
             row["skipped"] = 1.0
 
     def _survived(self, row: Values) -> bool:
-        """Whether the optimizer itself kept bad gradients out of the state."""
+        """True if the optimizer itself kept bad gradients out of the state."""
         if "skipped" in row or math.isfinite(row["grad_norm"]):
-            return False  # the step itself decides; or the loss says nothing
+            return False  # the step itself decides; or the loss is unknown
         return self.is_state_finite()
 
     def _raise(self, step: int, row: Values) -> None:
@@ -319,7 +323,7 @@ class Recorder:
 
 
 def _by_layer(metrics: Mapping[str, jax.Array]) -> Values:
-    """Those with a value for each layer: ``expert_loads/blocks.layer.mlp/0``."""
+    """Metrics with a value for each layer: ``expert_loads/blocks.layer.mlp/0``."""
     arrays = {name: np.asarray(x) for name, x in metrics.items() if x.ndim}
     return {
         f"{name}/{index}": float(value)
@@ -337,7 +341,7 @@ def _is_finite(row: Values) -> bool:
 class Tracer(contextlib.AbstractContextManager):
     """Writes one `jax.profiler` trace of the steps from ``start`` to before ``stop``.
 
-    They are counted from 0, like ``range``. The trace goes to ``profile`` below the
+    Steps are counted from 0, as in ``range``. The trace goes to ``profile`` below the
     directory, by default the working directory.
     """
 
@@ -346,14 +350,15 @@ class Tracer(contextlib.AbstractContextManager):
     _is_tracing: bool = False
 
     def step(self, step: int, state: Any) -> contextlib.AbstractContextManager:
-        """Names a step in the trace; starts and stops the trace where it is due.
+        """Names a step in the trace; starts and stops the trace when that is due.
 
         ``state`` is the result of the step before, finished or not.
         """
         if self.profile is None:
             return contextlib.nullcontext()
         start, stop = self.profile
-        # Before the step is dispatched, whose work belongs to no trace any more.
+        # The trace stops before this step is dispatched, so that it has none of its
+        # work.
         if step >= stop:
             self.stop(state)
         elif step >= start and not self._is_tracing:
@@ -362,9 +367,10 @@ class Tracer(contextlib.AbstractContextManager):
         return jax.profiler.StepTraceAnnotation("train", step_num=step)
 
     def stop(self, state: Any = None) -> None:
-        """Ends the trace, if there is one, once the state is there."""
+        """Ends the trace, if there is one, once the state is computed."""
         if self._is_tracing:
-            # Steps are dispatched ahead: without it their work would not be in it.
+            # Steps are dispatched ahead: without this wait the trace would lack their
+            # work.
             jax.block_until_ready(state)
             self._is_tracing = False
             jax.profiler.stop_trace()

@@ -1,9 +1,9 @@
-"""How a loss depends on the rows of its batch, read off the traced program.
+"""How a loss depends on the rows of its batch, found from the traced program.
 
 The loss is traced for two batches, the second with twice the rows of the first, and
 both programs are read side by side. A dim that doubles has rows in it, and a constant
-that doubles counts them. Primitives without a rule here give a value of which nothing
-is known, and nothing is said about a loss that follows from such values.
+that doubles counts them. Primitives without a rule here give an unknown value, and a
+loss that follows from unknown values is not judged.
 """
 
 import math
@@ -25,7 +25,7 @@ Degrees = frozenset[float | None]
 
 @dataclass(frozen=True)
 class RowValue:
-    """What is known about a value of the program.
+    """The known facts about a value of the program.
 
     Attributes:
         kind: ``constant`` does not depend on the rows of the batch. Entries of ``row``
@@ -35,7 +35,8 @@ class RowValue:
             the number of rows: 1 for a sum over rows, 0 for a mean; ``None`` is an
             unknown power. Zero has no terms.
         dims: The dims that are the rows of the batch.
-        pairs: Whether pairs of rows were compared or multiplied on the way to it.
+        pairs: True if the value was computed from comparisons or products of pairs of
+            rows.
     """
 
     kind: Kind = "constant"
@@ -91,12 +92,12 @@ class _DifferentProgramsError(Exception):
 def find_changes(
     traces: Sequence[TracedFunction], inputs: Sequence[RowValue], num_microbatches: int
 ) -> list[str]:
-    """Texts for a user whose loss or metrics microbatches certainly change.
+    """Texts for a user about losses or metrics that microbatches certainly change.
 
     Args:
-        traces: Of a function that returns means by name and the variables after it: one
-            trace, and one for twice as many rows.
-        inputs: What is known about each array of the arguments.
+        traces: Two traces of a function that returns means by name and the variables
+            after it: the second has twice as many rows.
+        inputs: The known facts about each array of the arguments.
         num_microbatches: The microbatches of a step.
     """
     try:
@@ -108,7 +109,7 @@ def find_changes(
         title = "The loss" if name == "loss" else f"The metric {name!r}"
         for term in mean.terms if isinstance(mean, Mean) else ():
             total, weight = (known[id(atom)] for atom in (term.total, term.weight))
-            # Each power of the rows in the total must be that of the weight.
+            # Each power of the rows in the total must equal the power in the weight.
             is_known = len(weight.degrees) == 1 and None not in weight.degrees
             if is_known and total.degrees - weight.degrees - {None}:
                 found["size"].append(title)
@@ -143,7 +144,7 @@ _TEXTS = {
 def _read_traces(
     traces: Sequence[TracedFunction], inputs: Sequence[RowValue]
 ) -> dict[int, RowValue]:
-    """What is known about each output of the first trace, by the atom's id."""
+    """The known facts about each output of the first trace, by the atom's id."""
     first, second = traces
     known = dict(zip(jax.tree.leaves(first.inputs), inputs, strict=True))
     constants = zip(first.consts.items(), second.consts.values(), strict=False)
@@ -155,7 +156,7 @@ def _read_traces(
 
 @dataclass(frozen=True)
 class _Call:
-    """A pair of equations, and what is known about their inputs."""
+    """A pair of equations, and the known facts about their inputs."""
 
     eqn: jex.JaxprEqn
     other: jex.JaxprEqn
@@ -176,7 +177,7 @@ class _Call:
         return [_power(x, y) for x, y in zip(a, b, strict=True)]
 
     def out(self, value: RowValue, index: int = 0) -> RowValue:
-        """A value, its rows only where the output's dims grow as rows do."""
+        """A value with rows only in the output's dims that grow as the rows do."""
         grows = self.growth(index)
         dims = frozenset(d for d in value.dims if d < len(grows) and grows[d] == 1)
         is_lost = value.kind == "row" and len(dims) < len(value.dims)
@@ -208,11 +209,11 @@ def _constant(a: Any, b: Any) -> RowValue:
     kinds = (jnp.integer, jnp.floating, jnp.bool_)
     is_real = all(any(jnp.issubdtype(d, k) for k in kinds) for d in dtypes)
     is_array = any(isinstance(x, jax.Array) for x in (a, b))
-    # A large one may be spread over processes.
+    # A large constant may be spread over processes.
     if not is_real or max(sizes) > (1 if is_array else 2**16):
         return RowValue(degrees=_UNKNOWN)
     low, high = (np.unique(np.asarray(x, np.float64)) for x in (a, b))
-    if np.array_equal(low, high):  # the same numbers, however many of each
+    if np.array_equal(low, high):  # the same numbers in different counts
         return RowValue(degrees=frozenset({0}) if low.any() else _ZERO)
     is_uniform = low.size == high.size == 1
     power = _power(float(low[0]), float(high[0])) if is_uniform else None
@@ -228,7 +229,7 @@ def _look_up(known: Mapping, atom: Any, other: Any) -> RowValue:
 
 
 def _read(eqns: Sequence, others: Sequence, known: Mapping) -> dict:
-    """What is known about every value of a program, from its inputs."""
+    """The known facts about every value of a program, from its inputs."""
     found = dict(known)
     if len(eqns) != len(others):
         raise _DifferentProgramsError
@@ -242,7 +243,7 @@ def _read(eqns: Sequence, others: Sequence, known: Mapping) -> dict:
 
 
 def _read_body(body: Any, other: Any, ins: Sequence[RowValue]) -> list[RowValue]:
-    """What is known about the outputs of an inner program."""
+    """The known facts about the outputs of an inner program."""
     jaxpr, second = (getattr(x, "jaxpr", x) for x in (body, other))
     if len(jaxpr.invars) != len(ins):
         raise _DifferentProgramsError
@@ -256,7 +257,7 @@ def _read_body(body: Any, other: Any, ins: Sequence[RowValue]) -> list[RowValue]
 
 
 def _apply(call: _Call) -> list[RowValue]:
-    """The rule of a primitive."""
+    """Applies the rule of a primitive."""
     name = call.name
     if name in _CALLS:
         bodies = [
@@ -309,14 +310,14 @@ def _times(a: Degrees, b: Degrees, sign: int = 1) -> Degrees:
 
 
 def _grown(degrees: Degrees, powers: Sequence[float | None]) -> Degrees:
-    """The degrees of a sum over dims that grow so."""
+    """The degrees of a sum over dims that grow with these powers."""
     for power in powers:
         degrees = _times(degrees, frozenset({power}))
     return degrees
 
 
 def _joined(a: RowValue, b: RowValue) -> RowValue:
-    """What is known about a value that is one of two."""
+    """The known facts about a value that is one of two values."""
     first, second = (a, b) if a.kind != "constant" else (b, a)
     is_same = second.kind == "constant" or (first.kind, first.dims) == (
         second.kind,
@@ -342,7 +343,7 @@ def _meeting(call: _Call, values: Sequence[RowValue]) -> RowValue:
         kind = "constant"
     elif kinds == {"row"} or (len(kinds) == 1 and not dims) or len(others) == 1:
         kind = others[0].kind
-    # A constant with no dims of rows, where the rows of another are, is broadcast.
+    # A constant without dims of rows is broadcast to the rows of another value.
     if crossed or len({v.dims for v in others}) > 1:
         kind = "unknown"
     return RowValue(kind, _ZERO, dims, pairs)
@@ -363,7 +364,7 @@ def _add(call: _Call) -> RowValue:
     if "joint" in kinds and not met.dims:
         met = replace(met, kind="joint")
     degrees = a.degrees | b.degrees
-    # A small constant keeps a divisor from zero.
+    # A small constant keeps a divisor away from zero.
     for x, atom in ((a, call.eqn.invars[1]), (b, call.eqn.invars[0])):
         if isinstance(atom, jex.Literal) and np.ndim(atom.val) == 0:
             tiny = abs(atom.val) <= 1e-3
@@ -419,7 +420,7 @@ def _raise_to(call: _Call) -> RowValue:
 
 
 def _limit(call: _Call) -> RowValue:
-    """A value between constants; a sum that is kept from zero is still a sum."""
+    """A value clipped to constants; a sum that is kept from zero is still a sum."""
     found = [v for v in call.ins if v.kind != "constant"]
     return found[0] if len(found) == 1 else _bend(call)
 
@@ -505,7 +506,7 @@ def _order(call: _Call) -> list[RowValue]:
 def _gather(call: _Call) -> RowValue:
     operand, indices = call.ins[:2]
     kinds = {operand.kind, indices.kind}
-    # Only numbers of the operand are read, wherever the indices point.
+    # The result has only numbers of the operand, for all indices.
     degrees, pairs = operand.degrees, operand.pairs or indices.pairs
     if kinds == {"constant"}:
         return RowValue(degrees=degrees)
@@ -541,7 +542,7 @@ def _contract(call: _Call) -> RowValue:
     )
     over = [a.dims.intersection(contracted[0]), b.dims.intersection(contracted[1])]
     crossed = bool(a.dims.intersection(free[0]) and b.dims.intersection(free[1]))
-    # Scores of all pairs times their rows, as attention has: a value for each row.
+    # Scores of all pairs times their rows, as in attention, give a value for each row.
     is_mixed = bool(over[0] and over[1] and (a.pairs or b.pairs))
     pairs = crossed or ((a.pairs or b.pairs) and not is_mixed)
     degrees = _times(a.degrees, b.degrees)
@@ -611,7 +612,7 @@ def _num_slices(outer: Sequence, inner: Sequence) -> int:
 def _scan(call: _Call) -> list[RowValue]:
     params, other = call.eqn.params, call.other.params
     (body,) = jex.jaxprs_in_params(params)
-    # jax 0.12 has no numbers of them, but a slice has one dim less than its array.
+    # jax 0.12 does not give their number, but a slice has one dim less than its array.
     num_carry = len(body.outvars) - _num_slices(call.eqn.outvars, body.outvars)
     num_xs = _num_slices(call.eqn.invars, body.invars)
     num_consts = len(body.invars) - num_carry - num_xs
@@ -619,7 +620,7 @@ def _scan(call: _Call) -> list[RowValue]:
     carry, xs = rest[:num_carry], rest[num_carry:]
     grows = params["length"] != other["length"]
     is_over_rows = grows and any(0 in v.dims for v in xs)
-    # Each turn of the loop sees its part.
+    # Each iteration of the loop sees its part.
     parts = [replace(v, dims=frozenset(d - 1 for d in v.dims - {0})) for v in xs]
     if grows:
         carry = [RowValue("unknown", _UNKNOWN, v.dims, v.pairs) for v in carry]

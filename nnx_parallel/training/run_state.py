@@ -1,4 +1,4 @@
-"""Everything that a run continues from, saved and restored as one."""
+"""The complete state from which a run continues, saved and restored as one."""
 
 import contextlib
 import os
@@ -51,10 +51,10 @@ Kind = Literal["params", "ema", "eval"]
 
 
 class _Gone:
-    """In place of an array of a model that a step has taken: whatever reads it raises.
+    """Replaces an array of a model that a step has donated: reading it raises.
 
-    A pytree node that cannot be flattened: a Variable flattens its value when it is
-    read, and `jit` those of its arguments.
+    It is a pytree node that cannot be flattened: a Variable flattens its value when it
+    is read, and `jit` flattens its arguments.
     """
 
     def __init__(self, path: Path) -> None:
@@ -88,29 +88,29 @@ class HandedModel:
     """A model that the user was given, and the arrays that it was given with."""
 
     def __init__(self, model: nnx.Module, arrays: Mapping[Path, jax.Array]) -> None:
-        # Weak: a model that the user keeps must not keep the memory of its arrays, nor
-        # this record the model.
+        # The reference is weak: a model that the user keeps must not keep the memory of
+        # its arrays, and this record must not keep the model.
         self._model = weakref.ref(model)
         self._given = {path: weakref.ref(x) for path, x in arrays.items()}
         self._params, self._plain = _params_of(model), plain_attributes(model)
-        self._ended: dict[Path, nnx.Variable] = {}  # of which a step took the arrays
+        self._ended: dict[Path, nnx.Variable] = {}  # their arrays were donated
 
     @property
     def is_alive(self) -> bool:
-        """True while somebody holds the model."""
+        """True as long as the model is referenced."""
         return self._model() is not None
 
     def note(self, arrays: Mapping[Path, jax.Array]) -> None:
-        """Puts arrays into the model, of which the state has them too."""
+        """Puts arrays of the state into the model."""
         if (model := self._model()) is not None:
             update_arrays(model, arrays)
         self._given |= {path: weakref.ref(x) for path, x in arrays.items()}
 
     def assigned(self) -> dict[Path, Any]:
-        """The arrays that have been replaced since, random streams apart.
+        """The arrays that the user has replaced since then, except random streams.
 
         Raises:
-            StateStructureError: If a parameter is gone, or new.
+            StateStructureError: If a parameter is missing, or new.
         """
         if (model := self._model()) is None:
             return {}
@@ -136,10 +136,10 @@ class HandedModel:
         }
 
     def end(self) -> None:
-        """Puts what raises in the place of each array, which a step has taken."""
+        """Replaces each array, which a step has donated, by an object that raises."""
         if (model := self._model()) is None:
             return
-        assigned = self.assigned()  # is said later, by its path
+        assigned = self.assigned()  # reported later, by path
         self._ended = dict(variables_of(model))
         for path, variable in self._ended.items():
             if path in self._given and path not in assigned:
@@ -159,13 +159,13 @@ class RunState:
     next batch. Metrics follow the other two when a fit pauses to evaluate or save.
 
     Attributes:
-        seed: Of the model and of the loss's random numbers.
+        seed: Seed of the model and of the loss's random numbers.
         wrt: Filter of the Variables that are trained.
-        checkpoints: The run's own checkpoints.
+        checkpoints: The checkpoints of this run.
         judged: The parameters that are evaluated.
-        callbacks: Whose state is saved with the run.
-        metrics: Of the step at which the fit last paused, named by ``"step"``, with
-            those of its evaluation.
+        callbacks: Callbacks; their state is saved with the run.
+        metrics: Metrics of the step at which the fit last paused (its number is
+            ``"step"``), and of its evaluation.
         is_fresh: True if a fit has to look for a checkpoint to continue from: the state
             is neither trained nor restored by the user.
         report: Called with a line for people.
@@ -182,24 +182,24 @@ class RunState:
     metrics: dict[str, float] = field(default_factory=dict)
     is_fresh: bool = True
     report: Callable[[str], object] = str
-    _read_step: int | None = None  # of the own directory, read at the first use
+    _read_step: int | None = None  # of this run's directory, read at the first use
     _is_assigned: bool = False  # a model of this state has got other arrays
     _excused: frozenset[str] | None = None  # not finite when the fit began
     _state: TrainState | None = None
     _is_counting: bool = False
     _is_introduced: bool = False
-    # By the parameters that it has: the models of this state, then those of earlier
-    # ones, whose arrays were donated.
+    # Models by the kind of their parameters: first the models of this state, then the
+    # models of earlier states, whose arrays were donated.
     _models: dict[Kind, tuple[nnx.Module, HandedModel]] = field(default_factory=dict)
     _used_up: list[HandedModel] = field(default_factory=list)
 
     @property
     def state(self) -> TrainState:
-        """The training state, with what was assigned to `model`.
+        """The training state, with the values assigned to `model`.
 
         On first use it is the newest checkpoint of the run, or the first state.
         """
-        # Not in the constructor: a fit that resumes would build it for nothing.
+        # The constructor does not build it: a fit that resumes would not use it.
         if self._state is None:
             self._begin()
         assert self._state is not None
@@ -209,7 +209,8 @@ class RunState:
                 "one. Hand that back in a loop of your own: "
                 "trainer.state, metrics = trainer.train_step(trainer.state, batch)."
             )
-        # The average after the parameters: its own values replace a new beginning.
+        # The average comes after the parameters: values assigned to it replace a
+        # restarted average.
         for kind in get_args(Kind):
             if kind in self._models:
                 self._take_assigned(kind, self._models[kind][1])
@@ -233,7 +234,7 @@ class RunState:
             self._restart_average(assigned)
 
     def _restart_average(self, assigned: Mapping[Path, Any]) -> None:
-        """Starts the average of parameters that replace those of an untrained model."""
+        """Restarts the average if assigned parameters replace an untrained model's."""
         state: Any = self._state
         new = {p: x for p, x in assigned.items() if p in self.plan.trained_paths}
         if state.ema is None or not new or int(state.step):
@@ -252,7 +253,7 @@ class RunState:
         return init_state(self.plan, self.source, rngs, self.seed)
 
     def _present_state(self) -> TrainState:
-        """The state, or the first one; reads nothing, for the caller replaces it."""
+        """The state, or the first one; reads nothing, since the caller replaces it."""
         return self._first_state() if self._state is None else self.state
 
     def _begin(self) -> None:
@@ -292,12 +293,12 @@ class RunState:
         return model
 
     def begin(self, call: str) -> None:
-        """Meets the other processes in a call; raises as `check_models`."""
+        """Meets the other processes in a call; raises the errors of `check_models`."""
         meet(call)
         self.check_models()
 
     def check_models(self) -> None:
-        """Refuses what was assigned to a model whose other arrays a step has donated.
+        """Refuses values assigned to a model whose other arrays a step has donated.
 
         Raises:
             StateStructureError: Once, with the paths.
@@ -320,7 +321,7 @@ class RunState:
     @contextlib.contextmanager
     def counting_steps(self) -> Iterator[None]:
         """Context in which a fit counts steps from the state that it found."""
-        # Metrics of an earlier fit may be of a step that this one reaches again.
+        # Metrics of an earlier fit may belong to a step that this fit reaches again.
         self._is_counting, self.metrics = True, {}
         try:
             yield
@@ -332,12 +333,12 @@ class RunState:
     ) -> None:
         """Starts to save this run under a step, by default the state's.
 
-        A fit gives the step that it counts: a callback may have moved the state's.
-        ``once`` and ``may_skip`` are the manager's.
+        A fit gives the step that it counts: a callback may have changed the state's
+        step. ``once`` and ``may_skip`` are arguments of the manager.
         """
         step = self.step if step is None else step
         self._check_finite(step)
-        # All processes meet in `to_json`, also where the save has nothing to do.
+        # All processes meet in `to_json`, also if the save has nothing to do.
         progress: dict[str, Any] = {"position": self.data.to_json()}
         if states := states_of(self.callbacks):
             progress["callbacks"] = states
@@ -352,18 +353,18 @@ class RunState:
             self._excused = frozenset(broken_arrays(self.state))
 
     def broken_arrays(self) -> list[str]:
-        """Arrays from which training cannot go on, but for those of the beginning."""
+        """Arrays from which training cannot go on, except the excused arrays."""
         excused = self._excused or ()
         return [path for path in broken_arrays(self.state) if path not in excused]
 
     def _check_finite(self, step: int) -> None:
         """Raises `NonFiniteLossError` if the state must not be saved.
 
-        Gradients that are finite can have an update that is not: of a schedule that
-        divides by zero, of a moment that overflows.
+        Finite gradients can give an update that is not finite: a schedule divides by
+        zero, or a moment overflows.
         """
         broken = self.broken_arrays()
-        if self._excused is None:  # of a state that no fit has trained
+        if self._excused is None:  # no fit has trained the state
             paths = flatten_pure(self.state.params)
             broken = [path for path in broken if path in paths]
         if bad := [f"`{path}`" for path in broken]:
@@ -406,32 +407,32 @@ class RunState:
             else:
                 state, meta = source.restore(self.plan.abstract, step, self.base)
         if rewind:
-            with own:  # before anything changes: another run may be writing there
+            with own:  # before any change, since another run may be writing there
                 moved = own.set_aside(int(state.step))
             if moved:
                 self.report(moved)
         if meta is not None:
             self._go_on(meta)
             self.metrics = {}
-        # Another run's state is a beginning: the same program, started again, must
-        # resume from its own checkpoints and not begin once more.
+        # Another run's state is a starting point: the same program, started again, must
+        # resume from this run's checkpoints and not start once more.
         is_fresh = self.is_fresh and source.directory != own.directory
         self._replace(state)
         self.is_fresh, self._is_assigned = is_fresh, False
 
     def base(self) -> Mapping[str, jax.Array]:
-        """The model's arrays, for what a checkpoint names by checksum alone."""
+        """The model's arrays, for arrays that a checkpoint names only by checksum."""
         return to_groups(self._present_state())["model"]
 
     def load_weights(self, path: str | os.PathLike, only: Any) -> None:
-        """Replaces weights by those of a plain checkpoint; `Trainer.load_weights`."""
+        """Replaces weights by a plain checkpoint's; see `Trainer.load_weights`."""
         state = self._present_state()
         held = flatten(state.params) | flatten(state.variables)
         model = self.plan.model.merge(held)
         arrays = to_groups(state)["model"]
         names = [dotted(found) for found, _ in variables_of(model, only)]
         found = read_weights(path, {name: arrays[name] for name in names}, arrays)
-        # A run begins with them, as with a state of another directory.
+        # A run starts from them, as from a state of another directory.
         state = from_groups(state, {"model": arrays | found})
         self._replace(state.with_new_average())
 
@@ -439,7 +440,7 @@ class RunState:
         """The state with the parameters that other runs of this model train.
 
         Raises:
-            StateStructureError: If a model is another one, or lives elsewhere.
+            StateStructureError: If the models or their layouts differ.
         """
         mine = _arrays_of_model(self.plan.abstract)
         taken: dict[Path, Any] = {}
@@ -455,7 +456,7 @@ class RunState:
         return _with_arrays(self.state, taken.keys() - self.plan.trained_paths, taken)
 
     def take_model(self, state: TrainState) -> None:
-        """Replaces the arrays of the model by those of another run's state."""
+        """Replaces the arrays of the model by the arrays of another run's state."""
         arrays = _arrays_of_model(state)
         self.state = _with_arrays(self.state, arrays.keys(), arrays)
 
@@ -465,7 +466,7 @@ class RunState:
         Returns a message that says so, or "".
 
         Raises:
-            CheckpointError: If that would drop what was assigned to `model`.
+            CheckpointError: If that would drop values assigned to `model`.
         """
         if not self.is_fresh:
             return ""
@@ -503,7 +504,7 @@ class RunState:
 
     def _check_assigned(self) -> None:
         """Refuses values of `model` that a fit would drop, or put over trained ones."""
-        _ = self.state  # takes what was assigned
+        _ = self.state  # takes the assigned values
         step = self.checkpoints.latest_step if self._is_assigned else None
         if step is not None:
             raise CheckpointError(
@@ -520,9 +521,10 @@ class RunState:
     def header(
         self, num_steps: int, options: Options, refused: Mapping[str, str]
     ) -> str:
-        """What runs where, for the beginning of a fit; empty after the first time.
+        """The layout and the run in words, for the start of a fit; then empty.
 
-        ``options`` are those of the compiler, ``refused`` why it does not take others.
+        ``options`` are the compiler's options, ``refused`` its reasons to refuse
+        others.
         """
         if self._is_introduced:
             return ""
@@ -535,7 +537,7 @@ class RunState:
         return aligned([*facts.items()])
 
     def describe(self) -> Description:
-        """Where every array lives and why; traces nothing."""
+        """The placement of every array, with reasons; traces nothing."""
         plan = self.plan
         return describe_model(
             nnx.merge(plan.model.graphdef, plan.model.state, copy=True),
@@ -604,19 +606,19 @@ def describe_run(
     *,
     is_saved: bool = True,
 ) -> dict[str, Any]:
-    """Description of a run in its checkpoints, as JSON can hold it.
+    """Description of a run in its checkpoints, as JSON values.
 
-    The kinds of the optimizer's states are there only if the run has checkpoints, for
+    It has the kinds of the optimizer's states only if the run has checkpoints, because
     the update is traced to find them.
     """
     nodes: list[Any] = []
 
     def visit(node: Any) -> bool:
         nodes.append(node)
-        return False  # no node is a leaf: so the inner ones are visited too
+        return False  # no node is a leaf, so that inner nodes are visited too
 
     jax.tree.leaves(plan.abstract.opt_state, is_leaf=visit)
-    # The kinds of the optimizer's states, outermost first: all that Optax shows.
+    # The kinds of the optimizer's states, outermost first, are all that Optax shows.
     kinds = dict.fromkeys(type(x).__name__ for x in nodes if hasattr(x, "_fields"))
     return {
         "strategy": strip_addresses(repr(strategy)),

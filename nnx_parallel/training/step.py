@@ -69,12 +69,13 @@ from nnx_parallel.training.row_analysis import ROWS, SHARED, find_changes
 Batch = Any
 Metrics = dict[str, jax.Array]
 Means = dict[str, Any]
-"""Each `Mean` or `Sum` by name; ``loss`` is a `Mean`."""
+"""A `Mean` or `Sum` by name; ``loss`` is a `Mean`."""
 LossOutput = jax.Array | Mean | tuple[jax.Array | Mean, Any]
 Forward = Callable[[dict, dict, Batch, jax.Array], tuple[Means, dict]]
 """``(params, variables, batch, key)`` to means by name, and the variables after it.
 
-Among these are the trained parameters that the loss has assigned, and no others.
+The variables include the trained parameters that the loss has assigned, but no other
+parameters.
 """
 
 
@@ -102,10 +103,10 @@ class SkipSteps:
     ``skipped`` is 1 for such a step, and the fit ends with a line that counts them.
 
     Attributes:
-        limit: How many bad steps in a row are left out; one more is a
+        limit: Number of bad steps in a row that are skipped; one more is a
             `NonFiniteLossError`.
-        max_grad_norm: Largest norm of all gradients, before any clipping, that is not
-            a spike; ``None`` takes every finite one.
+        max_grad_norm: Largest norm of all gradients, before clipping, of a step that is
+            not bad; ``None`` accepts every finite norm.
 
     Raises:
         ValueError: If the limit is not an integer of at least 1, or the norm is not
@@ -138,9 +139,9 @@ class StepOptions:
 
     Attributes:
         num_microbatches: Parts of the batch whose gradients are accumulated.
-        remat: What the forward pass keeps, where the model does not say.
-        compiler_options: Over those of `compiler_options`.
-        on_non_finite: What follows a bad step.
+        remat: The values that the forward pass keeps, if the model does not say.
+        compiler_options: Options that override the library's `compiler_options`.
+        on_non_finite: The effect of a bad step.
     """
 
     num_microbatches: int = 1
@@ -163,7 +164,7 @@ class StepOptions:
 
     @property
     def skip(self) -> SkipSteps | None:
-        """How bad steps are left out; ``None`` if they end the run."""
+        """How bad steps are skipped; ``None`` if they end the run."""
         found = self.on_non_finite
         if isinstance(found, SkipSteps):
             return found
@@ -180,21 +181,23 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The compiled update: ``(state, batch) -> (state, metrics)``.
 
-    The state is donated; one that is gone is a `DonatedArrayError`. Metrics are on the
-    devices. Scalars: ``loss``, ``grad_norm``, ``learning_rate`` under
-    ``optax.inject_hyperparams``, and the loss's own. A model with experts also has
-    arrays ``(layers,)``, such as ``expert_loads/blocks.layer.mlp``, which `float` does
-    not take: ``{k: float(v) for k, v in metrics.items() if not v.ndim}``.
+    The state is donated; a state that was donated before is a `DonatedArrayError`.
+    Metrics are on the devices. Scalars are ``loss``, ``grad_norm``, ``learning_rate``
+    under ``optax.inject_hyperparams``, and the metrics of the loss. A model with
+    experts also has arrays ``(layers,)``, such as ``expert_loads/blocks.layer.mlp``,
+    which `float` does not take: ``{k: float(v) for k, v in metrics.items() if not
+    v.ndim}``.
     """
     warn_of_modes(plan, options.remat)
     warn_of_stacked_updates(plan)
     check_offload(plan, options.remat)
-    is_told = False  # once, however many shapes the step is traced for
+    is_told = False  # once, for any number of traced shapes
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         offload = plan.offload and plan.offload.activations
         with using(plan.layout), default_remat(options.remat, offload):
-            # From the step, so that a resumed run draws what an unbroken one would.
+            # The key depends on the step, so that a resumed run draws the same numbers
+            # as an uninterrupted one.
             key = jax.random.fold_in(state.key, state.step)
             arguments = state, batch, key, options.num_microbatches
             always: list[bool] = []
@@ -202,7 +205,8 @@ def make_train_step(
             if options.num_microbatches > 1 and not is_told:
                 is_told = True
                 texts = list[str]()
-                # A loss may refuse these row counts, or have what is unknown to jaxprs.
+                # A loss may refuse these row counts, or use operations unknown to
+                # jaxprs.
                 with contextlib.suppress(Exception):
                     texts = changes_by_microbatches(plan, loss, *arguments)
                 for text in texts:
@@ -218,8 +222,8 @@ def make_train_step(
             new, metrics = update(options.skip, counts)
             return new, found | metrics
 
-    # The new state takes the old one's memory, and its place: without shardings the
-    # compiler would choose others, and the next call would compile again.
+    # The new state takes the old one's memory and shardings: without given shardings
+    # the compiler would choose others, and the next call would compile again.
     step = jit_step(
         plan.layout,
         train_step,
@@ -233,10 +237,10 @@ def make_train_step(
 def call_loss(
     plan: StatePlan, loss: LossFn, model: nnx.Module, batch: Batch, key: jax.Array
 ) -> LossOutput:
-    """Calls a loss as its signature asks for, on floating input of the right dtype."""
+    """Calls a loss by its signature, with floating input of the right dtype."""
     batch = unmarked(cast_floating(batch, plan.precision.inputs))
-    # The key is folded with step and microbatch, never with a device: the numbers do
-    # not depend on the strategy.
+    # The key is folded with step and microbatch, never with a device, so that the
+    # numbers do not depend on the strategy.
     rngs = {"rngs": nnx.Rngs(key)} if takes_rngs(loss) else {}
     with watching_wrapped(model):
         return loss(model, batch, **rngs)
@@ -247,15 +251,16 @@ def check_padding(
 ) -> None:
     """Refuses a loss or a model that rows of weight 0 in a batch would change.
 
-    Only traced. What follows from the rows must follow from the weights too: no more
-    can be known, and less is wrong for sure.
+    The loss is only traced. A value that depends on the rows must depend on the weights
+    too. More cannot be known from a trace, and a value without this property is
+    certainly wrong.
 
     Raises:
-        LossError: With the name of all that would change.
+        LossError: If values would change; the message names them.
     """
     forward = in_context(plan.layout, _forward(plan, loss))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the step's own trace repeats them
+        warnings.simplefilter("ignore")  # the step's trace repeats them
         key = jax.random.fold_in(state.key, state.step)
         traced = trace(
             forward, state.params, state.variables, batch, key, inlined=is_call
@@ -303,7 +308,7 @@ def changes_by_microbatches(
 ) -> list[str]:
     """Texts about values of a loss that microbatches certainly change.
 
-    Only traced, for the rows of two microbatches and of four.
+    The loss is only traced, for the rows of two microbatches and of four.
     """
     rows, shared, join = partition(batch)
     forward = in_context(plan.layout, _forward(plan, loss))
@@ -314,7 +319,7 @@ def changes_by_microbatches(
         return trace(forward, state.params, state.variables, join(some, shared), key)
 
     with warnings.catch_warnings(), using_runner(run_one_layer):
-        warnings.simplefilter("ignore")  # the step's own trace repeats them
+        warnings.simplefilter("ignore")  # the step's trace repeats them
         traces = [with_rows(2), with_rows(4)]
     given = state.params, state.variables, join([ROWS] * len(rows), shared), key
     known = [x if x is ROWS else SHARED for x in jax.tree.leaves(given)]
@@ -331,7 +336,7 @@ def _forward(
 ) -> Forward:
     """The loss as a function of arrays: means by name, and the variables after it.
 
-    A trace appends to ``always_counts`` whether the loss's weight is a constant.
+    A trace appends to ``always_counts`` True if the loss's weight is a constant.
     """
 
     def forward(
@@ -339,7 +344,7 @@ def _forward(
     ) -> tuple[Means, dict]:
         with jax.named_scope("forward"):
             model = execution_of(plan).merge(plan, params, variables, training=True)
-            given = arrays_of(model)  # by identity: what the loss assigns is another
+            given = arrays_of(model)  # by identity, since the loss assigns new arrays
             plain = plain_attributes(model)
             mean, metrics = split_loss_output(call_loss(plan, loss, model, batch, key))
             if always_counts is not None:
@@ -375,9 +380,9 @@ class AccumulateMicrobatches(Execution):
         """Gradients of the batch's mean loss."""
         stacks = [module for module in plan.modules if isinstance(module, Stack)]
         remats = {stack.remat or active_remat() for stack in stacks}
-        # Keeps no parameter gathered outside the stacks; but a checkpoint around the
-        # whole would replace the policies of those inside, and undo their remat
-        # (docs/library-notes.md, "Remat").
+        # This keeps no parameter gathered outside the stacks. But a checkpoint around
+        # the whole would replace the policies of the stacks inside, and undo their
+        # remat (docs/library-notes.md, "Remat").
         is_kept = not remats <= {"none"} or bool(remats and plan.layout.prefetches)
         if plan.scanned:
             forward = gather_late(forward, plan.scanned, is_kept=is_kept)
@@ -395,7 +400,8 @@ class AccumulateMicrobatches(Execution):
 
         grads, (means, variables) = jax.grad(objective, has_aux=True)(state.params)
         if plan.offloads_optimizer:
-            # Its last cast undone: the update's loop would be handed twice the bytes.
+            # The last cast is undone: otherwise the update's loop would get twice the
+            # bytes.
             grads = cast_floating(grads, plan.precision.compute)
         return grads, variables, means
 
@@ -429,8 +435,9 @@ def _accumulate(
         microbatch = join(rows, shared)
         return forward(params, variables, microbatch, jax.random.fold_in(key, index))
 
-    # Parameters that the loss assigns go on to the next microbatch, as variables do.
-    # Arrays of the step, not their shapes: the scans then find this trace again.
+    # The next microbatch gets the parameters that the loss assigns, like other
+    # variables. It gets arrays of the step, not their shapes, so that the scans find
+    # this trace again.
     first = partial(jax.tree.map, lambda x: x[0], indexed)
     _, after = jax.eval_shape(lambda: run(state.params, state.variables, first()))
     arrays = flatten(state.params) | flatten(state.variables)
@@ -441,8 +448,9 @@ def _accumulate(
         return variables, [term.weight for term in means["loss"].terms]
 
     # Each term of the loss is divided by its weight in the whole batch, which is needed
-    # before the first gradient. Weights depend on the data alone, as a rule: then this
-    # costs no forward pass, for the compiler drops what they do not need.
+    # before the first gradient. Weights usually depend only on the data: then this
+    # costs no forward pass, because the compiler drops all computations that they do
+    # not need.
     _, weights = jax.lax.scan(weigh, carried, indexed)
     weights = [jnp.sum(w, dtype=sum_dtype(w)) for w in weights]
 
@@ -455,7 +463,8 @@ def _accumulate(
         compute = jax.grad(objective, has_aux=True)
         params, variables = plan.take_assigned(state.params, variables)
         new, (means, variables) = compute(params, variables, item)
-        # Before they are added: a gradient that is sharded is never summed up whole.
+        # They are placed before they are added: a sharded gradient is never summed as a
+        # whole.
         new = plan.constrain(new, "gradient")
         grads = jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, new)
         return (plan.constrain(grads, "gradient"), variables), means
@@ -482,14 +491,15 @@ def _update(
     """The state after a step, and its metrics.
 
     Args:
-        plan: Where everything lives.
+        plan: The placement of all arrays.
         state: The state before.
-        params: The parameters as the loss left them.
-        grads: Their gradients.
+        params: The parameters after the loss, which may have assigned some.
+        grads: Gradients of the parameters.
         variables: The other variables after the step.
-        means: What the loss returned.
-        skip: How bad steps are left out.
-        counts: Whether a row of the batch counts for the loss; ``None`` if all do.
+        means: The means that the loss returned.
+        skip: How bad steps are skipped.
+        counts: True if a row of the batch counts for the loss; ``None`` if all batches
+            have such rows.
     """
     with jax.named_scope("optimizer"):
         metrics = {
@@ -499,7 +509,7 @@ def _update(
         for name, value in metrics.items():
             check_scalar(value, f"In training, metric {name!r}")
         metrics["grad_norm"] = optax.tree.norm(final_gradients(plan, state, grads))
-        # A NaN or infinity in any gradient is in their norm.
+        # A NaN or infinity in any gradient is also in their norm.
         is_finite = jnp.isfinite(metrics["grad_norm"])
         conditions = [] if counts is None else [counts]
         if state.loss_scale is not None or skip is not None:
@@ -513,7 +523,8 @@ def _update(
         if (rate := learning_rate(opt_state)) is not None:
             metrics["learning_rate"] = rate
         if (ema := state.ema) is not None:
-            # In the average's float32: a thousandth of a bfloat16 would be lost.
+            # It is computed in the average's float32: a thousandth of a bfloat16 would
+            # be lost.
             latest = jax.tree.map(lambda x, old: x.astype(old.dtype), params, ema)
             ema = optax.incremental_update(latest, ema, 1 - plan.ema_decay)  # pyright: ignore[reportOperatorIssue]
         new = replace(state, step=state.step + 1, params=params, variables=variables)
@@ -548,11 +559,11 @@ def warn_of_modes(plan: StatePlan, remat: Remat) -> None:
 def warn_of_statistics(
     plan: StatePlan, model: nnx.Module, given: dict, after: dict
 ) -> None:
-    """Warns of BatchNorm's statistics that the loss has left as they were."""
+    """Warns of BatchNorm statistics that the loss has not updated."""
     still = [
         dotted((*path, name))
         for path, module in nnx.iter_modules(model)
-        # Built with use_running_average=True it is meant to be frozen.
+        # A BatchNorm with use_running_average=True is meant to be frozen.
         if isinstance(module, nnx.BatchNorm) and not module.use_running_average
         for name in ("mean", "var")
         if after.get((*path, name)) is given.get((*path, name))

@@ -52,14 +52,14 @@ class Trainer:
     Args:
         model: A function, or a class, from ``nnx.Rngs`` to a model, which is then built
             already sharded; or a built model, whose arrays are copied; or the
-            ``(graphdef, state)`` of a model. What the loss assigns to Variables of the
-            model is kept, also if they are trained. An array in no Variable is a
-            constant, as in plain NNX.
+            ``(graphdef, state)`` of a model. Values that the loss assigns to Variables
+            of the model are kept, also if they are trained. An array outside of
+            Variables is a constant, as in plain NNX.
         optimizer: An Optax transformation, or a function of the abstract model that
             returns one (for masks and dimension numbers).
         loss: ``loss(model, batch)`` or ``loss(model, batch, rngs)``: a scalar or
             `Mean`, or one with a dict of metrics: scalars, `Mean` or `Sum`.
-        strategy: Where everything lives; by default `DataParallel` over all devices.
+        strategy: Placement of all arrays; by default `DataParallel` over all devices.
         num_microbatches: Parts of each batch, whose gradients are accumulated. A loss
             that compares rows (contrastive) sees the negatives of one microbatch.
         eval_loss: The loss of evaluations, if it is another function. Both get the
@@ -68,24 +68,25 @@ class Trainer:
         seed: Seed of the parameters and of every random stream; 32 bits.
         wrt: Filter of the Variables that are trained.
         precision: The dtypes.
-        remat: What a `Stack` keeps for the backward pass, if the model does not say.
-        offload: What waits in the host's memory, such as ``Offload()``.
+        remat: The values that a `Stack` keeps for the backward pass, if the model does
+            not say.
+        offload: An `Offload`, which selects the arrays that wait in the host's memory.
         compiler_options: Options of XLA by name, over those that the library sets for
             TPUs and GPUs (`compiler_options`); ``None`` as a value removes one.
         ema_decay: Keep an exponential moving average of the parameters, which is then
             evaluated, predicted with and called best.
         eval_params: The parameters that are evaluated, predicted with, called best, and
             in `eval_model`: ``"params"``, the trained ones; ``"ema"``, their average;
-            or a function of the `TrainState`. ``None``: the average if there is one;
-            under ``optax.contrib.schedule_free`` and ``sam`` the parameters that these
-            mean to be evaluated; else the trained ones.
+            or a function of the `TrainState`. ``None`` takes the average if there is
+            one; under ``optax.contrib.schedule_free`` and ``sam`` the parameters at
+            which these should be evaluated; otherwise the trained ones.
         checkpoint: A directory, or a `Checkpoint`, from which ``fit`` resumes by
             itself; ``None`` saves nothing.
         devices: The devices to use; by default all.
         mesh: A mesh to use instead of them, with the strategy's axes, all Auto.
         names: Names of the model's dims by path, for a model that has no names.
-        loggers: Where metrics go; by default the console, and ``metrics.jsonl`` in
-            the checkpoint's directory.
+        loggers: Loggers of the metrics; by default the console, and ``metrics.jsonl``
+            in the checkpoint's directory.
         callbacks: Hooks of the fit.
         log_every: Steps between logged metrics.
         profile: ``(start, stop)``: trace these steps with ``jax.profiler``.
@@ -96,9 +97,9 @@ class Trainer:
             of the fit's evaluation. Then the process prints all stacks and ends.
             Compilation, first batch, checkpoints and ``on_eval_end`` do not count.
         check_replicas_every: Steps between comparisons of devices' copies; 0: never.
-        on_non_finite: Whether a step whose loss or gradients are not finite ends the
-            fit (``"raise"``) or changes nothing (``"skip"``, or a `SkipSteps` with a
-            limit). A batch whose loss has weight 0 changes nothing in any case.
+        on_non_finite: The effect of a step whose loss or gradients are not finite: it
+            ends the fit (``"raise"``) or changes nothing (``"skip"``, or a `SkipSteps`
+            with a limit). A batch whose loss has weight 0 changes nothing in any case.
         warm_start: Directory of a `plan`, whose compiled step ``fit`` takes if it can.
 
     Raises:
@@ -152,7 +153,8 @@ class Trainer:
         on_non_finite: OnNonFinite = "raise",
         warm_start: str | os.PathLike | None = None,
     ) -> None:
-        # Copied at once: a debugger adds to it. Checked before anything is compiled.
+        # It is copied at once, since a debugger adds to it, and checked before any
+        # compilation.
         arguments = dict(locals())
         source = as_source(model)
         check_arguments(source, optimizer, loss, arguments)
@@ -176,7 +178,8 @@ class Trainer:
             compiler_options=compiler_options,
             on_non_finite=on_non_finite,
         )
-        # From here on shapes alone: no array is made before `state` is asked for.
+        # From here on there are only shapes: no array is made before `state` is asked
+        # for.
         self.strategy = strategy = strategy or DataParallel()
         self.layout = layout = strategy.layout(mesh or strategy.make_mesh(devices))
         with raising_interrupts():
@@ -224,8 +227,8 @@ class Trainer:
     def data_share(self) -> tuple[int, int]:
         """``(index, count)``: the part of each batch's rows that this process loads.
 
-        With one process ``(0, 1)``. Processes that hold the same rows, such as those of
-        one tensor-parallel group, have the same index.
+        It is ``(0, 1)`` with one process. Processes that hold the same rows, such as
+        the processes of one tensor-parallel group, have the same index.
         """
         return data_share(self.layout)
 
@@ -234,10 +237,11 @@ class Trainer:
         """The training state. A step donates and replaces it.
 
         On first use it is read from the newest step in the Trainer's ``checkpoint``
-        directory, which the console says, or built if there is none. So `model`,
-        `evaluate` and `predict` see the state that a `fit` would continue from.
+        directory, which the console reports, or built if the directory has no step. So
+        `model`, `evaluate` and `predict` see the state that a `fit` would continue
+        from.
 
-        A loop of your own assigns the new state, so that the Trainer can go on with it:
+        A custom loop assigns the new state, so that the Trainer can go on with it:
         ``trainer.state, metrics = trainer.train_step(trainer.state, batch)``.
         """
         return self._run.state
@@ -255,30 +259,31 @@ class Trainer:
     def model(self) -> nnx.Module:
         """The model with its current arrays, global and sharded, in evaluation mode.
 
-        The arrays are those of `state`: the next step donates them, and this model has
-        none then. Read `model` again after a step, or copy it. What you assign to its
-        Variables before is trained, evaluated and saved, except for random streams.
+        The arrays belong to `state`: the next step donates them, and this model then
+        loses them. Read `model` again after a step, or copy it. Values that you assign
+        to its Variables before that are trained, evaluated and saved, except for random
+        streams.
         """
         return self._run.model("params")
 
     @property
     def ema_model(self) -> nnx.Module:
         """`model` with the moving average; a `ValueError` if the Trainer keeps none."""
-        params_of(self.state, ema=True)  # an error if there is none
+        params_of(self.state, ema=True)  # an error without an average
         return self._run.model("ema")
 
     @property
     def eval_model(self) -> nnx.Module:
         """`model` with the parameters that are evaluated, to export or to sample from.
 
-        By default `ema_model` if the Trainer keeps an average, and `model` if not. What
-        you assign to parameters that ``eval_params`` computes is refused.
+        By default `ema_model` if the Trainer keeps an average, and `model` if not.
+        Values assigned to parameters that ``eval_params`` computes are refused.
         """
         return self._run.model("eval")
 
     @property
     def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-        """The compiled step, for a loop of your own: ``(state, batch)`` to the same.
+        """The compiled step, ``(state, batch) -> (state, metrics)``, for custom loops.
 
         It is pure, except that it donates the state; take batches from `shard_batch`.
         A state that was donated to an earlier step raises a `DonatedArrayError`.
@@ -290,8 +295,9 @@ class Trainer:
 
         The players are Trainers of one model, each with its ``wrt``, such as the
         generator and the critic of a GAN. Before the step this one takes the parameters
-        that the others train. After it all have the same arrays of the model, also its
-        statistics and random streams, as optimizers that share a model in plain Flax.
+        that the others train. After it all players have the same arrays of the model,
+        also its statistics and random streams, like optimizers that share a model in
+        plain Flax.
 
         Args:
             batch: A host batch, as `fit` takes it.
@@ -339,7 +345,7 @@ class Trainer:
         return self._programs.shard_batch(batch)
 
     def describe(self) -> Description:
-        """Where every array lives and why, with bytes per device."""
+        """The placement of every array, with reasons and bytes per device."""
         return self._run.describe()
 
     @suggests_names
@@ -355,20 +361,22 @@ class Trainer:
     ) -> History:
         """Trains until the run has ``num_steps`` updates or ``num_epochs`` passes.
 
-        Earlier ones count. Starts from the newest checkpoint, if there is one and
-        nothing has been trained yet. Saves as the `Checkpoint` says, and at the end.
+        Earlier updates count. The fit starts from the newest checkpoint, if there is
+        one and nothing has been trained yet. It saves as the `Checkpoint` says, and at
+        the end.
 
         Args:
             data: Batches: pytrees of NumPy arrays with this process's share of the
-                global batch (`data_share`), with one process the whole of it. A later
-                fit goes on at the next batch if the first batch is the same, else at
-                the start of this data; after a restart it must be the same.
+                global batch (`data_share`), with one process the whole batch. A later
+                fit goes on at the next batch if the first batch is the same, otherwise
+                at the start of this data; after a restart it must be the same.
             num_steps: Total number of updates of the run.
             num_epochs: Instead, passes over data whose ``len()`` counts its batches.
             eval_data: Batches to evaluate on, iterated again each time.
             eval_every: Steps between evaluations; ``None`` evaluates at the end.
-            last_batch: Of fewer rows: train without it (``"drop"``; ``None`` warns
-                too), fill it up (`Pad`), or ``"error"``. Evaluations use all rows.
+            last_batch: Treatment of a last batch with fewer rows: train without it
+                (``"drop"``; ``None`` also warns), fill it up (`Pad`), or ``"error"``.
+                Evaluations use all rows.
 
         Returns:
             Metrics by name, an entry for each step done in this call.
@@ -381,13 +389,14 @@ class Trainer:
             DisagreementError: If processes are about to run different programs.
             NonFiniteLossError: If a loss, or a state to be saved, is not finite; names
                 the arrays that are not. ``on_non_finite`` can leave out such steps.
-            ValueError: If ``num_steps`` or ``eval_every`` is no number of steps.
-            DataError: If data is no iterable, has no length, or lasts for one pass.
+            ValueError: If ``num_steps`` or ``eval_every`` is not a number of steps.
+            DataError: If data is not iterable, has no length, or lasts for only one
+                pass.
             DataExhaustedError: If the data ends before ``num_steps``.
             BatchShapeError: If a batch does not divide, or changes its shape.
         """
         self._run.begin("fit")
-        # Kept for `stop`, which a callback calls from within the fit.
+        # The loop is kept for `stop`, which a callback calls during the fit.
         self._loop = Loop(
             trainer=self,
             settings=self._settings,
@@ -407,7 +416,7 @@ class Trainer:
 
     def stop(self, reason: str) -> None:
         """Ends the fit after the current step; evaluates and saves it as the last."""
-        if self._loop is not None:  # else there is nothing to stop
+        if self._loop is not None:  # otherwise there is nothing to stop
             self._loop.stop(reason)
 
     def evaluate(
@@ -417,15 +426,16 @@ class Trainer:
         loss: LossFn | None = None,
         ema: bool | None = None,
     ) -> dict[str, Any]:
-        """Mean loss and metrics over all rows, the model in evaluation mode.
+        """Mean loss and metrics over all rows, with the model in evaluation mode.
 
         A last batch of fewer rows runs without padding. Plain scalars are weighted by
         rows, and a `Mean` by its weight; a `Sum` adds up.
 
         Args:
             data: Batches, of any number of rows each.
-            loss: What to compute; by default the Trainer's ``eval_loss``, and without
-                one its loss. Compiled once for each function object and shape.
+            loss: The loss to compute; by default the Trainer's ``eval_loss``, and
+                without one its loss. It is compiled once for each function object and
+                shape.
             ema: True takes the moving average, False the trained parameters; ``None``
                 follows ``eval_params``.
 
@@ -450,7 +460,7 @@ class Trainer:
         seed: int = 0,
         ema: bool | None = None,
     ) -> Any:
-        """Outputs for all rows, the model in evaluation mode; warns as `evaluate`.
+        """Outputs for all rows, by the model in evaluation mode; warns like `evaluate`.
 
         Args:
             data: Batches.
@@ -458,7 +468,7 @@ class Trainer:
                 along dim 0; by default ``model(batch)``. With a third parameter
                 ``rngs`` it gets random streams. It is compiled once for each function
                 object and shape; the last 8 functions are remembered.
-            seed: Of these streams; another number draws others.
+            seed: Seed of these streams; another seed draws other numbers.
             ema: True takes the moving average, False the trained parameters; ``None``
                 follows ``eval_params``.
 
@@ -495,22 +505,23 @@ class Trainer:
     ) -> None:
         """Replaces the state by a saved one, under whichever strategy it was saved.
 
-        A state from another directory is only where a run starts: once the run has
-        checkpoints of its own, the same program resumes from those.
+        A state from another directory is only a starting point: once this run has saved
+        checkpoints, the same program resumes from them.
 
         Args:
             step: A saved step; ``"best"`` by ``Checkpoint(keep_best=...)`` of the run
                 that saved it; ``None`` for the latest.
-            directory: The directory to read; by default the Trainer's own. A
-                `Checkpoint` with another ``keep_best`` ranks its steps by that.
+            directory: The directory to read; by default the Trainer's checkpoint
+                directory. A `Checkpoint` with another ``keep_best`` ranks its steps by
+                that.
             weights_only: Restore only parameters and other variables; optimizer, step
-                and data stay as they are. `load_weights` reads what another program
-                has saved.
-            rewind: Go on from this step of the Trainer's own directory: later steps are
+                and data stay as they are. `load_weights` reads weights that another
+                program has saved.
+            rewind: Go on from this step of the Trainer's directory: later steps are
                 moved, with a copy of ``metrics.jsonl``, to ``rewound-STEP-ID`` in it.
 
         Raises:
-            CheckpointNotFoundError: If there is no such step.
+            CheckpointNotFoundError: If the step does not exist.
             CheckpointMismatchError: If an array differs; each is listed, and nothing
                 has changed.
             CheckpointError: If a callback restores more than weights during a fit.
@@ -520,9 +531,9 @@ class Trainer:
         self._run.restore(step, directory, weights_only=weights_only, rewind=rewind)
 
     def load_weights(self, path: str | os.PathLike, *, only: Any = None) -> None:
-        """Replaces weights by those of a plain Orbax checkpoint.
+        """Replaces weights by the weights of a plain Orbax checkpoint.
 
-        It was written without this library: ``nnx.state(model)``, a part of it, or
+        Another program wrote it: ``nnx.state(model)``, a part of it, or
         ``nnx.to_pure_dict`` of it, by `StandardCheckpointer`, a `CheckpointManager`
         (pass one step), or Orbax's v1 functions. Each device reads its own shards;
         floating-point arrays are cast to the model's dtypes. Optimizer, step and data
@@ -537,7 +548,7 @@ class Trainer:
         Raises:
             CheckpointMismatchError: If an array differs, or only one side has it; each
                 is listed, and nothing has changed.
-            CheckpointReadError: If it is no such checkpoint.
+            CheckpointReadError: If it is not a plain checkpoint.
         """
         meet("load_weights")
         self._run.load_weights(path, only or nnx.Not(nnx.RngState))
